@@ -1,0 +1,44 @@
+# Each target sets up .venv by itself; only python3, make and a C compiler are needed.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+export PYTHONUNBUFFERED := 1
+
+.PHONY: demo test check format types-link clean
+
+demo: $(READY)
+	$(BIN)/stepwrap train configs/digits_ddp.yaml --fresh
+
+test: $(READY) types-link
+	$(BIN)/ruff check -q .
+	$(BIN)/ruff format -q --check .
+	PYTHONPATH=build/types $(BIN)/lint-imports --no-logo --no-cache
+	$(BIN)/python -m pytest
+
+check: $(READY) types-link
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	PYTHONPATH=build/types $(BIN)/lint-imports --no-logo --no-cache
+
+format: $(READY)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+# mypy and import-linter see the namespace through links, one per source folder.
+types-link:
+	@mkdir -p build/types/stepwrap
+	@for folder in collectives configs loops registry runner wrappers; do \
+		ln -sfn ../../../$$folder build/types/stepwrap/$$folder; done
+
+# torch first: its CPU build must be there before a dependency asks for any build of it.
+$(READY): setup.cfg pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt pip setuptools wheel
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt torch
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e ".[examples,plots,tensorboard,test]"
+	touch $(READY)
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
