@@ -1,0 +1,101 @@
+"""Are these the arguments of that class? Answered before it is called."""
+
+import inspect
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, NamedTuple
+
+from .errors import did_you_mean, nearest
+
+_BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+
+
+class ArgumentProblem(NamedTuple):
+    """A wrong or a missing argument and the sentence about it."""
+
+    name: str
+    what: str
+
+
+def title(target: object) -> str:
+    """Return the name by which a user knows a class or function."""
+    return str(getattr(target, "__name__", None) or repr(target))
+
+
+def signature_of(target: Callable[..., Any]) -> inspect.Signature | None:
+    """Return what `target` accepts from a config, None where Python cannot tell.
+
+    A class that passes `**kwargs` on to something known may offer the class method
+    `config_signature() -> inspect.Signature`, so that those names are checked too.
+    """
+    declared = getattr(target, "config_signature", None)
+    try:
+        return declared() if declared is not None else inspect.signature(target)
+    except (TypeError, ValueError):
+        return None
+
+
+def signature_text(target: Callable[..., Any]) -> str:
+    """Return "AdamW(params, lr=0.001, ...)": names and defaults without the types."""
+    signature = signature_of(target)
+    if signature is None:
+        return f"{title(target)}(...)"
+    plain = [
+        parameter.replace(annotation=inspect.Parameter.empty)
+        for parameter in signature.parameters.values()
+    ]
+    return f"{title(target)}{inspect.Signature(plain)}"
+
+
+def required_names(target: Callable[..., Any]) -> set[str]:
+    """Return the names of the arguments without a default."""
+    signature = signature_of(target)
+    parameters = signature.parameters.values() if signature is not None else ()
+    return {p.name for p in parameters if p.kind in _BY_NAME and p.default is p.empty}
+
+
+def argument_problems(
+    target: Callable[..., Any], given: Collection[str], runtime: Collection[str] = ()
+) -> list[ArgumentProblem]:
+    """Return what is wrong with calling `target` with the names `given`.
+
+    Unknown names come first; missing ones are only looked for when there is none, since a
+    misspelt name is the usual reason for a missing one. Names in `runtime` will be supplied by
+    the caller if `target` wants them.
+    """
+    signature = signature_of(target)
+    if signature is None:
+        return []
+    parameters = signature.parameters
+    known = [p.name for p in parameters.values() if p.kind in _BY_NAME]
+    unknown = [name for name in given if name not in known]
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    if unknown and not takes_any:
+        free = [name for name in known if name not in given and name not in runtime]
+        return [ArgumentProblem(name, _unknown_text(target, name, free)) for name in unknown]
+    missing = [n for n in known if n in required_names(target) and n not in {*given, *runtime}]
+    problems = [ArgumentProblem(n, _missing_text(target, n, unknown)) for n in missing]
+    return problems + _positional_problems(target, parameters)
+
+
+def _unknown_text(target: Callable[..., Any], name: str, free: list[str]) -> str:
+    text = f"{title(target)} has no such argument"
+    hint = did_you_mean(name, free)
+    if not hint:
+        hint = f"; it also takes {', '.join(free)}" if free else "; it takes no further ones"
+    return text + hint
+
+
+def _missing_text(target: Callable[..., Any], name: str, unexplained: list[str]) -> str:
+    close = nearest(name, unexplained, limit=1)
+    hint = f"; is {close[0]} meant for it?" if close else ""
+    return f"{title(target)} needs this argument and it is missing{hint}"
+
+
+def _positional_problems(
+    target: Callable[..., Any], parameters: Mapping[str, inspect.Parameter]
+) -> list[ArgumentProblem]:
+    return [
+        ArgumentProblem(p.name, f"{title(target)} takes it by position only, a config cannot")
+        for p in parameters.values()
+        if p.kind is p.POSITIONAL_ONLY and p.default is p.empty
+    ]

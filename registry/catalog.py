@@ -1,0 +1,48 @@
+"""The registries: one for every kind of part that a config can name.
+
+They know where the parts live by module name only: nothing is imported before a look-up.
+"""
+
+from .registry import Registry
+
+_WRAPPERS = ("stepwrap.wrappers",)
+_LOOPS = ("stepwrap.loops",)
+
+MODELS = Registry("MODELS", locations=_WRAPPERS, namespaces=("torch.nn",))
+MODEL_WRAPPERS = Registry("MODEL_WRAPPERS", locations=_WRAPPERS)
+OPTIMIZERS = Registry("OPTIMIZERS", namespaces=("torch.optim",))
+OPTIM_WRAPPERS = Registry("OPTIM_WRAPPERS", locations=_WRAPPERS)
+PARAM_SCHEDULERS = Registry("PARAM_SCHEDULERS", namespaces=("torch.optim.lr_scheduler",))
+DATASETS = Registry("DATASETS", namespaces=("torch.utils.data",))
+DATALOADERS = Registry("DATALOADERS", locations=_LOOPS)
+METRICS = Registry(
+    "METRICS",
+    locations=_LOOPS,
+    namespaces=(
+        "torchmetrics.classification",
+        "torchmetrics.regression",
+        "torchmetrics.text",
+        "torchmetrics.aggregation",
+        "torchmetrics",
+    ),
+)
+LOOPS = Registry("LOOPS", locations=_LOOPS)
+HOOKS = Registry("HOOKS", locations=_LOOPS)
+DIST_BACKENDS = Registry("DIST_BACKENDS", locations=("stepwrap.collectives",))
+
+REGISTRIES = {
+    registry.name: registry
+    for registry in (
+        MODELS,
+        MODEL_WRAPPERS,
+        OPTIMIZERS,
+        OPTIM_WRAPPERS,
+        PARAM_SCHEDULERS,
+        DATASETS,
+        DATALOADERS,
+        METRICS,
+        LOOPS,
+        HOOKS,
+        DIST_BACKENDS,
+    )
+}

@@ -1,0 +1,229 @@
+"""Names to classes: a registry per kind of part, in families with scopes."""
+
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar, overload
+
+from ._explain import explain_miss
+from .build import build_from_cfg
+from .errors import RegistryKeyError
+from .imports import ModuleSources, import_path
+
+T = TypeVar("T", bound=Callable[..., Any])
+
+
+class Registry:
+    """A table of classes and functions that a config names by `type`.
+
+    Names are looked up in the table itself, then in its `locations` and `namespaces`, then in
+    its ancestors. "scope.Name" asks the member of the family with that scope, and a name that
+    no registry knows is tried as an import path ("torch.optim.SGD").
+
+    Args:
+        name: what the registry is called in messages.
+        build_func: `build_func(cfg, registry=self)`; default: the parent's, else `build_from_cfg`.
+        parent: the registry asked next for what is not found here.
+        scope: prefix of the names of this registry; default: the package that creates it.
+        locations: modules that register things; imported when a name is first missed.
+        namespaces: modules whose public classes are found by bare name, such as "torch.optim".
+        aliases: other names, mapped to the registered ones.
+    """
+
+    def __init__(  # noqa: PLR0913
+        self,
+        name: str,
+        build_func: Callable[..., Any] | None = None,
+        parent: "Registry | None" = None,
+        scope: str | None = None,
+        locations: Sequence[str] = (),
+        *,
+        namespaces: Sequence[str] = (),
+        aliases: Mapping[str, str] | None = None,
+    ) -> None:
+        self.name = name
+        self.scope = _calling_package() if scope is None else scope
+        self.parent = parent
+        self.children: dict[str, Registry] = {}
+        self.module_dict: dict[str, Any] = {}
+        self.sources = ModuleSources(locations, namespaces)
+        self.aliases = dict(aliases or {})
+        inherited = build_from_cfg if parent is None else parent.build_func
+        self.build_func: Callable[..., Any] = build_func or inherited
+        if parent is not None:
+            assert self.scope not in parent.children, (
+                f"{parent.name} already has a child registry with the scope {self.scope!r}"
+            )
+            parent.children[self.scope] = self
+
+    @overload
+    def register_module(
+        self, name: str | Sequence[str] | None = None, force: bool = False, module: None = None
+    ) -> Callable[[T], T]: ...
+
+    @overload
+    def register_module(
+        self, name: str | Sequence[str] | None = None, force: bool = False, *, module: T
+    ) -> T: ...
+
+    def register_module(
+        self,
+        name: str | Sequence[str] | None = None,
+        force: bool = False,
+        module: Any = None,
+    ) -> Any:
+        """Register a class or function, as a decorator or directly by `module=`.
+
+        Args:
+            name: the name, or several; default: the `__name__` of the module.
+            force: replace what already has the name instead of raising KeyError.
+            module: what to register; without it a decorator is returned.
+
+        Returns:
+            The registered object itself.
+        """
+        if not isinstance(force, bool):
+            raise TypeError(f"force must be a bool, got {force!r} of type {type(force).__name__}")
+        names = _as_names(name)
+        if module is not None:
+            return _add(self, module, names, force)
+        return lambda target: _add(self, target, names, force)
+
+    def get(self, key: str, *, imports: bool = True) -> Any:
+        """Return what `key` names, None when there is nothing.
+
+        Args:
+            key: "Name", "scope.Name" or an import path.
+            imports: False looks only at what has been registered and imports nothing.
+        """
+        if not isinstance(key, str):
+            raise TypeError(f"key must be a str, got {key!r} of type {type(key).__name__}")
+        found = self._find(key, imports)
+        if found is None and imports and "." in key:
+            try:
+                found = import_path(key)
+            except ImportError:
+                return None
+            return found if callable(found) else None
+        return found
+
+    def resolve(self, key: str) -> Any:
+        """Return what `key` names or raise a KeyError that says why there is nothing."""
+        found = self.get(key)
+        if found is None:
+            raise RegistryKeyError(self.explain_miss(key))
+        return found
+
+    def build(self, cfg: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """Build what `cfg` describes: `build_func(cfg, *args, **kwargs, registry=self)`."""
+        return self.build_func(cfg, *args, **kwargs, registry=self)
+
+    def at_scope(self, scope: str) -> "Registry":
+        """Return the member of the family with that scope, KeyError when there is none."""
+        family = list(self.family())
+        for member in family:
+            if member.scope == scope:
+                return member
+        scopes = ", ".join(member.scope for member in family)
+        raise RegistryKeyError(f"{self.name} has no scope {scope!r}; its scopes are {scopes}")
+
+    def family(self) -> Iterator["Registry"]:
+        """Yield this registry, its ancestors, then all others below the root."""
+        seen: list[Registry] = []
+        upwards: Registry | None = self
+        while upwards is not None:
+            seen.append(upwards)
+            upwards = upwards.parent
+        waiting = [seen[-1]]
+        while waiting:
+            member = waiting.pop(0)
+            waiting.extend(member.children.values())
+            if member not in seen:
+                seen.append(member)
+        yield from seen
+
+    def explain_miss(self, key: str) -> str:
+        """Return one line that says why `key` is not found and what may have been meant."""
+        return explain_miss(self, key)
+
+    def names(self) -> list[str]:
+        """Return every bare name that can be looked up here, aliases included, sorted."""
+        self.sources.load_locations()
+        return sorted({*self.module_dict, *self.aliases, *self.sources.names()})
+
+    def __contains__(self, key: str) -> bool:
+        return self.get(key) is not None
+
+    def __len__(self) -> int:
+        self.sources.load_locations()
+        return len(self.module_dict)
+
+    def __iter__(self) -> Iterator[str]:
+        self.sources.load_locations()
+        return iter(list(self.module_dict))
+
+    def __repr__(self) -> str:
+        return f"Registry({self.name!r}, scope={self.scope!r}, names={list(self.module_dict)})"
+
+    def _find(self, key: str, imports: bool) -> Any:
+        scope, dot, rest = key.partition(".")
+        if not dot:
+            found = self._own(key, imports)
+            if found is None and self.parent is not None:
+                return self.parent._find(key, imports)
+            return found
+        if scope == self.scope:
+            return self._own(rest, imports)
+        if scope in self.children:
+            return self.children[scope]._find(rest, imports)
+        root = self
+        while root.parent is not None:
+            root = root.parent
+        if root is self or scope not in {root.scope, *root.children}:
+            return None
+        return root._find(key, imports)
+
+    def _own(self, name: str, imports: bool) -> Any:
+        if imports and name not in self.module_dict:
+            self.sources.load_locations()
+        name = name if name in self.module_dict else self.aliases.get(name, name)
+        found = self.module_dict.get(name)
+        if found is None and imports:
+            found = self.sources.find(name)
+        return found
+
+
+def _add(registry: Registry, target: T, names: Sequence[str] | None, force: bool) -> T:
+    if not callable(target):
+        raise TypeError(
+            f"module must be a class or a function, got {target!r} of type {type(target).__name__}"
+        )
+    for name in names or [getattr(target, "__name__", type(target).__name__)]:
+        present = registry.module_dict.get(name)
+        if present is not None and not force:
+            where = getattr(present, "__module__", "unknown")
+            raise RegistryKeyError(f"{name} is already registered in {registry.name} at {where}")
+        registry.module_dict[name] = target
+    return target
+
+
+def _as_names(name: str | Sequence[str] | None) -> Sequence[str] | None:
+    if name is None:
+        return None
+    names = [name] if isinstance(name, str) else name
+    if not isinstance(names, Sequence) or not all(isinstance(one, str) for one in names):
+        raise TypeError(
+            f"name must be None, a str or a sequence of str, got {name!r} "
+            f"of type {type(name).__name__}"
+        )
+    return names
+
+
+def _calling_package() -> str:
+    """Return the top package of the module that creates the registry."""
+    frame = inspect.currentframe()
+    own = __name__
+    while frame is not None and frame.f_globals.get("__name__") == own:
+        frame = frame.f_back
+    module = frame.f_globals.get("__name__", "__main__") if frame else sys.modules["__main__"]
+    return str(module).partition(".")[0]

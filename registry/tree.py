@@ -1,0 +1,87 @@
+"""Whole trees of parts: nested dicts with a `type` are built before what contains them."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from .arguments import required_names
+from .build import check_arguments, find_type
+from .catalog import MODELS
+from .errors import RegistryKeyError
+from .registry import Registry
+
+
+def build_tree(
+    cfg: Mapping[str, Any], registry: Registry, default_args: Mapping[str, Any] | None = None
+) -> Any:
+    """Build `cfg` like `build_from_cfg`, its nested dicts with a `type` first.
+
+    A nested type is looked up in the same registry, as an import path, then in MODELS. One from
+    the same registry gets those of `default_args` that it cannot be built without (schedulers in
+    a SequentialLR get the optimizer). `{_ref_: torch.nn.ReLU}` is the object itself, uncalled; a
+    dict with `_raw_: true` is passed as a plain dict.
+
+    Raises:
+        TypeError, KeyError: as `build_from_cfg`.
+        Exception: whatever a constructor raises, unchanged.
+    """
+    if not isinstance(cfg, Mapping):
+        raise TypeError(f"cfg must be a dict with a type, got {type(cfg).__name__}")
+    defaults = dict(default_args or {})
+    if "type" not in cfg and "type" not in defaults:
+        raise RegistryKeyError('cfg or default_args must contain the key "type"')
+    table = registry.at_scope(cfg["_scope_"]) if "_scope_" in cfg else registry
+    target = find_type(cfg.get("type", defaults.get("type")), table)
+    return _call(target, cfg, table, defaults)
+
+
+def find_nested(wanted: Any, registry: Registry) -> tuple[Any, bool]:
+    """Return what a nested `type` names and whether it is of the same registry.
+
+    Raises:
+        KeyError: neither `registry` nor MODELS knows it; the text tells about both.
+    """
+    if not isinstance(wanted, str):
+        return find_type(wanted, registry), False
+    found = registry.get(wanted)
+    if found is not None:
+        return found, True
+    found = MODELS.get(wanted)
+    if found is None:
+        text = registry.explain_miss(wanted)
+        if registry is not MODELS:
+            near = MODELS.explain_miss(wanted).partition("; ")
+            text += f"; nor is it in MODELS{'; ' + near[2] if 'did you mean' in near[2] else ''}"
+        raise RegistryKeyError(text)
+    return found, False
+
+
+def nested_runtime(target: Any, supplied: Mapping[str, Any], same: bool) -> dict[str, Any]:
+    """Return those of the supplied arguments that a nested part cannot be built without."""
+    needed = required_names(target) if same else set()
+    return {name: value for name, value in supplied.items() if name in needed}
+
+
+def _call(
+    target: Any, cfg: Mapping[str, Any], registry: Registry, defaults: Mapping[str, Any]
+) -> Any:
+    runtime = {key: value for key, value in defaults.items() if key != "type"}
+    own = {key: value for key, value in cfg.items() if key not in ("type", "_scope_")}
+    check_arguments(target, {**runtime, **own})
+    built = {key: _built(value, registry, runtime) for key, value in own.items()}
+    return target(**{**runtime, **built})
+
+
+def _built(value: Any, registry: Registry, runtime: Mapping[str, Any]) -> Any:
+    if isinstance(value, list | tuple):
+        return [_built(item, registry, runtime) for item in value]
+    if not isinstance(value, Mapping):
+        return value
+    if value.get("_raw_") is True:
+        return {key: inner for key, inner in value.items() if key != "_raw_"}
+    if set(value) == {"_ref_"}:
+        return find_nested(value["_ref_"], registry)[0]
+    if "type" not in value:
+        return {key: _built(inner, registry, runtime) for key, inner in value.items()}
+    table = registry.at_scope(value["_scope_"]) if "_scope_" in value else registry
+    target, same = find_nested(value["type"], table)
+    return _call(target, value, table, nested_runtime(target, runtime, same))
