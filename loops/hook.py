@@ -1,0 +1,151 @@
+"""The events of a run, and the hooks that listen to them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from .state import LoopState
+
+Scalars = dict[str, "Tensor | float"]
+
+
+class Hook:
+    """Listens to the events of a run; override those you need.
+
+    Only overridden events are called, in ascending `order`; hooks of equal
+    order keep the order in which they were given. One run is
+
+        on_run_start
+          on_train_start
+            on_epoch_start
+              on_batch_start, on_batch_end, [on_update, [collect_logs, on_log],
+                [evaluation], on_save_point]  for each batch
+            on_epoch_end, [evaluation], on_save_point
+          on_train_end
+        on_run_end
+
+    and an evaluation is on_eval_start, on_eval_batch_start and
+    on_eval_batch_end for each batch, on_eval_end. The iteration loop has one
+    epoch of events around the whole run. A resumed run starts with
+    on_train_start and on_epoch_start again.
+
+    A hook with `state_dict` and `load_state_dict` is kept in checkpoints.
+    """
+
+    order: int = 50
+
+    def on_run_start(self, state: LoopState) -> None:
+        """Everything is built; no checkpoint has been restored yet."""
+
+    def on_run_end(self, state: LoopState) -> None:
+        """Nothing more will happen; not called after an error."""
+
+    def on_train_start(self, state: LoopState) -> None:
+        """Training starts or goes on after a resume; the counters are restored."""
+
+    def on_train_end(self, state: LoopState) -> None:
+        """Training has ended or was stopped: see `state.stop_reason`, `state.signal`."""
+
+    def on_epoch_start(self, state: LoopState) -> None:
+        """A pass over the data starts; `state.epoch` is its index."""
+
+    def on_epoch_end(self, state: LoopState) -> None:
+        """A pass over the data is done; `state.epoch` still is its index."""
+
+    def on_batch_start(self, state: LoopState, batch: Any) -> None:
+        """A training batch was read; `state.iteration` is its index."""
+
+    def on_batch_end(self, state: LoopState, batch: Any, logs: Mapping[str, Tensor]) -> None:
+        """A training step is done; `logs` are detached tensors on the device."""
+
+    def on_update(self, state: LoopState) -> None:
+        """The weights were updated; `state.step` counts this update."""
+
+    def collect_logs(self, state: LoopState, scalars: Scalars) -> None:
+        """Add this rank's scalars to `scalars` before they are averaged over the ranks.
+
+        Must not communicate; 0-d tensors may stay on the device.
+        """
+
+    def on_log(self, state: LoopState, record: dict[str, float]) -> None:
+        """A log record is there: means over the interval and ranks, equal on all ranks."""
+
+    def on_save_point(self, state: LoopState) -> None:
+        """Everything due at this update or epoch end is done: the place to save.
+
+        Comes after `on_update` and its log and validation, and once more after
+        the end of an epoch and its validation (`state.batch` is 0 there).
+        """
+
+    def on_eval_start(self, state: LoopState) -> None:
+        """An evaluation starts; `state.phase` says which."""
+
+    def on_eval_batch_start(self, state: LoopState, batch: Any) -> None:
+        """An evaluation batch was read."""
+
+    def on_eval_batch_end(self, state: LoopState, batch: Any, outputs: Any) -> None:
+        """An evaluation step is done; runs under inference mode."""
+
+    def on_eval_end(self, state: LoopState, metrics: dict[str, float]) -> None:
+        """An evaluation has ended; `metrics` are equal on all ranks.
+
+        Called exactly once for each `on_eval_start` unless an error was raised.
+        `metrics` is empty when the evaluation was cut short by a request to
+        stop (then `state.stop_reason` is set) or has no metrics.
+        """
+
+    def on_exception(self, state: LoopState, error: BaseException) -> None:
+        """A loop failed with `error`, maybe on this rank only: must not communicate."""
+
+
+EVENTS: tuple[str, ...] = tuple(
+    name for name in vars(Hook) if name.startswith("on_") or name == "collect_logs"
+)
+
+_OnState = tuple[Callable[[LoopState], None], ...]
+_OnBatch = tuple[Callable[[LoopState, Any], None], ...]
+
+
+class HookList:
+    """Hooks in calling order; one tuple of listeners for each event.
+
+    An event that nobody listens to is an empty tuple, so that announcing it,
+    `for f in hooks.on_update: f(state)`, costs next to nothing.
+    """
+
+    on_run_start: _OnState
+    on_run_end: _OnState
+    on_train_start: _OnState
+    on_train_end: _OnState
+    on_epoch_start: _OnState
+    on_epoch_end: _OnState
+    on_batch_start: _OnBatch
+    on_batch_end: tuple[Callable[[LoopState, Any, Mapping[str, Tensor]], None], ...]
+    on_update: _OnState
+    collect_logs: tuple[Callable[[LoopState, Scalars], None], ...]
+    on_log: tuple[Callable[[LoopState, dict[str, float]], None], ...]
+    on_save_point: _OnState
+    on_eval_start: _OnState
+    on_eval_batch_start: _OnBatch
+    on_eval_batch_end: tuple[Callable[[LoopState, Any, Any], None], ...]
+    on_eval_end: tuple[Callable[[LoopState, dict[str, float]], None], ...]
+    on_exception: tuple[Callable[[LoopState, BaseException], None], ...]
+
+    def __init__(self, hooks: Iterable[Hook] = ()) -> None:
+        self._hooks = sorted(hooks, key=lambda hook: hook.order)
+        for event in EVENTS:
+            setattr(self, event, self._listeners(event))
+
+    def __iter__(self) -> Iterator[Hook]:
+        return iter(self._hooks)
+
+    def __len__(self) -> int:
+        return len(self._hooks)
+
+    def _listeners(self, event: str) -> tuple[Callable[..., None], ...]:
+        silent = getattr(Hook, event)
+        methods = (getattr(hook, event) for hook in self._hooks)
+        return tuple(m for m in methods if getattr(m, "__func__", None) is not silent)
