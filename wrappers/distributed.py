@@ -1,0 +1,97 @@
+"""The wrapper for one replica per process, gradients averaged."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ..registry import MODEL_WRAPPERS
+from .options import check_options, option_names
+from .step import Steps, has_own_train_step
+
+_NAMES = [
+    "StepDistributedDataParallel",
+    "MMDistributedDataParallel",
+    "DistributedDataParallel",
+    "ddp",
+]
+
+
+@MODEL_WRAPPERS.register_module(name=_NAMES)
+class StepDistributedDataParallel(Steps, DistributedDataParallel):
+    """torch's ``DistributedDataParallel`` with the three steps.
+
+    Needs a process group, and every rank must construct it. For another optimization step
+    override ``train_step(data, optim_wrapper)`` in a subclass; it must compute its losses by
+    ``self(...)``, because ``self.module(...)`` leaves the gradients of the ranks apart::
+
+        @MODEL_WRAPPERS.register_module()
+        class PenalisedDDP(StepDistributedDataParallel):
+            def train_step(self, data, optim_wrapper):
+                with optim_wrapper.optim_context(self):
+                    losses = self(*self.module.data_preprocessor(data, True), mode="loss")
+                loss = losses["loss"] + penalty(self.module)
+                optim_wrapper.update_params(loss)
+                return {"loss": loss.detach()}
+
+    Args:
+        module: the model, on the device where it is to be trained.
+        detect_anomalous_params: log the parameters that the loss does not reach, on every step.
+        ddp_kwargs: every option of torch's class. ``device_ids`` is by default the CUDA
+            device of the parameters, and none on the CPU.
+
+    Raises:
+        TypeError: torch's class has no such option, or the model has a ``train_step`` of its
+            own.
+        ValueError: no process group.
+        RuntimeError: no parameter requires a gradient.
+    """
+
+    def __init__(
+        self, module: nn.Module, detect_anomalous_params: bool = False, **ddp_kwargs: Any
+    ) -> None:
+        self.check_options(ddp_kwargs)
+        if type(self).train_step is Steps.train_step and has_own_train_step(module):
+            raise TypeError(
+                f"{type(module).__name__} overrides train_step, which cannot work under "
+                f"{type(self).__name__}: a model that calls itself skips the averaging of the "
+                "gradients. Put the step into a subclass of StepDistributedDataParallel (with "
+                "self(...) for the forward) and name it as the wrapper"
+            )
+        ddp_kwargs.setdefault("device_ids", _device_ids(module))
+        super().__init__(module=module, **ddp_kwargs)
+        self._prepare_steps(detect_anomalous_params)
+
+    @classmethod
+    def check_options(cls, options: dict[str, Any]) -> None:
+        """Raise TypeError for an option that this class does not take."""
+        names = [name for name in cls.config_signature().parameters if name != "module"]
+        check_options(cls.__name__, options, names)
+
+    @classmethod
+    def config_signature(cls) -> inspect.Signature:
+        """The arguments with torch's options in place of ``**ddp_kwargs``."""
+        own = inspect.signature(cls.__init__).parameters.values()
+        kept = [one for one in own if one.name != "self" and one.kind is not one.VAR_KEYWORD]
+        if not any(one.kind is one.VAR_KEYWORD for one in own):
+            return inspect.Signature(kept)
+        torch_options = inspect.signature(DistributedDataParallel.__init__).parameters
+        mine = {one.name for one in kept}
+        kept += [
+            torch_options[name].replace(kind=inspect.Parameter.KEYWORD_ONLY)
+            for name in option_names(DistributedDataParallel.__init__)
+            if name not in mine
+        ]
+        return inspect.Signature(kept)
+
+
+def _device_ids(module: nn.Module) -> list[Any] | None:
+    devices = {parameter.device for parameter in module.parameters()}
+    if len(devices) == 1:
+        (device,) = devices
+        if device.type == "cuda":
+            return [device]
+    return None

@@ -1,0 +1,63 @@
+"""From a dict of losses to the one that is optimised and those that are logged."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+
+def parse_losses(losses: Mapping[str, Tensor | list[Tensor]]) -> tuple[Tensor, dict[str, Tensor]]:
+    """Sum the losses; return the total and the detached values to log.
+
+    A tensor counts by its mean, a list of tensors by the sum of their means. Entries whose
+    name contains "loss" are optimised, the others only logged. The log holds the total as
+    ``loss`` first, then every entry; beside other losses, an entry that is itself named
+    ``loss`` is logged as ``loss_raw``.
+
+    Raises:
+        TypeError: an entry is neither a tensor nor a list of tensors.
+        ValueError: there is no loss to optimise.
+    """
+    if not isinstance(losses, Mapping):
+        raise TypeError(
+            f"forward(..., mode='loss') must return a dict of losses, got {type(losses).__name__}"
+        )
+    total: Tensor | None = None
+    parts: dict[str, Tensor] = {}
+    counted = 0
+    for name, value in losses.items():
+        part = _reduce(name, value)
+        if part is None:
+            continue
+        if "loss" in name:
+            total = part if total is None else total + part
+            counted += 1
+        parts[name] = part.detach()
+    if total is None:
+        raise ValueError(
+            "there is no loss to optimise: a name must contain 'loss' and its value must not "
+            f"be empty; got {sorted(losses)}"
+        )
+    if counted > 1 and "loss" in parts:
+        parts = {"loss_raw" if name == "loss" else name: part for name, part in parts.items()}
+    parts.pop("loss", None)
+    return total, {"loss": total.detach(), **parts}
+
+
+def _reduce(name: str, value: Any) -> Tensor | None:
+    """One 0-d floating tensor out of an entry; None for an empty list."""
+    if isinstance(value, Tensor):
+        if not (value.is_floating_point() or value.is_complex()):
+            value = value.float()
+        # A mean of one number would only lengthen the graph.
+        mean: Tensor | None = value.mean() if value.ndim else value
+        return mean
+    if not isinstance(value, list) or not all(isinstance(part, Tensor) for part in value):
+        raise TypeError(f"{name} is not a tensor or list of tensors, got {type(value).__name__}")
+    total: Tensor | None = None
+    for part in value:
+        mean = _reduce(name, part)
+        total = mean if total is None or mean is None else total + mean
+    return total

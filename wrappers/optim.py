@@ -1,0 +1,157 @@
+"""How a loss becomes new weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ..registry import OPTIM_WRAPPERS
+from .accumulation import Accumulation
+from .clip import GradClip
+
+_COUNT_KEY = "stepwrap.inner_count"
+_BASE_KEY = "base_param_settings"
+# Entering this costs a tenth of a generator-based context, on every step.
+_NOTHING = nullcontext()
+
+
+@OPTIM_WRAPPERS.register_module()
+class OptimWrapper(Accumulation):
+    """An optimizer with gradient accumulation and clipping.
+
+    ``update_params(loss)`` scales the loss, runs backward and, at the end of a window,
+    clips, steps and then clears the gradients. A subclass may override ``backward`` and
+    ``step`` (another precision), ``optim_context`` (what the forward runs in) or
+    ``update_params`` as a whole::
+
+        class TwiceNoisy(OptimWrapper):
+            def backward(self, loss, **kwargs):
+                super().backward(loss, **kwargs)
+                add_noise(self.optimizer)
+
+    Args:
+        optimizer: any ``torch.optim.Optimizer``.
+        accumulative_counts: micro-batches per update.
+        clip_grad: ``{"max_norm": 1.0}``, or ``{"type": "value", "clip_value": 0.5}``;
+            further keys are arguments of torch's clipping functions.
+
+    Attributes:
+        grad_norm: total norm before clipping at the last update, a tensor on the device
+            of the gradients; None while nothing was clipped by norm.
+
+    Raises:
+        AssertionError: ``accumulative_counts`` below 1, or ``clip_grad`` says nothing.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        accumulative_counts: int = 1,
+        clip_grad: Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__(accumulative_counts)
+        if not hasattr(optimizer, "param_groups"):
+            raise TypeError(
+                f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}"
+            )
+        self.optimizer = optimizer
+        self.grad_norm: Tensor | None = None
+        self._clip = None if clip_grad is None else GradClip.from_settings(clip_grad)
+        self.base_param_settings: dict[str, Any] | None = None
+        if len(optimizer.param_groups) > 1:
+            self.base_param_settings = {"params": torch.tensor([0.0]), **optimizer.defaults}
+
+    def update_params(
+        self,
+        loss: Tensor,
+        step_kwargs: Mapping[str, Any] | None = None,
+        zero_kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Backward, and at the end of a window step and clear the gradients."""
+        self.backward(self.scale_loss(loss))
+        if self.should_update():
+            self.step(**(step_kwargs or {}))
+            self.zero_grad(**(zero_kwargs or {}))
+
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        """Run backward and count the micro-batch."""
+        loss.backward(**kwargs)  # type: ignore[no-untyped-call]
+        self._inner_count += 1
+
+    def step(self, **kwargs: Any) -> None:
+        """Clip, if so configured, and update the parameters."""
+        if self._clip is not None:
+            self.grad_norm = self._clip(self.optimizer)
+        self.optimizer.step(**kwargs)
+
+    def zero_grad(self, **kwargs: Any) -> None:
+        """Clear the gradients."""
+        self.optimizer.zero_grad(**kwargs)
+
+    def optim_context(self, model: nn.Module) -> AbstractContextManager[Any]:
+        """What the forward of the coming micro-batch runs in.
+
+        That is ``model.no_sync()`` when the micro-batch does not end its window.
+        """
+        if self._accumulative_counts == 1 or self.should_sync():
+            return _NOTHING
+        no_sync: Callable[[], AbstractContextManager[Any]] | None = getattr(model, "no_sync", None)
+        return _NOTHING if no_sync is None else no_sync()
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The optimizer's groups; with several, a further one that carries the base settings."""
+        groups = self.optimizer.param_groups
+        return groups if self.base_param_settings is None else [*groups, self.base_param_settings]
+
+    def get_lr(self) -> dict[str, list[float]]:
+        """Learning rate of every group, and ``base_lr`` when there are several."""
+        rates: dict[str, list[float]] = {}
+        if self.base_param_settings is not None:
+            rates["base_lr"] = [self.base_param_settings["lr"]]
+        rates["lr"] = [group["lr"] for group in self.optimizer.param_groups]
+        return rates
+
+    def get_momentum(self) -> dict[str, list[float]]:
+        """Momentum (Adam-like: the first beta; else 0) of every group."""
+        momenta: dict[str, list[float]] = {}
+        if self.base_param_settings is not None:
+            momenta["base_momentum"] = [_momentum(self.base_param_settings)]
+        momenta["momentum"] = [_momentum(group) for group in self.optimizer.param_groups]
+        return momenta
+
+    def state_dict(self) -> dict[str, Any]:
+        """The optimizer's state with our count of micro-batches beside it."""
+        state = dict(self.optimizer.state_dict())
+        if self.base_param_settings is not None:
+            state[_BASE_KEY] = dict(self.base_param_settings)
+        state[_COUNT_KEY] = self._inner_count
+        return state
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Restore ``state_dict()``, or the state of the bare optimizer."""
+        state = dict(state_dict)
+        base = state.pop(_BASE_KEY, None)
+        if base is not None and self.base_param_settings is not None:
+            self.base_param_settings = dict(base)
+        count = state.pop(_COUNT_KEY, None)
+        if count is not None:
+            self._inner_count = self._resumed_at = count
+        self.optimizer.load_state_dict(state)
+
+    def __repr__(self) -> str:
+        return (
+            f"{type(self).__name__}({type(self.optimizer).__name__}, "
+            f"accumulative_counts={self._accumulative_counts}, clip_grad={self._clip})"
+        )
+
+
+def _momentum(group: Mapping[str, Any]) -> float:
+    if "momentum" in group:
+        return float(group["momentum"])
+    return float(group["betas"][0]) if "betas" in group else 0.0

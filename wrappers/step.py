@@ -1,0 +1,118 @@
+"""The three steps of a model, once for all wrappers."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+from .anomalies import detect_anomalous_params
+from .losses import parse_losses
+from .preprocess import DataPreprocessor, as_call, device_of
+
+
+class OptimizerWrapper(Protocol):
+    """What a training step needs of an optimizer wrapper."""
+
+    def optim_context(self, model: Any) -> AbstractContextManager[Any]:
+        """What the forward runs in."""
+
+    def update_params(self, loss: Tensor) -> None:
+        """Backward and, where a window ends, a step."""
+
+
+class Steps:
+    """Training, validation and test step of ``self.module`` through ``self.forward``.
+
+    A mixin of the model wrappers, which are modules with a child ``module``: the user's
+    model. What the model does not offer (``data_preprocessor``, ``parse_losses``,
+    ``val_step``, ``test_step``) gets the behaviour of ``BaseModel``.
+    """
+
+    module: Any
+    detect_anomalous_params: bool
+    __call__: Callable[..., Any]
+    _preprocessor: DataPreprocessor
+    _model_steps: bool = False
+
+    def train_step(self, data: Any, optim_wrapper: OptimizerWrapper) -> dict[str, Tensor]:
+        """Train on one batch; returns what to log, detached.
+
+        Every rank must call this.
+        """
+        model = self.module
+        if self._model_steps:
+            logs: dict[str, Tensor] = model.train_step(data, optim_wrapper)
+            return logs
+        with optim_wrapper.optim_context(self):
+            args, kwargs = as_call(self._preprocess(model)(data, training=True))
+            try:
+                losses = self(*args, **kwargs, mode="loss")
+            except TypeError as error:
+                _explain_missing_mode(model, error)
+                raise
+        parse = getattr(model, "parse_losses", parse_losses)
+        total, logs = parse(losses)
+        optim_wrapper.update_params(total)
+        if self.detect_anomalous_params:
+            detect_anomalous_params(total, model=self)  # type: ignore[arg-type]
+        if parse is parse_losses:
+            return logs
+        return {name: v.detach() if isinstance(v, Tensor) else v for name, v in logs.items()}
+
+    def val_step(self, data: Any) -> Any:
+        """Evaluate one batch by the model's ``val_step``; not collective."""
+        return self._evaluate("val_step", data)
+
+    def test_step(self, data: Any) -> Any:
+        """Evaluate one batch by the model's ``test_step``; not collective."""
+        return self._evaluate("test_step", data)
+
+    def _evaluate(self, name: str, data: Any) -> Any:
+        model = self.module
+        step = getattr(model, name, None)
+        if step is not None:
+            return step(data)
+        args, kwargs = as_call(self._preprocess(model)(data, training=False))
+        try:
+            return model(*args, **kwargs, mode="predict")
+        except TypeError as error:
+            _explain_missing_mode(model, error)
+            raise
+
+    def _preprocess(self, model: nn.Module) -> Callable[..., Any]:
+        preprocess: Callable[..., Any] | None = getattr(model, "data_preprocessor", None)
+        return self._preprocessor if preprocess is None else preprocess
+
+    def _prepare_steps(self, detect: bool) -> None:
+        """Set what the steps need; called by the wrappers once the module is theirs."""
+        self.detect_anomalous_params = detect
+        if getattr(self.module, "data_preprocessor", None) is None:
+            self._preprocessor = DataPreprocessor().to(device_of(self.module))
+
+
+def has_own_train_step(model: nn.Module) -> bool:
+    """Whether ``model`` brings a ``train_step`` of its own, not the default of a base class."""
+    step = getattr(type(model), "train_step", None)
+    if step is None:
+        return False
+    # By name, since mmengine is no dependency and models.py imports this file.
+    defaults = ((__package__, "BaseModel.train_step"), ("mmengine", "BaseModel.train_step"))
+    owner = getattr(step, "__module__", "") or ""
+    name = getattr(step, "__qualname__", "")
+    return not any(f"{owner}.".startswith(f"{pkg}.") and name == full for pkg, full in defaults)
+
+
+def _explain_missing_mode(model: nn.Module, error: TypeError) -> None:
+    """Raise a better error when ``forward`` cannot be asked for losses."""
+    parameters = inspect.signature(model.forward).parameters.values()
+    if any(one.name == "mode" or one.kind is one.VAR_KEYWORD for one in parameters):
+        return
+    name = type(model).__name__
+    raise TypeError(
+        f"{name}.forward has no argument 'mode', so it cannot be asked for its losses; wrap the "
+        f"network as SupervisedModel(net, loss), or write {name}.forward(..., mode='tensor')"
+    ) from error
