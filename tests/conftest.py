@@ -1,0 +1,35 @@
+"""What every test gets: one thread, the same surroundings, no processes left at the end."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import ranks
+
+# Before torch is imported: the rank processes and the tests share few cores.
+os.environ["OMP_NUM_THREADS"] = "1"
+
+
+def pytest_sessionfinish() -> None:
+    ranks.shutdown()
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu") is not None:
+        import torch
+
+        if not torch.cuda.is_available():
+            pytest.skip(f"no CUDA device (torch {torch.__version__})")
+
+
+@pytest.fixture(autouse=True)
+def _restore_surroundings() -> Iterator[None]:
+    """No launcher's variables inside a test; environment and directory as before after it."""
+    environment, cwd = dict(os.environ), Path.cwd()
+    for name in environment.keys() - ranks.without_launcher(environment.items()):
+        del os.environ[name]
+    yield
+    os.chdir(cwd)
+    os.environ.clear()
+    os.environ.update(environment)

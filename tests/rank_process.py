@@ -1,0 +1,138 @@
+"""What runs inside a rank process of `ranks.py`: serve calls until told to exit."""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import os
+import pickle
+import queue
+import random
+import signal
+import sys
+import threading
+import time
+import traceback
+import warnings
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any
+
+LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
+LAUNCHER_PREFIXES = ("MASTER_", "SLURM_", "TORCHELASTIC_", "OMPI_")
+
+
+def without_launcher(environment: Iterable[tuple[str, str]]) -> dict[str, str]:
+    """Return the environment without what torchrun, SLURM and MPI set for a rank."""
+    return {
+        name: value
+        for name, value in environment
+        if name not in LAUNCHER_VARIABLES and not name.startswith(LAUNCHER_PREFIXES)
+    }
+
+
+@dataclass
+class RankCall:
+    """What a rank needs for one call; the surroundings are set before the payload is unpickled."""
+
+    payload: bytes
+    world_size: int
+    group_timeout_s: float
+    store: str | None = None
+    path: list[str] = field(default_factory=lambda: list(sys.path))
+    cwd: str = field(default_factory=os.getcwd)
+    filters: list[Any] = field(default_factory=lambda: list(warnings.filters))
+    environment: dict[str, str] = field(
+        default_factory=lambda: without_launcher(os.environ.items()) | {"OMP_NUM_THREADS": "1"}
+    )
+
+
+def serve() -> None:
+    """Serve calls in a rank process until told to exit."""
+    rank, fd, stack = int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
+    sys.argv[1:] = []
+    os.set_inheritable(fd, False)
+    connection = Connection(fd)
+    inbox: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+    threading.Thread(target=_listen, args=(connection, inbox), daemon=True).start()
+    with open(stack, "a") as stack_file:
+        faulthandler.enable()
+        faulthandler.register(signal.SIGUSR1, file=stack_file)
+        import torch.distributed
+
+        torch.set_num_threads(1)
+        # What the imports made stays; a collection after a call then looks at little.
+        gc.freeze()
+        connection.send_bytes(_answer("ready", None))
+        while (message := inbox.get()) != b"exit":
+            connection.send_bytes(_answer_call(rank, message))
+            # The group ends only when all ranks are done with it, or when this one has failed.
+            inbox.get()
+            if torch.distributed.is_initialized():
+                torch.distributed.destroy_process_group()
+            gc.collect()
+            connection.send_bytes(_answer("released", None))
+
+
+def _listen(connection: Connection, inbox: queue.SimpleQueue[bytes]) -> None:
+    try:
+        while True:
+            inbox.put(connection.recv_bytes())
+    except (EOFError, OSError):
+        # pytest is gone, perhaps by SIGKILL: end at once, with everything started from here.
+        os.killpg(0, signal.SIGKILL)
+
+
+def _answer(kind: str, value: Any) -> bytes:
+    return pickle.dumps((kind, value, time.monotonic()))
+
+
+def _answer_call(rank: int, message: bytes) -> bytes:
+    try:
+        call: RankCall = pickle.loads(message)
+        _set_surroundings(call)
+        fn, args, kwargs = pickle.loads(call.payload)
+        _reset_torch()
+        if call.store is not None:
+            _open_group(rank, call)
+        return _answer("result", fn(*args, **kwargs))
+    except BaseException:
+        return _answer("error", traceback.format_exc())
+
+
+def _set_surroundings(call: RankCall) -> None:
+    sys.path[:] = call.path
+    os.chdir(call.cwd)
+    if os.environ != call.environment:
+        os.environ.clear()
+        os.environ.update(call.environment)
+    warnings.resetwarnings()
+    warnings.filters[:] = call.filters
+
+
+def _reset_torch() -> None:
+    import torch
+
+    torch.set_default_dtype(torch.float32)
+    torch.set_default_device(None)
+    torch.set_grad_enabled(True)
+    torch.use_deterministic_algorithms(False)
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    random.seed(0)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(0)
+
+
+def _open_group(rank: int, call: RankCall) -> None:
+    import torch.distributed as dist
+
+    dist.init_process_group(
+        "gloo",
+        store=dist.FileStore(call.store, call.world_size),
+        rank=rank,
+        world_size=call.world_size,
+        timeout=timedelta(seconds=call.group_timeout_s),
+    )

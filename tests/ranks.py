@@ -1,0 +1,288 @@
+"""Warm rank processes for tests: a two-rank test is one function call.
+
+The processes start at the first call, import torch once and serve the whole pytest run. Each call
+gets a new gloo group over a file store in a fresh folder, destroyed when every rank has reported:
+
+    def _sum_of_ranks() -> float:
+        value = torch.tensor(float(dist.get_rank()))
+        dist.all_reduce(value)
+        return value.item()
+
+    def test_sum() -> None:
+        assert run_ranks(_sum_of_ranks, 2) == [1.0, 1.0]
+
+Functions, arguments and results travel by plain pickle, so functions live at module level. Inside,
+every call starts from the same state: the caller's directory, import path, warning filters and
+environment (without the variables that launchers set), seed 0, default dtype float32, one thread.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import pickle
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any, TypeVar
+
+from rank_process import RankCall, without_launcher
+
+T = TypeVar("T")
+
+START_TIMEOUT_S = 120.0
+# How long the other ranks may go on after one has failed, and how long a teardown may take.
+GRACE_S = 5.0
+
+
+class RanksError(RuntimeError):
+    """Ranks failed, died or stayed silent; the text has each one's traceback or stack.
+
+    Attributes:
+        reports: what is known by rank, in the order in which the ranks failed, so that a rank
+            that failed only because of another one comes after it.
+    """
+
+    def __init__(self, world_size: int, reports: dict[int, str]) -> None:
+        self.reports = reports
+        ranks = ", ".join(map(str, reports))
+        parts = [f"{len(reports)} of {world_size} ranks failed, the first one first: {ranks}"]
+        parts += [f"--- rank {rank}: {text.rstrip()}" for rank, text in reports.items()]
+        super().__init__("\n".join(parts))
+
+
+def run_ranks(
+    fn: Callable[..., T],
+    world_size: int = 2,
+    *args: Any,
+    timeout_s: float = 60.0,
+    group_timeout_s: float | None = None,
+    init: bool = True,
+    **kwargs: Any,
+) -> list[T]:
+    """Call `fn(*args, **kwargs)` on every rank and return the results by rank.
+
+    Args:
+        fn: a module-level function.
+        timeout_s: a rank that has not returned by then is named and the processes are restarted.
+        group_timeout_s: timeout of the group's collectives (default: `timeout_s`).
+        init: False runs the function without a process group.
+
+    Raises:
+        RanksError: a rank raised, died or stayed silent.
+    """
+    if world_size < 1:
+        raise ValueError(f"world_size must be at least 1, got {world_size}")
+    call = RankCall(
+        payload=pickle.dumps((fn, args, kwargs)),
+        world_size=world_size,
+        group_timeout_s=group_timeout_s or timeout_s,
+    )
+    with tempfile.TemporaryDirectory(prefix="ranks_") as folder:
+        call.store = str(Path(folder, "store")) if init else None
+        try:
+            results, reports, broken = _crew.call(call, timeout_s)
+        except BaseException:
+            _crew.kill()
+            raise
+    if broken:
+        _crew.kill()
+    if reports:
+        raise RanksError(world_size, reports)
+    return [results[rank] for rank in range(world_size)]
+
+
+def shutdown() -> None:
+    """End the rank processes; the next `run_ranks` starts new ones."""
+    _crew.shutdown()
+
+
+class _Rank:
+    """One rank process, as its parent sees it."""
+
+    def __init__(self, rank: int, folder: Path) -> None:
+        self.rank = rank
+        self.stack = folder / f"stack_{rank}.txt"
+        self.output = folder / f"output_{rank}.txt"
+        self._shown = 0
+        ours, theirs = socket.socketpair()
+        start = (
+            "import sys; sys.path.insert(0, sys.argv[1]); from rank_process import serve; serve()"
+        )
+        with self.output.open("wb") as output, theirs:
+            self.process = subprocess.Popen(
+                [sys.executable, "-u", "-c", start, str(Path(__file__).parent)]
+                + [str(rank), str(theirs.fileno()), str(self.stack)],
+                env=without_launcher(os.environ.items()) | {"OMP_NUM_THREADS": "1"},
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                pass_fds=[theirs.fileno()],
+                # A group of its own: Ctrl-C stays with pytest, and a kill reaches grandchildren.
+                start_new_session=True,
+            )
+        self.connection = Connection(ours.detach())
+
+    def send(self, message: bytes) -> None:
+        """Send; that the process is gone shows when its answer is waited for."""
+        with contextlib.suppress(OSError):
+            self.connection.send_bytes(message)
+
+    def dump_stack(self) -> str:
+        """Ask the process for the Python stacks of all its threads."""
+        self.stack.write_text("")
+        self.process.send_signal(signal.SIGUSR1)
+        size, deadline = 0, time.monotonic() + 2.0
+        while time.monotonic() < deadline:
+            time.sleep(0.05)
+            if size and self.stack.stat().st_size == size:
+                break
+            size = self.stack.stat().st_size
+        return self.stack.read_text() or "(no stack could be had)"
+
+    def new_output(self) -> str:
+        """Return what the process has printed since the last call."""
+        if self.output.stat().st_size == self._shown:
+            return ""
+        with self.output.open("rb") as output:
+            output.seek(self._shown)
+            text = output.read()
+        self._shown += len(text)
+        return text.decode(errors="replace")
+
+    def kill(self) -> None:
+        """Kill the process with everything it started, and reap it."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        self.connection.close()
+
+
+class _Crew:
+    """The rank processes of this pytest run."""
+
+    def __init__(self) -> None:
+        self.members: list[_Rank] = []
+        self.folder: Path | None = None
+
+    def call(self, call: RankCall, timeout_s: float) -> tuple[dict[int, Any], dict[int, str], bool]:
+        """Return results and failure reports by rank, and whether the crew must be killed."""
+        self._grow(call.world_size)
+        members = self.members[: call.world_size]
+        message = pickle.dumps(call)
+        for member in members:
+            member.send(message)
+        work = _Wait(members, timeout_s)
+        work.run()
+        for rank in work.results:
+            members[rank].send(b"release")
+        # Wait for the teardown too, so that one that hangs is not blamed on the next call.
+        lost = {*work.lost}
+        teardown = _Wait([m for m in members if m.rank not in lost], GRACE_S)
+        teardown.run()
+        for member in members:
+            for line in member.new_output().splitlines():
+                print(f"[rank {member.rank}] {line}")
+        reports = work.reports() | {
+            rank: f"in the teardown: {text}"
+            for rank, text in teardown.reports().items()
+            if rank not in work.failures
+        }
+        return work.results, reports, bool(lost or teardown.lost)
+
+    def _grow(self, size: int) -> None:
+        if self.folder is None:
+            self.folder = Path(tempfile.mkdtemp(prefix="ranks_crew_"))
+        new = [_Rank(rank, self.folder) for rank in range(len(self.members), size)]
+        self.members += new
+        start = _Wait(new, START_TIMEOUT_S)
+        start.run()
+        if start.failures:
+            raise RanksError(size, start.reports())
+
+    def shutdown(self) -> None:
+        """Let the processes exit by themselves, and kill those that do not."""
+        for member in self.members:
+            member.send(b"exit")
+        for member in self.members:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                member.process.wait(GRACE_S)
+        self.kill()
+
+    def kill(self) -> None:
+        """Leave no process and no file."""
+        for member in self.members:
+            member.kill()
+        self.members = []
+        if self.folder is not None:
+            shutil.rmtree(self.folder, ignore_errors=True)
+            self.folder = None
+
+
+class _Wait:
+    """Waits for one answer of each member: a result, an error, its end or its silence."""
+
+    def __init__(self, members: list[_Rank], timeout_s: float) -> None:
+        self.timeout_s = timeout_s
+        self.waiting = {member.rank: member for member in members}
+        self.results: dict[int, Any] = {}
+        self.failures: dict[int, tuple[float, str]] = {}
+        self.lost: list[int] = []
+
+    def run(self) -> None:
+        """Fill `results`, `failures` (rank -> time, text) and `lost` (dead or silent ranks)."""
+        started = time.monotonic()
+        deadline = started + self.timeout_s
+        while self.waiting and time.monotonic() < deadline:
+            ready = wait([m.connection for m in self.waiting.values()], timeout=0.1)
+            for member in list(self.waiting.values()):
+                if member.connection in ready or member.process.poll() is not None:
+                    del self.waiting[member.rank]
+                    self._take_answer(member)
+            if self.failures:
+                deadline = min(deadline, time.monotonic() + GRACE_S)
+        silent_s = time.monotonic() - started
+        for rank, member in self.waiting.items():
+            text = f"silent for {silent_s:.1f} s; its stack:\n{member.dump_stack()}"
+            self.failures[rank] = (time.monotonic(), text)
+            self.lost.append(rank)
+
+    def _take_answer(self, member: _Rank) -> None:
+        try:
+            # Not a blocking read: what a dead rank has forked may still hold its end open.
+            message = member.connection.recv_bytes() if member.connection.poll() else b""
+        except (EOFError, OSError):
+            message = b""
+        if not message:
+            code = member.process.wait()
+            how = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit status {code}"
+            output = member.new_output()[-4000:]
+            text = f"the process ended {how}; its output:\n{output or '(none)'}"
+            # Nobody knows when it ended; an end is a cause, so it goes before every error.
+            self.failures[member.rank] = (0.0, text)
+            self.lost.append(member.rank)
+            return
+        kind, value, when = pickle.loads(message)
+        if kind == "error":
+            self.failures[member.rank] = (when, value)
+            # Its group ends now, so that peers that wait for it fail instead of waiting on.
+            member.send(b"release")
+        else:
+            self.results[member.rank] = value
+
+    def reports(self) -> dict[int, str]:
+        """Return the texts of the failures by rank, the earliest failure first."""
+        in_order = sorted(self.failures, key=lambda rank: self.failures[rank][0])
+        return {rank: self.failures[rank][1] for rank in in_order}
+
+
+_crew = _Crew()
+atexit.register(shutdown)
