@@ -1,1 +1,28 @@
-"""Placeholder."""
+"""Builds the parts of a run, runs the loops, launches the ranks; the command line.
+
+Nothing here imports torch until `Runner` or `launch` is asked for, so that the command line
+answers at once.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .failure import LaunchError
+    from .launch import launch
+    from .runner import Runner
+
+__all__ = ["LaunchError", "Runner", "launch"]
+
+_HOMES = {"LaunchError": "failure", "Runner": "runner", "launch": "launch"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f".{_HOMES[name]}", __name__), name)
+    # Importing the submodule `launch` binds that module under the function's name.
+    globals()[name] = value
+    return value

@@ -1,0 +1,105 @@
+"""What went wrong in a run, told in a few lines and able to cross process borders."""
+
+from __future__ import annotations
+
+import json
+import re
+import sysconfig
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+_ROOT = Path(__file__).resolve().parent.parent
+_OWN = tuple(
+    f"{_ROOT / name}/" for name in ("collectives", "loops", "registry", "runner", "wrappers")
+)
+_LIBRARIES = tuple(
+    f"{Path(path).resolve()}/"
+    for name, path in sysconfig.get_paths().items()
+    if name in ("stdlib", "platstdlib", "purelib", "platlib")
+)
+_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<name>\S+)')
+
+
+@dataclass(frozen=True)
+class Failure:
+    """One rank's error. `location` is the user's innermost "file:line in function", or empty."""
+
+    kind: str
+    message: str
+    location: str
+    trace: str
+    rank: int | None = None
+    time: float = field(default_factory=time.time)
+
+    @classmethod
+    def of(cls, error: BaseException, rank: int | None = None) -> Failure:
+        """Describe `error`, with the place in the user's own files that led to it."""
+        trace = "".join(traceback.format_exception(error))
+        return cls(type(error).__name__, _message(error), _location(error), trace, rank)
+
+    @classmethod
+    def read(cls, path: Path) -> Failure:
+        """Read what `write` wrote."""
+        return cls(**json.loads(path.read_text()))
+
+    def write(self, path: Path) -> None:
+        """Write as JSON; the file appears whole or not at all."""
+        part = path.with_suffix(".part")
+        part.write_text(json.dumps(asdict(self)))
+        part.replace(path)
+
+    def lines(self) -> Iterator[str]:
+        """The few lines that a user reads."""
+        where = "" if self.rank is None else f" (rank {self.rank})"
+        yield f"{self.kind}: {self.message}{where}" if self.message else f"{self.kind}{where}"
+        if self.location:
+            yield f"  at {self.location}"
+
+
+class LaunchError(RuntimeError):
+    """A rank failed; `failures` has every rank's own error, the cause in front."""
+
+    def __init__(self, failures: Sequence[Failure]) -> None:
+        self.failures = list(failures)
+        super().__init__("\n".join(self.failures[0].lines()))
+
+
+def _is_users(file: str) -> bool:
+    path = str(Path(file).resolve())
+    return not file.startswith("<") and not path.startswith((*_OWN, *_LIBRARIES))
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    seen: set[int] = set()
+    current: BaseException | None = error
+    while current is not None and id(current) not in seen:
+        seen.add(id(current))
+        yield current
+        current = current.__cause__ or (
+            None if current.__suppress_context__ else current.__context__
+        )
+
+
+def _location(error: BaseException) -> str:
+    for one in _chain(error):
+        # An error of a data-loading worker carries its traceback as text.
+        frames = [match.group("file", "line", "name") for match in _FRAME.finditer(str(one))]
+        own = [
+            (frame.filename, str(frame.lineno), frame.name)
+            for frame in traceback.extract_tb(one.__traceback__)
+        ]
+        for file, line, name in reversed(own + frames):
+            if _is_users(file):
+                return f"{file}:{line} in {name}"
+    return ""
+
+
+def _message(error: BaseException) -> str:
+    text = str(error).strip()
+    if "Original Traceback (most recent call last)" not in text:
+        return text
+    first, *_, last = text.splitlines()
+    return f"{last.strip()} ({first.strip().rstrip('.')})"

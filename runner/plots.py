@@ -1,0 +1,76 @@
+"""The curves of a run, drawn from its `metrics.jsonl`."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+_NOT_CURVES = {"step", "epoch", "phase", "time"}
+Curves = dict[str, dict[str, list[tuple[float, float]]]]
+
+
+def plots_available() -> bool:
+    """Whether the extra `plots` is installed."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+def draw_curves(run_dir: Path) -> Path:
+    """Draw every logged value against the update number into `run_dir/curves.png`.
+
+    A value that was logged in training and in validation shares one panel.
+
+    Raises:
+        ImportError: matplotlib is missing; the text names the extra.
+        FileNotFoundError: the folder has no records.
+    """
+    if not plots_available():
+        raise ImportError("drawing needs matplotlib: pip install 'stepwrap[plots]'")
+    curves = read_curves(run_dir)
+    if not curves:
+        raise FileNotFoundError(f"{run_dir} has no metrics.jsonl with records to draw")
+    from matplotlib.figure import Figure
+
+    columns = min(3, len(curves))
+    rows = -(-len(curves) // columns)
+    figure = Figure(figsize=(4.5 * columns, 3.0 * rows), layout="constrained")
+    panels = list(figure.subplots(rows, columns, squeeze=False).flat)
+    for panel, (name, phases) in zip(panels, curves.items(), strict=False):
+        _draw(panel, name, phases)
+    for panel in panels[len(curves) :]:
+        panel.set_visible(False)
+    path = run_dir / "curves.png"
+    figure.savefig(path, dpi=120)
+    return path
+
+
+def read_curves(run_dir: Path) -> Curves:
+    """Return {value: {phase: [(step, number), ...]}} of the records in `run_dir`."""
+    path = run_dir / "metrics.jsonl"
+    curves: Curves = defaultdict(lambda: defaultdict(list))
+    for line in path.read_text().splitlines() if path.exists() else ():
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError:
+            # A run that was killed may have left half a line at the end.
+            continue
+        for name, value in record.items():
+            if name not in _NOT_CURVES and isinstance(value, int | float):
+                curves[name][str(record.get("phase", "train"))].append((record["step"], value))
+    return {name: dict(phases) for name, phases in curves.items()}
+
+
+def _draw(panel: Any, name: str, phases: dict[str, list[tuple[float, float]]]) -> None:
+    for phase, points in phases.items():
+        steps, values = zip(*points, strict=True)
+        panel.plot(steps, values, label=phase, marker="." if len(points) < 30 else "")
+    panel.set_title(name)
+    panel.set_xlabel("step")
+    panel.grid(alpha=0.3)
+    if len(phases) > 1:
+        panel.legend()
