@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..registry import MODEL_WRAPPERS
-from .options import check_options, option_names
+from .options import check_options
 from .step import Steps, has_own_train_step
 
 _NAMES = [
@@ -18,6 +18,7 @@ _NAMES = [
     "DistributedDataParallel",
     "ddp",
 ]
+_TORCH_OPTIONS = inspect.signature(DistributedDataParallel.__init__).parameters
 
 
 @MODEL_WRAPPERS.register_module(name=_NAMES)
@@ -62,7 +63,7 @@ class StepDistributedDataParallel(Steps, DistributedDataParallel):
                 "self(...) for the forward) and name it as the wrapper"
             )
         ddp_kwargs.setdefault("device_ids", _device_ids(module))
-        super().__init__(module=module, **ddp_kwargs)
+        super().__init__(module=module, **_renamed(ddp_kwargs))
         self._prepare_steps(detect_anomalous_params)
 
     @classmethod
@@ -78,14 +79,22 @@ class StepDistributedDataParallel(Steps, DistributedDataParallel):
         kept = [one for one in own if one.name != "self" and one.kind is not one.VAR_KEYWORD]
         if not any(one.kind is one.VAR_KEYWORD for one in own):
             return inspect.Signature(kept)
-        torch_options = inspect.signature(DistributedDataParallel.__init__).parameters
-        mine = {one.name for one in kept}
+        mine = {"self", *(one.name for one in kept)}
         kept += [
-            torch_options[name].replace(kind=inspect.Parameter.KEYWORD_ONLY)
-            for name in option_names(DistributedDataParallel.__init__)
+            one.replace(kind=inspect.Parameter.KEYWORD_ONLY)
+            for name, one in _TORCH_OPTIONS.items()
             if name not in mine
         ]
         return inspect.Signature(kept)
+
+
+def _renamed(options: dict[str, Any]) -> dict[str, Any]:
+    """``broadcast_buffers`` under its name in newer versions of torch, which warn of the old."""
+    new = "forward_sync_buffers"
+    old = options.get("broadcast_buffers")
+    if old is None or options.get(new) is not None or new not in _TORCH_OPTIONS:
+        return options
+    return {**{k: v for k, v in options.items() if k != "broadcast_buffers"}, new: old}
 
 
 def _device_ids(module: nn.Module) -> list[Any] | None:

@@ -1,0 +1,136 @@
+"""Mixed precision: autocast around the forward, a loss scale around the backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ..registry import OPTIM_WRAPPERS
+from .optim import OptimWrapper
+from .options import check_options, option_names
+
+_DTYPES = {
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "float32": torch.float32,
+    "float64": torch.float64,
+}
+_HALF = (torch.float16, torch.bfloat16)
+_SCALE_KEY = "loss_scaler"
+
+
+@OPTIM_WRAPPERS.register_module()
+class AmpOptimWrapper(OptimWrapper):
+    """An optimizer wrapper in mixed precision, on any device with autocast.
+
+    The loss is scaled for float16 only: bfloat16 has the exponents of float32.
+
+    Args:
+        optimizer: as in ``OptimWrapper``.
+        accumulative_counts: as in ``OptimWrapper``.
+        clip_grad: as in ``OptimWrapper``; the gradients are unscaled first.
+        loss_scale: "dynamic", a number (a fixed scale), or arguments of
+            ``torch.amp.GradScaler``.
+        dtype: "float16", "bfloat16" or such a ``torch.dtype``; default: autocast's own for
+            the device. "float32" and "float64" switch autocast off.
+        use_fsdp: gather infinities over the ranks (``ShardedGradScaler``): for sharded
+            parameters.
+        device: default: the device of the parameters.
+
+    Raises:
+        TypeError: a ``loss_scale`` of another type, or an unknown scaler argument in it.
+        ValueError: another ``dtype``.
+    """
+
+    def __init__(  # noqa: PLR0913
+        self,
+        optimizer: Optimizer,
+        accumulative_counts: int = 1,
+        clip_grad: Mapping[str, Any] | None = None,
+        *,
+        loss_scale: str | float | Mapping[str, Any] = "dynamic",
+        dtype: str | torch.dtype | None = None,
+        use_fsdp: bool = False,
+        device: str | torch.device | None = None,
+    ) -> None:
+        super().__init__(optimizer, accumulative_counts, clip_grad)
+        self.device_type = _device_type(optimizer) if device is None else torch.device(device).type
+        self.cast_dtype = _dtype(dtype, self.device_type)
+        scaler: Any = torch.amp.GradScaler
+        if use_fsdp:
+            from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as scaler
+        options, self._fixed_scale = _scaler_options(loss_scale, scaler)
+        self.loss_scaler = scaler(
+            **{"device": self.device_type, "enabled": self.cast_dtype is torch.float16, **options}
+        )
+
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        """Run backward of the scaled loss and count the micro-batch."""
+        super().backward(self.loss_scaler.scale(loss), **kwargs)
+
+    def step(self, **kwargs: Any) -> None:
+        """Unscale and clip, if so configured, and update unless a gradient is infinite."""
+        if self._clip is not None:
+            self.loss_scaler.unscale_(self.optimizer)
+            self.grad_norm = self._clip(self.optimizer)
+        self.loss_scaler.step(self.optimizer, **kwargs)
+        self.loss_scaler.update(self._fixed_scale)
+
+    def optim_context(self, model: nn.Module) -> AbstractContextManager[Any]:
+        """Autocast, inside ``model.no_sync()`` where the micro-batch does not end its window."""
+        context = super().optim_context(model)
+        if self.cast_dtype not in _HALF:
+            return context
+        return _both(context, torch.autocast(self.device_type, dtype=self.cast_dtype))
+
+    def state_dict(self) -> dict[str, Any]:
+        """As ``OptimWrapper.state_dict()``, with ``loss_scaler``."""
+        return {**super().state_dict(), _SCALE_KEY: self.loss_scaler.state_dict()}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Restore ``state_dict()``, also that of an ``OptimWrapper``."""
+        state = dict(state_dict)
+        scale = state.pop(_SCALE_KEY, None)
+        # A disabled scaler saves nothing, and an enabled one refuses to load nothing.
+        if scale and self.loss_scaler.is_enabled():
+            self.loss_scaler.load_state_dict(scale)
+        super().load_state_dict(state)
+
+
+@contextmanager
+def _both(outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]) -> Iterator[None]:
+    with outer, inner:
+        yield
+
+
+def _device_type(optimizer: Optimizer) -> str:
+    parameters: list[Tensor] = optimizer.param_groups[0]["params"]
+    return parameters[0].device.type
+
+
+def _dtype(dtype: str | torch.dtype | None, device_type: str) -> torch.dtype:
+    if dtype is None:
+        return torch.get_autocast_dtype(device_type)
+    found = _DTYPES.get(dtype) if isinstance(dtype, str) else dtype
+    if found is None or found not in _DTYPES.values():
+        raise ValueError(f"dtype must be one of {', '.join(_DTYPES)} or None, got {dtype!r}")
+    return found
+
+
+def _scaler_options(
+    loss_scale: Any, scaler: Callable[..., Any]
+) -> tuple[dict[str, Any], float | None]:
+    """Arguments for the scaler, and the scale to return to after every update."""
+    if loss_scale == "dynamic":
+        return {}, None
+    if isinstance(loss_scale, Mapping):
+        check_options("loss_scale", loss_scale, option_names(scaler))
+        return dict(loss_scale), None
+    if isinstance(loss_scale, (int, float)) and not isinstance(loss_scale, bool):
+        return {"init_scale": float(loss_scale)}, float(loss_scale)
+    raise TypeError(f"loss_scale must be of type float, dict, or be 'dynamic', got {loss_scale!r}")

@@ -1,0 +1,65 @@
+"""Optimizers in the fastest implementation that torch has for the device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from .options import option_names
+
+# Who sets one of these has chosen an implementation, or asks for what fused ones cannot do.
+_CHOICES = ("fused", "foreach", "capturable", "differentiable")
+
+
+def build_optimizer(
+    cls: Callable[..., Optimizer], params: Iterable[Any], **kwargs: Any
+) -> Optimizer:
+    """Build ``cls(params, **kwargs)``, fused where torch can.
+
+    Args:
+        cls: an optimizer class.
+        params: parameters, ``(name, parameter)`` pairs or groups, as torch takes them.
+        kwargs: further arguments; ``fused``, ``foreach``, ``capturable`` or
+            ``differentiable`` among them leave the choice to the caller. Sparse gradients
+            need ``fused=False``.
+    """
+    items = [_kept(item) for item in params]
+    if "fused" in option_names(cls) and not any(name in kwargs for name in _CHOICES):
+        tensors = [tensor for item in items for tensor in _tensors(item)]
+        kinds = {(tensor.device, tensor.dtype) for tensor in tensors}
+        if all(_can_fuse(cls, kwargs, device, dtype) for device, dtype in kinds):
+            kwargs["fused"] = True
+    return cls(items, **kwargs)
+
+
+def _kept(item: Any) -> Any:
+    """A parameter as it is, a group as a copy whose parameters can be walked twice."""
+    if not isinstance(item, dict) or isinstance(item.get("params"), Tensor):
+        return item
+    return {**item, "params": list(item["params"])}
+
+
+def _tensors(item: Any) -> list[Tensor]:
+    if isinstance(item, Tensor):
+        return [item]
+    if isinstance(item, tuple):
+        return [item[1]]
+    params = item["params"]
+    return [params] if isinstance(params, Tensor) else [_tensors(one)[0] for one in params]
+
+
+def _can_fuse(
+    cls: Callable[..., Optimizer], kwargs: dict[str, Any], device: torch.device, dtype: torch.dtype
+) -> bool:
+    """Try it: some classes say only at their first step that they cannot."""
+    probe = torch.zeros(1, device=device, dtype=dtype, requires_grad=True)
+    probe.grad = torch.zeros_like(probe)
+    try:
+        cls([probe], **kwargs, fused=True).step()
+    except (RuntimeError, NotImplementedError):
+        return False
+    return True

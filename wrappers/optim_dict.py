@@ -1,0 +1,124 @@
+"""Several optimizer wrappers under one name, for models that step them one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from torch import nn
+
+from ..registry import OPTIM_WRAPPERS
+from .optim import OptimWrapper
+
+
+def _refused(name: str) -> Callable[..., Any]:
+    def method(self: OptimWrapperDict, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError(
+            f"{name} should be called by each optimizer separately, as in "
+            f"optim_wrapper[{next(iter(self), 'name')!r}].{name}(...)"
+        )
+
+    method.__name__ = name
+    method.__doc__ = "Not for a group: raises NotImplementedError."
+    return method
+
+
+@OPTIM_WRAPPERS.register_module()
+class OptimWrapperDict(Mapping[str, OptimWrapper]):
+    """Named optimizer wrappers, as a mapping.
+
+    The model's or wrapper's ``train_step`` picks its optimizers by name; what concerns all
+    of them (clearing, counters, state, rates) is forwarded to each.
+
+    Raises:
+        AssertionError: a value is no optimizer wrapper.
+    """
+
+    def __init__(self, **optim_wrappers: OptimWrapper) -> None:
+        for name, wrapper in optim_wrappers.items():
+            # mmengine's own wrapper is welcome as well, hence by its interface.
+            if not (hasattr(wrapper, "optimizer") and hasattr(wrapper, "update_params")):
+                raise AssertionError(
+                    "`OptimWrapperDict` only accept OptimWrapper instances, "
+                    f"but got {name}: {type(wrapper).__name__}"
+                )
+        self.optim_wrappers = dict(optim_wrappers)
+
+    def __getitem__(self, name: str) -> OptimWrapper:
+        return self.optim_wrappers[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.optim_wrappers)
+
+    def __len__(self) -> int:
+        return len(self.optim_wrappers)
+
+    def __repr__(self) -> str:
+        lines = (f"  {name}={wrapper!r}," for name, wrapper in self.items())
+        return "\n".join((f"{type(self).__name__}(", *lines, ")"))
+
+    update_params = _refused("update_params")
+    backward = _refused("backward")
+    step = _refused("step")
+    optim_context = _refused("optim_context")
+
+    def zero_grad(self, **kwargs: Any) -> None:
+        """Clear the gradients of all."""
+        for wrapper in self.values():
+            wrapper.zero_grad(**kwargs)
+
+    def should_update(self) -> bool:
+        """Whether the last micro-batch of any member ended its window."""
+        return any(wrapper.should_update() for wrapper in self.values())
+
+    def initialize_count_status(self, model: nn.Module, init_counts: int, max_counts: int) -> None:
+        """Tell the members that have not been told yet where training starts and ends.
+
+        The counts are those of a member that sees every batch once; a member that is updated
+        at another rhythm is initialised by the caller beforehand.
+        """
+        for wrapper in self.values():
+            if wrapper._max_counts < 0:
+                wrapper.initialize_count_status(model, init_counts, max_counts)
+
+    @property
+    def inner_count(self) -> int:
+        """Micro-batches so far, of the member that has seen most."""
+        return max((wrapper._inner_count for wrapper in self.values()), default=0)
+
+    @property
+    def param_groups(self) -> dict[str, list[dict[str, Any]]]:
+        """Parameter groups by member."""
+        return {name: wrapper.param_groups for name, wrapper in self.items()}
+
+    def get_lr(self) -> dict[str, list[float]]:
+        """Learning rates as ``name.lr`` (and ``name.base_lr``)."""
+        return self._by_member("get_lr")
+
+    def get_momentum(self) -> dict[str, list[float]]:
+        """Momenta as ``name.momentum``."""
+        return self._by_member("get_momentum")
+
+    def state_dict(self) -> dict[str, Any]:
+        """State by member."""
+        return {name: wrapper.state_dict() for name, wrapper in self.items()}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Restore the members that ``state_dict`` names.
+
+        Raises:
+            AssertionError: it names something else.
+        """
+        for name, state in state_dict.items():
+            if name not in self:
+                raise AssertionError(
+                    f"the state holds an optimizer wrapper {name!r}, here are {list(self)}"
+                )
+            self[name].load_state_dict(state)
+
+    def _by_member(self, method: str) -> dict[str, list[float]]:
+        return {
+            f"{name}.{key}": value
+            for name, wrapper in self.items()
+            for key, value in getattr(wrapper, method)().items()
+        }
