@@ -1,0 +1,66 @@
+"""Log values between two records: kept raw, averaged on the device when due."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..collectives import mean_scalars
+from .hook import HookList, Scalars
+from .state import LoopState
+
+# Raw values held at most between two foldings, so that a rare log costs no memory.
+_RAW_LIMIT = 1024
+
+
+class LogBuffer:
+    """Collects the logs of training steps without touching the device.
+
+    `append` takes the dict of one step: it is a list's own method, since it is
+    called for every batch.
+    """
+
+    def __init__(self) -> None:
+        self._raw: list[Mapping[str, Any]] = []
+        self._sums: dict[str, tuple[Tensor, int]] = {}
+        self.append = self._raw.append
+
+    def __bool__(self) -> bool:
+        return bool(self._raw or self._sums)
+
+    def trim(self) -> None:
+        """Fold the raw values into sums on the device when there are many."""
+        if len(self._raw) >= _RAW_LIMIT:
+            self._fold()
+
+    def flush(self, state: LoopState, hooks: HookList) -> None:
+        """Announce the means since the last record; every rank must call this."""
+        self._fold()
+        scalars: Scalars = {name: total / count for name, (total, count) in self._sums.items()}
+        self._sums.clear()
+        for collect in hooks.collect_logs:
+            collect(state, scalars)
+        record = mean_scalars(scalars)
+        for listener in hooks.on_log:
+            listener(state, record)
+
+    def _fold(self) -> None:
+        by_name: dict[str, list[Tensor]] = {}
+        for logs in self._raw:
+            for name, value in logs.items():
+                by_name.setdefault(name, []).append(_scalar(value))
+        self._raw.clear()
+        for name, values in by_name.items():
+            total, count = self._sums.get(name, (None, 0))
+            new = torch.stack(values).sum()
+            self._sums[name] = (new if total is None else total + new, count + len(values))
+
+
+def _scalar(value: Any) -> Tensor:
+    """Return one logged value as a 0-d tensor; a custom step may log floats or vectors."""
+    tensor = torch.as_tensor(value).detach()
+    tensor = tensor.float() if tensor.dtype != torch.float64 else tensor
+    return tensor if tensor.ndim == 0 else tensor.mean()

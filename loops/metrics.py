@@ -1,0 +1,151 @@
+"""Metrics: fed from the outputs of a step, merged over the ranks, flattened."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torchmetrics import Metric
+
+from ..collectives import all_gather_object, get_world_size
+from ..registry import METRICS
+
+_VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
+
+@METRICS.register_module()
+class MeanLoss(Metric):
+    """Mean loss per sample, from the batches' mean losses and sample counts."""
+
+    full_state_update = False
+    higher_is_better = False
+    total: Tensor
+    samples: Tensor
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.add_state("total", torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
+        self.add_state("samples", torch.zeros((), dtype=torch.int64), dist_reduce_fx="sum")
+
+    def update(self, loss: Tensor, num_samples: int) -> None:
+        """Add one batch: its mean loss (0-d) and how many samples it had."""
+        self.total += loss.detach().double() * num_samples
+        self.samples += num_samples
+
+    def compute(self) -> Tensor:
+        """Return the mean over all samples; nan without any."""
+        return self.total / self.samples
+
+
+def feed_metric(name: str, metric: Metric, outputs: Any, batch: Any) -> None:
+    """Update one metric with the outputs of a step.
+
+    A mapping is passed by keyword, each metric taking the arguments that its
+    `update` knows; anything else as `update(outputs, batch)`.
+
+    Raises:
+        ValueError: `outputs` lacks an argument that the metric needs.
+    """
+    if not isinstance(outputs, Mapping):
+        metric.update(outputs, batch)
+        return
+    parameters = inspect.signature(metric.update).parameters
+    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
+        metric.update(**outputs)
+        return
+    named = {key: p for key, p in parameters.items() if p.kind not in _VARIADIC}
+    needed = [key for key, p in named.items() if p.default is inspect.Parameter.empty]
+    missing = [key for key in needed if key not in outputs]
+    if missing:
+        raise ValueError(
+            f"metric {name!r} ({type(metric).__name__}) needs {', '.join(needed)}, but the step "
+            f"returned {', '.join(map(str, outputs)) or 'nothing'}: {', '.join(missing)} missing"
+        )
+    metric.update(**{key: outputs[key] for key in named if key in outputs})
+
+
+def merge_metrics(metrics: Mapping[str, Metric]) -> None:
+    """Give every rank's metrics the states of all ranks; every rank must call this.
+
+    One exchange for all of them. torchmetrics' own synchronisation waits for
+    ever where ranks hold lists of unequal length, as they do when a rank had
+    fewer batches than the others or none.
+    """
+    parts = [part for metric in metrics.values() for part in _parts(metric)]
+    if get_world_size() == 1:
+        return
+    mine = [{key: _on_cpu(getattr(part, key)) for key in _reductions(part)} for part in parts]
+    by_rank = all_gather_object(mine)
+    for index, part in enumerate(parts):
+        for key, reduction in _reductions(part).items():
+            values = [states[index][key] for states in by_rank]
+            setattr(part, key, _merged(values, reduction, part.device))
+
+
+def compute_metrics(metrics: Mapping[str, Metric]) -> dict[str, float]:
+    """Return the results by name; "name/key" where a metric has several."""
+    results: dict[str, float] = {}
+    with warnings.catch_warnings():
+        # A rank may have had no batch of its own.
+        warnings.filterwarnings("ignore", message=r"The ``compute`` method of metric")
+        for name, metric in metrics.items():
+            _flatten(name, metric.compute(), results)
+    return results
+
+
+def _parts(metric: Metric) -> list[Metric]:
+    """Return the metric and those inside it (a collection's, a wrapper's), unsynchronised."""
+    parts = [part for part in metric.modules() if isinstance(part, Metric)]
+    for part in parts:
+        part.sync_on_compute = False
+        part._to_sync = False
+    return parts
+
+
+def _reductions(metric: Metric) -> dict[str, Callable[[Tensor], Tensor] | None]:
+    return metric._reductions
+
+
+def _on_cpu(state: Any) -> Any:
+    if isinstance(state, Tensor):
+        return state.detach().cpu()
+    if isinstance(state, (list, tuple)):
+        return type(state)(_on_cpu(item) for item in state)
+    return state
+
+
+def _on_device(state: Any, device: torch.device) -> Any:
+    if isinstance(state, Tensor):
+        return state.to(device)
+    if isinstance(state, (list, tuple)):
+        return type(state)(_on_device(item, device) for item in state)
+    return state
+
+
+def _merged(
+    values: Sequence[Any],
+    reduction: Callable[[Tensor], Tensor] | None,
+    device: torch.device,
+) -> Any:
+    """Return one state from every rank's, in rank order."""
+    if isinstance(values[0], list):
+        return [_on_device(item, device) for own in values for item in own]
+    stacked = torch.stack([value.to(device) for value in values])
+    return stacked if reduction is None else reduction(stacked)
+
+
+def _flatten(name: str, value: Any, results: dict[str, float]) -> None:
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            _flatten(f"{name}/{key}", item, results)
+    elif isinstance(value, (list, tuple)):
+        for index, item in enumerate(value):
+            _flatten(f"{name}/{index}", item, results)
+    elif isinstance(value, Tensor) and value.ndim:
+        _flatten(name, value.tolist(), results)
+    else:
+        results[name] = float(value)

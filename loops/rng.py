@@ -1,0 +1,79 @@
+"""The random streams of this process: taken, put back, kept out of harm's way."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+
+def mix_seed(*parts: int) -> int:
+    """Return a seed below 2**63 that depends on every one of `parts` and their order."""
+    digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1
+
+
+def seed_rng(seed: int) -> None:
+    """Seed Python, torch on every device and, where it is imported, NumPy."""
+    random.seed(seed)
+    torch.manual_seed(seed)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed(seed % 2**32)
+
+
+def capture_rng() -> dict[str, Any]:
+    """Return the state of all random streams as tensors and numbers.
+
+    These are Python's, torch's on the CPU and on the current CUDA device, and
+    NumPy's global one, the last two where they are in use.
+    """
+    version, words, gauss = random.getstate()
+    streams: dict[str, Any] = {
+        "python": {"version": version, "words": torch.tensor(words), "gauss": gauss},
+        "torch": torch.get_rng_state(),
+    }
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        streams["cuda"] = torch.cuda.get_rng_state()
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        kind, keys, position, has_gauss, cached = numpy.random.get_state()
+        streams["numpy"] = {
+            "kind": str(kind),
+            "keys": torch.tensor(keys.tolist()),
+            "position": int(position),
+            "has_gauss": int(has_gauss),
+            "cached": float(cached),
+        }
+    return streams
+
+
+def restore_rng(streams: dict[str, Any]) -> None:
+    """Put back what `capture_rng` returned; streams that this process lacks are passed over."""
+    python = streams["python"]
+    random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
+    torch.set_rng_state(streams["torch"])
+    if "cuda" in streams and torch.cuda.is_available():
+        torch.cuda.set_rng_state(streams["cuda"])
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and "numpy" in streams:
+        saved = streams["numpy"]
+        keys = numpy.array(saved["keys"].tolist(), dtype="uint32")
+        numpy.random.set_state(
+            (saved["kind"], keys, saved["position"], saved["has_gauss"], saved["cached"])
+        )
+
+
+@contextmanager
+def preserved_rng() -> Iterator[None]:
+    """Leave all random streams as they were, whatever the block draws from them."""
+    streams = capture_rng()
+    try:
+        yield
+    finally:
+        restore_rng(streams)

@@ -1,0 +1,122 @@
+"""Stopping in order: signals, and the ranks' agreement on when to heed them."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from types import FrameType, TracebackType
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from ..collectives import comm_device, get_rank, get_world_size
+from .state import LoopState, Phase
+
+_HEEDED = (signal.SIGTERM, signal.SIGINT)
+# About how often ranks agree; between two agreements no rank can act on a signal.
+_PERIOD_S = 1.0
+
+
+class StopWatch(Protocol):
+    """What a loop asks between two units of work."""
+
+    def poll(self, state: LoopState) -> None:
+        """Set `state.signal` and `state.stop_reason` when it is time to stop."""
+
+
+class NoSignals:
+    """Heeds nothing: for an evaluation of its own, which has nothing to save."""
+
+    def poll(self, state: LoopState) -> None:
+        """Do nothing."""
+
+
+class StopSignals:
+    """Turns SIGTERM and SIGINT into an orderly stop while it is entered.
+
+    The first signal is noted; a second SIGINT raises KeyboardInterrupt. `poll`
+    makes it known to the loop. One process looks at every poll. Several ranks
+    exchange, about once a second, at a poll that they fixed in the exchange
+    before: a signal to any of them stops all of them at the same update. Every
+    rank must therefore poll equally often in each phase.
+    """
+
+    def __init__(self) -> None:
+        self._received = 0
+        self._old: dict[signal.Signals, Any] = {}
+        self._alone = get_world_size() == 1
+        self._paces = {phase: _Pace() for phase in Phase}
+        self._start_s = time.monotonic()
+
+    def __enter__(self) -> StopSignals:
+        if threading.current_thread() is threading.main_thread():
+            self._old = {number: signal.signal(number, self._note) for number in _HEEDED}
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for number, handler in self._old.items():
+            signal.signal(number, handler)
+        self._old = {}
+
+    def start_clock(self, state: LoopState) -> None:
+        """Let `state.clock_s` go on from where it is."""
+        self._start_s = time.monotonic() - state.clock_s
+
+    def poll(self, state: LoopState) -> None:
+        """Heed a signal if it is time to look; every rank must call this equally often."""
+        if self._alone:
+            state.clock_s = time.monotonic() - self._start_s
+            if self._received:
+                self._stop(state, self._received)
+        elif self._paces[state.phase].due():
+            self._agree(state)
+
+    def _agree(self, state: LoopState) -> None:
+        clock_s = time.monotonic() - self._start_s if get_rank() == 0 else -1.0
+        shared = torch.tensor([self._received, clock_s], dtype=torch.float64, device=comm_device())
+        # The greatest of both: any rank's signal, and the clock of rank 0.
+        dist.all_reduce(shared, op=dist.ReduceOp.MAX)
+        number, state.clock_s = shared.tolist()
+        self._paces[state.phase].plan(state.clock_s)
+        if number:
+            self._stop(state, int(number))
+
+    def _stop(self, state: LoopState, number: int) -> None:
+        state.signal = number
+        state.request_stop(f"received {signal.Signals(number).name}")
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGINT and self._received == signal.SIGINT:
+            raise KeyboardInterrupt
+        self._received = number
+
+
+class _Pace:
+    """Which of one phase's polls exchange; planned from numbers that all ranks share."""
+
+    def __init__(self) -> None:
+        self._polls = 0
+        self._interval = 1
+        self._due_at = 1
+        self._planned_at_s: float | None = None
+
+    def due(self) -> bool:
+        """Count a poll and say whether it is one that exchanges."""
+        self._polls += 1
+        return self._polls >= self._due_at
+
+    def plan(self, clock_s: float) -> None:
+        """Fix the next exchange about one period from now, at most twice as far as the last."""
+        if self._planned_at_s is not None:
+            pace_s = (clock_s - self._planned_at_s) / self._interval
+            wanted = int(_PERIOD_S / max(pace_s, 1e-6))
+            self._interval = max(1, min(wanted, 2 * self._interval))
+        self._planned_at_s = clock_s
+        self._due_at = self._polls + self._interval
