@@ -14,15 +14,29 @@ from .catalog import (
     OPTIMIZERS,
     PARAM_SCHEDULERS,
 )
+from .check_component import check_component
+from .check_config import check_config
+from .config import Config, config_from_dict, dump_config, format_config, load_config
 from .errors import ConfigError, Problem, nearest
 from .registry import Registry
+from .schema import (
+    DEFAULT_HOOKS,
+    HOOK_TYPES,
+    DataSection,
+    LaunchSection,
+    LoaderSection,
+    RunSections,
+    SchedulerSection,
+)
 from .tree import build_tree
 
 __all__ = [
     "DATALOADERS",
     "DATASETS",
+    "DEFAULT_HOOKS",
     "DIST_BACKENDS",
     "HOOKS",
+    "HOOK_TYPES",
     "LOOPS",
     "METRICS",
     "MODELS",
@@ -30,10 +44,22 @@ __all__ = [
     "OPTIMIZERS",
     "OPTIM_WRAPPERS",
     "PARAM_SCHEDULERS",
+    "Config",
     "ConfigError",
+    "DataSection",
+    "LaunchSection",
+    "LoaderSection",
     "Problem",
     "Registry",
+    "RunSections",
+    "SchedulerSection",
     "build_from_cfg",
     "build_tree",
+    "check_component",
+    "check_config",
+    "config_from_dict",
+    "dump_config",
+    "format_config",
+    "load_config",
     "nearest",
 ]

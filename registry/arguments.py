@@ -58,9 +58,8 @@ def argument_problems(
 ) -> list[ArgumentProblem]:
     """Return what is wrong with calling `target` with the names `given`.
 
-    Unknown names come first; missing ones are only looked for when there is none, since a
-    misspelt name is the usual reason for a missing one. Names in `runtime` will be supplied by
-    the caller if `target` wants them.
+    Unknown names come first; a missing one that an unknown one may be meant for is not told
+    again. Names in `runtime` will be supplied by the caller if `target` wants them.
     """
     signature = signature_of(target)
     if signature is None:
@@ -69,11 +68,14 @@ def argument_problems(
     known = [p.name for p in parameters.values() if p.kind in _BY_NAME]
     unknown = [name for name in given if name not in known]
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    if unknown and not takes_any:
-        free = [name for name in known if name not in given and name not in runtime]
-        return [ArgumentProblem(name, _unknown_text(target, name, free)) for name in unknown]
     missing = [n for n in known if n in required_names(target) and n not in {*given, *runtime}]
-    problems = [ArgumentProblem(n, _missing_text(target, n, unknown)) for n in missing]
+    problems: list[ArgumentProblem] = []
+    if not takes_any:
+        free = [name for name in known if name not in given and name not in runtime]
+        problems = [ArgumentProblem(name, _unknown_text(target, name, free)) for name in unknown]
+        meant = {near for name in unknown for near in nearest(name, free)}
+        missing = [name for name in missing if name not in meant]
+    problems += [ArgumentProblem(n, _missing_text(target, n, unknown)) for n in missing]
     return problems + _positional_problems(target, parameters)
 
 

@@ -1,0 +1,207 @@
+"""The whole check of a run config, before any process starts."""
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from .catalog import (
+    DATASETS,
+    HOOKS,
+    LOOPS,
+    METRICS,
+    MODEL_WRAPPERS,
+    MODELS,
+    OPTIM_WRAPPERS,
+    OPTIMIZERS,
+    PARAM_SCHEDULERS,
+)
+from .check_component import check_component
+from .config import Config, config_from_dict
+from .errors import ConfigError, Problem, did_you_mean
+from .imports import import_path
+from .registry import Registry
+from .schema import DEFAULT_HOOKS, HOOK_TYPES, Component, RunSections, SchedulerSection
+from .typed import check_section
+from .user_modules import import_entry, make_importable
+
+_LOOP_ARGS = ("dataloader", "metrics")
+# Section -> its registry and the arguments that the run supplies.
+_PARTS: dict[str, tuple[Registry, tuple[str, ...]]] = {
+    "model": (MODELS, ()),
+    "wrapper": (MODEL_WRAPPERS, ("module",)),
+    "optimizer": (OPTIMIZERS, ("params",)),
+    "optim_wrapper": (OPTIM_WRAPPERS, ("optimizer",)),
+    "train": (LOOPS, ("dataloader", "val_loop")),
+    "val": (LOOPS, _LOOP_ARGS),
+    "test": (LOOPS, _LOOP_ARGS),
+}
+_IMPLIED_TYPES = {"optim_wrapper": "OptimWrapper", "val": "ValLoop", "test": "TestLoop"}
+_LOADERS = ("train", "val", "test")
+
+
+def check_config(cfg: Mapping[str, Any]) -> RunSections:
+    """Return the typed sections of a run config in which every part can be built.
+
+    Imports the modules named in `imports` and those of the parts; builds nothing.
+
+    Raises:
+        ConfigError: with every problem found, each at its file and line.
+    """
+    config = cfg if isinstance(cfg, Config) else config_from_dict(cfg)
+    values = config.to_dict()
+    problems: list[Problem] = []
+    hooks = _hooks(values.pop("hooks", None), problems)
+    schedulers = _schedulers(values.pop("schedulers", None), problems)
+    values = _with_implied(values)
+    sections = check_section(RunSections, values, "", problems)
+    problems += _import_problems(values.get("imports"), config.path.parent)
+    problems += _part_problems(values, hooks, schedulers)
+    problems += _need_problems(values)
+    if sections is None or problems:
+        raise ConfigError(_located(problems, config))
+    return replace(
+        sections,
+        hooks=hooks,
+        schedulers=list(schedulers.values()),
+        run_dir=sections.run_dir or f"runs/{sections.name}",
+    )
+
+
+def _with_implied(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings with the types that go without saying, and without null sections."""
+    full = {key: value for key, value in values.items() if value is not None}
+    data = full.get("data")
+    for key, kind in _IMPLIED_TYPES.items():
+        wanted = key == "optim_wrapper" or (isinstance(data, dict) and data.get(key) is not None)
+        given = full.get(key, {} if wanted else None)
+        if isinstance(given, dict):
+            full[key] = {"type": kind, **given}
+    return full
+
+
+def _hooks(given: Any, problems: list[Problem]) -> dict[str, Component]:
+    if given is not None and not isinstance(given, dict):
+        problems.append(Problem("hooks", f"must be hooks by name, got {given!r}"))
+        return {}
+    wanted: dict[str, Any] = {**dict.fromkeys(DEFAULT_HOOKS, True), **(given or {})}
+    hooks: dict[str, Component] = {}
+    for name, settings in wanted.items():
+        if settings is False:
+            continue
+        own = {} if settings is True or settings is None else settings
+        if not isinstance(own, dict):
+            what = f"must be true, false or the hook's settings, got {settings!r}"
+            problems.append(Problem(f"hooks.{name}", what))
+        elif "type" not in own and name not in HOOK_TYPES:
+            hint = did_you_mean(name, HOOK_TYPES) or f"; {', '.join(HOOK_TYPES)} have one"
+            problems.append(Problem(f"hooks.{name}", f"needs a type under this name{hint}"))
+        else:
+            hooks[name] = {"type": HOOK_TYPES.get(name), **own}
+    return hooks
+
+
+def _schedulers(given: Any, problems: list[Problem]) -> dict[str, SchedulerSection]:
+    """Return the schedulers by their key paths."""
+    if given is None:
+        return {}
+    entries = {"schedulers": given}
+    if isinstance(given, list):
+        entries = {f"schedulers.{at}": entry for at, entry in enumerate(given)}
+    found: dict[str, SchedulerSection] = {}
+    for where, entry in entries.items():
+        if not isinstance(entry, dict):
+            problems.append(Problem(where, f"must be a dict with a type, got {entry!r}"))
+            continue
+        scheduler = {key: value for key, value in entry.items() if key != "by"}
+        by = {"by": entry["by"]} if "by" in entry else {}
+        section = check_section(SchedulerSection, {"scheduler": scheduler, **by}, where, problems)
+        found[where] = section or SchedulerSection(scheduler=scheduler)
+    return found
+
+
+def _import_problems(entries: Any, folder: Path) -> Iterator[Problem]:
+    make_importable(Path.cwd())
+    make_importable(folder)
+    for at, entry in enumerate(entries if isinstance(entries, list) else []):
+        if isinstance(entry, str):
+            try:
+                import_entry(entry)
+            except ImportError as error:
+                yield Problem(f"imports.{at}", str(error))
+
+
+def _part_problems(
+    values: Mapping[str, Any],
+    hooks: Mapping[str, Component],
+    schedulers: Mapping[str, SchedulerSection],
+) -> Iterator[Problem]:
+    for key, (registry, runtime_args) in _PARTS.items():
+        if isinstance(values.get(key), dict):
+            yield from check_component(values[key], registry, key, runtime_args)
+    for where, section in schedulers.items():
+        yield from check_component(section.scheduler, PARAM_SCHEDULERS, where, ("optimizer",))
+    for name, hook in hooks.items():
+        yield from check_component(hook, HOOKS, f"hooks.{name}")
+    metrics = values.get("metrics")
+    for name, metric in metrics.items() if isinstance(metrics, dict) else ():
+        yield from check_component(metric, METRICS, f"metrics.{name}")
+    data = values.get("data")
+    for name in _LOADERS:
+        loader = data.get(name) if isinstance(data, dict) else None
+        if isinstance(loader, dict):
+            yield from _loader_problems(loader, f"data.{name}")
+
+
+def _loader_problems(loader: Mapping[str, Any], where: str) -> Iterator[Problem]:
+    if isinstance(loader.get("dataset"), dict):
+        yield from check_component(loader["dataset"], DATASETS, f"{where}.dataset")
+    if isinstance(loader.get("collate"), str):
+        try:
+            import_path(loader["collate"])
+        except ImportError as error:
+            yield Problem(f"{where}.collate", str(error))
+
+
+def _need_problems(values: Mapping[str, Any]) -> Iterator[Problem]:
+    """Yield what one section needs of another."""
+    data = values.get("data")
+    has_data = {name for name in _LOADERS if isinstance(data, dict) and data.get(name)}
+    loops = [name for name in _LOADERS if name in values]
+    for name in loops:
+        if name not in has_data:
+            yield Problem(f"data.{name}", f"this setting is missing: {name} needs data")
+    if "train" in values and "optimizer" not in values:
+        yield Problem("optimizer", "this setting is missing: train needs an optimizer")
+    if not loops:
+        yield Problem("", "nothing to run: set train, or data for val or test")
+
+
+def _located(problems: list[Problem], config: Config) -> list[Problem]:
+    """Return the problems with their origins, in the order of the files."""
+    located = [
+        replace(problem, origin=config.origin(problem.key), what=problem.what + hint)
+        for problem in problems
+        for hint in [_inheritance_hint(problem, config)]
+    ]
+    return sorted(dict.fromkeys(located), key=_place)
+
+
+def _inheritance_hint(problem: Problem, config: Config) -> str:
+    """Return the advice for arguments that a `_base_` left to another type."""
+    section, _, name = problem.key.rpartition(".")
+    kind = f"{section}.type"
+    if name == "type" or not (config.has(problem.key) and config.has(kind)):
+        return ""
+    inherited = _place(replace(problem, origin=config.origin(problem.key)))[0]
+    if inherited == _place(replace(problem, origin=config.origin(kind)))[0]:
+        return ""
+    return (
+        f"; the type comes from elsewhere ({config.origin(kind)}): `_delete_: true` drops the rest"
+    )
+
+
+def _place(problem: Problem) -> tuple[str, int]:
+    match = re.fullmatch(r"(.*):(\d+)", problem.origin)
+    return (match[1], int(match[2])) if match else (problem.origin, 0)

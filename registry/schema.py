@@ -1,0 +1,92 @@
+"""What a run config may hold: typed sections."""
+
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeAlias
+
+Component: TypeAlias = dict[str, Any]
+
+# Hooks whose type follows from their name in the config; those in DEFAULT_HOOKS are on unless
+# they are set to false.
+HOOK_TYPES = {
+    "progress": "ProgressHook",
+    "log": "LogHook",
+    "checkpoint": "CheckpointHook",
+    "throughput": "ThroughputHook",
+    "early_stop": "EarlyStopHook",
+    "ema": "EMAHook",
+    "grad_norm": "GradNormHook",
+    "nan_guard": "NanGuardHook",
+    "tensorboard": "TensorBoardHook",
+}
+DEFAULT_HOOKS = ("progress", "log", "checkpoint", "throughput")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoaderSection:
+    """How batches are made from a dataset; `batch_size` counts per rank."""
+
+    dataset: Component
+    batch_size: int = field(metadata={"minimum": 1})
+    shuffle: bool = False
+    num_workers: int = field(default=0, metadata={"minimum": 0})
+    drop_last: bool = False
+    collate: str | None = None
+    pin_memory: bool | Literal["auto"] = "auto"
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataSection:
+    """The loaders of the three loops."""
+
+    train: LoaderSection | None = None
+    val: LoaderSection | None = None
+    test: LoaderSection | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchSection:
+    """How many processes run and how they find each other."""
+
+    nproc: int = field(default=1, metadata={"minimum": 1})
+    backend: str = "auto"
+    timeout_s: float = field(default=1800, metadata={"minimum": 1})
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchedulerSection:
+    """A learning-rate scheduler and what it counts."""
+
+    by: Literal["step", "epoch"] = "epoch"
+    scheduler: Component
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSections:
+    """A checked run config.
+
+    Attributes:
+        hooks: settings by name, each with its `type`; defaults included, switched-off ones not.
+        schedulers: always a list.
+        val, test: None when there is no data for them.
+    """
+
+    model: Component
+    name: str
+    imports: list[str] = field(default_factory=list)
+    seed: int = field(default=0, metadata={"minimum": 0})
+    deterministic: bool = False
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    run_dir: str = ""
+    wrapper: Component | None = None
+    optimizer: Component | None = None
+    optim_wrapper: Component = field(default_factory=dict)
+    schedulers: list[SchedulerSection] = field(default_factory=list)
+    data: DataSection = field(default_factory=DataSection)
+    train: Component | None = None
+    val: Component | None = None
+    test: Component | None = None
+    metrics: dict[str, Component] = field(default_factory=dict)
+    hooks: dict[str, Component] = field(default_factory=dict)
+    launch: LaunchSection = field(default_factory=LaunchSection)
+    resume: bool | str = False
+    trace_collectives: bool = False

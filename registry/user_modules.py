@@ -1,0 +1,68 @@
+"""Modules of the user that a config names in `imports`."""
+
+import importlib
+import os
+import sys
+from pathlib import Path
+
+from .errors import describe
+from .imports import IMPORT_FAILURES
+
+
+def anchored(entry: str, folder: Path) -> str:
+    """Return an `imports` entry that means the same from anywhere.
+
+    A file is relative to the folder of the config that names it, and becomes absolute; so does a
+    module that lies in that folder. Other modules keep their names.
+    """
+    if entry.endswith(".py"):
+        return os.path.abspath(folder / entry)
+    beside = folder / f"{entry}.py"
+    if folder.resolve() != Path.cwd().resolve() and beside.is_file():
+        in_cwd = [Path.cwd() / f"{entry}.py", Path.cwd() / entry]
+        if not any(path.exists() for path in in_cwd):
+            return os.path.abspath(beside)
+    return entry
+
+
+def import_entry(entry: str) -> None:
+    """Import a module by name, or a .py file under its name within its package.
+
+    Raises:
+        ImportError: it is not there, fails, or another module has its name already.
+    """
+    name = entry
+    if entry.endswith(".py"):
+        path = Path(entry).absolute()
+        if not path.is_file():
+            raise ImportError(f"there is no file {entry}")
+        root, name = _package_root(path)
+        _check_not_taken(name, path)
+        make_importable(root)
+    try:
+        importlib.import_module(name)
+    except IMPORT_FAILURES as error:
+        if isinstance(error, ModuleNotFoundError) and error.name == name:
+            raise ImportError(f"there is no module {name} in {Path.cwd()}") from error
+        raise ImportError(f"{entry} failed to import: {describe(error)}") from error
+
+
+def make_importable(folder: Path) -> None:
+    """Let modules in `folder` be imported, after those that can be already."""
+    if str(folder) not in sys.path:
+        sys.path.append(str(folder))
+
+
+def _package_root(path: Path) -> tuple[Path, str]:
+    parts = [] if path.name == "__init__.py" else [path.stem]
+    folder = path.parent
+    while (folder / "__init__.py").is_file():
+        parts.insert(0, folder.name)
+        folder = folder.parent
+    return folder, ".".join(parts)
+
+
+def _check_not_taken(name: str, path: Path) -> None:
+    present = getattr(sys.modules.get(name), "__file__", None)
+    if present is not None and Path(present).resolve() != path.resolve():
+        raise ImportError(f"{path} cannot be imported as {name}: that is already {present}")
