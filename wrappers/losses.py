@@ -25,25 +25,33 @@ def parse_losses(losses: Mapping[str, Tensor | list[Tensor]]) -> tuple[Tensor, d
             f"forward(..., mode='loss') must return a dict of losses, got {type(losses).__name__}"
         )
     total: Tensor | None = None
-    parts: dict[str, Tensor] = {}
+    raw: Tensor | None = None
     counted = 0
+    # The total takes the first place, whatever comes after.
+    logs: dict[str, Any] = {"loss": None}
     for name, value in losses.items():
-        part = _reduce(name, value)
+        if isinstance(value, Tensor) and value.ndim == 0 and value.is_floating_point():
+            part: Tensor | None = value
+        else:
+            part = _reduce(name, value)
         if part is None:
             continue
         if "loss" in name:
             total = part if total is None else total + part
             counted += 1
-        parts[name] = part.detach()
+        if name == "loss":
+            raw = part
+        else:
+            logs[name] = part.detach()
     if total is None:
         raise ValueError(
             "there is no loss to optimise: a name must contain 'loss' and its value must not "
             f"be empty; got {sorted(losses)}"
         )
-    if counted > 1 and "loss" in parts:
-        parts = {"loss_raw" if name == "loss" else name: part for name, part in parts.items()}
-    parts.pop("loss", None)
-    return total, {"loss": total.detach(), **parts}
+    logs["loss"] = total.detach()
+    if counted > 1 and raw is not None:
+        logs["loss_raw"] = raw.detach()
+    return total, logs
 
 
 def _reduce(name: str, value: Any) -> Tensor | None:

@@ -91,7 +91,14 @@ class OptimWrapper(Accumulation):
 
     def zero_grad(self, **kwargs: Any) -> None:
         """Clear the gradients."""
-        self.optimizer.zero_grad(**kwargs)
+        optimizer = self.optimizer
+        if kwargs or getattr(optimizer.zero_grad, "__func__", None) is not Optimizer.zero_grad:
+            optimizer.zero_grad(**kwargs)
+            return
+        # What torch does by default, without its profiler entry: 5 us on a small step.
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = None
 
     def optim_context(self, model: nn.Module) -> AbstractContextManager[Any]:
         """What the forward of the coming micro-batch runs in.

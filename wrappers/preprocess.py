@@ -18,6 +18,8 @@ def move(data: Any, device: torch.device) -> Any:
     with a ``to`` method (packed sequences, data elements) is moved by it. Strings, numbers,
     None and other objects come back as they are.
     """
+    if type(data) is list:
+        return _move_all(data, device)
     if isinstance(data, Tensor):
         if data.device == device:
             return data

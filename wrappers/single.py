@@ -33,6 +33,7 @@ class SingleDevice(Steps, nn.Module):
         super().__init__()
         self.module = module
         self._prepare_steps(detect_anomalous_params)
+        self._direct = type(self).forward is SingleDevice.forward
         self._model_steps = has_own_train_step(module)
         if detect_anomalous_params and self._model_steps:
             raise ValueError(

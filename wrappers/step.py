@@ -33,24 +33,28 @@ class Steps:
     """
 
     module: Any
+    _modules: Any
     detect_anomalous_params: bool
     __call__: Callable[..., Any]
     _preprocessor: DataPreprocessor
     _model_steps: bool = False
+    _direct: bool = False
 
     def train_step(self, data: Any, optim_wrapper: OptimizerWrapper) -> dict[str, Tensor]:
         """Train on one batch; returns what to log, detached.
 
         Every rank must call this.
         """
-        model = self.module
+        # Children by `_modules`: nn.Module's attribute access looks everywhere else first.
+        model = self._modules["module"]
         if self._model_steps:
             logs: dict[str, Tensor] = model.train_step(data, optim_wrapper)
             return logs
         with optim_wrapper.optim_context(self):
             args, kwargs = as_call(self._preprocess(model)(data, training=True))
+            engine = model if self._direct else self
             try:
-                losses = self(*args, **kwargs, mode="loss")
+                losses = engine(*args, **kwargs, mode="loss")
             except TypeError as error:
                 _explain_missing_mode(model, error)
                 raise
@@ -84,7 +88,9 @@ class Steps:
             raise
 
     def _preprocess(self, model: nn.Module) -> Callable[..., Any]:
-        preprocess: Callable[..., Any] | None = getattr(model, "data_preprocessor", None)
+        preprocess: Callable[..., Any] | None = model._modules.get("data_preprocessor")
+        if preprocess is None:
+            preprocess = getattr(model, "data_preprocessor", None)
         return self._preprocessor if preprocess is None else preprocess
 
     def _prepare_steps(self, detect: bool) -> None:
