@@ -1,0 +1,143 @@
+"""When checkpoints are saved, and which of them stay."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+from ...collectives import get_rank
+from ...registry import HOOKS
+from ..cadence import Cadence
+from ..checkpoint import (
+    CheckpointError,
+    list_checkpoints,
+    prune_checkpoints,
+    save_alone,
+    save_checkpoint,
+)
+from ..hook import Hook
+from ..state import LoopState
+from ._metric import check_mode, is_better, pick_metric
+from .nan_guard import NonFiniteError
+
+logger = logging.getLogger(__name__)
+
+
+@HOOKS.register_module()
+class CheckpointHook(Hook):
+    """Saves checkpoints into `<run_dir>/checkpoints`; every rank must have it.
+
+    Saves at the intervals, after the validation of the same update or epoch, at
+    the end of the run and when a signal stops it. Does nothing where
+    `state.run_dir` is None.
+
+    Args:
+        every_steps: Optimizer updates between two checkpoints; None for never.
+        every_epochs: Epochs between two checkpoints; None for never.
+        every_secs: Seconds of training between two checkpoints; None for never.
+        keep_last: How many of the latest checkpoints stay; None for all.
+        keep_best: A metric of the validation. Each validation that improves it
+            is followed by a checkpoint, and the best one stays as well.
+        mode: "max" when higher values of that metric are better, "min" when lower.
+        save_on_exception: Also save when training fails, without the help of
+            other ranks: theirs is missing from that checkpoint. Not after a
+            NonFiniteError, and never in place of a checkpoint of the same update.
+
+    Raises:
+        ValueError: A setting is out of range; at the first validation, that it
+            gives no metric `keep_best`.
+        CheckpointError: Writing failed, on any rank.
+    """
+
+    # After hooks that change what is to be saved at the same event.
+    order = 75
+
+    def __init__(
+        self,
+        *,
+        every_steps: int | None = None,
+        every_epochs: int | None = 1,
+        every_secs: float | None = None,
+        keep_last: int | None = 3,
+        keep_best: str | None = None,
+        mode: str = "max",
+        save_on_exception: bool = True,
+    ) -> None:
+        if keep_last is not None and keep_last < 1:
+            raise ValueError(f"keep_last must be at least 1, or null for all, got {keep_last!r}")
+        self._cadence = Cadence(every_steps, every_epochs, every_secs)
+        self._keep_last = keep_last
+        self._keep_best = keep_best
+        self._mode = check_mode(mode, setting="CheckpointHook: mode")
+        self._save_on_exception = save_on_exception
+        self._best: float | None = None
+        self._judged_at = -1
+        self._saved_at = (-1, -1, -1)
+
+    def on_save_point(self, state: LoopState) -> None:
+        by_step = self._cadence.due_step(state) and self._saved_at[0] != state.step
+        by_epoch = self._cadence.due_epoch(state)
+        best = self._is_best(state)
+        if by_step or by_epoch or best:
+            self._save(state, "interval", is_best=best)
+
+    def on_train_end(self, state: LoopState) -> None:
+        if self._saved_at != _position(state):
+            self._save(state, "signal" if state.signal else "end", is_best=self._is_best(state))
+
+    def on_exception(self, state: LoopState, error: BaseException) -> None:
+        harmful = isinstance(error, (NonFiniteError, CheckpointError))
+        folder = _folder(state)
+        if folder is None or harmful or not self._save_on_exception or get_rank() != 0:
+            return
+        if state.step == 0 or any(m["step"] == state.step for _, m in list_checkpoints(folder)):
+            return
+        try:
+            path = save_alone(folder, state)
+        except Exception:
+            # The error that stopped the training is the one to be seen.
+            logger.warning("could not save a checkpoint after the error", exc_info=True)
+            return
+        logger.info("saved checkpoint %s (after the error)", path)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the best value of the metric so far and when it was last looked at."""
+        return {"best": self._best, "judged_at": self._judged_at}
+
+    def load_state_dict(self, state: dict[str, Any], /) -> None:
+        """Go on comparing with the best value of the saved run."""
+        self._best = state["best"]
+        self._judged_at = state["judged_at"]
+
+    def _is_best(self, state: LoopState) -> bool:
+        """Say whether a validation has just ended with the best value so far."""
+        new = state.evaluated_at == state.step and self._judged_at != state.step
+        if self._keep_best is None or not new:
+            return False
+        self._judged_at = state.step
+        value = pick_metric(state.metrics, self._keep_best, setting="CheckpointHook: keep_best")
+        better = is_better(value, self._best, self._mode)
+        if better:
+            self._best = value
+        return better
+
+    def _save(self, state: LoopState, reason: str, *, is_best: bool) -> None:
+        folder = _folder(state)
+        if folder is None:
+            return
+        path = save_checkpoint(folder, state, reason=reason, is_best=is_best)
+        self._saved_at = _position(state)
+        if get_rank() != 0:
+            return
+        logger.info("saved checkpoint %s%s", path, " (the best so far)" if is_best else "")
+        best = [kept for kept, meta in list_checkpoints(folder) if meta["best"]][:1]
+        prune_checkpoints(folder, self._keep_last, best)
+
+
+def _folder(state: LoopState) -> Path | None:
+    return None if state.run_dir is None else state.run_dir / "checkpoints"
+
+
+def _position(state: LoopState) -> tuple[int, int, int]:
+    return state.step, state.epoch, state.batch

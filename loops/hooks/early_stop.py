@@ -1,0 +1,70 @@
+"""Stopping when validation no longer gets better."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ...registry import HOOKS
+from ..hook import Hook
+from ..state import LoopState, Phase
+from ._metric import check_mode, is_better, pick_metric
+
+
+@HOOKS.register_module()
+class EarlyStopHook(Hook):
+    """Stops training after `patience` validations in a row without improvement.
+
+    Args:
+        metric: Name of a metric of the validation.
+        patience: Validations without improvement to wait for.
+        mode: "min" when lower values are better, "max" when higher ones are.
+        min_delta: A smaller improvement than this does not count. NaN never counts.
+
+    Raises:
+        ValueError: A setting is out of range; at the first validation, that it
+            gives no such metric.
+    """
+
+    def __init__(
+        self, metric: str, patience: int, *, mode: str = "min", min_delta: float = 0.0
+    ) -> None:
+        if patience < 1:
+            raise ValueError(f"patience must be at least 1, got {patience}")
+        if min_delta < 0:
+            raise ValueError(f"min_delta must be at least 0, got {min_delta}")
+        self._metric = metric
+        self._patience = patience
+        self._mode = check_mode(mode, setting="EarlyStopHook: mode")
+        self._min_delta = min_delta
+        self._best: float | None = None
+        self._best_step = 0
+        self._waited = 0
+
+    def on_eval_end(self, state: LoopState, metrics: dict[str, float]) -> None:
+        cut_short = not metrics and bool(state.stop_reason)
+        if state.phase is not Phase.VAL or cut_short:
+            return
+        value = pick_metric(metrics, self._metric, setting="EarlyStopHook: metric")
+        if is_better(value, self._best, self._mode, min_delta=self._min_delta):
+            self._best, self._best_step, self._waited = value, state.step, 0
+            return
+        self._waited += 1
+        if self._waited >= self._patience:
+            state.request_stop(self._reason())
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the best value so far and how long ago it was."""
+        return {"best": self._best, "best_step": self._best_step, "waited": self._waited}
+
+    def load_state_dict(self, state: dict[str, Any], /) -> None:
+        """Go on waiting where the saved run was."""
+        self._best = state["best"]
+        self._best_step = state["best_step"]
+        self._waited = state["waited"]
+
+    def _reason(self) -> str:
+        best = "has been NaN only" if self._best is None else f"was best at {self._best:.4g}"
+        return (
+            f"{self._metric} {best} (step {self._best_step}) and has not improved "
+            f"in {self._waited} validations (patience {self._patience})"
+        )

@@ -1,0 +1,81 @@
+"""The size of the gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils import get_total_norm
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from ...registry import HOOKS
+from ..hook import Hook, Scalars
+from ..state import LoopState
+
+
+@HOOKS.register_module()
+class GradNormHook(Hook):
+    """Adds `grad_norm`, the total L2 norm of the gradients, to the log records.
+
+    It is taken right before each update, before clipping, and averaged over the
+    updates of a log interval; with several optimizers it is `grad_norm/<name>`
+    for each. Where the optimizer wrapper clips by norm, its figure is used, else
+    the norm is computed here. Nothing leaves the device before the record.
+    """
+
+    def __init__(self) -> None:
+        self._sums: dict[str, Tensor] = {}
+        self._counts: dict[str, int] = {}
+        self._handles: list[RemovableHandle] = []
+
+    def on_train_start(self, state: LoopState) -> None:
+        self._remove()
+        wrapper: Any = state.optim_wrapper
+        if isinstance(wrapper, Mapping) or hasattr(wrapper, "items"):
+            members = {f"grad_norm/{name}": member for name, member in wrapper.items()}
+        else:
+            members = {"grad_norm": wrapper}
+        # The gradients are gone when a hook of the loop is called: the update clears them.
+        self._handles = [
+            member.optimizer.register_step_pre_hook(partial(self._measure, key, member))
+            for key, member in members.items()
+        ]
+
+    def collect_logs(self, state: LoopState, scalars: Scalars) -> None:
+        for key, total in self._sums.items():
+            scalars[key] = total / self._counts[key]
+        self._sums.clear()
+        self._counts.clear()
+
+    def on_train_end(self, state: LoopState) -> None:
+        self._remove()
+
+    def on_exception(self, state: LoopState, error: BaseException) -> None:
+        self._remove()
+
+    @torch.no_grad()
+    def _measure(
+        self, key: str, wrapper: Any, optimizer: Optimizer, args: object, kwargs: object
+    ) -> None:
+        norm = getattr(wrapper, "grad_norm", None)
+        if norm is None:
+            norm = _norm(optimizer)
+        self._sums[key] = self._sums[key] + norm if key in self._sums else norm
+        self._counts[key] = self._counts.get(key, 0) + 1
+
+    def _remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+
+def _norm(optimizer: Optimizer) -> Tensor:
+    params = (param for group in optimizer.param_groups for param in group["params"])
+    norm = get_total_norm([param.grad for param in params if param.grad is not None])
+    # A fused optimizer gets the loss scaler's scale along with gradients that still bear it.
+    scale = getattr(optimizer, "grad_scale", None)
+    return norm if scale is None else norm / scale

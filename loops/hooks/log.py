@@ -1,0 +1,101 @@
+"""The record files of a run."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+
+from ...collectives import get_rank
+from ...registry import HOOKS
+from ..hook import Hook
+from ..state import LoopState, Phase
+from ._lines import eval_line, train_line
+from ._records import FIXED_COLUMNS, Record, RecordFiles
+
+logger = logging.getLogger(__name__)
+
+
+@HOOKS.register_module()
+class LogHook(Hook):
+    """Writes each log record and evaluation into `metrics.jsonl` and `metrics.csv`.
+
+    Rank 0 alone writes, into `state.run_dir` (nothing where that is None), and
+    flushes after each record. A record is `{"step", "epoch", "phase", "time",
+    ...}`: `step` in optimizer updates, `epoch` in finished epochs, `phase` one
+    of "train", "val", "test", `time` in seconds since 1970, then the values by
+    name; a value named like one of the four gets a `_` behind it. NaN and
+    infinities are `null` in the JSON lines and `nan` in the table. A resumed
+    run drops the records that came after the restored checkpoint, so that no
+    step appears twice.
+
+    Args:
+        console: Also log each record as a line at INFO. Off, because
+            `ProgressHook` shows them already.
+    """
+
+    order = 70
+
+    def __init__(self, *, console: bool = False) -> None:
+        self._console = console
+        self._files: RecordFiles | None = None
+
+    def on_train_start(self, state: LoopState) -> None:
+        self._close()
+        self._open(state, resumed=True)
+
+    def on_log(self, state: LoopState, record: dict[str, float]) -> None:
+        self._write(state, "train", record)
+        if self._console and get_rank() == 0:
+            logger.info("%s", train_line(state, record))
+
+    def on_eval_end(self, state: LoopState, metrics: dict[str, float]) -> None:
+        if metrics:
+            self._write(state, state.phase.value, metrics)
+        if self._console and get_rank() == 0:
+            logger.info("%s", eval_line(state, metrics))
+
+    def on_train_end(self, state: LoopState) -> None:
+        self._close()
+
+    def on_run_end(self, state: LoopState) -> None:
+        self._close()
+
+    def on_exception(self, state: LoopState, error: BaseException) -> None:
+        self._close()
+
+    def _open(self, state: LoopState, *, resumed: bool = False) -> None:
+        if state.run_dir is None or get_rank() != 0:
+            return
+        self._files = RecordFiles(
+            state.run_dir, keep=lambda record: not resumed or _is_past(record, state)
+        )
+
+    def _close(self) -> None:
+        if self._files is not None:
+            self._files.close()
+            self._files = None
+
+    def _write(self, state: LoopState, phase: str, values: Mapping[str, float]) -> None:
+        if self._files is None:
+            self._open(state)
+        if self._files is None:
+            return
+        record: Record = {
+            "step": state.step,
+            "epoch": state.epoch,
+            "phase": phase,
+            "time": round(time.time(), 3),
+        }
+        named = {f"{k}_" if k in FIXED_COLUMNS else k: float(v) for k, v in values.items()}
+        self._files.append({**record, **named})
+
+
+def _is_past(record: Record, state: LoopState) -> bool:
+    """Say whether the restored run has this record behind it, so that it will not come again."""
+    step = record.get("step")
+    if not isinstance(step, (int, float)) or step > state.step or state.step == 0:
+        return False
+    if step < state.step or record.get("phase") != Phase.VAL.value:
+        return True
+    return state.evaluated_at == state.step

@@ -1,0 +1,136 @@
+"""Stopping at the first value that is not finite."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import deque
+from collections.abc import Mapping
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from ...collectives import all_gather_object, get_rank, mean_scalars
+from ...registry import HOOKS
+from ..hook import Hook, Scalars
+from ..state import LoopState
+
+logger = logging.getLogger(__name__)
+
+_Finding = tuple[int, int, str]  # step, rank, what is wrong: the smallest is the first one
+
+# Batches whose values are kept for telling which was the first bad one.
+_REMEMBERED = 4096
+_CHECKS = ("loss", "all")
+_ACTIONS = ("raise", "warn")
+
+
+class NonFiniteError(ArithmeticError):
+    """A loss, log value or parameter is NaN or infinite."""
+
+
+@HOOKS.register_module()
+class NanGuardHook(Hook):
+    """Raises NonFiniteError on all ranks when a value of any rank is not finite.
+
+    The message names the first bad value, its step and its rank. The steps in
+    between are not synchronised with the device: their values are looked at
+    together, with each log record or every `every_steps` updates.
+
+    Args:
+        check: "loss" looks at the log values with "loss" in their names, "all"
+            at all log values and at the model's parameters; it adds `param_norm`,
+            their L2 norm, to the log records.
+        action: "raise", or "warn" to log a warning and go on.
+        every_steps: Look every so many updates (one small collective each time)
+            instead of with the log records.
+    """
+
+    # After the hooks that write the record, so that the bad one is on file.
+    order = 90
+
+    def __init__(
+        self, *, check: str = "loss", action: str = "raise", every_steps: int | None = None
+    ) -> None:
+        for name, value, allowed in (("check", check, _CHECKS), ("action", action, _ACTIONS)):
+            if value not in allowed:
+                raise ValueError(f"NanGuardHook: {name} must be one of {allowed}, got {value!r}")
+        if every_steps is not None and every_steps < 1:
+            raise ValueError(f"every_steps must be at least 1, got {every_steps!r}")
+        self._all = check == "all"
+        self._raise = action == "raise"
+        self._every_steps = every_steps
+        self._seen: deque[tuple[int, Mapping[str, Tensor]]] = deque(maxlen=_REMEMBERED)
+
+    def on_batch_end(self, state: LoopState, batch: Any, logs: Mapping[str, Tensor]) -> None:
+        self._seen.append((state.step + 1, logs))
+
+    def on_update(self, state: LoopState) -> None:
+        if self._every_steps is None or state.step % self._every_steps:
+            return
+        found = self._look(state)
+        bad_here = 0.0 if found is None else 1.0
+        if mean_scalars({"nan_guard": bad_here})["nan_guard"] > 0:
+            self._report(state, found, "a value that is not finite")
+        self._seen.clear()
+
+    def collect_logs(self, state: LoopState, scalars: Scalars) -> None:
+        if self._all:
+            norms = [torch.linalg.vector_norm(p) for _, p in _named_parameters(state)]
+            scalars["param_norm"] = torch.linalg.vector_norm(torch.stack(norms))
+
+    def on_log(self, state: LoopState, record: dict[str, float]) -> None:
+        if self._every_steps is not None:
+            return
+        bad = [k for k, v in record.items() if self._watches(k) and not math.isfinite(v)]
+        if bad:
+            self._report(state, self._look(state), f"{bad[0]} is {record[bad[0]]}")
+        self._seen.clear()
+
+    def _watches(self, name: str) -> bool:
+        return self._all or "loss" in name
+
+    def _look(self, state: LoopState) -> _Finding | None:
+        """Return the first thing of this rank that is not finite."""
+        values = [
+            (step, name, torch.as_tensor(value))
+            for step, logs in self._seen
+            for name, value in logs.items()
+            if self._watches(name)
+        ]
+        if values:
+            finite = torch.stack([value.isfinite().all() for _, _, value in values]).tolist()
+            for (step, name, value), good in zip(values, finite, strict=True):
+                if not good:
+                    return step, get_rank(), f"{name} is {value.tolist()}"
+        return self._look_at_model(state) if self._all else None
+
+    def _look_at_model(self, state: LoopState) -> _Finding | None:
+        named = _named_parameters(state)
+        finite = torch.stack([param.isfinite().all() for _, param in named]).tolist()
+        for (name, param), good in zip(named, finite, strict=True):
+            if not good:
+                count = int((~param.isfinite()).sum())
+                text = f"parameter {name!r} has {count} of {param.numel()} values not finite"
+                return state.step, get_rank(), text
+        return None
+
+    def _report(self, state: LoopState, found: _Finding | None, else_text: str) -> None:
+        """Raise or warn with the same text on every rank; every rank must call this."""
+        findings = [part for part in all_gather_object(found) if part is not None]
+        step, rank, what = min(findings, default=(state.step, 0, else_text))
+        text = f"{what} at step {step} on rank {rank}"
+        if self._raise:
+            raise NonFiniteError(
+                f"{text}; lower the learning rate, clip the gradients, or look at the data of "
+                "that step (NanGuardHook: action 'warn' goes on)"
+            )
+        if get_rank() == 0:
+            logger.warning("%s", text)
+
+
+def _named_parameters(state: LoopState) -> list[tuple[str, Tensor]]:
+    # Buffers are left out: causal masks hold infinities on purpose.
+    named = cast(nn.Module, state.model.module).named_parameters()
+    return [(name, p.detach()) for name, p in named if p.is_floating_point() and p.numel()]

@@ -1,0 +1,134 @@
+"""Learning-rate schedules."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.utils.hooks import RemovableHandle
+
+from ...registry import HOOKS
+from ..hook import Hook, Scalars
+from ..state import LoopState, Phase
+from ._metric import pick_metric
+
+By = Literal["step", "epoch"]
+
+
+@HOOKS.register_module()
+class SchedulerHook(Hook):
+    """Steps torch's learning-rate schedulers and adds `lr` to the log records.
+
+    With several parameter groups or optimizers the records hold `lr/0`, `lr/1`, ...
+    in the order of the schedulers. A schedule counts the loop's updates also
+    where a loss scaler skips some, so that a rate depends on the update alone.
+
+    Args:
+        schedulers: Each scheduler with "step" (stepped after each update) or
+            "epoch" (at the end of each epoch). `ReduceLROnPlateau` is stepped at
+            the end of each validation whatever stands beside it.
+        metric: Metric of the validation that `ReduceLROnPlateau` watches.
+
+    Raises:
+        ValueError: A unit is neither "step" nor "epoch", or `ReduceLROnPlateau`
+            has no `metric`; at the first validation, that there is no such metric.
+    """
+
+    # Before hooks that save: a checkpoint holds the schedules after this update.
+    order = 30
+
+    def __init__(
+        self, schedulers: Sequence[tuple[LRScheduler, By]], *, metric: str | None = None
+    ) -> None:
+        for scheduler, by in schedulers:
+            if by not in ("step", "epoch"):
+                name = type(scheduler).__name__
+                raise ValueError(f"{name}: by must be 'step' or 'epoch', got {by!r}")
+        plateau = [s for s, _ in schedulers if isinstance(s, ReduceLROnPlateau)]
+        if plateau and metric is None:
+            raise ValueError("ReduceLROnPlateau needs `metric`, the name of the metric to watch")
+        self._schedulers = [scheduler for scheduler, _ in schedulers]
+        self._plateau = plateau
+        self._metric = metric or ""
+        timed = [(_Delayed(s), by) for s, by in schedulers if s not in plateau]
+        self._by_step = [delayed for delayed, by in timed if by == "step"]
+        self._by_epoch = [delayed for delayed, by in timed if by == "epoch"]
+
+    def on_update(self, state: LoopState) -> None:
+        for scheduler in self._by_step:
+            scheduler.step()
+
+    def on_epoch_end(self, state: LoopState) -> None:
+        for scheduler in self._by_epoch:
+            scheduler.step()
+
+    def on_eval_end(self, state: LoopState, metrics: dict[str, float]) -> None:
+        cut_short = not metrics and bool(state.stop_reason)
+        if state.phase is not Phase.VAL or not self._plateau or cut_short:
+            return
+        value = pick_metric(metrics, self._metric, setting="ReduceLROnPlateau: metric")
+        for scheduler in self._plateau:
+            scheduler.step(value)
+
+    def collect_logs(self, state: LoopState, scalars: Scalars) -> None:
+        optimizers = dict.fromkeys(scheduler.optimizer for scheduler in self._schedulers)
+        rates = [group["lr"] for optimizer in optimizers for group in optimizer.param_groups]
+        if len(rates) == 1:
+            scalars["lr"] = rates[0]
+        else:
+            scalars.update({f"lr/{index}": rate for index, rate in enumerate(rates)})
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of each scheduler, and the steps that still wait for an update."""
+        waiting = [delayed.waiting for delayed in (*self._by_step, *self._by_epoch)]
+        return {"schedulers": [s.state_dict() for s in self._schedulers], "waiting": waiting}
+
+    def load_state_dict(self, state: dict[str, Any], /) -> None:
+        """Take over the schedulers' states.
+
+        Raises:
+            ValueError: The checkpoint has another number of schedulers.
+        """
+        saved: Sequence[Mapping[str, Any]] = state["schedulers"]
+        if len(saved) != len(self._schedulers):
+            raise ValueError(
+                f"the checkpoint holds {len(saved)} schedulers, the run has "
+                f"{len(self._schedulers)}: `schedulers` must be as it was"
+            )
+        for scheduler, part in zip(self._schedulers, saved, strict=True):
+            scheduler.load_state_dict(dict(part))
+        timed = (*self._by_step, *self._by_epoch)
+        for delayed, waiting in zip(timed, state["waiting"], strict=True):
+            delayed.waiting = waiting
+
+
+class _Delayed:
+    """A scheduler whose steps wait until its optimizer is about to make its first step.
+
+    A loss scaler that starts too high skips the first updates; torch warns when
+    a scheduler is stepped during them (pytorch/pytorch#44511). The steps are made
+    up for right before the optimizer's first step, which so has the right rate.
+    """
+
+    def __init__(self, scheduler: LRScheduler) -> None:
+        self._scheduler = scheduler
+        self.waiting = 0
+        self._first_step: RemovableHandle | None = scheduler.optimizer.register_step_pre_hook(
+            self._catch_up
+        )
+
+    def step(self) -> None:
+        if self._first_step is None:
+            self._scheduler.step()
+        else:
+            self.waiting += 1
+
+    def _catch_up(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
+        assert self._first_step is not None
+        self._first_step.remove()
+        self._first_step = None
+        for _ in range(self.waiting):
+            self._scheduler.step()
+        self.waiting = 0
