@@ -19,6 +19,7 @@ from .check_config import check_config
 from .config import Config, config_from_dict, dump_config, format_config, load_config
 from .errors import ConfigError, Problem, nearest
 from .registry import Registry
+from .scan import Registration, list_registrations
 from .schema import (
     DEFAULT_HOOKS,
     HOOK_TYPES,
@@ -50,6 +51,7 @@ __all__ = [
     "LaunchSection",
     "LoaderSection",
     "Problem",
+    "Registration",
     "Registry",
     "RunSections",
     "SchedulerSection",
@@ -60,6 +62,7 @@ __all__ = [
     "config_from_dict",
     "dump_config",
     "format_config",
+    "list_registrations",
     "load_config",
     "nearest",
 ]

@@ -90,7 +90,7 @@ def _unknown_text(target: Callable[..., Any], name: str, free: list[str]) -> str
 def _missing_text(target: Callable[..., Any], name: str, unexplained: list[str]) -> str:
     close = nearest(name, unexplained, limit=1)
     hint = f"; is {close[0]} meant for it?" if close else ""
-    return f"{title(target)} needs this argument and it is missing{hint}"
+    return f"is missing, {title(target)} needs it{hint}"
 
 
 def _positional_problems(

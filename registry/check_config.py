@@ -19,6 +19,7 @@ from .catalog import (
 )
 from .check_component import check_component
 from .config import Config, config_from_dict
+from .config_files import shown
 from .errors import ConfigError, Problem, did_you_mean
 from .imports import import_path
 from .registry import Registry
@@ -189,17 +190,21 @@ def _located(problems: list[Problem], config: Config) -> list[Problem]:
 
 
 def _inheritance_hint(problem: Problem, config: Config) -> str:
-    """Return the advice for arguments that a `_base_` left to another type."""
+    """Return the advice for an argument that a `_base_` left to a type set upon it."""
     section, _, name = problem.key.rpartition(".")
     kind = f"{section}.type"
     if name == "type" or not (config.has(problem.key) and config.has(kind)):
         return ""
-    inherited = _place(replace(problem, origin=config.origin(problem.key)))[0]
-    if inherited == _place(replace(problem, origin=config.origin(kind)))[0]:
+    by = config.origin(kind)
+    argument_file, _ = _place(replace(problem, origin=config.origin(problem.key)))
+    type_file, _ = _place(replace(problem, origin=by))
+    if argument_file == type_file or argument_file.startswith("override "):
         return ""
-    return (
-        f"; the type comes from elsewhere ({config.origin(kind)}): `_delete_: true` drops the rest"
-    )
+    if type_file == shown(config.path):
+        return f"; it is inherited, `_delete_: true` beside the type ({by}) drops it"
+    if type_file.startswith("override "):
+        return f"; it is inherited, an override of the whole {section} drops it"
+    return ""
 
 
 def _place(problem: Problem) -> tuple[str, int]:

@@ -34,7 +34,8 @@ def check_section(section: type[T], values: Any, where: str, problems: list[Prob
     unknown = [str(key) for key in values if key not in known]
     free = [name for name in known if name not in values]
     for key in unknown:
-        hint = did_you_mean(key, free) or f"; allowed are {', '.join(known)}"
+        hint = did_you_mean(key, free) or did_you_mean(key, known)
+        hint = hint or f"; allowed are {', '.join(known)}"
         problems.append(Problem(joined(where, key), f"there is no such setting{hint}"))
     problems += _missing(known.values(), values, unknown, where)
     hints = get_type_hints(section)
@@ -115,5 +116,10 @@ def _allowed(options: tuple[Any, ...]) -> str:
 
 
 def _near(value: Any, options: tuple[Any, ...]) -> str:
-    words = [str(a) for o in options if get_origin(o) is Literal for a in get_args(o)]
-    return did_you_mean(value, words) if isinstance(value, str) else ""
+    if not isinstance(value, str):
+        return ""
+    if dict[str, Any] in options:
+        return f"; write {{type: {value}}}"
+    return did_you_mean(
+        value, [str(a) for o in options if get_origin(o) is Literal for a in get_args(o)]
+    )

@@ -1,0 +1,142 @@
+"""What the registries hold, read from source files without importing them."""
+
+import ast
+import importlib.util
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from ._namespace_scan import NamespaceReader
+from .catalog import REGISTRIES
+from .errors import RegistryKeyError, did_you_mean
+from .registry import Registry
+
+_REGISTER = "register_module"
+
+
+class Registration(NamedTuple):
+    """A name that a config can use as `type`.
+
+    Attributes:
+        summary: the first line of the docstring, "" when there is none.
+        aliases: further names of the same thing.
+        source: the module or namespace that it comes from.
+    """
+
+    name: str
+    summary: str
+    aliases: tuple[str, ...]
+    source: str
+
+
+def list_registrations(registry_name: str | None = None) -> dict[str, list[Registration]]:
+    """Return what each registry offers, sorted by name; nothing is imported.
+
+    Read from the sources of the registries' locations and namespaces. What was registered
+    elsewhere, as by modules of the user, is not seen.
+
+    Args:
+        registry_name: only this one, in any case ("hooks").
+
+    Raises:
+        KeyError: there is no registry of that name.
+    """
+    wanted = REGISTRIES
+    if registry_name is not None:
+        name = registry_name.upper()
+        if name not in REGISTRIES:
+            hint = did_you_mean(name, REGISTRIES) or f"; they are {', '.join(REGISTRIES)}"
+            raise RegistryKeyError(f"there is no registry {registry_name}{hint}")
+        wanted = {name: REGISTRIES[name]}
+    locations = {place for registry in wanted.values() for place in registry.sources.locations}
+    found = [pair for place in sorted(locations) for pair in _registered_in(place)]
+    reader = NamespaceReader()
+    return {name: _entries(registry, found, reader) for name, registry in wanted.items()}
+
+
+def _entries(
+    registry: Registry, found: list[tuple[str, Registration]], reader: NamespaceReader
+) -> list[Registration]:
+    entries = {entry.name: entry for owner, entry in found if owner == registry.name}
+    for alias, target in registry.aliases.items():
+        entry = entries.get(target)
+        if entry is not None:
+            entries[target] = entry._replace(aliases=(*entry.aliases, alias))
+    for namespace in registry.sources.namespaces:
+        for name, summary in reader.classes(namespace).items():
+            entries.setdefault(name, Registration(name, summary, (), namespace))
+    return sorted(entries.values(), key=lambda entry: entry.name.lower())
+
+
+def _registered_in(location: str) -> Iterator[tuple[str, Registration]]:
+    """Yield (registry name, registration) for a package's files, or a module's."""
+    spec = importlib.util.find_spec(location)
+    if spec is None:
+        return
+    folders = [Path(folder) for folder in spec.submodule_search_locations or ()]
+    files = [(path, folder) for folder in folders for path in sorted(folder.rglob("*.py"))]
+    if not folders and spec.origin is not None:
+        files = [(Path(spec.origin), Path(spec.origin))]
+    for path, folder in files:
+        text = path.read_text(encoding="utf-8")
+        if _REGISTER in text:
+            parts = path.relative_to(folder).with_suffix("").parts
+            module = ".".join((location, *parts)).removesuffix(".__init__")
+            yield from _registered_by(ast.parse(text), module)
+
+
+def _registered_by(tree: ast.Module, module: str) -> Iterator[tuple[str, Registration]]:
+    constants = {
+        target.id: node.value
+        for node in tree.body
+        if isinstance(node, ast.Assign)
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    }
+    defined: dict[str, str] = {}
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef | ast.FunctionDef):
+            summary = (ast.get_docstring(node) or "").partition("\n")[0]
+            defined[node.name] = summary
+            for call in node.decorator_list:
+                yield from _read_call(call, node.name, summary, constants, module)
+        elif isinstance(node, ast.Expr):
+            target = _argument(node.value, "module", 2)
+            if isinstance(target, ast.Name):
+                summary = defined.get(target.id, "")
+                yield from _read_call(node.value, target.id, summary, constants, module)
+
+
+def _read_call(
+    call: ast.expr,
+    own_name: str,
+    summary: str,
+    constants: Mapping[str, ast.expr],
+    module: str,
+) -> Iterator[tuple[str, Registration]]:
+    """Yield the registration that `REGISTRY.register_module(...)` makes."""
+    if not (
+        isinstance(call, ast.Call)
+        and isinstance(call.func, ast.Attribute)
+        and call.func.attr == _REGISTER
+        and isinstance(call.func.value, ast.Name)
+    ):
+        return
+    given = _argument(call, "name", 0)
+    if isinstance(given, ast.Name):
+        given = constants.get(given.id)
+    names = [own_name]
+    if given is not None:
+        try:
+            literal = ast.literal_eval(given)
+        except ValueError:
+            return
+        names = [literal] if isinstance(literal, str) else list(literal or names)
+    yield call.func.value.id, Registration(names[0], summary, tuple(names[1:]), module)
+
+
+def _argument(call: ast.expr, name: str, position: int) -> ast.expr | None:
+    if not isinstance(call, ast.Call):
+        return None
+    by_name = next((word.value for word in call.keywords if word.arg == name), None)
+    return by_name or (call.args[position] if len(call.args) > position else None)
