@@ -1,1 +1,68 @@
-"""Placeholder."""
+"""Training, validation and test loops; hooks; checkpoints; the order of the data."""
+
+from .cadence import Cadence
+from .checkpoint import (
+    CheckpointError,
+    list_checkpoints,
+    prune_checkpoints,
+    save_alone,
+    save_checkpoint,
+)
+from .data import ShardedBatchSampler, build_loader
+from .evaluate import TestLoop, ValLoop
+from .hook import Hook, HookList
+from .hooks import (
+    CheckpointHook,
+    EarlyStopHook,
+    EMAHook,
+    GradNormHook,
+    LogHook,
+    NanGuardHook,
+    NonFiniteError,
+    ProgressHook,
+    SchedulerHook,
+    TensorBoardHook,
+    ThroughputHook,
+)
+from .metrics import MeanLoss
+from .restore import Checkpoint, find_checkpoint, load_checkpoint
+from .rng import mix_seed, seed_rng
+from .state import LoopState, Phase, Stateful
+from .train import EpochTrainLoop, IterTrainLoop
+
+__all__ = [
+    "Cadence",
+    "Checkpoint",
+    "CheckpointError",
+    "CheckpointHook",
+    "EMAHook",
+    "EarlyStopHook",
+    "EpochTrainLoop",
+    "GradNormHook",
+    "Hook",
+    "HookList",
+    "IterTrainLoop",
+    "LogHook",
+    "LoopState",
+    "MeanLoss",
+    "NanGuardHook",
+    "NonFiniteError",
+    "Phase",
+    "ProgressHook",
+    "SchedulerHook",
+    "ShardedBatchSampler",
+    "Stateful",
+    "TensorBoardHook",
+    "TestLoop",
+    "ThroughputHook",
+    "ValLoop",
+    "build_loader",
+    "find_checkpoint",
+    "list_checkpoints",
+    "load_checkpoint",
+    "mix_seed",
+    "prune_checkpoints",
+    "save_alone",
+    "save_checkpoint",
+    "seed_rng",
+]

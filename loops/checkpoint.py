@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from ..collectives import all_gather_object, get_rank, get_world_size
+from ..collectives import all_gather_object, distributed_available, get_rank, get_world_size
 from . import folder as folders
 from .plain import plain
 from .rng import capture_rng
@@ -62,7 +62,7 @@ def save_alone(folder: Path, state: LoopState, *, reason: str = "exception") -> 
     For the moment after an error, when the other ranks may be gone: their random
     streams and unfinished gradients are missing from the checkpoint.
     """
-    if get_rank() != 0:
+    if own_rank() != 0:
         return None
     return _save(folder, state, _about(state, reason, is_best=False), lambda mine: [mine])
 
@@ -72,7 +72,7 @@ def prune_checkpoints(folder: Path, keep_last: int | None, keep: Iterable[Path] 
 
     Only rank 0 removes anything; None keeps all. Returns what was removed.
     """
-    if keep_last is None or get_rank() != 0:
+    if keep_last is None or own_rank() != 0:
         return []
     spared = {path.resolve() for path in keep}
     olds = [path for path, _ in list_checkpoints(folder)][keep_last:]
@@ -148,6 +148,16 @@ def rank_file(rank: int) -> str:
     return f"rank_{rank:05d}.pt"
 
 
+def own_rank() -> int:
+    """Return this process's rank in the group, 0 without one, whatever the environment says."""
+    return get_rank() if distributed_available() else 0
+
+
+def world_size() -> int:
+    """Return the number of ranks in the group, 1 without one, whatever the environment says."""
+    return get_world_size() if distributed_available() else 1
+
+
 def _about(state: LoopState, reason: str, is_best: bool) -> dict[str, Any]:
     if reason not in REASONS:
         raise ValueError(f"reason must be one of {', '.join(REASONS)}, got {reason!r}")
@@ -162,14 +172,14 @@ def _about(state: LoopState, reason: str, is_best: bool) -> dict[str, Any]:
         "metrics": {k: v if math.isfinite(v) else None for k, v in metrics.items()},
         "best": is_best,
         "reason": reason,
-        "world_size": get_world_size(),
+        "world_size": world_size(),
         "torch": torch.__version__,
     }
 
 
 def _save(folder: Path, state: LoopState, meta: dict[str, Any], gather: Gather) -> Path:
     what = f"saving the checkpoint of step {state.step} in {folder}"
-    first = get_rank() == 0
+    first = own_rank() == 0
     draft = together(what, lambda: folders.make_draft(folder) if first else None, gather)[0]
     if draft is None:
         raise AssertionError("rank 0 makes the draft")
@@ -188,7 +198,7 @@ def _write(draft: Path, state: LoopState) -> dict[str, dict[str, Any]]:
     """Write this rank's files into the draft; return their fingerprints."""
     model = user_model(state.model)
     contents: dict[str, Any] = {}
-    if get_rank() == 0:
+    if own_rank() == 0:
         optim = state.optim_wrapper
         stateful = {name: plain(part.state_dict(), name) for name, part in state.stateful.items()}
         contents["model.pt"] = model.state_dict()
@@ -196,7 +206,7 @@ def _write(draft: Path, state: LoopState) -> dict[str, dict[str, Any]]:
         contents["state.pt"] = {"counters": state.state_dict(), "stateful": stateful}
     # Copied: under DDP a gradient may be a view that would be written with its whole bucket.
     gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-    contents[rank_file(get_rank())] = {"rng": capture_rng(), "gradients": gradients}
+    contents[rank_file(own_rank())] = {"rng": capture_rng(), "gradients": gradients}
     for name, content in contents.items():
         folders.write_tensors(draft / name, content)
     return {name: folders.fingerprint(draft / name) for name in contents}

@@ -17,9 +17,9 @@ logger = logging.getLogger(__name__)
 
 
 class BatchIndices(list[int]):
-    """Indices of one batch with the seed of whatever is random in making it."""
+    """Indices of one batch, and what the randomness in making it is a function of."""
 
-    seed: int = 0
+    key: tuple[int, ...] = ()
 
 
 class ShardedBatchSampler(Sampler[list[int]]):
@@ -97,14 +97,13 @@ class ShardedBatchSampler(Sampler[list[int]]):
         return map(self._batches(self._epoch), range(self._first, len(self)))
 
     def _batches(self, epoch: int) -> Callable[[int], list[int]]:
-        order = self._order(epoch)
+        own = torch.arange(self._own_samples) * self.world_size + self.rank
+        samples = self._order(epoch)[own % self.num_samples] if len(own) else own
 
         def batch(index: int) -> list[int]:
             start = index * self.batch_size
-            stop = min(start + self.batch_size, self._own_samples)
-            own = torch.arange(start, stop) * self.world_size + self.rank
-            indices = BatchIndices(order[own % self.num_samples].tolist())
-            indices.seed = mix_seed(self.seed, epoch, index, self.rank)
+            indices = BatchIndices(samples[start : start + self.batch_size].tolist())
+            indices.key = (self.seed, epoch, index, self.rank)
             return indices
 
         return batch
@@ -120,7 +119,7 @@ class SeededSamples(Dataset[Any]):
     """A map-style data set whose randomness in a worker depends on the batch alone.
 
     Before a batch of `BatchIndices` is read, the worker's random streams are
-    seeded with the batch's seed, so that augmentations are the same for any
+    seeded from the batch's key, so that augmentations are the same for any
     number of workers and after any resume.
     """
 
@@ -136,7 +135,7 @@ class SeededSamples(Dataset[Any]):
     def __getitems__(self, indices: list[int]) -> list[Any]:
         """Read one batch."""
         if isinstance(indices, BatchIndices):
-            seed_rng(indices.seed)
+            seed_rng(mix_seed(*indices.key))
         many = getattr(self.samples, "__getitems__", None)
         if many is not None:
             return list(many(indices))
@@ -147,8 +146,8 @@ def build_loader(
     dataset: Dataset[Any],
     *,
     batch_size: int,
+    train: bool = False,
     shuffle: bool = False,
-    even: bool = True,
     num_workers: int = 0,
     collate: Callable[[list[Any]], Any] | None = None,
     seed: int = 0,
@@ -159,9 +158,9 @@ def build_loader(
     Args:
         dataset: Map-style, or an iterable one that shards itself.
         batch_size: Samples per batch and rank.
+        train: Give every rank the same number of batches; without it every
+            sample comes exactly once, as an exact evaluation needs.
         shuffle: A new order in each epoch, the same for any number of workers.
-        even: Give every rank the same number of batches, for training; without
-            it every sample comes exactly once, as an exact evaluation needs.
         num_workers: Worker processes; 0 reads in this process.
         collate: Makes a batch of a list of samples; None for torch's own.
         seed: Of the order and of the workers' randomness; the same on all ranks.
@@ -200,7 +199,7 @@ def build_loader(
         rank=rank,
         world_size=world_size,
         drop_last=drop_last,
-        even=even,
+        even=train,
     )
     samples = SeededSamples(dataset) if num_workers else dataset
     return DataLoader(samples, batch_sampler=sampler, **options)
@@ -254,7 +253,7 @@ def _read_past(loader: Iterable[Any], batch: int) -> Iterator[Any]:
 def _set_epoch(loader: Iterable[Any], epoch: int) -> bool:
     """Tell every sampler of `loader` that asks for it which epoch begins."""
     batch_sampler = getattr(loader, "batch_sampler", None)
-    parts = {
+    parts: dict[int, Any] = {
         id(part): part
         for part in (
             loader,

@@ -12,9 +12,6 @@ from ..collectives import mean_scalars
 from .hook import HookList, Scalars
 from .state import LoopState
 
-# Raw values held at most between two foldings, so that a rare log costs no memory.
-_RAW_LIMIT = 1024
-
 
 class LogBuffer:
     """Collects the logs of training steps without touching the device.
@@ -31,14 +28,9 @@ class LogBuffer:
     def __bool__(self) -> bool:
         return bool(self._raw or self._sums)
 
-    def trim(self) -> None:
-        """Fold the raw values into sums on the device when there are many."""
-        if len(self._raw) >= _RAW_LIMIT:
-            self._fold()
-
     def flush(self, state: LoopState, hooks: HookList) -> None:
         """Announce the means since the last record; every rank must call this."""
-        self._fold()
+        self.fold()
         scalars: Scalars = {name: total / count for name, (total, count) in self._sums.items()}
         self._sums.clear()
         for collect in hooks.collect_logs:
@@ -47,7 +39,8 @@ class LogBuffer:
         for listener in hooks.on_log:
             listener(state, record)
 
-    def _fold(self) -> None:
+    def fold(self) -> None:
+        """Turn the raw values into sums on the device."""
         by_name: dict[str, list[Tensor]] = {}
         for logs in self._raw:
             for name, value in logs.items():

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
-from ..collectives import all_gather_object, get_world_size
+from ..collectives import all_gather_object
 from ..registry import METRICS
 
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
@@ -76,10 +76,10 @@ def merge_metrics(metrics: Mapping[str, Metric]) -> None:
     fewer batches than the others or none.
     """
     parts = [part for metric in metrics.values() for part in _parts(metric)]
-    if get_world_size() == 1:
-        return
     mine = [{key: _on_cpu(getattr(part, key)) for key in _reductions(part)} for part in parts]
     by_rank = all_gather_object(mine)
+    if len(by_rank) == 1:
+        return
     for index, part in enumerate(parts):
         for key, reduction in _reductions(part).items():
             values = [states[index][key] for states in by_rank]
@@ -107,7 +107,8 @@ def _parts(metric: Metric) -> list[Metric]:
 
 
 def _reductions(metric: Metric) -> dict[str, Callable[[Tensor], Tensor] | None]:
-    return metric._reductions
+    reductions: dict[str, Any] = metric._reductions
+    return reductions
 
 
 def _on_cpu(state: Any) -> Any:

@@ -22,7 +22,9 @@ def plain(value: Any, where: str) -> Any:
         return value
     if isinstance(value, Mapping):
         items = {plain(k, f"{where} key"): plain(v, f"{where}.{k}") for k, v in value.items()}
-        return type(value)(items) if type(value) in (OrderedDict, Counter) else items
+        if isinstance(value, OrderedDict):
+            return OrderedDict(items)
+        return Counter(items) if isinstance(value, Counter) else items
     if type(value) in (list, tuple, set, torch.Size):
         return type(value)(plain(item, f"{where}.{i}") for i, item in enumerate(value))
     for number in (bool, int, float):

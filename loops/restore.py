@@ -14,14 +14,15 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from ..collectives import get_rank, get_world_size
 from .checkpoint import (
     CheckpointError,
     list_checkpoints,
+    own_rank,
     rank_file,
     read_meta,
     together,
     user_model,
+    world_size,
 )
 from .folder import fingerprint
 from .rng import mix_seed, restore_rng, seed_rng
@@ -112,7 +113,7 @@ class Checkpoint:
 
     def _restore_rank(self, state: LoopState) -> None:
         """Restore what only this rank knew, or the nearest thing to it."""
-        saved, now = int(self.meta["world_size"]), get_world_size()
+        saved, now = int(self.meta["world_size"]), world_size()
         if saved != now:
             if state.batch:
                 logger.warning(
@@ -123,15 +124,15 @@ class Checkpoint:
                     now,
                 )
             state.batch = state.batch * saved // now
-        own = rank_file(get_rank())
+        own = rank_file(own_rank())
         if own in self.meta["files"]:
             content = self.read(own)
             restore_rng(content["rng"])
         else:
             content = {}
-            logger.warning("%s has no random state of rank %d: derived", self.path, get_rank())
+            logger.warning("%s has no random state of rank %d: derived", self.path, own_rank())
             words = self.read(rank_file(0))["rng"]["torch"].tolist()
-            seed_rng(mix_seed(get_rank(), *words))
+            seed_rng(mix_seed(own_rank(), *words))
         complete = saved == now and content
         gradients = content["gradients"] if complete else self._mean_gradients()
         _set_gradients(user_model(state.model), gradients)
@@ -154,7 +155,7 @@ def load_checkpoint(path: Path | str) -> Checkpoint:
         CheckpointError: `path` is not a readable checkpoint, on any rank.
     """
     folder = Path(path)
-    meta = together(f"loading {folder}", lambda: read_meta(folder))[get_rank()]
+    meta = together(f"loading {folder}", lambda: read_meta(folder))[own_rank()]
     return Checkpoint(folder, meta)
 
 
@@ -170,7 +171,7 @@ def find_checkpoint(
         raise ValueError(f'which must be "latest" or "best", got {which!r}')
     root = Path(run_dir)
     folder = root / "checkpoints" if (root / "checkpoints").is_dir() else root
-    first = get_rank() == 0
+    first = own_rank() == 0
     search = together(f"searching {folder}", lambda: _search(folder, which) if first else None)
     return search[0]
 

@@ -38,7 +38,7 @@ def capture_rng() -> dict[str, Any]:
         "python": {"version": version, "words": torch.tensor(words), "gauss": gauss},
         "torch": torch.get_rng_state(),
     }
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         streams["cuda"] = torch.cuda.get_rng_state()
     numpy = sys.modules.get("numpy")
     if numpy is not None:

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from ..collectives import comm_device, get_rank, get_world_size
+from ..collectives import comm_device, distributed_available, get_rank, get_world_size
 from .state import LoopState, Phase
 
 _HEEDED = (signal.SIGTERM, signal.SIGINT)
@@ -46,7 +46,7 @@ class StopSignals:
     def __init__(self) -> None:
         self._received = 0
         self._old: dict[signal.Signals, Any] = {}
-        self._alone = get_world_size() == 1
+        self._alone = not distributed_available() or get_world_size() == 1
         self._paces = {phase: _Pace() for phase in Phase}
         self._start_s = time.monotonic()
 

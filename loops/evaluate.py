@@ -1,0 +1,167 @@
+"""Validation and test, readable top to bottom."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from torchmetrics import Metric
+
+from ..collectives import all_gather_object, distributed_available
+from ..registry import LOOPS
+from .data import batches_from, length_of
+from .hook import HookList
+from .metrics import compute_metrics, feed_metric, merge_metrics
+from .rng import preserved_rng
+from .signals import NoSignals, StopWatch
+from .state import LoopState, Phase
+
+logger = logging.getLogger(__name__)
+
+
+class _EvalLoop:
+    """One pass over the data under inference mode; each sample counts once.
+
+    The model's training flags and the random streams are afterwards as they
+    were: how often a run is evaluated does not change how it trains.
+
+    Args:
+        dataloader: This rank's batches; ranks may have different numbers of
+            them, also none.
+        metrics: torchmetrics objects by name. A step that returns a mapping
+            feeds each metric by its argument names, any other result is passed
+            as `update(outputs, batch)`.
+    """
+
+    phase: ClassVar[Phase]
+    step_name: ClassVar[str]
+
+    def __init__(
+        self, dataloader: Iterable[Any], metrics: Mapping[str, Metric] | None = None
+    ) -> None:
+        self.dataloader = dataloader
+        self.metrics = dict(metrics or {})
+        self._polled_batches: float | None = None
+
+    def run(self, state: LoopState, hooks: HookList) -> dict[str, float]:
+        """Evaluate `state.model` and return the metrics; every rank must call this."""
+        try:
+            return self.evaluate(state, hooks, NoSignals())
+        except BaseException as error:
+            announce_failure(state, hooks, error)
+            raise
+
+    def evaluate(self, state: LoopState, hooks: HookList, watch: StopWatch) -> dict[str, float]:
+        """Evaluate inside another loop; empty when `watch` cuts it short.
+
+        Every rank must call this.
+
+        Raises:
+            TypeError: The model lacks the step.
+            ValueError: There is no batch on any rank, or a metric's input is missing.
+        """
+        if not hasattr(state.model, self.step_name):
+            raise TypeError(
+                f"{type(state.model).__name__} has no {self.step_name}; wrap the model, as in "
+                "SingleDevice(model)"
+            )
+        outer, state.phase = state.phase, self.phase
+        try:
+            with preserved_rng():
+                for announce in hooks.on_eval_start:
+                    announce(state)
+                with evaluation_mode(state.model), torch.inference_mode():
+                    results = self._measure(state, hooks, watch)
+                for announce_end in hooks.on_eval_end:
+                    announce_end(state, results)
+        finally:
+            state.phase = outer
+        return results
+
+    def _measure(self, state: LoopState, hooks: HookList, watch: StopWatch) -> dict[str, float]:
+        device = next((p.device for p in state.model.parameters()), torch.device("cpu"))
+        for metric in self.metrics.values():
+            metric.to(device)
+            metric.reset()
+        if not self._pass(state, hooks, watch):
+            return {}
+        merge_metrics(self.metrics)
+        state.metrics = compute_metrics(self.metrics)
+        if self.phase is Phase.VAL:
+            state.evaluated_at = state.step
+        return dict(state.metrics)
+
+    def _pass(self, state: LoopState, hooks: HookList, watch: StopWatch) -> bool:
+        """Run all batches; False when a request to stop has cut them short."""
+        polled = self._batches_to_poll()
+        step = getattr(state.model, self.step_name)
+        count = 0
+        for batch in batches_from(self.dataloader, epoch=0):
+            for announce in hooks.on_eval_batch_start:
+                announce(state, batch)
+            outputs = step(batch)
+            for name, metric in self.metrics.items():
+                feed_metric(name, metric, outputs, batch)
+            for announce_end in hooks.on_eval_batch_end:
+                announce_end(state, batch, outputs)
+            count += 1
+            if count <= polled:
+                watch.poll(state)
+                if state.stop_reason:
+                    return False
+        if not count and not distributed_available():
+            raise ValueError(f"the {self.phase.value} loader has no batches")
+        return True
+
+    def _batches_to_poll(self) -> float:
+        """Return how many batches every rank has: beyond them ranks cannot agree on anything."""
+        if self._polled_batches is None:
+            lengths = all_gather_object(length_of(self.dataloader))
+            if not any(length is None or length for length in lengths):
+                raise ValueError(f"the {self.phase.value} loader has no batches on any rank")
+            self._polled_batches = math.inf if len(lengths) == 1 else min(n or 0 for n in lengths)
+        return self._polled_batches
+
+
+@LOOPS.register_module()
+class ValLoop(_EvalLoop):
+    """Validates: `val_step` on each batch, each sample once; see `run`."""
+
+    phase = Phase.VAL
+    step_name = "val_step"
+
+
+@LOOPS.register_module()
+class TestLoop(_EvalLoop):
+    """Tests: `test_step` on each batch, each sample once; see `run`."""
+
+    # Keeps pytest from collecting it.
+    __test__ = False
+    phase = Phase.TEST
+    step_name = "test_step"
+
+
+@contextmanager
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """Put `model` into eval mode, and every submodule's own flag back afterwards."""
+    flags = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in flags:
+            module.training = training
+
+
+def announce_failure(state: LoopState, hooks: HookList, error: BaseException) -> None:
+    """Tell the hooks of an error; one that fails itself keeps no other from hearing of it."""
+    for announce in hooks.on_exception:
+        try:
+            announce(state, error)
+        except Exception:
+            logger.exception("a hook failed while handling %s", type(error).__name__)

@@ -1,0 +1,99 @@
+"""When to validate, and how many batches and updates a run has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+
+class ValSchedule:
+    """After which finished units (epochs or updates) a validation is due.
+
+    Args:
+        unit: What is counted, for the texts: "epochs" or "steps".
+        last: The run's last unit, after which a validation is due anyway.
+        begin: The first unit after which one may be due.
+        interval: Units between two validations.
+        dynamic: (milestone, interval) pairs: from unit `milestone` on, another interval.
+
+    Raises:
+        AssertionError: `last` is not a whole number.
+        ValueError: A number is not positive, or the milestones do not ascend.
+    """
+
+    def __init__(
+        self,
+        unit: str,
+        last: int,
+        *,
+        begin: int = 1,
+        interval: int = 1,
+        dynamic: Sequence[tuple[int, int]] | None = None,
+    ) -> None:
+        if int(last) != last:
+            raise AssertionError(f"max_{unit} must be a whole number, got {last!r}")
+        self.last = positive(f"max_{unit}", int(last))
+        self.begin = positive("val_begin", begin)
+        self.intervals = [(0, positive("val_interval", interval))]
+        for pair in dynamic or ():
+            if len(pair) != 2:
+                raise ValueError(
+                    f"dynamic_intervals must hold [milestone, interval] pairs, got {pair!r}"
+                )
+            milestone = positive("a milestone of dynamic_intervals", pair[0])
+            if milestone <= self.intervals[-1][0]:
+                raise ValueError(f"the milestones of dynamic_intervals must ascend: {dynamic!r}")
+            self.intervals.append((milestone, positive("an interval", pair[1])))
+
+    def due(self, done: int) -> bool:
+        """Say whether a validation is due after `done` finished units."""
+        coming = done + 1
+        interval = [each for milestone, each in self.intervals if milestone <= coming][-1]
+        return done >= self.begin and (done % interval == 0 or done == self.last)
+
+
+def positive(name: str, value: int) -> int:
+    """Return `value` if it is a whole number >= 1, else raise ValueError."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{name} must be a whole number >= 1, got {value!r}")
+    return value
+
+
+def window_of(optim_wrapper: Any) -> int | None:
+    """Return the batches per update; None where members of a group differ."""
+    windows = {getattr(member, "_accumulative_counts", 1) for member in _members(optim_wrapper)}
+    return windows.pop() if len(windows) == 1 else None
+
+
+def updates_between(done: int, last: int, window: int) -> int:
+    """Return the updates from batch `done` to batch `last`, which ends a window itself."""
+    return last // window - done // window + (1 if last % window else 0)
+
+
+def start_counting(
+    optim_wrapper: Any, model: nn.Module, iteration: int, max_iterations: int
+) -> None:
+    """Tell the optimizer wrapper where training starts and ends, in batches.
+
+    A run that goes on inside an accumulation window has that window's gradients
+    back from its checkpoint: it counts from the window's first batch, so that
+    the losses still to come weigh as if there had been no interruption.
+    """
+    kept = any(parameter.grad is not None for parameter in model.parameters())
+    if not kept:
+        optim_wrapper.initialize_count_status(model, iteration, max_iterations)
+        return
+    for member in _members(optim_wrapper):
+        count = member._inner_count
+        start = count - count % member._accumulative_counts
+        member.initialize_count_status(model, start, max_iterations)
+        member._inner_count = count
+
+
+def _members(optim_wrapper: Any) -> Iterator[Any]:
+    if isinstance(optim_wrapper, Mapping):
+        yield from optim_wrapper.values()
+    else:
+        yield optim_wrapper

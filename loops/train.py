@@ -1,0 +1,268 @@
+"""Training: the story of a run, readable top to bottom."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from ..collectives import all_gather_object
+from ..registry import LOOPS
+from .data import batches_from, length_of
+from .evaluate import ValLoop, announce_failure
+from .hook import HookList
+from .logs import LogBuffer
+from .schedule import ValSchedule, positive, start_counting, updates_between, window_of
+from .signals import StopSignals
+from .state import LoopState
+
+# Updates after which raw log values are folded, so that a rare log costs no memory.
+_FOLD_STEPS = 256
+
+_EMPTY = "the training loader has no batches: more samples, a smaller batch_size or no drop_last"
+
+
+class _TrainLoop:
+    """What both training loops have in common."""
+
+    # What the iteration loop sets: the update after which to stop, and that it validates by them.
+    _last_step: int | None = None
+    _validates_updates = False
+
+    def __init__(
+        self,
+        dataloader: Iterable[Any],
+        schedule: ValSchedule,
+        val_loop: ValLoop | None,
+        log_every_steps: int,
+    ) -> None:
+        if length_of(dataloader) == 0:
+            raise ValueError(_EMPTY)
+        self.dataloader = dataloader
+        self.val_loop = val_loop
+        self.schedule = schedule
+        self.log_every_steps = positive("log_every_steps", log_every_steps)
+        self._logs = LogBuffer()
+
+    def _pass(self, state: LoopState, hooks: HookList, signals: StopSignals) -> None:
+        """Train on what is left of the running epoch, or until it is time to stop."""
+        model: Any = state.model
+        optim: Any = state.optim_wrapper
+        log = self._logs.append
+        for batch in batches_from(self.dataloader, state.epoch, state.batch):
+            for on_batch_start in hooks.on_batch_start:
+                on_batch_start(state, batch)
+            logs = model.train_step(batch, optim)
+            log(logs)
+            for on_batch_end in hooks.on_batch_end:
+                on_batch_end(state, batch, logs)
+            state.iteration += 1
+            state.batch += 1
+            if optim.should_update():
+                state.step += 1
+                for on_update in hooks.on_update:
+                    on_update(state)
+                self._after_update(state, hooks, signals)
+                if state.stop_reason or state.step == self._last_step:
+                    return
+        if not state.batch:
+            raise ValueError(_EMPTY)
+
+    def _after_update(self, state: LoopState, hooks: HookList, signals: StopSignals) -> None:
+        """Log, look for signals, validate and save, each when its time has come."""
+        if state.step % self.log_every_steps == 0:
+            self._logs.flush(state, hooks)
+        elif state.step % _FOLD_STEPS == 0:
+            self._logs.fold()
+        signals.poll(state)
+        if self._validates_updates:
+            self._validate(state.step, state, hooks, signals)
+        for on_save_point in hooks.on_save_point:
+            on_save_point(state)
+
+    def _validate(self, done: int, state: LoopState, hooks: HookList, signals: StopSignals) -> None:
+        """Validate if that is due after `done` units; a stop puts it off to the resume."""
+        if self.val_loop is not None and self.schedule.due(done) and not state.stop_reason:
+            self.val_loop.evaluate(state, hooks, signals)
+
+    def _catch_up(self, done: int, state: LoopState, hooks: HookList, signals: StopSignals) -> None:
+        """Do the validation that an earlier run was stopped before or in."""
+        if done and self.schedule.due(done) and state.evaluated_at != state.step:
+            self._validate(done, state, hooks, signals)
+            for on_save_point in hooks.on_save_point:
+                on_save_point(state)
+
+    @contextmanager
+    def _session(self, state: LoopState, hooks: HookList) -> Iterator[StopSignals]:
+        """Start and end the run's training, heed signals, announce errors."""
+        with StopSignals() as signals:
+            signals.start_clock(state)
+            try:
+                for on_train_start in hooks.on_train_start:
+                    on_train_start(state)
+                yield signals
+                if self._logs:
+                    self._logs.flush(state, hooks)
+                for on_train_end in hooks.on_train_end:
+                    on_train_end(state)
+            except BaseException as error:
+                announce_failure(state, hooks, error)
+                raise
+
+    def _check(self, state: LoopState) -> None:
+        """Raise before anything happens if the parts do not fit together."""
+        if state.optim_wrapper is None:
+            raise ValueError("training needs an optimizer wrapper, but state.optim_wrapper is None")
+        if not hasattr(state.model, "train_step"):
+            raise TypeError(
+                f"{type(state.model).__name__} has no train_step; wrap the model, as in "
+                "SingleDevice(model)"
+            )
+        lengths = all_gather_object(length_of(self.dataloader))
+        if len(set(lengths)) > 1:
+            raise ValueError(
+                "every rank needs the same number of training batches, but by rank they are "
+                f"{lengths}; build_loader(..., train=True) shares them out"
+            )
+
+
+@LOOPS.register_module(name=["EpochTrainLoop", "EpochBasedTrainLoop"])
+class EpochTrainLoop(_TrainLoop):
+    """Trains for a number of passes over the data, validating between passes.
+
+    Args:
+        dataloader: This rank's batches; the same number on every rank.
+        max_epochs: Passes over the data.
+        val_loop: Validates; None for never.
+        val_begin: The first epoch after which it may run.
+        val_interval: Epochs between two validations; the last epoch has one anyway.
+        dynamic_intervals: (epoch, val_interval) pairs: from that epoch on, another interval.
+        log_every_steps: Updates between two log records.
+    """
+
+    def __init__(
+        self,
+        dataloader: Iterable[Any],
+        *,
+        max_epochs: int,
+        val_loop: ValLoop | None = None,
+        val_begin: int = 1,
+        val_interval: int = 1,
+        dynamic_intervals: Sequence[tuple[int, int]] | None = None,
+        log_every_steps: int = 50,
+    ) -> None:
+        schedule = ValSchedule(
+            "epochs", max_epochs, begin=val_begin, interval=val_interval, dynamic=dynamic_intervals
+        )
+        super().__init__(dataloader, schedule, val_loop, log_every_steps)
+        self.max_epochs = schedule.last
+
+    def run(self, state: LoopState, hooks: HookList) -> LoopState:
+        """Train until `max_epochs` or a stop; every rank must call this.
+
+        Goes on where `state` is, also inside an epoch; a validation that the
+        last run had no time for comes first.
+        """
+        self._check(state)
+        self._count(state)
+        with self._session(state, hooks) as signals:
+            if not state.batch and self.val_loop is not None:
+                self._catch_up(state.epoch, state, hooks, signals)
+            while state.epoch < self.max_epochs and not state.stop_reason:
+                for on_epoch_start in hooks.on_epoch_start:
+                    on_epoch_start(state)
+                state.model.train()
+                self._pass(state, hooks, signals)
+                if state.stop_reason:
+                    break
+                for on_epoch_end in hooks.on_epoch_end:
+                    on_epoch_end(state)
+                state.epoch += 1
+                state.batch = 0
+                self._validate(state.epoch, state, hooks, signals)
+                for on_save_point in hooks.on_save_point:
+                    on_save_point(state)
+        return state
+
+    def _count(self, state: LoopState) -> None:
+        """Tell the state and the optimizer wrapper how long the run will be."""
+        state.max_epochs = self.max_epochs
+        length, window = length_of(self.dataloader), window_of(state.optim_wrapper)
+        last = -1
+        if length is not None:
+            left = max(0, (self.max_epochs - state.epoch) * length - state.batch)
+            last = state.iteration + left
+            if window is not None:
+                state.max_steps = state.step + updates_between(state.iteration, last, window)
+        start_counting(state.optim_wrapper, state.model, state.iteration, last)
+
+
+@LOOPS.register_module(name=["IterTrainLoop", "IterBasedTrainLoop"])
+class IterTrainLoop(_TrainLoop):
+    """Trains for a number of optimizer updates, passing over the data as often as needed.
+
+    The whole run is one epoch of events; `state.epoch` counts the passes.
+
+    Args:
+        dataloader: This rank's batches; the same number on every rank.
+        max_steps: Optimizer updates.
+        val_loop: Validates; None for never.
+        val_begin: The first update after which it may run.
+        val_interval: Updates between two validations; the last update has one anyway.
+        dynamic_intervals: (step, val_interval) pairs: from that update on, another interval.
+        log_every_steps: Updates between two log records.
+    """
+
+    def __init__(
+        self,
+        dataloader: Iterable[Any],
+        *,
+        max_steps: int,
+        val_loop: ValLoop | None = None,
+        val_begin: int = 1,
+        val_interval: int = 1000,
+        dynamic_intervals: Sequence[tuple[int, int]] | None = None,
+        log_every_steps: int = 50,
+    ) -> None:
+        schedule = ValSchedule(
+            "steps", max_steps, begin=val_begin, interval=val_interval, dynamic=dynamic_intervals
+        )
+        super().__init__(dataloader, schedule, val_loop, log_every_steps)
+        self.max_steps = self._last_step = schedule.last
+        self._validates_updates = val_loop is not None
+
+    def run(self, state: LoopState, hooks: HookList) -> LoopState:
+        """Train until `max_steps` or a stop; every rank must call this.
+
+        Goes on where `state` is, also inside a pass over the data; a validation
+        that the last run had no time for comes first.
+        """
+        self._check(state)
+        self._count(state)
+        with self._session(state, hooks) as signals:
+            for on_epoch_start in hooks.on_epoch_start:
+                on_epoch_start(state)
+            state.model.train()
+            if self.val_loop is not None:
+                self._catch_up(state.step, state, hooks, signals)
+            while state.step < self.max_steps and not state.stop_reason:
+                self._pass(state, hooks, signals)
+                if state.step < self.max_steps and not state.stop_reason:
+                    state.epoch += 1
+                    state.batch = 0
+            if not state.stop_reason:
+                for on_epoch_end in hooks.on_epoch_end:
+                    on_epoch_end(state)
+        return state
+
+    def _count(self, state: LoopState) -> None:
+        """Tell the state and the optimizer wrapper how long the run will be."""
+        state.max_steps = self.max_steps
+        length, window = length_of(self.dataloader), window_of(state.optim_wrapper)
+        last = -1
+        if window is not None:
+            last = (state.iteration // window + self.max_steps - state.step) * window
+            if length is not None:
+                left = last - state.iteration
+                state.max_epochs = state.epoch + -(-(state.batch + left) // length)
+        start_counting(state.optim_wrapper, state.model, state.iteration, last)
