@@ -88,10 +88,12 @@ class Steps:
             raise
 
     def _preprocess(self, model: nn.Module) -> Callable[..., Any]:
-        preprocess: Callable[..., Any] | None = model._modules.get("data_preprocessor")
-        if preprocess is None:
-            preprocess = getattr(model, "data_preprocessor", None)
-        return self._preprocessor if preprocess is None else preprocess
+        for owner, name in ((self, "_preprocessor"), (model, "data_preprocessor")):
+            preprocess: Callable[..., Any] | None = owner._modules.get(name)
+            if preprocess is not None:
+                return preprocess
+        function: Callable[..., Any] = model.data_preprocessor
+        return function
 
     def _prepare_steps(self, detect: bool) -> None:
         """Set what the steps need; called by the wrappers once the module is theirs."""

@@ -1,0 +1,108 @@
+"""Batches onto the device of the model."""
+
+import collections
+import copy
+import pickle
+
+import pytest
+import torch
+from stepwrap.wrappers import DataPreprocessor, SupervisedModel
+from torch import nn
+
+Pair = collections.namedtuple("Pair", ["image", "label"])
+
+
+def _on_meta(**kwargs: object) -> DataPreprocessor:
+    return DataPreprocessor(**kwargs).to("meta")
+
+
+def test_nested_data_is_moved_and_keeps_its_shape() -> None:
+    packed = nn.utils.rnn.pack_sequence([torch.ones(2)])
+    other = object()
+    moved = _on_meta()(
+        {
+            "pair": Pair(torch.ones(1), [torch.ones(2), (torch.ones(3), "text")]),
+            "ordered": collections.OrderedDict(a=torch.ones(1)),
+            "packed": packed,
+            "rest": [None, 3, b"x", other, range(2)],
+        }
+    )
+    assert type(moved) is dict
+    assert type(moved["pair"]) is Pair
+    assert moved["pair"].image.is_meta
+    assert moved["pair"].label[0].is_meta
+    assert moved["pair"].label[1][0].is_meta
+    assert moved["pair"].label[1][1] == "text"
+    assert type(moved["ordered"]) is dict
+    assert moved["ordered"]["a"].is_meta
+    assert type(moved["packed"]) is type(packed)
+    assert moved["packed"].data.is_meta
+    assert moved["rest"] == [None, 3, b"x", other, range(2)]
+    assert moved["rest"][3] is other
+
+
+def test_what_is_in_place_is_not_copied() -> None:
+    batch = [torch.ones(2), torch.ones(3)]
+    moved = DataPreprocessor()(batch)
+    assert moved is not batch
+    assert all(a is b for a, b in zip(moved, batch, strict=True))
+
+
+def test_device_follows_the_modules_that_hold_it() -> None:
+    model = SupervisedModel(nn.Linear(2, 2), nn.MSELoss())
+    outer = nn.Sequential(model)
+    assert model.data_preprocessor.device == torch.device("cpu")
+    outer.to("meta")
+    assert model.data_preprocessor.device.type == "meta"
+    outer.to_empty(device="cpu")
+    assert model.data_preprocessor.device.type == "cpu"
+
+
+def test_a_net_that_is_elsewhere_already() -> None:
+    model = SupervisedModel(nn.Linear(2, 2, device="meta"), nn.MSELoss())
+    assert model.data_preprocessor.device.type == "meta"
+
+
+def test_normalisation_of_images() -> None:
+    images = torch.randint(0, 256, (4, 3, 5, 5), dtype=torch.uint8)
+    labels = torch.arange(4)
+    mean, std = [1.0, 2.0, 3.0], [10.0, 20.0, 30.0]
+    done, same = DataPreprocessor(mean, std)((images, labels))
+    expected = (images.float() - torch.tensor(mean).view(3, 1, 1)) / torch.tensor(std).view(3, 1, 1)
+    assert torch.equal(done, expected)
+    assert same is labels
+
+
+def test_normalisation_picks_its_entry() -> None:
+    batch = {"inputs": torch.ones(2, 3), "image": torch.ones(2, 3)}
+    by_default = DataPreprocessor(mean=1.0)(batch)
+    assert by_default["inputs"].sum() == 0
+    assert by_default["image"] is batch["image"]
+    by_name = DataPreprocessor(std=2.0, input_key="image")(batch)
+    assert by_name["image"].sum() == 3
+    pair = DataPreprocessor(mean=1.0, input_key=1)(Pair(torch.ones(2), torch.ones(2)))
+    assert type(pair) is Pair
+    assert pair.label.sum() == 0
+    assert DataPreprocessor(mean=1.0)(torch.ones(2)).sum() == 0
+
+
+def test_normalisation_survives_moves_and_copies() -> None:
+    model = nn.Sequential(DataPreprocessor(mean=[1.0], std=2.0))
+    model.to("meta").to_empty(device="cpu")
+    model.double()
+    for again in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        done = again([torch.full((2, 1), 3.0, dtype=torch.float64)])[0]
+        assert done.dtype == torch.float64
+        assert done.tolist() == [[1.0], [1.0]]
+    assert model.state_dict() == {}
+
+
+def test_wrong_settings() -> None:
+    with pytest.raises(ValueError, match="std must be positive"):
+        DataPreprocessor(std=[1.0, 0.0])
+    with pytest.raises(TypeError, match="mean must be a number or a list of numbers"):
+        DataPreprocessor(mean="1.0")
+    with pytest.raises(KeyError, match="'inputs' is not in the batch; it has"):
+        DataPreprocessor(mean=1.0)({"x": torch.ones(1)})
+    with pytest.raises(TypeError, match="cannot normalise entry 'x' of a batch of type list"):
+        DataPreprocessor(mean=1.0, input_key="x")([torch.ones(1)])
