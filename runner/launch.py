@@ -9,9 +9,8 @@ import shutil
 import signal
 import sys
 import tempfile
-import threading
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -101,6 +100,20 @@ def process_group(backend: str = "auto", timeout_s: float = 1800.0) -> Iterator[
         # A process that exits with a live group aborts now and then.
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+@contextmanager
+def lonely_group() -> Iterator[None]:
+    """Have a group of this process alone, for wrappers that cannot do without any."""
+    if dist.is_initialized():
+        yield
+        return
+    store = torch._C._distributed_c10d.HashStore()
+    dist.init_process_group(_backend_name("auto"), store=store, rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 def _backend_name(backend: str) -> str:

@@ -1,0 +1,134 @@
+"""What each rank does for a command: build, run, tell how it ended."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from ..collectives import broadcast, get_rank, synchronize
+from ..loops import CheckpointError, find_checkpoint
+from ..registry import Config, RunSections, dump_config
+from .launch import lonely_group
+from .parts import build_parts, needs_group, read_sections
+from .run_folder import clear_results
+from .runner import Runner
+
+# The loops that a command's parts are built for.
+_WANTED = {"train": ("train", "val", "test"), "validate": ("val",), "test": ("test",)}
+
+
+@dataclass(frozen=True)
+class Job:
+    """One command, as it is handed to every rank."""
+
+    command: str
+    config: Config
+    resume: bool | str = False
+    checkpoint: str | None = None
+    dry_run: bool = False
+    fresh: bool = False
+    debug: bool = False
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a job ended on one rank; `metrics` are by phase, `signal` is 0 where there was none."""
+
+    step: int
+    epoch: int
+    signal: int = 0
+    metrics: dict[str, dict[str, float]] = field(default_factory=dict)
+    evaluated: str = ""
+
+
+def run_job(job: Job) -> Outcome:
+    """Do `job`; every rank must call this."""
+    _log_to_console(job.debug)
+    run = read_sections(job.config)
+    group: AbstractContextManager[None] = lonely_group() if needs_group(run) else nullcontext()
+    with group, _folder(job, run.run_dir) as folder:
+        run = replace(run, run_dir=str(folder))
+        runner = Runner(**build_parts(run, _WANTED[job.command], one_batch=job.dry_run))
+        if job.command == "train":
+            return _train(runner, job, run)
+        return _evaluate(runner, job, folder)
+
+
+def _train(runner: Runner, job: Job, run: RunSections) -> Outcome:
+    folder = Path(run.run_dir)
+    if get_rank() == 0:
+        if job.fresh:
+            clear_results(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        dump_config({**job.config.to_dict(), "resume": False}, folder / "config.yaml")
+    # No rank may look for checkpoints before the old ones are gone.
+    synchronize()
+    state = runner.train(resume=job.resume)
+    metrics = {"val": dict(state.metrics)} if state.evaluated_at >= 0 else {}
+    outcome = Outcome(state.step, state.epoch, state.signal, metrics)
+    if state.signal or run.data.test is None:
+        return outcome
+    best = find_checkpoint(folder, "best")
+    metrics["test"] = runner.test(best)
+    return replace(outcome, evaluated=_step_of(runner, "best" if best else "last"))
+
+
+def _evaluate(runner: Runner, job: Job, folder: Path) -> Outcome:
+    path = None if job.dry_run else _checkpoint(job, folder)
+    which = "given" if path is None or job.checkpoint else "best"
+    verb, phase = (runner.test, "test") if job.command == "test" else (runner.validate, "val")
+    metrics = verb(path)
+    state = runner.state
+    evaluated = "untrained" if path is None else str(path)
+    return Outcome(state.step, state.epoch, 0, {phase: metrics}, evaluated or which)
+
+
+def _checkpoint(job: Job, folder: Path) -> Path:
+    if job.checkpoint and job.checkpoint not in ("best", "latest"):
+        return Path(job.checkpoint)
+    if job.checkpoint:
+        path = find_checkpoint(folder, "best" if job.checkpoint == "best" else "latest")
+    else:
+        path = find_checkpoint(folder, "best") or find_checkpoint(folder, "latest")
+    if path is None:
+        which = f"{job.checkpoint} " if job.checkpoint else ""
+        raise CheckpointError(
+            f"there is no {which}checkpoint in {folder}: train first, or give --checkpoint PATH"
+        )
+    return path
+
+
+def _step_of(runner: Runner, which: str) -> str:
+    return f"{which} checkpoint, step {runner.state.step}"
+
+
+@contextmanager
+def _folder(job: Job, run_dir: str) -> Iterator[Path]:
+    """The run's folder; for a dry run one that is removed afterwards."""
+    if not job.dry_run:
+        yield Path(run_dir)
+        return
+    mine = tempfile.mkdtemp(prefix="stepwrap_dry_run_") if get_rank() == 0 else ""
+    folder = Path(broadcast(mine))
+    try:
+        yield folder
+        synchronize()
+    finally:
+        if get_rank() == 0:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _log_to_console(debug: bool) -> None:
+    """Show rank 0's warnings as plain lines; with `debug` everything from every rank."""
+    ours = logging.getLogger("stepwrap")
+    if ours.handlers or (get_rank() != 0 and not debug):
+        return
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(name)s: %(message)s" if debug else "%(message)s"))
+    ours.addHandler(handler)
+    ours.setLevel(logging.INFO if debug else logging.WARNING)

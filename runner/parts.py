@@ -1,0 +1,232 @@
+"""From checked settings to the parts of a run; the only file that knows every registry."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from ..collectives import get_local_rank, get_rank, get_world_size
+from ..loops import Hook, SchedulerHook, build_loader, seed_rng
+from ..registry import (
+    DATASETS,
+    HOOKS,
+    LOOPS,
+    METRICS,
+    MODEL_WRAPPERS,
+    MODELS,
+    OPTIM_WRAPPERS,
+    OPTIMIZERS,
+    PARAM_SCHEDULERS,
+    Config,
+    ConfigError,
+    LoaderSection,
+    Problem,
+    RunSections,
+    build_tree,
+    check_config,
+    config_from_dict,
+    load_config,
+)
+from ..wrappers import SingleDevice, StepDistributedDataParallel, build_optimizer, wrap_model
+
+ALL = frozenset({"train", "val", "test"})
+_LOADER_OPTIONS = ("batch_size", "shuffle", "num_workers", "drop_last", "pin_memory")
+# What a trial sets to one in the training loop; the rest of its settings is left out.
+_TRIAL_ONES = ("max_epochs", "max_steps", "log_every_steps", "val_interval")
+
+
+class BuildError(RuntimeError):
+    """A part of a run could not be built from its section of the config."""
+
+
+def read_sections(
+    config: Config | Mapping[str, Any] | str | os.PathLike[str], world_size: int | None = None
+) -> RunSections:
+    """Check the settings of a run whole and return them.
+
+    Args:
+        config: A `Config`, a dict, a file or the name of a shipped config.
+        world_size: How many ranks will run; default: `launch.nproc` of the config.
+
+    Raises:
+        ConfigError: Everything that is wrong with them.
+    """
+    if isinstance(config, str | os.PathLike):
+        config = load_config(config)
+    elif not isinstance(config, Config):
+        config = config_from_dict(config)
+    run = check_config(config)
+    ranks = run.launch.nproc if world_size is None else world_size
+    problems = [
+        replace(problem, origin=config.origin(problem.key)) for problem in _misfits(run, ranks)
+    ]
+    if problems:
+        raise ConfigError(problems)
+    return run
+
+
+def build_parts(
+    run: RunSections, only: Collection[str] = ALL, *, one_batch: bool = False
+) -> dict[str, Any]:
+    """Build what `Runner` takes, every rank its own; `only` names the loops that are wanted.
+
+    With `one_batch` each loop sees a single batch, for a trial of everything.
+    """
+    _make_deterministic(run)
+    seed_rng(run.seed)
+    model = _build_model(run)
+    val_loop = _build_evaluation(run, "val", one_batch) if "val" in only else None
+    test_loop = _build_evaluation(run, "test", one_batch) if "test" in only else None
+    parts: dict[str, Any] = {
+        "model": model,
+        "val_loop": val_loop,
+        "test_loop": test_loop,
+        "run_dir": run.run_dir,
+        "seed": run.seed,
+    }
+    with _building("hooks"):
+        hooks = {name: build_tree(settings, HOOKS) for name, settings in run.hooks.items()}
+    if "train" in only and run.train is not None:
+        optimizer = _build_optimizer(run, model)
+        with _building("optim_wrapper"):
+            supplied = {"optimizer": optimizer}
+            parts["optim_wrapper"] = build_tree(run.optim_wrapper, OPTIM_WRAPPERS, supplied)
+        parts["train_loop"] = _build_training(run, val_loop, one_batch)
+        hooks = {**_scheduler_hook(run, optimizer), **hooks}
+    parts["hooks"] = hooks
+    return parts
+
+
+def needs_group(run: RunSections) -> bool:
+    """Whether the wrapper can only step inside a process group, even of one process."""
+    wrapper = _wrapper_class(run)
+    if wrapper is None or not issubclass(wrapper, StepDistributedDataParallel):
+        return False
+    return wrapper.train_step is not StepDistributedDataParallel.train_step
+
+
+def _misfits(run: RunSections, ranks: int) -> Iterator[Problem]:
+    """Yield what does not fit together although each section is right in itself."""
+    if run.device == "cuda" and not torch.cuda.is_available():
+        yield Problem("device", "is cuda, but torch finds no CUDA device on this machine")
+    wrapper = _wrapper_class(run)
+    if ranks > 1 and wrapper is not None and issubclass(wrapper, SingleDevice):
+        what = f"{wrapper.__name__} steps in one process, but {ranks} are to run"
+        yield Problem("wrapper.type", f"{what}; use ddp, or launch.nproc=1")
+
+
+def _make_deterministic(run: RunSections) -> None:
+    if not run.deterministic:
+        return
+    # cuBLAS reads it when it is first used.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.deterministic = True
+    torch.backends.cudnn.benchmark = False
+
+
+def _build_model(run: RunSections) -> nn.Module:
+    options = {k: v for k, v in (run.wrapper or {}).items() if k not in ("type", "_scope_")}
+    with _building("model"):
+        model = build_tree(run.model, MODELS)
+    with _building("wrapper"):
+        return wrap_model(_wrapper_class(run), model, device=_device(run.device), **options)
+
+
+def _device(wanted: str) -> torch.device:
+    if wanted == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", get_local_rank() % torch.cuda.device_count())
+
+
+@contextmanager
+def _building(section: str) -> Iterator[None]:
+    """Say which section of the config an error came from."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except Exception as error:
+        text = f"{section} cannot be built: {type(error).__name__}: {error}"
+        raise BuildError(text) from error
+
+
+def _wrapper_class(run: RunSections) -> Any:
+    return None if run.wrapper is None else MODEL_WRAPPERS.resolve(run.wrapper["type"])
+
+
+def _build_optimizer(run: RunSections, model: nn.Module) -> Optimizer:
+    assert run.optimizer is not None
+    settings = dict(run.optimizer)
+    cls = OPTIMIZERS.resolve(settings.pop("type"))
+    with _building("optimizer"):
+        return build_optimizer(cls, model.parameters(), **settings)
+
+
+def _scheduler_hook(run: RunSections, optimizer: Optimizer) -> dict[str, Hook]:
+    supplied = {"optimizer": optimizer}
+    with _building("schedulers"):
+        pairs = [
+            (build_tree(one.scheduler, PARAM_SCHEDULERS, supplied), one.by)
+            for one in run.schedulers
+        ]
+    return {"schedulers": SchedulerHook(pairs)} if pairs else {}
+
+
+def _build_training(run: RunSections, val_loop: Any, one_batch: bool) -> Any:
+    assert run.train is not None
+    settings = dict(run.train)
+    if one_batch:
+        ones = {key: 1 for key in _TRIAL_ONES if key in settings}
+        settings = {"type": settings["type"], **ones}
+    supplied = {"dataloader": _build_loader(run, "train", one_batch), "val_loop": val_loop}
+    with _building("train"):
+        return build_tree(settings, LOOPS, supplied)
+
+
+def _build_evaluation(run: RunSections, name: str, one_batch: bool) -> Any:
+    if getattr(run.data, name) is None:
+        return None
+    with _building("metrics"):
+        metrics = {key: build_tree(settings, METRICS) for key, settings in run.metrics.items()}
+    supplied = {"dataloader": _build_loader(run, name, one_batch), "metrics": metrics}
+    with _building(name):
+        return build_tree(getattr(run, name), LOOPS, supplied)
+
+
+def _build_loader(run: RunSections, name: str, one_batch: bool) -> Any:
+    section: LoaderSection = getattr(run.data, name)
+    options = {key: getattr(section, key) for key in _LOADER_OPTIONS}
+    if section.collate is not None:
+        options["collate"] = DATASETS.resolve(section.collate)
+    with _building(f"data.{name}"):
+        loader = build_loader(
+            build_tree(section.dataset, DATASETS),
+            train=name == "train",
+            seed=run.seed,
+            shard=(get_rank(), get_world_size()),
+            **options,
+        )
+    return FirstBatch(loader) if one_batch else loader
+
+
+class FirstBatch:
+    """The first batch of a loader, as a loader."""
+
+    def __init__(self, loader: Iterable[Any]) -> None:
+        self._loader = loader
+
+    def __len__(self) -> int:
+        return 1
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in self._loader:
+            yield batch
+            return

@@ -1,0 +1,97 @@
+"""How a run ended, told to the user."""
+
+from __future__ import annotations
+
+import math
+import signal
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from ..loops import find_checkpoint
+from ..registry import RunSections
+from .environment import describe_environment
+from .jobs import Job, Outcome
+from .plots import draw_curves, plots_available, read_curves
+
+
+def report_outcome(job: Job, run: RunSections, outcome: Outcome, config: str) -> int:
+    """Tell how a job ended; returns the exit code."""
+    console = Console(highlight=False)
+    folder = Path(run.run_dir)
+    if outcome.signal:
+        return _report_stop(console, folder, outcome, config)
+    if any(outcome.metrics.values()):
+        console.print(_table(job, run, outcome))
+    if job.dry_run:
+        _say(console, "dry run", "every part has worked for one step; nothing was kept")
+    elif job.command == "train":
+        _report_files(console, folder)
+    return 0
+
+
+def report_check(config: str, run: RunSections, parts: Mapping[str, Any]) -> None:
+    """Tell what a config describes, once it has been built."""
+    model = parts["model"].module
+    count = sum(parameter.numel() for parameter in model.parameters())
+    loops = [name for name in ("train", "val", "test") if parts.get(f"{name}_loop") is not None]
+    console = Console(highlight=False)
+    _say(console, config, "no mistakes; every part can be built")
+    _say(console, "model", f"{type(model).__name__}, {count:,} parameters")
+    _say(console, "loops", ", ".join(loops) or "none")
+    _say(console, "hooks", ", ".join(parts["hooks"]) or "none")
+
+
+def report_environment() -> None:
+    """Print versions and devices."""
+    console = Console(highlight=False)
+    for what, value in describe_environment():
+        _say(console, f"{what:<20}", value)
+
+
+def _report_stop(console: Console, folder: Path, outcome: Outcome, config: str) -> int:
+    name = "Ctrl-C" if outcome.signal == signal.SIGINT else signal.Signals(outcome.signal).name
+    saved = find_checkpoint(folder)
+    what = f"at step {outcome.step} (epoch {outcome.epoch + 1})"
+    if saved is None:
+        _say(console, f"stopped by {name}", f"{what}; nothing is saved (hooks.checkpoint is off)")
+    else:
+        _say(console, f"stopped by {name}", f"{what}; saved {saved}")
+        _say(console, "continue with", f"stepwrap train {config} --resume --run-dir {folder}")
+    return 128 + outcome.signal
+
+
+def _table(job: Job, run: RunSections, outcome: Outcome) -> Table:
+    table = Table(title=f"{run.name}: {outcome.step} steps, {outcome.epoch} epochs")
+    table.add_column("metric")
+    phases = [phase for phase in ("val", "test") if outcome.metrics.get(phase)]
+    for phase in phases:
+        detail = outcome.evaluated
+        if job.command == "train":
+            detail = outcome.evaluated if phase == "test" else "last"
+        table.add_column(f"{phase} ({detail})" if detail else phase, justify="right")
+    names = dict.fromkeys(name for phase in phases for name in outcome.metrics[phase])
+    for name in names:
+        values = [outcome.metrics[phase].get(name, math.nan) for phase in phases]
+        table.add_row(name, *(f"{value:.4f}" for value in values))
+    return table
+
+
+def _report_files(console: Console, folder: Path) -> None:
+    if read_curves(folder):
+        if plots_available():
+            _say(console, "curves", str(draw_curves(folder)))
+        else:
+            _say(console, "curves", "not drawn: pip install 'stepwrap[plots]'")
+    best, latest = find_checkpoint(folder, "best"), find_checkpoint(folder, "latest")
+    if best is not None:
+        _say(console, "best checkpoint", str(best))
+    if latest is not None:
+        _say(console, "last checkpoint", str(latest))
+
+
+def _say(console: Console, what: str, text: str) -> None:
+    console.print(f"{what}: {text}", markup=False, soft_wrap=True)

@@ -1,0 +1,97 @@
+"""The commands that build and run: train, validate, test, check, env."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from pathlib import Path
+
+from ..registry import Config, ConfigError, Problem, RunSections, load_config
+from .jobs import Job, run_job
+from .launch import launch, lonely_group, started_outside
+from .parts import build_parts, needs_group, read_sections
+from .report import report_check, report_environment, report_outcome
+from .run_folder import occupied
+
+_NEEDED = {"train": "train", "validate": "data.val", "test": "data.test"}
+
+
+def run_train(options: argparse.Namespace) -> int:
+    """Train, and test at the end where there is test data."""
+    config, run = _load(options)
+    resume = options.resume if options.resume is not None else run.resume
+    if options.fresh and resume:
+        raise ConfigError([Problem("", "--fresh and --resume exclude each other")])
+    job = Job("train", config, resume=resume, fresh=options.fresh)
+    if not (resume or options.fresh or options.dry_run or started_outside()):
+        problem = occupied(Path(run.run_dir))
+        if problem is not None:
+            raise ConfigError([replace(problem, origin=config.origin("run_dir"))])
+    return _run(job, options, run)
+
+
+def run_validate(options: argparse.Namespace) -> int:
+    """Evaluate a checkpoint on the validation data."""
+    return _run_evaluation("validate", options)
+
+
+def run_test(options: argparse.Namespace) -> int:
+    """Evaluate a checkpoint on the test data."""
+    return _run_evaluation("test", options)
+
+
+def run_check(options: argparse.Namespace) -> int:
+    """Report every mistake in a config, then build its parts on the CPU."""
+    config = load_config(options.words[0], options.words[1:])
+    run = replace(read_sections(config), device="cpu")
+    group: AbstractContextManager[None] = lonely_group() if needs_group(run) else nullcontext()
+    with group:
+        parts = build_parts(run)
+    report_check(options.words[0], run, parts)
+    return 0
+
+
+def run_env(options: argparse.Namespace) -> int:
+    """Print versions and devices."""
+    report_environment()
+    return 0
+
+
+def _run_evaluation(command: str, options: argparse.Namespace) -> int:
+    config, run = _load(options)
+    checkpoint = None if options.checkpoint in (None, True) else options.checkpoint
+    return _run(Job(command, config, checkpoint=checkpoint), options, run)
+
+
+def _run(job: Job, options: argparse.Namespace, run: RunSections) -> int:
+    job = replace(job, dry_run=options.dry_run, debug=options.debug)
+    settings = run.launch
+    backend = "gloo" if settings.backend == "auto" and run.device == "cpu" else settings.backend
+    results = launch(
+        run_job, (job,), nproc=settings.nproc, backend=backend, timeout_s=settings.timeout_s
+    )
+    if 0 not in results:
+        return 0
+    return report_outcome(job, run, results[0], options.words[0])
+
+
+def _load(options: argparse.Namespace) -> tuple[Config, RunSections]:
+    """Read the config with the options laid upon it, and check all of it."""
+    overrides = list(options.words[1:])
+    if options.nproc is not None:
+        overrides.append(f"launch.nproc={options.nproc}")
+    if options.run_dir is not None:
+        overrides.append(f"run_dir={json.dumps(options.run_dir)}")
+    if options.device is not None:
+        overrides.append(f"device={options.device}")
+    config = load_config(options.words[0], overrides)
+    world_size = int(os.environ.get("WORLD_SIZE") or 1) if started_outside() else None
+    run = read_sections(config, world_size)
+    needed = _NEEDED[options.command]
+    section = getattr(run.data, needed.split(".")[1]) if "." in needed else run.train
+    if section is None:
+        raise ConfigError([Problem(needed, f"{options.command} needs this section, it is missing")])
+    return config, run

@@ -1,0 +1,41 @@
+"""What a run folder holds, and whether another run may use it."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from ..registry import Problem
+
+_RECORDS = ("metrics.jsonl", "metrics.csv", "curves.png", "config.yaml")
+
+
+def occupied(run_dir: Path) -> Problem | None:
+    """Return what keeps a new run out of `run_dir`: the results of an earlier one."""
+    checkpoints = sorted((run_dir / "checkpoints").glob("step_*"))
+    records = run_dir / "metrics.jsonl"
+    if checkpoints:
+        holds = f"{len(checkpoints)} checkpoint(s), the last {checkpoints[-1].name}"
+    elif records.exists() and records.stat().st_size:
+        holds = "the records of a run without checkpoints"
+    else:
+        return None
+    what = (
+        f"{run_dir} already holds {holds}; continue that run with --resume, start another one "
+        f"with --run-dir {_free_name(run_dir)}, or delete its results with --fresh"
+    )
+    return Problem("run_dir", what)
+
+
+def clear_results(run_dir: Path) -> None:
+    """Delete what a run has written into `run_dir`, and nothing else."""
+    shutil.rmtree(run_dir / "checkpoints", ignore_errors=True)
+    for name in _RECORDS:
+        (run_dir / name).unlink(missing_ok=True)
+
+
+def _free_name(run_dir: Path) -> Path:
+    number = 2
+    while (free := run_dir.with_name(f"{run_dir.name}-{number}")).exists():
+        number += 1
+    return free

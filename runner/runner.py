@@ -1,0 +1,220 @@
+"""One run: its parts, what it remembers, and the verbs train, validate and test."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+from torch import nn
+
+from ..collectives import distributed_available, get_rank, get_world_size
+from ..loops import (
+    Checkpoint,
+    CheckpointError,
+    Hook,
+    HookList,
+    LoopState,
+    Stateful,
+    find_checkpoint,
+    load_checkpoint,
+    mix_seed,
+    seed_rng,
+)
+from ..registry import Config
+from ..wrappers import wrap_model
+from .parts import build_parts, read_sections
+
+if TYPE_CHECKING:
+    from ..loops.state import Optimization
+
+logger = logging.getLogger(__name__)
+
+
+class TrainLoop(Protocol):
+    """What `Runner.train` needs of a loop."""
+
+    def run(self, state: LoopState, hooks: HookList) -> LoopState:
+        """Train from where `state` is; returns `state`."""
+
+
+class EvaluationLoop(Protocol):
+    """What `Runner.validate` and `Runner.test` need of a loop."""
+
+    def run(self, state: LoopState, hooks: HookList) -> dict[str, float]:
+        """Evaluate the model of `state`; returns the metrics."""
+
+
+class Runner:
+    """Puts the parts of a run together and runs its loops.
+
+    With several ranks every rank must construct it and call its methods, inside a process
+    group: see `launch`. Parts that only another verb needs may be left out.
+
+    Args:
+        model: The user's model, on the device where it is to run, or a wrapped one.
+        train_loop: What `train` runs.
+        optim_wrapper: The optimizer wrapper over the model's parameters.
+        val_loop: What `validate` runs; default: the training loop's own.
+        test_loop: What `test` runs.
+        hooks: Listeners; as a mapping, with the names under which checkpoints keep them.
+        run_dir: Folder for records and checkpoints; None writes nothing.
+        seed: Starts this rank's own random streams; None leaves them as they are.
+
+    Attributes:
+        state: What the loops remember.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        train_loop: TrainLoop | None = None,
+        *,
+        optim_wrapper: Optimization | None = None,
+        val_loop: EvaluationLoop | None = None,
+        test_loop: EvaluationLoop | None = None,
+        hooks: Iterable[Hook] | Mapping[str, Hook] = (),
+        run_dir: str | os.PathLike[str] | None = None,
+        seed: int | None = None,
+    ) -> None:
+        _require_group()
+        named = _named(hooks)
+        self._train_loop = train_loop
+        self._val_loop = val_loop or getattr(train_loop, "val_loop", None)
+        self._test_loop = test_loop
+        self._hooks = HookList(named.values())
+        self.state = LoopState(
+            model=wrap_model(None, model),
+            optim_wrapper=optim_wrapper,
+            run_dir=None if run_dir is None else Path(run_dir),
+            stateful={f"hooks.{n}": h for n, h in named.items() if isinstance(h, Stateful)},
+        )
+        if seed is not None:
+            # The weights are the same on all ranks; dropout and augmentation must not be.
+            seed_rng(mix_seed(seed, get_rank(), get_world_size()))
+
+    @classmethod
+    def from_config(cls, config: Config | Mapping[str, Any] | str | os.PathLike[str]) -> Runner:
+        """Build a runner, and all that its settings name, from a `Config`, a dict or a file.
+
+        `launch` and `resume` in it are the command line's and have no effect here.
+
+        Raises:
+            ConfigError: Everything that is wrong with the settings.
+        """
+        return cls(**build_parts(read_sections(config, get_world_size())))
+
+    def train(self, resume: bool | str | os.PathLike[str] = False) -> LoopState:
+        """Train to the end, or to an orderly stop; returns what the loop remembers.
+
+        Args:
+            resume: True continues from the latest checkpoint in the run folder (without one the
+                run starts from the beginning), a path from that checkpoint.
+
+        Raises:
+            CheckpointError: There is no such checkpoint, or it is damaged.
+        """
+        loop = _given("train", "train_loop", self._train_loop)
+        _given("train", "optim_wrapper", self.state.optim_wrapper)
+        path = self._latest() if resume is True else resume
+        for listener in self._hooks.on_run_start:
+            listener(self.state)
+        if path:
+            load_checkpoint(Path(path)).restore(self.state)
+            logger.info("continuing from %s, step %d", path, self.state.step)
+        loop.run(self.state, self._hooks)
+        for listener in self._hooks.on_run_end:
+            listener(self.state)
+        return self.state
+
+    def validate(self, checkpoint: str | os.PathLike[str] | None = None) -> dict[str, float]:
+        """Evaluate on the validation data; `checkpoint` is as for `test`."""
+        return self._evaluate(_given("validate", "val_loop", self._val_loop), checkpoint)
+
+    def test(self, checkpoint: str | os.PathLike[str] | None = None) -> dict[str, float]:
+        """Evaluate on the test data and return the metrics.
+
+        Args:
+            checkpoint: What to put the run back to before: a path, or "best" or "latest" of
+                the run folder; None takes the model as it is.
+
+        Raises:
+            CheckpointError: There is no such checkpoint, or it is damaged.
+        """
+        return self._evaluate(_given("test", "test_loop", self._test_loop), checkpoint)
+
+    def _evaluate(
+        self, loop: EvaluationLoop, checkpoint: str | os.PathLike[str] | None
+    ) -> dict[str, float]:
+        for listener in self._hooks.on_run_start:
+            listener(self.state)
+        if checkpoint is not None:
+            self._restore_model(load_checkpoint(self._resolve(checkpoint)))
+        metrics = loop.run(self.state, self._hooks)
+        for listener in self._hooks.on_run_end:
+            listener(self.state)
+        return metrics
+
+    def _restore_model(self, checkpoint: Checkpoint) -> None:
+        if self.state.optim_wrapper is not None:
+            checkpoint.restore(self.state)
+            return
+        checkpoint.load_model(self.state.model)
+        content = checkpoint.read("state.pt")
+        self.state.load_state_dict(content["counters"])
+        for name in self.state.stateful.keys() & content["stateful"].keys():
+            self.state.stateful[name].load_state_dict(content["stateful"][name])
+
+    def _resolve(self, checkpoint: str | os.PathLike[str]) -> Path:
+        if checkpoint not in ("best", "latest"):
+            return Path(checkpoint)
+        folder = self._folder()
+        path = find_checkpoint(folder, "best" if checkpoint == "best" else "latest")
+        if path is None:
+            raise CheckpointError(f"there is no {checkpoint} checkpoint in {folder}")
+        return path
+
+    def _latest(self) -> Path | None:
+        folder = self._folder()
+        path = find_checkpoint(folder)
+        if path is None:
+            logger.warning("there is no checkpoint in %s: starting from the beginning", folder)
+        return path
+
+    def _folder(self) -> Path:
+        if self.state.run_dir is None:
+            raise ValueError("checkpoints are looked for in run_dir, and it is None")
+        return self.state.run_dir
+
+
+T = TypeVar("T")
+
+
+def _given(verb: str, name: str, part: T | None) -> T:
+    if part is None:
+        raise ValueError(f"Runner.{verb} needs {name}, and it was given none")
+    return part
+
+
+def _require_group() -> None:
+    """Refuse to train the same thing several times over, as ranks without a group would."""
+    started = int(os.environ.get("WORLD_SIZE") or 1)
+    if started > 1 and not distributed_available():
+        raise RuntimeError(
+            f"WORLD_SIZE is {started}, but there is no process group: run this inside "
+            "stepwrap.runner.launch(main), or call torch.distributed.init_process_group() first"
+        )
+
+
+def _named(hooks: Iterable[Hook] | Mapping[str, Hook]) -> dict[str, Hook]:
+    """Return the hooks by name; the second of a class gets a number."""
+    if isinstance(hooks, Mapping):
+        return dict(hooks)
+    named: dict[str, Hook] = {}
+    for hook in hooks:
+        name = type(hook).__name__
+        same = sum(type(other) is type(hook) for other in named.values())
+        named[f"{name}.{same + 1}" if same else name] = hook
+    return named
