@@ -1,0 +1,114 @@
+"""Small models, data and recorders for the tests of the loops."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from stepwrap.loops import Hook, LoopState, build_loader
+from stepwrap.wrappers import (
+    OptimWrapper,
+    SingleDevice,
+    StepDistributedDataParallel,
+    SupervisedModel,
+)
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+
+def make_data(samples: int) -> TensorDataset:
+    """Return inputs (samples, 4) that say which sample they are, and targets (samples,)."""
+    generator = torch.Generator().manual_seed(1)
+    inputs = torch.randn(samples, 4, generator=generator)
+    inputs[:, 0] = torch.arange(samples)
+    return TensorDataset(inputs, torch.randint(0, 3, (samples,), generator=generator))
+
+
+def make_loader(samples: int = 12, batch_size: int = 2, **options: Any) -> DataLoader[Any]:
+    """Return a training loader over `make_data`; every rank its share."""
+    return build_loader(make_data(samples), batch_size=batch_size, train=True, **options)
+
+
+def make_state(
+    *, accumulate: int = 1, run_dir: Path | None = None, dropout: float = 0.0
+) -> LoopState:
+    """Return a fresh run's state: a small classifier, SGD with momentum; DDP inside a group."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Dropout(dropout), nn.Linear(8, 3))
+    model = SupervisedModel(net, nn.CrossEntropyLoss())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    grouped = dist.is_available() and dist.is_initialized()
+    wrapper = StepDistributedDataParallel(model) if grouped else SingleDevice(model)
+    return LoopState(
+        model=wrapper,
+        optim_wrapper=OptimWrapper(optimizer, accumulative_counts=accumulate),
+        run_dir=run_dir,
+    )
+
+
+def weights_of(state: LoopState) -> dict[str, Tensor]:
+    """Return a copy of the user's model's weights."""
+    model = state.model.module
+    assert isinstance(model, nn.Module)
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def assert_identical(left: dict[str, Tensor], right: dict[str, Tensor]) -> None:
+    """Fail unless both have the same names and bit-identical tensors."""
+    assert left.keys() == right.keys()
+    for name, value in left.items():
+        assert torch.equal(value, right[name]), name
+
+
+class Recorder(Hook):
+    """Notes the events that it hears, in order."""
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+
+    def on_run_start(self, state: LoopState) -> None:
+        self.events.append("run_start")
+
+    def on_run_end(self, state: LoopState) -> None:
+        self.events.append("run_end")
+
+    def on_train_start(self, state: LoopState) -> None:
+        self.events.append("train_start")
+
+    def on_train_end(self, state: LoopState) -> None:
+        self.events.append("train_end")
+
+    def on_epoch_start(self, state: LoopState) -> None:
+        self.events.append(f"epoch_start {state.epoch}")
+
+    def on_epoch_end(self, state: LoopState) -> None:
+        self.events.append(f"epoch_end {state.epoch}")
+
+    def on_batch_start(self, state: LoopState, batch: Any) -> None:
+        self.events.append(f"batch_start {state.iteration}")
+
+    def on_batch_end(self, state: LoopState, batch: Any, logs: Any) -> None:
+        self.events.append(f"batch_end {state.iteration}")
+
+    def on_update(self, state: LoopState) -> None:
+        self.events.append(f"update {state.step}")
+
+    def on_log(self, state: LoopState, record: dict[str, float]) -> None:
+        self.events.append(f"log {state.step}")
+
+    def on_save_point(self, state: LoopState) -> None:
+        self.events.append(f"save_point {state.step}")
+
+    def on_eval_start(self, state: LoopState) -> None:
+        self.events.append(f"{state.phase.value}_start")
+
+    def on_eval_batch_start(self, state: LoopState, batch: Any) -> None:
+        self.events.append("eval_batch_start")
+
+    def on_eval_batch_end(self, state: LoopState, batch: Any, outputs: Any) -> None:
+        self.events.append("eval_batch_end")
+
+    def on_eval_end(self, state: LoopState, metrics: dict[str, float]) -> None:
+        self.events.append(f"{state.phase.value}_end {sorted(metrics)}")

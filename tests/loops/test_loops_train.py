@@ -1,0 +1,312 @@
+"""The story of a training run: order of events, gating, counters, stops."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from loop_parts import Recorder, assert_identical, make_data, make_loader, make_state, weights_of
+from stepwrap.loops import (
+    EpochTrainLoop,
+    Hook,
+    HookList,
+    IterTrainLoop,
+    LoopState,
+    MeanLoss,
+    TestLoop,
+    ValLoop,
+    build_loader,
+)
+from stepwrap.wrappers import SingleDevice
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+
+def make_val_loop(samples: int = 4) -> ValLoop:
+    return ValLoop(build_loader(make_data(samples), batch_size=2), {"loss": MeanLoss()})
+
+
+_EVALUATION = ["eval_batch_start", "eval_batch_end"] * 2
+
+
+def test_trace_of_the_epoch_loop() -> None:
+    """C-22, first trace."""
+    recorder = Recorder()
+    loop = EpochTrainLoop(make_loader(4), max_epochs=1, val_loop=make_val_loop())
+    loop.run(make_state(), HookList([recorder]))
+    assert recorder.events == [
+        "train_start",
+        "epoch_start 0",
+        "batch_start 0",
+        "batch_end 0",
+        "update 1",
+        "save_point 1",
+        "batch_start 1",
+        "batch_end 1",
+        "update 2",
+        "save_point 2",
+        "epoch_end 0",
+        "val_start",
+        *_EVALUATION,
+        "val_end ['loss']",
+        "save_point 2",
+        "log 2",
+        "train_end",
+    ]
+
+
+def test_trace_of_the_iteration_loop() -> None:
+    """C-22, second trace: 3 updates, validation every 2 and after the last."""
+    recorder = Recorder()
+    loop = IterTrainLoop(
+        make_loader(4), max_steps=3, val_interval=2, val_loop=make_val_loop(), log_every_steps=2
+    )
+    state = loop.run(make_state(), HookList([recorder]))
+    validation = ["val_start", *_EVALUATION, "val_end ['loss']"]
+    assert recorder.events == [
+        "train_start",
+        "epoch_start 0",
+        *["batch_start 0", "batch_end 0", "update 1", "save_point 1"],
+        *["batch_start 1", "batch_end 1", "update 2", "log 2", *validation, "save_point 2"],
+        *["batch_start 2", "batch_end 2", "update 3", *validation, "save_point 3"],
+        "epoch_end 1",
+        "log 3",
+        "train_end",
+    ]
+    assert (state.epoch, state.batch, state.iteration, state.step) == (1, 1, 3, 3)
+
+
+def test_trace_of_the_test_loop() -> None:
+    """C-22, third trace."""
+    recorder = Recorder()
+    loop = TestLoop(build_loader(make_data(4), batch_size=2), {"loss": MeanLoss()})
+    metrics = loop.run(make_state(), HookList([recorder]))
+    assert recorder.events == ["test_start", *_EVALUATION, "test_end ['loss']"]
+    assert list(metrics) == ["loss"]
+
+
+class Validations(Hook):
+    def __init__(self) -> None:
+        self.at: list[tuple[int, int]] = []
+
+    def on_eval_start(self, state: LoopState) -> None:
+        self.at.append((state.epoch, state.step))
+
+
+def test_gating_of_validation_by_epochs() -> None:
+    """C-23: interval 2, begin 3, last 5."""
+    seen = Validations()
+    loop = EpochTrainLoop(
+        make_loader(4), max_epochs=5, val_interval=2, val_begin=3, val_loop=make_val_loop()
+    )
+    loop.run(make_state(), HookList([seen]))
+    assert [epoch for epoch, _ in seen.at] == [4, 5]
+
+
+def test_gating_of_validation_counts_updates_not_batches() -> None:
+    seen = Validations()
+    loop = IterTrainLoop(
+        make_loader(4), max_steps=5, val_interval=2, val_begin=3, val_loop=make_val_loop()
+    )
+    state = loop.run(make_state(accumulate=3), HookList([seen]))
+    assert [step for _, step in seen.at] == [4, 5]
+    assert state.iteration == 15
+
+
+def test_dynamic_intervals_look_one_unit_ahead() -> None:
+    seen = Validations()
+    loop = EpochTrainLoop(
+        make_loader(4),
+        max_epochs=10,
+        val_interval=4,
+        dynamic_intervals=[(5, 2), (9, 1)],
+        val_loop=make_val_loop(),
+    )
+    loop.run(make_state(), HookList([seen]))
+    assert [epoch for epoch, _ in seen.at] == [4, 6, 8, 9, 10]
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "text"),
+    [
+        ({"max_epochs": 2.5}, AssertionError, "max_epochs"),
+        ({"max_epochs": 0}, ValueError, "max_epochs"),
+        ({"val_interval": 0}, ValueError, "val_interval"),
+        ({"val_begin": -1}, ValueError, "val_begin"),
+        ({"log_every_steps": 0}, ValueError, "log_every_steps"),
+        ({"dynamic_intervals": [(4, 2), (3, 1)]}, ValueError, "ascend"),
+        ({"dynamic_intervals": [(4,)]}, ValueError, "pairs"),
+        ({"dataloader": []}, ValueError, "no batches"),
+    ],
+)
+def test_bad_settings_are_refused_at_once(
+    settings: dict[str, Any], error: type[Exception], text: str
+) -> None:
+    arguments = {"dataloader": make_loader(4), "max_epochs": 1, **settings}
+    with pytest.raises(error, match=text):
+        EpochTrainLoop(arguments.pop("dataloader"), **arguments)
+
+
+def test_a_generator_without_batches_is_named() -> None:
+    with pytest.raises(ValueError, match="no batches"):
+        IterTrainLoop(iter(()), max_steps=1).run(make_state(), HookList())
+
+
+def test_training_needs_a_wrapper_and_an_optimizer() -> None:
+    loop = EpochTrainLoop(make_loader(4), max_epochs=1)
+    with pytest.raises(ValueError, match="optim_wrapper"):
+        loop.run(LoopState(model=make_state().model), HookList())
+    with pytest.raises(TypeError, match="Linear has no train_step"):
+        loop.run(
+            LoopState(model=nn.Linear(4, 3), optim_wrapper=make_state().optim_wrapper), HookList()
+        )
+
+
+@pytest.mark.parametrize("accumulate", [1, 2, 4])
+def test_same_weights_as_a_hand_written_loop(accumulate: int) -> None:
+    """Windows go over the ends of epochs; only the run's last one is short."""
+    loader = make_loader(10, shuffle=True)
+    state = make_state(accumulate=accumulate)
+    plain = make_state()
+    net = plain.model.module.net
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9)
+    batches = []
+    for epoch in range(3):
+        loader.batch_sampler.set_position(epoch)
+        batches += list(loader)
+    for start in range(0, len(batches), accumulate):
+        window = batches[start : start + accumulate]
+        for inputs, targets in window:
+            loss = cross_entropy(net(inputs), targets)
+            (loss if len(window) == 1 else loss / len(window)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    EpochTrainLoop(loader, max_epochs=3).run(state, HookList())
+
+    assert_identical(weights_of(state), weights_of(plain))
+    assert state.step == state.max_steps == -(-15 // accumulate)
+    assert (state.epoch, state.batch, state.iteration) == (3, 0, 15)
+
+
+def test_log_records_average_over_their_interval() -> None:
+    class Records(Hook):
+        def __init__(self) -> None:
+            self.batch_losses: list[float] = []
+            self.records: list[dict[str, float]] = []
+
+        def on_batch_end(self, state: LoopState, batch: Any, logs: Any) -> None:
+            assert not logs["loss"].requires_grad
+            self.batch_losses.append(logs["loss"].item())
+
+        def collect_logs(self, state: LoopState, scalars: dict[str, Any]) -> None:
+            scalars["rate"] = torch.tensor(2.0)
+            scalars["plain"] = 3.0
+
+        def on_log(self, state: LoopState, record: dict[str, float]) -> None:
+            self.records.append(record)
+
+    hook = Records()
+    EpochTrainLoop(make_loader(10), max_epochs=1, log_every_steps=2).run(
+        make_state(), HookList([hook])
+    )
+    losses = hook.batch_losses
+    expected = [sum(losses[:2]) / 2, sum(losses[2:4]) / 2, losses[4]]
+    assert [record["loss"] for record in hook.records] == pytest.approx(expected)
+    assert all(record["rate"] == 2 and record["plain"] == 3 for record in hook.records)
+
+
+def test_a_custom_step_may_log_floats_and_vectors_and_new_names() -> None:
+    class Talkative(SingleDevice):
+        def train_step(self, data: Any, optim_wrapper: Any) -> dict[str, Any]:
+            logs = super().train_step(data, optim_wrapper)
+            self.count = getattr(self, "count", 0) + 1
+            extra = {"odd": torch.ones(2, requires_grad=True)} if self.count % 2 else {}
+            return {**logs, "number": self.count, **extra}
+
+    records: list[dict[str, float]] = []
+
+    class Keep(Hook):
+        def on_log(self, state: LoopState, record: dict[str, float]) -> None:
+            records.append(record)
+
+    state = make_state()
+    state.model = Talkative(state.model.module)
+    EpochTrainLoop(make_loader(8), max_epochs=1, log_every_steps=4).run(state, HookList([Keep()]))
+    assert records[0]["number"] == 2.5
+    assert records[0]["odd"] == 1.0
+
+
+def test_a_request_to_stop_is_heeded_at_the_update() -> None:
+    class Stop(Hook):
+        def on_batch_end(self, state: LoopState, batch: Any, logs: Any) -> None:
+            if state.iteration == 2:
+                state.request_stop("enough")
+
+    recorder = Recorder()
+    loop = EpochTrainLoop(make_loader(12), max_epochs=2, val_loop=make_val_loop())
+    state = loop.run(make_state(accumulate=2), HookList([Stop(), recorder]))
+    assert (state.step, state.iteration, state.stop_reason) == (2, 4, "enough")
+    assert recorder.events[-2:] == ["log 2", "train_end"]
+    assert "epoch_end 0" not in recorder.events
+
+
+def test_an_error_reaches_every_hook_and_the_caller() -> None:
+    heard: list[BaseException] = []
+
+    class Broken(Hook):
+        def on_update(self, state: LoopState) -> None:
+            raise RuntimeError("broken hook")
+
+        def on_exception(self, state: LoopState, error: BaseException) -> None:
+            raise ValueError("broken too")
+
+    class Listener(Hook):
+        def on_exception(self, state: LoopState, error: BaseException) -> None:
+            heard.append(error)
+
+    with pytest.raises(RuntimeError, match="broken hook"):
+        EpochTrainLoop(make_loader(4), max_epochs=1).run(
+            make_state(), HookList([Broken(), Listener()])
+        )
+    assert [str(error) for error in heard] == ["broken hook"]
+
+
+def test_hooks_are_called_in_order_and_only_where_they_listen() -> None:
+    calls: list[str] = []
+
+    class Named(Hook):
+        def __init__(self, name: str, order: int) -> None:
+            self.name, self.order = name, order
+
+        def on_update(self, state: LoopState) -> None:
+            calls.append(self.name)
+
+    hooks = HookList([Named("late", 60), Named("a", 50), Named("b", 50), Named("early", 10)])
+    for listener in hooks.on_update:
+        listener(make_state())
+    assert calls == ["early", "a", "b", "late"]
+    assert hooks.on_batch_end == ()
+    assert len(hooks) == 4
+
+
+def test_the_model_trains_in_training_mode_and_frozen_parts_survive_validation() -> None:
+    flags: list[tuple[bool, bool]] = []
+
+    class Freeze(Hook):
+        def on_batch_start(self, state: LoopState, batch: Any) -> None:
+            net = state.model.module.net
+            if state.iteration == 0:
+                net[0].eval()
+            flags.append((net.training, net[0].training))
+
+        def on_eval_batch_end(self, state: LoopState, batch: Any, outputs: Any) -> None:
+            assert not any(module.training for module in state.model.modules())
+            assert torch.is_inference_mode_enabled()
+
+    loop = IterTrainLoop(make_loader(8), max_steps=4, val_interval=1, val_loop=make_val_loop())
+    state = make_state()
+    state.model.eval()
+    loop.run(state, HookList([Freeze()]))
+    assert flags == [(True, False)] * 4
