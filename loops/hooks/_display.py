@@ -81,6 +81,7 @@ class Bar(Silent):
         )
         self._train: TaskID | None = None
         self._eval: TaskID | None = None
+        self._values = ""
         self._progress.start()
         # An error that reaches no hook must not leave a terminal without a cursor.
         atexit.register(self._progress.stop)
@@ -94,7 +95,8 @@ class Bar(Silent):
     def log(self, state: LoopState, record: Mapping[str, float]) -> None:
         speed = record.get("samples_per_s")
         suffix = "" if speed is None else f" {speed:.4g} samples/s"
-        self._update_train(state, values=values_text(record) + suffix)
+        self._values = values_text(record) + suffix
+        self._update_train(state)
 
     def start_eval(self, state: LoopState) -> None:
         verb = _VERBS.get(state.phase.value, state.phase.value)
@@ -115,19 +117,18 @@ class Bar(Silent):
         self._progress.stop()
         atexit.unregister(self._progress.stop)
 
-    def _update_train(self, state: LoopState, **fields: str) -> None:
+    def _update_train(self, state: LoopState) -> None:
         if self._train is None:
-            start = {"count": "", "values": ""}
             self._train = self._progress.add_task(
-                "", total=state.max_steps, completed=state.step, **start
+                "", total=state.max_steps, completed=state.step, count="", values=""
             )
         self._progress.update(
             self._train,
             description=epoch_text(state),
             completed=state.step,
             count=step_text(state),
+            values=self._values,
             refresh=True,
-            **fields,
         )
 
 

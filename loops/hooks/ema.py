@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -44,11 +45,11 @@ class EMAHook(Hook):
             raise ValueError(f"decay must be within [0, 1), got {decay!r}")
         if every_steps < 1:
             raise ValueError(f"every_steps must be at least 1, got {every_steps!r}")
-        self._average_into = get_ema_multi_avg_fn(decay)
+        self._average_into = get_ema_multi_avg_fn(decay)  # type: ignore[no-untyped-call]
         self._every_steps = every_steps
         self._evaluate = evaluate_with_ema
         self._model: nn.Module | None = None
-        self._params: list[Tensor] = []
+        self._params: list[nn.Parameter] = []
         self._average: list[Tensor] = []
         self._own: list[Tensor] = []
         self._restored: dict[str, Tensor] | None = None
@@ -90,8 +91,8 @@ class EMAHook(Hook):
     def _start(self, state: LoopState) -> None:
         self._model = cast(nn.Module, state.model.module)
         named = [(n, p) for n, p in self._model.named_parameters() if p.is_floating_point()]
-        self._params = [p.detach() for _, p in named]
-        self._average = [p.to(_accurate(p), copy=True) for p in self._params]
+        self._params = [p for _, p in named]
+        self._average = [p.detach().to(_accurate(p), copy=True) for p in self._params]
         if self._restored is not None:
             missing = [name for name, _ in named if name not in self._restored]
             if missing:
@@ -113,11 +114,11 @@ def _accurate(param: Tensor) -> torch.dtype:
     return torch.float32 if param.dtype.itemsize < 4 else param.dtype
 
 
-def _like(sources: list[Tensor], targets: list[Tensor]) -> list[Tensor]:
+def _like(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> list[Tensor]:
     return [s.to(t.dtype) for s, t in zip(sources, targets, strict=True)]
 
 
 @torch.no_grad()
-def _copy(targets: list[Tensor], sources: list[Tensor]) -> None:
+def _copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     for target, source in zip(targets, sources, strict=True):
         target.copy_(source)

@@ -27,7 +27,7 @@ class SchedulerHook(Hook):
 
     Args:
         schedulers: Each scheduler with "step" (stepped after each update) or
-            "epoch" (at the end of each epoch). `ReduceLROnPlateau` is stepped at
+            "epoch" (after each pass over the data). `ReduceLROnPlateau` is stepped at
             the end of each validation whatever stands beside it.
         metric: Metric of the validation that `ReduceLROnPlateau` watches.
 
@@ -55,14 +55,23 @@ class SchedulerHook(Hook):
         timed = [(_Delayed(s), by) for s, by in schedulers if s not in plateau]
         self._by_step = [delayed for delayed, by in timed if by == "step"]
         self._by_epoch = [delayed for delayed, by in timed if by == "epoch"]
+        self._epochs: int | None = None
+
+    def on_train_start(self, state: LoopState) -> None:
+        if self._epochs is None:
+            self._epochs = state.epoch
+
+    def on_batch_start(self, state: LoopState, batch: Any) -> None:
+        # The iteration loop announces no end of a pass over the data.
+        if state.epoch != self._epochs:
+            self._finish_epochs(state.epoch)
 
     def on_update(self, state: LoopState) -> None:
         for scheduler in self._by_step:
             scheduler.step()
 
     def on_epoch_end(self, state: LoopState) -> None:
-        for scheduler in self._by_epoch:
-            scheduler.step()
+        self._finish_epochs(state.epoch + 1)
 
     def on_eval_end(self, state: LoopState, metrics: dict[str, float]) -> None:
         cut_short = not metrics and bool(state.stop_reason)
@@ -83,7 +92,8 @@ class SchedulerHook(Hook):
     def state_dict(self) -> dict[str, Any]:
         """Return the state of each scheduler, and the steps that still wait for an update."""
         waiting = [delayed.waiting for delayed in (*self._by_step, *self._by_epoch)]
-        return {"schedulers": [s.state_dict() for s in self._schedulers], "waiting": waiting}
+        states = [scheduler.state_dict() for scheduler in self._schedulers]
+        return {"schedulers": states, "waiting": waiting, "epochs": self._epochs}
 
     def load_state_dict(self, state: dict[str, Any], /) -> None:
         """Take over the schedulers' states.
@@ -102,6 +112,13 @@ class SchedulerHook(Hook):
         timed = (*self._by_step, *self._by_epoch)
         for delayed, waiting in zip(timed, state["waiting"], strict=True):
             delayed.waiting = waiting
+        self._epochs = state["epochs"]
+
+    def _finish_epochs(self, finished: int) -> None:
+        for _ in range(self._epochs or 0, finished):
+            for scheduler in self._by_epoch:
+                scheduler.step()
+        self._epochs = finished
 
 
 class _Delayed:

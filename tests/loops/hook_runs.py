@@ -1,0 +1,109 @@
+"""Small real runs for the tests of the hooks."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import pty
+import struct
+import termios
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+from stepwrap.collectives import get_world_size
+from stepwrap.loops.data import build_loader
+from stepwrap.loops.evaluate import ValLoop
+from stepwrap.loops.hook import Hook, HookList
+from stepwrap.loops.state import LoopState
+from stepwrap.loops.train import EpochTrainLoop
+from stepwrap.wrappers import (
+    OptimWrapper,
+    SingleDevice,
+    StepDistributedDataParallel,
+    SupervisedModel,
+)
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics import MeanSquaredError
+
+
+def data(samples: int = 16, *, seed: int = 0) -> TensorDataset:
+    """Return a linear problem: inputs `(samples, 3)`, targets `(samples, 1)`."""
+    generator = torch.Generator().manual_seed(seed)
+    inputs = torch.randn(samples, 3, generator=generator)
+    return TensorDataset(inputs, inputs.sum(1, keepdim=True))
+
+
+def loader(samples: int = 16, *, batch_size: int = 4) -> DataLoader[Any]:
+    """Return this rank's share of `data`, `samples / batch_size` batches over all ranks."""
+    return build_loader(data(samples), batch_size=batch_size)
+
+
+def new_state(
+    *, run_dir: Path | None = None, lr: float = 0.05, net: nn.Module | None = None, **optim: Any
+) -> LoopState:
+    """Return the state of a fresh run: a linear model, SGD, one process or DDP."""
+    torch.manual_seed(0)
+    model = SupervisedModel(net or nn.Linear(3, 1), nn.MSELoss())
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    wrapper = StepDistributedDataParallel if get_world_size() > 1 else SingleDevice
+    return LoopState(
+        model=wrapper(model), optim_wrapper=OptimWrapper(optimizer, **optim), run_dir=run_dir
+    )
+
+
+def train(
+    state: LoopState, hooks: Sequence[Hook], *, epochs: int = 2, **settings: Any
+) -> LoopState:
+    """Train for some epochs of 4 batches (over all ranks), validating after each."""
+    settings = {"log_every_steps": 2, "val_loop": ValLoop(loader(8), metrics()), **settings}
+    batches = settings.pop("dataloader", None) or loader()
+    return EpochTrainLoop(batches, max_epochs=epochs, **settings).run(state, HookList(hooks))
+
+
+def metrics() -> dict[str, MeanSquaredError]:
+    return {"error": MeanSquaredError()}
+
+
+def weights(state: LoopState) -> list[Tensor]:
+    """Return copies of the parameters."""
+    return [param.detach().clone() for param in state.model.parameters()]
+
+
+class Terminal:
+    """A pseudo-terminal that is the standard output while it is entered."""
+
+    def __init__(self, columns: int) -> None:
+        self._reading, writing = pty.openpty()
+        fcntl.ioctl(writing, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+        self.stream: TextIO = os.fdopen(writing, "w", encoding="utf-8")
+        self._parts: list[bytes] = []
+        self._reader = threading.Thread(target=self._read)
+        self._reader.start()
+
+    def __enter__(self) -> Terminal:
+        self._redirect = contextlib.redirect_stdout(self.stream)
+        self._redirect.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._redirect.__exit__(*error)
+        self.text()
+
+    def text(self) -> str:
+        """Close the terminal and return all that was written to it."""
+        if not self.stream.closed:
+            self.stream.close()
+        self._reader.join()
+        return b"".join(self._parts).decode()
+
+    def _read(self) -> None:
+        # Reading from a pseudo-terminal that nobody writes to any more is an OSError on Linux.
+        with contextlib.suppress(OSError):
+            while part := os.read(self._reading, 65536):
+                self._parts.append(part)
+        os.close(self._reading)

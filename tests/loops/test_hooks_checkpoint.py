@@ -1,0 +1,244 @@
+"""When checkpoints are saved and which of them stay."""
+
+from __future__ import annotations
+
+import logging
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hook_runs import loader, new_state, train, weights
+from ranks import run_ranks
+from stepwrap.loops.checkpoint import CheckpointError, list_checkpoints
+from stepwrap.loops.evaluate import ValLoop
+from stepwrap.loops.hook import Hook
+from stepwrap.loops.hooks import CheckpointHook, EMAHook, NonFiniteError
+from stepwrap.loops.restore import load_checkpoint
+from stepwrap.loops.state import LoopState
+from torchmetrics import MeanMetric
+
+
+class FailingHook(Hook):
+    """Fails at one update, or at a validation, or sends the process a signal."""
+
+    def __init__(self, error: Exception | None = None, *, at_step: int = 3) -> None:
+        self._error = error
+        self._at_step = at_step
+
+    def on_update(self, state: LoopState) -> None:
+        if state.step == self._at_step:
+            if self._error is None:
+                signal.raise_signal(signal.SIGTERM)
+            else:
+                raise self._error
+
+
+class GivenMetric(Hook):
+    """Makes the validations give the values named."""
+
+    order = 1
+
+    def __init__(self, *values: float) -> None:
+        self._values = iter(values)
+
+    def on_eval_end(self, state: LoopState, metrics: dict[str, float]) -> None:
+        metrics["score"] = state.metrics["score"] = next(self._values)
+
+
+def saved(folder: Path) -> list[dict[str, Any]]:
+    """Return the descriptions of the checkpoints, the latest first."""
+    return [meta for _, meta in list_checkpoints(folder / "checkpoints")]
+
+
+def saved_steps(folder: Path) -> list[int]:
+    return [meta["step"] for meta in saved(folder)]
+
+
+def test_one_an_epoch_with_the_metrics_of_its_validation(tmp_path: Path) -> None:
+    state = train(new_state(run_dir=tmp_path), [CheckpointHook()])
+    metas = saved(tmp_path)
+    assert [(meta["step"], meta["epoch"], meta["batch"]) for meta in metas] == [
+        (8, 2, 0),
+        (4, 1, 0),
+    ]
+    assert metas[0]["metrics"] == state.metrics
+    assert list(metas[1]["metrics"]) == ["error"]
+
+
+def test_by_updates(tmp_path: Path) -> None:
+    hook = CheckpointHook(every_steps=3, every_epochs=None, keep_last=None)
+    train(new_state(run_dir=tmp_path), [hook])
+    assert [(m["step"], m["reason"]) for m in saved(tmp_path)] == [
+        (8, "end"), (6, "interval"), (3, "interval")
+    ]  # fmt: skip
+
+
+def test_by_the_clock(tmp_path: Path) -> None:
+    hook = CheckpointHook(every_secs=1e-9, every_epochs=None, keep_last=None)
+    train(new_state(run_dir=tmp_path), [hook], epochs=1)
+    assert len(saved_steps(tmp_path)) > 1
+
+
+def test_keep_last(tmp_path: Path) -> None:
+    train(new_state(run_dir=tmp_path), [CheckpointHook(keep_last=2)], epochs=5)
+    assert saved_steps(tmp_path) == [20, 16]
+
+
+@pytest.mark.parametrize(("mode", "best"), [("max", 8), ("min", 4)])
+def test_the_best_one_stays(tmp_path: Path, mode: str, best: int) -> None:
+    hook = CheckpointHook(keep_last=1, keep_best="score", mode=mode)
+    train(new_state(run_dir=tmp_path), [GivenMetric(0.1, 0.9, 0.5, 0.2), hook], epochs=4)
+    assert saved_steps(tmp_path) == [16, best]
+    assert [meta["best"] for meta in saved(tmp_path)] == [False, True]
+
+
+def test_an_improvement_is_saved_between_the_intervals(tmp_path: Path) -> None:
+    hook = CheckpointHook(every_epochs=None, keep_best="score", keep_last=None)
+    train(new_state(run_dir=tmp_path), [GivenMetric(0.1, float("nan"), 0.5, 0.2), hook], epochs=4)
+    assert saved_steps(tmp_path) == [16, 12, 4]
+
+
+def test_a_resumed_run_knows_the_best_value(tmp_path: Path) -> None:
+    hook = CheckpointHook(keep_best="score")
+    state = new_state(run_dir=tmp_path)
+    state.stateful["hooks.checkpoint"] = hook
+    train(state, [GivenMetric(0.9), hook], epochs=1)
+    hook = CheckpointHook(keep_best="score")
+    state = new_state(run_dir=tmp_path)
+    state.stateful["hooks.checkpoint"] = hook
+    load_checkpoint(list_checkpoints(tmp_path / "checkpoints")[0][0]).restore(state)
+    train(state, [GivenMetric(0.5), hook], epochs=2)
+    assert [(meta["step"], meta["best"]) for meta in saved(tmp_path)] == [(8, False), (4, True)]
+
+
+def test_a_metric_that_does_not_exist(tmp_path: Path) -> None:
+    hook = CheckpointHook(keep_best="eror", mode="min")
+    with pytest.raises(ValueError, match=r"keep_best .* got 'eror'.*gave: error; did you mean 'er"):
+        train(new_state(run_dir=tmp_path), [hook])
+
+
+def test_a_signal_saves(tmp_path: Path) -> None:
+    state = train(new_state(run_dir=tmp_path), [CheckpointHook(), FailingHook(at_step=3)])
+    assert state.signal == signal.SIGTERM
+    assert [(m["step"], m["reason"]) for m in saved(tmp_path)] == [(3, "signal")]
+
+
+def test_an_error_saves(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    state = new_state(run_dir=tmp_path)
+    with pytest.raises(OSError, match="disk"):
+        train(state, [CheckpointHook(), FailingHook(OSError("disk"))])
+    ((path, meta),) = list_checkpoints(tmp_path / "checkpoints")
+    assert (meta["step"], meta["reason"]) == (3, "exception")
+    assert f"saved checkpoint {path} (after the error)" in caplog.text
+    again = new_state()
+    load_checkpoint(path).load_model(again.model)
+    assert all(map(torch.equal, weights(again), weights(state)))
+
+
+def test_an_error_leaves_a_good_checkpoint_of_the_same_update(tmp_path: Path) -> None:
+    class LateHook(FailingHook):
+        order = 99
+        on_save_point = FailingHook.on_update
+
+        def on_update(self, state: LoopState) -> None: ...
+
+    hooks = [CheckpointHook(every_steps=3), LateHook(OSError("disk"))]
+    with pytest.raises(OSError, match="disk"):
+        train(new_state(run_dir=tmp_path), hooks)
+    assert [(m["step"], m["reason"]) for m in saved(tmp_path)] == [(3, "interval")]
+
+
+@pytest.mark.parametrize(
+    ("error", "settings"),
+    [(NonFiniteError("nan"), {}), (OSError("disk"), {"save_on_exception": False})],
+    ids=["nan", "off"],
+)
+def test_errors_that_do_not_save(
+    tmp_path: Path, error: Exception, settings: dict[str, Any]
+) -> None:
+    with pytest.raises(type(error)):
+        train(new_state(run_dir=tmp_path), [CheckpointHook(**settings), FailingHook(error)])
+    assert saved_steps(tmp_path) == []
+
+
+def test_an_error_while_saving_after_an_error_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "checkpoints").write_text("in the way")
+    with pytest.raises(OSError, match="disk"):
+        train(new_state(run_dir=tmp_path), [CheckpointHook(), FailingHook(OSError("disk"))])
+    assert "could not save a checkpoint after the error" in caplog.text
+
+
+def test_the_place_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    hook = CheckpointHook(keep_best="error", mode="min")
+    train(new_state(run_dir=tmp_path), [hook], epochs=1)
+    place = tmp_path / "checkpoints" / "step_00000004"
+    assert f"saved checkpoint {place} (the best so far)" in caplog.text
+
+
+def test_no_folder_no_checkpoints() -> None:
+    train(new_state(run_dir=None), [CheckpointHook(every_steps=1)])
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"keep_last": 0}, "keep_last must be at least 1"),
+        ({"mode": "best"}, "mode must be 'min' or 'max', got 'best'"),
+        ({"every_steps": 0}, "every_steps must be"),
+    ],
+)
+def test_settings_out_of_range(settings: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        CheckpointHook(**settings)
+
+
+def test_the_average_is_saved_beside_the_plain_weights(tmp_path: Path) -> None:
+    ema = EMAHook(decay=0.5)
+    state = new_state(run_dir=tmp_path)
+    state.stateful["hooks.ema"] = ema
+    train(state, [CheckpointHook(), ema])
+    path = list_checkpoints(tmp_path / "checkpoints")[0][0]
+    plain = load_checkpoint(path).read("model.pt")
+    average = load_checkpoint(path).read("state.pt")["stateful"]["hooks.ema"]["model"]
+    assert plain.keys() == average.keys()
+    assert all(map(torch.equal, weights(state), plain.values()))
+    assert not any(map(torch.equal, plain.values(), average.values()))
+
+
+def _train_two_ranks(folder: Path) -> tuple[list[str], dict[str, float]]:
+    state = train(new_state(run_dir=folder), [CheckpointHook(keep_best="error", mode="min")])
+    _, meta = list_checkpoints(folder / "checkpoints")[0]
+    return sorted(meta["files"]), state.metrics
+
+
+def test_both_ranks_save_into_one_checkpoint(tmp_path: Path) -> None:
+    for files, metrics in run_ranks(_train_two_ranks, 2, tmp_path):
+        assert {"rank_00000.pt", "rank_00001.pt", "model.pt"} <= set(files)
+        assert metrics == saved(tmp_path)[0]["metrics"]
+
+
+def _fail_on_rank_1(folder: Path) -> str:
+    from stepwrap.collectives import get_rank
+
+    error = OSError("disk")
+    failing = FailingHook(error, at_step=1 if get_rank() == 0 else 99)
+    val = ValLoop(loader(8), {"mean": MeanMetric()})
+    try:
+        train(new_state(run_dir=folder), [CheckpointHook(), failing], val_loop=val)
+    except (OSError, RuntimeError, CheckpointError, ValueError) as failure:
+        return type(failure).__name__
+    return "none"
+
+
+def test_a_rank_that_fails_alone_saves_without_the_others(tmp_path: Path) -> None:
+    run_ranks(_fail_on_rank_1, 2, tmp_path, timeout_s=20, group_timeout_s=5)
+    assert saved_steps(tmp_path) == [1]
+    assert sorted(saved(tmp_path)[0]["files"]) == [
+        "model.pt", "optim.pt", "rank_00000.pt", "state.pt"
+    ]  # fmt: skip

@@ -1,0 +1,83 @@
+"""Stopping when validation no longer gets better."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hook_runs import new_state, train
+from stepwrap.loops.hooks import EarlyStopHook
+from stepwrap.loops.state import LoopState, Phase
+
+
+def stopped_after(values: list[float], **settings: Any) -> int | None:
+    """Return after how many validations with these values the hook asks to stop."""
+    hook = EarlyStopHook("score", **settings)
+    state = LoopState(model=new_state().model, phase=Phase.VAL)
+    for count, value in enumerate(values, start=1):
+        state.step = count * 10
+        hook.on_eval_end(state, {"score": value})
+        if state.stop_reason:
+            return count
+    return None
+
+
+NAN = float("nan")
+
+
+@pytest.mark.parametrize(
+    ("values", "settings", "expected"),
+    [
+        ([3, 2, 1, 1, 1], {"patience": 2}, 5),
+        ([3, 2, 1, 1], {"patience": 2}, None),
+        ([1, 2, 3, 2, 1], {"patience": 2, "mode": "max"}, 5),
+        ([3, 2.95, 2.9, 2.85], {"patience": 2, "min_delta": 0.2}, 3),
+        ([1, 1.05, 1.3, 1.35], {"patience": 1, "min_delta": 0.2, "mode": "max"}, 2),
+        ([NAN, NAN], {"patience": 2}, 2),
+        ([3, NAN, 2, NAN], {"patience": 2}, None),
+    ],
+)
+def test_patience(values: list[float], settings: dict[str, Any], expected: int | None) -> None:
+    assert stopped_after(values, **settings) == expected
+
+
+def test_training_stops_with_a_reason() -> None:
+    state = train(new_state(lr=0.0), [EarlyStopHook("error", patience=2)], epochs=9)
+    assert state.epoch == 3
+    assert state.stop_reason.startswith("error was best at ")
+    assert state.stop_reason.endswith("(step 4) and has not improved in 2 validations (patience 2)")
+
+
+def test_a_metric_that_does_not_exist() -> None:
+    text = r"EarlyStopHook: metric .* got 'erorr'; the last evaluation gave: error; did you mean"
+    with pytest.raises(ValueError, match=text):
+        train(new_state(), [EarlyStopHook("erorr", patience=2)])
+
+
+def test_a_test_run_does_not_count() -> None:
+    hook = EarlyStopHook("score", patience=1)
+    state = LoopState(model=new_state().model, phase=Phase.TEST)
+    hook.on_eval_end(state, {"score": 1.0})
+    hook.on_eval_end(state, {"other": 1.0})
+    assert state.stop_reason == ""
+
+
+def test_a_resumed_run_goes_on_waiting() -> None:
+    first = EarlyStopHook("error", patience=3)
+    train(new_state(lr=0.0), [first], epochs=2)
+    second = EarlyStopHook("error", patience=3)
+    second.load_state_dict(first.state_dict())
+    assert train(new_state(lr=0.0), [second], epochs=9).epoch == 2
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"patience": 0}, "patience must be at least 1, got 0"),
+        ({"patience": 1, "min_delta": -1.0}, "min_delta must be at least 0"),
+        ({"patience": 1, "mode": "up"}, "mode must be 'min' or 'max', got 'up'"),
+    ],
+)
+def test_settings_out_of_range(settings: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        EarlyStopHook("error", **settings)

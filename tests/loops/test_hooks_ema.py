@@ -1,0 +1,158 @@
+"""The moving average of the weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hook_runs import new_state, train, weights
+from ranks import run_ranks
+from stepwrap.loops.hook import Hook
+from stepwrap.loops.hooks import EMAHook
+from stepwrap.loops.state import LoopState
+from torch import Tensor, nn
+
+
+class WeightsHook(Hook):
+    """Notes the weights after each update and in each evaluation."""
+
+    def __init__(self) -> None:
+        self.updates: list[list[Tensor]] = []
+        self.evaluated: list[list[Tensor]] = []
+
+    def on_train_start(self, state: LoopState) -> None:
+        self.updates.append(weights(state))
+
+    def on_update(self, state: LoopState) -> None:
+        self.updates.append(weights(state))
+
+    def on_eval_batch_end(self, state: LoopState, batch: Any, outputs: Any) -> None:
+        self.evaluated.append(weights(state))
+
+
+def average(updates: list[list[Tensor]], *, decay: float, every_steps: int = 1) -> list[Tensor]:
+    """Return the average by its formula, in double precision."""
+    result = [tensor.double() for tensor in updates[0]]
+    for tensors in updates[every_steps::every_steps]:
+        result = [decay * a + (1 - decay) * b for a, b in zip(result, tensors, strict=True)]
+    return result
+
+
+@pytest.mark.parametrize("every_steps", [1, 3])
+def test_average_by_the_formula(every_steps: int) -> None:
+    seen, ema = WeightsHook(), EMAHook(decay=0.7, every_steps=every_steps)
+    train(new_state(), [ema, seen])
+    expected = average(seen.updates, decay=0.7, every_steps=every_steps)
+    for got, want in zip(ema.state_dict()["model"].values(), expected, strict=True):
+        torch.testing.assert_close(got.double(), want, rtol=1e-6, atol=1e-7)
+
+
+def test_evaluation_sees_the_average_and_training_its_own_weights() -> None:
+    plain, seen = WeightsHook(), WeightsHook()
+    train(new_state(), [plain])
+    ema = EMAHook(decay=0.7)
+    train(new_state(), [ema, seen])
+    for with_ema, without in zip(seen.updates, plain.updates, strict=True):
+        assert all(map(torch.equal, with_ema, without))
+    assert all(map(torch.equal, seen.evaluated[-1], ema.state_dict()["model"].values()))
+    assert not any(map(torch.equal, seen.evaluated[-1], plain.evaluated[-1]))
+
+
+def test_evaluation_with_the_plain_weights_on_request() -> None:
+    seen = WeightsHook()
+    train(new_state(), [EMAHook(decay=0.7, evaluate_with_ema=False), seen])
+    assert all(map(torch.equal, seen.evaluated[-1], seen.updates[-1]))
+
+
+def test_the_weights_come_back_after_a_failed_evaluation() -> None:
+    class FailingHook(Hook):
+        def on_eval_batch_end(self, state: LoopState, batch: Any, outputs: Any) -> None:
+            raise OSError("no")
+
+    state, seen = new_state(), WeightsHook()
+    with pytest.raises(OSError, match="no"):
+        train(state, [EMAHook(decay=0.7), seen, FailingHook()])
+    assert all(map(torch.equal, weights(state), seen.updates[-1]))
+
+
+def test_buffers_are_the_models_own() -> None:
+    net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+    state, ema = new_state(net=net), EMAHook()
+    train(state, [ema])
+    saved = ema.state_dict()["model"]
+    own = state.model.module.state_dict()
+    assert saved.keys() == own.keys()
+    for name, _ in state.model.module.named_buffers():
+        assert torch.equal(saved[name], own[name])
+
+
+def test_tied_weights_stay_tied() -> None:
+    net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 1))
+    net[1].weight = net[0].weight
+    state, ema = new_state(net=net), EMAHook(decay=0.5)
+    train(state, [ema])
+    saved = ema.state_dict()["model"]
+    assert torch.equal(saved["net.0.weight"], saved["net.1.weight"])
+
+
+def test_low_precision_is_averaged_in_float32() -> None:
+    ema, state = EMAHook(decay=0.999), new_state(net=nn.Linear(3, 1, bias=False))
+    state.model.to(torch.bfloat16)
+    (param,) = state.model.parameters()
+    param.data.fill_(0.0)
+    ema.on_train_start(state)
+    param.data.fill_(1.0)
+    for state.step in range(1, 1001):
+        ema.on_update(state)
+    (got,) = ema.state_dict()["model"].values()
+    torch.testing.assert_close(got, torch.full((1, 3), 1 - 0.999**1000), rtol=1e-4, atol=0)
+
+
+def test_a_resumed_run_has_the_same_average() -> None:
+    whole = EMAHook(decay=0.7)
+    train(new_state(), [whole])
+    first, second, state = EMAHook(decay=0.7), EMAHook(decay=0.7), new_state()
+    train(state, [first], epochs=1)
+    second.load_state_dict(first.state_dict())
+    train(state, [second], epochs=2)
+    for got, want in zip(
+        second.state_dict()["model"].values(), whole.state_dict()["model"].values(), strict=True
+    ):
+        assert torch.equal(got, want)
+
+
+def test_a_test_alone_uses_the_restored_average() -> None:
+    trained, restored, state = EMAHook(decay=0.7), EMAHook(decay=0.7), new_state()
+    train(state, [trained])
+    own = weights(state)
+    restored.load_state_dict(trained.state_dict())
+    restored.on_eval_start(state)
+    assert all(map(torch.equal, weights(state), trained.state_dict()["model"].values()))
+    restored.on_eval_end(state, {})
+    assert all(map(torch.equal, weights(state), own))
+
+
+def test_an_average_of_another_model_is_refused() -> None:
+    ema = EMAHook()
+    ema.load_state_dict({"model": {"net.weight": torch.zeros(1, 3)}})
+    with pytest.raises(ValueError, match=r"lacks net.bias \(1 in all\)"):
+        ema.on_train_start(new_state())
+
+
+def test_settings_out_of_range() -> None:
+    with pytest.raises(ValueError, match=r"decay must be within \[0, 1\), got 1.0"):
+        EMAHook(decay=1.0)
+    with pytest.raises(ValueError, match="every_steps must be at least 1, got 0"):
+        EMAHook(every_steps=0)
+
+
+def _average_of_rank() -> list[Tensor]:
+    ema = EMAHook(decay=0.5)
+    train(new_state(), [ema])
+    return list(ema.state_dict()["model"].values())
+
+
+def test_the_average_is_equal_on_all_ranks() -> None:
+    first, second = run_ranks(_average_of_rank, 2)
+    assert all(map(torch.equal, first, second))

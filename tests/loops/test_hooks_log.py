@@ -1,0 +1,156 @@
+"""The record files: JSON lines and the CSV table."""
+
+from __future__ import annotations
+
+import csv
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hook_runs import new_state, train
+from ranks import run_ranks
+from stepwrap.loops.hook import Hook, Scalars
+from stepwrap.loops.hooks import LogHook
+from stepwrap.loops.state import LoopState, Phase
+
+
+class ExtraHook(Hook):
+    """Adds values to the log records from some step on."""
+
+    def __init__(self, values: dict[str, float], *, from_step: int = 0) -> None:
+        self._values = values
+        self._from_step = from_step
+
+    def collect_logs(self, state: LoopState, scalars: Scalars) -> None:
+        if state.step >= self._from_step:
+            scalars.update(self._values)
+
+
+def json_records(folder: Path) -> list[dict[str, Any]]:
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is no JSON")
+
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line, parse_constant=refuse) for line in lines]
+
+
+def csv_records(folder: Path) -> list[dict[str, str]]:
+    with (folder / "metrics.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def steps(folder: Path) -> list[tuple[int, str]]:
+    return [(record["step"], record["phase"]) for record in json_records(folder)]
+
+
+def test_a_record_for_each_log_and_evaluation(tmp_path: Path) -> None:
+    train(new_state(run_dir=tmp_path), [LogHook()])
+    assert steps(tmp_path) == [
+        (2, "train"), (4, "train"), (4, "val"), (6, "train"), (8, "train"), (8, "val")
+    ]  # fmt: skip
+    first, *_ = json_records(tmp_path)
+    assert list(first) == ["step", "epoch", "phase", "time", "loss"]
+    assert first["epoch"] == 0
+
+
+def test_table_and_lines_hold_the_same(tmp_path: Path) -> None:
+    train(new_state(run_dir=tmp_path), [LogHook()])
+    table = csv_records(tmp_path)
+    assert list(table[0]) == ["step", "epoch", "phase", "time", "loss", "error"]
+    for row, record in zip(table, json_records(tmp_path), strict=True):
+        assert {k: v for k, v in row.items() if v} == {k: str(v) for k, v in record.items()}
+
+
+def test_columns_may_come_later(tmp_path: Path) -> None:
+    extra = ExtraHook({"late": 1.5}, from_step=6)
+    train(new_state(run_dir=tmp_path), [LogHook(), extra], val_loop=None)
+    assert [row["late"] for row in csv_records(tmp_path)] == ["", "", "1.5", "1.5"]
+
+
+def test_values_that_are_not_finite(tmp_path: Path) -> None:
+    extra = ExtraHook({"a": float("nan"), "b": float("inf"), "c": float("-inf")})
+    train(new_state(run_dir=tmp_path), [LogHook(), extra], val_loop=None)
+    assert [json_records(tmp_path)[0][name] for name in "abc"] == [None] * 3
+    assert [csv_records(tmp_path)[0][name] for name in "abc"] == ["nan"] * 3
+
+
+def test_a_value_named_like_a_fixed_column(tmp_path: Path) -> None:
+    train(new_state(run_dir=tmp_path), [LogHook(), ExtraHook({"time": 3.0})], val_loop=None)
+    record = json_records(tmp_path)[0]
+    assert record["time_"] == 3.0
+    assert record["time"] > 1e9
+
+
+def test_a_resume_drops_what_came_after_the_checkpoint(tmp_path: Path) -> None:
+    train(new_state(run_dir=tmp_path), [LogHook()])
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 9, "epo')
+    state = new_state(run_dir=tmp_path)
+    state.step, state.iteration, state.epoch, state.evaluated_at = 4, 4, 1, 4
+    train(state, [LogHook()])
+    expected = [(2, "train"), (4, "train"), (4, "val"), (6, "train"), (8, "train"), (8, "val")]
+    assert steps(tmp_path) == expected
+    assert [(int(r["step"]), r["phase"]) for r in csv_records(tmp_path)] == expected
+
+
+def test_a_pending_validation_is_not_recorded_twice(tmp_path: Path) -> None:
+    hook, state = LogHook(), new_state(run_dir=tmp_path)
+    state.step = 4
+    hook.on_log(state, {"loss": 1.0})
+    state.phase = Phase.VAL
+    hook.on_eval_end(state, {"error": 1.0})
+    hook.on_train_end(state)
+    hook.on_train_start(state)  # restored from before the validation: evaluated_at is -1
+    hook.on_eval_end(state, {"error": 1.0})
+    hook.on_run_end(state)
+    assert steps(tmp_path) == [(4, "train"), (4, "val")]
+
+
+def test_a_new_run_in_an_old_folder_starts_empty(tmp_path: Path) -> None:
+    train(new_state(run_dir=tmp_path), [LogHook()])
+    train(new_state(run_dir=tmp_path), [LogHook()], epochs=1)
+    assert steps(tmp_path) == [(2, "train"), (4, "train"), (4, "val")]
+
+
+def test_a_test_alone_adds_to_the_records(tmp_path: Path) -> None:
+    train(new_state(run_dir=tmp_path), [LogHook()], epochs=1)
+    state = new_state(run_dir=tmp_path)
+    state.phase, state.step = Phase.TEST, 4
+    hook = LogHook()
+    hook.on_eval_end(state, {"error": 0.5})
+    hook.on_run_end(state)
+    assert steps(tmp_path)[-2:] == [(4, "val"), (4, "test")]
+
+
+def test_each_record_is_on_file_at_once(tmp_path: Path) -> None:
+    hook, state = LogHook(), new_state(run_dir=tmp_path)
+    hook.on_train_start(state)
+    hook.on_log(state, {"loss": 0.5})
+    assert json_records(tmp_path)[0]["loss"] == 0.5
+    assert csv_records(tmp_path)[0]["loss"] == "0.5"
+    hook.on_run_end(state)
+
+
+def test_no_folder_no_files() -> None:
+    train(new_state(run_dir=None), [LogHook()])
+
+
+def test_console_lines_when_asked_for(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    train(new_state(run_dir=tmp_path / "a"), [LogHook()], epochs=1)
+    assert not [r for r in caplog.records if r.name.endswith("hooks.log")]
+    train(new_state(run_dir=tmp_path / "b"), [LogHook(console=True)], epochs=1)
+    lines = [r.message for r in caplog.records if r.name.endswith("hooks.log")]
+    assert [line.split()[0] for line in lines] == ["epoch", "epoch", "val"]
+
+
+def _train_and_list(folder: Path) -> list[str]:
+    train(new_state(run_dir=folder), [LogHook()])
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_rank_0_alone_writes(tmp_path: Path) -> None:
+    run_ranks(_train_and_list, 2, tmp_path)
+    assert [step for step, phase in steps(tmp_path) if phase == "train"] == [2, 4]

@@ -1,0 +1,147 @@
+"""Values that are not finite: found, named, told by every rank."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hook_runs import new_state, train
+from ranks import run_ranks
+from stepwrap.collectives import get_rank
+from stepwrap.loops.hook import Hook, Scalars
+from stepwrap.loops.hooks import CheckpointHook, LogHook, NanGuardHook, NonFiniteError
+from stepwrap.loops.state import LoopState
+from torch import Tensor, nn
+
+
+class PoisonHook(Hook):
+    """Makes the inputs of one update bad, or one parameter after it."""
+
+    def __init__(self, *, step: int, param: str = "", rank: int = 0) -> None:
+        self._step, self._param, self._rank = step, param, rank
+
+    def on_batch_start(self, state: LoopState, batch: list[Tensor]) -> None:
+        if self._hits(state.step + 1) and not self._param:
+            batch[1][0] = float("nan")
+
+    def on_update(self, state: LoopState) -> None:
+        if self._hits(state.step) and self._param:
+            state.model.module.get_parameter(self._param).data[0] = float("inf")
+
+    def _hits(self, step: int) -> bool:
+        return step == self._step and get_rank() == self._rank
+
+
+class LoggedHook(Hook):
+    """Adds a log value."""
+
+    def __init__(self, **values: float) -> None:
+        self._values = values
+
+    def collect_logs(self, state: LoopState, scalars: Scalars) -> None:
+        scalars.update(self._values)
+
+
+def test_the_first_bad_loss_is_named() -> None:
+    text = "loss is nan at step 3 on rank 0; lower the learning rate"
+    with pytest.raises(NonFiniteError, match=text):
+        train(new_state(), [NanGuardHook(), PoisonHook(step=3)], log_every_steps=4)
+
+
+def test_nothing_is_said_of_a_healthy_run() -> None:
+    train(new_state(), [NanGuardHook(check="all"), NanGuardHook(check="all", every_steps=1)])
+
+
+def test_a_bad_loss_is_found_at_the_log_interval() -> None:
+    state = new_state()
+    with pytest.raises(NonFiniteError):
+        train(state, [NanGuardHook(), PoisonHook(step=1)], log_every_steps=3)
+    assert state.step == 3
+
+
+def test_a_bad_loss_is_found_every_so_many_updates() -> None:
+    state = new_state()
+    guard = NanGuardHook(every_steps=1)
+    with pytest.raises(NonFiniteError, match="loss is nan at step 2 on rank 0"):
+        train(state, [guard, PoisonHook(step=2)], log_every_steps=100)
+    assert state.step == 2
+
+
+def test_a_bad_parameter_is_named() -> None:
+    guard, poison = NanGuardHook(check="all"), PoisonHook(step=4, param="net.bias")
+    text = r"parameter 'net.bias' has 1 of 1 values not finite at step 4 on rank 0"
+    with pytest.raises(NonFiniteError, match=text):
+        train(new_state(), [guard, poison])
+
+
+def test_a_bad_log_value_is_named() -> None:
+    bad = LoggedHook(ratio=float("inf"))
+    train(new_state(), [NanGuardHook(check="loss"), bad])
+    with pytest.raises(NonFiniteError, match="ratio is inf at step 2 on rank 0"):
+        train(new_state(), [NanGuardHook(check="all"), bad])
+
+
+def test_masks_with_infinities_are_no_fault() -> None:
+    class Masked(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(3, 1)
+            self.register_buffer("mask", torch.full((2,), float("-inf")))
+
+    train(
+        new_state(net=Masked()),
+        [NanGuardHook(check="all"), NanGuardHook(check="all", every_steps=1)],
+    )
+
+
+def test_going_on_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    state = train(new_state(), [NanGuardHook(action="warn"), PoisonHook(step=8)])
+    assert state.step == 8
+    assert [r.levelno for r in caplog.records] == [logging.WARNING]
+    assert caplog.messages == ["loss is nan at step 8 on rank 0"]
+
+
+def test_the_bad_record_is_on_file_and_no_bad_checkpoint(tmp_path: Path) -> None:
+    hooks: list[Hook] = [NanGuardHook(), LogHook(), CheckpointHook(), PoisonHook(step=2)]
+    with pytest.raises(NonFiniteError):
+        train(new_state(run_dir=tmp_path), hooks)
+    assert '"step": 2' in (tmp_path / "metrics.jsonl").read_text()
+    assert not (tmp_path / "checkpoints").exists()
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"check": "losses"}, r"check must be one of \('loss', 'all'\), got 'losses'"),
+        ({"action": "stop"}, r"action must be one of \('raise', 'warn'\), got 'stop'"),
+        ({"every_steps": 0}, "every_steps must be at least 1"),
+    ],
+)
+def test_settings_out_of_range(settings: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        NanGuardHook(**settings)
+
+
+def _error_of_rank(settings: dict[str, Any], poison: dict[str, Any]) -> str:
+    try:
+        train(new_state(), [NanGuardHook(**settings), PoisonHook(rank=1, **poison)])
+    except NonFiniteError as error:
+        return str(error)
+    return "none"
+
+
+@pytest.mark.parametrize("settings", [{"every_steps": 1}, {"check": "all"}, {}], ids=repr)
+def test_a_loss_that_is_bad_on_rank_1_alone_ends_both_ranks(settings: dict[str, Any]) -> None:
+    first, second = run_ranks(_error_of_rank, 2, settings, {"step": 1})
+    assert first == second
+    assert first.startswith("loss is nan at step 1 on rank 1; ")
+
+
+@pytest.mark.parametrize("settings", [{"every_steps": 1}, {}], ids=repr)
+def test_a_parameter_that_is_bad_on_rank_1_alone_ends_both_ranks(settings: dict[str, Any]) -> None:
+    poison = {"step": 2, "param": "net.bias"}
+    first, second = run_ranks(_error_of_rank, 2, {"check": "all", **settings}, poison)
+    assert first == second
+    assert first.startswith("parameter 'net.bias' has 1 of 1 values not finite at step 2 on rank 1")

@@ -1,0 +1,154 @@
+"""The progress hook on a terminal, in a file and on other ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+import sys
+from collections.abc import Iterator
+
+import pytest
+from hook_runs import Terminal, loader, metrics, new_state, train
+from ranks import run_ranks
+from stepwrap.loops.evaluate import TestLoop
+from stepwrap.loops.hook import Hook, HookList
+from stepwrap.loops.hooks import EarlyStopHook, ProgressHook, ThroughputHook
+from stepwrap.loops.state import LoopState
+
+HIDE, SHOW = "\x1b[?25l", "\x1b[?25h"
+
+
+class FailingHook(Hook):
+    def __init__(self, error: BaseException, *, event: str = "on_update") -> None:
+        setattr(self, event, self._fail)
+        self._error = error
+
+    def _fail(self, *_: object) -> None:
+        raise self._error
+
+
+@pytest.fixture
+def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[Terminal]:
+    monkeypatch.setenv("TERM", "xterm")
+    terminal = Terminal(columns=140)
+    yield terminal
+    terminal.text()
+
+
+def test_bar_shows_epoch_step_values_and_speed(terminal: Terminal) -> None:
+    with terminal:
+        train(new_state(), [ProgressHook(refresh_s=1e-6), ThroughputHook()])
+    text = terminal.text()
+    assert "epoch 1/2" in text
+    assert "epoch 2/2" in text
+    assert "step 8/8" in text
+    assert re.search(r"loss \d+\.\d+", text)
+    assert re.search(r"\d samples/s", text)
+    assert "validating" in text
+    assert re.search(r"val epoch 1/2 step 4/8 error \d", text)
+
+
+def test_bar_gives_the_cursor_and_stdout_back(terminal: Terminal) -> None:
+    with terminal:
+        train(new_state(), [ProgressHook()])
+        assert sys.stdout is terminal.stream
+    text = terminal.text()
+    assert HIDE in text
+    assert text.rindex(SHOW) > text.rindex(HIDE)
+
+
+@pytest.mark.parametrize("event", ["on_update", "on_eval_batch_end", "on_log"])
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), ValueError("no")], ids=repr)
+def test_bar_gives_the_cursor_back_after_an_error(
+    terminal: Terminal, error: BaseException, event: str
+) -> None:
+    with terminal:
+        with pytest.raises(type(error)):
+            train(new_state(), [ProgressHook(), FailingHook(error, event=event)])
+        assert sys.stdout is terminal.stream
+    text = terminal.text()
+    assert text.rindex(SHOW) > text.rindex(HIDE)
+
+
+def test_bar_is_not_redrawn_at_each_update(terminal: Terminal) -> None:
+    with terminal:
+        train(
+            new_state(),
+            [ProgressHook(refresh_s=1000)],
+            epochs=50,
+            val_loop=None,
+            log_every_steps=500,
+        )
+    assert terminal.text().count("step ") < 10
+
+
+def test_what_others_print_stays_above_the_bar(terminal: Terminal) -> None:
+    class PrintingHook(Hook):
+        def on_update(self, state: LoopState) -> None:
+            print(f"said at {state.step}")
+
+    with terminal:
+        train(new_state(), [ProgressHook(), PrintingHook()], epochs=1)
+    assert re.search(r"(\r|\x1b\[2K)said at 3\r?\n", terminal.text())
+
+
+def test_lines_where_the_output_is_no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", io.StringIO())
+    train(new_state(), [ProgressHook(), ThroughputHook()])
+    text = sys.stdout.getvalue()
+    lines = text.splitlines()
+    assert [line.split()[0] for line in lines] == ["epoch", "epoch", "val", "epoch", "epoch", "val"]
+    assert re.fullmatch(
+        r"epoch 1/2 step 2/8 loss [\d.]+ [\d.e+]+ samples/s( \(.*\))? eta 0:00:00", lines[0]
+    )
+    assert re.fullmatch(r"val epoch 1/2 step 4/8 error [\d.]+", lines[2])
+    assert "\x1b" not in text
+
+
+def test_lines_on_a_dumb_terminal(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "dumb")
+    with terminal:
+        train(new_state(), [ProgressHook()])
+    assert "\x1b" not in terminal.text()
+
+
+def test_the_reason_for_stopping_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    state = new_state(lr=0.0)
+    train(state, [ProgressHook(), EarlyStopHook("error", patience=1)], epochs=5)
+    assert "stopped at step 8: error was best at" in capsys.readouterr().out
+
+
+def test_an_evaluation_alone_is_shown(terminal: Terminal) -> None:
+    with terminal:
+        TestLoop(loader(8), metrics()).run(new_state(), HookList([ProgressHook(refresh_s=1e-6)]))
+    text = terminal.text()
+    assert "testing" in text
+    assert "test epoch 1 step 0 error" in text
+    assert text.rindex(SHOW) > text.rindex(HIDE)
+
+
+def _printed_by_rank() -> str:
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        train(new_state(), [ProgressHook(), ThroughputHook()])
+    return out.getvalue()
+
+
+def test_only_rank_0_prints() -> None:
+    first, second = run_ranks(_printed_by_rank, 2)
+    assert "step 4/4" in first
+    assert second == ""
+
+
+def test_refresh_time_must_be_positive() -> None:
+    with pytest.raises(ValueError, match="refresh_s must be > 0, got 0"):
+        ProgressHook(refresh_s=0)
+
+
+def test_state_counts_the_running_epoch(capsys: pytest.CaptureFixture[str]) -> None:
+    hook = ProgressHook()
+    state = LoopState(model=new_state().model, epoch=3, batch=2, step=7)
+    hook.on_train_start(state)
+    hook.on_log(state, {"loss": 0.25})
+    assert capsys.readouterr().out == "epoch 4 step 7 loss 0.25\n"

@@ -1,0 +1,155 @@
+"""Learning-rate schedules against the same schedules stepped by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hook_runs import new_state, train
+from stepwrap.loops.hook import Hook
+from stepwrap.loops.hooks import SchedulerHook
+from stepwrap.loops.state import LoopState
+from stepwrap.wrappers import OptimWrapper
+from torch.optim import SGD, Optimizer
+from torch.optim.lr_scheduler import (
+    CosineAnnealingLR,
+    LinearLR,
+    LRScheduler,
+    ReduceLROnPlateau,
+    SequentialLR,
+    StepLR,
+)
+
+
+class RatesHook(Hook):
+    """Notes the rate of each update, and the rates in the records."""
+
+    order = 1
+
+    def __init__(self) -> None:
+        self.used: list[float] = []
+        self.logged: list[dict[str, float]] = []
+
+    def on_batch_start(self, state: LoopState, batch: Any) -> None:
+        self.used.append(optimizer_of(state).param_groups[0]["lr"])
+
+    def on_log(self, state: LoopState, record: dict[str, float]) -> None:
+        self.logged.append({k: v for k, v in record.items() if k.startswith("lr")})
+
+
+def optimizer_of(state: LoopState) -> Optimizer:
+    assert isinstance(state.optim_wrapper, OptimWrapper)
+    return state.optim_wrapper.optimizer
+
+
+def warm_up_and_cosine(optimizer: Optimizer) -> LRScheduler:
+    parts = [LinearLR(optimizer, 0.1, total_iters=3), CosineAnnealingLR(optimizer, 5)]
+    return SequentialLR(optimizer, parts, milestones=[3])
+
+
+def by_hand(make: Callable[[Optimizer], LRScheduler], steps: int, *, lr: float) -> list[float]:
+    """Return the rates that `make`'s schedule gives to successive steps."""
+    optimizer = SGD([torch.nn.Parameter(torch.zeros(1))], lr=lr)
+    scheduler = make(optimizer)
+    rates = []
+    for _ in range(steps):
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+    return rates
+
+
+def test_by_step() -> None:
+    state, rates = new_state(), RatesHook()
+    schedule = SchedulerHook([(warm_up_and_cosine(optimizer_of(state)), "step")])
+    train(state, [schedule, rates])
+    assert rates.used == by_hand(warm_up_and_cosine, 8, lr=0.05)
+
+
+def test_by_step_counts_updates_not_batches() -> None:
+    state, rates = new_state(accumulative_counts=2), RatesHook()
+    train(state, [SchedulerHook([(StepLR(optimizer_of(state), 1), "step")]), rates])
+    assert rates.used[::2] == rates.used[1::2] == pytest.approx([0.05, 0.005, 0.0005, 0.00005])
+
+
+def test_by_epoch() -> None:
+    state, rates = new_state(), RatesHook()
+    train(state, [SchedulerHook([(StepLR(optimizer_of(state), 1), "epoch")]), rates])
+    assert rates.used == pytest.approx([0.05] * 4 + [0.005] * 4)
+
+
+def test_plateau_follows_the_metric() -> None:
+    state = new_state(lr=0.0)
+    optimizer_of(state).param_groups[0]["lr"] = 1e-30
+    plateau = ReduceLROnPlateau(optimizer_of(state), patience=0, min_lr=0, eps=0)
+    train(state, [SchedulerHook([(plateau, "epoch")], metric="error")], epochs=3)
+    assert optimizer_of(state).param_groups[0]["lr"] == pytest.approx(1e-32)
+
+
+def test_plateau_needs_a_metric_that_exists() -> None:
+    state = new_state()
+    plateau = ReduceLROnPlateau(optimizer_of(state))
+    with pytest.raises(ValueError, match="ReduceLROnPlateau needs `metric`"):
+        SchedulerHook([(plateau, "epoch")])
+    with pytest.raises(ValueError, match="got 'acc'; the last evaluation gave: error"):
+        train(state, [SchedulerHook([(plateau, "epoch")], metric="acc")])
+
+
+def test_rates_are_logged() -> None:
+    state, rates = new_state(), RatesHook()
+    train(state, [SchedulerHook([(StepLR(optimizer_of(state), 4), "step")]), rates])
+    assert [record["lr"] for record in rates.logged] == pytest.approx([0.05, 0.005, 0.005, 0.0005])
+
+
+def test_each_group_is_logged() -> None:
+    state, rates = new_state(), RatesHook()
+    optimizer_of(state).add_param_group({"params": [torch.zeros(1)], "lr": 0.5})
+    train(state, [SchedulerHook([(StepLR(optimizer_of(state), 9), "step")]), rates], epochs=1)
+    assert rates.logged[0] == pytest.approx({"lr/0": 0.05, "lr/1": 0.5})
+
+
+def test_first_updates_that_a_scaler_skips_neither_warn_nor_shift_the_schedule() -> None:
+    class SkippingWrapper(OptimWrapper):
+        def step(self, **kwargs: Any) -> None:
+            self.updates = getattr(self, "updates", 0) + 1
+            if self.updates > 3:
+                super().step(**kwargs)
+
+    state, used = new_state(), []
+    optimizer = optimizer_of(state)
+    state.optim_wrapper = SkippingWrapper(optimizer)
+    optimizer.register_step_post_hook(lambda o, *_: used.append(o.param_groups[0]["lr"]))
+    train(state, [SchedulerHook([(warm_up_and_cosine(optimizer), "step")])])
+    assert used == by_hand(warm_up_and_cosine, 8, lr=0.05)[3:]
+
+
+def test_the_schedule_goes_on_after_a_resume() -> None:
+    def run(epochs: int, restored: dict[str, Any] | None) -> tuple[list[float], dict[str, Any]]:
+        state, rates = new_state(), RatesHook()
+        hook = SchedulerHook([(warm_up_and_cosine(optimizer_of(state)), "step")])
+        if restored is not None:
+            state.load_state_dict(restored["counters"])
+            optimizer_of(state).load_state_dict(restored["optimizer"])
+            hook.load_state_dict(restored["hook"])
+        train(state, [hook, rates], epochs=epochs)
+        parts = {"counters": state.state_dict(), "hook": hook.state_dict()}
+        return rates.used, {**parts, "optimizer": optimizer_of(state).state_dict()}
+
+    first, saved = run(1, None)
+    second, _ = run(2, saved)
+    assert first + second == run(2, None)[0]
+
+
+def test_another_number_of_schedulers_is_refused() -> None:
+    optimizer = optimizer_of(new_state())
+    one = SchedulerHook([(StepLR(optimizer, 1), "step")])
+    with pytest.raises(ValueError, match="holds 1 schedulers, the run has 0"):
+        SchedulerHook([]).load_state_dict(one.state_dict())
+
+
+def test_the_unit_is_checked() -> None:
+    scheduler = StepLR(optimizer_of(new_state()), 1)
+    with pytest.raises(ValueError, match="StepLR: by must be 'step' or 'epoch', got 'batch'"):
+        SchedulerHook([(scheduler, "batch")])  # type: ignore[list-item]

@@ -1,0 +1,54 @@
+"""The TensorBoard writer, read back with TensorBoard itself."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from hook_runs import new_state, train
+from ranks import run_ranks
+from stepwrap.loops.hooks import TensorBoardHook
+
+
+def scalars(folder: Path) -> dict[str, list[int]]:
+    """Return the steps of each scalar in a run's folder."""
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    events = accumulator.EventAccumulator(str(folder / "tensorboard"))
+    events.Reload()
+    return {tag: [e.step for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+
+
+def test_records_and_metrics(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    train(new_state(run_dir=tmp_path), [TensorBoardHook()])
+    assert scalars(tmp_path) == {"train/loss": [2, 4, 6, 8], "val/error": [4, 8]}
+
+
+def test_a_resume_hides_what_came_after_the_checkpoint(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    train(new_state(run_dir=tmp_path), [TensorBoardHook()])
+    state = new_state(run_dir=tmp_path)
+    state.step, state.iteration, state.epoch, state.evaluated_at = 4, 4, 1, 4
+    train(state, [TensorBoardHook()])
+    assert scalars(tmp_path) == {"train/loss": [2, 4, 6, 8], "val/error": [4, 8]}
+
+
+def test_without_tensorboard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with pytest.raises(ImportError, match=r"`pip install stepwrap\[tensorboard\]`"):
+        train(new_state(run_dir=tmp_path), [TensorBoardHook()])
+
+
+def test_no_folder_no_files() -> None:
+    train(new_state(run_dir=None), [TensorBoardHook()])
+
+
+def _train(folder: Path) -> None:
+    train(new_state(run_dir=folder), [TensorBoardHook()])
+
+
+def test_rank_0_alone_writes(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    run_ranks(_train, 2, tmp_path)
+    assert len(list((tmp_path / "tensorboard").iterdir())) == 1
