@@ -1,0 +1,184 @@
+"""Who this process is among the ranks, where it talks to them, and waiting for them."""
+
+import functools
+import logging
+import os
+from collections.abc import Callable
+from datetime import timedelta
+from typing import ParamSpec, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from .errors import finishing
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
+
+
+def distributed_available() -> bool:
+    """Return whether a default process group exists in this process."""
+    return dist.is_available() and dist.is_initialized()
+
+
+def get_rank(group: dist.ProcessGroup | None = None) -> int:
+    """Return this process's rank in the group, -1 when it is no member.
+
+    Without a process group the launcher's environment answers (RANK, then SLURM), else 0. The live
+    group wins over an environment that says otherwise, with one warning.
+    """
+    if not distributed_available():
+        return _environment_rank()
+    rank = dist.get_rank(group)
+    if group is None:
+        _compare("RANK", rank)
+    return rank
+
+
+def get_world_size(group: dist.ProcessGroup | None = None) -> int:
+    """Return the number of ranks in the group, -1 when this process is no member.
+
+    Without a process group the launcher's environment answers (WORLD_SIZE, then SLURM), else 1.
+    """
+    if not distributed_available():
+        return _environment_world_size()
+    world_size = dist.get_world_size(group)
+    if group is None:
+        _compare("WORLD_SIZE", world_size)
+    return world_size
+
+
+def get_local_rank() -> int:
+    """Return this process's rank among those on its host, 0 when nothing tells.
+
+    Asked in this order: LOCAL_RANK, SLURM_LOCALID, the live rank modulo LOCAL_WORLD_SIZE.
+    """
+    local_rank = _environment_local_rank()
+    if local_rank is not None:
+        return local_rank
+    per_host = _integer("LOCAL_WORLD_SIZE")
+    return get_rank() % per_host if per_host else 0
+
+
+def live_world_size() -> int:
+    """Return the size of the default group, 1 without one, whatever the environment says."""
+    return dist.get_world_size() if distributed_available() else 1
+
+
+def comm_device(
+    group: dist.ProcessGroup | None = None, *, prefer: torch.device | None = None
+) -> torch.device:
+    """Return the device on which tensors travel in the group; the CPU without a group.
+
+    Args:
+        prefer: the data's own device, returned when the group has a backend for its type.
+            Otherwise it is the first device type of the group's backend configuration.
+    """
+    if not distributed_available():
+        return torch.device("cpu")
+    pairs = dist.get_backend_config(group).split(",")
+    device_types = [pair.split(":")[0] for pair in pairs]
+    if prefer is not None and prefer.type in device_types:
+        return prefer
+    if device_types[0] == "cuda":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device(device_types[0])
+
+
+def synchronize(timeout_s: float | None = None) -> None:
+    """Wait until every rank has come here; every rank must call this.
+
+    Args:
+        timeout_s: how long to wait (default: the group's own timeout).
+
+    Raises:
+        CollectiveError: not all ranks came; gloo names the missing ones.
+    """
+    if timeout_s is not None and timeout_s <= 0:
+        raise ValueError(f"timeout_s must be positive, got {timeout_s}")
+    if live_world_size() == 1:
+        return
+    timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
+    backend = dist.get_backend()
+    with finishing("synchronize()"):
+        # The only barrier of torch that names who is missing; it exists for plain gloo alone.
+        if backend == "gloo":
+            dist.monitored_barrier(timeout=timeout, wait_all_ranks=True)
+            return
+        device_ids = [_barrier_device()] if backend == "nccl" else None
+        work = dist.barrier(async_op=True, device_ids=device_ids)
+        if timeout is None:
+            work.wait()
+        else:
+            work.wait(timeout)
+
+
+def rank_zero_only(func: Callable[P, T]) -> Callable[P, T | None]:
+    """Make a function run on rank 0 only and return None on the others.
+
+    The rank is looked up at each call. Nothing is sent: rank 0's value and its errors stay there.
+    """
+
+    @functools.wraps(func)
+    def on_rank_zero(*args: P.args, **kwargs: P.kwargs) -> T | None:
+        return func(*args, **kwargs) if get_rank() == 0 else None
+
+    return on_rank_zero
+
+
+def _integer(variable: str) -> int | None:
+    """Return the variable's value; unset and empty are None."""
+    text = os.environ.get(variable)
+    if not text:
+        return None
+    try:
+        return int(text)
+    except ValueError as error:
+        raise ValueError(
+            f"the environment variable {variable} must be an integer, got {text!r}"
+        ) from error
+
+
+def _is_interactive_slurm() -> bool:
+    # In `srun --pty bash` the SLURM variables describe the shell, not the processes started in it.
+    return os.environ.get("SLURM_JOB_NAME") == "bash"
+
+
+def _environment_local_rank() -> int | None:
+    local_rank = _integer("LOCAL_RANK")
+    return _integer("SLURM_LOCALID") if local_rank is None else local_rank
+
+
+def _environment_rank() -> int:
+    rank = _integer("RANK")
+    if rank is None and not _is_interactive_slurm():
+        rank = _integer("SLURM_PROCID")
+    return (_environment_local_rank() or 0) if rank is None else rank
+
+
+def _environment_world_size() -> int:
+    world_size = _integer("WORLD_SIZE")
+    if world_size is None and not _is_interactive_slurm():
+        world_size = _integer("SLURM_NTASKS")
+    return 1 if world_size is None else world_size
+
+
+def _compare(variable: str, live: int) -> None:
+    text = os.environ.get(variable)
+    if text and text != str(live):
+        _warn_once(f"{variable}={text} in the environment, but the process group says {live}")
+
+
+@functools.cache
+def _warn_once(text: str) -> None:
+    logger.warning("%s; the process group is believed", text)
+
+
+def _barrier_device() -> int:
+    """Return this rank's device, also where more ranks than devices share a host."""
+    local_rank = get_local_rank()
+    if local_rank < torch.cuda.device_count():
+        return local_rank
+    return torch.cuda.current_device()

@@ -1,0 +1,199 @@
+"""Tensors and dicts of tensors, reduced across ranks."""
+
+from __future__ import annotations
+
+import numbers
+from collections import OrderedDict
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from .errors import finishing
+from .objects import all_gather_object
+from .process import comm_device, live_world_size
+
+K = TypeVar("K", bound=Hashable)
+V = TypeVar("V", bound=torch.Tensor | complex)
+
+REDUCE_OPS = ("sum", "mean", "min", "max")
+_TORCH_OPS = {
+    "sum": dist.ReduceOp.SUM,
+    "mean": dist.ReduceOp.SUM,
+    "min": dist.ReduceOp.MIN,
+    "max": dist.ReduceOp.MAX,
+}
+
+
+def reduce_mean(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the mean of the ranks' tensors as a new tensor; every rank must call this.
+
+    The shapes must agree. Integers give float32. The result is detached: no gradient flows to any
+    rank. With one process it is the tensor itself.
+    """
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"tensor must be a torch.Tensor, got {type(tensor).__name__}")
+    world_size = live_world_size()
+    if world_size == 1:
+        return tensor
+    is_inexact = tensor.is_floating_point() or tensor.is_complex()
+    dtype = tensor.dtype if is_inexact else torch.float32
+    # Divided first, so that a sum of halves cannot overflow.
+    share = tensor.detach().to(comm_device(prefer=tensor.device), dtype) / world_size
+    share = share.contiguous()
+    with finishing("reduce_mean()"):
+        dist.all_reduce(share)
+    return share.to(tensor.device)
+
+
+def all_reduce_dict(
+    py_dict: Mapping[K, V], reduce_op: str = "sum", to_float: bool = True
+) -> Mapping[K, V | torch.Tensor]:
+    """Reduce a dict of tensors or numbers over the ranks; every rank must call this.
+
+    The ranks' dicts must have the same keys, in any order, with the same shapes, dtypes and kinds
+    of device. All entries of one dtype travel together. With one process the dict itself comes
+    back, untouched; otherwise a new one (an OrderedDict for an OrderedDict) of tensors, in the
+    caller's own order.
+
+    Args:
+        reduce_op: "sum", "mean", "min" or "max".
+        to_float: make every result floating point: float64 for integers, which are reduced exactly
+            as int64, and float32 for halves. Otherwise dtypes are kept, except that the mean of
+            integers is always float64. A Python float counts as float64.
+
+    Raises:
+        ValueError: an unknown operation; on every rank, dicts that differ.
+        TypeError: `py_dict` is no mapping; on every rank, a value that is no tensor or number.
+    """
+    if reduce_op not in REDUCE_OPS:
+        raise ValueError(f"reduce_op must be one of {', '.join(REDUCE_OPS)}, got {reduce_op!r}")
+    if not isinstance(py_dict, Mapping):
+        raise TypeError(f"py_dict must be a mapping, got {type(py_dict).__name__}")
+    tensors, problem = _to_tensors(py_dict, reduce_op)
+    world_size = live_world_size()
+    if world_size == 1:
+        if problem is not None:
+            raise problem
+        return py_dict
+    layout = _agree(_Layout.of(tensors, f"{reduce_op}, to_float={to_float}"), problem)
+    reduced: dict[K, torch.Tensor] = {}
+    for keys in layout.buckets():
+        reduced |= _reduce_bucket({key: tensors[key] for key in keys}, reduce_op)
+    make = OrderedDict if isinstance(py_dict, OrderedDict) else dict
+    return make(
+        (key, _finish(reduced[key], tensor.dtype, reduce_op, to_float, world_size))
+        for key, tensor in tensors.items()
+    )
+
+
+def _to_tensors(
+    py_dict: Mapping[K, object], reduce_op: str
+) -> tuple[dict[K, torch.Tensor], Exception | None]:
+    """Return the values as tensors, and what is wrong with one of them."""
+    tensors: dict[K, torch.Tensor] = {}
+    for key, value in py_dict.items():
+        if not isinstance(value, torch.Tensor | numbers.Number):
+            what = type(value).__name__
+            return {}, TypeError(f"py_dict[{key!r}] must be a tensor or a number, got {what}")
+        try:
+            dtype = torch.float64 if isinstance(value, float) else None
+            tensors[key] = torch.as_tensor(value, dtype=dtype)
+        # Whatever torch raises, the other ranks wait for this one's answer.
+        except Exception as error:
+            return {}, ValueError(f"py_dict[{key!r}] must fit a tensor, got {value}: {error}")
+        if reduce_op in ("min", "max") and tensors[key].is_complex():
+            return {}, ValueError(f"py_dict[{key!r}] is complex, which has no {reduce_op}")
+    return tensors, None
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """What the ranks must agree on: the operation and each key's shape, dtype and device type."""
+
+    operation: str
+    entries: dict[Any, tuple[tuple[int, ...], torch.dtype, str]]
+
+    @classmethod
+    def of(cls, tensors: Mapping[Any, torch.Tensor], operation: str) -> _Layout:
+        """Describe the tensors."""
+        return cls(
+            operation,
+            {key: (tuple(t.shape), t.dtype, t.device.type) for key, t in tensors.items()},
+        )
+
+    def buckets(self) -> list[list[Any]]:
+        """Return the keys by (dtype, device type), all in this layout's order."""
+        buckets: dict[tuple[torch.dtype, str], list[Any]] = {}
+        for key, (_, dtype, device_type) in self.entries.items():
+            buckets.setdefault((dtype, device_type), []).append(key)
+        return list(buckets.values())
+
+    def difference(self, other: _Layout) -> str:
+        """Return what differs first from the other rank's layout, or an empty string."""
+        if self.operation != other.operation:
+            return f"the operation is {self.operation} there and {other.operation} here"
+        for key in [*self.entries, *other.entries]:
+            there, here = self.entries.get(key), other.entries.get(key)
+            if there != here:
+                return f"key {key!r} is {_describe(there)} there and {_describe(here)} here"
+        return ""
+
+
+def _describe(entry: tuple[tuple[int, ...], torch.dtype, str] | None) -> str:
+    return "missing" if entry is None else f"{entry[1]} of shape {entry[0]} on {entry[2]}"
+
+
+def _agree(own: _Layout, problem: Exception | None) -> _Layout:
+    """Return rank 0's layout, or raise on every rank what is wrong on any of them."""
+    answers = all_gather_object((own, problem))
+    for rank, (_, rank_problem) in enumerate(answers):
+        if rank_problem is not None:
+            raise type(rank_problem)(f"on rank {rank}: {rank_problem}")
+    agreed: _Layout = answers[0][0]
+    for rank, (layout, _) in enumerate(answers):
+        if difference := agreed.difference(layout):
+            raise ValueError(
+                f"all_reduce_dict() must get the same keys, shapes and dtypes on all ranks, but "
+                f"between rank 0 (there) and rank {rank} (here), {difference}"
+            )
+    return agreed
+
+
+def _reduce_bucket(tensors: Mapping[K, torch.Tensor], reduce_op: str) -> dict[K, torch.Tensor]:
+    """Reduce tensors of one dtype and kind of device in one collective."""
+    own: Sequence[torch.Tensor] = list(tensors.values())
+    carrier = _carrier(own[0].dtype)
+    device = comm_device(prefer=own[0].device)
+    flat = torch.cat([t.detach().to(device, carrier).reshape(-1) for t in own])
+    with finishing(f"all_reduce_dict({reduce_op})"):
+        dist.all_reduce(flat, _TORCH_OPS[reduce_op])
+    parts = flat.split_with_sizes([t.numel() for t in own])
+    return {
+        key: part.reshape(tensor.shape).to(tensor.device, copy=True)
+        for (key, tensor), part in zip(tensors.items(), parts, strict=True)
+    }
+
+
+def _carrier(dtype: torch.dtype) -> torch.dtype:
+    """Return a type that every transport can reduce and in which small types do not overflow."""
+    if dtype.is_complex:
+        return torch.promote_types(dtype, torch.float32)
+    if dtype.is_floating_point:
+        return dtype if dtype.itemsize >= 4 else torch.float32
+    return torch.int64
+
+
+def _finish(
+    reduced: torch.Tensor, dtype: torch.dtype, reduce_op: str, to_float: bool, world_size: int
+) -> torch.Tensor:
+    """Divide for a mean and cast to the documented dtype."""
+    is_integer = not (dtype.is_floating_point or dtype.is_complex)
+    if is_integer and (to_float or reduce_op == "mean"):
+        reduced = reduced.to(torch.float64)
+    if reduce_op == "mean":
+        reduced = reduced / world_size
+    keeps_dtype = not to_float and not (is_integer and reduce_op == "mean")
+    return reduced.to(dtype) if keeps_dtype else reduced

@@ -1,0 +1,157 @@
+"""Objects across ranks."""
+
+import os
+import signal
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import RanksError, run_ranks
+from stepwrap.collectives import CollectiveError, all_gather_object, broadcast
+
+
+class _OnlyUnpicklesOn:
+    """Cannot be unpickled by any other rank."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def __setstate__(self, state: dict[str, int]) -> None:
+        if dist.get_rank() != state["rank"]:
+            raise ImportError("not installed here")
+        self.__dict__ = state
+
+
+def _outcome(call: Any, *args: Any) -> tuple[str, str]:
+    try:
+        call(*args)
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+def _broadcast_from(src: int, num_bytes: int) -> dict[str, Any]:
+    rank = dist.get_rank()
+    own: Any = {"rank": rank, "data": bytes(num_bytes), "t": torch.full((2,), float(rank))}
+    # What the others pass is ignored, so it need not even be picklable.
+    payload = own if rank == src else threading.Lock()
+    received: dict[str, Any] = broadcast(payload, src)
+    assert (received is own) == (rank == src)
+    return received
+
+
+@pytest.mark.parametrize("src", [0, 1, 2])
+@pytest.mark.parametrize("num_bytes", [1, 5_000_000])
+def test_broadcast(src: int, num_bytes: int) -> None:
+    """A-6."""
+    for received in run_ranks(_broadcast_from, 3, src, num_bytes):
+        assert (received["rank"], len(received["data"])) == (src, num_bytes)
+        assert received["t"].tolist() == [src, src]
+
+
+def _broadcast_unpicklable() -> tuple[tuple[str, str], int]:
+    outcome = _outcome(broadcast, threading.Lock(), 1)
+    # The ranks are still in step.
+    return outcome, broadcast(dist.get_rank(), 1)
+
+
+def test_an_unpicklable_object_raises_the_same_on_every_rank() -> None:
+    """A-6, X-5."""
+    for (name, text), after in run_ranks(_broadcast_unpicklable, 2):
+        assert name == "CollectiveError"
+        assert text.startswith("cannot pickle the object of rank 1: TypeError: cannot pickle")
+        assert after == 1
+
+
+def _broadcast_what_rank_1_cannot_load() -> tuple[tuple[str, str], int]:
+    return _outcome(broadcast, _OnlyUnpicklesOn(0)), broadcast(dist.get_rank())
+
+
+def test_an_object_that_one_rank_cannot_load_raises_on_every_rank() -> None:
+    outcomes = run_ranks(_broadcast_what_rank_1_cannot_load, 3)
+    assert [after for _, after in outcomes] == [0, 0, 0]
+    assert {name for (name, _), _ in outcomes} == {"CollectiveError"}
+    assert outcomes[1][0][1] == "rank 1 cannot unpickle what it received: ImportError: " + (
+        "not installed here"
+    )
+
+
+def _bad_sources() -> list[tuple[str, str]]:
+    return [_outcome(broadcast, 1, src) for src in (-1, 2)]
+
+
+def test_a_source_outside_the_group_is_refused() -> None:
+    for outcomes in run_ranks(_bad_sources, 2):
+        assert outcomes == [
+            ("ValueError", "src must be a rank in [0, 2), got -1"),
+            ("ValueError", "src must be a rank in [0, 2), got 2"),
+        ]
+
+
+def test_one_process_keeps_its_own_object(monkeypatch: pytest.MonkeyPatch) -> None:
+    """X-2, also under a launcher's variables before there is a group."""
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    lock = threading.Lock()
+    assert broadcast(lock) is lock
+    assert all_gather_object(lock)[0] is lock
+    with pytest.raises(ValueError, match=r"src must be a rank in \[0, 1\), got 1"):
+        broadcast(lock, 1)
+
+
+def _gather_different_sizes() -> list[Any]:
+    rank = dist.get_rank()
+    return all_gather_object({"rank": rank, "data": [rank] * 10**rank, "none": None})
+
+
+def test_all_gather_object_is_in_rank_order_whatever_the_sizes() -> None:
+    expected = [{"rank": r, "data": [r] * 10**r, "none": None} for r in range(4)]
+    assert run_ranks(_gather_different_sizes, 4) == [expected] * 4
+
+
+def _gather_one_unpicklable() -> tuple[tuple[str, str], list[int]]:
+    rank = dist.get_rank()
+    payload: object = threading.Lock() if rank == 1 else rank
+    return _outcome(all_gather_object, payload), all_gather_object(rank)
+
+
+def test_gathering_an_unpicklable_object_raises_on_every_rank() -> None:
+    for (name, text), after in run_ranks(_gather_one_unpicklable, 2):
+        assert name == "CollectiveError"
+        assert text.startswith("cannot pickle the object of rank 1: TypeError")
+        assert after == [0, 1]
+
+
+def _lose_rank_1() -> None:
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    broadcast("text")
+    all_gather_object("text")
+
+
+def test_a_killed_rank_ends_the_others_with_an_error() -> None:
+    with pytest.raises(RanksError) as error:
+        run_ranks(_lose_rank_1, 2, group_timeout_s=20)
+    assert "CollectiveError" in error.value.reports[0]
+    assert "must be reached by all 2 ranks, but did not finish on rank 0" in error.value.reports[0]
+
+
+def _leave_rank_0_alone(path: str) -> str:
+    if dist.get_rank() == 1:
+        while not os.path.exists(path):
+            time.sleep(0.01)
+        return ""
+    try:
+        broadcast("text", src=1)
+    except CollectiveError as error:
+        return str(error)
+    finally:
+        open(path, "w").close()
+    return "no error"
+
+
+def test_a_rank_that_never_comes_ends_in_an_error_at_the_timeout(tmp_path: object) -> None:
+    message = run_ranks(_leave_rank_0_alone, 2, f"{tmp_path}/done", group_timeout_s=0.5)[0]
+    assert message.startswith("broadcast() from rank 1 must be reached by all 2 ranks")

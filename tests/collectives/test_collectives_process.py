@@ -1,0 +1,208 @@
+"""Ranks, barriers and rank-zero guards."""
+
+import logging
+import os
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from stepwrap.collectives import (
+    CollectiveError,
+    comm_device,
+    distributed_available,
+    get_local_rank,
+    get_rank,
+    get_world_size,
+    rank_zero_only,
+    synchronize,
+)
+
+
+def _identity() -> tuple[int, int, int, bool]:
+    return get_rank(), get_world_size(), get_local_rank(), distributed_available()
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({}, (0, 1, 0)),
+        ({"RANK": "", "WORLD_SIZE": "", "LOCAL_RANK": ""}, (0, 1, 0)),
+        ({"RANK": "3", "WORLD_SIZE": "4"}, (3, 4, 0)),
+        ({"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1"}, (3, 4, 1)),
+        ({"RANK": "3", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}, (3, 4, 1)),
+        ({"LOCAL_RANK": "2"}, (2, 1, 2)),
+        ({"SLURM_PROCID": "5", "SLURM_NTASKS": "8"}, (5, 8, 0)),
+        ({"SLURM_PROCID": "5", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1"}, (5, 8, 1)),
+        (
+            {
+                "SLURM_PROCID": "5",
+                "SLURM_NTASKS": "8",
+                "SLURM_LOCALID": "1",
+                "SLURM_JOB_NAME": "bash",
+            },
+            (1, 1, 1),
+        ),
+        ({"SLURM_PROCID": "5", "SLURM_NTASKS": "8", "RANK": "1", "WORLD_SIZE": "2"}, (1, 2, 0)),
+    ],
+)
+def test_the_environment_answers_without_a_group(
+    environment: dict[str, str], expected: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A-1, A-2, A-4."""
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert _identity() == (*expected, False)
+
+
+def test_a_variable_that_is_no_integer_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "first")
+    with pytest.raises(ValueError, match="variable RANK must be an integer, got 'first'"):
+        get_rank()
+
+
+def test_the_live_group_answers_without_any_environment() -> None:
+    """A-3."""
+    assert run_ranks(_identity, 2) == [(0, 2, 0, True), (1, 2, 0, True)]
+
+
+class _Records(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
+
+
+def _disagree() -> tuple[int, int, list[str]]:
+    os.environ |= {"RANK": "11", "WORLD_SIZE": "12"}
+    records = _Records()
+    logger = logging.getLogger("stepwrap.collectives")
+    logger.addHandler(records)
+    for _ in range(2):
+        rank, world_size = get_rank(), get_world_size()
+    logger.removeHandler(records)
+    return rank, world_size, records.messages
+
+
+def test_the_live_group_wins_over_the_environment_with_one_warning() -> None:
+    """X-1."""
+    rank, world_size, messages = run_ranks(_disagree, 2)[1]
+    assert (rank, world_size) == (1, 2)
+    assert len(messages) == 2
+    assert messages[0].startswith("RANK=11 in the environment, but the process group says 1")
+    assert messages[1].startswith("WORLD_SIZE=12 in the environment")
+
+
+def _in_subgroup() -> tuple[int, int]:
+    group = dist.new_group([1])
+    return get_rank(group), get_world_size(group)
+
+
+def test_ranks_in_a_subgroup() -> None:
+    assert run_ranks(_in_subgroup, 2) == [(-1, -1), (0, 1)]
+
+
+def _devices(backend: str | None, store: str) -> list[torch.device]:
+    dist.init_process_group(backend, store=dist.FileStore(store, 1), rank=0, world_size=1)
+    cpu = torch.device("cpu")
+    return [comm_device(), comm_device(prefer=cpu), comm_device(prefer=torch.device("meta"))]
+
+
+@pytest.mark.parametrize("backend", [None, "gloo", "cpu:gloo"])
+def test_tensors_travel_on_the_cpu_however_gloo_was_asked_for(
+    backend: str | None, tmp_path: object
+) -> None:
+    """X-3."""
+    devices = run_ranks(_devices, 1, backend, f"{tmp_path}/store", init=False)[0]
+    assert devices == [torch.device("cpu")] * 3
+
+
+def test_without_a_group_tensors_stay_on_the_cpu_and_nothing_waits() -> None:
+    synchronize(timeout_s=1e-3)
+    assert comm_device() == torch.device("cpu")
+
+
+def _wait_for_late_rank() -> float:
+    dist.barrier()
+    entered = time.monotonic()
+    if dist.get_rank() == 1:
+        time.sleep(0.3)
+    synchronize()
+    return time.monotonic() - entered
+
+
+def test_synchronize_waits_for_the_last_rank() -> None:
+    """A-5."""
+    assert run_ranks(_wait_for_late_rank, 2)[0] >= 0.25
+
+
+def _miss_rank_1(path: str) -> str:
+    if dist.get_rank() == 1:
+        while not os.path.exists(path):
+            time.sleep(0.01)
+        return ""
+    try:
+        synchronize(timeout_s=0.3)
+    except CollectiveError as error:
+        return str(error)
+    finally:
+        open(path, "w").close()
+    return "no error"
+
+
+def test_synchronize_names_the_rank_that_does_not_come(tmp_path: object) -> None:
+    message = run_ranks(_miss_rank_1, 2, f"{tmp_path}/done")[0]
+    assert "synchronize() must be reached by all 2 ranks" in message
+    assert "Ranks 1 failed" in message
+
+
+def _barrier_without_plain_gloo(store: str) -> str:
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    dist.destroy_process_group()
+    dist.init_process_group(
+        "cpu:gloo", store=dist.FileStore(store, world_size), rank=rank, world_size=world_size
+    )
+    synchronize()
+    synchronize(timeout_s=20)
+    return str(dist.get_backend())
+
+
+def test_synchronize_under_a_backend_with_device_types(tmp_path: object) -> None:
+    assert run_ranks(_barrier_without_plain_gloo, 2, f"{tmp_path}/store") == ["cpu:gloo"] * 2
+
+
+def test_a_timeout_must_be_positive() -> None:
+    with pytest.raises(ValueError, match="timeout_s must be positive, got 0"):
+        synchronize(timeout_s=0)
+
+
+_calls: list[str] = []
+
+
+@rank_zero_only
+def _write(text: str) -> str:
+    """Write it down."""
+    _calls.append(text)
+    return text
+
+
+def _write_once() -> tuple[str | None, int]:
+    _calls.clear()
+    return _write("text"), len(_calls)
+
+
+def test_rank_zero_only_runs_on_rank_zero() -> None:
+    """A-20."""
+    assert run_ranks(_write_once, 2) == [("text", 1), (None, 0)]
+    assert (_write.__name__, _write.__doc__) == ("_write", "Write it down.")
+
+
+def test_rank_zero_only_asks_the_environment_before_there_is_a_group(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert _write("text") == "text"
+    monkeypatch.setenv("RANK", "3")
+    assert _write("text") is None

@@ -1,0 +1,188 @@
+"""Tensors and dicts across ranks."""
+
+from collections import OrderedDict
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from stepwrap.collectives import all_reduce_dict, reduce_mean
+
+
+def _outcome(call: Any, *args: Any) -> tuple[str, str]:
+    try:
+        call(*args)
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+def _mean_of(values: list[float], dtype: torch.dtype) -> torch.Tensor:
+    own = torch.tensor(values, dtype=dtype) * (dist.get_rank() + 1)
+    own.requires_grad_(dtype.is_floating_point)
+    before = own.detach().clone()
+    mean = reduce_mean(own)
+    assert torch.equal(own, before)
+    assert not mean.requires_grad
+    return mean
+
+
+@pytest.mark.parametrize(
+    ("dtype", "expected"),
+    [
+        (torch.float32, torch.float32),
+        (torch.float64, torch.float64),
+        (torch.bfloat16, torch.bfloat16),
+        (torch.int64, torch.float32),
+        (torch.complex64, torch.complex64),
+    ],
+)
+def test_reduce_mean(dtype: torch.dtype, expected: torch.dtype) -> None:
+    """A-14."""
+    for mean in run_ranks(_mean_of, 2, [1, 2], dtype):
+        assert torch.equal(mean, torch.tensor([1.5, 3.0], dtype=expected))
+
+
+def _mean_of_transposed() -> torch.Tensor:
+    return reduce_mean((torch.arange(6.0).reshape(2, 3) * dist.get_rank()).T)
+
+
+def test_reduce_mean_of_a_tensor_that_is_not_contiguous() -> None:
+    expected = torch.arange(6.0).reshape(2, 3).T / 2
+    assert all(torch.equal(mean, expected) for mean in run_ranks(_mean_of_transposed, 2))
+
+
+def test_one_process_keeps_what_it_has() -> None:
+    tensor, py_dict = torch.ones(2), {"a": torch.ones(2), "n": 1}
+    assert reduce_mean(tensor) is tensor
+    assert all_reduce_dict(py_dict, "mean") is py_dict
+
+
+def _reduce_rank_dict(reduce_op: str, to_float: bool) -> dict[str, torch.Tensor]:
+    rank = dist.get_rank()
+    a = torch.ones(2) * (rank + 1)
+    tracked = torch.tensor(2**24 + 1 + rank)
+    half = torch.full((1, 2), 40000.0 + 64 * rank, dtype=torch.float16)
+    entries: dict[str, Any] = {"a": a, "n": 4, "tracked": tracked, "half": half}
+    entries |= {"x": 0.1 + rank, "flag": torch.tensor(rank == 0), "none": torch.empty(0, 3)}
+    # Different insertion orders.
+    keys = list(entries) if rank == 0 else list(reversed(entries))
+    own = {key: entries[key] for key in keys}
+    reduced = all_reduce_dict(own, reduce_op, to_float)
+    assert list(reduced) == keys
+    assert a.tolist() == [rank + 1] * 2
+    assert tracked.item() == 2**24 + 1 + rank
+    return dict(reduced)
+
+
+def test_sums_are_exact_and_floating_point() -> None:
+    """A-15, A-16, A-19."""
+    for reduced in run_ranks(_reduce_rank_dict, 2, "sum", True):
+        assert reduced["a"].tolist() == [3.0, 3.0]
+        assert reduced["n"].item() == 8.0
+        assert reduced["tracked"].item() == 2.0**25 + 3
+        assert reduced["half"].tolist() == [[80064.0, 80064.0]]
+        assert reduced["x"].item() == 0.1 + 1.1
+        assert reduced["flag"].item() == 1.0
+        assert reduced["none"].shape == (0, 3)
+        assert all(value.is_floating_point() for value in reduced.values())
+
+
+def test_dtypes_are_kept_without_to_float() -> None:
+    for reduced in run_ranks(_reduce_rank_dict, 2, "max", False):
+        dtypes = [reduced[key].dtype for key in ("a", "n", "tracked", "half", "flag")]
+        assert dtypes == [torch.float32, torch.int64, torch.int64, torch.float16, torch.bool]
+        assert reduced["a"].tolist() == [2.0, 2.0]
+        assert reduced["tracked"].item() == 2**24 + 2
+        assert reduced["flag"].item() is True
+
+
+def test_the_mean_of_integers_is_a_float_in_any_case() -> None:
+    """A-18."""
+    for reduced in run_ranks(_reduce_rank_dict, 2, "mean", False):
+        assert reduced["tracked"].item() == 2**24 + 1.5
+        assert reduced["n"].dtype == torch.float64
+        assert reduced["half"].dtype == torch.float16
+        assert reduced["half"][0, 0].item() == torch.tensor(40032.0, dtype=torch.float16).item()
+        assert reduced["a"].tolist() == [1.5, 1.5]
+
+
+def test_the_smallest_of_all_ranks() -> None:
+    for reduced in run_ranks(_reduce_rank_dict, 2, "min", True):
+        assert reduced["a"].tolist() == [1.0, 1.0]
+        assert reduced["flag"].item() == 0.0
+
+
+def _reduce_ordered() -> tuple[str, list[tuple[str, int]]]:
+    own = OrderedDict([("a", torch.tensor(1)), ("b", torch.tensor(10))])
+    if dist.get_rank() == 1:
+        own.move_to_end("a")
+    reduced = all_reduce_dict(own, to_float=False)
+    return type(reduced).__name__, [(key, int(value.item())) for key, value in reduced.items()]
+
+
+def test_an_ordered_dict_of_another_order_is_not_mixed_up() -> None:
+    kind, items = run_ranks(_reduce_ordered, 2)[1]
+    assert (kind, items) == ("OrderedDict", [("b", 20), ("a", 2)])
+
+
+def _reduce_differing(kind: str) -> tuple[tuple[str, str], dict[str, int]]:
+    own: dict[str, Any] = {"a": torch.ones(2), "b": torch.ones(2)}
+    op = "sum"
+    if dist.get_rank() == 1:
+        if kind == "missing":
+            del own["b"]
+        elif kind == "value":
+            own["b"] = "text"
+        elif kind == "huge":
+            own["b"] = 2**70
+        elif kind == "op":
+            op = "mean"
+        else:
+            own["b"] = {"shape": torch.ones(3), "dtype": torch.ones(2).double()}[kind]
+    return _outcome(all_reduce_dict, own, op), dict(all_reduce_dict({"n": 1}, to_float=False))
+
+
+@pytest.mark.parametrize(
+    ("kind", "error", "text"),
+    [
+        (
+            "missing",
+            "ValueError",
+            "key 'b' is torch.float32 of shape (2,) on cpu there and missing",
+        ),
+        ("shape", "ValueError", "key 'b' is torch.float32 of shape (2,) on cpu there and torch."),
+        ("dtype", "ValueError", "and torch.float64 of shape (2,) on cpu here"),
+        ("value", "TypeError", "on rank 1: py_dict['b'] must be a tensor or a number, got str"),
+        ("huge", "ValueError", "on rank 1: py_dict['b'] must fit a tensor, got 11805916207174"),
+        ("op", "ValueError", "the operation is sum, to_float=True there and mean, to_float=True"),
+    ],
+)
+def test_a_difference_raises_the_same_on_every_rank(kind: str, error: str, text: str) -> None:
+    """A-17, X-5."""
+    for (name, message), after in run_ranks(_reduce_differing, 2, kind):
+        assert name == error
+        assert text in message
+        assert int(after["n"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("args", "error", "text"),
+    [
+        (({}, "avg"), ValueError, "reduce_op must be one of sum, mean, min, max, got 'avg'"),
+        (([1],), TypeError, "py_dict must be a mapping, got list"),
+        (({"a": "text"},), TypeError, "py_dict['a'] must be a tensor or a number, got str"),
+        (({"a": 1j}, "max"), ValueError, "py_dict['a'] is complex, which has no max"),
+    ],
+)
+def test_arguments_are_checked_in_one_process_too(
+    args: tuple[Any, ...], error: type[Exception], text: str
+) -> None:
+    """X-2."""
+    assert _outcome(all_reduce_dict, *args) == (error.__name__, text)
+
+
+def test_reduce_mean_wants_a_tensor() -> None:
+    with pytest.raises(TypeError, match=r"tensor must be a torch.Tensor, got float"):
+        reduce_mean(1.0)  # type: ignore[arg-type]

@@ -1,0 +1,142 @@
+"""The packed reduction of the logs."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from stepwrap.collectives import mean_scalars
+
+
+def _count_collectives(scalars: dict[str, Any]) -> tuple[dict[str, int], dict[str, float]]:
+    """Count the transport's own profiling events, one for each collective."""
+    with torch.profiler.profile() as profiler:
+        means = mean_scalars(scalars)
+    counts: dict[str, int] = {}
+    for event in profiler.events():
+        if event.name.startswith(("gloo:", "nccl:")):
+            counts[event.name] = counts.get(event.name, 0) + 1
+    return counts, means
+
+
+def _numbered(num_keys: int) -> tuple[dict[str, int], dict[str, float]]:
+    rank = dist.get_rank()
+    return _count_collectives({f"key_{i}": torch.tensor(i + rank) for i in range(num_keys)})
+
+
+@pytest.mark.parametrize(("num_keys", "num_collectives"), [(0, 1), (10, 1), (64, 1), (65, 2)])
+def test_equal_keys_take_one_collective(num_keys: int, num_collectives: int) -> None:
+    for counts, means in run_ranks(_numbered, 2, num_keys):
+        assert counts == {"gloo:all_reduce": num_collectives}
+        assert means == {f"key_{i}": i + 0.5 for i in range(num_keys)}
+
+
+def _mixed_kinds() -> dict[str, float]:
+    rank = dist.get_rank()
+    scalars = {
+        "float": 0.1 + rank,
+        "int": 2 + rank,
+        "bool": rank == 0,
+        "half": torch.tensor(1.5 + rank, dtype=torch.bfloat16),
+        "gradient": torch.tensor([1.0 + rank], requires_grad=True),
+        "count": torch.tensor(2**40 + rank),
+    }
+    keys = list(scalars) if rank == 0 else list(reversed(scalars))
+    means = mean_scalars({key: scalars[key] for key in keys})
+    assert list(means) == keys
+    return means
+
+
+def test_kinds_and_orders_may_be_mixed() -> None:
+    for means in run_ranks(_mixed_kinds, 2):
+        assert means["float"] == pytest.approx(0.6, abs=1e-15)
+        assert means["bool"] == 0.5
+        assert (means["int"], means["half"], means["gradient"]) == (2.5, 2.0, 1.5)
+        assert means["count"] == 2**40 + 0.5
+
+
+def _not_finite() -> dict[str, float]:
+    bad = [math.nan, math.inf, -math.inf][dist.get_rank()]
+    return mean_scalars({"a": 1.0, "inf": abs(bad), "m": bad, "one": bad if bad > 0 else 2.0})
+
+
+def test_a_value_that_is_not_finite_reaches_its_own_key_only() -> None:
+    for means in run_ranks(_not_finite, 3):
+        assert means["a"] == 1.0
+        assert math.isnan(means["m"])
+        assert math.isnan(means["inf"])
+        assert means["one"] == math.inf
+
+
+def _with_own_keys(keys: list[list[str]]) -> tuple[list[dict[str, float]], dict[str, float]]:
+    rank = dist.get_rank()
+    first = [mean_scalars(dict.fromkeys(keys[rank], rank + 1.0)) for _ in range(2)]
+    return first, mean_scalars({"same": rank})
+
+
+_MANY = [f"m{i}" for i in range(200)]
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ([["a", "b"], ["b", "c"]], {"a": 1.0, "b": 1.5, "c": 2.0}),
+        ([["a"], []], {"a": 1.0}),
+        ([[], ["a"]], {"a": 2.0}),
+        ([["a", "b"], ["b", "A"]], {"a": 1.0, "b": 1.5, "A": 2.0}),
+        ([["a"], ["b"], ["a"]], {"a": 2.0, "b": 2.0}),
+        ([["a"], _MANY], {"a": 1.0} | dict.fromkeys(_MANY, 2.0)),
+        ([_MANY[:64], _MANY], dict.fromkeys(_MANY[:64], 1.5) | dict.fromkeys(_MANY[64:], 2.0)),
+        ([_MANY, _MANY[1:]], {"m0": 1.0} | dict.fromkeys(_MANY[1:], 1.5)),
+    ],
+)
+def test_different_keys_give_the_union(keys: list[list[str]], expected: dict[str, float]) -> None:
+    """Also when the numbers of keys differ widely; the ranks stay in step."""
+    results = run_ranks(_with_own_keys, len(keys), keys)
+    for union, after in results:
+        assert union == [expected, expected]
+        assert list(union[0]) == list(results[0][0][0])
+        assert after == {"same": (len(keys) - 1) / 2}
+
+
+def _with_bad_value(bad: dict[Any, Any]) -> tuple[str, str, dict[str, float]]:
+    rank = dist.get_rank()
+    try:
+        mean_scalars(bad if rank == 1 else {"a": 1.0})
+    except Exception as error:
+        return type(error).__name__, str(error), mean_scalars({"after": rank})
+    raise RuntimeError("no error was raised")
+
+
+@pytest.mark.parametrize(
+    ("bad", "name", "text"),
+    [
+        ({"a": "1"}, "TypeError", "scalars['a'] must be a number or a tensor, got str"),
+        ({"a": None}, "TypeError", "scalars['a'] must be a number or a tensor, got NoneType"),
+        ({1: 1.0}, "TypeError", "the keys of scalars must be strings, got 1"),
+        ({"a": 10**400}, "ValueError", "scalars['a'] must fit a float"),
+        (
+            {"a": torch.ones(2)},
+            "ValueError",
+            "scalars['a'] must be one real number, got a torch.float32 tensor of shape (2,)",
+        ),
+    ],
+)
+def test_a_rank_with_no_scalar_raises_on_every_rank(
+    bad: dict[Any, Any], name: str, text: str
+) -> None:
+    """X-5, and the same check in one process."""
+    expected = (name, f"on rank 1: {text}", {"after": 0.5})
+    assert run_ranks(_with_bad_value, 2, bad) == [expected] * 2
+    with pytest.raises((TypeError, ValueError)) as error:
+        mean_scalars(bad)
+    assert (type(error.value).__name__, str(error.value)) == (name, text)
+
+
+def test_one_process_gets_floats(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    means = mean_scalars({"b": torch.tensor([2], dtype=torch.int32), "a": 1, "nan": math.inf})
+    assert list(means.items()) == [("b", 2.0), ("a", 1.0), ("nan", math.inf)]
+    assert all(type(value) is float for value in means.values())
