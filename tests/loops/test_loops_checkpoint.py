@@ -1,0 +1,307 @@
+"""Checkpoints: what is in them, damage, errors, pruning."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from loop_parts import assert_identical, make_loader, make_state, weights_of
+from ranks import run_ranks
+from stepwrap.loops import (
+    CheckpointError,
+    EpochTrainLoop,
+    HookList,
+    LoopState,
+    find_checkpoint,
+    load_checkpoint,
+    prune_checkpoints,
+    save_alone,
+    save_checkpoint,
+)
+from stepwrap.wrappers import OptimWrapper, SingleDevice
+from torch import nn
+
+
+class Counter:
+    """Something stateful."""
+
+    def __init__(self, value: Any = 0) -> None:
+        self.value = value
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, Any], /) -> None:
+        self.value = state["value"]
+
+
+def trained(steps: int = 2) -> LoopState:
+    state = make_state()
+    EpochTrainLoop(make_loader(2 * steps), max_epochs=1).run(state, HookList())
+    return state
+
+
+def test_everything_comes_back(tmp_path: Path) -> None:
+    state = trained()
+    state.metrics, state.evaluated_at, state.clock_s = {"loss": 0.5}, state.step, 12.5
+    state.stateful = {"hooks.counter": Counter([1, (2.5, None), {"a": torch.ones(2)}])}
+    path = save_checkpoint(tmp_path, state)
+    draws = random.random(), np.random.rand(), torch.rand(()).item()
+
+    other = make_state()
+    other.stateful = {"hooks.counter": Counter()}
+    load_checkpoint(path).restore(other)
+
+    assert (random.random(), np.random.rand(), torch.rand(()).item()) == draws
+    assert_identical(weights_of(other), weights_of(state))
+    assert other.state_dict() == state.state_dict()
+    assert other.stateful["hooks.counter"].value[1] == (2.5, None)
+    old, new = state.optim_wrapper.state_dict(), other.optim_wrapper.state_dict()
+    assert old["param_groups"] == new["param_groups"]
+    for index, buffers in old["state"].items():
+        assert torch.equal(buffers["momentum_buffer"], new["state"][index]["momentum_buffer"])
+
+
+def test_the_folder_describes_itself(tmp_path: Path) -> None:
+    state = trained()
+    state.metrics, state.evaluated_at = {"loss": 0.5, "bad": float("nan")}, state.step
+    path = save_checkpoint(tmp_path, state, reason="end", is_best=True)
+    assert path.name == "step_00000002"
+    meta = json.loads((path / "checkpoint.json").read_text())
+    assert meta["step"] == 2
+    assert meta["epoch"] == 1
+    assert meta["metrics"] == {"loss": 0.5, "bad": None}
+    assert (meta["reason"], meta["best"], meta["world_size"]) == ("end", True, 1)
+    assert set(meta["files"]) == {"model.pt", "optim.pt", "state.pt", "rank_00000.pt"}
+    assert set(os.listdir(path)) == {*meta["files"], "checkpoint.json"}
+    weights = torch.load(path / "model.pt", weights_only=True)
+    assert list(weights) == list(weights_of(state))
+
+
+def test_metrics_of_other_weights_are_not_claimed(tmp_path: Path) -> None:
+    state = trained()
+    state.metrics, state.evaluated_at = {"loss": 0.5}, state.step - 1
+    meta = load_checkpoint(save_checkpoint(tmp_path, state)).meta
+    assert meta["metrics"] == {}
+
+
+def test_latest_and_best_are_found_from_the_folders(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    assert find_checkpoint(tmp_path) is None
+    state = make_state()
+    paths = []
+    for step, best in ((10, False), (20, True), (5, False)):
+        state.step = step
+        paths.append(save_checkpoint(folder, state, is_best=best))
+    # The last one written counts, also when its step is lower: the run was taken back.
+    assert find_checkpoint(tmp_path) == paths[2]
+    assert find_checkpoint(tmp_path, "best") == paths[1]
+    with pytest.raises(ValueError, match="latest"):
+        find_checkpoint(tmp_path, "newest")
+
+
+@pytest.mark.parametrize("name", ["model.pt", "checkpoint.json", "rank_00000.pt"])
+def test_a_damaged_checkpoint_is_named_and_the_one_before_taken(
+    tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    state = make_state()
+    good = save_checkpoint(tmp_path, state)
+    state.step = 1
+    bad = save_checkpoint(tmp_path, state)
+    content = bytearray((bad / name).read_bytes())
+    content[len(content) // 2] ^= 255
+    (bad / name).write_bytes(content)
+    with caplog.at_level(logging.WARNING):
+        assert find_checkpoint(tmp_path) == good
+    assert str(bad) in caplog.text
+    assert name in caplog.text
+    with pytest.raises(CheckpointError, match=name):
+        load_checkpoint(bad).restore(make_state())
+
+
+def test_a_missing_file_is_damage(tmp_path: Path) -> None:
+    path = save_checkpoint(tmp_path, make_state())
+    (path / "optim.pt").unlink()
+    assert find_checkpoint(tmp_path) is None
+    with pytest.raises(CheckpointError, match=r"damaged: optim\.pt"):
+        load_checkpoint(path).restore(make_state())
+
+
+def test_what_is_no_checkpoint_and_what_is_too_new(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="is not a checkpoint"):
+        load_checkpoint(tmp_path)
+    path = save_checkpoint(tmp_path, make_state())
+    meta = json.loads((path / "checkpoint.json").read_text())
+    (path / "checkpoint.json").write_text(json.dumps({**meta, "format": 99}))
+    with pytest.raises(CheckpointError, match="format 99"):
+        load_checkpoint(path)
+
+
+def test_a_new_checkpoint_of_the_same_step_replaces_the_old_one(tmp_path: Path) -> None:
+    state = make_state()
+    save_checkpoint(tmp_path, state, is_best=True)
+    second = save_checkpoint(tmp_path, state)
+    third = save_checkpoint(tmp_path, state)
+    assert list(tmp_path.iterdir()) == [third]
+    assert second != third
+    assert find_checkpoint(tmp_path, "best") == third
+
+
+def test_drafts_of_killed_runs_are_removed(tmp_path: Path) -> None:
+    stale = tmp_path / ".draft-0123"
+    stale.mkdir()
+    (stale / "model.pt").write_text("half")
+    save_checkpoint(tmp_path, make_state())
+    assert not stale.exists()
+
+
+def test_pruning_keeps_the_last_and_what_is_asked_for(tmp_path: Path) -> None:
+    state = make_state()
+    paths = []
+    for step in range(5):
+        state.step = step
+        paths.append(save_checkpoint(tmp_path, state))
+    assert set(prune_checkpoints(tmp_path, 2, {paths[1]})) == {paths[0], paths[2]}
+    assert set(tmp_path.iterdir()) == {paths[1], paths[3], paths[4]}
+    assert prune_checkpoints(tmp_path, None) == []
+
+
+def test_a_state_that_could_not_be_loaded_safely_is_refused_by_name(tmp_path: Path) -> None:
+    state = make_state()
+    state.stateful = {"hooks.odd": Counter({"when": {"inner": object()}})}
+    with pytest.raises(CheckpointError, match=r"hooks\.odd\.value\.when\.inner is a builtins\.obj"):
+        save_checkpoint(tmp_path, state)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_numpy_numbers_become_plain_ones(tmp_path: Path) -> None:
+    state = make_state()
+    state.stateful = {"x": Counter([np.float64(0.5), np.int64(3), np.bool_(True), np.float32(2)])}
+    path = save_checkpoint(tmp_path, state)
+    load_checkpoint(path).restore(state)
+    assert state.stateful["x"].value == [0.5, 3, True, 2.0]
+
+
+def test_a_model_that_does_not_fit_is_explained(tmp_path: Path) -> None:
+    class Net(nn.Module):
+        def __init__(self, width: int, head: str) -> None:
+            super().__init__()
+            self.body = nn.Linear(2, width)
+            self.add_module(head, nn.Linear(width, 1))
+
+    def state_of(net: nn.Module) -> LoopState:
+        return LoopState(SingleDevice(net), OptimWrapper(torch.optim.SGD(net.parameters(), 0.1)))
+
+    path = save_checkpoint(tmp_path, state_of(Net(3, "head_old")))
+    target = Net(4, "head_new")
+    before = target.body.weight.clone()
+    with pytest.raises(CheckpointError) as caught:
+        load_checkpoint(path).restore(state_of(target))
+    text = str(caught.value)
+    assert "does not fit Net" in text
+    assert "body.weight: shape (3, 2) in the checkpoint, (4, 2) in the model" in text
+    assert "head_new.weight: missing in the checkpoint (the checkpoint has head_old.weight)" in text
+    assert "head_old.bias: not in the model" in text
+    assert torch.equal(target.body.weight, before)
+
+
+def test_an_optimizer_that_does_not_fit_is_explained(tmp_path: Path) -> None:
+    path = save_checkpoint(tmp_path, make_state())
+    other = make_state()
+    groups = [{"params": [p]} for p in other.model.parameters()]
+    other.optim_wrapper = OptimWrapper(torch.optim.SGD(groups, lr=0.1))
+    with pytest.raises(CheckpointError, match="does not fit this run's optimizer"):
+        load_checkpoint(path).restore(other)
+
+
+def test_missing_and_surplus_states_are_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    state = make_state()
+    state.stateful = {"hooks.old": Counter()}
+    path = save_checkpoint(tmp_path, state)
+    state.stateful = {"hooks.new": Counter(7)}
+    with caplog.at_level(logging.WARNING):
+        load_checkpoint(path).restore(state)
+    assert "hooks.new" in caplog.text
+    assert "hooks.old" in caplog.text
+    assert state.stateful["hooks.new"].value == 7
+
+
+def test_only_the_model_can_be_loaded_into_a_bare_model(tmp_path: Path) -> None:
+    state = trained()
+    bare = make_state().model.module
+    load_checkpoint(save_checkpoint(tmp_path, state)).load_model(bare)
+    assert_identical(dict(bare.state_dict()), weights_of(state))
+
+
+def test_reasons_are_checked(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="reason must be one of"):
+        save_checkpoint(tmp_path, make_state(), reason="fun")
+
+
+def _failing_rank(folder: Path) -> str:
+    state = make_state()
+    if torch.distributed.get_rank() == 1:
+        torch.save = _refuse
+    try:
+        save_checkpoint(folder, state)
+    except CheckpointError as error:
+        return str(error)
+    finally:
+        torch.save = _SAVE
+    return "no error"
+
+
+_SAVE = torch.save
+
+
+def _refuse(*args: Any) -> None:
+    raise OSError("no space left")
+
+
+def test_a_failure_on_one_rank_is_everyones_and_leaves_nothing(tmp_path: Path) -> None:
+    texts = run_ranks(_failing_rank, 2, tmp_path)
+    assert texts[0] == texts[1]
+    assert "rank 1: OSError: no space left" in texts[0]
+    assert list(tmp_path.iterdir()) == []
+
+
+def _save_on_ranks(folder: Path) -> Path:
+    state = make_state()
+    loader = make_loader(8)
+    EpochTrainLoop(loader, max_epochs=1).run(state, HookList())
+    torch.manual_seed(100 + torch.distributed.get_rank())
+    save_alone(folder / "alone", state)
+    return save_checkpoint(folder, state)
+
+
+def _restore_on_ranks(path: Path) -> tuple[dict[str, torch.Tensor], float]:
+    state = make_state()
+    load_checkpoint(path).restore(state)
+    return weights_of(state), torch.rand(()).item()
+
+
+def test_checkpoints_move_between_wrappers_and_world_sizes(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = run_ranks(_save_on_ranks, 2, tmp_path)[0]
+    assert {file.name for file in path.glob("rank_*")} == {"rank_00000.pt", "rank_00001.pt"}
+    assert [p.name for p in (tmp_path / "alone").rglob("rank_*")] == ["rank_00000.pt"]
+    single = make_state()
+    load_checkpoint(path).restore(single)
+    again = run_ranks(_restore_on_ranks, 3, path)
+    for weights, _ in again:
+        assert_identical(weights, weights_of(single))
+    draws = [draw for _, draw in again]
+    expected = [torch.rand((), generator=torch.Generator().manual_seed(100 + r)) for r in (0, 1)]
+    assert draws[:2] == [each.item() for each in expected]
+    assert draws[2] not in draws[:2]
+    assert run_ranks(_restore_on_ranks, 3, path)[2][1] == draws[2]

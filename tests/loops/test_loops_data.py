@@ -1,0 +1,208 @@
+"""The order of the data: shards, positions, workers, foreign loaders."""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from stepwrap.loops import ShardedBatchSampler, build_loader
+from stepwrap.loops.data import batches_from
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
+
+SHAPES = {"samples": st.integers(1, 60), "size": st.integers(1, 7), "world": st.integers(1, 4)}
+
+
+def shards(samples: int, size: int, world: int, **options: Any) -> list[list[list[int]]]:
+    """Return every rank's batches of epoch 3."""
+    by_rank = []
+    for rank in range(world):
+        sampler = ShardedBatchSampler(
+            samples, size, shuffle=True, seed=5, rank=rank, world_size=world, **options
+        )
+        sampler.set_position(3)
+        batches = [list(batch) for batch in sampler]
+        assert len(batches) == len(sampler)
+        by_rank.append(batches)
+    return by_rank
+
+
+@settings(max_examples=60, deadline=None)
+@given(**SHAPES)
+def test_evaluation_has_each_sample_exactly_once(samples: int, size: int, world: int) -> None:
+    by_rank = shards(samples, size, world, even=False)
+    seen = [index for batches in by_rank for batch in batches for index in batch]
+    assert sorted(seen) == list(range(samples))
+
+
+@settings(max_examples=60, deadline=None)
+@given(**SHAPES)
+def test_training_has_equal_shares_of_all_samples(samples: int, size: int, world: int) -> None:
+    by_rank = shards(samples, size, world)
+    lengths = [[len(batch) for batch in batches] for batches in by_rank]
+    assert all(each == lengths[0] for each in lengths)
+    seen = [index for batches in by_rank for batch in batches for index in batch]
+    assert set(seen) == set(range(samples))
+    assert len(seen) == -(-samples // world) * world
+
+
+@settings(max_examples=60, deadline=None)
+@given(**SHAPES)
+def test_global_batches_are_consecutive_pieces_of_one_order(
+    samples: int, size: int, world: int
+) -> None:
+    order = [index for batch in shards(samples, 1, 1)[0] for index in batch]
+    by_rank = shards(samples, size, world)
+    whole = samples // (size * world)
+    for k in range(whole):
+        together = sorted(index for batches in by_rank for index in batches[k])
+        assert together == sorted(order[k * size * world : (k + 1) * size * world])
+
+
+def test_drop_last_leaves_full_global_batches() -> None:
+    assert [len(batches) for batches in shards(23, 3, 2, drop_last=True)] == [3, 3]
+    with pytest.raises(ValueError, match="drop_last leaves no batch"):
+        shards(5, 3, 2, drop_last=True)
+
+
+def test_ranks_may_have_no_batch_at_all() -> None:
+    assert [len(batches) for batches in shards(2, 4, 3, even=False)] == [1, 1, 0]
+
+
+def test_epochs_differ_and_come_back() -> None:
+    sampler = ShardedBatchSampler(50, 5, shuffle=True, seed=1)
+    orders = []
+    for epoch in (0, 1, 0):
+        sampler.set_position(epoch)
+        orders.append(list(sampler))
+    assert orders[0] == orders[2] != orders[1]
+    assert orders[0] != list(ShardedBatchSampler(50, 5, shuffle=True, seed=2))
+
+
+@pytest.mark.parametrize("bad", [{"batch_size": 0}, {"rank": 2, "world_size": 2}])
+def test_bad_numbers_are_refused(bad: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match="must be"):
+        ShardedBatchSampler(10, **{"batch_size": 2, **bad}, shuffle=False)
+
+
+class Noisy(Dataset[Any]):
+    """Draws from every random stream that an augmentation may use."""
+
+    def __init__(self, samples: int = 12) -> None:
+        self.samples = samples
+        self.read: list[int] = []
+
+    def __len__(self) -> int:
+        return self.samples
+
+    def __getitem__(self, index: int) -> tuple[int, float, float]:
+        self.read.append(index)
+        return index, random.random(), torch.rand(()).item()
+
+
+def batches_as_lists(loader: Any, epoch: int, batch: int = 0) -> list[list[list[float]]]:
+    return [[part.tolist() for part in parts] for parts in batches_from(loader, epoch, batch)]
+
+
+def noisy_loader(num_workers: int) -> DataLoader[Any]:
+    return build_loader(
+        Noisy(), batch_size=2, train=True, shuffle=True, seed=3, num_workers=num_workers
+    )
+
+
+def test_workers_repeat_their_augmentations_whatever_their_number() -> None:
+    two = noisy_loader(2)
+    whole = batches_as_lists(two, epoch=1)
+    assert batches_as_lists(two, epoch=1, batch=4) == whole[4:]
+    assert batches_as_lists(noisy_loader(1), epoch=1) == whole
+    assert batches_as_lists(two, epoch=2) != whole
+    indices = [parts[0] for parts in whole]
+    assert [parts[0] for parts in batches_as_lists(noisy_loader(0), epoch=1)] == indices
+
+
+def test_a_position_is_reached_without_reading_or_drawing() -> None:
+    dataset = Noisy()
+    loader = build_loader(dataset, batch_size=2, train=True, shuffle=True)
+    whole = [parts[0].tolist() for parts in batches_from(loader, 1)]
+    dataset.read.clear()
+    before = torch.get_rng_state()
+    rest = batches_from(loader, 1, 4)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert [parts[0].tolist() for parts in rest] == whole[4:]
+    assert len(dataset.read) == 4
+
+
+def test_a_position_after_the_last_batch_leaves_nothing() -> None:
+    assert list(batches_from(noisy_loader(0), 0, 6)) == []
+
+
+class Counting(Sampler[int]):
+    """A user's sampler whose order is a function of the epoch."""
+
+    epoch = -1
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return 8
+
+    def __iter__(self) -> Iterator[int]:
+        return iter([(index + self.epoch) % 8 for index in range(8)])
+
+
+def test_a_loader_with_a_sampler_that_knows_the_epoch_is_skipped_by_index() -> None:
+    dataset = Noisy(8)
+    loader = DataLoader(dataset, batch_size=2, sampler=Counting())
+    before = torch.get_rng_state()
+    rest = batches_from(loader, 3, 2)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert [parts[0].tolist() for parts in rest] == [[7, 0], [1, 2]]
+    assert dataset.read == [7, 0, 1, 2]
+
+
+def test_lists_are_skipped_by_index() -> None:
+    assert list(batches_from(["a", "b", "c"], 0, 2)) == ["c"]
+
+
+def test_other_iterables_are_read_past_and_one_line_says_so(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    loader = DataLoader(Noisy(8), batch_size=2, shuffle=True)
+    before = torch.get_rng_state()
+    with caplog.at_level(logging.WARNING):
+        rest = batches_from(loader, 0, 3)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert len(list(rest)) == 1
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "reading and discarding" in caplog.text
+
+
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(5))
+
+
+def test_iterable_data_sets_load_but_do_not_shuffle() -> None:
+    loader = build_loader(Stream(), batch_size=2)
+    assert [batch.tolist() for batch in batches_from(loader, 0)] == [[0, 1], [2, 3], [4]]
+    with pytest.raises(ValueError, match="shuffle must be false for Stream"):
+        build_loader(Stream(), batch_size=2, shuffle=True)
+
+
+def test_an_empty_data_set_is_named() -> None:
+    with pytest.raises(ValueError, match="Noisy is empty"):
+        build_loader(Noisy(0), batch_size=2)
+
+
+def test_loader_options_pass_through_and_unknown_ones_do_not() -> None:
+    loader = build_loader(Noisy(), batch_size=5, drop_last=True, collate=len, shard=(1, 2))
+    assert list(loader) == [5]
+    assert loader.pin_memory == torch.cuda.is_available()
+    with pytest.raises(TypeError, match="prefetch_facto"):
+        build_loader(Noisy(), batch_size=2, prefetch_facto=2)
