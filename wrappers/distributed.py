@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch import nn
@@ -65,6 +66,21 @@ class StepDistributedDataParallel(Steps, DistributedDataParallel):
         ddp_kwargs.setdefault("device_ids", _device_ids(module))
         super().__init__(module=module, **_renamed(ddp_kwargs))
         self._prepare_steps(detect_anomalous_params)
+        self._graph_recorded = False
+
+    def no_sync(self) -> AbstractContextManager[Any]:  # type: ignore[override]
+        """Leave the gradients of the forwards inside on their ranks."""
+        # A static graph is recorded by a first backward that must synchronise, else torch fails
+        # an internal assertion; averaging that one early changes no sum of gradients.
+        if self.static_graph and not self._graph_recorded:
+            self._graph_recorded = True
+            return nullcontext()
+        context: AbstractContextManager[Any] = super().no_sync()
+        return context
+
+    def __setstate__(self, state: Any) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._graph_recorded = False
 
     @classmethod
     def check_options(cls, options: dict[str, Any]) -> None:

@@ -38,9 +38,10 @@ def build_optimizer(
 
 def _kept(item: Any) -> Any:
     """A parameter as it is, a group as a copy whose parameters can be walked twice."""
-    if not isinstance(item, dict) or isinstance(item.get("params"), Tensor):
+    if not isinstance(item, dict):
         return item
-    return {**item, "params": list(item["params"])}
+    params = item["params"]
+    return {**item, "params": params if isinstance(params, Tensor) else list(params)}
 
 
 def _tensors(item: Any) -> list[Tensor]:

@@ -87,7 +87,7 @@ class Steps:
             _explain_missing_mode(model, error)
             raise
 
-    def _preprocess(self, model: nn.Module) -> Callable[..., Any]:
+    def _preprocess(self, model: Any) -> Callable[..., Any]:
         for owner, name in ((self, "_preprocessor"), (model, "data_preprocessor")):
             preprocess: Callable[..., Any] | None = owner._modules.get(name)
             if preprocess is not None:

@@ -32,9 +32,9 @@ def batches(
     ]
 
 
-def sgd(model: nn.Module, lr: float = 0.1, **kwargs: Any) -> OptimWrapper:
+def sgd(model: nn.Module, lr: float = 0.1, momentum: float = 0.0, **kwargs: Any) -> OptimWrapper:
     """Return an optimizer wrapper around plain SGD."""
-    return OptimWrapper(torch.optim.SGD(model.parameters(), lr=lr), **kwargs)
+    return OptimWrapper(torch.optim.SGD(model.parameters(), lr=lr, momentum=momentum), **kwargs)
 
 
 def flat(model: nn.Module) -> Tensor:

@@ -1,0 +1,125 @@
+"""Mixed precision on the CPU."""
+
+from typing import Any
+
+import pytest
+import torch
+from step_models import batches, classifier, flat
+from stepwrap.wrappers import AmpOptimWrapper, OptimWrapper, SingleDevice, build_optimizer
+from torch import nn
+
+
+def _amp(model: nn.Module, *, fused: bool = False, lr: float = 0.1, **kwargs: Any) -> Any:
+    optimizer = build_optimizer(torch.optim.SGD, model.parameters(), lr=lr, fused=fused)
+    return AmpOptimWrapper(optimizer, **kwargs)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", torch.bfloat16, None])
+def test_bfloat16(dtype: Any) -> None:
+    """C-17."""
+    model = classifier()
+    amp = _amp(model, dtype=dtype)
+    before = flat(model)
+    with amp.optim_context(model):
+        assert model.net[0](torch.ones(1, 6)).dtype == torch.bfloat16
+    assert model.net[0](torch.ones(1, 6)).dtype == torch.float32
+    SingleDevice(model).train_step(batches(1)[0], amp)
+    assert all(parameter.dtype == torch.float32 for parameter in model.parameters())
+    assert not torch.equal(flat(model), before)
+    assert not amp.loss_scaler.is_enabled()
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("clip", [None, {"max_norm": 1.0}])
+def test_an_infinite_loss_skips_the_step(fused: bool, clip: dict[str, float] | None) -> None:
+    """C-17."""
+    model = classifier()
+    amp = _amp(model, dtype="float16", clip_grad=clip, fused=fused, loss_scale={"init_scale": 64.0})
+    before = flat(model)
+    amp.update_params(model.net[0].weight.sum() * float("inf"))
+    assert torch.equal(flat(model), before)
+    assert amp.loss_scaler.get_scale() == 32.0
+    SingleDevice(model).train_step(batches(1)[0], amp)
+    assert not torch.equal(flat(model), before)
+    assert flat(model).isfinite().all()
+
+
+def test_scaled_steps_equal_plain_ones() -> None:
+    """The scale, a power of two, cancels; the forward runs in float32 here."""
+    clip = {"max_norm": 0.05}
+    scaled, plain = classifier(), classifier()
+    amp = _amp(scaled, dtype="float16", clip_grad=clip, accumulative_counts=2, loss_scale=1024)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    wrapper = OptimWrapper(optimizer, accumulative_counts=2, clip_grad=clip)
+    for batch in batches(6):
+        for model, wrap in ((scaled, amp), (plain, wrapper)):
+            wrap.update_params(model(*batch, mode="loss")["loss"])
+    assert torch.allclose(flat(scaled), flat(plain), rtol=0, atol=1e-6)
+    assert torch.allclose(amp.grad_norm, wrapper.grad_norm, rtol=1e-5)
+    assert amp.loss_scaler.get_scale() == 1024
+
+
+def test_a_fixed_scale_comes_back_after_an_overflow() -> None:
+    model = classifier()
+    amp = _amp(model, dtype="float16", loss_scale=8.0)
+    amp.update_params(model.net[0].weight.sum() * float("inf"))
+    assert amp.loss_scaler.get_scale() == 8.0
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_wide_types_switch_autocast_off(dtype: str) -> None:
+    model = classifier()
+    with _amp(model, dtype=dtype).optim_context(model):
+        assert model.net[0](torch.ones(1, 6)).dtype == torch.float32
+
+
+def test_no_sync_and_autocast_together() -> None:
+    events: list[str] = []
+
+    class Engine(nn.Linear):
+        def no_sync(self) -> Any:
+            events.append("no_sync")
+            return torch.autograd.profiler.record_function("no_sync")
+
+    model = Engine(2, 2)
+    amp = _amp(model, dtype="bfloat16", accumulative_counts=2)
+    with amp.optim_context(model):
+        assert model(torch.ones(1, 2)).dtype == torch.bfloat16
+    assert events == ["no_sync"]
+
+
+def test_state_holds_the_scale() -> None:
+    model = classifier()
+    amp = _amp(model, dtype="float16", loss_scale={"init_scale": 64.0})
+    amp.update_params(model.net[0].weight.sum() * float("inf"))
+    state = amp.state_dict()
+    again = _amp(model, dtype="float16")
+    again.load_state_dict(state)
+    assert again.loss_scaler.get_scale() == 32.0
+    assert again.inner_count == 1
+    assert "loss_scaler" in state
+    without = _amp(model, dtype="bfloat16")
+    without.load_state_dict(state)
+    again.load_state_dict(without.state_dict())
+    assert again.loss_scaler.get_scale() == 32.0
+
+
+def test_sharded_scaler() -> None:
+    model = classifier()
+    amp = _amp(model, dtype="float16", use_fsdp=True)
+    assert type(amp.loss_scaler).__name__ == "ShardedGradScaler"
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "error", "message"),
+    [
+        ({"loss_scale": "static"}, TypeError, "loss_scale must be of type float, dict"),
+        ({"loss_scale": True}, TypeError, "loss_scale must be of type float, dict"),
+        ({"loss_scale": {"init": 1.0}}, TypeError, "loss_scale has no argument 'init'"),
+        ({"dtype": "half"}, ValueError, "dtype must be one of float16"),
+        ({"dtype": torch.int8}, ValueError, "got torch.int8"),
+    ],
+)
+def test_wrong_settings(kwargs: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        _amp(classifier(), **kwargs)

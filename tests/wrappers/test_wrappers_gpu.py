@@ -1,0 +1,95 @@
+"""The wrappers on one CUDA device."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from step_models import batches, classifier, flat, mlp
+from stepwrap.wrappers import (
+    AmpOptimWrapper,
+    OptimWrapper,
+    SingleDevice,
+    StepDistributedDataParallel,
+    build_optimizer,
+    wrap_model,
+)
+from torch import nn
+
+pytestmark = pytest.mark.gpu
+
+
+def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    return build_optimizer(torch.optim.SGD, model.parameters(), lr=0.1)
+
+
+def test_float32_equals_the_cpu() -> None:
+    model = wrap_model(None, classifier(), device="cuda")
+    assert type(model) is SingleDevice
+    wrapper = OptimWrapper(_optimizer(model), clip_grad={"max_norm": 0.5})
+    assert wrapper.optimizer.param_groups[0]["fused"] is True
+    plain = mlp()
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for inputs, target in batches(5):
+        logs = model.train_step([inputs.pin_memory(), target], wrapper)
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(plain(inputs), target).backward()
+        nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+        optimizer.step()
+        assert logs["loss"].is_cuda
+        assert wrapper.grad_norm.is_cuda
+    assert torch.allclose(flat(model).cpu(), flat(plain), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "scaled"), [("bfloat16", False), ("float16", True), (None, True)]
+)
+def test_mixed_precision(dtype: str | None, scaled: bool) -> None:
+    model = wrap_model(None, classifier(), device="cuda")
+    amp = AmpOptimWrapper(
+        _optimizer(model), clip_grad={"max_norm": 1.0}, dtype=dtype, loss_scale={"init_scale": 64.0}
+    )
+    assert amp.loss_scaler.is_enabled() is scaled
+    before = flat(model)
+    with amp.optim_context(model):
+        output = model.module.net[0](torch.ones(1, 6, device="cuda"))
+        assert output.dtype == amp.cast_dtype
+    model.train_step(batches(1)[0], amp)
+    changed = flat(model)
+    assert not torch.equal(changed, before)
+    assert amp.grad_norm.isfinite()
+    if scaled:
+        amp.update_params(model.module.net[0].weight.sum() * float("inf"))
+        assert torch.equal(flat(model), changed)
+        assert amp.loss_scaler.get_scale() == 32.0
+
+
+def test_a_step_without_a_host_sync() -> None:
+    model = wrap_model(None, classifier(), device="cuda")
+    wrapper = OptimWrapper(_optimizer(model), clip_grad={"max_norm": 0.5})
+    data: list[Any] = [[part.cuda() for part in batch] for batch in batches(3)]
+    model.train_step(data[0], wrapper)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for batch in data[1:]:
+            model.train_step(batch, wrapper)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_ddp_over_nccl(tmp_path: Path) -> None:
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    device = torch.device("cuda", torch.cuda.current_device())
+    dist.init_process_group("nccl", store=store, rank=0, world_size=1, device_id=device)
+    try:
+        single, ddp = SingleDevice(classifier().cuda()), wrap_model(None, classifier().cuda())
+        assert type(ddp) is StepDistributedDataParallel
+        assert ddp.device_ids == [device.index]
+        for batch in batches(3):
+            for model in (single, ddp):
+                model.train_step(copy.copy(batch), OptimWrapper(_optimizer(model)))
+        assert torch.allclose(flat(single), flat(ddp), rtol=0, atol=1e-6)
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,256 @@
+"""The optimizer wrapper: windows, clipping, rates, state."""
+
+import copy
+import logging
+from typing import Any
+
+import pytest
+import torch
+from step_models import batches, classifier, flat, mlp, sgd
+from stepwrap.registry import OPTIM_WRAPPERS
+from stepwrap.wrappers import OptimWrapper
+from torch import Tensor, nn
+
+
+def _parameter(value: float = 1.0) -> nn.Parameter:
+    return nn.Parameter(torch.tensor([value]))
+
+
+def _wrapper(**kwargs: Any) -> OptimWrapper:
+    return OptimWrapper(torch.optim.SGD([_parameter()], lr=0.1), **kwargs)
+
+
+def _windows(wrapper: OptimWrapper, count: int) -> tuple[list[float], list[int]]:
+    """Return the divisor of each micro-batch's loss and the counts at which updates happen."""
+    divisors, updates = [], []
+    (weight,) = wrapper.optimizer.param_groups[0]["params"]
+    for _ in range(count):
+        loss = weight.sum() * 0 + 6.0
+        divisors.append(6.0 / wrapper.scale_loss(loss).item())
+        assert wrapper.should_sync() == _ends(wrapper)
+        wrapper.update_params(loss)
+        if wrapper.should_update():
+            updates.append(wrapper.inner_count)
+    return divisors, updates
+
+
+def _ends(wrapper: OptimWrapper) -> bool:
+    later = copy.copy(wrapper)
+    later._inner_count += 1
+    return later.should_update()
+
+
+@pytest.mark.parametrize(
+    ("end", "divisors", "updates"),
+    [
+        (10, [3] * 9 + [1], [3, 6, 9, 10]),
+        (8, [3] * 6 + [2, 2], [3, 6, 8]),
+        (9, [3] * 9, [3, 6, 9]),
+    ],
+)
+def test_windows(end: int, divisors: list[float], updates: list[int]) -> None:
+    """C-13."""
+    wrapper = _wrapper(accumulative_counts=3)
+    wrapper.initialize_count_status(nn.Linear(1, 1), 0, end)
+    assert wrapper._remainder_counts == end % 3
+    assert _windows(wrapper, end) == (divisors, updates)
+
+
+def test_windows_without_and_beyond_an_end() -> None:
+    assert _windows(_wrapper(accumulative_counts=3), 7) == ([3] * 7, [3, 6])
+    wrapper = _wrapper(accumulative_counts=3)
+    wrapper.initialize_count_status(nn.Linear(1, 1), 0, 6)
+    assert _windows(wrapper, 9) == ([3] * 9, [3, 6, 9])
+    assert _windows(_wrapper(), 2) == ([1, 1], [1, 2])
+
+
+def test_resume_inside_a_window(caplog: pytest.LogCaptureFixture) -> None:
+    wrapper = _wrapper(accumulative_counts=3)
+    with caplog.at_level(logging.WARNING):
+        wrapper.initialize_count_status(nn.Linear(1, 1), 4, 9)
+    assert "Resumed iteration number is not divisible" in caplog.text
+    assert _windows(wrapper, 5) == ([2, 2, 3, 3, 3], [6, 9])
+
+
+def test_batch_norm_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        _wrapper().initialize_count_status(nn.BatchNorm1d(2), 0, 8)
+        assert not caplog.records
+        _wrapper(accumulative_counts=2).initialize_count_status(nn.BatchNorm1d(2), 0, 8)
+    assert "Gradient accumulative may slightly decrease" in caplog.text
+
+
+@pytest.mark.parametrize("clip", [None, {"max_norm": 0.05}, {"type": "value", "clip_value": 0.01}])
+def test_accumulation_equals_the_big_batch(clip: dict[str, Any] | None) -> None:
+    """C-16, in one process."""
+    model, plain = classifier(), mlp()
+    wrapper = sgd(model, accumulative_counts=4, clip_grad=clip, lr=1.0)
+    data = batches(4)
+    for batch in data:
+        model.train_step(batch, wrapper)
+    inputs, target = (torch.cat(parts) for parts in zip(*data, strict=True))
+    nn.functional.cross_entropy(plain(inputs), target).backward()
+    norm = None
+    if clip is not None and "max_norm" in clip:
+        norm = nn.utils.clip_grad_norm_(plain.parameters(), 0.05)
+    elif clip is not None:
+        nn.utils.clip_grad_value_(plain.parameters(), 0.01)
+    torch.optim.SGD(plain.parameters(), lr=1.0).step()
+    assert torch.allclose(flat(model), flat(plain), rtol=0, atol=1e-6)
+    if norm is None:
+        assert wrapper.grad_norm is None
+    else:
+        assert torch.allclose(wrapper.grad_norm, norm)
+
+
+def test_update_order_and_arguments() -> None:
+    calls: list[Any] = []
+
+    class Recorder(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:
+            calls.append(("step", closure, self.param_groups[0]["params"][0].grad.item()))
+
+        def zero_grad(self, set_to_none: bool = True) -> None:
+            calls.append(("zero_grad", set_to_none))
+
+    weight = _parameter(2.0)
+    wrapper = OptimWrapper(Recorder([weight], lr=0.1))
+    wrapper.update_params(weight.sum(), {"closure": "c"}, {"set_to_none": False})
+    assert calls == [("step", "c", 1.0), ("zero_grad", False)]
+
+
+def test_gradients_are_cleared_after_the_step() -> None:
+    weight = _parameter()
+    wrapper = OptimWrapper(torch.optim.SGD([weight], lr=0.5))
+    wrapper.update_params(weight.sum())
+    assert weight.grad is None
+    assert weight.item() == 0.5
+    wrapper.update_params(weight.sum(), zero_kwargs={"set_to_none": False})
+    assert weight.grad.item() == 0
+
+
+def test_settings_are_left_as_they_are() -> None:
+    """C-14."""
+    clip = {"type": "norm", "max_norm": 1.0}
+    groups = [{"params": [_parameter()]}, {"params": [_parameter()], "lr": 0.2}]
+    wrapper = OptimWrapper(torch.optim.SGD(groups, lr=0.1), clip_grad=clip)
+    assert clip == {"type": "norm", "max_norm": 1.0}
+    state = wrapper.state_dict()
+    keys = set(state)
+    wrapper.load_state_dict(state)
+    assert set(state) == keys == {"state", "param_groups", "base_param_settings", _COUNT}
+
+
+_COUNT = "stepwrap.inner_count"
+
+
+def test_two_groups() -> None:
+    """C-15."""
+    groups = [{"params": [_parameter()]}, {"params": [_parameter()], "lr": 0.2, "momentum": 0.5}]
+    wrapper = OptimWrapper(torch.optim.SGD(groups, lr=0.1, momentum=0.9))
+    assert wrapper.get_lr() == {"base_lr": [0.1], "lr": [0.1, 0.2]}
+    assert wrapper.get_momentum() == {"base_momentum": [0.9], "momentum": [0.9, 0.5]}
+    assert len(wrapper.param_groups) == 3
+    assert torch.equal(wrapper.param_groups[-1]["params"], torch.tensor([0.0]))
+    for group in wrapper.param_groups:
+        group["lr"] /= 2
+    state = wrapper.state_dict()
+    again = OptimWrapper(torch.optim.SGD([dict(g) for g in groups], lr=0.1, momentum=0.9))
+    again.load_state_dict(state)
+    assert again.get_lr() == wrapper.get_lr() == {"base_lr": [0.05], "lr": [0.05, 0.1]}
+
+
+def test_rates_of_one_group() -> None:
+    assert _wrapper().get_lr() == {"lr": [0.1]}
+    assert _wrapper().get_momentum() == {"momentum": [0]}
+    adam = OptimWrapper(torch.optim.AdamW([_parameter()], lr=0.1, betas=(0.8, 0.9)))
+    assert adam.get_momentum() == {"momentum": [0.8]}
+    rprop = OptimWrapper(torch.optim.Rprop([_parameter()], lr=0.1))
+    assert rprop.get_momentum() == {"momentum": [0.0]}
+
+
+def test_state_restores_the_count_and_the_optimizer() -> None:
+    model = classifier()
+    wrapper = sgd(model, accumulative_counts=2)
+    for batch in batches(5):
+        model.train_step(batch, wrapper)
+    again = sgd(classifier(), accumulative_counts=2, lr=9.0)
+    again.load_state_dict(wrapper.state_dict())
+    assert again.inner_count == 5
+    assert again.get_lr() == {"lr": [0.1]}
+    # The gradients of the window that was open are lost: what is left of it counts alone.
+    assert again.scale_loss(torch.tensor(1.0)).item() == 1.0
+    bare = torch.optim.SGD(model.parameters(), lr=0.3)
+    again.load_state_dict(bare.state_dict())
+    assert again.inner_count == 5
+    assert again.get_lr() == {"lr": [0.3]}
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "error", "message"),
+    [
+        ({"accumulative_counts": 0}, AssertionError, "accumulative_counts must be at least 1"),
+        ({"clip_grad": {}}, AssertionError, "If `clip_grad` is not None"),
+        ({"clip_grad": 1.0}, AssertionError, "If `clip_grad` is not None"),
+        ({"clip_grad": {"type": "norm"}}, AssertionError, "must hold 'max_norm'"),
+        ({"clip_grad": {"type": "l2", "max_norm": 1}}, ValueError, "'norm' or 'value', got 'l2'"),
+        ({"clip_grad": {"max_nrm": 1}}, TypeError, "did you mean max_norm"),
+        ({"clip_grad": {"type": "value", "max_norm": 1}}, TypeError, "no argument 'max_norm'"),
+    ],
+)
+def test_wrong_settings(kwargs: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        _wrapper(**kwargs)
+
+
+def test_a_config_is_no_optimizer() -> None:
+    with pytest.raises(TypeError, match=r"must be a torch\.optim\.Optimizer, got dict"):
+        OptimWrapper({"type": "SGD"})
+
+
+def test_non_finite_norm_can_be_an_error() -> None:
+    weight = _parameter()
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    clip = {"max_norm": 1.0, "error_if_nonfinite": True}
+    wrapper = OptimWrapper(optimizer, clip_grad=clip)
+    with pytest.raises(RuntimeError, match="non-finite"):
+        wrapper.update_params(weight.sum() * float("inf"))
+
+
+def test_frozen_and_unused_parameters_are_not_clipped() -> None:
+    used, frozen, unused = _parameter(), _parameter().requires_grad_(False), _parameter()
+    optimizer = torch.optim.SGD([used, frozen, unused], lr=0.1)
+    wrapper = OptimWrapper(optimizer, clip_grad={"max_norm": 1.0})
+    wrapper.update_params((used * 3).sum())
+    assert wrapper.grad_norm.item() == 3.0
+
+
+def test_no_sync_only_where_it_is_needed() -> None:
+    entered: list[int] = []
+
+    class Engine(nn.Linear):
+        def no_sync(self) -> torch.autograd.profiler.record_function:
+            entered.append(wrapper.inner_count)
+            return torch.autograd.profiler.record_function("no_sync")
+
+    def step(loss: Tensor) -> None:
+        with wrapper.optim_context(model):
+            pass
+        wrapper.update_params(loss)
+
+    model = Engine(1, 1)
+    wrapper = sgd(model, accumulative_counts=3)
+    wrapper.initialize_count_status(model, 0, 5)
+    for _ in range(5):
+        step(model.weight.sum())
+    assert entered == [0, 1, 3]
+    wrapper = sgd(model)
+    step(model.weight.sum())
+    assert entered == [0, 1, 3]
+    with sgd(model, accumulative_counts=2).optim_context(nn.Linear(1, 1)):
+        pass
+
+
+def test_registered_name() -> None:
+    assert OPTIM_WRAPPERS.get("OptimWrapper") is OptimWrapper
+    assert "accumulative_counts=1" in repr(_wrapper())

@@ -1,0 +1,88 @@
+"""Several optimizers under one name."""
+
+import pytest
+import torch
+from stepwrap.wrappers import OptimWrapper, OptimWrapperDict
+from torch import nn
+
+
+def _members(counts: int = 1) -> OptimWrapperDict:
+    def one(lr: float, count: int) -> OptimWrapper:
+        weight = nn.Parameter(torch.ones(1))
+        return OptimWrapper(torch.optim.SGD([weight], lr=lr, momentum=0.9), count)
+
+    return OptimWrapperDict(gen=one(0.1, counts), disc=one(0.2, 1))
+
+
+def _weight(wrapper: OptimWrapper) -> nn.Parameter:
+    weight: nn.Parameter = wrapper.optimizer.param_groups[0]["params"][0]
+    return weight
+
+
+def test_mapping() -> None:
+    group = _members()
+    assert list(group) == list(group.keys()) == ["gen", "disc"]
+    assert len(group) == 2
+    assert "gen" in group
+    assert group["gen"] is next(iter(group.values()))
+    assert dict(group.items()) == {"gen": group["gen"], "disc": group["disc"]}
+    assert repr(group).splitlines()[1].startswith("  gen=OptimWrapper(SGD")
+
+
+@pytest.mark.parametrize("name", ["update_params", "backward", "step", "optim_context"])
+def test_what_each_member_does_itself(name: str) -> None:
+    with pytest.raises(NotImplementedError, match=f"{name} should be called by each optimizer sep"):
+        getattr(_members(), name)(torch.tensor(1.0))
+
+
+def test_rates_and_groups() -> None:
+    group = _members()
+    assert group.get_lr() == {"gen.lr": [0.1], "disc.lr": [0.2]}
+    assert group.get_momentum() == {"gen.momentum": [0.9], "disc.momentum": [0.9]}
+    assert [len(groups) for groups in group.param_groups.values()] == [1, 1]
+    assert set(group.param_groups) == {"gen", "disc"}
+
+
+def test_zero_grad_forwards_its_arguments() -> None:
+    group = _members()
+    for wrapper in group.values():
+        wrapper.backward(_weight(wrapper).sum())
+    group.zero_grad(set_to_none=False)
+    assert [_weight(wrapper).grad.item() for wrapper in group.values()] == [0, 0]
+    group.zero_grad()
+    assert [_weight(wrapper).grad for wrapper in group.values()] == [None, None]
+
+
+def test_counters_reach_the_members() -> None:
+    group = _members(counts=3)
+    group["disc"].initialize_count_status(nn.Linear(1, 1), 0, 4)
+    group.initialize_count_status(nn.Linear(1, 1), 0, 8)
+    assert group["gen"]._max_counts == 8
+    assert group["gen"]._remainder_counts == 2
+    assert group["disc"]._max_counts == 4
+
+
+def test_should_update_is_any_members() -> None:
+    group = _members(counts=2)
+    group["gen"].update_params(_weight(group["gen"]).sum())
+    assert group["gen"].should_update() is False
+    group["disc"]._inner_count = 0
+    assert group.should_update() is True
+    assert group.inner_count == 1
+
+
+def test_state_by_member() -> None:
+    group = _members()
+    for wrapper in group.values():
+        wrapper.update_params(_weight(wrapper).sum())
+    again = _members()
+    again.load_state_dict(group.state_dict())
+    assert [wrapper.inner_count for wrapper in again.values()] == [1, 1]
+    assert again["gen"].optimizer.state_dict()["state"][0]["momentum_buffer"].item() == 1.0
+    with pytest.raises(AssertionError, match=r"'other', here are \['gen', 'disc'\]"):
+        again.load_state_dict({"other": {}})
+
+
+def test_only_optimizer_wrappers() -> None:
+    with pytest.raises(AssertionError, match="`OptimWrapperDict` only accept.*gen: SGD"):
+        OptimWrapperDict(gen=torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1))

@@ -1,0 +1,110 @@
+"""Whether a model is wrapped, and what wraps it."""
+
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+from step_models import batches, classifier, mlp, sgd
+from stepwrap.registry import MODEL_WRAPPERS, Registry
+from stepwrap.wrappers import (
+    SingleDevice,
+    StepDistributedDataParallel,
+    is_model_wrapper,
+    wrap_model,
+)
+from torch import nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+
+class OwnSingle(SingleDevice):
+    """A wrapper that a user names."""
+
+
+class OwnDDP(StepDistributedDataParallel):
+    """A wrapper with a step of its own."""
+
+    def train_step(self, data: Any, optim_wrapper: Any) -> dict[str, torch.Tensor]:
+        return super().train_step(data, optim_wrapper)
+
+
+def test_is_model_wrapper() -> None:
+    wrapped = SingleDevice(classifier())
+    assert is_model_wrapper(wrapped)
+    assert is_model_wrapper(OwnSingle(classifier()))
+    assert is_model_wrapper(DataParallel(mlp()))
+    assert not is_model_wrapper(classifier())
+    assert not is_model_wrapper(nn.Sequential(wrapped))
+
+
+def test_is_model_wrapper_of_a_registry() -> None:
+    parent = Registry("parent", scope="parent")
+    child = Registry("child", parent=parent, scope="child")
+    child.register_module(module=OwnSingle)
+    own, other = OwnSingle(classifier()), SingleDevice(classifier())
+    assert is_model_wrapper(own, parent)
+    assert is_model_wrapper(own, child)
+    assert not is_model_wrapper(other, parent)
+    parent.register_module(module=SingleDevice)
+    assert is_model_wrapper(other, parent)
+    assert not is_model_wrapper(other, child)
+    assert not is_model_wrapper(DataParallel(mlp()), parent)
+
+
+@pytest.mark.parametrize("wrapper", [None, StepDistributedDataParallel, SingleDevice])
+def test_without_a_group(wrapper: Any) -> None:
+    """C-20."""
+    wrapped = wrap_model(wrapper, classifier(), detect_anomalous_params=True)
+    assert type(wrapped) is SingleDevice
+    assert wrapped.detect_anomalous_params
+    wrapped.train_step(batches(1)[0], sgd(wrapped))
+
+
+def test_options_of_ddp_without_a_group() -> None:
+    options = {"find_unused_parameters": True}
+    wrapped = wrap_model(StepDistributedDataParallel, classifier(), **options)
+    assert type(wrapped) is SingleDevice
+    with pytest.raises(TypeError, match="did you mean find_unused_parameters"):
+        wrap_model(StepDistributedDataParallel, classifier(), find_unused=True)
+    with pytest.raises(RuntimeError, match="OwnDDP has a train_step of its own and needs a proc"):
+        wrap_model(OwnDDP, classifier())
+
+
+def test_named_wrappers_and_devices() -> None:
+    assert type(wrap_model(OwnSingle, classifier())) is OwnSingle
+    wrapped = wrap_model(None, classifier(), device="meta")
+    assert all(parameter.is_meta for parameter in wrapped.parameters())
+    assert wrapped.module.data_preprocessor.device.type == "meta"
+
+
+def test_wrapped_already() -> None:
+    """C-21."""
+    wrapped = SingleDevice(classifier())
+    assert wrap_model(None, wrapped) is wrapped
+    with pytest.raises(TypeError, match="already wrapped in SingleDevice"):
+        wrap_model(SingleDevice, wrapped)
+    with pytest.raises(TypeError, match="already wrapped in SingleDevice"):
+        wrap_model(None, wrapped, detect_anomalous_params=True)
+    with pytest.raises(TypeError, match="DataParallel has no train_step"):
+        wrap_model(None, DataParallel(mlp()))
+
+
+def _wrapped_types() -> list[Any]:
+    bare = DistributedDataParallel(mlp())
+    return [
+        type(wrap_model(None, classifier())),
+        wrap_model(None, classifier(), find_unused_parameters=True).find_unused_parameters,
+        type(wrap_model(OwnDDP, classifier())),
+        type(wrap_model(SingleDevice, classifier())),
+        is_model_wrapper(bare) and not is_model_wrapper(nn.Sequential(bare)),
+    ]
+
+
+def test_in_a_group() -> None:
+    """C-19."""
+    expected = [StepDistributedDataParallel, True, OwnDDP, SingleDevice, True]
+    assert run_ranks(_wrapped_types, 2) == [expected, expected]
+
+
+def test_every_registered_wrapper_is_one() -> None:
+    assert {"ddp", "single"} <= set(MODEL_WRAPPERS)
