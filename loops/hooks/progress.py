@@ -23,7 +23,7 @@ class ProgressHook(Hook):
     console only if told to.
 
     Args:
-        refresh_s: Seconds between two looks at the counters of the bar.
+        refresh_s: Seconds between two drawings of the bar.
     """
 
     order = 80
@@ -37,6 +37,7 @@ class ProgressHook(Hook):
         self._training = False
         self._eval_batches = 0
         self._due_s = math.inf
+        self._log_due_s = 0.0
 
     def on_train_start(self, state: LoopState) -> None:
         self._training = True
@@ -49,6 +50,10 @@ class ProgressHook(Hook):
 
     def on_log(self, state: LoopState, record: dict[str, float]) -> None:
         self._display.log(state, record)
+        # By a time of its own: slow updates have just been shown, with the values before these.
+        if self._display.moves and perf_counter() >= self._log_due_s:
+            self._refresh(state)
+            self._log_due_s = self._due_s
 
     def on_eval_start(self, state: LoopState) -> None:
         self._open()

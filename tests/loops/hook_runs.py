@@ -14,6 +14,10 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics import MeanSquaredError
+
 from stepwrap.collectives import get_world_size
 from stepwrap.loops.data import build_loader
 from stepwrap.loops.evaluate import ValLoop
@@ -26,9 +30,6 @@ from stepwrap.wrappers import (
     StepDistributedDataParallel,
     SupervisedModel,
 )
-from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
-from torchmetrics import MeanSquaredError
 
 
 def data(samples: int = 16, *, seed: int = 0) -> TensorDataset:

@@ -9,15 +9,17 @@ from typing import Any
 
 import pytest
 import torch
-from hook_runs import loader, new_state, train, weights
+from hook_runs import loader, metrics, new_state, train, weights
 from ranks import run_ranks
+from torchmetrics import MeanMetric
+
 from stepwrap.loops.checkpoint import CheckpointError, list_checkpoints
 from stepwrap.loops.evaluate import ValLoop
-from stepwrap.loops.hook import Hook
+from stepwrap.loops.hook import Hook, HookList
 from stepwrap.loops.hooks import CheckpointHook, EMAHook, NonFiniteError
 from stepwrap.loops.restore import load_checkpoint
 from stepwrap.loops.state import LoopState
-from torchmetrics import MeanMetric
+from stepwrap.loops.train import IterTrainLoop
 
 
 class FailingHook(Hook):
@@ -73,6 +75,15 @@ def test_by_updates(tmp_path: Path) -> None:
     assert [(m["step"], m["reason"]) for m in saved(tmp_path)] == [
         (8, "end"), (6, "interval"), (3, "interval")
     ]  # fmt: skip
+
+
+def test_in_the_iteration_loop_after_the_validation_of_the_same_update(tmp_path: Path) -> None:
+    hook = CheckpointHook(every_steps=3, keep_best="error", mode="min", keep_last=None)
+    val = ValLoop(loader(8), metrics())
+    loop = IterTrainLoop(loader(), max_steps=7, val_loop=val, val_interval=3)
+    loop.run(new_state(run_dir=tmp_path), HookList([hook]))
+    assert saved_steps(tmp_path) == [7, 6, 3]
+    assert all(list(meta["metrics"]) == ["error"] for meta in saved(tmp_path))
 
 
 def test_by_the_clock(tmp_path: Path) -> None:
@@ -218,9 +229,9 @@ def _train_two_ranks(folder: Path) -> tuple[list[str], dict[str, float]]:
 
 
 def test_both_ranks_save_into_one_checkpoint(tmp_path: Path) -> None:
-    for files, metrics in run_ranks(_train_two_ranks, 2, tmp_path):
+    for files, results in run_ranks(_train_two_ranks, 2, tmp_path):
         assert {"rank_00000.pt", "rank_00001.pt", "model.pt"} <= set(files)
-        assert metrics == saved(tmp_path)[0]["metrics"]
+        assert results == saved(tmp_path)[0]["metrics"]
 
 
 def _fail_on_rank_1(folder: Path) -> str:
@@ -237,7 +248,7 @@ def _fail_on_rank_1(folder: Path) -> str:
 
 
 def test_a_rank_that_fails_alone_saves_without_the_others(tmp_path: Path) -> None:
-    run_ranks(_fail_on_rank_1, 2, tmp_path, timeout_s=20, group_timeout_s=5)
+    run_ranks(_fail_on_rank_1, 2, tmp_path, timeout_s=20, group_timeout_s=2)
     assert saved_steps(tmp_path) == [1]
     assert sorted(saved(tmp_path)[0]["files"]) == [
         "model.pt", "optim.pt", "rank_00000.pt", "state.pt"

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from hook_runs import new_state, train
+
 from stepwrap.loops.hooks import EarlyStopHook
 from stepwrap.loops.state import LoopState, Phase
 

@@ -8,10 +8,11 @@ import pytest
 import torch
 from hook_runs import new_state, train, weights
 from ranks import run_ranks
+from torch import Tensor, nn
+
 from stepwrap.loops.hook import Hook
 from stepwrap.loops.hooks import EMAHook
 from stepwrap.loops.state import LoopState
-from torch import Tensor, nn
 
 
 class WeightsHook(Hook):

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from hook_runs import new_state, train
 from ranks import run_ranks
+
 from stepwrap.loops.hook import Hook, Scalars
 from stepwrap.loops.hooks import LogHook
 from stepwrap.loops.state import LoopState, Phase

@@ -10,11 +10,12 @@ import pytest
 import torch
 from hook_runs import new_state, train
 from ranks import run_ranks
+from torch import Tensor, nn
+
 from stepwrap.collectives import get_rank
 from stepwrap.loops.hook import Hook, Scalars
 from stepwrap.loops.hooks import CheckpointHook, LogHook, NanGuardHook, NonFiniteError
 from stepwrap.loops.state import LoopState
-from torch import Tensor, nn
 
 
 class PoisonHook(Hook):

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import pytest
 from hook_runs import Terminal, loader, metrics, new_state, train
 from ranks import run_ranks
+
 from stepwrap.loops.evaluate import TestLoop
 from stepwrap.loops.hook import Hook, HookList
 from stepwrap.loops.hooks import EarlyStopHook, ProgressHook, ThroughputHook
@@ -152,3 +153,14 @@ def test_state_counts_the_running_epoch(capsys: pytest.CaptureFixture[str]) -> N
     hook.on_train_start(state)
     hook.on_log(state, {"loss": 0.25})
     assert capsys.readouterr().out == "epoch 4 step 7 loss 0.25\n"
+
+
+def test_a_record_of_a_slow_run_is_shown_at_once(terminal: Terminal) -> None:
+    hook, state = ProgressHook(refresh_s=0.001), new_state()
+    with terminal:
+        hook.on_train_start(state)
+        state.step = 1
+        hook.on_update(state)
+        hook.on_log(state, {"loss": 0.125})
+        hook.on_exception(state, ValueError())
+    assert "loss 0.125" in terminal.text()

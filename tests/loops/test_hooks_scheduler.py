@@ -7,11 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hook_runs import new_state, train
-from stepwrap.loops.hook import Hook
-from stepwrap.loops.hooks import SchedulerHook
-from stepwrap.loops.state import LoopState
-from stepwrap.wrappers import OptimWrapper
+from hook_runs import loader, new_state, train
 from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import (
     CosineAnnealingLR,
@@ -22,11 +18,18 @@ from torch.optim.lr_scheduler import (
     StepLR,
 )
 
+from stepwrap.loops.hook import Hook, HookList
+from stepwrap.loops.hooks import SchedulerHook
+from stepwrap.loops.state import LoopState
+from stepwrap.loops.train import IterTrainLoop
+from stepwrap.wrappers import OptimWrapper
+
 
 class RatesHook(Hook):
     """Notes the rate of each update, and the rates in the records."""
 
-    order = 1
+    # Behind the schedule, which may act when a batch starts.
+    order = 90
 
     def __init__(self) -> None:
         self.used: list[float] = []
@@ -78,6 +81,13 @@ def test_by_epoch() -> None:
     state, rates = new_state(), RatesHook()
     train(state, [SchedulerHook([(StepLR(optimizer_of(state), 1), "epoch")]), rates])
     assert rates.used == pytest.approx([0.05] * 4 + [0.005] * 4)
+
+
+def test_by_epoch_in_the_iteration_loop_counts_passes_over_the_data() -> None:
+    state, rates = new_state(), RatesHook()
+    schedule = SchedulerHook([(StepLR(optimizer_of(state), 1), "epoch")])
+    IterTrainLoop(loader(), max_steps=10).run(state, HookList([schedule, rates]))
+    assert rates.used == pytest.approx([0.05] * 4 + [0.005] * 4 + [0.0005] * 2)
 
 
 def test_plateau_follows_the_metric() -> None:

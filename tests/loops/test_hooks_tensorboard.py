@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from hook_runs import new_state, train
 from ranks import run_ranks
+
 from stepwrap.loops.hooks import TensorBoardHook
 
 
