@@ -63,8 +63,6 @@ def serve() -> None:
         import torch.distributed
 
         torch.set_num_threads(1)
-        # What the imports made stays; a collection after a call then looks at little.
-        gc.freeze()
         connection.send_bytes(_answer("ready", None))
         while (message := inbox.get()) != b"exit":
             connection.send_bytes(_answer_call(rank, message))
@@ -73,6 +71,8 @@ def serve() -> None:
             if torch.distributed.is_initialized():
                 torch.distributed.destroy_process_group()
             gc.collect()
+            # What is left, mostly imported modules, stays: the next collection looks at little.
+            gc.freeze()
             connection.send_bytes(_answer("released", None))
 
 
@@ -116,9 +116,12 @@ def _reset_torch() -> None:
     import torch
 
     torch.set_default_dtype(torch.float32)
-    torch.set_default_device(None)
     torch.set_grad_enabled(True)
-    torch.use_deterministic_algorithms(False)
+    # Only where needed: the first of these two calls imports the compiler, which takes a second.
+    if torch.are_deterministic_algorithms_enabled():
+        torch.use_deterministic_algorithms(False)
+    if torch.get_default_device() != torch.device("cpu"):
+        torch.set_default_device(None)
     torch.set_num_threads(1)
     torch.manual_seed(0)
     random.seed(0)

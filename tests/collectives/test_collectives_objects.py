@@ -10,7 +10,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import RanksError, run_ranks
-from stepwrap.collectives import CollectiveError, all_gather_object, broadcast
+
+from stepwrap.collectives import (
+    CollectiveError,
+    all_gather_object,
+    all_reduce_dict,
+    broadcast,
+    mean_scalars,
+    reduce_mean,
+    synchronize,
+)
 
 
 class _OnlyUnpicklesOn:
@@ -127,15 +136,23 @@ def test_gathering_an_unpicklable_object_raises_on_every_rank() -> None:
 def _lose_rank_1() -> None:
     if dist.get_rank() == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    broadcast("text")
-    all_gather_object("text")
+    outcomes = [
+        _outcome(broadcast, "text"),
+        _outcome(all_gather_object, "text"),
+        _outcome(reduce_mean, torch.ones(2)),
+        _outcome(all_reduce_dict, {"a": 1}),
+        _outcome(mean_scalars, {"a": 1}),
+        _outcome(synchronize),
+    ]
+    raise RuntimeError("\n".join(f"{name}: {text}" for name, text in outcomes))
 
 
 def test_a_killed_rank_ends_the_others_with_an_error() -> None:
     with pytest.raises(RanksError) as error:
         run_ranks(_lose_rank_1, 2, group_timeout_s=20)
-    assert "CollectiveError" in error.value.reports[0]
-    assert "must be reached by all 2 ranks, but did not finish on rank 0" in error.value.reports[0]
+    report = error.value.reports[0]
+    assert report.count("CollectiveError: ") == 6
+    assert "mean_scalars() must be reached by all 2 ranks, but did not finish on rank 0" in report
 
 
 def _leave_rank_0_alone(path: str) -> str:

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
+
 from stepwrap.collectives import all_reduce_dict, reduce_mean
 
 
