@@ -1,5 +1,6 @@
 """The text about a name that no registry knows."""
 
+import sys
 from collections.abc import Iterable, Iterator
 from typing import Protocol
 
@@ -51,14 +52,16 @@ def _looked_for(registry: Table, key: str) -> str:
     scopes = ", ".join(member.scope for member in family)
     label = f"scope {scopes}" if len(family) == 1 else f"scopes {scopes}"
     text = f"{key} is not in the registry {registry.name} ({label})"
-    hint = did_you_mean(key, candidates)
+    hint = did_you_mean(key, candidates) or did_you_mean(key.rpartition(".")[2], candidates)
     if not hint and 0 < len(candidates) <= _FEW:
         hint = f"; it has {', '.join(candidates)}"
     return text + hint
 
 
 def _import_failure(registry: Table, key: str) -> Iterator[str]:
-    if "." not in key or key.partition(".")[0] in {member.scope for member in registry.family()}:
+    package = key.partition(".")[0]
+    scopes = {member.scope for member in registry.family()}
+    if "." not in key or (package in scopes and package not in sys.modules):
         return
     try:
         import_path(key)

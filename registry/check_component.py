@@ -7,7 +7,7 @@ from .arguments import argument_problems
 from .build import find_type
 from .errors import Problem
 from .registry import Registry
-from .tree import find_nested, nested_runtime
+from .tree import find_nested, find_reference, nested_runtime
 
 _FLAGS = ("type", "_scope_")
 
@@ -75,20 +75,23 @@ def _value_problems(
     elif "type" not in value and set(value) != {"_ref_"}:
         for key, inner in value.items():
             yield from _value_problems(inner, registry, f"{where}.{key}", runtime_args)
-    else:
+    elif "type" in value:
         yield from _nested_problems(value, registry, where, runtime_args)
+    else:
+        try:
+            find_reference(value["_ref_"], registry)
+        except (KeyError, TypeError) as error:
+            yield Problem(f"{where}._ref_", str(error))
 
 
 def _nested_problems(
     cfg: Mapping[str, Any], registry: Registry, where: str, runtime_args: Collection[str]
 ) -> Iterator[Problem]:
-    key = "type" if "type" in cfg else "_ref_"
     try:
         table = registry.at_scope(cfg["_scope_"]) if "_scope_" in cfg else registry
-        target, same = find_nested(cfg[key], table)
+        target, same = find_nested(cfg["type"], table)
     except (KeyError, TypeError) as error:
-        yield Problem(f"{where}.{key}", str(error))
+        yield Problem(f"{where}.type", str(error))
         return
-    if key == "type":
-        supplied = nested_runtime(target, dict.fromkeys(runtime_args), same)
-        yield from _call_problems(target, cfg, table, where, supplied)
+    supplied = nested_runtime(target, dict.fromkeys(runtime_args), same)
+    yield from _call_problems(target, cfg, table, where, supplied)

@@ -96,8 +96,9 @@ def _hooks(given: Any, problems: list[Problem]) -> dict[str, Component]:
             what = f"must be true, false or the hook's settings, got {settings!r}"
             problems.append(Problem(f"hooks.{name}", what))
         elif "type" not in own and name not in HOOK_TYPES:
-            hint = did_you_mean(name, HOOK_TYPES) or f"; {', '.join(HOOK_TYPES)} have one"
-            problems.append(Problem(f"hooks.{name}", f"needs a type under this name{hint}"))
+            hint = did_you_mean(name, HOOK_TYPES)
+            what = f"needs a type, only {', '.join(HOOK_TYPES)} go without{hint}"
+            problems.append(Problem(f"hooks.{name}", what))
         else:
             hooks[name] = {"type": HOOK_TYPES.get(name), **own}
     return hooks

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from .errors import ConfigError, Problem, describe, did_you_mean
+from .errors import ConfigError, Problem, describe, did_you_mean, nearest, one_of
 from .imports import IMPORT_FAILURES
 from .nodes import Node, Origin, from_plain, merge
 from .yaml_text import parse
@@ -32,8 +32,11 @@ def find_config(name: str | os.PathLike[str], folder: Path, origin: str = "") ->
     if path.is_dir():
         what = f"{name} is a folder, not a config file"
     else:
-        near = [other.name for other in _sources_in(path.parent)]
-        hint = did_you_mean(path.name, [*near, *shipped])
+        # The suffix is the same for all, so only the stems are compared.
+        by_stem = {other.stem: other.name for other in _sources_in(path.parent)}
+        by_stem = {stem: stem for stem in shipped} | by_stem
+        near = [by_stem[stem] for stem in nearest(path.stem, by_stem)]
+        hint = f"; did you mean {one_of(near)}?" if near else ""
         if not hint and not path.suffix and shipped:
             hint = f"; shipped configs: {', '.join(shipped)}"
         what = f"there is no config file {name}{hint}"

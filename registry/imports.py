@@ -82,19 +82,28 @@ class ModuleSources:
         """Return the class of that name from the first namespace that has it."""
         for namespace in self.namespaces:
             found = getattr(self._load(namespace), name, None)
-            if _is_member(found, name, namespace):
+            if inspect.isclass(found) and self._offers(namespace, name, found):
                 return found
         return None
 
     def names(self) -> list[str]:
         """Return the names of the public classes of all namespaces."""
-        found = []
-        for namespace in self.namespaces:
-            module = self._load(namespace)
-            for name in dir(module):
-                if module is not None and _is_member(getattr(module, name, None), name, namespace):
-                    found.append(name)
+        found = [
+            name
+            for namespace in self.namespaces
+            for name, value in inspect.getmembers(self._load(namespace))
+            if self._offers(namespace, name, value)
+        ]
         return list(dict.fromkeys(found))
+
+    def _offers(self, namespace: str, name: str, value: object) -> bool:
+        if not inspect.isclass(value) or name.startswith("_"):
+            return False
+        public = getattr(self._load(namespace), "__all__", None)
+        if public is not None:
+            return name in public
+        package = namespace.partition(".")[0]
+        return str(value.__module__).partition(".")[0] == package
 
     def _load(self, name: str) -> ModuleType | None:
         if name not in self._modules:
@@ -105,12 +114,3 @@ class ModuleSources:
             except IMPORT_FAILURES as error:
                 self.failures[name] = describe(error)
         return self._modules[name]
-
-
-def _is_member(found: object, name: str, namespace: str) -> bool:
-    package = namespace.partition(".")[0]
-    return (
-        inspect.isclass(found)
-        and not name.startswith("_")
-        and str(found.__module__).partition(".")[0] == package
-    )

@@ -200,11 +200,18 @@ def _add(registry: Registry, target: T, names: Sequence[str] | None, force: bool
         )
     for name in names or [getattr(target, "__name__", type(target).__name__)]:
         present = registry.module_dict.get(name)
-        if present is not None and not force:
+        if present is not None and not force and not _is_stale(present, target):
             where = getattr(present, "__module__", "unknown")
             raise RegistryKeyError(f"{name} is already registered in {registry.name} at {where}")
         registry.module_dict[name] = target
     return target
+
+
+def _is_stale(present: object, target: object) -> bool:
+    """Tell whether `present` is of an earlier, failed import of the module of `target`."""
+    module, name = getattr(present, "__module__", ""), getattr(present, "__qualname__", "")
+    same = (module, name) == (target.__module__, getattr(target, "__qualname__", ""))
+    return same and "<" not in name and getattr(sys.modules.get(module), name, None) is None
 
 
 def _as_names(name: str | Sequence[str] | None) -> Sequence[str] | None:

@@ -7,6 +7,7 @@ from .arguments import required_names
 from .build import check_arguments, find_type
 from .catalog import MODELS
 from .errors import RegistryKeyError
+from .imports import import_path
 from .registry import Registry
 
 
@@ -55,6 +56,20 @@ def find_nested(wanted: Any, registry: Registry) -> tuple[Any, bool]:
     return found, False
 
 
+def find_reference(wanted: Any, registry: Registry) -> Any:
+    """Return what `_ref_` names: a registered name, or any object by its import path.
+
+    Raises:
+        KeyError: there is nothing of that name.
+    """
+    if isinstance(wanted, str) and "." in wanted:
+        try:
+            return import_path(wanted)
+        except ImportError:
+            return find_nested(wanted, registry)[0]
+    return find_nested(wanted, registry)[0]
+
+
 def nested_runtime(target: Any, supplied: Mapping[str, Any], same: bool) -> dict[str, Any]:
     """Return those of the supplied arguments that a nested part cannot be built without."""
     needed = required_names(target) if same else set()
@@ -79,7 +94,7 @@ def _built(value: Any, registry: Registry, runtime: Mapping[str, Any]) -> Any:
     if value.get("_raw_") is True:
         return {key: inner for key, inner in value.items() if key != "_raw_"}
     if set(value) == {"_ref_"}:
-        return find_nested(value["_ref_"], registry)[0]
+        return find_reference(value["_ref_"], registry)
     if "type" not in value:
         return {key: _built(inner, registry, runtime) for key, inner in value.items()}
     table = registry.at_scope(value["_scope_"]) if "_scope_" in value else registry

@@ -72,7 +72,8 @@ def parse_value(text: str, origin: Origin) -> Node:
 
 def scalar_text(value: Any) -> str:
     """Return a scalar or a list of scalars as YAML on one line."""
-    style = '"' if isinstance(value, str) and len(value.splitlines()) > 1 else None
+    breaks = isinstance(value, str) and value != "" and value.splitlines() != [value]
+    style = '"' if breaks else None
     flow = yaml.dump(
         [value],
         Dumper=_Dumper,
@@ -102,7 +103,8 @@ class _Reader:
             return self._node(loader, top, self._at(top.start_mark.line), ())
         except yaml.reader.ReaderError as error:
             line = self._text.count("\n", 0, int(error.position))
-            raise self._error(line, f"the character {error.character!r} is not allowed") from error
+            what = f"the character {chr(error.character)!r} is not allowed"
+            raise self._error(line, what) from error
         except yaml.MarkedYAMLError as error:
             mark = error.problem_mark or error.context_mark
             raise self._error(mark.line if mark else 0, _syntax_text(error)) from error

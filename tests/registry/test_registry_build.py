@@ -1,0 +1,198 @@
+"""From dicts to objects."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from stepwrap.registry import (
+    METRICS,
+    MODEL_WRAPPERS,
+    MODELS,
+    OPTIMIZERS,
+    PARAM_SCHEDULERS,
+    Registry,
+    build_from_cfg,
+    build_tree,
+    check_component,
+)
+
+
+class Part:
+    """Keeps its arguments."""
+
+    def __init__(self, width: int, depth: int = 2, inner: Any = None) -> None:
+        if width < 0:
+            raise ValueError("width must not be negative")
+        self.width, self.depth, self.inner = width, depth, inner
+
+
+@pytest.fixture
+def parts() -> Registry:
+    registry = Registry("PARTS", scope="parts")
+    registry.register_module(module=Part)
+    return registry
+
+
+def parameters() -> list[nn.Parameter]:
+    return [nn.Parameter(torch.zeros(2))]
+
+
+def test_the_input_is_not_changed_and_wins_over_defaults(parts: Registry) -> None:
+    cfg, defaults = {"type": "Part", "width": 3}, {"width": 1, "depth": 5}
+    copies = copy.deepcopy((cfg, defaults))
+    built = build_from_cfg(cfg, parts, defaults)
+    assert (built.width, built.depth) == (3, 5)
+    assert (cfg, defaults) == copies
+
+
+@pytest.mark.parametrize("kind", ["Part", Part, f"{__name__}.Part"])
+def test_type_is_a_name_a_path_or_the_class(parts: Registry, kind: Any) -> None:
+    assert isinstance(parts.build({"type": kind, "width": 1}), Part)
+    assert isinstance(parts.build({"width": 1}, default_args={"type": kind}), Part)
+
+
+def test_nested_dicts_are_passed_as_they_are(parts: Registry) -> None:
+    inner = {"type": "Part", "width": 1}
+    assert parts.build({"type": "Part", "width": 1, "inner": inner}).inner is inner
+
+
+@pytest.mark.parametrize("cfg", [[{"type": "Part"}], "Part", None, {"type": 3}])
+def test_wrong_configs_are_type_errors(parts: Registry, cfg: Any) -> None:
+    with pytest.raises(TypeError):
+        build_from_cfg(cfg, parts)
+
+
+def test_wrong_registry_and_defaults_are_type_errors(parts: Registry) -> None:
+    with pytest.raises(TypeError, match="registry must be a Registry"):
+        build_from_cfg({"type": "Part"}, {"Part": Part})  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="default_args must be a dict"):
+        build_from_cfg({"type": "Part"}, parts, [1])  # type: ignore[arg-type]
+
+
+def test_a_missing_type_is_a_key_error(parts: Registry) -> None:
+    with pytest.raises(KeyError, match='must contain the key "type", got width'):
+        build_from_cfg({"width": 1}, parts)
+
+
+def test_errors_of_the_constructor_are_unchanged(parts: Registry) -> None:
+    with pytest.raises(ValueError, match="^width must not be negative$"):
+        build_from_cfg({"type": "Part", "width": -1}, parts)
+
+
+@pytest.mark.parametrize(
+    ("cfg", "said"),
+    [
+        ({"widht": 1}, "widht: Part has no such argument; did you mean width?"),
+        ({"width": 1, "zz": 1}, "zz: Part has no such argument; it also takes depth, inner"),
+        ({}, "width: is missing, Part needs it"),
+        ({"zz": 1}, "zz: Part has no such argument; it also takes width, depth, inner; width: is"),
+    ],
+)
+def test_wrong_arguments_name_class_and_signature(
+    parts: Registry, cfg: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(TypeError) as caught:
+        parts.build({"type": "Part", **cfg})
+    assert str(caught.value).startswith(said)
+    assert "the signature is Part(width, depth=2, inner=None)" in str(caught.value)
+
+
+def test_a_misspelt_argument_hides_the_missing_one(parts: Registry) -> None:
+    with pytest.raises(TypeError) as caught:
+        parts.build({"type": "Part", "widht": 1})
+    assert "missing" not in str(caught.value)
+
+
+def test_build_func_is_own_or_the_parents() -> None:
+    def make(cfg: dict[str, Any], registry: Registry, extra: int = 0) -> Any:
+        return cfg, registry, extra
+
+    root = Registry("root", build_func=make, scope="a")
+    child = Registry("child", parent=root, scope="b")
+    assert child.build({"x": 1}, extra=3) == ({"x": 1}, child, 3)
+
+
+def test_scope_key_switches_the_registry(parts: Registry) -> None:
+    child = Registry("PARTS", parent=parts, scope="child")
+    child.register_module(name="Part", module=dict)
+    assert parts.build({"type": "Part", "_scope_": "child"}) == {}
+    assert isinstance(child.build({"type": "Part", "_scope_": "parts", "width": 1}), Part)
+    with pytest.raises(KeyError, match="no scope 'cat'; its scopes are parts, child"):
+        parts.build({"type": "Part", "_scope_": "cat"})
+
+
+def test_trees_are_built_inside_out() -> None:
+    cfg = {
+        "type": "SupervisedModel",
+        "net": {"type": "Linear", "in_features": 2, "out_features": 3},
+        "loss": {"type": "torch.nn.CrossEntropyLoss"},
+    }
+    before = copy.deepcopy(cfg)
+    model = build_tree(cfg, MODELS)
+    assert isinstance(model.net, nn.Linear)
+    assert cfg == before
+
+
+def test_nested_types_fall_back_to_models(parts: Registry) -> None:
+    part = build_tree({"type": "Part", "width": 1, "inner": [{"a": {"type": "ReLU"}}, 3]}, parts)
+    assert isinstance(part.inner[0]["a"], nn.ReLU)
+    assert part.inner[1] == 3
+
+
+def test_references_and_raw_dicts(parts: Registry) -> None:
+    raw = {"_raw_": True, "type": "Part", "x": 1}
+    part = build_tree({"type": "Part", "width": {"_ref_": "math.pi"}, "inner": raw}, parts)
+    assert part.inner == {"type": "Part", "x": 1}
+    assert part.width == pytest.approx(3.14159, abs=1e-5)
+    part = build_tree({"type": "Part", "width": 1, "inner": {"_ref_": "ReLU"}}, parts)
+    assert part.inner is nn.ReLU
+
+
+def test_nested_schedulers_get_the_optimizer() -> None:
+    optimizer = OPTIMIZERS.build({"type": "SGD", "lr": 1.0}, default_args={"params": parameters()})
+    cfg = {
+        "type": "SequentialLR",
+        "schedulers": [{"type": "LinearLR"}, {"type": "CosineAnnealingLR", "T_max": 3}],
+        "milestones": [1],
+    }
+    assert check_component(cfg, PARAM_SCHEDULERS, "s", ["optimizer"]) == []
+    scheduler = build_tree(cfg, PARAM_SCHEDULERS, {"optimizer": optimizer})
+    assert scheduler.optimizer is optimizer
+
+
+def test_a_nested_miss_tells_about_both_registries(parts: Registry) -> None:
+    with pytest.raises(KeyError) as caught:
+        build_tree({"type": "Part", "width": 1, "inner": {"type": "Liner"}}, parts)
+    text = str(caught.value)
+    assert text.startswith("Liner is not in the registry PARTS")
+    assert "nor is it in MODELS; did you mean Linear" in text
+
+
+@pytest.mark.parametrize(
+    ("cfg", "key", "said"),
+    [
+        ("ddp", "w", "must be a dict with a type, got 'ddp'; write {type: ddp}"),
+        ({"module": 1}, "w", "needs a type: a name of MODEL_WRAPPERS or an import path"),
+        ({"type": 3}, "w.type", "type must be a name, a class or a function, got 3"),
+        ({"type": "ddp", "module": 1}, "w.module", "is supplied by the run itself"),
+        (
+            {"type": "ddp", "find_unused": True},
+            "w.find_unused",
+            "StepDistributedDataParallel has no such argument; did you mean find_unused_para",
+        ),
+        ({"type": "single", "module": {"type": "Liner"}}, "w.module.type", "Liner is not in"),
+        ({"type": "single", "module": {"_ref_": "no.x"}}, "w.module._ref_", "package no is not"),
+    ],
+)
+def test_components_are_checked_without_building(cfg: Any, key: str, said: str) -> None:
+    problems = check_component(cfg, MODEL_WRAPPERS, "w", ["module"])
+    assert any(problem.key == key and said in problem.what for problem in problems)
+
+
+def test_names_near_to_passed_through_arguments_are_told() -> None:
+    (problem,) = check_component({"type": "AUROC", "tasks": "binary"}, METRICS, "m")
+    assert problem.key == "m.task"
+    assert problem.what.endswith("is tasks meant for it?")

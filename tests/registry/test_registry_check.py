@@ -1,0 +1,197 @@
+"""The whole check of a run config."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from stepwrap.registry import ConfigError, check_config, load_config
+
+Write = Callable[[str, str], Path]
+
+MODULE = """\
+from torch import nn
+from stepwrap.registry import MODELS
+
+
+@MODELS.register_module()
+class Net(nn.Module):
+    def __init__(self, width, depth=2):
+        super().__init__()
+
+
+def digits(part):
+    return [part]
+
+
+def stack(samples):
+    return samples
+"""
+
+GOOD = """\
+imports: [nets]
+model: {type: SupervisedModel, net: {type: Net, width: 3}, loss: {type: CrossEntropyLoss}}
+optimizer: {type: AdamW, lr: 1e-3}
+optim_wrapper: {accumulative_counts: 3}
+schedulers: {type: CosineAnnealingLR, T_max: 3, by: step}
+data:
+  train: {dataset: {type: nets.digits, part: train}, batch_size: 4, collate: nets.stack}
+  val: {dataset: {type: nets.digits, part: val}, batch_size: 4}
+train: {type: EpochTrainLoop, max_epochs: 3}
+metrics: {accuracy: {type: MulticlassAccuracy, num_classes: 10}, loss: {type: MeanLoss}}
+hooks: {progress: false, checkpoint: {keep_last: 3}, mine: {type: EMAHook, decay: 0.9}}
+"""
+
+
+@pytest.fixture
+def good(write: Write) -> str:
+    write("nets.py", MODULE)
+    write("good.yaml", GOOD)
+    return "good.yaml"
+
+
+def problems(name: str, *overrides: str) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        check_config(load_config(name, overrides))
+    return str(caught.value).splitlines()
+
+
+def problem(name: str, *overrides: str) -> str:
+    (only,) = problems(name, *overrides)
+    return only
+
+
+def test_a_good_config_gives_typed_sections(good: str) -> None:
+    run = check_config(load_config(good))
+    assert (run.name, run.run_dir, run.seed, run.device) == ("good", "runs/good", 0, "auto")
+    assert run.data.train is not None
+    assert (run.data.train.batch_size, run.data.train.num_workers) == (4, 0)
+    assert run.optim_wrapper == {"type": "OptimWrapper", "accumulative_counts": 3}
+    assert run.schedulers[0].by == "step"
+    assert run.schedulers[0].scheduler == {"type": "CosineAnnealingLR", "T_max": 3}
+    assert run.val == {"type": "ValLoop"}
+    assert run.test is None
+    assert run.wrapper is None
+    assert run.hooks == {
+        "log": {"type": "LogHook"},
+        "checkpoint": {"type": "CheckpointHook", "keep_last": 3},
+        "throughput": {"type": "ThroughputHook"},
+        "mine": {"type": "EMAHook", "decay": 0.9},
+    }
+
+
+def test_plain_dicts_are_checked_as_well(good: str) -> None:
+    values = load_config(good).to_dict()
+    assert check_config(values) == check_config(load_config(good))
+    with pytest.raises(ConfigError, match=r"^modle: there is no such setting; did you mean model"):
+        check_config({**values, "modle": 1})
+
+
+def test_all_problems_come_at_once_with_their_places(good: str, write: Write) -> None:
+    write(
+        "bad.yaml",
+        "_base_: good.yaml\nseed: zero\nmodle: 3\nwrapper:\n  type: ddp\n"
+        "  find_unused: true\noptimizer:\n  lrr: 0.1\nhooks:\n  progres: true\n",
+    )
+    assert problems("bad.yaml", "launch.nproc=0") == [
+        "bad.yaml:2: seed: must be a whole number, got 'zero'",
+        "bad.yaml:3: modle: there is no such setting; did you mean model?",
+        "bad.yaml:6: wrapper.find_unused: StepDistributedDataParallel has no such argument; "
+        "did you mean find_unused_parameters?",
+        "bad.yaml:8: optimizer.lrr: AdamW has no such argument; did you mean lr?",
+        "bad.yaml:10: hooks.progres: needs a type, only progress, log, checkpoint, throughput, "
+        "early_stop, ema, grad_norm, nan_guard, tensorboard go without; did you mean progress?",
+        "override launch.nproc=0: launch.nproc: must be at least 1, got 0",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("device=gpu", "device: must be auto, cpu or cuda, got 'gpu'; did you mean cpu?"),
+        ("seed=true", "seed: must be a whole number, got True"),
+        ("deterministic=1", "deterministic: must be true or false, got 1"),
+        ("launch.timeout_s=soon", "launch.timeout_s: must be a number, got 'soon'"),
+        ("launch=3", "launch: must be a section of settings, got 3"),
+        ("imports=nets", "imports: must be a list of text, got 'nets'"),
+        ("imports.0=netts", "imports.0: there is no module netts in"),
+        ("imports.0=lost.py", "imports.0: there is no file"),
+        ("resume=3", "resume: must be true or false or text, got 3"),
+        ("optimizer=AdamW", "must be a section of settings, got 'AdamW'; write {type: AdamW}"),
+        ("optimizer={lr: 1}", "optimizer: needs a type: a name of OPTIMIZERS or an import path"),
+        ("optimizer.params=[]", "optimizer.params: is supplied by the run itself"),
+        ("optimizer=null", "optimizer: this setting is missing: train needs an optimizer"),
+        ("model=null", "model: this setting is required and missing"),
+        ("model.net.type=Nett", "model.net.type: Nett is not in the registry MODELS"),
+        ("model.net={type: Net}", "model.net.width: is missing, Net needs it"),
+        ("schedulers.by=steps", "schedulers.by: must be step or epoch, got 'steps'; did you mean"),
+        ("schedulers.T_maxx=1", "schedulers.T_maxx: CosineAnnealingLR has no such argument"),
+        ("schedulers=[3]", "schedulers.0: must be a dict with a type, got 3"),
+        ("data.train.batch_size=0", "data.train.batch_size: must be at least 1, got 0"),
+        ("data.train.pin_memory=x", "must be true or false or auto, got 'x'"),
+        ("data.val.batchsize=1", "data.val.batchsize: there is no such setting; did you mean b"),
+        ("data.trian={}", "data.trian: there is no such setting; did you mean train?"),
+        ("data.train=null", "data.train: this setting is missing: train needs data"),
+        ("data.val={}", "data.val.dataset: this setting is required and missing"),
+        ("data.train.collate=nets.stak", "nets has no stak; did you mean stack?"),
+        ("data.train.dataset.type=mmdet.Coco", "package mmdet is not installed"),
+        ("test={}", "data.test: this setting is missing: test needs data"),
+        ("train.val_loop=1", "train.val_loop: is supplied by the run itself"),
+        ("train.epochs=1", "train.epochs: EpochTrainLoop has no such argument; did you mean max"),
+        ("metrics=accuracy", "metrics: must be a section of settings, got 'accuracy'"),
+        ("metrics.x=1", "metrics.x: must be a dict with a type, got 1"),
+        ("metrics.x.type=Acuracy", "metrics.x.type: Acuracy is not in the registry METRICS"),
+        ("hooks=3", "hooks: must be hooks by name, got 3"),
+        ("hooks.log=3", "hooks.log: must be true, false or the hook's settings, got 3"),
+        ("hooks.checkpoint.keep_lst=1", "hooks.checkpoint.keep_lst: CheckpointHook has no such"),
+    ],
+)
+def test_one_wrong_setting_is_one_problem(good: str, override: str, said: str) -> None:
+    assert said in problem(good, override).replace(f"override {override}: ", "", 1)
+
+
+def test_a_setting_that_is_missing_points_to_its_section(good: str) -> None:
+    assert problem(good, "train={type: EpochTrainLoop}").endswith(
+        "train.max_epochs: is missing, EpochTrainLoop needs it"
+    )
+
+
+def test_nothing_to_run_is_a_problem(write: Write) -> None:
+    write("a.yaml", "model: {type: Identity}\n")
+    assert problem("a.yaml") == "a.yaml:1: nothing to run: set train, or data for val or test"
+
+
+def test_what_a_base_left_behind_is_explained(good: str, write: Write) -> None:
+    write("child.yaml", "_base_: good.yaml\nschedulers:\n  type: StepLR\n  step_size: 1\n")
+    assert problem("child.yaml").endswith(
+        "it is inherited, `_delete_: true` beside the type (child.yaml:3) drops it"
+    )
+    assert problem(good, "schedulers.type=ConstantLR").endswith(
+        "it is inherited, an override of the whole schedulers drops it"
+    )
+
+
+def test_a_user_module_with_an_error_is_told(good: str, write: Write) -> None:
+    write("nets.py", "import nothing_like_this\n")
+    first = problems(good)[0]
+    assert first.startswith("good.yaml:1: imports.0: nets failed to import: ModuleNotFoundError")
+
+
+def test_a_class_that_was_not_imported_is_located(good: str) -> None:
+    assert "class Net is defined in nets.py:6 but was never imported: add nets to imports" in (
+        problem(
+            good,
+            "imports=[]",
+            "data.train.dataset={type: list}",
+            "data.train.collate=null",
+            "data.val=null",
+        )  # fmt: skip
+    )
+
+
+def test_a_file_and_its_package_can_be_imported(good: str, write: Write) -> None:
+    write("conf/own/__init__.py", "")
+    write("conf/own/net.py", MODULE.replace("class Net", "class Own"))
+    write("conf/a.yaml", "_base_: ../good.yaml\nimports: [own/net.py, nets]\n")
+    run = check_config(load_config("conf/a.yaml", ["model.net.type=own.net.Own"]))
+    assert run.model["net"]["type"] == "own.net.Own"

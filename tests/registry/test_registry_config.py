@@ -1,0 +1,249 @@
+"""Reading config files: inheritance, overrides, origins, mistakes."""
+
+import copy
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from stepwrap.registry import (
+    Config,
+    ConfigError,
+    config_from_dict,
+    dump_config,
+    format_config,
+    load_config,
+)
+
+Write = Callable[[str, str], Path]
+
+BASE = """\
+seed: 1
+optimizer: {type: AdamW, lr: 1e-3, betas: [0.9, 0.99]}
+wrapper:
+  type: ddp
+  static_graph: true
+stages:
+  - {x: 1}
+  - x: 2
+"""
+
+
+@pytest.fixture
+def child(write: Write) -> str:
+    write("base.yaml", BASE)
+    write("more.yaml", "seed: 7\nextra: {deep: {a: 1}}\n")
+    write(
+        "child.yaml",
+        "_base_: [base.yaml, more.yaml]\nwrapper:\n  _delete_: true\n  type: single\n"
+        "run_dir: runs/${name}\noptimizer:\n  lr: 0.5\n",
+    )
+    return "child.yaml"
+
+
+def refused(name: str, *overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_config(name, overrides)
+    return str(caught.value)
+
+
+def test_files_build_on_others(child: str) -> None:
+    cfg = load_config(child)
+    assert cfg.seed == 7
+    assert cfg.wrapper == {"type": "single"}
+    assert cfg.optimizer == {"type": "AdamW", "lr": 0.5, "betas": [0.9, 0.99]}
+    assert cfg["extra"]["deep"].a == 1
+    assert cfg.run_dir == "runs/child"
+    assert "_base_" not in cfg
+    assert cfg.path == Path("child.yaml").absolute()
+
+
+def test_every_value_knows_what_set_it(child: str) -> None:
+    cfg = load_config(child, ["stages.1.x=5", "new.key=on"])
+    assert cfg.origin("seed") == "more.yaml:1"
+    assert cfg.origin("optimizer.betas") == "base.yaml:2"
+    assert cfg.origin("optimizer.lr") == "child.yaml:7"
+    assert cfg.origin("wrapper.type") == "child.yaml:4"
+    assert cfg.origin("stages.0.x") == "base.yaml:7"
+    assert cfg.origin("stages.1.x") == "override stages.1.x=5"
+    assert cfg.origin("run_dir") == "child.yaml:5"
+    assert cfg.origin("optimizer.absent") == "child.yaml:6"
+    assert cfg.origin("name") == "the file name of child.yaml"
+    assert cfg.select("new.key") is True
+
+
+def test_origins_are_shown_beside_the_values(child: str) -> None:
+    lines = format_config(load_config(child, ["seed=3"]), origins=True).splitlines()
+    assert lines[0].split("  #") == [
+        "seed: 3".ljust(len(lines[0].split("  #")[0])),
+        " override seed=3",
+    ]
+    assert "  lr: 0.5" in [line.partition("#")[0].rstrip() for line in lines]
+    assert any(line.endswith("# base.yaml:2") for line in lines)
+
+
+def test_a_config_reads_like_a_mapping(child: str) -> None:
+    cfg = load_config(child)
+    assert cfg.select("stages.1.x") == 2
+    assert cfg.select("stages.9.x", "none") == "none"
+    assert not cfg.has("stages.9")
+    assert dict(cfg.wrapper) == {"type": "single"}
+    assert isinstance(cfg.stages[0], Config)
+    assert cfg == cfg.to_dict() == load_config(child)
+    assert pickle.loads(pickle.dumps(cfg)) == copy.deepcopy(cfg) == cfg
+    with pytest.raises(AttributeError, match="the config has no optimiser; its keys are seed"):
+        _ = cfg.optimiser
+
+
+def test_dicts_of_python_become_configs() -> None:
+    cfg = config_from_dict({"a": {"b": "${name}"}, "c": (1, Path("x"), Path)}, name="mine")
+    assert cfg == {"name": "mine", "a": {"b": "mine"}, "c": [1, "x", "pathlib.Path"]}
+    with pytest.raises(ConfigError, match=r"a\.0: a config holds numbers"):
+        config_from_dict({"a": [object()]})
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("1e-3", 0.001), ("1.5E+3", 1500.0), ("-2e2", -200.0), (".5", 0.5), ("1e", "1e"),
+     (".inf", float("inf")), ("2020-01-01", "2020-01-01"), ("null", None), ("[1, a]", [1, "a"]),
+     ("'1'", "1"), ("", None)],
+)  # fmt: skip
+def test_values_are_yaml_with_modern_numbers(write: Write, text: str, value: object) -> None:
+    write("a.yaml", f"v: {text}\n")
+    assert load_config("a.yaml").v == value
+    assert load_config("a.yaml", [f"w={text}"]).w == value
+
+
+def test_python_files_are_configs_too(write: Write) -> None:
+    write("base.yaml", BASE)
+    write("a.py", "from torch import nn\ndef config():\n    return {'act': nn.ReLU, 'b': (1,)}\n")
+    write("b.py", "config = {'_base_': ['a.py', 'base.yaml'], 'seed': 5}\n")
+    cfg = load_config("b.py")
+    assert cfg.act == "torch.nn.modules.activation.ReLU"
+    assert cfg.b == [1]
+    assert cfg.origin("b") == "a.py"
+    assert cfg.origin("seed") == "b.py"
+
+
+def test_overrides_follow_lists_and_make_sections(write: Write) -> None:
+    write("a.yaml", "a: {list: [{x: 1}, 2]}\nn: null\n")
+    cfg = load_config("a.yaml", ["a.list.0.x=2", "a.list.1={y: 3}", "n.q.r=1", "a.list.1.y=4"])
+    assert cfg.to_dict() == {
+        "a": {"list": [{"x": 2}, {"y": 4}]},
+        "n": {"q": {"r": 1}},
+        "name": "a",
+    }
+    assert load_config("a.yaml", ["a=null"]).a is None
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("a", "override a: an override must read key.path=value"),
+        ("'a=1'", "the key 'a must not be in quotes"),
+        ("a..b=1", "'a..b' is no key path such as optimizer.lr"),
+        ("a =1", "'a ' is no key path"),
+        ("s=[1,", "s: the value [1, is not valid YAML"),
+        ("s=x: y: z", "if it is text, put it in quotes: 's=\"x: y: z\"'"),
+        ("s.b=1", "s.b: s is text (a.yaml:2), it has no b"),
+        ("a.list.2=1", "a.list.2: the list has 2 items, counted from 0, got 2"),
+        ("a.list.x.y=1", "the list has 2 items, counted from 0, got x"),
+    ],
+)
+def test_wrong_overrides_are_named(write: Write, override: str, said: str) -> None:
+    write("a.yaml", "a: {list: [1, 2]}\ns: text\n")
+    text = refused("a.yaml", override)
+    assert text.startswith(f"override {override}: ")
+    assert said in text
+
+
+def test_all_wrong_overrides_are_told_at_once(write: Write) -> None:
+    write("a.yaml", "a: 1\n")
+    assert len(refused("a.yaml", "a", "b=2", "a.c=1").splitlines()) == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("a: 1\nb: 2\na: 3\n", "a.yaml:3: a: this key is already set in line 1"),
+        ("s:\n  x: 1\n  x: 2\n", "a.yaml:3: x: this key is already set in line 2"),
+        ("a: 1\n b: 2\n", "a.yaml:2: not valid YAML"),
+        ("a:\tb: 1\n", "indent with spaces, not with tabs"),
+        ("a: [1,\n", "a.yaml:2: not valid YAML"),
+        ("a: *b\n", "a.yaml:1: not valid YAML: found undefined alias 'b'"),
+        ("a: &x [*x]\n", "a.yaml:1: an alias that contains itself"),
+        ("a: 1\nb: !!python/name:os.system x\n", "a.yaml:2: a config cannot hold"),
+        ("a: 1\non: 2\n", "a.yaml:2: a key must be text or a whole number, got True"),
+        ("", "the file is empty"),
+        ("- 1\n", "got a list"),
+        ("a: 1\n_base_: a.yaml\n", "a.yaml:2: _base_: the files include each other: a.yaml -> a"),
+        ("_base_: [aa.yaml]\n", "a.yaml:1: there is no config file aa.yaml; did you mean a.yaml?"),
+        ("_base_: 3\n", "a.yaml:1: _base_: must be a file or a list of files, got 3"),
+        ("a:\n  _base_: x\n", "a.yaml:2: _base_: stands at the top of a file only"),
+        ("a: 1\nb: ${c.d}\nc: {e: 1}\n", "a.yaml:2: b: ${c.d} cannot be resolved"),
+        ("b: ${c.d}\nc: {e: 1}\n", "did you mean c.e?"),
+        ("b: ${b}\n", "a.yaml:1: b: ${b} refers to itself"),
+        ("b: ${c}\nc: ${b}\n", "a.yaml:2: c: ${b} refers to itself"),
+        ("b: ${c\n", "a.yaml:1: b: ${c is no valid interpolation: a } is missing"),
+        ("b: ${oc.env:NOT_SET_AT_ALL}\n", "Environment variable 'NOT_SET_AT_ALL' not found"),
+        ("a:\n  b: ???\n", "a.yaml:2: a.b: a value is required here: give one with a.b=..."),
+    ],
+)  # fmt: skip
+def test_mistakes_in_files_are_told_with_their_lines(write: Write, text: str, said: str) -> None:
+    write("a.yaml", text)
+    assert said in refused("a.yaml")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("x = 1\ndef config():\n    return x / 0\n", "a.py:3: ZeroDivisionError: division by zero"),
+        ("x = 1\ny = = 2\n", "a.py:2: SyntaxError"),
+        ("confg = {}\n", "a.py: the file must define `config`, a dict or a function; did you mean"),
+        ("config = 3\n", "a.py: `config` must be (or return) a dict, got int"),
+        ("config = {'a': {'b': 3j}}\n", "a.py: a.b: a config holds numbers"),
+        ("config = {None: 3}\n", "a.py: None: a key must be a str or int"),
+    ],
+)
+def test_mistakes_in_python_configs_are_told(write: Write, text: str, said: str) -> None:
+    write("a.py", text)
+    assert said in refused("a.py")
+
+
+def test_unreadable_files_are_told(write: Write, workplace: Path) -> None:
+    write("train.yaml", "a: 1\n")
+    (workplace / "binary.yaml").write_bytes(b"a: \xff\xfe\n")
+    (workplace / "control.yaml").write_bytes(b"a: 1\nb: \x01\n")
+    assert refused("trian.yaml") == "there is no config file trian.yaml; did you mean train.yaml?"
+    assert "is a folder, not a config file" in refused(".")
+    assert "binary.yaml: the file cannot be read: UnicodeDecodeError" in refused("binary.yaml")
+    assert "control.yaml:2: the character '\\x01' is not allowed" in refused("control.yaml")
+
+
+def test_merge_keys_and_anchors_keep_the_lines_of_their_definition(write: Write) -> None:
+    write("a.yaml", "common: &c\n  x: 1\n  y: 2\nown:\n  <<: *c\n  y: 3\n")
+    cfg = load_config("a.yaml")
+    assert cfg.own == {"x": 1, "y": 3}
+    assert cfg.origin("own.x") == "a.yaml:2"
+    assert cfg.origin("own.y") == "a.yaml:6"
+
+
+def test_interpolated_sections_are_copied(write: Write) -> None:
+    write("a.yaml", "a: {x: 1, l: [1, 2]}\nb: ${a}\nc: n-${a.l.1}\nd: \\${a}\n")
+    cfg = load_config("a.yaml")
+    assert cfg.b == cfg.a
+    assert cfg.c == "n-2"
+    assert cfg.d == "${a}"
+    assert cfg.origin("b.x") == "a.yaml:2"
+
+
+def test_modules_beside_the_config_are_found_from_its_dump(write: Write, workplace: Path) -> None:
+    write("in_cwd.py", "")
+    write("conf/beside.py", "")
+    write("conf/a.yaml", "imports: [in_cwd, beside, ../other.py, json]\n")
+    cfg = load_config("conf/a.yaml")
+    beside, other = str(workplace / "conf/beside.py"), str(workplace / "other.py")
+    assert cfg.imports == ["in_cwd", beside, other, "json"]
+    dump_config(cfg, "dump.yaml")
+    assert load_config("dump.yaml") == cfg

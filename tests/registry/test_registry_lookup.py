@@ -1,0 +1,249 @@
+"""Registering and looking up names (C.7, C-18)."""
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from stepwrap.registry import HOOKS, METRICS, MODEL_WRAPPERS, MODELS, OPTIMIZERS, Registry
+
+Write = Callable[[str, str], Path]
+
+
+class Thing:
+    """A registered class."""
+
+
+class Other:
+    """Another one."""
+
+
+@pytest.fixture
+def family() -> dict[str, Registry]:
+    """A root with two children, each with a child of its own."""
+    root = Registry("animals", scope="root")
+    hound = Registry("animals", parent=root, scope="hound")
+    samoyed = Registry("animals", parent=root, scope="samoyed")
+    members = {
+        "root": root,
+        "hound": hound,
+        "samoyed": samoyed,
+        "little_hound": Registry("animals", parent=hound, scope="little_hound"),
+        "little_samoyed": Registry("animals", parent=samoyed, scope="little_samoyed"),
+    }
+    for scope, registry in members.items():
+        registry.register_module(name=f"In_{scope}", module=type(scope, (), {}))
+    return members
+
+
+def test_decorator_and_direct_call_return_the_object() -> None:
+    registry = Registry("things")
+    assert registry.register_module()(Thing) is Thing
+    assert registry.register_module(name=["a", "b"], module=Other) is Other
+    assert list(registry) == ["Thing", "a", "b"]
+    assert len(registry) == 3
+    assert registry.get("b") is Other
+    assert "a" in registry
+    assert "c" not in registry
+
+
+def test_functions_are_registered_too() -> None:
+    registry = Registry("things")
+
+    @registry.register_module()
+    def make() -> int:
+        return 3
+
+    assert registry.build({"type": "make"}) == 3
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{"force": 1}, {"name": 3}, {"name": [1]}, {"module": 3}, {"name": "x", "module": "Thing"}],
+)
+def test_wrong_registrations_are_type_errors(arguments: dict[str, Any]) -> None:
+    with pytest.raises(TypeError):
+        Registry("things").register_module(**arguments)
+
+
+def test_a_taken_name_needs_force() -> None:
+    registry = Registry("things")
+    registry.register_module(module=Thing)
+    with pytest.raises(KeyError, match=f"Thing is already registered in things at {__name__}"):
+        registry.register_module(name="Thing", module=Other)
+    registry.register_module(name="Thing", force=True, module=Other)
+    assert registry.get("Thing") is Other
+
+
+def test_a_module_that_failed_half_way_keeps_its_own_error(write: Write) -> None:
+    text = (
+        "from stepwrap.registry import MODELS\n@MODELS.register_module()\nclass Half: ...\n1 / 0\n"
+    )
+    write("half.py", text)
+    for _ in range(2):
+        assert "half cannot be imported: ZeroDivisionError" in MODELS.explain_miss("half.Whole")
+    write("half.py", text.replace("1 / 0", ""))
+    assert MODELS.get("half.Half") is MODELS.get("Half") is sys.modules["half"].Half
+    MODELS.module_dict.pop("Half")
+
+
+def test_aliases_name_what_is_registered() -> None:
+    registry = Registry("things", aliases={"Old": "Thing"})
+    assert registry.get("Old") is None
+    registry.register_module(module=Thing)
+    assert registry.get("Old") is Thing
+    assert registry.names() == ["Old", "Thing"]
+
+
+def test_scope_is_the_package_that_creates_the_registry() -> None:
+    assert MODELS.scope == "stepwrap"
+    assert Registry("things").scope == __name__.partition(".")[0]
+
+
+def test_children_need_different_scopes(family: dict[str, Registry]) -> None:
+    with pytest.raises(AssertionError, match="hound"):
+        Registry("animals", parent=family["root"], scope="hound")
+
+
+@pytest.mark.parametrize(
+    ("asker", "key", "found_in"),
+    [
+        ("hound", "In_hound", "hound"),
+        ("hound", "hound.In_hound", "hound"),
+        ("hound", "In_root", "root"),
+        ("little_hound", "In_root", "root"),
+        ("root", "hound.In_hound", "hound"),
+        ("root", "hound.little_hound.In_little_hound", "little_hound"),
+        ("hound", "little_hound.In_little_hound", "little_hound"),
+        ("hound", "root.In_root", "root"),
+        ("hound", "samoyed.In_samoyed", "samoyed"),
+        ("little_hound", "samoyed.In_samoyed", "samoyed"),
+        ("little_hound", "samoyed.little_samoyed.In_little_samoyed", "little_samoyed"),
+        ("samoyed", "hound.little_hound.In_little_hound", "little_hound"),
+        ("root", "In_hound", None),
+        ("hound", "In_samoyed", None),
+        ("hound", "hound.In_root", None),
+        ("hound", "samoyed.In_hound", None),
+        ("samoyed", "little_hound.In_little_hound", None),
+        ("root", "cat.In_root", None),
+    ],
+)
+def test_family_tree(
+    family: dict[str, Registry], asker: str, key: str, found_in: str | None
+) -> None:
+    """C-18: parent, child, sibling, uncle, cousin, nephew; missing is None."""
+    expected = None if found_in is None else family[found_in].module_dict[f"In_{found_in}"]
+    assert family[asker].get(key) is expected
+
+
+def test_only_text_is_looked_up() -> None:
+    with pytest.raises(TypeError, match="key must be a str"):
+        MODELS.get(Thing)  # type: ignore[arg-type]
+
+
+def test_import_paths_and_namespaces() -> None:
+    assert OPTIMIZERS.get("torch.optim.SGD") is torch.optim.SGD
+    assert OPTIMIZERS.get("SGD") is torch.optim.SGD
+    assert MODELS.get("torch.nn.Module.train") is torch.nn.Module.train
+    assert MODELS.get("torch.float32") is None
+    assert OPTIMIZERS.get("lr_scheduler") is None
+
+
+def test_documented_names_are_aliases() -> None:
+    wanted = MODEL_WRAPPERS.get("StepDistributedDataParallel")
+    assert wanted is not None
+    assert MODEL_WRAPPERS.get("MMDistributedDataParallel") is wanted
+    assert MODEL_WRAPPERS.get("ddp") is wanted
+
+
+def test_registered_names_come_before_namespaces() -> None:
+    registry = Registry("optimizers", namespaces=("torch.optim",))
+    registry.register_module(name="SGD", module=Thing)
+    assert registry.get("SGD") is Thing
+
+
+def test_locations_are_imported_at_the_first_miss(write: Write) -> None:
+    write("late.py", "from holder import THINGS\nTHINGS.register_module(module=dict, name='D')\n")
+    holder = "from stepwrap.registry import Registry\nTHINGS = Registry('t', locations=['late'])\n"
+    write("holder.py", holder)
+    from holder import THINGS  # type: ignore[import-not-found]
+
+    assert "late" not in sys.modules
+    assert THINGS.get("D", imports=False) is None
+    assert "late" not in sys.modules
+    assert THINGS.get("D") is dict
+    assert list(THINGS) == ["D"]
+
+
+def test_a_broken_location_is_told_with_its_error(write: Write) -> None:
+    write("broken.py", "import sys\nsys.exit('no licence')\n")
+    registry = Registry("things", locations=["broken", "absent"])
+    assert registry.get("Thing") is None
+    with pytest.raises(KeyError) as caught:
+        registry.resolve("Thing")
+    text = str(caught.value)
+    assert "broken failed to import: SystemExit: no licence" in text
+    assert "absent failed to import: ModuleNotFoundError: No module named 'absent'" in text
+
+
+@pytest.mark.parametrize(
+    ("registry", "key", "said"),
+    [
+        (OPTIMIZERS, "AdamX", "AdamX is not in the registry OPTIMIZERS (scope stepwrap); did you"),
+        (METRICS, "Acuracy", "did you mean Accuracy"),
+        (MODELS, "mmdet.RetinaNet", "package mmdet is not installed"),
+        (MODELS, "torch.nn.Linearr", "torch.nn has no Linearr; did you mean Linear"),
+        (MODELS, "torch.nnn.Linear", "torch has no nnn; did you mean nn"),
+        (MODELS, "torch.float32", "neither a class nor a function"),
+        (HOOKS, "nonsense", "it has CheckpointHook"),
+    ],
+)
+def test_a_miss_answers_itself(registry: Registry, key: str, said: str) -> None:
+    with pytest.raises(KeyError) as caught:
+        registry.resolve(key)
+    assert said in str(caught.value)
+
+
+def test_a_miss_names_the_scopes_and_the_relative_that_has_it(
+    family: dict[str, Registry],
+) -> None:
+    text = family["hound"].explain_miss("In_samoyed")
+    assert "(scopes hound, root, samoyed, little_hound, little_samoyed)" in text
+    assert "did you mean samoyed.In_samoyed" in text
+
+
+def test_a_failing_module_is_told_with_its_error(write: Write) -> None:
+    write("faulty.py", "import nothing_like_this\n")
+    text = MODELS.explain_miss("faulty.Net")
+    assert "faulty cannot be imported: ModuleNotFoundError: No module named 'nothing_like_t" in text
+
+
+def test_a_definition_that_was_never_imported_is_found(write: Write) -> None:
+    decorated = "\n@MODELS.register_module()\nclass Seen:\n    pass\n"
+    write("zoo/models.py", decorated + "class Plain:\n    pass\n")
+    write(".venv/models.py", decorated)
+    write("env2/pyvenv.cfg", "")
+    write("env2/models.py", decorated)
+    write("odd.py", "class Seen(:\n")
+    seen, plain = MODELS.explain_miss("Seen"), MODELS.explain_miss("other.Plain")
+    where = str(Path("zoo/models.py"))
+    assert seen.endswith(
+        f"class Seen is defined in {where}:3 but was never imported: add zoo.models to imports"
+    )
+    assert plain.endswith(f"in {where}:5 but was never imported: write type: zoo.models.Plain")
+
+
+def test_a_definition_that_is_not_registered_is_named_by_its_path(write: Write) -> None:
+    write("shapes.py", "class Square:\n    pass\n")
+    __import__("shapes")
+    text = MODELS.explain_miss("Square")
+    assert "in shapes.py:1 but is not registered here: write type: shapes.Square" in text
+
+
+def test_importing_the_registry_imports_no_torch() -> None:
+    script = "import sys, stepwrap.registry; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", script], timeout=60, check=False).returncode == 0

@@ -1,0 +1,56 @@
+"""Listing what there is without importing it."""
+
+import resource
+import subprocess
+import sys
+
+import pytest
+
+from stepwrap.registry import METRICS, MODELS, OPTIMIZERS, list_registrations
+from stepwrap.registry.catalog import REGISTRIES
+
+SCRIPT = """
+import sys
+from stepwrap.registry import list_registrations
+assert sum(map(len, list_registrations().values())) > 300
+sys.exit(any(name.startswith(("torch", "stepwrap.wrappers", "stepwrap.loops"))
+             for name in sys.modules))
+"""
+
+
+def test_listing_imports_nothing_and_is_quick() -> None:
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    subprocess.run([sys.executable, "-c", SCRIPT], check=True, timeout=60)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    used = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    # CPU seconds of the process, not elapsed time: what else runs does not matter.
+    assert used < 0.5
+
+
+@pytest.mark.parametrize("name", REGISTRIES)
+def test_the_list_is_what_can_be_looked_up(name: str) -> None:
+    entries = list_registrations(name)[name]
+    listed = {known for entry in entries for known in (entry.name, *entry.aliases)}
+    found = {known for known in listed if REGISTRIES[name].get(known) is not None}
+    assert found == listed
+    # What a module only borrows from elsewhere in its package need not be listed.
+    assert set(REGISTRIES[name].names()) - listed <= {"Running"}
+
+
+def test_summaries_are_the_first_lines_of_docstrings() -> None:
+    wrappers = {
+        entry.name: entry for entry in list_registrations("model_wrappers")["MODEL_WRAPPERS"]
+    }
+    ddp = wrappers["StepDistributedDataParallel"]
+    assert {"ddp", "MMDistributedDataParallel"} <= set(ddp.aliases)
+    assert ddp.source == "stepwrap.wrappers.distributed"
+    for registry in (OPTIMIZERS, MODELS, METRICS):
+        for entry in list_registrations(registry.name)[registry.name][:40]:
+            doc = registry.get(entry.name).__doc__ or ""
+            assert entry.summary in doc
+            assert entry.summary or not doc.strip() or entry.name == "Container"
+
+
+def test_an_unknown_registry_names_the_near_ones() -> None:
+    with pytest.raises(KeyError, match="there is no registry hook; did you mean HOOKS"):
+        list_registrations("hook")
