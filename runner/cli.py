@@ -12,7 +12,7 @@ from importlib import import_module
 from types import FrameType
 
 from ..registry import ConfigError
-from .failure import Failure, LaunchError
+from .failure import Failure, LaunchError, Terminated
 from .options import COMMANDS, UsageError, parse
 
 OK, FAILED, MISTAKE = 0, 1, 2
@@ -36,30 +36,26 @@ def main(argv: Sequence[str] | None = None) -> int:
         return MISTAKE
     except LaunchError as error:
         _tell_failures(error.failures, debug)
-        return FAILED
+        return MISTAKE if error.failures[0].kind == "ConfigError" else FAILED
     except BrokenPipeError:
         # The reader (head, less) has gone; Python would complain once more at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
     except KeyboardInterrupt:
-        _tell("stopped by Ctrl-C before there was anything to save", "")
+        _tell("stopped by Ctrl-C; nothing was saved", "")
         return 128 + signal.SIGINT
-    except _Terminated:
-        _tell("stopped by SIGTERM before there was anything to save", "")
-        return 128 + signal.SIGTERM
+    except Terminated as error:
+        _tell(f"stopped by {error}; nothing was saved", "")
+        return 128 + error.number
     except Exception as error:
         _tell_failures([Failure.of(error)], debug)
         return FAILED
 
 
-class _Terminated(BaseException):
-    """SIGTERM came while no loop was there to save and stop."""
-
-
 @contextmanager
 def _sigterm_ends() -> Iterator[None]:
     def end(number: int, frame: FrameType | None) -> None:
-        raise _Terminated
+        raise Terminated(number)
 
     if threading.current_thread() is not threading.main_thread():
         yield

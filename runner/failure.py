@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 import sysconfig
 import time
 import traceback
@@ -67,6 +68,14 @@ class LaunchError(RuntimeError):
         super().__init__("\n".join(self.failures[0].lines()))
 
 
+class Terminated(BaseException):
+    """A signal such as SIGTERM ended the work while there was nothing to save."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(signal.Signals(number).name)
+        self.number = number
+
+
 def _is_users(file: str) -> bool:
     path = str(Path(file).resolve())
     return not file.startswith("<") and not path.startswith((*_OWN, *_LIBRARIES))
@@ -102,4 +111,5 @@ def _message(error: BaseException) -> str:
     if "Original Traceback (most recent call last)" not in text:
         return text
     first, *_, last = text.splitlines()
-    return f"{last.strip()} ({first.strip().rstrip('.')})"
+    told = last.strip().removeprefix(f"{type(error).__name__}: ")
+    return f"{told} ({first.strip().rstrip('.')})"

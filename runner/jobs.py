@@ -37,13 +37,21 @@ class Job:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a job ended on one rank; `metrics` are by phase, `signal` is 0 where there was none."""
+    """How a job ended on one rank.
+
+    Attributes:
+        step: Optimizer updates done.
+        epoch: Finished epochs.
+        signal: Number of the signal that stopped the training; 0 for none.
+        metrics: Results by phase, "val" and "test".
+        checkpoint: Whose weights were evaluated last, "" for those at hand.
+    """
 
     step: int
     epoch: int
     signal: int = 0
     metrics: dict[str, dict[str, float]] = field(default_factory=dict)
-    evaluated: str = ""
+    checkpoint: str = ""
 
 
 def run_job(job: Job) -> Outcome:
@@ -75,17 +83,15 @@ def _train(runner: Runner, job: Job, run: RunSections) -> Outcome:
         return outcome
     best = find_checkpoint(folder, "best")
     metrics["test"] = runner.test(best)
-    return replace(outcome, evaluated=_step_of(runner, "best" if best else "last"))
+    return replace(outcome, checkpoint=str(best or ""))
 
 
 def _evaluate(runner: Runner, job: Job, folder: Path) -> Outcome:
     path = None if job.dry_run else _checkpoint(job, folder)
-    which = "given" if path is None or job.checkpoint else "best"
     verb, phase = (runner.test, "test") if job.command == "test" else (runner.validate, "val")
-    metrics = verb(path)
+    metrics = {phase: verb(path)}
     state = runner.state
-    evaluated = "untrained" if path is None else str(path)
-    return Outcome(state.step, state.epoch, 0, {phase: metrics}, evaluated or which)
+    return Outcome(state.step, state.epoch, 0, metrics, str(path or ""))
 
 
 def _checkpoint(job: Job, folder: Path) -> Path:
@@ -101,10 +107,6 @@ def _checkpoint(job: Job, folder: Path) -> Path:
             f"there is no {which}checkpoint in {folder}: train first, or give --checkpoint PATH"
         )
     return path
-
-
-def _step_of(runner: Runner, which: str) -> str:
-    return f"{which} checkpoint, step {runner.state.step}"
 
 
 @contextmanager

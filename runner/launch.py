@@ -23,7 +23,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from ._guard import die_with_parent, relay_signals
-from .failure import Failure, LaunchError
+from .failure import Failure, LaunchError, Terminated
 
 __all__ = ["LaunchError", "launch", "process_group", "started_outside"]
 
@@ -57,6 +57,7 @@ def launch(
     Raises:
         LaunchError: A rank raised or died; the others were stopped.
         KeyboardInterrupt: Ctrl-C ended the ranks before `fn` returned.
+        Terminated: SIGTERM or SIGHUP did so.
     """
     if nproc < 1:
         raise ValueError(f"nproc must be at least 1, got {nproc}")
@@ -186,7 +187,7 @@ def _raise_failure(folder: Path, error: ChildFailedError, received: list[int]) -
     if received:
         if received[0] == signal.SIGINT:
             raise KeyboardInterrupt from None
-        raise SystemExit(128 + received[0]) from None
+        raise Terminated(received[0]) from None
     raise LaunchError([_death(rank, error.failures) for rank in error.failures]) from error
 
 

@@ -18,14 +18,16 @@ from .jobs import Job, Outcome
 from .plots import draw_curves, plots_available, read_curves
 
 
-def report_outcome(job: Job, run: RunSections, outcome: Outcome, config: str) -> int:
+def report_outcome(job: Job, run: RunSections, outcome: Outcome) -> int:
     """Tell how a job ended; returns the exit code."""
     console = Console(highlight=False)
     folder = Path(run.run_dir)
     if outcome.signal:
-        return _report_stop(console, folder, outcome, config)
+        return _report_stop(console, folder, outcome)
     if any(outcome.metrics.values()):
         console.print(_table(job, run, outcome))
+    if job.command != "train" and outcome.checkpoint:
+        _say(console, "checkpoint", outcome.checkpoint)
     if job.dry_run:
         _say(console, "dry run", "every part has worked for one step; nothing was kept")
     elif job.command == "train":
@@ -52,7 +54,7 @@ def report_environment() -> None:
         _say(console, f"{what:<20}", value)
 
 
-def _report_stop(console: Console, folder: Path, outcome: Outcome, config: str) -> int:
+def _report_stop(console: Console, folder: Path, outcome: Outcome) -> int:
     name = "Ctrl-C" if outcome.signal == signal.SIGINT else signal.Signals(outcome.signal).name
     saved = find_checkpoint(folder)
     what = f"at step {outcome.step} (epoch {outcome.epoch + 1})"
@@ -60,19 +62,17 @@ def _report_stop(console: Console, folder: Path, outcome: Outcome, config: str) 
         _say(console, f"stopped by {name}", f"{what}; nothing is saved (hooks.checkpoint is off)")
     else:
         _say(console, f"stopped by {name}", f"{what}; saved {saved}")
-        _say(console, "continue with", f"stepwrap train {config} --resume --run-dir {folder}")
+        _say(console, "continue with", f"stepwrap train {folder / 'config.yaml'} --resume")
     return 128 + outcome.signal
 
 
 def _table(job: Job, run: RunSections, outcome: Outcome) -> Table:
-    table = Table(title=f"{run.name}: {outcome.step} steps, {outcome.epoch} epochs")
+    table = Table(title=f"{run.name} at step {outcome.step}, epoch {outcome.epoch}")
     table.add_column("metric")
     phases = [phase for phase in ("val", "test") if outcome.metrics.get(phase)]
     for phase in phases:
-        detail = outcome.evaluated
-        if job.command == "train":
-            detail = outcome.evaluated if phase == "test" else "last"
-        table.add_column(f"{phase} ({detail})" if detail else phase, justify="right")
+        best = phase == "test" and job.command == "train" and outcome.checkpoint
+        table.add_column(f"{phase} (best checkpoint)" if best else phase, justify="right")
     names = dict.fromkeys(name for phase in phases for name in outcome.metrics[phase])
     for name in names:
         values = [outcome.metrics[phase].get(name, math.nan) for phase in phases]

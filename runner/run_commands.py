@@ -29,7 +29,8 @@ def run_train(options: argparse.Namespace) -> int:
     if not (resume or options.fresh or options.dry_run or started_outside()):
         problem = occupied(Path(run.run_dir))
         if problem is not None:
-            raise ConfigError([replace(problem, origin=config.origin("run_dir"))])
+            origin = config.origin("run_dir") if "run_dir" in config else ""
+            raise ConfigError([replace(problem, origin=origin)])
     return _run(job, options, run)
 
 
@@ -75,7 +76,7 @@ def _run(job: Job, options: argparse.Namespace, run: RunSections) -> int:
     )
     if 0 not in results:
         return 0
-    return report_outcome(job, run, results[0], options.words[0])
+    return report_outcome(job, run, results[0])
 
 
 def _load(options: argparse.Namespace) -> tuple[Config, RunSections]:
