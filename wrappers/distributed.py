@@ -6,7 +6,7 @@ import inspect
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from torch import nn
+from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..registry import MODEL_WRAPPERS
@@ -67,6 +67,20 @@ class StepDistributedDataParallel(Steps, DistributedDataParallel):
         super().__init__(module=module, **_renamed(ddp_kwargs))
         self._prepare_steps(detect_anomalous_params)
         self._graph_recorded = False
+
+    def sync_buffers(self) -> None:
+        """Give every rank the buffers of the first, before evaluation.
+
+        Every rank must call this: torch does it at the start of a forward only, and training
+        ends with one after which the running statistics differ.
+        """
+        source = distributed.get_global_rank(self.process_group, 0)
+        works = [
+            distributed.broadcast(buffer, source, group=self.process_group, async_op=True)
+            for buffer in self.module.buffers()
+        ]
+        for work in works:
+            work.wait()
 
     def no_sync(self) -> AbstractContextManager[Any]:  # type: ignore[override]
         """Leave the gradients of the forwards inside on their ranks."""

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from ..registry import MODELS
 from .losses import parse_losses
-from .preprocess import DataPreprocessor, as_call, device_of
-from .step import OptimizerWrapper
+from .preprocess import DataPreprocessor, device_of
+from .step import OptimizerWrapper, as_call
 
 
 @MODELS.register_module()

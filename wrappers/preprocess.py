@@ -46,18 +46,6 @@ def _move_all(items: Any, device: torch.device) -> list[Any]:
     ]
 
 
-def as_call(data: Any) -> tuple[Sequence[Any], Mapping[str, Any]]:
-    """How a preprocessed batch is given to ``forward``: positional and keyword arguments."""
-    if isinstance(data, (list, tuple)):
-        return data, {}
-    if isinstance(data, dict):
-        return (), data
-    raise TypeError(
-        "Output of `data_preprocessor` should be list, tuple or dict, "
-        f"but got {type(data).__name__}"
-    )
-
-
 def device_of(module: nn.Module) -> torch.device:
     """Device of the first parameter (else buffer) of ``module``, torch's default without one."""
     for tensor in _tensors(module):

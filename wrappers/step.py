@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from .anomalies import detect_anomalous_params
 from .losses import parse_losses
-from .preprocess import DataPreprocessor, as_call, device_of
+from .preprocess import DataPreprocessor, device_of
 
 
 class OptimizerWrapper(Protocol):
@@ -75,6 +75,12 @@ class Steps:
         """Evaluate one batch by the model's ``test_step``; not collective."""
         return self._evaluate("test_step", data)
 
+    def sync_buffers(self) -> None:
+        """Give every rank the buffers of the first (running statistics), before evaluation.
+
+        Every rank must call this; with one rank there is nothing to do.
+        """
+
     def _evaluate(self, name: str, data: Any) -> Any:
         model = self.module
         step = getattr(model, name, None)
@@ -100,6 +106,18 @@ class Steps:
         self.detect_anomalous_params = detect
         if getattr(self.module, "data_preprocessor", None) is None:
             self._preprocessor = DataPreprocessor().to(device_of(self.module))
+
+
+def as_call(data: Any) -> tuple[Sequence[Any], Mapping[str, Any]]:
+    """How a preprocessed batch is given to ``forward``: positional and keyword arguments."""
+    if isinstance(data, (list, tuple)):
+        return data, {}
+    if isinstance(data, dict):
+        return (), data
+    raise TypeError(
+        "Output of `data_preprocessor` should be list, tuple or dict, "
+        f"but got {type(data).__name__}"
+    )
 
 
 def has_own_train_step(model: nn.Module) -> bool:

@@ -3,8 +3,9 @@
 from typing import Any
 
 import torch
-from stepwrap.wrappers import BaseModel, OptimWrapper, SupervisedModel
 from torch import Tensor, nn
+
+from stepwrap.wrappers import BaseModel, OptimWrapper, SupervisedModel
 
 
 def mlp(dtype: torch.dtype = torch.float32, seed: int = 0) -> nn.Sequential:

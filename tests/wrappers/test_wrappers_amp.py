@@ -5,8 +5,9 @@ from typing import Any
 import pytest
 import torch
 from step_models import batches, classifier, flat
-from stepwrap.wrappers import AmpOptimWrapper, OptimWrapper, SingleDevice, build_optimizer
 from torch import nn
+
+from stepwrap.wrappers import AmpOptimWrapper, OptimWrapper, SingleDevice, build_optimizer
 
 
 def _amp(model: nn.Module, *, fused: bool = False, lr: float = 0.1, **kwargs: Any) -> Any:

@@ -5,8 +5,9 @@ import logging
 import pytest
 import torch
 from step_models import HalfUsed, batches, sgd
-from stepwrap.wrappers import SingleDevice, detect_anomalous_params
 from torch import nn
+
+from stepwrap.wrappers import SingleDevice, detect_anomalous_params
 
 
 def test_unused_layer_is_named_once(caplog: pytest.LogCaptureFixture) -> None:

@@ -20,10 +20,16 @@ from step_models import (
     mlp,
     sgd,
 )
-from stepwrap.registry import MODEL_WRAPPERS
-from stepwrap.wrappers import AmpOptimWrapper, OptimWrapper, StepDistributedDataParallel
 from test_wrappers_single import ORDER, Recording, RecordingSGD, RecordingWrapper
 from torch import Tensor, nn
+
+from stepwrap.registry import MODEL_WRAPPERS
+from stepwrap.wrappers import (
+    AmpOptimWrapper,
+    OptimWrapper,
+    StepDistributedDataParallel,
+    SupervisedModel,
+)
 
 MICRO_STEPS = 8
 RANKS = 2
@@ -200,6 +206,31 @@ def _refusals_and_own_steps() -> tuple[str, str, bool]:
     model = Penalised(OwnStep())
     model.train_step(batches(1, seed=dist.get_rank())[0], sgd(model))
     return str(own_step.value), str(frozen.value), _same(flat(model))
+
+
+def _running_means() -> list[bool]:
+    model = StepDistributedDataParallel(SupervisedModel(WithBatchNorm(), nn.CrossEntropyLoss()))
+    model.train_step(batches(1, seed=dist.get_rank())[0], sgd(model))
+    means = model.module.net.norm.running_mean
+    before = _same(means)
+    expected = means.clone()
+    dist.broadcast(expected, 0)
+    model.sync_buffers()
+    return [before, _same(means), torch.equal(means, expected)]
+
+
+class WithBatchNorm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.net = nn.BatchNorm1d(6), mlp()
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        scores: Tensor = self.net(self.norm(inputs))
+        return scores
+
+
+def test_buffers_are_equal_for_evaluation() -> None:
+    assert run_ranks(_running_means, 2) == [[False, True, True]] * 2
 
 
 def test_own_training_steps() -> None:

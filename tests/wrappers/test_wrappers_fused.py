@@ -5,8 +5,9 @@ from typing import Any
 import pytest
 import torch
 from step_models import batches, classifier, flat
-from stepwrap.wrappers import OptimWrapper, build_optimizer
 from torch import nn
+
+from stepwrap.wrappers import OptimWrapper, build_optimizer
 
 
 def _fused(cls: Any, *parameters: Any, **kwargs: Any) -> Any:

@@ -8,6 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from step_models import batches, classifier, flat, mlp
+from torch import nn
+
 from stepwrap.wrappers import (
     AmpOptimWrapper,
     OptimWrapper,
@@ -16,7 +18,6 @@ from stepwrap.wrappers import (
     build_optimizer,
     wrap_model,
 )
-from torch import nn
 
 pytestmark = pytest.mark.gpu
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from stepwrap.wrappers import parse_losses
 
 

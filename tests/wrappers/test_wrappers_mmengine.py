@@ -5,8 +5,9 @@ from typing import Any
 import pytest
 import torch
 from step_models import batches, mlp, sgd
-from stepwrap.wrappers import SingleDevice
 from torch import nn
+
+from stepwrap.wrappers import SingleDevice, StepDistributedDataParallel
 
 mmengine_model = pytest.importorskip("mmengine.model")
 mmengine_optim = pytest.importorskip("mmengine.optim")
@@ -35,4 +36,6 @@ def test_its_model_and_optimizer_wrapper_run_unchanged() -> None:
         ]
         assert logs[0]["loss"].item() == logs[1]["loss"].item()
         assert not logs[0]["loss"].requires_grad
+    with pytest.raises(ValueError, match="process group"):
+        StepDistributedDataParallel(Model())
     assert len(ours.val_step(batches(1)[0])) == 4

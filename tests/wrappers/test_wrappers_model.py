@@ -5,9 +5,10 @@ from typing import Any
 import pytest
 import torch
 from step_models import PlainModel, batches, classifier, flat, mlp, sgd
+from torch import Tensor, nn
+
 from stepwrap.registry import MODELS
 from stepwrap.wrappers import BaseModel, DataPreprocessor, SupervisedModel
-from torch import Tensor, nn
 
 
 class Doubler(BaseModel):

@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import torch
 from step_models import batches, classifier, flat, mlp, sgd
+from torch import Tensor, nn
+
 from stepwrap.registry import OPTIM_WRAPPERS
 from stepwrap.wrappers import OptimWrapper
-from torch import Tensor, nn
 
 
 def _parameter(value: float = 1.0) -> nn.Parameter:

@@ -2,8 +2,9 @@
 
 import pytest
 import torch
-from stepwrap.wrappers import OptimWrapper, OptimWrapperDict
 from torch import nn
+
+from stepwrap.wrappers import OptimWrapper, OptimWrapperDict
 
 
 def _members(counts: int = 1) -> OptimWrapperDict:

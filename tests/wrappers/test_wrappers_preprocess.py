@@ -6,8 +6,9 @@ import pickle
 
 import pytest
 import torch
-from stepwrap.wrappers import DataPreprocessor, SupervisedModel
 from torch import nn
+
+from stepwrap.wrappers import DataPreprocessor, SupervisedModel
 
 Pair = collections.namedtuple("Pair", ["image", "label"])
 

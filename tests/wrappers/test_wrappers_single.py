@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 from step_models import HalfUsed, OwnStep, PlainModel, batches, classifier, flat, mlp, sgd
+from torch import Tensor, nn
+
 from stepwrap.registry import MODEL_WRAPPERS
 from stepwrap.wrappers import BaseModel, OptimWrapper, SingleDevice
-from torch import Tensor, nn
 
 
 class Recording(BaseModel):

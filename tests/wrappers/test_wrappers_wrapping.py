@@ -6,6 +6,9 @@ import pytest
 import torch
 from ranks import run_ranks
 from step_models import batches, classifier, mlp, sgd
+from torch import nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
 from stepwrap.registry import MODEL_WRAPPERS, Registry
 from stepwrap.wrappers import (
     SingleDevice,
@@ -13,8 +16,6 @@ from stepwrap.wrappers import (
     is_model_wrapper,
     wrap_model,
 )
-from torch import nn
-from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 
 class OwnSingle(SingleDevice):
