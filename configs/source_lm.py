@@ -1,0 +1,136 @@
+"""A character-level language model on the source code of Python's standard library."""
+
+import sysconfig
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.data import Dataset
+from torchmetrics import Metric
+
+from ..registry import DATASETS, METRICS, MODELS
+
+__all__ = ["CharTransformer", "NextCharLoss", "SourceText", "UnigramEntropy"]
+
+VOCABULARY = 128
+
+
+@lru_cache(maxsize=2)
+def _read_source(split: str) -> Tensor:
+    """Every tenth file of the library's top folder is held out; the rest is to train on."""
+    files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
+    held_out = files[5::10]
+    chosen = held_out if split == "val" else [file for file in files if file not in held_out]
+    text = b"\n".join(file.read_bytes() for file in chosen)
+    codes = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    return torch.where(codes < VOCABULARY, codes, ord("?"))
+
+
+@DATASETS.register_module()
+class SourceText(Dataset[tuple[Tensor, Tensor]]):
+    """Blocks of characters and the same blocks one character later.
+
+    A sample is (characters (block,), next characters (block,)), both int64 below 128;
+    characters outside ASCII read as "?". The blocks do not overlap.
+
+    Args:
+        split: "train" or "val"; the held-out part is made of whole files.
+        block: characters in a sample.
+        limit: use at most this many blocks, spread evenly over the text.
+    """
+
+    def __init__(self, split: str = "train", block: int = 64, limit: int | None = None) -> None:
+        if split not in ("train", "val"):
+            raise ValueError(f"split must be 'train' or 'val', got {split!r}")
+        self.text = _read_source(split)
+        self.block = block
+        blocks = (len(self.text) - 1) // block
+        self.stride = block * max(1, blocks // limit) if limit else block
+        self.size = min(blocks, limit or blocks)
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        start = index * self.stride
+        chunk = self.text[start : start + self.block + 1].long()
+        return chunk[:-1], chunk[1:]
+
+
+class _Block(nn.Module):
+    """Causal self-attention and a feed-forward layer, normalised first."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1 = nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width, bias=False)
+        self.out = nn.Linear(width, width, bias=False)
+        self.norm2 = nn.LayerNorm(width)
+        self.feed = nn.Sequential(
+            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, width = x.shape
+        qkv = self.qkv(self.norm1(x)).view(batch, length, 3, self.heads, width // self.heads)
+        query, key, value = qkv.permute(2, 0, 3, 1, 4)
+        attended = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + self.out(attended.transpose(1, 2).reshape(batch, length, width))
+        return x + self.feed(self.norm2(x))
+
+
+@MODELS.register_module()
+class CharTransformer(nn.Module):
+    """A small causal transformer: (batch, length) int64 -> (batch, length, 128) logits."""
+
+    def __init__(
+        self, width: int = 96, depth: int = 2, heads: int = 4, max_length: int = 64
+    ) -> None:
+        super().__init__()
+        if width % heads:
+            raise ValueError(f"width must be a multiple of heads, got {width} and {heads}")
+        self.characters = nn.Embedding(VOCABULARY, width)
+        self.positions = nn.Embedding(max_length, width)
+        self.blocks = nn.Sequential(*(_Block(width, heads) for _ in range(depth)))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, VOCABULARY)
+
+    def forward(self, characters: Tensor) -> Tensor:
+        places = torch.arange(characters.shape[1], device=characters.device)
+        x = self.blocks(self.characters(characters) + self.positions(places))
+        logits: Tensor = self.head(self.norm(x))
+        return logits
+
+
+@MODELS.register_module()
+class NextCharLoss(nn.Module):
+    """Mean cross-entropy in nats over all characters of (batch, length, 128) logits."""
+
+    def forward(self, logits: Tensor, target: Tensor) -> Tensor:
+        return functional.cross_entropy(logits.flatten(0, 1), target.flatten())
+
+
+@METRICS.register_module()
+class UnigramEntropy(Metric):
+    """Entropy in nats of the target characters taken one by one.
+
+    It is the loss of the best model that looks at no context: what a language model has
+    to beat (Shannon 1948, the entropy of the character frequencies).
+    """
+
+    full_state_update = False
+    counts: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        zeros = torch.zeros(VOCABULARY, dtype=torch.float64)
+        self.add_state("counts", zeros, dist_reduce_fx="sum")
+
+    def update(self, target: Tensor) -> None:
+        self.counts += torch.bincount(target.flatten(), minlength=VOCABULARY)
+
+    def compute(self) -> Tensor:
+        return torch.distributions.Categorical(probs=self.counts).entropy().float()

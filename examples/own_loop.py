@@ -1,0 +1,46 @@
+"""Your own loop: the wrapper steps, everything around the step is yours.
+
+Run it as it is, or on two processes: torchrun --nproc-per-node 2 examples/own_loop.py
+"""
+
+import torch
+from torch import distributed as dist
+from torchmetrics.classification import MulticlassAccuracy
+
+from stepwrap.collectives import get_rank, get_world_size
+from stepwrap.configs.digits import Digits, SmallCNN
+from stepwrap.loops import build_loader
+from stepwrap.wrappers import OptimWrapper, SupervisedModel, wrap_model
+
+
+def main(epochs: int = 8) -> float:
+    if dist.is_torchelastic_launched():
+        dist.init_process_group()
+    torch.manual_seed(0)
+    model = wrap_model(None, SupervisedModel(SmallCNN(), torch.nn.CrossEntropyLoss()))
+    optim = OptimWrapper(torch.optim.AdamW(model.parameters(), lr=3e-3))
+    batch_size = 64 // get_world_size()
+    train = build_loader(Digits("train"), batch_size=batch_size, shuffle=True)
+    test = build_loader(Digits("test"), batch_size=128)
+    accuracy = MulticlassAccuracy(num_classes=10, average="micro")
+
+    for epoch in range(epochs):
+        model.train()
+        train.batch_sampler.set_position(epoch, 0)
+        for batch in train:
+            logs = model.train_step(batch, optim)
+        if get_rank() == 0:
+            print(f"epoch {epoch + 1}: loss {logs['loss']:.4f}")
+
+    model.eval()
+    with torch.inference_mode():
+        for batch in test:
+            outputs = model.test_step(batch)
+            accuracy.update(outputs["preds"], outputs["target"])
+    return float(accuracy.compute())
+
+
+if __name__ == "__main__":
+    print(f"test accuracy {main():.4f}")
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,54 @@
+"""The written limits on sizes, measured over every source file."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+FOLDERS = ("collectives", "configs", "loops", "registry", "runner", "wrappers")
+FILES = sorted(file for folder in FOLDERS for file in (ROOT / folder).rglob("*.py"))
+FILE_LINES = 350
+FUNCTION_LINES = 45
+CLASS_LINES = 300
+METHODS = 15
+PARAMETERS = 8
+# Hook is the list of events itself: every method but two is an empty event.
+MANY_METHODS = {"Hook"}
+
+
+def nodes(file: Path, *kinds: type[ast.AST]) -> Iterator[ast.AST]:
+    return (node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, kinds))
+
+
+def lines_without_docstring(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    first = node.body[0]
+    is_docstring = isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant)
+    documented = first.end_lineno - first.lineno + 1 if is_docstring else 0
+    return node.end_lineno - node.lineno + 1 - documented
+
+
+def test_there_are_files_to_measure() -> None:
+    assert len(FILES) > 30
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(ROOT)))
+def test_file_keeps_the_limits(file: Path) -> None:
+    over = []
+    if (length := len(file.read_text().splitlines())) > FILE_LINES:
+        over.append(f"{length} lines in the file, {FILE_LINES} allowed")
+    for node in nodes(file, ast.FunctionDef, ast.AsyncFunctionDef):
+        if (length := lines_without_docstring(node)) > FUNCTION_LINES:
+            over.append(f"{node.name}: {length} lines, {FUNCTION_LINES} allowed")
+        arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+        given = [argument for argument in arguments if argument.arg not in ("self", "cls")]
+        if len(given) > PARAMETERS:
+            over.append(f"{node.name}: {len(given)} parameters, {PARAMETERS} allowed")
+    for node in nodes(file, ast.ClassDef):
+        if (length := node.end_lineno - node.lineno + 1) > CLASS_LINES:
+            over.append(f"{node.name}: {length} lines, {CLASS_LINES} allowed")
+        methods = [one for one in node.body if isinstance(one, ast.FunctionDef)]
+        if len(methods) > METHODS and node.name not in MANY_METHODS:
+            over.append(f"{node.name}: {len(methods)} methods, {METHODS} allowed")
+    assert not over

@@ -1,0 +1,82 @@
+"""What setup.cfg promises: every package is listed, and the wheel stands on its own."""
+
+import configparser
+import os
+import subprocess
+import sys
+import venv
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+NOT_SOURCE = {"benchmarks", "build", "dist", "docs", "examples", "runs", "tests"}
+
+
+def listed_packages() -> set[str]:
+    parser = configparser.ConfigParser()
+    parser.read(ROOT / "setup.cfg")
+    return set(parser["options"]["packages"].split())
+
+
+def test_every_source_folder_is_listed() -> None:
+    found = {
+        "stepwrap." + ".".join(file.parent.relative_to(ROOT).parts)
+        for file in ROOT.glob("[a-z]*/**/__init__.py")
+        if file.relative_to(ROOT).parts[0] not in NOT_SOURCE
+    }
+    assert found == listed_packages()
+
+
+def test_the_root_is_a_namespace() -> None:
+    assert not (ROOT / "__init__.py").exists()
+
+
+def run(*command: str, cwd: Path, env: dict[str, str] | None = None) -> str:
+    done = subprocess.run(
+        command, cwd=cwd, env=env, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def empty_environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A fresh environment with our wheel; third-party packages come from the one in use."""
+    folder = tmp_path_factory.mktemp("wheel")
+    run(
+        *(sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation"),
+        *("-w", str(folder), str(ROOT)),
+        cwd=folder,
+    )
+    (wheel,) = folder.glob("*.whl")
+    venv.create(folder / "env", with_pip=False, symlinks=True)
+    (site,) = (folder / "env" / "lib").glob("python*/site-packages")
+    run(
+        *(sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(site)),
+        *("--no-compile", str(wheel)),
+        cwd=folder,
+    )
+    # A plain path line does not run the .pth files there, so the checkout stays out of reach.
+    third_party = Path(pytest.__file__).parents[1]
+    (site / "third_party.pth").write_text(f"{third_party}\n")
+    return folder / "env" / "bin" / "python"
+
+
+def test_the_wheel_trains_from_another_folder(empty_environment: Path, tmp_path: Path) -> None:
+    where = run(
+        str(empty_environment),
+        "-c",
+        "import stepwrap.loops; print(stepwrap.loops.__file__)",
+        cwd=tmp_path,
+    )
+    assert str(empty_environment.parents[1]) in where
+    clean = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    out = run(
+        *(str(empty_environment), "-m", "stepwrap.runner.cli", "train", "digits_single"),
+        *("train.max_epochs=1", "--run-dir", str(tmp_path / "run")),
+        cwd=tmp_path,
+        env=clean,
+    )
+    assert "accuracy" in out
+    assert (tmp_path / "run" / "metrics.jsonl").exists()
