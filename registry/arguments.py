@@ -71,20 +71,20 @@ def argument_problems(
     missing = [n for n in known if n in required_names(target) and n not in {*given, *runtime}]
     problems: list[ArgumentProblem] = []
     if not takes_any:
-        free = [name for name in known if name not in given and name not in runtime]
-        problems = [ArgumentProblem(name, _unknown_text(target, name, free)) for name in unknown]
+        own = [name for name in known if name not in runtime]
+        free = [name for name in own if name not in given]
+        problems = [ArgumentProblem(n, _unknown_text(target, n, free, own)) for n in unknown]
         meant = {near for name in unknown for near in nearest(name, free)}
         missing = [name for name in missing if name not in meant]
     problems += [ArgumentProblem(n, _missing_text(target, n, unknown)) for n in missing]
     return problems + _positional_problems(target, parameters)
 
 
-def _unknown_text(target: Callable[..., Any], name: str, free: list[str]) -> str:
-    text = f"{title(target)} has no such argument"
-    hint = did_you_mean(name, free)
+def _unknown_text(target: Callable[..., Any], name: str, free: list[str], own: list[str]) -> str:
+    hint = did_you_mean(name, free) or did_you_mean(name, own)
     if not hint:
         hint = f"; it also takes {', '.join(free)}" if free else "; it takes no further ones"
-    return text + hint
+    return f"{title(target)} has no such argument{hint}"
 
 
 def _missing_text(target: Callable[..., Any], name: str, unexplained: list[str]) -> str:

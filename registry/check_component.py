@@ -5,7 +5,7 @@ from typing import Any
 
 from .arguments import argument_problems
 from .build import find_type
-from .errors import Problem
+from .errors import Problem, shown_value
 from .registry import Registry
 from .tree import find_nested, find_reference, nested_runtime
 
@@ -42,7 +42,7 @@ def check_component(
 def _shape_problem(cfg: Any, registry: Registry, where: str) -> Problem | None:
     if not isinstance(cfg, Mapping):
         hint = f"; write {{type: {cfg}}}" if isinstance(cfg, str) else ""
-        return Problem(where, f"must be a dict with a type, got {cfg!r}{hint}")
+        return Problem(where, f"must be a dict with a type, got {shown_value(cfg)}{hint}")
     if "type" not in cfg:
         what = f"needs a type: a name of {registry.name} or an import path"
         return Problem(where, what)

@@ -20,7 +20,7 @@ from .catalog import (
 from .check_component import check_component
 from .config import Config, config_from_dict
 from .config_files import shown
-from .errors import ConfigError, Problem, did_you_mean
+from .errors import ConfigError, Problem, did_you_mean, shown_value
 from .imports import import_path
 from .registry import Registry
 from .schema import DEFAULT_HOOKS, HOOK_TYPES, Component, RunSections, SchedulerSection
@@ -84,7 +84,7 @@ def _with_implied(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def _hooks(given: Any, problems: list[Problem]) -> dict[str, Component]:
     if given is not None and not isinstance(given, dict):
-        problems.append(Problem("hooks", f"must be hooks by name, got {given!r}"))
+        problems.append(Problem("hooks", f"must be hooks by name, got {shown_value(given)}"))
         return {}
     wanted: dict[str, Any] = {**dict.fromkeys(DEFAULT_HOOKS, True), **(given or {})}
     hooks: dict[str, Component] = {}
@@ -93,7 +93,7 @@ def _hooks(given: Any, problems: list[Problem]) -> dict[str, Component]:
             continue
         own = {} if settings is True or settings is None else settings
         if not isinstance(own, dict):
-            what = f"must be true, false or the hook's settings, got {settings!r}"
+            what = f"must be true, false or the hook's settings, got {shown_value(settings)}"
             problems.append(Problem(f"hooks.{name}", what))
         elif "type" not in own and name not in HOOK_TYPES:
             hint = did_you_mean(name, HOOK_TYPES)
@@ -114,7 +114,7 @@ def _schedulers(given: Any, problems: list[Problem]) -> dict[str, SchedulerSecti
     found: dict[str, SchedulerSection] = {}
     for where, entry in entries.items():
         if not isinstance(entry, dict):
-            problems.append(Problem(where, f"must be a dict with a type, got {entry!r}"))
+            problems.append(Problem(where, f"must be a dict with a type, got {shown_value(entry)}"))
             continue
         scheduler = {key: value for key, value in entry.items() if key != "by"}
         by = {"by": entry["by"]} if "by" in entry else {}
@@ -124,8 +124,8 @@ def _schedulers(given: Any, problems: list[Problem]) -> dict[str, SchedulerSecti
 
 
 def _import_problems(entries: Any, folder: Path) -> Iterator[Problem]:
-    make_importable(Path.cwd())
     make_importable(folder)
+    make_importable(Path.cwd())
     for at, entry in enumerate(entries if isinstance(entries, list) else []):
         if isinstance(entry, str):
             try:
@@ -169,7 +169,7 @@ def _loader_problems(loader: Mapping[str, Any], where: str) -> Iterator[Problem]
 def _need_problems(values: Mapping[str, Any]) -> Iterator[Problem]:
     """Yield what one section needs of another."""
     data = values.get("data")
-    has_data = {name for name in _LOADERS if isinstance(data, dict) and data.get(name)}
+    has_data = {name for name in _LOADERS if isinstance(data, dict) and data.get(name) is not None}
     loops = [name for name in _LOADERS if name in values]
     for name in loops:
         if name not in has_data:

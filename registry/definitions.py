@@ -40,9 +40,9 @@ def find_definitions(name: str, root: Path | None = None) -> list[Definition]:
     Hidden folders, environments and build folders are left out; the search ends after 2,000
     files or two seconds. The paths are relative to `root`.
     """
-    root = Path.cwd() if root is None else root
     if not name.isidentifier():
         return []
+    root = Path.cwd() if root is None else root
     wanted = re.compile(rf"^\s*(?:class|def)\s+{re.escape(name)}\b", re.MULTILINE)
     found: list[Definition] = []
     for path in _source_files(root):
@@ -85,4 +85,6 @@ def _definitions_in(tree: ast.Module, name: str, path: Path) -> Iterator[Definit
 
 def _is_imported(path: Path) -> bool:
     absolute = str(path.absolute())
-    return any(getattr(m, "__file__", None) == absolute for m in list(sys.modules.values()))
+    # Not getattr: a lazy module may import something when it is asked for an attribute.
+    loaded = [getattr(module, "__dict__", {}) for module in list(sys.modules.values())]
+    return any(names.get("__file__") == absolute for names in loaded)

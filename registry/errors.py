@@ -67,6 +67,14 @@ def one_of(names: Sequence[str]) -> str:
     return f"{', '.join(names[:-1])} or {names[-1]}"
 
 
+def shown_value(value: object) -> str:
+    """Return a setting as messages show it: null and true as in YAML, not too long."""
+    if value is None or isinstance(value, bool):
+        return "null" if value is None else str(value).lower()
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
 def describe(error: BaseException) -> str:
     """Return "TypeError: text" on one line."""
     text = " ".join(str(error).split())

@@ -209,9 +209,16 @@ def _add(registry: Registry, target: T, names: Sequence[str] | None, force: bool
 
 def _is_stale(present: object, target: object) -> bool:
     """Tell whether `present` is of an earlier, failed import of the module of `target`."""
-    module, name = getattr(present, "__module__", ""), getattr(present, "__qualname__", "")
-    same = (module, name) == (target.__module__, getattr(target, "__qualname__", ""))
-    return same and "<" not in name and getattr(sys.modules.get(module), name, None) is None
+    module, name = _place(present)
+    return (
+        (module, name) == _place(target)
+        and "<" not in name
+        and getattr(sys.modules.get(module), name, None) is None
+    )
+
+
+def _place(target: object) -> tuple[str, str]:
+    return getattr(target, "__module__", ""), getattr(target, "__qualname__", "")
 
 
 def _as_names(name: str | Sequence[str] | None) -> Sequence[str] | None:

@@ -5,7 +5,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import MISSING, Field, fields, is_dataclass
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from .errors import Problem, did_you_mean, nearest, one_of
+from .errors import Problem, did_you_mean, nearest, one_of, shown_value
 
 T = TypeVar("T")
 
@@ -27,7 +27,7 @@ def check_section(section: type[T], values: Any, where: str, problems: list[Prob
     `problems`. A field's metadata may have `minimum` (a number must not be below it).
     """
     if not isinstance(values, Mapping):
-        problems.append(Problem(where, f"must be a section of settings, got {values!r}"))
+        problems.append(Problem(where, f"must be a section of settings, got {shown_value(values)}"))
         return None
     before = len(problems)
     known = {field.name: field for field in fields(section)}  # type: ignore[arg-type]
@@ -73,11 +73,14 @@ def _checked(value: Any, hint: Any, field: Field[Any], where: str, problems: lis
         return check_section(section, value, where, problems)
     if not any(_fits(value, option) for option in options):
         problems.append(
-            Problem(where, f"must be {_allowed(options)}, got {value!r}{_near(value, options)}")
+            Problem(
+                where,
+                f"must be {_allowed(options)}, got {shown_value(value)}{_near(value, options)}",
+            )
         )
     minimum = field.metadata.get("minimum")
     if isinstance(value, int | float) and minimum is not None and value < minimum:
-        problems.append(Problem(where, f"must be at least {minimum}, got {value}"))
+        problems.append(Problem(where, f"must be at least {minimum}, got {shown_value(value)}"))
     return value
 
 

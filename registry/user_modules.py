@@ -29,28 +29,29 @@ def import_entry(entry: str) -> None:
     """Import a module by name, or a .py file under its name within its package.
 
     Raises:
-        ImportError: it is not there, fails, or another module has its name already.
+        ImportError: it is not there, fails, or another module has its name.
     """
-    name = entry
+    name, path = entry, None
     if entry.endswith(".py"):
-        path = Path(entry).absolute()
+        path = Path(entry).resolve()
         if not path.is_file():
             raise ImportError(f"there is no file {entry}")
         root, name = _package_root(path)
-        _check_not_taken(name, path)
         make_importable(root)
     try:
-        importlib.import_module(name)
+        module = importlib.import_module(name)
     except IMPORT_FAILURES as error:
         if isinstance(error, ModuleNotFoundError) and error.name == name:
             raise ImportError(f"there is no module {name} in {Path.cwd()}") from error
         raise ImportError(f"{entry} failed to import: {describe(error)}") from error
+    if path is not None and Path(module.__file__ or "").resolve() != path:
+        raise ImportError(f"{path} cannot be imported as {name}: that is {module.__file__}")
 
 
 def make_importable(folder: Path) -> None:
-    """Let modules in `folder` be imported, after those that can be already."""
+    """Let modules in `folder` be imported, before others of the same name, as Python does."""
     if str(folder) not in sys.path:
-        sys.path.append(str(folder))
+        sys.path.insert(0, str(folder))
 
 
 def _package_root(path: Path) -> tuple[Path, str]:
@@ -60,9 +61,3 @@ def _package_root(path: Path) -> tuple[Path, str]:
         parts.insert(0, folder.name)
         folder = folder.parent
     return folder, ".".join(parts)
-
-
-def _check_not_taken(name: str, path: Path) -> None:
-    present = getattr(sys.modules.get(name), "__file__", None)
-    if present is not None and Path(present).resolve() != path.resolve():
-        raise ImportError(f"{path} cannot be imported as {name}: that is already {present}")
