@@ -157,7 +157,11 @@ def test_the_processes_die_with_their_parent(how: signal.Signals, tmp_path: Path
         "ranks.run_ranks(sleepers.sleep, 2, sys.argv[1], init=False)"
     )
     folders = [str(tmp_path), str(Path(ranks.__file__).parent)]
-    parent = subprocess.Popen([sys.executable, "-c", code, *folders], stderr=subprocess.DEVNULL)
+    parent = subprocess.Popen(
+        [sys.executable, "-c", code, *folders],
+        env=os.environ | {"TMPDIR": str(tmp_path)},
+        stderr=subprocess.DEVNULL,
+    )
     deadline = time.monotonic() + 60
     while len(list(tmp_path.glob("pid_*"))) < 2:
         assert time.monotonic() < deadline
