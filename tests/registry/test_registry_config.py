@@ -247,3 +247,15 @@ def test_modules_beside_the_config_are_found_from_its_dump(write: Write, workpla
     assert cfg.imports == ["in_cwd", beside, other, "json"]
     dump_config(cfg, "dump.yaml")
     assert load_config("dump.yaml") == cfg
+
+
+def test_delete_flags_never_become_settings(write: Write) -> None:
+    write("base.yaml", "a: {x: 1}\n")
+    write("a.yaml", "_base_: base.yaml\nnew: {_delete_: true, l: [{_delete_: false, y: 1}]}\n")
+    cfg = load_config("a.yaml", ["a={_delete_: true, z: 2}"])
+    assert cfg.to_dict() == {"a": {"z": 2}, "new": {"l": [{"y": 1}]}, "name": "a"}
+
+
+def test_shipped_configs_are_loaded_by_name(workplace: Path) -> None:
+    assert load_config("digits_ddp").path.name == "digits_ddp.yaml"
+    assert "did you mean digits_ddp?" in refused("digit_ddp")
