@@ -222,6 +222,20 @@ def test_the_average_is_saved_beside_the_plain_weights(tmp_path: Path) -> None:
     assert not any(map(torch.equal, plain.values(), average.values()))
 
 
+def test_an_error_in_an_evaluation_with_the_average_saves_the_plain_weights(tmp_path: Path) -> None:
+    class FailingEvalHook(Hook):
+        def on_eval_batch_end(self, state: LoopState, batch: Any, outputs: Any) -> None:
+            raise OSError("disk")
+
+    state = new_state(run_dir=tmp_path)
+    with pytest.raises(OSError, match="disk"):
+        train(state, [CheckpointHook(), EMAHook(decay=0.5), FailingEvalHook()])
+    ((path, _),) = list_checkpoints(tmp_path / "checkpoints")
+    plain = new_state()
+    train(plain, [], epochs=1, val_loop=None)
+    assert all(map(torch.equal, load_checkpoint(path).read("model.pt").values(), weights(plain)))
+
+
 def _train_two_ranks(folder: Path) -> tuple[list[str], dict[str, float]]:
     state = train(new_state(run_dir=folder), [CheckpointHook(keep_best="error", mode="min")])
     _, meta = list_checkpoints(folder / "checkpoints")[0]
