@@ -79,7 +79,8 @@ class _Block(nn.Module):
         query, key, value = qkv.permute(2, 0, 3, 1, 4)
         attended = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.out(attended.transpose(1, 2).reshape(batch, length, width))
-        return x + self.feed(self.norm2(x))
+        fed: Tensor = self.feed(self.norm2(x))
+        return x + fed
 
 
 @MODELS.register_module()
@@ -133,4 +134,6 @@ class UnigramEntropy(Metric):
         self.counts += torch.bincount(target.flatten(), minlength=VOCABULARY)
 
     def compute(self) -> Tensor:
-        return torch.distributions.Categorical(probs=self.counts).entropy().float()
+        shares = self.counts / self.counts.sum()
+        entropy: Tensor = torch.special.entr(shares).sum()
+        return entropy.float()

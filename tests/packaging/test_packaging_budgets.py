@@ -48,7 +48,8 @@ def test_file_keeps_the_limits(file: Path) -> None:
     for node in nodes(file, ast.ClassDef):
         if (length := node.end_lineno - node.lineno + 1) > CLASS_LINES:
             over.append(f"{node.name}: {length} lines, {CLASS_LINES} allowed")
-        methods = [one for one in node.body if isinstance(one, ast.FunctionDef)]
+        # Overloads of one method share its name.
+        methods = {one.name for one in node.body if isinstance(one, ast.FunctionDef)}
         if len(methods) > METHODS and node.name not in MANY_METHODS:
             over.append(f"{node.name}: {len(methods)} methods, {METHODS} allowed")
     assert not over
