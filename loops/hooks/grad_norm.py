@@ -24,12 +24,13 @@ class GradNormHook(Hook):
     It is taken right before each update, before clipping, and averaged over the
     updates of a log interval; with several optimizers it is `grad_norm/<name>`
     for each. Where the optimizer wrapper clips by norm, its figure is used, else
-    the norm is computed here. Nothing leaves the device before the record.
+    the norm is computed here. Updates that a loss scaler skips do not count.
+    Nothing leaves the device before the record.
     """
 
     def __init__(self) -> None:
         self._sums: dict[str, Tensor] = {}
-        self._counts: dict[str, int] = {}
+        self._counts: dict[str, Tensor | float] = {}
         self._handles: list[RemovableHandle] = []
 
     def on_train_start(self, state: LoopState) -> None:
@@ -47,7 +48,8 @@ class GradNormHook(Hook):
 
     def collect_logs(self, state: LoopState, scalars: Scalars) -> None:
         for key, total in self._sums.items():
-            scalars[key] = total / self._counts[key]
+            count = torch.as_tensor(self._counts[key], device=total.device)
+            scalars[key] = total / count.clamp(min=1)
         self._sums.clear()
         self._counts.clear()
 
@@ -64,8 +66,14 @@ class GradNormHook(Hook):
         norm = getattr(wrapper, "grad_norm", None)
         if norm is None:
             norm = _norm(optimizer)
+        count: Tensor | float = 1.0
+        # A fused optimizer is called for updates that the loss scaler skips, and told so.
+        overflow = getattr(optimizer, "found_inf", None)
+        if overflow is not None:
+            norm = torch.where(overflow == 0, norm, 0.0).squeeze()
+            count = (overflow == 0).to(norm.dtype).squeeze()
         self._sums[key] = self._sums[key] + norm if key in self._sums else norm
-        self._counts[key] = self._counts.get(key, 0) + 1
+        self._counts[key] = self._counts.get(key, 0.0) + count
 
     def _remove(self) -> None:
         for handle in self._handles:

@@ -132,20 +132,23 @@ class _Delayed:
     def __init__(self, scheduler: LRScheduler) -> None:
         self._scheduler = scheduler
         self.waiting = 0
-        self._first_step: RemovableHandle | None = scheduler.optimizer.register_step_pre_hook(
+        self._stepped = False
+        self._watch: RemovableHandle | None = scheduler.optimizer.register_step_pre_hook(
             self._catch_up
         )
 
     def step(self) -> None:
-        if self._first_step is None:
-            self._scheduler.step()
-        else:
+        if not self._stepped:
             self.waiting += 1
+            return
+        if self._watch is not None:
+            # Not from within the call: torch is going through its hooks then.
+            self._watch.remove()
+            self._watch = None
+        self._scheduler.step()
 
     def _catch_up(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
-        assert self._first_step is not None
-        self._first_step.remove()
-        self._first_step = None
+        self._stepped = True
         for _ in range(self.waiting):
             self._scheduler.step()
         self.waiting = 0

@@ -15,7 +15,7 @@ from torch.nn.utils import get_total_norm
 from stepwrap.loops.hook import Hook, Scalars
 from stepwrap.loops.hooks import GradNormHook, ThroughputHook
 from stepwrap.loops.state import LoopState
-from stepwrap.wrappers import OptimWrapper, OptimWrapperDict
+from stepwrap.wrappers import AmpOptimWrapper, OptimWrapper, OptimWrapperDict
 
 
 class RecordsHook(Hook):
@@ -88,6 +88,24 @@ def test_gradient_norm_of_each_optimizer() -> None:
         {"grad_norm/head": 2 * 8**0.5, "grad_norm/tail": 2 * 3**0.5}
     )
     assert seen.records == []
+
+
+@pytest.mark.parametrize("clip", [None, {"max_norm": 0.01}], ids=["plain", "clip"])
+@pytest.mark.parametrize("fused", [False, True])
+def test_gradient_norm_leaves_out_updates_that_a_scaler_skips(
+    fused: bool, clip: dict[str, float] | None
+) -> None:
+    seen, state = RecordsHook(), new_state()
+    state.optim_wrapper = AmpOptimWrapper(
+        torch.optim.SGD(state.model.parameters(), lr=0.0, fused=fused),
+        dtype=torch.float16,
+        device="cpu",
+        loss_scale={"init_scale": 2.0**17, "growth_interval": 1000},
+        clip_grad=clip,
+    )
+    train(state, [GradNormHook(), seen], epochs=3, log_every_steps=12)
+    expected = norms_by_hand(batches(), lr=0.0)
+    assert min(expected) * 0.9 < seen.records[0]["grad_norm"] < max(expected) * 1.1
 
 
 def test_nothing_is_left_on_the_optimizer() -> None:

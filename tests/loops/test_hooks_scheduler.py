@@ -19,10 +19,10 @@ from torch.optim.lr_scheduler import (
 )
 
 from stepwrap.loops.hook import Hook, HookList
-from stepwrap.loops.hooks import SchedulerHook
+from stepwrap.loops.hooks import GradNormHook, SchedulerHook
 from stepwrap.loops.state import LoopState
 from stepwrap.loops.train import IterTrainLoop
-from stepwrap.wrappers import OptimWrapper
+from stepwrap.wrappers import AmpOptimWrapper, OptimWrapper
 
 
 class RatesHook(Hook):
@@ -120,19 +120,24 @@ def test_each_group_is_logged() -> None:
     assert rates.logged[0] == pytest.approx({"lr/0": 0.05, "lr/1": 0.5})
 
 
-def test_first_updates_that_a_scaler_skips_neither_warn_nor_shift_the_schedule() -> None:
-    class SkippingWrapper(OptimWrapper):
-        def step(self, **kwargs: Any) -> None:
-            self.updates = getattr(self, "updates", 0) + 1
-            if self.updates > 3:
-                super().step(**kwargs)
-
-    state, used = new_state(), []
-    optimizer = optimizer_of(state)
-    state.optim_wrapper = SkippingWrapper(optimizer)
-    optimizer.register_step_post_hook(lambda o, *_: used.append(o.param_groups[0]["lr"]))
-    train(state, [SchedulerHook([(warm_up_and_cosine(optimizer), "step")])])
-    assert used == by_hand(warm_up_and_cosine, 8, lr=0.05)[3:]
+@pytest.mark.parametrize("fused", [False, True])
+def test_first_updates_that_a_scaler_skips_neither_warn_nor_shift_the_schedule(fused: bool) -> None:
+    used: list[tuple[int, float]] = []
+    state = new_state()
+    optimizer = SGD(state.model.parameters(), lr=0.05, fused=fused)
+    scaling = {"init_scale": 2.0**17, "growth_interval": 1000}
+    state.optim_wrapper = AmpOptimWrapper(
+        optimizer, dtype=torch.float16, device="cpu", loss_scale=scaling
+    )
+    optimizer.register_step_post_hook(
+        lambda o, *_: used.append((state.step, o.param_groups[0]["lr"]))
+    )
+    schedule = SchedulerHook([(warm_up_and_cosine(optimizer), "step")])
+    train(state, [schedule, GradNormHook()], epochs=3)
+    # A fused optimizer is told to skip, instead of not being called.
+    assert fused or len(used) < 12
+    rates = by_hand(warm_up_and_cosine, 12, lr=0.05)
+    assert used == [(step, rates[step]) for step, _ in used]
 
 
 def test_the_schedule_goes_on_after_a_resume() -> None:
