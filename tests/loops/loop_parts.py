@@ -7,15 +7,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from stepwrap.loops import Hook, LoopState, build_loader
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from stepwrap.loops import Hook, LoopState, build_loader, seed_rng
 from stepwrap.wrappers import (
     OptimWrapper,
     SingleDevice,
     StepDistributedDataParallel,
     SupervisedModel,
 )
-from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
 
 
 def make_data(samples: int) -> TensorDataset:
@@ -35,7 +36,7 @@ def make_state(
     *, accumulate: int = 1, run_dir: Path | None = None, dropout: float = 0.0
 ) -> LoopState:
     """Return a fresh run's state: a small classifier, SGD with momentum; DDP inside a group."""
-    torch.manual_seed(0)
+    seed_rng(0)
     net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Dropout(dropout), nn.Linear(8, 3))
     model = SupervisedModel(net, nn.CrossEntropyLoss())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)

@@ -14,6 +14,8 @@ import pytest
 import torch
 from loop_parts import assert_identical, make_loader, make_state, weights_of
 from ranks import run_ranks
+from torch import nn
+
 from stepwrap.loops import (
     CheckpointError,
     EpochTrainLoop,
@@ -26,7 +28,6 @@ from stepwrap.loops import (
     save_checkpoint,
 )
 from stepwrap.wrappers import OptimWrapper, SingleDevice
-from torch import nn
 
 
 class Counter:

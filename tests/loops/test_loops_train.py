@@ -7,6 +7,9 @@ from typing import Any
 import pytest
 import torch
 from loop_parts import Recorder, assert_identical, make_data, make_loader, make_state, weights_of
+from torch import nn
+from torch.nn.functional import cross_entropy
+
 from stepwrap.loops import (
     EpochTrainLoop,
     Hook,
@@ -19,8 +22,6 @@ from stepwrap.loops import (
     build_loader,
 )
 from stepwrap.wrappers import SingleDevice
-from torch import nn
-from torch.nn.functional import cross_entropy
 
 
 def make_val_loop(samples: int = 4) -> ValLoop:

@@ -1,0 +1,170 @@
+"""Evaluation is exact for any number of ranks; metrics get what they need."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from loop_parts import make_data, make_state
+from ranks import run_ranks
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+from torchmetrics import MeanMetric, Metric, MetricCollection
+from torchmetrics.classification import (
+    MulticlassAccuracy,
+    MulticlassCalibrationError,
+    MulticlassConfusionMatrix,
+    MulticlassF1Score,
+)
+
+from stepwrap.loops import HookList, LoopState, MeanLoss, TestLoop, ValLoop, build_loader
+from stepwrap.loops.metrics import compute_metrics, feed_metric, merge_metrics
+from stepwrap.wrappers import BaseModel, SingleDevice, SupervisedModel
+
+CLASSES = 10
+
+
+class Answers(nn.Module):
+    """Gives as scores what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, scores: Tensor) -> Tensor:
+        return scores * self.scale
+
+
+def evaluate(samples: int, batch_size: int) -> dict[str, float]:
+    """Evaluate random scores against random targets on this rank's share."""
+    generator = torch.Generator().manual_seed(3)
+    scores = torch.randn(samples, CLASSES, generator=generator)
+    targets = torch.randint(0, CLASSES, (samples,), generator=generator)
+    metrics: dict[str, Metric] = {
+        "accuracy": MulticlassAccuracy(CLASSES, average="micro"),
+        "confusion": MulticlassConfusionMatrix(CLASSES),
+        "calibration": MulticlassCalibrationError(CLASSES),
+        "many": MetricCollection([MulticlassF1Score(CLASSES), MulticlassAccuracy(CLASSES)]),
+        "loss": MeanLoss(),
+    }
+    loader = build_loader(TensorDataset(scores, targets), batch_size=batch_size)
+    model = SingleDevice(SupervisedModel(Answers(), nn.CrossEntropyLoss()))
+    loop = ValLoop(loader, metrics)
+    state = LoopState(model)
+    first = loop.run(state, HookList())
+    assert loop.run(state, HookList()) == first
+    assert state.metrics == first
+    return first
+
+
+def test_each_sample_counts_once_on_one_two_and_three_ranks() -> None:
+    """1,797 samples: neither the ranks nor the batches divide them."""
+    alone = evaluate(1797, 64)
+    counts = {name: value for name, value in alone.items() if name.startswith("confusion")}
+    assert len(counts) == CLASSES**2
+    assert sum(counts.values()) == 1797
+    for world_size in (2, 3):
+        for metrics in run_ranks(evaluate, world_size, 1797, 64):
+            assert metrics.keys() == alone.keys()
+            assert {name: metrics[name] for name in counts} == counts
+            assert metrics["accuracy"] == alone["accuracy"]
+            assert metrics["calibration"] == pytest.approx(alone["calibration"], abs=1e-6)
+            assert metrics["loss"] == pytest.approx(alone["loss"], rel=1e-6)
+
+
+def test_the_batch_size_does_not_matter() -> None:
+    assert evaluate(97, 97)["accuracy"] == evaluate(97, 5)["accuracy"]
+
+
+def test_a_rank_without_batches_neither_hangs_nor_warns() -> None:
+    """Warnings are errors on the ranks as well."""
+    alone = evaluate(2, 1)
+    for metrics in run_ranks(evaluate, 3, 2, 1):
+        assert metrics["accuracy"] == alone["accuracy"]
+        assert metrics["calibration"] == alone["calibration"]
+
+
+def test_an_evaluation_without_any_batch_is_named() -> None:
+    loop = ValLoop([], {"loss": MeanLoss()})
+    with pytest.raises(ValueError, match="val loader has no batches"):
+        loop.run(make_state(), HookList())
+    with pytest.raises(ValueError, match="test loader has no batches"):
+        TestLoop(iter(()), {}).run(make_state(), HookList())
+
+
+def test_a_model_without_the_step_is_named() -> None:
+    with pytest.raises(TypeError, match="Linear has no val_step"):
+        ValLoop([1]).run(LoopState(nn.Linear(1, 1)), HookList())
+
+
+def test_missing_metric_inputs_name_both_sides() -> None:
+    with pytest.raises(ValueError, match=r"'acc' \(MulticlassAccuracy\) needs preds, target") as e:
+        feed_metric("acc", MulticlassAccuracy(3), {"logits": 1, "target": 2}, None)
+    assert "returned logits, target: preds missing" in str(e.value)
+
+
+def test_optional_metric_inputs_are_passed_when_there() -> None:
+    metric = MeanMetric()
+    feed_metric("mean", metric, {"value": 1.0, "weight": 1.0, "other": 9}, None)
+    feed_metric("mean", metric, {"value": 4.0, "weight": 2.0}, None)
+    assert metric.compute().item() == 3.0
+
+
+class Pairs(Metric):
+    """Counts outputs and batch elements of steps that return no mapping."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("seen", torch.zeros(2), dist_reduce_fx="sum")
+        self.add_state("items", [], dist_reduce_fx=None)
+
+    def update(self, outputs: list[Any], batch: Any) -> None:
+        self.seen += torch.tensor([len(outputs), len(batch[0])])
+        self.items.append(torch.tensor([len(outputs)]))
+
+    def compute(self) -> dict[str, Any]:
+        return {"sums": self.seen, "batches": len(self.items), "nested": [{"x": 1}]}
+
+
+class Listing(BaseModel):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(4, 1)
+
+    def forward(self, inputs: Tensor, target: Tensor, mode: str = "tensor") -> Any:
+        return list(self.net(inputs))
+
+
+def _count_pairs() -> dict[str, float]:
+    loop = TestLoop(build_loader(make_data(7), batch_size=2), {"pairs": Pairs()})
+    return loop.run(LoopState(SingleDevice(Listing())), HookList())
+
+
+def test_other_outputs_come_with_their_batch_and_results_are_flattened() -> None:
+    expected = {"pairs/sums/0": 7, "pairs/sums/1": 7, "pairs/batches": 4, "pairs/nested/0/x": 1}
+    assert _count_pairs() == expected
+    # Lists of unequal length (2 and 2 of 3 ranks, then 1), which torchmetrics cannot gather.
+    by_rank = run_ranks(_count_pairs, 3)
+    assert by_rank[0] == by_rank[1] == by_rank[2]
+    assert by_rank[0]["pairs/sums/0"] == 7
+
+
+def test_mean_loss_weighs_by_samples() -> None:
+    metric = MeanLoss()
+    metric.update(torch.tensor(1.0), 3)
+    metric.update(torch.tensor(5.0), 1)
+    assert metric.compute().item() == 2.0
+    merge_metrics({"loss": metric})
+    assert compute_metrics({"loss": metric}) == {"loss": 2.0}
+
+
+def test_only_one_warning_is_silenced() -> None:
+    class Warns(MeanLoss):
+        def compute(self) -> Tensor:
+            warnings.warn("something else", UserWarning, stacklevel=1)
+            return super().compute()
+
+    with pytest.raises(UserWarning, match="something else"):
+        compute_metrics({"loss": Warns()})

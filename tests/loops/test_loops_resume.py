@@ -1,0 +1,177 @@
+"""A resumed run ends with the very weights of the uninterrupted one."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from loop_parts import Recorder, assert_identical, make_data, make_state, weights_of
+from ranks import run_ranks
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from stepwrap.loops import (
+    EpochTrainLoop,
+    Hook,
+    HookList,
+    IterTrainLoop,
+    LoopState,
+    MeanLoss,
+    ValLoop,
+    build_loader,
+    load_checkpoint,
+    save_checkpoint,
+)
+
+
+class Augmented(Dataset[Any]):
+    """Samples with noise of two random streams, different at each reading."""
+
+    def __init__(self, samples: int) -> None:
+        self.data = make_data(samples)
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        inputs, target = self.data[index]
+        return inputs + torch.randn(4) * random.random(), target
+
+
+class SaveAll(Hook):
+    """Saves at every save point, each into a folder of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.saved: list[Path] = []
+
+    def on_save_point(self, state: LoopState) -> None:
+        self.saved.append(save_checkpoint(self.folder / str(len(self.saved)), state))
+
+
+def make_loop(kind: str, workers: int) -> EpochTrainLoop | IterTrainLoop:
+    # An odd number of batches per epoch and rank: the first epoch ends inside a window.
+    samples = 20 if dist.is_initialized() else 18
+    loader = build_loader(
+        Augmented(samples), batch_size=2, train=True, shuffle=True, seed=4, num_workers=workers
+    )
+    # Reading these draws from the streams as well, which must not matter to the training.
+    val_loop = ValLoop(build_loader(Augmented(6), batch_size=4), {"loss": MeanLoss()})
+    if kind == "epochs":
+        return EpochTrainLoop(loader, max_epochs=3, val_loop=val_loop, log_every_steps=2)
+    return IterTrainLoop(loader, max_steps=8, val_interval=3, val_loop=val_loop)
+
+
+def resume_everywhere(folder: Path, kind: str, workers: int) -> int:
+    """Resume from each save point of a run; return how many lay inside a window."""
+    state = make_state(accumulate=2, dropout=0.5)
+    random.seed(dist.get_rank() if dist.is_initialized() else 0)
+    hook = SaveAll(folder)
+    make_loop(kind, workers).run(state, HookList([hook]))
+    inside = 0
+    for path in hook.saved:
+        resumed = make_state(accumulate=2, dropout=0.5)
+        load_checkpoint(path).restore(resumed)
+        inside += any(p.grad is not None for p in resumed.model.parameters())
+        make_loop(kind, workers).run(resumed, HookList())
+        assert_identical(weights_of(resumed), weights_of(state))
+        assert resumed.metrics == state.metrics
+        assert (resumed.step, resumed.iteration) == (state.step, state.iteration)
+    assert len(hook.saved) >= 8
+    return inside
+
+
+@pytest.mark.parametrize("kind", ["epochs", "steps"])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_resume_is_exact_at_every_save_point(tmp_path: Path, kind: str, world_size: int) -> None:
+    """Dropout, shuffling, augmentation, momentum and windows that go over the epochs' ends."""
+    if world_size == 1:
+        inside = [resume_everywhere(tmp_path, kind, 0)]
+    else:
+        inside = run_ranks(resume_everywhere, 2, tmp_path, kind, 0, timeout_s=120)
+    assert all(count >= (1 if kind == "epochs" else 0) for count in inside)
+
+
+def test_resume_is_exact_with_workers(tmp_path: Path) -> None:
+    state = make_state(accumulate=2, dropout=0.5)
+    hook = SaveAll(tmp_path)
+    make_loop("epochs", 2).run(state, HookList([hook]))
+    resumed = make_state(accumulate=2, dropout=0.5)
+    load_checkpoint(hook.saved[7]).restore(resumed)
+    assert resumed.batch
+    make_loop("epochs", 2).run(resumed, HookList())
+    assert_identical(weights_of(resumed), weights_of(state))
+
+
+def test_evaluating_more_often_does_not_change_the_training() -> None:
+    ends = []
+    for interval in (1, 3):
+        state = make_state(dropout=0.5)
+        loop = make_loop("epochs", 0)
+        loop.schedule.intervals = [(0, interval)]
+        loop.run(state, HookList())
+        ends.append(weights_of(state))
+    assert_identical(*ends)
+
+
+class StopInEvaluation(Hook):
+    def on_eval_batch_end(self, state: LoopState, batch: Any, outputs: Any) -> None:
+        state.request_stop("in the evaluation")
+
+
+@pytest.mark.parametrize("kind", ["epochs", "steps"])
+def test_a_validation_cut_short_is_repeated_at_the_resume(tmp_path: Path, kind: str) -> None:
+    whole = make_state(dropout=0.5)
+    make_loop(kind, 0).run(whole, HookList())
+
+    state = make_state(dropout=0.5)
+    recorder = Recorder()
+    make_loop(kind, 0).run(state, HookList([StopInEvaluation(), recorder]))
+    assert "val_end []" in recorder.events
+    assert state.evaluated_at == -1
+    path = save_checkpoint(tmp_path, state)
+
+    resumed = make_state(dropout=0.5)
+    load_checkpoint(path).restore(resumed)
+    recorder = Recorder()
+    make_loop(kind, 0).run(resumed, HookList([recorder]))
+    first = [event for event in recorder.events if "epoch" not in event][1]
+    assert first == "val_start"
+    assert recorder.events.count("val_end ['loss']") == 3
+    assert_identical(weights_of(resumed), weights_of(whole))
+    assert resumed.metrics == whole.metrics
+
+
+def test_a_finished_run_stays_as_it_is(tmp_path: Path) -> None:
+    state = make_state()
+    make_loop("epochs", 0).run(state, HookList())
+    resumed = make_state()
+    load_checkpoint(save_checkpoint(tmp_path, state)).restore(resumed)
+    recorder = Recorder()
+    make_loop("epochs", 0).run(resumed, HookList([recorder]))
+    assert recorder.events == ["train_start", "train_end"]
+    assert_identical(weights_of(resumed), weights_of(state))
+
+
+def _save_inside_an_epoch(folder: Path) -> Path:
+    state = make_state()
+    hook = SaveAll(folder)
+    make_loop("epochs", 0).run(state, HookList([hook]))
+    return hook.saved[3]
+
+
+def test_another_number_of_ranks_goes_on_at_the_same_share_of_the_epoch(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = run_ranks(_save_inside_an_epoch, 2, tmp_path)[0]
+    state = make_state()
+    load_checkpoint(path).restore(state)
+    assert load_checkpoint(path).meta["batch"] == 4
+    assert state.batch == 8
+    assert "goes on at the same share" in caplog.text
+    make_loop("epochs", 0).run(state, HookList())
+    assert state.epoch == 3

@@ -1,0 +1,121 @@
+"""Signals stop a run in order, on all ranks at the same update."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from loop_parts import make_data, make_loader, make_state
+from ranks import run_ranks
+
+from stepwrap.loops import (
+    EpochTrainLoop,
+    Hook,
+    HookList,
+    LoopState,
+    MeanLoss,
+    ValLoop,
+    build_loader,
+)
+from stepwrap.loops.signals import StopSignals
+
+
+class Raise(Hook):
+    """Sends this process a signal at an update, on one rank."""
+
+    def __init__(self, number: int, step: int, rank: int = 0) -> None:
+        self.number, self.step, self.rank = number, step, rank
+
+    def on_update(self, state: LoopState) -> None:
+        mine = not dist.is_initialized() or dist.get_rank() == self.rank
+        if mine and state.step == self.step:
+            os.kill(os.getpid(), self.number)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_stops_at_once_and_the_handlers_come_back(number: signal.Signals) -> None:
+    handlers = [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT)]
+    loop = EpochTrainLoop(make_loader(20), max_epochs=2)
+    state = loop.run(make_state(), HookList([Raise(number, step=3)]))
+    assert (state.step, state.signal) == (3, number)
+    assert state.stop_reason == f"received {number.name}"
+    assert [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT)] == handlers
+
+
+def test_a_second_interrupt_raises() -> None:
+    handler = signal.getsignal(signal.SIGINT)
+    with StopSignals():
+        os.kill(os.getpid(), signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is handler
+
+
+def test_the_clock_goes_on_from_where_it_was() -> None:
+    state = make_state()
+    state.clock_s = 100.0
+    EpochTrainLoop(make_loader(4), max_epochs=1).run(state, HookList())
+    assert 100.0 < state.clock_s < 130.0
+
+
+def _stopped_at(make_hook: Callable[..., Hook], *arguments: int) -> tuple[int, int, float]:
+    slow = Slow()
+    val_loop = ValLoop(build_loader(make_data(42), batch_size=2), {"loss": MeanLoss()})
+    loop = EpochTrainLoop(make_loader(2000, batch_size=1), max_epochs=50, val_loop=val_loop)
+    state = loop.run(make_state(accumulate=3), HookList([make_hook(*arguments), slow]))
+    return state.step, state.signal, state.clock_s
+
+
+class Slow(Hook):
+    def on_batch_end(self, state: LoopState, batch: Any, logs: Any) -> None:
+        time.sleep(0.002)
+
+
+def test_a_signal_to_one_rank_stops_all_at_the_same_update() -> None:
+    ends = run_ranks(_stopped_at, 2, Raise, signal.SIGTERM, 5, 1)
+    assert ends[0] == ends[1]
+    step, number, clock_s = ends[0]
+    assert 5 <= step < 1000
+    assert number == signal.SIGTERM
+    assert clock_s > 0
+
+
+class RaiseInEvaluation(Hook):
+    """Sends rank 1 a signal in the first evaluation, which takes a while."""
+
+    def on_eval_batch_end(self, state: LoopState, batch: Any, outputs: Any) -> None:
+        time.sleep(0.05)
+        if dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def on_eval_end(self, state: LoopState, metrics: dict[str, float]) -> None:
+        assert metrics == {}
+
+
+def _stopped_in_evaluation() -> tuple[int, int, int]:
+    # 21 evaluation samples: 11 batches on rank 0, 10 on rank 1.
+    val_loop = ValLoop(build_loader(make_data(21), batch_size=1), {"loss": MeanLoss()})
+    loop = EpochTrainLoop(make_loader(4), max_epochs=3, val_loop=val_loop)
+    state = loop.run(make_state(), HookList([RaiseInEvaluation()]))
+    return state.epoch, state.signal, state.evaluated_at
+
+
+def test_a_signal_in_an_evaluation_with_uneven_batches_stops_all() -> None:
+    assert run_ranks(_stopped_in_evaluation, 2) == [(1, signal.SIGTERM, -1)] * 2
+
+
+def _uneven() -> str:
+    loop = EpochTrainLoop([1] * (2 + dist.get_rank()), max_epochs=1)
+    with pytest.raises(ValueError, match=r"by rank they are \[2, 3\]") as caught:
+        loop.run(make_state(), HookList())
+    return str(caught.value)
+
+
+def test_unequal_training_loaders_are_refused_on_every_rank() -> None:
+    texts = run_ranks(_uneven, 2)
+    assert texts[0] == texts[1]
