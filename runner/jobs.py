@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from ..collectives import broadcast, get_rank, synchronize
+from ..collectives import broadcast, get_rank, get_world_size, synchronize
 from ..loops import CheckpointError, find_checkpoint
 from ..registry import Config, RunSections, dump_config
 from .launch import lonely_group
@@ -56,10 +56,9 @@ class Outcome:
 
 def run_job(job: Job) -> Outcome:
     """Do `job`; every rank must call this."""
-    _log_to_console(job.debug)
-    run = read_sections(job.config)
+    run = read_sections(job.config, get_world_size())
     group: AbstractContextManager[None] = lonely_group() if needs_group(run) else nullcontext()
-    with group, _folder(job, run.run_dir) as folder:
+    with _console_log(job.debug), group, _folder(job, run.run_dir) as folder:
         run = replace(run, run_dir=str(folder))
         runner = Runner(**build_parts(run, _WANTED[job.command], one_batch=job.dry_run))
         if job.command == "train":
@@ -125,12 +124,20 @@ def _folder(job: Job, run_dir: str) -> Iterator[Path]:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _log_to_console(debug: bool) -> None:
+@contextmanager
+def _console_log(debug: bool) -> Iterator[None]:
     """Show rank 0's warnings as plain lines; with `debug` everything from every rank."""
     ours = logging.getLogger("stepwrap")
-    if ours.handlers or (get_rank() != 0 and not debug):
+    if get_rank() != 0 and not debug:
+        yield
         return
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(name)s: %(message)s" if debug else "%(message)s"))
+    level = ours.level
     ours.addHandler(handler)
     ours.setLevel(logging.INFO if debug else logging.WARNING)
+    try:
+        yield
+    finally:
+        ours.removeHandler(handler)
+        ours.setLevel(level)

@@ -1,0 +1,173 @@
+"""A small run as a user would write it, and the command in processes of its own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stepwrap.loops import Hook, LoopState, find_checkpoint
+
+MARK = "STEPWRAP_TEST_MARK"
+TIMEOUT_S = 90.0
+
+MODULE = '''
+import os
+import signal
+import time
+
+import torch
+from torch import nn
+from torch.utils.data import Dataset
+
+
+class Points(Dataset):
+    """Points in the plane above or below a line; reading one can take time or fail."""
+
+    def __init__(self, size=48, pause_s=0.0, bad=-1, bad_rank=0, deadly=False):
+        self.size, self.pause_s, self.bad, self.deadly = size, pause_s, bad, deadly
+        self.here = int(os.environ.get("RANK", "0")) == bad_rank
+        generator = torch.Generator().manual_seed(1)
+        self.inputs = torch.randn(size, 2, generator=generator)
+        self.labels = (self.inputs.sum(1) > 0).long()
+
+    def __len__(self):
+        return self.size
+
+    def __getitem__(self, index):
+        time.sleep(self.pause_s)
+        if index == self.bad and self.here:
+            if self.deadly:
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise ValueError(f"sample {index} is broken")
+        return self.inputs[index], self.labels[index]
+
+
+class Net(nn.Sequential):
+    def __init__(self, width=8):
+        super().__init__(nn.Linear(2, width), nn.Dropout(0.2), nn.ReLU(), nn.Linear(width, 2))
+'''
+
+CONFIG = """\
+imports: [points.py]
+seed: 3
+model:
+  type: SupervisedModel
+  net: {type: points.Net, width: 8}
+  loss: {type: CrossEntropyLoss}
+optimizer: {type: AdamW, lr: 0.01}
+schedulers: {type: CosineAnnealingLR, T_max: 4, by: epoch}
+data:
+  train: {dataset: {type: points.Points}, batch_size: 4, shuffle: true}
+  val: {dataset: {type: points.Points, size: 20}, batch_size: 8}
+  test: {dataset: {type: points.Points, size: 21}, batch_size: 8}
+train: {type: EpochTrainLoop, max_epochs: 4, log_every_steps: 5}
+metrics:
+  accuracy: {type: MulticlassAccuracy, num_classes: 2, average: micro}
+  loss: {type: MeanLoss}
+hooks:
+  checkpoint: {every_steps: 3, keep_last: null, keep_best: accuracy}
+"""
+
+
+def write_run(folder: Path) -> Path:
+    """Write the user's module and config; returns the config's path."""
+    (folder / "points.py").write_text(MODULE)
+    config = folder / "points.yaml"
+    config.write_text(CONFIG)
+    return config
+
+
+class Command:
+    """`stepwrap ...` in a process of its own; it and all its descendants can be found."""
+
+    def __init__(self, *words: str | Path, cwd: Path) -> None:
+        self.mark = uuid.uuid4().hex
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "stepwrap.runner", *map(str, words)],
+            cwd=cwd,
+            env={**os.environ, MARK: self.mark, "PYTHONDONTWRITEBYTECODE": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            # A group of its own, as a shell makes one: Ctrl-C reaches all that is in it.
+            start_new_session=True,
+            # A test runner in the background passes on that SIGINT is ignored.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),  # noqa: PLW1509
+        )
+
+    def finish(self) -> tuple[int, str, str]:
+        """Wait for the end; returns exit code, standard output and error output."""
+        out, err = self.process.communicate(timeout=TIMEOUT_S)
+        return self.process.returncode, out, err
+
+    def wait_for(self, folder: Path, count: int) -> None:
+        """Wait until `count` checkpoints are there."""
+        limit = time.monotonic() + TIMEOUT_S
+        while len(list(folder.glob("checkpoints/step_*"))) < count:
+            if self.process.poll() is not None or time.monotonic() > limit:
+                code, out, err = self.finish()
+                raise AssertionError(f"no {count} checkpoints; exit code {code}\n{out}\n{err}")
+            time.sleep(0.01)
+
+    def left_over(self) -> list[int]:
+        """Return the processes of this command that still run, itself included."""
+        found = []
+        for entry in Path("/proc").iterdir():
+            try:
+                if (
+                    entry.name.isdecimal()
+                    and self.mark.encode() in (entry / "environ").read_bytes()
+                ):
+                    found.append(int(entry.name))
+            except OSError:
+                continue
+        return found
+
+    def wait_gone(self, limit_s: float = 15.0) -> list[int]:
+        """Wait until none of its processes is left; returns those that are."""
+        limit = time.monotonic() + limit_s
+        while (left := self.left_over()) and time.monotonic() < limit:
+            time.sleep(0.05)
+        return left
+
+    def close(self) -> None:
+        """End whatever is left of it."""
+        for process in self.left_over():
+            os.kill(process, signal.SIGKILL)
+        with self.process:
+            pass
+
+
+class SignalHook(Hook):
+    """Sends SIGTERM to its own process after an update."""
+
+    def __init__(self, at_step: int) -> None:
+        self.at_step = at_step
+
+    def on_update(self, state: LoopState) -> None:
+        if state.step == self.at_step:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def final_weights(run_dir: Path) -> dict[str, Tensor]:
+    """Return the weights in the latest checkpoint."""
+    path = find_checkpoint(run_dir)
+    assert path is not None
+    weights: dict[str, Tensor] = torch.load(path / "model.pt", weights_only=True)
+    return weights
+
+
+def assert_identical(left: dict[str, Any], right: dict[str, Any]) -> None:
+    """Fail unless both have the same names and bit-identical tensors."""
+    assert left.keys() == right.keys()
+    for name, value in left.items():
+        assert torch.equal(value, right[name]), name
