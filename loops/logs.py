@@ -41,19 +41,23 @@ class LogBuffer:
 
     def fold(self) -> None:
         """Turn the raw values into sums on the device."""
-        by_name: dict[str, list[Tensor]] = {}
+        by_name: dict[str, list[Any]] = {}
         for logs in self._raw:
             for name, value in logs.items():
-                by_name.setdefault(name, []).append(_scalar(value))
+                by_name.setdefault(name, []).append(value)
         self._raw.clear()
         for name, values in by_name.items():
             total, count = self._sums.get(name, (None, 0))
-            new = torch.stack(values).sum()
+            new = _sum(values)
             self._sums[name] = (new if total is None else total + new, count + len(values))
 
 
-def _scalar(value: Any) -> Tensor:
-    """Return one logged value as a 0-d tensor; a custom step may log floats or vectors."""
-    tensor = torch.as_tensor(value).detach()
-    tensor = tensor.float() if tensor.dtype != torch.float64 else tensor
-    return tensor if tensor.ndim == 0 else tensor.mean()
+def _sum(values: list[Any]) -> Tensor:
+    """Return the sum of logged values; a custom step may log floats, or vectors (their mean)."""
+    try:
+        stacked = torch.stack(values).detach()
+    except (TypeError, RuntimeError):
+        # Not all are tensors of one shape, as the wrappers' own are.
+        return sum((_sum([torch.as_tensor(value)]) for value in values), torch.zeros(()))
+    stacked = stacked if stacked.dtype == torch.float64 else stacked.float()
+    return stacked.sum() if stacked.ndim == 1 else stacked.flatten(1).mean(1).sum()

@@ -224,7 +224,8 @@ def test_a_custom_step_may_log_floats_and_vectors_and_new_names() -> None:
             logs = super().train_step(data, optim_wrapper)
             self.count = getattr(self, "count", 0) + 1
             extra = {"odd": torch.ones(2, requires_grad=True)} if self.count % 2 else {}
-            return {**logs, "number": self.count, **extra}
+            mixed = torch.ones(self.count, 1) if self.count % 2 else 4
+            return {**logs, "number": self.count, "mixed": mixed, **extra}
 
     records: list[dict[str, float]] = []
 
@@ -237,6 +238,7 @@ def test_a_custom_step_may_log_floats_and_vectors_and_new_names() -> None:
     EpochTrainLoop(make_loader(8), max_epochs=1, log_every_steps=4).run(state, HookList([Keep()]))
     assert records[0]["number"] == 2.5
     assert records[0]["odd"] == 1.0
+    assert records[0]["mixed"] == 2.5
 
 
 def test_a_request_to_stop_is_heeded_at_the_update() -> None:
