@@ -98,7 +98,8 @@ class _EvalLoop:
 
     def _pass(self, state: LoopState, hooks: HookList, watch: StopWatch) -> bool:
         """Run all batches; False when a request to stop has cut them short."""
-        polled = self._batches_to_poll()
+        # A test may follow a training that was stopped: only what comes now counts.
+        polled = self._batches_to_poll() if not state.stop_reason else 0
         step = getattr(state.model, self.step_name)
         count = 0
         for batch in batches_from(self.dataloader, epoch=0):

@@ -95,6 +95,7 @@ class _TrainLoop:
     @contextmanager
     def _session(self, state: LoopState, hooks: HookList) -> Iterator[StopSignals]:
         """Start and end the run's training, heed signals, announce errors."""
+        state.stop_reason, state.signal = "", 0
         with StopSignals() as signals:
             signals.start_clock(state)
             try:

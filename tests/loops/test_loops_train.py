@@ -255,6 +255,18 @@ def test_a_request_to_stop_is_heeded_at_the_update() -> None:
     assert "epoch_end 0" not in recorder.events
 
 
+def test_a_stopped_run_can_be_tested_and_trained_on() -> None:
+    class Stop(Hook):
+        def on_update(self, state: LoopState) -> None:
+            state.request_stop("enough")
+
+    state = EpochTrainLoop(make_loader(4), max_epochs=1).run(make_state(), HookList([Stop()]))
+    metrics = make_val_loop().run(state, HookList())
+    assert list(metrics) == ["loss"]
+    EpochTrainLoop(make_loader(4), max_epochs=2).run(state, HookList())
+    assert (state.epoch, state.stop_reason) == (2, "")
+
+
 def test_an_error_reaches_every_hook_and_the_caller() -> None:
     heard: list[BaseException] = []
 
