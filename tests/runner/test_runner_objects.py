@@ -1,0 +1,225 @@
+"""The runner from plain objects and from configs, on one and two ranks."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+from runner_parts import assert_identical, final_weights, write_run
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+from torchmetrics.classification import MulticlassAccuracy
+
+from stepwrap.loops import (
+    CheckpointError,
+    CheckpointHook,
+    EpochTrainLoop,
+    Hook,
+    LoopState,
+    TestLoop,
+    ValLoop,
+    build_loader,
+)
+from stepwrap.registry import ConfigError, load_config
+from stepwrap.runner import Runner
+from stepwrap.wrappers import OptimWrapper, SingleDevice, SupervisedModel
+
+QUIET = ["hooks.progress=false"]
+
+
+def points(samples: int) -> TensorDataset:
+    generator = torch.Generator().manual_seed(1)
+    inputs = torch.randn(samples, 3, generator=generator)
+    return TensorDataset(inputs, (inputs.sum(1) > 0).long())
+
+
+def make_runner(model: nn.Module | None = None, **others: Any) -> Runner:
+    torch.manual_seed(0)
+    model = model or SupervisedModel(nn.Linear(3, 2), nn.CrossEntropyLoss())
+    metrics = {"accuracy": MulticlassAccuracy(num_classes=2, average="micro")}
+    return Runner(
+        model,
+        EpochTrainLoop(
+            build_loader(points(24), batch_size=4, train=True),
+            max_epochs=2,
+            val_loop=ValLoop(build_loader(points(9), batch_size=4, train=False), metrics),
+        ),
+        optim_wrapper=OptimWrapper(torch.optim.SGD(model.parameters(), lr=0.1)),
+        test_loop=TestLoop(build_loader(points(10), batch_size=4, train=False), metrics),
+        **others,
+    )
+
+
+def test_objects_train_like_a_loop_by_hand() -> None:
+    state = make_runner().train()
+    torch.manual_seed(0)
+    net = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    inputs, labels = points(24).tensors
+    for _ in range(2):
+        for start in range(0, 24, 4):
+            rows = slice(start, start + 4)
+            nn.functional.cross_entropy(net(inputs[rows]), labels[rows]).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert state.step == 12
+    assert torch.equal(state.model.module.net.weight, net.weight)
+    assert torch.equal(state.model.module.net.bias, net.bias)
+
+
+def test_a_wrapped_model_is_taken_as_it_is() -> None:
+    wrapped = SingleDevice(SupervisedModel(nn.Linear(3, 2), nn.CrossEntropyLoss()))
+    assert make_runner(wrapped).state.model is wrapped
+
+
+def test_validate_and_test_return_metrics() -> None:
+    runner = make_runner()
+    assert set(runner.validate()) == {"accuracy"}
+    assert set(runner.test()) == {"accuracy"}
+
+
+def test_test_takes_the_checkpoint_that_is_named(tmp_path: Path) -> None:
+    hooks = [CheckpointHook(keep_best="accuracy", keep_last=None)]
+    runner = make_runner(hooks=hooks, run_dir=tmp_path)
+    runner.train()
+    runner.test("latest")
+    assert runner.state.step == 12
+    runner.test(tmp_path / "checkpoints" / "step_00000006")
+    assert runner.state.step == 6
+    with pytest.raises(CheckpointError, match="no best checkpoint in"):
+        make_runner(run_dir=tmp_path / "other").test("best")
+
+
+def test_missing_parts_are_named() -> None:
+    runner = Runner(SupervisedModel(nn.Linear(3, 2), nn.CrossEntropyLoss()))
+    with pytest.raises(ValueError, match=r"Runner\.train needs train_loop"):
+        runner.train()
+    with pytest.raises(ValueError, match=r"Runner\.test needs test_loop"):
+        runner.test()
+
+
+def test_ranks_without_a_group_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(RuntimeError, match="launch"):
+        make_runner()
+
+
+class Recorder(Hook):
+    def __init__(self) -> None:
+        self.events: list[str] = []
+        self.seen = 0
+
+    def on_run_start(self, state: LoopState) -> None:
+        self.events.append("run_start")
+
+    def on_train_start(self, state: LoopState) -> None:
+        self.events.append(f"train_start {state.step}")
+
+    def on_run_end(self, state: LoopState) -> None:
+        self.events.append("run_end")
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seen": 7}
+
+    def load_state_dict(self, state: dict[str, Any], /) -> None:
+        self.seen = state["seen"]
+
+
+def test_hooks_keep_their_state_over_a_resume(tmp_path: Path) -> None:
+    first, second = Recorder(), Recorder()
+    make_runner(hooks=[CheckpointHook(), first], run_dir=tmp_path).train()
+    make_runner(hooks=[CheckpointHook(), second], run_dir=tmp_path).train(resume=True)
+    assert first.events == ["run_start", "train_start 0", "run_end"]
+    assert second.events == ["run_start", "train_start 12", "run_end"]
+    assert second.seen == 7
+
+
+def test_resume_without_a_checkpoint_starts_from_the_beginning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    state = make_runner(hooks=[CheckpointHook()], run_dir=tmp_path).train(resume=True)
+    assert state.step == 12
+    assert "starting from the beginning" in caplog.text
+
+
+def test_a_config_may_be_a_dict(run: Path) -> None:
+    settings = load_config("points.yaml", [*QUIET, "train.max_epochs=1"]).to_dict()
+    assert Runner.from_config(settings).train().step == 12
+    with pytest.raises(ConfigError, match="did you mean optimizer"):
+        Runner.from_config({**settings, "optimzer": {}})
+
+
+def test_scheduler_ema_and_custom_hooks_come_from_the_config(run: Path) -> None:
+    more = ["hooks.ema.decay=0.5", "hooks.record.type=test_runner_objects.Recorder"]
+    runner = Runner.from_config(load_config("points.yaml", [*QUIET, *more]))
+    names = set(runner.state.stateful)
+    assert names == {"hooks.schedulers", "hooks.checkpoint", "hooks.ema", "hooks.record"}
+    state = runner.train()
+    assert state.optim_wrapper.get_lr()["lr"] == pytest.approx([0.0], abs=1e-9)
+
+
+def test_warm_up_by_step_from_a_nested_scheduler(run: Path) -> None:
+    warm_up = (
+        "schedulers={type: SequentialLR, by: step, milestones: [4], schedulers: ["
+        "{type: LinearLR, start_factor: 0.5, total_iters: 4},"
+        "{type: ConstantLR, factor: 0.1, total_iters: 99}]}"
+    )
+    runner = Runner.from_config(load_config("points.yaml", [*QUIET, warm_up]))
+    rates = []
+
+    class Watch(Hook):
+        def on_update(self, state: LoopState) -> None:
+            rates.append(state.optim_wrapper.get_lr()["lr"][0])
+
+    runner._hooks.on_update = (*runner._hooks.on_update, Watch().on_update)
+    runner.train()
+    assert rates[:5] == pytest.approx([0.00625, 0.0075, 0.00875, 0.001, 0.001])
+
+
+def test_deterministic_switches_torch(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    before = torch.backends.cudnn.benchmark
+    try:
+        Runner.from_config(load_config("points.yaml", [*QUIET, "deterministic=true"])).train()
+        assert torch.are_deterministic_algorithms_enabled()
+        assert torch.backends.cudnn.deterministic
+    finally:
+        torch.use_deterministic_algorithms(False)
+        torch.backends.cudnn.deterministic = False
+        torch.backends.cudnn.benchmark = before
+
+
+def train_points(folder: Path, run_dir: str, epochs: int, resume: bool) -> dict[str, Tensor]:
+    import sys
+
+    sys.modules.pop("points", None)
+    changes = [f"run_dir={folder / run_dir}", f"train.max_epochs={epochs}", *QUIET]
+    runner = Runner.from_config(load_config(folder / "points.yaml", changes))
+    start = {name: value.clone() for name, value in runner.state.model.module.state_dict().items()}
+    runner.train(resume=resume)
+    return start
+
+
+def first_draw(folder: Path) -> tuple[dict[str, Tensor], float]:
+    start = train_points(folder, "draw", 1, resume=False)
+    return start, torch.rand(()).item()
+
+
+def test_ranks_start_alike_and_draw_apart(tmp_path: Path) -> None:
+    write_run(tmp_path)
+    (start, draw), (other_start, other_draw) = run_ranks(first_draw, 2, tmp_path)
+    assert_identical(start, other_start)
+    assert draw != other_draw
+
+
+@pytest.mark.parametrize(("first", "second"), [(1, 2), (2, 1)])
+def test_a_checkpoint_goes_from_one_number_of_ranks_to_another(
+    tmp_path: Path, first: int, second: int
+) -> None:
+    write_run(tmp_path)
+    run_ranks(train_points, first, tmp_path, "run", 1, resume=False)
+    saved = final_weights(tmp_path / "run")
+    assert list(saved) == ["net.0.weight", "net.0.bias", "net.3.weight", "net.3.bias"]
+    run_ranks(train_points, second, tmp_path, "run", 2, resume=True)
+    assert (tmp_path / "run" / "metrics.jsonl").read_text().count('"phase": "val"') == 2
