@@ -39,7 +39,8 @@ class Cadence:
     def due_step(self, state: LoopState) -> bool:
         """Say whether the time has come by the updates or by the clock."""
         by_steps = self.every_steps is not None and state.step % self.every_steps == 0
-        by_clock = self._due_by_clock(state)
+        # Asked at every update: no call for a clock that is not looked at.
+        by_clock = self.every_secs is not None and self._due_by_clock(state, self.every_secs)
         return state.step > 0 and (by_steps or by_clock)
 
     def due_epoch(self, state: LoopState) -> bool:
@@ -48,12 +49,10 @@ class Cadence:
             return False
         return state.epoch % self.every_epochs == 0
 
-    def _due_by_clock(self, state: LoopState) -> bool:
-        if self.every_secs is None:
-            return False
+    def _due_by_clock(self, state: LoopState, every_s: float) -> bool:
         if self._due_at_s is None:
-            self._due_at_s = state.clock_s + self.every_secs
+            self._due_at_s = state.clock_s + every_s
         if state.clock_s < self._due_at_s:
             return False
-        self._due_at_s = state.clock_s + self.every_secs
+        self._due_at_s = state.clock_s + every_s
         return True
