@@ -20,7 +20,7 @@ def main(epochs: int = 8) -> float:
     model = wrap_model(None, SupervisedModel(SmallCNN(), torch.nn.CrossEntropyLoss()))
     optim = OptimWrapper(torch.optim.AdamW(model.parameters(), lr=3e-3))
     batch_size = 64 // get_world_size()
-    train = build_loader(Digits("train"), batch_size=batch_size, shuffle=True)
+    train = build_loader(Digits("train"), batch_size=batch_size, shuffle=True, train=True)
     test = build_loader(Digits("test"), batch_size=128)
     accuracy = MulticlassAccuracy(num_classes=10, average="micro")
 

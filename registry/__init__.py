@@ -17,7 +17,7 @@ from .catalog import (
 from .check_component import check_component
 from .check_config import check_config
 from .config import Config, config_from_dict, dump_config, format_config, load_config
-from .errors import ConfigError, Problem, nearest
+from .errors import ConfigError, Problem, did_you_mean, nearest
 from .registry import Registry
 from .scan import Registration, list_registrations
 from .schema import (
@@ -60,6 +60,7 @@ __all__ = [
     "check_component",
     "check_config",
     "config_from_dict",
+    "did_you_mean",
     "dump_config",
     "format_config",
     "list_registrations",

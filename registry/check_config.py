@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from .catalog import (
+    DATALOADERS,
     DATASETS,
     HOOKS,
     LOOPS,
@@ -40,6 +41,7 @@ _PARTS: dict[str, tuple[Registry, tuple[str, ...]]] = {
 }
 _IMPLIED_TYPES = {"optim_wrapper": "OptimWrapper", "val": "ValLoop", "test": "TestLoop"}
 _LOADERS = ("train", "val", "test")
+_SCHEDULER_KEYS = ("by", "metric")
 
 
 def check_config(cfg: Mapping[str, Any]) -> RunSections:
@@ -116,9 +118,9 @@ def _schedulers(given: Any, problems: list[Problem]) -> dict[str, SchedulerSecti
         if not isinstance(entry, dict):
             problems.append(Problem(where, f"must be a dict with a type, got {shown_value(entry)}"))
             continue
-        scheduler = {key: value for key, value in entry.items() if key != "by"}
-        by = {"by": entry["by"]} if "by" in entry else {}
-        section = check_section(SchedulerSection, {"scheduler": scheduler, **by}, where, problems)
+        scheduler = {k: value for k, value in entry.items() if k not in _SCHEDULER_KEYS}
+        ours = {key: entry[key] for key in _SCHEDULER_KEYS if key in entry}
+        section = check_section(SchedulerSection, {"scheduler": scheduler, **ours}, where, problems)
         found[where] = section or SchedulerSection(scheduler=scheduler)
     return found
 
@@ -152,7 +154,9 @@ def _part_problems(
     data = values.get("data")
     for name in _LOADERS:
         loader = data.get(name) if isinstance(data, dict) else None
-        if isinstance(loader, dict):
+        if isinstance(loader, dict) and "type" in loader:
+            yield from check_component(loader, DATALOADERS, f"data.{name}")
+        elif isinstance(loader, dict):
             yield from _loader_problems(loader, f"data.{name}")
 
 

@@ -23,7 +23,10 @@ DEFAULT_HOOKS = ("progress", "log", "checkpoint", "throughput")
 
 @dataclass(frozen=True, kw_only=True)
 class LoaderSection:
-    """How batches are made from a dataset; `batch_size` counts per rank."""
+    """How batches are made from a dataset; `batch_size` counts per rank.
+
+    `seed` is the run's own unless it is set; `collate` is the import path of a function.
+    """
 
     dataset: Component
     batch_size: int = field(metadata={"minimum": 1})
@@ -32,15 +35,17 @@ class LoaderSection:
     drop_last: bool = False
     collate: str | None = None
     pin_memory: bool | Literal["auto"] = "auto"
+    prefetch_factor: int | None = field(default=None, metadata={"minimum": 1})
+    seed: int | None = field(default=None, metadata={"minimum": 0})
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataSection:
-    """The loaders of the three loops."""
+    """The loaders of the three loops; one with a `type` is a loader of the user's own."""
 
-    train: LoaderSection | None = None
-    val: LoaderSection | None = None
-    test: LoaderSection | None = None
+    train: LoaderSection | Component | None = None
+    val: LoaderSection | Component | None = None
+    test: LoaderSection | Component | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,9 +59,10 @@ class LaunchSection:
 
 @dataclass(frozen=True, kw_only=True)
 class SchedulerSection:
-    """A learning-rate scheduler and what it counts."""
+    """A learning-rate scheduler, what it counts and the metric that it watches, if any."""
 
     by: Literal["step", "epoch"] = "epoch"
+    metric: str | None = None
     scheduler: Component
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from .arguments import required_names
 from .build import check_arguments, find_type
-from .catalog import MODELS
+from .catalog import DATASETS, MODELS
 from .errors import RegistryKeyError
 from .imports import import_path
 from .registry import Registry
@@ -16,8 +16,8 @@ def build_tree(
 ) -> Any:
     """Build `cfg` like `build_from_cfg`, its nested dicts with a `type` first.
 
-    A nested type is looked up in the same registry, as an import path, then in MODELS. One from
-    the same registry gets those of `default_args` that it cannot be built without (schedulers in
+    A nested type is looked up in the same registry, as an import path, then in MODELS and
+    DATASETS. One from the same registry gets those of `default_args` that it cannot be built without (schedulers in
     a SequentialLR get the optimizer). `{_ref_: torch.nn.ReLU}` is the object itself, uncalled; a
     dict with `_raw_: true` is passed as a plain dict.
 
@@ -39,21 +39,23 @@ def find_nested(wanted: Any, registry: Registry) -> tuple[Any, bool]:
     """Return what a nested `type` names and whether it is of the same registry.
 
     Raises:
-        KeyError: neither `registry` nor MODELS knows it; the text tells about both.
+        KeyError: neither `registry` nor MODELS nor DATASETS knows it; the text tells about each.
     """
     if not isinstance(wanted, str):
         return find_type(wanted, registry), False
     found = registry.get(wanted)
     if found is not None:
         return found, True
-    found = MODELS.get(wanted)
-    if found is None:
-        text = registry.explain_miss(wanted)
-        if registry is not MODELS:
-            near = MODELS.explain_miss(wanted).partition("; ")
-            text += f"; nor is it in MODELS{'; ' + near[2] if 'did you mean' in near[2] else ''}"
-        raise RegistryKeyError(text)
-    return found, False
+    others = [other for other in (MODELS, DATASETS) if other is not registry]
+    for other in others:
+        found = other.get(wanted)
+        if found is not None:
+            return found, False
+    text = registry.explain_miss(wanted)
+    for other in others:
+        near = other.explain_miss(wanted).partition("; ")[2]
+        text += f"; nor is it in {other.name}{'; ' + near if 'did you mean' in near else ''}"
+    raise RegistryKeyError(text)
 
 
 def find_reference(wanted: Any, registry: Registry) -> Any:

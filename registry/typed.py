@@ -68,7 +68,7 @@ def _missing(
 def _checked(value: Any, hint: Any, field: Field[Any], where: str, problems: list[Problem]) -> Any:
     options = _options(hint)
     section = next((option for option in options if is_dataclass(option)), None)
-    if section is not None and not any(_fits(value, option) for option in options):
+    if section is not None and not _goes_without(value, options):
         assert isinstance(section, type)
         return check_section(section, value, where, problems)
     if not any(_fits(value, option) for option in options):
@@ -82,6 +82,13 @@ def _checked(value: Any, hint: Any, field: Field[Any], where: str, problems: lis
     if isinstance(value, int | float) and minimum is not None and value < minimum:
         problems.append(Problem(where, f"must be at least {minimum}, got {shown_value(value)}"))
     return value
+
+
+def _goes_without(value: Any, options: tuple[Any, ...]) -> bool:
+    """Whether `value` is null or a component where a section could stand."""
+    if isinstance(value, Mapping):
+        return "type" in value and any(get_origin(option) is dict for option in options)
+    return any(_fits(value, option) for option in options)
 
 
 def _options(hint: Any) -> tuple[Any, ...]:

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from ..collectives import get_local_rank, get_rank, get_world_size
 from ..loops import Hook, SchedulerHook, build_loader, seed_rng
 from ..registry import (
+    DATALOADERS,
     DATASETS,
     HOOKS,
     LOOPS,
@@ -32,12 +33,14 @@ from ..registry import (
     build_tree,
     check_config,
     config_from_dict,
+    did_you_mean,
     load_config,
 )
 from ..wrappers import SingleDevice, StepDistributedDataParallel, build_optimizer, wrap_model
 
 ALL = frozenset({"train", "val", "test"})
 _LOADER_OPTIONS = ("batch_size", "shuffle", "num_workers", "drop_last", "pin_memory")
+_WATCHING = ("metric", "keep_best")
 # What a trial sets to one in the training loop; the rest of its settings is left out.
 _TRIAL_ONES = ("max_epochs", "max_steps", "log_every_steps", "val_interval")
 
@@ -120,6 +123,30 @@ def _misfits(run: RunSections, ranks: int) -> Iterator[Problem]:
     if ranks > 1 and wrapper is not None and issubclass(wrapper, SingleDevice):
         what = f"{wrapper.__name__} steps in one process, but {ranks} are to run"
         yield Problem("wrapper.type", f"{what}; use ddp, or launch.nproc=1")
+    yield from _unknown_metrics(run)
+
+
+def _unknown_metrics(run: RunSections) -> Iterator[Problem]:
+    """Yield the metrics that hooks and schedulers watch and the run does not have."""
+    watched = {
+        f"hooks.{name}.{key}": settings.get(key)
+        for name, settings in run.hooks.items()
+        for key in _WATCHING
+    }
+    several = len(run.schedulers) > 1
+    for at, one in enumerate(run.schedulers):
+        where = f"schedulers.{at}" if several else "schedulers"
+        watched[f"{where}.metric"] = one.metric
+        if one.metric is None and one.scheduler["type"] == "ReduceLROnPlateau":
+            yield Problem(f"{where}.metric", "is missing: ReduceLROnPlateau watches a metric")
+    if len({one.metric for one in run.schedulers} - {None}) > 1:
+        yield Problem("schedulers", "all that watch a metric must watch the same one")
+    for where, metric in watched.items():
+        # A metric with several results is "name/part" in the records.
+        if isinstance(metric, str) and metric.split("/")[0] not in run.metrics:
+            known = ", ".join(run.metrics) or "none"
+            what = f"there is no metric {metric!r}{did_you_mean(metric, run.metrics)}"
+            yield Problem(where, f"{what}; the run's metrics are: {known}")
 
 
 def _make_deterministic(run: RunSections) -> None:
@@ -177,7 +204,8 @@ def _scheduler_hook(run: RunSections, optimizer: Optimizer) -> dict[str, Hook]:
             (build_tree(one.scheduler, PARAM_SCHEDULERS, supplied), one.by)
             for one in run.schedulers
         ]
-    return {"schedulers": SchedulerHook(pairs)} if pairs else {}
+    watched = next((one.metric for one in run.schedulers if one.metric), None)
+    return {"schedulers": SchedulerHook(pairs, metric=watched)} if pairs else {}
 
 
 def _build_training(run: RunSections, val_loop: Any, one_batch: bool) -> Any:
@@ -202,19 +230,28 @@ def _build_evaluation(run: RunSections, name: str, one_batch: bool) -> Any:
 
 
 def _build_loader(run: RunSections, name: str, one_batch: bool) -> Any:
-    section: LoaderSection = getattr(run.data, name)
+    section: LoaderSection | dict[str, Any] = getattr(run.data, name)
+    with _building(f"data.{name}"):
+        if isinstance(section, dict):
+            loader = build_tree(section, DATALOADERS)
+        else:
+            loader = build_loader(
+                build_tree(section.dataset, DATASETS),
+                train=name == "train",
+                seed=run.seed if section.seed is None else section.seed,
+                shard=(get_rank(), get_world_size()),
+                **_loader_options(section),
+            )
+    return FirstBatch(loader) if one_batch else loader
+
+
+def _loader_options(section: LoaderSection) -> dict[str, Any]:
     options = {key: getattr(section, key) for key in _LOADER_OPTIONS}
     if section.collate is not None:
         options["collate"] = DATASETS.resolve(section.collate)
-    with _building(f"data.{name}"):
-        loader = build_loader(
-            build_tree(section.dataset, DATASETS),
-            train=name == "train",
-            seed=run.seed,
-            shard=(get_rank(), get_world_size()),
-            **options,
-        )
-    return FirstBatch(loader) if one_batch else loader
+    if section.prefetch_factor is not None and section.num_workers:
+        options["prefetch_factor"] = section.prefetch_factor
+    return options
 
 
 class FirstBatch:

@@ -1,0 +1,92 @@
+"""What a config says about loaders, schedulers and metrics, from its text to the parts."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from stepwrap.registry import ConfigError
+from stepwrap.runner import Runner
+from stepwrap.runner.parts import build_parts, read_sections
+
+LOADERS = """
+from torch.utils.data import DataLoader
+from stepwrap.registry import DATALOADERS
+
+
+@DATALOADERS.register_module()
+def reversed_loader(dataset, batch_size):
+    return DataLoader(dataset, batch_size=batch_size, sampler=range(len(dataset) - 1, -1, -1))
+"""
+
+
+def write(folder: Path, extra: str = "") -> Path:
+    (folder / "loaders.py").write_text(LOADERS)
+    config = folder / "run.yaml"
+    config.write_text(f"_base_: points.yaml\nrun_dir: {folder / 'run'}\n{extra}\n")
+    return config
+
+
+def complaint(folder: Path, extra: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        Runner.from_config(write(folder, extra))
+    return str(caught.value)
+
+
+def test_hook_watching_an_unknown_metric_is_told_before_the_run(run: Path) -> None:
+    text = complaint(run, "hooks: {checkpoint: {keep_best: acuracy}}")
+    assert "run.yaml:3: hooks.checkpoint.keep_best: there is no metric 'acuracy'" in text
+    assert "did you mean accuracy?" in text
+
+
+def test_plateau_needs_a_metric(run: Path) -> None:
+    plateau = "schedulers: {_delete_: true, type: ReduceLROnPlateau"
+    assert "ReduceLROnPlateau watches a metric" in complaint(run, plateau + "}")
+    assert "no metric 'los'" in complaint(run, plateau + ", metric: los}")
+
+
+def test_plateau_lowers_the_rate(run: Path) -> None:
+    extra = (
+        "schedulers: {_delete_: true, type: ReduceLROnPlateau, metric: accuracy, mode: min, "
+        "patience: 0, factor: 0.5, threshold: 1.0}\nhooks: {progress: false}"
+    )
+    runner = Runner.from_config(write(run, extra))
+    runner.train()
+    optimizer = runner.state.optim_wrapper.optimizer
+    # No accuracy is below zero, as the threshold asks, so each of four validations halves it.
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.01 * 0.5**4)
+
+
+def test_loader_of_the_users_own(run: Path) -> None:
+    extra = (
+        "imports: [points.py, loaders]\n"
+        "data: {test: {_delete_: true, type: reversed_loader, batch_size: 5, "
+        "dataset: {type: points.Points, size: 21}}}\nhooks: {progress: false}"
+    )
+    runner = Runner.from_config(write(run, extra))
+    seen: list[torch.Tensor] = []
+    runner.state.model.module.net.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    runner.test()
+    points = torch.cat(seen)
+    from points import Points
+
+    assert torch.equal(points, Points(21).inputs.flip(0))
+
+
+def test_own_loader_is_checked_by_name(run: Path) -> None:
+    extra = "data: {test: {_delete_: true, type: torch.utils.data.DataLoader, batchsize: 5}}"
+    text = complaint(run, extra)
+    assert "data.test.batchsize: DataLoader has no such argument" in text
+    assert "did you mean batch_size or" in text
+    assert "data.test.dataset: is missing" in text
+
+
+def test_loader_seed_changes_the_order_alone(run: Path) -> None:
+    orders = []
+    for seed in (None, 3, 4):
+        extra = "hooks: {progress: false}"
+        extra += "" if seed is None else f"\ndata: {{train: {{seed: {seed}}}}}"
+        loader = build_parts(read_sections(write(run, extra)))["train_loop"].dataloader
+        orders.append(torch.cat([labels for _, labels in loader]))
+    assert torch.equal(orders[0], orders[1])
+    assert not torch.equal(orders[0], orders[2])
