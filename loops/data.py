@@ -16,6 +16,10 @@ from .rng import mix_seed, preserved_rng, seed_rng
 logger = logging.getLogger(__name__)
 
 
+# Batches whose indices are made at once, so that a batch costs no call.
+_RUN_OF_BATCHES = 64
+
+
 class BatchIndices(list[int]):
     """Indices of one batch, and what the randomness in making it is a function of."""
 
@@ -94,19 +98,23 @@ class ShardedBatchSampler(Sampler[list[int]]):
 
     def __iter__(self) -> Iterator[list[int]]:
         # Not a generator: the position counts as of now, not of the first next().
-        return map(self._batches(self._epoch), range(self._first, len(self)))
+        starts = range(self._first, len(self), _RUN_OF_BATCHES)
+        return itertools.chain.from_iterable(map(self._batches(self._epoch), starts))
 
-    def _batches(self, epoch: int) -> Callable[[int], list[int]]:
+    def _batches(self, epoch: int) -> Callable[[int], list[BatchIndices]]:
         own = torch.arange(self._own_samples) * self.world_size + self.rank
         samples = self._order(epoch)[own % self.num_samples] if len(own) else own
 
-        def batch(index: int) -> list[int]:
-            start = index * self.batch_size
-            indices = BatchIndices(samples[start : start + self.batch_size].tolist())
-            indices.key = (self.seed, epoch, index, self.rank)
-            return indices
+        def batches(first: int) -> list[BatchIndices]:
+            made = []
+            for index in range(first, min(first + _RUN_OF_BATCHES, len(self))):
+                start = index * self.batch_size
+                indices = BatchIndices(samples[start : start + self.batch_size].tolist())
+                indices.key = (self.seed, epoch, index, self.rank)
+                made.append(indices)
+            return made
 
-        return batch
+        return batches
 
     def _order(self, epoch: int) -> torch.Tensor:
         if not self.shuffle:

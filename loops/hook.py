@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -36,6 +36,10 @@ class Hook:
     """
 
     order: int = 50
+
+    def ignores(self) -> Collection[str]:
+        """Overridden events that are not to be called in this run after all; asked once."""
+        return ()
 
     def on_run_start(self, state: LoopState) -> None:
         """Everything is built; no checkpoint has been restored yet."""
@@ -147,5 +151,5 @@ class HookList:
 
     def _listeners(self, event: str) -> tuple[Callable[..., None], ...]:
         silent = getattr(Hook, event)
-        methods = (getattr(hook, event) for hook in self._hooks)
+        methods = (getattr(hook, event) for hook in self._hooks if event not in hook.ignores())
         return tuple(m for m in methods if getattr(m, "__func__", None) is not silent)

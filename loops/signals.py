@@ -17,6 +17,8 @@ from .state import LoopState, Phase
 _HEEDED = (signal.SIGTERM, signal.SIGINT)
 # About how often ranks agree; between two agreements no rank can act on a signal.
 _PERIOD_S = 1.0
+# How long one process alone may go on without a poll; a signal ends that at once.
+_LOOK_S = 0.1
 
 
 class StopWatch(Protocol):
@@ -41,9 +43,14 @@ class StopSignals:
     exchange, about once a second, at a poll that they fixed in the exchange
     before: a signal to any of them stops all of them at the same update. Every
     rank must therefore poll equally often in each phase.
+
+    Attributes:
+        due_s: Before this time (`time.monotonic`) polling would find nothing new;
+            always past with several ranks.
     """
 
     def __init__(self) -> None:
+        self.due_s = 0.0
         self._received = 0
         self._old: dict[signal.Signals, Any] = {}
         self._alone = not distributed_available() or get_world_size() == 1
@@ -72,7 +79,10 @@ class StopSignals:
     def poll(self, state: LoopState) -> None:
         """Heed a signal if it is time to look; every rank must call this equally often."""
         if self._alone:
-            state.clock_s = time.monotonic() - self._start_s
+            now_s = time.monotonic()
+            # Before the look: a signal that comes after it brings the next one forward.
+            self.due_s = now_s + _LOOK_S
+            state.clock_s = now_s - self._start_s
             if self._received:
                 self._stop(state, self._received)
         elif self._paces[state.phase].due():
@@ -96,6 +106,7 @@ class StopSignals:
         if number == signal.SIGINT and self._received == signal.SIGINT:
             raise KeyboardInterrupt
         self._received = number
+        self.due_s = 0.0
 
 
 class _Pace:

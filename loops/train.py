@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from time import monotonic
 from typing import Any
 
 from ..collectives import all_gather_object
@@ -74,7 +75,8 @@ class _TrainLoop:
             self._logs.flush(state, hooks)
         elif state.step % _FOLD_STEPS == 0:
             self._logs.fold()
-        signals.poll(state)
+        if monotonic() >= signals.due_s:
+            signals.poll(state)
         if self._validates_updates:
             self._validate(state.step, state, hooks, signals)
         for on_save_point in hooks.on_save_point:

@@ -136,9 +136,12 @@ class Bar(Silent):
 
 def open_display(stream: TextIO, rank: int) -> Silent:
     """Return the display that fits this rank and this stream."""
-    if rank != 0:
-        return Silent()
-    # A dumb terminal (an editor's shell) can not move its cursor.
-    if stream.isatty() and not Console(file=stream).is_dumb_terminal:
+    if shows_bar(stream, rank):
         return Bar(stream)
-    return Lines(stream)
+    return Lines(stream) if rank == 0 else Silent()
+
+
+def shows_bar(stream: TextIO, rank: int) -> bool:
+    """Say whether the display is a bar."""
+    # A dumb terminal (an editor's shell) can not move its cursor.
+    return rank == 0 and stream.isatty() and not Console(file=stream).is_dumb_terminal

@@ -67,6 +67,8 @@ class CheckpointHook(Hook):
         if keep_last is not None and keep_last < 1:
             raise ValueError(f"keep_last must be at least 1, or null for all, got {keep_last!r}")
         self._cadence = Cadence(every_steps, every_epochs, every_secs)
+        # Asked after every update: nothing to look at inside an epoch then.
+        self._by_epoch_only = every_steps is None and every_secs is None
         self._keep_last = keep_last
         self._keep_best = keep_best
         self._mode = check_mode(mode, setting="CheckpointHook: mode")
@@ -76,6 +78,8 @@ class CheckpointHook(Hook):
         self._saved_at = (-1, -1, -1)
 
     def on_save_point(self, state: LoopState) -> None:
+        if self._by_epoch_only and state.batch and state.evaluated_at != state.step:
+            return
         by_step = self._cadence.due_step(state) and self._saved_at[0] != state.step
         by_epoch = self._cadence.due_epoch(state)
         best = self._is_best(state)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Collection
 from time import perf_counter
 from typing import Any
 
@@ -11,7 +12,7 @@ from ...collectives import get_rank
 from ...registry import HOOKS
 from ..hook import Hook
 from ..state import LoopState
-from ._display import Silent, open_display
+from ._display import Silent, open_display, shows_bar
 
 
 @HOOKS.register_module()
@@ -38,6 +39,10 @@ class ProgressHook(Hook):
         self._eval_batches = 0
         self._due_s = math.inf
         self._log_due_s = 0.0
+
+    def ignores(self) -> Collection[str]:
+        """Without a bar there is nothing to draw between two records."""
+        return () if shows_bar(sys.stdout, get_rank()) else ("on_update", "on_eval_batch_end")
 
     def on_train_start(self, state: LoopState) -> None:
         self._training = True

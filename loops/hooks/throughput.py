@@ -44,7 +44,18 @@ class ThroughputHook(Hook):
 
     def on_batch_start(self, state: LoopState, batch: Any) -> None:
         self._waited_s += perf_counter() - self._mark_s
-        self._samples += self._count(batch)
+        if self._path is None:
+            return
+        # Written out here: this is called for every batch.
+        try:
+            first = batch
+            for key in self._path:
+                first = first[key]
+            self._samples += first.shape[0]
+        except (AttributeError, IndexError, KeyError, TypeError):
+            self._path = _path_to_tensor(batch)
+            if self._path is not None:
+                self._samples += _size_at(batch, self._path)
 
     def on_batch_end(self, state: LoopState, batch: Any, logs: Mapping[str, Tensor]) -> None:
         self._mark_s = perf_counter()
@@ -77,16 +88,6 @@ class ThroughputHook(Hook):
         self._samples = 0
         self._waited_s = 0.0
         self._evaluating_s = 0.0
-
-    def _count(self, batch: Any) -> int:
-        """Return the size of the batch by the way to its first tensor, remembered from before."""
-        if self._path is None:
-            return 0
-        try:
-            return _size_at(batch, self._path)
-        except (AttributeError, IndexError, KeyError, TypeError):
-            self._path = _path_to_tensor(batch)
-        return 0 if self._path is None else _size_at(batch, self._path)
 
 
 def _size_at(batch: Any, path: _Path) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -87,8 +88,12 @@ def test_in_the_iteration_loop_after_the_validation_of_the_same_update(tmp_path:
 
 
 def test_by_the_clock(tmp_path: Path) -> None:
+    class Slow(Hook):
+        def on_update(self, state: LoopState) -> None:
+            time.sleep(0.06)
+
     hook = CheckpointHook(every_secs=1e-9, every_epochs=None, keep_last=None)
-    train(new_state(run_dir=tmp_path), [hook], epochs=1)
+    train(new_state(run_dir=tmp_path), [hook, Slow()], epochs=1)
     assert len(saved_steps(tmp_path)) > 1
 
 
