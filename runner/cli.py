@@ -48,7 +48,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         _tell(f"stopped by {error}; nothing was saved", "")
         return 128 + error.number
     except Exception as error:
-        _tell_failures([Failure.of(error)], debug)
+        rank = os.environ.get("RANK")
+        _tell_failures([Failure.of(error, int(rank) if rank else None)], debug)
         return FAILED
 
 

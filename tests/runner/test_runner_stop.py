@@ -5,6 +5,7 @@ import os
 import random
 import signal
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -89,7 +90,7 @@ def test_a_signal_before_training_ends_it_quietly(start: Start, tmp_path: Path) 
     for number in (signal.SIGINT, signal.SIGTERM):
         command = start(*TRAIN, "--nproc=2")
         while len(command.left_over()) < 3:
-            pass
+            time.sleep(0.01)
         os.killpg(command.process.pid, number)
         code, _, err = command.finish()
         assert code == 128 + number
