@@ -11,6 +11,9 @@ from torch import Tensor, nn
 from ..registry import MODELS
 
 
+_FLAT = (list, tuple)
+
+
 def move(data: Any, device: torch.device) -> Any:
     """Bring every tensor in nested ``data`` to ``device``, pinned ones without waiting.
 
@@ -102,7 +105,12 @@ class DataPreprocessor(nn.Module):
 
     def forward(self, data: Any, training: bool = False) -> Any:
         """Move ``data``, and normalise its input where a mean or std was given."""
-        data = move(data, self._device)
+        device = self._device
+        # Most batches are flat sequences of tensors that are where they should be already.
+        for item in data if type(data) in _FLAT else (None,):
+            if not (isinstance(item, Tensor) and item.device == device):
+                data = move(data, device)
+                break
         if self._mean is None and self._std is None:
             return data
         return self._replace_input(data)

@@ -94,10 +94,13 @@ class Steps:
             raise
 
     def _preprocess(self, model: Any) -> Callable[..., Any]:
-        for owner, name in ((self, "_preprocessor"), (model, "data_preprocessor")):
-            preprocess: Callable[..., Any] | None = owner._modules.get(name)
+        for owner, name in ((model, "data_preprocessor"), (self, "_preprocessor")):
+            preprocess = owner._modules.get(name)
+            if type(preprocess) is DataPreprocessor and not preprocess._forward_hooks:
+                # The bare method: nn.Module's call around it costs twice as much as its work.
+                return preprocess.forward
             if preprocess is not None:
-                return preprocess
+                return preprocess  # type: ignore[no-any-return]
         function: Callable[..., Any] = model.data_preprocessor
         return function
 
