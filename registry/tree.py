@@ -17,9 +17,9 @@ def build_tree(
     """Build `cfg` like `build_from_cfg`, its nested dicts with a `type` first.
 
     A nested type is looked up in the same registry, as an import path, then in MODELS and
-    DATASETS. One from the same registry gets those of `default_args` that it cannot be built without (schedulers in
-    a SequentialLR get the optimizer). `{_ref_: torch.nn.ReLU}` is the object itself, uncalled; a
-    dict with `_raw_: true` is passed as a plain dict.
+    DATASETS. One from the same registry gets those of `default_args` that it cannot be built
+    without (schedulers in a SequentialLR get the optimizer). `{_ref_: torch.nn.ReLU}` is the
+    object itself, uncalled; a dict with `_raw_: true` is passed as a plain dict.
 
     Raises:
         TypeError, KeyError: as `build_from_cfg`.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
 from torch import Tensor
 
@@ -24,21 +24,17 @@ def parse_losses(losses: Mapping[str, Tensor | list[Tensor]]) -> tuple[Tensor, d
         raise TypeError(
             f"forward(..., mode='loss') must return a dict of losses, got {type(losses).__name__}"
         )
-    if len(losses) == 1:
-        only = losses.get("loss")
+    only = losses.get("loss") if len(losses) == 1 else None
+    if _is_plain(only):
         # What most steps have, at a third of the cost.
-        if isinstance(only, Tensor) and only.ndim == 0 and only.is_floating_point():
-            return only, {"loss": only.detach()}
+        return only, {"loss": only.detach()}
     total: Tensor | None = None
     raw: Tensor | None = None
     counted = 0
     # The total takes the first place, whatever comes after.
     logs: dict[str, Any] = {"loss": None}
     for name, value in losses.items():
-        if isinstance(value, Tensor) and value.ndim == 0 and value.is_floating_point():
-            part: Tensor | None = value
-        else:
-            part = _reduce(name, value)
+        part = value if _is_plain(value) else _reduce(name, value)
         if part is None:
             continue
         if "loss" in name:
@@ -57,6 +53,11 @@ def parse_losses(losses: Mapping[str, Tensor | list[Tensor]]) -> tuple[Tensor, d
     if counted > 1 and raw is not None:
         logs["loss_raw"] = raw.detach()
     return total, logs
+
+
+def _is_plain(value: object) -> TypeGuard[Tensor]:
+    """Whether ``value`` is one real number already."""
+    return isinstance(value, Tensor) and value.ndim == 0 and value.is_floating_point()
 
 
 def _reduce(name: str, value: Any) -> Tensor | None:

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from ..registry import MODELS
 
-
 _FLAT = (list, tuple)
 
 

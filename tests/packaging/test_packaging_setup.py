@@ -73,7 +73,7 @@ def test_the_wheel_trains_from_another_folder(empty_environment: Path, tmp_path:
     assert str(empty_environment.parents[1]) in where
     clean = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     out = run(
-        *(str(empty_environment), "-m", "stepwrap.runner.cli", "train", "digits_single"),
+        *(str(empty_environment), "-m", "stepwrap.runner", "train", "digits_single"),
         *("train.max_epochs=1", "--run-dir", str(tmp_path / "run")),
         cwd=tmp_path,
         env=clean,
