@@ -1,0 +1,60 @@
+"""The shipped configs do what their first lines say, on real data."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from stepwrap.registry import check_config, load_config
+
+ROOT = Path(__file__).parents[2]
+SHIPPED = sorted(file.stem for file in (ROOT / "configs").glob("*.yaml"))
+
+
+def train(name: str, run_dir: Path, *overrides: str) -> str:
+    command = [sys.executable, "-m", "stepwrap.runner", "train", name, *overrides]
+    done = subprocess.run(
+        [*command, "--run-dir", str(run_dir)],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+        cwd=run_dir.parent,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def last_record(run_dir: Path, phase: str) -> dict[str, float]:
+    records = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
+    record: dict[str, float] = [one for one in records if one["phase"] == phase][-1]
+    return record
+
+
+def test_there_are_configs() -> None:
+    assert {"digits_ddp", "digits_single", "digits_accumulate_bf16", "source_lm"} <= set(SHIPPED)
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_config_has_no_mistakes(name: str) -> None:
+    assert check_config(load_config(name)).name == name
+
+
+@pytest.mark.parametrize("name", ["digits_ddp", "digits_single", "digits_accumulate_bf16"])
+def test_digits_are_learnt(name: str, tmp_path: Path) -> None:
+    out = train(name, tmp_path / "run")
+    assert last_record(tmp_path / "run", "test")["accuracy"] >= 0.97
+    assert (tmp_path / "run" / "curves.png").exists()
+    assert f"curves: {tmp_path / 'run' / 'curves.png'}" in out
+    assert "best checkpoint: " in out
+
+
+def test_language_model_beats_the_unigram_entropy(tmp_path: Path) -> None:
+    out = train("source_lm", tmp_path / "run", "train.max_steps=150", "train.val_interval=75")
+    record = last_record(tmp_path / "run", "val")
+    # Letters, spaces and signs of source text have an entropy of a little over 3 nats.
+    assert 2.5 < record["unigram"] < 3.5
+    assert record["loss"] < record["unigram"] - 0.5
+    assert "unigram" in out
