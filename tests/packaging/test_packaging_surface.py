@@ -1,0 +1,59 @@
+"""The front doors: what they offer, and that nothing else is behind them."""
+
+import importlib
+import subprocess
+import sys
+import types
+
+import pytest
+
+DOORS = {
+    "collectives": """
+        CollectiveError all_gather_object all_reduce_dict broadcast comm_device
+        distributed_available get_local_rank get_rank get_world_size mean_scalars
+        rank_zero_only reduce_mean synchronize
+    """,
+    "loops": """
+        Cadence Checkpoint CheckpointError CheckpointHook EMAHook EarlyStopHook EpochTrainLoop
+        GradNormHook Hook HookList IterTrainLoop LogHook LoopState MeanLoss NanGuardHook
+        NonFiniteError Phase ProgressHook SchedulerHook ShardedBatchSampler Stateful
+        TensorBoardHook TestLoop ThroughputHook ValLoop build_loader find_checkpoint
+        list_checkpoints load_checkpoint mix_seed prune_checkpoints save_alone save_checkpoint
+        seed_rng
+    """,
+    "registry": """
+        Config ConfigError DATALOADERS DATASETS DEFAULT_HOOKS DIST_BACKENDS DataSection HOOKS
+        HOOK_TYPES LOOPS LaunchSection LoaderSection METRICS MODELS MODEL_WRAPPERS OPTIMIZERS
+        OPTIM_WRAPPERS PARAM_SCHEDULERS Problem Registration Registry RunSections
+        SchedulerSection build_from_cfg build_tree check_component check_config config_from_dict
+        did_you_mean dump_config format_config list_registrations load_config nearest
+    """,
+    "runner": "LaunchError Runner launch",
+    "wrappers": """
+        AmpOptimWrapper BaseModel DataPreprocessor OptimWrapper OptimWrapperDict SingleDevice
+        StepDistributedDataParallel SupervisedModel build_optimizer detect_anomalous_params
+        is_model_wrapper parse_losses wrap_model
+    """,
+}
+
+
+@pytest.mark.parametrize("folder", DOORS)
+def test_front_door(folder: str) -> None:
+    door = importlib.import_module(f"stepwrap.{folder}")
+    assert sorted(door.__all__) == sorted(DOORS[folder].split())
+    assert all(hasattr(door, name) for name in door.__all__)
+    leaked = {
+        name
+        for name, value in vars(door).items()
+        if not name.startswith("_")
+        and not isinstance(value, types.ModuleType)
+        and name not in door.__all__
+        and name != "TYPE_CHECKING"
+    }
+    assert not leaked
+
+
+@pytest.mark.parametrize("name", ["stepwrap.registry", "stepwrap.runner", "stepwrap.runner.cli"])
+def test_import_without_torch(name: str) -> None:
+    code = f"import sys, {name}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
