@@ -23,17 +23,23 @@ def die_with_parent(parent: int) -> None:
     """Make this process die when its launcher, process `parent`, does; also leave its group.
 
     A terminal sends Ctrl-C to a whole process group: in a group of its own a rank gets it once,
-    from the launcher.
+    from the launcher. Stop signals wait until `heed_signals`.
     """
     os.setpgid(0, 0)
-    # Ignoring first drops a Ctrl-C that came while this process was starting.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    for number in _RELAYED:
+        # Ignoring drops what came to the group while this process was starting.
+        signal.signal(number, signal.SIG_IGN)
+        signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if sys.platform == "linux":
         # torch asks for SIGINT here, on which a rank would save and then wait for ever.
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     threading.Thread(target=_watch_parent, args=(parent,), daemon=True).start()
+
+
+def heed_signals() -> None:
+    """Let stop signals through, those that have come since `die_with_parent` at once."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _RELAYED)
 
 
 def _watch_parent(parent: int) -> None:
@@ -60,15 +66,15 @@ def relay_signals(folder: Path) -> Iterator[list[int]]:
     relay.start()
     # Started later, by the first process, the tracker would lift the block again.
     resource_tracker.ensure_running()
-    # The ranks inherit the blocked Ctrl-C until they are ready for it; here the relay thread,
-    # which is older than the block, takes it.
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    # The ranks inherit the block until they are ready; here the relay thread, which is older
+    # than the block, takes the signals.
+    signal.pthread_sigmask(signal.SIG_BLOCK, _RELAYED)
     try:
         yield received
     finally:
         over.set()
         relay.join()
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _RELAYED)
         for number, handler in before.items():
             signal.signal(number, handler)
 

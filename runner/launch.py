@@ -22,7 +22,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from ._guard import die_with_parent, relay_signals
+from ._guard import die_with_parent, heed_signals, relay_signals
 from .failure import Failure, LaunchError, Terminated
 
 __all__ = ["LaunchError", "launch", "process_group", "started_outside"]
@@ -226,6 +226,8 @@ def _rank_main(
     failed = Path(folder) / f"failure_{rank}.json"
     try:
         with process_group(backend, timeout_s):
+            # Not earlier: a rank that ends while the group forms makes the others complain.
+            heed_signals()
             try:
                 return pickle.dumps(fn(*args))
             except Exception as error:

@@ -94,7 +94,8 @@ class Command:
         self.process = subprocess.Popen(
             [sys.executable, "-m", "stepwrap.runner", *map(str, words)],
             cwd=cwd,
-            env={**os.environ, MARK: self.mark, "PYTHONDONTWRITEBYTECODE": "1"},
+            # What a killed process leaves in its temporary folder goes with the test's.
+            env={**os.environ, MARK: self.mark, "TMPDIR": str(cwd)},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

@@ -94,7 +94,13 @@ def test_torchrun_starts_the_command(tmp_path: Path) -> None:
         "launch.nproc=5",
     )
     done = subprocess.run(
-        [*torchrun, *words], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
+        [*torchrun, *words],
+        cwd=tmp_path,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("points at step 6, epoch 1") == 1
