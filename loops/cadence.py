@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from .state import LoopState
 
 
@@ -34,13 +36,14 @@ class Cadence:
         self.every_steps = every_steps
         self.every_epochs = every_epochs
         self.every_secs = every_secs
-        self._due_at_s: float | None = None
+        # On the clock of `state.clock_s`; the first question after a start sets it.
+        self.due_at_s = math.inf if every_secs is None else -math.inf
 
     def due_step(self, state: LoopState) -> bool:
         """Say whether the time has come by the updates or by the clock."""
         by_steps = self.every_steps is not None and state.step % self.every_steps == 0
-        # Asked at every update: no call for a clock that is not looked at.
-        by_clock = self.every_secs is not None and self._due_by_clock(state, self.every_secs)
+        # Asked at every update: no call while the time has not come.
+        by_clock = state.clock_s >= self.due_at_s and self._due_by_clock(state)
         return state.step > 0 and (by_steps or by_clock)
 
     def due_epoch(self, state: LoopState) -> bool:
@@ -49,10 +52,8 @@ class Cadence:
             return False
         return state.epoch % self.every_epochs == 0
 
-    def _due_by_clock(self, state: LoopState, every_s: float) -> bool:
-        if self._due_at_s is None:
-            self._due_at_s = state.clock_s + every_s
-        if state.clock_s < self._due_at_s:
-            return False
-        self._due_at_s = state.clock_s + every_s
-        return True
+    def _due_by_clock(self, state: LoopState) -> bool:
+        assert self.every_secs is not None
+        first = self.due_at_s == -math.inf
+        self.due_at_s = state.clock_s + self.every_secs
+        return not first

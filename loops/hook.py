@@ -81,7 +81,7 @@ class Hook:
         """Everything due at this update or epoch end is done: the place to save.
 
         Comes after `on_update` and its log and validation, and once more after
-        the end of an epoch and its validation (`state.batch` is 0 there).
+        each pass over the data and its validation (`state.batch` is 0 there).
         """
 
     def on_eval_start(self, state: LoopState) -> None:

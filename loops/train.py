@@ -253,6 +253,8 @@ class IterTrainLoop(_TrainLoop):
                 if state.step < self.max_steps and not state.stop_reason:
                     state.epoch += 1
                     state.batch = 0
+                    for on_save_point in hooks.on_save_point:
+                        on_save_point(state)
             if not state.stop_reason:
                 for on_epoch_end in hooks.on_epoch_end:
                     on_epoch_end(state)

@@ -11,18 +11,15 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .failure import LaunchError
-    from .launch import launch
+    from .launcher import launch
     from .runner import Runner
 
 __all__ = ["LaunchError", "Runner", "launch"]
 
-_HOMES = {"LaunchError": "failure", "Runner": "runner", "launch": "launch"}
+_HOMES = {"LaunchError": "failure", "Runner": "runner", "launch": "launcher"}
 
 
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(f".{_HOMES[name]}", __name__), name)
-    # Importing the submodule `launch` binds that module under the function's name.
-    globals()[name] = value
-    return value
+    return getattr(import_module(f".{_HOMES[name]}", __name__), name)

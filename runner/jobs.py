@@ -9,12 +9,13 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from ..collectives import broadcast, get_rank, get_world_size, synchronize
 from ..loops import CheckpointError, find_checkpoint
 from ..registry import Config, RunSections, dump_config
-from .launch import lonely_group
-from .parts import build_parts, needs_group, read_sections
+from .launcher import lonely_group
+from .parts import BuildError, build_parts, needs_group, read_sections
 from .run_folder import clear_results
 from .runner import Runner
 
@@ -60,10 +61,19 @@ def run_job(job: Job) -> Outcome:
     group: AbstractContextManager[None] = lonely_group() if needs_group(run) else nullcontext()
     with _console_log(job.debug), group, _folder(job, run.run_dir) as folder:
         run = replace(run, run_dir=str(folder))
-        runner = Runner(**build_parts(run, _WANTED[job.command], one_batch=job.dry_run))
+        runner = Runner(**_build(job, run))
         if job.command == "train":
             return _train(runner, job, run)
         return _evaluate(runner, job, folder)
+
+
+def _build(job: Job, run: RunSections) -> dict[str, Any]:
+    """Build the parts; an error tells which line of the config they come from."""
+    try:
+        return build_parts(run, _WANTED[job.command], one_batch=job.dry_run)
+    except BuildError as error:
+        told = str(error.as_problem(job.config))
+        raise BuildError(error.section, error.cause, told) from error.cause
 
 
 def _train(runner: Runner, job: Job, run: RunSections) -> Outcome:

@@ -29,6 +29,7 @@ from ..registry import (
     ConfigError,
     LoaderSection,
     Problem,
+    Registry,
     RunSections,
     build_tree,
     check_config,
@@ -46,7 +47,23 @@ _TRIAL_ONES = ("max_epochs", "max_steps", "log_every_steps", "val_interval")
 
 
 class BuildError(RuntimeError):
-    """A part of a run could not be built from its section of the config."""
+    """A part of a run could not be built from its section of the config.
+
+    Attributes:
+        section: The key path of that section.
+        cause: What its constructor raised.
+    """
+
+    def __init__(self, section: str, cause: Exception, told: str = "") -> None:
+        told = told or f"{section}: cannot be built: {type(cause).__name__}: {cause}"
+        super().__init__(told)
+        self.section = section
+        self.cause = cause
+
+    def as_problem(self, config: Config) -> Problem:
+        """Return it as a mistake in `config`, with the line that set the section."""
+        what = f"cannot be built: {type(self.cause).__name__}: {self.cause}"
+        return Problem(self.section, what, config.origin(self.section))
 
 
 def read_sections(
@@ -94,8 +111,7 @@ def build_parts(
         "run_dir": run.run_dir,
         "seed": run.seed,
     }
-    with _building("hooks"):
-        hooks = {name: build_tree(settings, HOOKS) for name, settings in run.hooks.items()}
+    hooks = _build_all("hooks", run.hooks, HOOKS)
     if "train" in only and run.train is not None:
         optimizer = _build_optimizer(run, model)
         with _building("optim_wrapper"):
@@ -181,8 +197,15 @@ def _building(section: str) -> Iterator[None]:
     except ConfigError:
         raise
     except Exception as error:
-        text = f"{section} cannot be built: {type(error).__name__}: {error}"
-        raise BuildError(text) from error
+        raise BuildError(section, error) from error
+
+
+def _build_all(section: str, named: Mapping[str, Any], registry: Registry) -> dict[str, Any]:
+    built = {}
+    for name, settings in named.items():
+        with _building(f"{section}.{name}"):
+            built[name] = build_tree(settings, registry)
+    return built
 
 
 def _wrapper_class(run: RunSections) -> Any:
@@ -222,8 +245,7 @@ def _build_training(run: RunSections, val_loop: Any, one_batch: bool) -> Any:
 def _build_evaluation(run: RunSections, name: str, one_batch: bool) -> Any:
     if getattr(run.data, name) is None:
         return None
-    with _building("metrics"):
-        metrics = {key: build_tree(settings, METRICS) for key, settings in run.metrics.items()}
+    metrics = _build_all("metrics", run.metrics, METRICS)
     supplied = {"dataloader": _build_loader(run, name, one_batch), "metrics": metrics}
     with _building(name):
         return build_tree(getattr(run, name), LOOPS, supplied)

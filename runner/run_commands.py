@@ -11,8 +11,8 @@ from pathlib import Path
 
 from ..registry import Config, ConfigError, Problem, RunSections, load_config
 from .jobs import Job, run_job
-from .launch import launch, lonely_group, started_outside
-from .parts import build_parts, needs_group, read_sections
+from .launcher import launch, lonely_group, started_outside
+from .parts import BuildError, build_parts, needs_group, read_sections
 from .report import report_check, report_environment, report_outcome
 from .run_folder import occupied
 
@@ -50,7 +50,10 @@ def run_check(options: argparse.Namespace) -> int:
     run = replace(read_sections(config), device="cpu")
     group: AbstractContextManager[None] = lonely_group() if needs_group(run) else nullcontext()
     with group:
-        parts = build_parts(run)
+        try:
+            parts = build_parts(run)
+        except BuildError as error:
+            raise ConfigError([error.as_problem(config)]) from error.cause
     report_check(options.words[0], run, parts)
     return 0
 

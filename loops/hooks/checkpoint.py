@@ -34,7 +34,7 @@ class CheckpointHook(Hook):
 
     Args:
         every_steps: Optimizer updates between two checkpoints; None for never.
-        every_epochs: Epochs between two checkpoints; None for never.
+        every_epochs: Passes over the data between two checkpoints; None for never.
         every_secs: Seconds of training between two checkpoints; None for never.
         keep_last: How many of the latest checkpoints stay; None for all.
         keep_best: A metric of the validation. Each validation that improves it
@@ -58,7 +58,7 @@ class CheckpointHook(Hook):
         *,
         every_steps: int | None = None,
         every_epochs: int | None = 1,
-        every_secs: float | None = None,
+        every_secs: float | None = 1800.0,
         keep_last: int | None = 3,
         keep_best: str | None = None,
         mode: str = "max",
@@ -67,8 +67,8 @@ class CheckpointHook(Hook):
         if keep_last is not None and keep_last < 1:
             raise ValueError(f"keep_last must be at least 1, or null for all, got {keep_last!r}")
         self._cadence = Cadence(every_steps, every_epochs, every_secs)
-        # Asked after every update: nothing to look at inside an epoch then.
-        self._by_epoch_only = every_steps is None and every_secs is None
+        # Asked after every update: inside an epoch only the clock is to be looked at then.
+        self._counts_steps = every_steps is not None
         self._keep_last = keep_last
         self._keep_best = keep_best
         self._mode = check_mode(mode, setting="CheckpointHook: mode")
@@ -78,7 +78,8 @@ class CheckpointHook(Hook):
         self._saved_at = (-1, -1, -1)
 
     def on_save_point(self, state: LoopState) -> None:
-        if self._by_epoch_only and state.batch and state.evaluated_at != state.step:
+        waiting = state.clock_s < self._cadence.due_at_s and not self._counts_steps
+        if waiting and state.batch and state.evaluated_at != state.step:
             return
         by_step = self._cadence.due_step(state) and self._saved_at[0] != state.step
         by_epoch = self._cadence.due_epoch(state)

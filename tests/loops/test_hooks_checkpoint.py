@@ -83,8 +83,10 @@ def test_in_the_iteration_loop_after_the_validation_of_the_same_update(tmp_path:
     val = ValLoop(loader(8), metrics())
     loop = IterTrainLoop(loader(), max_steps=7, val_loop=val, val_interval=3)
     loop.run(new_state(run_dir=tmp_path), HookList([hook]))
-    assert saved_steps(tmp_path) == [7, 6, 3]
-    assert all(list(meta["metrics"]) == ["error"] for meta in saved(tmp_path))
+    # Four updates are a pass over the data, and none was validated there.
+    assert [(meta["step"], list(meta["metrics"])) for meta in saved(tmp_path)] == [
+        (7, ["error"]), (6, ["error"]), (4, []), (3, ["error"])
+    ]  # fmt: skip
 
 
 def test_by_the_clock(tmp_path: Path) -> None:

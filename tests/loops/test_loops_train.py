@@ -70,6 +70,8 @@ def test_trace_of_the_iteration_loop() -> None:
         "epoch_start 0",
         *["batch_start 0", "batch_end 0", "update 1", "save_point 1"],
         *["batch_start 1", "batch_end 1", "update 2", "log 2", *validation, "save_point 2"],
+        # The end of the first pass over the data.
+        "save_point 2",
         *["batch_start 2", "batch_end 2", "update 3", *validation, "save_point 3"],
         "epoch_end 1",
         "log 3",

@@ -7,6 +7,7 @@ import torch
 
 from stepwrap.registry import ConfigError
 from stepwrap.runner import Runner
+from stepwrap.runner.cli import main
 from stepwrap.runner.parts import build_parts, read_sections
 
 LOADERS = """
@@ -90,3 +91,19 @@ def test_loader_seed_changes_the_order_alone(run: Path) -> None:
         orders.append(torch.cat([labels for _, labels in loader]))
     assert torch.equal(orders[0], orders[1])
     assert not torch.equal(orders[0], orders[2])
+
+
+@pytest.mark.parametrize(
+    ("extra", "told"),
+    [
+        ("optimizer: {lr: -1}", "run.yaml:3: optimizer: cannot be built: ValueError: Invalid"),
+        ("metrics: {accuracy: {avrage: micro}}", "run.yaml:3: metrics.accuracy: cannot be built"),
+        ("hooks: {checkpoint: {keep_last: 0}}", "hooks.checkpoint: cannot be built: ValueError"),
+    ],
+)
+def test_what_cannot_be_built_is_told_with_its_line(
+    extra: str, told: str, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(run, extra)
+    assert main(["check", "run.yaml"]) == 2
+    assert told in capsys.readouterr().err

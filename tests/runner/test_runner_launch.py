@@ -13,7 +13,7 @@ from runner_parts import write_run
 from stepwrap.collectives import get_rank, get_world_size
 from stepwrap.runner import LaunchError, launch
 from stepwrap.runner.failure import Failure
-from stepwrap.runner.launch import lonely_group, process_group, started_outside
+from stepwrap.runner.launcher import lonely_group, process_group, started_outside
 
 
 def rank_and_sum(start: float) -> tuple[int, float, str]:
