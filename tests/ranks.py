@@ -39,8 +39,10 @@ from rank_process import RankCall, without_launcher
 T = TypeVar("T")
 
 START_TIMEOUT_S = 120.0
-# How long the other ranks may go on after one has failed, and how long a teardown may take.
+# How long the other ranks may go on after one has failed.
 GRACE_S = 5.0
+# How long a teardown may take: it collects garbage, on a machine that may be busy.
+TEARDOWN_S = 30.0
 
 
 class RanksError(RuntimeError):
@@ -186,7 +188,7 @@ class _Crew:
             members[rank].send(b"release")
         # Wait for the teardown too, so that one that hangs is not blamed on the next call.
         lost = {*work.lost}
-        teardown = _Wait([m for m in members if m.rank not in lost], GRACE_S)
+        teardown = _Wait([m for m in members if m.rank not in lost], TEARDOWN_S)
         teardown.run()
         for member in members:
             for line in member.new_output().splitlines():
