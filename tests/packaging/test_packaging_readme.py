@@ -1,0 +1,52 @@
+"""What the README and the docs show is true."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import yaml
+
+from stepwrap.registry import DEFAULT_HOOKS, HOOK_TYPES
+
+ROOT = Path(__file__).parents[2]
+
+
+def blocks(file: str, language: str) -> list[str]:
+    text = (ROOT / file).read_text()
+    return re.findall(rf"```{language}\n(.*?)```", text, flags=re.DOTALL)
+
+
+def test_the_example_of_the_readme_runs(tmp_path: Path) -> None:
+    (code,) = blocks("README.md", "python")
+    assert len([line for line in code.splitlines() if line.strip()]) <= 25
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        cwd=tmp_path,
+    )
+    assert done.returncode == 0, done.stderr
+    accuracy = float(re.search(r"'accuracy': ([\d.]+)", done.stdout)[1])
+    assert accuracy > 0.95
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_tree_of_the_readme_names_every_source_folder() -> None:
+    text = (ROOT / "README.md").read_text()
+    folders = {file.parent.name for file in ROOT.glob("[a-z]*/__init__.py")}
+    assert {folder for folder in folders if f"\n{folder}/ " not in text} == set()
+
+
+def test_the_yaml_of_the_docs_is_yaml() -> None:
+    for text in blocks("docs/configs.md", "yaml"):
+        assert "model" in yaml.safe_load(text)
+
+
+def test_the_docs_name_every_hook() -> None:
+    text = (ROOT / "docs/configs.md").read_text()
+    for name, kind in HOOK_TYPES.items():
+        on = "on" if name in DEFAULT_HOOKS else "off"
+        assert f"| {name} | {kind} | {on} |" in text
