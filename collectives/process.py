@@ -101,13 +101,16 @@ def synchronize(timeout_s: float | None = None) -> None:
     if live_world_size() == 1:
         return
     timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
-    backend = dist.get_backend()
+    backends = dict(pair.split(":") for pair in dist.get_backend_config().split(","))
+    group = dist.group.WORLD
+    assert group is not None
     with finishing("synchronize()"):
-        # The only barrier of torch that names who is missing; it exists for plain gloo alone.
-        if backend == "gloo":
-            dist.monitored_barrier(timeout=timeout, wait_all_ranks=True)
+        if backends.get("cpu") == "gloo":
+            # The only barrier of torch that names who is missing. The group's own method: the
+            # function in torch.distributed refuses groups made with any other name than "gloo".
+            group.monitored_barrier(timeout, wait_all_ranks=True)  # type: ignore[attr-defined]
             return
-        device_ids = [_barrier_device()] if backend == "nccl" else None
+        device_ids = [_barrier_device()] if backends.get("cuda") == "nccl" else None
         work = dist.barrier(async_op=True, device_ids=device_ids)
         if timeout is None:
             work.wait()

@@ -1,6 +1,6 @@
 """Names to classes; config text to checked settings to objects."""
 
-from .build import build_from_cfg
+from .build import build_from_cfg, build_model_from_cfg
 from .catalog import (
     DATALOADERS,
     DATASETS,
@@ -56,6 +56,7 @@ __all__ = [
     "RunSections",
     "SchedulerSection",
     "build_from_cfg",
+    "build_model_from_cfg",
     "build_tree",
     "check_component",
     "check_config",

@@ -1,6 +1,7 @@
 """From a dict with a `type` to the object that it describes."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from importlib import import_module
 from typing import Any, Protocol, runtime_checkable
 
 from .arguments import argument_problems, signature_text
@@ -44,6 +45,19 @@ def build_from_cfg(
     target = find_type(args.pop("type"), table)
     check_arguments(target, args)
     return target(**args)
+
+
+def build_model_from_cfg(
+    cfg: Mapping[str, Any] | Sequence[Any],
+    registry: NameTable,
+    default_args: Mapping[str, Any] | None = None,
+) -> Any:
+    """Build a model as `build_from_cfg` does, or of a list of them a `torch.nn.Sequential`."""
+    if not isinstance(cfg, Sequence) or isinstance(cfg, str):
+        return build_from_cfg(cfg, registry, default_args)
+    parts = [build_from_cfg(part, registry, default_args) for part in cfg]
+    # Only now: this folder is imported where torch would take too long.
+    return import_module("torch.nn").Sequential(*parts)
 
 
 def find_type(wanted: Any, table: NameTable) -> Any:

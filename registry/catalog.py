@@ -3,12 +3,13 @@
 They know where the parts live by module name only: nothing is imported before a look-up.
 """
 
+from .build import build_model_from_cfg
 from .registry import Registry
 
 _WRAPPERS = ("stepwrap.wrappers",)
 _LOOPS = ("stepwrap.loops",)
 
-MODELS = Registry("MODELS", locations=_WRAPPERS, namespaces=("torch.nn",))
+MODELS = Registry("MODELS", build_model_from_cfg, locations=_WRAPPERS, namespaces=("torch.nn",))
 MODEL_WRAPPERS = Registry("MODEL_WRAPPERS", locations=_WRAPPERS)
 OPTIMIZERS = Registry("OPTIMIZERS", namespaces=("torch.optim",))
 OPTIM_WRAPPERS = Registry("OPTIM_WRAPPERS", locations=_WRAPPERS)

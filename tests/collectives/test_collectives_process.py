@@ -3,6 +3,7 @@
 import logging
 import os
 import time
+from datetime import timedelta
 
 import pytest
 import torch
@@ -160,19 +161,29 @@ def test_synchronize_names_the_rank_that_does_not_come(tmp_path: object) -> None
     assert "Ranks 1 failed" in message
 
 
-def _barrier_without_plain_gloo(store: str) -> str:
+def _miss_rank_1_without_plain_gloo(store: str, backend: str | None, path: str) -> str:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     dist.destroy_process_group()
     dist.init_process_group(
-        "cpu:gloo", store=dist.FileStore(store, world_size), rank=rank, world_size=world_size
+        backend,
+        store=dist.FileStore(store, world_size),
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=20),
     )
     synchronize()
     synchronize(timeout_s=20)
-    return str(dist.get_backend())
+    return _miss_rank_1(path)
 
 
-def test_synchronize_under_a_backend_with_device_types(tmp_path: object) -> None:
-    assert run_ranks(_barrier_without_plain_gloo, 2, f"{tmp_path}/store") == ["cpu:gloo"] * 2
+@pytest.mark.parametrize("backend", ["cpu:gloo", None])
+def test_synchronize_under_a_backend_with_device_types(
+    backend: str | None, tmp_path: object
+) -> None:
+    files = f"{tmp_path}/store", backend, f"{tmp_path}/done"
+    message = run_ranks(_miss_rank_1_without_plain_gloo, 2, *files)[0]
+    assert "synchronize() must be reached by all 2 ranks" in message
+    assert "Ranks 1 failed" in message
 
 
 def test_a_timeout_must_be_positive() -> None:

@@ -15,6 +15,7 @@ from stepwrap.registry import (
     PARAM_SCHEDULERS,
     Registry,
     build_from_cfg,
+    build_model_from_cfg,
     build_tree,
     check_component,
 )
@@ -196,3 +197,11 @@ def test_names_near_to_passed_through_arguments_are_told() -> None:
     (problem,) = check_component({"type": "AUROC", "tasks": "binary"}, METRICS, "m")
     assert problem.key == "m.task"
     assert problem.what.endswith("is tasks meant for it?")
+
+
+def test_a_list_of_models_is_a_sequential() -> None:
+    layers = [{"type": "Linear", "in_features": 2, "out_features": 3}, {"type": "ReLU"}]
+    built = MODELS.build(layers)
+    assert [type(part).__name__ for part in built] == ["Linear", "ReLU"]
+    assert built(torch.ones(1, 2)).shape == (1, 3)
+    assert build_model_from_cfg(layers[1], MODELS)(torch.tensor(-1.0)) == 0
