@@ -1,6 +1,6 @@
 """From a dict with a `type` to the object that it describes."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from importlib import import_module
 from typing import Any, Protocol, runtime_checkable
 
@@ -48,12 +48,12 @@ def build_from_cfg(
 
 
 def build_model_from_cfg(
-    cfg: Mapping[str, Any] | Sequence[Any],
+    cfg: Mapping[str, Any] | list[Any],
     registry: NameTable,
     default_args: Mapping[str, Any] | None = None,
 ) -> Any:
     """Build a model as `build_from_cfg` does, or of a list of them a `torch.nn.Sequential`."""
-    if not isinstance(cfg, Sequence) or isinstance(cfg, str):
+    if not isinstance(cfg, list):
         return build_from_cfg(cfg, registry, default_args)
     parts = [build_from_cfg(part, registry, default_args) for part in cfg]
     # Only now: this folder is imported where torch would take too long.
