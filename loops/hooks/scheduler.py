@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -60,18 +61,20 @@ class SchedulerHook(Hook):
     def on_train_start(self, state: LoopState) -> None:
         if self._epochs is None:
             self._epochs = state.epoch
-
-    def on_batch_start(self, state: LoopState, batch: Any) -> None:
-        # The iteration loop announces no end of a pass over the data.
-        if state.epoch != self._epochs:
-            self._finish_epochs(state.epoch)
+        self._finish_epochs(state.epoch)
 
     def on_update(self, state: LoopState) -> None:
         for scheduler in self._by_step:
             scheduler.step()
 
-    def on_epoch_end(self, state: LoopState) -> None:
-        self._finish_epochs(state.epoch + 1)
+    def on_eval_start(self, state: LoopState) -> None:
+        # The validation after a pass comes before its save point, and a plateau acts on it.
+        if state.phase is Phase.VAL:
+            self._finish_epochs(state.epoch)
+
+    def on_save_point(self, state: LoopState) -> None:
+        # Not at the end of an epoch's events: the iteration loop's is inside a pass over the data.
+        self._finish_epochs(state.epoch)
 
     def on_eval_end(self, state: LoopState, metrics: dict[str, float]) -> None:
         cut_short = not metrics and bool(state.stop_reason)
@@ -91,9 +94,9 @@ class SchedulerHook(Hook):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of each scheduler, and the steps that still wait for an update."""
-        waiting = [delayed.waiting for delayed in (*self._by_step, *self._by_epoch)]
+        delayed = [(d.waiting, d.stepped) for d in (*self._by_step, *self._by_epoch)]
         states = [scheduler.state_dict() for scheduler in self._schedulers]
-        return {"schedulers": states, "waiting": waiting, "epochs": self._epochs}
+        return {"schedulers": states, "delayed": delayed, "epochs": self._epochs}
 
     def load_state_dict(self, state: dict[str, Any], /) -> None:
         """Take over the schedulers' states.
@@ -110,15 +113,17 @@ class SchedulerHook(Hook):
         for scheduler, part in zip(self._schedulers, saved, strict=True):
             scheduler.load_state_dict(dict(part))
         timed = (*self._by_step, *self._by_epoch)
-        for delayed, waiting in zip(timed, state["waiting"], strict=True):
-            delayed.waiting = waiting
+        for delayed, (waiting, stepped) in zip(timed, state["delayed"], strict=True):
+            delayed.waiting, delayed.stepped = waiting, stepped
         self._epochs = state["epochs"]
 
     def _finish_epochs(self, finished: int) -> None:
-        for _ in range(self._epochs or 0, finished):
-            for scheduler in self._by_epoch:
-                scheduler.step()
-        self._epochs = finished
+        # None: a validation without a training.
+        if self._epochs is not None and self._epochs != finished:
+            for _ in range(self._epochs, finished):
+                for scheduler in self._by_epoch:
+                    scheduler.step()
+            self._epochs = finished
 
 
 class _Delayed:
@@ -127,20 +132,33 @@ class _Delayed:
     A loss scaler that starts too high skips the first updates; torch warns when
     a scheduler is stepped during them (pytorch/pytorch#44511). The steps are made
     up for right before the optimizer's first step, which so has the right rate.
+
+    Attributes:
+        waiting: Steps that wait.
+        stepped: Whether the optimizer has made a step, also before a resume.
     """
 
     def __init__(self, scheduler: LRScheduler) -> None:
         self._scheduler = scheduler
         self.waiting = 0
-        self._stepped = False
+        self.stepped = False
+        self._stepped_here = False
         self._watch: RemovableHandle | None = scheduler.optimizer.register_step_pre_hook(
             self._catch_up
         )
 
     def step(self) -> None:
-        if not self._stepped:
+        if not self.stepped:
             self.waiting += 1
-            return
+        elif not self._stepped_here:
+            # Torch knows of the steps of this process alone.
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", r"Detected call of `lr_scheduler.step\(\)`")
+                self._scheduler.step()
+        else:
+            self._step_at_once()
+
+    def _step_at_once(self) -> None:
         if self._watch is not None:
             # Not from within the call: torch is going through its hooks then.
             self._watch.remove()
@@ -148,7 +166,7 @@ class _Delayed:
         self._scheduler.step()
 
     def _catch_up(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
-        self._stepped = True
+        self.stepped = self._stepped_here = True
         for _ in range(self.waiting):
             self._scheduler.step()
         self.waiting = 0

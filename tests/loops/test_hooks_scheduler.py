@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,8 +19,10 @@ from torch.optim.lr_scheduler import (
     StepLR,
 )
 
+from stepwrap.loops.checkpoint import list_checkpoints
 from stepwrap.loops.hook import Hook, HookList
-from stepwrap.loops.hooks import GradNormHook, SchedulerHook
+from stepwrap.loops.hooks import CheckpointHook, GradNormHook, SchedulerHook
+from stepwrap.loops.restore import load_checkpoint
 from stepwrap.loops.state import LoopState
 from stepwrap.loops.train import IterTrainLoop
 from stepwrap.wrappers import AmpOptimWrapper, OptimWrapper
@@ -168,3 +171,54 @@ def test_the_unit_is_checked() -> None:
     scheduler = StepLR(optimizer_of(new_state()), 1)
     with pytest.raises(ValueError, match="StepLR: by must be 'step' or 'epoch', got 'batch'"):
         SchedulerHook([(scheduler, "batch")])  # type: ignore[list-item]
+
+
+class Stop(Hook):
+    """Asks to stop after one update."""
+
+    def __init__(self, step: int) -> None:
+        self._step = step
+
+    def on_update(self, state: LoopState) -> None:
+        if state.step == self._step:
+            state.request_stop("for a resume")
+
+
+def epochs_beside_a_plateau(
+    folder: Path, *, epochs: int, stop: int = -1, resume: bool = False
+) -> list[float]:
+    """Train 4 batches an epoch, 3 of them an update; return the rates of all batches."""
+    state, rates = new_state(run_dir=folder, accumulative_counts=3), RatesHook()
+    optimizer = optimizer_of(state)
+    plateau = ReduceLROnPlateau(optimizer, mode="max", patience=0, factor=0.7)
+    cosine = CosineAnnealingLR(optimizer, 8, eta_min=0.02)
+    schedule = SchedulerHook([(cosine, "epoch"), (plateau, "epoch")], metric="error")
+    state.stateful["hooks.scheduler"] = schedule
+    if resume:
+        load_checkpoint(list_checkpoints(folder / "checkpoints")[0][0]).restore(state)
+    train(state, [schedule, CheckpointHook(every_epochs=None), Stop(stop), rates], epochs=epochs)
+    return [*rates.used, optimizer.param_groups[0]["lr"]]
+
+
+@pytest.mark.parametrize("stop", [1, 2, 3, 4, 7, 8])
+def test_an_epoch_schedule_beside_a_plateau_goes_on_exactly(tmp_path: Path, stop: int) -> None:
+    whole = epochs_beside_a_plateau(tmp_path / "whole", epochs=6)
+    first = epochs_beside_a_plateau(tmp_path, epochs=6, stop=stop)
+    second = epochs_beside_a_plateau(tmp_path, epochs=6, resume=True)
+    assert first[:-1] + second == whole
+
+
+@pytest.mark.parametrize("max_steps", [3, 4, 5, 6, 8])
+def test_an_extended_iteration_run_steps_once_a_pass(tmp_path: Path, max_steps: int) -> None:
+    def run(folder: Path, steps: int, *, resume: bool = False) -> list[float]:
+        state, rates = new_state(run_dir=folder), RatesHook()
+        schedule = SchedulerHook([(StepLR(optimizer_of(state), 1), "epoch")])
+        state.stateful["hooks.scheduler"] = schedule
+        if resume:
+            load_checkpoint(list_checkpoints(folder / "checkpoints")[0][0]).restore(state)
+        hooks = [schedule, CheckpointHook(), rates]
+        IterTrainLoop(loader(), max_steps=steps).run(state, HookList(hooks))
+        return rates.used
+
+    first = run(tmp_path, max_steps)
+    assert first + run(tmp_path, 13, resume=True) == run(tmp_path / "whole", 13)
