@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from ...collectives import get_rank
 from ...registry import HOOKS
@@ -27,7 +27,8 @@ class LogHook(Hook):
     name; a value named like one of the four gets a `_` behind it. NaN and
     infinities are `null` in the JSON lines and `nan` in the table. A resumed
     run drops the records that came after the restored checkpoint, so that no
-    step appears twice.
+    step appears twice. An evaluation alone adds to the files, also while a
+    training writes them.
 
     Args:
         console: Also log each record as a line at INFO. Off, because
@@ -42,7 +43,7 @@ class LogHook(Hook):
 
     def on_train_start(self, state: LoopState) -> None:
         self._close()
-        self._open(state, resumed=True)
+        self._open(state, keep=lambda record: _is_past(record, state))
 
     def on_log(self, state: LoopState, record: dict[str, float]) -> None:
         self._write(state, "train", record)
@@ -64,12 +65,9 @@ class LogHook(Hook):
     def on_exception(self, state: LoopState, error: BaseException) -> None:
         self._close()
 
-    def _open(self, state: LoopState, *, resumed: bool = False) -> None:
-        if state.run_dir is None or get_rank() != 0:
-            return
-        self._files = RecordFiles(
-            state.run_dir, keep=lambda record: not resumed or _is_past(record, state)
-        )
+    def _open(self, state: LoopState, *, keep: Callable[[Record], bool] | None = None) -> None:
+        if state.run_dir is not None and get_rank() == 0:
+            self._files = RecordFiles(state.run_dir, keep=keep)
 
     def _close(self) -> None:
         if self._files is not None:

@@ -155,3 +155,38 @@ def _train_and_list(folder: Path) -> list[str]:
 def test_rank_0_alone_writes(tmp_path: Path) -> None:
     run_ranks(_train_and_list, 2, tmp_path)
     assert [step for step, phase in steps(tmp_path) if phase == "train"] == [2, 4]
+
+
+def test_an_evaluation_beside_a_training_takes_nothing_from_it(tmp_path: Path) -> None:
+    training, testing = LogHook(), LogHook()
+    state, other = new_state(run_dir=tmp_path), new_state(run_dir=tmp_path)
+    other.phase = Phase.TEST
+    training.on_train_start(state)
+    for step in (1, 2, 3):
+        state.step = other.step = step
+        training.on_log(state, {"loss": float(step)})
+        testing.on_eval_end(other, {f"error {min(step, 2)}": float(step)})
+    training.on_log(state, {"loss": 4.0, "late": 1.0})
+    training.on_run_end(state)
+    testing.on_run_end(other)
+    expected = [*((step, phase) for step in (1, 2, 3) for phase in ("train", "test")), (3, "train")]
+    assert steps(tmp_path) == expected
+    table = csv_records(tmp_path)
+    assert [(int(row["step"]), row["phase"]) for row in table] == expected
+    for row, record in zip(table, json_records(tmp_path), strict=True):
+        assert {k: v for k, v in row.items() if v} == {k: str(v) for k, v in record.items()}
+
+
+def test_an_evaluation_after_a_crash_begins_a_line(tmp_path: Path) -> None:
+    train(new_state(run_dir=tmp_path), [LogHook()], epochs=1, val_loop=None)
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 9, "epo')
+    (tmp_path / "metrics.csv").unlink()
+    state = new_state(run_dir=tmp_path)
+    state.phase, state.step = Phase.TEST, 4
+    hook = LogHook()
+    hook.on_eval_end(state, {"error": 0.5})
+    hook.on_run_end(state)
+    last = (tmp_path / "metrics.jsonl").read_text().splitlines()[-1]
+    assert json.loads(last)["error"] == 0.5
+    assert [row["error"] for row in csv_records(tmp_path)] == ["", "", "0.5"]
