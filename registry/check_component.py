@@ -8,6 +8,7 @@ from .build import find_type
 from .errors import Problem, shown_value
 from .registry import Registry
 from .tree import find_nested, find_reference, nested_runtime
+from .values import value_problems
 
 _FLAGS = ("type", "_scope_")
 
@@ -58,6 +59,8 @@ def _call_problems(
 ) -> Iterator[Problem]:
     given = [str(key) for key in cfg if key not in _FLAGS]
     for problem in argument_problems(target, given, runtime_args):
+        yield Problem(f"{where}.{problem.name}", problem.what)
+    for problem in value_problems(target, {key: cfg[key] for key in given}):
         yield Problem(f"{where}.{problem.name}", problem.what)
     for key, value in cfg.items():
         if key not in _FLAGS:

@@ -66,16 +66,16 @@ def _missing(
 
 
 def _checked(value: Any, hint: Any, field: Field[Any], where: str, problems: list[Problem]) -> Any:
-    options = _options(hint)
+    options = options_of(hint)
     section = next((option for option in options if is_dataclass(option)), None)
     if section is not None and not _goes_without(value, options):
         assert isinstance(section, type)
         return check_section(section, value, where, problems)
-    if not any(_fits(value, option) for option in options):
+    if not any(fits(value, option) for option in options):
         problems.append(
             Problem(
                 where,
-                f"must be {_allowed(options)}, got {shown_value(value)}{_near(value, options)}",
+                f"must be {allowed_text(options)}, got {shown_value(value)}{_near(value, options)}",
             )
         )
     minimum = field.metadata.get("minimum")
@@ -88,14 +88,21 @@ def _goes_without(value: Any, options: tuple[Any, ...]) -> bool:
     """Whether `value` is null or a component where a section could stand."""
     if isinstance(value, Mapping):
         return "type" in value and any(get_origin(option) is dict for option in options)
-    return any(_fits(value, option) for option in options)
+    return any(fits(value, option) for option in options)
 
 
-def _options(hint: Any) -> tuple[Any, ...]:
+def is_plain(hint: Any) -> bool:
+    """Whether `hint` means numbers, texts, truth values, null or literals of them alone."""
+    return hint in (bool, int, float, str, type(None)) or get_origin(hint) is Literal
+
+
+def options_of(hint: Any) -> tuple[Any, ...]:
+    """Return the members of a union, or the hint alone."""
     return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
 
 
-def _fits(value: Any, hint: Any) -> bool:
+def fits(value: Any, hint: Any) -> bool:
+    """Whether `value` is of the kind that `hint` means; whole numbers are numbers too."""
     if hint is Any:
         return True
     if get_origin(hint) is Literal:
@@ -107,20 +114,21 @@ def _fits(value: Any, hint: Any) -> bool:
     if is_dataclass(hint):
         return False
     if get_origin(hint) is list:
-        return isinstance(value, list) and all(_fits(item, get_args(hint)[0]) for item in value)
+        return isinstance(value, list) and all(fits(item, get_args(hint)[0]) for item in value)
     if get_origin(hint) is dict:
         return isinstance(value, Mapping) and all(isinstance(key, str) for key in value)
     return isinstance(value, hint)
 
 
-def _allowed(options: tuple[Any, ...]) -> str:
+def allowed_text(options: tuple[Any, ...]) -> str:
+    """Return "a number or null" for the hints."""
     words: list[str] = []
     for option in options:
         if get_origin(option) is Literal:
             words += [str(value) for value in get_args(option)]
         elif get_origin(option) is list:
             words.append(f"a list of {_KINDS[get_args(option)[0]]}")
-        elif option is not type(None):
+        elif option is not type(None) or len(options) == 1:
             words.append(_KINDS[get_origin(option) or option])
     return one_of(words)
 

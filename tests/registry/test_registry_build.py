@@ -1,7 +1,8 @@
 """From dicts to objects."""
 
 import copy
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -205,3 +206,48 @@ def test_a_list_of_models_is_a_sequential() -> None:
     assert [type(part).__name__ for part in built] == ["Linear", "ReLU"]
     assert built(torch.ones(1, 2)).shape == (1, 3)
     assert build_model_from_cfg(layers[1], MODELS)(torch.tensor(-1.0)) == 0
+
+
+class Typed:
+    """Takes values of many kinds."""
+
+    def __init__(
+        self,
+        rate: float | torch.Tensor = 0.1,
+        count: int | None = None,
+        *,
+        flag: bool = False,
+        mode: Literal["min", "max"] = "min",
+        any_of: Any = None,
+        path: Path | str = "",
+        pair: tuple[int, int] | int = 1,
+    ) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("rate", "fast", "must be a number, got 'fast' (Typed)"),
+        ("rate", True, "must be a number, got true (Typed)"),
+        ("count", "many", "must be a whole number, got 'many' (Typed)"),
+        ("count", 1.5, "must be a whole number, got 1.5 (Typed)"),
+        ("flag", 3, "must be true or false, got 3 (Typed)"),
+        ("mode", "mix", "must be min or max, got 'mix' (Typed)"),
+    ],
+)
+def test_values_of_the_wrong_kind_are_told(name: str, value: Any, said: str) -> None:
+    (problem,) = check_component({"type": Typed, name: value}, MODELS, "m")
+    assert (problem.key, problem.what) == (f"m.{name}", said)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"rate": 1, "count": None, "flag": True, "mode": "max"},
+        {"count": 1e3},
+        {"any_of": "x", "path": "there", "pair": "seven"},
+    ],
+)
+def test_values_that_may_be_right_pass(values: dict[str, Any]) -> None:
+    assert check_component({"type": Typed, **values}, MODELS, "m") == []
