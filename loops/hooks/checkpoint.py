@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +45,8 @@ class CheckpointHook(Hook):
         mode: "max" when higher values of that metric are better, "min" when lower.
         save_on_exception: Also save when training fails, without the help of
             other ranks: theirs is missing from that checkpoint. Not after a
-            NonFiniteError, and never in place of a checkpoint of the same update.
+            NonFiniteError, a KeyboardInterrupt or a failure inside a training step,
+            and never in place of a checkpoint of the same update.
 
     Raises:
         ValueError: A setting is out of range; at the first validation, that it
@@ -76,6 +80,10 @@ class CheckpointHook(Hook):
         self._best: float | None = None
         self._judged_at = -1
         self._saved_at = (-1, -1, -1)
+        self._training = False
+
+    def on_train_start(self, state: LoopState) -> None:
+        self._training = True
 
     def on_save_point(self, state: LoopState) -> None:
         waiting = state.clock_s < self._cadence.due_at_s and not self._counts_steps
@@ -90,21 +98,18 @@ class CheckpointHook(Hook):
     def on_train_end(self, state: LoopState) -> None:
         if self._saved_at != _position(state):
             self._save(state, "signal" if state.signal else "end", is_best=self._is_best(state))
+        self._training = False
 
     def on_exception(self, state: LoopState, error: BaseException) -> None:
+        training, self._training = self._training, False
         harmful = isinstance(error, (NonFiniteError, CheckpointError))
+        if not training or harmful or not isinstance(error, Exception):
+            return
         folder = _folder(state)
-        if folder is None or harmful or not self._save_on_exception or get_rank() != 0:
+        if folder is None or not self._save_on_exception or get_rank() != 0 or state.step == 0:
             return
-        if state.step == 0 or any(m["step"] == state.step for _, m in list_checkpoints(folder)):
-            return
-        try:
-            path = save_alone(folder, state)
-        except Exception:
-            # The error that stopped the training is the one to be seen.
-            logger.warning("could not save a checkpoint after the error", exc_info=True)
-            return
-        logger.info("saved checkpoint %s (after the error)", path)
+        with _launcher_waits():
+            _save_after_error(folder, state)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the best value of the metric so far and when it was last looked at."""
@@ -137,7 +142,42 @@ class CheckpointHook(Hook):
             return
         logger.info("saved checkpoint %s%s", path, " (the best so far)" if is_best else "")
         best = [kept for kept, meta in list_checkpoints(folder) if meta["best"]][:1]
-        prune_checkpoints(folder, self._keep_last, best)
+        try:
+            prune_checkpoints(folder, self._keep_last, best)
+        except OSError:
+            # The new checkpoint is whole, and an error here would be rank 0's alone.
+            logger.warning("could not remove old checkpoints from %s", folder, exc_info=True)
+
+
+def _save_after_error(folder: Path, state: LoopState) -> None:
+    try:
+        if any(meta["step"] == state.step for _, meta in list_checkpoints(folder)):
+            return
+        path = save_alone(folder, state)
+    except Exception:
+        # The error that stopped the training is the one to be seen.
+        logger.warning("could not save a checkpoint after the error", exc_info=True)
+        return
+    if path is not None:
+        logger.info("saved checkpoint %s (after the error)", path)
+
+
+@contextmanager
+def _launcher_waits() -> Iterator[None]:
+    """Keep the launcher, if there is one, from ending this rank for another's failure."""
+    place = os.environ.get("STEPWRAP_LAUNCH_DIR")
+    if not place:
+        yield
+        return
+    marker = Path(place) / f"saving_{get_rank()}"
+    # Without the marker there are still some seconds to save in.
+    with suppress(OSError):
+        marker.touch()
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            marker.unlink(missing_ok=True)
 
 
 def _folder(state: LoopState) -> Path | None:

@@ -12,10 +12,11 @@ import pytest
 import torch
 from hook_runs import loader, metrics, new_state, train, weights
 from ranks import run_ranks
+from torch import Tensor, nn
 from torchmetrics import MeanMetric
 
 from stepwrap.loops.checkpoint import CheckpointError, list_checkpoints
-from stepwrap.loops.evaluate import ValLoop
+from stepwrap.loops.evaluate import TestLoop, ValLoop
 from stepwrap.loops.hook import Hook, HookList
 from stepwrap.loops.hooks import CheckpointHook, EMAHook, NonFiniteError
 from stepwrap.loops.restore import load_checkpoint
@@ -26,7 +27,7 @@ from stepwrap.loops.train import IterTrainLoop
 class FailingHook(Hook):
     """Fails at one update, or at a validation, or sends the process a signal."""
 
-    def __init__(self, error: Exception | None = None, *, at_step: int = 3) -> None:
+    def __init__(self, error: BaseException | None = None, *, at_step: int = 3) -> None:
         self._error = error
         self._at_step = at_step
 
@@ -171,15 +172,90 @@ def test_an_error_leaves_a_good_checkpoint_of_the_same_update(tmp_path: Path) ->
 
 @pytest.mark.parametrize(
     ("error", "settings"),
-    [(NonFiniteError("nan"), {}), (OSError("disk"), {"save_on_exception": False})],
-    ids=["nan", "off"],
+    [
+        (NonFiniteError("nan"), {}),
+        (OSError("disk"), {"save_on_exception": False}),
+        (KeyboardInterrupt(), {}),
+        (SystemExit(), {}),
+    ],
+    ids=["nan", "off", "interrupt", "exit"],
 )
 def test_errors_that_do_not_save(
-    tmp_path: Path, error: Exception, settings: dict[str, Any]
+    tmp_path: Path, error: BaseException, settings: dict[str, Any]
 ) -> None:
     with pytest.raises(type(error)):
         train(new_state(run_dir=tmp_path), [CheckpointHook(**settings), FailingHook(error)])
     assert saved_steps(tmp_path) == []
+
+
+def test_an_error_inside_a_step_is_not_said_to_be_saved(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Failing(nn.Linear):
+        calls = 0
+
+        def forward(self, inputs: Tensor) -> Tensor:
+            Failing.calls += 1
+            if Failing.calls == 3:
+                raise OSError("disk")
+            return super().forward(inputs)
+
+    caplog.set_level(logging.INFO)
+    with pytest.raises(OSError, match="disk"):
+        train(new_state(run_dir=tmp_path, net=Failing(3, 1)), [CheckpointHook()])
+    assert ("saved checkpoint" in caplog.text) == bool(saved_steps(tmp_path))
+    assert "saved checkpoint None" not in caplog.text
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_an_error_in_an_evaluation_alone_does_not_save(tmp_path: Path, trained: bool) -> None:
+    class FailingEvalHook(Hook):
+        def on_eval_batch_end(self, state: LoopState, batch: Any, outputs: Any) -> None:
+            raise OSError("disk")
+
+    state, hook = new_state(run_dir=tmp_path), CheckpointHook()
+    if trained:
+        train(state, [hook], epochs=1)
+    state.step = 9
+    with pytest.raises(OSError, match="disk"):
+        TestLoop(loader(8), metrics()).run(state, HookList([hook, FailingEvalHook()]))
+    assert saved_steps(tmp_path) == ([4] if trained else [])
+
+
+def test_the_launcher_is_told_of_a_save_after_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Telling(Hook):
+        seen: list[str] = []
+
+        def state_dict(self) -> dict[str, Any]:
+            Telling.seen = [path.name for path in place.iterdir()]
+            return {}
+
+    place = tmp_path / "launch"
+    place.mkdir()
+    monkeypatch.setenv("STEPWRAP_LAUNCH_DIR", str(place))
+    state = new_state(run_dir=tmp_path)
+    state.stateful["hooks.telling"] = Telling()  # type: ignore[assignment]
+    with pytest.raises(OSError, match="disk"):
+        train(state, [CheckpointHook(), FailingHook(OSError("disk"))])
+    assert Telling.seen == ["saving_0"]
+    assert list(place.iterdir()) == []
+
+
+def test_a_checkpoint_that_can_not_be_removed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    train(new_state(run_dir=tmp_path), [CheckpointHook()], epochs=1)
+    place = tmp_path / "checkpoints" / "step_00000004"
+    # shutil.rmtree refuses a link.
+    place.rename(tmp_path / "elsewhere")
+    place.symlink_to(tmp_path / "elsewhere")
+    state = new_state(run_dir=tmp_path)
+    state.step, state.iteration, state.epoch, state.evaluated_at = 4, 4, 1, 4
+    train(state, [CheckpointHook(keep_last=1)], epochs=2)
+    assert saved_steps(tmp_path) == [8]
+    assert "could not remove old checkpoints" in caplog.text
 
 
 def test_an_error_while_saving_after_an_error_is_told(
