@@ -14,6 +14,8 @@ from ._metric import check_mode, is_better, pick_metric
 class EarlyStopHook(Hook):
     """Stops training after `patience` validations in a row without improvement.
 
+    A resume of a run that it has stopped stops at once, unless `patience` has grown.
+
     Args:
         metric: Name of a metric of the validation.
         patience: Validations without improvement to wait for.
@@ -40,6 +42,9 @@ class EarlyStopHook(Hook):
         self._best_step = 0
         self._waited = 0
 
+    def on_train_start(self, state: LoopState) -> None:
+        self._stop_if_due(state)
+
     def on_eval_end(self, state: LoopState, metrics: dict[str, float]) -> None:
         cut_short = not metrics and bool(state.stop_reason)
         if state.phase is not Phase.VAL or cut_short:
@@ -49,8 +54,7 @@ class EarlyStopHook(Hook):
             self._best, self._best_step, self._waited = value, state.step, 0
             return
         self._waited += 1
-        if self._waited >= self._patience:
-            state.request_stop(self._reason())
+        self._stop_if_due(state)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the best value so far and how long ago it was."""
@@ -61,6 +65,10 @@ class EarlyStopHook(Hook):
         self._best = state["best"]
         self._best_step = state["best_step"]
         self._waited = state["waited"]
+
+    def _stop_if_due(self, state: LoopState) -> None:
+        if self._waited >= self._patience:
+            state.request_stop(self._reason())
 
     def _reason(self) -> str:
         best = "has been NaN only" if self._best is None else f"was best at {self._best:.4g}"

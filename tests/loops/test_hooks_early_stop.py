@@ -82,3 +82,15 @@ def test_a_resumed_run_goes_on_waiting() -> None:
 def test_settings_out_of_range(settings: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError, match=text):
         EarlyStopHook("error", **settings)
+
+
+def test_a_resume_of_a_run_that_was_stopped_does_not_train() -> None:
+    first = EarlyStopHook("error", patience=2)
+    state = train(new_state(lr=0.0), [first], epochs=9)
+    second = EarlyStopHook("error", patience=2)
+    second.load_state_dict(first.state_dict())
+    assert train(state, [second], epochs=9).epoch == 3
+    assert state.stop_reason.endswith("has not improved in 2 validations (patience 2)")
+    patient = EarlyStopHook("error", patience=4)
+    patient.load_state_dict(first.state_dict())
+    assert train(state, [patient], epochs=9).epoch == 5
