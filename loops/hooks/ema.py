@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from ...registry import HOOKS
+from ..checkpoint import user_model
 from ..hook import Hook
 from ..state import LoopState
 
@@ -30,7 +31,8 @@ class EMAHook(Hook):
 
     Args:
         decay: How much of the average stays at each update, within [0, 1).
-        every_steps: Optimizer updates between two updates of the average.
+        every_steps: Optimizer updates between two updates of the average. The formula
+            counts updates, so there is no other cadence.
         evaluate_with_ema: Evaluate with the averaged weights; the model gets its
             own ones back after the evaluation, also when that fails.
     """
@@ -89,7 +91,7 @@ class EMAHook(Hook):
         self._average = []
 
     def _start(self, state: LoopState) -> None:
-        self._model = cast(nn.Module, state.model.module)
+        self._model = user_model(state.model)
         named = [(n, p) for n, p in self._model.named_parameters() if p.is_floating_point()]
         self._params = [p for _, p in named]
         self._average = [p.detach().to(_accurate(p), copy=True) for p in self._params]

@@ -157,3 +157,9 @@ def _average_of_rank() -> list[Tensor]:
 def test_the_average_is_equal_on_all_ranks() -> None:
     first, second = run_ranks(_average_of_rank, 2)
     assert all(map(torch.equal, first, second))
+
+
+def test_a_model_without_a_wrapper() -> None:
+    model, ema = nn.Linear(2, 1), EMAHook(decay=0.5)
+    ema.on_train_start(LoopState(model=model))
+    assert torch.equal(ema.state_dict()["model"]["weight"], model.weight)
