@@ -11,7 +11,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemaining
 from rich.table import Column
 
 from ..state import LoopState
-from ._lines import epoch_text, eval_line, step_text, train_line, values_text
+from ._lines import count_text, epoch_text, eval_line, step_text, train_line, values_text
 
 _VERBS = {"val": "validating", "test": "testing"}
 
@@ -97,7 +97,7 @@ class Bar(Silent):
 
     def log(self, state: LoopState, record: Mapping[str, float]) -> None:
         speed = record.get("samples_per_s")
-        suffix = "" if speed is None else f" {speed:.4g} samples/s"
+        suffix = "" if speed is None else f" {count_text(speed)} samples/s"
         self._values = values_text(record) + suffix
 
     def start_eval(self, state: LoopState) -> None:

@@ -43,10 +43,15 @@ def values_text(values: Mapping[str, float]) -> str:
     return " ".join(f"{name} {value:.4g}" for name, value in shown)
 
 
+def count_text(value: float) -> str:
+    """`0.1235`, `123.5`, `12346`: four digits, but no power of ten."""
+    return f"{value:.0f}" if value >= 1000 else f"{value:.4g}"
+
+
 def _speed(state: LoopState, record: Mapping[str, float]) -> list[str]:
     words = []
     if "samples_per_s" in record:
-        words.append(f"{record['samples_per_s']:.4g} samples/s")
+        words.append(f"{count_text(record['samples_per_s'])} samples/s")
     if record.get("data_share", 0.0) > _DATA_SHARE_SHOWN:
         words.append(f"({record['data_share']:.0%} waiting for data)")
     steps_per_s = record.get("steps_per_s", 0.0)

@@ -101,7 +101,7 @@ def test_lines_where_the_output_is_no_terminal(monkeypatch: pytest.MonkeyPatch) 
     lines = text.splitlines()
     assert [line.split()[0] for line in lines] == ["epoch", "epoch", "val", "epoch", "epoch", "val"]
     assert re.fullmatch(
-        r"epoch 1/2 step 2/8 loss [\d.]+ [\d.e+]+ samples/s( \(.*\))? eta 0:00:00", lines[0]
+        r"epoch 1/2 step 2/8 loss [\d.]+ [\d.]+ samples/s( \(.*\))? eta 0:00:00", lines[0]
     )
     assert re.fullmatch(r"val epoch 1/2 step 4/8 error [\d.]+", lines[2])
     assert "\x1b" not in text
@@ -164,3 +164,24 @@ def test_a_record_of_a_slow_run_is_shown_at_once(terminal: Terminal) -> None:
         hook.on_log(state, {"loss": 0.125})
         hook.on_exception(state, ValueError())
     assert "loss 0.125" in terminal.text()
+
+
+@pytest.mark.parametrize(
+    ("speed", "shown"), [(12345.6, "12346"), (1e7, "10000000"), (999.87, "999.9"), (0.5, "0.5")]
+)
+def test_speed_is_shown_without_powers_of_ten(
+    capsys: pytest.CaptureFixture[str], speed: float, shown: str
+) -> None:
+    hook, state = ProgressHook(), new_state()
+    hook.on_train_start(state)
+    hook.on_log(state, {"lr": 1e-5, "samples_per_s": speed})
+    assert f"lr 1e-05 {shown} samples/s" in capsys.readouterr().out
+
+
+def test_the_bar_shows_speed_without_powers_of_ten(terminal: Terminal) -> None:
+    with terminal:
+        hook, state = ProgressHook(), new_state()
+        hook.on_train_start(state)
+        hook.on_log(state, {"samples_per_s": 12345.6})
+        hook.on_train_end(state)
+    assert "12346 samples/s" in terminal.text()
