@@ -5,14 +5,17 @@ from __future__ import annotations
 import logging
 import math
 from collections import deque
-from collections.abc import Mapping
-from typing import Any, cast
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.nn.utils import get_total_norm
 
 from ...collectives import all_gather_object, get_rank, mean_scalars
 from ...registry import HOOKS
+from ..cadence import Cadence
+from ..checkpoint import user_model
 from ..hook import Hook, Scalars
 from ..state import LoopState
 
@@ -36,53 +39,68 @@ class NanGuardHook(Hook):
 
     The message names the first bad value, its step and its rank. The steps in
     between are not synchronised with the device: their values are looked at
-    together, with each log record or every `every_steps` updates.
+    together: with each log record, or at a cadence of their own (one small
+    collective each time).
 
     Args:
         check: "loss" looks at the log values with "loss" in their names, "all"
             at all log values and at the model's parameters; it adds `param_norm`,
             their L2 norm, to the log records.
         action: "raise", or "warn" to log a warning and go on.
-        every_steps: Look every so many updates (one small collective each time)
-            instead of with the log records.
+        every_steps: Optimizer updates between two looks, instead of with the records.
+        every_epochs: Passes over the data between two looks, instead of with the records.
+        every_secs: Seconds of training between two looks, instead of with the records.
+
+    Raises:
+        ValueError: A setting is out of range.
     """
 
-    # After the hooks that write the record, so that the bad one is on file.
-    order = 90
+    # After the hooks that write the record, so that the bad one is on file, and before those
+    # that save, so that no bad weights are.
+    order = 74
 
     def __init__(
-        self, *, check: str = "loss", action: str = "raise", every_steps: int | None = None
+        self,
+        *,
+        check: str = "loss",
+        action: str = "raise",
+        every_steps: int | None = None,
+        every_epochs: int | None = None,
+        every_secs: float | None = None,
     ) -> None:
         for name, value, allowed in (("check", check, _CHECKS), ("action", action, _ACTIONS)):
             if value not in allowed:
                 raise ValueError(f"NanGuardHook: {name} must be one of {allowed}, got {value!r}")
-        if every_steps is not None and every_steps < 1:
-            raise ValueError(f"every_steps must be at least 1, got {every_steps!r}")
         self._all = check == "all"
         self._raise = action == "raise"
-        self._every_steps = every_steps
+        self._cadence = Cadence(every_steps, every_epochs, every_secs)
+        self._ignored = {
+            "on_update": every_steps is None and every_secs is None,
+            "on_save_point": every_epochs is None,
+            "on_log": (every_steps, every_epochs, every_secs) != (None, None, None),
+        }
         self._seen: deque[tuple[int, Mapping[str, Tensor]]] = deque(maxlen=_REMEMBERED)
+
+    def ignores(self) -> Collection[str]:
+        """Without a cadence of its own it looks at the records, else at the cadence's events."""
+        return [event for event, ignored in self._ignored.items() if ignored]
 
     def on_batch_end(self, state: LoopState, batch: Any, logs: Mapping[str, Tensor]) -> None:
         self._seen.append((state.step + 1, logs))
 
     def on_update(self, state: LoopState) -> None:
-        if self._every_steps is None or state.step % self._every_steps:
-            return
-        found = self._look(state)
-        bad_here = 0.0 if found is None else 1.0
-        if mean_scalars({"nan_guard": bad_here})["nan_guard"] > 0:
-            self._report(state, found, "a value that is not finite")
-        self._seen.clear()
+        if self._cadence.due_step(state):
+            self._look_together(state)
+
+    def on_save_point(self, state: LoopState) -> None:
+        if self._cadence.due_epoch(state):
+            self._look_together(state)
 
     def collect_logs(self, state: LoopState, scalars: Scalars) -> None:
         if self._all:
-            norms = [torch.linalg.vector_norm(p) for _, p in _named_parameters(state)]
-            scalars["param_norm"] = torch.linalg.vector_norm(torch.stack(norms))
+            scalars["param_norm"] = get_total_norm([p for _, p in _named_parameters(state)])
 
     def on_log(self, state: LoopState, record: dict[str, float]) -> None:
-        if self._every_steps is not None:
-            return
         bad = [k for k, v in record.items() if self._watches(k) and not math.isfinite(v)]
         if bad:
             self._report(state, self._look(state), f"{bad[0]} is {record[bad[0]]}")
@@ -90,6 +108,14 @@ class NanGuardHook(Hook):
 
     def _watches(self, name: str) -> bool:
         return self._all or "loss" in name
+
+    def _look_together(self, state: LoopState) -> None:
+        """Look and let the other ranks know; every rank must call this."""
+        found = self._look(state)
+        bad_here = 0.0 if found is None else 1.0
+        if mean_scalars({"nan_guard": bad_here})["nan_guard"] > 0:
+            self._report(state, found, "a value that is not finite")
+        self._seen.clear()
 
     def _look(self, state: LoopState) -> _Finding | None:
         """Return the first thing of this rank that is not finite."""
@@ -99,16 +125,15 @@ class NanGuardHook(Hook):
             for name, value in logs.items()
             if self._watches(name)
         ]
-        if values:
-            finite = torch.stack([value.isfinite().all() for _, _, value in values]).tolist()
-            for (step, name, value), good in zip(values, finite, strict=True):
-                if not good:
-                    return step, get_rank(), f"{name} is {value.tolist()}"
+        finite = _finite([value for _, _, value in values])
+        for (step, name, value), good in zip(values, finite, strict=True):
+            if not good:
+                return step, get_rank(), f"{name} is {value.tolist()}"
         return self._look_at_model(state) if self._all else None
 
     def _look_at_model(self, state: LoopState) -> _Finding | None:
         named = _named_parameters(state)
-        finite = torch.stack([param.isfinite().all() for _, param in named]).tolist()
+        finite = _finite([param for _, param in named])
         for (name, param), good in zip(named, finite, strict=True):
             if not good:
                 count = int((~param.isfinite()).sum())
@@ -130,7 +155,20 @@ class NanGuardHook(Hook):
             logger.warning("%s", text)
 
 
+def _finite(tensors: Sequence[Tensor]) -> list[bool]:
+    """Say of each tensor whether it is finite, waiting once for each device."""
+    by_device: dict[torch.device, list[int]] = {}
+    for index, tensor in enumerate(tensors):
+        by_device.setdefault(tensor.device, []).append(index)
+    finite = [True] * len(tensors)
+    for indices in by_device.values():
+        answers = torch.stack([tensors[index].isfinite().all() for index in indices]).tolist()
+        for index, answer in zip(indices, answers, strict=True):
+            finite[index] = answer
+    return finite
+
+
 def _named_parameters(state: LoopState) -> list[tuple[str, Tensor]]:
     # Buffers are left out: causal masks hold infinities on purpose.
-    named = cast(nn.Module, state.model.module).named_parameters()
+    named = user_model(state.model).named_parameters()
     return [(name, p.detach()) for name, p in named if p.is_floating_point() and p.numel()]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from pathlib import Path
 from typing import Any
 
@@ -117,12 +118,58 @@ def test_the_bad_record_is_on_file_and_no_bad_checkpoint(tmp_path: Path) -> None
     [
         ({"check": "losses"}, r"check must be one of \('loss', 'all'\), got 'losses'"),
         ({"action": "stop"}, r"action must be one of \('raise', 'warn'\), got 'stop'"),
-        ({"every_steps": 0}, "every_steps must be at least 1"),
+        ({"every_steps": 0}, "every_steps must be a whole number >= 1"),
+        ({"every_secs": 0}, "every_secs must be > 0"),
     ],
 )
 def test_settings_out_of_range(settings: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError, match=text):
         NanGuardHook(**settings)
+
+
+def test_a_look_each_pass_comes_before_its_checkpoint(tmp_path: Path) -> None:
+    state = new_state(run_dir=tmp_path)
+    hooks: list[Hook] = [NanGuardHook(every_epochs=2), CheckpointHook(), PoisonHook(step=2)]
+    with pytest.raises(NonFiniteError, match="loss is nan at step 2 on rank 0"):
+        train(state, hooks, epochs=3)
+    assert (state.step, state.epoch) == (8, 2)
+    assert not (tmp_path / "checkpoints" / "step_00000008").exists()
+
+
+def test_a_look_by_the_clock() -> None:
+    class Slow(Hook):
+        def on_update(self, state: LoopState) -> None:
+            time.sleep(0.06)
+
+    state = new_state()
+    with pytest.raises(NonFiniteError, match="loss is nan at step 1 on rank 0"):
+        train(state, [NanGuardHook(every_secs=1e-9), Slow(), PoisonHook(step=1)], epochs=1)
+
+
+def test_a_model_without_a_wrapper() -> None:
+    model, guard = nn.Linear(2, 1), NanGuardHook(check="all", every_steps=1)
+    model.bias.data[0] = float("nan")
+    scalars: Scalars = {}
+    state = LoopState(model=nn.Linear(2, 1), step=1)
+    guard.collect_logs(state, scalars)
+    expected = torch.cat([p.flatten() for p in state.model.parameters()]).norm().item()
+    assert float(scalars["param_norm"]) == pytest.approx(expected)
+    with pytest.raises(NonFiniteError, match="parameter 'bias' has 1 of 1 values not finite"):
+        guard.on_update(LoopState(model=model, step=1))
+
+
+@pytest.mark.gpu
+def test_values_on_several_devices() -> None:
+    guard = NanGuardHook(check="all", every_steps=1)
+    state = LoopState(model=nn.Sequential(nn.Linear(2, 1), nn.Linear(1, 1).cuda()), step=1)
+    guard.collect_logs(state, {})
+    logs = {"ratio": torch.tensor(1.0), "loss": torch.tensor(float("nan"), device="cuda")}
+    guard.on_batch_end(state, None, logs)
+    with pytest.raises(NonFiniteError, match="loss is nan"):
+        guard.on_update(state)
+    state.model[1].bias.data[0] = float("inf")
+    with pytest.raises(NonFiniteError, match=r"parameter '1.bias' has 1 of 1"):
+        NanGuardHook(check="all", every_steps=1).on_update(state)
 
 
 def _error_of_rank(settings: dict[str, Any], poison: dict[str, Any]) -> str:
