@@ -6,18 +6,22 @@ import json
 import logging
 import math
 import shutil
-from collections.abc import Callable, Iterable
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
+from types import NoneType
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
 
 from ..collectives import all_gather_object, distributed_available, get_rank, get_world_size
 from . import folder as folders
 from .plain import plain
 from .rng import capture_rng
 from .state import LoopState
+from .weights import gradients_of, weights_of
+from .weights import user_model as user_model
 
 logger = logging.getLogger(__name__)
 
@@ -26,6 +30,7 @@ Gather = Callable[[Any], list[Any]]
 
 FORMAT = 1
 META = "checkpoint.json"
+_ABANDONED = "abandoned_"
 REASONS = ("interval", "signal", "exception", "end")
 
 
@@ -41,7 +46,10 @@ def save_checkpoint(
     It holds the user's model under the user's names, the optimizer wrapper, the
     counters, everything in `state.stateful`, the random streams of every rank
     and, inside an accumulation window, the gradients gathered so far. An
-    earlier checkpoint of the same step is replaced.
+    earlier checkpoint of the same step is replaced. The first one after the run
+    went back to an older checkpoint gives those saved after that another name,
+    `abandoned_step_...`: they are found no more and stay until somebody removes
+    them.
 
     Args:
         folder: Holds the run's checkpoints, `state.run_dir / "checkpoints"`;
@@ -53,18 +61,62 @@ def save_checkpoint(
     Raises:
         CheckpointError: A rank failed; nothing of the checkpoint is left.
     """
-    return _save(folder, state, _about(state, reason, is_best), all_gather_object)
+    meta = _about(state, reason, is_best)
+    path = _save(folder, state, meta, all_gather_object, gradients=True)
+    state.restored_from = None
+    return path
 
 
 def save_alone(folder: Path, state: LoopState, *, reason: str = "exception") -> Path | None:
-    """Write what rank 0 knows, without any communication; None on other ranks.
+    """Write what rank 0 knows, without any communication.
 
-    For the moment after an error, when the other ranks may be gone: their random
-    streams and unfinished gradients are missing from the checkpoint.
+    For the moment after an error, when the other ranks may be gone: their
+    random streams are missing from the checkpoint. Where the error came in a
+    step, or there are several ranks, the checkpoint goes back to where the
+    running accumulation window began, so that a resume repeats that window.
+
+    Returns:
+        The checkpoint; None on other ranks, and where the weights may have gone
+        further than the counters, which a log line tells.
     """
     if own_rank() != 0:
         return None
-    return _save(folder, state, _about(state, reason, is_best=False), lambda mine: [mine])
+    position = (state.epoch, state.batch, state.iteration)
+    back = state.in_step or world_size() > 1
+    if back:
+        problem = _unsafe(state)
+        if problem:
+            logger.warning("no checkpoint of step %d is saved: %s", state.step, problem)
+            return None
+        position = state.updated_at or position
+    epoch, batch, iteration = position
+    saved = replace(state, epoch=epoch, batch=batch, iteration=iteration)
+    meta = _about(saved, reason, is_best=False)
+    path = _save(folder, saved, meta, lambda mine: [mine], gradients=not back)
+    state.restored_from = None
+    return path
+
+
+def _unsafe(state: LoopState) -> str:
+    """Say why weights and counters cannot be brought to the last update; empty if they can."""
+    if state.updated_at is None:
+        return "it is not known where the running accumulation window began"
+    if state.updated_at[0] != state.epoch:
+        return "the running accumulation window began in the epoch before"
+    if not state.in_step:
+        return ""
+    if not isinstance(sys.exc_info()[1], (Exception, NoneType)):
+        return "the training step was interrupted, maybe while it changed the weights"
+    optim: Any = state.optim_wrapper
+    if isinstance(optim, Mapping):
+        return "the error came in a step of several optimizers, some may have moved the weights"
+    # Wrappers count a micro-batch after its backward and before they move the weights.
+    count = getattr(optim, "inner_count", getattr(optim, "_inner_count", None))
+    unmoved = count == state.iteration
+    gathered = count == state.iteration + 1 and not optim.should_update()
+    if unmoved or gathered:
+        return ""
+    return "the error came after the weights had moved and before the step was counted"
 
 
 def prune_checkpoints(folder: Path, keep_last: int | None, keep: Iterable[Path] = ()) -> list[Path]:
@@ -81,10 +133,13 @@ def prune_checkpoints(folder: Path, keep_last: int | None, keep: Iterable[Path] 
     return doomed
 
 
-def list_checkpoints(folder: Path) -> list[tuple[Path, dict[str, Any]]]:
+def list_checkpoints(
+    folder: Path, problems: list[str] | None = None
+) -> list[tuple[Path, dict[str, Any]]]:
     """Return the checkpoints in `folder` with their descriptions, the latest first.
 
-    One without a readable description is named in the log and left out.
+    One without a readable description is named in the log, added to `problems`
+    and left out.
     """
     found = []
     for path in folder.glob("step_*"):
@@ -92,6 +147,8 @@ def list_checkpoints(folder: Path) -> list[tuple[Path, dict[str, Any]]]:
             found.append((path, read_meta(path)))
         except CheckpointError as error:
             logger.warning("%s; passed over", error)
+            if problems is not None:
+                problems.append(str(error))
     return sorted(found, key=lambda item: item[1]["serial"], reverse=True)
 
 
@@ -137,12 +194,6 @@ def together(what: str, action: Callable[[], T], gather: Gather = all_gather_obj
     return [result for _, result in reports]
 
 
-def user_model(wrapper: nn.Module) -> nn.Module:
-    """Return the model inside a wrapper; a bare model itself."""
-    inner = getattr(wrapper, "module", None)
-    return inner if isinstance(inner, nn.Module) else wrapper
-
-
 def rank_file(rank: int) -> str:
     """Return the name of the file with what only one rank knows."""
     return f"rank_{rank:05d}.pt"
@@ -177,16 +228,18 @@ def _about(state: LoopState, reason: str, is_best: bool) -> dict[str, Any]:
     }
 
 
-def _save(folder: Path, state: LoopState, meta: dict[str, Any], gather: Gather) -> Path:
+def _save(
+    folder: Path, state: LoopState, meta: dict[str, Any], gather: Gather, *, gradients: bool
+) -> Path:
     what = f"saving the checkpoint of step {state.step} in {folder}"
     first = own_rank() == 0
     draft = together(what, lambda: folders.make_draft(folder) if first else None, gather)[0]
     if draft is None:
         raise AssertionError("rank 0 makes the draft")
     try:
-        written = together(what, lambda: _write(draft, state), gather)
+        written = together(what, lambda: _write(draft, state, gradients), gather)
         meta["files"] = {name: about for files in written for name, about in files.items()}
-        finals = together(what, lambda: _finish(draft, meta) if first else draft, gather)
+        finals = together(what, lambda: _finish(draft, meta, state) if first else draft, gather)
     except CheckpointError:
         if first:
             shutil.rmtree(draft, ignore_errors=True)
@@ -194,26 +247,30 @@ def _save(folder: Path, state: LoopState, meta: dict[str, Any], gather: Gather) 
     return finals[0]
 
 
-def _write(draft: Path, state: LoopState) -> dict[str, dict[str, Any]]:
+def _write(draft: Path, state: LoopState, gradients: bool) -> dict[str, dict[str, Any]]:
     """Write this rank's files into the draft; return their fingerprints."""
     model = user_model(state.model)
     contents: dict[str, Any] = {}
     if own_rank() == 0:
         optim = state.optim_wrapper
         stateful = {name: plain(part.state_dict(), name) for name, part in state.stateful.items()}
-        contents["model.pt"] = model.state_dict()
+        contents["model.pt"] = weights_of(model)
         contents["optim.pt"] = {} if optim is None else plain(optim.state_dict(), "optimizer")
         contents["state.pt"] = {"counters": state.state_dict(), "stateful": stateful}
-    # Copied: under DDP a gradient may be a view that would be written with its whole bucket.
-    gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-    contents[rank_file(own_rank())] = {"rng": capture_rng(), "gradients": gradients}
+    device = next((p.device for p in model.parameters()), None)
+    contents[rank_file(own_rank())] = {
+        "rng": capture_rng(device),
+        "gradients": gradients_of(model) if gradients else {},
+    }
     for name, content in contents.items():
         folders.write_tensors(draft / name, content)
     return {name: folders.fingerprint(draft / name) for name in contents}
 
 
-def _finish(draft: Path, meta: dict[str, Any]) -> Path:
+def _finish(draft: Path, meta: dict[str, Any], state: LoopState) -> Path:
     """Describe the draft and publish it in place of older ones of the same step."""
+    if state.restored_from is not None and state.restored_from[0] == draft.parent.resolve():
+        _abandon(draft.parent, after=state.restored_from[1])
     others = list_checkpoints(draft.parent)
     replaced = [(path, old) for path, old in others if old["step"] == meta["step"]]
     meta["serial"] = 1 + max((old["serial"] for _, old in others), default=0)
@@ -228,3 +285,17 @@ def _finish(draft: Path, meta: dict[str, Any]) -> Path:
     folders.publish(draft, final)
     folders.remove_folders(path for path, _ in replaced)
     return final
+
+
+def _abandon(folder: Path, *, after: int) -> None:
+    """Rename the checkpoints saved after number `after`: the run went back to before them."""
+    for path, meta in list_checkpoints(folder):
+        if meta["serial"] <= after:
+            continue
+        target = path.with_name(f"{_ABANDONED}{path.name}")
+        number = 1
+        while target.exists():
+            target = path.with_name(f"{_ABANDONED}{path.name}-{number}")
+            number += 1
+        path.rename(target)
+        logger.warning("%s is of a course that the run has gone back on; now %s", path, target.name)

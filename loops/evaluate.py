@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, ClassVar
 
 import torch
@@ -28,7 +28,9 @@ class _EvalLoop:
     """One pass over the data under inference mode; each sample counts once.
 
     The model's training flags and the random streams are afterwards as they
-    were: how often a run is evaluated does not change how it trains.
+    were: how often a run is evaluated does not change how it trains. Steps run in
+    the precision of the training where the state has an `AmpOptimWrapper`, and in
+    the model's own otherwise.
 
     Args:
         dataloader: This rank's batches; ranks may have different numbers of
@@ -72,9 +74,13 @@ class _EvalLoop:
             )
         outer, state.phase = state.phase, self.phase
         try:
-            with preserved_rng():
+            with preserved_rng(device_of(state.model)):
                 for announce in hooks.on_eval_start:
                     announce(state)
+                # Running statistics differ by rank; only those of the first are saved.
+                sync = getattr(state.model, "sync_buffers", None)
+                if sync is not None:
+                    sync()
                 with evaluation_mode(state.model), torch.inference_mode():
                     results = self._measure(state, hooks, watch)
                 for announce_end in hooks.on_eval_end:
@@ -84,28 +90,30 @@ class _EvalLoop:
         return results
 
     def _measure(self, state: LoopState, hooks: HookList, watch: StopWatch) -> dict[str, float]:
-        device = next((p.device for p in state.model.parameters()), torch.device("cpu"))
+        device = device_of(state.model)
         for metric in self.metrics.values():
             metric.to(device)
             metric.reset()
         if not self._pass(state, hooks, watch):
             return {}
         merge_metrics(self.metrics)
-        state.metrics = compute_metrics(self.metrics)
+        results = compute_metrics(self.metrics)
         if self.phase is Phase.VAL:
-            state.evaluated_at = state.step
-        return dict(state.metrics)
+            state.metrics, state.evaluated_at = results, state.step
+        return dict(results)
 
     def _pass(self, state: LoopState, hooks: HookList, watch: StopWatch) -> bool:
         """Run all batches; False when a request to stop has cut them short."""
         # A test may follow a training that was stopped: only what comes now counts.
         polled = self._batches_to_poll() if not state.stop_reason else 0
         step = getattr(state.model, self.step_name)
+        precision = getattr(state.optim_wrapper, "precision_context", nullcontext)
         count = 0
         for batch in batches_from(self.dataloader, epoch=0):
             for announce in hooks.on_eval_batch_start:
                 announce(state, batch)
-            outputs = step(batch)
+            with precision():
+                outputs = step(batch)
             for name, metric in self.metrics.items():
                 feed_metric(name, metric, outputs, batch)
             for announce_end in hooks.on_eval_batch_end:
@@ -145,6 +153,11 @@ class TestLoop(_EvalLoop):
     __test__ = False
     phase = Phase.TEST
     step_name = "test_step"
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Return where the first parameter of `model` is; the CPU where there is none."""
+    return next((p.device for p in model.parameters()), torch.device("cpu"))
 
 
 @contextmanager

@@ -25,9 +25,6 @@ class LogBuffer:
         self._sums: dict[str, tuple[Tensor, int]] = {}
         self.append = self._raw.append
 
-    def __bool__(self) -> bool:
-        return bool(self._raw or self._sums)
-
     def flush(self, state: LoopState, hooks: HookList) -> None:
         """Announce the means since the last record; every rank must call this."""
         self.fold()

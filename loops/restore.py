@@ -21,12 +21,12 @@ from .checkpoint import (
     rank_file,
     read_meta,
     together,
-    user_model,
     world_size,
 )
 from .folder import fingerprint
 from .rng import mix_seed, restore_rng, seed_rng
 from .state import LoopState
+from .weights import load_weights, plain_name, set_gradients, user_model
 
 logger = logging.getLogger(__name__)
 
@@ -89,18 +89,20 @@ class Checkpoint:
         if state.optim_wrapper is not None:
             self._load_optimizer(state)
         self._restore_rank(state)
+        state.restored_from = (self.path.parent.resolve(), int(self.meta["serial"]))
 
     def _load_model(self, model: nn.Module) -> None:
         target = user_model(model)
         weights = self.read("model.pt")
-        problems = _mismatches(weights, target.state_dict())
+        wanted = {plain_name(name): value for name, value in target.state_dict().items()}
+        problems = _mismatches(weights, wanted)
         if problems:
             more = len(problems) - _SHOWN
             lines = problems[:_SHOWN] + ([f"and {more} more"] if more > 0 else [])
             raise CheckpointError(
                 f"{self.path} does not fit {type(target).__name__}:\n  " + "\n  ".join(lines)
             )
-        target.load_state_dict(weights)
+        load_weights(target, weights)
 
     def _load_optimizer(self, state: LoopState) -> None:
         try:
@@ -127,7 +129,8 @@ class Checkpoint:
         own = rank_file(own_rank())
         if own in self.meta["files"]:
             content = self.read(own)
-            restore_rng(content["rng"])
+            model = user_model(state.model)
+            restore_rng(content["rng"], next((p.device for p in model.parameters()), None))
         else:
             content = {}
             logger.warning("%s has no random state of rank %d: derived", self.path, own_rank())
@@ -135,7 +138,7 @@ class Checkpoint:
             seed_rng(mix_seed(own_rank(), *words))
         complete = saved == now and content
         gradients = content["gradients"] if complete else self._mean_gradients()
-        _set_gradients(user_model(state.model), gradients)
+        set_gradients(user_model(state.model), gradients)
 
     def _mean_gradients(self) -> dict[str, Tensor]:
         """Return the mean of all ranks' unfinished gradients: the update sees the same."""
@@ -165,7 +168,10 @@ def find_checkpoint(
     """Return the latest or best undamaged checkpoint of a run; every rank must call this.
 
     It is found from the folders themselves. A damaged one is named in the log
-    and the one before it taken. None where there is no good one.
+    and the one before it taken. None where there is none.
+
+    Raises:
+        CheckpointError: There are checkpoints, and each is damaged; not for "best".
     """
     if which not in ("latest", "best"):
         raise ValueError(f'which must be "latest" or "best", got {which!r}')
@@ -177,13 +183,17 @@ def find_checkpoint(
 
 
 def _search(folder: Path, which: str) -> Path | None:
-    for path, meta in list_checkpoints(folder):
+    problems: list[str] = []
+    for path, meta in list_checkpoints(folder, problems):
         if which == "best" and not meta["best"]:
             continue
         damage = _damage(path, meta)
         if not damage:
             return path
         logger.warning("checkpoint %s is damaged (%s); taking the one before it", path, damage)
+        problems.append(f"checkpoint {path} is damaged: {damage}")
+    if problems and which == "latest":
+        raise CheckpointError("none of the checkpoints can be read: " + "; ".join(problems))
     return None
 
 
@@ -212,9 +222,3 @@ def _mismatches(saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str
                 f"{tuple(value.shape)} in the model"
             )
     return lines + [f"{name}: not in the model" for name in surplus]
-
-
-def _set_gradients(model: nn.Module, gradients: Mapping[str, Tensor]) -> None:
-    for name, parameter in model.named_parameters():
-        saved = gradients.get(name)
-        parameter.grad = None if saved is None else saved.to(parameter.device)

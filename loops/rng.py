@@ -27,11 +27,14 @@ def seed_rng(seed: int) -> None:
         numpy.random.seed(seed % 2**32)
 
 
-def capture_rng() -> dict[str, Any]:
+def capture_rng(device: torch.device | None = None) -> dict[str, Any]:
     """Return the state of all random streams as tensors and numbers.
 
-    These are Python's, torch's on the CPU and on the current CUDA device, and
-    NumPy's global one, the last two where they are in use.
+    These are Python's, torch's on the CPU and on a CUDA device, and NumPy's
+    global one, the last two where they are in use.
+
+    Args:
+        device: Where the model is; by default, and off CUDA, the current CUDA device counts.
     """
     version, words, gauss = random.getstate()
     streams: dict[str, Any] = {
@@ -39,7 +42,7 @@ def capture_rng() -> dict[str, Any]:
         "torch": torch.get_rng_state(),
     }
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        streams["cuda"] = torch.cuda.get_rng_state()
+        streams["cuda"] = torch.cuda.get_rng_state(_cuda(device))
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         kind, keys, position, has_gauss, cached = numpy.random.get_state()
@@ -53,13 +56,17 @@ def capture_rng() -> dict[str, Any]:
     return streams
 
 
-def restore_rng(streams: dict[str, Any]) -> None:
-    """Put back what `capture_rng` returned; streams that this process lacks are passed over."""
+def restore_rng(streams: dict[str, Any], device: torch.device | None = None) -> None:
+    """Put back what `capture_rng` returned; streams that this process lacks are passed over.
+
+    Args:
+        device: Where the model is now, as in `capture_rng`.
+    """
     python = streams["python"]
     random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
     torch.set_rng_state(streams["torch"])
     if "cuda" in streams and torch.cuda.is_available():
-        torch.cuda.set_rng_state(streams["cuda"])
+        torch.cuda.set_rng_state(streams["cuda"], _cuda(device))
     numpy = sys.modules.get("numpy")
     if numpy is not None and "numpy" in streams:
         saved = streams["numpy"]
@@ -70,10 +77,18 @@ def restore_rng(streams: dict[str, Any]) -> None:
 
 
 @contextmanager
-def preserved_rng() -> Iterator[None]:
-    """Leave all random streams as they were, whatever the block draws from them."""
-    streams = capture_rng()
+def preserved_rng(device: torch.device | None = None) -> Iterator[None]:
+    """Leave the random streams as they were, whatever the block draws from them.
+
+    Args:
+        device: Where the model is, as in `capture_rng`.
+    """
+    streams = capture_rng(device)
     try:
         yield
     finally:
-        restore_rng(streams)
+        restore_rng(streams, device)
+
+
+def _cuda(device: torch.device | None) -> torch.device:
+    return device if device is not None and device.type == "cuda" else torch.device("cuda")

@@ -72,6 +72,11 @@ def updates_between(done: int, last: int, window: int) -> int:
     return last // window - done // window + (1 if last % window else 0)
 
 
+def holds_gradients(model: nn.Module) -> bool:
+    """Say whether there are gradients of an unfinished accumulation window."""
+    return any(parameter.grad is not None for parameter in model.parameters())
+
+
 def start_counting(
     optim_wrapper: Any, model: nn.Module, iteration: int, max_iterations: int
 ) -> None:
@@ -81,12 +86,13 @@ def start_counting(
     back from its checkpoint: it counts from the window's first batch, so that
     the losses still to come weigh as if there had been no interruption.
     """
-    kept = any(parameter.grad is not None for parameter in model.parameters())
-    if not kept:
+    if not holds_gradients(model):
         optim_wrapper.initialize_count_status(model, iteration, max_iterations)
         return
-    for member in _members(optim_wrapper):
-        count = member._inner_count
+    followers = getattr(optim_wrapper, "followers", lambda: [optim_wrapper])
+    for member in followers():
+        # Our own wrappers save their count, others may not.
+        count = member._inner_count or iteration
         start = count - count % member._accumulative_counts
         member.initialize_count_status(model, start, max_iterations)
         member._inner_count = count

@@ -19,6 +19,8 @@ _HEEDED = (signal.SIGTERM, signal.SIGINT)
 _PERIOD_S = 1.0
 # How long one process alone may go on without a poll; a signal ends that at once.
 _LOOK_S = 0.1
+# Most polls between two agreements, so that a slower phase is not kept waiting for minutes.
+_MAX_POLLS = 64
 
 
 class StopWatch(Protocol):
@@ -39,10 +41,12 @@ class StopSignals:
     """Turns SIGTERM and SIGINT into an orderly stop while it is entered.
 
     The first signal is noted; a second SIGINT raises KeyboardInterrupt. `poll`
-    makes it known to the loop. One process looks at every poll. Several ranks
-    exchange, about once a second, at a poll that they fixed in the exchange
-    before: a signal to any of them stops all of them at the same update. Every
-    rank must therefore poll equally often in each phase.
+    makes it known to the loop, and one that came too late for that is raised
+    again at the exit, with the old handlers, unless there is an error. One
+    process looks at every poll. Several ranks exchange, about once a second, at
+    a poll that they fixed in the exchange before: a signal to any of them stops
+    all of them at the same update. Every rank must therefore poll equally often
+    in each phase.
 
     Attributes:
         due_s: Before this time (`time.monotonic`) polling would find nothing new;
@@ -52,6 +56,7 @@ class StopSignals:
     def __init__(self) -> None:
         self.due_s = 0.0
         self._received = 0
+        self._unheeded = 0
         self._old: dict[signal.Signals, Any] = {}
         self._alone = not distributed_available() or get_world_size() == 1
         self._paces = {phase: _Pace() for phase in Phase}
@@ -71,6 +76,9 @@ class StopSignals:
         for number, handler in self._old.items():
             signal.signal(number, handler)
         self._old = {}
+        if self._unheeded and error is None:
+            # It came after the last look: the caller, or the system, is to have it.
+            signal.raise_signal(self._unheeded)
 
     def start_clock(self, state: LoopState) -> None:
         """Let `state.clock_s` go on from where it is."""
@@ -86,26 +94,35 @@ class StopSignals:
             if self._received:
                 self._stop(state, self._received)
         elif self._paces[state.phase].due():
-            self._agree(state)
+            self._paces[state.phase].plan(self._agree(state))
 
-    def _agree(self, state: LoopState) -> None:
+    def look(self, state: LoopState) -> None:
+        """Heed a signal that came after the last poll; every rank must call this."""
+        if not self._alone:
+            self._agree(state)
+        elif self._received:
+            self._stop(state, self._received)
+
+    def _agree(self, state: LoopState) -> float:
+        """Exchange signals and clocks; return the clock."""
         clock_s = time.monotonic() - self._start_s if get_rank() == 0 else -1.0
         shared = torch.tensor([self._received, clock_s], dtype=torch.float64, device=comm_device())
         # The greatest of both: any rank's signal, and the clock of rank 0.
         dist.all_reduce(shared, op=dist.ReduceOp.MAX)
         number, state.clock_s = shared.tolist()
-        self._paces[state.phase].plan(state.clock_s)
         if number:
             self._stop(state, int(number))
+        return state.clock_s
 
     def _stop(self, state: LoopState, number: int) -> None:
-        state.signal = number
+        state.signal, self._unheeded = number, 0
         state.request_stop(f"received {signal.Signals(number).name}")
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT and self._received == signal.SIGINT:
+            self._unheeded = 0
             raise KeyboardInterrupt
-        self._received = number
+        self._received = self._unheeded = number
         self.due_s = 0.0
 
 
@@ -128,6 +145,6 @@ class _Pace:
         if self._planned_at_s is not None:
             pace_s = (clock_s - self._planned_at_s) / self._interval
             wanted = int(_PERIOD_S / max(pace_s, 1e-6))
-            self._interval = max(1, min(wanted, 2 * self._interval))
+            self._interval = max(1, min(wanted, 2 * self._interval, _MAX_POLLS))
         self._planned_at_s = clock_s
         self._due_at = self._polls + self._interval

@@ -75,6 +75,11 @@ class LoopState:
             ranks: equal on all of them, and kept over a resume.
         stop_reason: Why the loop is to stop; empty while it is not.
         signal: Number of the signal that stops the run (SIGTERM, SIGINT); 0 for none.
+        in_step: The running batch is not in the counters yet, but maybe in the weights.
+        updated_at: (epoch, batch, iteration) of the last update, where the running
+            accumulation window began; None where that is not known.
+        restored_from: Folder and serial number of the checkpoint that the run
+            has gone back to and not yet gone on from.
     """
 
     model: nn.Module
@@ -93,6 +98,9 @@ class LoopState:
     clock_s: float = 0.0
     stop_reason: str = ""
     signal: int = 0
+    in_step: bool = False
+    updated_at: tuple[int, int, int] | None = None
+    restored_from: tuple[Path, int] | None = None
 
     def request_stop(self, reason: str) -> None:
         """Ask the loop to stop after this update; the first reason stays.
@@ -113,5 +121,6 @@ class LoopState:
         """Take over the counters of a checkpoint; a request to stop is not among them."""
         for name in _COUNTERS:
             setattr(self, name, int(state[name]))
+        self.updated_at = None
         self.clock_s = float(state["clock_s"])
         self.metrics = {name: float(value) for name, value in state["metrics"].items()}

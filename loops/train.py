@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from time import monotonic
@@ -13,9 +14,18 @@ from .data import batches_from, length_of
 from .evaluate import ValLoop, announce_failure
 from .hook import HookList
 from .logs import LogBuffer
-from .schedule import ValSchedule, positive, start_counting, updates_between, window_of
+from .schedule import (
+    ValSchedule,
+    holds_gradients,
+    positive,
+    start_counting,
+    updates_between,
+    window_of,
+)
 from .signals import StopSignals
 from .state import LoopState
+
+logger = logging.getLogger(__name__)
 
 # Updates after which raw log values are folded, so that a rare log costs no memory.
 _FOLD_STEPS = 256
@@ -44,6 +54,7 @@ class _TrainLoop:
         self.schedule = schedule
         self.log_every_steps = positive("log_every_steps", log_every_steps)
         self._logs = LogBuffer()
+        self._recorded_at = 0
 
     def _pass(self, state: LoopState, hooks: HookList, signals: StopSignals) -> None:
         """Train on what is left of the running epoch, or until it is time to stop."""
@@ -53,14 +64,19 @@ class _TrainLoop:
         for batch in batches_from(self.dataloader, state.epoch, state.batch):
             for on_batch_start in hooks.on_batch_start:
                 on_batch_start(state, batch)
+            state.in_step = True
             logs = model.train_step(batch, optim)
             log(logs)
             for on_batch_end in hooks.on_batch_end:
                 on_batch_end(state, batch, logs)
             state.iteration += 1
             state.batch += 1
-            if optim.should_update():
+            updated = optim.should_update()
+            if updated:
                 state.step += 1
+                state.updated_at = (state.epoch, state.batch, state.iteration)
+            state.in_step = False
+            if updated:
                 for on_update in hooks.on_update:
                     on_update(state)
                 self._after_update(state, hooks, signals)
@@ -72,7 +88,7 @@ class _TrainLoop:
     def _after_update(self, state: LoopState, hooks: HookList, signals: StopSignals) -> None:
         """Log, look for signals, validate and save, each when its time has come."""
         if state.step % self.log_every_steps == 0:
-            self._logs.flush(state, hooks)
+            self._record(state, hooks)
         elif state.step % _FOLD_STEPS == 0:
             self._logs.fold()
         if monotonic() >= signals.due_s:
@@ -81,6 +97,18 @@ class _TrainLoop:
             self._validate(state.step, state, hooks, signals)
         for on_save_point in hooks.on_save_point:
             on_save_point(state)
+
+    def _record(self, state: LoopState, hooks: HookList) -> None:
+        """Announce the means since the last record; every rank must call this."""
+        self._recorded_at = state.iteration
+        self._logs.flush(state, hooks)
+
+    def _end_pass(self, state: LoopState) -> None:
+        """Count a finished pass over the data."""
+        state.epoch += 1
+        state.batch = 0
+        if state.updated_at is not None and state.updated_at[2] == state.iteration:
+            state.updated_at = (state.epoch, 0, state.iteration)
 
     def _validate(self, done: int, state: LoopState, hooks: HookList, signals: StopSignals) -> None:
         """Validate if that is due after `done` units; a stop puts it off to the resume."""
@@ -97,15 +125,22 @@ class _TrainLoop:
     @contextmanager
     def _session(self, state: LoopState, hooks: HookList) -> Iterator[StopSignals]:
         """Start and end the run's training, heed signals, announce errors."""
-        state.stop_reason, state.signal = "", 0
+        state.stop_reason, state.signal, state.in_step = "", 0, False
+        state.updated_at = None
+        if not holds_gradients(state.model):
+            state.updated_at = (state.epoch, state.batch, state.iteration)
+        self._recorded_at = state.iteration
         with StopSignals() as signals:
             signals.start_clock(state)
             try:
                 for on_train_start in hooks.on_train_start:
                     on_train_start(state)
                 yield signals
-                if self._logs:
-                    self._logs.flush(state, hooks)
+                # By a counter: all ranks must come to the same answer.
+                if self._recorded_at != state.iteration:
+                    self._record(state, hooks)
+                if not state.signal:
+                    signals.look(state)
                 for on_train_end in hooks.on_train_end:
                     on_train_end(state)
             except BaseException as error:
@@ -180,8 +215,7 @@ class EpochTrainLoop(_TrainLoop):
                     break
                 for on_epoch_end in hooks.on_epoch_end:
                     on_epoch_end(state)
-                state.epoch += 1
-                state.batch = 0
+                self._end_pass(state)
                 self._validate(state.epoch, state, hooks, signals)
                 for on_save_point in hooks.on_save_point:
                     on_save_point(state)
@@ -197,6 +231,11 @@ class EpochTrainLoop(_TrainLoop):
             last = state.iteration + left
             if window is not None:
                 state.max_steps = state.step + updates_between(state.iteration, last, window)
+        elif window != 1:
+            logger.warning(
+                "the training loader has no length, so the end of the run is not known: gradients "
+                "of a last accumulation window that is not full will be lost"
+            )
         start_counting(state.optim_wrapper, state.model, state.iteration, last)
 
 
@@ -251,8 +290,7 @@ class IterTrainLoop(_TrainLoop):
             while state.step < self.max_steps and not state.stop_reason:
                 self._pass(state, hooks, signals)
                 if state.step < self.max_steps and not state.stop_reason:
-                    state.epoch += 1
-                    state.batch = 0
+                    self._end_pass(state)
                     for on_save_point in hooks.on_save_point:
                         on_save_point(state)
             if not state.stop_reason:

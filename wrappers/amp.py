@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -86,7 +86,13 @@ class AmpOptimWrapper(OptimWrapper):
         context = super().optim_context(model)
         if self.cast_dtype not in _HALF:
             return context
-        return _both(context, torch.autocast(self.device_type, dtype=self.cast_dtype))
+        return _both(context, self.precision_context())
+
+    def precision_context(self) -> AbstractContextManager[Any]:
+        """Autocast alone, as an evaluation of the model in training runs in."""
+        if self.cast_dtype not in _HALF:
+            return nullcontext()
+        return torch.autocast(self.device_type, dtype=self.cast_dtype)
 
     def state_dict(self) -> dict[str, Any]:
         """As ``OptimWrapper.state_dict()``, with ``loss_scaler``."""

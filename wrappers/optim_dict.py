@@ -43,6 +43,7 @@ class OptimWrapperDict(Mapping[str, OptimWrapper]):
                     f"but got {name}: {type(wrapper).__name__}"
                 )
         self.optim_wrappers = dict(optim_wrappers)
+        self._followers: set[str] = set()
 
     def __getitem__(self, name: str) -> OptimWrapper:
         return self.optim_wrappers[name]
@@ -72,14 +73,18 @@ class OptimWrapperDict(Mapping[str, OptimWrapper]):
         return any(wrapper.should_update() for wrapper in self.values())
 
     def initialize_count_status(self, model: nn.Module, init_counts: int, max_counts: int) -> None:
-        """Tell the members that have not been told yet where training starts and ends.
+        """Tell the `followers` where training starts and ends.
 
         The counts are those of a member that sees every batch once; a member that is updated
         at another rhythm is initialised by the caller beforehand.
         """
-        for wrapper in self.values():
-            if wrapper._max_counts < 0:
-                wrapper.initialize_count_status(model, init_counts, max_counts)
+        for wrapper in self.followers():
+            wrapper.initialize_count_status(model, init_counts, max_counts)
+
+    def followers(self) -> list[OptimWrapper]:
+        """The members that the caller has not initialised: they follow the run's counts."""
+        self._followers.update(n for n, wrapper in self.items() if wrapper._max_counts < 0)
+        return [wrapper for name, wrapper in self.items() if name in self._followers]
 
     @property
     def inner_count(self) -> int:
@@ -93,11 +98,11 @@ class OptimWrapperDict(Mapping[str, OptimWrapper]):
 
     def get_lr(self) -> dict[str, list[float]]:
         """Learning rates as ``name.lr`` (and ``name.base_lr``)."""
-        return self._by_member("get_lr")
+        return _by_member(self, "get_lr")
 
     def get_momentum(self) -> dict[str, list[float]]:
         """Momenta as ``name.momentum``."""
-        return self._by_member("get_momentum")
+        return _by_member(self, "get_momentum")
 
     def state_dict(self) -> dict[str, Any]:
         """State by member."""
@@ -116,9 +121,10 @@ class OptimWrapperDict(Mapping[str, OptimWrapper]):
                 )
             self[name].load_state_dict(state)
 
-    def _by_member(self, method: str) -> dict[str, list[float]]:
-        return {
-            f"{name}.{key}": value
-            for name, wrapper in self.items()
-            for key, value in getattr(wrapper, method)().items()
-        }
+
+def _by_member(group: OptimWrapperDict, method: str) -> dict[str, list[float]]:
+    return {
+        f"{name}.{key}": value
+        for name, wrapper in group.items()
+        for key, value in getattr(wrapper, method)().items()
+    }

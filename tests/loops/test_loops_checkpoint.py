@@ -130,9 +130,104 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_taken(
 def test_a_missing_file_is_damage(tmp_path: Path) -> None:
     path = save_checkpoint(tmp_path, make_state())
     (path / "optim.pt").unlink()
-    assert find_checkpoint(tmp_path) is None
+    with pytest.raises(CheckpointError, match=r"none of .* can be read: .*optim\.pt: No such file"):
+        find_checkpoint(tmp_path)
+    assert find_checkpoint(tmp_path, "best") is None
     with pytest.raises(CheckpointError, match=r"damaged: optim\.pt"):
         load_checkpoint(path).restore(make_state())
+
+
+def test_a_description_that_cannot_be_read_is_damage(tmp_path: Path) -> None:
+    path = save_checkpoint(tmp_path, make_state())
+    (path / "checkpoint.json").write_text("{")
+    with pytest.raises(CheckpointError, match=r"none of .* can be read: .*checkpoint\.json"):
+        find_checkpoint(tmp_path)
+
+
+def test_going_back_abandons_what_came_later(tmp_path: Path) -> None:
+    """The first save after a restore takes later checkpoints out of the search."""
+    state = make_state()
+    paths = []
+    for step, best in ((10, False), (20, False), (30, True)):
+        state.step = step
+        paths.append(save_checkpoint(tmp_path, state, is_best=best))
+    load_checkpoint(paths[1]).restore(state)
+    assert find_checkpoint(tmp_path) == paths[2]
+
+    state.step = 30
+    again = save_checkpoint(tmp_path, state)
+    assert find_checkpoint(tmp_path) == again
+    assert not load_checkpoint(again).meta["best"]
+    assert find_checkpoint(tmp_path, "best") is None
+    assert {path.name for path in tmp_path.iterdir()} == {
+        *("step_00000010", "step_00000020", "step_00000030", "abandoned_step_00000030")
+    }
+    state.step = 40
+    assert find_checkpoint(tmp_path) != save_checkpoint(tmp_path / "elsewhere", state)
+    save_checkpoint(tmp_path, state)
+    assert again.exists()
+
+    load_checkpoint(paths[0]).restore(state)
+    state.step = 30
+    save_checkpoint(tmp_path, state)
+    assert (tmp_path / "abandoned_step_00000030-1").exists()
+
+
+class Vocabulary(nn.Linear):
+    """A layer with a state that is no tensor."""
+
+    words: Any = None
+
+    def get_extra_state(self) -> Any:
+        return {"words": self.words}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.words = state["words"]
+
+
+def vocabulary_state(words: Any) -> LoopState:
+    net = Vocabulary(2, 2)
+    net.words = words
+    return LoopState(SingleDevice(net), OptimWrapper(torch.optim.SGD(net.parameters(), 0.1)))
+
+
+def test_the_models_extra_state_can_be_loaded_or_is_refused(tmp_path: Path) -> None:
+    path = save_checkpoint(tmp_path, vocabulary_state(["a", np.float64(2.0)]))
+    other = vocabulary_state(None)
+    load_checkpoint(path).restore(other)
+    assert other.model.module.words == ["a", 2.0]
+    with pytest.raises(CheckpointError, match=r"_extra_state\.words is a numpy\.ndarray"):
+        save_checkpoint(tmp_path, vocabulary_state(np.arange(3)))
+
+
+class Holder(nn.Module):
+    """A model of the user with a child called module."""
+
+    def __init__(self, *, inner: bool = False) -> None:
+        super().__init__()
+        norm = nn.BatchNorm1d(2)
+        self.module = torch.compile(norm, backend="eager") if inner else norm
+        self.head = nn.Linear(2, 1)
+
+
+def test_weights_have_the_users_names(tmp_path: Path) -> None:
+    """A child called module is no wrapper, and torch.compile adds nothing to the names."""
+    plain = Holder()
+    names = list(plain.state_dict())
+    inside: Any = torch.compile(Holder(), backend="eager")
+    models = [plain, SingleDevice(Holder()), Holder(inner=True), SingleDevice(inside)]
+    for index, model in enumerate(models):
+        for parameter in model.parameters():
+            parameter.grad = torch.full_like(parameter, index)
+        path = save_checkpoint(tmp_path / str(index), LoopState(model))
+        saved = torch.load(path / "model.pt", weights_only=True)
+        assert list(saved) == names
+        assert saved._metadata["module"]["version"] == 2
+        for target in models:
+            load_checkpoint(path).restore(LoopState(target))
+            loaded = target.state_dict().values()
+            assert all(torch.equal(a, b) for a, b in zip(loaded, saved.values(), strict=True))
+            assert all((p.grad == index).all() for p in target.parameters())
 
 
 def test_what_is_no_checkpoint_and_what_is_too_new(tmp_path: Path) -> None:

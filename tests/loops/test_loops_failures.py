@@ -1,0 +1,167 @@
+"""What is saved after an error never holds half a step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from loop_parts import assert_identical, make_loader, make_state, weights_of
+from ranks import run_ranks
+from torch import Tensor, nn
+
+from stepwrap.loops import (
+    EpochTrainLoop,
+    Hook,
+    HookList,
+    LoopState,
+    load_checkpoint,
+    save_alone,
+)
+from stepwrap.wrappers import OptimWrapper, OptimWrapperDict, SingleDevice, SupervisedModel
+
+
+class Fail(Hook):
+    """Raises in one batch, at one place, and saves alone after the error."""
+
+    def __init__(
+        self, folder: Path, place: str, iteration: int, error: BaseException | None = None
+    ) -> None:
+        self.folder = folder
+        self.place = place
+        self.iteration = iteration
+        self.error = error or OSError("out of memory")
+        self.path: Path | None = None
+        self.before: dict[str, Tensor] = {}
+
+    def fail(self, place: str, state: LoopState) -> None:
+        if (place, state.iteration) == (self.place, self.iteration):
+            raise self.error
+
+    def on_train_start(self, state: LoopState) -> None:
+        parameters = list(state.model.parameters())
+        # The first one's gradient is there before the error comes.
+        parameters[0].register_hook(lambda gradient: self.fail("backward", state))
+        optim: Any = state.optim_wrapper
+        if not isinstance(optim, OptimWrapperDict):
+            optim.optimizer.register_step_pre_hook(lambda *_: self.fail("step", state))
+
+    def on_batch_start(self, state: LoopState, batch: Any) -> None:
+        self.before = weights_of(state)
+        self.fail("read", state)
+
+    def on_batch_end(self, state: LoopState, batch: Any, logs: Any) -> None:
+        self.fail("batch_end", state)
+
+    def on_exception(self, state: LoopState, error: BaseException) -> None:
+        self.path = save_alone(self.folder, state)
+
+
+def failed(
+    folder: Path, place: str, iteration: int, error: BaseException | None = None, *, window: int = 1
+) -> Fail:
+    state = make_state(accumulate=window)
+    hook = Fail(folder, place, iteration, error)
+    with pytest.raises(type(hook.error)):
+        EpochTrainLoop(make_loader(16), max_epochs=2).run(state, HookList([hook]))
+    return hook
+
+
+def uninterrupted(window: int) -> dict[str, Tensor]:
+    state = make_state(accumulate=window)
+    EpochTrainLoop(make_loader(16), max_epochs=2).run(state, HookList())
+    return weights_of(state)
+
+
+@pytest.mark.parametrize(
+    ("place", "iteration", "window", "start"),
+    [
+        ("read", 5, 1, 5),
+        ("read", 5, 2, 5),
+        ("backward", 5, 1, 5),
+        ("backward", 5, 2, 4),
+        ("backward", 8, 2, 8),
+        ("batch_end", 4, 2, 4),
+    ],
+)
+def test_a_resume_after_an_error_is_exact(
+    tmp_path: Path, place: str, iteration: int, window: int, start: int
+) -> None:
+    """Nothing of the failed batch is in the checkpoint, or its whole window is repeated."""
+    path = failed(tmp_path, place, iteration, window=window).path
+    assert path is not None
+    resumed = make_state(accumulate=window)
+    load_checkpoint(path).restore(resumed)
+    assert resumed.iteration == start
+    EpochTrainLoop(make_loader(16), max_epochs=2).run(resumed, HookList())
+    assert_identical(weights_of(resumed), uninterrupted(window))
+
+
+@pytest.mark.parametrize(
+    ("place", "error", "reason"),
+    [
+        ("batch_end", OSError("away"), "before the step was counted"),
+        ("step", OSError("away"), "before the step was counted"),
+        ("backward", KeyboardInterrupt(), "was interrupted"),
+        ("step", KeyboardInterrupt(), "was interrupted"),
+    ],
+)
+def test_nothing_is_saved_where_weights_may_be_ahead_of_the_counters(
+    tmp_path: Path,
+    place: str,
+    error: BaseException,
+    reason: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    assert failed(tmp_path, place, 5, error).path is None
+    assert list(tmp_path.iterdir()) == []
+    assert reason in caplog.text
+
+
+def test_a_window_that_began_in_the_epoch_before_is_not_saved(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Schedules and validations of the epoch's end cannot be taken back."""
+    assert failed(tmp_path, "backward", 8, window=3).path is None
+    assert "began in the epoch before" in caplog.text
+
+
+class TwoStep(SingleDevice):
+    """Two optimizers, one after the other."""
+
+    def train_step(self, data: Any, optim_wrapper: Any) -> dict[str, Tensor]:
+        losses = self.module(*data, mode="loss")
+        for wrapper in optim_wrapper.values():
+            wrapper.update_params(losses["loss"].detach() * next(self.parameters()).sum())
+        return {}
+
+
+def test_nothing_is_saved_in_a_step_of_several_optimizers(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = SupervisedModel(nn.Linear(4, 3), nn.CrossEntropyLoss())
+    parts = {name: OptimWrapper(torch.optim.SGD(model.parameters(), lr=0.1)) for name in "ab"}
+    state = LoopState(TwoStep(model), OptimWrapperDict(**parts))
+    hook = Fail(tmp_path, "backward", 2)
+    with pytest.raises(OSError, match="memory"):
+        EpochTrainLoop(make_loader(8), max_epochs=1).run(state, HookList([hook]))
+    assert hook.path is None
+    assert "several optimizers" in caplog.text
+
+
+def _failed_window_on_ranks(folder: Path) -> dict[str, Tensor]:
+    # Between two steps of a window: each rank has gathered other gradients.
+    path = failed(folder, "read", 3, window=2).path
+    paths = [folder / "step_00000001" if path is None else path]
+    torch.distributed.barrier()
+    resumed = make_state(accumulate=2)
+    load_checkpoint(paths[0]).restore(resumed)
+    assert resumed.iteration == 2
+    EpochTrainLoop(make_loader(16), max_epochs=2).run(resumed, HookList())
+    assert_identical(weights_of(resumed), uninterrupted(2))
+    return weights_of(resumed)
+
+
+def test_several_ranks_repeat_the_unfinished_window(tmp_path: Path) -> None:
+    run_ranks(_failed_window_on_ranks, 2, tmp_path)
