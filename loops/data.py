@@ -11,6 +11,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from ..collectives import get_rank, get_world_size
+from ._workers import WorkerStart
 from .rng import mix_seed, preserved_rng, seed_rng
 
 logger = logging.getLogger(__name__)
@@ -127,8 +128,10 @@ class SeededSamples(Dataset[Any]):
     """A map-style data set whose randomness in a worker depends on the batch alone.
 
     Before a batch of `BatchIndices` is read, the worker's random streams are
-    seeded from the batch's key, so that augmentations are the same for any
-    number of workers and after any resume.
+    seeded from the batch's key, so that augmentations are the same for one worker
+    or many and after any resume. Without workers the samples are read by the
+    training process, from whose own streams they draw: other augmentations, and
+    as repeatable, since checkpoints hold those streams.
     """
 
     def __init__(self, samples: Dataset[Any]) -> None:
@@ -169,7 +172,9 @@ def build_loader(
         train: Give every rank the same number of batches; without it every
             sample comes exactly once, as an exact evaluation needs.
         shuffle: A new order in each epoch, the same for any number of workers.
-        num_workers: Worker processes; 0 reads in this process.
+        num_workers: Worker processes; 0 reads in this process. Forked ones ignore
+            SIGTERM and SIGINT, which often reach a whole group of processes: they
+            end when this process does.
         collate: Makes a batch of a list of samples; None for torch's own.
         seed: Of the order and of the workers' randomness; the same on all ranks.
         **options: `drop_last` (leave out a last global batch that is not full),
@@ -186,6 +191,7 @@ def build_loader(
         options["pin_memory"] = torch.cuda.is_available()
     if num_workers:
         options.setdefault("persistent_workers", True)
+        options["worker_init_fn"] = WorkerStart(options.get("worker_init_fn"))
     # Its own generator: making an iterator must not move the global stream.
     generator = torch.Generator().manual_seed(mix_seed(seed, rank))
     options.update(num_workers=num_workers, collate_fn=collate, generator=generator)

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import logging
+import os
 import random
+import signal
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -207,3 +212,55 @@ def test_loader_options_pass_through_and_unknown_ones_do_not() -> None:
     assert loader.pin_memory == torch.cuda.is_available()
     with pytest.raises(TypeError, match="prefetch_facto"):
         build_loader(Noisy(), batch_size=2, prefetch_facto=2)
+
+
+class Readers(Dataset[Any]):
+    """Tells its reader's process id."""
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> int:
+        return os.getpid()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_workers_go_on_after_a_signal_to_the_group(number: signal.Signals) -> None:
+    loader = build_loader(Readers(), batch_size=1, num_workers=2, prefetch_factor=1)
+    batches = iter(loader)
+    workers = {int(next(batches)), int(next(batches))}
+    assert len(workers) == 2
+    for worker in workers:
+        os.kill(worker, number)
+    assert {int(batch) for batch in batches} == workers
+
+
+_LINGERING = """
+from torch.utils.data import TensorDataset
+import torch
+from stepwrap.loops import build_loader
+loader = build_loader(TensorDataset(torch.zeros(8)), batch_size=1, num_workers=2)
+batches = iter(loader)
+next(batches)
+"""
+
+
+def test_workers_in_use_do_not_hold_up_the_exit() -> None:
+    """The exit ends them by SIGTERM and waits for them."""
+    subprocess.run([sys.executable, "-c", _LINGERING], check=True, timeout=60)
+
+
+class Marked:
+    """A preparation of the user's, which leaves a file."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __call__(self, worker: int) -> None:
+        (self.folder / str(worker)).touch()
+
+
+def test_the_users_preparation_of_workers_is_called(tmp_path: Path) -> None:
+    loader = build_loader(Readers(), batch_size=8, num_workers=2, worker_init_fn=Marked(tmp_path))
+    assert len(list(loader)) == 5
+    assert {file.name for file in tmp_path.iterdir()} == {"0", "1"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,9 +20,26 @@ from torchmetrics.classification import (
     MulticlassF1Score,
 )
 
-from stepwrap.loops import HookList, LoopState, MeanLoss, TestLoop, ValLoop, build_loader
+from stepwrap.loops import (
+    EpochTrainLoop,
+    HookList,
+    LoopState,
+    MeanLoss,
+    TestLoop,
+    ValLoop,
+    build_loader,
+    load_checkpoint,
+    save_checkpoint,
+)
 from stepwrap.loops.metrics import compute_metrics, feed_metric, merge_metrics
-from stepwrap.wrappers import BaseModel, SingleDevice, SupervisedModel
+from stepwrap.wrappers import (
+    AmpOptimWrapper,
+    BaseModel,
+    OptimWrapper,
+    SingleDevice,
+    StepDistributedDataParallel,
+    SupervisedModel,
+)
 
 CLASSES = 10
 
@@ -168,3 +186,58 @@ def test_only_one_warning_is_silenced() -> None:
 
     with pytest.raises(UserWarning, match="something else"):
         compute_metrics({"loss": Warns()})
+
+
+def _validated_and_saved(folder: Path) -> list[dict[str, float]]:
+    def make() -> LoopState:
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
+        model = StepDistributedDataParallel(SupervisedModel(net, nn.CrossEntropyLoss()))
+        return LoopState(model, OptimWrapper(torch.optim.SGD(model.parameters(), lr=0.1)))
+
+    val_loop = ValLoop(build_loader(make_data(16), batch_size=4), {"loss": MeanLoss()})
+    loader = build_loader(make_data(16), batch_size=4, train=True)
+    state, other = make(), make()
+    EpochTrainLoop(loader, max_epochs=1, val_loop=val_loop).run(state, HookList())
+    load_checkpoint(save_checkpoint(folder, state)).load_model(other.model)
+    return [state.metrics, val_loop.run(other, HookList())]
+
+
+def test_running_statistics_are_those_that_are_saved(tmp_path: Path) -> None:
+    """Under DDP each rank has other ones after a training step."""
+    (in_the_run, of_the_saved), other_rank = run_ranks(_validated_and_saved, 2, tmp_path)
+    assert in_the_run == of_the_saved
+    assert other_rank == [in_the_run, of_the_saved]
+
+
+def test_a_test_leaves_the_results_of_the_validation() -> None:
+    state = make_state()
+    state.metrics, state.evaluated_at = {"accuracy": 0.5}, 0
+    loader = build_loader(make_data(4), batch_size=2)
+    assert set(TestLoop(loader, {"loss": MeanLoss()}).run(state, HookList())) == {"loss"}
+    assert state.metrics == {"accuracy": 0.5}
+
+
+class Kinds(BaseModel):
+    """Notes the precision that its layer computes in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+        self.seen: set[torch.dtype] = set()
+
+    def forward(self, inputs: Tensor, targets: Tensor, mode: str = "tensor") -> Any:
+        self.seen.add(self.layer(inputs).dtype)
+        return []
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_evaluation_runs_in_the_precision_of_the_training(dtype: torch.dtype) -> None:
+    model = Kinds()
+    optim = AmpOptimWrapper(torch.optim.SGD(model.parameters(), lr=0.1), dtype=dtype)
+    loader = build_loader(make_data(4), batch_size=2)
+    ValLoop(loader).run(LoopState(SingleDevice(model), optim), HookList())
+    assert model.seen == {dtype}
+    model.seen.clear()
+    ValLoop(loader).run(LoopState(SingleDevice(model)), HookList())
+    assert model.seen == {torch.float32}

@@ -23,6 +23,7 @@ from stepwrap.loops import (
     build_loader,
 )
 from stepwrap.loops.signals import StopSignals
+from stepwrap.wrappers import StepDistributedDataParallel
 
 
 class Raise(Hook):
@@ -119,3 +120,86 @@ def _uneven() -> str:
 def test_unequal_training_loaders_are_refused_on_every_rank() -> None:
     texts = run_ranks(_uneven, 2)
     assert texts[0] == texts[1]
+
+
+class RaiseAtTheEnd(Hook):
+    """Sends this process a signal when nothing looks for one any more, on one rank."""
+
+    def __init__(self, event: str, rank: int = 0) -> None:
+        self.event, self.rank = event, rank
+
+    def _raise(self, event: str) -> None:
+        if event == self.event and (not dist.is_initialized() or dist.get_rank() == self.rank):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def on_save_point(self, state: LoopState) -> None:
+        if state.epoch == 1:
+            self._raise("save_point")
+
+    def on_train_end(self, state: LoopState) -> None:
+        self._raise("train_end")
+
+
+def _signalled_at_the_end(event: str, rank: int) -> tuple[int, list[int]]:
+    heard: list[int] = []
+    old = signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))
+    try:
+        loop = EpochTrainLoop(make_loader(8), max_epochs=1)
+        state = loop.run(make_state(), HookList([RaiseAtTheEnd(event, rank)]))
+    finally:
+        signal.signal(signal.SIGTERM, old)
+    assert state.epoch == 1
+    return state.signal, heard
+
+
+def test_a_signal_after_the_last_update_is_not_lost() -> None:
+    """Known to the hooks of the training's end, or handed to the handler from before."""
+    assert _signalled_at_the_end("save_point", 0) == (signal.SIGTERM, [])
+    assert _signalled_at_the_end("train_end", 0) == (0, [signal.SIGTERM])
+    assert run_ranks(_signalled_at_the_end, 2, "save_point", 1) == [(signal.SIGTERM, [])] * 2
+    ends = run_ranks(_signalled_at_the_end, 2, "train_end", 1)
+    assert ends == [(0, []), (0, [signal.SIGTERM])]
+
+
+def _most_polls_between_agreements() -> int:
+    state, gaps, last = make_state(), [], 0
+    with StopSignals() as signals:
+        for poll in range(1000):
+            before = state.clock_s
+            signals.poll(state)
+            if state.clock_s != before:
+                gaps.append(poll - last)
+                last = poll
+    return max(gaps)
+
+
+def test_agreements_are_never_many_polls_apart() -> None:
+    """So that a phase which becomes slower hears of a signal soon enough."""
+    assert run_ranks(_most_polls_between_agreements, 2) == [64, 64]
+
+
+def _all_ranks_record() -> int:
+    # Rank 1 has no logs of its own; the last update is one at which they are folded.
+    state = make_state()
+    state.model.__class__ = Silent if dist.get_rank() else type(state.model)
+    heard = Records()
+    loop = EpochTrainLoop(make_loader(512, batch_size=1), max_epochs=1, log_every_steps=1000)
+    loop.run(state, HookList([heard]))
+    return heard.count
+
+
+class Silent(StepDistributedDataParallel):
+    def train_step(self, data: Any, optim_wrapper: Any) -> dict[str, Any]:
+        super().train_step(data, optim_wrapper)
+        return {}
+
+
+class Records(Hook):
+    count = 0
+
+    def on_log(self, state: LoopState, record: dict[str, float]) -> None:
+        self.count += 1
+
+
+def test_a_last_record_is_everyones_or_nobodys() -> None:
+    assert run_ranks(_all_ranks_record, 2) == [1, 1]

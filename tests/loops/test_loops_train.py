@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from loop_parts import Recorder, assert_identical, make_data, make_loader, make_state, weights_of
 from torch import nn
 from torch.nn.functional import cross_entropy
+from torch.utils.data import IterableDataset
 
 from stepwrap.loops import (
     EpochTrainLoop,
@@ -327,3 +329,49 @@ def test_the_model_trains_in_training_mode_and_frozen_parts_survive_validation()
     state.model.eval()
     loop.run(state, HookList([Freeze()]))
     assert flags == [(True, False)] * 4
+
+
+class Endless(IterableDataset[Any]):
+    """Five samples, without saying so."""
+
+    def __iter__(self) -> Iterator[Any]:
+        data = make_data(5)
+        return (data[index] for index in range(5))
+
+
+def test_a_lost_last_window_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    loader = build_loader(Endless(), batch_size=1, train=True)
+    state = make_state(accumulate=2)
+    EpochTrainLoop(loader, max_epochs=1).run(state, HookList())
+    assert (state.iteration, state.step) == (5, 2)
+    assert caplog.text.count("will be lost") == 1
+    caplog.clear()
+    EpochTrainLoop(loader, max_epochs=1).run(make_state(), HookList())
+    assert "will be lost" not in caplog.text
+
+
+def test_a_count_that_was_not_saved_is_that_of_the_batches() -> None:
+    """Resumed inside a window, with an optimizer wrapper that does not save its count."""
+    ends = []
+    for forgets in (False, True):
+        state = make_state(accumulate=2)
+        optim: Any = state.optim_wrapper
+        stop = StopInWindow()
+        with pytest.raises(BetweenUpdatesError):
+            EpochTrainLoop(make_loader(12), max_epochs=1).run(state, HookList([stop]))
+        if forgets:
+            optim._inner_count = 0
+        EpochTrainLoop(make_loader(12), max_epochs=1).run(state, HookList())
+        ends.append(weights_of(state))
+        assert optim.inner_count == 6
+    assert_identical(*ends)
+
+
+class BetweenUpdatesError(Exception):
+    """Ends a run between two updates."""
+
+
+class StopInWindow(Hook):
+    def on_batch_start(self, state: LoopState, batch: Any) -> None:
+        if state.iteration == 3:
+            raise BetweenUpdatesError

@@ -61,6 +61,10 @@ def test_counters_reach_the_members() -> None:
     assert group["gen"]._max_counts == 8
     assert group["gen"]._remainder_counts == 2
     assert group["disc"]._max_counts == 4
+    # Another training in the same process.
+    group.initialize_count_status(nn.Linear(1, 1), 8, 16)
+    assert group["gen"]._max_counts == 16
+    assert group["disc"]._max_counts == 4
 
 
 def test_should_update_is_any_members() -> None:
