@@ -4,18 +4,16 @@ Run it as it is, or on two processes: torchrun --nproc-per-node 2 examples/own_l
 """
 
 import torch
-from torch import distributed as dist
 from torchmetrics.classification import MulticlassAccuracy
 
 from stepwrap.collectives import get_rank, get_world_size
 from stepwrap.configs.digits import Digits, SmallCNN
 from stepwrap.loops import build_loader
+from stepwrap.runner import launch
 from stepwrap.wrappers import OptimWrapper, SupervisedModel, wrap_model
 
 
 def main(epochs: int = 8) -> float:
-    if dist.is_torchelastic_launched():
-        dist.init_process_group()
     torch.manual_seed(0)
     model = wrap_model(None, SupervisedModel(SmallCNN(), torch.nn.CrossEntropyLoss()))
     optim = OptimWrapper(torch.optim.AdamW(model.parameters(), lr=3e-3))
@@ -41,6 +39,6 @@ def main(epochs: int = 8) -> float:
 
 
 if __name__ == "__main__":
-    print(f"test accuracy {main():.4f}")
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    # Joins torchrun's processes where there are any, and cleans up behind them.
+    for rank, value in launch(main).items():
+        print(f"test accuracy {value:.4f} (rank {rank})")

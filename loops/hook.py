@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ..registry import did_you_mean
 from .state import LoopState
 
 Scalars = dict[str, "Tensor | float"]
@@ -36,6 +37,15 @@ class Hook:
     """
 
     order: int = 50
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        for name in vars(cls):
+            if name.startswith(("on_", "before_", "after_")) and name not in EVENTS:
+                raise TypeError(
+                    f"{cls.__name__}.{name} would never be called: there is no such event"
+                    f"{did_you_mean(name, EVENTS)}; the events are {', '.join(EVENTS)}"
+                )
 
     def ignores(self) -> Collection[str]:
         """Overridden events that are not to be called in this run after all; asked once."""
