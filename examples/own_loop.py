@@ -40,5 +40,6 @@ def main(epochs: int = 8) -> float:
 
 if __name__ == "__main__":
     # Joins torchrun's processes where there are any, and cleans up behind them.
-    for rank, value in launch(main).items():
-        print(f"test accuracy {value:.4f} (rank {rank})")
+    for rank, accuracy in launch(main).items():
+        if rank == 0:
+            print(f"test accuracy {accuracy:.4f}")

@@ -31,10 +31,8 @@ def test_own_loop() -> None:
 def test_own_loop_under_torchrun(tmp_path: Path) -> None:
     torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone")
     out = run(*torchrun, str(EXAMPLES / "own_loop.py"), cwd=tmp_path)
-    accuracies = [line.split()[2] for line in out.splitlines() if "test accuracy" in line]
-    assert len(accuracies) == 2
-    assert len(set(accuracies)) == 1
-    assert float(accuracies[0]) > 0.9
+    (accuracy,) = [line.split()[-1] for line in out.splitlines() if "test accuracy" in line]
+    assert float(accuracy) > 0.9
     assert out.count("epoch 1:") == 1
 
 

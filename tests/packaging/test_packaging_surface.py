@@ -26,7 +26,8 @@ DOORS = {
         HOOK_TYPES LOOPS LaunchSection LoaderSection METRICS MODELS MODEL_WRAPPERS OPTIMIZERS
         OPTIM_WRAPPERS PARAM_SCHEDULERS Problem Registration Registry RunSections
         SchedulerSection build_from_cfg build_model_from_cfg build_tree check_component
-        check_config config_from_dict did_you_mean dump_config format_config list_registrations load_config nearest
+        check_config config_from_dict did_you_mean dump_config format_config
+        list_registrations load_config nearest
     """,
     "runner": "LaunchError Runner launch",
     "wrappers": """
