@@ -18,6 +18,7 @@ from .clip import GradClip
 logger = logging.getLogger(__name__)
 
 _COUNT_KEY = "stepwrap.inner_count"
+_KIND_KEY = "stepwrap.optimizer"
 _BASE_KEY = "base_param_settings"
 # Entering this costs a tenth of a generator-based context, on every step.
 _NOTHING = nullcontext()
@@ -216,16 +217,26 @@ class OptimWrapper(Accumulation):
         return momenta
 
     def state_dict(self) -> dict[str, Any]:
-        """The optimizer's state with our count of micro-batches beside it."""
+        """The optimizer's state with its kind and our count of micro-batches beside it."""
         state = dict(self.optimizer.state_dict())
         if self.base_param_settings is not None:
             state[_BASE_KEY] = dict(self.base_param_settings)
+        state[_KIND_KEY] = type(self.optimizer).__name__
         state[_COUNT_KEY] = self._inner_count
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore ``state_dict()``, or the state of the bare optimizer."""
+        """Restore ``state_dict()``, or the state of the bare optimizer.
+
+        Raises:
+            ValueError: it is the state of another kind of optimizer, or of other parameters.
+        """
         state = dict(state_dict)
+        own = type(self.optimizer).__name__
+        kind = state.pop(_KIND_KEY, own)
+        if kind != own:
+            # torch would take it and fail at the next step for want of a setting.
+            raise ValueError(f"it is the state of {kind}, but the optimizer is {own}")
         base = state.pop(_BASE_KEY, None)
         if base is not None and self.base_param_settings is not None:
             self.base_param_settings = dict(base)

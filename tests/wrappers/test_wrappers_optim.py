@@ -139,7 +139,8 @@ def test_settings_are_left_as_they_are() -> None:
     state = wrapper.state_dict()
     keys = set(state)
     wrapper.load_state_dict(state)
-    assert set(state) == keys == {"state", "param_groups", "base_param_settings", _COUNT}
+    ours = {"base_param_settings", _COUNT, "stepwrap.optimizer"}
+    assert set(state) == keys == {"state", "param_groups", *ours}
 
 
 _COUNT = "stepwrap.inner_count"
@@ -255,3 +256,10 @@ def test_no_sync_only_where_it_is_needed() -> None:
 def test_registered_name() -> None:
     assert OPTIM_WRAPPERS.get("OptimWrapper") is OptimWrapper
     assert "accumulative_counts=1" in repr(_wrapper())
+
+
+def test_the_state_of_another_optimizer_is_refused() -> None:
+    parameters = [nn.Parameter(torch.ones(2))]
+    state = OptimWrapper(torch.optim.AdamW(parameters)).state_dict()
+    with pytest.raises(ValueError, match="state of AdamW, but the optimizer is SGD"):
+        OptimWrapper(torch.optim.SGD(parameters, lr=0.1)).load_state_dict(state)
