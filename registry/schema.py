@@ -95,4 +95,3 @@ class RunSections:
     hooks: dict[str, Component] = field(default_factory=dict)
     launch: LaunchSection = field(default_factory=LaunchSection)
     resume: bool | str = False
-    trace_collectives: bool = False
