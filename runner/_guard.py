@@ -16,6 +16,8 @@ from pathlib import Path
 _PR_SET_PDEATHSIG = 1
 _RELAYED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _GRACE_S = 3.0
+# How long a rank may go on saving after another one has failed.
+_SAVING_S = 600.0
 _POLL_S = 0.05
 
 
@@ -52,14 +54,17 @@ def _watch_parent(parent: int) -> None:
 def relay_signals(folder: Path) -> Iterator[list[int]]:
     """Pass this process's stop signals to the ranks; yields those received so far.
 
-    The ranks have their process numbers in `folder`. A second Ctrl-C kills them, and so does a
-    rank's failure when the others have not ended a few seconds later.
+    The ranks have their process numbers in `folder`. The end of a terminal, SIGHUP, reaches them
+    as SIGTERM. A second Ctrl-C kills them, and so does a rank's failure when the others have not
+    ended a few seconds later; one that has a file `saving_*` in `folder` gets 10 minutes.
     """
     received: list[int] = []
     if threading.current_thread() is not threading.main_thread():
         yield received
         return
-    before = {number: signal.signal(number, lambda n, _: received.append(n)) for number in _RELAYED}
+    # What nohup has this process ignore stays ignored.
+    heeded = [n for n in _RELAYED if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]
+    before = {number: signal.signal(number, lambda n, _: received.append(n)) for number in heeded}
     before[signal.SIGQUIT] = signal.getsignal(signal.SIGQUIT)
     over = threading.Event()
     relay = threading.Thread(target=_relay, args=(folder, received, over), daemon=True)
@@ -81,15 +86,19 @@ def relay_signals(folder: Path) -> Iterator[list[int]]:
 
 def _relay(folder: Path, received: list[int], over: threading.Event) -> None:
     told: set[int] = set()
-    deadline = float("inf")
+    failed_at = deadline = float("inf")
     while not over.wait(_POLL_S):
         ranks = {int(text) for path in folder.glob("pid_*") if (text := path.read_text())}
         if received:
-            _signal(ranks - told, received[0])
+            hung_up = received[0] == signal.SIGHUP
+            _signal(ranks - told, signal.SIGTERM if hung_up else received[0])
             told |= ranks
-        if deadline == float("inf") and any(folder.glob("failure_*.json")):
-            deadline = time.monotonic() + _GRACE_S
-        if time.monotonic() > deadline or received.count(signal.SIGINT) > 1:
+        now = time.monotonic()
+        if failed_at == float("inf") and any(folder.glob("failure_*.json")):
+            failed_at, deadline = now, now + _GRACE_S
+        if now < failed_at + _SAVING_S and any(folder.glob("saving_*")):
+            deadline = max(deadline, now + _GRACE_S)
+        if now > deadline or received.count(signal.SIGINT) > 1:
             _signal(ranks, signal.SIGKILL)
 
 

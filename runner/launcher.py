@@ -23,6 +23,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from ._guard import die_with_parent, heed_signals, relay_signals
+from ._slurm import adopt_slurm
 from .failure import Failure, LaunchError, Terminated
 
 __all__ = ["LaunchError", "launch", "process_group", "started_outside"]
@@ -45,6 +46,11 @@ def launch(
     rank that it is, and only its own result is returned. One process alone needs no group.
     `fn`, `args` and the results are pickled when processes are started.
 
+    Processes started here meet over files in a private folder, whose name they have in
+    `STEPWRAP_LAUNCH_DIR`, so no store listens on the network. gloo's own connections use the
+    loopback interface unless `GLOO_SOCKET_IFNAME` says otherwise. Under torchrun and `srun` the
+    TCP store listens on all interfaces: torch offers no way to bind it to one.
+
     Args:
         fn: A module-level function. On every rank the default process group is there while it
             runs, and destroyed afterwards.
@@ -57,7 +63,7 @@ def launch(
     Raises:
         LaunchError: A rank raised or died; the others were stopped.
         KeyboardInterrupt: Ctrl-C ended the ranks before `fn` returned.
-        Terminated: SIGTERM or SIGHUP did so.
+        Terminated: SIGTERM did so, or SIGHUP, which reaches the ranks as SIGTERM.
     """
     if nproc < 1:
         raise ValueError(f"nproc must be at least 1, got {nproc}")
@@ -79,22 +85,27 @@ def started_outside() -> bool:
 
 
 @contextmanager
-def process_group(backend: str = "auto", timeout_s: float = 1800.0) -> Iterator[None]:
+def process_group(
+    backend: str = "auto", timeout_s: float = 1800.0, *, store_file: Path | None = None
+) -> Iterator[None]:
     """Have the default group of the environment's ranks; every rank must enter.
 
-    A group that is there already is used and left alone.
+    A group that is there already is used and left alone. The ranks meet over `store_file`, else
+    at MASTER_ADDR.
     """
     if dist.is_initialized():
         yield
         return
-    _adopt_slurm()
+    adopt_slurm(os.environ)
     local_rank = int(os.environ.get("LOCAL_RANK") or 0)
     name = _backend_name(backend)
     device = None
     if "nccl" in name:
         device = torch.device("cuda", local_rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
-    dist.init_process_group(name, timeout=timedelta(seconds=timeout_s), device_id=device)
+    meeting = {} if store_file is None else _meet_over(store_file)
+    timeout = timedelta(seconds=timeout_s)
+    dist.init_process_group(name, timeout=timeout, device_id=device, **meeting)
     try:
         yield
     finally:
@@ -125,27 +136,16 @@ def _backend_name(backend: str) -> str:
     return "cpu:gloo,cuda:nccl" if enough and dist.is_nccl_available() else "gloo"
 
 
-def _adopt_slurm() -> None:
-    """Give torch the variables it reads, from those that srun sets."""
-    if os.environ.get("RANK"):
-        return
-    env = os.environ
-    step = int(env.get("SLURM_JOB_ID", "0"))
-    found = {
-        "RANK": env["SLURM_PROCID"],
-        "WORLD_SIZE": env["SLURM_NTASKS"],
-        "LOCAL_RANK": env.get("SLURM_LOCALID", "0"),
-        "MASTER_ADDR": env.get("SLURM_LAUNCH_NODE_IPADDR", "localhost"),
-        # Two jobs on one node have different ids, hence different ports.
-        "MASTER_PORT": str(20_000 + step % 20_000),
-    }
-    for name, value in found.items():
-        env.setdefault(name, value)
+def _meet_over(store_file: Path) -> dict[str, Any]:
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    store = torch._C._distributed_c10d.FileStore(str(store_file), world_size)
+    return {"store": store, "rank": rank, "world_size": world_size}
 
 
 def _start(
     fn: Callable[..., T], args: tuple[Any, ...], *, nproc: int, backend: str, timeout_s: float
 ) -> dict[int, T]:
+    # For this user alone: torch unpickles what it finds in the rendezvous.
     folder = Path(tempfile.mkdtemp(prefix="stepwrap_launch_"))
     config = LaunchConfig(
         min_nodes=1,
@@ -153,7 +153,8 @@ def _start(
         nproc_per_node=nproc,
         run_id=uuid.uuid4().hex,
         rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
+        rdzv_endpoint=str(folder / "rendezvous"),
+        rdzv_configs={"store_type": "file"},
         local_addr="localhost",
         max_restarts=0,
         monitor_interval=0.1,
@@ -178,7 +179,7 @@ def _raise_failure(folder: Path, error: ChildFailedError, received: list[int]) -
     failures = [Failure.read(path) for path in folder.glob("failure_*.json")]
     causes = [failure for failure in failures if not _lost_a_peer(failure)]
     if failures and not causes:
-        silent = set(range(_rank_count(folder))) - {failure.rank for failure in failures}
+        silent = set(range(_rank_count(folder))) - _ended(folder)
         causes = [_death(rank, error.failures) for rank in sorted(silent)]
     rest = [failure for failure in failures if failure not in causes]
     if causes or rest:
@@ -198,6 +199,11 @@ def _lost_a_peer(failure: Failure) -> bool:
 
 def _rank_count(folder: Path) -> int:
     return len(list(folder.glob("pid_*")))
+
+
+def _ended(folder: Path) -> set[int]:
+    """Return the ranks that have come to their end by themselves."""
+    return {int(path.name.removeprefix("ended_")) for path in folder.glob("ended_*")}
 
 
 def _death(rank: int, deaths: Mapping[int, ProcessFailure]) -> Failure:
@@ -220,16 +226,17 @@ def _rank_main(
     timeout_s: float,
 ) -> bytes:
     """What each started process runs; its error goes into a file, for the launcher to tell."""
-    rank = int(os.environ["RANK"])
+    rank, home = int(os.environ["RANK"]), Path(folder)
+    os.environ["STEPWRAP_LAUNCH_DIR"] = folder
     die_with_parent(parent)
-    (Path(folder) / f"pid_{rank}").write_text(str(os.getpid()))
-    failed = Path(folder) / f"failure_{rank}.json"
+    (home / f"pid_{rank}").write_text(str(os.getpid()))
+    failed = home / f"failure_{rank}.json"
     try:
-        with process_group(backend, timeout_s):
+        with process_group(backend, timeout_s, store_file=home / "store"):
             # Not earlier: a rank that ends while the group forms makes the others complain.
             heed_signals()
             try:
-                return pickle.dumps(fn(*args))
+                result = pickle.dumps(fn(*args))
             except Exception as error:
                 # Before the group goes: what the others then run into is later than this.
                 Failure.of(error, rank).write(failed)
@@ -240,7 +247,20 @@ def _rank_main(
     except Exception as error:
         if not failed.exists():
             Failure.of(error, rank).write(failed)
+        sys.exit(1 if _is_last(home, rank) else 0)
+    if _is_last(home, rank) and any(home.glob("failure_*.json")):
         sys.exit(1)
+    return result
+
+
+def _is_last(folder: Path, rank: int) -> bool:
+    """Note that `rank` has ended, and whether all have.
+
+    At the first exit code other than 0 torch gives the ranks 30 s, which is too short to finish
+    saving a large model. So only the last rank to end may have one.
+    """
+    (folder / f"ended_{rank}").touch()
+    return len(_ended(folder)) == int(os.environ["WORLD_SIZE"])
 
 
 @contextmanager
@@ -248,7 +268,14 @@ def _quiet() -> Iterator[None]:
     """Silence torch's launcher, whose errors we tell ourselves, and set the ranks' defaults."""
     loggers = [logging.getLogger(name) for name in ("torch.distributed", "torch.multiprocessing")]
     kept = [(one.handlers, one.propagate) for one in loggers]
-    defaults = {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    defaults = {
+        "OMP_NUM_THREADS": "1",
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
+        # The store that torch would share with the ranks listens on all interfaces.
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+    }
+    if sys.platform == "linux":
+        defaults["GLOO_SOCKET_IFNAME"] = "lo"
     added = [name for name in defaults if name not in os.environ]
     for one in loggers:
         one.handlers, one.propagate = [logging.NullHandler()], False
