@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from types import FrameType
@@ -22,7 +22,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code.
 
     0 is success, 1 an error in the run, 2 a mistake in the command line or the config, 130 an
-    end by Ctrl-C, 143 one by SIGTERM.
+    end by Ctrl-C, 143 one by SIGTERM or by the end of the terminal.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in words
@@ -42,11 +42,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
     except KeyboardInterrupt:
-        _tell("stopped by Ctrl-C; nothing was saved", "")
-        return 128 + signal.SIGINT
+        return _tell_stop(Terminated(signal.SIGINT))
     except Terminated as error:
-        _tell(f"stopped by {error}; nothing was saved", "")
-        return 128 + error.number
+        return _tell_stop(error)
     except Exception as error:
         rank = os.environ.get("RANK")
         _tell_failures([Failure.of(error, int(rank) if rank else None)], debug)
@@ -55,17 +53,35 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 @contextmanager
 def _sigterm_ends() -> Iterator[None]:
+    """Have SIGTERM end what runs, and the end of the terminal, SIGHUP, count as SIGTERM."""
+
     def end(number: int, frame: FrameType | None) -> None:
         raise Terminated(number)
+
+    def pass_on(number: int, frame: FrameType | None) -> None:
+        # Whoever handles SIGTERM by then: a training that runs saves and stops.
+        signal.raise_signal(signal.SIGTERM)
 
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGTERM, end)
+    handlers: dict[int, Callable[[int, FrameType | None], None]] = {signal.SIGTERM: end}
+    # Not under nohup.
+    if signal.getsignal(signal.SIGHUP) == signal.SIG_DFL:
+        handlers[signal.SIGHUP] = pass_on
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, old in before.items():
+            signal.signal(number, old)
+
+
+def _tell_stop(stop: Terminated) -> int:
+    name = "Ctrl-C" if stop.number == signal.SIGINT else str(stop)
+    saved = f"the last checkpoint is {stop.saved}" if stop.saved else "nothing was saved"
+    _tell(f"stopped by {name}; {saved}", "")
+    return 128 + stop.number
 
 
 def _tell(text: str, trace: str) -> None:

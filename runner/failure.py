@@ -69,11 +69,15 @@ class LaunchError(RuntimeError):
 
 
 class Terminated(BaseException):
-    """A signal such as SIGTERM ended the work while there was nothing to save."""
+    """A signal such as SIGTERM ended the work at a point where nothing more is saved.
 
-    def __init__(self, number: int) -> None:
+    `saved` is the last checkpoint of the run, or empty.
+    """
+
+    def __init__(self, number: int, saved: str = "") -> None:
         super().__init__(signal.Signals(number).name)
         self.number = number
+        self.saved = saved
 
 
 def _is_users(file: str) -> bool:

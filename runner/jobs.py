@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import shutil
 import tempfile
+import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -12,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from ..collectives import broadcast, get_rank, get_world_size, synchronize
-from ..loops import CheckpointError, find_checkpoint
-from ..registry import Config, RunSections, dump_config
+from ..loops import find_checkpoint
+from ..registry import Config, ConfigError, RunSections, dump_config
 from .launcher import lonely_group
 from .parts import BuildError, build_parts, needs_group, read_sections
-from .run_folder import clear_results
+from .run_folder import clear_results, occupied, resolve_checkpoint
 from .runner import Runner
 
 # The loops that a command's parts are built for.
@@ -54,12 +55,37 @@ class Outcome:
     metrics: dict[str, dict[str, float]] = field(default_factory=dict)
     checkpoint: str = ""
 
+    @property
+    def exit_code(self) -> int:
+        """What a process ends with after this outcome, the same on every rank."""
+        return 128 + self.signal if self.signal else 0
+
 
 def run_job(job: Job) -> Outcome:
     """Do `job`; every rank must call this."""
-    run = read_sections(job.config, get_world_size())
-    group: AbstractContextManager[None] = lonely_group() if needs_group(run) else nullcontext()
-    with _console_log(job.debug), group, _folder(job, run.run_dir) as folder:
+    with _console_log(job.debug):
+        run = read_sections(job.config, get_world_size())
+        group: AbstractContextManager[None] = lonely_group() if needs_group(run) else nullcontext()
+        with group:
+            return _run_here(job, run)
+
+
+def refuse_occupied(job: Job, run_dir: str) -> None:
+    """Refuse to train over the results of another run, unless that is wished.
+
+    Every rank must call this: rank 0 looks, and all raise the same ConfigError.
+    """
+    if job.command != "train" or job.resume or job.fresh or job.dry_run:
+        return
+    problem = broadcast(occupied(Path(run_dir)) if get_rank() == 0 else None)
+    if problem is not None:
+        origin = job.config.origin("run_dir") if "run_dir" in job.config else ""
+        raise ConfigError([replace(problem, origin=origin)])
+
+
+def _run_here(job: Job, run: RunSections) -> Outcome:
+    refuse_occupied(job, run.run_dir)
+    with _folder(job, run.run_dir) as folder:
         run = replace(run, run_dir=str(folder))
         runner = Runner(**_build(job, run))
         if job.command == "train":
@@ -104,18 +130,8 @@ def _evaluate(runner: Runner, job: Job, folder: Path) -> Outcome:
 
 
 def _checkpoint(job: Job, folder: Path) -> Path:
-    if job.checkpoint and job.checkpoint not in ("best", "latest"):
-        return Path(job.checkpoint)
-    if job.checkpoint:
-        path = find_checkpoint(folder, "best" if job.checkpoint == "best" else "latest")
-    else:
-        path = find_checkpoint(folder, "best") or find_checkpoint(folder, "latest")
-    if path is None:
-        which = f"{job.checkpoint} " if job.checkpoint else ""
-        raise CheckpointError(
-            f"there is no {which}checkpoint in {folder}: train first, or give --checkpoint PATH"
-        )
-    return path
+    which = job.checkpoint or ""
+    return resolve_checkpoint(folder, which) if which in ("", "best", "latest") else Path(which)
 
 
 @contextmanager
@@ -139,7 +155,10 @@ def _console_log(debug: bool) -> Iterator[None]:
     """Show rank 0's warnings as plain lines; with `debug` everything from every rank."""
     ours = logging.getLogger("stepwrap")
     if get_rank() != 0 and not debug:
-        yield
+        with warnings.catch_warnings():
+            # Python's own too: they would be the same as those of rank 0.
+            warnings.simplefilter("ignore")
+            yield
         return
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(name)s: %(message)s" if debug else "%(message)s"))

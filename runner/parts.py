@@ -177,10 +177,14 @@ def _make_deterministic(run: RunSections) -> None:
 
 def _build_model(run: RunSections) -> nn.Module:
     options = {k: v for k, v in (run.wrapper or {}).items() if k not in ("type", "_scope_")}
+    device = _device(run.device)
+    if device.type == "cuda":
+        # What a model or a loss puts on "cuda" must come to this rank's own device.
+        torch.cuda.set_device(device)
     with _building("model"):
         model = build_tree(run.model, MODELS)
     with _building("wrapper"):
-        return wrap_model(_wrapper_class(run), model, device=_device(run.device), **options)
+        return wrap_model(_wrapper_class(run), model, device=device, **options)
 
 
 def _device(wanted: str) -> torch.device:

@@ -63,7 +63,7 @@ def _report_stop(console: Console, folder: Path, outcome: Outcome) -> int:
     else:
         _say(console, f"stopped by {name}", f"{what}; saved {saved}")
         _say(console, "continue with", f"stepwrap train {folder / 'config.yaml'} --resume")
-    return 128 + outcome.signal
+    return outcome.exit_code
 
 
 def _table(job: Job, run: RunSections, outcome: Outcome) -> Table:

@@ -5,16 +5,19 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from contextlib import AbstractContextManager, nullcontext
+import signal
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
 from ..registry import Config, ConfigError, Problem, RunSections, load_config
-from .jobs import Job, run_job
+from .failure import Terminated
+from .jobs import Job, refuse_occupied, run_job
 from .launcher import launch, lonely_group, started_outside
 from .parts import BuildError, build_parts, needs_group, read_sections
 from .report import report_check, report_environment, report_outcome
-from .run_folder import occupied
+from .run_folder import saved_checkpoints
 
 _NEEDED = {"train": "train", "validate": "data.val", "test": "data.test"}
 
@@ -25,12 +28,13 @@ def run_train(options: argparse.Namespace) -> int:
     resume = options.resume if options.resume is not None else run.resume
     if options.fresh and resume:
         raise ConfigError([Problem("", "--fresh and --resume exclude each other")])
-    job = Job("train", config, resume=resume, fresh=options.fresh)
-    if not (resume or options.fresh or options.dry_run or started_outside()):
-        problem = occupied(Path(run.run_dir))
-        if problem is not None:
-            origin = config.origin("run_dir") if "run_dir" in config else ""
-            raise ConfigError([replace(problem, origin=origin)])
+    if options.dry_run and resume:
+        what = "--dry-run and --resume exclude each other: a dry run starts from the beginning"
+        raise ConfigError([Problem("", what)])
+    job = Job("train", config, resume=resume, fresh=options.fresh, dry_run=options.dry_run)
+    if not started_outside():
+        # Asked again by the ranks; here the answer comes before any is started.
+        refuse_occupied(job, run.run_dir)
     return _run(job, options, run)
 
 
@@ -74,12 +78,29 @@ def _run(job: Job, options: argparse.Namespace, run: RunSections) -> int:
     job = replace(job, dry_run=options.dry_run, debug=options.debug)
     settings = run.launch
     backend = "gloo" if settings.backend == "auto" and run.device == "cpu" else settings.backend
-    results = launch(
-        run_job, (job,), nproc=settings.nproc, backend=backend, timeout_s=settings.timeout_s
-    )
+    with _telling_what_is_saved(job, Path(run.run_dir)):
+        results = launch(
+            run_job, (job,), nproc=settings.nproc, backend=backend, timeout_s=settings.timeout_s
+        )
     if 0 not in results:
-        return 0
+        # One of torchrun's other ranks: rank 0 does the talking.
+        return next(iter(results.values())).exit_code
     return report_outcome(job, run, results[0])
+
+
+@contextmanager
+def _telling_what_is_saved(job: Job, folder: Path) -> Iterator[None]:
+    """Put the checkpoint that a run has left, when a signal ended it later, into the error."""
+    # Not find_checkpoint, which ranks call together: a signal may have come to one of them.
+    before = saved_checkpoints(folder)
+    try:
+        yield
+    except (KeyboardInterrupt, Terminated) as error:
+        number = error.number if isinstance(error, Terminated) else signal.SIGINT
+        saved = saved_checkpoints(folder)
+        if job.command != "train" or not saved or saved == before:
+            raise
+        raise Terminated(number, str(saved[-1])) from error
 
 
 def _load(options: argparse.Namespace) -> tuple[Config, RunSections]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+from ..loops import CheckpointError, find_checkpoint
 from ..registry import Problem
 
 _RECORDS = ("metrics.jsonl", "metrics.csv", "curves.png", "config.yaml")
@@ -12,7 +13,7 @@ _RECORDS = ("metrics.jsonl", "metrics.csv", "curves.png", "config.yaml")
 
 def occupied(run_dir: Path) -> Problem | None:
     """Return what keeps a new run out of `run_dir`: the results of an earlier one."""
-    checkpoints = sorted((run_dir / "checkpoints").glob("step_*"))
+    checkpoints = saved_checkpoints(run_dir)
     records = run_dir / "metrics.jsonl"
     if checkpoints:
         holds = f"{len(checkpoints)} checkpoint(s), the last {checkpoints[-1].name}"
@@ -25,6 +26,29 @@ def occupied(run_dir: Path) -> Problem | None:
         f"with --run-dir {_free_name(run_dir)}, or delete its results with --fresh"
     )
     return Problem("run_dir", what)
+
+
+def saved_checkpoints(run_dir: Path) -> list[Path]:
+    """Return the checkpoints in `run_dir`, the last one last."""
+    return sorted((run_dir / "checkpoints").glob("step_*"))
+
+
+def resolve_checkpoint(run_dir: Path, which: str = "") -> Path:
+    """Return the "best" or "latest" checkpoint in `run_dir`; by default best, else latest.
+
+    Raises:
+        CheckpointError: There is none.
+    """
+    if which:
+        path = find_checkpoint(run_dir, "best" if which == "best" else "latest")
+    else:
+        path = find_checkpoint(run_dir, "best") or find_checkpoint(run_dir, "latest")
+    if path is None:
+        kind = f"{which} checkpoint" if which else "checkpoint"
+        raise CheckpointError(
+            f"there is no {kind} in {run_dir}: train first, or name one by its path"
+        )
+    return path
 
 
 def clear_results(run_dir: Path) -> None:

@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from torch import nn
 
-from ..collectives import distributed_available, get_rank, get_world_size
+from ..collectives import broadcast, distributed_available, get_rank, get_world_size
 from ..loops import (
     Checkpoint,
-    CheckpointError,
     Hook,
     HookList,
     LoopState,
@@ -26,6 +25,7 @@ from ..loops import (
 from ..registry import Config
 from ..wrappers import wrap_model
 from .parts import build_parts, read_sections
+from .run_folder import resolve_checkpoint, saved_checkpoints
 
 if TYPE_CHECKING:
     from ..loops.state import Optimization
@@ -84,6 +84,7 @@ class Runner:
         self._train_loop = train_loop
         self._val_loop = val_loop or getattr(train_loop, "val_loop", None)
         self._test_loop = test_loop
+        self._owns_run_dir = False
         self._hooks = HookList(named.values())
         self.state = LoopState(
             model=wrap_model(None, model),
@@ -115,9 +116,13 @@ class Runner:
 
         Raises:
             CheckpointError: There is no such checkpoint, or it is damaged.
+            FileExistsError: Not to resume, and `run_dir` holds checkpoints of another run.
         """
         loop = _given("train", "train_loop", self._train_loop)
         _given("train", "optim_wrapper", self.state.optim_wrapper)
+        if not resume:
+            self._refuse_overwriting()
+        self._owns_run_dir = True
         path = self._latest() if resume is True else resume
         for listener in self._hooks.on_run_start:
             listener(self.state)
@@ -168,13 +173,22 @@ class Runner:
             self.state.stateful[name].load_state_dict(content["stateful"][name])
 
     def _resolve(self, checkpoint: str | os.PathLike[str]) -> Path:
-        if checkpoint not in ("best", "latest"):
-            return Path(checkpoint)
-        folder = self._folder()
-        path = find_checkpoint(folder, "best" if checkpoint == "best" else "latest")
-        if path is None:
-            raise CheckpointError(f"there is no {checkpoint} checkpoint in {folder}")
-        return path
+        if checkpoint in ("best", "latest"):
+            return resolve_checkpoint(self._folder(), str(checkpoint))
+        return Path(checkpoint)
+
+    def _refuse_overwriting(self) -> None:
+        """Refuse to start anew where another run has saved; every rank must call this."""
+        folder = self.state.run_dir
+        if self._owns_run_dir or folder is None or self.state.step:
+            return
+        # Rank 0 looks for all: another rank might see what rank 0 has saved since.
+        there = broadcast([path.name for path in saved_checkpoints(folder)])
+        if there:
+            raise FileExistsError(
+                f"{folder} already holds {len(there)} checkpoint(s), the last {there[-1]}: "
+                "continue that run with train(resume=True), or give another run_dir"
+            )
 
     def _latest(self) -> Path | None:
         folder = self._folder()

@@ -26,6 +26,8 @@ Capture = pytest.CaptureFixture[str]
         (["list", "hoks"], "did you mean HOOKS?"),
         (["train", "points.yml"], "did you mean points.yaml?"),
         (["train", "points.yaml", "--resume", "--fresh"], "exclude each other"),
+        (["train", "points.yaml", "--dry-run", "--resume"], "--dry-run and --resume exclude each"),
+        (["train", "points.yaml", "trace_collectives=true"], "trace_collectives"),
         (["train", "points.yaml", "train=null"], "train: train needs this section"),
         (["test", "points.yaml", "data.test=null"], "data.test: test needs this section"),
         (
@@ -117,8 +119,10 @@ def test_check_builds_the_parts(run: Path, capsys: Capture) -> None:
     out = capsys.readouterr().out
     assert "points.yaml: no mistakes" in out
     assert "42 parameters" in out
-    assert main(["check", "points.yaml", "optimizer.lr=-1"]) == 1
-    assert "optimizer cannot be built: ValueError: Invalid learning rate" in capsys.readouterr().err
+    assert main(["check", "points.yaml", "optimizer.lr=-1"]) == 2
+    assert (
+        "optimizer: cannot be built: ValueError: Invalid learning rate" in capsys.readouterr().err
+    )
 
 
 def test_an_error_in_the_run_is_one_message(run: Path, capsys: Capture) -> None:

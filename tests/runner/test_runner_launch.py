@@ -1,18 +1,24 @@
 """Processes started, joined and ended."""
 
 import os
+import socket
 import subprocess
 import sys
+import time
+import warnings
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import run_ranks
 from runner_parts import write_run
 
-from stepwrap.collectives import get_rank, get_world_size
-from stepwrap.runner import LaunchError, launch
+from stepwrap.collectives import broadcast, get_rank, get_world_size
+from stepwrap.runner import LaunchError, _guard, launch
+from stepwrap.runner.cli import main
 from stepwrap.runner.failure import Failure
+from stepwrap.runner.jobs import _console_log
 from stepwrap.runner.launcher import lonely_group, process_group, started_outside
 
 
@@ -38,6 +44,64 @@ def test_launch_raises_the_first_error_and_is_quiet(capfd: pytest.CaptureFixture
         launch(fail_on_the_last_rank, nproc=2)
     assert caught.value.failures[0].location.endswith("in fail_on_the_last_rank")
     assert capfd.readouterr() == ("", "")
+
+
+def save_slowly(out: Path) -> None:
+    """What the checkpoint hook of rank 0 does when another rank has failed."""
+    if get_rank() == 1:
+        raise ValueError("no luck")
+    folder = Path(os.environ["STEPWRAP_LAUNCH_DIR"])
+    try:
+        dist.barrier()
+    except RuntimeError:
+        (folder / "saving_0").touch()
+        time.sleep(2.0)
+        (out / "saved").touch()
+        (folder / "saving_0").unlink()
+        raise
+
+
+def test_a_rank_that_saves_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_guard, "_GRACE_S", 1.0)
+    with pytest.raises(LaunchError, match=r"ValueError: no luck \(rank 1\)") as caught:
+        launch(save_slowly, (tmp_path,), nproc=2)
+    assert (tmp_path / "saved").exists()
+    assert {failure.rank for failure in caught.value.failures} == {0, 1}
+
+
+def fail_alone() -> None:
+    if get_rank() == 0:
+        raise ValueError("no luck")
+
+
+def test_ranks_that_succeed_do_not_hide_the_one_that_fails() -> None:
+    with pytest.raises(LaunchError, match=r"ValueError: no luck \(rank 0\)"):
+        launch(fail_alone, nproc=2)
+
+
+def listening() -> tuple[int, list[str]]:
+    """Return the mode of the private folder and where this rank and its launcher listen."""
+    mode = Path(os.environ["STEPWRAP_LAUNCH_DIR"]).stat().st_mode & 0o777
+    mine = set()
+    for process in (os.getpid(), os.getppid()):
+        for entry in Path(f"/proc/{process}/fd").iterdir():
+            target = entry.readlink() if entry.is_symlink() else Path()
+            mine.add(str(target).removeprefix("socket:[").removesuffix("]"))
+    rows = [
+        line.split()
+        for name in ("tcp", "tcp6")
+        for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]
+    ]
+    dist.barrier()
+    return mode, [row[1].partition(":")[0] for row in rows if row[3] == "0A" and row[9] in mine]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_nothing_listens_beyond_this_machine() -> None:
+    loopback = {"0100007F", "00000000000000000000000001000000"}
+    for mode, addresses in launch(listening, nproc=2).values():
+        assert mode == 0o700
+        assert set(addresses) <= loopback
 
 
 def test_one_process_needs_no_launch() -> None:
@@ -82,29 +146,73 @@ def test_a_group_that_exists_is_left_alone() -> None:
     assert not dist.is_initialized()
 
 
-def test_torchrun_starts_the_command(tmp_path: Path) -> None:
-    write_run(tmp_path)
-    torchrun = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone")
-    words = (
-        "-m",
-        "stepwrap.runner",
-        "train",
-        "points.yaml",
-        "train.max_epochs=1",
-        "launch.nproc=5",
-    )
-    done = subprocess.run(
-        [*torchrun, *words],
-        cwd=tmp_path,
-        env={**os.environ, "TMPDIR": str(tmp_path)},
+def torchrun(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    starter = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone")
+    return subprocess.run(
+        [*starter, "-m", "stepwrap.runner", "train", "points.yaml", "train.max_epochs=1", *words],
+        cwd=folder,
+        env={**os.environ, "TMPDIR": str(folder)},
         capture_output=True,
         text=True,
         timeout=120,
         check=False,
     )
+
+
+def test_torchrun_starts_the_command(tmp_path: Path) -> None:
+    write_run(tmp_path)
+    done = torchrun(tmp_path, "launch.nproc=5")
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("points at step 6, epoch 1") == 1
     assert len(list(tmp_path.glob("runs/points/checkpoints/step_00000006*/rank_*.pt"))) == 2
+
+
+def test_torchrun_overwrites_no_results(tmp_path: Path) -> None:
+    write_run(tmp_path)
+    results = tmp_path / "runs/points"
+    (results / "checkpoints/step_00000003").mkdir(parents=True)
+    done = torchrun(tmp_path)
+    assert "already holds 1 checkpoint(s), the last step_00000003" in done.stderr
+    assert "exitcode  : 2 " in done.stderr
+    assert [path.name for path in results.iterdir()] == ["checkpoints"]
+
+
+def end_alike(folder: Path) -> tuple[int, int]:
+    """Run the command twice, on ranks that something else has started."""
+    os.chdir(folder)
+    # The group that tells the ranks apart must go: the command makes its own.
+    os.environ |= {"RANK": str(get_rank()), "WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}
+    ports = broadcast([free_port(), free_port()])
+    dist.destroy_process_group()
+    words = ["train", "points.yaml", "hooks.progress=false"]
+    stop = "hooks.stop={type: runner_parts.SignalHook, at_step: 4}"
+    codes = []
+    for port, more in zip(ports, ([stop], []), strict=True):
+        os.environ["MASTER_PORT"] = str(port)
+        codes.append(main([*words, *more]))
+    return codes[0], codes[1]
+
+
+def free_port() -> int:
+    with socket.create_server(("localhost", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+def test_all_ranks_end_with_the_same_code(tmp_path: Path) -> None:
+    write_run(tmp_path)
+    assert run_ranks(end_alike, 2, tmp_path) == [(143, 2), (143, 2)]
+
+
+def warn() -> int:
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        with _console_log(debug=False):
+            warnings.warn("careful", UserWarning, stacklevel=1)
+        return len(seen)
+
+
+def test_only_rank_0_shows_warnings() -> None:
+    assert run_ranks(warn, 2) == [1, 0]
 
 
 def test_a_failure_survives_writing(tmp_path: Path) -> None:

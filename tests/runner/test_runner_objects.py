@@ -135,6 +135,17 @@ def test_hooks_keep_their_state_over_a_resume(tmp_path: Path) -> None:
     assert second.seen == 7
 
 
+def test_the_checkpoints_of_another_run_are_not_overwritten(tmp_path: Path) -> None:
+    runner = make_runner(hooks=[CheckpointHook()], run_dir=tmp_path)
+    runner.train()
+    runner.train()
+    with pytest.raises(FileExistsError, match=r"step_00000012.*train\(resume=True\)"):
+        make_runner(hooks=[CheckpointHook()], run_dir=tmp_path).train()
+    again = make_runner(hooks=[CheckpointHook()], run_dir=tmp_path)
+    again.test("latest")
+    assert again.train().step == 12
+
+
 def test_resume_without_a_checkpoint_starts_from_the_beginning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -51,6 +51,8 @@ def test_a_killed_run_resumes_to_the_very_same_weights(
         (signal.SIGTERM, 1, "stopped by SIGTERM"),
         (signal.SIGINT, 2, "stopped by Ctrl-C"),
         (signal.SIGTERM, 2, "stopped by SIGTERM"),
+        (signal.SIGHUP, 1, "stopped by SIGTERM"),
+        (signal.SIGHUP, 2, "stopped by SIGTERM"),
     ],
 )
 def test_a_signal_saves_says_where_and_leaves_no_process(
@@ -64,7 +66,8 @@ def test_a_signal_saves_says_where_and_leaves_no_process(
     else:
         command.process.send_signal(number)
     code, out, err = command.finish()
-    assert (code, err) == (128 + number, ""), out
+    ended_by = signal.SIGTERM if number == signal.SIGHUP else number
+    assert (code, err) == (128 + ended_by, ""), out
     assert command.left_over() == []
     line = next(line for line in out.splitlines() if line.startswith(told))
     saved = tmp_path / line.partition("saved ")[2]
@@ -96,6 +99,22 @@ def test_a_signal_before_training_ends_it_quietly(start: Start, tmp_path: Path) 
         assert code == 128 + number
         assert err.splitlines() == [err.strip()]
         assert "nothing was saved" in err
+
+
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_a_signal_in_the_final_test_tells_what_is_saved(
+    start: Start, tmp_path: Path, nproc: int
+) -> None:
+    slow_test = ("train.max_epochs=1", "data.test.dataset.pause_s=1")
+    command = start(*TRAIN, f"--nproc={nproc}", *slow_test)
+    command.wait_for(tmp_path / "run", 12 // nproc // 3)
+    # Training is over within moments, the test would take most of a minute.
+    time.sleep(3.0)
+    command.process.send_signal(signal.SIGTERM)
+    code, _, err = command.finish()
+    assert code == 128 + signal.SIGTERM
+    last = f"run/checkpoints/step_{12 // nproc:08d}"
+    assert err.startswith(f"stopped by SIGTERM; the last checkpoint is {last}")
 
 
 def test_a_raising_rank_ends_all_and_is_named(start: Start, tmp_path: Path) -> None:
