@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from ...collectives import get_rank
+from ...collectives import broadcast, get_rank
 from ...registry import HOOKS
 from ..cadence import Cadence
 from ..checkpoint import (
@@ -22,7 +22,7 @@ from ..checkpoint import (
 from ..hook import Hook
 from ..state import LoopState
 from ._metric import check_mode, is_better, pick_metric
-from .nan_guard import NonFiniteError
+from .nan_guard import NonFiniteError, bad_parameter
 
 logger = logging.getLogger(__name__)
 
@@ -32,8 +32,9 @@ class CheckpointHook(Hook):
     """Saves checkpoints into `<run_dir>/checkpoints`; every rank must have it.
 
     Saves at the intervals, after the validation of the same update or epoch, at
-    the end of the run and when a signal stops it. Does nothing where
-    `state.run_dir` is None.
+    the end of the run and when a signal stops it. Weights that are not finite
+    are not saved: a warning names the first, and earlier checkpoints stay. Does
+    nothing where `state.run_dir` is None.
 
     Args:
         every_steps: Optimizer updates between two checkpoints; None for never.
@@ -136,6 +137,12 @@ class CheckpointHook(Hook):
         folder = _folder(state)
         if folder is None:
             return
+        # Rank 0's word for all: what is saved are its weights.
+        bad = broadcast(bad_parameter(state) if get_rank() == 0 else "")
+        if bad:
+            if get_rank() == 0:
+                logger.warning("step %d is not saved, because %s", state.step, bad)
+            return
         path = save_checkpoint(folder, state, reason=reason, is_best=is_best)
         self._saved_at = _position(state)
         if get_rank() != 0:
@@ -152,6 +159,10 @@ class CheckpointHook(Hook):
 def _save_after_error(folder: Path, state: LoopState) -> None:
     try:
         if any(meta["step"] == state.step for _, meta in list_checkpoints(folder)):
+            return
+        bad = bad_parameter(state)
+        if bad:
+            logger.warning("step %d is not saved after the error, because %s", state.step, bad)
             return
         path = save_alone(folder, state)
     except Exception:

@@ -129,17 +129,8 @@ class NanGuardHook(Hook):
         for (step, name, value), good in zip(values, finite, strict=True):
             if not good:
                 return step, get_rank(), f"{name} is {value.tolist()}"
-        return self._look_at_model(state) if self._all else None
-
-    def _look_at_model(self, state: LoopState) -> _Finding | None:
-        named = _named_parameters(state)
-        finite = _finite([param for _, param in named])
-        for (name, param), good in zip(named, finite, strict=True):
-            if not good:
-                count = int((~param.isfinite()).sum())
-                text = f"parameter {name!r} has {count} of {param.numel()} values not finite"
-                return state.step, get_rank(), text
-        return None
+        bad = bad_parameter(state) if self._all else ""
+        return (state.step, get_rank(), bad) if bad else None
 
     def _report(self, state: LoopState, found: _Finding | None, else_text: str) -> None:
         """Raise or warn with the same text on every rank; every rank must call this."""
@@ -153,6 +144,17 @@ class NanGuardHook(Hook):
             )
         if get_rank() == 0:
             logger.warning("%s", text)
+
+
+def bad_parameter(state: LoopState) -> str:
+    """Return what is wrong with this rank's first parameter that is not finite, or nothing."""
+    named = _named_parameters(state)
+    finite = _finite([param for _, param in named])
+    for (name, param), good in zip(named, finite, strict=True):
+        if not good:
+            count = int((~param.isfinite()).sum())
+            return f"parameter {name!r} has {count} of {param.numel()} values not finite"
+    return ""
 
 
 def _finite(tensors: Sequence[Tensor]) -> list[bool]:

@@ -350,3 +350,20 @@ def test_a_rank_that_fails_alone_saves_without_the_others(tmp_path: Path) -> Non
     assert sorted(saved(tmp_path)[0]["files"]) == [
         "model.pt", "optim.pt", "rank_00000.pt", "state.pt"
     ]  # fmt: skip
+
+
+class Poison(Hook):
+    """Spoils one weight after the third update."""
+
+    def on_update(self, state: LoopState) -> None:
+        if state.step == 3:
+            next(iter(state.model.parameters())).data.flatten()[0] = float("nan")
+
+
+def test_weights_that_are_not_finite_are_not_saved(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    hook = CheckpointHook(every_steps=1, keep_last=2)
+    train(new_state(run_dir=tmp_path), [Poison(), hook], epochs=1)
+    assert saved_steps(tmp_path) == [2, 1]
+    assert "step 3 is not saved, because parameter " in caplog.text
