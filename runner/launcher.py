@@ -178,11 +178,12 @@ def _start(
 def _raise_failure(folder: Path, error: ChildFailedError, received: list[int]) -> NoReturn:
     failures = [Failure.read(path) for path in folder.glob("failure_*.json")]
     causes = [failure for failure in failures if not _lost_a_peer(failure)]
-    if failures and not causes:
+    # After a signal the ranks that lose a peer have lost it to the signal.
+    if failures and not causes and not received:
         silent = set(range(_rank_count(folder))) - _ended(folder)
         causes = [_death(rank, error.failures) for rank in sorted(silent)]
     rest = [failure for failure in failures if failure not in causes]
-    if causes or rest:
+    if causes or (rest and not received):
         in_time = [sorted(some, key=lambda failure: failure.time) for some in (causes, rest)]
         raise LaunchError(in_time[0] + in_time[1]) from error
     if received:

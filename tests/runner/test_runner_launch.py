@@ -180,6 +180,7 @@ def test_torchrun_overwrites_no_results(tmp_path: Path) -> None:
 def end_alike(folder: Path) -> tuple[int, int]:
     """Run the command twice, on ranks that something else has started."""
     os.chdir(folder)
+    sys.modules.pop("points", None)
     # The group that tells the ranks apart must go: the command makes its own.
     os.environ |= {"RANK": str(get_rank()), "WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}
     ports = broadcast([free_port(), free_port()])
