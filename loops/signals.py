@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 import time
@@ -122,6 +123,10 @@ class StopSignals:
         if number == signal.SIGINT and self._received == signal.SIGINT:
             self._unheeded = 0
             raise KeyboardInterrupt
+        if not self._received and (self._alone or get_rank() == 0):
+            # At once, since a step may be long, and unbuffered, since this is a signal handler.
+            again = "; Ctrl-C again stops at once" if number == signal.SIGINT else ""
+            os.write(2, f"\nstopping after this step, to save{again}\n".encode())
         self._received = self._unheeded = number
         self.due_s = 0.0
 

@@ -151,6 +151,11 @@ class _TrainLoop:
         """Raise before anything happens if the parts do not fit together."""
         if state.optim_wrapper is None:
             raise ValueError("training needs an optimizer wrapper, but state.optim_wrapper is None")
+        if not hasattr(state.optim_wrapper, "update_params"):
+            name = type(state.optim_wrapper).__name__
+            raise TypeError(
+                f"{name} is no optimizer wrapper; wrap it, as in OptimWrapper(optimizer)"
+            )
         if not hasattr(state.model, "train_step"):
             raise TypeError(
                 f"{type(state.model).__name__} has no train_step; wrap the model, as in "

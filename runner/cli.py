@@ -12,7 +12,7 @@ from importlib import import_module
 from types import FrameType
 
 from ..registry import ConfigError
-from .failure import Failure, LaunchError, Terminated
+from .failure import Failure, LaunchError, Terminated, TrainingFailed
 from .options import COMMANDS, UsageError, parse
 
 OK, FAILED, MISTAKE = 0, 1, 2
@@ -31,12 +31,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             options = parse(words)
             home = import_module(f".{COMMANDS[options.command].home}", __package__)
             return int(getattr(home, f"run_{options.command}")(options))
-    except (UsageError, ConfigError) as error:
-        _tell(str(error), Failure.of(error).trace if debug else "")
-        return MISTAKE
-    except LaunchError as error:
-        _tell_failures(error.failures, debug)
-        return MISTAKE if error.failures[0].kind == "ConfigError" else FAILED
     except BrokenPipeError:
         # The reader (head, less) has gone; Python would complain once more at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -45,10 +39,28 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _tell_stop(Terminated(signal.SIGINT))
     except Terminated as error:
         return _tell_stop(error)
+    except TrainingFailed as error:
+        code = _tell_error(error.__cause__ or error, debug)
+        again = f"stepwrap train {error.config} --resume"
+        print(f"  the last checkpoint is {error.saved}; continue with: {again}", file=sys.stderr)
+        return code
     except Exception as error:
-        rank = os.environ.get("RANK")
-        _tell_failures([Failure.of(error, int(rank) if rank else None)], debug)
-        return FAILED
+        return _tell_error(error, debug)
+
+
+def _tell_error(error: BaseException, debug: bool) -> int:
+    """Print what went wrong; returns the exit code."""
+    rank = os.environ.get("RANK")
+    if isinstance(error, (UsageError, ConfigError)):
+        # The same on every rank of torchrun's: one of them tells it.
+        if not rank or rank == "0":
+            _tell(str(error), Failure.of(error).trace if debug else "")
+        return MISTAKE
+    if isinstance(error, LaunchError):
+        _tell_failures(error.failures, debug)
+        return MISTAKE if error.failures[0].kind == "ConfigError" else FAILED
+    _tell_failures([Failure.of(error, int(rank) if rank else None)], debug)
+    return FAILED
 
 
 @contextmanager

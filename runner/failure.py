@@ -68,6 +68,18 @@ class LaunchError(RuntimeError):
         super().__init__("\n".join(self.failures[0].lines()))
 
 
+class TrainingFailed(RuntimeError):
+    """A training failed, for its `__cause__`, and has left checkpoints to go on from.
+
+    `config` is the config that the run has written, `saved` its last checkpoint.
+    """
+
+    def __init__(self, config: Path, saved: Path) -> None:
+        super().__init__(f"the last checkpoint is {saved}")
+        self.config = config
+        self.saved = saved
+
+
 class Terminated(BaseException):
     """A signal such as SIGTERM ended the work at a point where nothing more is saved.
 

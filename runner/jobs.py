@@ -130,8 +130,7 @@ def _evaluate(runner: Runner, job: Job, folder: Path) -> Outcome:
 
 
 def _checkpoint(job: Job, folder: Path) -> Path:
-    which = job.checkpoint or ""
-    return resolve_checkpoint(folder, which) if which in ("", "best", "latest") else Path(which)
+    return resolve_checkpoint(folder, job.checkpoint or "")
 
 
 @contextmanager
@@ -165,6 +164,8 @@ def _console_log(debug: bool) -> Iterator[None]:
     level = ours.level
     ours.addHandler(handler)
     ours.setLevel(logging.INFO if debug else logging.WARNING)
+    # Which checkpoint a run goes on from is news for everybody.
+    logging.getLogger(f"{__package__}.runner").setLevel(logging.INFO)
     try:
         yield
     finally:

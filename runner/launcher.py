@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import pickle
@@ -9,6 +10,7 @@ import shutil
 import signal
 import sys
 import tempfile
+import traceback
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -106,12 +108,8 @@ def process_group(
     meeting = {} if store_file is None else _meet_over(store_file)
     timeout = timedelta(seconds=timeout_s)
     dist.init_process_group(name, timeout=timeout, device_id=device, **meeting)
-    try:
+    with _ending_group():
         yield
-    finally:
-        # A process that exits with a live group aborts now and then.
-        if dist.is_initialized():
-            dist.destroy_process_group()
 
 
 @contextmanager
@@ -122,10 +120,26 @@ def lonely_group() -> Iterator[None]:
         return
     store = torch._C._distributed_c10d.HashStore()
     dist.init_process_group(_backend_name("auto"), store=store, rank=0, world_size=1)
+    with _ending_group():
+        yield
+
+
+@contextmanager
+def _ending_group() -> Iterator[None]:
+    """Destroy the group at the end, and free what else would keep it until the process exits.
+
+    A process that exits with a live group, or with a wrapper that holds one, aborts now and then.
+    """
     try:
         yield
+    except BaseException as error:
+        # The variables of the frames that failed hold the wrapper.
+        traceback.clear_frames(error.__traceback__)
+        raise
     finally:
-        dist.destroy_process_group()
+        gc.collect()
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
 
 def _backend_name(backend: str) -> str:
@@ -180,7 +194,8 @@ def _raise_failure(folder: Path, error: ChildFailedError, received: list[int]) -
     causes = [failure for failure in failures if not _lost_a_peer(failure)]
     # After a signal the ranks that lose a peer have lost it to the signal.
     if failures and not causes and not received:
-        silent = set(range(_rank_count(folder))) - _ended(folder)
+        spoken = {failure.rank for failure in failures}
+        silent = set(range(_rank_count(folder))) - _ended(folder) - spoken
         causes = [_death(rank, error.failures) for rank in sorted(silent)]
     rest = [failure for failure in failures if failure not in causes]
     if causes or (rest and not received):
@@ -241,17 +256,27 @@ def _rank_main(
             except Exception as error:
                 # Before the group goes: what the others then run into is later than this.
                 Failure.of(error, rank).write(failed)
-                raise
+                _leave(home, rank)
     except KeyboardInterrupt:
         # torch would take a rank that was interrupted for one that still works.
         sys.exit(128 + signal.SIGINT)
     except Exception as error:
-        if not failed.exists():
-            Failure.of(error, rank).write(failed)
-        sys.exit(1 if _is_last(home, rank) else 0)
+        Failure.of(error, rank).write(failed)
+        _leave(home, rank)
     if _is_last(home, rank) and any(home.glob("failure_*.json")):
         sys.exit(1)
     return result
+
+
+def _leave(folder: Path, rank: int) -> NoReturn:
+    """End this process at once after an error.
+
+    Destroying a group that has lost a rank may block, and leaving with one may abort.
+    """
+    code = 1 if _is_last(folder, rank) else 0
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def _is_last(folder: Path, rank: int) -> bool:

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ..registry import Config, ConfigError, Problem, RunSections, load_config
-from .failure import Terminated
+from .failure import Terminated, TrainingFailed
 from .jobs import Job, refuse_occupied, run_job
 from .launcher import launch, lonely_group, started_outside
 from .parts import BuildError, build_parts, needs_group, read_sections
@@ -35,7 +35,18 @@ def run_train(options: argparse.Namespace) -> int:
     if not started_outside():
         # Asked again by the ranks; here the answer comes before any is started.
         refuse_occupied(job, run.run_dir)
+        if not options.dry_run:
+            _make_folder(config, run.run_dir)
     return _run(job, options, run)
+
+
+def _make_folder(config: Config, run_dir: str) -> None:
+    try:
+        Path(run_dir).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        origin = config.origin("run_dir") if "run_dir" in config else ""
+        what = f"the folder {run_dir} cannot be made: {error.strerror}"
+        raise ConfigError([Problem("run_dir", what, origin)]) from error
 
 
 def run_validate(options: argparse.Namespace) -> int:
@@ -95,6 +106,13 @@ def _telling_what_is_saved(job: Job, folder: Path) -> Iterator[None]:
     before = saved_checkpoints(folder)
     try:
         yield
+    except ConfigError:
+        raise
+    except Exception as error:
+        saved = saved_checkpoints(folder)
+        if job.command != "train" or not saved:
+            raise
+        raise TrainingFailed(folder / "config.yaml", saved[-1]) from error
     except (KeyboardInterrupt, Terminated) as error:
         number = error.number if isinstance(error, Terminated) else signal.SIGINT
         saved = saved_checkpoints(folder)

@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 
 from ..loops import CheckpointError, find_checkpoint
-from ..registry import Problem
+from ..registry import Problem, did_you_mean
 
 _RECORDS = ("metrics.jsonl", "metrics.csv", "curves.png", "config.yaml")
 
@@ -30,15 +30,23 @@ def occupied(run_dir: Path) -> Problem | None:
 
 def saved_checkpoints(run_dir: Path) -> list[Path]:
     """Return the checkpoints in `run_dir`, the last one last."""
-    return sorted((run_dir / "checkpoints").glob("step_*"))
+    found = (run_dir / "checkpoints").glob("step_*")
+    return sorted(found, key=lambda path: path.stat().st_mtime_ns)
 
 
 def resolve_checkpoint(run_dir: Path, which: str = "") -> Path:
-    """Return the "best" or "latest" checkpoint in `run_dir`; by default best, else latest.
+    """Return the checkpoint that `which` names; every rank must call this.
+
+    Args:
+        run_dir: The run's folder.
+        which: "best" or "latest" of it, the path of a checkpoint or of another run's folder;
+            by default the best, else the latest.
 
     Raises:
         CheckpointError: There is none.
     """
+    if which not in ("", "best", "latest"):
+        return _at_path(run_dir, Path(which))
     if which:
         path = find_checkpoint(run_dir, "best" if which == "best" else "latest")
     else:
@@ -49,6 +57,17 @@ def resolve_checkpoint(run_dir: Path, which: str = "") -> Path:
             f"there is no {kind} in {run_dir}: train first, or name one by its path"
         )
     return path
+
+
+def _at_path(run_dir: Path, path: Path) -> Path:
+    if (path / "checkpoints").is_dir():
+        return resolve_checkpoint(path, "latest")
+    if path.exists():
+        return path
+    folder = path.parent if path.parent.is_dir() else run_dir / "checkpoints"
+    there = [str(folder / one.name) for one in sorted(folder.glob("step_*"))]
+    near = did_you_mean(str(path), there) or did_you_mean(str(path), ("best", "latest"))
+    raise CheckpointError(f"there is no checkpoint {path}{near}")
 
 
 def clear_results(run_dir: Path) -> None:

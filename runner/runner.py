@@ -112,7 +112,8 @@ class Runner:
 
         Args:
             resume: True continues from the latest checkpoint in the run folder (without one the
-                run starts from the beginning), a path from that checkpoint.
+                run starts from the beginning); a path from that checkpoint, or from the latest
+                in that run folder; "best" or "latest" from that one of this run.
 
         Raises:
             CheckpointError: There is no such checkpoint, or it is damaged.
@@ -123,12 +124,13 @@ class Runner:
         if not resume:
             self._refuse_overwriting()
         self._owns_run_dir = True
-        path = self._latest() if resume is True else resume
+        path = self._latest() if resume is True else self._chosen(resume)
         for listener in self._hooks.on_run_start:
             listener(self.state)
         if path:
-            load_checkpoint(Path(path)).restore(self.state)
-            logger.info("continuing from %s, step %d", path, self.state.step)
+            load_checkpoint(path).restore(self.state)
+            if get_rank() == 0:
+                logger.info("continuing from %s, step %d", path, self.state.step)
         loop.run(self.state, self._hooks)
         for listener in self._hooks.on_run_end:
             listener(self.state)
@@ -173,9 +175,8 @@ class Runner:
             self.state.stateful[name].load_state_dict(content["stateful"][name])
 
     def _resolve(self, checkpoint: str | os.PathLike[str]) -> Path:
-        if checkpoint in ("best", "latest"):
-            return resolve_checkpoint(self._folder(), str(checkpoint))
-        return Path(checkpoint)
+        folder = self._folder() if checkpoint in ("best", "latest") else Path()
+        return resolve_checkpoint(folder, str(checkpoint))
 
     def _refuse_overwriting(self) -> None:
         """Refuse to start anew where another run has saved; every rank must call this."""
@@ -189,6 +190,11 @@ class Runner:
                 f"{folder} already holds {len(there)} checkpoint(s), the last {there[-1]}: "
                 "continue that run with train(resume=True), or give another run_dir"
             )
+
+    def _chosen(self, resume: str | os.PathLike[str] | bool) -> Path | None:
+        if not resume:
+            return None
+        return self._resolve(str(resume))
 
     def _latest(self) -> Path | None:
         folder = self._folder()

@@ -85,6 +85,9 @@ class CheckpointHook(Hook):
 
     def on_train_start(self, state: LoopState) -> None:
         self._training = True
+        if state.step:
+            # What was just restored is there already.
+            self._saved_at = _position(state)
 
     def on_save_point(self, state: LoopState) -> None:
         waiting = state.clock_s < self._cadence.due_at_s and not self._counts_steps

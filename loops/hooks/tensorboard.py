@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from ...collectives import get_rank
@@ -23,12 +24,17 @@ class TensorBoardHook(Hook):
     after the restored checkpoint.
 
     Raises:
-        ImportError: TensorBoard is not installed (at the start of the run).
+        ImportError: TensorBoard is not installed.
     """
 
     order = 72
 
     def __init__(self) -> None:
+        if find_spec("tensorboard") is None:
+            raise ImportError(
+                "TensorBoardHook needs TensorBoard; install it with "
+                "`pip install stepwrap[tensorboard]`"
+            )
         self._writer: SummaryWriter | None = None
 
     def on_train_start(self, state: LoopState) -> None:
@@ -53,13 +59,8 @@ class TensorBoardHook(Hook):
     def _open(self, state: LoopState) -> None:
         if self._writer is not None or state.run_dir is None or get_rank() != 0:
             return
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            raise ImportError(
-                "TensorBoardHook needs TensorBoard; install it with "
-                "`pip install stepwrap[tensorboard]`"
-            ) from error
+        from torch.utils.tensorboard import SummaryWriter
+
         self._writer = SummaryWriter(state.run_dir / "tensorboard", purge_step=state.step + 1)
 
     def _write(self, state: LoopState, phase: str, values: Mapping[str, float]) -> None:

@@ -128,20 +128,22 @@ def test_check_builds_the_parts(run: Path, capsys: Capture) -> None:
 def test_an_error_in_the_run_is_one_message(run: Path, capsys: Capture) -> None:
     words = ["train", "points.yaml", "data.train.dataset.bad=9"]
     assert main(words) == 1
-    first, place, hint = capsys.readouterr().err.splitlines()
+    first, place, hint, saved = capsys.readouterr().err.splitlines()
+    assert saved.startswith("  the last checkpoint is runs/points/checkpoints/step_0")
+    assert saved.endswith("; continue with: stepwrap train runs/points/config.yaml --resume")
     assert first == "ValueError: sample 9 is broken"
     assert place.startswith(f"  at {run / 'points.py'}:")
     assert "--debug" in hint
     assert main([*words, "--fresh", "--debug"]) == 1
     err = capsys.readouterr().err
     assert "Traceback (most recent call last)" in err
-    assert err.endswith(f"{first}\n{place}\n")
+    assert f"{first}\n{place}\n" in err
 
 
 def test_an_error_in_a_data_worker_is_one_message(run: Path, capsys: Capture) -> None:
     words = ["train", "points.yaml", "data.train.dataset.bad=9", "data.train.num_workers=1"]
     assert main(words) == 1
-    first, place, _ = capsys.readouterr().err.splitlines()
+    first, place, *_ = capsys.readouterr().err.splitlines()
     assert first.startswith(
         "ValueError: sample 9 is broken (Caught ValueError in DataLoader worker"
     )
