@@ -67,7 +67,8 @@ def _report_stop(console: Console, folder: Path, outcome: Outcome) -> int:
 
 
 def _table(job: Job, run: RunSections, outcome: Outcome) -> Table:
-    table = Table(title=f"{run.name} at step {outcome.step}, epoch {outcome.epoch}")
+    title = f"{run.name} at step {outcome.step}, epoch {outcome.epoch}"
+    table = Table(title=title, min_width=len(title))
     table.add_column("metric")
     phases = [phase for phase in ("val", "test") if outcome.metrics.get(phase)]
     for phase in phases:
