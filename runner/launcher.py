@@ -24,6 +24,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from ..collectives import synchronize
 from ._guard import die_with_parent, heed_signals, relay_signals
 from ._slurm import adopt_slurm
 from .failure import Failure, LaunchError, Terminated
@@ -109,6 +110,8 @@ def process_group(
     timeout = timedelta(seconds=timeout_s)
     dist.init_process_group(name, timeout=timeout, device_id=device, **meeting)
     with _ending_group():
+        # A rank that leaves while another still connects would break its connections.
+        synchronize()
         yield
 
 
