@@ -9,13 +9,14 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from .errors import CollectiveError, finishing
-from .process import comm_device, live_world_size
+from ._call import calling
+from .errors import CollectiveError
+from .process import comm_device, get_rank, live_world_size, place_in_group
 
 T = TypeVar("T")
 
 
-def broadcast(obj: T, src: int = 0) -> T:
+def broadcast(obj: T, src: int = 0, group: dist.ProcessGroup | None = None) -> T:
     """Return the object of rank `src` on every rank; every rank must call this.
 
     The source gets its own object back, the others a copy; what they pass is ignored. CUDA tensors
@@ -26,29 +27,27 @@ def broadcast(obj: T, src: int = 0) -> T:
         CollectiveError: on every rank, when the object cannot be pickled on the source or
             unpickled on some rank; or when a rank does not take part.
     """
-    world_size = live_world_size()
-    if not 0 <= src < world_size:
-        raise ValueError(f"src must be a rank in [0, {world_size}), got {src}")
-    if world_size == 1:
+    place_in_group(src, group)
+    if live_world_size(group) == 1:
         return obj
-    device = comm_device()
+    device = comm_device(group)
     is_source = dist.get_rank() == src
     parcel = _pack(obj) if is_source else _Parcel(b"")
-    with finishing(f"broadcast() from rank {src}"):
+    with calling("broadcast", group):
         header = torch.tensor(parcel.header(), dtype=torch.int64, device=device)
-        dist.broadcast(header, src)
+        dist.broadcast(header, src, group)
         failed, size = header.tolist()
         data = _to_tensor(parcel.data, size).to(device)
-        dist.broadcast(data, src)
+        dist.broadcast(data, src, group)
     _raise_failures({src: _to_bytes(data)} if failed else {}, parcel)
     if is_source:
-        _unpack_together([])
+        _unpack_together([], group)
         return obj
-    copy: T = _unpack_together([_to_bytes(data)])[0]
+    copy: T = _unpack_together([_to_bytes(data)], group)[0]
     return copy
 
 
-def all_gather_object(obj: T) -> list[T]:
+def all_gather_object(obj: T, group: dist.ProcessGroup | None = None) -> list[T]:
     """Return the objects of all ranks, in rank order, on every rank; every rank must call this.
 
     All are copies, the own one too; CUDA tensors inside arrive on the CPU. Without a process group
@@ -58,22 +57,29 @@ def all_gather_object(obj: T) -> list[T]:
         CollectiveError: on every rank, when some rank's object cannot be pickled or unpickled; or
             when a rank does not take part.
     """
-    world_size = live_world_size()
+    world_size = live_world_size(group)
     if world_size == 1:
         return [obj]
-    device = comm_device()
+    device = comm_device(group)
     parcel = _pack(obj)
-    with finishing("all_gather_object()"):
+    with calling("all_gather_object", group):
         header = torch.tensor(parcel.header(), dtype=torch.int64, device=device)
         headers = [torch.empty_like(header) for _ in range(world_size)]
-        dist.all_gather(headers, header)
+        dist.all_gather(headers, header, group)
         failed, sizes = torch.stack(headers).T.tolist()
         data = _to_tensor(parcel.data, max(sizes)).to(device)
         parts = [torch.empty_like(data) for _ in range(world_size)]
-        dist.all_gather(parts, data)
+        dist.all_gather(parts, data, group)
     texts = [_to_bytes(part[:size]) for part, size in zip(parts, sizes, strict=True)]
     _raise_failures({rank: texts[rank] for rank in range(world_size) if failed[rank]}, parcel)
-    return _unpack_together(texts)
+    return _unpack_together(texts, group)
+
+
+def gather_object(obj: T, dst: int = 0, group: dist.ProcessGroup | None = None) -> list[T] | None:
+    """Return the objects of all ranks, in rank order, on rank `dst` and None on the others."""
+    place_in_group(dst, group, "dst")
+    gathered = all_gather_object(obj, group)
+    return gathered if get_rank() == dst or live_world_size(group) == 1 else None
 
 
 @dataclass(frozen=True)
@@ -124,7 +130,7 @@ def _raise_failures(failures: dict[int, bytes], own: _Parcel) -> None:
         raise CollectiveError(f"cannot pickle the object of {'; '.join(texts)}") from own.error
 
 
-def _unpack_together(texts: Sequence[bytes]) -> list[Any]:
+def _unpack_together(texts: Sequence[bytes], group: dist.ProcessGroup | None) -> list[Any]:
     """Unpickle on every rank, or raise on every rank when one of them cannot."""
     objects: list[Any] = []
     cause: Exception | None = None
@@ -133,9 +139,9 @@ def _unpack_together(texts: Sequence[bytes]) -> list[Any]:
     # A class that cannot be imported on one rank only; the others wait in the reduction below.
     except Exception as error:
         cause = error
-    failed_rank = torch.tensor(dist.get_rank() if cause else -1, device=comm_device())
-    with finishing("the exchange of the unpickling's outcome"):
-        dist.all_reduce(failed_rank, dist.ReduceOp.MAX)
+    failed_rank = torch.tensor(dist.get_rank() if cause else -1, device=comm_device(group))
+    with calling("unpickling", group):
+        dist.all_reduce(failed_rank, dist.ReduceOp.MAX, group)
     if cause is not None:
         raise CollectiveError(
             f"rank {dist.get_rank()} cannot unpickle what it received: "

@@ -62,9 +62,37 @@ def get_local_rank() -> int:
     return get_rank() % per_host if per_host else 0
 
 
-def live_world_size() -> int:
-    """Return the size of the default group, 1 without one, whatever the environment says."""
-    return dist.get_world_size() if distributed_available() else 1
+def live_world_size(group: dist.ProcessGroup | None = None) -> int:
+    """Return the size of the live group, 1 without one, whatever the environment says.
+
+    Raises:
+        ValueError: this process is no member of the group.
+    """
+    if not distributed_available():
+        return 1
+    world_size = dist.get_world_size(group)
+    if world_size < 0:
+        raise ValueError(f"rank {dist.get_rank()} is no member of the group and cannot use it")
+    return world_size
+
+
+def members(group: dist.ProcessGroup | None = None) -> list[int]:
+    """Return the global ranks of the group's members, in group order; [0] without a group."""
+    if not distributed_available():
+        return [0]
+    return dist.get_process_group_ranks(group)
+
+
+def place_in_group(rank: int, group: dist.ProcessGroup | None = None, name: str = "src") -> int:
+    """Return the group rank of a global rank.
+
+    Raises:
+        ValueError: the rank is no member; `name` is the argument that it came in.
+    """
+    ranks = members(group)
+    if rank not in ranks:
+        raise ValueError(f"{name} must be a rank of the group {ranks}, got {rank}")
+    return ranks.index(rank)
 
 
 def comm_device(
