@@ -2,6 +2,7 @@
 
 from .errors import CollectiveError
 from .objects import all_gather_object, broadcast
+from .picklable import PicklableWrapper
 from .process import (
     comm_device,
     distributed_available,
@@ -16,6 +17,7 @@ from .scalars import mean_scalars
 
 __all__ = [
     "CollectiveError",
+    "PicklableWrapper",
     "all_gather_object",
     "all_reduce_dict",
     "broadcast",

@@ -10,7 +10,7 @@ from .optim import OptimWrapper
 from .optim_dict import OptimWrapperDict
 from .preprocess import DataPreprocessor
 from .single import SingleDevice
-from .wrapping import is_model_wrapper, wrap_model
+from .wrapping import is_model_wrapper, is_module_wrapper, wrap_model
 
 __all__ = [
     "AmpOptimWrapper",
@@ -24,6 +24,7 @@ __all__ = [
     "build_optimizer",
     "detect_anomalous_params",
     "is_model_wrapper",
+    "is_module_wrapper",
     "parse_losses",
     "wrap_model",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -27,6 +28,19 @@ def is_model_wrapper(model: nn.Module, registry: Registry = MODEL_WRAPPERS) -> b
     if isinstance(model, tuple(one for one in known if isinstance(one, type))):
         return True
     return any(is_model_wrapper(model, child) for child in registry.children.values())
+
+
+def is_module_wrapper(module: nn.Module, extra: Iterable[type[nn.Module]] = ()) -> bool:
+    """Whether ``module`` or any module inside it is a DataParallel or DistributedDataParallel.
+
+    Subclasses count; FullyShardedDataParallel and other wrappers count only when they are given.
+    ``is_model_wrapper`` looks at the module itself alone.
+
+    Args:
+        extra: further classes that count as wrappers.
+    """
+    wrappers = (DataParallel, DistributedDataParallel, *extra)
+    return any(isinstance(one, wrappers) for one in module.modules())
 
 
 def wrap_model(

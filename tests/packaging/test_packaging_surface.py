@@ -9,7 +9,7 @@ import pytest
 
 DOORS = {
     "collectives": """
-        CollectiveError all_gather_object all_reduce_dict broadcast comm_device
+        CollectiveError PicklableWrapper all_gather_object all_reduce_dict broadcast comm_device
         distributed_available get_local_rank get_rank get_world_size mean_scalars
         rank_zero_only reduce_mean synchronize
     """,
@@ -33,7 +33,7 @@ DOORS = {
     "wrappers": """
         AmpOptimWrapper BaseModel DataPreprocessor OptimWrapper OptimWrapperDict SingleDevice
         StepDistributedDataParallel SupervisedModel build_optimizer detect_anomalous_params
-        is_model_wrapper parse_losses wrap_model
+        is_model_wrapper is_module_wrapper parse_losses wrap_model
     """,
 }
 
