@@ -1,0 +1,351 @@
+"""Objects of all ranks through files in a shared directory, and the directories themselves."""
+
+import os
+import pickle
+import signal
+import stat
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import RanksError, run_ranks
+
+from stepwrap.collectives import (
+    CollectiveError,
+    all_gather_object_cpu,
+    all_gather_object_gpu,
+    create_tmpdir,
+)
+
+
+def _outcome(call: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[str, str]:
+    try:
+        call(*args, **kwargs)
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+def _files(folder: str | Path) -> list[str]:
+    return sorted(str(path.relative_to(folder)) for path in Path(folder).rglob("*"))
+
+
+class _DuringPickling:
+    """Does something in the middle of the gather, and unpickles to the integer 7."""
+
+    def __init__(self, work: Callable[..., None], *args: Any) -> None:
+        self.work = work
+        self.args = args
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        self.work(*self.args)
+        return int, (7,)
+
+
+def _gather_often(tmpdir: str) -> list[int]:
+    rank = dist.get_rank()
+    wrong = []
+    for turn in range(200):
+        # The sizes change, so that a part of another turn could not pass for this one's.
+        sent = [(turn, member, b"x" * (turn * 10 + member)) for member in range(2)]
+        received = all_gather_object_cpu(sent[rank], tmpdir)
+        if received != (sent if rank == 0 else None):
+            wrong.append(turn)
+    return wrong
+
+
+def test_back_to_back_gathers_in_one_directory(tmp_path: Path) -> None:
+    """A-11, A-12, X-6."""
+    (tmp_path / "part_0.pkl").write_text("foreign")
+    (tmp_path / "inside").mkdir()
+    (tmp_path / "inside" / "foreign").write_text("foreign")
+    assert run_ranks(_gather_often, 2, str(tmp_path)) == [[], []]
+    assert _files(tmp_path) == ["inside", "inside/foreign", "part_0.pkl"]
+    assert (tmp_path / "part_0.pkl").read_text() == "foreign"
+
+
+def _gather_every_way(tmpdir: str) -> tuple[list[Any], list[str]]:
+    rank = dist.get_rank()
+    Path(tmpdir, "cwd").mkdir(exist_ok=True)
+    os.chdir(Path(tmpdir, "cwd"))
+    # Rank 0's directory for temporary files holds for all.
+    tempfile.tempdir = str(Path(tmpdir, "cwd")) if rank == 0 else "/nowhere"
+    own = {"rank": rank, "none": None, "text": "x" * 10**rank, "t": torch.arange(rank * 9_000.0)}
+    ways: list[dict[str, Any]] = [
+        {},
+        {"tmpdir": Path(tmpdir, "cwd", "new", "deep")},
+        {"tmpdir": "relative"},
+        {"use_system_tmp": True},
+        {"use_system_tmp": False},
+    ]
+    results: list[Any] = []
+    for everywhere in (False, True):
+        results += [
+            all_gather_object_cpu(own, rank_zero_return_only=not everywhere, **way) for way in ways
+        ]
+        results.append(all_gather_object_gpu(own, not everywhere))
+    tempfile.tempdir = None
+    told = [None if result is None else [_tell(one) for one in result] for result in results]
+    return told, _files(Path(tmpdir, "cwd"))
+
+
+def _tell(received: dict[str, Any]) -> tuple[Any, ...]:
+    tensor = received["t"] + 0
+    # What arrives may be changed in place.
+    received["t"] += 1
+    return received["rank"], received["none"], len(received["text"]), tensor.sum().item()
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_every_way_gives_the_same(world_size: int, tmp_path: Path) -> None:
+    """A-8, A-10, A-13."""
+    expected = [(r, None, 10**r, torch.arange(r * 9_000.0).sum().item()) for r in range(world_size)]
+    outcomes = run_ranks(_gather_every_way, world_size, str(tmp_path))
+    for rank, (told, _) in enumerate(outcomes):
+        assert told[:6] == [expected if rank == 0 else None] * 6
+        assert told[6:] == [expected] * 6
+    # Only the directories that were named.
+    assert outcomes[0][1] == ["new", "new/deep", "relative"]
+
+
+def _gather_in_subgroups(tmpdir: str) -> tuple[Any, ...]:
+    groups = [dist.new_group([1, 3]), dist.new_group([0, 2])]
+    rank = dist.get_rank()
+    own, other = groups if rank % 2 else groups[::-1]
+    rounds = [all_gather_object_cpu((rank, turn), tmpdir, group=own) for turn in range(20)]
+    expected = [[(rank, turn), (rank + 2, turn)] if rank < 2 else None for turn in range(20)]
+    everywhere = all_gather_object_cpu(rank, tmpdir, False, group=own)
+    through_group = all_gather_object_gpu(rank, True, own)
+    refused = _outcome(all_gather_object_cpu, 1, tmpdir, group=other)[0]
+    return rounds == expected, everywhere, through_group, refused
+
+
+def test_two_groups_at_once_in_one_directory(tmp_path: Path) -> None:
+    even, odd = [0, 2], [1, 3]
+    assert run_ranks(_gather_in_subgroups, 4, str(tmp_path)) == [
+        (True, even, even, "ValueError"),
+        (True, odd, odd, "ValueError"),
+        (True, even, None, "ValueError"),
+        (True, odd, None, "ValueError"),
+    ]
+    assert not _files(tmp_path)
+
+
+def _gather_what_fails(tmpdir: str) -> tuple[list[tuple[str, str]], Any]:
+    rank = dist.get_rank()
+    blocked = Path(tmpdir, "blocked")
+    blocked.touch()
+    outcomes = [
+        _outcome(all_gather_object_cpu, threading.Lock() if rank == 1 else rank, tmpdir),
+        _outcome(all_gather_object_cpu, threading.Lock() if rank == 1 else rank, tmpdir, False),
+        _outcome(all_gather_object_cpu, _Unloadable() if rank == 1 else rank, tmpdir),
+        _outcome(all_gather_object_cpu, rank, blocked if rank == 1 else tmpdir),
+        _outcome(all_gather_object_cpu, rank, Path(tmpdir, f"own_{rank}")),
+    ]
+    return outcomes, all_gather_object_cpu(rank, tmpdir, False)
+
+
+class _Unloadable:
+    """Pickles, and cannot be unpickled."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return int, ("text",)
+
+
+def test_what_fails_on_one_rank_raises_on_all(tmp_path: Path) -> None:
+    """X-5: and the ranks are still in step."""
+    outcomes = run_ranks(_gather_what_fails, 3, str(tmp_path))
+    for errors, after in outcomes:
+        names, texts = zip(*errors, strict=True)
+        assert names == ("CollectiveError",) * 3 + ("FileExistsError", "CollectiveError")
+        assert "cannot pickle the object: TypeError" in texts[0]
+        assert "cannot pickle the object: TypeError" in texts[1]
+        assert "cannot unpickle the object of rank 1: ValueError: invalid literal" in texts[2]
+        assert f"{tmp_path}/own_0 is not a shared directory (rank 1)" in texts[4]
+        assert after == [0, 1, 2]
+    assert all("rank 1: " in text for text in (errors[0][1] for errors, _ in outcomes[::2]))
+    assert _files(tmp_path) == ["blocked", "own_0", "own_1", "own_2"]
+
+
+def _wait_for_part(tmpdir: str, rank: int) -> Path:
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        for part in Path(tmpdir).glob(f"*/part_{rank}.pkl"):
+            return part
+        time.sleep(0.002)
+    raise TimeoutError(f"no part of rank {rank}")
+
+
+def _forge(tmpdir: str, ruin: Path) -> None:
+    _wait_for_part(tmpdir, 0).write_bytes(pickle.dumps(_Touch(ruin)))
+
+
+class _Touch:
+    """Shows, by a file, that it was unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.path,)
+
+
+def _flip_last_byte(tmpdir: str) -> None:
+    part = _wait_for_part(tmpdir, 0)
+    content = bytearray(part.read_bytes())
+    content[-1] ^= 1
+    part.write_bytes(content)
+
+
+def _swap(tmpdir: str) -> None:
+    first, third = _wait_for_part(tmpdir, 0), _wait_for_part(tmpdir, 2)
+    first.rename(first.with_name("other"))
+    third.rename(first)
+    first.with_name("other").rename(third)
+
+
+def _remove_part(tmpdir: str) -> None:
+    _wait_for_part(tmpdir, 2).unlink()
+
+
+def _look_at_modes(tmpdir: str) -> None:
+    mode = stat.S_IMODE(_wait_for_part(tmpdir, 0).parent.stat().st_mode)
+    Path(tmpdir, f"mode_{mode:o}").touch()
+
+
+def _gather_during(tmpdir: str, ruin: Path) -> list[Any]:
+    rank = dist.get_rank()
+    outcomes: list[Any] = []
+    for work, args in (
+        (_forge, (tmpdir, ruin)),
+        (_flip_last_byte, (tmpdir,)),
+        (_swap, (tmpdir,)),
+        (_remove_part, (tmpdir,)),
+    ):
+        own = _DuringPickling(work, *args) if rank == 1 else ("x" * 50, rank)
+        outcomes.append(_outcome(all_gather_object_cpu, own, tmpdir))
+    own = _DuringPickling(_look_at_modes, tmpdir) if rank == 1 else rank
+    return [*outcomes, all_gather_object_cpu(own, tmpdir)]
+
+
+def test_parts_that_their_ranks_have_not_written_are_refused(tmp_path: Path) -> None:
+    ruin = tmp_path / "ruin"
+    outcomes = run_ranks(_gather_during, 3, str(tmp_path), ruin)
+    for rank, (forged, flipped, swapped, removed, undisturbed) in enumerate(outcomes):
+        for name, text in (forged, flipped, swapped):
+            assert name == "CollectiveError"
+            assert "part_0.pkl is not what rank 0 has written" in text
+        assert removed[0] == "CollectiveError"
+        assert f"{tmp_path} is not a shared directory (rank 2)" in removed[1]
+        assert undisturbed == ([0, 7, 2] if rank == 0 else None)
+    assert not ruin.exists()
+    assert _files(tmp_path) == ["mode_700"]
+
+
+def _die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _die_after_all_parts(tmpdir: str) -> None:
+    _wait_for_part(tmpdir, 0)
+    _wait_for_part(tmpdir, 2)
+    _die()
+
+
+class _DiesOnLoading:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _die, ()
+
+
+def _lose_a_rank(tmpdir: str, when: str, everywhere: bool) -> None:
+    rank = dist.get_rank()
+    own: Any = rank
+    if rank == 1 and when == "writing":
+        own = _DuringPickling(_die_after_all_parts, tmpdir)
+    if rank == 1 and when == "entering":
+        _die()
+    if rank == 1 and when == "reading":
+        own = _DiesOnLoading()
+    name, text = _outcome(all_gather_object_cpu, own, tmpdir, not everywhere)
+    raise RuntimeError(f"{name}: {text}")
+
+
+# When the first rank reads, it is the first rank that dies.
+@pytest.mark.parametrize(("when", "dead"), [("entering", 1), ("writing", 1), ("reading", 0)])
+def test_a_killed_rank_leaves_no_file_behind(when: str, dead: int, tmp_path: Path) -> None:
+    (tmp_path / "foreign").touch()
+    with pytest.raises(RanksError) as caught:
+        run_ranks(_lose_a_rank, 3, str(tmp_path), when, False, timeout_s=30)
+    assert _files(tmp_path) == ["foreign"]
+    reports = caught.value.reports
+    assert "SIGKILL" in reports[dead]
+    for rank in {0, 1, 2} - {dead}:
+        assert "RuntimeError: CollectiveError" in reports[rank], reports[rank]
+
+
+def test_one_process_keeps_its_own_object(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """X-2, also under a launcher's variables before there is a group."""
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    lock = threading.Lock()
+    for gathered in (
+        all_gather_object_cpu(lock),
+        all_gather_object_cpu(lock, tmp_path / "none", use_system_tmp=True),
+        all_gather_object_gpu(lock),
+    ):
+        assert gathered is not None
+        assert gathered[0] is lock
+        assert len(gathered) == 1
+    assert not _files(tmp_path)
+
+
+def test_directories_without_a_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A-7."""
+    for folder in ("system", "current"):
+        (tmp_path / folder).mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "system"))
+    monkeypatch.chdir(tmp_path / "current")
+    made = [create_tmpdir(0), create_tmpdir(0), create_tmpdir(0, use_system_tmp=False)]
+    assert len(set(made)) == 3
+    assert [Path(path).parent.name for path in made] == ["system", "system", "current"]
+    assert {stat.S_IMODE(os.stat(path).st_mode) for path in made} == {0o700}
+    for rank in (0, 3):
+        assert create_tmpdir(rank, str(tmp_path / "a" / "b")) == str(tmp_path / "a" / "b")
+    assert (tmp_path / "a" / "b").is_dir()
+    with pytest.raises(RuntimeError, match=r"create_tmpdir\(\) on rank 2 needs a process group"):
+        create_tmpdir(2)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
+    with pytest.raises(FileNotFoundError):
+        create_tmpdir(0)
+
+
+def _make_directories(base: str) -> tuple[list[str], tuple[str, str]]:
+    rank = dist.get_rank()
+    tempfile.tempdir = base if rank == 0 else "/nowhere"
+    # A launcher's rank does not count against the group's.
+    made = [create_tmpdir(rank), create_tmpdir(7), create_tmpdir(rank, f"{base}/own_{rank}")]
+    tempfile.tempdir = f"{base}/missing" if rank == 0 else base
+    outcome = _outcome(create_tmpdir, rank)
+    tempfile.tempdir = None
+    return made, outcome
+
+
+def test_directories_in_a_group(tmp_path: Path) -> None:
+    """A-7, X-1, X-5."""
+    first, second = run_ranks(_make_directories, 2, str(tmp_path))
+    assert first[0][:2] == second[0][:2]
+    assert len(set(first[0])) == 3
+    assert {Path(path).parent for path in first[0]} == {tmp_path}
+    assert (first[0][2], second[0][2]) == (f"{tmp_path}/own_0", f"{tmp_path}/own_1")
+    assert len(_files(tmp_path)) == 4
+    assert first[1][0] == second[1][0] == "FileNotFoundError"
+    assert "on rank 0" in second[1][1]
+
+
+def test_the_error_of_a_lost_directory_is_a_runtime_error() -> None:
+    assert issubclass(CollectiveError, RuntimeError)
