@@ -1,0 +1,192 @@
+"""Tensors across ranks, in every dtype and layout, from any device over any backend."""
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Final
+
+import torch
+import torch.distributed as dist
+
+from ._call import calling
+from ._operations import as_bytes, as_sent, checked_op, reduce_over
+from .process import comm_device, live_world_size, members, place_in_group
+
+# Every rank of one job has the same torch, so the same place in this list.
+_DTYPES: Final = sorted({v for v in vars(torch).values() if isinstance(v, torch.dtype)}, key=str)
+# The first message has one size on all ranks: 18 numbers that say what is sent, then the data
+# itself where it is small, so that small tensors need no second message.
+_DIMS: Final = 15
+_HEADER_BYTES: Final = 8 * (3 + _DIMS)
+_MESSAGE_BYTES: Final = 1024
+_NO_TENSOR: Final = -1
+
+
+def all_reduce(data: torch.Tensor, op: str = "sum", group: dist.ProcessGroup | None = None) -> None:
+    """Reduce a tensor over the ranks in place; every rank must call this.
+
+    Shapes and dtypes must agree, which is not checked. Sums of booleans are True where any is. The
+    mean keeps the dtype: that of integers is rounded to the nearest one, halves to the even one,
+    with one warning when that loses something.
+
+    Args:
+        op: "sum", "product", "min", "max", "band", "bor", "bxor" or "mean". Complex numbers have
+            only sum, product and mean; floating-point numbers have no bitwise operations.
+
+    Raises:
+        ValueError: the operation is unknown or not defined for the dtype.
+        CollectiveError: a rank does not take part.
+    """
+    target = _checked(data).detach()
+    op = checked_op(op, data.dtype)
+    if live_world_size(group) == 1:
+        return
+    with calling("all_reduce", group, lambda: f"{op} of {_describe_tensor(data)}"):
+        reduced = reduce_over(target, op, group)
+    if reduced is not target:
+        target.copy_(reduced)
+
+
+def broadcast(data: torch.Tensor, src: int = 0, group: dist.ProcessGroup | None = None) -> None:
+    """Overwrite a tensor with that of rank `src` in place; every rank must call this.
+
+    Shapes and dtypes must agree, which is not checked.
+
+    Args:
+        src: a global rank, also for a sub-group.
+
+    Raises:
+        ValueError: `src` is no rank of the group.
+        CollectiveError: a rank does not take part.
+    """
+    target = _checked(data).detach()
+    place_in_group(src, group)
+    if live_world_size(group) == 1:
+        return
+    with calling("broadcast", group, lambda: f"{_describe_tensor(data)} from rank {src}"):
+        sent = as_sent(target, comm_device(group, prefer=target.device))
+        dist.broadcast(as_bytes(sent), src, group)
+    if sent is not target and dist.get_rank() != src:
+        target.copy_(sent)
+
+
+def all_gather(data: torch.Tensor, group: dist.ProcessGroup | None = None) -> list[torch.Tensor]:
+    """Return the tensors of all ranks, in rank order, on every rank; every rank must call this.
+
+    All are detached copies on the device of `data`, the own one too; with one process the list
+    holds `data` itself.
+
+    Raises:
+        ValueError: on every rank, when shapes or dtypes differ.
+        TypeError: on every rank, when some rank's data is no tensor.
+        CollectiveError: a rank does not take part.
+    """
+    world_size = live_world_size(group)
+    if world_size == 1:
+        return [_checked(data)]
+    with calling("all_gather", group, lambda: _describe_tensor(data)):
+        sent, parts = _meet("all_gather", data, group)
+        if parts is None:
+            parts = [torch.empty_like(sent) for _ in range(world_size)]
+            dist.all_gather(parts, sent, group)
+        return [_restore(part, data) for part in parts]
+
+
+def gather(
+    data: torch.Tensor, dst: int = 0, group: dist.ProcessGroup | None = None
+) -> list[torch.Tensor]:
+    """Return the tensors of all ranks, in rank order, on rank `dst`; every rank must call this.
+
+    The other ranks get an empty list. Otherwise like `all_gather`.
+
+    Args:
+        dst: a global rank, also for a sub-group.
+
+    Raises:
+        ValueError: `dst` is no rank of the group; on every rank, when shapes or dtypes or the
+            ranks' `dst` differ.
+        TypeError: on every rank, when some rank's data is no tensor.
+        CollectiveError: a rank does not take part.
+    """
+    place_in_group(dst, group, "dst")
+    world_size = live_world_size(group)
+    if world_size == 1:
+        return [_checked(data)]
+    is_destination = dist.get_rank() == dst
+    with calling("gather", group, lambda: f"{_describe_tensor(data)} to rank {dst}"):
+        sent, parts = _meet("gather", data, group, dst)
+        if parts is None:
+            parts = [torch.empty_like(sent) for _ in range(world_size if is_destination else 0)]
+            dist.gather(sent, parts if is_destination else None, dst, group)
+        return [_restore(part, data) for part in parts] if is_destination else []
+
+
+def _checked(data: torch.Tensor) -> torch.Tensor:
+    if not isinstance(data, torch.Tensor):
+        raise TypeError(f"data must be a torch.Tensor, got {type(data).__name__}")
+    return data
+
+
+def _describe_tensor(data: torch.Tensor) -> str:
+    return f"{data.dtype} of shape {tuple(data.shape)}"
+
+
+def _meet(
+    name: str, data: torch.Tensor, group: dist.ProcessGroup | None, dst: int = 0
+) -> tuple[torch.Tensor, list[torch.Tensor] | None]:
+    """Return the own data as bytes and, where they are few, those of all ranks."""
+    is_tensor = isinstance(data, torch.Tensor)
+    device = comm_device(group, prefer=data.device if is_tensor else None)
+    sent = as_bytes(as_sent(data, device)) if is_tensor else torch.empty(0, device=device)
+    message = torch.zeros(_MESSAGE_BYTES, dtype=torch.uint8, device=device)
+    header = _header(data, dst) if is_tensor else _absent()
+    message[:_HEADER_BYTES] = as_bytes(torch.tensor(header, dtype=torch.int64, device="cpu"))
+    end = _HEADER_BYTES + sent.numel()
+    is_small = end <= _MESSAGE_BYTES
+    if is_small:
+        message[_HEADER_BYTES:end] = sent
+    messages = [torch.empty_like(message) for _ in range(live_world_size(group))]
+    dist.all_gather(messages, message, group)
+    headers = torch.stack([one[:_HEADER_BYTES] for one in messages]).cpu().view(torch.int64)
+    _check_headers(name, headers.tolist(), members(group), None if is_tensor else data)
+    return sent, [one[_HEADER_BYTES:end].clone() for one in messages] if is_small else None
+
+
+def _header(data: torch.Tensor, dst: int) -> list[int]:
+    """Return what must be the same on all ranks; dims after the 15th only as their product."""
+    dims = list(data.shape)
+    if len(dims) > _DIMS:
+        dims[_DIMS - 1 :] = [math.prod(dims[_DIMS - 1 :])]
+    padding = [0] * (_DIMS - len(dims))
+    return [_DTYPES.index(data.dtype), data.dim(), dst, *dims, *padding]
+
+
+def _absent() -> list[int]:
+    return [_NO_TENSOR] + [0] * (2 + _DIMS)
+
+
+def _check_headers(
+    name: str, headers: Sequence[Sequence[int]], ranks: Iterable[int], wrong: object
+) -> None:
+    """Raise on every rank when the ranks' headers are not all the same."""
+    if all(header == headers[0] for header in headers) and headers[0][0] != _NO_TENSOR:
+        return
+    texts: dict[str, list[int]] = {}
+    for rank, header in zip(ranks, headers, strict=True):
+        texts.setdefault(_describe_header(header), []).append(rank)
+    got = "; ".join(f"{text} on rank {', '.join(map(str, on))}" for text, on in texts.items())
+    if any(header[0] == _NO_TENSOR for header in headers):
+        here = "" if wrong is None else f" (here: {type(wrong).__name__})"
+        raise TypeError(f"{name}() must get a torch.Tensor on all ranks, got {got}{here}")
+    raise ValueError(f"{name}() must get the same shape and dtype on all ranks, got {got}")
+
+
+def _describe_header(header: Sequence[int]) -> str:
+    code, dim, dst, *dims = header
+    if code == _NO_TENSOR:
+        return "no tensor"
+    to = f" for rank {dst}" if dst else ""
+    return f"{_DTYPES[code]} of shape {tuple(dims[:dim])}{to}"
+
+
+def _restore(part: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
+    return part.view(data.dtype).view(data.shape).to(data.device)
