@@ -1,0 +1,228 @@
+"""Who a process is, whatever the backend is called and whatever the environment says."""
+
+import json
+import os
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+
+from stepwrap.collectives import (
+    all_gather_object,
+    all_gather_object_cpu,
+    all_gather_object_gpu,
+    all_reduce_dict,
+    broadcast,
+    collect_results,
+    comm_device,
+    create_tmpdir,
+    distributed_available,
+    get_local_rank,
+    get_rank,
+    get_world_size,
+    rank_zero_only,
+    reduce_mean,
+    sync_random_seed,
+    synchronize,
+)
+from stepwrap.collectives.process import live_world_size, members, place_in_group
+
+BACKENDS = (None, "gloo", "cpu:gloo")
+
+
+def _outcome(call: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[str, str]:
+    try:
+        call(*args, **kwargs)
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+def _in_group(backend: str | None, store: str, rank: int, work: Callable[..., Any]) -> Any:
+    dist.init_process_group(
+        backend,
+        store=dist.FileStore(store, 2),
+        rank=rank,
+        world_size=2,
+        timeout=timedelta(seconds=30),
+    )
+    try:
+        result = work()
+        # A rank that leaves while another still connects would break its connections.
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+    return result
+
+
+def _who_and_what() -> list[Any]:
+    """Return what a rank of two must know; in JSON's types."""
+    rank = dist.get_rank()
+    synchronize()
+    directory = create_tmpdir(rank)
+    gathered = [
+        all_gather_object(rank),
+        all_gather_object_cpu(rank, None, False),
+        all_gather_object_cpu(rank, directory, False),
+        all_gather_object_gpu(rank, False),
+    ]
+    if rank == 0:
+        os.rmdir(directory)
+    return [
+        [get_rank(), get_world_size(), distributed_available(), live_world_size(), members()],
+        gathered,
+        broadcast(rank, src=1),
+        reduce_mean(torch.tensor([1.0, 2.0]) * (rank + 1)).tolist(),
+        all_reduce_dict({"a": torch.ones(2) * (rank + 1)})["a"].tolist(),
+        collect_results([rank, None], 4),
+        rank_zero_only(get_world_size)(),
+        str(comm_device()),
+        len(set(all_gather_object(sync_random_seed()))),
+    ]
+
+
+def _spawned(rank: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    before = [get_rank(), get_world_size(), get_local_rank(), distributed_available()]
+    told = [before]
+    for turn, backend in enumerate(BACKENDS):
+        told.append(_in_group(backend, f"{folder}/store_{turn}", rank, _who_and_what))
+    Path(folder, f"told_{rank}").write_text(json.dumps(told))
+
+
+def test_spawned_processes_without_any_environment(tmp_path: Path) -> None:
+    """A-3, A-8, A-20, X-1, X-3."""
+    torch.multiprocessing.spawn(_spawned, (str(tmp_path),), nprocs=2)
+    for rank in range(2):
+        before, *told = json.loads((tmp_path / f"told_{rank}").read_text())
+        assert before == [0, 1, 0, False]
+        expected = [
+            [rank, 2, True, 2, [0, 1]],
+            [[0, 1]] * 4,
+            1,
+            [1.5, 3.0],
+            [3.0, 3.0],
+            [0, 1, None, None] if rank == 0 else None,
+            2 if rank == 0 else None,
+            "cpu",
+            1,
+        ]
+        assert told == [expected] * 3
+
+
+def _against_the_environment(folder: str) -> list[Any]:
+    rank = dist.get_rank()
+    dist.barrier()
+    dist.destroy_process_group()
+    # As a launcher of four processes on another host would have left it.
+    os.environ |= {"RANK": "3", "WORLD_SIZE": "4", "SLURM_PROCID": "2", "SLURM_NTASKS": "8"}
+    told = [get_rank(), get_world_size(), all_gather_object_cpu("own"), reduce_mean_of(rank)]
+    for turn, backend in enumerate(BACKENDS):
+        told.append(_in_group(backend, f"{folder}/store_{turn}", rank, _who_and_what))
+    return [*told, get_rank(), get_world_size()]
+
+
+def reduce_mean_of(rank: int) -> float:
+    return reduce_mean(torch.tensor(float(rank))).item()
+
+
+def test_the_group_wins_while_it_lives(tmp_path: Path) -> None:
+    """X-1: before and after it the environment tells the rank, and collectives are of one rank."""
+    for rank, told in enumerate(run_ranks(_against_the_environment, 2, str(tmp_path))):
+        assert told[:4] == [3, 4, ["own"], float(rank)]
+        assert [one[0] for one in told[4:7]] == [[rank, 2, True, 2, [0, 1]]] * 3
+        assert [one[1:5] for one in told[4:7]] == [[[[0, 1]] * 4, 1, [1.5, 3.0], [3.0, 3.0]]] * 3
+        assert told[7:] == [3, 4]
+
+
+def _in_subgroup() -> list[Any]:
+    group = dist.new_group([3, 1])
+    rank = dist.get_rank()
+    if rank not in (1, 3):
+        calls: list[Callable[..., Any]] = [
+            lambda: live_world_size(group),
+            lambda: all_gather_object(1, group),
+            lambda: all_gather_object_cpu(1, group=group),
+            lambda: all_gather_object_cpu(1, "never", group=group),
+            lambda: all_gather_object_gpu(1, group=group),
+            lambda: collect_results([1], 1, group=group),
+            lambda: sync_random_seed(group),
+            lambda: broadcast(1, 1, group),
+        ]
+        return [get_rank(group), get_world_size(group), {_outcome(call) for call in calls}]
+    return [
+        [get_rank(group), get_world_size(group), live_world_size(group), members(group)],
+        str(comm_device(group)),
+        [place_in_group(one, group) for one in members(group)],
+        _outcome(place_in_group, 0, group, "dst"),
+        broadcast(rank, 3, group),
+        all_gather_object_cpu(rank, None, False, group=group),
+        collect_results([rank], 2, group=group),
+        [get_rank(), get_world_size()],
+    ]
+
+
+def test_a_subgroup_counts_global_ranks() -> None:
+    """X-8; a process outside it learns so at once."""
+    outside, first, outside_too, second = run_ranks(_in_subgroup, 4)
+    order = first[0][3]
+    assert sorted(order) == [1, 3]
+    for rank, told in ((1, first), (3, second)):
+        place = order.index(rank)
+        assert told == [
+            [place, 2, 2, order],
+            "cpu",
+            [0, 1],
+            ("ValueError", f"dst must be a rank of the group {order}, got 0"),
+            3,
+            order,
+            order if place == 0 else None,
+            [rank, 4],
+        ]
+    for rank, told in ((0, outside), (2, outside_too)):
+        assert told[:2] == [-1, -1]
+        text = f"rank {rank} is no member of the group and cannot use it"
+        assert told[2] == {("ValueError", text)}
+
+
+def _local_ranks() -> list[int]:
+    told = []
+    for variables in (
+        {},
+        {"LOCAL_WORLD_SIZE": "2"},
+        {"LOCAL_WORLD_SIZE": "2", "SLURM_LOCALID": "6"},
+        {"LOCAL_WORLD_SIZE": "2", "SLURM_LOCALID": "6", "LOCAL_RANK": "5"},
+        {"LOCAL_RANK": "", "SLURM_LOCALID": "", "LOCAL_WORLD_SIZE": ""},
+    ):
+        os.environ |= variables
+        told.append(get_local_rank())
+        for name in variables:
+            del os.environ[name]
+    return told
+
+
+def test_local_ranks_of_a_live_group() -> None:
+    """A-1: what the launcher says, else the place among the processes of the host."""
+    told = run_ranks(_local_ranks, 4)
+    assert told == [[0, rank % 2, 6, 5, 0] for rank in range(4)]
+
+
+@rank_zero_only
+def _fail(text: str) -> None:
+    raise KeyError(text)
+
+
+def test_rank_zero_only_lets_errors_through(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A-20."""
+    with pytest.raises(KeyError, match="text"):
+        _fail("text")
+    monkeypatch.setenv("SLURM_PROCID", "1")
+    _fail("text")
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(KeyError, match="text"):
+        _fail(text="text")
