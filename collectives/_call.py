@@ -1,28 +1,40 @@
-"""What surrounds every communication: who calls it, where, and what to say when it fails."""
+"""What surrounds every communication: who calls, from where, and what to say when it fails."""
 
-from collections.abc import Callable, Sequence
+from __future__ import annotations
+
+import threading
 from types import TracebackType
-from typing import TypeAlias
 
-import torch.distributed as dist
-
+from . import trace
+from ._report import failure, withdraw
+from ._story import Call
 from .errors import CollectiveError
 
-Describe: TypeAlias = Callable[[], str | Sequence[object]]
+_thread = threading.local()
 
 
-class calling:
-    """Turns an error of the transport into a CollectiveError that says what and where."""
+class calling(Call):
+    """A collective call in progress: `with calling("all_reduce", group, describe): ...`.
 
-    def __init__(
-        self, name: str, group: dist.ProcessGroup | None = None, describe: Describe | None = None
-    ) -> None:
-        self.name = name
-        self.group = group
-        self.describe = describe
+    An error of the transport inside becomes a CollectiveError that names ranks, calls and lines.
+    While tracing, the ranks first make sure that all of them are in this call. Of nested calls the
+    outermost counts: it is the one that the user made.
+    """
 
-    def __enter__(self) -> None:
-        pass
+    def __enter__(self) -> calling:
+        outer: calling | None = getattr(_thread, "call", None)
+        self._outer = outer
+        self._record: trace.CollectiveRecord | None = None
+        if outer is not None:
+            return outer
+        _thread.call = self
+        if trace.is_tracing():
+            try:
+                self._record = trace.enter(self)
+            except BaseException as error:
+                self.__exit__(type(error), error, None)
+                raise
+        return self
 
     def __exit__(
         self,
@@ -30,10 +42,12 @@ class calling:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if isinstance(error, RuntimeError) and not isinstance(error, CollectiveError):
-            raise CollectiveError(
-                f"{self.name}() must be reached by all {dist.get_world_size(self.group)} ranks, "
-                f"but did not finish on rank {dist.get_rank()} "
-                f"({dist.get_backend_config(self.group)}): a rank has died, has left the group or "
-                f"did not arrive within the group's timeout; the transport says: {error}"
-            ) from error
+        if self._outer is not None:
+            return
+        _thread.call = None
+        if error is None:
+            if self._record:
+                self._record.has_finished = True
+            withdraw(self.group)
+        elif isinstance(error, RuntimeError) and not isinstance(error, CollectiveError):
+            raise failure(self, error) from error

@@ -1,16 +1,13 @@
-"""Who this process is among the ranks, where it talks to them, and waiting for them."""
+"""Who this process is among the ranks, and where it talks to them."""
 
 import functools
 import logging
 import os
 from collections.abc import Callable
-from datetime import timedelta
 from typing import ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
-
-from .errors import finishing
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -115,37 +112,6 @@ def comm_device(
     return torch.device(device_types[0])
 
 
-def synchronize(timeout_s: float | None = None) -> None:
-    """Wait until every rank has come here; every rank must call this.
-
-    Args:
-        timeout_s: how long to wait (default: the group's own timeout).
-
-    Raises:
-        CollectiveError: not all ranks came; gloo names the missing ones.
-    """
-    if timeout_s is not None and timeout_s <= 0:
-        raise ValueError(f"timeout_s must be positive, got {timeout_s}")
-    if live_world_size() == 1:
-        return
-    timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
-    backends = dict(pair.split(":") for pair in dist.get_backend_config().split(","))
-    group = dist.group.WORLD
-    assert group is not None
-    with finishing("synchronize()"):
-        if backends.get("cpu") == "gloo":
-            # The only barrier of torch that names who is missing. The group's own method: the
-            # function in torch.distributed refuses groups made with any other name than "gloo".
-            group.monitored_barrier(timeout, wait_all_ranks=True)  # type: ignore[attr-defined]
-            return
-        device_ids = [_barrier_device()] if backends.get("cuda") == "nccl" else None
-        work = dist.barrier(async_op=True, device_ids=device_ids)
-        if timeout is None:
-            work.wait()
-        else:
-            work.wait(timeout)
-
-
 def rank_zero_only(func: Callable[P, T]) -> Callable[P, T | None]:
     """Make a function run on rank 0 only and return None on the others.
 
@@ -205,11 +171,3 @@ def _compare(variable: str, live: int) -> None:
 @functools.cache
 def _warn_once(text: str) -> None:
     logger.warning("%s; the process group is believed", text)
-
-
-def _barrier_device() -> int:
-    """Return this rank's device, also where more ranks than devices share a host."""
-    local_rank = get_local_rank()
-    if local_rank < torch.cuda.device_count():
-        return local_rank
-    return torch.cuda.current_device()

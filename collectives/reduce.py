@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from .errors import finishing
+from ._call import calling
 from .objects import all_gather_object
 from .process import comm_device, live_world_size
 
@@ -43,7 +43,7 @@ def reduce_mean(tensor: torch.Tensor) -> torch.Tensor:
     # Divided first, so that a sum of halves cannot overflow.
     share = tensor.detach().to(comm_device(prefer=tensor.device), dtype) / world_size
     share = share.contiguous()
-    with finishing("reduce_mean()"):
+    with calling("reduce_mean"):
         dist.all_reduce(share)
     return share.to(tensor.device)
 
@@ -168,7 +168,7 @@ def _reduce_bucket(tensors: Mapping[K, torch.Tensor], reduce_op: str) -> dict[K,
     carrier = _carrier(own[0].dtype)
     device = comm_device(prefer=own[0].device)
     flat = torch.cat([t.detach().to(device, carrier).reshape(-1) for t in own])
-    with finishing(f"all_reduce_dict({reduce_op})"):
+    with calling("all_reduce_dict"):
         dist.all_reduce(flat, _TORCH_OPS[reduce_op])
     parts = flat.split_with_sizes([t.numel() for t in own])
     return {

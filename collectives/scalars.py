@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 import torch.distributed as dist
 
-from .errors import finishing
+from ._call import calling
 from .objects import all_gather_object
 from .process import comm_device, live_world_size
 
@@ -55,7 +55,7 @@ def mean_scalars(scalars: Mapping[str, torch.Tensor | float]) -> dict[str, float
     device = comm_device()
     values = [scalars[key] for key in keys]
     header = [float(problem is not None), *digest, *(d * d for d in digest)]
-    with finishing("mean_scalars()"):
+    with calling("mean_scalars"):
         sums = _sum(header, values[:_VALUES], device, size=_HEADER + _VALUES)
         if sums[0]:
             _raise_together(problem)

@@ -9,9 +9,13 @@ import pytest
 
 DOORS = {
     "collectives": """
-        CollectiveError PicklableWrapper all_gather_object all_reduce_dict broadcast comm_device
-        distributed_available get_local_rank get_rank get_world_size mean_scalars
-        rank_zero_only reduce_mean synchronize
+        CollectiveError CollectiveRecord PicklableWrapper all_gather_object
+        all_gather_object_cpu all_gather_object_gpu all_reduce_dict broadcast
+        collect_results comm_device create_tmpdir distributed_available
+        gather_object get_local_rank get_rank get_world_size mean_scalars obj2tensor
+        pad_to_largest_tensor rank_zero_only recent_collectives reduce_mean
+        serialize_to_tensor sync_random_seed synchronize tensor2obj
+        trace_collectives
     """,
     "loops": """
         Cadence Checkpoint CheckpointError CheckpointHook EMAHook EarlyStopHook EpochTrainLoop

@@ -1,0 +1,140 @@
+"""The first message of a collective: equal in size on every rank, whatever they call or pass."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import struct
+import uuid
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+import torch.distributed as dist
+
+from ._shared_memory import is_available
+from ._story import Call, Place, call_site, tell
+from .errors import CollectiveError
+from .process import comm_device, members
+from .serialize import Parcel
+
+# One packet on any network; most objects that ranks exchange fit into it.
+_BYTES = 1024
+_FIELDS = struct.Struct("<8s16s16sQB")
+INLINE_BYTES = _BYTES - _FIELDS.size
+_FAILED, _FOREIGN = 1, 2
+_Group: TypeAlias = "dist.ProcessGroup | None"
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a rank says first.
+
+    Attributes:
+        call: digest of the call's name; a collective in which these differ cannot go on.
+        agreed: digest of what the caller wants to be equal on all ranks.
+        host: the same on two ranks when one can map the other's memory.
+        size: bytes of the parcel, 0 without one.
+        inline: the parcel itself where it fits, in memory of its own.
+    """
+
+    call: bytes
+    agreed: bytes
+    host: bytes
+    size: int
+    flags: int
+    inline: memoryview
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the rank cannot take part and says why in the next message."""
+        return bool(self.flags & _FAILED)
+
+    @property
+    def is_foreign(self) -> bool:
+        """Whether some rank may be unable to unpickle the parcel."""
+        return bool(self.flags & _FOREIGN)
+
+
+def meet(
+    call: Call,
+    *,
+    agreed: str = "",
+    parcel: Parcel | None = None,
+    problem: Exception | None = None,
+) -> list[Header]:
+    """Exchange headers, by group rank; every rank of the group must call this.
+
+    Raises:
+        CollectiveError: on every rank, when some rank is in another call or has a problem.
+    """
+    parcel = parcel or Parcel()
+    own = digest(call.name)[:8], digest(agreed), _host()
+    size = parcel.size
+    flags = (_FAILED if problem else 0) | (_FOREIGN if parcel.is_foreign else 0)
+    message = bytearray(_BYTES)
+    _FIELDS.pack_into(message, 0, *own, size, flags)
+    if 0 < size <= INLINE_BYTES:
+        message[_FIELDS.size : _FIELDS.size + size] = b"".join(parcel.pieces())
+    headers = [_decode(row) for row in _gather_rows(message, call.group)]
+    if any(h.has_failed or h.call != own[0] for h in headers):
+        raise_disagreement(call, problem, "pickle its object")
+    return headers
+
+
+def raise_disagreement(
+    call: Call, problem: Exception | None = None, failed_to: str = "take part"
+) -> None:
+    """Raise the same CollectiveError everywhere: who is where, with what; all ranks call this.
+
+    Args:
+        problem: what is wrong on this rank, if that is why.
+        failed_to: what this rank could not do because of it.
+    """
+    text = f"cannot {failed_to}: {type(problem).__name__}: {problem}" if problem else ""
+    own = Place(dist.get_rank(), call.name, call_site(), call.structure(), text).encode()
+    sizes = [
+        int.from_bytes(row, "little")
+        for row in _gather_rows(bytearray(len(own).to_bytes(8, "little")), call.group)
+    ]
+    rows = _gather_rows(bytearray(own.ljust(max(sizes))), call.group)
+    places = [Place.decode(bytes(row)) for row in rows]
+    problems = [f"rank {place.rank} {place.problem}" for place in places if place.problem]
+    if problems:
+        where = tell(places, compare=False)
+        raise CollectiveError(f"{call.name}(): {'; '.join(problems)} ({where})") from problem
+    raise CollectiveError(
+        f"the ranks {members(call.group)} must make the same call with the same structure, but "
+        f"{tell(places)}"
+    )
+
+
+def digest(text: str) -> bytes:
+    """Return 16 bytes that stand for the text."""
+    return hashlib.blake2b(text.encode(), digest_size=16).digest()
+
+
+def _decode(row: memoryview) -> Header:
+    call, agreed, host, size, flags = _FIELDS.unpack_from(row)
+    return Header(call, agreed, host, size, flags, row[_FIELDS.size : _FIELDS.size + size])
+
+
+def _gather_rows(message: bytearray, group: _Group) -> list[memoryview]:
+    """Return all ranks' messages, which must be equal in size."""
+    own = torch.frombuffer(message, dtype=torch.uint8).to(comm_device(group))
+    rows = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(rows, own, group)
+    if own.device.type != "cpu":
+        rows = list(torch.stack(rows).cpu().unbind(0))
+    return [row.numpy().data for row in rows]
+
+
+@functools.cache
+def _host() -> bytes:
+    """Return what two ranks share when one can map the other's memory."""
+    # The same boot of one machine, and process ids that mean the same to both.
+    if is_available() and os.path.exists("/proc/self/ns/pid"):
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            return digest(f"{file.read()} {os.readlink('/proc/self/ns/pid')}")
+    return uuid.uuid4().bytes

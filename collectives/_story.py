@@ -1,0 +1,150 @@
+"""Who waits where, in words: the part of an error that names ranks, calls and lines."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from types import FrameType
+from typing import TypeAlias
+
+import torch.distributed as dist
+
+_FOLDER = os.path.dirname(os.path.abspath(__file__)) + os.sep
+_STANDARD_LIBRARY = os.path.dirname(os.__file__) + os.sep
+
+
+Describe: TypeAlias = "Callable[[], str | Iterable[object]]"
+
+
+@dataclass
+class Call:
+    """A call of a collective: what it is named, among whom, and what is passed.
+
+    Attributes:
+        describe: returns what is passed, as a text or as a dict's keys; called when needed.
+        must_agree: whether what is passed must be equal on all ranks.
+        meets: whether the call itself begins with a meeting.
+    """
+
+    name: str
+    group: dist.ProcessGroup | None = None
+    describe: Describe | None = None
+    must_agree: bool = True
+    meets: bool = False
+
+    def structure(self) -> str | list[str]:
+        """Return what this rank passes."""
+        described = self.describe() if self.describe else ""
+        return described if isinstance(described, str) else [str(key) for key in described]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where one rank is.
+
+    Attributes:
+        structure: what it passes: a text, or the keys of a dict.
+        problem: what is wrong there, if anything.
+    """
+
+    rank: int
+    call: str
+    site: str
+    structure: str | list[str] = ""
+    problem: str = ""
+
+    def encode(self) -> bytes:
+        """Return the place as bytes that `decode` reads; no pickle, it is read when all fails."""
+        return json.dumps(asdict(self)).encode()
+
+    @classmethod
+    def decode(cls, data: bytes) -> Place:
+        """Return the place that `encode` wrote."""
+        return cls(**json.loads(data))
+
+
+def call_site() -> str:
+    """Return "file:line" of the nearest caller outside this folder."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame and frame.f_back and frame.f_code.co_filename.startswith(_FOLDER):
+        frame = frame.f_back
+    return _location(frame) if frame else "?"
+
+
+def main_thread_site() -> str:
+    """Return "file:line in function" of what the main thread runs, in the user's code if it can."""
+    innermost = sys._current_frames().get(threading.main_thread().ident or 0)
+    frame = innermost
+    while frame and not _is_the_users(frame.f_code.co_filename):
+        frame = frame.f_back
+    frame = frame or innermost
+    return f"{_location(frame)} in {frame.f_code.co_name}" if frame else "?"
+
+
+def tell(
+    places: Iterable[Place], elsewhere: Mapping[int, str] | None = None, *, compare: bool = True
+) -> str:
+    """Return one sentence on where each rank is.
+
+    Args:
+        elsewhere: what is known of the ranks that are in no collective.
+        compare: say what differs in the data that they pass, too.
+    """
+    places = sorted(places, key=lambda place: place.rank)
+    by_call: dict[tuple[str, str], list[Place]] = {}
+    for place in places:
+        by_call.setdefault((place.call, place.site), []).append(place)
+    # The few first: they are most likely the culprits.
+    groups = sorted(by_call.items(), key=lambda item: len(item[1]))
+    parts = []
+    for index, ((call, site), group) in enumerate(groups):
+        is_last = index == len(groups) - 1
+        verb = "wait" if is_last else "are"
+        if len(group) == 1:
+            verb = "waits" if is_last else "is"
+        parts.append(f"{name_ranks(p.rank for p in group)} {verb} in {call} ({site})")
+    for text in dict.fromkeys((elsewhere or {}).values()):
+        ranks = [rank for rank, other in (elsewhere or {}).items() if other == text]
+        parts.append(f"{name_ranks(ranks)} {text}")
+    sentence = ", ".join(parts)
+    difference = _difference(places) if compare else ""
+    return f"{sentence}; {difference}" if difference else sentence
+
+
+def name_ranks(ranks: Iterable[int]) -> str:
+    """Return "rank 2" or "ranks 0, 1, 3"."""
+    listed = sorted(ranks)
+    return f"rank{'s' if len(listed) > 1 else ''} {', '.join(map(str, listed))}"
+
+
+def _difference(places: Sequence[Place]) -> str:
+    """Return what differs in the data that the ranks pass."""
+    with_keys = [place for place in places if isinstance(place.structure, list)]
+    union = dict.fromkeys(key for place in with_keys for key in place.structure)
+    missing: dict[str, list[int]] = {}
+    for place in with_keys:
+        lacking = [key for key in union if key not in place.structure]
+        if lacking:
+            missing.setdefault(", ".join(lacking), []).append(place.rank)
+    parts = [f"keys missing on {name_ranks(ranks)}: {keys}" for keys, ranks in missing.items()]
+    texts: dict[str, list[int]] = {}
+    for place in places:
+        if isinstance(place.structure, str) and place.structure:
+            texts.setdefault(place.structure, []).append(place.rank)
+    if len(texts) > 1:
+        parts += [f"{name_ranks(ranks)}: {text}" for text, ranks in texts.items()]
+    return "; ".join(parts)
+
+
+def _is_the_users(path: str) -> bool:
+    installed = "site-packages" in path or "dist-packages" in path
+    return not installed and not path.startswith((_FOLDER, _STANDARD_LIBRARY, "<"))
+
+
+def _location(frame: FrameType) -> str:
+    path, here = frame.f_code.co_filename, os.getcwd() + os.sep
+    return f"{path.removeprefix(here)}:{frame.f_lineno}"

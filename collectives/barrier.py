@@ -1,0 +1,48 @@
+"""Waiting for all ranks, and saying which ones did not come."""
+
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from ._call import calling
+from .process import get_local_rank, live_world_size
+
+
+def synchronize(timeout_s: float | None = None, group: dist.ProcessGroup | None = None) -> None:
+    """Wait until every rank has come here; every rank must call this.
+
+    Args:
+        timeout_s: how long to wait (default: the group's own timeout).
+
+    Raises:
+        CollectiveError: not all ranks came; it names the missing ones.
+    """
+    if timeout_s is not None and timeout_s <= 0:
+        raise ValueError(f"timeout_s must be positive, got {timeout_s}")
+    if live_world_size(group) == 1:
+        return
+    timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
+    backends = dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
+    live = group or dist.group.WORLD
+    assert live is not None
+    with calling("synchronize", group):
+        if backends.get("cpu") == "gloo":
+            # The only barrier of torch that names who is missing. The group's own method: the
+            # function in torch.distributed refuses groups made with any other name than "gloo".
+            live.monitored_barrier(timeout, wait_all_ranks=True)  # type: ignore[attr-defined]
+            return
+        device_ids = [_barrier_device()] if backends.get("cuda") == "nccl" else None
+        work = dist.barrier(group, async_op=True, device_ids=device_ids)
+        if timeout is None:
+            work.wait()
+        else:
+            work.wait(timeout)
+
+
+def _barrier_device() -> int:
+    """Return this rank's device, also where more ranks than devices share a host."""
+    local_rank = get_local_rank()
+    if local_rank < torch.cuda.device_count():
+        return local_rank
+    return torch.cuda.current_device()

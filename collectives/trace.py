@@ -1,0 +1,165 @@
+"""Tracing: every collective is recorded, and checked to be the same on all ranks."""
+
+from __future__ import annotations
+
+import atexit
+import collections
+import itertools
+import os
+import threading
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch.distributed as dist
+
+from ._meeting import digest, meet, raise_disagreement
+from ._story import Call, call_site, main_thread_site
+
+VARIABLE = "STEPWRAP_COLLECTIVE_TRACE"
+# How often a rank looks whether another one asks where it is, and how long that one waits.
+_LOOK_S = 0.25
+ANSWER_S = 2.0
+_KEPT = 256
+_is_on = os.environ.get(VARIABLE, "").lower() not in ("", "0", "false", "no", "off")
+_records: collections.deque[CollectiveRecord] = collections.deque(maxlen=_KEPT)
+_numbers = itertools.count(1)
+
+
+class Store(Protocol):
+    """A group's key-value store, as far as it is used here; torch does not export its type."""
+
+    def check(self, keys: list[str]) -> bool:
+        """Return at once whether all the keys are set."""
+
+    def get(self, key: str) -> bytes:
+        """Return the key's value."""
+
+    def set(self, key: str, value: str) -> None:
+        """Set the key."""
+
+    def delete_key(self, key: str) -> bool:
+        """Remove the key."""
+
+
+@dataclass
+class CollectiveRecord:
+    """One collective call of this rank.
+
+    Attributes:
+        number: 1 for the first one since tracing began.
+        structure: what was passed: a text, or the keys of a dict.
+    """
+
+    number: int
+    name: str
+    site: str
+    structure: str | list[str]
+    has_finished: bool = False
+
+    def __str__(self) -> str:
+        return f"#{self.number} {self.name} ({self.site})"
+
+
+def trace_collectives(on: bool = True) -> None:
+    """Switch the tracing of collectives on or off; every rank must do the same.
+
+    While it is on, each collective first compares call and structure over the ranks (one small
+    exchange more), keeps a record, and tells in its errors where ranks are that did not come. The
+    environment variable STEPWRAP_COLLECTIVE_TRACE=1 switches it on from the start.
+    """
+    global _is_on
+    _is_on = on
+
+
+def is_tracing() -> bool:
+    """Return whether collectives are traced."""
+    return _is_on
+
+
+def recent_collectives() -> list[CollectiveRecord]:
+    """Return the last 256 traced collectives of this rank, the oldest first."""
+    return list(_records)
+
+
+def enter(call: Call) -> CollectiveRecord:
+    """Record a call, after making sure that every rank of its group is in it."""
+    structure = call.structure()
+    record = CollectiveRecord(next(_numbers), call.name, call_site(), structure)
+    _records.append(record)
+    _Watch.start_once()
+    if not call.meets:
+        agreed = repr(structure) if call.must_agree else ""
+        if any(header.agreed != digest(agreed) for header in meet(call, agreed=agreed)):
+            raise_disagreement(call)
+    return record
+
+
+def ask(store: Store) -> str:
+    """Ask all ranks of the default group where they are; returns the question's key."""
+    question = next(key for key in _questions() if not store.check([key]))
+    store.set(question, "?")
+    return question
+
+
+def answers(store: Store, question: str, ranks: Iterable[int]) -> dict[int, str]:
+    """Return what those of the ranks said that have answered by now."""
+    keys = {rank: f"{question}/{rank}" for rank in ranks}
+    return {rank: store.get(key).decode() for rank, key in keys.items() if store.check([key])}
+
+
+def _questions() -> Iterable[str]:
+    return (f"stepwrap/where/{number}" for number in itertools.count())
+
+
+class _Watch(threading.Thread):
+    """Answers for this rank, also while its main thread computes, sleeps or waits."""
+
+    _running: _Watch | None = None
+
+    def __init__(self, world: dist.ProcessGroup) -> None:
+        super().__init__(name="stepwrap-trace", daemon=True)
+        self.world = world
+        self.ended = threading.Event()
+
+    @classmethod
+    def start_once(cls) -> None:
+        """Start the watch of the live default group, unless it runs."""
+        world = dist.group.WORLD
+        if cls._running is None or cls._running.world is not world:
+            cls.stop()
+            assert world is not None
+            cls._running = cls(world)
+            cls._running.start()
+
+    @classmethod
+    def stop(cls) -> None:
+        """End the watch; a thread that is in the store at exit would abort the process."""
+        if cls._running is not None:
+            cls._running.ended.set()
+            cls._running.join()
+            cls._running = None
+
+    def run(self) -> None:
+        """Look for questions until the group has gone."""
+        rank, store = self.world.rank(), self.world.get_group_store()
+        questions = iter(_questions())
+        question = next(questions)
+        while not self.ended.wait(_LOOK_S) and dist.group.WORLD is self.world:
+            try:
+                while store.check([question]):
+                    store.set(f"{question}/{rank}", _whereabouts())
+                    question = next(questions)
+            # The process that served the store has gone: nobody asks any more.
+            except RuntimeError:
+                return
+
+
+def _whereabouts() -> str:
+    last = _records[-1]
+    if not last.has_finished:
+        return f"is in {last}"
+    return f"is in no collective but at {main_thread_site()}; its last was {last}"
+
+
+atexit.register(_Watch.stop)
