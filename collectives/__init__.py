@@ -1,8 +1,19 @@
 """Who am I among the ranks, and what do all of them know together?"""
 
+from .backend_registry import (
+    get_dist_backend,
+    list_all_backends,
+    register_dist_backend,
+    set_default_dist_backend,
+    unregister_dist_backend,
+)
+from .backends import BaseDistBackend, TensorBaseDistBackend
 from .barrier import synchronize
+from .builtin_backends import NonDist, TorchCPUDist, TorchCUDADist, TorchDist
 from .errors import CollectiveError
 from .files import all_gather_object_cpu, all_gather_object_gpu, create_tmpdir
+from .metric import BaseMetric, metric_sync
+from .mpi import MPI4PyDist
 from .objects import all_gather_object, broadcast, gather_object, pad_to_largest_tensor
 from .picklable import PicklableWrapper
 from .process import (
@@ -21,9 +32,17 @@ from .serialize import obj2tensor, serialize_to_tensor, tensor2obj
 from .trace import CollectiveRecord, recent_collectives, trace_collectives
 
 __all__ = [
+    "BaseDistBackend",
+    "BaseMetric",
     "CollectiveError",
     "CollectiveRecord",
+    "MPI4PyDist",
+    "NonDist",
     "PicklableWrapper",
+    "TensorBaseDistBackend",
+    "TorchCPUDist",
+    "TorchCUDADist",
+    "TorchDist",
     "all_gather_object",
     "all_gather_object_cpu",
     "all_gather_object_gpu",
@@ -34,18 +53,24 @@ __all__ = [
     "create_tmpdir",
     "distributed_available",
     "gather_object",
+    "get_dist_backend",
     "get_local_rank",
     "get_rank",
     "get_world_size",
+    "list_all_backends",
     "mean_scalars",
+    "metric_sync",
     "obj2tensor",
     "pad_to_largest_tensor",
     "rank_zero_only",
     "recent_collectives",
     "reduce_mean",
+    "register_dist_backend",
     "serialize_to_tensor",
+    "set_default_dist_backend",
     "sync_random_seed",
     "synchronize",
     "tensor2obj",
     "trace_collectives",
+    "unregister_dist_backend",
 ]

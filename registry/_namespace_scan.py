@@ -68,6 +68,9 @@ def _source_of(module: str) -> Path | None:
     """Return the file of a module; only the top package is asked for, which imports nothing."""
     top, *rest = module.split(".")
     spec = importlib.util.find_spec(top)
+    if spec is not None and spec.origin is None and rest:
+        # A namespace package: importing it runs nothing, and only import hooks know its folders.
+        spec = importlib.util.find_spec(f"{top}.{rest.pop(0)}")
     for folder in (spec.submodule_search_locations or ()) if spec is not None else ():
         base = Path(folder, *rest)
         for path in (base / "__init__.py", base.with_suffix(".py")):

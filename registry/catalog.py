@@ -29,7 +29,17 @@ METRICS = Registry(
 )
 LOOPS = Registry("LOOPS", locations=_LOOPS)
 HOOKS = Registry("HOOKS", locations=_LOOPS)
-DIST_BACKENDS = Registry("DIST_BACKENDS", locations=("stepwrap.collectives",))
+DIST_BACKENDS = Registry(
+    "DIST_BACKENDS",
+    namespaces=("stepwrap.collectives.builtin_backends", "stepwrap.collectives.mpi"),
+    aliases={
+        "non_dist": "NonDist",
+        "mpi4py": "MPI4PyDist",
+        "torch": "TorchDist",
+        "torch_cpu": "TorchCPUDist",
+        "torch_cuda": "TorchCUDADist",
+    },
+)
 
 REGISTRIES = {
     registry.name: registry

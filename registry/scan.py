@@ -58,13 +58,13 @@ def _entries(
     registry: Registry, found: list[tuple[str, Registration]], reader: NamespaceReader
 ) -> list[Registration]:
     entries = {entry.name: entry for owner, entry in found if owner == registry.name}
+    for namespace in registry.sources.namespaces:
+        for name, summary in reader.classes(namespace).items():
+            entries.setdefault(name, Registration(name, summary, (), namespace))
     for alias, target in registry.aliases.items():
         entry = entries.get(target)
         if entry is not None:
             entries[target] = entry._replace(aliases=(*entry.aliases, alias))
-    for namespace in registry.sources.namespaces:
-        for name, summary in reader.classes(namespace).items():
-            entries.setdefault(name, Registration(name, summary, (), namespace))
     return sorted(entries.values(), key=lambda entry: entry.name.lower())
 
 

@@ -1,0 +1,323 @@
+"""Back-ends: the object collectives over five hooks, over threads that copy, and over gloo."""
+
+import pickle
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+
+from stepwrap.collectives import (
+    BaseDistBackend,
+    CollectiveError,
+    NonDist,
+    TensorBaseDistBackend,
+    TorchCPUDist,
+    TorchCUDADist,
+    TorchDist,
+)
+
+PAYLOADS = [None, "x", list(range(300)), {"a": [1, None]}, b"\0" * 100_000]
+
+
+class _Hub:
+    """Where the threads that play the ranks hand over their tensors."""
+
+    def __init__(self, world_size: int) -> None:
+        self.slots: list[Any] = [None] * world_size
+        self.barrier = threading.Barrier(world_size, timeout=20)
+
+    def exchange(self, rank: int, value: Any) -> list[Any]:
+        self.slots[rank] = value
+        self.barrier.wait()
+        values = list(self.slots)
+        self.barrier.wait()
+        return values
+
+
+class _NumpyDist(TensorBaseDistBackend):
+    """Out of place: what was passed in is never written to."""
+
+    def __init__(self, hub: _Hub, rank: int) -> None:
+        self.hub = hub
+        self.own_rank = rank
+        self.encoded: list[Any] = []
+
+    @property
+    def is_initialized(self) -> bool:
+        return True
+
+    @property
+    def rank(self) -> int:
+        return self.own_rank
+
+    @property
+    def world_size(self) -> int:
+        return len(self.hub.slots)
+
+    def _object_to_tensor(self, obj: Any) -> tuple[Any, Any]:
+        self.encoded.append(obj)
+        data = np.frombuffer(pickle.dumps(obj), dtype=np.uint8)
+        return data, np.array(len(data))
+
+    def _tensor_to_object(self, tensor: Any, size: int) -> Any:
+        assert type(size) is int
+        return pickle.loads(tensor[:size].tobytes())
+
+    def _pad_tensor(self, tensor: Any, max_size: int) -> Any:
+        assert type(max_size) is int
+        # Raises "negative dimensions" for a size that is too small.
+        return np.concatenate([tensor, np.zeros(max_size - len(tensor), np.uint8)])
+
+    def _all_gather(self, tensor: Any) -> list[Any]:
+        parts = self.hub.exchange(self.rank, tensor)
+        assert len({part.shape for part in parts}) == 1
+        return [np.copy(part) for part in parts]
+
+    def _broadcast(self, tensor: Any, src: int) -> Any:
+        return self._all_gather(tensor)[src]
+
+
+class _CopyingTorchDist(_NumpyDist):
+    """The same with tensors of torch."""
+
+    def _object_to_tensor(self, obj: Any) -> tuple[Any, Any]:
+        data, size = super()._object_to_tensor(obj)
+        return torch.from_numpy(data.copy()), torch.tensor([int(size)])
+
+    def _tensor_to_object(self, tensor: Any, size: int) -> Any:
+        return super()._tensor_to_object(tensor.numpy(), size)
+
+    def _pad_tensor(self, tensor: Any, max_size: int) -> Any:
+        return torch.cat([tensor, torch.zeros(max_size - len(tensor), dtype=torch.uint8)])
+
+    def _all_gather(self, tensor: Any) -> list[Any]:
+        parts = self.hub.exchange(self.rank, tensor)
+        assert len({part.shape for part in parts}) == 1
+        return [part.clone() for part in parts]
+
+
+class _RefusingDist(_NumpyDist):
+    """Rank 1 cannot decode one word."""
+
+    def _tensor_to_object(self, tensor: Any, size: int) -> Any:
+        obj = super()._tensor_to_object(tensor, size)
+        if self.rank == 1 and obj == "poison":
+            raise LookupError("no such word")
+        return obj
+
+
+def _on_threads(
+    kind: type[_NumpyDist], world_size: int, work: Callable[[_NumpyDist], Any]
+) -> list[Any]:
+    hub = _Hub(world_size)
+    with ThreadPoolExecutor(world_size) as pool:
+        return list(pool.map(lambda rank: work(kind(hub, rank)), range(world_size)))
+
+
+def _outcome(call: Callable[..., Any], *args: Any) -> tuple[str, str]:
+    try:
+        call(*args)
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+@pytest.mark.parametrize("kind", [_NumpyDist, _CopyingTorchDist])
+@pytest.mark.parametrize("src", [0, 1])
+def test_broadcast_without_aliasing(kind: type[_NumpyDist], src: int) -> None:
+    """B-1: longer, shorter, equal and None, over a back-end that does not work in place."""
+
+    def work(backend: _NumpyDist) -> None:
+        for payload in PAYLOADS:
+            for other in PAYLOADS:
+                own = payload if backend.rank == src else other
+                received = backend.broadcast_object(own, src)
+                assert received == payload
+                assert (received is own) or backend.rank != src or payload is None
+
+    _on_threads(kind, 2, work)
+
+
+@pytest.mark.parametrize("kind", [_NumpyDist, _CopyingTorchDist])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_gather_of_any_sizes(kind: type[_NumpyDist], world_size: int) -> None:
+    """B-4."""
+
+    def work(backend: _NumpyDist) -> None:
+        for first in PAYLOADS:
+            own = [first] * backend.rank
+            gathered = backend.all_gather_object(own)
+            assert gathered == [[first] * rank for rank in range(world_size)]
+            assert gathered[backend.rank] is not own
+
+    _on_threads(kind, world_size, work)
+
+
+def test_objects_of_ranks_that_receive_are_not_looked_at() -> None:
+    """B-3: a lambda there is allowed, because it is never encoded."""
+
+    def work(backend: _NumpyDist) -> Any:
+        own = "text" if backend.rank == 1 else (lambda: None)
+        assert backend.broadcast_object(own, 1) == "text"
+        return [obj for obj in backend.encoded if obj is not None]
+
+    assert _on_threads(_NumpyDist, 2, work) == [[], ["text"]]
+
+
+def _fail_then_go_on(backend: BaseDistBackend) -> list[tuple[str, str]]:
+    """Let rank 1 fail in both collectives; the ranks are in step after each."""
+    bad = threading.Lock() if backend.rank == 1 else "text"
+    outcomes = [_outcome(backend.all_gather_object, bad)]
+    assert backend.all_gather_object(backend.rank) == list(range(backend.world_size))
+    outcomes.append(_outcome(backend.broadcast_object, bad, 1))
+    assert backend.broadcast_object(backend.rank, 1) == 1
+    return outcomes
+
+
+def test_what_one_rank_cannot_encode_is_an_error_on_all() -> None:
+    """X-5."""
+    for outcomes in _on_threads(_NumpyDist, 3, _fail_then_go_on):
+        for kind, text in outcomes:
+            assert kind == "CollectiveError"
+            assert "rank 1: TypeError: cannot pickle '_thread.lock' object" in text
+            assert "rank 0" not in text
+
+
+def test_what_one_rank_cannot_decode_is_an_error_on_all() -> None:
+    def work(backend: _NumpyDist) -> list[tuple[str, str]]:
+        outcomes = [
+            _outcome(backend.all_gather_object, "poison"),
+            _outcome(backend.broadcast_object, "poison", 0),
+        ]
+        assert backend.all_gather_object("bread") == ["bread"] * 3
+        return outcomes
+
+    text = "an object cannot be sent or received on rank 1: LookupError: no such word"
+    for outcomes in _on_threads(_RefusingDist, 3, work):
+        assert outcomes == [("CollectiveError", text)] * 2
+
+
+@pytest.mark.parametrize("src", [-1, 2, "0", None])
+def test_a_source_that_is_no_rank_is_refused(src: Any) -> None:
+    for kind, text in _on_threads(_NumpyDist, 2, lambda b: _outcome(b.broadcast_object, 1, src)):
+        assert (kind, text) == ("ValueError", f"src must be a rank below 2, got {src!r}")
+
+
+def test_an_incomplete_back_end_cannot_be_made() -> None:
+    class Incomplete(NonDist):
+        rank = BaseDistBackend.rank  # type: ignore[assignment]
+
+    for kind in (BaseDistBackend, TensorBaseDistBackend, Incomplete):
+        with pytest.raises(TypeError, match="abstract"):
+            kind()
+
+
+@pytest.mark.parametrize("kind", [NonDist, TorchDist, TorchCPUDist])
+def test_one_process(kind: type[BaseDistBackend], monkeypatch: pytest.MonkeyPatch) -> None:
+    """X-2, also under a launcher's variables before there is a group."""
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("RANK", "3")
+    backend, lock = kind(), threading.Lock()
+    assert (backend.is_initialized, backend.rank, backend.world_size) == (False, 0, 1)
+    assert backend.all_gather_object(lock)[0] is lock
+    assert backend.broadcast_object(lock, 0) is lock
+    if kind is NonDist:
+        assert backend.broadcast_object(lock, 7) is lock
+    else:
+        with pytest.raises(ValueError, match=r"src must be a rank .* got 7"):
+            backend.broadcast_object(lock, 7)
+
+
+def _use(kind: Callable[[], BaseDistBackend]) -> list[tuple[str, str]]:
+    backend, rank, size = kind(), dist.get_rank(), dist.get_world_size()
+    assert (backend.is_initialized, backend.rank, backend.world_size) == (True, rank, size)
+    for src in range(size):
+        for payload in [b"1", list(range(300)), bytes(5_000_000), None]:
+            own = payload if rank == src else threading.Lock()
+            assert backend.broadcast_object(own, src) == payload
+    lists = [list(range(r)) for r in range(size)]
+    assert backend.all_gather_object(lists[rank]) == lists
+    # Copies: what one rank changes reaches nobody.
+    gathered = backend.all_gather_object({"tensor": torch.zeros(3)})
+    for at, each in enumerate(gathered):
+        each["tensor"] += rank + at
+    assert [each["tensor"][0].item() for each in gathered] == [rank + at for at in range(size)]
+    assert _outcome(backend.broadcast_object, 1, size)[0] == "ValueError"
+    return _fail_then_go_on(backend)
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("kind", [TorchDist, TorchCPUDist])
+def test_gloo(kind: type[BaseDistBackend], world_size: int) -> None:
+    """B-2, B-3, B-4, X-5."""
+    for outcomes in run_ranks(_use, world_size, kind):
+        for name, text in outcomes:
+            assert name == "CollectiveError"
+            assert "rank 1" in text
+            assert "cannot pickle '_thread.lock' object" in text
+
+
+def _use_a_sub_group() -> tuple[Any, ...]:
+    group = dist.new_group([1, 3])
+    backend = TorchDist(group)
+    if dist.get_rank() not in (1, 3):
+        return (_outcome(lambda: backend.world_size)[0],)
+    received = backend.broadcast_object(dist.get_rank(), 3)
+    refused = _outcome(backend.broadcast_object, None, 0)[0]
+    return (
+        backend.rank,
+        backend.world_size,
+        backend.all_gather_object("abcd"[backend.rank]),
+        (
+            received,
+            refused,
+        ),
+    )
+
+
+def test_a_sub_group_counts_ranks_globally() -> None:
+    """X-8."""
+    outside, first, _, second = run_ranks(_use_a_sub_group, 4)
+    assert outside == ("ValueError",)
+    assert first == (1, 2, ["b", "d"], (3, "ValueError"))
+    assert second == (3, 2, ["b", "d"], (3, "ValueError"))
+
+
+def _lose_the_others() -> tuple[str, str]:
+    if dist.get_rank() != 0:
+        return "", ""
+    return _outcome(TorchCPUDist().all_gather_object, 1)
+
+
+def test_a_rank_that_never_comes_ends_in_an_error() -> None:
+    """X-9."""
+    name, text = run_ranks(_lose_the_others, 2, group_timeout_s=1)[0]
+    assert name == "CollectiveError"
+    assert "all_gather" in text
+
+
+@pytest.mark.skipif(dist.is_nccl_available(), reason="this torch has NCCL")
+def test_cuda_needs_nccl() -> None:
+    with pytest.raises(RuntimeError, match="needs a torch that is built with NCCL"):
+        TorchCUDADist()
+
+
+@pytest.mark.gpu
+def test_cuda_with_ranks_that_share_a_device() -> None:
+    for outcomes in run_ranks(_use, 2, TorchCUDADist):
+        assert [name for name, _ in outcomes] == ["CollectiveError"] * 2
+
+
+def test_the_error_keeps_the_cause() -> None:
+    def work(backend: _NumpyDist) -> type:
+        with pytest.raises(CollectiveError) as error:
+            backend.all_gather_object(threading.Lock() if backend.rank else 1)
+        return type(error.value.__cause__)
+
+    assert _on_threads(_NumpyDist, 2, work) == [type(None), TypeError]
