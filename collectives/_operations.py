@@ -63,7 +63,8 @@ def as_sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """Return the memory of a contiguous tensor as flat uint8, which every transport carries."""
-    return tensor.view(-1).view(torch.uint8)
+    # Not view(-1), which keeps any stride that a single element may have.
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def reduce_over(

@@ -1,0 +1,203 @@
+"""Many tensors, or a list of objects, across ranks at once, changed in place."""
+
+import itertools
+import numbers
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from . import objects
+from ._call import calling
+from ._layout import agree_on_entries, describe_tensor, gather_numbers
+from ._operations import checked_op, reduce_over
+from .process import comm_device, live_world_size, members, place_in_group
+
+_MB = 2**20
+
+
+def all_reduce_dict(
+    data: dict[Any, Any], op: str = "sum", group: dist.ProcessGroup | None = None
+) -> None:
+    """Replace a dict's tensors by their reduction over the ranks; every rank must call this.
+
+    The ranks' dicts must have the same keys, in any order, with the same shapes, dtypes and kinds
+    of device. Each value keeps its dtype; those of one dtype travel together. Numbers count as
+    tensors, floats as float64. With one process nothing changes.
+
+    Args:
+        op: as for `all_reduce`.
+
+    Raises:
+        AssertionError: on every rank, when `data` is no dict on some rank.
+        ValueError: the operation is unknown; on every rank, when it is not defined for a value or
+            the dicts differ.
+        TypeError: on every rank, when a value is no tensor or number.
+        CollectiveError: a rank does not take part.
+    """
+    op = checked_op(op)
+    tensors, problem = _tried(lambda: _dict_tensors(data, op))
+    if live_world_size(group) == 1:
+        if problem is not None:
+            raise problem
+        return
+    with calling("all_reduce_dict", group, lambda: list(tensors)):
+        entries = {key: describe_tensor(tensor) for key, tensor in tensors.items()}
+        keys = agree_on_entries(
+            "all_reduce_dict", entries, group, setting=repr(op), problem=problem
+        )
+        for bucket in _buckets(keys, tensors):
+            reduced = _reduced([tensors[key] for key in bucket], op, group)
+            data.update(zip(bucket, reduced, strict=True))
+
+
+def all_reduce_params(
+    params: Iterable[torch.Tensor],
+    coalesce: bool = True,
+    bucket_size_mb: float = -1,
+    op: str = "sum",
+    group: dist.ProcessGroup | None = None,
+) -> None:
+    """Reduce parameters or buffers over the ranks in place; every rank must call this.
+
+    Number, order, shapes and dtypes must agree between the ranks, and a tensor given twice is
+    reduced once. With one process an iterator is not consumed.
+
+    Args:
+        coalesce: send the tensors of one dtype together, instead of one by one.
+        bucket_size_mb: how much is sent at once (in units of 2**20 bytes); -1 is all.
+        op: as for `all_reduce`.
+
+    Raises:
+        ValueError: an unknown operation or no size; on every rank, when the tensors differ or the
+            operation is not defined for one.
+        TypeError: on every rank, when something given on some rank is no tensor.
+        CollectiveError: a rank does not take part.
+    """
+    op = checked_op(op)
+    if bucket_size_mb != -1 and bucket_size_mb <= 0:
+        raise ValueError(f"bucket_size_mb must be positive or -1, got {bucket_size_mb}")
+    if live_world_size(group) == 1:
+        return
+    # Outside of the call: a generator is the user's code.
+    tensors, problem = _tried(lambda: _param_tensors(params, op))
+    with calling("all_reduce_params", group, lambda: map(describe_tensor, tensors.values())):
+        entries = {index: describe_tensor(tensor) for index, tensor in tensors.items()}
+        setting = f"{op!r} with coalesce={coalesce} and bucket_size_mb={bucket_size_mb}"
+        agree_on_entries("all_reduce_params", entries, group, setting=setting, problem=problem)
+        size = bucket_size_mb * _MB if coalesce else 0
+        for bucket in _buckets(list(tensors), tensors, size):
+            targets = [tensors[index] for index in bucket]
+            is_alone = len(targets) == 1
+            values = (
+                [reduce_over(targets[0], op, group)] if is_alone else _reduced(targets, op, group)
+            )
+            for target, value in zip(targets, values, strict=True):
+                if value is not target:
+                    target.copy_(value)
+
+
+def broadcast_object_list(
+    data: list[Any], src: int = 0, group: dist.ProcessGroup | None = None
+) -> None:
+    """Overwrite a list's objects with those of rank `src` in place; every rank must call this.
+
+    Args:
+        src: a global rank, also for a sub-group.
+
+    Raises:
+        AssertionError: on every rank, when `data` is no list on some rank.
+        ValueError: `src` is no rank of the group; on every rank, when the lengths differ.
+        CollectiveError: on every rank, when an object cannot be pickled or unpickled; or when a
+            rank does not take part.
+    """
+    place_in_group(src, group)
+    is_list = isinstance(data, list)
+    if live_world_size(group) == 1:
+        if not is_list:
+            raise AssertionError(f"data must be a list, got {type(data).__name__}")
+        return
+    with calling("broadcast_object_list", group, lambda: f"{type(data).__name__} from rank {src}"):
+        rows = gather_numbers([len(data) if is_list else -1], group)
+        lengths = dict(zip(members(group), itertools.chain(*rows), strict=True))
+        if -1 in lengths.values():
+            wrong = [rank for rank, length in lengths.items() if length == -1]
+            raise AssertionError(f"data must be a list on all ranks, but is none on ranks {wrong}")
+        if len({*lengths.values()}) > 1:
+            raise ValueError(f"data must be equally long on all ranks, got, by rank, {lengths}")
+        data[:] = objects.broadcast(data, src, group)
+
+
+def _tried(
+    make: Callable[[], dict[Any, torch.Tensor]],
+) -> tuple[dict[Any, torch.Tensor], Exception | None]:
+    """Return the tensors, or why there are none: the other ranks wait to hear it."""
+    try:
+        return make(), None
+    except Exception as error:
+        return {}, error
+
+
+def _dict_tensors(data: object, op: str) -> dict[Any, torch.Tensor]:
+    if not isinstance(data, dict):
+        raise AssertionError(f"data must be a dict, got {type(data).__name__}")
+    tensors = {}
+    for key, value in data.items():
+        if not isinstance(value, torch.Tensor | numbers.Number):
+            what = type(value).__name__
+            raise TypeError(f"data[{key!r}] must be a tensor or a number, got {what}")
+        dtype = torch.float64 if isinstance(value, float) else None
+        tensors[key] = torch.as_tensor(value, dtype=dtype).detach()
+        _check_dtype(f"data[{key!r}]", tensors[key], op)
+    return tensors
+
+
+def _param_tensors(params: Iterable[torch.Tensor], op: str) -> dict[int, torch.Tensor]:
+    tensors = {}
+    # Tensors are hashed by identity, so this drops those given twice.
+    for index, param in enumerate(dict.fromkeys(params)):
+        if not isinstance(param, torch.Tensor):
+            raise TypeError(f"params[{index}] must be a tensor, got {type(param).__name__}")
+        tensors[index] = param.detach()
+        _check_dtype(f"params[{index}]", tensors[index], op)
+    return tensors
+
+
+def _check_dtype(name: str, tensor: torch.Tensor, op: str) -> None:
+    try:
+        checked_op(op, tensor.dtype)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from error
+
+
+def _buckets(
+    keys: Sequence[Any], tensors: dict[Any, torch.Tensor], size: float = -1
+) -> Iterator[list[Any]]:
+    """Yield the keys by (dtype, kind of device), in parts of about `size` bytes; -1 is all."""
+    kinds: dict[tuple[torch.dtype, str], list[Any]] = {}
+    for key in keys:
+        kinds.setdefault((tensors[key].dtype, tensors[key].device.type), []).append(key)
+    for members_of_kind in kinds.values():
+        bucket: list[Any] = []
+        filled = 0
+        for key in members_of_kind:
+            if bucket and 0 <= size < filled + tensors[key].nbytes:
+                yield bucket
+                bucket, filled = [], 0
+            bucket.append(key)
+            filled += tensors[key].nbytes
+        yield bucket
+
+
+def _reduced(
+    tensors: Sequence[torch.Tensor], op: str, group: dist.ProcessGroup | None
+) -> list[torch.Tensor]:
+    """Return the reductions of tensors of one dtype, which travel together, as copies."""
+    device = comm_device(group, prefer=tensors[0].device)
+    flat = reduce_over(torch.cat([t.to(device).reshape(-1) for t in tensors]), op, group)
+    parts = flat.split_with_sizes([t.numel() for t in tensors])
+    return [
+        part.reshape(t.shape).to(t.device, copy=True)
+        for part, t in zip(parts, tensors, strict=True)
+    ]

@@ -1,0 +1,369 @@
+"""Tensors across ranks, under mmengine's names."""
+
+import functools
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import RanksError, run_ranks
+
+from stepwrap.collectives.dist import all_gather, all_reduce, broadcast, gather
+
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+COMPLEX = (torch.complex64, torch.complex128)
+INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+DTYPES = (*FLOATS, *COMPLEX, torch.bool, *INTEGERS)
+BITWISE: dict[str, Callable[..., torch.Tensor]] = {
+    "band": torch.bitwise_and,
+    "bor": torch.bitwise_or,
+    "bxor": torch.bitwise_xor,
+}
+OPS: dict[str, Callable[..., torch.Tensor]] = {
+    "sum": torch.add,
+    "product": torch.mul,
+    "min": torch.minimum,
+    "max": torch.maximum,
+    **BITWISE,
+}
+
+
+def outcome(call: Callable[..., object], *args: Any) -> tuple[str, str]:
+    try:
+        call(*args)
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+def values_of(rank: int, dtype: torch.dtype, repeats: int = 1) -> torch.Tensor:
+    """Return two rows, not contiguous, of small numbers that differ by rank."""
+    numbers = torch.tensor([[0, 1], [2, 3], [4, 5]]).repeat(repeats, 1) + rank
+    if dtype == torch.bool:
+        return (numbers % 2 == 0).T
+    return (numbers * (1 - 2j) if dtype.is_complex else numbers).to(dtype).T
+
+
+def _allowed(op: str, dtype: torch.dtype) -> bool:
+    if dtype.is_complex:
+        return op in ("sum", "product")
+    return not (dtype.is_floating_point and op in BITWISE)
+
+
+def _reduce_every_dtype() -> None:
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    for dtype in DTYPES:
+        parts = [values_of(r, dtype) for r in range(world_size)]
+        for op, function in OPS.items():
+            own = parts[rank].clone(memory_format=torch.preserve_format)
+            contiguous = parts[rank].contiguous()
+            if not _allowed(op, dtype):
+                assert outcome(all_reduce, own, op)[0] == "ValueError"
+                continue
+            # A bool of torch adds as "or" and multiplies as "and", as ours does.
+            expected = functools.reduce(function, parts)
+            assert all_reduce(own, op) is None  # type: ignore[func-returns-value]
+            all_reduce(contiguous, op)
+            assert torch.equal(own, expected), (dtype, op)
+            assert torch.equal(contiguous, expected), (dtype, op)
+            assert own.stride() == parts[rank].stride()
+        zero_dim, empty = torch.ones((), dtype=dtype), torch.empty(0, 3, dtype=dtype)
+        all_reduce(zero_dim, "product")
+        all_reduce(empty)
+        assert zero_dim.item() == 1
+    for narrow in (torch.uint16, torch.uint32):
+        own = torch.tensor([rank, 65_535]).to(narrow)
+        all_reduce(own, "max")
+        assert own.tolist() == [world_size - 1, 65_535]
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_every_dtype_is_reduced_by_every_operation(world_size: int) -> None:
+    """C-24."""
+    run_ranks(_reduce_every_dtype, world_size)
+
+
+class Records(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
+
+
+def _means() -> list[str]:
+    rank = dist.get_rank()
+    floats = torch.tensor([1.0 + rank])
+    all_reduce(floats, "mean")
+    assert floats.tolist() == [1.5]
+    records = Records()
+    logging.getLogger("stepwrap.collectives").addHandler(records)
+    try:
+        exact = torch.tensor([[1, 2], [3, 4]][rank])
+        all_reduce(exact, "mean")
+        assert exact.dtype == torch.int64
+        assert exact.tolist() == [2, 3]
+        assert not records.messages
+        for dtype in INTEGERS:
+            own = torch.tensor([1 + rank, 2 + rank, 2 * rank, 100 + rank], dtype=dtype)
+            all_reduce(own, "mean")
+            assert own.dtype == dtype
+            # 1.5 and 2.5 to the even neighbour; the sum of the last needs more than 8 bits.
+            assert own.tolist() == [2, 2, 1, 100]
+        negative = torch.tensor([-1 - rank, -3 * rank, 2**60 + 2 * rank])
+        all_reduce(negative, "mean")
+        assert negative.tolist() == [-2, -2, 2**60 + 1]
+        half = torch.tensor([40_000.0 + 64 * rank], dtype=torch.float16)
+        all_reduce(half, "mean")
+        assert half.item() == 40_032.0
+        number = torch.tensor([complex(1, rank)])
+        all_reduce(number, "MEAN")
+        assert number.item() == 1 + 0.5j
+        flags = torch.tensor([True, rank == 0])
+        all_reduce(flags, "mean")
+        assert flags.tolist() == [True, False]
+    finally:
+        logging.getLogger("stepwrap.collectives").removeHandler(records)
+    return records.messages
+
+
+def test_means_keep_their_dtype_and_are_rounded_with_one_warning() -> None:
+    """C-25."""
+    for messages in run_ranks(_means, 2):
+        assert len(messages) <= 1
+        assert all("was rounded to the nearest integer" in message for message in messages)
+
+
+def _mean_of_three() -> list[int]:
+    own = torch.tensor([[0, 0, -1], [1, 1, -1], [0, 1, 0]][dist.get_rank()])
+    all_reduce(own, "mean")
+    return [int(value) for value in own]
+
+
+def test_thirds_go_to_the_nearest() -> None:
+    assert run_ranks(_mean_of_three, 3) == [[0, 1, -1]] * 3
+
+
+def _gather_every_dtype() -> None:
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    for dtype in DTYPES:
+        for repeats in (1, 400):
+            parts = [values_of(r, dtype, repeats) for r in range(world_size)]
+            own = parts[rank]
+            for gathered in (all_gather(own), gather(own, dst=1)):
+                if gathered:
+                    assert torch.equal(torch.stack(gathered), torch.stack(parts)), dtype
+                    assert {part.dtype for part in gathered} == {dtype}
+                    sizes = {part.untyped_storage().nbytes() for part in gathered}
+                    assert sizes == {own.nbytes}
+            shared = own.clone()
+            broadcast(shared, src=1)
+            assert torch.equal(shared, parts[1])
+            assert torch.equal(own, parts[rank])
+            broadcast(own, src=1)
+            assert torch.equal(own, parts[1])
+        for odd in (torch.ones((), dtype=dtype), torch.empty(3, 0, dtype=dtype)):
+            assert [part.shape for part in all_gather(odd)] == [odd.shape] * world_size
+            broadcast(odd)
+    assert [len(gather(torch.ones(2), dst)) for dst in range(world_size)] == [
+        world_size if rank == dst else 0 for dst in range(world_size)
+    ]
+
+
+def test_every_dtype_is_gathered_and_broadcast() -> None:
+    """C-24; numbers that are not contiguous, small ones and such that need a second message."""
+    run_ranks(_gather_every_dtype, 2)
+
+
+def _exchange_views_and_tracked() -> None:
+    rank = dist.get_rank()
+    number = torch.tensor([complex(1, 2 + rank)])
+    assert torch.cat(all_gather(number.conj())).tolist() == [1 - 2j, 1 - 3j]
+    conjugate = number.conj()
+    all_reduce(conjugate)
+    assert conjugate.item() == 2 - 5j
+    assert number.item() == 2 + 5j
+    imaginary = torch.tensor([complex(1, 2 + rank)]).conj().imag
+    broadcast(imaginary, src=1)
+    assert imaginary.item() == -3
+    tracked = torch.full((2,), float(rank), requires_grad=True)
+    assert not any(part.requires_grad for part in all_gather(tracked))
+    all_reduce(tracked)
+    assert tracked.requires_grad
+    assert tracked.tolist() == [1.0, 1.0]
+    broadcast(torch.ones(2, requires_grad=True))
+    deep = torch.full((1,) * 18 + (2,), float(rank))
+    assert [part.shape for part in all_gather(deep)] == [deep.shape] * 2
+    torch.set_default_dtype(torch.float64)
+    first = all_gather(torch.ones(3))
+    first[0].add_(1)
+    assert [part.tolist() for part in first] == [[2.0] * 3, [1.0] * 3]
+
+
+def test_conjugate_tracked_and_deep_tensors() -> None:
+    run_ranks(_exchange_views_and_tracked, 2)
+
+
+def _gather_unequal(kind: str) -> list[tuple[str, str]]:
+    rank = dist.get_rank()
+    data: Any = torch.ones(3)
+    if rank == 1:
+        data = {
+            "shape": torch.ones(3, 1000),
+            "dtype": torch.ones(3, dtype=torch.float64),
+            "deep": torch.ones((3,) + (1,) * 17),
+            "list": [1.0, 1.0, 1.0],
+            "none": None,
+        }[kind]
+    outcomes = [outcome(all_gather, data), outcome(gather, data, 1)]
+    # Nobody is left waiting.
+    assert torch.stack(all_gather(torch.tensor(rank))).tolist() == [0, 1]
+    return outcomes
+
+
+@pytest.mark.parametrize(
+    ("kind", "error", "text"),
+    [
+        ("shape", "ValueError", "torch.float32 of shape (3, 1000)"),
+        ("dtype", "ValueError", "torch.float64 of shape (3,)"),
+        ("deep", "ValueError", "torch.float32 of shape (3, 1, "),
+        ("list", "TypeError", "no tensor"),
+        ("none", "TypeError", "no tensor"),
+    ],
+)
+def test_unequal_tensors_are_an_error_on_every_rank(kind: str, error: str, text: str) -> None:
+    """C-24, X-5."""
+    for outcomes in run_ranks(_gather_unequal, 2, kind):
+        for name, message in outcomes:
+            assert name == error
+            assert "on all ranks, got torch.float32 of shape (3,)" in message
+            assert text in message
+            assert "on rank 0; " in message
+            assert "on rank 1" in message
+
+
+def _use_subgroup() -> list[tuple[str, str]]:
+    rank = dist.get_rank()
+    group = dist.new_group([1, 3])
+    other = dist.new_group([0, 2])
+    own = group if rank in (1, 3) else other
+    first, second = (1, 3) if rank in (1, 3) else (0, 2)
+    data = torch.tensor([float(rank)])
+    assert torch.cat(all_gather(data, own)).tolist() == [first, second]
+    for dst in (first, second):
+        gathered = gather(data, dst, own)
+        assert [part.item() for part in gathered] == ([first, second] if rank == dst else [])
+    shared = data.clone()
+    broadcast(shared, second, own)
+    assert shared.item() == second
+    all_reduce(data, "mean", own)
+    assert data.item() == (first + second) / 2
+    foreign = other if own is group else group
+    calls: list[Callable[..., Any]] = [
+        functools.partial(broadcast, data, 4, own),
+        functools.partial(gather, data, 5, own),
+        functools.partial(all_gather, data, foreign),
+        functools.partial(all_reduce, data, "sum", foreign),
+        functools.partial(gather, torch.ones(rank + 1), second, own),
+        functools.partial(gather, data, rank, own),
+    ]
+    return [outcome(call) for call in calls]
+
+
+def test_subgroups_take_global_ranks() -> None:
+    """C-24, X-8."""
+    results = run_ranks(_use_subgroup, 4)
+    assert [name for outcomes in results for name, _ in outcomes] == ["ValueError"] * 24
+    texts = [text for _, text in results[3]]
+    assert texts[0] == "src must be a rank of the group [1, 3], got 4"
+    assert texts[1] == "dst must be a rank of the group [1, 3], got 5"
+    assert texts[2] == texts[3] == "rank 3 is no member of the group and cannot use it"
+    assert "shape (2,) for rank 3 on rank 1; torch.float32 of shape (4,)" in texts[4]
+    assert "(1,) for rank 1 on rank 1; torch.float32 of shape (1,) for rank 3 on" in texts[5]
+
+
+def test_one_process_keeps_what_it_has() -> None:
+    """C-24."""
+    data = torch.ones(2)
+    assert all_gather(data)[0] is data
+    assert gather(data)[0] is data
+    for op in OPS.keys() - BITWISE:
+        all_reduce(data, op)
+    broadcast(data)
+    assert data.tolist() == [1.0, 1.0]
+
+
+OPERATIONS = "op must be one of sum, product, min, max, band, bor, bxor, mean"
+WRONG: list[tuple[Callable[..., object], tuple[Any, ...], str, str]] = [
+    (all_reduce, (torch.ones(1), "maen"), "ValueError", f"{OPERATIONS}, got 'maen'; did you"),
+    (all_reduce, (torch.ones(1), 3), "ValueError", f"{OPERATIONS}, got 3"),
+    (all_reduce, (torch.ones(1), "band"), "ValueError", "op must not be bitwise for torch.float32"),
+    (all_reduce, (torch.ones(1) + 1j, "max"), "ValueError", "op must be sum, product or mean for"),
+    (all_reduce, (1.0,), "TypeError", "data must be a torch.Tensor, got float"),
+    (all_gather, ([1.0],), "TypeError", "data must be a torch.Tensor, got list"),
+    (gather, (1.0,), "TypeError", "data must be a torch.Tensor, got float"),
+    (gather, (torch.ones(1), 1), "ValueError", "dst must be a rank of the group [0], got 1"),
+    (broadcast, (1.0,), "TypeError", "data must be a torch.Tensor, got float"),
+    (broadcast, (torch.ones(1), 1), "ValueError", "src must be a rank of the group [0], got 1"),
+]
+
+
+@pytest.mark.parametrize(("call", "args", "error", "text"), WRONG)
+def test_arguments_are_checked_in_one_process_too(
+    call: Callable[..., object], args: tuple[Any, ...], error: str, text: str
+) -> None:
+    """X-2."""
+    name, message = outcome(call, *args)
+    assert (name, message[: len(text)]) == (error, text)
+
+
+def _lose_a_rank() -> tuple[str, str]:
+    return outcome(all_reduce, torch.ones(2)) if dist.get_rank() == 0 else ("", "")
+
+
+def test_a_rank_that_never_comes_is_an_error_of_the_transport() -> None:
+    try:
+        results = run_ranks(_lose_a_rank, 2, group_timeout_s=1)
+    except RanksError as error:
+        pytest.fail(str(error))
+    assert results[0][0] == "CollectiveError"
+    assert "all_reduce" in results[0][1]
+
+
+def _on_the_device() -> None:
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        data = torch.arange(6.0, device="cuda").reshape(2, 3).T
+        for op in OPS.keys() - BITWISE:
+            all_reduce(data, op)
+        broadcast(data)
+        assert all_gather(data)[0] is data
+        assert gather(data)[0] is data
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.gpu
+def test_nccl_with_one_rank() -> None:
+    run_ranks(_on_the_device, 1, init=False)
+
+
+def _share_the_device() -> None:
+    rank = dist.get_rank()
+    for dtype in DTYPES:
+        own = values_of(rank, dtype).cuda()
+        gathered = all_gather(own)
+        assert {part.device for part in gathered} == {own.device}
+        assert torch.equal(gathered[1].cpu(), values_of(1, dtype))
+        broadcast(own, 1)
+        assert torch.equal(own.cpu(), values_of(1, dtype))
+        all_reduce(own, "product")
+        assert torch.equal(own.cpu(), values_of(1, dtype) * values_of(1, dtype))
+
+
+@pytest.mark.gpu
+def test_two_gloo_ranks_share_a_device() -> None:
+    run_ranks(_share_the_device, 2)
