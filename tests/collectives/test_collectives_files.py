@@ -347,5 +347,19 @@ def test_directories_in_a_group(tmp_path: Path) -> None:
     assert "on rank 0" in second[1][1]
 
 
+def _make_directory_alone(base: str) -> None:
+    tempfile.tempdir = base
+    if dist.get_rank() == 1:
+        _die()
+    create_tmpdir(dist.get_rank())
+
+
+def test_a_directory_that_nobody_learns_of_is_removed(tmp_path: Path) -> None:
+    with pytest.raises(RanksError) as caught:
+        run_ranks(_make_directory_alone, 2, str(tmp_path), timeout_s=30)
+    assert "CollectiveError" in caught.value.reports[0]
+    assert not _files(tmp_path)
+
+
 def test_the_error_of_a_lost_directory_is_a_runtime_error() -> None:
     assert issubclass(CollectiveError, RuntimeError)
