@@ -148,7 +148,10 @@ def _dict_tensors(data: object, op: str) -> dict[Any, torch.Tensor]:
             what = type(value).__name__
             raise TypeError(f"data[{key!r}] must be a tensor or a number, got {what}")
         dtype = torch.float64 if isinstance(value, float) else None
-        tensors[key] = torch.as_tensor(value, dtype=dtype).detach()
+        try:
+            tensors[key] = torch.as_tensor(value, dtype=dtype).detach()
+        except (OverflowError, RuntimeError, TypeError, ValueError) as error:
+            raise ValueError(f"data[{key!r}] must fit a tensor, got {value}") from error
         _check_dtype(f"data[{key!r}]", tensors[key], op)
     return tensors
 

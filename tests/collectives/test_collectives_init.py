@@ -1,0 +1,285 @@
+"""The process group and its start, under mmengine's names."""
+
+import multiprocessing
+import os
+import socket
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+
+from stepwrap.collectives.dist import (
+    barrier,
+    get_backend,
+    get_default_group,
+    get_dist_info,
+    get_local_group,
+    get_local_rank,
+    get_local_size,
+    get_rank,
+    get_world_size,
+    infer_launcher,
+    init_dist,
+    init_local_group,
+    is_distributed,
+    is_main_process,
+    master_only,
+)
+
+
+def outcome(call: Callable[..., object], *args: Any) -> tuple[str, str]:
+    try:
+        call(*args)
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+@master_only
+def _only_on_main(value: int, *, factor: int = 1) -> int:
+    """Multiply."""
+    return value * factor
+
+
+def test_one_process() -> None:
+    """C-24."""
+    assert not is_distributed()
+    assert get_backend() is None
+    assert (get_rank(), get_world_size(), get_dist_info()) == (0, 1, (0, 1))
+    assert (get_local_rank(), get_local_size()) == (0, 1)
+    assert get_local_group() is None
+    assert get_default_group() is None
+    assert is_main_process()
+    assert _only_on_main(3, factor=2) == 6
+    assert _only_on_main.__doc__ == "Multiply."
+    barrier()
+    init_local_group(0, 1)
+
+
+def _use_group() -> tuple[int | None, dict[str, tuple[str, str]]]:
+    rank = dist.get_rank()
+    assert is_distributed()
+    assert get_backend() == "gloo"
+    assert get_dist_info() == (rank, 4)
+    assert get_default_group() is dist.group.WORLD
+    assert is_main_process() == (rank == 0)
+    barrier()
+    errors = {
+        "group": outcome(get_local_group),
+        "size": outcome(get_local_size),
+        "place": outcome(init_local_group, 0, 2),
+        "number": outcome(init_local_group, rank // 2, 2 if rank < 3 else 3),
+        "timeout": outcome(barrier, None, -1),
+    }
+    os.environ["LOCAL_WORLD_SIZE"] = "4"
+    assert (get_local_size(), get_local_rank()) == (4, rank)
+    init_local_group(rank // 3, 3)
+    group = get_local_group()
+    assert dist.get_process_group_ranks(group) == ([0, 1, 2] if rank < 3 else [3])
+    assert (get_local_size(), get_local_rank()) == ((3, rank) if rank < 3 else (1, 0))
+    assert get_dist_info(group) == (rank % 3, 3 if rank < 3 else 1)
+    assert is_main_process(group) == (rank in (0, 3))
+    some = dist.new_group([0, 2], backend="cpu:gloo")
+    if rank in (0, 2):
+        barrier(some, timeout_s=30)
+        assert get_backend(some) == "gloo"
+    else:
+        assert get_dist_info(some) == (-1, -1)
+        assert not is_main_process(some)
+        errors["backend"] = outcome(get_backend, some)
+    return _only_on_main(rank + 7), errors
+
+
+def _has_old_local_group() -> tuple[str, str]:
+    return outcome(get_local_group)
+
+
+def test_a_group_of_four_on_two_hosts() -> None:
+    """C-24."""
+    results = run_ranks(_use_group, 4)
+    assert [value for value, _ in results] == [7, None, None, None]
+    for _, errors in results:
+        assert errors["group"][0] == errors["size"][0] == "RuntimeError"
+        assert "call init_local_group() on all ranks" in errors["group"][1]
+        assert "or set LOCAL_WORLD_SIZE" in errors["size"][1]
+        wrong = "node_rank must be 1 on rank 2 with 2 ranks per node, got 0"
+        assert errors["place"] == ("ValueError", wrong)
+        assert errors["number"][0] == "ValueError"
+        assert "got 2 on rank 0 and 3 on rank 3" in errors["number"][1]
+        assert errors["timeout"] == ("ValueError", "timeout_s must be positive, got -1")
+    assert "rank 3 is no member of the group" in results[3][1]["backend"][1]
+    # The local group of an earlier default group is none of the next one.
+    assert [name for name, _ in run_ranks(_has_old_local_group, 4)] == ["RuntimeError"] * 4
+
+
+def _backends_without_a_name(backend: str | None) -> str | None:
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        return get_backend()
+    finally:
+        dist.destroy_process_group()
+
+
+def test_the_backend_is_named_however_it_was_given() -> None:
+    """C-24, X-3."""
+    for backend in ("gloo", "cpu:gloo", "cpu:gloo,cuda:gloo"):
+        assert run_ranks(_backends_without_a_name, 1, backend, init=False) == ["gloo"]
+    assert run_ranks(_backends_without_a_name, 1, None, init=False) != ["undefined"]
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({}, "none"),
+        ({"WORLD_SIZE": "2", "SLURM_NTASKS": "2"}, "pytorch"),
+        ({"SLURM_NTASKS": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}, "slurm"),
+        ({"SLURM_NTASKS": "2", "SLURM_JOB_NAME": "bash"}, "none"),
+        ({"OMPI_COMM_WORLD_LOCAL_RANK": "0"}, "mpi"),
+        ({"WORLD_SIZE": "", "SLURM_NTASKS": ""}, "none"),
+    ],
+)
+def test_the_launcher_is_inferred(
+    environment: dict[str, str], expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """C-24."""
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert infer_launcher() == expected
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "error", "text"),
+    [
+        (("torch",), {}, ValueError, "launcher must be one of pytorch, slurm, mpi, none, got 'to"),
+        (("none", "gloo", "deepspeed"), {}, ValueError, "init_backend must be 'torch', got 'deep"),
+        (("none",), {"timeout": "1h"}, TypeError, "timeout must be a number of seconds or a time"),
+        (("none",), {"timeout": True}, TypeError, "timeout must be a number .*, got True"),
+        (("none",), {"timeout": 0}, ValueError, "timeout must be positive, got 0"),
+        (("pytorch", "gloo"), {}, KeyError, "MASTER_ADDR and MASTER_PORT and RANK and WORLD_SIZE"),
+        (("slurm", "gloo"), {}, KeyError, "variable SLURM_PROCID and SLURM_NTASKS is not set"),
+        (("mpi", "gloo"), {}, KeyError, "OMPI_COMM_WORLD_RANK and OMPI_COMM_WORLD_SIZE and OMPI"),
+    ],
+)
+def test_wrong_arguments_and_missing_variables(
+    args: tuple[str, ...], kwargs: dict[str, Any], error: type[Exception], text: str
+) -> None:
+    """C-24, X-2."""
+    with pytest.raises(error, match=text):
+        init_dist(*args, **kwargs)
+    assert not is_distributed()
+    assert multiprocessing.get_start_method(allow_none=True) != "spawn"
+
+
+def test_the_missing_variable_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"WORLD_SIZE": "1", "MASTER_ADDR": "::1", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(KeyError, match="the environment variable RANK is not set"):
+        init_dist("pytorch", "gloo")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_nccl_needs_a_gpu() -> None:
+    with pytest.raises(ValueError, match="'nccl' needs a CUDA device, .* use 'gloo'"):
+        init_dist("none", "nccl")
+
+
+def test_no_launcher_starts_nothing() -> None:
+    init_dist("none", timeout=5)
+    assert not is_distributed()
+
+
+def _free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port: int = free.getsockname()[1]
+        return port
+
+
+def _start(launcher: str, environments: list[dict[str, str]], kwargs: dict[str, Any]) -> None:
+    rank = dist.get_rank()
+    dist.barrier()
+    dist.destroy_process_group()
+    os.environ.update(environments[rank])
+    assert infer_launcher() == launcher
+    method = multiprocessing.get_start_method(allow_none=True)
+    try:
+        init_dist(launcher, **kwargs)
+        assert multiprocessing.get_start_method() == (method or "spawn")
+    finally:
+        # The process serves other tests after this one.
+        multiprocessing.set_start_method(method, force=True)
+    data = torch.tensor([rank + 1.0])
+    dist.all_reduce(data)
+    assert data.item() == 3.0
+    assert get_dist_info() == (rank, 2)
+    assert get_local_rank() == rank
+    assert get_backend() == "gloo"
+    assert not torch.cuda.is_initialized()
+    # Nobody leaves while another one still talks to the store.
+    barrier()
+
+
+def _launcher_variables(launcher: str, rank: int) -> dict[str, str]:
+    port = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+    here = str(rank)
+    if launcher == "pytorch":
+        return {"RANK": here, "WORLD_SIZE": "2", "LOCAL_RANK": here, **port}
+    if launcher == "mpi":
+        names = ("RANK", "LOCAL_RANK"), ("SIZE", "LOCAL_SIZE")
+        own = {f"OMPI_COMM_WORLD_{name}": here for name in names[0]}
+        return own | {f"OMPI_COMM_WORLD_{name}": "2" for name in names[1]}
+    slurm = {"SLURM_PROCID": here, "SLURM_LOCALID": here, "SLURM_NTASKS": "2"}
+    return slurm | {"SLURM_JOB_NODELIST": "127.0.0.[1-1],other[02-03]", "SLURM_NODEID": "0"}
+
+
+@pytest.mark.parametrize("launcher", ["pytorch", "slurm", "mpi"])
+def test_a_launcher_starts_a_group_on_the_cpu(launcher: str) -> None:
+    """C-24."""
+    kwargs: dict[str, Any] = {"backend": "gloo", "timeout": 30}
+    environments = [_launcher_variables(launcher, rank) for rank in range(2)]
+    port = str(_free_port())
+    if launcher == "slurm":
+        kwargs["port"] = int(port)
+    else:
+        environments = [environment | {"MASTER_PORT": port} for environment in environments]
+    run_ranks(_start, 2, launcher, environments, kwargs)
+
+
+def test_a_store_of_the_caller_needs_no_address(tmp_path: Path) -> None:
+    environments = [
+        {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank)} for rank in (0, 1)
+    ]
+    kwargs: dict[str, Any] = {"init_method": f"file://{tmp_path}/store", "backend": "gloo"}
+    kwargs |= {"timeout": timedelta(seconds=30), "world_size": 2}
+    run_ranks(_start_by_file, 2, environments, kwargs)
+
+
+def _start_by_file(environments: list[dict[str, str]], kwargs: dict[str, Any]) -> None:
+    _start("pytorch", environments, {**kwargs, "rank": dist.get_rank()})
+
+
+def _start_on_a_gpu(backend: str | None, port: int) -> tuple[str | None, int]:
+    os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    method = multiprocessing.get_start_method(allow_none=True)
+    try:
+        init_dist("pytorch", backend, timeout=30)
+    finally:
+        multiprocessing.set_start_method(method, force=True)
+    data = torch.ones(1, device="cuda")
+    dist.all_reduce(data)
+    barrier()
+    return get_backend(), torch.cuda.current_device()
+
+
+@pytest.mark.gpu
+def test_a_launcher_starts_a_group_on_a_gpu() -> None:
+    assert run_ranks(_start_on_a_gpu, 1, "nccl", _free_port(), init=False) == [("nccl", 0)]
+    assert run_ranks(_start_on_a_gpu, 1, None, _free_port(), init=False) == [
+        ("cpu:gloo,cuda:nccl", 0)
+    ]

@@ -1,0 +1,380 @@
+"""Dicts, parameters and lists of objects across ranks, in place."""
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+
+from stepwrap.collectives.dist import all_reduce_dict, all_reduce_params, broadcast_object_list
+
+
+def outcome(call: Callable[..., object], *args: Any) -> tuple[str, str]:
+    try:
+        call(*args)
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+class Key:
+    """A key that cannot be sorted and has the same text on all ranks."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __repr__(self) -> str:
+        return "Key"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Key) and self.number == other.number
+
+    def __hash__(self) -> int:
+        return hash(self.number)
+
+
+def _rank_dict() -> dict[Any, Any]:
+    rank = dist.get_rank()
+    entries: dict[Any, Any] = {
+        "int": torch.tensor(3),
+        "byte": torch.tensor([1 + rank], dtype=torch.uint8),
+        "flag": torch.tensor([rank == 0, True, False]),
+        "half": torch.full((2, 1), 1.5 + rank, dtype=torch.float16),
+        "a": torch.ones(2) * (rank + 1),
+        "b": (torch.arange(6.0).reshape(2, 3) * (rank + 1)).T,
+        "tracked": torch.full((), rank + 1.0, requires_grad=True),
+        "complex": torch.tensor(complex(1, rank)),
+        "short": torch.tensor([300 * rank], dtype=torch.int16),
+        "none": torch.empty(0, 2),
+        "float": 0.1 + rank,
+        "number": 4 + rank,
+    }
+    keys = list(entries) if rank == 0 else list(reversed(entries))
+    return {key: entries[key] for key in keys}
+
+
+def _sum_dict() -> None:
+    data = _rank_dict()
+    before = dict(data)
+    assert all_reduce_dict(data) is None  # type: ignore[func-returns-value]
+    assert list(data) == list(before)
+    assert data["int"].dtype == torch.int64
+    assert data["int"].item() == 6
+    assert data["byte"].dtype == torch.uint8
+    assert data["byte"].tolist() == [3]
+    assert data["flag"].tolist() == [True, True, False]
+    assert data["half"].dtype == torch.float16
+    assert data["half"].tolist() == [[4.0], [4.0]]
+    assert torch.equal(data["b"], torch.arange(6.0).reshape(2, 3).T * 3)
+    assert data["complex"].item() == 2 + 1j
+    assert data["short"].dtype == torch.int16
+    assert data["none"].shape == (0, 2)
+    assert data["float"].item() == 0.1 + 1.1
+    assert data["number"].item() == 9
+    # The dict has new tensors; those that were in it are as before.
+    assert before["a"].tolist() == [dist.get_rank() + 1] * 2
+    assert before["complex"].imag == dist.get_rank()
+    assert before["tracked"].item() == dist.get_rank() + 1
+    assert not data["tracked"].requires_grad
+    means = {key: _rank_dict()[key] for key in ("int", "byte", "half", "complex", "float")}
+    all_reduce_dict(means, "mean")
+    assert [means[key].dtype for key in ("int", "byte")] == [torch.int64, torch.uint8]
+    assert [means[key].item() for key in ("int", "byte")] == [3, 2]
+    assert means["half"].tolist() == [[2.0], [2.0]]
+    assert means["complex"].item() == 1 + 0.5j
+    bits = {"x": torch.tensor([1 + dist.get_rank()]), "flag": torch.tensor(dist.get_rank() == 0)}
+    for op, expected in {"bor": [3, True], "band": [0, False], "bxor": [3, True]}.items():
+        reduced = dict(bits)
+        all_reduce_dict(reduced, op)
+        assert [value.item() for value in reduced.values()] == expected
+    empty: dict[str, torch.Tensor] = {}
+    all_reduce_dict(empty, "max")
+    assert not empty
+
+
+def test_a_dict_keeps_every_dtype() -> None:
+    """C-24, C-27."""
+    run_ranks(_sum_dict, 2)
+
+
+def _sum_odd_keys() -> None:
+    rank = dist.get_rank()
+    keys: list[Any] = ["a", 1, (2, "b"), None, Key(1), Key(2), torch.float32]
+    own = {key: torch.tensor(float(i)) for i, key in enumerate(keys)}
+    if rank == 1:
+        own = dict(reversed(own.items()))
+    all_reduce_dict(own)
+    assert [own[key].item() for key in keys] == [0, 2, 4, 6, 8, 10, 12]
+    other = {Key(rank): torch.ones(1)}
+    name, text = outcome(all_reduce_dict, other)
+    assert name == "ValueError"
+    assert "Key is torch.float32 of shape (1,) on cpu on rank 0 and missing on rank 1" in text
+
+
+def test_keys_need_no_order_and_no_clear_text() -> None:
+    """C-27."""
+    run_ranks(_sum_odd_keys, 2)
+
+
+def _sum_differing() -> list[tuple[str, str]]:
+    rank = dist.get_rank()
+    one = torch.ones(1)
+    pairs: list[tuple[Any, Any]] = [
+        ({"a": one}, {"b": one}),
+        ({"a": one, "b": one}, {"a": one}),
+        ({"a": one}, {"a": torch.ones(2)}),
+        ({"a": one}, {"a": one.double()}),
+        ({"a": one}, {"a": "text"}),
+        ({"a": one}, [one]),
+        ({"a": one}, {"a": 10**400}),
+    ]
+    outcomes = [outcome(all_reduce_dict, pair[rank]) for pair in pairs]
+    outcomes.append(outcome(all_reduce_dict, {"a": one}, "sum" if rank == 0 else "max"))
+    outcomes.append(outcome(all_reduce_dict, {"a": one if rank == 0 else one * 1j}, "max"))
+    many = {str(i): one for i in range(20)}
+    outcomes.append(outcome(all_reduce_dict, many if rank == 0 else {}))
+    after = {"n": torch.tensor(1)}
+    all_reduce_dict(after)
+    assert after["n"].item() == 2
+    return outcomes
+
+
+def test_differing_dicts_are_an_error_on_every_rank() -> None:
+    """C-27, X-5."""
+    own = "torch.float32 of shape (1,) on cpu"
+    expected = [
+        ("ValueError", f"'a' is {own} on rank 0 and missing on rank 1"),
+        ("ValueError", f"'b' is {own} on rank 0 and missing on rank 1"),
+        ("ValueError", f"'a' is {own} on rank 0 and torch.float32 of shape (2,) on cpu on rank 1"),
+        ("ValueError", f"'a' is {own} on rank 0 and torch.float64 of shape (1,) on cpu on rank 1"),
+        ("TypeError", "data['a'] must be a tensor or a number, got str"),
+        ("AssertionError", "data must be a dict, got list"),
+        ("ValueError", "data['a'] must fit a tensor"),
+        ("ValueError", "'op' is 'sum' on rank 0 and 'max' on rank 1"),
+        ("ValueError", "data['a']: op must be sum, product or mean for torch.complex64"),
+        ("ValueError", "; and 15 more"),
+    ]
+    for outcomes in run_ranks(_sum_differing, 2):
+        for (name, message), (error, text) in zip(outcomes, expected, strict=True):
+            assert (name, text in message) == (error, True), message
+
+
+def _params(rank: int) -> list[torch.Tensor]:
+    tied = torch.nn.Parameter(torch.full((3,), 1.0 + rank))
+    return [
+        tied,
+        torch.nn.Parameter((torch.arange(12.0).reshape(3, 4) + rank).T),
+        torch.full((2, 2), 2.0 + rank, dtype=torch.float64),
+        tied,
+        torch.tensor([3, 4 + 2 * rank]),
+        torch.tensor(complex(rank, 1)),
+        torch.full((600, 600), float(rank)),
+        torch.empty(0),
+    ]
+
+
+def _reduce_params(coalesce: bool, bucket_size_mb: float) -> None:
+    rank = dist.get_rank()
+    for op in ("sum", "mean", "product"):
+        own, first, second = _params(rank), _params(0), _params(1)
+        generator = (tensor for tensor in own)
+        all_reduce_params(generator, coalesce, bucket_size_mb, op)
+        for mine, one, two in zip(own, first, second, strict=True):
+            expected = one * two if op == "product" else one + two
+            if op == "mean":
+                expected = expected / 2
+            assert torch.equal(mine, expected.to(mine.dtype)), (op, mine)
+        assert own[0].requires_grad
+        assert own[0].grad is None
+
+
+@pytest.mark.parametrize(
+    ("coalesce", "bucket_size_mb"), [(True, -1), (True, 1), (True, 1e-5), (False, -1)]
+)
+def test_params_are_reduced_in_place(coalesce: bool, bucket_size_mb: float) -> None:
+    """C-24."""
+    run_ranks(_reduce_params, 2, coalesce, bucket_size_mb)
+
+
+def _count_reductions() -> list[int]:
+    counts: list[int] = []
+    reduce = dist.all_reduce
+    tensors = [torch.ones(2**17) for _ in range(6)] + [torch.ones(3, dtype=torch.float64)]
+    for coalesce, bucket_size_mb in ((True, -1), (True, 1), (False, -1)):
+        sizes: list[int] = []
+
+        def count(tensor: torch.Tensor, *args: Any, seen: list[int] = sizes) -> object:
+            seen.append(tensor.nbytes)
+            return reduce(tensor, *args)
+
+        dist.all_reduce = count
+        try:
+            all_reduce_params(iter(tensors), coalesce, bucket_size_mb)
+        finally:
+            dist.all_reduce = reduce
+        counts.append(len(sizes))
+    return counts
+
+
+def test_buckets_are_made_by_dtype_and_size() -> None:
+    assert run_ranks(_count_reductions, 2) == [[2, 4, 7]] * 2
+
+
+def _reduce_differing_params() -> list[tuple[str, str]]:
+    rank = dist.get_rank()
+    a, b = torch.ones(2), torch.ones(3)
+    outcomes = [
+        outcome(all_reduce_params, [a, b] if rank == 0 else [b, a]),
+        outcome(all_reduce_params, [a, b] if rank == 0 else [a]),
+        outcome(all_reduce_params, [a] if rank == 0 else [a.double()]),
+        outcome(all_reduce_params, [a], True, -1 if rank == 0 else 2),
+        outcome(all_reduce_params, [a] if rank == 0 else [1.0]),
+        outcome(all_reduce_params, [a] if rank == 0 else _failing()),
+        outcome(all_reduce_params, [a], True, -1, "band"),
+    ]
+    assert a.tolist() == [1.0, 1.0]
+    return outcomes
+
+
+def _failing() -> Iterator[torch.Tensor]:
+    yield torch.ones(2)
+    raise LookupError("no more")
+
+
+def test_differing_params_are_an_error_on_every_rank() -> None:
+    """C-24, X-5."""
+    expected = [
+        ("ValueError", "0 is torch.float32 of shape (2,) on cpu on rank 0 and torch.float32 of"),
+        ("ValueError", "1 is torch.float32 of shape (3,) on cpu on rank 0 and missing on rank 1"),
+        ("ValueError", "on rank 0 and torch.float64 of shape (2,) on cpu on rank 1"),
+        ("ValueError", "bucket_size_mb=-1 on rank 0 and 'sum' with coalesce=True and bucket"),
+        ("TypeError", "params[0] must be a tensor, got float"),
+        ("LookupError", "no more"),
+        ("ValueError", "params[0]: op must not be bitwise for torch.float32"),
+    ]
+    for outcomes in run_ranks(_reduce_differing_params, 2):
+        for (name, message), (error, text) in zip(outcomes, expected, strict=True):
+            assert (name, text in message) == (error, True), message
+
+
+def _broadcast_lists() -> list[tuple[str, str]]:
+    rank = dist.get_rank()
+    source = [1, {"a": torch.ones(2)}, None, "text"]
+    own: list[Any] = source if rank == 1 else [None] * 4
+    same = own
+    assert broadcast_object_list(own, src=1) is None  # type: ignore[func-returns-value]
+    assert same is own
+    assert own[0] == 1
+    assert own[1]["a"].tolist() == [1.0, 1.0]
+    assert own[2:] == [None, "text"]
+    assert (own[1] is source[1]) == (rank == 1)
+    nothing: list[object] = []
+    broadcast_object_list(nothing)
+    return [
+        outcome(broadcast_object_list, [0] * (2 + rank)),
+        outcome(broadcast_object_list, [0] if rank == 0 else (0,)),
+        outcome(broadcast_object_list, [lambda: None], 1),
+        outcome(broadcast_object_list, [0], 2),
+    ]
+
+
+def test_an_object_list_is_overwritten() -> None:
+    """C-24."""
+    expected = [
+        ("ValueError", "data must be equally long on all ranks, got, by rank, {0: 2, 1: 3}"),
+        ("AssertionError", "data must be a list on all ranks, but is none on ranks [1]"),
+        ("CollectiveError", "pickle"),
+        ("ValueError", "src must be a rank of the group [0, 1], got 2"),
+    ]
+    for outcomes in run_ranks(_broadcast_lists, 2):
+        for (name, message), (error, text) in zip(outcomes, expected, strict=True):
+            assert (name, text in message) == (error, True), message
+
+
+def _use_subgroup() -> list[tuple[str, str]]:
+    rank = dist.get_rank()
+    groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    own, foreign = groups[rank % 2], groups[1 - rank % 2]
+    partner = (rank + 2) % 4
+    data: dict[str, Any] = {"a": torch.tensor(rank), "b": torch.tensor([float(rank)])}
+    all_reduce_dict(data, "sum", own)
+    assert data["a"].item() == rank + partner
+    param = torch.nn.Parameter(torch.tensor([float(rank)]))
+    all_reduce_params([param], op="max", group=own)
+    assert param.item() == max(rank, partner)
+    objects: list[object] = [rank]
+    broadcast_object_list(objects, max(rank, partner), own)
+    assert objects == [max(rank, partner)]
+    calls: list[Callable[..., Any]] = [
+        functools.partial(all_reduce_dict, {str(rank): torch.ones(1)}, "sum", own),
+        functools.partial(broadcast_object_list, [0] * (1 + rank), partner % 2 + 2, own),
+        functools.partial(all_reduce_dict, data, "sum", foreign),
+        functools.partial(all_reduce_params, [param], group=foreign),
+    ]
+    return [outcome(call) for call in calls]
+
+
+def test_subgroups_name_global_ranks() -> None:
+    """C-24, X-8."""
+    results = run_ranks(_use_subgroup, 4)
+    assert [name for outcomes in results for name, _ in outcomes] == ["ValueError"] * 16
+    texts = [text for _, text in results[3]]
+    assert "'3' is missing on rank 1 and torch.float32 of shape (1,) on cpu on rank 3" in texts[0]
+    assert "{1: 2, 3: 4}" in texts[1]
+    assert texts[2] == texts[3] == "rank 3 is no member of the group and cannot use it"
+
+
+def test_one_process_changes_nothing() -> None:
+    """C-24."""
+    tensor = torch.ones(2)
+    data = {"a": tensor, "n": 1}
+    all_reduce_dict(data, "mean")
+    assert data["a"] is tensor
+    assert data["n"] == 1
+    params = iter([tensor])
+    all_reduce_params(params)
+    assert next(params) is tensor
+    objects = [tensor]
+    broadcast_object_list(objects)
+    assert objects[0] is tensor
+
+
+@pytest.mark.parametrize(
+    ("call", "args", "error", "text"),
+    [
+        (all_reduce_dict, ([1],), "AssertionError", "data must be a dict, got list"),
+        (all_reduce_dict, ({}, "avg"), "ValueError", "op must be one of sum, "),
+        (all_reduce_dict, ({"a": "b"},), "TypeError", "data['a'] must be a tensor or a number"),
+        (all_reduce_dict, ({"a": 1j}, "min"), "ValueError", "data['a']: op must be sum, product"),
+        (all_reduce_params, ([], True, -1, "avg"), "ValueError", "op must be one of sum, "),
+        (all_reduce_params, ([], True, 0), "ValueError", "bucket_size_mb must be positive or -1"),
+        (broadcast_object_list, ((1,),), "AssertionError", "data must be a list, got tuple"),
+        (broadcast_object_list, ([1], 3), "ValueError", "src must be a rank of the group [0]"),
+    ],
+)
+def test_arguments_are_checked_in_one_process_too(
+    call: Callable[..., object], args: tuple[Any, ...], error: str, text: str
+) -> None:
+    """X-2."""
+    name, message = outcome(call, *args)
+    assert (name, message[: len(text)]) == (error, text)
+
+
+def _on_two_devices() -> None:
+    rank = dist.get_rank()
+    data: dict[str, Any] = {"a": torch.tensor([1 + rank], device="cuda"), "b": torch.tensor(rank)}
+    all_reduce_dict(data)
+    assert data["a"].device.type == "cuda"
+    assert data["a"].item() == 3
+    assert data["b"].device.type == "cpu"
+    param = torch.nn.Parameter(torch.full((4,), float(rank), device="cuda"))
+    all_reduce_params([param, torch.nn.Parameter(param.detach().clone())], op="mean")
+    assert param.tolist() == [0.5] * 4
+
+
+@pytest.mark.gpu
+def test_two_gloo_ranks_share_a_device() -> None:
+    run_ranks(_on_two_devices, 2)
