@@ -16,9 +16,7 @@ from .process import comm_device, members
 from .serialize import Parcel, unpack
 
 # From this size on, mapping memory costs less than the transport between two processes.
-_SHARED_FROM = 256 * 1024
-# Padding all parcels to the largest is one collective; it may cost this many times the bytes.
-_MOST_PADDING = 1.25
+_SHARED_FROM = 2**20
 _DONE, _NOT_UNPICKLED, _NOT_MAPPED = range(3)
 # By group rank; None where nothing was sent to this rank.
 _Memory: TypeAlias = "list[memoryview | None]"
@@ -93,38 +91,44 @@ class _Work:
             return self._agree(_NOT_UNPICKLED if problem else _DONE, objects, problem)
 
     def over_the_transport(self) -> _Memory:
-        """Return the parcels after one padded collective, or one exact message each."""
-        device = comm_device(self.call.group)
-        sizes, own = self.sizes, dist.get_rank(self.call.group)
-        is_for_all = len(self.receivers) == len(sizes)
-        if is_for_all and len(sizes) * max(sizes) <= _MOST_PADDING * sum(sizes):
-            data = _fill(self.parcel, sizes[own], max(sizes)).to(device)
-            buffers = [torch.empty_like(data) for _ in sizes]
-            dist.all_gather(buffers, data, self.call.group)
-        else:
-            buffers = [
-                _fill(self.parcel, size).to(device)
-                if index == own
-                else torch.empty(size if self.receives else 0, dtype=torch.uint8, device=device)
-                for index, size in enumerate(sizes)
-            ]
-            for work in self._send(buffers, own):
-                work.wait()
+        """Return the parcels, each after a message of its exact size.
+
+        Broadcasts of all senders at once: with gloo twice as fast as one all_gather of parcels
+        padded to the largest, also when all are equally large.
+        """
+        ranks, group = members(self.call.group), self.call.group
+        own, device = dist.get_rank(group), comm_device(group)
+        buffers: dict[int, torch.Tensor] = {}
+        messages: list[Any] = []
+        for index, size in enumerate(self.sizes):
+            is_own = index == own
+            if not size or not (is_own or self.receives):
+                continue
+            buffers[index] = (
+                self._own_bytes().to(device)
+                if is_own
+                else torch.empty(size, dtype=torch.uint8, device=device)
+            )
+            if len(self.receivers) > 1:
+                messages.append(dist.broadcast(buffers[index], ranks[index], group, async_op=True))
+            elif not is_own:
+                messages.append(dist.irecv(buffers[index], ranks[index], group))
+            elif not self.receives:
+                messages.append(dist.isend(buffers[index], self.receivers[0], group))
+        for message in messages:
+            message.wait()
         memory = self.inline()
-        for index, size in enumerate(sizes if self.receives else ()):
-            if size:
-                memory[index] = buffers[index][:size].cpu().numpy().data
+        for index, buffer in buffers.items() if self.receives else ():
+            memory[index] = buffer.cpu().numpy().data
         return memory
 
-    def _send(self, buffers: Sequence[torch.Tensor], own: int) -> list[Any]:
-        """Start the messages of exact size between the senders and the receivers."""
-        ranks, group = members(self.call.group), self.call.group
-        senders = [(index, ranks[index]) for index, size in enumerate(self.sizes) if size]
-        if len(self.receivers) > 1:
-            return [dist.broadcast(buffers[i], rank, group, async_op=True) for i, rank in senders]
-        if self.receives:
-            return [dist.irecv(buffers[i], rank, group) for i, rank in senders if i != own]
-        return [dist.isend(buffers[own], self.receivers[0], group)] if self.sizes[own] else []
+    def _own_bytes(self) -> torch.Tensor:
+        data = torch.empty(self.parcel.size, dtype=torch.uint8)
+        memory, end = data.numpy().data, 0
+        for piece in self.parcel.pieces():
+            memory[end : end + len(piece)] = piece
+            end += len(piece)
+        return data
 
     def unpack(self, memory: _Memory) -> dict[int, Any]:
         """Return the objects; all ranks agree on the outcome where it can be a bad one."""
@@ -158,18 +162,6 @@ class _Work:
         if worst == _NOT_UNPICKLED:
             raise_disagreement(self.call, problem, "unpickle what it received")
         return objects if worst == _DONE else None
-
-
-def _fill(parcel: Parcel, size: int, padded_size: int | None = None) -> torch.Tensor:
-    """Return the parcel as a uint8 tensor, with zeros at the end up to `padded_size`."""
-    data = torch.empty(padded_size or size, dtype=torch.uint8)
-    data[size:] = 0
-    memory = data.numpy().data
-    end = 0
-    for piece in parcel.pieces() if size else ():
-        memory[end : end + len(piece)] = piece
-        end += len(piece)
-    return data
 
 
 def _gather_numbers(numbers: Sequence[int], call: Call) -> list[list[int]]:

@@ -130,11 +130,15 @@ def _gather_rows(message: bytearray, group: _Group) -> list[memoryview]:
     return [row.numpy().data for row in rows]
 
 
-@functools.cache
 def _host() -> bytes:
     """Return what two ranks share when one can map the other's memory."""
-    # The same boot of one machine, and process ids that mean the same to both.
-    if is_available() and os.path.exists("/proc/self/ns/pid"):
-        with open("/proc/sys/kernel/random/boot_id") as file:
-            return digest(f"{file.read()} {os.readlink('/proc/self/ns/pid')}")
-    return uuid.uuid4().bytes
+    return _boot_and_processes() if is_available() else uuid.uuid4().bytes
+
+
+@functools.cache
+def _boot_and_processes() -> bytes:
+    """Return what says: the same boot of one machine, and process ids that mean the same."""
+    if not os.path.exists("/proc/self/ns/pid"):
+        return uuid.uuid4().bytes
+    with open("/proc/sys/kernel/random/boot_id") as file:
+        return digest(f"{file.read()} {os.readlink('/proc/self/ns/pid')}")

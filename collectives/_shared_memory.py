@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import mmap
 import os
 from collections.abc import Sequence
+
+import torch
 
 from .serialize import Parcel
 
@@ -63,7 +64,7 @@ def take(place: Sequence[int], size: int) -> memoryview:
     """Return a private, writable mapping of a parcel that a rank of this host offers.
 
     Raises:
-        OSError: the memory cannot be opened, or is not what was announced.
+        OSError: the memory cannot be opened, is not what was announced, or cannot be mapped.
     """
     process, descriptor, inode, _ = place
     own = os.open(f"/proc/{process}/fd/{descriptor}", os.O_RDONLY | os.O_CLOEXEC)
@@ -71,7 +72,11 @@ def take(place: Sequence[int], size: int) -> memoryview:
         status = os.fstat(own)
         if (status.st_ino, status.st_size) != (inode, size):
             raise OSError(errno.ESTALE, "the shared memory is not what the rank announced")
-        return memoryview(mmap.mmap(own, size, access=mmap.ACCESS_COPY))
+        # Not the standard mmap, which keeps a descriptor open for as long as the memory lives.
+        data = torch.from_file(f"/proc/self/fd/{own}", shared=False, size=size, dtype=torch.uint8)
+        return data.numpy().data
+    except RuntimeError as error:
+        raise OSError(errno.ENOMEM, str(error)) from error
     finally:
         os.close(own)
 

@@ -21,7 +21,6 @@ from stepwrap.collectives import (
     synchronize,
 )
 
-
 _HERE = os.path.relpath(__file__)
 
 

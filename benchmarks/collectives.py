@@ -1,0 +1,192 @@
+"""What object collectives cost between ranks of one host, in milliseconds and as ratios.
+
+Each payload is gathered on all ranks by stepwrap, by `torch.distributed.all_gather_object` and,
+where it is a plain array, by the bare tensor collective, in turn within every round; ratios are
+taken within a round, and the median over the rounds is printed. "and read" adds one pass over all
+that was received: memory that is only mapped costs nothing before it is read. The last lines
+compare the scalars of a log interval: one reduction for all, and one reduction each.
+
+    python benchmarks/collectives.py [--ranks 2] [--rounds 15] [--backend gloo]
+"""
+
+import argparse
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from stepwrap.collectives import all_gather_object, all_reduce_dict, mean_scalars
+
+MB = 2**20
+Contestant = Callable[[], object]
+
+
+def torch_gather(payload: object) -> list[object]:
+    gathered: list[object] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, payload)
+    return gathered
+
+
+def bare_gather(tensor: torch.Tensor) -> list[torch.Tensor]:
+    gathered = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+    dist.all_gather(gathered, tensor)
+    return gathered
+
+
+def read(value: object) -> float:
+    """Touch every byte of what was received."""
+    if isinstance(value, torch.Tensor):
+        return float(value.double().sum()) if value.numel() < 1000 else float(value.sum())
+    if isinstance(value, np.ndarray):
+        return float(value.sum())
+    if isinstance(value, Mapping):
+        return sum(read(item) for item in value.values())
+    if isinstance(value, list):
+        return sum(read(item) for item in value)
+    return 0.0
+
+
+def make_predictions(with_tensors: bool) -> list[dict[str, object]]:
+    """Return 1,000 predictions of a detector: boxes, scores, labels and an id for each image."""
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    predictions: list[dict[str, object]] = []
+    for image_id in range(1000):
+        found: dict[str, object] = {
+            "boxes": torch.rand(20, 4, generator=generator),
+            "scores": torch.rand(20, generator=generator),
+            "labels": torch.randint(80, (20,), generator=generator),
+        }
+        if not with_tensors:
+            found = {key: value.tolist() for key, value in found.items()}
+        predictions.append({**found, "image_id": image_id})
+    return predictions
+
+
+def make_payloads() -> dict[str, object]:
+    rank = dist.get_rank()
+    return {
+        "small dict": {"loss": 0.5, "accuracy": 0.9, "samples": 32, "rank": rank},
+        "1,000 predictions (tensors)": make_predictions(with_tensors=True),
+        "1,000 predictions (lists)": make_predictions(with_tensors=False),
+        "64 MB tensor": torch.randn(16 * MB),
+        "64 MB numpy array": np.random.default_rng(rank).standard_normal(16 * MB, np.float32),
+        "uneven: 64 MB on rank 0, 1 KB on others": torch.randn(16 * MB if rank == 0 else 256),
+    }
+
+
+def make_contestants(payload: object) -> dict[str, Contestant]:
+    contestants: dict[str, Contestant] = {
+        "stepwrap": lambda: all_gather_object(payload),
+        "torch": lambda: torch_gather(payload),
+        "stepwrap and read": lambda: read(all_gather_object(payload)),
+        "torch and read": lambda: read(torch_gather(payload)),
+    }
+    if isinstance(payload, np.ndarray):
+        tensor = torch.from_numpy(payload)
+        contestants["bare all_gather"] = lambda: bare_gather(tensor)
+    elif isinstance(payload, torch.Tensor):
+        largest = torch.zeros(16 * MB)
+        largest[: payload.numel()] = payload
+        contestants["bare all_gather"] = lambda: bare_gather(largest)
+    return contestants
+
+
+def scalar_contestants(count: int) -> dict[str, Contestant]:
+    scalars = {f"loss_{i}": torch.tensor(float(i)) for i in range(count)}
+
+    def one_each() -> None:
+        for value in scalars.values():
+            dist.all_reduce(value.clone())
+
+    return {
+        "mean_scalars": lambda: mean_scalars(scalars),
+        "all_reduce_dict": lambda: all_reduce_dict(scalars, "mean"),
+        "one all_reduce each": one_each,
+        "one all_reduce of one scalar": lambda: dist.all_reduce(torch.zeros(1)),
+    }
+
+
+def measure(contestants: Mapping[str, Contestant], rounds: int) -> dict[str, list[float]]:
+    """Return each contestant's milliseconds by round; small calls are repeated within a round."""
+    times: dict[str, list[float]] = {name: [] for name in contestants}
+    repeats = {}
+    for name, run in contestants.items():
+        run()
+        dist.barrier()
+        start = time.perf_counter()
+        run()
+        # All ranks must make the same number of calls.
+        elapsed = torch.tensor(time.perf_counter() - start)
+        dist.all_reduce(elapsed, dist.ReduceOp.MAX)
+        repeats[name] = max(1, min(50, int(0.02 / elapsed.item())))
+    for _ in range(rounds):
+        for name, run in contestants.items():
+            dist.barrier()
+            start = time.perf_counter()
+            for _ in range(repeats[name]):
+                run()
+            times[name].append((time.perf_counter() - start) / repeats[name] * 1e3)
+    return times
+
+
+def show(title: str, times: Mapping[str, list[float]], pairs: Mapping[str, str]) -> None:
+    """Print each contestant, and how many times as long its peer takes in the same round."""
+    print(title)
+    for name, own in times.items():
+        line = f"  {name:28s} {statistics.median(own):9.3f} ms"
+        if name in pairs and pairs[name] in times:
+            ratios = [peer / mine for peer, mine in zip(times[pairs[name]], own, strict=True)]
+            line += f"   {statistics.median(ratios):6.2f} times as fast as {pairs[name]}"
+        print(line)
+
+
+def run_rank(rank: int, ranks: int, rounds: int, backend: str, store: str) -> None:
+    torch.set_num_threads(1)
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
+    dist.init_process_group(
+        backend,
+        store=dist.FileStore(store, ranks),
+        rank=rank,
+        world_size=ranks,
+        timeout=timedelta(seconds=120),
+    )
+    try:
+        for title, payload in make_payloads().items():
+            times = measure(make_contestants(payload), rounds)
+            pairs = {"stepwrap": "torch", "stepwrap and read": "torch and read"}
+            if rank == 0:
+                show(title, times, pairs)
+        times = measure(scalar_contestants(20), rounds)
+        pairs = dict.fromkeys(("mean_scalars", "all_reduce_dict"), "one all_reduce each")
+        if rank == 0:
+            show("20 scalars of a log interval", times, pairs)
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--backend", default="gloo")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        store = str(Path(folder, "store"))
+        mp.spawn(
+            run_rank,
+            (arguments.ranks, arguments.rounds, arguments.backend, store),
+            nprocs=arguments.ranks,
+        )
+
+
+if __name__ == "__main__":
+    main()

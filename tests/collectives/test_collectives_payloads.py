@@ -1,0 +1,125 @@
+"""Any object comes through every object collective as it was sent."""
+
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from payloads import objects, same
+from ranks import run_ranks
+
+from stepwrap.collectives import (
+    all_gather_object,
+    all_gather_object_cpu,
+    all_gather_object_gpu,
+    broadcast,
+    collect_results,
+    gather_object,
+    get_dist_backend,
+    obj2tensor,
+    tensor2obj,
+)
+
+
+def _failures(objects: list[Any], tmpdir: str) -> list[str]:
+    """Return the names of the collectives that did not bring every object through."""
+    rank, own = dist.get_rank(), objects[dist.get_rank()]
+    backend = get_dist_backend("torch")
+    gathered = {
+        "all_gather_object": all_gather_object(own),
+        "gather_object": gather_object(own, dst=1),
+        "all_gather_object_gpu": all_gather_object_gpu(own, False),
+        "all_gather_object_cpu": all_gather_object_cpu(own, rank_zero_return_only=False),
+        "through files": all_gather_object_cpu(own, tmpdir, False),
+        "back-end": backend.all_gather_object(own),
+        "collect_results": collect_results([own], len(objects)),
+    }
+    expected_none = {"gather_object": rank != 1, "collect_results": rank != 0}
+    failed = [
+        name
+        for name, answer in gathered.items()
+        if not (answer is None if expected_none.get(name) else same(answer, objects))
+    ]
+    for src, sent in enumerate(objects):
+        if not same(broadcast(own, src), sent):
+            failed.append(f"broadcast from {src}")
+        if not same(backend.broadcast_object(own, src), sent):
+            failed.append(f"back-end, from {src}")
+    if not same(tensor2obj(torch.cat([obj2tensor(own), torch.zeros(1000).byte()])), own):
+        failed.append("tensor2obj")
+    return failed
+
+
+@settings(
+    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(sent=st.lists(objects(), min_size=2, max_size=2))
+def test_any_object_comes_through_every_object_collective(sent: list[Any], tmp_path: Any) -> None:
+    assert run_ranks(_failures, 2, sent, str(tmp_path)) == [[], []]
+
+
+@settings(
+    max_examples=4, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(sent=st.lists(objects(), min_size=4, max_size=4))
+def test_any_object_comes_through_on_four_ranks(sent: list[Any], tmp_path: Any) -> None:
+    assert run_ranks(_failures, 4, sent, str(tmp_path)) == [[]] * 4
+
+
+def _gather_and_change() -> list[bool]:
+    """Return whether what was received is this rank's own: writable and shared with nobody."""
+    kept = []
+    for size in (10, 5_000, 500_000):
+        own = {"t": torch.zeros(size), "a": np.zeros(size), "same": None}
+        own["same"] = own["t"]
+        gathered = all_gather_object(own)
+        for number, part in enumerate(gathered):
+            part["t"] += number + 1
+            part["a"] += dist.get_rank() + 1
+        dist.barrier()
+        kept.append(
+            all(bool((part["t"] == n + 1).all()) for n, part in enumerate(gathered))
+            and all(bool((part["a"] == dist.get_rank() + 1).all()) for part in gathered)
+            and all(part["same"] is part["t"] for part in gathered)
+            and not own["t"].any()
+            and not own["a"].any()
+        )
+    return kept
+
+
+def test_what_is_gathered_is_an_own_copy() -> None:
+    assert run_ranks(_gather_and_change, 2) == [[True] * 3] * 2
+
+
+def _send_dtypes_that_torch_cannot_pickle() -> list[str]:
+    names = ("float8_e4m3fn", "float8_e5m2", "uint16", "uint32", "uint64")
+    own = {name: torch.tensor([[1, 2, 3]]).to(getattr(torch, name)) for name in names}
+    return [
+        name
+        for gathered in all_gather_object(own)
+        for name, tensor in gathered.items()
+        if tensor.dtype != own[name].dtype or tensor.tolist() != [[1, 2, 3]]
+    ]
+
+
+def test_dtypes_that_torch_itself_cannot_pickle() -> None:
+    assert run_ranks(_send_dtypes_that_torch_cannot_pickle, 2) == [[], []]
+
+
+def _send_odd_tensors() -> list[Any]:
+    image = torch.rand(2, 3, 64, 64).to(memory_format=torch.channels_last)
+    few = torch.zeros(10_000_000)[:3]
+    with_attribute = torch.ones(2)
+    with_attribute.note = "kept"
+    gathered = all_gather_object([image, few, with_attribute])[1]
+    return [
+        gathered[0].stride() == image.stride(),
+        gathered[1].untyped_storage().nbytes(),
+        gathered[2].note,
+    ]
+
+
+def test_memory_format_and_attributes_are_kept_and_only_the_view_is_sent() -> None:
+    assert run_ranks(_send_odd_tensors, 2) == [[True, 12, "kept"]] * 2
