@@ -1,6 +1,7 @@
 """Back-ends by name, and one's own."""
 
 import threading
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -29,6 +30,8 @@ class _CountingDist(NonDist):
     made = 0
 
     def __init__(self) -> None:
+        # Long enough for another thread to ask for the same name.
+        time.sleep(0.05)
         type(self).made += 1
         if self.made == 1:
             raise ImportError("not yet")

@@ -1,5 +1,6 @@
 """Back-ends: the object collectives over five hooks, over threads that copy, and over gloo."""
 
+import json
 import pickle
 import threading
 from collections.abc import Callable
@@ -102,6 +103,17 @@ class _CopyingTorchDist(_NumpyDist):
         return [part.clone() for part in parts]
 
 
+class _JsonDist(_NumpyDist):
+    """Here None takes more room than a digit."""
+
+    def _object_to_tensor(self, obj: Any) -> tuple[Any, Any]:
+        data = np.frombuffer(json.dumps(obj).encode(), dtype=np.uint8)
+        return data, np.array(len(data))
+
+    def _tensor_to_object(self, tensor: Any, size: int) -> Any:
+        return json.loads(tensor[:size].tobytes())
+
+
 class _RefusingDist(_NumpyDist):
     """Rank 1 cannot decode one word."""
 
@@ -142,6 +154,15 @@ def test_broadcast_without_aliasing(kind: type[_NumpyDist], src: int) -> None:
                 assert (received is own) or backend.rank != src or payload is None
 
     _on_threads(kind, 2, work)
+
+
+def test_an_object_may_be_shorter_than_none() -> None:
+    def work(backend: _NumpyDist) -> None:
+        for payload in (7, "", None, "long" * 100):
+            assert backend.broadcast_object(payload if backend.rank else None, 1) == payload
+            assert backend.all_gather_object(payload if backend.rank else 7) == [7, payload]
+
+    _on_threads(_JsonDist, 2, work)
 
 
 @pytest.mark.parametrize("kind", [_NumpyDist, _CopyingTorchDist])

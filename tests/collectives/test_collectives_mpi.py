@@ -138,7 +138,7 @@ def test_two_ranks(tmp_path: Path) -> None:
     flags = ("-n", "2", "--allow-run-as-root", "--oversubscribe")
     # mpi4py's runner: a rank that raises ends them all.
     command = (mpirun, *flags, sys.executable, "-W", "error", "-m", "mpi4py", str(script))
-    code, out = _run(*command, timeout_s=120)
+    code, out = _run(*command, timeout_s=90)
     assert code == 0, out
     # Their lines may run into each other.
     assert [out.count(f"rank {rank} is done") for rank in (0, 1)] == [1, 1], out
