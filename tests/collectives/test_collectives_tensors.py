@@ -256,6 +256,8 @@ def _use_subgroup() -> list[tuple[str, str]]:
     for dst in (first, second):
         gathered = gather(data, dst, own)
         assert [part.item() for part in gathered] == ([first, second] if rank == dst else [])
+    large = [part.unique().tolist() for part in all_gather(data.repeat(2**17), own)]
+    assert large == [[first], [second]]
     shared = data.clone()
     broadcast(shared, second, own)
     assert shared.item() == second
