@@ -29,6 +29,7 @@ from .results import collect_results
 from .scalars import mean_scalars
 from .seed import sync_random_seed
 from .serialize import obj2tensor, serialize_to_tensor, tensor2obj
+from .tensors import all_gather, all_reduce, gather
 from .trace import CollectiveRecord, recent_collectives, trace_collectives
 
 __all__ = [
@@ -43,15 +44,18 @@ __all__ = [
     "TorchCPUDist",
     "TorchCUDADist",
     "TorchDist",
+    "all_gather",
     "all_gather_object",
     "all_gather_object_cpu",
     "all_gather_object_gpu",
+    "all_reduce",
     "all_reduce_dict",
     "broadcast",
     "collect_results",
     "comm_device",
     "create_tmpdir",
     "distributed_available",
+    "gather",
     "gather_object",
     "get_dist_backend",
     "get_local_rank",

@@ -1,13 +1,15 @@
 """Agreeing on what is about to be reduced: keys, shapes and dtypes, with one small message."""
 
-import hashlib
-from collections.abc import Hashable, Mapping, Sequence
-from typing import Any, TypeVar
+import uuid
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
-from .agree import raise_together
+from ._meeting import meet
+from ._story import Call, Place, call_site, name_ranks, tell
+from .agree import raise_first, retell
 from .objects import all_gather_object
 from .process import comm_device, live_world_size, members
 
@@ -31,19 +33,14 @@ def gather_numbers(numbers: Sequence[int], group: dist.ProcessGroup | None) -> l
 
 
 def agree_on_entries(
-    name: str,
-    entries: Mapping[K, str],
-    group: dist.ProcessGroup | None,
-    *,
-    setting: str,
-    problem: Exception | None = None,
+    call: Call, entries: Mapping[K, str], *, setting: str, problem: Exception | None = None
 ) -> list[K]:
     """Return the keys in one order for all ranks; every rank must call this.
 
     Digests are exchanged; the entries themselves only when these differ or do not say enough.
 
     Args:
-        name: the function that the user has called.
+        call: what the user has called.
         entries: what is to be reduced, in words, by key; in any order.
         setting: the other arguments, which must be equal too.
         problem: why this rank cannot go on.
@@ -56,36 +53,52 @@ def agree_on_entries(
     # Of any other key the text may not tell which one it is.
     is_clear = problem is None and all(type(key) in _CLEAR_KEYS for key in entries)
     in_order = sorted(texts)
-    content = repr((name, setting, [(text, entries[texts[text]]) for text in in_order]))
-    digest = hashlib.blake2b(content.encode(errors="replace"), digest_size=8).digest()
-    own = [int(is_clear), int.from_bytes(digest, "little", signed=True)]
-    rows = gather_numbers(own, group)
-    if is_clear and all(row == own for row in rows):
+    content = repr((setting, [(text, entries[texts[text]]) for text in in_order]))
+    # What is not clear is unlike anything, so that all ranks go into the details.
+    headers = meet(call, agreed=content if is_clear else uuid.uuid4().hex)
+    if len({header.agreed for header in headers}) == 1:
         return [texts[text] for text in in_order]
-    answers = all_gather_object((dict(entries), setting, problem is None), group)
-    if not all(answer[2] for answer in answers):
-        raise_together(problem, group)
-    _compare(name, "arguments", [{"op": answer[1]} for answer in answers], group)
-    _compare(name, "keys, shapes and dtypes", [answer[0] for answer in answers], group)
+    told = None if problem is None else retell(problem)
+    answers = all_gather_object((dict(entries), setting, told, call_site()), call.group)
+    by_rank = dict(zip(members(call.group), answers, strict=True))
+    raise_first({r: answer[2] for r, answer in by_rank.items()}, problem, f"{call.name}() ")
+    sites = {rank: answer[3] for rank, answer in by_rank.items()}
+    _compare(call.name, "arguments", {r: {"op": a[1]} for r, a in by_rank.items()}, sites)
+    _compare(call.name, "keys, shapes and dtypes", {r: a[0] for r, a in by_rank.items()}, sites)
     return list(answers[0][0])
 
 
 def _compare(
-    name: str, what: str, answers: Sequence[Mapping[Any, str]], group: dist.ProcessGroup | None
+    name: str,
+    what: str,
+    answers: Mapping[int, Mapping[K, str]],
+    sites: Mapping[int, str],
 ) -> None:
-    ranks = members(group)
-    differences = []
-    for key in dict.fromkeys(key for answer in answers for key in answer):
+    """Raise what differs between the ranks' answers, if anything does."""
+    differences: list[str] = []
+    missing: dict[tuple[int, ...], list[K]] = {}
+    for key in dict.fromkeys(key for answer in answers.values() for key in answer):
+        lacking = tuple(rank for rank, answer in answers.items() if key not in answer)
+        if lacking:
+            missing.setdefault(lacking, []).append(key)
         texts: dict[str, list[int]] = {}
-        for rank, answer in zip(ranks, answers, strict=True):
-            texts.setdefault(answer.get(key, "missing"), []).append(rank)
+        for rank, answer in answers.items():
+            if key in answer:
+                texts.setdefault(answer[key], []).append(rank)
         if len(texts) > 1:
-            where = (f"{text} on rank {', '.join(map(str, on))}" for text, on in texts.items())
+            where = (f"{text} on {name_ranks(ranks)}" for text, ranks in texts.items())
             differences.append(f"{key!r} is {' and '.join(where)}")
+    for ranks, keys in missing.items():
+        differences.append(f"keys missing on {name_ranks(ranks)}: {_shorten(map(str, keys), ', ')}")
     if differences:
-        more = len(differences) - _SHOWN
-        rest = f"; and {more} more" if more > 0 else ""
+        places = (Place(rank, name, site) for rank, site in sites.items())
         raise ValueError(
             f"{name}() must get the same {what} on all ranks, but "
-            f"{'; '.join(differences[:_SHOWN])}{rest}"
+            f"{_shorten(differences, '; ')} ({tell(places)})"
         )
+
+
+def _shorten(texts: Iterable[str], separator: str) -> str:
+    texts = list(texts)
+    more = len(texts) - _SHOWN
+    return separator.join(texts[:_SHOWN] + ([f"and {more} more"] if more > 0 else []))

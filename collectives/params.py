@@ -42,11 +42,9 @@ def all_reduce_dict(
         if problem is not None:
             raise problem
         return
-    with calling("all_reduce_dict", group, lambda: list(tensors)):
+    with calling("dist.all_reduce_dict", group, lambda: list(tensors), meets=True) as call:
         entries = {key: describe_tensor(tensor) for key, tensor in tensors.items()}
-        keys = agree_on_entries(
-            "all_reduce_dict", entries, group, setting=repr(op), problem=problem
-        )
+        keys = agree_on_entries(call, entries, setting=repr(op), problem=problem)
         for bucket in _buckets(keys, tensors):
             reduced = _reduced([tensors[key] for key in bucket], op, group)
             data.update(zip(bucket, reduced, strict=True))
@@ -82,10 +80,10 @@ def all_reduce_params(
         return
     # Outside of the call: a generator is the user's code.
     tensors, problem = _tried(lambda: _param_tensors(params, op))
-    with calling("all_reduce_params", group, lambda: map(describe_tensor, tensors.values())):
-        entries = {index: describe_tensor(tensor) for index, tensor in tensors.items()}
+    entries = {index: describe_tensor(tensor) for index, tensor in tensors.items()}
+    with calling("all_reduce_params", group, lambda: list(entries), meets=True) as call:
         setting = f"{op!r} with coalesce={coalesce} and bucket_size_mb={bucket_size_mb}"
-        agree_on_entries("all_reduce_params", entries, group, setting=setting, problem=problem)
+        agree_on_entries(call, entries, setting=setting, problem=problem)
         size = bucket_size_mb * _MB if coalesce else 0
         for bucket in _buckets(list(tensors), tensors, size):
             targets = [tensors[index] for index in bucket]

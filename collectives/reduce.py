@@ -5,14 +5,13 @@ from __future__ import annotations
 import numbers
 from collections import OrderedDict
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
 from ._call import calling
-from .objects import all_gather_object
+from ._layout import agree_on_entries, describe_tensor
 from .process import comm_device, live_world_size
 
 K = TypeVar("K", bound=Hashable)
@@ -27,7 +26,7 @@ _TORCH_OPS = {
 }
 
 
-def reduce_mean(tensor: torch.Tensor) -> torch.Tensor:
+def reduce_mean(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
     """Return the mean of the ranks' tensors as a new tensor; every rank must call this.
 
     The shapes must agree. Integers give float32. The result is detached: no gradient flows to any
@@ -35,21 +34,24 @@ def reduce_mean(tensor: torch.Tensor) -> torch.Tensor:
     """
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"tensor must be a torch.Tensor, got {type(tensor).__name__}")
-    world_size = live_world_size()
+    world_size = live_world_size(group)
     if world_size == 1:
         return tensor
     is_inexact = tensor.is_floating_point() or tensor.is_complex()
     dtype = tensor.dtype if is_inexact else torch.float32
     # Divided first, so that a sum of halves cannot overflow.
-    share = tensor.detach().to(comm_device(prefer=tensor.device), dtype) / world_size
+    share = tensor.detach().to(comm_device(group, prefer=tensor.device), dtype) / world_size
     share = share.contiguous()
-    with calling("reduce_mean"):
-        dist.all_reduce(share)
+    with calling("reduce_mean", group, lambda: describe_tensor(tensor)):
+        dist.all_reduce(share, group=group)
     return share.to(tensor.device)
 
 
 def all_reduce_dict(
-    py_dict: Mapping[K, V], reduce_op: str = "sum", to_float: bool = True
+    py_dict: Mapping[K, V],
+    reduce_op: str = "sum",
+    to_float: bool = True,
+    group: dist.ProcessGroup | None = None,
 ) -> Mapping[K, V | torch.Tensor]:
     """Reduce a dict of tensors or numbers over the ranks; every rank must call this.
 
@@ -73,15 +75,18 @@ def all_reduce_dict(
     if not isinstance(py_dict, Mapping):
         raise TypeError(f"py_dict must be a mapping, got {type(py_dict).__name__}")
     tensors, problem = _to_tensors(py_dict, reduce_op)
-    world_size = live_world_size()
+    world_size = live_world_size(group)
     if world_size == 1:
         if problem is not None:
             raise problem
         return py_dict
-    layout = _agree(_Layout.of(tensors, f"{reduce_op}, to_float={to_float}"), problem)
+    entries = {key: describe_tensor(tensor) for key, tensor in tensors.items()}
+    setting = f"{reduce_op}, to_float={to_float}"
     reduced: dict[K, torch.Tensor] = {}
-    for keys in layout.buckets():
-        reduced |= _reduce_bucket({key: tensors[key] for key in keys}, reduce_op)
+    with calling("all_reduce_dict", group, lambda: list(py_dict), meets=True) as call:
+        in_order = agree_on_entries(call, entries, setting=setting, problem=problem)
+        for keys in _buckets(tensors, in_order):
+            reduced |= _reduce_bucket({key: tensors[key] for key in keys}, reduce_op, group)
     make = OrderedDict if isinstance(py_dict, OrderedDict) else dict
     return make(
         (key, _finish(reduced[key], tensor.dtype, reduce_op, to_float, world_size))
@@ -109,67 +114,23 @@ def _to_tensors(
     return tensors, None
 
 
-@dataclass(frozen=True)
-class _Layout:
-    """What the ranks must agree on: the operation and each key's shape, dtype and device type."""
-
-    operation: str
-    entries: dict[Any, tuple[tuple[int, ...], torch.dtype, str]]
-
-    @classmethod
-    def of(cls, tensors: Mapping[Any, torch.Tensor], operation: str) -> _Layout:
-        """Describe the tensors."""
-        return cls(
-            operation,
-            {key: (tuple(t.shape), t.dtype, t.device.type) for key, t in tensors.items()},
-        )
-
-    def buckets(self) -> list[list[Any]]:
-        """Return the keys by (dtype, device type), all in this layout's order."""
-        buckets: dict[tuple[torch.dtype, str], list[Any]] = {}
-        for key, (_, dtype, device_type) in self.entries.items():
-            buckets.setdefault((dtype, device_type), []).append(key)
-        return list(buckets.values())
-
-    def difference(self, other: _Layout) -> str:
-        """Return what differs first from the other rank's layout, or an empty string."""
-        if self.operation != other.operation:
-            return f"the operation is {self.operation} there and {other.operation} here"
-        for key in [*self.entries, *other.entries]:
-            there, here = self.entries.get(key), other.entries.get(key)
-            if there != here:
-                return f"key {key!r} is {_describe(there)} there and {_describe(here)} here"
-        return ""
+def _buckets(tensors: Mapping[K, torch.Tensor], keys: Sequence[K]) -> list[list[K]]:
+    """Return the keys by (dtype, device type), in the order of `keys`."""
+    buckets: dict[tuple[torch.dtype, str], list[K]] = {}
+    for key in keys:
+        buckets.setdefault((tensors[key].dtype, tensors[key].device.type), []).append(key)
+    return list(buckets.values())
 
 
-def _describe(entry: tuple[tuple[int, ...], torch.dtype, str] | None) -> str:
-    return "missing" if entry is None else f"{entry[1]} of shape {entry[0]} on {entry[2]}"
-
-
-def _agree(own: _Layout, problem: Exception | None) -> _Layout:
-    """Return rank 0's layout, or raise on every rank what is wrong on any of them."""
-    answers = all_gather_object((own, problem))
-    for rank, (_, rank_problem) in enumerate(answers):
-        if rank_problem is not None:
-            raise type(rank_problem)(f"on rank {rank}: {rank_problem}")
-    agreed: _Layout = answers[0][0]
-    for rank, (layout, _) in enumerate(answers):
-        if difference := agreed.difference(layout):
-            raise ValueError(
-                f"all_reduce_dict() must get the same keys, shapes and dtypes on all ranks, but "
-                f"between rank 0 (there) and rank {rank} (here), {difference}"
-            )
-    return agreed
-
-
-def _reduce_bucket(tensors: Mapping[K, torch.Tensor], reduce_op: str) -> dict[K, torch.Tensor]:
+def _reduce_bucket(
+    tensors: Mapping[K, torch.Tensor], reduce_op: str, group: dist.ProcessGroup | None
+) -> dict[K, torch.Tensor]:
     """Reduce tensors of one dtype and kind of device in one collective."""
     own: Sequence[torch.Tensor] = list(tensors.values())
     carrier = _carrier(own[0].dtype)
-    device = comm_device(prefer=own[0].device)
+    device = comm_device(group, prefer=own[0].device)
     flat = torch.cat([t.detach().to(device, carrier).reshape(-1) for t in own])
-    with calling("all_reduce_dict"):
-        dist.all_reduce(flat, _TORCH_OPS[reduce_op])
+    dist.all_reduce(flat, _TORCH_OPS[reduce_op], group)
     parts = flat.split_with_sizes([t.numel() for t in own])
     return {
         key: part.reshape(tensor.shape).to(tensor.device, copy=True)

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from ._call import calling
+from .agree import raise_together
 from .objects import all_gather_object
 from .process import comm_device, live_world_size
 
@@ -21,7 +22,9 @@ _HEADER = 1 + 2 * _DIGEST_PARTS
 _VALUES = 64
 
 
-def mean_scalars(scalars: Mapping[str, torch.Tensor | float]) -> dict[str, float]:
+def mean_scalars(
+    scalars: Mapping[str, torch.Tensor | float], group: dist.ProcessGroup | None = None
+) -> dict[str, float]:
     """Return each scalar's mean over the ranks that have it; every rank must call this.
 
     Tensors must have one element; a rank's NaN or infinity reaches its own key only. The order is
@@ -46,24 +49,24 @@ def mean_scalars(scalars: Mapping[str, torch.Tensor | float]) -> dict[str, float
         CollectiveError: a rank does not take part.
     """
     problem = _find_problem(scalars)
-    world_size = live_world_size()
+    world_size = live_world_size(group)
     if world_size == 1:
         if problem is not None:
             raise problem
         return dict(zip(scalars, _to_floats(scalars.values()), strict=True))
     keys, digest = _sort_and_digest(() if problem else tuple(scalars))
-    device = comm_device()
+    device = comm_device(group)
     values = [scalars[key] for key in keys]
     header = [float(problem is not None), *digest, *(d * d for d in digest)]
-    with calling("mean_scalars"):
-        sums = _sum(header, values[:_VALUES], device, size=_HEADER + _VALUES)
+    with calling("mean_scalars", group, lambda: list(scalars), must_agree=False):
+        sums = _sum(header, values[:_VALUES], device, _HEADER + _VALUES, group)
         if sums[0]:
-            _raise_together(problem)
+            raise_together(problem, group, "mean_scalars() ")
         if not _is_same_everywhere(sums[1:_HEADER], world_size):
-            return _mean_of_union(dict(zip(keys, _to_floats(values), strict=True)))
+            return _mean_of_union(dict(zip(keys, _to_floats(values), strict=True)), group)
         totals = sums[_HEADER:]
         if len(keys) > _VALUES:
-            totals += _sum([], values[_VALUES:], device, size=len(keys) - _VALUES)
+            totals += _sum([], values[_VALUES:], device, len(keys) - _VALUES, group)
     means = {key: total / world_size for key, total in zip(keys, totals, strict=False)}
     return {key: means[key] for key in scalars}
 
@@ -106,8 +109,8 @@ def _sum(
     header: list[float],
     values: Sequence[torch.Tensor | float],
     device: torch.device,
-    *,
     size: int,
+    group: dist.ProcessGroup | None,
 ) -> list[float]:
     """Sum header and values, padded to `size`, over the ranks; one transfer to the host."""
     padding = [0.0] * (size - len(header) - len(values))
@@ -123,7 +126,7 @@ def _sum(
         if here:
             places = torch.tensor([len(header) + i for i in here], device=device)
             vector[places] = _stack([values[i] for i in here])
-    dist.all_reduce(vector)
+    dist.all_reduce(vector, group=group)
     sums: list[float] = vector.tolist()
     return sums
 
@@ -154,15 +157,9 @@ def _to_floats(values: Iterable[torch.Tensor | float]) -> list[float]:
     ]
 
 
-def _raise_together(problem: Exception | None) -> None:
-    for rank, rank_problem in enumerate(all_gather_object(problem)):
-        if rank_problem is not None:
-            raise type(rank_problem)(f"on rank {rank}: {rank_problem}")
-
-
-def _mean_of_union(own: dict[str, float]) -> dict[str, float]:
+def _mean_of_union(own: dict[str, float], group: dist.ProcessGroup | None) -> dict[str, float]:
     gathered: dict[str, list[float]] = {}
-    for rank_scalars in all_gather_object(own):
+    for rank_scalars in all_gather_object(own, group):
         for key, value in rank_scalars.items():
             gathered.setdefault(key, []).append(value)
     return {key: sum(values) / len(values) for key, values in gathered.items()}

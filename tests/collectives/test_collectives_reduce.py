@@ -151,13 +151,13 @@ def _reduce_differing(kind: str) -> tuple[tuple[str, str], dict[str, int]]:
         (
             "missing",
             "ValueError",
-            "key 'b' is torch.float32 of shape (2,) on cpu there and missing",
+            "keys missing on rank 1: b",
         ),
-        ("shape", "ValueError", "key 'b' is torch.float32 of shape (2,) on cpu there and torch."),
-        ("dtype", "ValueError", "and torch.float64 of shape (2,) on cpu here"),
-        ("value", "TypeError", "on rank 1: py_dict['b'] must be a tensor or a number, got str"),
-        ("huge", "ValueError", "on rank 1: py_dict['b'] must fit a tensor, got 11805916207174"),
-        ("op", "ValueError", "the operation is sum, to_float=True there and mean, to_float=True"),
+        ("shape", "ValueError", "'b' is torch.float32 of shape (2,) on cpu on rank 0 and torch."),
+        ("dtype", "ValueError", "and torch.float64 of shape (2,) on cpu on rank 1"),
+        ("value", "TypeError", ": py_dict['b'] must be a tensor or a number, got str"),
+        ("huge", "ValueError", ": py_dict['b'] must fit a tensor, got 11805916207174"),
+        ("op", "ValueError", "'op' is sum, to_float=True on rank 0 and mean, to_float=True on"),
     ],
 )
 def test_a_difference_raises_the_same_on_every_rank(kind: str, error: str, text: str) -> None:

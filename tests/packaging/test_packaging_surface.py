@@ -9,15 +9,16 @@ import pytest
 
 DOORS = {
     "collectives": """
-        BaseDistBackend BaseMetric CollectiveError CollectiveRecord MPI4PyDist NonDist
-        PicklableWrapper TensorBaseDistBackend TorchCPUDist TorchCUDADist TorchDist
-        all_gather_object all_gather_object_cpu all_gather_object_gpu all_reduce_dict
-        broadcast collect_results comm_device create_tmpdir distributed_available
-        gather_object get_dist_backend get_local_rank get_rank get_world_size
-        list_all_backends mean_scalars metric_sync obj2tensor pad_to_largest_tensor
-        rank_zero_only recent_collectives reduce_mean register_dist_backend
-        serialize_to_tensor set_default_dist_backend sync_random_seed synchronize
-        tensor2obj trace_collectives unregister_dist_backend
+        BaseDistBackend BaseMetric CollectiveError CollectiveRecord MPI4PyDist
+        NonDist PicklableWrapper TensorBaseDistBackend TorchCPUDist TorchCUDADist
+        TorchDist all_gather all_gather_object all_gather_object_cpu
+        all_gather_object_gpu all_reduce all_reduce_dict broadcast collect_results
+        comm_device create_tmpdir distributed_available gather gather_object
+        get_dist_backend get_local_rank get_rank get_world_size list_all_backends
+        mean_scalars metric_sync obj2tensor pad_to_largest_tensor rank_zero_only
+        recent_collectives reduce_mean register_dist_backend serialize_to_tensor
+        set_default_dist_backend sync_random_seed synchronize tensor2obj
+        trace_collectives unregister_dist_backend
     """,
     "loops": """
         Cadence Checkpoint CheckpointError CheckpointHook EMAHook EarlyStopHook EpochTrainLoop

@@ -1,0 +1,232 @@
+"""Who waits where: what the errors of collectives say, with and without tracing."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import RanksError, run_ranks
+
+from stepwrap.collectives import (
+    all_gather_object,
+    all_reduce,
+    all_reduce_dict,
+    broadcast,
+    mean_scalars,
+    recent_collectives,
+    reduce_mean,
+    synchronize,
+    trace_collectives,
+)
+
+HERE = os.path.relpath(__file__)
+
+
+def _outcome(call: Any, *args: Any) -> str:
+    try:
+        call(*args)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def _without_lines(text: str) -> str:
+    return re.sub(rf"{HERE}:\d+", "HERE", text)
+
+
+def _traced(on: bool, scenario: Any, *args: Any) -> Any:
+    trace_collectives(on)
+    try:
+        return scenario(*args)
+    finally:
+        trace_collectives(False)
+
+
+def _other_call_on_rank_2() -> str:
+    if dist.get_rank() == 2:
+        return _outcome(broadcast, {"loss": 1.0})
+    return _outcome(all_reduce_dict, {"loss": 1.0, "loss_b": 2.0})
+
+
+@pytest.mark.parametrize("on", [True, False])
+def test_calls_that_begin_with_a_meeting_find_out_at_once(on: bool) -> None:
+    """X-5, X-9. Then the ranks are in step again."""
+    for text in run_ranks(_traced, 4, on, _other_call_on_rank_2):
+        assert _without_lines(text) == (
+            "CollectiveError: the ranks [0, 1, 2, 3] must make the same call with the same "
+            "structure, but rank 2 is in broadcast (HERE), ranks 0, 1, 3 wait in all_reduce_dict "
+            "(HERE); keys missing on rank 2: loss_b"
+        )
+
+
+def _reduce_against_broadcast() -> tuple[str, int]:
+    if dist.get_rank() == 1:
+        text = _outcome(all_reduce, torch.ones(3))
+    else:
+        text = _outcome(reduce_mean, torch.ones(3))
+    return text, all_gather_object(dist.get_rank())[1]
+
+
+def test_tracing_finds_out_about_any_other_call_and_goes_on() -> None:
+    for text, after in run_ranks(_traced, 2, True, _reduce_against_broadcast):
+        assert "rank 0 is in reduce_mean" in text
+        assert "rank 1 waits in all_reduce" in text
+        assert after == 1
+
+
+def _reduce_other_shapes() -> list[str]:
+    size = 3 + 1000 * dist.get_rank()
+    return [
+        _outcome(all_reduce, torch.ones(size)),
+        _outcome(reduce_mean, torch.ones(size)),
+        _outcome(all_reduce, torch.ones(3), "max" if dist.get_rank() else "min"),
+    ]
+
+
+def test_tracing_finds_other_shapes_which_abort_the_process_without_it() -> None:
+    for texts in run_ranks(_traced, 2, True, _reduce_other_shapes):
+        assert all(text.startswith("CollectiveError: the ranks [0, 1] must") for text in texts)
+        assert "(3,)" in texts[0]
+        assert "(1003,)" in texts[0]
+        assert "(1003,)" in texts[1]
+        assert "min" in texts[2]
+        assert "max" in texts[2]
+
+
+def _keys_differ_on_rank_1() -> str:
+    scalars = {"loss": 1.0} if dist.get_rank() == 1 else {"loss": 1.0, "loss_b": 2.0}
+    return _outcome(all_reduce_dict, scalars)
+
+
+@pytest.mark.parametrize("on", [True, False])
+def test_other_keys_are_named_with_their_ranks(on: bool) -> None:
+    """A-17."""
+    texts = run_ranks(_traced, 3, on, _keys_differ_on_rank_1)
+    assert len(set(texts)) == 1
+    assert texts[0].startswith("ValueError: all_reduce_dict() must get the same keys")
+    assert "keys missing on rank 1: loss_b" in texts[0]
+    assert HERE in texts[0]
+
+
+def _time_out_in_another_call() -> str:
+    if dist.get_rank() == 2:
+        return _outcome(broadcast, {"loss": 1.0})
+    return _outcome(reduce_mean, torch.ones(3))
+
+
+def test_without_tracing_the_timeout_tells_who_waits_where() -> None:
+    for rank, text in enumerate(run_ranks(_time_out_in_another_call, 3, group_timeout_s=1)):
+        name = "broadcast" if rank == 2 else "reduce_mean"
+        assert _without_lines(text).startswith(
+            f"CollectiveError: {name}() must be reached by all 3 ranks, but did not finish on rank "
+            f"{rank}: rank 2 is in broadcast (HERE), ranks 0, 1 wait in reduce_mean (HERE). "
+        )
+
+
+def _never_come(folder: str) -> str:
+    mean_scalars({"a": 1})
+    if dist.get_rank() == 2:
+        while len(os.listdir(folder)) < 2:
+            time.sleep(0.01)
+        return ""
+    text = _outcome(synchronize)
+    Path(folder, str(dist.get_rank())).touch()
+    return text
+
+
+@pytest.mark.parametrize("on", [True, False])
+def test_a_rank_that_never_comes_is_named(on: bool, tmp_path: Path) -> None:
+    """With tracing it says itself where it is."""
+    texts = run_ranks(_traced, 3, on, _never_come, str(tmp_path), group_timeout_s=1)
+    for text in texts[:2]:
+        assert "did not finish" in text
+        assert "ranks 0, 1 wait in synchronize" in text
+        if on:
+            assert re.search(rf"rank 2 is in no collective but at {HERE}:\d+ in _never_come", text)
+            assert re.search(rf"its last was #\d+ mean_scalars \({HERE}:\d+\)", text)
+        else:
+            assert "rank 2 has not come" in text
+
+
+def _lose_rank_1() -> None:
+    mean_scalars({"a": 1})
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    raise RuntimeError(_outcome(all_gather_object, "text"))
+
+
+def test_a_killed_rank_is_named_while_tracing() -> None:
+    with pytest.raises(RanksError) as error:
+        run_ranks(_traced, 3, True, _lose_rank_1, group_timeout_s=20)
+    for rank in (0, 2):
+        report = error.value.reports[rank]
+        assert "ranks 0, 2 wait in all_gather_object" in report
+        assert "rank 1 does not answer: it has died or is stuck" in report
+
+
+def _record() -> list[Any]:
+    before = len(recent_collectives())
+    all_reduce(torch.ones(2))
+    broadcast({"a": 1}, src=1)
+    trace_collectives(False)
+    all_reduce(torch.ones(2))
+    return [
+        (record.name, record.structure, record.has_finished, record.site.split(":")[0])
+        for record in recent_collectives()[before:]
+    ]
+
+
+def test_the_ring_of_recent_collectives() -> None:
+    for records in run_ranks(_traced, 2, True, _record):
+        assert records == [
+            ("all_reduce", "sum of torch.float32 of shape (2,)", True, HERE),
+            ("broadcast", ["a"], True, HERE),
+        ]
+
+
+def _overflow_the_ring() -> tuple[int, list[int]]:
+    for _ in range(300):
+        all_gather_object(1)
+    records = recent_collectives()
+    return len(records), [records[-1].number - record.number for record in records[:2]]
+
+
+def test_the_ring_keeps_the_last_256() -> None:
+    assert run_ranks(_traced, 2, True, _overflow_the_ring) == [(256, [255, 254])] * 2
+
+
+def _watches(group_is_there: bool) -> list[str]:
+    if group_is_there:
+        all_gather_object(1)
+    return [thread.name for thread in threading.enumerate() if "stepwrap" in thread.name]
+
+
+def test_the_thread_that_answers_ends_with_the_group() -> None:
+    assert run_ranks(_traced, 2, True, _watches, True) == [["stepwrap-trace"]] * 2
+    time.sleep(0.5)
+    assert run_ranks(_traced, 2, True, _watches, False) == [[], []]
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"), [("1", "True"), ("true", "True"), ("0", "False"), ("", "False")]
+)
+def test_the_environment_switches_tracing_on(value: str, expected: str) -> None:
+    code = "from stepwrap.collectives import trace; print(trace.is_tracing())"
+    environment = os.environ | {"STEPWRAP_COLLECTIVE_TRACE": value}
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert done.stdout.strip() == expected
