@@ -2,22 +2,25 @@
 
 import math
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Final, NoReturn
 
 import torch
 import torch.distributed as dist
 
 from ._call import calling
+from ._meeting import digest, raise_disagreement
 from ._operations import as_bytes, as_sent, checked_op, reduce_over
+from ._story import Call
 from .process import comm_device, live_world_size, members, place_in_group
 
 # Every rank of one job has the same torch, so the same place in this list.
 _DTYPES: Final = sorted({v for v in vars(torch).values() if isinstance(v, torch.dtype)}, key=str)
-# The first message has one size on all ranks: 18 numbers that say what is sent, then the data
-# itself where it is small, so that small tensors need no second message.
+# The first message says which call this is and, in 18 numbers, what is sent; the data follows in it
+# where it is small. It is as long as that of the object collectives, so that a rank in one of these
+# is found out.
 _DIMS: Final = 15
-_LAYOUT: Final = struct.Struct(f"<{3 + _DIMS}q")
+_LAYOUT: Final = struct.Struct(f"<8s{3 + _DIMS}q")
 _MESSAGE_BYTES: Final = 1024
 _LARGE_BYTES: Final = 2**18
 _NO_TENSOR: Final = -1
@@ -84,8 +87,8 @@ def all_gather(data: torch.Tensor, group: dist.ProcessGroup | None = None) -> li
     """
     if live_world_size(group) == 1:
         return [_checked(data)]
-    with calling("all_gather", group, lambda: _describe_tensor(data)):
-        sent, parts = _meet("all_gather", data, group)
+    with calling("all_gather", group, lambda: _describe_tensor(data), meets=True) as call:
+        sent, parts = _meet(call, data)
         if parts is None:
             parts = _gather_large(sent, group)
         return [_restore(part, data) for part in parts]
@@ -112,8 +115,10 @@ def gather(
     if world_size == 1:
         return [_checked(data)]
     is_destination = dist.get_rank() == dst
-    with calling("gather", group, lambda: f"{_describe_tensor(data)} to rank {dst}"):
-        sent, parts = _meet("gather", data, group, dst)
+    with calling(
+        "gather", group, lambda: f"{_describe_tensor(data)} to rank {dst}", meets=True
+    ) as call:
+        sent, parts = _meet(call, data, dst)
         if parts is None:
             parts = [torch.empty_like(sent) for _ in range(world_size if is_destination else 0)]
             dist.gather(sent, parts if is_destination else None, dst, group)
@@ -148,12 +153,13 @@ def _describe_tensor(data: torch.Tensor) -> str:
 
 
 def _meet(
-    name: str, data: torch.Tensor, group: dist.ProcessGroup | None, dst: int = 0
+    call: Call, data: torch.Tensor, dst: int = 0
 ) -> tuple[torch.Tensor, list[torch.Tensor] | None]:
     """Return the own data as bytes and, where they are few, those of all ranks."""
     is_tensor = isinstance(data, torch.Tensor)
-    device = comm_device(group, prefer=data.device if is_tensor else None)
-    header = _LAYOUT.pack(*(_numbers(data, dst) if is_tensor else _absent()))
+    device = comm_device(call.group, prefer=data.device if is_tensor else None)
+    numbers = _numbers(data, dst) if is_tensor else _absent()
+    header = _LAYOUT.pack(digest(call.name)[:8], *numbers)
     # Made by Python, which is several times faster here than a chain of small tensor operations.
     message = torch.frombuffer(bytearray(header.ljust(_MESSAGE_BYTES, b"\0")), dtype=torch.uint8)
     message = message.to(device)
@@ -162,13 +168,16 @@ def _meet(
     is_small = end <= _MESSAGE_BYTES
     if is_small:
         message[_LAYOUT.size : end] = sent
-    rows = torch.empty(live_world_size(group), _MESSAGE_BYTES, dtype=torch.uint8, device=device)
+    rows = torch.empty(
+        live_world_size(call.group), _MESSAGE_BYTES, dtype=torch.uint8, device=device
+    )
     messages = list(rows.unbind())
-    dist.all_gather(messages, message, group)
+    dist.all_gather(messages, message, call.group)
     headers = [row.tobytes() for row in rows[:, : _LAYOUT.size].cpu().numpy()]
     if not is_tensor or any(other != header for other in headers):
-        numbers = [_LAYOUT.unpack(other) for other in headers]
-        _raise_difference(name, numbers, members(group), None if is_tensor else data)
+        if any(other[:8] != header[:8] for other in headers):
+            raise_disagreement(call)
+        _raise_difference(call, [_LAYOUT.unpack(other)[1:] for other in headers], data)
     return sent, [one[_LAYOUT.size : end].clone() for one in messages] if is_small else None
 
 
@@ -185,18 +194,16 @@ def _absent() -> list[int]:
     return [_NO_TENSOR] + [0] * (2 + _DIMS)
 
 
-def _raise_difference(
-    name: str, headers: Sequence[Sequence[int]], ranks: Iterable[int], wrong: object
-) -> NoReturn:
+def _raise_difference(call: Call, headers: Sequence[Sequence[int]], data: object) -> NoReturn:
     """Raise on every rank what differs between the ranks, or which ones have no tensor."""
     texts: dict[str, list[int]] = {}
-    for rank, header in zip(ranks, headers, strict=True):
+    for rank, header in zip(members(call.group), headers, strict=True):
         texts.setdefault(_describe_header(header), []).append(rank)
     got = "; ".join(f"{text} on rank {', '.join(map(str, on))}" for text, on in texts.items())
     if any(header[0] == _NO_TENSOR for header in headers):
-        here = "" if wrong is None else f" (here: {type(wrong).__name__})"
-        raise TypeError(f"{name}() must get a torch.Tensor on all ranks, got {got}{here}")
-    raise ValueError(f"{name}() must get the same shape and dtype on all ranks, got {got}")
+        here = "" if isinstance(data, torch.Tensor) else f" (here: {type(data).__name__})"
+        raise TypeError(f"{call.name}() must get a torch.Tensor on all ranks, got {got}{here}")
+    raise ValueError(f"{call.name}() must get the same shape and dtype on all ranks, got {got}")
 
 
 def _describe_header(header: Sequence[int]) -> str:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from ranks import RanksError, run_ranks
 
-from stepwrap.collectives.dist import all_gather, all_reduce, broadcast, gather
+from stepwrap.collectives.dist import all_gather, all_gather_object, all_reduce, broadcast, gather
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 COMPLEX = (torch.complex64, torch.complex128)
@@ -243,6 +243,25 @@ def test_unequal_tensors_are_an_error_on_every_rank(kind: str, error: str, text:
             assert text in message
             assert "on rank 0; " in message
             assert "on rank 1" in message
+
+
+def _call_another() -> list[tuple[str, str]]:
+    data = torch.ones(2)
+    calls: list[Callable[..., Any]] = [all_gather, all_gather_object, gather]
+    own = calls if dist.get_rank() == 0 else [calls[1], calls[2], calls[0]]
+    return [outcome(call, data) for call in own]
+
+
+def test_another_call_is_an_error_on_every_rank() -> None:
+    """X-9."""
+    names = ["all_gather", "all_gather_object", "gather"]
+    for outcomes in run_ranks(_call_another, 2):
+        for (error, message), one, other in zip(
+            outcomes, names, [*names[1:], names[0]], strict=True
+        ):
+            assert error == "CollectiveError"
+            assert f"in {one} (" in message
+            assert f"in {other} (" in message
 
 
 def _use_subgroup() -> list[tuple[str, str]]:
