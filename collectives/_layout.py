@@ -1,17 +1,16 @@
 """Agreeing on what is about to be reduced: keys, shapes and dtypes, with one small message."""
 
 import uuid
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping
 from typing import TypeVar
 
 import torch
-import torch.distributed as dist
 
 from ._meeting import meet
 from ._story import Call, Place, call_site, name_ranks, tell
 from .agree import raise_first, retell
 from .objects import all_gather_object
-from .process import comm_device, live_world_size, members
+from .process import members
 
 K = TypeVar("K", bound=Hashable)
 _SHOWN = 5
@@ -21,15 +20,6 @@ _CLEAR_KEYS = (str, int, float, bool, bytes, type(None))
 def describe_tensor(tensor: torch.Tensor) -> str:
     """Return dtype, shape and kind of device in words."""
     return f"{tensor.dtype} of shape {tuple(tensor.shape)} on {tensor.device.type}"
-
-
-def gather_numbers(numbers: Sequence[int], group: dist.ProcessGroup | None) -> list[list[int]]:
-    """Return all ranks' numbers; every rank must pass equally many, each below 2**63."""
-    own = torch.tensor(numbers, dtype=torch.int64, device=comm_device(group))
-    rows = [torch.empty_like(own) for _ in range(live_world_size(group))]
-    dist.all_gather(rows, own, group)
-    gathered: list[list[int]] = torch.stack(rows).tolist()
-    return gathered
 
 
 def agree_on_entries(

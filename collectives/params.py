@@ -1,20 +1,21 @@
 """Many tensors, or a list of objects, across ranks at once, changed in place."""
 
-import itertools
 import numbers
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 
-from . import objects
 from ._call import calling
-from ._layout import agree_on_entries, describe_tensor, gather_numbers
+from ._layout import agree_on_entries, describe_tensor
+from ._meeting import meet
 from ._operations import checked_op, reduce_over
+from .objects import all_gather_object, broadcast
 from .process import comm_device, live_world_size, members, place_in_group
 
 _MB = 2**20
+_NO_LIST = -1
 
 
 def all_reduce_dict(
@@ -116,15 +117,20 @@ def broadcast_object_list(
         if not is_list:
             raise AssertionError(f"data must be a list, got {type(data).__name__}")
         return
-    with calling("broadcast_object_list", group, lambda: f"{type(data).__name__} from rank {src}"):
-        rows = gather_numbers([len(data) if is_list else -1], group)
-        lengths = dict(zip(members(group), itertools.chain(*rows), strict=True))
-        if -1 in lengths.values():
-            wrong = [rank for rank, length in lengths.items() if length == -1]
-            raise AssertionError(f"data must be a list on all ranks, but is none on ranks {wrong}")
-        if len({*lengths.values()}) > 1:
-            raise ValueError(f"data must be equally long on all ranks, got, by rank, {lengths}")
-        data[:] = objects.broadcast(data, src, group)
+    length = len(data) if is_list else _NO_LIST
+    describe = f"{length} objects from rank {src}"
+    with calling("broadcast_object_list", group, lambda: describe, meets=True) as call:
+        headers = meet(call, agreed=str(length))
+        if not is_list or len({header.agreed for header in headers}) > 1:
+            _raise_lengths(dict(zip(members(group), all_gather_object(length, group), strict=True)))
+        data[:] = broadcast(data, src, group)
+
+
+def _raise_lengths(lengths: Mapping[int, int]) -> NoReturn:
+    wrong = [rank for rank, length in lengths.items() if length == _NO_LIST]
+    if wrong:
+        raise AssertionError(f"data must be a list on all ranks, but is none on ranks {wrong}")
+    raise ValueError(f"data must be equally long on all ranks, got, by rank, {lengths}")
 
 
 def _tried(

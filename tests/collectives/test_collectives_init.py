@@ -213,6 +213,8 @@ def _start(launcher: str, environments: list[dict[str, str]], kwargs: dict[str, 
     finally:
         # The process serves other tests after this one.
         multiprocessing.set_start_method(method, force=True)
+    if "port" in kwargs:
+        assert os.environ["MASTER_PORT"] == str(kwargs["port"])
     data = torch.tensor([rank + 1.0])
     dist.all_reduce(data)
     assert data.item() == 3.0
