@@ -4,16 +4,15 @@ import copy
 import functools
 import itertools
 import logging
-import pickle
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from .agree import raise_first, retell
 from .backend_registry import BackendLike, get_dist_backend
 from .backends import BaseDistBackend
-from .errors import CollectiveError
 
 _MODES = ("cat", "unzip")
 _ABSENT = object()
@@ -156,23 +155,9 @@ def _run_on(rank: int, backend: BaseDistBackend, compute: Callable[[], Any]) -> 
         # Whatever it is, the other ranks wait for an answer.
         except Exception as raised:
             error = raised
-    told = None if error is None else _retell(error)
+    told = None if error is None else retell(error)
     value, told = backend.broadcast_object((value, told), rank)
-    if told is None:
-        return value
-    kind, text = told
-    if error is not None and kind is type(error):
+    if error is not None and told is not None and told.kind is type(error):
         raise error
-    raise kind(f"compute_metric() failed on rank {rank}: {text}") from error
-
-
-def _retell(error: Exception) -> tuple[type[Exception], str]:
-    """Return the error's type and text, or CollectiveError where others cannot make that type."""
-    kind = type(error)
-    try:
-        pickle.dumps(kind)
-        kind("")
-    # Constructors and local classes fail in many ways.
-    except Exception:
-        return CollectiveError, f"{kind.__name__}: {error}"
-    return kind, str(error)
+    raise_first({rank: told}, error, "compute_metric() ")
+    return value
