@@ -148,7 +148,9 @@ def _checked(data: torch.Tensor) -> torch.Tensor:
     return data
 
 
-def _describe_tensor(data: torch.Tensor) -> str:
+def _describe_tensor(data: object) -> str:
+    if not isinstance(data, torch.Tensor):
+        return type(data).__name__
     return f"{data.dtype} of shape {tuple(data.shape)}"
 
 
