@@ -1,0 +1,102 @@
+"""Collectives with CUDA tensors: two gloo ranks on one device, and NCCL alone."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+
+from stepwrap.collectives import (
+    all_gather,
+    all_gather_object,
+    all_gather_object_cpu,
+    all_gather_object_gpu,
+    all_reduce,
+    all_reduce_dict,
+    broadcast,
+    collect_results,
+    comm_device,
+    gather,
+    gather_object,
+    get_dist_backend,
+    mean_scalars,
+    obj2tensor,
+    pad_to_largest_tensor,
+    reduce_mean,
+    serialize_to_tensor,
+    synchronize,
+    tensor2obj,
+)
+
+pytestmark = pytest.mark.gpu
+
+
+def _call_every_helper() -> dict[str, Any]:
+    """Call every helper with CUDA tensors; the answers as plain numbers, and where they lie."""
+    rank = dist.get_rank()
+    own = torch.full((3,), float(rank + 1), device="cuda")
+    reduced = own.clone()
+    all_reduce(reduced, "sum")
+    synchronize()
+    sent = {"t": own, "large": own.repeat(500_000), "p": torch.nn.Parameter(own.clone())}
+    received = [
+        *all_gather_object(sent),
+        *(gather_object(sent) or []),
+        broadcast(sent, src=dist.get_world_size() - 1),
+        *all_gather_object_cpu(sent, rank_zero_return_only=False),
+        *all_gather_object_gpu(sent, rank_zero_return_only=False),
+        *(collect_results([sent], 100) or []),
+        *get_dist_backend("torch").all_gather_object(sent),
+        tensor2obj(obj2tensor(sent)),
+        tensor2obj(serialize_to_tensor(sent)),
+    ]
+    counts, padded = pad_to_largest_tensor(own[: rank + 1])
+    sums = all_reduce_dict({"a": own, "b": own.long(), "c": own.cpu()})
+    return {
+        "devices": sorted({str(part["t"].device) for part in received if part is not sent}),
+        "sum": (reduced.tolist(), str(reduced.device)),
+        "mean": (reduce_mean(own).tolist(), reduce_mean(own).is_cuda),
+        "dict": {key: (value.tolist(), value.device.type) for key, value in sums.items()},
+        "scalars": mean_scalars({"a": own[0], "b": own[1].cpu(), "c": 1.0}),
+        "gathered": [(part.tolist(), part.is_cuda) for part in all_gather(own * 1j)],
+        "on_0": [part.tolist() for part in gather(own.bool())],
+        "padded": (counts, padded.is_cuda),
+    }
+
+
+def test_two_gloo_ranks_share_the_device() -> None:
+    for rank, answers in enumerate(run_ranks(_call_every_helper, 2)):
+        assert answers["devices"] == ["cpu"]
+        assert answers["sum"] == ([3.0] * 3, "cuda:0")
+        assert answers["mean"] == ([1.5] * 3, True)
+        assert answers["dict"] == {
+            "a": ([3.0] * 3, "cuda"),
+            "b": ([3.0] * 3, "cuda"),
+            "c": ([3.0] * 3, "cpu"),
+        }
+        assert answers["scalars"] == {"a": 1.5, "b": 1.5, "c": 1.0}
+        assert answers["gathered"] == [([1j] * 3, True), ([2j] * 3, True)]
+        assert answers["on_0"] == ([[True] * 3] * 2 if rank == 0 else [])
+        assert answers["padded"] == ([1, 2], True)
+
+
+def _with_nccl(backend: str | None, store: str) -> tuple[dict[str, Any], str]:
+    dist.init_process_group(backend, store=dist.FileStore(store, 1), rank=0, world_size=1)
+    try:
+        return _call_every_helper(), comm_device().type
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("backend", "device"), [("nccl", "cuda"), ("cpu:gloo,cuda:nccl", "cpu"), (None, "cpu")]
+)
+def test_nccl_alone(backend: str | None, device: str, tmp_path: Path) -> None:
+    answers, used = run_ranks(_with_nccl, 1, backend, str(tmp_path / "store"), init=False)[0]
+    assert used == device
+    assert answers["sum"] == ([1.0] * 3, "cuda:0")
+    assert answers["dict"]["b"] == ([1] * 3, "cuda")
+    assert answers["scalars"] == {"a": 1.0, "b": 1.0, "c": 1.0}
+    assert answers["gathered"] == [([1j] * 3, True)]
