@@ -1,7 +1,7 @@
 """Agreeing on what is about to be reduced: keys, shapes and dtypes, with one small message."""
 
 import uuid
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from typing import TypeVar
 
 import torch
@@ -20,6 +20,25 @@ _CLEAR_KEYS = (str, int, float, bool, bytes, type(None))
 def describe_tensor(tensor: torch.Tensor) -> str:
     """Return dtype, shape and kind of device in words."""
     return f"{tensor.dtype} of shape {tuple(tensor.shape)} on {tensor.device.type}"
+
+
+def buckets(
+    keys: Iterable[K], tensors: Mapping[K, torch.Tensor], size: float = -1
+) -> Iterator[list[K]]:
+    """Yield the keys by (dtype, kind of device), in parts of about `size` bytes; -1 is all."""
+    kinds: dict[tuple[torch.dtype, str], list[K]] = {}
+    for key in keys:
+        kinds.setdefault((tensors[key].dtype, tensors[key].device.type), []).append(key)
+    for members_of_kind in kinds.values():
+        bucket: list[K] = []
+        filled = 0
+        for key in members_of_kind:
+            if bucket and 0 <= size < filled + tensors[key].nbytes:
+                yield bucket
+                bucket, filled = [], 0
+            bucket.append(key)
+            filled += tensors[key].nbytes
+        yield bucket
 
 
 def agree_on_entries(

@@ -1,14 +1,14 @@
 """Many tensors, or a list of objects, across ranks at once, changed in place."""
 
 import numbers
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 
 from ._call import calling
-from ._layout import agree_on_entries, describe_tensor
+from ._layout import agree_on_entries, buckets, describe_tensor
 from ._meeting import meet
 from ._operations import checked_op, reduce_over
 from .objects import all_gather_object, broadcast
@@ -46,7 +46,7 @@ def all_reduce_dict(
     with calling("dist.all_reduce_dict", group, lambda: list(tensors), meets=True) as call:
         entries = {key: describe_tensor(tensor) for key, tensor in tensors.items()}
         keys = agree_on_entries(call, entries, setting=repr(op), problem=problem)
-        for bucket in _buckets(keys, tensors):
+        for bucket in buckets(keys, tensors):
             reduced = _reduced([tensors[key] for key in bucket], op, group)
             data.update(zip(bucket, reduced, strict=True))
 
@@ -86,7 +86,7 @@ def all_reduce_params(
         setting = f"{op!r} with coalesce={coalesce} and bucket_size_mb={bucket_size_mb}"
         agree_on_entries(call, entries, setting=setting, problem=problem)
         size = bucket_size_mb * _MB if coalesce else 0
-        for bucket in _buckets(list(tensors), tensors, size):
+        for bucket in buckets(list(tensors), tensors, size):
             targets = [tensors[index] for index in bucket]
             is_alone = len(targets) == 1
             values = (
@@ -176,25 +176,6 @@ def _check_dtype(name: str, tensor: torch.Tensor, op: str) -> None:
         checked_op(op, tensor.dtype)
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from error
-
-
-def _buckets(
-    keys: Sequence[Any], tensors: dict[Any, torch.Tensor], size: float = -1
-) -> Iterator[list[Any]]:
-    """Yield the keys by (dtype, kind of device), in parts of about `size` bytes; -1 is all."""
-    kinds: dict[tuple[torch.dtype, str], list[Any]] = {}
-    for key in keys:
-        kinds.setdefault((tensors[key].dtype, tensors[key].device.type), []).append(key)
-    for members_of_kind in kinds.values():
-        bucket: list[Any] = []
-        filled = 0
-        for key in members_of_kind:
-            if bucket and 0 <= size < filled + tensors[key].nbytes:
-                yield bucket
-                bucket, filled = [], 0
-            bucket.append(key)
-            filled += tensors[key].nbytes
-        yield bucket
 
 
 def _reduced(

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from ._call import calling
-from ._layout import agree_on_entries, describe_tensor
+from ._layout import agree_on_entries, buckets, describe_tensor
 from .process import comm_device, live_world_size
 
 K = TypeVar("K", bound=Hashable)
@@ -85,7 +85,7 @@ def all_reduce_dict(
     reduced: dict[K, torch.Tensor] = {}
     with calling("all_reduce_dict", group, lambda: list(py_dict), meets=True) as call:
         in_order = agree_on_entries(call, entries, setting=setting, problem=problem)
-        for keys in _buckets(tensors, in_order):
+        for keys in buckets(in_order, tensors):
             reduced |= _reduce_bucket({key: tensors[key] for key in keys}, reduce_op, group)
     make = OrderedDict if isinstance(py_dict, OrderedDict) else dict
     return make(
@@ -112,14 +112,6 @@ def _to_tensors(
         if reduce_op in ("min", "max") and tensors[key].is_complex():
             return {}, ValueError(f"py_dict[{key!r}] is complex, which has no {reduce_op}")
     return tensors, None
-
-
-def _buckets(tensors: Mapping[K, torch.Tensor], keys: Sequence[K]) -> list[list[K]]:
-    """Return the keys by (dtype, device type), in the order of `keys`."""
-    buckets: dict[tuple[torch.dtype, str], list[K]] = {}
-    for key in keys:
-        buckets.setdefault((tensors[key].dtype, tensors[key].device.type), []).append(key)
-    return list(buckets.values())
 
 
 def _reduce_bucket(

@@ -67,7 +67,7 @@ def broadcast(data: torch.Tensor, src: int = 0, group: dist.ProcessGroup | None 
     place_in_group(src, group)
     if live_world_size(group) == 1:
         return
-    with calling("broadcast", group, lambda: f"{_describe_tensor(data)} from rank {src}"):
+    with calling("dist.broadcast", group, lambda: f"{_describe_tensor(data)} from rank {src}"):
         sent = as_sent(target, comm_device(group, prefer=target.device))
         dist.broadcast(as_bytes(sent), src, group)
     if sent is not target and dist.get_rank() != src:

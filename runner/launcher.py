@@ -25,8 +25,8 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from ..collectives import synchronize
+from ..collectives.slurm import adopt_slurm
 from ._guard import die_with_parent, heed_signals, relay_signals
-from ._slurm import adopt_slurm
 from .failure import Failure, LaunchError, Terminated
 
 __all__ = ["LaunchError", "launch", "process_group", "started_outside"]

@@ -169,7 +169,7 @@ def test_what_fails_on_one_rank_raises_on_all(tmp_path: Path) -> None:
         assert "cannot unpickle the object of rank 1: ValueError: invalid literal" in texts[2]
         assert f"{tmp_path}/own_0 is not a shared directory (rank 1)" in texts[4]
         assert after == [0, 1, 2]
-    assert all("rank 1: " in text for text in (errors[0][1] for errors, _ in outcomes[::2]))
+    assert all("on rank 1 (" in text for text in (errors[0][1] for errors, _ in outcomes[::2]))
     assert _files(tmp_path) == ["blocked", "own_0", "own_1", "own_2"]
 
 
