@@ -74,6 +74,7 @@ class RunSections:
         hooks: settings by name, each with its `type`; defaults included, switched-off ones not.
         schedulers: always a list.
         val, test: None when there is no data for them.
+        trace_collectives: compare every collective over the ranks, and say who waits where.
     """
 
     model: Component
@@ -81,6 +82,7 @@ class RunSections:
     imports: list[str] = field(default_factory=list)
     seed: int = field(default=0, metadata={"minimum": 0})
     deterministic: bool = False
+    trace_collectives: bool = False
     device: Literal["auto", "cpu", "cuda"] = "auto"
     run_dir: str = ""
     wrapper: Component | None = None

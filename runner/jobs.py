@@ -15,6 +15,7 @@ from typing import Any
 from ..collectives import broadcast, get_rank, get_world_size, synchronize
 from ..loops import find_checkpoint
 from ..registry import Config, ConfigError, RunSections, dump_config
+from ._tracing import traced
 from .launcher import lonely_group
 from .parts import BuildError, build_parts, needs_group, read_sections
 from .run_folder import clear_results, occupied, resolve_checkpoint
@@ -66,7 +67,7 @@ def run_job(job: Job) -> Outcome:
     with _console_log(job.debug):
         run = read_sections(job.config, get_world_size())
         group: AbstractContextManager[None] = lonely_group() if needs_group(run) else nullcontext()
-        with group:
+        with group, traced(run.trace_collectives):
             return _run_here(job, run)
 
 

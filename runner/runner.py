@@ -24,6 +24,7 @@ from ..loops import (
 )
 from ..registry import Config
 from ..wrappers import wrap_model
+from ._tracing import traced
 from .parts import build_parts, read_sections
 from .run_folder import resolve_checkpoint, saved_checkpoints
 
@@ -85,6 +86,7 @@ class Runner:
         self._val_loop = val_loop or getattr(train_loop, "val_loop", None)
         self._test_loop = test_loop
         self._owns_run_dir = False
+        self._is_traced = False
         self._hooks = HookList(named.values())
         self.state = LoopState(
             model=wrap_model(None, model),
@@ -105,7 +107,11 @@ class Runner:
         Raises:
             ConfigError: Everything that is wrong with the settings.
         """
-        return cls(**build_parts(read_sections(config, get_world_size())))
+        run = read_sections(config, get_world_size())
+        with traced(run.trace_collectives):
+            runner = cls(**build_parts(run))
+        runner._is_traced = run.trace_collectives
+        return runner
 
     def train(self, resume: bool | str | os.PathLike[str] = False) -> LoopState:
         """Train to the end, or to an orderly stop; returns what the loop remembers.
@@ -121,19 +127,20 @@ class Runner:
         """
         loop = _given("train", "train_loop", self._train_loop)
         _given("train", "optim_wrapper", self.state.optim_wrapper)
-        if not resume:
-            self._refuse_overwriting()
-        self._owns_run_dir = True
-        path = self._latest() if resume is True else self._chosen(resume)
-        for listener in self._hooks.on_run_start:
-            listener(self.state)
-        if path:
-            load_checkpoint(path).restore(self.state)
-            if get_rank() == 0:
-                logger.info("continuing from %s, step %d", path, self.state.step)
-        loop.run(self.state, self._hooks)
-        for listener in self._hooks.on_run_end:
-            listener(self.state)
+        with traced(self._is_traced):
+            if not resume:
+                self._refuse_overwriting()
+            self._owns_run_dir = True
+            path = self._latest() if resume is True else self._chosen(resume)
+            for listener in self._hooks.on_run_start:
+                listener(self.state)
+            if path:
+                load_checkpoint(path).restore(self.state)
+                if get_rank() == 0:
+                    logger.info("continuing from %s, step %d", path, self.state.step)
+            loop.run(self.state, self._hooks)
+            for listener in self._hooks.on_run_end:
+                listener(self.state)
         return self.state
 
     def validate(self, checkpoint: str | os.PathLike[str] | None = None) -> dict[str, float]:
@@ -155,13 +162,14 @@ class Runner:
     def _evaluate(
         self, loop: EvaluationLoop, checkpoint: str | os.PathLike[str] | None
     ) -> dict[str, float]:
-        for listener in self._hooks.on_run_start:
-            listener(self.state)
-        if checkpoint is not None:
-            self._restore_model(load_checkpoint(self._resolve(checkpoint)))
-        metrics = loop.run(self.state, self._hooks)
-        for listener in self._hooks.on_run_end:
-            listener(self.state)
+        with traced(self._is_traced):
+            for listener in self._hooks.on_run_start:
+                listener(self.state)
+            if checkpoint is not None:
+                self._restore_model(load_checkpoint(self._resolve(checkpoint)))
+            metrics = loop.run(self.state, self._hooks)
+            for listener in self._hooks.on_run_end:
+                listener(self.state)
         return metrics
 
     def _restore_model(self, checkpoint: Checkpoint) -> None:

@@ -1,0 +1,115 @@
+"""`trace_collectives` in a config: who is where, and the same weights when nothing goes wrong."""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from ranks import run_ranks
+from runner_parts import Command, assert_identical, final_weights, write_run
+
+from stepwrap.collectives import recent_collectives, trace_collectives
+from stepwrap.registry import load_config
+from stepwrap.runner import Runner
+from stepwrap.runner.jobs import Job, run_job
+
+ASTRAY = """
+import torch
+from stepwrap.collectives import all_reduce, get_rank, mean_scalars
+from stepwrap.loops import Hook
+
+
+class Astray(Hook):
+    def on_update(self, state):
+        if state.step == 4 and get_rank() == 1:
+            all_reduce(torch.ones(1))
+        else:
+            mean_scalars({"step": state.step})
+"""
+
+
+def settings(folder: Path, run_dir: str, *words: str) -> list[str]:
+    return [f"run_dir={folder / run_dir}", "hooks.progress=false", "train.max_epochs=2", *words]
+
+
+def test_a_rank_in_another_call_is_named_with_its_line(
+    start: Callable[..., Command], tmp_path: Path
+) -> None:
+    """The two calls differ in size, which neither of them can notice by itself."""
+    (tmp_path / "astray.py").write_text(ASTRAY)
+    command = start(
+        *("train", "points.yaml", "--nproc=2", "--run-dir", "run", "trace_collectives=true"),
+        "hooks.astray={type: astray.Astray}",
+    )
+    code, _, err = command.finish()
+    assert code == 1
+    assert (
+        "CollectiveError: the ranks [0, 1] must make the same call with the same structure, but "
+        "rank 0 is in mean_scalars (astray.py:12), rank 1 waits in all_reduce (astray.py:10)"
+    ) in err
+    assert "Traceback" not in err
+    assert command.wait_gone() == []
+
+
+def train_twice(folder: Path) -> list[int]:
+    """Train traced, then not; returns how many calls were recorded before, between and after."""
+    counts = [recorded()]
+    for name, word in (("on", "trace_collectives=true"), ("off", "trace_collectives=false")):
+        sys.modules.pop("points", None)
+        config = load_config(folder / "points.yaml", settings(folder, name, word))
+        run_job(Job("train", config))
+        counts.append(recorded())
+    return counts
+
+
+def recorded() -> int:
+    return recent_collectives()[-1].number if recent_collectives() else 0
+
+
+def test_tracing_ends_with_the_run_and_changes_no_weights(tmp_path: Path) -> None:
+    write_run(tmp_path)
+    for before, between, after in run_ranks(train_twice, 2, tmp_path):
+        assert before + 5 < between == after
+    assert_identical(final_weights(tmp_path / "on"), final_weights(tmp_path / "off"))
+
+
+def verbs_of_a_runner(folder: Path) -> list[bool]:
+    """Return for the building and each verb whether it was traced."""
+    sys.modules.pop("points", None)
+    config = load_config(folder / "points.yaml", settings(folder, "py", "trace_collectives=true"))
+    runner = Runner.from_config(config)
+    traced = []
+    for verb in (runner.train, runner.validate, runner.test):
+        before = recorded()
+        verb()
+        traced.append(recorded() > before)
+    before = recorded()
+    Runner(runner.state.model, test_loop=runner._test_loop).test()
+    return [*traced, recorded() > before]
+
+
+def test_a_runner_from_a_config_traces_its_own_verbs_alone(tmp_path: Path) -> None:
+    write_run(tmp_path)
+    assert run_ranks(verbs_of_a_runner, 2, tmp_path) == [[True, True, True, False]] * 2
+
+
+def train_while_traced(folder: Path) -> bool:
+    sys.modules.pop("points", None)
+    before = recorded()
+    trace_collectives(True)
+    try:
+        word = "trace_collectives=false"
+        run_job(Job("train", load_config(folder / "points.yaml", settings(folder, "r", word))))
+    finally:
+        trace_collectives(False)
+    return recorded() > before
+
+
+def test_false_leaves_on_what_is_on(tmp_path: Path) -> None:
+    write_run(tmp_path)
+    assert run_ranks(train_while_traced, 2, tmp_path) == [True, True]
+
+
+def test_the_key_is_true_or_false(run: Path) -> None:
+    with pytest.raises(Exception, match="trace_collectives: must be true or false, got 'yes!'"):
+        Runner.from_config(load_config(run / "points.yaml", ["trace_collectives=yes!"]))
