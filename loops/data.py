@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler
 
 from ..collectives import get_rank, get_world_size
 from ._workers import WorkerStart
@@ -46,6 +46,9 @@ class ShardedBatchSampler(Sampler[list[int]]):
             it each sample comes exactly once on exactly one rank, and a rank may
             have fewer batches than others, or none (evaluation).
 
+    Attributes:
+        pads: whether some samples come twice in an epoch.
+
     Raises:
         ValueError: A number is out of range, or `drop_last` leaves no batch.
     """
@@ -77,6 +80,7 @@ class ShardedBatchSampler(Sampler[list[int]]):
         self.seed = seed
         self.rank = rank
         self.world_size = world_size
+        self.pads = even and not drop_last and num_samples % world_size != 0
         self._own_samples = self._count(drop_last, even)
         self._epoch = 0
         self._first = 0
@@ -227,6 +231,22 @@ def length_of(loader: Iterable[Any]) -> int | None:
         return len(loader)
     except TypeError:
         return None
+
+
+def size_before_padding(loader: Iterable[Any]) -> int | None:
+    """Return the data set's size where ranks get samples twice to be even, None where they do not.
+
+    Known of `ShardedBatchSampler` and torch's `DistributedSampler`, which deal samples in turn and
+    repeat some at the end.
+    """
+    sampler = getattr(loader, "batch_sampler", None)
+    if isinstance(sampler, ShardedBatchSampler):
+        return sampler.num_samples if sampler.pads else None
+    sampler = getattr(loader, "sampler", None)
+    if isinstance(sampler, DistributedSampler):
+        size = len(sampler.dataset)  # type: ignore[arg-type]
+        return size if size < sampler.total_size else None
+    return None
 
 
 def batches_from(loader: Iterable[Any], epoch: int, batch: int = 0) -> Iterator[Any]:

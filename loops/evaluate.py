@@ -14,9 +14,9 @@ from torchmetrics import Metric
 
 from ..collectives import all_gather_object, distributed_available
 from ..registry import LOOPS
-from .data import batches_from, length_of
+from .data import batches_from, length_of, size_before_padding
 from .hook import HookList
-from .metrics import compute_metrics, feed_metric, merge_metrics
+from .metrics import AnyMetric, compute_metrics, feed_metric, merge_metrics
 from .rng import preserved_rng
 from .signals import NoSignals, StopWatch
 from .state import LoopState, Phase
@@ -35,16 +35,17 @@ class _EvalLoop:
     Args:
         dataloader: This rank's batches; ranks may have different numbers of
             them, also none.
-        metrics: torchmetrics objects by name. A step that returns a mapping
-            feeds each metric by its argument names, any other result is passed
-            as `update(outputs, batch)`.
+        metrics: torchmetrics objects, or those of a `BaseMetric`, by name, in the
+            same order on all ranks. A step that returns a mapping feeds each metric
+            by its argument names, any other result is passed as
+            `update(outputs, batch)`, or `add(outputs, batch)`.
     """
 
     phase: ClassVar[Phase]
     step_name: ClassVar[str]
 
     def __init__(
-        self, dataloader: Iterable[Any], metrics: Mapping[str, Metric] | None = None
+        self, dataloader: Iterable[Any], metrics: Mapping[str, AnyMetric] | None = None
     ) -> None:
         self.dataloader = dataloader
         self.metrics = dict(metrics or {})
@@ -92,12 +93,13 @@ class _EvalLoop:
     def _measure(self, state: LoopState, hooks: HookList, watch: StopWatch) -> dict[str, float]:
         device = device_of(state.model)
         for metric in self.metrics.values():
-            metric.to(device)
+            if isinstance(metric, Metric):
+                metric.to(device)
             metric.reset()
         if not self._pass(state, hooks, watch):
             return {}
         merge_metrics(self.metrics)
-        results = compute_metrics(self.metrics)
+        results = compute_metrics(self.metrics, size_before_padding(self.dataloader))
         if self.phase is Phase.VAL:
             state.metrics, state.evaluated_at = results, state.step
         return dict(results)

@@ -5,14 +5,16 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 from torchmetrics import Metric
 
-from ..collectives import all_gather_object
+from ..collectives import BaseMetric, all_gather_object
 from ..registry import METRICS
+
+AnyMetric: TypeAlias = Metric | BaseMetric
 
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
@@ -41,21 +43,22 @@ class MeanLoss(Metric):
         return self.total / self.samples
 
 
-def feed_metric(name: str, metric: Metric, outputs: Any, batch: Any) -> None:
+def feed_metric(name: str, metric: AnyMetric, outputs: Any, batch: Any) -> None:
     """Update one metric with the outputs of a step.
 
     A mapping is passed by keyword, each metric taking the arguments that its
-    `update` knows; anything else as `update(outputs, batch)`.
+    `update` (a BaseMetric's `add`) knows; anything else as `update(outputs, batch)`.
 
     Raises:
         ValueError: `outputs` lacks an argument that the metric needs.
     """
+    update: Callable[..., None] = metric.add if isinstance(metric, BaseMetric) else metric.update
     if not isinstance(outputs, Mapping):
-        metric.update(outputs, batch)
+        update(outputs, batch)
         return
-    parameters = inspect.signature(metric.update).parameters
+    parameters = inspect.signature(update).parameters
     if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
-        metric.update(**outputs)
+        update(**outputs)
         return
     named = {key: p for key, p in parameters.items() if p.kind not in _VARIADIC}
     needed = [key for key, p in named.items() if p.default is inspect.Parameter.empty]
@@ -65,17 +68,19 @@ def feed_metric(name: str, metric: Metric, outputs: Any, batch: Any) -> None:
             f"metric {name!r} ({type(metric).__name__}) needs {', '.join(needed)}, but the step "
             f"returned {', '.join(map(str, outputs)) or 'nothing'}: {', '.join(missing)} missing"
         )
-    metric.update(**{key: outputs[key] for key in named if key in outputs})
+    update(**{key: outputs[key] for key in named if key in outputs})
 
 
-def merge_metrics(metrics: Mapping[str, Metric]) -> None:
+def merge_metrics(metrics: Mapping[str, AnyMetric]) -> None:
     """Give every rank's metrics the states of all ranks; every rank must call this.
 
     One exchange for all of them. torchmetrics' own synchronisation waits for
     ever where ranks hold lists of unequal length, as they do when a rank had
-    fewer batches than the others or none.
+    fewer batches than the others or none. A BaseMetric is left as it is: its
+    own `compute` gathers.
     """
-    parts = [part for metric in metrics.values() for part in _parts(metric)]
+    of_torchmetrics = [metric for metric in metrics.values() if isinstance(metric, Metric)]
+    parts = [part for metric in of_torchmetrics for part in _parts(metric)]
     mine = [{key: _on_cpu(getattr(part, key)) for key in _reductions(part)} for part in parts]
     by_rank = all_gather_object(mine)
     if len(by_rank) == 1:
@@ -86,14 +91,21 @@ def merge_metrics(metrics: Mapping[str, Metric]) -> None:
             setattr(part, key, _merged(values, reduction, part.device))
 
 
-def compute_metrics(metrics: Mapping[str, Metric]) -> dict[str, float]:
-    """Return the results by name; "name/key" where a metric has several."""
+def compute_metrics(metrics: Mapping[str, AnyMetric], size: int | None = None) -> dict[str, float]:
+    """Return the results by name; "name/key" where a metric has several.
+
+    Every rank must call this, with the metrics in the same order.
+
+    Args:
+        size: How many samples the data set has, where ranks were given some twice to be even.
+    """
     results: dict[str, float] = {}
     with warnings.catch_warnings():
         # A rank may have had no batch of its own.
         warnings.filterwarnings("ignore", message=r"The ``compute`` method of metric")
         for name, metric in metrics.items():
-            _flatten(name, metric.compute(), results)
+            value = metric.compute(size) if isinstance(metric, BaseMetric) else metric.compute()
+            _flatten(name, value, results)
     return results
 
 
@@ -146,7 +158,7 @@ def _flatten(name: str, value: Any, results: dict[str, float]) -> None:
     elif isinstance(value, (list, tuple)):
         for index, item in enumerate(value):
             _flatten(f"{name}/{index}", item, results)
-    elif isinstance(value, Tensor) and value.ndim:
+    elif getattr(value, "ndim", 0):
         _flatten(name, value.tolist(), results)
     else:
         results[name] = float(value)

@@ -1,0 +1,165 @@
+"""Metrics that derive from BaseMetric, in an evaluation next to those of torchmetrics."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torchmetrics.classification import MulticlassAccuracy
+
+from stepwrap.collectives import BaseMetric
+from stepwrap.loops import HookList, LoopState, ValLoop, build_loader
+from stepwrap.loops.metrics import feed_metric
+from stepwrap.wrappers import BaseModel, SingleDevice
+
+CLASSES = 4
+
+
+class Correct(BaseMetric):
+    """The share of right answers."""
+
+    def add(self, preds: Tensor, target: Tensor) -> None:
+        self._results += (preds.argmax(1) == target).tolist()
+
+    def compute_metric(self, results: list[Any]) -> float:
+        return sum(results) / len(results)
+
+
+class Seen(BaseMetric):
+    """What has come: each sample's number, in order, and how many they are."""
+
+    def add(self, number: Tensor) -> None:
+        self._results += number.unbind()
+
+    def compute_metric(self, results: list[Any]) -> dict[str, Any]:
+        return {"number": np.array([int(one) for one in results]), "count": len(results)}
+
+
+class Scores(BaseModel):
+    """Gives as scores what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def val_step(self, data: list[Tensor]) -> dict[str, Tensor]:
+        scores, target, number = data
+        return {"preds": scores * self.scale, "target": target, "number": number}
+
+    def forward(self, *inputs: Tensor, mode: str = "tensor") -> Any:
+        raise NotImplementedError
+
+
+def make_samples(count: int) -> TensorDataset:
+    generator = torch.Generator().manual_seed(5)
+    scores = torch.randn(count, CLASSES, generator=generator)
+    target = torch.randint(0, CLASSES, (count,), generator=generator)
+    return TensorDataset(scores, target, torch.arange(count))
+
+
+def deal_exactly(samples: TensorDataset) -> DataLoader[Any]:
+    return build_loader(samples, batch_size=3)
+
+
+def deal_evenly(samples: TensorDataset) -> DataLoader[Any]:
+    return build_loader(samples, batch_size=3, train=True)
+
+
+def deal_by_torch(samples: TensorDataset) -> DataLoader[Any]:
+    sampler = DistributedSampler(samples, shuffle=False)
+    return DataLoader(samples, batch_size=3, sampler=sampler)
+
+
+def evaluate(count: int, deal: Callable[[TensorDataset], DataLoader[Any]]) -> dict[str, float]:
+    torch_accuracy = MulticlassAccuracy(CLASSES, average="micro")
+    metrics = {"seen": Seen(), "accuracy": torch_accuracy, "correct": Correct()}
+    loop = ValLoop(deal(make_samples(count)), metrics)
+    state = LoopState(SingleDevice(Scores()))
+    first = loop.run(state, HookList())
+    assert loop.run(state, HookList()) == first == state.metrics
+    return first
+
+
+def batches_of_this_rank(count: int) -> int:
+    return len(deal_exactly(make_samples(count)))
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("count", [1, 13, 64])
+def test_a_base_metric_agrees_with_torchmetrics_on_any_number_of_ranks(
+    count: int, world_size: int
+) -> None:
+    """Of 13 samples in batches of 3, ranks have different numbers; of 1, a rank has none."""
+    alone = evaluate(count, deal_exactly)
+    assert [alone[f"seen/number/{n}"] for n in range(count)] == list(range(count))
+    assert alone["correct"] == pytest.approx(alone["accuracy"], abs=1e-6)
+    for metrics in run_ranks(evaluate, world_size, count, deal_exactly):
+        assert metrics == alone
+
+
+def test_ranks_had_different_numbers_of_batches() -> None:
+    assert run_ranks(batches_of_this_rank, 3, 10) == [2, 1, 1]
+
+
+@pytest.mark.parametrize("deal", [deal_evenly, deal_by_torch])
+def test_samples_that_come_twice_to_be_even_count_once(
+    deal: Callable[[TensorDataset], DataLoader[Any]],
+) -> None:
+    alone = evaluate(13, deal_exactly)
+    for metrics in run_ranks(evaluate, 3, 13, deal):
+        assert {**metrics, "accuracy": 0} == {**alone, "accuracy": 0}
+
+
+def test_all_samples_count_where_none_comes_twice() -> None:
+    """A data set's length says nothing about a sampler of the user's own."""
+
+    def twice(samples: TensorDataset) -> DataLoader[Any]:
+        return DataLoader(samples, batch_size=3, sampler=[0, 1, 2, 0, 1, 2, 0])
+
+    assert evaluate(3, twice)["seen/count"] == 7
+    assert evaluate(12, deal_evenly)["seen/count"] == 12
+
+
+class Pairs(BaseMetric):
+    def add(self, outputs: list[int], batch: str) -> None:
+        self._results.append((outputs, batch))
+
+    def compute_metric(self, results: list[Any]) -> list[Any]:
+        return results
+
+
+def test_add_gets_what_update_would() -> None:
+    pairs = Pairs()
+    feed_metric("pairs", pairs, [1, 2], "batch")
+    feed_metric("pairs", pairs, {"outputs": [3], "batch": "b", "other": 0}, None)
+    assert pairs.compute() == [([1, 2], "batch"), ([3], "b")]
+    with pytest.raises(ValueError, match=r"'correct' \(Correct\) needs preds, target, but") as e:
+        feed_metric("correct", Correct(), {"preds": 1}, None)
+    assert "target missing" in str(e.value)
+
+
+class Broken(Seen):
+    def compute_metric(self, results: list[Any]) -> dict[str, Any]:
+        raise KeyError("label")
+
+
+def outcome_of_a_broken_one() -> str:
+    loop = ValLoop(deal_exactly(make_samples(7)), {"broken": Broken(), "correct": Correct()})
+    try:
+        loop.run(LoopState(SingleDevice(Scores())), HookList())
+    except KeyError as error:
+        # Still in step with the others.
+        dist.barrier()
+        return str(error)
+    return "no error"
+
+
+def test_an_error_of_compute_is_the_same_on_all_ranks() -> None:
+    assert ["label" in text for text in run_ranks(outcome_of_a_broken_one, 2)] == [True, True]

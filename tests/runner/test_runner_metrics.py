@@ -1,0 +1,33 @@
+"""A config that lists a metric of the user's own next to torchmetrics."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from stepwrap.runner.cli import main
+
+METRIC = """
+from stepwrap.collectives import BaseMetric
+
+
+class Correct(BaseMetric):
+    def add(self, preds, target):
+        self._results += (preds.argmax(1) == target).tolist()
+
+    def compute_metric(self, results):
+        return sum(results) / len(results)
+"""
+WORDS = ("hooks.progress=false", "hooks.checkpoint.keep_best=correct", "train.max_epochs=2")
+
+
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_a_base_metric_is_listed_and_watched(run: Path, nproc: int) -> None:
+    (run / "correct.py").write_text(METRIC)
+    own = "metrics.correct={type: correct.Correct, dist_backend: torch_cpu}"
+    assert main(["train", "points.yaml", "--run-dir", "run", f"--nproc={nproc}", own, *WORDS]) == 0
+    records = [json.loads(line) for line in (run / "run/metrics.jsonl").read_text().splitlines()]
+    evaluations = [record for record in records if "correct" in record]
+    assert len(evaluations) == 3
+    for record in evaluations:
+        assert record["correct"] == pytest.approx(record["accuracy"], abs=1e-6)
