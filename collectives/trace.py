@@ -7,6 +7,7 @@ import collections
 import itertools
 import os
 import threading
+import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
@@ -119,16 +120,18 @@ class _Watch(threading.Thread):
 
     def __init__(self, world: dist.ProcessGroup) -> None:
         super().__init__(name="stepwrap-trace", daemon=True)
-        self.world = world
+        # Weakly: a group that has been destroyed must be able to go.
+        self.world = weakref.ref(world)
+        self.rank, self.store = world.rank(), world.get_group_store()
         self.ended = threading.Event()
 
     @classmethod
     def start_once(cls) -> None:
         """Start the watch of the live default group, unless it runs."""
         world = dist.group.WORLD
-        if cls._running is None or cls._running.world is not world:
+        assert world is not None
+        if cls._running is None or cls._running.world() is not world:
             cls.stop()
-            assert world is not None
             cls._running = cls(world)
             cls._running.start()
 
@@ -142,17 +145,21 @@ class _Watch(threading.Thread):
 
     def run(self) -> None:
         """Look for questions until the group has gone."""
-        rank, store = self.world.rank(), self.world.get_group_store()
         questions = iter(_questions())
         question = next(questions)
-        while not self.ended.wait(_LOOK_S) and dist.group.WORLD is self.world:
-            try:
-                while store.check([question]):
-                    store.set(f"{question}/{rank}", _whereabouts())
+        try:
+            while not self.ended.wait(_LOOK_S) and self._is_live():
+                while self.store.check([question]):
+                    self.store.set(f"{question}/{self.rank}", _whereabouts())
                     question = next(questions)
-            # The process that served the store has gone: nobody asks any more.
-            except RuntimeError:
-                return
+        # The process that served the store has gone: nobody asks any more.
+        except RuntimeError:
+            pass
+        finally:
+            del self.store
+
+    def _is_live(self) -> bool:
+        return dist.group.WORLD is not None and dist.group.WORLD is self.world()
 
 
 def _whereabouts() -> str:
