@@ -1,8 +1,8 @@
 """What object collectives cost between ranks of one host, in milliseconds and as ratios.
 
 Each payload is gathered on all ranks by stepwrap, by `torch.distributed.all_gather_object` and,
-where it is a plain array, by the bare tensor collective, in turn within every round; ratios are
-taken within a round, and the median over the rounds is printed. "and read" adds one pass over all
+where it is a plain array, by the bare tensor collective, in a shuffled order within every round;
+ratios are taken within a round, and the median over the rounds is printed. "and read" adds one pass over all
 that was received: memory that is only mapped costs nothing before it is read. The last lines
 compare the scalars of a log interval: one reduction for all, and one reduction each.
 
@@ -10,6 +10,7 @@ compare the scalars of a log interval: one reduction for all, and one reduction 
 """
 
 import argparse
+import random
 import statistics
 import tempfile
 import time
@@ -126,8 +127,13 @@ def measure(contestants: Mapping[str, Contestant], rounds: int) -> dict[str, lis
         elapsed = torch.tensor(time.perf_counter() - start)
         dist.all_reduce(elapsed, dist.ReduceOp.MAX)
         repeats[name] = max(1, min(50, int(0.02 / elapsed.item())))
+    order = list(contestants)
+    shuffler = random.Random(0)
     for _ in range(rounds):
-        for name, run in contestants.items():
+        # So that nobody always pays for the garbage of the same predecessor.
+        shuffler.shuffle(order)
+        for name in order:
+            run = contestants[name]
             dist.barrier()
             start = time.perf_counter()
             for _ in range(repeats[name]):

@@ -17,15 +17,16 @@ class calling(Call):
     """A collective call in progress: `with calling("all_reduce", group, describe): ...`.
 
     An error of the transport inside becomes a CollectiveError that names ranks, calls and lines.
-    While tracing, the ranks first make sure that all of them are in this call. Of nested calls the
-    outermost counts: it is the one that the user made.
+    While tracing, the ranks first make sure that all of them are in this call. Of nested calls in
+    one group the outermost counts: it is the one that the user made.
     """
 
-    def __enter__(self) -> calling:
+    def __enter__(self) -> Call:
         outer: calling | None = getattr(_thread, "call", None)
         self._outer = outer
         self._record: trace.CollectiveRecord | None = None
-        if outer is not None:
+        self._is_inner = outer is not None and outer.group is self.group
+        if outer is not None and self._is_inner:
             return outer
         _thread.call = self
         if trace.is_tracing():
@@ -42,12 +43,12 @@ class calling(Call):
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if self._outer is not None:
+        if self._is_inner:
             return
-        _thread.call = None
+        _thread.call = self._outer
+        if self._record:
+            self._record.state = "failed" if error else "finished"
         if error is None:
-            if self._record:
-                self._record.has_finished = True
             withdraw(self.group)
         elif isinstance(error, RuntimeError) and not isinstance(error, CollectiveError):
             raise failure(self, error) from error

@@ -11,7 +11,8 @@ import torch.distributed as dist
 
 from ._meeting import INLINE_BYTES, Header, meet, raise_disagreement
 from ._shared_memory import Offer, take
-from ._story import Call
+from ._story import Call, text_of
+from .errors import CollectiveError
 from .process import comm_device, members
 from .serialize import Parcel, unpack
 
@@ -136,7 +137,10 @@ class _Work:
         if any(header.is_foreign for header in self.headers):
             self._agree(_NOT_UNPICKLED if problem else _DONE, objects, problem)
         elif problem is not None:
-            raise problem
+            raise CollectiveError(
+                f"{self.call.name}(): rank {dist.get_rank()} cannot unpickle what it received: "
+                f"{text_of(problem)}"
+            ) from problem
         return objects
 
     def _try_to_unpack(self, memory: _Memory) -> tuple[dict[int, Any], Exception | None]:

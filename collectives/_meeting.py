@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from ._shared_memory import is_available
-from ._story import Call, Place, call_site, tell
+from ._story import Call, Place, tell, text_of
 from .errors import CollectiveError
 from .process import comm_device, members
 from .serialize import Parcel
@@ -70,7 +70,7 @@ def meet(
         CollectiveError: on every rank, when some rank is in another call or has a problem.
     """
     parcel = parcel or Parcel()
-    own = digest(call.name)[:8], digest(agreed), _host()
+    own = digest(f"{call.name} {call.detail}")[:8], digest(agreed), _host()
     size = parcel.size
     flags = (_FAILED if problem else 0) | (_FOREIGN if parcel.is_foreign else 0)
     message = bytearray(_BYTES)
@@ -92,8 +92,7 @@ def raise_disagreement(
         problem: what is wrong on this rank, if that is why.
         failed_to: what this rank could not do because of it.
     """
-    text = f"cannot {failed_to}: {type(problem).__name__}: {problem}" if problem else ""
-    own = Place(dist.get_rank(), call.name, call_site(), call.structure(), text).encode()
+    own = call.here(f"cannot {failed_to}: {text_of(problem)}" if problem else "").encode()
     sizes = [
         int.from_bytes(row, "little")
         for row in _gather_rows(bytearray(len(own).to_bytes(8, "little")), call.group)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
 import time
 import weakref
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 import torch.distributed as dist
 
 from . import trace
-from ._story import Call, Place, call_site, tell
+from ._story import Call, Place, tell
 from .errors import CollectiveError
 from .process import members
 
@@ -37,42 +40,62 @@ _pasts: weakref.WeakKeyDictionary[dist.ProcessGroup, _Past] = weakref.WeakKeyDic
 def failure(call: Call, error: BaseException) -> CollectiveError:
     """Return the error to raise, after asking where the other ranks are."""
     rank, ranks = dist.get_rank(), members(call.group)
-    own = Place(rank, call.name, call_site(), call.structure())
-    try:
-        places, elsewhere = _ask(own, ranks, call.group)
-    # The store may have died with the process that served it.
-    except RuntimeError:
-        places, elsewhere = [own], {r: "cannot be asked" for r in ranks if r != rank}
+    own = call.here()
+    places, elsewhere = _ask_in_time(own, ranks, call.group)
+    transport = dist.get_backend_config(call.group)
+    if not elsewhere and len({(place.call, place.detail) for place in places}) == 1:
+        return CollectiveError(
+            f"{call.name}() failed on all ranks: {tell(places)}. The transport ({transport}) says: "
+            f"{error}"
+        )
     return CollectiveError(
         f"{call.name}() must be reached by all {len(ranks)} ranks, but did not finish on rank "
-        f"{rank}: {tell(places, elsewhere)}. The transport "
-        f"({dist.get_backend_config(call.group)}) says: {error}"
+        f"{rank}: {tell(places, elsewhere)}. The transport ({transport}) says: {error}"
     )
 
 
 def withdraw(group: dist.ProcessGroup | None) -> None:
     """After a success, take back what an earlier failure has told the others."""
     if _pasts and _past().posted:
+        _past().silent.clear()
         key = _key(group, dist.get_rank())
         if key in _past().posted:
             _past().posted.discard(key)
             _store().delete_key(key)
 
 
-def _ask(
-    own: Place, ranks: list[int], group: dist.ProcessGroup | None
-) -> tuple[list[Place], dict[int, str]]:
+_Known: TypeAlias = "tuple[list[Place], dict[int, str]]"
+
+
+def _ask_in_time(own: Place, ranks: list[int], group: dist.ProcessGroup | None) -> _Known:
+    """Return what `_ask` does, also when the store's process has died or been stopped."""
+    known: list[_Known] = []
+    question = trace.is_tracing()
+
+    def ask() -> None:
+        with contextlib.suppress(RuntimeError):
+            known.append(_ask(own, ranks, group))
+
+    asking = threading.Thread(target=ask, name="stepwrap-report", daemon=True)
+    asking.start()
+    asking.join(2 * _PATIENCE_S + (trace.ANSWER_S if question else 0.0))
+    if known:
+        return known[0]
+    return [own], {rank: "cannot be asked" for rank in ranks if rank != own.rank}
+
+
+def _ask(own: Place, ranks: list[int], group: dist.ProcessGroup | None) -> _Known:
     """Return where the ranks that failed too are, and what is known of the others."""
-    store = _store()
+    store, past = _store(), _past()
     own_key = _key(group, own.rank)
     store.set(own_key, own.encode().decode())
-    past = _past()
     past.posted.add(own_key)
     places = {own.rank: own}
     keys = {rank: _key(group, rank) for rank in ranks if rank != own.rank}
     question = trace.ask(store) if trace.is_tracing() else None
     answers: dict[int, str] = {}
-    deadline = time.monotonic() + _PATIENCE_S + (trace.ANSWER_S if question else 0.0)
+    started = time.monotonic()
+    patience = _PATIENCE_S + (trace.ANSWER_S if question else 0.0)
     while True:
         for rank, key in keys.items():
             if rank not in places and store.check([key]):
@@ -80,12 +103,26 @@ def _ask(
         if question:
             answers |= trace.answers(store, question, [r for r in keys if r not in answers])
         waited_for = {key for r, key in keys.items() if r not in places and r not in answers}
-        if waited_for <= past.silent or time.monotonic() > deadline:
+        waited_s = time.monotonic() - started
+        if waited_for <= past.silent and (not question or waited_s > _PATIENCE_S):
+            break
+        if not waited_for or waited_s > patience:
             break
         time.sleep(_POLL_S)
     past.silent.update(waited_for)
-    silent = "does not answer: it has died or is stuck" if question else "has not come"
-    return list(places.values()), {r: answers.get(r, silent) for r in keys if r not in places}
+    silent = (
+        "does not answer: it has died, is stuck or has made no collective call yet"
+        if question
+        else "has not come"
+    )
+    # Who failed long ago waits no more, and may be anywhere.
+    gone = {
+        rank: f"gave up in {place.call} ({place.site}) {own.when - place.when:.0f} s ago"
+        for rank, place in places.items()
+        if own.when - place.when > _PATIENCE_S
+    }
+    others = {r: answers.get(r, silent) for r in keys if r not in places}
+    return [place for r, place in places.items() if r not in gone], others | gone
 
 
 def _past() -> _Past:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from types import FrameType
 from typing import TypeAlias
 
@@ -25,6 +27,7 @@ class Call:
     """A call of a collective: what it is named, among whom, and what is passed.
 
     Attributes:
+        detail: what else must be the same on all ranks, such as "from rank 0".
         describe: returns what is passed, as a text or as a dict's keys; called when needed.
         must_agree: whether what is passed must be equal on all ranks.
         meets: whether the call itself begins with a meeting.
@@ -33,13 +36,24 @@ class Call:
     name: str
     group: dist.ProcessGroup | None = None
     describe: Describe | None = None
+    detail: str = ""
     must_agree: bool = True
     meets: bool = False
 
     def structure(self) -> str | list[str]:
-        """Return what this rank passes."""
-        described = self.describe() if self.describe else ""
-        return described if isinstance(described, str) else [str(key) for key in described]
+        """Return what this rank passes; never raises, since the others are waiting."""
+        try:
+            described = self.describe() if self.describe else ""
+            return described if isinstance(described, str) else [str(key) for key in described]
+        # What is wrong with it, the call itself will find out.
+        except Exception as error:
+            return f"what cannot be described ({type(error).__name__})"
+
+    def here(self, problem: str = "") -> Place:
+        """Return where this rank is: in this call."""
+        return Place(
+            dist.get_rank(), self.name, call_site(), self.detail, self.structure(), problem
+        )
 
 
 @dataclass(frozen=True)
@@ -49,13 +63,16 @@ class Place:
     Attributes:
         structure: what it passes: a text, or the keys of a dict.
         problem: what is wrong there, if anything.
+        when: seconds since the epoch.
     """
 
     rank: int
     call: str
     site: str
+    detail: str = ""
     structure: str | list[str] = ""
     problem: str = ""
+    when: float = field(default_factory=time.time)
 
     def encode(self) -> bytes:
         """Return the place as bytes that `decode` reads; no pickle, it is read when all fails."""
@@ -95,9 +112,12 @@ def tell(
         compare: say what differs in the data that they pass, too.
     """
     places = sorted(places, key=lambda place: place.rank)
+    has_details = len({place.call for place in places}) == 1
+    has_details = has_details and len({place.detail for place in places}) > 1
     by_call: dict[tuple[str, str], list[Place]] = {}
     for place in places:
-        by_call.setdefault((place.call, place.site), []).append(place)
+        name = f"{place.call} {place.detail}" if has_details else place.call
+        by_call.setdefault((name, place.site), []).append(place)
     # The few first: they are most likely the culprits.
     groups = sorted(by_call.items(), key=lambda item: len(item[1]))
     parts = []
@@ -113,6 +133,14 @@ def tell(
     sentence = ", ".join(parts)
     difference = _difference(places) if compare else ""
     return f"{sentence}; {difference}" if difference else sentence
+
+
+def text_of(error: BaseException) -> str:
+    """Return type and text of an error, also of one whose text cannot be had."""
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception:
+        return f"{type(error).__name__} (without a text: its __str__ fails)"
 
 
 def name_ranks(ranks: Iterable[int]) -> str:
@@ -146,5 +174,8 @@ def _is_the_users(path: str) -> bool:
 
 
 def _location(frame: FrameType) -> str:
-    path, here = frame.f_code.co_filename, os.getcwd() + os.sep
-    return f"{path.removeprefix(here)}:{frame.f_lineno}"
+    path = frame.f_code.co_filename
+    # The job's directory may have been removed.
+    with contextlib.suppress(OSError):
+        path = path.removeprefix(os.getcwd() + os.sep)
+    return f"{path}:{frame.f_lineno}"

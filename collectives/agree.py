@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
-from ._story import call_site
+from ._story import call_site, text_of
 from .errors import CollectiveError
 from .objects import all_gather_object
 from .process import members
@@ -25,10 +25,10 @@ def retell(problem: Exception) -> Told:
     kind = type(problem)
     try:
         pickle.dumps(kind)
-        kind("")
+        kind(str(problem))
     # Constructors and local classes fail in many ways.
     except Exception:
-        return Told(CollectiveError, f"{kind.__name__}: {problem}", call_site())
+        return Told(CollectiveError, text_of(problem), call_site())
     return Told(kind, str(problem), call_site())
 
 

@@ -26,7 +26,8 @@ def synchronize(timeout_s: float | None = None, group: dist.ProcessGroup | None 
     backends = dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
     live = group or dist.group.WORLD
     assert live is not None
-    with calling("synchronize", group):
+    # No meeting while tracing: it would wait for as long as the group allows.
+    with calling("synchronize", group, meets=True):
         if backends.get("cpu") == "gloo":
             # The only barrier of torch that names who is missing. The group's own method: the
             # function in torch.distributed refuses groups made with any other name than "gloo".

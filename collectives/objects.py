@@ -8,7 +8,8 @@ import torch.distributed as dist
 
 from ._call import calling
 from ._exchange import exchange
-from .process import comm_device, live_world_size, members, place_in_group
+from ._story import name_ranks
+from .process import live_world_size, members, place_in_group
 from .serialize import Parcel, pack
 
 T = TypeVar("T")
@@ -29,9 +30,10 @@ def broadcast(obj: T, src: int = 0, group: dist.ProcessGroup | None = None) -> T
     if live_world_size(group) == 1:
         return obj
     is_source = dist.get_rank() == src
-    with calling("broadcast", group, _describe(obj), must_agree=False, meets=True) as call:
-        parcel, problem = _try_to_pack(obj) if is_source else (Parcel(), None)
-        others = [rank for rank in members(group) if rank != src]
+    # Outside of the call: pickling runs the user's code.
+    parcel, problem = _try_to_pack(obj) if is_source else (Parcel(), None)
+    others = [rank for rank in members(group) if rank != src]
+    with calling("broadcast", group, _describe(obj), f"from rank {src}", meets=True) as call:
         received = exchange(call, parcel, problem, others)
     copy: T = obj if is_source else received[src]
     return copy
@@ -49,8 +51,9 @@ def all_gather_object(obj: T, group: dist.ProcessGroup | None = None) -> list[T]
     """
     if live_world_size(group) == 1:
         return [obj]
-    with calling("all_gather_object", group, _describe(obj), must_agree=False, meets=True) as call:
-        return list(exchange(call, *_try_to_pack(obj), members(group)).values())
+    parcel, problem = _try_to_pack(obj)
+    with calling("all_gather_object", group, _describe(obj), meets=True) as call:
+        return list(exchange(call, parcel, problem, members(group)).values())
 
 
 def gather_object(obj: T, dst: int = 0, group: dist.ProcessGroup | None = None) -> list[T] | None:
@@ -66,8 +69,9 @@ def gather_object(obj: T, dst: int = 0, group: dist.ProcessGroup | None = None) 
     place_in_group(dst, group, "dst")
     if live_world_size(group) == 1:
         return [obj]
-    with calling("gather_object", group, _describe(obj), must_agree=False, meets=True) as call:
-        received = exchange(call, *_try_to_pack(obj), [dst])
+    parcel, problem = _try_to_pack(obj)
+    with calling("gather_object", group, _describe(obj), f"to rank {dst}", meets=True) as call:
+        received = exchange(call, parcel, problem, [dst])
     return list(received.values()) if dist.get_rank() == dst else None
 
 
@@ -80,17 +84,16 @@ def pad_to_largest_tensor(
     without a process group.
 
     Raises:
-        ValueError: the tensor has not one dimension.
+        ValueError: on every rank, when some rank's tensor has not one dimension.
     """
-    if tensor.dim() != 1:
-        raise ValueError(f"tensor must have one dimension, got shape {tuple(tensor.shape)}")
-    if live_world_size(group) == 1:
-        return [tensor.numel()], tensor
-    own = torch.tensor(tensor.numel(), device=comm_device(group))
-    counts = [torch.empty_like(own) for _ in members(group)]
-    with calling("pad_to_largest_tensor", group):
-        dist.all_gather(counts, own, group)
-    sizes: list[int] = torch.stack(counts).tolist()
+    counts = all_gather_object(tensor.numel() if tensor.dim() == 1 else None, group)
+    sizes = [count for count in counts if count is not None]
+    if len(sizes) < len(counts):
+        wrong = [rank for rank, count in zip(members(group), counts, strict=True) if count is None]
+        raise ValueError(
+            f"tensor must have one dimension, which it has not on {name_ranks(wrong)}; here its "
+            f"shape is {tuple(tensor.shape)}"
+        )
     missing = max(sizes) - tensor.numel()
     return sizes, torch.cat([tensor, tensor.new_zeros(missing)]) if missing else tensor
 

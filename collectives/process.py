@@ -100,9 +100,13 @@ def comm_device(
     Args:
         prefer: the data's own device, returned when the group has a backend for its type.
             Otherwise it is the first device type of the group's backend configuration.
+
+    Raises:
+        ValueError: this process is no member of the group.
     """
     if not distributed_available():
         return torch.device("cpu")
+    live_world_size(group)
     pairs = dist.get_backend_config(group).split(",")
     device_types = [pair.split(":")[0] for pair in pairs]
     if prefer is not None and prefer.type in device_types:

@@ -1,5 +1,6 @@
 """Objects as bytes: pickle protocol 5, with tensors and large arrays kept out of the pickle."""
 
+import gc
 import io
 import logging
 import pickle
@@ -60,9 +61,10 @@ def serialize_to_tensor(data: object) -> torch.Tensor:
     """
     if distributed_available():
         backends = {pair.split(":")[-1] for pair in dist.get_backend_config().split(",")}
-        assert backends <= {"gloo", "nccl"}, (
-            f"serialize_to_tensor() must have a gloo or nccl group, got {dist.get_backend_config()}"
-        )
+        if not backends <= {"gloo", "nccl"}:
+            raise AssertionError(
+                f"serialize_to_tensor() needs a gloo or nccl group, got {dist.get_backend_config()}"
+            )
     tensor = obj2tensor(data)
     if tensor.numel() > _WARN_FROM:
         logger.warning(
@@ -96,7 +98,7 @@ def tensor2obj(tensor: torch.Tensor) -> Any:
         raise TypeError(f"tensor must be of dtype torch.uint8, got {tensor.dtype}")
     if tensor.numel() == 0:
         raise ValueError("tensor must hold the bytes of a pickle, got an empty one")
-    return _Unpickler(io.BytesIO(tensor.reshape(-1).cpu().numpy().tobytes())).load()
+    return _load(io.BytesIO(tensor.reshape(-1).cpu().numpy().tobytes()))
 
 
 @dataclass(frozen=True)
@@ -163,7 +165,21 @@ def unpack(memory: memoryview) -> Any:
         end += -end % _ALIGNMENT
         buffers.append(memory[end : end + size])
         end += size
-    return _Unpickler(stream, buffers=buffers).load()
+    return _load(stream, buffers)
+
+
+def _load(stream: io.BytesIO, buffers: Sequence[memoryview] | None = None) -> Any:
+    """Unpickle without the collections of garbage that so many new objects would set off."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        return _Unpickler(stream, buffers=buffers).load()
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+_BY_NAME = (type, types.FunctionType, types.BuiltinFunctionType)
 
 
 class _Pickler(pickle.Pickler):
@@ -177,10 +193,10 @@ class _Pickler(pickle.Pickler):
         kind = type(obj)
         if kind is torch.Tensor:
             return _reduce_tensor(obj)
-        if not self.is_foreign:
-            holder = obj if isinstance(obj, type | types.FunctionType) else kind
-            root = str(holder.__module__).partition(".")[0]
-            self.is_foreign = root not in _EVERYWHERE or isinstance(obj, BaseException)
+        if not self.is_foreign and obj is not _rebuild_tensor:
+            holder = obj if isinstance(obj, _BY_NAME) else kind
+            is_known = str(holder.__module__) in _EVERYWHERE
+            self.is_foreign = not is_known or isinstance(obj, BaseException)
         return NotImplemented
 
 
@@ -213,7 +229,8 @@ def _reduce_tensor(tensor: torch.Tensor) -> Any:
     if not plain.is_contiguous():
         order, plain = _in_memory_order(plain)
     if tensor.dtype in _WITHOUT_NUMPY:
-        plain_bytes = plain.reshape(-1).view(torch.uint8).numpy()
+        # Not reshape(-1), which keeps any stride that a single element may have.
+        plain_bytes = plain.as_strided((plain.numel(),), (1,)).view(torch.uint8).numpy()
     else:
         plain_bytes = plain.numpy()
     content = pickle.PickleBuffer(plain_bytes.data)

@@ -16,11 +16,13 @@ import torch.distributed as dist
 
 from ._meeting import digest, meet, raise_disagreement
 from ._story import Call, call_site, main_thread_site
+from .process import distributed_available
 
 VARIABLE = "STEPWRAP_COLLECTIVE_TRACE"
 # How often a rank looks whether another one asks where it is, and how long that one waits.
 _LOOK_S = 0.25
 ANSWER_S = 2.0
+_JOIN_S = 2.0
 _KEPT = 256
 _is_on = os.environ.get(VARIABLE, "").lower() not in ("", "0", "false", "no", "off")
 _records: collections.deque[CollectiveRecord] = collections.deque(maxlen=_KEPT)
@@ -50,13 +52,14 @@ class CollectiveRecord:
     Attributes:
         number: 1 for the first one since tracing began.
         structure: what was passed: a text, or the keys of a dict.
+        state: "running", "finished" or "failed".
     """
 
     number: int
     name: str
     site: str
     structure: str | list[str]
-    has_finished: bool = False
+    state: str = "running"
 
     def __str__(self) -> str:
         return f"#{self.number} {self.name} ({self.site})"
@@ -71,6 +74,8 @@ def trace_collectives(on: bool = True) -> None:
     """
     global _is_on
     _is_on = on
+    if on and distributed_available():
+        _Watch.start_once()
 
 
 def is_tracing() -> bool:
@@ -117,6 +122,7 @@ class _Watch(threading.Thread):
     """Answers for this rank, also while its main thread computes, sleeps or waits."""
 
     _running: _Watch | None = None
+    _lock = threading.Lock()
 
     def __init__(self, world: dist.ProcessGroup) -> None:
         super().__init__(name="stepwrap-trace", daemon=True)
@@ -130,17 +136,24 @@ class _Watch(threading.Thread):
         """Start the watch of the live default group, unless it runs."""
         world = dist.group.WORLD
         assert world is not None
-        if cls._running is None or cls._running.world() is not world:
-            cls.stop()
-            cls._running = cls(world)
-            cls._running.start()
+        with cls._lock:
+            if cls._running is None or cls._running.world() is not world:
+                cls._end()
+                cls._running = cls(world)
+                cls._running.start()
 
     @classmethod
     def stop(cls) -> None:
         """End the watch; a thread that is in the store at exit would abort the process."""
+        with cls._lock:
+            cls._end()
+
+    @classmethod
+    def _end(cls) -> None:
         if cls._running is not None:
             cls._running.ended.set()
-            cls._running.join()
+            # The process that serves the store may have been stopped.
+            cls._running.join(_JOIN_S)
             cls._running = None
 
     def run(self) -> None:
@@ -163,10 +176,12 @@ class _Watch(threading.Thread):
 
 
 def _whereabouts() -> str:
-    last = _records[-1]
-    if not last.has_finished:
-        return f"is in {last}"
-    return f"is in no collective but at {main_thread_site()}; its last was {last}"
+    records = list(_records)
+    running = next((record for record in reversed(records) if record.state == "running"), None)
+    if running:
+        return f"is in {running}"
+    last = f"its last was {records[-1]}" if records else "it has made none"
+    return f"is in no collective but at {main_thread_site()}; {last}"
 
 
 atexit.register(_Watch.stop)

@@ -103,8 +103,12 @@ def _same_tensors(got: torch.Tensor, sent: torch.Tensor) -> bool:
         return False
     if got.numel() == 0:
         return True
-    got, sent = (t.detach().resolve_conj().contiguous().reshape(-1) for t in (got, sent))
-    return torch.equal(got.view(torch.uint8), sent.view(torch.uint8))
+    return torch.equal(_bytes(got), _bytes(sent))
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    plain = tensor.detach().resolve_conj().contiguous()
+    return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8)
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:

@@ -169,7 +169,7 @@ def test_a_killed_rank_is_named_while_tracing() -> None:
     for rank in (0, 2):
         report = error.value.reports[rank]
         assert "ranks 0, 2 wait in all_gather_object" in report
-        assert "rank 1 does not answer: it has died or is stuck" in report
+        assert "rank 1 does not answer: it has died, is stuck" in report
 
 
 def _record() -> list[Any]:
@@ -179,7 +179,7 @@ def _record() -> list[Any]:
     trace_collectives(False)
     all_reduce(torch.ones(2))
     return [
-        (record.name, record.structure, record.has_finished, record.site.split(":")[0])
+        (record.name, record.structure, record.state, record.site.split(":")[0])
         for record in recent_collectives()[before:]
     ]
 
@@ -187,8 +187,8 @@ def _record() -> list[Any]:
 def test_the_ring_of_recent_collectives() -> None:
     for records in run_ranks(_traced, 2, True, _record):
         assert records == [
-            ("all_reduce", "sum of torch.float32 of shape (2,)", True, HERE),
-            ("broadcast", ["a"], True, HERE),
+            ("all_reduce", "sum of torch.float32 of shape (2,)", "finished", HERE),
+            ("broadcast", ["a"], "finished", HERE),
         ]
 
 
@@ -203,16 +203,31 @@ def test_the_ring_keeps_the_last_256() -> None:
     assert run_ranks(_traced, 2, True, _overflow_the_ring) == [(256, [255, 254])] * 2
 
 
-def _watches(group_is_there: bool) -> list[str]:
-    if group_is_there:
-        all_gather_object(1)
+def _watches() -> list[str]:
     return [thread.name for thread in threading.enumerate() if "stepwrap" in thread.name]
 
 
 def test_the_thread_that_answers_ends_with_the_group() -> None:
-    assert run_ranks(_traced, 2, True, _watches, True) == [["stepwrap-trace"]] * 2
+    """It is there from the switch on, not only from the first call on."""
+    assert run_ranks(_traced, 2, True, _watches) == [["stepwrap-trace"]] * 2
     time.sleep(0.5)
-    assert run_ranks(_traced, 2, True, _watches, False) == [[], []]
+    assert run_ranks(_traced, 2, False, _watches) == [[], []]
+
+
+def _synchronize_too_early() -> tuple[float, str]:
+    if dist.get_rank() == 1:
+        time.sleep(1.5)
+        return 0.0, ""
+    started = time.monotonic()
+    text = _outcome(synchronize, 0.5)
+    return time.monotonic() - started, text
+
+
+def test_the_timeout_of_synchronize_holds_while_tracing() -> None:
+    waited_s, text = run_ranks(_traced, 2, True, _synchronize_too_early)[0]
+    assert waited_s < 1.4
+    assert "CollectiveError" in text
+    assert re.search(r"rank 1 is in no collective but at \S+ in _synchronize_too_early", text)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,159 @@
+"""What one rank does wrong ends in an error on all of them that names it."""
+
+import os
+import re
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+
+from stepwrap.collectives import (
+    all_gather_object,
+    all_reduce_dict,
+    broadcast,
+    gather_object,
+    mean_scalars,
+    pad_to_largest_tensor,
+    synchronize,
+    trace_collectives,
+)
+from stepwrap.collectives._call import calling
+
+HERE = os.path.relpath(__file__)
+
+
+def _outcome(call: Any, *args: Any) -> str:
+    try:
+        call(*args)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def _traced(on: bool, scenario: Any, *args: Any) -> Any:
+    trace_collectives(on)
+    try:
+        return scenario(*args)
+    finally:
+        trace_collectives(False)
+
+
+class _Pair:
+    """Gathers in a pair of ranks while it is pickled."""
+
+    def __init__(self, pair: Any) -> None:
+        self.pair = pair
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return list, (all_gather_object(dist.get_rank(), self.pair),)
+
+
+def _gather_inside() -> list[Any]:
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    return all_gather_object(_Pair(pairs[dist.get_rank() // 2]))
+
+
+@pytest.mark.parametrize("on", [True, False])
+def test_a_collective_inside_another_keeps_its_own_group(on: bool) -> None:
+    expected = [[0, 1], [0, 1], [2, 3], [2, 3]]
+    assert run_ranks(_traced, 4, on, _gather_inside) == [expected] * 4
+
+
+def _differ_in_the_root() -> list[str]:
+    rank = dist.get_rank()
+    return [
+        _outcome(broadcast, rank, rank),
+        _outcome(broadcast, torch.ones(100_000), rank),
+        _outcome(gather_object, torch.ones(500_000), rank),
+    ]
+
+
+def test_roots_that_differ_are_told_at_once() -> None:
+    roots = ("broadcast from", "broadcast from", "gather_object to")
+    for texts in run_ranks(_differ_in_the_root, 2):
+        for text, call in zip(texts, roots, strict=True):
+            assert re.sub(rf"{HERE}:\d+", "HERE", text).endswith(
+                f"but rank 0 is in {call} rank 0 (HERE), rank 1 waits in {call} rank 1 (HERE)"
+            )
+
+
+class _Unspeakable(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+class _FailsToPickle:
+    def __reduce__(self) -> tuple[Any, ...]:
+        raise _Unspeakable
+
+
+def _fail_in_an_odd_place() -> list[str]:
+    rank = dist.get_rank()
+    folder = os.getcwd()
+    if rank == 1:
+        gone = tempfile.mkdtemp()
+        os.chdir(gone)
+        os.rmdir(gone)
+    try:
+        return [
+            _outcome(all_gather_object, threading.Lock() if rank == 1 else 1),
+            _outcome(all_gather_object, _FailsToPickle() if rank == 1 else 1),
+        ]
+    finally:
+        os.chdir(folder)
+
+
+def test_errors_without_a_text_or_a_directory_reach_all_ranks() -> None:
+    for texts in run_ranks(_fail_in_an_odd_place, 2, group_timeout_s=20):
+        assert "rank 1 cannot pickle its object: TypeError: cannot pickle" in texts[0]
+        assert "rank 1 cannot pickle its object: _Unspeakable (without a text" in texts[1]
+
+
+def _give_bad_data() -> list[str]:
+    bad = dist.get_rank() == 1
+    return [
+        _outcome(mean_scalars, None if bad else {"a": 1}),
+        _outcome(all_reduce_dict, {"a": "text"} if bad else {"a": 1}),
+        _outcome(pad_to_largest_tensor, torch.ones(2, 2) if bad else torch.ones(2)),
+        _outcome(all_gather_object, threading.Lock() if bad else 1),
+    ]
+
+
+@pytest.mark.parametrize("on", [True, False])
+def test_bad_data_on_one_rank_is_told_on_all(on: bool) -> None:
+    for texts in run_ranks(_traced, 2, on, _give_bad_data, group_timeout_s=20):
+        kinds = [text.split(":")[0] for text in texts]
+        assert kinds == ["TypeError", "TypeError", "ValueError", "CollectiveError"]
+
+
+def _fail_inside() -> None:
+    with calling("made_up"):
+        raise RuntimeError("the transport has no such operation")
+
+
+def _fail_then_leave(folder: str) -> list[str]:
+    """Both fail in one call; later rank 0 waits alone for rank 1, which computes."""
+    texts = [_outcome(_fail_inside)]
+    dist.barrier()
+    time.sleep(1.2)
+    if dist.get_rank() == 1:
+        while not os.listdir(folder):
+            time.sleep(0.01)
+        return texts
+    texts.append(_outcome(synchronize, 1.5))
+    Path(folder, "done").touch()
+    return texts
+
+
+def test_an_old_failure_is_not_taken_for_a_wait(tmp_path: Path) -> None:
+    first, second = run_ranks(_fail_then_leave, 2, str(tmp_path))[0]
+    assert "made_up() failed on all ranks: ranks 0, 1 wait in made_up" in first
+    assert re.search(
+        r"rank 0 waits in synchronize .*, rank 1 gave up in made_up .* \d s ago", second
+    )
