@@ -2,9 +2,9 @@
 
 Each payload is gathered on all ranks by stepwrap, by `torch.distributed.all_gather_object` and,
 where it is a plain array, by the bare tensor collective, in a shuffled order within every round;
-ratios are taken within a round, and the median over the rounds is printed. "and read" adds one pass over all
-that was received: memory that is only mapped costs nothing before it is read. The last lines
-compare the scalars of a log interval: one reduction for all, and one reduction each.
+ratios are taken within a round, and the median over the rounds is printed. "and read" adds one
+pass over all that was received: memory that is only mapped costs nothing before it is read. The
+last lines compare the scalars of a log interval: one reduction for all, and one reduction each.
 
     python benchmarks/collectives.py [--ranks 2] [--rounds 15] [--backend gloo]
 """
