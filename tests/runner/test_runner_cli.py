@@ -27,7 +27,7 @@ Capture = pytest.CaptureFixture[str]
         (["train", "points.yml"], "did you mean points.yaml?"),
         (["train", "points.yaml", "--resume", "--fresh"], "exclude each other"),
         (["train", "points.yaml", "--dry-run", "--resume"], "--dry-run and --resume exclude each"),
-        (["train", "points.yaml", "trace_collectives=true"], "trace_collectives"),
+        (["train", "points.yaml", "trace_collectives=maybe"], "trace_collectives"),
         (["train", "points.yaml", "train=null"], "train: train needs this section"),
         (["test", "points.yaml", "data.test=null"], "data.test: test needs this section"),
         (
