@@ -33,6 +33,18 @@ _CARRIERS: Final = {
     torch.uint16: torch.int32,
     torch.uint32: torch.int64,
 }
+# The others have no arithmetic in torch: fewer than 8 bits, bits without a meaning, quantized.
+_REDUCED: Final = {
+    *_CARRIERS,
+    *(torch.uint8, torch.int8, torch.int32, torch.int64, torch.uint64),
+    *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
+    *(torch.complex32, torch.complex64, torch.complex128),
+    *(torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz),
+    torch.float8_e8m0fnu,
+}
+# The order of uint64 is that of int64 after a flip of the highest bit.
+_HIGHEST_BIT: Final = -(2**63)
+_LOW_BITS: Final = 2**32 - 1
 
 logger = logging.getLogger(__name__)
 
@@ -49,11 +61,18 @@ def checked_op(op: str, *dtypes: torch.dtype) -> str:
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise ValueError(f"op must be one of {', '.join(_TORCH_OPS)}, got {op!r}{hint}")
     for dtype in dtypes:
+        check_reduced(dtype)
         if dtype.is_complex and name not in ("sum", "product", "mean"):
             raise ValueError(f"op must be sum, product or mean for {dtype}, got {op!r}")
         if dtype.is_floating_point and name in BITWISE:
             raise ValueError(f"op must not be bitwise for {dtype}, got {op!r}")
     return name
+
+
+def check_reduced(dtype: torch.dtype) -> None:
+    """Raise a ValueError for a dtype that cannot be reduced."""
+    if dtype not in _REDUCED:
+        raise ValueError(f"{dtype} cannot be reduced: torch has no arithmetic for it")
 
 
 def as_sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -67,6 +86,72 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
+class Reduction:
+    """A tensor on its way over the ranks: made before the call, run in it, read after it.
+
+    Args:
+        tensor: detached.
+        op: as `checked_op` returned it.
+        is_wide: sums neither overflow nor are they rounded to the tensor's own dtype.
+    """
+
+    def __init__(
+        self,
+        tensor: torch.Tensor,
+        op: str,
+        group: dist.ProcessGroup | None = None,
+        *,
+        is_wide: bool = False,
+    ) -> None:
+        self._tensor, self._op, self._group = tensor, op, group
+        # In halves the sum before the division could overflow.
+        self._is_wide = is_wide or op == "mean"
+        device = comm_device(group, prefer=tensor.device)
+        # NCCL has no bitwise operations, and no transport multiplies complex numbers.
+        has_no_transport = op in BITWISE and device.type != "cpu"
+        self._is_gathered = has_no_transport or (op == "product" and tensor.is_complex())
+        self._total = as_sent(_encode(tensor, op, is_wide=self._is_wide), device)
+
+    def run(self) -> None:
+        """Communicate; every rank must call this."""
+        if self._is_gathered:
+            self._total = _reduce_gathered(self._total, self._op, self._group)
+            return
+        is_flag = self._tensor.dtype == torch.bool and not self._is_wide
+        op = _BOOL_OPS.get(self._op, self._op) if is_flag else self._op
+        dist.all_reduce(self._total, _TORCH_OPS[op], self._group)
+
+    def result(self) -> torch.Tensor:
+        """Return the reduction in the tensor's own dtype, which may be its memory, changed."""
+        dtype, total = self._tensor.dtype, self._total
+        if dtype == torch.uint64:
+            total = _decode(total, self._op, live_world_size(self._group))
+        elif self._op == "mean":
+            total = _mean_of_sum(total, live_world_size(self._group))
+        return total.to(self._tensor.device, dtype)
+
+    def wide_result(self, to_float: bool) -> torch.Tensor:
+        """Return the reduction of sum, mean, min or max in a dtype that can hold it.
+
+        It is float64 for a mean of integers; for other integers that too with `to_float`, and
+        their own dtype without; float32 with `to_float` for what is narrower.
+        """
+        dtype, total = self._tensor.dtype, self._total
+        is_integer = not (dtype.is_floating_point or dtype.is_complex)
+        is_float = is_integer and (to_float or self._op == "mean")
+        if dtype == torch.uint64 and self._op in ("min", "max"):
+            total = _decode(total, self._op, 1)
+        elif dtype == torch.uint64:
+            high, low = total.to(torch.float64) if is_float else total
+            total = high * 2.0**32 + low if is_float else ((high << 32) + low).view(dtype)
+        if is_float:
+            total = total.to(torch.float64)
+        if self._op == "mean":
+            total = total / live_world_size(self._group)
+        keeps_dtype = not to_float and not is_float
+        return total.to(self._tensor.device, dtype if keeps_dtype else total.dtype)
+
+
 def reduce_over(
     tensor: torch.Tensor, op: str, group: dist.ProcessGroup | None = None
 ) -> torch.Tensor:
@@ -76,34 +161,70 @@ def reduce_over(
         tensor: detached.
         op: as `checked_op` returned it.
     """
-    device = comm_device(group, prefer=tensor.device)
-    # NCCL has no bitwise operations, and no transport multiplies complex numbers.
-    is_gathered = op in BITWISE and device.type != "cpu" or op == "product" and tensor.is_complex()
-    if is_gathered:
-        return _reduce_gathered(as_sent(tensor, device), op, group).to(tensor.device)
-    if tensor.dtype == torch.bool:
-        op = _BOOL_OPS.get(op, op)
-    sent = as_sent(tensor.to(_carrier(tensor.dtype, op)), device)
-    dist.all_reduce(sent, _TORCH_OPS[op], group)
-    if op == "mean":
-        sent = mean_of_sum(sent, live_world_size(group))
-    return sent.to(tensor.device, tensor.dtype)
+    reduction = Reduction(tensor, op, group)
+    reduction.run()
+    return reduction.result()
 
 
-def mean_of_sum(total: torch.Tensor, world_size: int) -> torch.Tensor:
-    """Return the sum divided by the number of ranks, in the same memory where possible.
+def carrier(dtype: torch.dtype, *, is_wide: bool) -> torch.dtype:
+    """Return a dtype that every transport reduces, for all but uint64.
 
-    Integers are rounded to the nearest, halves to the even one; the first time that this loses
-    something there is a warning.
+    Args:
+        is_wide: one in which sums of small types neither overflow nor are rounded to them.
     """
+    if dtype.is_complex:
+        return torch.promote_types(dtype, torch.complex64)
+    if dtype.is_floating_point:
+        is_sent_as_it_is = dtype.itemsize >= (4 if is_wide else 2)
+        return dtype if is_sent_as_it_is else torch.float32
+    return torch.int64 if is_wide else _CARRIERS.get(dtype, dtype)
+
+
+def _encode(tensor: torch.Tensor, op: str, *, is_wide: bool) -> torch.Tensor:
+    """Return the tensor in its carrier; uint64, which gloo refuses, in the bits of int64."""
+    if tensor.dtype != torch.uint64:
+        return tensor.to(carrier(tensor.dtype, is_wide=is_wide))
+    bits = tensor.view(torch.int64)
+    if op in ("min", "max"):
+        return bits ^ _HIGHEST_BIT
+    if is_wide:
+        # In two halves, whose sums do not wrap round.
+        return torch.stack([(bits >> 32) & _LOW_BITS, bits & _LOW_BITS])
+    return bits
+
+
+def _decode(total: torch.Tensor, op: str, world_size: int) -> torch.Tensor:
+    """Return uint64 again, a sum modulo 2**64 as torch's own, or the mean of the ranks."""
+    if op in ("min", "max"):
+        total = total ^ _HIGHEST_BIT
+    elif op == "mean":
+        high, high_rest = _divide(total[0], world_size)
+        low, rest = _divide((high_rest << 32) + total[1], world_size)
+        total = _round((high << 32) + low, rest, world_size)
+    return total.view(torch.uint64)
+
+
+def _mean_of_sum(total: torch.Tensor, world_size: int) -> torch.Tensor:
+    """Return the sum divided by the number of ranks, in the same memory where possible."""
     if total.is_floating_point() or total.is_complex():
         return total.div_(world_size)
+    return _round(*_divide(total, world_size), world_size)
+
+
+def _divide(total: torch.Tensor, world_size: int) -> tuple[torch.Tensor, torch.Tensor]:
     quotient = total.div(world_size, rounding_mode="floor")
-    rest = total - quotient * world_size
+    return quotient, total - quotient * world_size
+
+
+def _round(quotient: torch.Tensor, rest: torch.Tensor, world_size: int) -> torch.Tensor:
+    """Return the nearest integers, halves to the even one.
+
+    The first time that this loses something there is a warning.
+    """
     if rest.any():
         _warn_of_rounding()
     is_half, is_odd = 2 * rest == world_size, quotient % 2 == 1
-    return quotient + ((2 * rest > world_size) | (is_half & is_odd)).to(total.dtype)
+    return quotient + ((2 * rest > world_size) | (is_half & is_odd)).to(quotient.dtype)
 
 
 @functools.cache
@@ -112,17 +233,6 @@ def _warn_of_rounding() -> None:
         "the mean of integers over the ranks keeps their dtype, and was rounded to the nearest "
         "integer; reduce floating-point tensors to have it exactly"
     )
-
-
-def _carrier(dtype: torch.dtype, op: str) -> torch.dtype:
-    """Return the dtype in which the operation travels."""
-    if dtype.is_complex:
-        return dtype
-    if dtype.is_floating_point:
-        # In halves the sum before the division could overflow; 8 bits nobody reduces.
-        is_widened = dtype.itemsize == 1 or (op == "mean" and dtype.itemsize == 2)
-        return torch.float32 if is_widened else dtype
-    return torch.int64 if op == "mean" else _CARRIERS.get(dtype, dtype)
 
 
 def _reduce_gathered(sent: torch.Tensor, op: str, group: dist.ProcessGroup | None) -> torch.Tensor:

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from ._call import calling
 from .backends import BaseDistBackend, TensorBaseDistBackend
 from .objects import all_gather_object, broadcast
-from .process import comm_device, distributed_available, live_world_size
+from .process import comm_device, distributed_available, live_world_size, members
 from .serialize import obj2tensor, tensor2obj
 
 # What a config can name.
@@ -48,7 +48,8 @@ class TorchDist(BaseDistBackend):
     """The ranks of a torch process group; without one, a process of its own.
 
     The fast one: it is `stepwrap.collectives.all_gather_object` and `broadcast`, which choose the
-    device and the way.
+    device and the way. In a sub-group its numbers are those of the members in group order, not
+    global ranks: `rank` is the own place in what `all_gather_object` returns.
 
     Args:
         group: default: the default group, also one that is made later.
@@ -64,8 +65,9 @@ class TorchDist(BaseDistBackend):
 
     @property
     def rank(self) -> int:
-        """The global rank, also in a sub-group; 0 without a process group."""
-        return dist.get_rank() if distributed_available() else 0
+        """The place in the group, a ValueError where this is no member; 0 without a group."""
+        live_world_size(self.group)
+        return dist.get_rank(self.group) if distributed_available() else 0
 
     @property
     def world_size(self) -> int:
@@ -77,8 +79,11 @@ class TorchDist(BaseDistBackend):
         return all_gather_object(obj, self.group)
 
     def broadcast_object(self, obj: T, src: int = 0) -> T:
-        """Return the object of global rank `src`; every member must call this."""
-        return broadcast(obj, src, self.group)
+        """Return the object of the group's rank `src`; every member must call this."""
+        ranks = members(self.group)
+        if src not in range(len(ranks)):
+            raise ValueError(f"src must be a rank below {len(ranks)}, got {src!r}")
+        return broadcast(obj, ranks[src], self.group)
 
 
 class TorchCPUDist(TensorBaseDistBackend):

@@ -1,6 +1,7 @@
 """The live process group and that of one host, under mmengine's names."""
 
 import os
+import weakref
 
 import torch.distributed as dist
 
@@ -11,8 +12,9 @@ from .objects import all_gather_object
 from .process import distributed_available, get_rank, get_world_size, live_world_size, members
 from .slurm import tasks_here
 
-# The default group that the local one was made from: after a new start the old one is nobody's.
-_local: tuple[dist.ProcessGroup | None, dist.ProcessGroup] | None = None
+# The default group and the local one made in it: after a new start the old one is nobody's.
+# Weakly: a group that is kept beyond its destruction keeps threads, which abort the exit.
+_local: tuple[weakref.ref[dist.ProcessGroup], weakref.ref[dist.ProcessGroup]] | None = None
 
 
 def is_distributed() -> bool:
@@ -74,14 +76,15 @@ def init_local_group(node_rank: int, num_gpus_per_node: int) -> None:
     if not distributed_available():
         return
     _check_places(all_gather_object((node_rank, num_gpus_per_node)))
-    ranks = members()
+    ranks, world = members(), get_default_group()
+    assert world is not None
     # Every rank makes the groups of all hosts: torch names a group by counting the calls.
     with calling("init_local_group"):
         for start in range(0, len(ranks), num_gpus_per_node):
             own = ranks[start : start + num_gpus_per_node]
             group = dist.new_group(own)
             if dist.get_rank() in own:
-                _local = (get_default_group(), group)
+                _local = weakref.ref(world), weakref.ref(group)
 
 
 def get_local_group() -> dist.ProcessGroup | None:
@@ -131,9 +134,9 @@ def get_local_rank() -> int:
 
 
 def _live_local_group() -> dist.ProcessGroup | None:
-    if _local is None or not distributed_available() or _local[0] is not dist.group.WORLD:
+    if _local is None or not distributed_available() or _local[0]() is not dist.group.WORLD:
         return None
-    return _local[1]
+    return _local[1]()
 
 
 def _check_places(places: list[tuple[int, int]]) -> None:

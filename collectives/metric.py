@@ -6,13 +6,15 @@ import itertools
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from .agree import raise_first, retell
 from .backend_registry import BackendLike, get_dist_backend
 from .backends import BaseDistBackend
+
+T = TypeVar("T")
 
 _MODES = ("cat", "unzip")
 _ABSENT = object()
@@ -83,27 +85,28 @@ class BaseMetric(ABC):
     def compute(self, size: int | None = None) -> Any:
         """Return the metric of the results of all ranks; every rank must call this.
 
-        The results stay until `reset`. Rank 0 computes, and the others get a copy.
+        The results stay until `reset`. The back-end's rank 0 computes; the others get a copy.
 
         Args:
             size: how many results count, from the first on: the length of the data set where a
                 sampler has added samples to make it even.
 
         Raises:
-            ValueError: `size` is negative.
+            ValueError: on every rank, when `size` is negative on one.
             CollectiveError: on every rank, when results cannot be sent.
             Exception: on every rank what `compute_metric` raises on rank 0; a CollectiveError
                 where that cannot be made again from its type and text.
         """
+        problem: Exception | None = None
         if size is not None and size < 0:
-            raise ValueError(f"size must not be negative, got {size}")
+            problem = ValueError(f"size must not be negative, got {size}")
         backend = self.dist_backend
-        if not backend.is_initialized or backend.world_size == 1:
+        if not _has_peers(backend):
+            if problem is not None:
+                raise problem
             return self.compute_metric(self._results[:size])
-        gathered = backend.all_gather_object((backend.rank, self._results))
-        first = gathered[0][0]
-        results = self._collect([results for _, results in gathered])[:size]
-        return _run_on(first, backend, lambda: self.compute_metric(results))
+        results = self._collect(_gather(backend, self._results, problem, "compute() "))[:size]
+        return _run_on_first(backend, lambda: self.compute_metric(results))
 
     def _collect(self, by_rank: Sequence[list[Any]]) -> list[Any]:
         if self.dist_collect_mode == "cat":
@@ -133,31 +136,41 @@ def metric_sync(backend: BackendLike = None) -> dict[str, Callable[..., Any]]:
 def _gather_state(
     backend: BaseDistBackend, state: torch.Tensor, group: object = None
 ) -> list[torch.Tensor]:
+    problem: Exception | None = None
     if group is not None:
-        raise ValueError(
+        problem = ValueError(
             f"process_group must be None with metric_sync(), got {group}; name the group in the "
             f"back-end: metric_sync(TorchDist(group))"
         )
-    return [part.to(state.device) for part in backend.all_gather_object(state.detach())]
+    parts = _gather(backend, state.detach(), problem, "metric_sync() ")
+    return [part.to(state.device) for part in parts]
+
+
+def _gather(backend: BaseDistBackend, own: T, problem: Exception | None, what: str) -> list[T]:
+    """Return all ranks' objects, or raise on every rank the problem of the first that has one."""
+    told = None if problem is None else retell(problem)
+    gathered = backend.all_gather_object((told, own))
+    raise_first(dict(enumerate(told for told, _ in gathered)), problem, what)
+    return [part for _, part in gathered]
 
 
 def _has_peers(backend: BaseDistBackend) -> bool:
     return backend.is_initialized and backend.world_size > 1
 
 
-def _run_on(rank: int, backend: BaseDistBackend, compute: Callable[[], Any]) -> Any:
-    """Return on every rank what `compute` returns on one of them, or raise what it raises."""
+def _run_on_first(backend: BaseDistBackend, compute: Callable[[], Any]) -> Any:
+    """Return on every rank what `compute` returns on rank 0, or raise what it raises."""
     value: Any = None
     error: Exception | None = None
-    if backend.rank == rank:
+    if backend.rank == 0:
         try:
             value = compute()
         # Whatever it is, the other ranks wait for an answer.
         except Exception as raised:
             error = raised
     told = None if error is None else retell(error)
-    value, told = backend.broadcast_object((value, told), rank)
+    value, told = backend.broadcast_object((value, told), 0)
     if error is not None and told is not None and told.kind is type(error):
         raise error
-    raise_first({rank: told}, error, "compute_metric() ")
+    raise_first({0: told}, error, "compute_metric() ")
     return value

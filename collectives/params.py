@@ -1,21 +1,20 @@
 """Many tensors, or a list of objects, across ranks at once, changed in place."""
 
-import numbers
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NoReturn
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from ._call import calling
-from ._layout import agree_on_entries, buckets, describe_tensor
+from ._layout import agree_on_entries, buckets, checked_tensor, describe_tensor, tensor_of
 from ._meeting import meet
 from ._operations import checked_op, reduce_over
+from .agree import raise_together
 from .objects import all_gather_object, broadcast
 from .process import comm_device, live_world_size, members, place_in_group
 
 _MB = 2**20
-_NO_LIST = -1
 
 
 def all_reduce_dict(
@@ -32,19 +31,19 @@ def all_reduce_dict(
 
     Raises:
         AssertionError: on every rank, when `data` is no dict on some rank.
-        ValueError: the operation is unknown; on every rank, when it is not defined for a value or
-            the dicts differ.
+        ValueError: on every rank, when the operation is unknown or not defined for a value, a
+            tensor is not dense, or the dicts differ.
         TypeError: on every rank, when a value is no tensor or number.
         CollectiveError: a rank does not take part.
     """
-    op = checked_op(op)
     tensors, problem = _tried(lambda: _dict_tensors(data, op))
     if live_world_size(group) == 1:
         if problem is not None:
             raise problem
         return
-    with calling("dist.all_reduce_dict", group, lambda: list(tensors), meets=True) as call:
-        entries = {key: describe_tensor(tensor) for key, tensor in tensors.items()}
+    op = str(op).lower()
+    entries = {key: describe_tensor(tensor) for key, tensor in tensors.items()}
+    with calling("dist.all_reduce_dict", group, lambda: list(entries), meets=True) as call:
         keys = agree_on_entries(call, entries, setting=repr(op), problem=problem)
         for bucket in buckets(keys, tensors):
             reduced = _reduced([tensors[key] for key in bucket], op, group)
@@ -69,18 +68,22 @@ def all_reduce_params(
         op: as for `all_reduce`.
 
     Raises:
-        ValueError: an unknown operation or no size; on every rank, when the tensors differ or the
-            operation is not defined for one.
+        ValueError: on every rank, an unknown operation or no size, a tensor that is not dense or
+            has no such operation, or tensors that differ.
         TypeError: on every rank, when something given on some rank is no tensor.
         CollectiveError: a rank does not take part.
     """
-    op = checked_op(op)
-    if bucket_size_mb != -1 and bucket_size_mb <= 0:
-        raise ValueError(f"bucket_size_mb must be positive or -1, got {bucket_size_mb}")
     if live_world_size(group) == 1:
+        _check_settings(op, bucket_size_mb)
         return
+
+    def make() -> dict[int, torch.Tensor]:
+        _check_settings(op, bucket_size_mb)
+        return _param_tensors(params, op)
+
     # Outside of the call: a generator is the user's code.
-    tensors, problem = _tried(lambda: _param_tensors(params, op))
+    tensors, problem = _tried(make)
+    op = str(op).lower()
     entries = {index: describe_tensor(tensor) for index, tensor in tensors.items()}
     with calling("all_reduce_params", group, lambda: list(entries), meets=True) as call:
         setting = f"{op!r} with coalesce={coalesce} and bucket_size_mb={bucket_size_mb}"
@@ -107,30 +110,33 @@ def broadcast_object_list(
 
     Raises:
         AssertionError: on every rank, when `data` is no list on some rank.
-        ValueError: `src` is no rank of the group; on every rank, when the lengths differ.
+        ValueError: on every rank, when `src` is no rank of the group, or it or the lengths differ.
         CollectiveError: on every rank, when an object cannot be pickled or unpickled; or when a
             rank does not take part.
     """
-    place_in_group(src, group)
-    is_list = isinstance(data, list)
+    problem: Exception | None = None
+    try:
+        _check_list(data, src, group)
+    except (AssertionError, ValueError) as error:
+        problem = error
     if live_world_size(group) == 1:
-        if not is_list:
-            raise AssertionError(f"data must be a list, got {type(data).__name__}")
+        if problem is not None:
+            raise problem
         return
-    length = len(data) if is_list else _NO_LIST
-    describe = f"{length} objects from rank {src}"
-    with calling("broadcast_object_list", group, lambda: describe, meets=True) as call:
-        headers = meet(call, agreed=str(length))
-        if not is_list or len({header.agreed for header in headers}) > 1:
-            _raise_lengths(dict(zip(members(group), all_gather_object(length, group), strict=True)))
+    own = f"{len(data)} objects from rank {src}" if problem is None else "a mistake"
+    with calling("broadcast_object_list", group, lambda: own, meets=True) as call:
+        headers = meet(call, agreed=own)
+        if problem is not None or len({header.agreed for header in headers}) > 1:
+            raise_together(problem, group, "broadcast_object_list() ")
+            by_rank = dict(zip(members(group), all_gather_object(own, group), strict=True))
+            raise ValueError(f"data and src must be alike on all ranks, got, by rank, {by_rank}")
         data[:] = broadcast(data, src, group)
 
 
-def _raise_lengths(lengths: Mapping[int, int]) -> NoReturn:
-    wrong = [rank for rank, length in lengths.items() if length == _NO_LIST]
-    if wrong:
-        raise AssertionError(f"data must be a list on all ranks, but is none on ranks {wrong}")
-    raise ValueError(f"data must be equally long on all ranks, got, by rank, {lengths}")
+def _check_list(data: object, src: int, group: dist.ProcessGroup | None) -> None:
+    if not isinstance(data, list):
+        raise AssertionError(f"data must be a list, got {type(data).__name__}")
+    place_in_group(src, group)
 
 
 def _tried(
@@ -144,20 +150,20 @@ def _tried(
 
 
 def _dict_tensors(data: object, op: str) -> dict[Any, torch.Tensor]:
+    op = checked_op(op)
     if not isinstance(data, dict):
         raise AssertionError(f"data must be a dict, got {type(data).__name__}")
     tensors = {}
     for key, value in data.items():
-        if not isinstance(value, torch.Tensor | numbers.Number):
-            what = type(value).__name__
-            raise TypeError(f"data[{key!r}] must be a tensor or a number, got {what}")
-        dtype = torch.float64 if isinstance(value, float) else None
-        try:
-            tensors[key] = torch.as_tensor(value, dtype=dtype).detach()
-        except (OverflowError, RuntimeError, TypeError, ValueError) as error:
-            raise ValueError(f"data[{key!r}] must fit a tensor, got {value}") from error
+        tensors[key] = tensor_of(f"data[{key!r}]", value)
         _check_dtype(f"data[{key!r}]", tensors[key], op)
     return tensors
+
+
+def _check_settings(op: str, bucket_size_mb: float) -> None:
+    checked_op(op)
+    if bucket_size_mb != -1 and bucket_size_mb <= 0:
+        raise ValueError(f"bucket_size_mb must be positive or -1, got {bucket_size_mb}")
 
 
 def _param_tensors(params: Iterable[torch.Tensor], op: str) -> dict[int, torch.Tensor]:
@@ -166,7 +172,7 @@ def _param_tensors(params: Iterable[torch.Tensor], op: str) -> dict[int, torch.T
     for index, param in enumerate(dict.fromkeys(params)):
         if not isinstance(param, torch.Tensor):
             raise TypeError(f"params[{index}] must be a tensor, got {type(param).__name__}")
-        tensors[index] = param.detach()
+        tensors[index] = checked_tensor(f"params[{index}]", param).detach()
         _check_dtype(f"params[{index}]", tensors[index], op)
     return tensors
 

@@ -1,25 +1,28 @@
 """The log reduction: named scalars, averaged over the ranks in one collective."""
 
 import functools
-import hashlib
 import math
 import numbers
 import struct
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
 
 from ._call import calling
+from ._layout import checked_tensor, is_number
+from ._meeting import digest, raise_disagreement
 from .agree import raise_together
 from .objects import all_gather_object
 from .process import comm_device, live_world_size
 
-# A 128-bit digest of the keys, as 16-bit numbers whose squares still sum exactly in float64.
-_DIGEST_PARTS = 8
-_HEADER = 1 + 2 * _DIGEST_PARTS
-_VALUES = 64
+# Digest of the call, whether there is a problem, digest of the keys; then the first values. As long
+# as the first message of the other collectives, so that a rank in one of these is found out.
+_HEADER: Final = struct.Struct("<8sq16s")
+_VALUES: Final = 124
+_NUMBER_BYTES: Final = 8
 
 
 def mean_scalars(
@@ -31,14 +34,12 @@ def mean_scalars(
     the caller's own, or that of the union over the ranks when their keys differ. With one process
     the scalars come back as floats.
 
-    Protocol: the first message has the same size on every rank, whatever the keys are. It is a
-    float64 vector, summed over the ranks: [number of ranks that have a problem; a 128-bit digest
-    of the sorted keys as 8 numbers d below 2**16; their squares; 64 values in the order of the
-    sorted keys, padded with zeros]. Because `ranks * sum(d**2) == sum(d)**2` exactly when all d
-    are equal, every rank sees from the same sums whether all keys agree, and so all ranks take the
-    same way from there:
+    Protocol: each rank sends all others 1 KiB: a digest of the call, whether it has a problem, a
+    digest of its sorted keys and 124 values in their order, as float64. This is an `all_gather`
+    on every transport, whose rows each rank sums in rank order, so that all get the same bits;
+    gloo's `all_reduce` of as many numbers takes twice as long.
 
-    - Keys agree: the sums are the answer, one collective in all. The values after the first 64
+    - Keys agree: the sums are the answer, one collective in all. The values after the first 124
       follow in a second message, whose size the digest has settled.
     - Keys differ: the dicts themselves are gathered.
     - Some rank's scalars are no scalars: the errors are gathered and raised on every rank.
@@ -46,89 +47,106 @@ def mean_scalars(
     Raises:
         TypeError, ValueError: on every rank, when some rank's key is no string or its value no
             scalar.
-        CollectiveError: a rank does not take part.
+        CollectiveError: on every rank, when one is in another collective; or when a rank does not
+            take part.
     """
-    problem = _find_problem(scalars)
+    problem: Exception | None = None
+    try:
+        _check(scalars)
+    # Whatever the user's mapping raises, the other ranks are waiting.
+    except Exception as error:
+        problem = error
     world_size = live_world_size(group)
     if world_size == 1:
         if problem is not None:
             raise problem
         return dict(zip(scalars, _to_floats(scalars.values()), strict=True))
-    keys, digest = _sort_and_digest(() if problem else tuple(scalars))
+    keys, keys_digest = _sort_and_digest(() if problem else tuple(scalars))
     device = comm_device(group)
     values = [scalars[key] for key in keys]
-    header = [float(problem is not None), *digest, *(d * d for d in digest)]
-    with calling("mean_scalars", group, lambda: list(scalars), must_agree=False):
-        sums = _sum(header, values[:_VALUES], device, _HEADER + _VALUES, group)
-        if sums[0]:
+    call_digest = digest("mean_scalars")[:8]
+    header = _HEADER.pack(call_digest, problem is not None, keys_digest)
+    message = _encode(header, values[:_VALUES], device, _VALUES)
+    rest = _encode(b"", values[_VALUES:], device, len(keys) - _VALUES)
+    with calling("mean_scalars", group, lambda: keys, meets=True) as call:
+        rows = _gather_rows(message, group)
+        headers = [_HEADER.unpack_from(row) for row in rows]
+        if any(other[0] != call_digest for other in headers):
+            raise_disagreement(call)
+        if any(other[1] for other in headers):
             raise_together(problem, group, "mean_scalars() ")
-        if not _is_same_everywhere(sums[1:_HEADER], world_size):
+        if any(other[2] != keys_digest for other in headers):
             return _mean_of_union(dict(zip(keys, _to_floats(values), strict=True)), group)
-        totals = sums[_HEADER:]
+        totals = _sum(rows, _HEADER.size, min(len(keys), _VALUES))
         if len(keys) > _VALUES:
-            totals += _sum([], values[_VALUES:], device, len(keys) - _VALUES, group)
-    means = {key: total / world_size for key, total in zip(keys, totals, strict=False)}
+            totals += _sum(_gather_rows(rest, group), 0, len(keys) - _VALUES)
+    means = {key: total / world_size for key, total in zip(keys, totals, strict=True)}
     return {key: means[key] for key in scalars}
 
 
-def _find_problem(scalars: Mapping[str, torch.Tensor | float]) -> Exception | None:
+def _check(scalars: object) -> None:
     if not isinstance(scalars, Mapping):
-        return TypeError(f"scalars must be a mapping, got {type(scalars).__name__}")
+        raise TypeError(f"scalars must be a mapping, got {type(scalars).__name__}")
     for key, value in scalars.items():
         if not isinstance(key, str):
-            return TypeError(f"the keys of scalars must be strings, got {key!r}")
-        if isinstance(value, torch.Tensor):
-            if value.numel() != 1 or value.is_complex():
-                what = f"a {value.dtype} tensor of shape {tuple(value.shape)}"
-                return ValueError(f"scalars[{key!r}] must be one real number, got {what}")
-        elif not isinstance(value, numbers.Real):
-            what = type(value).__name__
-            return TypeError(f"scalars[{key!r}] must be a number or a tensor, got {what}")
-        elif abs(value) > sys.float_info.max and value not in (math.inf, -math.inf):
-            return ValueError(f"scalars[{key!r}] must fit a float")
-    return None
+            raise TypeError(f"the keys of scalars must be strings, got {key!r}")
+        _check_value(f"scalars[{key!r}]", value)
+
+
+def _check_value(name: str, value: Any) -> None:
+    if isinstance(value, torch.Tensor):
+        if value.numel() != 1 or value.is_complex():
+            what = f"a {value.dtype} tensor of shape {tuple(value.shape)}"
+            raise ValueError(f"{name} must be one real number, got {what}")
+        checked_tensor(name, value)
+        return
+    is_complex = isinstance(value, numbers.Complex) and not isinstance(value, numbers.Real)
+    if is_complex or not is_number(value):
+        raise TypeError(f"{name} must be a number or a tensor, got {type(value).__name__}")
+    # As Python's own: NumPy would compare in the type of its number.
+    number = value.item() if hasattr(value, "item") else value
+    if abs(number) > sys.float_info.max and number not in (math.inf, -math.inf):
+        raise ValueError(f"{name} must fit a float")
 
 
 @functools.lru_cache(maxsize=128)
-def _sort_and_digest(keys: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[float, ...]]:
+def _sort_and_digest(keys: tuple[str, ...]) -> tuple[tuple[str, ...], bytes]:
     in_order = tuple(sorted(keys))
-    digest = hashlib.blake2b(repr(in_order).encode(), digest_size=2 * _DIGEST_PARTS).digest()
-    return in_order, tuple(map(float, struct.unpack(f"<{_DIGEST_PARTS}H", digest)))
+    return in_order, digest(repr(in_order))
 
 
-def _is_same_everywhere(sums: Sequence[float], world_size: int) -> bool:
-    """Compare in integers: float64 holds these sums exactly, but not the products."""
-    parts, squares = sums[:_DIGEST_PARTS], sums[_DIGEST_PARTS:]
-    return all(
-        world_size * int(square) == int(part) ** 2
-        for part, square in zip(parts, squares, strict=True)
-    )
+def _encode(
+    header: bytes, values: Sequence[torch.Tensor | float], device: torch.device, size: int
+) -> torch.Tensor:
+    """Return header and values, padded to `size` of them, as bytes on the device."""
+    if size <= 0:
+        return torch.empty(0, dtype=torch.uint8)
+    here = [i for i, value in enumerate(values) if device.type != "cpu" and _is_on(device, value)]
+    # Those that are on the device stay there until the message is.
+    away = set(here)
+    numbers_here = _to_floats(0.0 if i in away else value for i, value in enumerate(values))
+    memory = bytearray(len(header) + _NUMBER_BYTES * size)
+    memory[: len(header)] = header
+    struct.pack_into(f"<{len(values)}d", memory, len(header), *numbers_here)
+    message = torch.frombuffer(memory, dtype=torch.uint8).to(device)
+    if here:
+        first = len(header) // _NUMBER_BYTES
+        places = torch.tensor([first + i for i in here], device=device)
+        message.view(torch.float64)[places] = _stack([values[i] for i in here])
+    return message
 
 
-def _sum(
-    header: list[float],
-    values: Sequence[torch.Tensor | float],
-    device: torch.device,
-    size: int,
-    group: dist.ProcessGroup | None,
-) -> list[float]:
-    """Sum header and values, padded to `size`, over the ranks; one transfer to the host."""
-    padding = [0.0] * (size - len(header) - len(values))
-    if device.type == "cpu":
-        vector = torch.tensor(header + _to_floats(values) + padding, dtype=torch.float64)
-    else:
-        vector = torch.tensor(
-            header + _to_floats(0.0 if _is_on(device, v) else v for v in values) + padding,
-            dtype=torch.float64,
-            device=device,
-        )
-        here = [i for i, value in enumerate(values) if _is_on(device, value)]
-        if here:
-            places = torch.tensor([len(header) + i for i in here], device=device)
-            vector[places] = _stack([values[i] for i in here])
-    dist.all_reduce(vector, group=group)
-    sums: list[float] = vector.tolist()
-    return sums
+def _gather_rows(message: torch.Tensor, group: dist.ProcessGroup | None) -> list[memoryview]:
+    shape = live_world_size(group), message.numel()
+    rows = torch.empty(shape, dtype=torch.uint8, device=message.device)
+    dist.all_gather(list(rows.unbind()), message, group)
+    return [row.data for row in rows.cpu().numpy()]
+
+
+def _sum(rows: Iterable[memoryview], start: int, count: int) -> list[float]:
+    """Return the sums over the rows, in their order, of `count` numbers from byte `start` on."""
+    numbers_by_rank = (struct.unpack_from(f"<{count}d", row, start) for row in rows)
+    return [sum(column) for column in zip(*numbers_by_rank, strict=True)]
 
 
 def _is_on(device: torch.device, value: torch.Tensor | float) -> bool:

@@ -3,27 +3,30 @@
 import math
 import struct
 from collections.abc import Sequence
-from typing import Final, NoReturn
+from dataclasses import dataclass
+from typing import Any, Final, NoReturn
 
 import torch
 import torch.distributed as dist
 
 from ._call import calling
+from ._layout import checked_tensor, checking, describe_tensor
 from ._meeting import digest, raise_disagreement
-from ._operations import as_bytes, as_sent, checked_op, reduce_over
+from ._operations import Reduction, as_bytes, as_sent, checked_op
 from ._story import Call
+from .agree import raise_together
 from .process import comm_device, live_world_size, members, place_in_group
 
 # Every rank of one job has the same torch, so the same place in this list.
 _DTYPES: Final = sorted({v for v in vars(torch).values() if isinstance(v, torch.dtype)}, key=str)
-# The first message says which call this is and, in 18 numbers, what is sent; the data follows in it
-# where it is small. It is as long as that of the object collectives, so that a rank in one of these
-# is found out.
+# The first message says which call this is and, in 19 numbers, what is sent and on what device; the
+# data follows in it where it is small. It is as long as that of the object collectives, so that a
+# rank in one of these is found out.
 _DIMS: Final = 15
-_LAYOUT: Final = struct.Struct(f"<8s{3 + _DIMS}q")
+_LAYOUT: Final = struct.Struct(f"<8sq{3 + _DIMS}q")
 _MESSAGE_BYTES: Final = 1024
 _LARGE_BYTES: Final = 2**18
-_NO_TENSOR: Final = -1
+_HAS_PROBLEM: Final = -1
 
 
 def all_reduce(data: torch.Tensor, op: str = "sum", group: dist.ProcessGroup | None = None) -> None:
@@ -38,15 +41,21 @@ def all_reduce(data: torch.Tensor, op: str = "sum", group: dist.ProcessGroup | N
             only sum, product and mean; floating-point numbers have no bitwise operations.
 
     Raises:
-        ValueError: the operation is unknown or not defined for the dtype.
+        TypeError, ValueError: no dense tensor with values, or an operation that is unknown or not
+            defined for the dtype; on that rank only, and the others end at the timeout with an
+            error that names it. While tracing it is a CollectiveError on every rank at once.
         CollectiveError: a rank does not take part.
     """
-    target = _checked(data).detach()
-    op = checked_op(op, data.dtype)
-    if live_world_size(group) == 1:
-        return
-    with calling("all_reduce", group, lambda: f"{op} of {_describe_tensor(data)}"):
-        reduced = reduce_over(target, op, group)
+    world_size = live_world_size(group)
+    with checking("all_reduce", group, lambda: f"{op} of {describe_tensor(data)}"):
+        target = checked_tensor("data", data).detach()
+        op = checked_op(op, data.dtype)
+        if world_size == 1:
+            return
+        reduction = Reduction(target, op, group)
+    with calling("all_reduce", group, lambda: f"{op} of {describe_tensor(data)}"):
+        reduction.run()
+    reduced = reduction.result()
     if reduced is not target:
         target.copy_(reduced)
 
@@ -60,16 +69,21 @@ def broadcast(data: torch.Tensor, src: int = 0, group: dist.ProcessGroup | None 
         src: a global rank, also for a sub-group.
 
     Raises:
-        ValueError: `src` is no rank of the group.
+        TypeError, ValueError: no dense tensor with values, or `src` is no rank of the group; on
+            that rank only, and the others end at the timeout with an error that names it. While
+            tracing it is a CollectiveError on every rank at once.
         CollectiveError: a rank does not take part.
     """
-    target = _checked(data).detach()
-    place_in_group(src, group)
-    if live_world_size(group) == 1:
-        return
-    with calling("dist.broadcast", group, lambda: f"{_describe_tensor(data)} from rank {src}"):
+    world_size = live_world_size(group)
+    with checking("dist.broadcast", group, lambda: f"{describe_tensor(data)} from rank {src}"):
+        target = checked_tensor("data", data).detach()
+        place_in_group(src, group)
+        if world_size == 1:
+            return
         sent = as_sent(target, comm_device(group, prefer=target.device))
-        dist.broadcast(as_bytes(sent), src, group)
+        memory = as_bytes(sent)
+    with calling("dist.broadcast", group, lambda: f"{describe_tensor(data)} from rank {src}"):
+        dist.broadcast(memory, src, group)
     if sent is not target and dist.get_rank() != src:
         target.copy_(sent)
 
@@ -81,17 +95,19 @@ def all_gather(data: torch.Tensor, group: dist.ProcessGroup | None = None) -> li
     holds `data` itself.
 
     Raises:
-        ValueError: on every rank, when shapes or dtypes differ.
+        ValueError: on every rank, when shapes or dtypes differ, or some rank's data is sparse,
+            meta, nested or quantized.
         TypeError: on every rank, when some rank's data is no tensor.
         CollectiveError: a rank does not take part.
     """
     if live_world_size(group) == 1:
-        return [_checked(data)]
-    with calling("all_gather", group, lambda: _describe_tensor(data), meets=True) as call:
-        sent, parts = _meet(call, data)
+        return [checked_tensor("data", data)]
+    own = _prepare(data, group)
+    with calling("all_gather", group, lambda: describe_tensor(data), meets=True) as call:
+        parts = _meet(call, own)
         if parts is None:
-            parts = _gather_large(sent, group)
-        return [_restore(part, data) for part in parts]
+            parts = _gather_large(own.memory, group)
+    return [_restore(part, data) for part in parts]
 
 
 def gather(
@@ -105,24 +121,26 @@ def gather(
         dst: a global rank, also for a sub-group.
 
     Raises:
-        ValueError: `dst` is no rank of the group; on every rank, when shapes or dtypes or the
-            ranks' `dst` differ.
+        ValueError: on every rank, when shapes or dtypes or the ranks' `dst` differ, `dst` is no
+            rank of the group, or some rank's data is sparse, meta, nested or quantized.
         TypeError: on every rank, when some rank's data is no tensor.
         CollectiveError: a rank does not take part.
     """
-    place_in_group(dst, group, "dst")
     world_size = live_world_size(group)
     if world_size == 1:
-        return [_checked(data)]
-    is_destination = dist.get_rank() == dst
+        place_in_group(dst, group, "dst")
+        return [checked_tensor("data", data)]
+    own = _prepare(data, group, dst)
     with calling(
-        "gather", group, lambda: f"{_describe_tensor(data)} to rank {dst}", meets=True
+        "gather", group, lambda: f"{describe_tensor(data)} to rank {dst}", meets=True
     ) as call:
-        sent, parts = _meet(call, data, dst)
+        parts = _meet(call, own)
+        is_destination = dist.get_rank() == dst
         if parts is None:
-            parts = [torch.empty_like(sent) for _ in range(world_size if is_destination else 0)]
-            dist.gather(sent, parts if is_destination else None, dst, group)
-        return [_restore(part, data) for part in parts] if is_destination else []
+            count = world_size if is_destination else 0
+            parts = [torch.empty_like(own.memory) for _ in range(count)]
+            dist.gather(own.memory, parts if is_destination else None, dst, group)
+    return [_restore(part, data) for part in parts] if is_destination else []
 
 
 def _gather_large(sent: torch.Tensor, group: dist.ProcessGroup | None) -> list[torch.Tensor]:
@@ -142,45 +160,73 @@ def _gather_large(sent: torch.Tensor, group: dist.ProcessGroup | None) -> list[t
     return parts
 
 
-def _checked(data: torch.Tensor) -> torch.Tensor:
-    if not isinstance(data, torch.Tensor):
-        raise TypeError(f"data must be a torch.Tensor, got {type(data).__name__}")
-    return data
+@dataclass
+class _Own:
+    """What this rank sends.
+
+    Attributes:
+        numbers: what must be the same on all ranks.
+        memory: the data as bytes, on the device on which they travel when they are large.
+        problem: why there are none.
+    """
+
+    numbers: list[int]
+    memory: torch.Tensor
+    problem: Exception | None = None
+
+    @property
+    def is_small(self) -> bool:
+        """Whether the data fits into the first message."""
+        return _LAYOUT.size + self.memory.numel() <= _MESSAGE_BYTES
 
 
-def _describe_tensor(data: object) -> str:
-    if not isinstance(data, torch.Tensor):
-        return type(data).__name__
-    return f"{data.dtype} of shape {tuple(data.shape)}"
+def _prepare(data: torch.Tensor, group: dist.ProcessGroup | None, dst: int | None = None) -> _Own:
+    try:
+        checked_tensor("data", data)
+        if dst is not None:
+            place_in_group(dst, group, "dst")
+        memory = as_bytes(as_sent(data, comm_device(group, prefer=data.device)))
+        return _Own(_numbers(data, dst or 0), memory)
+    # Whatever torch raises, the other ranks wait to hear of it.
+    except Exception as error:
+        return _Own([_HAS_PROBLEM] + [0] * (2 + _DIMS), torch.empty(0, dtype=torch.uint8), error)
 
 
-def _meet(
-    call: Call, data: torch.Tensor, dst: int = 0
-) -> tuple[torch.Tensor, list[torch.Tensor] | None]:
-    """Return the own data as bytes and, where they are few, those of all ranks."""
-    is_tensor = isinstance(data, torch.Tensor)
-    device = comm_device(call.group, prefer=data.device if is_tensor else None)
-    numbers = _numbers(data, dst) if is_tensor else _absent()
-    header = _LAYOUT.pack(digest(call.name)[:8], *numbers)
+def _meet(call: Call, own: _Own) -> list[torch.Tensor] | None:
+    """Return the bytes of all ranks where they are few.
+
+    The message travels where those of all ranks do, wherever this rank's data is.
+    """
+    device = comm_device(call.group)
+    travels_elsewhere = own.memory.device.type != device.type
+    header = _LAYOUT.pack(digest(call.name)[:8], travels_elsewhere, *own.numbers)
     # Made by Python, which is several times faster here than a chain of small tensor operations.
     message = torch.frombuffer(bytearray(header.ljust(_MESSAGE_BYTES, b"\0")), dtype=torch.uint8)
     message = message.to(device)
-    sent = as_bytes(as_sent(data, device)) if is_tensor else message[:0]
-    end = _LAYOUT.size + sent.numel()
-    is_small = end <= _MESSAGE_BYTES
-    if is_small:
-        message[_LAYOUT.size : end] = sent
+    end = _LAYOUT.size + own.memory.numel()
+    if own.is_small:
+        message[_LAYOUT.size : end] = own.memory
     rows = torch.empty(
         live_world_size(call.group), _MESSAGE_BYTES, dtype=torch.uint8, device=device
     )
     messages = list(rows.unbind())
     dist.all_gather(messages, message, call.group)
     headers = [row.tobytes() for row in rows[:, : _LAYOUT.size].cpu().numpy()]
-    if not is_tensor or any(other != header for other in headers):
-        if any(other[:8] != header[:8] for other in headers):
-            raise_disagreement(call)
-        _raise_difference(call, [_LAYOUT.unpack(other)[1:] for other in headers], data)
-    return sent, [one[_LAYOUT.size : end].clone() for one in messages] if is_small else None
+    if own.problem is not None or any(other != header for other in headers):
+        _compare(call, own, [_LAYOUT.unpack(other) for other in headers])
+    return [one[_LAYOUT.size : end].clone() for one in messages] if own.is_small else None
+
+
+def _compare(call: Call, own: _Own, headers: Sequence[Sequence[Any]]) -> None:
+    """Raise on every rank what is wrong, or let the data travel where that of all ranks can."""
+    if len({header[0] for header in headers}) > 1:
+        raise_disagreement(call)
+    numbers = [header[2:] for header in headers]
+    if any(one[0] == _HAS_PROBLEM for one in numbers):
+        raise_together(own.problem, call.group, f"{call.name}() ")
+    if any(one != numbers[0] for one in numbers):
+        _raise_difference(call, numbers)
+    own.memory = own.memory.to(comm_device(call.group))
 
 
 def _numbers(data: torch.Tensor, dst: int) -> list[int]:
@@ -192,26 +238,17 @@ def _numbers(data: torch.Tensor, dst: int) -> list[int]:
     return [_DTYPES.index(data.dtype), data.dim(), dst, *dims, *padding]
 
 
-def _absent() -> list[int]:
-    return [_NO_TENSOR] + [0] * (2 + _DIMS)
-
-
-def _raise_difference(call: Call, headers: Sequence[Sequence[int]], data: object) -> NoReturn:
-    """Raise on every rank what differs between the ranks, or which ones have no tensor."""
+def _raise_difference(call: Call, numbers: Sequence[Sequence[int]]) -> NoReturn:
+    """Raise on every rank what differs between the ranks."""
     texts: dict[str, list[int]] = {}
-    for rank, header in zip(members(call.group), headers, strict=True):
-        texts.setdefault(_describe_header(header), []).append(rank)
+    for rank, one in zip(members(call.group), numbers, strict=True):
+        texts.setdefault(_describe_numbers(one), []).append(rank)
     got = "; ".join(f"{text} on rank {', '.join(map(str, on))}" for text, on in texts.items())
-    if any(header[0] == _NO_TENSOR for header in headers):
-        here = "" if isinstance(data, torch.Tensor) else f" (here: {type(data).__name__})"
-        raise TypeError(f"{call.name}() must get a torch.Tensor on all ranks, got {got}{here}")
     raise ValueError(f"{call.name}() must get the same shape and dtype on all ranks, got {got}")
 
 
-def _describe_header(header: Sequence[int]) -> str:
-    code, dim, dst, *dims = header
-    if code == _NO_TENSOR:
-        return "no tensor"
+def _describe_numbers(numbers: Sequence[int]) -> str:
+    code, dim, dst, *dims = numbers
     to = f" for rank {dst}" if dst else ""
     return f"{_DTYPES[code]} of shape {tuple(dims[:dim])}{to}"
 

@@ -288,26 +288,25 @@ def _use_a_sub_group() -> tuple[Any, ...]:
     group = dist.new_group([1, 3])
     backend = TorchDist(group)
     if dist.get_rank() not in (1, 3):
-        return (_outcome(lambda: backend.world_size)[0],)
-    received = backend.broadcast_object(dist.get_rank(), 3)
-    refused = _outcome(backend.broadcast_object, None, 0)[0]
+        return tuple(_outcome(getattr, backend, name)[0] for name in ("rank", "world_size"))
+    received = backend.broadcast_object(dist.get_rank(), 1)
+    refused = _outcome(backend.broadcast_object, None, 3)
     return (
         backend.rank,
         backend.world_size,
-        backend.all_gather_object("abcd"[backend.rank]),
-        (
-            received,
-            refused,
-        ),
+        backend.all_gather_object(dist.get_rank())[backend.rank],
+        received,
+        refused,
     )
 
 
-def test_a_sub_group_counts_ranks_globally() -> None:
-    """X-8."""
+def test_a_sub_group_has_ranks_of_its_own() -> None:
+    """So that `samples[rank::world_size]` leaves none out."""
     outside, first, _, second = run_ranks(_use_a_sub_group, 4)
-    assert outside == ("ValueError",)
-    assert first == (1, 2, ["b", "d"], (3, "ValueError"))
-    assert second == (3, 2, ["b", "d"], (3, "ValueError"))
+    assert outside == ("ValueError", "ValueError")
+    refused = ("ValueError", "src must be a rank below 2, got 3")
+    assert first == (0, 2, 1, 3, refused)
+    assert second == (1, 2, 3, 3, refused)
 
 
 def _lose_the_others() -> tuple[str, str]:

@@ -187,7 +187,7 @@ def _record() -> list[Any]:
 def test_the_ring_of_recent_collectives() -> None:
     for records in run_ranks(_traced, 2, True, _record):
         assert records == [
-            ("all_reduce", "sum of torch.float32 of shape (2,)", "finished", HERE),
+            ("all_reduce", "sum of torch.float32 of shape (2,) on cpu", "finished", HERE),
             ("broadcast", ["a"], "finished", HERE),
         ]
 
