@@ -1,8 +1,10 @@
 """The process group and its start, under mmengine's names."""
 
+import gc
 import multiprocessing
 import os
 import socket
+import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -115,6 +117,40 @@ def test_a_group_of_four_on_two_hosts() -> None:
     assert "rank 3 is no member of the group" in results[3][1]["backend"][1]
     # The local group of an earlier default group is none of the next one.
     assert [name for name, _ in run_ranks(_has_old_local_group, 4)] == ["RuntimeError"] * 4
+
+
+def _leave_groups(folder: str, rank: int) -> None:
+    def num_threads() -> int:
+        return len(os.listdir("/proc/self/task"))
+
+    counts = []
+    for index in range(3):
+        store = dist.FileStore(f"{folder}/{index}", 2)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+        init_local_group(0, 2)
+        groups = [weakref.ref(group) for group in (dist.group.WORLD, get_local_group()) if group]
+        assert all(group() is not None for group in groups)
+        assert get_local_size() == 2
+        barrier()
+        dist.destroy_process_group()
+        del store
+        gc.collect()
+        assert [group() for group in groups] == [None, None]
+        counts.append(num_threads())
+    assert counts[0] == counts[1] == counts[2]
+
+
+def _leave_groups_of_its_own(folder: str) -> None:
+    rank = dist.get_rank()
+    dist.barrier()
+    dist.destroy_process_group()
+    _leave_groups(folder, rank)
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="the system counts no threads")
+def test_a_destroyed_group_is_kept_by_nobody(tmp_path: Path) -> None:
+    """Threads of one that is kept abort the process when it ends."""
+    run_ranks(_leave_groups_of_its_own, 2, str(tmp_path))
 
 
 def _backends_without_a_name(backend: str | None) -> str | None:

@@ -3,6 +3,7 @@
 from collections import OrderedDict
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -107,6 +108,15 @@ def test_the_mean_of_integers_is_a_float_in_any_case() -> None:
         assert reduced["half"].dtype == torch.float16
         assert reduced["half"][0, 0].item() == torch.tensor(40032.0, dtype=torch.float16).item()
         assert reduced["a"].tolist() == [1.5, 1.5]
+
+
+def _sum_of_flags() -> list[float]:
+    flags = {"a": np.bool_(dist.get_rank() == 0), "b": np.bool_(True), "c": np.int16(300)}
+    return [float(value) for value in all_reduce_dict(flags).values()]
+
+
+def test_numbers_of_numpy() -> None:
+    assert run_ranks(_sum_of_flags, 2) == [[1.0, 2.0, 600.0]] * 2
 
 
 def test_the_smallest_of_all_ranks() -> None:

@@ -3,6 +3,7 @@
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -43,6 +44,9 @@ def _mixed_kinds() -> dict[str, float]:
         "half": torch.tensor(1.5 + rank, dtype=torch.bfloat16),
         "gradient": torch.tensor([1.0 + rank], requires_grad=True),
         "count": torch.tensor(2**40 + rank),
+        "flag": np.bool_(rank == 1),
+        "numpy": np.float32(1.5 + rank),
+        "large": np.uint64(2**63),
     }
     keys = list(scalars) if rank == 0 else list(reversed(scalars))
     means = mean_scalars({key: scalars[key] for key in keys})
@@ -56,6 +60,17 @@ def test_kinds_and_orders_may_be_mixed() -> None:
         assert means["bool"] == 0.5
         assert (means["int"], means["half"], means["gradient"]) == (2.5, 2.0, 1.5)
         assert means["count"] == 2**40 + 0.5
+        assert (means["flag"], means["numpy"], means["large"]) == (0.5, 2.0, 2.0**63)
+
+
+def _sum_in_order() -> list[str]:
+    scalars = {f"{i}": 0.1 * (dist.get_rank() + 1) + 1e9 * i for i in range(200)}
+    return [value.hex() for value in mean_scalars(scalars).values()]
+
+
+def test_all_ranks_get_the_same_bits() -> None:
+    first, *others = run_ranks(_sum_in_order, 3)
+    assert others == [first, first]
 
 
 def _not_finite() -> dict[str, float]:

@@ -289,3 +289,17 @@ def _share_the_device() -> None:
 @pytest.mark.gpu
 def test_two_gloo_ranks_share_a_device() -> None:
     run_ranks(_share_the_device, 2)
+
+
+def _differ_in_device() -> None:
+    rank = dist.get_rank()
+    for count in (3, 2**16):
+        own = torch.full((count,), float(rank), device=["cpu", "cuda"][rank])
+        for gathered in (all_gather(own), gather(own, 1)):
+            assert [part.unique().item() for part in gathered] in ([], [0.0, 1.0])
+            assert {part.device for part in gathered} <= {own.device}
+
+
+@pytest.mark.gpu
+def test_tensors_on_different_devices_meet_in_one_place() -> None:
+    run_ranks(_differ_in_device, 2)

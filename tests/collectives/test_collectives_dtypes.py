@@ -1,0 +1,135 @@
+"""The dtypes that transports refuse: unsigned 64 bits, 8-bit floats and complex halves."""
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+
+from stepwrap.collectives import all_gather, all_reduce, all_reduce_dict, gather, reduce_mean
+from stepwrap.collectives import dist as in_place
+
+FLOAT8 = (
+    torch.float8_e4m3fn,
+    torch.float8_e4m3fnuz,
+    torch.float8_e5m2,
+    torch.float8_e5m2fnuz,
+)
+LARGE = [[2**63 + 5, 7, 2**64 - 1, 2], [2**63 + 8, 2**63, 2**64 - 1, 1]]
+
+
+def _mean(first: int, second: int) -> int:
+    half, rest = divmod(first + second, 2)
+    return half + (rest and half % 2)
+
+
+def _reduce_uint64() -> None:
+    rank = dist.get_rank()
+    pairs = list(zip(*LARGE, strict=True))
+    expected = {
+        "sum": [(a + b) % 2**64 for a, b in pairs],
+        "product": [a * b % 2**64 for a, b in pairs],
+        "min": [min(a, b) for a, b in pairs],
+        "max": [max(a, b) for a, b in pairs],
+        "band": [a & b for a, b in pairs],
+        "bor": [a | b for a, b in pairs],
+        "bxor": [a ^ b for a, b in pairs],
+        "mean": [_mean(a, b) for a, b in pairs],
+    }
+    for op, values in expected.items():
+        own = torch.tensor(LARGE[rank], dtype=torch.uint64)
+        all_reduce(own, op)
+        assert own.dtype == torch.uint64
+        assert own.tolist() == values, op
+        square = torch.tensor(LARGE[rank], dtype=torch.uint64).reshape(2, 2).T
+        data = {"a": torch.tensor(LARGE[rank][0], dtype=torch.uint64), "b": square}
+        in_place.all_reduce_dict(data, op)
+        assert data["a"].item() == values[0], op
+        assert data["b"].T.flatten().tolist() == values, op
+    for op in ("sum", "min", "max", "mean"):
+        own = torch.tensor(LARGE[rank], dtype=torch.uint64)
+        for to_float in (True, False):
+            reduced: Any = all_reduce_dict({"a": own}, op, to_float)["a"]
+            is_float = to_float or op == "mean"
+            assert reduced.dtype == (torch.float64 if is_float else torch.uint64)
+            wide = [a + b for a, b in pairs] if op == "sum" else expected[op]
+            if op == "mean":
+                wide = [(a + b) / 2 for a, b in pairs]
+            assert reduced.tolist() == ([float(v) for v in wide] if is_float else expected[op])
+        assert own.tolist() == LARGE[rank]
+    mean = reduce_mean(torch.tensor([2**63, 2 + 2 * rank], dtype=torch.uint64))
+    assert mean.dtype == torch.float32
+    assert mean.tolist() == [2.0**63, 3.0]
+
+
+def test_unsigned_integers_of_64_bits() -> None:
+    """C-24, C-25; also above 2**63."""
+    run_ranks(_reduce_uint64, 2)
+
+
+def _mean_of_three() -> list[int]:
+    own = torch.tensor([2**64 - 1 - dist.get_rank() * 2, 2**64 - 1, 5], dtype=torch.uint64)
+    all_reduce(own, "mean")
+    values: list[int] = own.tolist()
+    return values
+
+
+def test_the_mean_of_three_large_integers() -> None:
+    assert run_ranks(_mean_of_three, 3) == [[2**64 - 3, 2**64 - 1, 5]] * 3
+
+
+def _reduce_narrow(dtype: torch.dtype) -> None:
+    rank = dist.get_rank()
+    with warnings.catch_warnings():
+        # torch says once that complex halves are experimental.
+        warnings.simplefilter("ignore")
+        own = torch.tensor([[1, 2], [4, 3]])[rank].to(dtype)
+        is_complex = dtype.is_complex
+        expected = {"sum": [5, 5], "product": [4, 6], "mean": [2.5, 2.5]}
+        if not is_complex:
+            expected |= {"min": [1, 2], "max": [4, 3]}
+        for op, values in expected.items():
+            reduced = own.clone()
+            all_reduce(reduced, op)
+            data: dict[str, Any] = {"a": own}
+            in_place.all_reduce_dict(data, op)
+            results = [reduced, data["a"]]
+            if op != "product":
+                results.append(all_reduce_dict({"a": own}, op, to_float=False)["a"])
+                wide: Any = all_reduce_dict({"a": own}, op)["a"]
+                assert wide.dtype == (torch.complex64 if is_complex else torch.float32)
+                assert wide.tolist() == values
+            if op == "mean":
+                results.append(reduce_mean(own))
+            for result in results:
+                assert result.dtype == dtype
+                assert result.to(wide.dtype).tolist() == values, op
+        for gathered in (all_gather(own), gather(own, 1)):
+            assert [part.dtype for part in gathered] == [dtype] * len(gathered)
+            assert [part.to(wide.dtype).tolist() for part in gathered] in ([], [[1, 2], [4, 3]])
+
+
+@pytest.mark.parametrize("dtype", [*FLOAT8, torch.complex32])
+def test_narrow_numbers(dtype: torch.dtype) -> None:
+    """C-24."""
+    run_ranks(_reduce_narrow, 2, dtype)
+
+
+def _refuse(dtype: torch.dtype) -> list[str]:
+    own = torch.zeros(2, dtype=torch.uint8).view(dtype)
+    texts = []
+    for call in (all_reduce, reduce_mean, all_reduce_dict, in_place.all_reduce_dict):
+        try:
+            call({"a": own} if "dict" in call.__name__ else own)
+        except ValueError as error:
+            texts.append(str(error))
+    assert all_gather(own)[1].dtype == dtype
+    return texts
+
+
+def test_what_has_no_arithmetic_is_refused() -> None:
+    for texts in run_ranks(_refuse, 2, torch.float4_e2m1fn_x2):
+        assert len(texts) == 4
+        assert all("torch.float4_e2m1fn_x2 cannot be reduced" in text for text in texts)
