@@ -2,53 +2,15 @@
 
 import functools
 import logging
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from calls import outcome
 from ranks import run_ranks
+from tensors_by_rank import BITWISE, DTYPES, INTEGERS, OPS, values_of
 
 from stepwrap.collectives.dist import all_reduce
-
-FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-
-COMPLEX = (torch.complex64, torch.complex128)
-
-INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
-
-DTYPES = (*FLOATS, *COMPLEX, torch.bool, *INTEGERS)
-
-BITWISE: dict[str, Callable[..., torch.Tensor]] = {
-    "band": torch.bitwise_and,
-    "bor": torch.bitwise_or,
-    "bxor": torch.bitwise_xor,
-}
-
-OPS: dict[str, Callable[..., torch.Tensor]] = {
-    "sum": torch.add,
-    "product": torch.mul,
-    "min": torch.minimum,
-    "max": torch.maximum,
-    **BITWISE,
-}
-
-
-def outcome(call: Callable[..., object], *args: Any) -> tuple[str, str]:
-    try:
-        call(*args)
-    except Exception as error:
-        return type(error).__name__, str(error)
-    return "", ""
-
-
-def values_of(rank: int, dtype: torch.dtype, repeats: int = 1) -> torch.Tensor:
-    """Return two rows, not contiguous, of small numbers that differ by rank."""
-    numbers = torch.tensor([[0, 1], [2, 3], [4, 5]]).repeat(repeats, 1) + rank
-    if dtype == torch.bool:
-        return (numbers % 2 == 0).T
-    return (numbers * (1 - 2j) if dtype.is_complex else numbers).to(dtype).T
 
 
 def _allowed(op: str, dtype: torch.dtype) -> bool:

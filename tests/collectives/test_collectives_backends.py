@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from calls import outcome
 from ranks import run_ranks
 
 from stepwrap.collectives import (
@@ -132,14 +133,6 @@ def _on_threads(
         return list(pool.map(lambda rank: work(kind(hub, rank)), range(world_size)))
 
 
-def _outcome(call: Callable[..., Any], *args: Any) -> tuple[str, str]:
-    try:
-        call(*args)
-    except Exception as error:
-        return type(error).__name__, str(error)
-    return "", ""
-
-
 @pytest.mark.parametrize("kind", [_NumpyDist, _CopyingTorchDist])
 @pytest.mark.parametrize("src", [0, 1])
 def test_broadcast_without_aliasing(kind: type[_NumpyDist], src: int) -> None:
@@ -194,9 +187,9 @@ def test_objects_of_ranks_that_receive_are_not_looked_at() -> None:
 def _fail_then_go_on(backend: BaseDistBackend) -> list[tuple[str, str]]:
     """Let rank 1 fail in both collectives; the ranks are in step after each."""
     bad = threading.Lock() if backend.rank == 1 else "text"
-    outcomes = [_outcome(backend.all_gather_object, bad)]
+    outcomes = [outcome(backend.all_gather_object, bad)]
     assert backend.all_gather_object(backend.rank) == list(range(backend.world_size))
-    outcomes.append(_outcome(backend.broadcast_object, bad, 1))
+    outcomes.append(outcome(backend.broadcast_object, bad, 1))
     assert backend.broadcast_object(backend.rank, 1) == 1
     return outcomes
 
@@ -213,8 +206,8 @@ def test_what_one_rank_cannot_encode_is_an_error_on_all() -> None:
 def test_what_one_rank_cannot_decode_is_an_error_on_all() -> None:
     def work(backend: _NumpyDist) -> list[tuple[str, str]]:
         outcomes = [
-            _outcome(backend.all_gather_object, "poison"),
-            _outcome(backend.broadcast_object, "poison", 0),
+            outcome(backend.all_gather_object, "poison"),
+            outcome(backend.broadcast_object, "poison", 0),
         ]
         assert backend.all_gather_object("bread") == ["bread"] * 3
         return outcomes
@@ -226,7 +219,7 @@ def test_what_one_rank_cannot_decode_is_an_error_on_all() -> None:
 
 @pytest.mark.parametrize("src", [-1, 2, "0", None])
 def test_a_source_that_is_no_rank_is_refused(src: Any) -> None:
-    for kind, text in _on_threads(_NumpyDist, 2, lambda b: _outcome(b.broadcast_object, 1, src)):
+    for kind, text in _on_threads(_NumpyDist, 2, lambda b: outcome(b.broadcast_object, 1, src)):
         assert (kind, text) == ("ValueError", f"src must be a rank below 2, got {src!r}")
 
 
@@ -269,7 +262,7 @@ def _use(kind: Callable[[], BaseDistBackend]) -> list[tuple[str, str]]:
     for at, each in enumerate(gathered):
         each["tensor"] += rank + at
     assert [each["tensor"][0].item() for each in gathered] == [rank + at for at in range(size)]
-    assert _outcome(backend.broadcast_object, 1, size)[0] == "ValueError"
+    assert outcome(backend.broadcast_object, 1, size)[0] == "ValueError"
     return _fail_then_go_on(backend)
 
 
@@ -288,9 +281,9 @@ def _use_a_sub_group() -> tuple[Any, ...]:
     group = dist.new_group([1, 3])
     backend = TorchDist(group)
     if dist.get_rank() not in (1, 3):
-        return tuple(_outcome(getattr, backend, name)[0] for name in ("rank", "world_size"))
+        return tuple(outcome(getattr, backend, name)[0] for name in ("rank", "world_size"))
     received = backend.broadcast_object(dist.get_rank(), 1)
-    refused = _outcome(backend.broadcast_object, None, 3)
+    refused = outcome(backend.broadcast_object, None, 3)
     return (
         backend.rank,
         backend.world_size,
@@ -312,7 +305,7 @@ def test_a_sub_group_has_ranks_of_its_own() -> None:
 def _lose_the_others() -> tuple[str, str]:
     if dist.get_rank() != 0:
         return "", ""
-    return _outcome(TorchCPUDist().all_gather_object, 1)
+    return outcome(TorchCPUDist().all_gather_object, 1)
 
 
 def test_a_rank_that_never_comes_ends_in_an_error() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from calls import HERE, outcome_text, traced
 from ranks import run_ranks
 
 from stepwrap.collectives import (
@@ -21,27 +22,8 @@ from stepwrap.collectives import (
     mean_scalars,
     pad_to_largest_tensor,
     synchronize,
-    trace_collectives,
 )
 from stepwrap.collectives._call import calling
-
-HERE = os.path.relpath(__file__)
-
-
-def _outcome(call: Any, *args: Any) -> str:
-    try:
-        call(*args)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "no error"
-
-
-def _traced(on: bool, scenario: Any, *args: Any) -> Any:
-    trace_collectives(on)
-    try:
-        return scenario(*args)
-    finally:
-        trace_collectives(False)
 
 
 class _Pair:
@@ -62,15 +44,15 @@ def _gather_inside() -> list[Any]:
 @pytest.mark.parametrize("on", [True, False])
 def test_a_collective_inside_another_keeps_its_own_group(on: bool) -> None:
     expected = [[0, 1], [0, 1], [2, 3], [2, 3]]
-    assert run_ranks(_traced, 4, on, _gather_inside) == [expected] * 4
+    assert run_ranks(traced, 4, on, _gather_inside) == [expected] * 4
 
 
 def _differ_in_the_root() -> list[str]:
     rank = dist.get_rank()
     return [
-        _outcome(broadcast, rank, rank),
-        _outcome(broadcast, torch.ones(100_000), rank),
-        _outcome(gather_object, torch.ones(500_000), rank),
+        outcome_text(broadcast, rank, rank),
+        outcome_text(broadcast, torch.ones(100_000), rank),
+        outcome_text(gather_object, torch.ones(500_000), rank),
     ]
 
 
@@ -102,8 +84,8 @@ def _fail_in_an_odd_place() -> list[str]:
         os.rmdir(gone)
     try:
         return [
-            _outcome(all_gather_object, threading.Lock() if rank == 1 else 1),
-            _outcome(all_gather_object, _FailsToPickle() if rank == 1 else 1),
+            outcome_text(all_gather_object, threading.Lock() if rank == 1 else 1),
+            outcome_text(all_gather_object, _FailsToPickle() if rank == 1 else 1),
         ]
     finally:
         os.chdir(folder)
@@ -118,16 +100,16 @@ def test_errors_without_a_text_or_a_directory_reach_all_ranks() -> None:
 def _give_bad_data() -> list[str]:
     bad = dist.get_rank() == 1
     return [
-        _outcome(mean_scalars, None if bad else {"a": 1}),
-        _outcome(all_reduce_dict, {"a": "text"} if bad else {"a": 1}),
-        _outcome(pad_to_largest_tensor, torch.ones(2, 2) if bad else torch.ones(2)),
-        _outcome(all_gather_object, threading.Lock() if bad else 1),
+        outcome_text(mean_scalars, None if bad else {"a": 1}),
+        outcome_text(all_reduce_dict, {"a": "text"} if bad else {"a": 1}),
+        outcome_text(pad_to_largest_tensor, torch.ones(2, 2) if bad else torch.ones(2)),
+        outcome_text(all_gather_object, threading.Lock() if bad else 1),
     ]
 
 
 @pytest.mark.parametrize("on", [True, False])
 def test_bad_data_on_one_rank_is_told_on_all(on: bool) -> None:
-    for texts in run_ranks(_traced, 2, on, _give_bad_data, group_timeout_s=20):
+    for texts in run_ranks(traced, 2, on, _give_bad_data, group_timeout_s=20):
         kinds = [text.split(":")[0] for text in texts]
         assert kinds == ["TypeError", "TypeError", "ValueError", "CollectiveError"]
 
@@ -139,14 +121,14 @@ def _fail_inside() -> None:
 
 def _fail_then_leave(folder: str) -> list[str]:
     """Both fail in one call; later rank 0 waits alone for rank 1, which computes."""
-    texts = [_outcome(_fail_inside)]
+    texts = [outcome_text(_fail_inside)]
     dist.barrier()
     time.sleep(1.2)
     if dist.get_rank() == 1:
         while not os.listdir(folder):
             time.sleep(0.01)
         return texts
-    texts.append(_outcome(synchronize, 1.5))
+    texts.append(outcome_text(synchronize, 1.5))
     Path(folder, "done").touch()
     return texts
 

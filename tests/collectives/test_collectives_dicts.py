@@ -1,21 +1,13 @@
 """Dicts of tensors across ranks, in place."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from calls import outcome
 from ranks import run_ranks
 
 from stepwrap.collectives.dist import all_reduce_dict
-
-
-def outcome(call: Callable[..., object], *args: Any) -> tuple[str, str]:
-    try:
-        call(*args)
-    except Exception as error:
-        return type(error).__name__, str(error)
-    return "", ""
 
 
 class Key:

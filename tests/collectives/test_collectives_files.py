@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from calls import outcome
 from ranks import RanksError, run_ranks
 
 from stepwrap.collectives import (
@@ -22,14 +23,6 @@ from stepwrap.collectives import (
     all_gather_object_gpu,
     create_tmpdir,
 )
-
-
-def _outcome(call: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[str, str]:
-    try:
-        call(*args, **kwargs)
-    except Exception as error:
-        return type(error).__name__, str(error)
-    return "", ""
 
 
 def _files(folder: str | Path) -> list[str]:
@@ -122,7 +115,7 @@ def _gather_in_subgroups(tmpdir: str) -> tuple[Any, ...]:
     expected = [[(rank, turn), (rank + 2, turn)] if rank < 2 else None for turn in range(20)]
     everywhere = all_gather_object_cpu(rank, tmpdir, False, group=own)
     through_group = all_gather_object_gpu(rank, True, own)
-    refused = _outcome(all_gather_object_cpu, 1, tmpdir, group=other)[0]
+    refused = outcome(all_gather_object_cpu, 1, tmpdir, group=other)[0]
     return rounds == expected, everywhere, through_group, refused
 
 
@@ -142,11 +135,11 @@ def _gather_what_fails(tmpdir: str) -> tuple[list[tuple[str, str]], Any]:
     blocked = Path(tmpdir, "blocked")
     blocked.touch()
     outcomes = [
-        _outcome(all_gather_object_cpu, threading.Lock() if rank == 1 else rank, tmpdir),
-        _outcome(all_gather_object_cpu, threading.Lock() if rank == 1 else rank, tmpdir, False),
-        _outcome(all_gather_object_cpu, _Unloadable() if rank == 1 else rank, tmpdir),
-        _outcome(all_gather_object_cpu, rank, blocked if rank == 1 else tmpdir),
-        _outcome(all_gather_object_cpu, rank, Path(tmpdir, f"own_{rank}")),
+        outcome(all_gather_object_cpu, threading.Lock() if rank == 1 else rank, tmpdir),
+        outcome(all_gather_object_cpu, threading.Lock() if rank == 1 else rank, tmpdir, False),
+        outcome(all_gather_object_cpu, _Unloadable() if rank == 1 else rank, tmpdir),
+        outcome(all_gather_object_cpu, rank, blocked if rank == 1 else tmpdir),
+        outcome(all_gather_object_cpu, rank, Path(tmpdir, f"own_{rank}")),
     ]
     return outcomes, all_gather_object_cpu(rank, tmpdir, False)
 
@@ -229,7 +222,7 @@ def _gather_during(tmpdir: str, ruin: Path) -> list[Any]:
         (_remove_part, (tmpdir,)),
     ):
         own = _DuringPickling(work, *args) if rank == 1 else ("x" * 50, rank)
-        outcomes.append(_outcome(all_gather_object_cpu, own, tmpdir))
+        outcomes.append(outcome(all_gather_object_cpu, own, tmpdir))
     own = _DuringPickling(_look_at_modes, tmpdir) if rank == 1 else rank
     return [*outcomes, all_gather_object_cpu(own, tmpdir)]
 
@@ -272,7 +265,7 @@ def _lose_a_rank(tmpdir: str, when: str, everywhere: bool) -> None:
         _die()
     if rank == 1 and when == "reading":
         own = _DiesOnLoading()
-    name, text = _outcome(all_gather_object_cpu, own, tmpdir, not everywhere)
+    name, text = outcome(all_gather_object_cpu, own, tmpdir, not everywhere)
     raise RuntimeError(f"{name}: {text}")
 
 
@@ -330,9 +323,9 @@ def _make_directories(base: str) -> tuple[list[str], tuple[str, str]]:
     # A launcher's rank does not count against the group's.
     made = [create_tmpdir(rank), create_tmpdir(7), create_tmpdir(rank, f"{base}/own_{rank}")]
     tempfile.tempdir = f"{base}/missing" if rank == 0 else base
-    outcome = _outcome(create_tmpdir, rank)
+    told = outcome(create_tmpdir, rank)
     tempfile.tempdir = None
-    return made, outcome
+    return made, told
 
 
 def test_directories_in_a_group(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from calls import outcome
 from ranks import run_ranks
 
 from stepwrap.collectives import (
@@ -33,14 +34,6 @@ from stepwrap.collectives import (
 from stepwrap.collectives.process import live_world_size, members, place_in_group
 
 BACKENDS = (None, "gloo", "cpu:gloo")
-
-
-def _outcome(call: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[str, str]:
-    try:
-        call(*args, **kwargs)
-    except Exception as error:
-        return type(error).__name__, str(error)
-    return "", ""
 
 
 def _in_group(backend: str | None, store: str, rank: int, work: Callable[..., Any]) -> Any:
@@ -154,12 +147,12 @@ def _in_subgroup() -> list[Any]:
             lambda: sync_random_seed(group),
             lambda: broadcast(1, 1, group),
         ]
-        return [get_rank(group), get_world_size(group), {_outcome(call) for call in calls}]
+        return [get_rank(group), get_world_size(group), {outcome(call) for call in calls}]
     return [
         [get_rank(group), get_world_size(group), live_world_size(group), members(group)],
         str(comm_device(group)),
         [place_in_group(one, group) for one in members(group)],
-        _outcome(place_in_group, 0, group, "dst"),
+        outcome(place_in_group, 0, group, "dst"),
         broadcast(rank, 3, group),
         all_gather_object_cpu(rank, None, False, group=group),
         collect_results([rank], 2, group=group),

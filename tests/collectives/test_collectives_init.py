@@ -5,7 +5,6 @@ import multiprocessing
 import os
 import socket
 import weakref
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from calls import outcome
 from ranks import run_ranks
 
 from stepwrap.collectives.dist import (
@@ -32,14 +32,6 @@ from stepwrap.collectives.dist import (
     is_main_process,
     master_only,
 )
-
-
-def outcome(call: Callable[..., object], *args: Any) -> tuple[str, str]:
-    try:
-        call(*args)
-    except Exception as error:
-        return type(error).__name__, str(error)
-    return "", ""
 
 
 @master_only

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from calls import outcome
 from ranks import run_ranks
 
 from stepwrap.collectives import (
@@ -21,14 +22,6 @@ from stepwrap.collectives import (
     trace_collectives,
 )
 from stepwrap.collectives import dist as in_place
-
-
-def _outcome(call: Callable[..., object], *args: Any) -> tuple[str, str]:
-    try:
-        call(*args)
-    except Exception as error:
-        return type(error).__name__, str(error)
-    return "", ""
 
 
 class Broken(Mapping[str, float]):
@@ -119,7 +112,7 @@ def _make_agreed_mistakes(is_tracing: bool) -> list[tuple[str, str]]:
     rank = dist.get_rank()
     trace_collectives(is_tracing)
     try:
-        outcomes = [_outcome(call, *(mine, theirs)[rank]) for call, mine, theirs, _, _ in AGREED]
+        outcomes = [outcome(call, *(mine, theirs)[rank]) for call, mine, theirs, _, _ in AGREED]
         # Nobody is left waiting.
         assert torch.stack(all_gather(torch.tensor(rank))).tolist() == [0, 1]
     finally:
@@ -151,9 +144,9 @@ def _make_traced_mistakes() -> list[tuple[str, str]]:
     rank = dist.get_rank()
     trace_collectives()
     try:
-        outcomes = [_outcome(call, *(mine, theirs)[rank]) for call, mine, theirs, _, _ in RAW]
+        outcomes = [outcome(call, *(mine, theirs)[rank]) for call, mine, theirs, _, _ in RAW]
         # The same on all ranks: each raises its own.
-        outcomes.append(_outcome(all_reduce, 1.0))
+        outcomes.append(outcome(all_reduce, 1.0))
         assert torch.stack(all_gather(torch.tensor(rank))).tolist() == [0, 1]
     finally:
         trace_collectives(False)
@@ -173,11 +166,11 @@ def test_calls_without_a_first_message_agree_while_tracing() -> None:
 
 def _make_a_raw_mistake() -> tuple[str, str]:
     if dist.get_rank() == 0:
-        return _outcome(all_reduce, ONE.clone())
-    outcome = _outcome(all_reduce, 1.0)
+        return outcome(all_reduce, ONE.clone())
+    told = outcome(all_reduce, 1.0)
     # Alive until the other one has given up.
     time.sleep(2)
-    return outcome
+    return told
 
 
 def test_calls_without_a_first_message_end_at_the_timeout() -> None:
@@ -189,7 +182,7 @@ def test_calls_without_a_first_message_end_at_the_timeout() -> None:
 
 def _be_elsewhere() -> list[tuple[str, str]]:
     calls = [lambda: mean_scalars({"a": 1.0}), lambda: all_reduce_dict({"a": 1.0})]
-    return [_outcome(call) for call in (calls if dist.get_rank() == 0 else calls[::-1])]
+    return [outcome(call) for call in (calls if dist.get_rank() == 0 else calls[::-1])]
 
 
 def test_scalars_that_meet_another_call() -> None:
@@ -205,7 +198,7 @@ def test_scalars_that_meet_another_call() -> None:
 def test_one_process_refuses_the_same(wrong: torch.Tensor) -> None:
     """X-2."""
     for call in (all_gather, gather, all_reduce, reduce_mean, in_place.broadcast):
-        name, message = _outcome(call, wrong)
+        name, message = outcome(call, wrong)
         assert (name, " must " in message) == ("ValueError", True)
     for call in (all_reduce_dict, in_place.all_reduce_dict):
-        assert _outcome(call, {"a": wrong})[0] == "ValueError"
+        assert outcome(call, {"a": wrong})[0] == "ValueError"

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from calls import HERE, outcome
 from ranks import RanksError, run_ranks
 
 from stepwrap.collectives import (
@@ -21,8 +22,6 @@ from stepwrap.collectives import (
     synchronize,
 )
 
-_HERE = os.path.relpath(__file__)
-
 
 class _OnlyUnpicklesOn:
     """Cannot be unpickled by any other rank."""
@@ -34,14 +33,6 @@ class _OnlyUnpicklesOn:
         if dist.get_rank() != state["rank"]:
             raise ImportError("not installed here")
         self.__dict__ = state
-
-
-def _outcome(call: Any, *args: Any) -> tuple[str, str]:
-    try:
-        call(*args)
-    except Exception as error:
-        return type(error).__name__, str(error)
-    return "", ""
 
 
 def _broadcast_from(src: int, num_bytes: int) -> dict[str, Any]:
@@ -64,9 +55,9 @@ def test_broadcast(src: int, num_bytes: int) -> None:
 
 
 def _broadcast_unpicklable() -> tuple[tuple[str, str], int]:
-    outcome = _outcome(broadcast, threading.Lock(), 1)
+    told = outcome(broadcast, threading.Lock(), 1)
     # The ranks are still in step.
-    return outcome, broadcast(dist.get_rank(), 1)
+    return told, broadcast(dist.get_rank(), 1)
 
 
 def test_an_unpicklable_object_raises_the_same_on_every_rank() -> None:
@@ -74,12 +65,12 @@ def test_an_unpicklable_object_raises_the_same_on_every_rank() -> None:
     for (name, text), after in run_ranks(_broadcast_unpicklable, 2):
         assert name == "CollectiveError"
         assert text.startswith("broadcast(): rank 1 cannot pickle its object: TypeError: cannot")
-        assert f"ranks 0, 1 wait in broadcast ({_HERE}:" in text
+        assert f"ranks 0, 1 wait in broadcast ({HERE}:" in text
         assert after == 1
 
 
 def _broadcast_what_rank_1_cannot_load() -> tuple[tuple[str, str], int]:
-    return _outcome(broadcast, _OnlyUnpicklesOn(0)), broadcast(dist.get_rank())
+    return outcome(broadcast, _OnlyUnpicklesOn(0)), broadcast(dist.get_rank())
 
 
 def test_an_object_that_one_rank_cannot_load_raises_on_every_rank() -> None:
@@ -92,7 +83,7 @@ def test_an_object_that_one_rank_cannot_load_raises_on_every_rank() -> None:
 
 
 def _bad_sources() -> list[tuple[str, str]]:
-    return [_outcome(broadcast, 1, src) for src in (-1, 2)]
+    return [outcome(broadcast, 1, src) for src in (-1, 2)]
 
 
 def test_a_source_outside_the_group_is_refused() -> None:
@@ -126,7 +117,7 @@ def test_all_gather_object_is_in_rank_order_whatever_the_sizes() -> None:
 def _gather_one_unpicklable() -> tuple[tuple[str, str], list[int]]:
     rank = dist.get_rank()
     payload: object = threading.Lock() if rank == 1 else rank
-    return _outcome(all_gather_object, payload), all_gather_object(rank)
+    return outcome(all_gather_object, payload), all_gather_object(rank)
 
 
 def test_gathering_an_unpicklable_object_raises_on_every_rank() -> None:
@@ -140,12 +131,12 @@ def _lose_rank_1() -> None:
     if dist.get_rank() == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     outcomes = [
-        _outcome(broadcast, "text"),
-        _outcome(all_gather_object, "text"),
-        _outcome(reduce_mean, torch.ones(2)),
-        _outcome(all_reduce_dict, {"a": 1}),
-        _outcome(mean_scalars, {"a": 1}),
-        _outcome(synchronize),
+        outcome(broadcast, "text"),
+        outcome(all_gather_object, "text"),
+        outcome(reduce_mean, torch.ones(2)),
+        outcome(all_reduce_dict, {"a": 1}),
+        outcome(mean_scalars, {"a": 1}),
+        outcome(synchronize),
     ]
     raise RuntimeError("\n".join(f"{name}: {text}" for name, text in outcomes))
 

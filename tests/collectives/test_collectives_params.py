@@ -7,17 +7,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from calls import outcome
 from ranks import run_ranks
 
 from stepwrap.collectives.dist import all_reduce_dict, all_reduce_params, broadcast_object_list
-
-
-def outcome(call: Callable[..., object], *args: Any) -> tuple[str, str]:
-    try:
-        call(*args)
-    except Exception as error:
-        return type(error).__name__, str(error)
-    return "", ""
 
 
 def _params(rank: int) -> list[torch.Tensor]:
@@ -146,7 +139,7 @@ def test_an_object_list_is_overwritten() -> None:
         ("ValueError", "{0: '2 objects from rank 0', 1: '3 objects from rank 0'}"),
         ("AssertionError", "): data must be a list, got tuple"),
         ("CollectiveError", "pickle"),
-        ("ValueError", "() on rank 1 (tests/collectives/test_collectives_params.py:"),
+        ("ValueError", "() on rank 1 (tests/collectives/calls.py:"),
         ("ValueError", "{0: '1 objects from rank 0', 1: '1 objects from rank 1'}"),
     ]
     for outcomes in run_ranks(_broadcast_lists, 2):

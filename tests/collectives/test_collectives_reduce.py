@@ -7,17 +7,10 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from calls import outcome
 from ranks import run_ranks
 
 from stepwrap.collectives import all_reduce_dict, reduce_mean
-
-
-def _outcome(call: Any, *args: Any) -> tuple[str, str]:
-    try:
-        call(*args)
-    except Exception as error:
-        return type(error).__name__, str(error)
-    return "", ""
 
 
 def _mean_of(values: list[float], dtype: torch.dtype) -> torch.Tensor:
@@ -152,7 +145,7 @@ def _reduce_differing(kind: str) -> tuple[tuple[str, str], dict[str, int]]:
             op = "mean"
         else:
             own["b"] = {"shape": torch.ones(3), "dtype": torch.ones(2).double()}[kind]
-    return _outcome(all_reduce_dict, own, op), dict(all_reduce_dict({"n": 1}, to_float=False))
+    return outcome(all_reduce_dict, own, op), dict(all_reduce_dict({"n": 1}, to_float=False))
 
 
 @pytest.mark.parametrize(
@@ -191,7 +184,7 @@ def test_arguments_are_checked_in_one_process_too(
     args: tuple[Any, ...], error: type[Exception], text: str
 ) -> None:
     """X-2."""
-    assert _outcome(all_reduce_dict, *args) == (error.__name__, text)
+    assert outcome(all_reduce_dict, *args) == (error.__name__, text)
 
 
 def test_reduce_mean_wants_a_tensor() -> None:

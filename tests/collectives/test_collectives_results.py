@@ -4,7 +4,6 @@ import os
 import random
 import signal
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,18 +11,11 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from calls import outcome
 from ranks import RanksError, run_ranks
 
 from stepwrap.collectives import all_gather_object, collect_results, sync_random_seed
 from stepwrap.collectives.results import collect_results_cpu, collect_results_gpu
-
-
-def _outcome(call: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[str, str]:
-    try:
-        call(*args, **kwargs)
-    except Exception as error:
-        return type(error).__name__, str(error)
-    return "", ""
 
 
 def _collect_every_way(parts: list[list[Any]], size: int, tmpdir: str) -> list[Any]:
@@ -102,10 +94,10 @@ def _collect_what_fails(tmpdir: str) -> list[Any]:
     link.symlink_to(tmpdir) if rank == 0 else None
     dist.barrier()
     return [
-        _outcome(collect_results, 5 if rank == 1 else [5], 2),
-        _outcome(collect_results, [5], -1 if rank == 1 else 2, "gpu"),
-        _outcome(collect_results, [threading.Lock() if rank == 1 else 1], 2, "cpu", tmpdir),
-        _outcome(collect_results, [5], 2, tmpdir=link, remove_tmpdir=True),
+        outcome(collect_results, 5 if rank == 1 else [5], 2),
+        outcome(collect_results, [5], -1 if rank == 1 else 2, "gpu"),
+        outcome(collect_results, [threading.Lock() if rank == 1 else 1], 2, "cpu", tmpdir),
+        outcome(collect_results, [5], 2, tmpdir=link, remove_tmpdir=True),
         all_gather_object(rank),
     ]
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from calls import HERE, outcome_text, traced
 from ranks import RanksError, run_ranks
 
 from stepwrap.collectives import (
@@ -27,39 +28,23 @@ from stepwrap.collectives import (
     trace_collectives,
 )
 
-HERE = os.path.relpath(__file__)
-
-
-def _outcome(call: Any, *args: Any) -> str:
-    try:
-        call(*args)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "no error"
+OWN_FILE = os.path.relpath(__file__)
 
 
 def _without_lines(text: str) -> str:
     return re.sub(rf"{HERE}:\d+", "HERE", text)
 
 
-def _traced(on: bool, scenario: Any, *args: Any) -> Any:
-    trace_collectives(on)
-    try:
-        return scenario(*args)
-    finally:
-        trace_collectives(False)
-
-
 def _other_call_on_rank_2() -> str:
     if dist.get_rank() == 2:
-        return _outcome(broadcast, {"loss": 1.0})
-    return _outcome(all_reduce_dict, {"loss": 1.0, "loss_b": 2.0})
+        return outcome_text(broadcast, {"loss": 1.0})
+    return outcome_text(all_reduce_dict, {"loss": 1.0, "loss_b": 2.0})
 
 
 @pytest.mark.parametrize("on", [True, False])
 def test_calls_that_begin_with_a_meeting_find_out_at_once(on: bool) -> None:
     """X-5, X-9. Then the ranks are in step again."""
-    for text in run_ranks(_traced, 4, on, _other_call_on_rank_2):
+    for text in run_ranks(traced, 4, on, _other_call_on_rank_2):
         assert _without_lines(text) == (
             "CollectiveError: the ranks [0, 1, 2, 3] must make the same call with the same "
             "structure, but rank 2 is in broadcast (HERE), ranks 0, 1, 3 wait in all_reduce_dict "
@@ -69,14 +54,14 @@ def test_calls_that_begin_with_a_meeting_find_out_at_once(on: bool) -> None:
 
 def _reduce_against_broadcast() -> tuple[str, int]:
     if dist.get_rank() == 1:
-        text = _outcome(all_reduce, torch.ones(3))
+        text = outcome_text(all_reduce, torch.ones(3))
     else:
-        text = _outcome(reduce_mean, torch.ones(3))
+        text = outcome_text(reduce_mean, torch.ones(3))
     return text, all_gather_object(dist.get_rank())[1]
 
 
 def test_tracing_finds_out_about_any_other_call_and_goes_on() -> None:
-    for text, after in run_ranks(_traced, 2, True, _reduce_against_broadcast):
+    for text, after in run_ranks(traced, 2, True, _reduce_against_broadcast):
         assert "rank 0 is in reduce_mean" in text
         assert "rank 1 waits in all_reduce" in text
         assert after == 1
@@ -85,14 +70,14 @@ def test_tracing_finds_out_about_any_other_call_and_goes_on() -> None:
 def _reduce_other_shapes() -> list[str]:
     size = 3 + 1000 * dist.get_rank()
     return [
-        _outcome(all_reduce, torch.ones(size)),
-        _outcome(reduce_mean, torch.ones(size)),
-        _outcome(all_reduce, torch.ones(3), "max" if dist.get_rank() else "min"),
+        outcome_text(all_reduce, torch.ones(size)),
+        outcome_text(reduce_mean, torch.ones(size)),
+        outcome_text(all_reduce, torch.ones(3), "max" if dist.get_rank() else "min"),
     ]
 
 
 def test_tracing_finds_other_shapes_which_abort_the_process_without_it() -> None:
-    for texts in run_ranks(_traced, 2, True, _reduce_other_shapes):
+    for texts in run_ranks(traced, 2, True, _reduce_other_shapes):
         assert all(text.startswith("CollectiveError: the ranks [0, 1] must") for text in texts)
         assert "(3,)" in texts[0]
         assert "(1003,)" in texts[0]
@@ -103,13 +88,13 @@ def test_tracing_finds_other_shapes_which_abort_the_process_without_it() -> None
 
 def _keys_differ_on_rank_1() -> str:
     scalars = {"loss": 1.0} if dist.get_rank() == 1 else {"loss": 1.0, "loss_b": 2.0}
-    return _outcome(all_reduce_dict, scalars)
+    return outcome_text(all_reduce_dict, scalars)
 
 
 @pytest.mark.parametrize("on", [True, False])
 def test_other_keys_are_named_with_their_ranks(on: bool) -> None:
     """A-17."""
-    texts = run_ranks(_traced, 3, on, _keys_differ_on_rank_1)
+    texts = run_ranks(traced, 3, on, _keys_differ_on_rank_1)
     assert len(set(texts)) == 1
     assert texts[0].startswith("ValueError: all_reduce_dict() must get the same keys")
     assert "keys missing on rank 1: loss_b" in texts[0]
@@ -118,8 +103,8 @@ def test_other_keys_are_named_with_their_ranks(on: bool) -> None:
 
 def _time_out_in_another_call() -> str:
     if dist.get_rank() == 2:
-        return _outcome(broadcast, {"loss": 1.0})
-    return _outcome(reduce_mean, torch.ones(3))
+        return outcome_text(broadcast, {"loss": 1.0})
+    return outcome_text(reduce_mean, torch.ones(3))
 
 
 def test_without_tracing_the_timeout_tells_who_waits_where() -> None:
@@ -137,7 +122,7 @@ def _never_come(folder: str) -> str:
         while len(os.listdir(folder)) < 2:
             time.sleep(0.01)
         return ""
-    text = _outcome(synchronize)
+    text = outcome_text(synchronize)
     Path(folder, str(dist.get_rank())).touch()
     return text
 
@@ -145,13 +130,15 @@ def _never_come(folder: str) -> str:
 @pytest.mark.parametrize("on", [True, False])
 def test_a_rank_that_never_comes_is_named(on: bool, tmp_path: Path) -> None:
     """With tracing it says itself where it is."""
-    texts = run_ranks(_traced, 3, on, _never_come, str(tmp_path), group_timeout_s=1)
+    texts = run_ranks(traced, 3, on, _never_come, str(tmp_path), group_timeout_s=1)
     for text in texts[:2]:
         assert "did not finish" in text
         assert "ranks 0, 1 wait in synchronize" in text
         if on:
-            assert re.search(rf"rank 2 is in no collective but at {HERE}:\d+ in _never_come", text)
-            assert re.search(rf"its last was #\d+ mean_scalars \({HERE}:\d+\)", text)
+            assert re.search(
+                rf"rank 2 is in no collective but at \S+_trace.py:\d+ in _never_come", text
+            )
+            assert re.search(rf"its last was #\d+ mean_scalars \(\S+_trace.py:\d+\)", text)
         else:
             assert "rank 2 has not come" in text
 
@@ -160,12 +147,12 @@ def _lose_rank_1() -> None:
     mean_scalars({"a": 1})
     if dist.get_rank() == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    raise RuntimeError(_outcome(all_gather_object, "text"))
+    raise RuntimeError(outcome_text(all_gather_object, "text"))
 
 
 def test_a_killed_rank_is_named_while_tracing() -> None:
     with pytest.raises(RanksError) as error:
-        run_ranks(_traced, 3, True, _lose_rank_1, group_timeout_s=20)
+        run_ranks(traced, 3, True, _lose_rank_1, group_timeout_s=20)
     for rank in (0, 2):
         report = error.value.reports[rank]
         assert "ranks 0, 2 wait in all_gather_object" in report
@@ -185,10 +172,10 @@ def _record() -> list[Any]:
 
 
 def test_the_ring_of_recent_collectives() -> None:
-    for records in run_ranks(_traced, 2, True, _record):
+    for records in run_ranks(traced, 2, True, _record):
         assert records == [
-            ("all_reduce", "sum of torch.float32 of shape (2,) on cpu", "finished", HERE),
-            ("broadcast", ["a"], "finished", HERE),
+            ("all_reduce", "sum of torch.float32 of shape (2,) on cpu", "finished", OWN_FILE),
+            ("broadcast", ["a"], "finished", OWN_FILE),
         ]
 
 
@@ -200,7 +187,7 @@ def _overflow_the_ring() -> tuple[int, list[int]]:
 
 
 def test_the_ring_keeps_the_last_256() -> None:
-    assert run_ranks(_traced, 2, True, _overflow_the_ring) == [(256, [255, 254])] * 2
+    assert run_ranks(traced, 2, True, _overflow_the_ring) == [(256, [255, 254])] * 2
 
 
 def _watches() -> list[str]:
@@ -209,9 +196,9 @@ def _watches() -> list[str]:
 
 def test_the_thread_that_answers_ends_with_the_group() -> None:
     """It is there from the switch on, not only from the first call on."""
-    assert run_ranks(_traced, 2, True, _watches) == [["stepwrap-trace"]] * 2
+    assert run_ranks(traced, 2, True, _watches) == [["stepwrap-trace"]] * 2
     time.sleep(0.5)
-    assert run_ranks(_traced, 2, False, _watches) == [[], []]
+    assert run_ranks(traced, 2, False, _watches) == [[], []]
 
 
 def _synchronize_too_early() -> tuple[float, str]:
@@ -219,12 +206,12 @@ def _synchronize_too_early() -> tuple[float, str]:
         time.sleep(1.5)
         return 0.0, ""
     started = time.monotonic()
-    text = _outcome(synchronize, 0.5)
+    text = outcome_text(synchronize, 0.5)
     return time.monotonic() - started, text
 
 
 def test_the_timeout_of_synchronize_holds_while_tracing() -> None:
-    waited_s, text = run_ranks(_traced, 2, True, _synchronize_too_early)[0]
+    waited_s, text = run_ranks(traced, 2, True, _synchronize_too_early)[0]
     assert waited_s < 1.4
     assert "CollectiveError" in text
     assert re.search(r"rank 1 is in no collective but at \S+ in _synchronize_too_early", text)
