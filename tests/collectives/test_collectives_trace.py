@@ -136,9 +136,9 @@ def test_a_rank_that_never_comes_is_named(on: bool, tmp_path: Path) -> None:
         assert "ranks 0, 1 wait in synchronize" in text
         if on:
             assert re.search(
-                rf"rank 2 is in no collective but at \S+_trace.py:\d+ in _never_come", text
+                r"rank 2 is in no collective but at \S+_trace.py:\d+ in _never_come", text
             )
-            assert re.search(rf"its last was #\d+ mean_scalars \(\S+_trace.py:\d+\)", text)
+            assert re.search(r"its last was #\d+ mean_scalars \(\S+_trace.py:\d+\)", text)
         else:
             assert "rank 2 has not come" in text
 
