@@ -2,29 +2,68 @@
 
 from .amp import AmpOptimWrapper
 from .anomalies import detect_anomalous_params
+from .data_parallel import ReplicationCallbackDataParallel
 from .distributed import StepDistributedDataParallel
 from .fused import build_optimizer
 from .losses import parse_losses
 from .model import BaseModel, SupervisedModel
 from .optim import OptimWrapper
 from .optim_dict import OptimWrapperDict
+from .patched_parallel import patch_replication_callback
 from .preprocess import DataPreprocessor
+from .replicate import CallbackContext, exec_data_parallel_replication_callback
+from .scatter_gather import dict_gather, user_scattered
+from .session import ReplicationError, ReplicationSession
 from .single import SingleDevice
+from .step_data_parallel import StepDataParallel
+from .sync_batchnorm import (
+    SynchronizedBatchNorm1d,
+    SynchronizedBatchNorm2d,
+    SynchronizedBatchNorm3d,
+    set_sbn_eps_mode,
+)
+from .sync_conversion import (
+    convert_model,
+    convert_sync_batchnorm,
+    patch_sync_batchnorm,
+    revert_sync_batchnorm,
+)
+from .sync_master import FutureResult, SlavePipe, SyncMaster
 from .wrapping import is_model_wrapper, is_module_wrapper, wrap_model
 
 __all__ = [
     "AmpOptimWrapper",
     "BaseModel",
+    "CallbackContext",
     "DataPreprocessor",
+    "FutureResult",
     "OptimWrapper",
     "OptimWrapperDict",
+    "ReplicationCallbackDataParallel",
+    "ReplicationError",
+    "ReplicationSession",
     "SingleDevice",
+    "SlavePipe",
+    "StepDataParallel",
     "StepDistributedDataParallel",
     "SupervisedModel",
+    "SyncMaster",
+    "SynchronizedBatchNorm1d",
+    "SynchronizedBatchNorm2d",
+    "SynchronizedBatchNorm3d",
     "build_optimizer",
+    "convert_model",
+    "convert_sync_batchnorm",
     "detect_anomalous_params",
+    "dict_gather",
+    "exec_data_parallel_replication_callback",
     "is_model_wrapper",
     "is_module_wrapper",
     "parse_losses",
+    "patch_replication_callback",
+    "patch_sync_batchnorm",
+    "revert_sync_batchnorm",
+    "set_sbn_eps_mode",
+    "user_scattered",
     "wrap_model",
 ]

@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ..registry import MODEL_WRAPPERS
 from .options import check_options
 from .step import Steps, has_own_train_step
+from .sync_conversion import convert_sync_batchnorm
 
 _NAMES = [
     "StepDistributedDataParallel",
@@ -42,6 +43,8 @@ class StepDistributedDataParallel(Steps, DistributedDataParallel):
     Args:
         module: the model, on the device where it is to be trained.
         detect_anomalous_params: log the parameters that the loss does not reach, on every step.
+        sync_batchnorm: make the model's BatchNorm layers train with the statistics of all ranks,
+            by ``convert_sync_batchnorm``; without a process group it has no effect.
         ddp_kwargs: every option of torch's class. ``device_ids`` is by default the CUDA
             device of the parameters, and none on the CPU.
 
@@ -53,7 +56,12 @@ class StepDistributedDataParallel(Steps, DistributedDataParallel):
     """
 
     def __init__(
-        self, module: nn.Module, detect_anomalous_params: bool = False, **ddp_kwargs: Any
+        self,
+        module: nn.Module,
+        detect_anomalous_params: bool = False,
+        *,
+        sync_batchnorm: bool = False,
+        **ddp_kwargs: Any,
     ) -> None:
         self.check_options(ddp_kwargs)
         if type(self).train_step is Steps.train_step and has_own_train_step(module):
@@ -63,6 +71,8 @@ class StepDistributedDataParallel(Steps, DistributedDataParallel):
                 "gradients. Put the step into a subclass of StepDistributedDataParallel (with "
                 "self(...) for the forward) and name it as the wrapper"
             )
+        if sync_batchnorm:
+            module = convert_sync_batchnorm(module, ddp_kwargs.get("process_group"))
         ddp_kwargs.setdefault("device_ids", _device_ids(module))
         super().__init__(module=module, **_renamed(ddp_kwargs))
         self._prepare_steps(detect_anomalous_params)

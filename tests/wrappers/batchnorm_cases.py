@@ -1,0 +1,122 @@
+"""Inputs, layers and references of the tests of synchronised batch normalisation."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from stepwrap.wrappers import (
+    SynchronizedBatchNorm1d,
+    SynchronizedBatchNorm2d,
+    SynchronizedBatchNorm3d,
+)
+
+CHANNELS = 6
+STEPS = 3
+SHAPES = {
+    "1d": (16, CHANNELS),
+    "1d-length": (12, CHANNELS, 5),
+    "2d": (8, CHANNELS, 4, 4),
+    "3d": (8, CHANNELS, 2, 3, 2),
+}
+PLAIN = {
+    "1d": nn.BatchNorm1d,
+    "1d-length": nn.BatchNorm1d,
+    "2d": nn.BatchNorm2d,
+    "3d": nn.BatchNorm3d,
+}
+SYNCHRONISED = {
+    "1d": SynchronizedBatchNorm1d,
+    "1d-length": SynchronizedBatchNorm1d,
+    "2d": SynchronizedBatchNorm2d,
+    "3d": SynchronizedBatchNorm3d,
+}
+BOUNDS = {torch.float32: 1e-6, torch.float64: 1e-12}
+
+
+@dataclass(frozen=True)
+class Case:
+    """Input and cotangent of every step, for the whole batch."""
+
+    kind: str
+    inputs: list[Tensor]
+    cotangents: list[Tensor]
+
+    def to(self, dtype: torch.dtype) -> "Case":
+        """The same values, rounded to the type."""
+        inputs, cotangents = ([one.to(dtype) for one in x] for x in (self.inputs, self.cotangents))
+        return Case(self.kind, inputs, cotangents)
+
+
+def case(kind: str, dtype: torch.dtype, mean: float = 0.0) -> Case:
+    """Random values of `dtype` with standard deviation 1."""
+    generator = torch.Generator().manual_seed(7)
+
+    def values() -> list[Tensor]:
+        shape = SHAPES[kind]
+        return [torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(STEPS)]
+
+    inputs = [(one + mean).to(dtype) for one in values()]
+    return Case(kind, inputs, [one.to(dtype) for one in values()])
+
+
+def with_parameters(layer: Any) -> Any:
+    """The layer with weights and biases that are not those of a new one, exact in fp32."""
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.copy_(torch.randn(CHANNELS, generator=generator))
+    return layer
+
+
+def results(layer: Any, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> dict[str, Tensor]:
+    """What is compared after the last step, in fp64."""
+    of_layer = dict(layer.named_buffers())
+    of_layer |= {f"d{name}": one.grad for name, one in layer.named_parameters()}
+    found = {"y": torch.stack(list(outputs)), "dx": torch.stack(list(inputs)), **of_layer}
+    return {name: one.detach().double() for name, one in found.items()}
+
+
+def train(layer: Any, call: Any, given: Case) -> dict[str, Tensor]:
+    """All steps with `call(x)`; gradients of the parameters are summed over them."""
+    outputs, gradients = [], []
+    for x, cotangent in zip(given.inputs, given.cotangents, strict=True):
+        x = x.detach().clone(memory_format=torch.preserve_format).requires_grad_()
+        y = call(x)
+        assert y.dtype is x.dtype
+        y.backward(cotangent.to(y.dtype))
+        outputs.append(y)
+        gradients.append(x.grad)
+    return results(layer, outputs, gradients)
+
+
+def reference(given: Case, **options: Any) -> dict[str, Tensor]:
+    """The whole batch through torch's layer in fp64."""
+    layer = with_parameters(PLAIN[given.kind](CHANNELS, **options).double())
+    return train(layer, layer, given.to(torch.float64))
+
+
+def largest_error(got: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    """Largest |got - expected| / max(1, max|expected|) over all quantities."""
+    assert list(got) == list(expected)
+    errors = {
+        name: ((got[name] - expected[name]).abs().max() / expected[name].abs().max().clamp(1))
+        for name in expected
+    }
+    # NaN is no error that max() would see.
+    return max(torch.nan_to_num(one, nan=float("inf")).item() for one in errors.values())
+
+
+def splits(size: int, parts: int) -> dict[str, list[int]]:
+    """Sizes of even, uneven and partly empty chunks."""
+    if parts == 1:
+        return {"even": [size]}
+    uneven = [1] * (parts - 1)
+    rest = [0, *[2] * (parts - 2)]
+    return {
+        "even": [size // parts] * parts,
+        "uneven": [size - sum(uneven), *uneven],
+        "empty": [*rest, size - sum(rest)],
+    }

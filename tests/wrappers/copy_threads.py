@@ -1,0 +1,46 @@
+"""Copies that are threads, for tests of how copies meet; none of them can hang a test."""
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from stepwrap.wrappers import ReplicationSession
+
+LIMIT_S = 20
+
+
+def run_threads(works: list[Callable[[], Any]], limit_s: float = LIMIT_S) -> list[Any]:
+    """Run functions at the same time; returns what each returned or raised."""
+    results: list[Any] = [None] * len(works)
+
+    def run(index: int) -> None:
+        try:
+            results[index] = works[index]()
+        except BaseException as error:
+            results[index] = error
+
+    threads = [threading.Thread(target=run, args=(i,), daemon=True) for i in range(len(works))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(limit_s)
+    hanging = [index for index, thread in enumerate(threads) if thread.is_alive()]
+    assert not hanging, f"threads {hanging} have not ended in {limit_s} s"
+    return results
+
+
+def run_copies(
+    session: ReplicationSession, forward: Callable[[ReplicationSession, int], Any]
+) -> list[Any]:
+    """Run ``forward(session, copy_id)`` for every copy, reporting its end to the session."""
+
+    def copy(copy_id: int) -> Any:
+        try:
+            result = forward(session, copy_id)
+        except BaseException as error:
+            session.finish(copy_id, error)
+            raise
+        session.finish(copy_id)
+        return result
+
+    return run_threads([lambda i=i: copy(i) for i in range(session.num_copies)])

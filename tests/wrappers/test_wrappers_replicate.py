@@ -1,0 +1,278 @@
+"""Copies of a module: their gradients, their buffers, and the callbacks of their parts."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations
+
+from stepwrap.wrappers import (
+    CallbackContext,
+    ReplicationCallbackDataParallel,
+    exec_data_parallel_replication_callback,
+)
+
+Calls = list[tuple[int, str, CallbackContext]]
+
+
+class Called(nn.Module):
+    """Writes down the callbacks it gets."""
+
+    def __init__(self, name: str, calls: Calls, *children: nn.Module) -> None:
+        super().__init__()
+        self.name, self.calls = name, calls
+        self.inner = nn.ModuleList(children)
+
+    def __data_parallel_replicate__(self, ctx: CallbackContext, copy_id: int) -> None:
+        self.calls.append((copy_id, self.name, ctx))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        for child in self.inner:
+            inputs = child(inputs)
+        return inputs
+
+
+def nested(calls: Calls) -> Called:
+    shared = Called("b", calls)
+    return Called("a", calls, nn.Identity(), nn.Sequential(shared, nn.Identity()), shared)
+
+
+def parallel(module: nn.Module, copies: int = 2, **options: Any) -> ReplicationCallbackDataParallel:
+    return ReplicationCallbackDataParallel(module, ["cpu"] * copies, timeout_s=10, **options)
+
+
+def test_order_of_the_callbacks() -> None:
+    """D-1: all of copy 0 come first; a shared submodule is called once."""
+    calls: Calls = []
+    exec_data_parallel_replication_callback([nested(calls) for _ in range(3)])
+    names = [(copy_id, name) for copy_id, name, _ in calls]
+    assert names == [(0, "a"), (0, "b"), (1, "a"), (1, "b"), (2, "a"), (2, "b")]
+
+
+def test_contexts() -> None:
+    """D-2: one per position and replication, the same for all copies."""
+    calls: Calls = []
+    model = parallel(nested(calls), 3)
+    model(torch.zeros(3, 2))
+    first = [ctx for _, _, ctx in calls]
+    assert first[0] is first[2] is first[4]
+    assert first[1] is first[3] is first[5]
+    assert first[0] is not first[1]
+    assert [ctx.layer for ctx in first[:2]] == ["", "inner.1.0"]
+    assert first[0].num_copies == 3
+    assert first[0].session is first[1].session
+    calls.clear()
+    model(torch.zeros(2, 2))
+    assert len(calls) == 4
+    assert calls[0][2].num_copies == 2
+    assert calls[0][2] is not first[0]
+    assert calls[0][2].session is not first[0].session
+    with pytest.raises(AttributeError, match=r"layer 'inner\.1\.0' has no attribute 'total'"):
+        _ = first[1].total
+
+
+def test_copies_that_are_none() -> None:
+    """D-3: nothing is called when the copies differ."""
+    calls: Calls = []
+    with pytest.raises(ValueError, match=r"copy 1 .* position 1 \(layer '0'\) it has ReLU, .*Tanh"):
+        exec_data_parallel_replication_callback(
+            [nn.Sequential(nn.Tanh(), Called("a", calls)), nn.Sequential(nn.ReLU(), nn.Tanh())]
+        )
+    for count in (1, 3):
+        wrong = nn.Sequential(*[nn.Tanh() for _ in range(count)])
+        with pytest.raises(ValueError, match=r"copy 1 .* \d submodules, the master 3"):
+            exec_data_parallel_replication_callback([nn.Sequential(nn.Tanh(), nn.Tanh()), wrong])
+    with pytest.raises(IndexError, match="no copies"):
+        exec_data_parallel_replication_callback([])
+    assert not calls
+
+
+def test_an_error_in_a_callback() -> None:
+    class Failing(nn.Module):
+        def __data_parallel_replicate__(self, ctx: CallbackContext, copy_id: int) -> None:
+            if copy_id == 1:
+                raise LookupError("my own mistake")
+
+        def forward(self, inputs: Tensor) -> Tensor:
+            return inputs
+
+    model = parallel(nn.Sequential(Failing()))
+    with pytest.raises(LookupError, match="my own mistake") as caught:
+        model(torch.zeros(2))
+    assert "Failing.__data_parallel_replicate__ of copy 1 of 2, layer '0'" in notes(caught.value)
+    assert model(torch.zeros(1)).shape == (1,)
+
+
+def notes(error: BaseException) -> str:
+    return "\n".join(getattr(error, "__notes__", []))
+
+
+class Tied(nn.Module):
+    """Everything that is shared, in lists, or frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 6)
+        self.second = nn.Linear(6, 6)
+        self.second.weight = self.first.weight
+        self.again = self.first
+        self.missing: nn.Module | None = None
+        self.register_parameter("none", None)
+        self.scales = nn.ParameterList([torch.full((6,), 0.5 + index) for index in range(2)])
+        self.biases = nn.ParameterDict({"a": torch.ones(6), "b": torch.zeros(6)})
+        self.layers = nn.ModuleDict({"x": nn.ModuleList([nn.Linear(6, 6), self.second])})
+        self.frozen = nn.Linear(6, 6).requires_grad_(False)
+        self.__dict__["reference"] = self.frozen
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = self.again(torch.tanh(self.first(inputs))) + self.second(inputs)
+        for scale, layer in zip(self.scales, self.layers["x"], strict=True):
+            hidden = torch.tanh(layer(hidden) * scale + self.biases["a"])
+        assert self.reference is self.frozen
+        assert self.first.weight is self.second.weight
+        # A penalty over the module's own parameters, which a copy has as well.
+        penalty = sum(parameter.sum() for parameter in self.parameters())
+        return self.frozen(hidden) + self.biases["b"] + 0.01 * penalty
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn = nn.LSTM(6, 6, num_layers=2, batch_first=True)
+        self.attention = nn.MultiheadAttention(6, 2, batch_first=True)
+        self.scaled = parametrizations.weight_norm(nn.Linear(6, 6))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        # The list that it computes with is beside its parameters.
+        assert self.rnn._flat_weights[0] is self.rnn.weight_ih_l0
+        hidden, _ = self.rnn(inputs.unsqueeze(1).expand(-1, 3, -1))
+        return self.scaled(self.attention(hidden, hidden, hidden)[0][:, -1])
+
+
+class Convolutional(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Conv1d(2, 4, 2), nn.PReLU(), nn.Flatten())
+        self.head = nn.Linear(8, 6)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.head(self.body(inputs.view(-1, 2, 3)))
+
+
+@pytest.mark.parametrize("kind", [Tied, Recurrent, Convolutional])
+@pytest.mark.parametrize(("size", "copies"), [(5, 3), (4, 2), (3, 1)])
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-7), (torch.float64, 1e-12)])
+def test_gradients(
+    kind: type[nn.Module], size: int, copies: int, dtype: torch.dtype, bound: float
+) -> None:
+    """D-4."""
+    torch.manual_seed(0)
+    module = kind().to(dtype)
+    inputs = torch.randn(size, 6, dtype=dtype, requires_grad=True)
+    cotangent = torch.randn(size, 6, dtype=dtype)
+    trained = [one for one in module.parameters() if one.requires_grad]
+    reference = _grads(kind, module, inputs, cotangent)
+    outputs = parallel(module, copies)(inputs)
+    grads = torch.autograd.grad(outputs, [inputs, *trained], cotangent)
+    for ours, exact in zip((outputs, *grads), reference, strict=True):
+        scale = max(1.0, exact.abs().max().item())
+        # An unwrapped module in fp32 rounds as well, by about 3e-7 against fp64.
+        allowed = bound if dtype is torch.float64 else bound + 3e-7
+        assert (ours.double() - exact).abs().max() <= allowed * scale
+
+
+def _grads(
+    kind: type[nn.Module], module: nn.Module, inputs: Tensor, cotangent: Tensor
+) -> list[Tensor]:
+    """Outputs and gradients of the unwrapped module, in float64."""
+    exact = kind().double()
+    exact.load_state_dict(module.state_dict())
+    again = inputs.detach().double().requires_grad_()
+    trained = [one for one in exact.parameters() if one.requires_grad]
+    outputs = exact(again)
+    return [outputs, *torch.autograd.grad(outputs, [again, *trained], cotangent.double())]
+
+
+def test_gradients_of_a_linear_layer() -> None:
+    """D-4: equal to the unwrapped layer's, and the callbacks run twice per forward."""
+    torch.manual_seed(0)
+    calls: Calls = []
+    layer = nn.Linear(6, 3)
+    model = parallel(nn.Sequential(layer, Called("a", calls)))
+    inputs, cotangent = torch.randn(4, 6), torch.randn(4, 3)
+    for _ in range(2):
+        layer.zero_grad()
+        outputs = model(inputs)
+        outputs.backward(cotangent)
+    assert [copy_id for copy_id, _, _ in calls] == [0, 1, 0, 1]
+    expected = torch.autograd.grad(layer(inputs), [layer.weight, layer.bias], cotangent)
+    assert torch.allclose(outputs, layer(inputs), rtol=0, atol=1e-7)
+    for parameter, grad in zip(layer.parameters(), expected, strict=True):
+        assert (parameter.grad - grad).abs().max() <= 1e-7 * max(1, grad.abs().max())
+
+
+def test_sparse_gradients() -> None:
+    table = nn.Embedding(5, 3, sparse=True)
+    index = torch.tensor([0, 1, 1, 4])
+    cotangent = torch.randn(4, 3)
+    parallel(table)(index).backward(cotangent)
+    assert table.weight.grad.is_sparse
+    expected = torch.zeros(5, 3).index_add(0, index, cotangent)
+    assert torch.allclose(table.weight.grad.to_dense(), expected)
+
+
+class Counting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()))
+        self.register_buffer("missing", None)
+        self.alias = nn.Module()
+        self.alias.register_buffer("count", self.count)
+        self.ran = 0
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        assert self.alias.count is self.count
+        self.count += len(inputs)
+        self.ran += 1
+        return inputs + self.count
+
+
+def test_buffers_of_copy_0_are_the_masters() -> None:
+    module = Counting()
+    count = module.count
+    assert parallel(module)(torch.zeros(5)).tolist() == [3, 3, 3, 2, 2]
+    assert module.count is count
+    assert count.item() == 3
+    assert module.ran == 0
+
+
+def test_flags_hooks_and_grad_mode() -> None:
+    seen: list[tuple[bool, bool]] = []
+
+    def hook(module: nn.Module, inputs: Any, output: Tensor) -> None:
+        seen.append((module.training, output.requires_grad))
+
+    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).eval())
+    for layer in module:
+        layer.register_forward_hook(hook)
+    model = parallel(module)
+    assert model(torch.zeros(2, 2)).requires_grad
+    assert sorted(seen) == [(False, True)] * 2 + [(True, True)] * 2
+    seen.clear()
+    with torch.no_grad():
+        assert not model.eval()(torch.zeros(2, 2)).requires_grad
+    assert seen == [(False, False)] * 4
+    with torch.inference_mode():
+        assert model(torch.zeros(2, 2)).is_inference()
+
+
+def test_compiled_parts_are_refused() -> None:
+    compiled = torch.compile(nn.Linear(2, 2), backend="eager")
+    with pytest.raises(TypeError, match=r"0 \(Linear\) is compiled, .* use ddp"):
+        parallel(nn.Sequential(compiled))
+    module = nn.Linear(2, 2)
+    model = parallel(module)
+    module.compile(backend="eager")
+    with pytest.raises(TypeError, match=r"the module \(Linear\) is compiled"):
+        model(torch.zeros(2, 2))

@@ -1,0 +1,460 @@
+"""Synchronised batch normalisation over the replicas of one process."""
+
+import copy
+import io
+import pickle
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from batchnorm_cases import (
+    BOUNDS,
+    CHANNELS,
+    PLAIN,
+    SHAPES,
+    SYNCHRONISED,
+    Case,
+    case,
+    largest_error,
+    reference,
+    splits,
+    train,
+    with_parameters,
+)
+from torch import Tensor, nn
+
+from stepwrap.wrappers import (
+    ReplicationCallbackDataParallel,
+    ReplicationError,
+    SynchronizedBatchNorm1d,
+    SynchronizedBatchNorm2d,
+    convert_sync_batchnorm,
+    exec_data_parallel_replication_callback,
+    set_sbn_eps_mode,
+)
+
+F32, F64 = torch.float32, torch.float64
+
+
+class _Sizes:
+    """Splits a batch into chunks of given sizes."""
+
+    def __init__(self, sizes: list[int]) -> None:
+        self.sizes = sizes
+
+    def __call__(self, inputs: Any, kwargs: Any, devices: Any, dim: int) -> Any:
+        parts = inputs[0].split(self.sizes, dim)
+        return [(part.to(device),) for part, device in zip(parts, devices, strict=True)], [
+            {} for _ in parts
+        ]
+
+
+def _parallel(layer: nn.Module, sizes: list[int], device: str = "cpu") -> nn.Module:
+    return ReplicationCallbackDataParallel(
+        layer, [device] * len(sizes), scatter=_Sizes(sizes), timeout_s=20
+    )
+
+
+def _layer(kind: str, dtype: torch.dtype = F32, **options: Any) -> Any:
+    return with_parameters(SYNCHRONISED[kind](CHANNELS, **options)).to(dtype)
+
+
+def _halves(kind: str) -> list[int]:
+    return splits(SHAPES[kind][0], 2)["uneven"]
+
+
+@pytest.mark.parametrize("dtype", BOUNDS)
+@pytest.mark.parametrize("replicas", [1, 2, 4])
+@pytest.mark.parametrize("kind", SHAPES)
+def test_equals_the_full_batch(kind: str, replicas: int, dtype: torch.dtype) -> None:
+    """D-13."""
+    given = case(kind, dtype)
+    expected = reference(given)
+    for sizes in splits(SHAPES[kind][0], replicas).values():
+        layer = _layer(kind, dtype)
+        assert (
+            largest_error(train(layer, _parallel(layer, sizes), given), expected) <= BOUNDS[dtype]
+        )
+        assert layer.num_batches_tracked == len(given.inputs)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"affine": False},
+        {"momentum": None},
+        {"momentum": 0.0},
+        {"track_running_stats": False},
+        {"eps": 0.5},
+    ],
+    ids=str,
+)
+def test_options(options: dict[str, Any]) -> None:
+    """D-17."""
+    given = case("2d", F64)
+    layer = _layer("2d", F64, **options)
+    got = train(layer, _parallel(layer, _halves("2d")), given)
+    assert largest_error(got, reference(given, **options)) <= 1e-12
+    plain = PLAIN["2d"](CHANNELS, **options).double()
+    plain.load_state_dict(layer.state_dict())
+    x = given.inputs[0]
+    assert torch.equal(layer.eval()(x), plain.eval()(x))
+
+
+def _clamped(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    var, mean = torch.var_mean(x, dim=0, correction=0)
+    return (x - mean) / var.clamp(min=eps).sqrt() * weight + bias
+
+
+@pytest.mark.parametrize("by_function", [False, True])
+def test_clamp_mode(by_function: bool) -> None:
+    """D-17: some variances are below eps, some above."""
+    x = case("1d", F64).inputs[0] * torch.linspace(0.01, 2, CHANNELS, dtype=F64)
+    cotangent = case("1d", F64).cotangents[0]
+    layer = _layer("1d", F64, eps=0.3, eps_mode=None if by_function else "clamp")
+    weight, bias = (one.detach().clone().requires_grad_() for one in layer.parameters())
+    expected = torch.autograd.grad(
+        _clamped(x.requires_grad_(), weight, bias, 0.3), (x, weight, bias), cotangent
+    )
+    if by_function:
+        set_sbn_eps_mode("clamp")
+    try:
+        y = _parallel(layer, [5, 11])(x)
+    finally:
+        set_sbn_eps_mode("plus")
+    got = torch.autograd.grad(y, (x, *layer.parameters()), cotangent)
+    assert torch.allclose(y, _clamped(x, weight, bias, 0.3), atol=1e-12)
+    for one, other in zip(got, expected, strict=True):
+        assert torch.allclose(one, other, rtol=0, atol=1e-12)
+
+
+def test_unknown_eps_modes() -> None:
+    with pytest.raises(AssertionError, match="'clamp' or 'plus', got 'minus'"):
+        set_sbn_eps_mode("minus")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="eps_mode must be"):
+        SynchronizedBatchNorm2d(3, eps_mode="minus")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", SHAPES)
+def test_far_from_zero(kind: str) -> None:
+    """D-14."""
+    given = case(kind, F32, mean=1e4)
+    expected = reference(given)
+    layer = _layer(kind)
+    error = largest_error(train(layer, _parallel(layer, _halves(kind)), given), expected)
+    plain = with_parameters(PLAIN[kind](CHANNELS))
+    assert error <= 1e-6 < largest_error(train(plain, plain, given), expected)
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float16, 2e-3), (torch.bfloat16, 2e-2)])
+def test_halves(dtype: torch.dtype, bound: float) -> None:
+    """D-14: statistics and parameters in fp32, data in half precision."""
+    given = case("2d", dtype, mean=300.0 if dtype is torch.float16 else 0.0)
+    layer = _layer("2d")
+    got = train(layer, _parallel(layer, _halves("2d")), given)
+    expected = reference(given)
+    assert largest_error(got, expected) <= bound
+    assert layer.running_var.dtype is layer.weight.grad.dtype is F32
+    assert (got["running_var"] - expected["running_var"]).abs().max() <= 1e-5
+    assert (got["running_mean"] - expected["running_mean"]).abs().max() <= 1e-4
+
+
+def test_autocast() -> None:
+    given = case("2d", F32)
+    model = nn.Sequential(nn.Conv2d(CHANNELS, CHANNELS, 1), _layer("2d"))
+    parallel = _parallel(model, _halves("2d"))
+    with torch.autocast("cpu", torch.bfloat16):
+        y = parallel(given.inputs[0])
+        x = model[0](given.inputs[0])
+    assert x.dtype is y.dtype is torch.bfloat16
+    y.backward(given.cotangents[0].bfloat16())
+    mean, var = x.double().mean((0, 2, 3)), x.double().var((0, 2, 3))
+    assert torch.allclose(model[1].running_mean.double(), 0.1 * mean, atol=1e-6)
+    assert torch.allclose(model[1].running_var.double(), 0.9 + 0.1 * var, atol=1e-6)
+    assert all(one.grad.dtype is F32 for one in model.parameters())
+
+
+@pytest.mark.parametrize("kind", ["2d", "3d"])
+def test_memory_formats(kind: str) -> None:
+    given = case(kind, F64)
+    expected = reference(given)
+    layout = torch.channels_last if kind == "2d" else torch.channels_last_3d
+    last = Case(kind, [one.to(memory_format=layout) for one in given.inputs], given.cotangents)
+    layer = _layer(kind, F64)
+    assert largest_error(train(layer, _parallel(layer, _halves(kind)), last), expected) <= 1e-12
+    y = _parallel(_layer(kind, F64), [8])(last.inputs[0])
+    assert y.is_contiguous(memory_format=layout)
+    strided = [one.transpose(0, -1).contiguous().transpose(0, -1) for one in given.inputs]
+    layer = _layer(kind, F64)
+    call = _parallel(layer, _halves(kind))
+    assert (
+        largest_error(train(layer, call, Case(kind, strided, given.cotangents)), expected) <= 1e-12
+    )
+
+
+@pytest.mark.parametrize("eps_mode", ["plus", "clamp"])
+def test_gradcheck(eps_mode: Any) -> None:
+    """D-15."""
+    layer = SynchronizedBatchNorm1d(2, eps=0.7, eps_mode=eps_mode, dtype=F64)
+    parallel = _parallel(layer, [2, 3])
+    x = torch.randn(5, 2, 2, dtype=F64, requires_grad=True)
+
+    # Called for values; gradcheck changes those of the parameters in place.
+    def call(x: Tensor, *_: Tensor) -> Tensor:
+        y: Tensor = parallel(x * torch.tensor([[0.5], [2.0]]))
+        return y
+
+    assert torch.autograd.gradcheck(call, (x, layer.weight, layer.bias))
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_alone_is_torchs_own(training: bool) -> None:
+    """D-16: the same bits; evaluation also under replication, without a meeting."""
+    given = case("2d", F32)
+    layer, plain = _layer("2d").train(training), with_parameters(nn.BatchNorm2d(CHANNELS))
+    got, expected = train(layer, layer, given), train(plain.train(training), plain, given)
+    assert all(torch.equal(got[name], expected[name]) for name in expected)
+    if not training:
+        y = _parallel(layer, [3, 5])(given.inputs[0])
+        assert torch.equal(y, plain(given.inputs[0]))
+
+
+def test_order_of_the_chunks() -> None:
+    """D-19."""
+    given = case("2d", F64)
+    back = [one.flip(0) for one in given.inputs], [one.flip(0) for one in given.cotangents]
+    expected = reference(given)
+    layer = _layer("2d", F64)
+    got = train(layer, _parallel(layer, [6, 2]), Case("2d", *back))
+    got["y"], got["dx"] = got["y"].flip(1), got["dx"].flip(1)
+    assert largest_error(got, expected) <= 1e-12
+
+
+def test_changing_number_of_chunks() -> None:
+    """D-7."""
+    layer = _layer("2d", F64)
+    parallel = ReplicationCallbackDataParallel(layer, ["cpu"] * 3)
+    plain = with_parameters(nn.BatchNorm2d(CHANNELS).double())
+    x = case("2d", F64).inputs[0]
+    for size in (8, 1, 2, 4, 1, 3):
+        assert torch.allclose(parallel(x[:size]), plain(x[:size]), rtol=0, atol=1e-12)
+    assert torch.allclose(layer.running_var, plain.running_var, rtol=0, atol=1e-12)
+
+
+def test_shared_layer_and_buffers_in_place() -> None:
+    """A layer that is called twice meets twice; who holds its buffers sees them move."""
+    norm = _layer("1d", F64)
+    plain = with_parameters(nn.BatchNorm1d(CHANNELS).double())
+    model = nn.Sequential(norm, nn.ReLU(), norm)
+    held = norm.running_mean
+    x = case("1d", F64).inputs[0]
+    parallel, expected = _parallel(model, [5, 11])(x), plain(plain(x).relu())
+    assert torch.allclose(parallel, expected, rtol=0, atol=1e-12)
+    assert held is norm.running_mean
+    assert torch.allclose(held, plain.running_mean, rtol=0, atol=1e-12)
+    assert norm.num_batches_tracked == 2
+
+
+def test_copies_that_share_their_buffers() -> None:
+    """Copies made elsewhere: the statistics move once, whoever holds them."""
+    copies = [_layer("1d", F64) for _ in range(3)]
+    for one in copies[1:]:
+        one._buffers.update(copies[0]._buffers)
+    exec_data_parallel_replication_callback(copies)
+    x = case("1d", F64).inputs[0]
+    with ThreadPoolExecutor(len(copies)) as pool:
+        parts = list(pool.map(lambda one, part: one(part), copies, x.split([3, 4, 9])))
+    plain = with_parameters(nn.BatchNorm1d(CHANNELS).double())
+    assert torch.allclose(torch.cat(parts), plain(x), rtol=0, atol=1e-12)
+    for name, buffer in plain.named_buffers():
+        assert torch.allclose(copies[0].get_buffer(name), buffer, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("unused", [0, 1])
+def test_backward_of_one_chunk_alone(unused: int) -> None:
+    """A chunk that the loss leaves out still takes part in the statistics."""
+    x = case("1d", F64).inputs[0].requires_grad_()
+    layer, plain = _layer("1d", F64), with_parameters(nn.BatchNorm1d(CHANNELS).double())
+    rows = slice(0, 5) if unused else slice(5, None)
+    results = []
+    for call, module in ((_parallel(layer, [5, 11]), layer), (plain, plain)):
+        loss = call(x)[rows].square().sum()
+        results.append(torch.autograd.grad(loss, (x, *module.parameters())))
+    for got, expected in zip(*results, strict=True):
+        assert torch.allclose(got, expected, rtol=0, atol=1e-12)
+
+
+def test_without_gradients() -> None:
+    x = case("2d", F64).inputs[0]
+    expected = with_parameters(nn.BatchNorm2d(CHANNELS).double())(x).detach()
+    for context in (torch.no_grad(), torch.inference_mode()):
+        layer = _layer("2d", F64)
+        with context:
+            y = _parallel(layer, [3, 5])(x)
+        assert not y.requires_grad
+        assert torch.allclose(y, expected, rtol=0, atol=1e-12)
+        assert layer.num_batches_tracked == 1
+    frozen = _layer("2d", F64).requires_grad_(False)
+    assert not _parallel(frozen, [3, 5])(x).requires_grad
+
+
+def test_one_value_per_channel() -> None:
+    layer = _layer("1d")
+    with pytest.raises(ValueError, match="Expected more than 1 value per channel when training"):
+        _parallel(layer, [1, 0])(torch.randn(1, CHANNELS))
+    assert layer.num_batches_tracked == 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape", "kind_of_error", "text"),
+    [
+        ("1d", (4, CHANNELS, 2, 2), ValueError, r"expected 2D or 3D input \(got 4D input\)"),
+        ("2d", (4, CHANNELS, 2), ValueError, r"expected 4D input \(got 3D input\)"),
+        ("3d", (4, CHANNELS), ValueError, r"expected 5D input \(got 2D input\)"),
+        ("1d", (4, 5), AssertionError, "Channel size mismatch: .* 6 channels"),
+    ],
+)
+def test_wrong_inputs(kind: str, shape: tuple[int, ...], kind_of_error: Any, text: str) -> None:
+    with pytest.raises(kind_of_error, match=text):
+        _parallel(_layer(kind), [2, 2])(torch.randn(shape))
+
+
+class _Skipping(nn.Module):
+    """Normalises only chunks that begin with a positive value."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.norm = norm
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x[0, 0] == 13:
+            raise KeyError("broken chunk")
+        normalised: Tensor = self.norm(x) if x[0, 0] > 0 else x
+        return normalised
+
+
+def test_replicas_that_do_not_come() -> None:
+    """D-8, D-9: an error at once, and the next forward works."""
+    parallel = _parallel(_Skipping(_layer("1d")), [2, 2])
+    x = torch.rand(4, CHANNELS) + 0.1
+    skipping, failing = x.clone(), x.clone()
+    skipping[2, 0], failing[2, 0] = -1, 13
+    with pytest.raises(ReplicationError, match="copy 1 finished without reaching layer 'norm'"):
+        parallel(skipping)
+    with pytest.raises(KeyError, match="broken chunk"):
+        parallel(failing)
+    assert parallel(x).shape == x.shape
+    assert threading.active_count() == 1
+
+
+def test_copies_of_a_layer_in_use() -> None:
+    """D-12: in the middle of a replication, and afterwards; copies are independent."""
+    layer, second = _layer("1d", F64), _layer("1d", F64)
+    x = case("1d", F64).inputs[0]
+    expected = _parallel(second, [8, 8])(x)
+    exec_data_parallel_replication_callback([layer, second])
+    file = io.BytesIO()
+    torch.save(layer, file)
+    file.seek(0)
+    copies = [copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))]
+    copies += [torch.load(file, weights_only=False), copy.deepcopy(second)]
+    before = layer.running_mean.clone()
+    for one in copies:
+        assert torch.allclose(_parallel(one, [8, 8])(x), expected, rtol=0, atol=1e-12)
+        assert torch.allclose(one(x), expected, rtol=0, atol=1e-12)
+    assert torch.equal(layer.running_mean, before)
+    del second
+    assert torch.allclose(layer(x), expected, rtol=0, atol=1e-12)
+
+
+def test_no_second_derivative() -> None:
+    x = torch.randn(4, CHANNELS, requires_grad=True)
+    y = _parallel(_layer("1d"), [2, 2])(x)
+    (gradient,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gradient.sum().backward()
+
+
+def test_nothing_of_the_graph_is_kept() -> None:
+    """Without the garbage collector: the tensors of a step go with its last reference."""
+    import gc
+    import weakref
+
+    parallel = _parallel(_layer("1d"), [2, 2])
+    gc.disable()
+    try:
+        x = torch.randn(4, CHANNELS, requires_grad=True)
+        y = parallel(x * 1)
+        node = weakref.ref(y.grad_fn.next_functions[0][0])
+        assert node() is not None
+        y.sum().backward()
+        del y
+        assert node() is None
+    finally:
+        gc.enable()
+
+
+def test_trains_a_converted_model() -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Conv2d(CHANNELS, 4, 3), nn.BatchNorm2d(4), nn.ReLU()).double()
+    layered = convert_sync_batchnorm(copy.deepcopy(plain))
+    parallel = _parallel(layered, [3, 5])
+    given = case("2d", F64)
+    for model, call in ((plain, plain), (layered, parallel)):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        for x in given.inputs:
+            optimizer.zero_grad()
+            call(x).square().mean().backward()
+            optimizer.step()
+    for one, other in zip(plain.state_dict().values(), layered.state_dict().values(), strict=True):
+        assert torch.allclose(one.double(), other.double(), rtol=0, atol=1e-12)
+
+
+_COMPILED = """
+from concurrent.futures import ThreadPoolExecutor
+import torch
+from torch import nn
+from stepwrap.wrappers import SynchronizedBatchNorm1d, exec_data_parallel_replication_callback
+
+torch.manual_seed(0)
+model = nn.Sequential(nn.Identity(), SynchronizedBatchNorm1d(3), nn.ReLU())
+other = SynchronizedBatchNorm1d(3)
+x = torch.randn(8, 3)
+plain = nn.BatchNorm1d(3)
+expected = plain(x)[:4].relu()
+exec_data_parallel_replication_callback([model[1], other])
+with ThreadPoolExecutor(1) as pool:
+    second = pool.submit(other, x[4:])
+    assert torch.allclose(model(x[:4]), expected, atol=1e-6)
+    second.result()
+try:
+    torch.compile(model, backend="eager", fullgraph=True)(x[:4])
+except RuntimeError as error:
+    assert "cannot be part of a compiled graph" in str(error), error
+else:
+    raise AssertionError("no error")
+torch.compiler.reset()
+with ThreadPoolExecutor(1) as pool:
+    second = pool.submit(other, x[4:])
+    assert torch.allclose(torch.compile(model, backend="eager")(x[:4]), expected, atol=1e-6)
+    second.result()
+torch.compiler.reset()
+plain.load_state_dict(model[1].state_dict())
+whole = torch.compile(model.eval(), backend="eager", fullgraph=True)(x)
+assert torch.allclose(whole, plain.eval()(x).relu(), atol=1e-6)
+"""
+
+
+def test_compiled_models() -> None:
+    """The layer is left out of compiled graphs in training, and part of them in evaluation.
+
+    In a process of its own: the compiler changes how the one it was loaded into ends.
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", _COMPILED], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr

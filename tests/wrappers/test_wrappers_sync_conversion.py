@@ -1,0 +1,242 @@
+"""Conversion of models to synchronised batch normalisation, and back."""
+
+import copy
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+from torch import Tensor, nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.nn.utils import parametrize
+
+from stepwrap.registry import MODEL_WRAPPERS, build_from_cfg
+from stepwrap.wrappers import (
+    ReplicationCallbackDataParallel,
+    SingleDevice,
+    StepDistributedDataParallel,
+    SupervisedModel,
+    SynchronizedBatchNorm1d,
+    SynchronizedBatchNorm2d,
+    SynchronizedBatchNorm3d,
+    convert_model,
+    convert_sync_batchnorm,
+    patch_sync_batchnorm,
+    revert_sync_batchnorm,
+    wrap_model,
+)
+
+
+class _SmallEps(nn.BatchNorm2d):
+    def __init__(self, num_features: int) -> None:
+        super().__init__(num_features, eps=1e-3)
+
+
+class _Activated(nn.BatchNorm2d):
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input).relu()
+
+
+def _model() -> nn.Sequential:
+    norm = nn.BatchNorm2d(3, momentum=None)
+    inner = nn.Sequential(norm, nn.BatchNorm2d(3, affine=False), _SmallEps(3))
+    model = nn.Sequential(
+        nn.Conv2d(3, 3, 1), norm, inner, nn.BatchNorm2d(3, track_running_stats=False)
+    )
+    model(torch.randn(4, 3, 2, 2))
+    return model
+
+
+def _tensors(model: nn.Module) -> dict[str, int]:
+    both = [
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    ]
+    return {name: id(one) for name, one in both}
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_keeps_everything(training: bool) -> None:
+    """D-18."""
+    model = _model().train(training)
+    model[1].weight.requires_grad_(False)
+    model[2][2].double()
+    calls: list[str] = []
+    handle = model[1].register_forward_hook(lambda *_: calls.append("hook"))
+    before, state = _tensors(model), copy.deepcopy(model.state_dict())
+    options = [(m.eps, m.momentum, m.affine, m.track_running_stats) for m in _norms(model)]
+    classes = [type(one) for one in model.modules()]
+    assert convert_sync_batchnorm(model) is model
+    assert all(type(one) is SynchronizedBatchNorm2d for one in _norms(model))
+    assert model[1] is model[2][0]
+    assert _tensors(model) == before
+    assert all(one.training is training for one in model.modules())
+    assert not model[1].weight.requires_grad
+    assert [(m.eps, m.momentum, m.affine, m.track_running_stats) for m in _norms(model)] == options
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+    model[1](torch.randn(2, 3, 2, 2))
+    assert calls == ["hook"]
+    handle.remove()
+    model[1](torch.randn(2, 3, 2, 2))
+    assert calls == ["hook"]
+    assert convert_sync_batchnorm(model) is model
+    assert revert_sync_batchnorm(model) is model
+    assert [type(one) for one in model.modules()] == classes
+    assert _tensors(model) == before
+    assert not any("eps_mode" in one.__dict__ for one in model.modules())
+
+
+def _norms(model: nn.Module) -> list[Any]:
+    return [one for one in model.modules() if isinstance(one, nn.modules.batchnorm._BatchNorm)]
+
+
+def test_optimizers_and_state_dicts_keep_working() -> None:
+    """D-18: an optimizer from before trains the converted model as the plain one."""
+    plain = _model().double()
+    model = copy.deepcopy(plain)
+    results = []
+    for one in (plain, model):
+        optimizer = torch.optim.SGD(one.parameters(), lr=0.1)
+        if one is model:
+            convert_sync_batchnorm(one)
+        one(
+            torch.ones(2, 3, 2, 2).double() * torch.arange(2).view(2, 1, 1, 1)
+        ).square().sum().backward()
+        optimizer.step()
+        results.append(one.state_dict())
+    assert all(torch.equal(value, results[1][name]) for name, value in results[0].items())
+    _model().double().load_state_dict(model.state_dict())
+    model.load_state_dict(plain.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("plain", "kind"),
+    [
+        (nn.BatchNorm1d, SynchronizedBatchNorm1d),
+        (nn.BatchNorm2d, SynchronizedBatchNorm2d),
+        (nn.BatchNorm3d, SynchronizedBatchNorm3d),
+    ],
+)
+def test_a_root_that_is_a_layer(plain: Any, kind: Any) -> None:
+    layer = plain(3)
+    parameters = list(layer.parameters())
+    converted = convert_model(layer)
+    assert type(converted) is kind
+    assert all(one is other for one, other in zip(converted.parameters(), parameters, strict=True))
+    assert type(revert_sync_batchnorm(converted)) is plain
+    assert type(revert_sync_batchnorm(kind(3, eps_mode="clamp"))) is plain
+
+
+def test_torchs_synchronised_layer() -> None:
+    layer = nn.SyncBatchNorm(3)
+    convert_sync_batchnorm(layer)
+    x = torch.randn(4, 3, 2)
+    assert torch.equal(layer(x), nn.BatchNorm1d(3)(x))
+    with pytest.raises(ValueError, match="at least 2D input"):
+        layer(torch.randn(4))
+    assert type(revert_sync_batchnorm(layer)) is nn.SyncBatchNorm
+    assert layer.process_group is None
+
+
+def test_what_cannot_be_converted(caplog: pytest.LogCaptureFixture) -> None:
+    lazy = nn.Sequential(nn.LazyBatchNorm2d())
+    with pytest.raises(TypeError, match=r"0 \(LazyBatchNorm2d\) has seen no input yet"):
+        convert_sync_batchnorm(lazy)
+    lazy(torch.randn(2, 3, 2, 2))
+    assert type(convert_sync_batchnorm(lazy)[0]) is SynchronizedBatchNorm2d
+    parametrized = nn.BatchNorm2d(3)
+    parametrize.register_parametrization(parametrized, "weight", nn.Softplus())
+    model = nn.Sequential(_Activated(3), parametrized, nn.InstanceNorm2d(3))
+    kinds = [type(one) for one in model]
+    with caplog.at_level(logging.WARNING):
+        convert_sync_batchnorm(model)
+    assert [type(one) for one in model] == kinds
+    names = ["0 (_Activated)", "1 (ParametrizedBatchNorm2d)"]
+    assert [one.getMessage().split(" has")[0] for one in caplog.records] == names
+
+
+def test_data_parallel_gets_callbacks() -> None:
+    model = DataParallel(nn.Sequential(nn.BatchNorm2d(3)), dim=0)
+    held = nn.ModuleDict({"inner": model})
+    convert_sync_batchnorm(held)
+    assert isinstance(held["inner"], ReplicationCallbackDataParallel)
+    assert type(model.module[0]) is SynchronizedBatchNorm2d
+    assert model(torch.randn(4, 3, 2, 2)).shape == (4, 3, 2, 2)
+
+
+def test_patched_names() -> None:
+    """D-20."""
+    before = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d
+    with patch_sync_batchnorm(), patch_sync_batchnorm():
+        layers = [nn.BatchNorm1d(3), nn.BatchNorm2d(3), nn.BatchNorm3d(3, device="cpu")]
+    kinds = [SynchronizedBatchNorm1d, SynchronizedBatchNorm2d, SynchronizedBatchNorm3d]
+    assert [type(one) for one in layers] == kinds
+    assert (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d) == before
+    with pytest.raises(KeyError), patch_sync_batchnorm():
+        raise KeyError
+    assert (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d) == before
+    with patch_sync_batchnorm():
+        assert type(convert_sync_batchnorm(before[1](3))) is SynchronizedBatchNorm2d
+
+
+def test_whole_models_are_saved(tmp_path: Path) -> None:
+    model = convert_sync_batchnorm(_model())
+    torch.save(model, tmp_path / "model.pt")
+    loaded = torch.load(tmp_path / "model.pt", weights_only=False)
+    assert type(revert_sync_batchnorm(loaded)[2][2]) is _SmallEps
+
+
+def test_the_option_on_one_process() -> None:
+    cfg = {"type": "ddp", "sync_batchnorm": True}
+    kind: Any = MODEL_WRAPPERS.get(cfg.pop("type"))
+    assert kind is StepDistributedDataParallel
+    wrapped = wrap_model(kind, SupervisedModel(_model(), nn.MSELoss()), **cfg)
+    assert type(wrapped) is SingleDevice
+    with pytest.raises(TypeError, match="did you mean sync_batchnorm"):
+        wrap_model(kind, SupervisedModel(_model(), nn.MSELoss()), sync_batchnrm=True)
+
+
+def _wrong_order(kind: str) -> list[str]:
+    torch_made = kind == "torch"
+    wrapped: Any = (DistributedDataParallel if torch_made else StepDistributedDataParallel)(
+        _model()
+    )
+    texts = []
+    for module in (wrapped, nn.ModuleList([wrapped]), wrapped.module, wrapped.module[2]):
+        with pytest.raises(ValueError, match="already") as caught:
+            convert_sync_batchnorm(module)
+        texts.append(str(caught.value))
+    assert not any(isinstance(one, SynchronizedBatchNorm2d) for one in wrapped.modules())
+    # What is not inside may be converted, and so may a model whose wrapper is gone.
+    convert_sync_batchnorm(_model())
+    model = wrapped.module
+    del wrapped, module, caught
+    convert_sync_batchnorm(model)
+    assert type(model[1]) is SynchronizedBatchNorm2d
+    return texts
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [("torch", "DistributedDataParallel"), ("ours", "StepDistributedDataParallel")],
+)
+def test_wrong_order(kind: str, name: str) -> None:
+    texts = run_ranks(_wrong_order, 1, kind)[0]
+    assert texts[0].startswith(f"the model is wrapped in {name} already")
+    assert texts[1].startswith(f"'0' of the model is wrapped in {name} already")
+    inside = f"Sequential is inside {name} already: convert the model first and wrap it then"
+    assert all(text.startswith(inside) for text in texts[2:])
+
+
+def _by_option() -> list[bool]:
+    cfg = {"type": "ddp", "sync_batchnorm": True, "module": SupervisedModel(_model(), nn.MSELoss())}
+    wrapped = build_from_cfg(cfg, MODEL_WRAPPERS)
+    plain = StepDistributedDataParallel(_model())
+    norms = wrapped.module.net[1], plain.module[1]
+    return [type(norm) is SynchronizedBatchNorm2d for norm in norms]
+
+
+def test_the_option_with_ranks() -> None:
+    assert run_ranks(_by_option, 1) == [[True, False]]

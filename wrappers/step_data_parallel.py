@@ -1,0 +1,143 @@
+"""The steps of a model of which several copies run in one process."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, distributed, nn
+
+from ..registry import MODEL_WRAPPERS
+from ._compiled import uncompiled
+from .data_parallel import ReplicationCallbackDataParallel
+from .options import check_options
+from .preprocess import move
+from .scatter_gather import dict_gather, join, share_of_each
+from .step import Steps, has_own_train_step
+from .sync_conversion import convert_sync_batchnorm
+
+_OPTIONS = {
+    name: option
+    for name, option in inspect.signature(ReplicationCallbackDataParallel).parameters.items()
+    if option.kind is option.KEYWORD_ONLY
+}
+
+
+@MODEL_WRAPPERS.register_module(name=["StepDataParallel", "MMDataParallel", "DataParallel", "dp"])
+class StepDataParallel(Steps, ReplicationCallbackDataParallel):
+    """``ReplicationCallbackDataParallel`` with the three steps.
+
+    For one process and a batch that is split over several devices. In a training step
+    (``mode="loss"``) the losses of the copies become those of the whole batch: losses without
+    dimensions are averaged, each copy weighted by its part of the batch (the size of the first
+    tensor among its inputs), so that a mean over samples is the mean over the whole batch, and
+    a penalty that knows no samples stays as it is, for any sizes of the chunks. Losses with
+    dimensions are concatenated, as one per sample. A sum over samples is averaged as well and
+    so comes out smaller than of the whole batch; return the samples' losses, or a mean,
+    instead. So is a mean that counts samples unequally (ignored labels, class weights), which
+    then differs from the whole batch's. In ``mode="predict"`` lists are concatenated.
+
+    ``val_step`` and ``test_step`` evaluate on the first device, without copies, by the model's
+    own steps: their results need not be joinable.
+
+    For another optimization step override ``train_step(data, optim_wrapper)`` in a subclass;
+    it must compute its losses by ``self(..., mode="loss")`` to use all devices.
+
+    Args:
+        module: the model, on the first of the devices.
+        device_ids: as in ``ReplicationCallbackDataParallel``.
+        output_device: as there; also where the losses are added.
+        dim: as there.
+        detect_anomalous_params: log the parameters that the loss does not reach, on every step.
+        sync_batchnorm: make the model's BatchNorm layers train with the statistics of the whole
+            batch, by ``convert_sync_batchnorm``.
+        options: ``scatter`` (``mode`` is given to every copy besides), ``gather`` (not used for
+            losses and for lists of predictions) and ``timeout_s``, as there.
+
+    Raises:
+        TypeError: the model has a ``train_step`` of its own, a part of it is compiled, or there
+            is no such option.
+        RuntimeError: there are several ranks, whose gradients nobody would average.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        device_ids: Sequence[int | str | torch.device] | None = None,
+        output_device: int | str | torch.device | None = None,
+        dim: int = 0,
+        *,
+        detect_anomalous_params: bool = False,
+        sync_batchnorm: bool = False,
+        **options: Any,
+    ) -> None:
+        check_options(type(self).__name__, options, list(_OPTIONS))
+        if type(self).train_step is Steps.train_step and has_own_train_step(module):
+            raise TypeError(
+                f"{type(module).__name__} overrides train_step, which cannot work under "
+                f"{type(self).__name__}: a model that calls itself uses one device only. Put the "
+                "step into a subclass of StepDataParallel (with self(...) for the forward) and "
+                "name it as the wrapper"
+            )
+        if distributed.is_available() and distributed.is_initialized():
+            ranks = distributed.get_world_size()
+            if ranks > 1:
+                raise RuntimeError(
+                    f"{type(self).__name__} steps in one process and would leave the gradients of "
+                    f"{ranks} ranks apart; use ddp, or one rank (launch.nproc=1)"
+                )
+        if sync_batchnorm:
+            module = convert_sync_batchnorm(module)
+        super().__init__(module, device_ids, output_device, dim, **options)
+        self._prepare_steps(detect_anomalous_params)
+
+    @classmethod
+    def config_signature(cls) -> inspect.Signature:
+        """The arguments with those of the base class in place of ``**options``."""
+        own = inspect.signature(cls.__init__).parameters.values()
+        kept = [one for one in own if one.name != "self" and one.kind is not one.VAR_KEYWORD]
+        if any(one.kind is one.VAR_KEYWORD for one in own):
+            kept += _OPTIONS.values()
+        return inspect.Signature(kept)
+
+    @uncompiled("its copies are new modules in other threads")
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """As in the base class, with losses and predictions joined as those of one batch."""
+        mode = kwargs.get("mode")
+        if mode is None and any(one in ("loss", "predict") for one in inputs if type(one) is str):
+            raise TypeError("mode must be given by its name, as in mode='loss'")
+        if mode not in ("loss", "predict"):
+            return super().forward(*inputs, **kwargs)
+        outputs, arguments = self._outputs(inputs, kwargs)
+        device = self._output_device()
+        if mode == "loss":
+            shares = share_of_each(*arguments, self.dim)
+            return join(outputs, lambda parts: _averaged(parts, shares, device))
+        if all(isinstance(one, list) for one in outputs):
+            return list(chain.from_iterable(move(outputs, device)))
+        return self.gather(outputs, device)
+
+    def scatter(self, inputs: Any, kwargs: Any, device_ids: Sequence[Any]) -> Any:
+        """Split the arguments over the devices, but give every copy the ``mode``."""
+        if "mode" not in kwargs:
+            return super().scatter(inputs, kwargs, device_ids)
+        mode = {"mode": kwargs["mode"]}
+        others = {name: value for name, value in kwargs.items() if name != "mode"}
+        chunks, named = super().scatter(inputs, others, device_ids)
+        if not chunks and not named:
+            return [()], [mode]
+        return chunks, [{**one, **mode} for one in named]
+
+
+def _averaged(parts: list[Tensor], shares: list[float], device: torch.device) -> Tensor:
+    """One loss out of those of the copies, which had these shares of the batch."""
+    if parts[0].ndim:
+        joined: Tensor = dict_gather(parts, device)
+        return joined
+    if len(parts) == 1:
+        return parts[0].to(device)
+    weighted = [part.to(device) * share for part, share in zip(parts, shares, strict=True)]
+    return torch.stack(weighted).sum()
