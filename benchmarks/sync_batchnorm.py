@@ -1,0 +1,203 @@
+"""What synchronised BatchNorm costs in forward and backward, in milliseconds and as ratios.
+
+A small CNN with three BatchNorm layers, and one such layer alone, over two ranks and over two
+replicas in one process: without synchronisation, with stepwrap's layers, and with a
+straightforward layer that sums twice in each direction (the sum, then the squared deviations). The
+order is shuffled in every round; ratios are taken within a round, and the median over the rounds
+is printed. Gradients are not exchanged between the ranks: that costs all the same.
+
+With --device cuda the replicas share one device, and the ranks become one rank with torch's
+SyncBatchNorm beside stepwrap's and the straightforward layer (NCCL).
+
+    python benchmarks/sync_batchnorm.py [--device cpu] [--rounds 30] [--batch 64]
+"""
+
+import argparse
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor, nn
+
+from stepwrap.wrappers import ReplicationCallbackDataParallel, convert_sync_batchnorm
+
+Contestant = Callable[[], object]
+COPIES = 2
+CHANNELS = 32
+
+
+class SumOverRanks(torch.autograd.Function):
+    """The sum of a tensor over the ranks; its gradient is summed over them as well."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        total = x.clone()
+        dist.all_reduce(total)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        total = gradients[0].clone()
+        dist.all_reduce(total)
+        return total
+
+
+def sum_of_copies(parts: list[Tensor]) -> list[Tensor]:
+    return [torch.stack(parts).sum(0)] * len(parts)
+
+
+class TwoSums(nn.BatchNorm2d):
+    """Synchronised by two differentiable sums: of the values, then of the squared deviations."""
+
+    meet: Any = None
+
+    def __data_parallel_replicate__(self, ctx: Any, copy_id: int) -> None:
+        self.meet = partial(ctx.session.rendezvous, ctx.layer, copy_id)
+
+    def forward(self, x: Tensor) -> Tensor:
+        count = x.new_tensor([x.numel() / x.size(1)])
+        total = self._sum(torch.cat([x.sum((0, 2, 3)), count]))
+        mean, count = total[:-1] / total[-1], total[-1].detach()
+        deviation = x - mean[:, None, None]
+        var = self._sum(deviation.square().sum((0, 2, 3))) / count
+        with torch.no_grad():
+            self.num_batches_tracked.add_(1)
+            self.running_mean.lerp_(mean, self.momentum)
+            self.running_var.lerp_(var * count / (count - 1), self.momentum)
+        scale = self.weight * torch.rsqrt(var + self.eps)
+        return deviation * scale[:, None, None] + self.bias[:, None, None]
+
+    def _sum(self, value: Tensor) -> Tensor:
+        return self.meet(value, sum_of_copies) if self.meet else SumOverRanks.apply(value)
+
+
+def make_cnn(norm: type[nn.Module]) -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(3, CHANNELS, 3, padding=1, bias=False),
+        norm(CHANNELS),
+        nn.ReLU(),
+        nn.Conv2d(CHANNELS, 2 * CHANNELS, 3, stride=2, padding=1, bias=False),
+        norm(2 * CHANNELS),
+        nn.ReLU(),
+        nn.Conv2d(2 * CHANNELS, 2 * CHANNELS, 3, stride=2, padding=1, bias=False),
+        norm(2 * CHANNELS),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(2 * CHANNELS, 10),
+    )
+
+
+def make_step(model: nn.Module, shape: tuple[int, ...], device: str) -> Contestant:
+    """Forward and backward with a random cotangent, as the gradient of a sum would be zero."""
+    x = torch.randn(shape, device=device, requires_grad=len(shape) == 4 and shape[1] == CHANNELS)
+    cotangent = torch.randn_like(model(x))
+
+    def step() -> None:
+        model(x).backward(cotangent)
+        if device == "cuda":
+            torch.cuda.synchronize()
+
+    return step
+
+
+def make_contestants(what: str, arguments: Any, *, replicas: bool) -> dict[str, Contestant]:
+    device = arguments.device
+    on_one_rank = device == "cuda" and not replicas
+    size = arguments.batch if replicas or on_one_rank else arguments.batch // COPIES
+    shape = (size, CHANNELS if what == "layer" else 3, 32, 32)
+
+    def make(norm: type[nn.Module]) -> nn.Module:
+        torch.manual_seed(0)
+        return (norm(CHANNELS) if what == "layer" else make_cnn(norm)).to(device)
+
+    models = {
+        "not synchronised": make(nn.BatchNorm2d),
+        "stepwrap": convert_sync_batchnorm(make(nn.BatchNorm2d)),
+        "two sums each way": make(TwoSums),
+    }
+    if on_one_rank:
+        models["torch SyncBatchNorm"] = make(nn.SyncBatchNorm)
+    if replicas:
+        models = {
+            name: ReplicationCallbackDataParallel(model, [device] * COPIES)
+            for name, model in models.items()
+        }
+        models["no replicas"] = make(nn.BatchNorm2d)
+    return {name: make_step(model, shape, device) for name, model in models.items()}
+
+
+def measure(contestants: Mapping[str, Contestant], rounds: int) -> dict[str, list[float]]:
+    """Return each contestant's milliseconds by round."""
+    barrier = dist.barrier if dist.is_initialized() else lambda: None
+    times: dict[str, list[float]] = {name: [] for name in contestants}
+    order = list(contestants)
+    shuffler = random.Random(0)
+    for step in contestants.values():
+        for _ in range(3):
+            step()
+    for _ in range(rounds):
+        shuffler.shuffle(order)
+        for name in order:
+            barrier()
+            start = time.perf_counter()
+            for _ in range(3):
+                contestants[name]()
+            times[name].append((time.perf_counter() - start) / 3 * 1e3)
+    return times
+
+
+def show(title: str, times: Mapping[str, list[float]]) -> None:
+    """Print each contestant, and how many times as long it takes as without synchronisation."""
+    print(title)
+    for name, own in times.items():
+        peers = times["not synchronised"]
+        ratio = statistics.median(mine / peer for mine, peer in zip(own, peers, strict=True))
+        print(f"  {name:20s} {statistics.median(own):8.2f} ms   {ratio:5.2f} times")
+
+
+def run_rank(rank: int, ranks: int, store: str, arguments: argparse.Namespace) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "nccl" if arguments.device == "cuda" else "gloo",
+        store=dist.FileStore(store, ranks),
+        rank=rank,
+        world_size=ranks,
+        timeout=timedelta(seconds=120),
+    )
+    try:
+        for what in ("CNN", "layer"):
+            times = measure(make_contestants(what, arguments, replicas=False), arguments.rounds)
+            if rank == 0:
+                show(f"{what}, {ranks} rank{'s' if ranks > 1 else ''}", times)
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--batch", type=int, default=64)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    for what in ("CNN", "layer"):
+        times = measure(make_contestants(what, arguments, replicas=True), arguments.rounds)
+        show(f"{what}, {COPIES} replicas on {arguments.device}", times)
+    ranks = 1 if arguments.device == "cuda" else COPIES
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(run_rank, (ranks, str(Path(folder, "store")), arguments), nprocs=ranks)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,36 @@
+"""The example of a replication callback runs, and its copies share what they should."""
+
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "replication_callback.py"
+
+
+def test_it_prints_its_result(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLE)],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+        cwd=tmp_path,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    line = r"accuracy (0\.\d+); (\S+) from the mean of one copy\n"
+    accuracy, difference = re.fullmatch(line, done.stdout).groups()
+    assert float(accuracy) > 0.9
+    assert float(difference) < 1e-6
+    assert len(EXAMPLE.read_text().splitlines()) < 60
+
+
+def test_the_statistic_is_of_the_whole_batch() -> None:
+    example = runpy.run_path(str(EXAMPLE))
+    three, _ = example["train"](["cpu"] * 3, steps=5)
+    one, _ = example["train"](["cpu"], steps=5)
+    assert three.abs().max() > 0.1
+    assert torch.allclose(three, one, atol=1e-6, rtol=0)
