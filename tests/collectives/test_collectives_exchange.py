@@ -12,7 +12,13 @@ import torch
 import torch.distributed as dist
 from ranks import RanksError, run_ranks
 
-from stepwrap.collectives import CollectiveError, all_gather_object, broadcast, gather_object
+from stepwrap.collectives import (
+    CollectiveError,
+    all_gather_object,
+    broadcast,
+    gather_object,
+    pad_to_largest_tensor,
+)
 
 LARGE = 3_000_000
 
@@ -145,3 +151,28 @@ def test_sub_groups_take_global_ranks() -> None:
         [in_first, "of 0", None],
         [in_second, "of 3", [1.0, 3.0]],
     ]
+
+
+def _pad() -> tuple[Any, ...]:
+    own = torch.arange(1.0, 6.0 if dist.get_rank() else 3.0)
+    sizes, padded = pad_to_largest_tensor(own)
+    same, unpadded = pad_to_largest_tensor(own[:2])
+    return sizes, padded.tolist(), padded.dtype, padded is own, same, unpadded.tolist()
+
+
+def test_padding_to_the_largest_keeps_dtype_and_fills_with_zeros() -> None:
+    """A-9. Who is as long already gets its own tensor back."""
+    float32, two = torch.float32, [2, 2]
+    assert run_ranks(_pad, 2) == [
+        ([2, 5], [1.0, 2.0, 0.0, 0.0, 0.0], float32, False, two, [1.0, 2.0]),
+        ([2, 5], [1.0, 2.0, 3.0, 4.0, 5.0], float32, True, two, [1.0, 2.0]),
+    ]
+
+
+def test_padding_alone_changes_nothing() -> None:
+    own = torch.ones(3, dtype=torch.int16)
+    sizes, padded = pad_to_largest_tensor(own)
+    assert sizes == [3]
+    assert padded is own
+    with pytest.raises(ValueError, match="one dimension"):
+        pad_to_largest_tensor(torch.ones(2, 2))
