@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, distributed
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from ..registry import MODELS
 from ._batchnorm_math import (
     EpsMode,
     Moments,
@@ -249,6 +250,7 @@ class SynchronizedBatchNorm(_BatchNorm):
         return copied
 
 
+@MODELS.register_module()
 class SynchronizedBatchNorm1d(SynchronizedBatchNorm):
     """``SynchronizedBatchNorm2d`` for ``(batch, channels)`` and ``(batch, channels, length)``."""
 
@@ -257,6 +259,7 @@ class SynchronizedBatchNorm1d(SynchronizedBatchNorm):
             raise ValueError(f"expected 2D or 3D input (got {input.dim()}D input)")
 
 
+@MODELS.register_module()
 class SynchronizedBatchNorm2d(SynchronizedBatchNorm):
     """``BatchNorm2d`` that trains with the statistics of the whole batch, however it is spread.
 
@@ -290,6 +293,7 @@ class SynchronizedBatchNorm2d(SynchronizedBatchNorm):
             raise ValueError(f"expected 4D input (got {input.dim()}D input)")
 
 
+@MODELS.register_module()
 class SynchronizedBatchNorm3d(SynchronizedBatchNorm):
     """``SynchronizedBatchNorm2d`` for inputs ``(batch, channels, depth, height, width)``."""
 
