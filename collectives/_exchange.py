@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import torch
 import torch.distributed as dist
 
-from ._meeting import INLINE_BYTES, Header, meet, raise_disagreement
+from ._meeting import INLINE_BYTES, Header, gather_numbers, meet, raise_disagreement
 from ._shared_memory import Offer, take
 from ._story import Call, text_of
 from .errors import CollectiveError
@@ -78,7 +78,7 @@ class _Work:
         own_size = self.sizes[dist.get_rank(self.call.group)]
         # Open until all have agreed on the outcome: until then they may be mapping it.
         with Offer(self.parcel if own_size else Parcel()) as offer:
-            places = _gather_numbers(offer.place, self.call)
+            places = gather_numbers(offer.place, self.call.group)
             if any(place[-1] for place in places):
                 return None
             memory = self.inline()
@@ -166,11 +166,3 @@ class _Work:
         if worst == _NOT_UNPICKLED:
             raise_disagreement(self.call, problem, "unpickle what it received")
         return objects if worst == _DONE else None
-
-
-def _gather_numbers(numbers: Sequence[int], call: Call) -> list[list[int]]:
-    own = torch.tensor(numbers, dtype=torch.int64, device=comm_device(call.group))
-    rows = [torch.empty_like(own) for _ in range(dist.get_world_size(call.group))]
-    dist.all_gather(rows, own, call.group)
-    numbers_by_rank: list[list[int]] = torch.stack(rows).tolist()
-    return numbers_by_rank

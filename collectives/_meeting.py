@@ -7,6 +7,7 @@ import hashlib
 import os
 import struct
 import uuid
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -77,7 +78,7 @@ def meet(
     _FIELDS.pack_into(message, 0, *own, size, flags)
     if 0 < size <= INLINE_BYTES:
         message[_FIELDS.size : _FIELDS.size + size] = b"".join(parcel.pieces())
-    headers = [_decode(row) for row in _gather_rows(message, call.group)]
+    headers = [_decode(row) for row in gather_rows(_to_tensor(message, call.group), call.group)]
     if any(h.has_failed or h.call != own[0] for h in headers):
         raise_disagreement(call, problem, "pickle its object")
     return headers
@@ -93,11 +94,9 @@ def raise_disagreement(
         failed_to: what this rank could not do because of it.
     """
     own = call.here(f"cannot {failed_to}: {text_of(problem)}" if problem else "").encode()
-    sizes = [
-        int.from_bytes(row, "little")
-        for row in _gather_rows(bytearray(len(own).to_bytes(8, "little")), call.group)
-    ]
-    rows = _gather_rows(bytearray(own.ljust(max(sizes))), call.group)
+    sizes = gather_numbers([len(own)], call.group)
+    padded = bytearray(own.ljust(max(sizes)[0]))
+    rows = gather_rows(_to_tensor(padded, call.group), call.group)
     places = [Place.decode(bytes(row)) for row in rows]
     problems = [f"rank {place.rank} {place.problem}" for place in places if place.problem]
     if problems:
@@ -119,14 +118,24 @@ def _decode(row: memoryview) -> Header:
     return Header(call, agreed, host, size, flags, row[_FIELDS.size : _FIELDS.size + size])
 
 
-def _gather_rows(message: bytearray, group: _Group) -> list[memoryview]:
-    """Return all ranks' messages, which must be equal in size."""
-    own = torch.frombuffer(message, dtype=torch.uint8).to(comm_device(group))
-    rows = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(rows, own, group)
-    if own.device.type != "cpu":
+def gather_rows(message: torch.Tensor, group: _Group) -> list[memoryview]:
+    """Return all ranks' messages, bytes on the communication device, which are equal in size."""
+    rows = [torch.empty_like(message) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(rows, message, group)
+    if message.device.type != "cpu":
         rows = list(torch.stack(rows).cpu().unbind(0))
     return [row.numpy().data for row in rows]
+
+
+def gather_numbers(numbers: Sequence[int], group: _Group) -> list[tuple[int, ...]]:
+    """Return all ranks' numbers, equally many, each in 64 bits."""
+    layout = struct.Struct(f"<{len(numbers)}q")
+    rows = gather_rows(_to_tensor(bytearray(layout.pack(*numbers)), group), group)
+    return [layout.unpack(row) for row in rows]
+
+
+def _to_tensor(message: bytearray, group: _Group) -> torch.Tensor:
+    return torch.frombuffer(message, dtype=torch.uint8).to(comm_device(group))
 
 
 def _host() -> bytes:

@@ -28,8 +28,8 @@ class Call:
 
     Attributes:
         detail: what else must be the same on all ranks, such as "from rank 0".
-        describe: returns what is passed, as a text or as a dict's keys; called when needed.
-        must_agree: whether what is passed must be equal on all ranks.
+        describe: returns what is passed, as a text or as a dict's keys; called when needed. It
+            must be equal on all ranks, unless `meets`.
         meets: whether the call itself begins with a meeting.
     """
 
@@ -37,7 +37,6 @@ class Call:
     group: dist.ProcessGroup | None = None
     describe: Describe | None = None
     detail: str = ""
-    must_agree: bool = True
     meets: bool = False
 
     def structure(self) -> str | list[str]:

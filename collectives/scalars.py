@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from ._call import calling
 from ._layout import checked_tensor, is_number
-from ._meeting import digest, raise_disagreement
+from ._meeting import digest, gather_rows, raise_disagreement
 from .agree import raise_together
 from .objects import all_gather_object
 from .process import comm_device, live_world_size
@@ -69,7 +69,7 @@ def mean_scalars(
     message = _encode(header, values[:_VALUES], device, _VALUES)
     rest = _encode(b"", values[_VALUES:], device, len(keys) - _VALUES)
     with calling("mean_scalars", group, lambda: keys, meets=True) as call:
-        rows = _gather_rows(message, group)
+        rows = gather_rows(message, group)
         headers = [_HEADER.unpack_from(row) for row in rows]
         if any(other[0] != call_digest for other in headers):
             raise_disagreement(call)
@@ -79,7 +79,7 @@ def mean_scalars(
             return _mean_of_union(dict(zip(keys, _to_floats(values), strict=True)), group)
         totals = _sum(rows, _HEADER.size, min(len(keys), _VALUES))
         if len(keys) > _VALUES:
-            totals += _sum(_gather_rows(rest, group), 0, len(keys) - _VALUES)
+            totals += _sum(gather_rows(rest, group), 0, len(keys) - _VALUES)
     means = {key: total / world_size for key, total in zip(keys, totals, strict=True)}
     return {key: means[key] for key in scalars}
 
@@ -134,13 +134,6 @@ def _encode(
         places = torch.tensor([first + i for i in here], device=device)
         message.view(torch.float64)[places] = _stack([values[i] for i in here])
     return message
-
-
-def _gather_rows(message: torch.Tensor, group: dist.ProcessGroup | None) -> list[memoryview]:
-    shape = live_world_size(group), message.numel()
-    rows = torch.empty(shape, dtype=torch.uint8, device=message.device)
-    dist.all_gather(list(rows.unbind()), message, group)
-    return [row.data for row in rows.cpu().numpy()]
 
 
 def _sum(rows: Iterable[memoryview], start: int, count: int) -> list[float]:

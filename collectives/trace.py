@@ -95,7 +95,7 @@ def enter(call: Call) -> CollectiveRecord:
     _records.append(record)
     _Watch.start_once()
     if not call.meets:
-        agreed = repr(structure) if call.must_agree else ""
+        agreed = repr(structure)
         if any(header.agreed != digest(agreed) for header in meet(call, agreed=agreed)):
             raise_disagreement(call)
     return record

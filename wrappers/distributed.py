@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..registry import MODEL_WRAPPERS
 from .options import check_options
-from .step import Steps, has_own_train_step
+from .step import Steps, refuse_own_train_step
 from .sync_conversion import convert_sync_batchnorm
 
 _NAMES = [
@@ -64,13 +64,7 @@ class StepDistributedDataParallel(Steps, DistributedDataParallel):
         **ddp_kwargs: Any,
     ) -> None:
         self.check_options(ddp_kwargs)
-        if type(self).train_step is Steps.train_step and has_own_train_step(module):
-            raise TypeError(
-                f"{type(module).__name__} overrides train_step, which cannot work under "
-                f"{type(self).__name__}: a model that calls itself skips the averaging of the "
-                "gradients. Put the step into a subclass of StepDistributedDataParallel (with "
-                "self(...) for the forward) and name it as the wrapper"
-            )
+        refuse_own_train_step(type(self), module, "skips the averaging of the gradients")
         if sync_batchnorm:
             module = convert_sync_batchnorm(module, ddp_kwargs.get("process_group"))
         ddp_kwargs.setdefault("device_ids", _device_ids(module))

@@ -105,11 +105,6 @@ def replicate(module: _T, devices: Sequence[torch.device]) -> list[_T]:
     return copies
 
 
-def replicate_on_cpu(module: _T, num_copies: int) -> list[_T]:
-    """``replicate`` for ``num_copies`` copies on the CPU."""
-    return replicate(module, [torch.device("cpu")] * num_copies)
-
-
 class _Copy:
     """One copy in the making; remembers what it has copied, by identity."""
 

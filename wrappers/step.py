@@ -135,6 +135,22 @@ def has_own_train_step(model: nn.Module) -> bool:
     return not any(f"{owner}.".startswith(f"{pkg}.") and name == full for pkg, full in defaults)
 
 
+def refuse_own_train_step(wrapper: type[Steps], model: nn.Module, why: str) -> None:
+    """Raise TypeError for a model with a ``train_step`` that ``wrapper`` could not replace.
+
+    Args:
+        why: what a model that calls itself does there.
+    """
+    if wrapper.train_step is not Steps.train_step or not has_own_train_step(model):
+        return
+    public = next(one for one in wrapper.__mro__ if one.__module__.startswith(f"{__package__}."))
+    raise TypeError(
+        f"{type(model).__name__} overrides train_step, which cannot work under "
+        f"{wrapper.__name__}: a model that calls itself {why}. Put the step into a subclass of "
+        f"{public.__name__} (with self(...) for the forward) and name it as the wrapper"
+    )
+
+
 def _explain_missing_mode(model: nn.Module, error: TypeError) -> None:
     """Raise a better error when ``forward`` cannot be asked for losses."""
     parameters = inspect.signature(model.forward).parameters.values()

@@ -16,7 +16,7 @@ from .data_parallel import ReplicationCallbackDataParallel
 from .options import check_options
 from .preprocess import move
 from .scatter_gather import dict_gather, join, share_of_each
-from .step import Steps, has_own_train_step
+from .step import Steps, refuse_own_train_step
 from .sync_conversion import convert_sync_batchnorm
 
 _OPTIONS = {
@@ -75,13 +75,7 @@ class StepDataParallel(Steps, ReplicationCallbackDataParallel):
         **options: Any,
     ) -> None:
         check_options(type(self).__name__, options, list(_OPTIONS))
-        if type(self).train_step is Steps.train_step and has_own_train_step(module):
-            raise TypeError(
-                f"{type(module).__name__} overrides train_step, which cannot work under "
-                f"{type(self).__name__}: a model that calls itself uses one device only. Put the "
-                "step into a subclass of StepDataParallel (with self(...) for the forward) and "
-                "name it as the wrapper"
-            )
+        refuse_own_train_step(type(self), module, "uses one device only")
         if distributed.is_available() and distributed.is_initialized():
             ranks = distributed.get_world_size()
             if ranks > 1:
