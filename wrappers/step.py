@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from .anomalies import detect_anomalous_params
 from .losses import parse_losses
@@ -30,9 +31,15 @@ class Steps:
     A mixin of the model wrappers, which are modules with a child ``module``: the user's
     model. What the model does not offer (``data_preprocessor``, ``parse_losses``,
     ``val_step``, ``test_step``) gets the behaviour of ``BaseModel``.
+
+    Attributes:
+        data_group: the ranks that see different batches; None for all of them.
+        collective_eval: whether evaluation steps need every rank of ``data_group``.
     """
 
     module: Any
+    data_group: ProcessGroup | None = None
+    collective_eval: bool = False
     _modules: Any
     detect_anomalous_params: bool
     __call__: Callable[..., Any]
