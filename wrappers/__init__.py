@@ -6,6 +6,7 @@ from .data_parallel import ReplicationCallbackDataParallel
 from .distributed import StepDistributedDataParallel
 from .fused import build_optimizer
 from .losses import parse_losses
+from .mesh import Mesh, build_mesh, check_axes
 from .model import BaseModel, SupervisedModel
 from .optim import OptimWrapper
 from .optim_dict import OptimWrapperDict
@@ -37,6 +38,7 @@ __all__ = [
     "CallbackContext",
     "DataPreprocessor",
     "FutureResult",
+    "Mesh",
     "OptimWrapper",
     "OptimWrapperDict",
     "ReplicationCallbackDataParallel",
@@ -51,7 +53,9 @@ __all__ = [
     "SynchronizedBatchNorm1d",
     "SynchronizedBatchNorm2d",
     "SynchronizedBatchNorm3d",
+    "build_mesh",
     "build_optimizer",
+    "check_axes",
     "convert_model",
     "convert_sync_batchnorm",
     "detect_anomalous_params",

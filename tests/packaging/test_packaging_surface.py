@@ -38,11 +38,12 @@ DOORS = {
     """,
     "runner": "LaunchError Runner launch",
     "wrappers": """
-        AmpOptimWrapper BaseModel CallbackContext DataPreprocessor FutureResult OptimWrapper
+        AmpOptimWrapper BaseModel CallbackContext DataPreprocessor FutureResult Mesh OptimWrapper
         OptimWrapperDict ReplicationCallbackDataParallel ReplicationError ReplicationSession
         SingleDevice SlavePipe StepDataParallel StepDistributedDataParallel SupervisedModel
         SyncMaster SynchronizedBatchNorm1d SynchronizedBatchNorm2d SynchronizedBatchNorm3d
-        build_optimizer convert_model convert_sync_batchnorm detect_anomalous_params
+        build_mesh build_optimizer check_axes convert_model
+        convert_sync_batchnorm detect_anomalous_params
         dict_gather exec_data_parallel_replication_callback is_model_wrapper
         is_module_wrapper parse_losses patch_replication_callback patch_sync_batchnorm
         revert_sync_batchnorm set_sbn_eps_mode user_scattered wrap_model

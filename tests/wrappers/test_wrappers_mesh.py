@@ -1,0 +1,94 @@
+"""Ranks along named axes."""
+
+from typing import Any
+
+import pytest
+import torch
+from ranks import RanksError, run_ranks
+from torch import distributed
+
+from stepwrap.wrappers import build_mesh, check_axes
+
+
+@pytest.mark.parametrize(
+    ("axes", "ranks", "expected"),
+    [
+        ({"data": 4}, 4, {"data": 4}),
+        ({"tensor": 2, "data": 2}, 4, {"data": 2, "tensor": 2}),
+        ({"tensor": 2}, 2, {"data": 1, "tensor": 2}),
+        ({"data": -1, "tensor": 2}, 8, {"data": 4, "tensor": 2}),
+        ({"shard": -1}, 3, {"shard": 3}),
+        ({"tensor": 2, "shard": 2, "replicate": -1}, 8, {"replicate": 2, "shard": 2, "tensor": 2}),
+    ],
+)
+def test_axes(axes: dict[str, int], ranks: int, expected: dict[str, int]) -> None:
+    sizes = check_axes(axes, ranks)
+    assert sizes == expected
+    assert list(sizes) == list(expected)
+
+
+@pytest.mark.parametrize(
+    ("axes", "told"),
+    [
+        ({"data": 2, "tensor": 2}, "data 2 x tensor 2 = 4 ranks, but there are 6"),
+        ({"data": -1, "tensor": 4}, "6 ranks cannot be divided into data -1 x tensor 4"),
+        ({"dta": 6}, "no axis 'dta'.*did you mean data"),
+        ({"data": 2, "shard": 3}, "either a data axis, or shard"),
+        ({"replicate": 6}, "replicate needs shard"),
+        ({"data": -1, "tensor": -1}, "only one axis can be -1"),
+        ({"data": 0}, "axis data must be at least 1, or -1, got 0"),
+        ({"data": True}, "axis data must be at least 1, or -1, got True"),
+        ({"data": "6"}, "axis data must be at least 1, or -1, got '6'"),
+    ],
+)
+def test_wrong_axes(axes: dict[str, Any], told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        check_axes(axes, 6)
+
+
+def test_one_process_without_a_group() -> None:
+    mesh = build_mesh({"data": 1, "tensor": -1})
+    assert (mesh.data_rank, mesh.data_size, mesh.tensor_size) == (0, 1, 1)
+    assert mesh.device_mesh is mesh.tensor is mesh.fsdp is mesh.data_group is None
+    with pytest.raises(ValueError, match="data 2 = 2 ranks, but there are 1"):
+        build_mesh({"data": 2})
+
+
+def _places(axes: dict[str, int]) -> tuple[Any, ...]:
+    mesh = build_mesh(axes)
+    own = torch.tensor(float(distributed.get_rank()))
+    distributed.all_reduce(own, group=mesh.data_group)
+    tensor = None if mesh.tensor is None else mesh.tensor.get_local_rank()
+    assert mesh.fsdp is not None
+    return mesh.data_rank, mesh.data_size, tensor, own.item(), mesh.fsdp.mesh_dim_names
+
+
+def test_two_axes() -> None:
+    places = run_ranks(_places, 4, {"data": 2, "tensor": 2})
+    assert places == [
+        (0, 2, 0, 2.0, ("data",)),
+        (0, 2, 1, 4.0, ("data",)),
+        (1, 2, 0, 2.0, ("data",)),
+        (1, 2, 1, 4.0, ("data",)),
+    ]
+
+
+def test_copies_of_shards_of_layers() -> None:
+    places = run_ranks(_places, 4, {"replicate": 2, "shard": 1, "tensor": 2})
+    assert [one[:4] for one in places] == [(0, 2, 0, 2), (0, 2, 1, 4), (1, 2, 0, 2), (1, 2, 1, 4)]
+    assert places[0][4] == ("replicate", "shard")
+
+
+def test_all_ranks_see_their_own() -> None:
+    places = run_ranks(_places, 2, {"data": 2, "tensor": 1})
+    assert [one[:4] for one in places] == [(0, 2, 0, 1.0), (1, 2, 0, 1.0)]
+
+
+def _unlike() -> None:
+    axes = {"data": 2} if distributed.get_rank() == 0 else {"tensor": 2}
+    build_mesh(axes)
+
+
+def test_ranks_that_disagree() -> None:
+    with pytest.raises(RanksError, match="data 2 on rank 0, data 1 x tensor 2 on rank 1"):
+        run_ranks(_unlike, 2)
