@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
 
 from ..collectives import get_local_rank, get_rank, get_world_size
-from ..loops import Hook, SchedulerHook, build_loader, seed_rng
+from ..loops import build_loader, seed_rng
 from ..registry import (
     DATALOADERS,
     DATASETS,
@@ -22,9 +20,6 @@ from ..registry import (
     METRICS,
     MODEL_WRAPPERS,
     MODELS,
-    OPTIM_WRAPPERS,
-    OPTIMIZERS,
-    PARAM_SCHEDULERS,
     Config,
     ConfigError,
     LoaderSection,
@@ -37,33 +32,16 @@ from ..registry import (
     did_you_mean,
     load_config,
 )
-from ..wrappers import SingleDevice, StepDistributedDataParallel, build_optimizer, wrap_model
+from ..wrappers import SingleDevice, StepDistributedDataParallel, wrap_model
+from ._building import BuildError as BuildError
+from ._building import building
+from .optimizers import build_optimization
 
 ALL = frozenset({"train", "val", "test"})
 _LOADER_OPTIONS = ("batch_size", "shuffle", "num_workers", "drop_last", "pin_memory")
 _WATCHING = ("metric", "keep_best")
 # What a trial sets to one in the training loop; the rest of its settings is left out.
 _TRIAL_ONES = ("max_epochs", "max_steps", "log_every_steps", "val_interval")
-
-
-class BuildError(RuntimeError):
-    """A part of a run could not be built from its section of the config.
-
-    Attributes:
-        section: The key path of that section.
-        cause: What its constructor raised.
-    """
-
-    def __init__(self, section: str, cause: Exception, told: str = "") -> None:
-        told = told or f"{section}: cannot be built: {type(cause).__name__}: {cause}"
-        super().__init__(told)
-        self.section = section
-        self.cause = cause
-
-    def as_problem(self, config: Config) -> Problem:
-        """Return it as a mistake in `config`, with the line that set the section."""
-        what = f"cannot be built: {type(self.cause).__name__}: {self.cause}"
-        return Problem(self.section, what, config.origin(self.section))
 
 
 def read_sections(
@@ -113,12 +91,9 @@ def build_parts(
     }
     hooks = _build_all("hooks", run.hooks, HOOKS)
     if "train" in only and run.train is not None:
-        optimizer = _build_optimizer(run, model)
-        with _building("optim_wrapper"):
-            supplied = {"optimizer": optimizer}
-            parts["optim_wrapper"] = build_tree(run.optim_wrapper, OPTIM_WRAPPERS, supplied)
+        parts["optim_wrapper"], schedules = build_optimization(run, model)
         parts["train_loop"] = _build_training(run, val_loop, one_batch)
-        hooks = {**_scheduler_hook(run, optimizer), **hooks}
+        hooks = {**schedules, **hooks}
     parts["hooks"] = hooks
     return parts
 
@@ -181,9 +156,9 @@ def _build_model(run: RunSections) -> nn.Module:
     if device.type == "cuda":
         # What a model or a loss puts on "cuda" must come to this rank's own device.
         torch.cuda.set_device(device)
-    with _building("model"):
+    with building("model"):
         model = build_tree(run.model, MODELS)
-    with _building("wrapper"):
+    with building("wrapper"):
         return wrap_model(_wrapper_class(run), model, device=device, **options)
 
 
@@ -193,46 +168,16 @@ def _device(wanted: str) -> torch.device:
     return torch.device("cuda", get_local_rank() % torch.cuda.device_count())
 
 
-@contextmanager
-def _building(section: str) -> Iterator[None]:
-    """Say which section of the config an error came from."""
-    try:
-        yield
-    except ConfigError:
-        raise
-    except Exception as error:
-        raise BuildError(section, error) from error
-
-
 def _build_all(section: str, named: Mapping[str, Any], registry: Registry) -> dict[str, Any]:
     built = {}
     for name, settings in named.items():
-        with _building(f"{section}.{name}"):
+        with building(f"{section}.{name}"):
             built[name] = build_tree(settings, registry)
     return built
 
 
 def _wrapper_class(run: RunSections) -> Any:
     return None if run.wrapper is None else MODEL_WRAPPERS.resolve(run.wrapper["type"])
-
-
-def _build_optimizer(run: RunSections, model: nn.Module) -> Optimizer:
-    assert run.optimizer is not None
-    settings = dict(run.optimizer)
-    cls = OPTIMIZERS.resolve(settings.pop("type"))
-    with _building("optimizer"):
-        return build_optimizer(cls, model.parameters(), **settings)
-
-
-def _scheduler_hook(run: RunSections, optimizer: Optimizer) -> dict[str, Hook]:
-    supplied = {"optimizer": optimizer}
-    with _building("schedulers"):
-        pairs = [
-            (build_tree(one.scheduler, PARAM_SCHEDULERS, supplied), one.by)
-            for one in run.schedulers
-        ]
-    watched = next((one.metric for one in run.schedulers if one.metric), None)
-    return {"schedulers": SchedulerHook(pairs, metric=watched)} if pairs else {}
 
 
 def _build_training(run: RunSections, val_loop: Any, one_batch: bool) -> Any:
@@ -242,7 +187,7 @@ def _build_training(run: RunSections, val_loop: Any, one_batch: bool) -> Any:
         ones = {key: 1 for key in _TRIAL_ONES if key in settings}
         settings = {"type": settings["type"], **ones}
     supplied = {"dataloader": _build_loader(run, "train", one_batch), "val_loop": val_loop}
-    with _building("train"):
+    with building("train"):
         return build_tree(settings, LOOPS, supplied)
 
 
@@ -251,13 +196,13 @@ def _build_evaluation(run: RunSections, name: str, one_batch: bool) -> Any:
         return None
     metrics = _build_all("metrics", run.metrics, METRICS)
     supplied = {"dataloader": _build_loader(run, name, one_batch), "metrics": metrics}
-    with _building(name):
+    with building(name):
         return build_tree(getattr(run, name), LOOPS, supplied)
 
 
 def _build_loader(run: RunSections, name: str, one_batch: bool) -> Any:
     section: LoaderSection | dict[str, Any] = getattr(run.data, name)
-    with _building(f"data.{name}"):
+    with building(f"data.{name}"):
         if isinstance(section, dict):
             loader = build_tree(section, DATALOADERS)
         else:
