@@ -18,6 +18,8 @@ from .check_component import check_component
 from .check_config import check_config
 from .config import Config, config_from_dict, dump_config, format_config, load_config
 from .errors import ConfigError, Problem, did_you_mean, nearest
+from .optimizer_sections import named_optimizers, optim_wrapper_sections
+from .paramwise import check_paramwise, default_of
 from .registry import Registry
 from .scan import Registration, list_registrations
 from .schema import (
@@ -26,6 +28,7 @@ from .schema import (
     DataSection,
     LaunchSection,
     LoaderSection,
+    ParamwiseSection,
     RunSections,
     SchedulerSection,
 )
@@ -50,6 +53,7 @@ __all__ = [
     "DataSection",
     "LaunchSection",
     "LoaderSection",
+    "ParamwiseSection",
     "Problem",
     "Registration",
     "Registry",
@@ -60,11 +64,15 @@ __all__ = [
     "build_tree",
     "check_component",
     "check_config",
+    "check_paramwise",
     "config_from_dict",
+    "default_of",
     "did_you_mean",
     "dump_config",
     "format_config",
     "list_registrations",
     "load_config",
+    "named_optimizers",
     "nearest",
+    "optim_wrapper_sections",
 ]

@@ -14,15 +14,13 @@ from .catalog import (
     METRICS,
     MODEL_WRAPPERS,
     MODELS,
-    OPTIM_WRAPPERS,
-    OPTIMIZERS,
-    PARAM_SCHEDULERS,
 )
 from .check_component import check_component
 from .config import Config, config_from_dict
 from .config_files import shown
 from .errors import ConfigError, Problem, did_you_mean, shown_value
 from .imports import import_path
+from .optimizer_sections import optimization_problems, with_wrapper_type
 from .registry import Registry
 from .schema import DEFAULT_HOOKS, HOOK_TYPES, Component, RunSections, SchedulerSection
 from .typed import check_section
@@ -33,15 +31,13 @@ _LOOP_ARGS = ("dataloader", "metrics")
 _PARTS: dict[str, tuple[Registry, tuple[str, ...]]] = {
     "model": (MODELS, ()),
     "wrapper": (MODEL_WRAPPERS, ("module",)),
-    "optimizer": (OPTIMIZERS, ("params",)),
-    "optim_wrapper": (OPTIM_WRAPPERS, ("optimizer",)),
     "train": (LOOPS, ("dataloader", "val_loop")),
     "val": (LOOPS, _LOOP_ARGS),
     "test": (LOOPS, _LOOP_ARGS),
 }
-_IMPLIED_TYPES = {"optim_wrapper": "OptimWrapper", "val": "ValLoop", "test": "TestLoop"}
+_IMPLIED_TYPES = {"val": "ValLoop", "test": "TestLoop"}
 _LOADERS = ("train", "val", "test")
-_SCHEDULER_KEYS = ("by", "metric")
+_SCHEDULER_KEYS = ("by", "metric", "optimizer")
 
 
 def check_config(cfg: Mapping[str, Any]) -> RunSections:
@@ -77,10 +73,13 @@ def _with_implied(values: Mapping[str, Any]) -> dict[str, Any]:
     full = {key: value for key, value in values.items() if value is not None}
     data = full.get("data")
     for key, kind in _IMPLIED_TYPES.items():
-        wanted = key == "optim_wrapper" or (isinstance(data, dict) and data.get(key) is not None)
+        wanted = isinstance(data, dict) and data.get(key) is not None
         given = full.get(key, {} if wanted else None)
         if isinstance(given, dict):
             full[key] = {"type": kind, **given}
+    optim_wrapper = full.get("optim_wrapper", {})
+    if isinstance(optim_wrapper, dict):
+        full["optim_wrapper"] = with_wrapper_type(optim_wrapper, full.get("optimizer"))
     return full
 
 
@@ -121,7 +120,8 @@ def _schedulers(given: Any, problems: list[Problem]) -> dict[str, SchedulerSecti
         scheduler = {k: value for k, value in entry.items() if k not in _SCHEDULER_KEYS}
         ours = {key: entry[key] for key in _SCHEDULER_KEYS if key in entry}
         section = check_section(SchedulerSection, {"scheduler": scheduler, **ours}, where, problems)
-        found[where] = section or SchedulerSection(scheduler=scheduler)
+        chosen = entry.get("optimizer")
+        found[where] = section or SchedulerSection(scheduler=scheduler, optimizer=chosen)
     return found
 
 
@@ -144,8 +144,7 @@ def _part_problems(
     for key, (registry, runtime_args) in _PARTS.items():
         if isinstance(values.get(key), dict):
             yield from check_component(values[key], registry, key, runtime_args)
-    for where, section in schedulers.items():
-        yield from check_component(section.scheduler, PARAM_SCHEDULERS, where, ("optimizer",))
+    yield from optimization_problems(values, schedulers)
     for name, hook in hooks.items():
         yield from check_component(hook, HOOKS, f"hooks.{name}")
     metrics = values.get("metrics")

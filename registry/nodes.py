@@ -50,12 +50,15 @@ class Node:
 
     def find(self, path: Sequence[Key]) -> tuple["Node", bool]:
         """Return the node at `path`, or its nearest ancestor, and whether all of it exists."""
-        node = self
-        for key in path:
-            below = node.child(key)
-            if below is None:
+        node, rest = self, list(path)
+        while rest:
+            # A key may have dots itself: the shortest that exists is taken.
+            ends = range(1, len(rest) + 1)
+            keys = ((rest[0] if end == 1 else dotted(rest[:end]), end) for end in ends)
+            found = next(((c, end) for key, end in keys if (c := node.child(key))), None)
+            if found is None:
                 return node, False
-            node = below
+            node, rest = found[0], rest[found[1] :]
         return node, True
 
     def leaves(self, path: KeyPath = ()) -> Iterator[tuple[KeyPath, "Node"]]:

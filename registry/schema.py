@@ -58,11 +58,38 @@ class LaunchSection:
 
 
 @dataclass(frozen=True, kw_only=True)
+class CustomKeySection:
+    """Options of the parameters that a custom key names: multiples of the run's, or absolute."""
+
+    lr_mult: float = field(default=1.0, metadata={"minimum": 0})
+    decay_mult: float = field(default=1.0, metadata={"minimum": 0})
+    lr: float | None = field(default=None, metadata={"minimum": 0})
+    weight_decay: float | None = field(default=None, metadata={"minimum": 0})
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParamwiseSection:
+    """Options by kind of parameter, and by name: a custom key's go before all others."""
+
+    custom_keys: dict[str, Any] = field(default_factory=dict)
+    bias_lr_mult: float | None = field(default=None, metadata={"minimum": 0})
+    bias_decay_mult: float | None = field(default=None, metadata={"minimum": 0})
+    norm_decay_mult: float | None = field(default=None, metadata={"minimum": 0})
+    flat_decay_mult: float | None = field(default=None, metadata={"minimum": 0})
+    dwconv_decay_mult: float | None = field(default=None, metadata={"minimum": 0})
+    bypass_duplicate: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
 class SchedulerSection:
-    """A learning-rate scheduler, what it counts and the metric that it watches, if any."""
+    """A learning-rate scheduler, what it counts and the metric that it watches, if any.
+
+    `optimizer` names one of several.
+    """
 
     by: Literal["step", "epoch"] = "epoch"
     metric: str | None = None
+    optimizer: str | None = None
     scheduler: Component
 
 
@@ -72,6 +99,7 @@ class RunSections:
 
     Attributes:
         hooks: settings by name, each with its `type`; defaults included, switched-off ones not.
+        optimizer: one with a `type`, or several by name; `optim_wrapper` may be by name then.
         schedulers: always a list.
         val, test: None when there is no data for them.
         trace_collectives: compare every collective over the ranks, and say who waits where.

@@ -1,41 +1,110 @@
-"""From checked settings to the optimizer, its wrapper and its learning-rate schedules."""
+"""From checked settings to the optimizers, their wrappers and their learning-rate schedules."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
 
 from ..loops import Hook, SchedulerHook
-from ..registry import OPTIM_WRAPPERS, OPTIMIZERS, PARAM_SCHEDULERS, RunSections, build_tree
-from ..wrappers import build_optimizer
+from ..registry import (
+    OPTIM_WRAPPERS,
+    OPTIMIZERS,
+    PARAM_SCHEDULERS,
+    RunSections,
+    build_tree,
+    named_optimizers,
+    optim_wrapper_sections,
+)
+from ..wrappers import (
+    NamedParameter,
+    OptimWrapperDict,
+    build_optimizer,
+    named_parameters,
+    param_groups,
+    share_parameters,
+)
 from ._building import building
 
 
 def build_optimization(run: RunSections, model: nn.Module) -> tuple[Any, dict[str, Hook]]:
-    """Return the optimizer wrapper over `model`, and the hook that steps its schedules, if any."""
-    optimizer = _build_optimizer(run, model)
-    with building("optim_wrapper"):
-        supplied = {"optimizer": optimizer}
-        optim_wrapper = build_tree(run.optim_wrapper, OPTIM_WRAPPERS, supplied)
-    return optim_wrapper, _scheduler_hook(run, optimizer)
+    """Return the optimizer wrapper over `model`, and the hook that steps its schedules, if any.
 
-
-def _build_optimizer(run: RunSections, model: nn.Module) -> Optimizer:
+    With several optimizers it is an `OptimWrapperDict`.
+    """
     assert run.optimizer is not None
-    settings = dict(run.optimizer)
-    cls = OPTIMIZERS.resolve(settings.pop("type"))
+    several = named_optimizers(run.optimizer)
+    optimizers = _several(several, model) if several else {"": _single(run.optimizer, model)}
+    sections = optim_wrapper_sections(run.optim_wrapper, run.optimizer)
+    wrappers = {}
+    for name, optimizer in optimizers.items():
+        own = name in run.optim_wrapper
+        with building(f"optim_wrapper.{name}" if own else "optim_wrapper"):
+            supplied = {"optimizer": optimizer}
+            wrappers[name] = build_tree(sections[name], OPTIM_WRAPPERS, supplied)
+    wrapper = OptimWrapperDict(**wrappers) if several else wrappers[""]
+    return wrapper, _scheduler_hook(run, optimizers)
+
+
+def _single(settings: Mapping[str, Any], model: nn.Module) -> Optimizer:
+    if "paramwise" in settings:
+        return _optimizer(settings, named_parameters(model), "optimizer")
     with building("optimizer"):
-        return build_optimizer(cls, model.parameters(), **settings)
+        return _built(settings, list(model.parameters()))
 
 
-def _scheduler_hook(run: RunSections, optimizer: Optimizer) -> dict[str, Hook]:
-    supplied = {"optimizer": optimizer}
+def _several(sections: Mapping[str, Any], model: nn.Module) -> dict[str, Optimizer]:
+    with building("optimizer"):
+        chosen = {name: one.get("params") for name, one in sections.items()}
+        shares = share_parameters(model, chosen)
+    return {
+        name: _optimizer(one, shares[name], f"optimizer.{name}") for name, one in sections.items()
+    }
+
+
+def _optimizer(
+    settings: Mapping[str, Any], named: Sequence[NamedParameter], where: str
+) -> Optimizer:
+    own = {key: value for key, value in settings.items() if key not in ("params", "paramwise")}
+    paramwise = settings.get("paramwise")
+    if paramwise is None:
+        params: list[Any] = list(dict.fromkeys(one.parameter for one in named))
+    else:
+        with building(f"{where}.paramwise"):
+            params = param_groups(
+                named,
+                lr=own.get("lr"),
+                weight_decay=own.get("weight_decay"),
+                paramwise=paramwise,
+                optimizer=OPTIMIZERS.resolve(own["type"]),
+            )
+    with building(where):
+        return _built(own, params)
+
+
+def _built(settings: Mapping[str, Any], params: list[Any]) -> Optimizer:
+    fastest = partial(build_optimizer, OPTIMIZERS.resolve(settings["type"]))
+    built: Optimizer = build_tree({**settings, "type": fastest}, OPTIMIZERS, {"params": params})
+    return built
+
+
+def _scheduler_hook(run: RunSections, optimizers: Mapping[str, Optimizer]) -> dict[str, Hook]:
     with building("schedulers"):
         pairs = [
-            (build_tree(one.scheduler, PARAM_SCHEDULERS, supplied), one.by)
+            (
+                build_tree(
+                    one.scheduler,
+                    PARAM_SCHEDULERS,
+                    {"optimizer": optimizers[one.optimizer or ""]},
+                ),
+                one.by,
+            )
             for one in run.schedulers
         ]
     watched = next((one.metric for one in run.schedulers if one.metric), None)
-    return {"schedulers": SchedulerHook(pairs, metric=watched)} if pairs else {}
+    named = optimizers if "" not in optimizers else None
+    hook = SchedulerHook(pairs, metric=watched, optimizers=named)
+    return {"schedulers": hook} if pairs else {}

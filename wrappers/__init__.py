@@ -10,6 +10,9 @@ from .mesh import Mesh, build_mesh, check_axes
 from .model import BaseModel, SupervisedModel
 from .optim import OptimWrapper
 from .optim_dict import OptimWrapperDict
+from .param_groups import param_groups
+from .param_names import NamedParameter, named_parameters
+from .param_shares import share_parameters
 from .patched_parallel import patch_replication_callback
 from .preprocess import DataPreprocessor
 from .replicate import CallbackContext, exec_data_parallel_replication_callback
@@ -39,6 +42,7 @@ __all__ = [
     "DataPreprocessor",
     "FutureResult",
     "Mesh",
+    "NamedParameter",
     "OptimWrapper",
     "OptimWrapperDict",
     "ReplicationCallbackDataParallel",
@@ -63,11 +67,14 @@ __all__ = [
     "exec_data_parallel_replication_callback",
     "is_model_wrapper",
     "is_module_wrapper",
+    "named_parameters",
+    "param_groups",
     "parse_losses",
     "patch_replication_callback",
     "patch_sync_batchnorm",
     "revert_sync_batchnorm",
     "set_sbn_eps_mode",
+    "share_parameters",
     "user_scattered",
     "wrap_model",
 ]

@@ -22,8 +22,9 @@ By = Literal["step", "epoch"]
 class SchedulerHook(Hook):
     """Steps torch's learning-rate schedulers and adds `lr` to the log records.
 
-    With several parameter groups or optimizers the records hold `lr/0`, `lr/1`, ...
-    in the order of the schedulers. A schedule counts the loop's updates also
+    With several parameter groups the records hold `lr/0`, `lr/1`, ..., or `lr/<name>`
+    where a group has a `name`; with several optimizers `lr/<optimizer>`, or
+    `lr/<optimizer>/<group>`. A schedule counts the loop's updates also
     where a loss scaler skips some, so that a rate depends on the update alone.
 
     Args:
@@ -31,6 +32,8 @@ class SchedulerHook(Hook):
             "epoch" (after each pass over the data). `ReduceLROnPlateau` is stepped at
             the end of each validation whatever stands beside it.
         metric: Metric of the validation that `ReduceLROnPlateau` watches.
+        optimizers: Several optimizers by their names in the records, where also those
+            without a scheduler are; default: those of the schedulers, in their order.
 
     Raises:
         ValueError: A unit is neither "step" nor "epoch", or `ReduceLROnPlateau`
@@ -41,7 +44,11 @@ class SchedulerHook(Hook):
     order = 30
 
     def __init__(
-        self, schedulers: Sequence[tuple[LRScheduler, By]], *, metric: str | None = None
+        self,
+        schedulers: Sequence[tuple[LRScheduler, By]],
+        *,
+        metric: str | None = None,
+        optimizers: Mapping[str, Optimizer] | None = None,
     ) -> None:
         for scheduler, by in schedulers:
             if by not in ("step", "epoch"):
@@ -51,6 +58,7 @@ class SchedulerHook(Hook):
         if plateau and metric is None:
             raise ValueError("ReduceLROnPlateau needs `metric`, the name of the metric to watch")
         self._schedulers = [scheduler for scheduler, _ in schedulers]
+        self._optimizers = dict(optimizers or {})
         self._plateau = plateau
         self._metric = metric or ""
         timed = [(_Delayed(s), by) for s, by in schedulers if s not in plateau]
@@ -85,12 +93,12 @@ class SchedulerHook(Hook):
             scheduler.step(value)
 
     def collect_logs(self, state: LoopState, scalars: Scalars) -> None:
-        optimizers = dict.fromkeys(scheduler.optimizer for scheduler in self._schedulers)
-        rates = [group["lr"] for optimizer in optimizers for group in optimizer.param_groups]
-        if len(rates) == 1:
-            scalars["lr"] = rates[0]
-        else:
-            scalars.update({f"lr/{index}": rate for index, rate in enumerate(rates)})
+        if self._optimizers:
+            for name, optimizer in self._optimizers.items():
+                scalars.update(_rates(f"lr/{name}", optimizer.param_groups))
+            return
+        used = dict.fromkeys(scheduler.optimizer for scheduler in self._schedulers)
+        scalars.update(_rates("lr", [group for one in used for group in one.param_groups]))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of each scheduler, and the steps that still wait for an update."""
@@ -124,6 +132,12 @@ class SchedulerHook(Hook):
                 for scheduler in self._by_epoch:
                     scheduler.step()
             self._epochs = finished
+
+
+def _rates(name: str, groups: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    if len(groups) == 1:
+        return {name: groups[0]["lr"]}
+    return {f"{name}/{group.get('name', at)}": group["lr"] for at, group in enumerate(groups)}
 
 
 class _Delayed:

@@ -31,22 +31,26 @@ DOORS = {
     "registry": """
         Config ConfigError DATALOADERS DATASETS DEFAULT_HOOKS DIST_BACKENDS DataSection HOOKS
         HOOK_TYPES LOOPS LaunchSection LoaderSection METRICS MODELS MODEL_WRAPPERS OPTIMIZERS
-        OPTIM_WRAPPERS PARAM_SCHEDULERS Problem Registration Registry RunSections
+        OPTIM_WRAPPERS ParamwiseSection PARAM_SCHEDULERS Problem Registration Registry RunSections
         SchedulerSection build_from_cfg build_model_from_cfg build_tree check_component
-        check_config config_from_dict did_you_mean dump_config format_config
-        list_registrations load_config nearest
+        check_config check_paramwise config_from_dict default_of
+        did_you_mean dump_config format_config
+        list_registrations load_config named_optimizers nearest
+        optim_wrapper_sections
     """,
     "runner": "LaunchError Runner launch",
     "wrappers": """
-        AmpOptimWrapper BaseModel CallbackContext DataPreprocessor FutureResult Mesh OptimWrapper
-        OptimWrapperDict ReplicationCallbackDataParallel ReplicationError ReplicationSession
-        SingleDevice SlavePipe StepDataParallel StepDistributedDataParallel SupervisedModel
+        AmpOptimWrapper BaseModel CallbackContext DataPreprocessor FutureResult Mesh NamedParameter
+        OptimWrapper OptimWrapperDict ReplicationCallbackDataParallel ReplicationError
+        ReplicationSession SingleDevice SlavePipe StepDataParallel StepDistributedDataParallel
+        SupervisedModel
         SyncMaster SynchronizedBatchNorm1d SynchronizedBatchNorm2d SynchronizedBatchNorm3d
         build_mesh build_optimizer check_axes convert_model
         convert_sync_batchnorm detect_anomalous_params
         dict_gather exec_data_parallel_replication_callback is_model_wrapper
-        is_module_wrapper parse_losses patch_replication_callback patch_sync_batchnorm
-        revert_sync_batchnorm set_sbn_eps_mode user_scattered wrap_model
+        is_module_wrapper named_parameters param_groups parse_losses
+        patch_replication_callback patch_sync_batchnorm
+        revert_sync_batchnorm set_sbn_eps_mode share_parameters user_scattered wrap_model
     """,
 }
 

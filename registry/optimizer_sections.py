@@ -1,0 +1,130 @@
+"""The sections `optimizer`, `optim_wrapper` and `schedulers`, of one optimizer or several."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from .build import find_type
+from .catalog import OPTIM_WRAPPERS, OPTIMIZERS, PARAM_SCHEDULERS
+from .check_component import check_component
+from .errors import Problem, did_you_mean, one_of, shown_value
+from .paramwise import check_paramwise
+from .schema import SchedulerSection
+from .typed import fits
+
+_WRAPPER = "OptimWrapper"
+
+
+def named_optimizers(optimizer: Any) -> dict[str, Any]:
+    """Return the optimizers of the section by name; empty where it is a single one."""
+    if not isinstance(optimizer, Mapping) or "type" in optimizer:
+        return {}
+    if not any(isinstance(one, Mapping) and "type" in one for one in optimizer.values()):
+        return {}
+    return dict(optimizer)
+
+
+def with_wrapper_type(optim_wrapper: Mapping[str, Any], optimizer: Any) -> dict[str, Any]:
+    """Return the settings of an optimizer wrapper with their type, or those by name as they are."""
+    if _by_name(optim_wrapper, named_optimizers(optimizer)):
+        return dict(optim_wrapper)
+    return {"type": _WRAPPER, **optim_wrapper}
+
+
+def optim_wrapper_sections(optim_wrapper: Mapping[str, Any], optimizer: Any) -> dict[str, Any]:
+    """Return the settings of each optimizer's wrapper by its name, "" where there is one.
+
+    With several optimizers the section has the settings of all, or those of each by name.
+    """
+    names = named_optimizers(optimizer)
+    if not _by_name(optim_wrapper, names):
+        common = {"type": _WRAPPER, **optim_wrapper}
+        return dict.fromkeys(names, common) or {"": common}
+    own = {name: optim_wrapper.get(name) or {} for name in (*names, *optim_wrapper)}
+    return {
+        name: {"type": _WRAPPER, **one} if isinstance(one, Mapping) else one
+        for name, one in own.items()
+    }
+
+
+def optimization_problems(
+    values: Mapping[str, Any], schedulers: Mapping[str, SchedulerSection]
+) -> Iterator[Problem]:
+    """Yield what is wrong with the three sections of a run config."""
+    optimizer = values.get("optimizer")
+    names = named_optimizers(optimizer)
+    for name, one in names.items():
+        yield from _optimizer_problems(one, f"optimizer.{name}", several=True)
+    if not names and isinstance(optimizer, Mapping):
+        yield from _optimizer_problems(optimizer, "optimizer", several=False)
+    optim_wrapper = values.get("optim_wrapper")
+    if isinstance(optim_wrapper, Mapping):
+        yield from _wrapper_problems(optim_wrapper, names, optimizer)
+    for where, section in schedulers.items():
+        yield from check_component(section.scheduler, PARAM_SCHEDULERS, where, ("optimizer",))
+        yield from _choice_problems(section, where, names)
+
+
+def _optimizer_problems(settings: Any, where: str, *, several: bool) -> Iterator[Problem]:
+    ours = ("paramwise", "params") if several else ("paramwise",)
+    bare = settings
+    if isinstance(settings, Mapping):
+        bare = {name: value for name, value in settings.items() if name not in ours}
+    yield from check_component(bare, OPTIMIZERS, where, ("params",))
+    if not isinstance(settings, Mapping):
+        return
+    params = settings.get("params")
+    if several and "params" in settings and not (fits(params, list[str]) and params):
+        what = "must be a list of name patterns or paths of modules, got"
+        yield Problem(f"{where}.params", f"{what} {shown_value(params)}")
+    if "paramwise" in settings:
+        found: list[Problem] = []
+        check_paramwise(settings["paramwise"], _class_of(settings), f"{where}.paramwise", found)
+        yield from found
+
+
+def _class_of(settings: Mapping[str, Any]) -> Any:
+    try:
+        return find_type(settings.get("type"), OPTIMIZERS)
+    except (KeyError, TypeError):
+        return None
+
+
+def _by_name(optim_wrapper: Mapping[str, Any], names: Mapping[str, Any]) -> bool:
+    if not names or "type" in optim_wrapper:
+        return False
+    sections = all(isinstance(one, Mapping) for one in optim_wrapper.values())
+    # Of the settings of all, clipping alone is a section itself.
+    each = sections and bool(optim_wrapper) and "clip_grad" not in optim_wrapper
+    return each or any(name in names for name in optim_wrapper)
+
+
+def _wrapper_problems(
+    optim_wrapper: Mapping[str, Any], names: Mapping[str, Any], optimizer: Any
+) -> Iterator[Problem]:
+    sections = optim_wrapper_sections(optim_wrapper, optimizer)
+    if not _by_name(optim_wrapper, names):
+        common = next(iter(sections.values()))
+        yield from check_component(common, OPTIM_WRAPPERS, "optim_wrapper", ("optimizer",))
+        return
+    for name, one in sections.items():
+        if name in names:
+            yield from check_component(one, OPTIM_WRAPPERS, f"optim_wrapper.{name}", ("optimizer",))
+            continue
+        hint = did_you_mean(name, names) or f"; there are {one_of(list(names))}"
+        yield Problem(f"optim_wrapper.{name}", f"there is no such optimizer{hint}")
+
+
+def _choice_problems(
+    section: SchedulerSection, where: str, names: Mapping[str, Any]
+) -> Iterator[Problem]:
+    chosen = section.optimizer
+    known = f"one of several: {one_of(list(names))}"
+    if names and chosen is None:
+        yield Problem(f"{where}.optimizer", f"is missing: a scheduler steps {known}")
+    elif names and isinstance(chosen, str) and chosen not in names:
+        yield Problem(
+            f"{where}.optimizer",
+            f"there is no optimizer {chosen!r}{did_you_mean(chosen, names)}; it is {known}",
+        )
+    elif chosen is not None and not names:
+        yield Problem(f"{where}.optimizer", "there is one optimizer, without a name: leave it out")
