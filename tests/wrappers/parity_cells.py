@@ -1,0 +1,277 @@
+"""The cells of the parity matrix: which there are, which cannot be and why, and how one is run."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from parity_models import (
+    BLOCKS,
+    PLANS,
+    SeparateParts,
+    TwoParts,
+    make_data,
+    make_parts,
+    micro_batch,
+)
+from parity_plain import DTYPES, MAX_NORM, OPTIMIZERS, Recipe, Reference
+from torch import Tensor, nn
+
+from stepwrap.loops import LoopState, save_checkpoint
+from stepwrap.loops.weights import user_model
+from stepwrap.registry import MODEL_WRAPPERS
+from stepwrap.wrappers import (
+    AmpOptimWrapper,
+    Mesh,
+    OptimWrapper,
+    OptimWrapperDict,
+    build_mesh,
+    build_optimizer,
+    wrap_model,
+)
+
+WORLDS = (1, 2, 4)
+BOUNDS = {"fp64": 1e-12, "fp32": 2e-6, "bf16": 2e-2}
+VALIDATION = 64
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A row of the matrix.
+
+    Attributes:
+        wrapper: its registered name.
+        axes: the mesh for every number of ranks at which it can be; {} for none.
+        why_not: why it cannot be at the others.
+    """
+
+    wrapper: str
+    axes: dict[int, dict[str, int]]
+    why_not: dict[int, str] = field(default_factory=dict)
+
+    @property
+    def is_tensor_parallel(self) -> bool:
+        """Whether layers are split."""
+        return any("tensor" in axes for axes in self.axes.values())
+
+
+_ONE_AXIS = "one of the two axes would have a single rank: the cell of {} or of tp 2"
+_OWN_BATCHES = "a wrapper without communication: several ranks would train apart"
+_ONE_PROCESS = "copies in one process: it refuses a group of several ranks"
+
+
+def _every_world(*axes: str) -> dict[int, dict[str, int]]:
+    if len(axes) == 1:
+        return {world: {axes[0]: world} for world in WORLDS}
+    return {1: {axes[0]: 1, axes[1]: 1}, 2: {axes[0]: 2, axes[1]: 1}, 4: {axes[0]: 2, axes[1]: 2}}
+
+
+KINDS = {
+    "single": Kind("single", {1: {}}, dict.fromkeys((2, 4), _OWN_BATCHES)),
+    "dp, 2 replicas": Kind("dp", {1: {}}, dict.fromkeys((2, 4), _ONE_PROCESS)),
+    "ddp": Kind("ddp", _every_world("data")),
+    "fsdp": Kind("fsdp", _every_world("data")),
+    "hsdp": Kind("fsdp", _every_world("replicate", "shard")),
+    "tp 2": Kind(
+        "single",
+        {2: {"tensor": 2}},
+        {
+            1: "two ranks share one copy of a layer",
+            4: "the other two ranks are a data axis: the cell of ddp x tp",
+        },
+    ),
+    "ddp x tp": Kind(
+        "ddp", {4: {"data": 2, "tensor": 2}}, dict.fromkeys((1, 2), _ONE_AXIS.format("ddp"))
+    ),
+    "fsdp x tp": Kind(
+        "fsdp", {4: {"data": 2, "tensor": 2}}, dict.fromkeys((1, 2), _ONE_AXIS.format("fsdp"))
+    ),
+    "separate": Kind("separate", _every_world("data")),
+}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one cell came to.
+
+    Attributes:
+        parameters: largest difference of a parameter or buffer to the plain ones, on this rank.
+        losses: largest difference of a micro-batch's loss; relative for bf16.
+        validation: loss on the validation data at the end, without autocast.
+        checkpoint: where it was saved; None if it was not.
+        seconds: how long it took.
+    """
+
+    kind: str
+    world: int
+    recipe: Recipe
+    parameters: float
+    losses: float
+    validation: float
+    checkpoint: Path | None
+    seconds: float
+
+    @property
+    def is_within(self) -> bool:
+        """Whether it keeps to the bound of its dtype; a NaN does not."""
+        bound = BOUNDS[self.recipe.dtype]
+        return self.losses <= bound and (self.recipe.dtype == "bf16" or self.parameters <= bound)
+
+
+def recipes_of(kind: str, model: str, dtypes: Iterable[str] = DTYPES) -> list[Recipe]:
+    """Every recipe of a row and model."""
+    separate = KINDS[kind].wrapper == "separate"
+    rest = itertools.product(dtypes, (1, 3), (False, True), OPTIMIZERS)
+    return [Recipe(model, *one, separate=separate) for one in rest]
+
+
+def make_mesh(kind: str, world: int, device: str = "cpu") -> Mesh:
+    """The ranks of a cell along its axes; one rank without a process group as well."""
+    axes = KINDS[kind].axes[world]
+    return build_mesh(axes or {"data": world}, torch.device(device).type)
+
+
+def make_wrapper(
+    kind: str, model: str, dtype: torch.dtype, *, mesh: Mesh, device: str = "cpu", **options: Any
+) -> Any:
+    """Wrap the model of a cell; the ranks start with different weights, the first one's count."""
+    row = KINDS[kind]
+    parts = make_parts(model, dtype, seed=dist.get_rank() if dist.is_initialized() else 0)
+    user = SeparateParts(*parts) if row.wrapper == "separate" else TwoParts(*parts)
+    if row.wrapper == "dp":
+        options.setdefault("device_ids", [device, device])
+    if row.wrapper == "fsdp":
+        options.setdefault("shard", BLOCKS[model])
+    if model == "cnn" and row.wrapper != "single":
+        options["sync_batchnorm"] = True
+    if row.wrapper == "fsdp" or row.is_tensor_parallel:
+        options["mesh"] = mesh
+    if row.is_tensor_parallel:
+        from stepwrap.wrappers import Preparation
+
+        options["prepare"] = Preparation(tensor_parallel={"plan": PLANS[model]})
+    return wrap_model(MODEL_WRAPPERS.get(row.wrapper), user, device=device, **options)
+
+
+def make_optimizer(recipe: Recipe, wrapper: Any, **options: Any) -> Any:
+    """Optimizer wrapper of a recipe; one for each part under the separate wrapper."""
+    make, settings = OPTIMIZERS[recipe.optimizer]
+
+    def wrapped(parameters: Iterable[nn.Parameter]) -> OptimWrapper:
+        clip = {"max_norm": MAX_NORM} if recipe.clip else None
+        kind: Any = OptimWrapper
+        if recipe.dtype == "bf16":
+            kind, options["dtype"] = AmpOptimWrapper, "bfloat16"
+        optimizer = build_optimizer(make, parameters, **settings)
+        return kind(optimizer, recipe.accumulate, clip, **options)
+
+    if not recipe.separate:
+        return wrapped(wrapper.parameters())
+    parts = wrapper.module
+    return OptimWrapperDict(
+        body=wrapped(parts.body.parameters()), head=wrapped(parts.head.parameters())
+    )
+
+
+def run_cells(
+    kind: str,
+    recipes: list[Recipe],
+    references: Path,
+    checkpoints: Path | None = None,
+    device: str = "cpu",
+) -> list[Outcome]:
+    """Train one cell after the other on this rank; every rank must call this."""
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    mesh = make_mesh(kind, world, device)
+    plain: dict[Recipe, Reference] = torch.load(references, weights_only=False)
+    outcomes = []
+    for index, recipe in enumerate(recipes):
+        started = time.perf_counter()
+        wrapper = make_wrapper(kind, recipe.model, DTYPES[recipe.dtype], mesh=mesh, device=device)
+        optimizer = make_optimizer(recipe, wrapper)
+        losses = train(wrapper, optimizer, recipe, mesh, device)
+        parameters = weights_apart(whole_weights(wrapper), plain[recipe].weights)
+        path = None
+        if checkpoints is not None:
+            state = LoopState(wrapper, optimizer, iteration=recipe.micro_steps)
+            folder = checkpoints / f"{kind}_{world}_{recipe.model}_{index}".replace(" ", "_")
+            path = save_checkpoint(folder, state)
+        outcomes.append(
+            Outcome(
+                kind,
+                world,
+                recipe,
+                parameters,
+                losses_apart(losses, plain[recipe].losses, relative=recipe.dtype == "bf16"),
+                validation_loss(wrapper, recipe.model, DTYPES[recipe.dtype], mesh, device),
+                path,
+                time.perf_counter() - started,
+            )
+        )
+    return outcomes
+
+
+def train(wrapper: Any, optimizer: Any, recipe: Recipe, mesh: Mesh, device: str = "cpu") -> Tensor:
+    """Train; returns the mean over the ranks of every micro-batch's loss, in fp64 on the CPU."""
+    data = make_data(recipe.model, DTYPES[recipe.dtype])
+    wrapper.train()
+    losses = []
+    for index in range(recipe.micro_steps):
+        batch = micro_batch(data, index, mesh.data_rank, mesh.data_size)
+        losses.append(wrapper.train_step(batch, optimizer)["loss"])
+    return _mean_over_ranks(torch.stack(losses).double()).cpu()
+
+
+def validation_loss(
+    wrapper: Any, model: str, dtype: torch.dtype, mesh: Mesh, device: str = "cpu"
+) -> float:
+    """Loss on the validation data, every rank with its part; every rank must call this."""
+    inputs, target = make_data(model, dtype, seed=2)
+    part = slice(
+        mesh.data_rank * VALIDATION // mesh.data_size,
+        (mesh.data_rank + 1) * VALIDATION // mesh.data_size,
+    )
+    wrapper.eval()
+    wrapper.sync_buffers()
+    with torch.inference_mode():
+        loss = wrapper.val_step([inputs[part].to(device), target[part].to(device)])["loss"]
+    return float(_mean_over_ranks(loss.double()))
+
+
+def whole_weights(wrapper: Any) -> dict[str, Tensor]:
+    """The user's model's state, sharded tensors put together; every rank must call this."""
+    state = user_model(wrapper).state_dict()
+    return {
+        name: (value.full_tensor() if hasattr(value, "full_tensor") else value).cpu()
+        for name, value in state.items()
+    }
+
+
+def weights_apart(weights: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    """Largest difference; infinite where the names are others."""
+    if weights.keys() != expected.keys():
+        return float("inf")
+    differences = [
+        (weights[name].double() - value.double()).abs().max() for name, value in expected.items()
+    ]
+    return float(torch.stack(differences).max())
+
+
+def losses_apart(losses: Tensor, expected: Tensor, *, relative: bool) -> float:
+    """Largest difference of a loss."""
+    difference = (losses - expected).abs()
+    return float((difference / expected.abs() if relative else difference).max())
+
+
+def _mean_over_ranks(value: Tensor) -> Tensor:
+    if not dist.is_initialized():
+        return value
+    value = value.clone()
+    dist.all_reduce(value)
+    return value / dist.get_world_size()

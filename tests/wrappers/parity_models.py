@@ -1,0 +1,183 @@
+"""What the parity matrix trains: a transformer, a network with BatchNorm, and their data.
+
+No parameter has a gradient that is zero but for rounding (a bias before BatchNorm, a bias of the
+keys), because AdamW turns such noise into whole steps; and the activations are smooth.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from stepwrap.wrappers import BaseModel
+
+WIDTH, HEADS, TOKENS, VOCABULARY = 16, 4, 8, 24
+SAMPLES, BATCH = 240, 16
+
+# The linear layers in pairs: the first split by its outputs, the second by its inputs.
+PLANS = {
+    "transformer": {
+        "*.block.attention.qkv": "colwise",
+        "*.block.attention.out": "rowwise",
+        "*.block.up": "colwise",
+        "*.block.down": "rowwise",
+    },
+    "cnn": {"head.hidden": "colwise", "head.out": "rowwise"},
+}
+BLOCKS = {"transformer": ["Block"], "cnn": ["Convolution", "head"]}
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        # The rows of a head's query, key and value lie together, so that a split is by heads.
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH, bias=False)
+        self.out = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = self.qkv(x).unflatten(-1, (-1, 3, WIDTH // HEADS))
+        query, key, value = rows.transpose(1, 2).unbind(3)
+        weights = (query @ key.transpose(-1, -2) * (WIDTH // HEADS) ** -0.5).softmax(-1)
+        mixed: Tensor = self.out((weights @ value).transpose(1, 2).flatten(2))
+        return mixed
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.attention = nn.LayerNorm(WIDTH), Attention()
+        self.norm2, self.up = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 2 * WIDTH)
+        self.down = nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.norm(x))
+        x = x + self.down(F.gelu(self.up(self.norm2(x))))
+        return x
+
+
+class TransformerBody(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.block = nn.Embedding(VOCABULARY, WIDTH), Block()
+        self.position = nn.Parameter(torch.randn(TOKENS, WIDTH) * 0.1)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x: Tensor = self.block(self.embed(tokens) + self.position)
+        return x
+
+
+class TransformerHead(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.block, self.norm = Block(), nn.LayerNorm(WIDTH)
+        self.out = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores: Tensor = self.out(self.norm(self.block(x)))
+        return scores.flatten(0, 1)
+
+
+class Convolution(nn.Module):
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(inputs, outputs, 3, padding=1, bias=False)
+        self.norm = nn.BatchNorm2d(outputs)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.avg_pool2d(F.gelu(self.norm(self.conv(x))), 2)
+
+
+class CnnBody(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Convolution(1, 8), Convolution(8, 16)
+
+    def forward(self, images: Tensor) -> Tensor:
+        features: Tensor = self.second(self.first(images))
+        return features.flatten(1)
+
+
+class CnnHead(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden, self.out = nn.Linear(64, 16), nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores: Tensor = self.out(F.gelu(self.hidden(x)))
+        return scores
+
+
+PARTS: Mapping[str, tuple[type[nn.Module], type[nn.Module]]] = {
+    "transformer": (TransformerBody, TransformerHead),
+    "cnn": (CnnBody, CnnHead),
+}
+
+
+def make_parts(name: str, dtype: torch.dtype, seed: int = 0) -> tuple[nn.Module, nn.Module]:
+    """Return body and head with the weights of a seed, drawn in float32."""
+    torch.manual_seed(seed)
+    body, head = PARTS[name]
+    return body().to(dtype), head().to(dtype)
+
+
+class TwoParts(BaseModel):
+    """A body and a head under one loss."""
+
+    def __init__(self, body: nn.Module, head: nn.Module) -> None:
+        super().__init__()
+        self.body, self.head = body, head
+
+    def forward(self, inputs: Tensor, target: Tensor, mode: str = "tensor") -> Any:
+        scores = self.head(self.body(inputs))
+        if mode == "loss":
+            return {"loss": F.cross_entropy(scores, target.flatten())}
+        return list(scores) if mode == "predict" else scores
+
+    def val_step(self, data: Any) -> dict[str, Any]:
+        inputs, target = self.data_preprocessor(data, training=False)
+        return {"loss": self(inputs, target, mode="loss")["loss"], "num_samples": len(inputs)}
+
+
+class SeparateParts(TwoParts):
+    """The same with an optimizer for each part, which the model steps itself."""
+
+    def train_step(self, data: Any, optim_wrapper: Any) -> dict[str, Tensor]:
+        body, head = optim_wrapper["body"], optim_wrapper["head"]
+        with body.optim_context(self.body), head.optim_context(self.head):
+            losses = self(*self.data_preprocessor(data, training=True), mode="loss")
+        total, logs = self.parse_losses(losses)
+        # Each part's gradients by a backward of its own, so that each wrapper counts one.
+        body.backward(
+            body.scale_loss(total), inputs=list(self.body.parameters()), retain_graph=True
+        )
+        head.backward(head.scale_loss(total), inputs=list(self.head.parameters()))
+        for part in (body, head):
+            if part.should_update():
+                part.step()
+                part.zero_grad()
+        return logs
+
+
+def make_data(name: str, dtype: torch.dtype, seed: int = 1) -> tuple[Tensor, Tensor]:
+    """Return inputs and targets of all samples, the same for the same seed."""
+    generator = torch.Generator().manual_seed(seed)
+    if name == "transformer":
+        tokens = torch.randint(VOCABULARY, (SAMPLES, TOKENS), generator=generator)
+        # A rule to learn: the next token in order, of the token before.
+        return tokens, (tokens.roll(1, dims=1) + 1) % VOCABULARY
+    images = torch.randn(SAMPLES, 1, 8, 8, generator=generator, dtype=torch.float64).to(dtype)
+    return images, images.unflatten(2, (2, 4)).unflatten(4, (2, 4)).mean((1, 3, 5)).flatten(
+        1
+    ).argmax(1)
+
+
+def micro_batch(
+    data: tuple[Tensor, Tensor], index: int, rank: int = 0, ranks: int = 1
+) -> list[Tensor]:
+    """Return a rank's part of micro-batch `index`; with one rank the whole."""
+    start = index * BATCH % SAMPLES + rank * BATCH // ranks
+    return [one[start : start + BATCH // ranks] for one in data]

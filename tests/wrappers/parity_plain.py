@@ -1,0 +1,96 @@
+"""The other side of the parity matrix: PyTorch written by hand, on the whole batch."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from parity_models import make_data, make_parts, micro_batch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+STEPS = 30
+MAX_NORM = 0.2
+# AdamW divides by sqrt(v) + eps: with eps = 1e-8 a gradient of the size of its own rounding
+# error takes a whole step, in a direction that says nothing about parity.
+OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
+    "SGD": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9}),
+    "AdamW": (torch.optim.AdamW, {"lr": 2e-3, "eps": 1e-4, "weight_decay": 0.05}),
+}
+DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.float32}
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a model is trained, whatever it is wrapped in.
+
+    Attributes:
+        model: "transformer" or "cnn".
+        dtype: "fp64", "fp32", or "bf16" for autocast over weights in fp32.
+        accumulate: micro-batches of every step.
+        clip: whether the gradients are clipped by their norm.
+        optimizer: "SGD" or "AdamW".
+        separate: an optimizer, and a norm, for each of the two parts.
+    """
+
+    model: str
+    dtype: str
+    accumulate: int
+    clip: bool
+    optimizer: str
+    separate: bool = False
+
+    @property
+    def micro_steps(self) -> int:
+        """Micro-batches in all."""
+        return STEPS * self.accumulate
+
+    def __str__(self) -> str:
+        clip = "clipped" if self.clip else "unclipped"
+        return f"{self.model} {self.dtype} {self.optimizer} x{self.accumulate} {clip}"
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What plain PyTorch gives: the loss of every micro-batch, and the weights at the end."""
+
+    losses: Tensor
+    weights: dict[str, Tensor]
+
+
+def autocast(recipe: Recipe, device: str = "cpu") -> AbstractContextManager[Any]:
+    """What the forward of a recipe runs in."""
+    if recipe.dtype == "bf16":
+        return torch.autocast(device, dtype=torch.bfloat16)
+    return nullcontext()
+
+
+def train_plain(recipe: Recipe, device: str = "cpu") -> Reference:
+    """Train by hand: torch's modules and optimizers, one process, one device."""
+    dtype = DTYPES[recipe.dtype]
+    parts = dict(zip(("body", "head"), make_parts(recipe.model, dtype), strict=True))
+    net = nn.ModuleDict(parts).to(device)
+    make, options = OPTIMIZERS[recipe.optimizer]
+    groups = [list(part.parameters()) for part in parts.values()]
+    if not recipe.separate:
+        groups = [[one for group in groups for one in group]]
+    optimizers = [make(group, **options) for group in groups]
+    data = make_data(recipe.model, dtype)
+    losses = []
+    for index in range(recipe.micro_steps):
+        inputs, target = (one.to(device) for one in micro_batch(data, index))
+        with autocast(recipe, device):
+            scores = net["head"](net["body"](inputs))
+            loss = F.cross_entropy(scores, target.flatten())
+        (loss / recipe.accumulate).backward()
+        losses.append(loss.detach())
+        if (index + 1) % recipe.accumulate == 0:
+            for group, optimizer in zip(groups, optimizers, strict=True):
+                if recipe.clip:
+                    nn.utils.clip_grad_norm_(group, MAX_NORM)
+                optimizer.step()
+                optimizer.zero_grad()
+    weights = {name: value.cpu() for name, value in net.state_dict().items()}
+    return Reference(torch.stack(losses).double().cpu(), weights)
