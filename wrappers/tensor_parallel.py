@@ -19,7 +19,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from ..registry import did_you_mean
-from .layout import layout_of
+from .layout import layout_of, local_part
 from .mesh import Mesh
 from .options import check_options
 
@@ -316,10 +316,11 @@ def _localise(model: nn.Module) -> None:
 
 
 def _local(whole: DTensor) -> Tensor:
-    part = whole.detach().to_local()
+    part = local_part(whole.detach())
     if isinstance(whole, nn.Parameter):
+        kept = {name: value for name, value in vars(whole).items() if name != "_is_param"}
         part = nn.Parameter(part, requires_grad=whole.requires_grad)
-        part.__dict__.update(whole.__dict__)
+        part.__dict__.update(kept)
     layout = layout_of(whole)
     if layout.sharded_over:
         part.tensor_layout = layout  # type: ignore[attr-defined]

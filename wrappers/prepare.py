@@ -1,0 +1,106 @@
+"""What is done to a model before it is wrapped."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+from ..registry import did_you_mean
+from .activation_checkpointing import CheckpointingSpec, checkpoint_activations
+from .compiling import CompileSpec, compile_model
+from .mesh import Mesh
+from .tensor_parallel import Style, parallelize
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preparation:
+    """What is to be done to a model before it is wrapped.
+
+    Attributes:
+        freeze: what ``freeze_parameters`` takes.
+        tensor_parallel: the plan that ``parallelize`` takes.
+        activation_checkpointing: what ``checkpoint_activations`` takes.
+        compile: what ``compile_model`` takes.
+    """
+
+    freeze: Iterable[str] = ()
+    tensor_parallel: Mapping[str, Style] | None = None
+    activation_checkpointing: CheckpointingSpec | None = None
+    compile: CompileSpec = False
+
+
+def freeze_parameters(model: nn.Module, patterns: str | Iterable[str]) -> list[str]:
+    """Let parameters require no gradient; returns their names.
+
+    Args:
+        patterns: names of parameters or paths of modules, whose parameters are meant, or
+            ``fnmatch`` patterns of either.
+
+    Raises:
+        ValueError: something matches nothing.
+    """
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    modules = [path for path, _ in model.named_modules(remove_duplicate=False) if path]
+    frozen: list[str] = []
+    for pattern in [patterns] if isinstance(patterns, str) else patterns:
+        inside = tuple(f"{path}." for path in modules if fnmatchcase(path, pattern))
+        found = [
+            name for name in parameters if fnmatchcase(name, pattern) or name.startswith(inside)
+        ]
+        if not found:
+            hint = did_you_mean(pattern, [*parameters, *modules])
+            raise ValueError(
+                f"freeze: no parameter of the model has the name or path {pattern!r}{hint}"
+            )
+        frozen += found
+    chosen = list(dict.fromkeys(frozen))
+    for name in chosen:
+        parameters[name].requires_grad_(False)
+    return chosen
+
+
+def split_layers(
+    model: nn.Module, preparation: Preparation, mesh: Mesh | None, *, localise: bool
+) -> nn.Module:
+    """Make the preparation's layers tensor parallel; every rank must call this.
+
+    Raises:
+        ValueError: there is a plan and no tensor axis, or an axis and no plan; or as
+            ``parallelize``.
+    """
+    plan = preparation.tensor_parallel
+    wide = mesh is not None and mesh.tensor_size > 1
+    if plan is None:
+        if wide:
+            raise ValueError("the mesh has a tensor axis, and no tensor_parallel plan uses it")
+        return model
+    if mesh is None:
+        raise ValueError("tensor_parallel needs a mesh with a tensor axis")
+    return parallelize(model, mesh, plan, localise=localise)
+
+
+def shape_blocks(model: nn.Module, preparation: Preparation) -> nn.Module:
+    """Checkpoint activations, then compile, as the preparation says."""
+    if preparation.activation_checkpointing is not None:
+        checkpoint_activations(model, preparation.activation_checkpointing)
+    return compile_model(model, preparation.compile)
+
+
+def prepare_model(
+    model: nn.Module, preparation: Preparation, mesh: Mesh | None = None, *, localise: bool = True
+) -> nn.Module:
+    """Do to ``model``, in place, what the preparation says: freeze, split, checkpoint, compile.
+
+    Every rank must call this. The weights must be the same on all ranks; ``wrap_model`` sees to
+    that itself.
+
+    Args:
+        mesh: needed for ``tensor_parallel``.
+        localise: as for ``parallelize``.
+    """
+    freeze_parameters(model, preparation.freeze)
+    split_layers(model, preparation, mesh, localise=localise)
+    return shape_blocks(model, preparation)
