@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..registry import OPTIM_WRAPPERS
+from .layout import has_placed
 from .optim import OptimWrapper
 from .options import check_options, option_names
 
@@ -38,8 +39,9 @@ class AmpOptimWrapper(OptimWrapper):
             ``torch.amp.GradScaler``.
         dtype: "float16", "bfloat16" or such a ``torch.dtype``; default: autocast's own for
             the device. "float32" and "float64" switch autocast off.
-        use_fsdp: gather infinities over the ranks (``ShardedGradScaler``): for sharded
-            parameters.
+        use_fsdp: decide together with all ranks whether an update is skipped, at one small
+            collective per update. Where the optimizer's parameters are sharded, of FSDP2 or
+            tensor-parallel, this is so anyway: an infinity in one rank's part stops all.
         device: default: the device of the parameters.
 
     Raises:
@@ -61,13 +63,14 @@ class AmpOptimWrapper(OptimWrapper):
         super().__init__(optimizer, accumulative_counts, clip_grad)
         self.device_type = _device_type(optimizer) if device is None else torch.device(device).type
         self.cast_dtype = _dtype(dtype, self.device_type)
+        enabled = self.cast_dtype is torch.float16
+        self._together = use_fsdp or (enabled and has_placed(optimizer))
         scaler: Any = torch.amp.GradScaler
-        if use_fsdp:
-            from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as scaler
+        if self._together:
+            # It imports a good part of torch.distributed.
+            from ._sharded_scaler import PartScaler as scaler
         options, self._fixed_scale = _scaler_options(loss_scale, scaler)
-        self.loss_scaler = scaler(
-            **{"device": self.device_type, "enabled": self.cast_dtype is torch.float16, **options}
-        )
+        self.loss_scaler = scaler(**{"device": self.device_type, "enabled": enabled, **options})
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Run backward of the scaled loss and count the micro-batch."""
@@ -75,8 +78,10 @@ class AmpOptimWrapper(OptimWrapper):
 
     def step(self, **kwargs: Any) -> None:
         """Unscale and clip, if so configured, and update unless a gradient is infinite."""
-        if self._clip is not None:
+        # Fused optimizers unscale by themselves, and would ask no other rank.
+        if self._clip is not None or self._together:
             self.loss_scaler.unscale_(self.optimizer)
+        if self._clip is not None:
             self.grad_norm = self._clip(self.optimizer)
         self.loss_scaler.step(self.optimizer, **kwargs)
         self.loss_scaler.update(self._fixed_scale)

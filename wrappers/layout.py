@@ -82,7 +82,7 @@ def is_placed(tensor: Tensor) -> bool:
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Whether other processes hold parts of ``tensor`` that this one does not."""
+    """Whether ``tensor`` is spread over several processes."""
     return bool(_groups(tensor))
 
 

@@ -1,0 +1,105 @@
+"""Models spread over ranks in every way, beside their plain twins, for tests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from stepwrap.wrappers.layout import layout_of, placed_as
+
+# By world size: FSDP2 alone, tensor-parallel alone, both, both kinds of replicas.
+KINDS = {2: ("fsdp", "tensor"), 4: ("fsdp", "hsdp", "tensor", "fsdp x tensor", "data x tensor")}
+
+
+def net(dtype: torch.dtype = torch.float64, seed: int = 0, width: int = 6) -> nn.Sequential:
+    """Return a network with layers for a plan (0, 2) and others; some parts are uneven or empty."""
+    torch.manual_seed(seed)
+    return nn.Sequential(
+        nn.Linear(5, width), nn.Tanh(), nn.Linear(width, 3), nn.Tanh(), nn.Linear(3, 1)
+    ).to(dtype)
+
+
+def spread(model: nn.Module, kind: str) -> nn.Module:
+    """Spread `net()` over all ranks, in place; every rank must call this."""
+    world = dist.get_world_size()
+    if kind == "fsdp":
+        return _shard(model, init_device_mesh("cpu", (world,)))
+    if kind == "hsdp":
+        names = ("replicate", "shard")
+        return _shard(model, init_device_mesh("cpu", (2, world // 2), mesh_dim_names=names))
+    shape = {"tensor": (1, world)}.get(kind, (world // 2, 2))
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("data", "tensor"))
+    plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+    parallelize_module(model, mesh["tensor"], plan)
+    if kind == "fsdp x tensor":
+        return _shard(model, mesh["data"])
+    for leaf in model.modules():
+        _localise(leaf)
+    return model
+
+
+def _shard(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    fully_shard(model[0], mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def _localise(leaf: nn.Module) -> None:
+    """Keep ordinary parameters, and put them together only while the layer runs."""
+    placed: dict[str, nn.Parameter] = {}
+    for name, whole in list(leaf._parameters.items()):
+        if isinstance(whole, DTensor):
+            part = nn.Parameter(whole.to_local().detach())
+            part.tensor_layout = layout_of(whole)
+            placed[name] = leaf._parameters[name] = part
+
+    def enter(module: nn.Module, args: Any) -> None:
+        for name, part in placed.items():
+            layout = part.tensor_layout
+            module._parameters[name] = DTensor.from_local(
+                part,
+                layout.mesh,
+                layout.placements,
+                run_check=False,
+                shape=torch.Size(layout.shape),
+                stride=placed_as(part, layout).stride(),
+            )
+
+    def leave(module: nn.Module, args: Any, result: Any) -> None:
+        module._parameters.update(placed)
+
+    if placed:
+        leaf.register_forward_pre_hook(enter)
+        leaf.register_forward_hook(leave, always_call=True)
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """Return the whole of a tensor of any kind; every rank must call this."""
+    layout = layout_of(tensor)
+    if layout.mesh is None:
+        return tensor.detach().clone()
+    if not isinstance(tensor, DTensor):
+        tensor = placed_as(tensor, layout)
+    return tensor.full_tensor().detach().clone()
+
+
+def whole_gradient(parameter: nn.Parameter) -> Tensor:
+    """Return the whole of a parameter's gradient; every rank must call this."""
+    layout = layout_of(parameter)
+    gradient = parameter.grad
+    assert gradient is not None
+    if layout.mesh is None or isinstance(gradient, DTensor):
+        return whole(gradient)
+    return placed_as(gradient, layout).full_tensor()
+
+
+def data(seed: int = 1, dtype: torch.dtype = torch.float64) -> Tensor:
+    """Return the same inputs (8, 5) on all ranks."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(8, 5, generator=generator, dtype=torch.float64).to(dtype)

@@ -1,0 +1,200 @@
+"""Where the parts of tensors lie, on FSDP2, tensor-parallel and plain parameters."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from sharded_models import KINDS, data, net, spread, whole, whole_gradient
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from stepwrap.wrappers.layout import (
+    as_global,
+    copy_whole_,
+    has_placed,
+    is_sharded,
+    layout_of,
+    local_part,
+    take_part,
+    total_norm,
+)
+
+CASES = [(size, kind) for size, kinds in KINDS.items() for kind in kinds]
+
+
+class Readable:
+    """Stands for a whole tensor in a file: it has a shape and can be cut."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor
+        self.shape = tensor.shape
+        self.read = 0
+
+    def __getitem__(self, index: Any) -> Tensor:
+        part = self._tensor[index].clone()
+        self.read += part.numel()
+        return part
+
+
+def _places(kind: str, width: int) -> list[dict[str, Any]]:
+    """Check each parameter's part against the whole, and tell where it lies."""
+    plain, model = net(width=width), spread(net(width=width), kind)
+    found = []
+    for (name, reference), parameter in zip(
+        plain.named_parameters(), model.parameters(), strict=True
+    ):
+        layout = layout_of(parameter)
+        part = local_part(parameter)
+        assert layout.shape == tuple(reference.shape)
+        assert layout.sizes == tuple(part.shape)
+        assert torch.equal(reference[layout.slices], part), name
+        assert is_sharded(parameter) == bool(layout.sharded_over)
+        again = as_global(part, parameter)
+        assert isinstance(again, DTensor) == (layout.mesh is not None)
+        assert torch.equal(whole(again), reference)
+        readable = Readable(reference.detach())
+        for source in (reference, readable, parameter):
+            taken = take_part(source, parameter)
+            assert type(taken) is (DTensor if isinstance(parameter, DTensor) else Tensor)
+            assert torch.equal(local_part(taken), part)
+            copy_whole_(parameter, source)
+        assert readable.read == 2 * part.numel()
+        copy_whole_(parameter, Readable(reference.detach() + 1))
+        assert torch.equal(local_part(parameter), reference[layout.slices] + 1)
+        found.append({"name": name, "offsets": layout.offsets, "sizes": layout.sizes})
+    return found
+
+
+@pytest.mark.parametrize("width", [8, 6, 2])
+@pytest.mark.parametrize(("size", "kind"), CASES)
+def test_every_part_is_where_it_says(size: int, kind: str, width: int) -> None:
+    """Also uneven and empty parts, and those of FSDP2 over a dimension split already."""
+    by_rank = run_ranks(_places, size, kind, width)
+    for places in zip(*by_rank, strict=True):
+        shape = {"0.weight": width * 5, "2.weight": 3 * width, "4.bias": 1}.get(places[0]["name"])
+        pieces = {place["offsets"] + place["sizes"]: math.prod(place["sizes"]) for place in places}
+        if shape is not None:
+            assert sum(pieces.values()) == shape
+
+
+def test_plain_tensors() -> None:
+    tensor = nn.Parameter(torch.arange(6.0).view(2, 3))
+    layout = layout_of(tensor)
+    assert (layout.shape, layout.offsets, layout.sizes) == ((2, 3), (0, 0), (2, 3))
+    assert layout.sharded_over == ()
+    assert local_part(tensor) is tensor
+    assert as_global(tensor, tensor) is tensor
+    assert not is_sharded(tensor)
+    taken = take_part(Readable(torch.ones(2, 3)), tensor)
+    assert torch.equal(taken, torch.ones(2, 3))
+    scalar = torch.tensor(3.0)
+    assert take_part(Readable(torch.tensor(2.0, dtype=torch.float64)), scalar).equal(
+        torch.tensor(2.0)
+    )
+    with pytest.raises(ValueError, match=r"shape \(2, 3\) is needed, got one of shape \(3, 2\)"):
+        take_part(torch.ones(3, 2), tensor)
+
+
+def test_what_is_cut_keeps_no_whole() -> None:
+    part = nn.Parameter(torch.zeros(2, 3))
+    whole_one = torch.ones(4, 3)
+    layout = layout_of(part)
+    part.tensor_layout = type(layout)((4, 3), (2, 0), (2, 3))
+    taken = take_part(whole_one, part)
+    assert taken.untyped_storage().nbytes() == 2 * 3 * 4
+    whole_one.fill_(5)
+    assert torch.equal(taken, torch.ones(2, 3))
+
+
+def _another_layout() -> None:
+    """A source with parts elsewhere is gathered."""
+    reference = torch.arange(12.0).view(4, 3)
+    mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
+    rows = dist.tensor.distribute_tensor(reference, mesh, [dist.tensor.Shard(0)])
+    columns = dist.tensor.distribute_tensor(reference.zero_(), mesh, [dist.tensor.Shard(1)])
+    wanted = torch.arange(12.0).view(4, 3)
+    copy_whole_(columns, rows)
+    assert torch.equal(columns.full_tensor(), wanted)
+    with pytest.raises(ValueError, match=r"part of shape \(4, [12]\) is needed"):
+        as_global(torch.ones(3, 3), columns)
+
+
+def test_sources_of_another_layout() -> None:
+    run_ranks(_another_layout, 2)
+
+
+def _norms(kind: str) -> list[list[float]]:
+    # torch's tensor-parallel layers compute in equal parts only.
+    width = 8 if kind == "tensor" else 6
+    plain, model = net(width=width), spread(net(width=width), kind)
+    for one in (plain, model):
+        one(data()).pow(2).sum().backward()
+    reduced = []
+    real = dist.all_reduce
+
+    def counted(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        reduced.append(tensor.numel())
+        return real(tensor, *args, **kwargs)
+
+    import stepwrap.wrappers.layout as module
+
+    module.all_reduce = counted
+    results = []
+    try:
+        for order in (2.0, 1.0, 3.5, math.inf):
+            parameters = list(model.parameters())
+            own = total_norm([p.grad for p in parameters], order, like=parameters)
+            assert type(own) is Tensor
+            assert own.shape == ()
+            weights = total_norm(parameters, order)
+            results.append([own.item(), weights.item()])
+    finally:
+        module.all_reduce = real
+    distinct = {g for p in model.parameters() for g in layout_of(p).sharded_over}
+    assert len(reduced) == 2 * 4 * len(distinct)
+    for order, (own, weights) in zip((2.0, 1.0, 3.5, math.inf), results, strict=True):
+        gradients = [p.grad for p in plain.parameters()]
+        expected = torch.nn.utils.get_total_norm(gradients, order).item()
+        assert own == pytest.approx(expected, rel=1e-13)
+        values = torch.nn.utils.get_total_norm(list(plain.parameters()), order).item()
+        assert weights == pytest.approx(values, rel=1e-13)
+    for mine, other in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(whole_gradient(mine), other.grad, rtol=1e-12, atol=1e-14)
+    return results
+
+
+@pytest.mark.parametrize(("size", "kind"), CASES)
+def test_the_norm_is_that_of_the_whole(size: int, kind: str) -> None:
+    """One all_reduce for each group over which there are parts; the same bits on all ranks."""
+    first, *others = run_ranks(_norms, size, kind)
+    assert all(other == first for other in others)
+
+
+def test_the_norm_of_plain_tensors_is_torchs() -> None:
+    tensors = [torch.randn(3, 2), torch.randn(4)]
+    for order in (2.0, math.inf, 0.5):
+        assert total_norm(tensors, order).equal(torch.nn.utils.get_total_norm(tensors, order))
+
+
+def _refused_norm() -> None:
+    parameters = list(spread(net(), "fsdp").parameters())
+    with pytest.raises(ValueError, match="norm_type must be above 0"):
+        total_norm(parameters, -math.inf)
+
+
+def test_norms_that_do_not_add_up() -> None:
+    run_ranks(_refused_norm, 2)
+
+
+def test_parameters_added_later_are_seen() -> None:
+    first, second = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([first], lr=0.1)
+    assert not has_placed(optimizer)
+    second.tensor_layout = layout_of(second)
+    optimizer.add_param_group({"params": [second]})
+    assert has_placed(optimizer)
