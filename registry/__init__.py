@@ -2,6 +2,7 @@
 
 from .build import build_from_cfg, build_model_from_cfg
 from .catalog import (
+    COMM_HOOKS,
     DATALOADERS,
     DATASETS,
     DIST_BACKENDS,
@@ -35,6 +36,7 @@ from .schema import (
 from .tree import build_tree
 
 __all__ = [
+    "COMM_HOOKS",
     "DATALOADERS",
     "DATASETS",
     "DEFAULT_HOOKS",

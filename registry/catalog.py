@@ -11,7 +11,8 @@ _LOOPS = ("stepwrap.loops",)
 
 MODELS = Registry("MODELS", build_model_from_cfg, locations=_WRAPPERS, namespaces=("torch.nn",))
 MODEL_WRAPPERS = Registry("MODEL_WRAPPERS", locations=_WRAPPERS)
-OPTIMIZERS = Registry("OPTIMIZERS", namespaces=("torch.optim",))
+COMM_HOOKS = Registry("COMM_HOOKS", locations=_WRAPPERS)
+OPTIMIZERS = Registry("OPTIMIZERS", locations=_WRAPPERS, namespaces=("torch.optim",))
 OPTIM_WRAPPERS = Registry("OPTIM_WRAPPERS", locations=_WRAPPERS)
 PARAM_SCHEDULERS = Registry("PARAM_SCHEDULERS", namespaces=("torch.optim.lr_scheduler",))
 DATASETS = Registry("DATASETS", namespaces=("torch.utils.data",))
@@ -46,6 +47,7 @@ REGISTRIES = {
     for registry in (
         MODELS,
         MODEL_WRAPPERS,
+        COMM_HOOKS,
         OPTIMIZERS,
         OPTIM_WRAPPERS,
         PARAM_SCHEDULERS,

@@ -5,7 +5,7 @@ from typing import Any
 
 from .arguments import required_names
 from .build import check_arguments, find_type
-from .catalog import DATASETS, MODELS
+from .catalog import COMM_HOOKS, DATASETS, MODEL_WRAPPERS, MODELS
 from .errors import RegistryKeyError
 from .imports import import_path
 from .registry import Registry
@@ -17,9 +17,10 @@ def build_tree(
     """Build `cfg` like `build_from_cfg`, its nested dicts with a `type` first.
 
     A nested type is looked up in the same registry, as an import path, then in MODELS and
-    DATASETS. One from the same registry gets those of `default_args` that it cannot be built
-    without (schedulers in a SequentialLR get the optimizer). `{_ref_: torch.nn.ReLU}` is the
-    object itself, uncalled; a dict with `_raw_: true` is passed as a plain dict.
+    DATASETS, for a model wrapper in COMM_HOOKS before these. One from the same registry gets
+    those of `default_args` that it cannot be built without (schedulers in a SequentialLR get the
+    optimizer). `{_ref_: torch.nn.ReLU}` is the object itself, uncalled; a dict with
+    `_raw_: true` is passed as a plain dict.
 
     Raises:
         TypeError, KeyError: as `build_from_cfg`.
@@ -46,7 +47,8 @@ def find_nested(wanted: Any, registry: Registry) -> tuple[Any, bool]:
     found = registry.get(wanted)
     if found is not None:
         return found, True
-    others = [other for other in (MODELS, DATASETS) if other is not registry]
+    around = (COMM_HOOKS,) if registry is MODEL_WRAPPERS else ()
+    others = [other for other in (*around, MODELS, DATASETS) if other is not registry]
     for other in others:
         found = other.get(wanted)
         if found is not None:

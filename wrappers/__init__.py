@@ -2,6 +2,7 @@
 
 from .amp import AmpOptimWrapper
 from .anomalies import detect_anomalous_params
+from .comm_hooks import CommHook
 from .data_parallel import ReplicationCallbackDataParallel
 from .distributed import StepDistributedDataParallel
 from .fused import build_optimizer
@@ -14,6 +15,7 @@ from .param_groups import param_groups
 from .param_names import NamedParameter, named_parameters
 from .param_shares import share_parameters
 from .patched_parallel import patch_replication_callback
+from .post_local_sgd import PostLocalSGD, ZeroRedundancyOptimizer
 from .preprocess import DataPreprocessor
 from .replicate import CallbackContext, exec_data_parallel_replication_callback
 from .scatter_gather import dict_gather, user_scattered
@@ -33,18 +35,21 @@ from .sync_conversion import (
     revert_sync_batchnorm,
 )
 from .sync_master import FutureResult, SlavePipe, SyncMaster
+from .unused import UnusedParametersError
 from .wrapping import is_model_wrapper, is_module_wrapper, wrap_model
 
 __all__ = [
     "AmpOptimWrapper",
     "BaseModel",
     "CallbackContext",
+    "CommHook",
     "DataPreprocessor",
     "FutureResult",
     "Mesh",
     "NamedParameter",
     "OptimWrapper",
     "OptimWrapperDict",
+    "PostLocalSGD",
     "ReplicationCallbackDataParallel",
     "ReplicationError",
     "ReplicationSession",
@@ -57,6 +62,8 @@ __all__ = [
     "SynchronizedBatchNorm1d",
     "SynchronizedBatchNorm2d",
     "SynchronizedBatchNorm3d",
+    "UnusedParametersError",
+    "ZeroRedundancyOptimizer",
     "build_mesh",
     "build_optimizer",
     "check_axes",

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import inspect
-from contextlib import AbstractContextManager, nullcontext
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..registry import MODEL_WRAPPERS
-from .options import check_options
+from .comm_hooks import read_comm_hook
+from .options import check_options, option_names
 from .step import Steps, refuse_own_train_step
 from .sync_conversion import convert_sync_batchnorm
+from .unused import explain_unused, trainable_names
 
 _NAMES = [
     "StepDistributedDataParallel",
@@ -45,14 +49,20 @@ class StepDistributedDataParallel(Steps, DistributedDataParallel):
         detect_anomalous_params: log the parameters that the loss does not reach, on every step.
         sync_batchnorm: make the model's BatchNorm layers train with the statistics of all ranks,
             by ``convert_sync_batchnorm``; without a process group it has no effect.
+        comm_hook: how the gradients are combined: "allreduce", "fp16_compress", "bf16_compress",
+            ``{"type": "powerSGD", **options}``, ``{"type": "post_localSGD", **options}``, or
+            one's own, as for ``read_comm_hook``.
+        uneven_inputs: for the training loop: ranks may have different numbers of batches. A dict
+            holds arguments of ``join``. In a loop of one's own use ``with model.join():``.
         ddp_kwargs: every option of torch's class. ``device_ids`` is by default the CUDA
             device of the parameters, and none on the CPU.
 
     Raises:
         TypeError: torch's class has no such option, or the model has a ``train_step`` of its
             own.
-        ValueError: no process group.
-        RuntimeError: no parameter requires a gradient.
+        ValueError: no process group, or options that exclude each other.
+        RuntimeError: no parameter requires a gradient. UnusedParametersError, by a forward: the
+            loss of the step before did not depend on some parameters.
     """
 
     def __init__(
@@ -61,16 +71,67 @@ class StepDistributedDataParallel(Steps, DistributedDataParallel):
         detect_anomalous_params: bool = False,
         *,
         sync_batchnorm: bool = False,
+        comm_hook: Any = None,
+        uneven_inputs: bool | Mapping[str, Any] = False,
         **ddp_kwargs: Any,
     ) -> None:
-        self.check_options(ddp_kwargs)
+        # Not by the class: a subclass may take other arguments and pass on these.
+        StepDistributedDataParallel.check_options(ddp_kwargs)
         refuse_own_train_step(type(self), module, "skips the averaging of the gradients")
+        if sync_batchnorm and uneven_inputs:
+            raise ValueError(
+                "uneven_inputs and sync_batchnorm exclude each other: a rank without a batch has "
+                "no statistics to give"
+            )
+        hook = None if comm_hook is None else read_comm_hook(comm_hook)
         if sync_batchnorm:
             module = convert_sync_batchnorm(module, ddp_kwargs.get("process_group"))
         ddp_kwargs.setdefault("device_ids", _device_ids(module))
         super().__init__(module=module, **_renamed(ddp_kwargs))
         self._prepare_steps(detect_anomalous_params)
         self._graph_recorded = False
+        self._trainable = trainable_names(module, self.parameters_to_ignore)
+        self.data_group = ddp_kwargs.get("process_group")
+        self.uneven_inputs = _join_options(uneven_inputs)
+        self._hook = hook
+        self._install_hook()
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Call the model, so that the next backward averages its gradients."""
+        try:
+            return super().forward(*inputs, **kwargs)
+        except RuntimeError as error:
+            self._explain(error)
+            raise
+
+    @contextmanager
+    def join(
+        self,
+        divide_by_initial_world_size: bool = True,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+    ) -> Iterator[None]:
+        """Train inside with as many batches as this rank has; the ranks leave together.
+
+        Every rank must enter. One that is done takes part in the averaging with gradients of
+        zero, and at the end all get the weights of the rank that trained longest. Its optimizer's
+        state remains that rank's own, and so do schedulers and counters.
+
+        Args:
+            divide_by_initial_world_size: every sample weighs the same; False: divide by the
+                number of ranks that still have batches.
+            enable: False if the numbers of batches are known to be equal.
+            throw_on_early_termination: raise RuntimeError on all ranks as soon as one is done.
+        """
+        # torch changes the filters at the end, and leaves the wrapper as if it were still inside.
+        with warnings.catch_warnings():
+            try:
+                with super().join(  # type: ignore[no-untyped-call]
+                    divide_by_initial_world_size, enable, throw_on_early_termination
+                ):
+                    yield
+            finally:
+                super().join(enable=False)  # type: ignore[no-untyped-call]
 
     def sync_buffers(self) -> None:
         """Give every rank the buffers of the first, before evaluation.
@@ -96,15 +157,31 @@ class StepDistributedDataParallel(Steps, DistributedDataParallel):
         context: AbstractContextManager[Any] = super().no_sync()
         return context
 
+    def __getstate__(self) -> dict[str, Any]:
+        state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
+        # With the process group inside, like the three that torch leaves out.
+        return {**state, "_comm_hooks": []}
+
     def __setstate__(self, state: Any) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._graph_recorded = False
+        self._install_hook()
+
+    def _install_hook(self) -> None:
+        if self._hook is not None:
+            self.register_comm_hook(*self._hook.bind(self.process_group))
+
+    def _explain(self, error: RuntimeError) -> None:
+        explain_unused(error, self._trainable)
 
     @classmethod
-    def check_options(cls, options: dict[str, Any]) -> None:
-        """Raise TypeError for an option that this class does not take."""
+    def check_options(cls, options: Mapping[str, Any]) -> None:
+        """Raise TypeError or ValueError for an option that this class does not take."""
         names = [name for name in cls.config_signature().parameters if name != "module"]
         check_options(cls.__name__, options, names)
+        if options.get("comm_hook") is not None:
+            read_comm_hook(options["comm_hook"])
+        _join_options(options.get("uneven_inputs", False))
 
     @classmethod
     def config_signature(cls) -> inspect.Signature:
@@ -120,6 +197,15 @@ class StepDistributedDataParallel(Steps, DistributedDataParallel):
             if name not in mine
         ]
         return inspect.Signature(kept)
+
+
+def _join_options(setting: bool | Mapping[str, Any]) -> dict[str, Any] | None:
+    """Arguments of ``join``; None where all ranks have equally many batches."""
+    if isinstance(setting, bool):
+        return {} if setting else None
+    allowed = [name for name in option_names(DistributedDataParallel.join) if name != "enable"]
+    check_options("uneven_inputs", setting, allowed)
+    return dict(setting)
 
 
 def _renamed(options: dict[str, Any]) -> dict[str, Any]:

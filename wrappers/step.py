@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from .anomalies import detect_anomalous_params
+from .anomalies import detect_anomalous_params, watch_gradients
 from .losses import parse_losses
 from .preprocess import DataPreprocessor, device_of
 
@@ -67,9 +67,14 @@ class Steps:
                 raise
         parse = getattr(model, "parse_losses", parse_losses)
         total, logs = parse(losses)
-        optim_wrapper.update_params(total)
         if self.detect_anomalous_params:
-            detect_anomalous_params(total, model=self)  # type: ignore[arg-type]
+            self._update_and_detect(total, optim_wrapper)
+        else:
+            try:
+                optim_wrapper.update_params(total)
+            except RuntimeError as error:
+                self._explain(error)
+                raise
         if parse is parse_losses:
             return logs
         return {name: v.detach() if isinstance(v, Tensor) else v for name, v in logs.items()}
@@ -87,6 +92,19 @@ class Steps:
 
         Every rank must call this; with one rank there is nothing to do.
         """
+
+    def _update_and_detect(self, total: Tensor, optim_wrapper: OptimizerWrapper) -> None:
+        model: Any = self
+        with watch_gradients(model) as received:
+            try:
+                optim_wrapper.update_params(total)
+            except RuntimeError as error:
+                self._explain(error)
+                raise
+        detect_anomalous_params(total, model, received=received)
+
+    def _explain(self, error: RuntimeError) -> None:
+        """Raise a better error than one of torch's, where the wrapper knows one."""
 
     def _evaluate(self, name: str, data: Any) -> Any:
         model = self.module

@@ -29,7 +29,8 @@ DOORS = {
         seed_rng
     """,
     "registry": """
-        Config ConfigError DATALOADERS DATASETS DEFAULT_HOOKS DIST_BACKENDS DataSection HOOKS
+        COMM_HOOKS Config ConfigError DATALOADERS DATASETS DEFAULT_HOOKS DIST_BACKENDS
+        DataSection HOOKS
         HOOK_TYPES LOOPS LaunchSection LoaderSection METRICS MODELS MODEL_WRAPPERS OPTIMIZERS
         OPTIM_WRAPPERS ParamwiseSection PARAM_SCHEDULERS Problem Registration Registry RunSections
         SchedulerSection build_from_cfg build_model_from_cfg build_tree check_component
@@ -40,16 +41,15 @@ DOORS = {
     """,
     "runner": "LaunchError Runner launch",
     "wrappers": """
-        AmpOptimWrapper BaseModel CallbackContext DataPreprocessor FutureResult Mesh NamedParameter
-        OptimWrapper OptimWrapperDict ReplicationCallbackDataParallel ReplicationError
-        ReplicationSession SingleDevice SlavePipe StepDataParallel StepDistributedDataParallel
-        SupervisedModel
-        SyncMaster SynchronizedBatchNorm1d SynchronizedBatchNorm2d SynchronizedBatchNorm3d
-        build_mesh build_optimizer check_axes convert_model
-        convert_sync_batchnorm detect_anomalous_params
-        dict_gather exec_data_parallel_replication_callback is_model_wrapper
-        is_module_wrapper named_parameters param_groups parse_losses
-        patch_replication_callback patch_sync_batchnorm
+        AmpOptimWrapper BaseModel CallbackContext CommHook DataPreprocessor FutureResult Mesh
+        NamedParameter OptimWrapper OptimWrapperDict PostLocalSGD ReplicationCallbackDataParallel
+        ReplicationError ReplicationSession SingleDevice SlavePipe StepDataParallel
+        StepDistributedDataParallel SupervisedModel SyncMaster SynchronizedBatchNorm1d
+        SynchronizedBatchNorm2d SynchronizedBatchNorm3d UnusedParametersError
+        ZeroRedundancyOptimizer build_mesh build_optimizer check_axes convert_model
+        convert_sync_batchnorm detect_anomalous_params dict_gather
+        exec_data_parallel_replication_callback is_model_wrapper is_module_wrapper named_parameters
+        param_groups parse_losses patch_replication_callback patch_sync_batchnorm
         revert_sync_batchnorm set_sbn_eps_mode share_parameters user_scattered wrap_model
     """,
 }

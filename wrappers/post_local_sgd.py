@@ -1,0 +1,135 @@
+"""Optimizers that work together with the other ranks, built from names and options."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch.distributed import ProcessGroup
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+from torch.optim import Optimizer
+
+from ..registry import OPTIMIZERS
+from .options import check_options, option_names
+
+with warnings.catch_warnings():
+    # The package compiles functions of no use here by torch.jit, which is deprecated.
+    warnings.simplefilter("ignore", DeprecationWarning)
+    from torch.distributed.optim import PostLocalSGDOptimizer
+    from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZeroRedundancyOptimizer
+
+
+@OPTIMIZERS.register_module()
+class ZeroRedundancyOptimizer(TorchZeroRedundancyOptimizer):
+    """torch's class: each rank keeps the optimizer state of a part of the parameters only.
+
+    Every rank must construct and step it.
+
+    Args:
+        params: parameters or groups.
+        optimizer_class: what steps the parts: a class, its name or ``{"_ref_": name}``.
+        process_group: the ranks that share the work; default: all.
+        parameters_as_bucket_view: as in torch's class.
+        overlap_with_ddp: refused: it needs a hook and a step of its own.
+        defaults: options of that optimizer.
+
+    Raises:
+        TypeError: the optimizer has no such option.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        optimizer_class: Any,
+        *,
+        process_group: ProcessGroup | None = None,
+        parameters_as_bucket_view: bool = False,
+        overlap_with_ddp: bool = False,
+        **defaults: Any,
+    ) -> None:
+        if overlap_with_ddp:
+            raise ValueError(
+                "overlap_with_ddp steps inside the backward, without clipping or accumulation; "
+                "leave it out"
+            )
+        super().__init__(  # type: ignore[no-untyped-call]
+            params,
+            _optimizer_class(optimizer_class, defaults),
+            process_group=process_group,
+            parameters_as_bucket_view=parameters_as_bucket_view,
+            **defaults,
+        )
+
+
+@OPTIMIZERS.register_module()
+class PostLocalSGD(PostLocalSGDOptimizer):
+    """An optimizer whose ranks step on their own and average their weights from time to time.
+
+    Lin, Stich, Patel, Jaggi, "Don't Use Large Mini-Batches, Use Local SGD", 2018. For its sake
+    the gradients must stay apart after the warm-up: ``comm_hook: {type: post_localSGD,
+    start_localSGD_iter: N}`` of the wrapper with N equal to ``warmup_steps``. Between two
+    averages the ranks' weights differ; what is evaluated or saved then are the weights of each
+    rank, or of the first.
+
+    Args:
+        params: parameters or groups.
+        optimizer_class: what steps: a class, its name or ``{"_ref_": name}``.
+        period: updates between two averages.
+        warmup_steps: updates before the first.
+        process_group: the ranks that average; default: all.
+        defaults: options of that optimizer.
+
+    Raises:
+        TypeError: the optimizer has no such option.
+        ValueError: ``period`` is below 2, or ``warmup_steps`` negative.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        optimizer_class: Any,
+        *,
+        period: int,
+        warmup_steps: int = 0,
+        process_group: ProcessGroup | None = None,
+        **defaults: Any,
+    ) -> None:
+        if period < 2:
+            raise ValueError(
+                f"period must be at least 2, got {period}: weights averaged after every update "
+                "are what DistributedDataParallel gives, for less"
+            )
+        build = _optimizer_class(optimizer_class, defaults)
+        averager = PeriodicModelAverager(  # type: ignore[no-untyped-call]
+            period, warmup_steps, process_group
+        )
+        super().__init__(build(params, **defaults), averager)
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        """Options of the optimizer that steps."""
+        return self.optim.defaults
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Step, and average the weights where it is time; every rank must call this."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        super().step()  # type: ignore[no-untyped-call]
+        return loss
+
+
+def _optimizer_class(wanted: Any, defaults: Mapping[str, Any]) -> type[Optimizer]:
+    """Find an optimizer class, and check the names of its options."""
+    if isinstance(wanted, Mapping):
+        wanted = wanted.get("_ref_", wanted.get("type"))
+    found = OPTIMIZERS.resolve(wanted) if isinstance(wanted, str) else wanted
+    if not callable(found):
+        raise TypeError(f"optimizer_class must be an optimizer class or its name, got {wanted!r}")
+    allowed = [name for name in option_names(found) if name != "params"]
+    check_options(found.__name__, defaults, allowed)
+    cls: type[Optimizer] = found
+    return cls
