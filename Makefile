@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 export PYTHONUNBUFFERED := 1
 
-.PHONY: demo test check format types-link clean
+.PHONY: demo test check parity format types-link clean
 
 demo: $(READY)
 	$(BIN)/stepwrap train configs/digits_ddp.yaml --fresh
@@ -21,6 +21,10 @@ check: $(READY) types-link
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	PYTHONPATH=build/types $(BIN)/lint-imports --no-logo --no-cache
+
+# Every wrapper against plain PyTorch, into docs/parity.md; about ten minutes.
+parity: $(READY)
+	$(BIN)/python tests/wrappers/parity_report.py
 
 format: $(READY)
 	$(BIN)/ruff format .

@@ -55,8 +55,8 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.norm(x))
-        x = x + self.down(F.gelu(self.up(self.norm2(x))))
-        return x
+        hidden: Tensor = self.down(F.gelu(self.up(self.norm2(x))))
+        return x + hidden
 
 
 class TransformerBody(nn.Module):

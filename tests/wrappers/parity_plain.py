@@ -11,7 +11,6 @@ from parity_models import make_data, make_parts, micro_batch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-STEPS = 30
 MAX_NORM = 0.2
 # AdamW divides by sqrt(v) + eps: with eps = 1e-8 a gradient of the size of its own rounding
 # error takes a whole step, in a direction that says nothing about parity.
@@ -33,6 +32,7 @@ class Recipe:
         clip: whether the gradients are clipped by their norm.
         optimizer: "SGD" or "AdamW".
         separate: an optimizer, and a norm, for each of the two parts.
+        steps: updates.
     """
 
     model: str
@@ -41,11 +41,12 @@ class Recipe:
     clip: bool
     optimizer: str
     separate: bool = False
+    steps: int = 30
 
     @property
     def micro_steps(self) -> int:
         """Micro-batches in all."""
-        return STEPS * self.accumulate
+        return self.steps * self.accumulate
 
     def __str__(self) -> str:
         clip = "clipped" if self.clip else "unclipped"

@@ -1,0 +1,169 @@
+"""docs/parity.md, from what the parity matrix came to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+from parity_cells import BOUNDS, KINDS, VALIDATION, WORLDS, Outcome
+from parity_checkpoints import LOAD_BOUNDS, Load
+from parity_matrix import empty, worst
+from parity_models import BATCH, SAMPLES
+from parity_plain import MAX_NORM, OPTIMIZERS
+
+DTYPES = tuple(BOUNDS)
+MODELS = {
+    "transformer": "Transformer",
+    "cnn": "CNN with BatchNorm",
+}
+_COLUMNS: list[tuple[str, str, Callable[[Outcome], float]]] = [
+    ("fp64 parameters", "fp64", lambda one: one.parameters),
+    ("fp64 loss", "fp64", lambda one: one.losses),
+    ("fp32 parameters", "fp32", lambda one: one.parameters),
+    ("fp32 loss", "fp32", lambda one: one.losses),
+    ("bf16 loss, relative", "bf16", lambda one: one.losses),
+]
+
+
+def page(cells: list[Outcome], loads: list[Load], failures: list[str], *, minutes: float) -> str:
+    """Return the page."""
+    parts = [_head(cells, minutes)]
+    if failures:
+        parts.append("## Not run\n\n" + "\n".join(f"- {line}" for line in failures))
+    parts += [_model(name, cells) for name in MODELS]
+    parts += [_settings(cells), _empty(), _checkpoints(loads)]
+    return "\n\n".join(parts) + "\n"
+
+
+def _head(cells: list[Outcome], minutes: float) -> str:
+    sgd, adamw = (OPTIMIZERS[name][1] for name in ("SGD", "AdamW"))
+    within = sum(one.is_within for one in cells)
+    steps = max((one.recipe.steps for one in cells), default=0)
+    return f"""# Parity
+
+Every wrapper trains the same models as PyTorch written by hand: `torch.nn` modules and `torch.optim`
+on the whole batch, in one process, without any code of this project. Written by `make parity`
+(torch {torch.__version__}, gloo, CPU, {minutes:.0f} minutes); the tests run a part of it.
+
+- A cell is a wrapper, a number of ranks, a model, a dtype, accumulation 1 or 3, clipping off or by
+  norm, and an optimizer. {len(cells)} cells, {within} of them within their bounds.
+- {steps} steps each, micro-batches of {BATCH} samples out of {SAMPLES}, shared out to the ranks that see
+  different data. The ranks start with different weights; those of rank 0 must count.
+- Parameters: the largest difference of any parameter or running statistic at the end, on any rank.
+  Bounds: {BOUNDS["fp64"]:.0e} in fp64, {BOUNDS["fp32"]:.0e} in fp32.
+- Loss: the largest difference of any micro-batch's loss, the mean over the ranks. The same bounds; in
+  bf16 {BOUNDS["bf16"]:.0e} of the loss. bf16 is autocast over weights in fp32, on both sides.
+- BatchNorm layers are synchronised (`sync_batchnorm: true`) where ranks or replicas see different
+  samples. With accumulation their statistics are those of one micro-batch, on both sides.
+- Optimizers: SGD with lr {sgd["lr"]} and momentum {sgd["momentum"]}; AdamW with lr {adamw["lr"]}, weight decay
+  {adamw["weight_decay"]} and eps {adamw["eps"]:.0e}. Clipping: to a norm of {MAX_NORM}, which nearly every step exceeds.
+- The separate wrapper has an optimizer, and a norm, for each of the two parts of a model; so has
+  the plain side.
+
+No parameter of the models has a gradient that is zero but for rounding, as a bias before BatchNorm
+or a bias of attention keys has: AdamW divides by the size of the gradient, so it takes whole steps
+in the direction of rounding errors there, and two equally right programs go apart. For the same
+reason its eps is not the default 1e-8: gradients of {adamw["eps"]:.0e} are far above rounding in fp32 and
+far below what moves these models."""
+
+
+def _model(name: str, cells: list[Outcome]) -> str:
+    lines = [
+        f"## {MODELS[name]}\n",
+        "Worst over accumulation, clipping and optimizers.\n",
+        "| Wrapper | Ranks | " + " | ".join(title for title, _, _ in _COLUMNS) + " |",
+        "|---|---|" + "---|" * len(_COLUMNS),
+    ]
+    for kind, row in KINDS.items():
+        for world in row.axes:
+            mine = [
+                one
+                for one in cells
+                if (one.kind, one.world, one.recipe.model) == (kind, world, name)
+            ]
+            if mine:
+                figures = " | ".join(_figures(mine))
+                lines.append(f"| {kind} | {world} | {figures} |")
+    return "\n".join(lines)
+
+
+def _figures(cells: Iterable[Outcome]) -> list[str]:
+    cells = list(cells)
+    return [
+        _figure(worst(of(one) for one in cells if one.recipe.dtype == dtype), BOUNDS[dtype])
+        for _, dtype, of in _COLUMNS
+    ]
+
+
+def _figure(value: float, bound: float) -> str:
+    return f"{value:.1e}" if value <= bound else f"**{value:.1e}**"
+
+
+def _settings(cells: list[Outcome]) -> str:
+    kinds: dict[str, Callable[[Outcome], bool]] = {
+        "accumulation 1": lambda one: one.recipe.accumulate == 1,
+        "accumulation 3": lambda one: one.recipe.accumulate == 3,
+        "not clipped": lambda one: not one.recipe.clip,
+        "clipped by norm": lambda one: one.recipe.clip,
+        "SGD, momentum": lambda one: one.recipe.optimizer == "SGD",
+        "AdamW": lambda one: one.recipe.optimizer == "AdamW",
+        **{f"{world} ranks": lambda one, w=world: one.world == w for world in WORLDS},
+    }
+    lines = [
+        "## By setting\n",
+        "The same cells: worst over all wrappers and both models.\n",
+        "| | Cells | " + " | ".join(title for title, _, _ in _COLUMNS) + " |",
+        "|---|---|" + "---|" * len(_COLUMNS),
+    ]
+    for title, belongs in kinds.items():
+        mine = [one for one in cells if belongs(one)]
+        if mine:
+            lines.append(f"| {title} | {len(mine)} | " + " | ".join(_figures(mine)) + " |")
+    return "\n".join(lines)
+
+
+def _empty() -> str:
+    lines = ["## Cells that cannot be\n", "| Wrapper | Ranks | Why |", "|---|---|---|"]
+    grouped: dict[tuple[str, str], list[int]] = {}
+    for kind, world, reason in empty():
+        grouped.setdefault((kind, reason), []).append(world)
+    for (kind, reason), worlds in grouped.items():
+        lines.append(f"| {kind} | {', '.join(map(str, worlds))} | {reason} |")
+    lines.append(
+        "\nhsdp on one rank has one copy of one shard, on two ranks two copies of one shard each; "
+        "on four it has two copies of two shards. fsdp x tp is beyond the wrappers that have to be "
+        "there."
+    )
+    return "\n".join(lines)
+
+
+def _checkpoints(loads: list[Load]) -> str:
+    sources = {id(one.source) for one in loads}
+    elsewhere = sum(one.is_elsewhere for one in loads)
+    within = sum(one.is_within for one in loads)
+    lines = [
+        "## Checkpoints\n",
+        f"Every cell saves a checkpoint, and every wrapper and number of ranks loads it:\n"
+        f"{len(sources)} checkpoints, {len(loads)} loads ({elsewhere} of them under another wrapper or "
+        f"number of ranks), {within} within\n"
+        "the bounds. The figure is the difference of the loss on "
+        f"{VALIDATION} samples of validation data to that\n"
+        "in the run that saved it, relative. Bounds: "
+        + ", ".join(f"{dtype} {bound:.0e}" for dtype, bound in LOAD_BOUNDS.items())
+        + " (bf16 has weights in fp32,\nand is evaluated in fp32).\n",
+        "| Loaded under | Ranks | Loads | " + " | ".join(DTYPES) + " |",
+        "|---|---|---|" + "---|" * len(DTYPES),
+    ]
+    for kind, row in KINDS.items():
+        for world in row.axes:
+            mine = [one for one in loads if (one.kind, one.world) == (kind, world)]
+            if mine:
+                figures = [
+                    _figure(
+                        worst(one.difference for one in mine if one.source.recipe.dtype == dtype),
+                        LOAD_BOUNDS[dtype],
+                    )
+                    for dtype in DTYPES
+                ]
+                lines.append(f"| {kind} | {world} | {len(mine)} | " + " | ".join(figures) + " |")
+    return "\n".join(lines)

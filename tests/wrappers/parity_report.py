@@ -1,0 +1,107 @@
+"""Runs the whole parity matrix, prints it and writes docs/parity.md; `make parity`.
+
+    python tests/wrappers/parity_report.py [--rows ddp fsdp] [--output docs/parity.md]
+
+The exit status is 1 if a bound is broken, or a cell could not be run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE), str(HERE.parent)]
+
+from parity_cells import KINDS, Outcome, recipes_of  # noqa: E402
+from parity_checkpoints import Load, load_all  # noqa: E402
+from parity_matrix import filled, first_line, run_row, worst, write_references  # noqa: E402
+from parity_page import page  # noqa: E402
+from parity_plain import Recipe  # noqa: E402
+from ranks import RanksError, shutdown  # noqa: E402
+
+MODELS = ("transformer", "cnn")
+TIMEOUT_S = 600.0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rows", nargs="*", default=list(KINDS), choices=list(KINDS))
+    parser.add_argument("--output", type=Path, default=HERE.parents[1] / "docs/parity.md")
+    arguments = parser.parse_args()
+    os.environ["OMP_NUM_THREADS"] = "1"
+    torch.set_num_threads(1)
+    # Every accumulating cell warns of BatchNorm; that is the point of the matrix.
+    logging.disable(logging.WARNING)
+    rows = [(kind, world) for kind, world in filled() if kind in arguments.rows]
+    started = time.monotonic()
+    failures: list[str] = []
+    with tempfile.TemporaryDirectory(prefix="parity_") as folder:
+        cells = train_rows(rows, Path(folder), failures)
+        loads = load_rows(rows, cells, failures)
+    shutdown()
+    broken = [describe(one) for one in (*cells, *loads) if not one.is_within]
+    text = page(cells, loads, failures, minutes=(time.monotonic() - started) / 60)
+    arguments.output.write_text(text, encoding="utf-8")
+    print(text)
+    for line in (*failures, *broken):
+        print("BROKEN:", line)
+    return 1 if failures or broken else 0
+
+
+def train_rows(rows: list[tuple[str, int]], folder: Path, failures: list[str]) -> list[Outcome]:
+    """Run all cells of the rows; what fails is told in `failures`."""
+    recipes = {kind: [one for model in MODELS for one in recipes_of(kind, model)] for kind in KINDS}
+    references = folder / "references.pt"
+    write_references(references, [one for kind, _ in rows for one in recipes[kind]])
+    cells: list[Outcome] = []
+    for kind, world in rows:
+        for model in MODELS:
+            mine = [one for one in recipes[kind] if one.model == model]
+            try:
+                done = run_row(kind, world, mine, references, folder / "checkpoints", TIMEOUT_S)
+            except RanksError as error:
+                failures.append(f"{kind}, {world} ranks, {model}: {first_line(error)}")
+                continue
+            cells += done
+            told = worst(one.parameters for one in done if one.recipe.dtype == "fp64")
+            seconds = sum(one.seconds for one in done)
+            print(f"{kind:15} {world} {model:12} fp64 {told:.1e}   {seconds:5.1f} s", flush=True)
+    return cells
+
+
+def load_rows(rows: list[tuple[str, int]], cells: list[Outcome], failures: list[str]) -> list[Load]:
+    """Load every checkpoint under every row; what fails is told in `failures`."""
+    loads: list[Load] = []
+    for kind, world in rows:
+        try:
+            done = load_all(kind, world, cells, TIMEOUT_S)
+        except RanksError as error:
+            failures.append(f"loading under {kind}, {world} ranks: {first_line(error)}")
+            continue
+        loads += done
+        told = worst(one.difference for one in done)
+        print(f"{kind:15} {world} {len(done)} checkpoints loaded, {told:.1e}", flush=True)
+    return loads
+
+
+def describe(broken: Outcome | Load) -> str:
+    """Say which cell broke its bound, and by what."""
+    if isinstance(broken, Load):
+        source = broken.source
+        told = f"{source.kind}, {source.world} ranks, {source.recipe}"
+        return f"{told}, loaded under {broken.kind}, {broken.world}: {broken.difference:.1e}"
+    recipe: Recipe = broken.recipe
+    told = f"{broken.parameters:.1e}, loss {broken.losses:.1e}"
+    return f"{broken.kind}, {broken.world} ranks, {recipe}: {told}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

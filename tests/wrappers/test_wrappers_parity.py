@@ -1,0 +1,107 @@
+"""Every wrapper follows plain PyTorch; `make parity` runs the whole matrix."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from parity_cells import BOUNDS, KINDS, WORLDS, Outcome
+from parity_checkpoints import load_all
+from parity_matrix import empty, filled, run_row, write_references
+from parity_plain import Recipe
+
+STEPS = 8
+ROWS = [
+    ("single", 1),
+    ("dp, 2 replicas", 1),
+    ("ddp", 2),
+    ("fsdp", 2),
+    ("hsdp", 4),
+    ("tp 2", 2),
+    ("ddp x tp", 4),
+    ("fsdp x tp", 4),
+    ("separate", 2),
+]
+RECIPES = [
+    Recipe(model, *how, steps=STEPS)
+    for model in ("transformer", "cnn")
+    for how in (
+        ("fp64", 3, True, "AdamW"),
+        ("fp64", 1, False, "SGD"),
+        ("fp32", 1, True, "AdamW"),
+        ("fp32", 3, True, "SGD"),
+        ("bf16", 1, False, "SGD"),
+    )
+]
+
+
+@pytest.fixture(scope="module")
+def references(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("parity") / "references.pt"
+    write_references(path, [one for kind, _ in ROWS for one in recipes_of(kind)])
+    return path
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, list[Outcome]]]:
+    """The cells that have been run, by row, with their checkpoints."""
+    yield {}
+
+
+def recipes_of(kind: str) -> list[Recipe]:
+    separate = KINDS[kind].wrapper == "separate"
+    return [replace(one, separate=separate) for one in RECIPES]
+
+
+@pytest.mark.parametrize(("kind", "world"), ROWS)
+def test_training_equals_plain_pytorch(
+    kind: str,
+    world: int,
+    references: Path,
+    saved: dict[str, list[Outcome]],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    checkpoints = tmp_path_factory.mktemp("checkpoints")
+    cells = run_row(kind, world, recipes_of(kind), references, checkpoints, timeout_s=120)
+    saved[kind] = cells
+    far = [f"{one.recipe}: {one.parameters:.1e}, loss {one.losses:.1e}" for one in cells]
+    assert [text for text, one in zip(far, cells, strict=True) if not one.is_within] == []
+
+
+@pytest.mark.parametrize(("kind", "world"), ROWS)
+def test_every_checkpoint_loads_under_every_wrapper(
+    kind: str, world: int, saved: dict[str, list[Outcome]]
+) -> None:
+    sources = [one for cells in saved.values() for one in cells if one.recipe.accumulate == 1]
+    if not sources:
+        pytest.skip("no checkpoints: run the whole file")
+    loads = load_all(kind, world, sources, timeout_s=120)
+    far = [f"{one.source.kind} {one.source.recipe}: {one.difference:.1e}" for one in loads]
+    assert [text for text, one in zip(far, loads, strict=True) if not one.is_within] == []
+
+
+def test_other_training_is_seen(references: Path, tmp_path: Path) -> None:
+    """The bounds are such that a small difference in what is trained breaks them."""
+    recipe = RECIPES[0]
+    for other in (
+        replace(recipe, clip=False),
+        replace(recipe, accumulate=1, steps=3 * STEPS),
+        replace(recipe, optimizer="SGD"),
+    ):
+        path = tmp_path / "other.pt"
+        write_references(path, [other])
+        _rename(path, recipe, other)
+        (cell,) = run_row("single", 1, [recipe], path)
+        assert not cell.is_within
+        assert cell.parameters > 1e3 * BOUNDS["fp64"]
+
+
+def _rename(path: Path, recipe: Recipe, other: Recipe) -> None:
+    import torch
+
+    torch.save({recipe: torch.load(path, weights_only=False)[other]}, path)
+
+
+def test_every_cell_is_filled_or_says_why_not() -> None:
+    cells = [*filled(), *((kind, world) for kind, world, reason in empty() if reason)]
+    assert sorted(cells) == sorted((kind, world) for kind in KINDS for world in WORLDS)
