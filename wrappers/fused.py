@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from .options import option_names
@@ -30,8 +31,8 @@ def build_optimizer(
     items = [_kept(item) for item in params]
     if "fused" in option_names(cls) and not any(name in kwargs for name in _CHOICES):
         tensors = [tensor for item in items for tensor in _tensors(item)]
-        kinds = {(tensor.device, tensor.dtype) for tensor in tensors}
-        if all(_can_fuse(cls, kwargs, device, dtype) for device, dtype in kinds):
+        kinds = {(tensor.device, tensor.dtype, _place(tensor)): tensor for tensor in tensors}
+        if all(_can_fuse(cls, kwargs, tensor) for tensor in kinds.values()):
             kwargs["fused"] = True
     return cls(items, **kwargs)
 
@@ -53,11 +54,17 @@ def _tensors(item: Any) -> list[Tensor]:
     return [params] if isinstance(params, Tensor) else [_tensors(one)[0] for one in params]
 
 
-def _can_fuse(
-    cls: Callable[..., Optimizer], kwargs: dict[str, Any], device: torch.device, dtype: torch.dtype
-) -> bool:
+def _place(tensor: Tensor) -> Any:
+    """Where the parts of a sharded tensor are; None for an ordinary one."""
+    return (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None
+
+
+def _can_fuse(cls: Callable[..., Optimizer], kwargs: dict[str, Any], like: Tensor) -> bool:
     """Try it: some classes say only at their first step that they cannot."""
-    probe = torch.zeros(1, device=device, dtype=dtype, requires_grad=True)
+    probe = torch.zeros(1, device=like.device, dtype=like.dtype)
+    if isinstance(like, DTensor):
+        probe = DTensor.from_local(probe, like.device_mesh, like.placements, run_check=False)
+    probe.requires_grad_()
     probe.grad = torch.zeros_like(probe)
     try:
         cls([probe], **kwargs, fused=True).step()

@@ -50,7 +50,8 @@ def near_names(wanted: str, names: Iterable[str]) -> str:
     """Return "; did you mean ...?" with parameters and modules near `wanted`, or ""."""
     near = dict.fromkeys(prefix for name in names for prefix in _prefixes(name))
     if is_pattern(wanted):
-        near = dict.fromkeys(re.sub(r"\b\d+\b", "*", one) for one in near)
+        starred = [re.sub(r"\b\d+\b", "*", one) for one in near]
+        near = dict.fromkeys([*starred, *(f"{one}.*" for one in starred)])
     return did_you_mean(wanted, near)
 
 
