@@ -5,7 +5,7 @@ from __future__ import annotations
 import copyreg
 import functools
 import types
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeAlias
 
@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.checkpoint import checkpoint
 
+from ._compiled import uncompiled
 from .blocks import BlockSpec, find_blocks
 from .options import check_options
 from .sync_batchnorm import SynchronizedBatchNorm
@@ -97,11 +98,12 @@ def _checkpointed(kind: type[nn.Module], preserve: bool) -> type[nn.Module]:
         run = functools.partial(kind.forward, self)
         if not torch.is_grad_enabled():
             return run(*args, **kwargs)
-        again = _again(self)
-        contexts = {} if again is None else {"context_fn": again}
         # The arguments' names are the block's own and may be those of torch's options.
         call = functools.partial(run, **kwargs) if kwargs else run
-        return checkpoint(call, *args, use_reentrant=False, preserve_rng_state=preserve, **contexts)
+        norms = _moving_norms(self)
+        if norms:
+            return _without_moving_twice(norms, call, args, preserve)
+        return checkpoint(call, *args, use_reentrant=False, preserve_rng_state=preserve)
 
     namespace = {
         "__module__": kind.__module__,
@@ -121,26 +123,29 @@ def _new(kind: type[nn.Module], preserve: bool, *arguments: Any) -> nn.Module:
     return made.__new__(made, *arguments)
 
 
-def _again(block: nn.Module) -> Any:
-    """What the second forward of ``block`` runs in; None where that is nothing."""
-    norms = [
-        one
-        for one in block.modules()
-        if isinstance(one, _NormBase) and one.training and one.track_running_stats
-    ]
+def _moving_norms(block: nn.Module) -> list[_NormBase]:
+    """The layers in ``block`` whose running statistics its forward moves."""
+    norms = [one for one in block.modules() if isinstance(one, _NormBase)]
+    return [one for one in norms if one.training and one.track_running_stats]
+
+
+@uncompiled("a checkpointed block with running statistics runs outside of graphs")
+def _without_moving_twice(
+    norms: Sequence[_NormBase], call: Callable[..., Any], args: Sequence[Any], preserve: bool
+) -> Any:
     for one in norms:
         if isinstance(one, SynchronizedBatchNorm) and one._place is not None:
             raise RuntimeError(
                 "a block with synchronised BatchNorm cannot be checkpointed under dp, whose "
                 "copies do not meet again in the backward; choose smaller blocks, or ddp"
             )
-    if not norms:
-        return None
 
     def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
         return nullcontext(), _still(norms)
 
-    return contexts
+    return checkpoint(
+        call, *args, use_reentrant=False, preserve_rng_state=preserve, context_fn=contexts
+    )
 
 
 @contextmanager
