@@ -19,6 +19,7 @@ from .post_local_sgd import PostLocalSGD, ZeroRedundancyOptimizer
 from .preprocess import DataPreprocessor
 from .replicate import CallbackContext, exec_data_parallel_replication_callback
 from .scatter_gather import dict_gather, user_scattered
+from .separate import SeparateDistributedDataParallel
 from .session import ReplicationError, ReplicationSession
 from .single import SingleDevice
 from .step_data_parallel import StepDataParallel
@@ -53,6 +54,7 @@ __all__ = [
     "ReplicationCallbackDataParallel",
     "ReplicationError",
     "ReplicationSession",
+    "SeparateDistributedDataParallel",
     "SingleDevice",
     "SlavePipe",
     "StepDataParallel",

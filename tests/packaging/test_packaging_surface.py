@@ -43,11 +43,11 @@ DOORS = {
     "wrappers": """
         AmpOptimWrapper BaseModel CallbackContext CommHook DataPreprocessor FutureResult Mesh
         NamedParameter OptimWrapper OptimWrapperDict PostLocalSGD ReplicationCallbackDataParallel
-        ReplicationError ReplicationSession SingleDevice SlavePipe StepDataParallel
-        StepDistributedDataParallel SupervisedModel SyncMaster SynchronizedBatchNorm1d
-        SynchronizedBatchNorm2d SynchronizedBatchNorm3d UnusedParametersError
-        ZeroRedundancyOptimizer build_mesh build_optimizer check_axes convert_model
-        convert_sync_batchnorm detect_anomalous_params dict_gather
+        ReplicationError ReplicationSession SeparateDistributedDataParallel SingleDevice SlavePipe
+        StepDataParallel StepDistributedDataParallel SupervisedModel SyncMaster
+        SynchronizedBatchNorm1d SynchronizedBatchNorm2d SynchronizedBatchNorm3d
+        UnusedParametersError ZeroRedundancyOptimizer build_mesh build_optimizer check_axes
+        convert_model convert_sync_batchnorm detect_anomalous_params dict_gather
         exec_data_parallel_replication_callback is_model_wrapper is_module_wrapper named_parameters
         param_groups parse_losses patch_replication_callback patch_sync_batchnorm
         revert_sync_batchnorm set_sbn_eps_mode share_parameters user_scattered wrap_model
