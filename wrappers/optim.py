@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from ..registry import OPTIM_WRAPPERS
 from .clip import GradClip
+from .optim_state import is_spread, kind_of, load_state, state_of
 
 logger = logging.getLogger(__name__)
 
@@ -125,12 +126,15 @@ class OptimWrapper(Accumulation):
             further keys are arguments of torch's clipping functions.
 
     Attributes:
+        reads_parts: ``load_state_dict`` takes what can be cut in place of tensors.
         grad_norm: total norm before clipping at the last update, a tensor on the device
             of the gradients; None while nothing was clipped by norm.
 
     Raises:
         AssertionError: ``accumulative_counts`` below 1, or ``clip_grad`` says nothing.
     """
+
+    reads_parts = True
 
     def __init__(
         self,
@@ -195,6 +199,11 @@ class OptimWrapper(Accumulation):
         return _NOTHING if no_sync is None else no_sync()
 
     @property
+    def collective_state(self) -> bool:
+        """Whether the state is spread over the ranks, so that all must call ``state_dict``."""
+        return is_spread(self.optimizer)
+
+    @property
     def param_groups(self) -> list[dict[str, Any]]:
         """The optimizer's groups; with several, a further one that carries the base settings."""
         groups = self.optimizer.param_groups
@@ -217,22 +226,31 @@ class OptimWrapper(Accumulation):
         return momenta
 
     def state_dict(self) -> dict[str, Any]:
-        """The optimizer's state with its kind and our count of micro-batches beside it."""
-        state = dict(self.optimizer.state_dict())
+        """The optimizer's state with its kind and our count of micro-batches beside it.
+
+        State of sharded parameters appears as ``DTensor``s. Every rank must call this where
+        `collective_state`; under ``ZeroRedundancyOptimizer`` the first rank alone gets the state
+        of the parameters.
+        """
+        state = state_of(self.optimizer)
         if self.base_param_settings is not None:
             state[_BASE_KEY] = dict(self.base_param_settings)
-        state[_KIND_KEY] = type(self.optimizer).__name__
+        state[_KIND_KEY] = kind_of(self.optimizer)
         state[_COUNT_KEY] = self._inner_count
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore ``state_dict()``, or the state of the bare optimizer.
 
+        Also that saved under another kind of parallelism: where this rank has a part of a
+        parameter, a whole tensor, or anything with ``shape`` and ``[slices]`` that returns
+        tensors, may stand for it.
+
         Raises:
             ValueError: it is the state of another kind of optimizer, or of other parameters.
         """
         state = dict(state_dict)
-        own = type(self.optimizer).__name__
+        own = kind_of(self.optimizer)
         kind = state.pop(_KIND_KEY, own)
         if kind != own:
             # torch would take it and fail at the next step for want of a setting.
@@ -243,7 +261,7 @@ class OptimWrapper(Accumulation):
         count = state.pop(_COUNT_KEY, None)
         if count is not None:
             self._inner_count = self._resumed_at = count
-        self.optimizer.load_state_dict(state)
+        load_state(self.optimizer, state)
 
     def __repr__(self) -> str:
         return (

@@ -92,6 +92,16 @@ class OptimWrapperDict(Mapping[str, OptimWrapper]):
         return max((wrapper._inner_count for wrapper in self.values()), default=0)
 
     @property
+    def collective_state(self) -> bool:
+        """Whether the state of a member is spread over the ranks: see ``state_dict``."""
+        return any(getattr(wrapper, "collective_state", False) for wrapper in self.values())
+
+    @property
+    def reads_parts(self) -> bool:
+        """Whether ``load_state_dict`` takes what can be cut in place of tensors."""
+        return all(getattr(wrapper, "reads_parts", False) for wrapper in self.values())
+
+    @property
     def param_groups(self) -> dict[str, list[dict[str, Any]]]:
         """Parameter groups by member."""
         return {name: wrapper.param_groups for name, wrapper in self.items()}
@@ -105,7 +115,7 @@ class OptimWrapperDict(Mapping[str, OptimWrapper]):
         return _by_member(self, "get_momentum")
 
     def state_dict(self) -> dict[str, Any]:
-        """State by member."""
+        """State by member; every rank must call this where `collective_state`."""
         return {name: wrapper.state_dict() for name, wrapper in self.items()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
