@@ -157,7 +157,15 @@ class SeparateDistributedDataParallel(Steps, nn.Module):
         """Return what stands in for this wrapper where there is one process and no group.
 
         Options and model are checked as with a group.
+
+        Raises:
+            RuntimeError: the class has a train_step of its own.
         """
+        if cls.train_step is not Steps.train_step:
+            raise RuntimeError(
+                f"{cls.__name__} has a train_step of its own and needs a process group; start "
+                "several processes, or write the step into the model"
+            )
         cls.check_options(options)
         check_children(module)
         return SingleDevice(module)

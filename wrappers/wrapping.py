@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import inspect
+from collections.abc import Callable, Collection, Iterable, MutableMapping
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from ..registry import MODEL_WRAPPERS, Registry
 from .distributed import StepDistributedDataParallel
 from .options import option_names
+from .separate import SeparateDistributedDataParallel
 from .single import SingleDevice
 from .step import Steps
 
@@ -44,58 +46,174 @@ def is_module_wrapper(module: nn.Module, extra: Iterable[type[nn.Module]] = ()) 
 
 
 def wrap_model(
-    wrapper: type[nn.Module] | None,
+    wrapper: Callable[..., nn.Module] | None,
     model: nn.Module,
     *,
     device: torch.device | str | None = None,
+    mesh: Mesh | None = None,
+    prepare: Preparation | None = None,
     **options: Any,
 ) -> nn.Module:
-    """Wrap ``model`` for this process, or for the group of processes when there is one.
+    """Prepare and wrap ``model`` for this process, or for the group when there is one.
 
-    Every rank must call this. The options are checked in both cases.
+    Every rank must call this. The options are checked in both cases. In this order: parameters
+    are frozen, the model is moved, its layers are split, blocks are checkpointed, then compiled,
+    and the whole is wrapped. Before layers are split, all ranks get the weights of the first.
 
     Args:
-        wrapper: a wrapper class; default: StepDistributedDataParallel in a process group,
-            SingleDevice without one. Without a group, SingleDevice stands in for
-            StepDistributedDataParallel.
+        wrapper: a wrapper class, or ``auto``. Default: StepDistributedDataParallel where several
+            ranks see different batches, else SingleDevice. Without a group, SingleDevice stands
+            in for StepDistributedDataParallel and SeparateDistributedDataParallel.
         model: the model, or a wrapped model, which comes back as it is.
-        device: where to move the model first; default: it stays.
+        device: where to move the model first; default: it stays. A model on the meta device is
+            built there by the wrapper.
+        mesh: how the ranks are laid out; default: all see different batches.
+        prepare: what is done to the model before.
         options: arguments of the wrapper.
 
     Raises:
         TypeError: the model is wrapped already and a wrapper or options are given, or the
             wrapper has no such argument.
+        ValueError: wrapper, mesh and preparation do not go together, or as those say.
         RuntimeError: a wrapper with a step of its own needs a process group, and there is none.
     """
     if is_model_wrapper(model):
-        if wrapper is not None or options:
-            raise TypeError(
-                f"the model is already wrapped in {type(model).__name__}: give the bare model, "
-                "or no wrapper and no wrapper options"
-            )
-        if not isinstance(model, Steps) and not hasattr(model, "train_step"):
-            raise TypeError(
-                f"{type(model).__name__} has no train_step: give the bare model, it is wrapped here"
-            )
-        return model
-    if device is not None:
-        model = model.to(device)
-    grouped = distributed.is_available() and distributed.is_initialized()
+        return _wrapped_already(model, wrapper, bool(options or mesh or prepare))
+    prepare = prepare or Preparation()
+    data_size = get_world_size() if mesh is None else mesh.data_size
     if wrapper is None:
-        wrapper = StepDistributedDataParallel if grouped else SingleDevice
-    if not grouped and issubclass(wrapper, StepDistributedDataParallel):
-        return _without_group(wrapper, model, options)
-    return wrapper(model, **options)
+        wrapper = StepDistributedDataParallel if data_size > 1 else SingleDevice
+    freeze_parameters(model, prepare.freeze)
+    if wrapper is auto:
+        chosen = choose_wrapper(model, _surroundings(model, device, mesh, prepare), **options)
+        wrapper, options = chosen.wrapper, dict(chosen.options)
+    problem = misfit(wrapper, data_size, mesh.axes if mesh is not None else ())
+    if problem:
+        raise ValueError(problem)
+    shards = takes_mesh(wrapper)
+    model = _moved(model, device, shards, options)
+    if prepare.tensor_parallel is not None and mesh is not None and mesh.device_mesh is not None:
+        everything = [*model.parameters(), *model.buffers()]
+        broadcast_first([one for one in everything if not one.is_meta], mesh.device_mesh)
+    split_layers(model, prepare, mesh, localise=not shards)
+    shape_blocks(model, prepare)
+    return _wrapped(wrapper, model, mesh, options)
+
+
+def takes_mesh(wrapper: Callable[..., nn.Module]) -> bool:
+    """Whether ``wrapper`` spreads the model over the ranks of a mesh, as fsdp does."""
+    return "mesh" in _signature(wrapper).parameters
+
+
+def needs_group(wrapper: Callable[..., nn.Module]) -> bool:
+    """Whether ``wrapper`` can only step inside a process group, even of one process."""
+    if takes_mesh(wrapper):
+        return True
+    stands_in = issubclass(wrapper, _IN_GROUPS) if isinstance(wrapper, type) else False
+    return stands_in and wrapper.train_step is not Steps.train_step  # type: ignore[attr-defined]
+
+
+def misfit(
+    wrapper: Callable[..., nn.Module], data_size: int, axes: Collection[str] = ()
+) -> str | None:
+    """Return what keeps ``wrapper`` from running on a mesh with these axes, None if nothing."""
+    if not isinstance(wrapper, type):
+        return None
+    name = wrapper.__name__
+    alone = issubclass(wrapper, SingleDevice)
+    if data_size > 1 and (alone or issubclass(wrapper, DataParallel)):
+        return (
+            f"{name} steps in one process, but {data_size} are to run, each with its own batches; "
+            "use ddp, or launch.nproc=1"
+        )
+    if "tensor" in axes and issubclass(wrapper, DataParallel):
+        return f"{name} copies a model in one process and cannot run one that is split over ranks"
+    if {"replicate", "shard"} & set(axes) and not takes_mesh(wrapper):
+        return (
+            f"{name} shards nothing, so the mesh needs a data axis in place of shard; or use fsdp"
+        )
+    return None
+
+
+def _signature(wrapper: Any) -> inspect.Signature:
+    made = getattr(wrapper, "config_signature", None)
+    signature: inspect.Signature = inspect.signature(wrapper) if made is None else made()
+    return signature
+
+
+def _wrapped_already(model: nn.Module, wrapper: Any, has_options: bool) -> nn.Module:
+    if wrapper is not None or has_options:
+        raise TypeError(
+            f"the model is already wrapped in {type(model).__name__}: give the bare model, "
+            "or no wrapper and no wrapper options"
+        )
+    if not isinstance(model, Steps) and not hasattr(model, "train_step"):
+        raise TypeError(
+            f"{type(model).__name__} has no train_step: give the bare model, it is wrapped here"
+        )
+    return model
+
+
+def _surroundings(
+    model: nn.Module, device: Any, mesh: Mesh | None, prepare: Preparation
+) -> Surroundings:
+    """What decides which wrapper is chosen."""
+    why = ""
+    if mesh is not None and "shard" in mesh.axes:
+        why = "the mesh has a shard axis"
+    elif any(one.is_meta for one in model.parameters()):
+        why = "the parameters are on the meta device"
+    paths = planned_layers(model, prepare.tensor_parallel or {})
+    return Surroundings(
+        data_size=get_world_size() if mesh is None else mesh.data_size,
+        device=None if device is None else torch.device(device),
+        split=[one for path in paths for one in model.get_submodule(path).parameters()],
+        tensor_size=1 if mesh is None else mesh.tensor_size,
+        must_shard=why,
+    )
+
+
+def _moved(
+    model: nn.Module, device: Any, shards: bool, options: MutableMapping[str, Any]
+) -> nn.Module:
+    if device is None:
+        return model
+    if shards and any(one.is_meta for one in model.parameters()):
+        if options.get("device_id") is None:
+            options["device_id"] = torch.device(device)
+        return model
+    return model.to(device)
+
+
+def _wrapped(
+    wrapper: Callable[..., Any], model: nn.Module, mesh: Mesh | None, options: dict[str, Any]
+) -> nn.Module:
+    if not (distributed.is_available() and distributed.is_initialized()):
+        if isinstance(wrapper, type) and issubclass(wrapper, _IN_GROUPS):
+            return _without_group(wrapper, model, options)
+        return wrapper(model, **options)  # type: ignore[no-any-return]
+    if mesh is not None and takes_mesh(wrapper):
+        return wrapper(model, **{"mesh": mesh, **options})  # type: ignore[no-any-return]
+    if mesh is None or mesh.data_group is None:
+        return wrapper(model, **options)  # type: ignore[no-any-return]
+    if "process_group" in _signature(wrapper).parameters:
+        return wrapper(model, **{"process_group": mesh.data_group, **options})  # type: ignore[no-any-return]
+    wrapped = wrapper(model, **options)
+    wrapped.data_group = mesh.data_group
+    return wrapped  # type: ignore[no-any-return]
 
 
 def _without_group(
-    wrapper: type[StepDistributedDataParallel], model: nn.Module, options: dict[str, Any]
+    wrapper: type[nn.Module], model: nn.Module, options: dict[str, Any]
 ) -> SingleDevice:
-    wrapper.check_options(options)
-    if wrapper.train_step is not Steps.train_step:
+    if needs_group(wrapper):
         raise RuntimeError(
             f"{wrapper.__name__} has a train_step of its own and needs a process group; start "
             "several processes, or write the step as a subclass of SingleDevice"
         )
+    if issubclass(wrapper, SeparateDistributedDataParallel):
+        return wrapper.without_group(model, options)
+    assert issubclass(wrapper, StepDistributedDataParallel)
+    wrapper.check_options(options)
     known = option_names(SingleDevice)
     return SingleDevice(model, **{name: options[name] for name in options if name in known})
