@@ -5,9 +5,11 @@ from .anomalies import detect_anomalous_params
 from .comm_hooks import CommHook
 from .data_parallel import ReplicationCallbackDataParallel
 from .distributed import StepDistributedDataParallel
+from .fully_sharded import StepFullyShardedDataParallel
 from .fused import build_optimizer
 from .losses import parse_losses
 from .mesh import Mesh, build_mesh, check_axes
+from .meta_init import meta_parameters
 from .model import BaseModel, SupervisedModel
 from .optim import OptimWrapper
 from .optim_dict import OptimWrapperDict
@@ -59,6 +61,7 @@ __all__ = [
     "SlavePipe",
     "StepDataParallel",
     "StepDistributedDataParallel",
+    "StepFullyShardedDataParallel",
     "SupervisedModel",
     "SyncMaster",
     "SynchronizedBatchNorm1d",
@@ -76,6 +79,7 @@ __all__ = [
     "exec_data_parallel_replication_callback",
     "is_model_wrapper",
     "is_module_wrapper",
+    "meta_parameters",
     "named_parameters",
     "param_groups",
     "parse_losses",

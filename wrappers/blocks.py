@@ -113,7 +113,7 @@ def _by_size(modules: Mapping[str, nn.Module], chosen: set[str], min_params: flo
     found: list[str] = []
     largest = 0
     # Children come after their parents in module order, so backwards they come first.
-    for path, module in reversed(modules.items()):
+    for path, module in reversed(list(modules.items())):
         if not path or not _can_run(module) or path in chosen:
             continue
         free = [one for one in module.parameters() if id(one) not in taken]

@@ -44,7 +44,8 @@ DOORS = {
         AmpOptimWrapper BaseModel CallbackContext CommHook DataPreprocessor FutureResult Mesh
         NamedParameter OptimWrapper OptimWrapperDict PostLocalSGD ReplicationCallbackDataParallel
         ReplicationError ReplicationSession SeparateDistributedDataParallel SingleDevice SlavePipe
-        StepDataParallel StepDistributedDataParallel SupervisedModel SyncMaster
+        StepDataParallel StepDistributedDataParallel
+        StepFullyShardedDataParallel meta_parameters SupervisedModel SyncMaster
         SynchronizedBatchNorm1d SynchronizedBatchNorm2d SynchronizedBatchNorm3d
         UnusedParametersError ZeroRedundancyOptimizer build_mesh build_optimizer check_axes
         convert_model convert_sync_batchnorm detect_anomalous_params dict_gather
