@@ -24,6 +24,32 @@ _COLUMNS: list[tuple[str, str, Callable[[Outcome], float]]] = [
     ("bf16 loss, relative", "bf16", lambda one: one.losses),
 ]
 
+_HEAD = """# Parity
+
+Every wrapper trains the same models as PyTorch written by hand: `torch.nn` and `torch.optim` on the
+whole batch, in one process, without any code of this project. Written by `make parity` (torch
+{torch}, gloo, CPU, {minutes:.0f} minutes); the tests run a part of it.
+
+- **A cell** is a wrapper, a number of ranks, a model, a dtype, accumulation 1 or 3, clipping off or
+  by norm, and an optimizer: {cells} cells, {within} of them within their bounds.
+- **Training**: {steps} steps each, micro-batches of {batch} samples out of {samples}, shared out to
+  the ranks that see different data. The ranks start with different weights: rank 0's must count.
+- **Parameters**: the largest difference of any parameter or running statistic at the end, on any
+  rank. Bounds: {fp64} in fp64, {fp32} in fp32.
+- **Loss**: the largest difference of any micro-batch's loss, the mean over the ranks. Same bounds;
+  in bf16 {bf16} of the loss. bf16 is autocast over weights in fp32, on both sides.
+- **BatchNorm** layers are synchronised (`sync_batchnorm: true`) where ranks or replicas see
+  different samples. With accumulation their statistics are of one micro-batch, on both sides.
+- **Optimizers**: SGD ({sgd}) and AdamW ({adamw}). Clipping: to a norm of {norm}.
+- **separate** has an optimizer, and a norm, for each of the two parts of a model; so has the plain
+  side.
+
+No parameter of the models has a gradient that is zero but for rounding, as a bias before BatchNorm
+or a bias of attention keys has: AdamW divides by the size of the gradient, so it takes whole steps
+in the direction of rounding errors there, and two equally right programs go apart. For the same
+reason its eps is {eps} and not torch's 1e-8, at which an element whose gradient is of the size of
+its own rounding error moves as fast as any other."""
+
 
 def page(cells: list[Outcome], loads: list[Load], failures: list[str], *, minutes: float) -> str:
     """Return the page."""
@@ -37,34 +63,20 @@ def page(cells: list[Outcome], loads: list[Load], failures: list[str], *, minute
 
 def _head(cells: list[Outcome], minutes: float) -> str:
     sgd, adamw = (OPTIMIZERS[name][1] for name in ("SGD", "AdamW"))
-    within = sum(one.is_within for one in cells)
-    steps = max((one.recipe.steps for one in cells), default=0)
-    return f"""# Parity
-
-Every wrapper trains the same models as PyTorch written by hand: `torch.nn` modules and `torch.optim`
-on the whole batch, in one process, without any code of this project. Written by `make parity`
-(torch {torch.__version__}, gloo, CPU, {minutes:.0f} minutes); the tests run a part of it.
-
-- A cell is a wrapper, a number of ranks, a model, a dtype, accumulation 1 or 3, clipping off or by
-  norm, and an optimizer. {len(cells)} cells, {within} of them within their bounds.
-- {steps} steps each, micro-batches of {BATCH} samples out of {SAMPLES}, shared out to the ranks that see
-  different data. The ranks start with different weights; those of rank 0 must count.
-- Parameters: the largest difference of any parameter or running statistic at the end, on any rank.
-  Bounds: {BOUNDS["fp64"]:.0e} in fp64, {BOUNDS["fp32"]:.0e} in fp32.
-- Loss: the largest difference of any micro-batch's loss, the mean over the ranks. The same bounds; in
-  bf16 {BOUNDS["bf16"]:.0e} of the loss. bf16 is autocast over weights in fp32, on both sides.
-- BatchNorm layers are synchronised (`sync_batchnorm: true`) where ranks or replicas see different
-  samples. With accumulation their statistics are those of one micro-batch, on both sides.
-- Optimizers: SGD with lr {sgd["lr"]} and momentum {sgd["momentum"]}; AdamW with lr {adamw["lr"]}, weight decay
-  {adamw["weight_decay"]} and eps {adamw["eps"]:.0e}. Clipping: to a norm of {MAX_NORM}, which nearly every step exceeds.
-- The separate wrapper has an optimizer, and a norm, for each of the two parts of a model; so has
-  the plain side.
-
-No parameter of the models has a gradient that is zero but for rounding, as a bias before BatchNorm
-or a bias of attention keys has: AdamW divides by the size of the gradient, so it takes whole steps
-in the direction of rounding errors there, and two equally right programs go apart. For the same
-reason its eps is not the default 1e-8: gradients of {adamw["eps"]:.0e} are far above rounding in fp32 and
-far below what moves these models."""
+    return _HEAD.format(
+        torch=torch.__version__,
+        minutes=minutes,
+        cells=len(cells),
+        within=sum(one.is_within for one in cells),
+        steps=max((one.recipe.steps for one in cells), default=0),
+        batch=BATCH,
+        samples=SAMPLES,
+        norm=MAX_NORM,
+        sgd=f"lr {sgd['lr']}, momentum {sgd['momentum']}",
+        adamw=f"lr {adamw['lr']}, weight decay {adamw['weight_decay']}, eps {adamw['eps']:.0e}",
+        eps=f"{adamw['eps']:.0e}",
+        **{dtype: f"{bound:.0e}" for dtype, bound in BOUNDS.items()},
+    )
 
 
 def _model(name: str, cells: list[Outcome]) -> str:
@@ -107,7 +119,10 @@ def _settings(cells: list[Outcome]) -> str:
         "clipped by norm": lambda one: one.recipe.clip,
         "SGD, momentum": lambda one: one.recipe.optimizer == "SGD",
         "AdamW": lambda one: one.recipe.optimizer == "AdamW",
-        **{f"{world} ranks": lambda one, w=world: one.world == w for world in WORLDS},
+        **{
+            f"{world} rank{'s'[: world > 1]}": lambda one, world=world: one.world == world
+            for world in WORLDS
+        },
     }
     lines = [
         "## By setting\n",
@@ -129,11 +144,9 @@ def _empty() -> str:
         grouped.setdefault((kind, reason), []).append(world)
     for (kind, reason), worlds in grouped.items():
         lines.append(f"| {kind} | {', '.join(map(str, worlds))} | {reason} |")
-    lines.append(
-        "\nhsdp on one rank has one copy of one shard, on two ranks two copies of one shard each; "
-        "on four it has two copies of two shards. fsdp x tp is beyond the wrappers that have to be "
-        "there."
-    )
+    lines.append("")
+    lines.append("hsdp: one copy of one shard on one rank, two copies of one shard on two ranks,")
+    lines.append("two copies of two shards on four.")
     return "\n".join(lines)
 
 
@@ -141,16 +154,15 @@ def _checkpoints(loads: list[Load]) -> str:
     sources = {id(one.source) for one in loads}
     elsewhere = sum(one.is_elsewhere for one in loads)
     within = sum(one.is_within for one in loads)
+    bounds = ", ".join(f"{dtype} {bound:.0e}" for dtype, bound in LOAD_BOUNDS.items())
     lines = [
         "## Checkpoints\n",
-        f"Every cell saves a checkpoint, and every wrapper and number of ranks loads it:\n"
-        f"{len(sources)} checkpoints, {len(loads)} loads ({elsewhere} of them under another wrapper or "
-        f"number of ranks), {within} within\n"
-        "the bounds. The figure is the difference of the loss on "
-        f"{VALIDATION} samples of validation data to that\n"
-        "in the run that saved it, relative. Bounds: "
-        + ", ".join(f"{dtype} {bound:.0e}" for dtype, bound in LOAD_BOUNDS.items())
-        + " (bf16 has weights in fp32,\nand is evaluated in fp32).\n",
+        "Every cell saves a checkpoint, and every wrapper and number of ranks loads it:",
+        f"{len(sources)} checkpoints, {len(loads)} loads, {elsewhere} of them under another",
+        f"wrapper or number of ranks; {within} loads within the bounds ({bounds}). The figure is",
+        f"the relative difference of the loss on {VALIDATION} samples of validation data to that",
+        "in the run that saved the checkpoint. Weights trained under bf16 are in fp32, and",
+        "evaluated so.\n",
         "| Loaded under | Ranks | Loads | " + " | ".join(DTYPES) + " |",
         "|---|---|---|" + "---|" * len(DTYPES),
     ]

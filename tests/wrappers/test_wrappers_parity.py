@@ -1,10 +1,10 @@
 """Every wrapper follows plain PyTorch; `make parity` runs the whole matrix."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from parity_cells import BOUNDS, KINDS, WORLDS, Outcome
 from parity_checkpoints import load_all
 from parity_matrix import empty, filled, run_row, write_references
@@ -43,9 +43,9 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, list[Outcome]]]:
+def saved() -> dict[str, list[Outcome]]:
     """The cells that have been run, by row, with their checkpoints."""
-    yield {}
+    return {}
 
 
 def recipes_of(kind: str) -> list[Recipe]:
@@ -97,8 +97,6 @@ def test_other_training_is_seen(references: Path, tmp_path: Path) -> None:
 
 
 def _rename(path: Path, recipe: Recipe, other: Recipe) -> None:
-    import torch
-
     torch.save({recipe: torch.load(path, weights_only=False)[other]}, path)
 
 
