@@ -52,8 +52,8 @@ class Node:
         """Return the node at `path`, or its nearest ancestor, and whether all of it exists."""
         node, rest = self, list(path)
         while rest:
-            # A key may have dots itself: the shortest that exists is taken.
-            ends = range(1, len(rest) + 1)
+            # A key may have dots itself: the longest that exists is taken.
+            ends = range(len(rest), 0, -1)
             keys = ((rest[0] if end == 1 else dotted(rest[:end]), end) for end in ends)
             found = next(((c, end) for key, end in keys if (c := node.child(key))), None)
             if found is None:

@@ -1,0 +1,303 @@
+"""Options by parameter and several optimizers, from a config's text to a resumed run."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+from runner_parts import assert_identical, final_weights, write_run
+
+from stepwrap.registry import ConfigError, config_from_dict, load_config
+from stepwrap.runner import Runner
+from stepwrap.runner._building import BuildError
+from stepwrap.runner.cli import main
+from stepwrap.runner.parts import build_parts, read_sections
+
+MODELS = '''
+import torch
+from torch import nn
+from torch.nn.functional import linear
+
+from stepwrap.loops import Hook
+from stepwrap.wrappers import BaseModel
+
+
+class Gan(BaseModel):
+    """Two players that step one after the other."""
+
+    def __init__(self):
+        super().__init__()
+        self.generator = nn.Sequential(nn.Linear(2, 4), nn.LayerNorm(4), nn.Linear(4, 2))
+        self.discriminator = nn.Linear(2, 1)
+
+    def forward(self, inputs, labels, mode="tensor"):
+        loss = (self.discriminator(inputs)[:, 0] - labels).square().mean()
+        return {"loss": loss, "num_samples": len(inputs)}
+
+    def train_step(self, data, optim_wrapper):
+        inputs, _ = data
+        judge = optim_wrapper["discriminator"]
+        with judge.optim_context(self.discriminator):
+            with torch.no_grad():
+                fake = self.generator(inputs)
+            scores = self.discriminator(torch.cat([fake, inputs]))
+            caught = scores[: len(fake)].square().mean() + (scores[len(fake) :] - 1).square().mean()
+        judge.update_params(caught)
+        maker = optim_wrapper["generator"]
+        with maker.optim_context(self.generator):
+            fixed = [one.detach() for one in self.discriminator.parameters()]
+            fooled = (linear(self.generator(inputs), *fixed) - 1).square().mean()
+        maker.update_params(fooled)
+        return {"caught": caught.detach(), "fooled": fooled.detach()}
+
+
+class Stop(Hook):
+    def __init__(self, step):
+        self.step = step
+
+    def on_batch_end(self, state, batch, logs):
+        if state.iteration == self.step:
+            state.request_stop("for a resume")
+'''
+
+GAN = """\
+_base_: points.yaml
+imports: [points.py, gans.py]
+model: {_delete_: true, type: gans.Gan}
+wrapper: {type: separate}
+optimizer:
+  _delete_: true
+  generator: {type: AdamW, lr: 0.01, paramwise: {norm_decay_mult: 0.0}}
+  discriminator: {type: SGD, lr: 0.05, momentum: 0.9}
+optim_wrapper: {accumulative_counts: 1}
+schedulers:
+  - {type: CosineAnnealingLR, T_max: 9, by: step, optimizer: generator}
+  - {type: StepLR, step_size: 2, optimizer: discriminator}
+train: {max_epochs: 4, log_every_steps: 3}
+metrics: {_delete_: true, loss: {type: MeanLoss}}
+hooks: {progress: false, checkpoint: {every_steps: 1, keep_best: null}}
+"""
+
+
+def write_gan(folder: Path, extra: str = "", name: str = "gan") -> Path:
+    write_run(folder)
+    (folder / "gans.py").write_text(MODELS)
+    config = folder / f"{name}.yaml"
+    config.write_text(GAN + extra)
+    return config
+
+
+@pytest.fixture
+def gan(run: Path) -> Path:
+    sys.modules.pop("gans", None)
+    write_gan(run)
+    return run
+
+
+def records(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def runner_of(folder: Path, run_dir: str, *overrides: str) -> Runner:
+    given = (f"run_dir={folder / run_dir}", *overrides)
+    return Runner.from_config(load_config(folder / "gan.yaml", given))
+
+
+SINGLE = "wrapper={type: single}"
+
+
+def test_two_optimizers_train_as_by_hand(gan: Path) -> None:
+    runner = runner_of(gan, "out", SINGLE)
+    from gans import Gan
+
+    hand = Gan()
+    hand.load_state_dict(runner.state.model.module.state_dict())
+    loader = build_parts(read_sections(load_config(gan / "gan.yaml", [SINGLE])))[
+        "train_loop"
+    ].dataloader
+    norms = [*hand.generator[1].parameters()]
+    rest = [*hand.generator[0].parameters(), *hand.generator[2].parameters()]
+    maker = torch.optim.AdamW([{"params": rest}, {"params": norms, "weight_decay": 0}], lr=0.01)
+    judge = torch.optim.SGD(hand.discriminator.parameters(), lr=0.05, momentum=0.9)
+    cosine = torch.optim.lr_scheduler.CosineAnnealingLR(maker, 9)
+    halving = torch.optim.lr_scheduler.StepLR(judge, 2)
+    for epoch in range(4):
+        loader.batch_sampler.set_position(epoch)
+        for inputs, _ in loader:
+            judge.zero_grad()
+            fake, real = hand.discriminator(hand.generator(inputs)), hand.discriminator(inputs)
+            (fake.square().mean() + (real - 1).square().mean()).backward()
+            judge.step()
+            maker.zero_grad()
+            (hand.discriminator(hand.generator(inputs)) - 1).square().mean().backward()
+            maker.step()
+            cosine.step()
+        halving.step()
+    runner.train()
+    for name, value in runner.state.model.module.state_dict().items():
+        torch.testing.assert_close(value, hand.state_dict()[name], rtol=1e-5, atol=1e-6, msg=name)
+
+
+def test_rates_are_logged_by_optimizer_and_group(gan: Path) -> None:
+    runner_of(gan, "out", SINGLE).train()
+    logged = [one for one in records(gan / "out") if "lr/discriminator" in one]
+    assert logged[0]["lr/discriminator"] == pytest.approx(0.05)
+    assert logged[-1]["lr/discriminator"] == pytest.approx(0.005)
+    assert {"lr/generator/other+bias", "lr/generator/norm"} <= logged[0].keys()
+
+
+def _stopped_and_resumed(folder: str, wrapper: str, counts: int) -> bool:
+    for module in ("points", "gans"):
+        # Warm ranks know them from the test before.
+        sys.modules.pop(module, None)
+    given = (f"wrapper={{type: {wrapper}}}", f"optim_wrapper.accumulative_counts={counts}")
+    path = Path(folder)
+    runner_of(path, "whole", *given).train()
+    first = runner_of(path, "parts", *given, "hooks.stop={type: gans.Stop, step: 7}")
+    first.train()
+    second = runner_of(path, "parts", *given)
+    second.train(resume=True)
+    assert first.state.iteration < second.state.iteration
+    assert_identical(final_weights(path / "whole"), final_weights(path / "parts"))
+    return True
+
+
+@pytest.mark.parametrize("counts", [1, 5])
+def test_resume_is_exact(gan: Path, counts: int) -> None:
+    assert _stopped_and_resumed(str(gan), "single", counts)
+
+
+@pytest.mark.parametrize("counts", [1, 5])
+def test_resume_is_exact_on_two_ranks(gan: Path, counts: int) -> None:
+    assert run_ranks(_stopped_and_resumed, 2, str(gan), "separate", counts) == [True, True]
+
+
+def complaints(folder: Path, *overrides: str) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        read_sections(load_config(folder / "gan.yaml", (SINGLE, *overrides)))
+    return [str(problem) for problem in caught.value.problems]
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("optimizer.judge=3", "optimizer.judge: must be a dict with a type, got 3"),
+        ("optimizer.judge={lr: 3}", "optimizer.judge: needs a type: a name of OPTIMIZERS"),
+        ("optimizer.generator.lrr=3", "optimizer.generator.lrr: AdamW has no such argument; did"),
+        ("optimizer.generator.params=disc", "must be a list of name patterns or paths of modules"),
+        (
+            "optimizer.generator.paramwise.norm_decay=0",
+            "optimizer.generator.paramwise.norm_decay: there is no such setting; did you mean no",
+        ),
+        (
+            "optimizer.generator.paramwise={custom_keys: {a.b: {lr_mul: 2}}}",
+            "paramwise.custom_keys.a.b.lr_mul: there is no such option of AdamW; did you mean lr_m",
+        ),
+        ("optim_wrapper={generater: {}}", "optim_wrapper.generater: there is no such optimizer; d"),
+        (
+            "optim_wrapper={generator: 3}",
+            "optim_wrapper.generator: must be a dict with a type, got",
+        ),
+        (
+            "optim_wrapper={generator: {accumulative_count: 2}}",
+            "optim_wrapper.generator.accumulative_count: OptimWrapper has no such argument; did",
+        ),
+        ("optim_wrapper.clip=1", "optim_wrapper.clip: OptimWrapper has no such argument; did you"),
+        (
+            "schedulers.0.optimizer=null",
+            "schedulers.0.optimizer: is missing: a scheduler steps one",
+        ),
+        (
+            "schedulers.0.optimizer=gen",
+            "there is no optimizer 'gen'; did you mean generator?; it is",
+        ),
+        ("schedulers.1.T_maxx=gen", "schedulers.1.T_maxx: StepLR has no such argument"),
+    ],
+)
+def test_one_mistake_is_one_problem(gan: Path, override: str, said: str) -> None:
+    found = complaints(gan, override)
+    assert len(found) == 1
+    assert said in found[0]
+
+
+def test_one_optimizer_is_not_named(gan: Path) -> None:
+    found = complaints(gan, "optimizer={type: SGD, lr: 1}")
+    assert [text.split(": ", 1)[1] for text in found] == [
+        "schedulers.0.optimizer: there is one optimizer, without a name: leave it out",
+        "schedulers.1.optimizer: there is one optimizer, without a name: leave it out",
+    ]
+    assert found[0].startswith("gan.yaml:11: ")
+
+
+def test_a_mistake_below_a_key_with_dots_has_its_line(run: Path) -> None:
+    (run / "own.yaml").write_text(
+        "_base_: points.yaml\noptimizer:\n  paramwise:\n    custom_keys:\n"
+        "      net.0: {lr_mult: 2}\n      net.0.bias:\n        lr_mul: 2\n"
+    )
+    with pytest.raises(ConfigError, match=r"^own.yaml:7: optimizer.paramwise.custom_keys.net.0.b"):
+        read_sections(load_config("own.yaml"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        (
+            "paramwise={custom_keys: {net.3: {lr_mult: 2}, nett: {}}}",
+            "nett: no parameter matches; did",
+        ),
+        ("paramwise={bias_decay_mult: -1}", "bias_decay_mult: must be at least 0, got -1"),
+    ],
+)
+def test_what_the_model_tells_is_told_when_it_is_built(
+    run: Path, settings: str, told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["check", "points.yaml", f"optimizer.{settings}"]) == 2
+    assert told in capsys.readouterr().err
+
+
+def test_uneven_shares_are_told_with_the_section(gan: Path) -> None:
+    config = load_config("gan.yaml", [SINGLE, "optimizer.generator.params=[generator.0]"])
+    with pytest.raises(BuildError) as caught:
+        build_parts(read_sections(config))
+    text = str(caught.value.as_problem(config))
+    assert text.startswith("gan.yaml:5: optimizer: cannot be built: ValueError: no optimizer has g")
+
+
+def test_settings_of_wrappers_by_name(gan: Path) -> None:
+    by_name = "optim_wrapper={generator: {accumulative_counts: 2}, discriminator: null}"
+    wrapper = runner_of(gan, "out", SINGLE, by_name).state.optim_wrapper
+    assert [one._accumulative_counts for one in wrapper.values()] == [2, 1]
+    common = "optim_wrapper={type: AmpOptimWrapper, dtype: bfloat16, clip_grad: {max_norm: 1}}"
+    wrapper = runner_of(gan, "out", SINGLE, common).state.optim_wrapper
+    assert {type(one).__name__ for one in wrapper.values()} == {"AmpOptimWrapper"}
+    common = "optim_wrapper={clip_grad: {max_norm: 1}}"
+    assert all(
+        one._clip for one in runner_of(gan, "out", SINGLE, common).state.optim_wrapper.values()
+    )
+
+
+def test_accumulation_counts_reach_every_member(gan: Path) -> None:
+    runner = runner_of(gan, "out", SINGLE, "optim_wrapper.accumulative_counts=5")
+    state = runner.train()
+    # 48 batches: nine windows of five, and one of three.
+    assert (state.iteration, state.step) == (48, 10)
+    assert [one.inner_count for one in state.optim_wrapper.values()] == [48, 48]
+    assert [one._max_counts for one in state.optim_wrapper.values()] == [48, 48]
+
+
+def test_paramwise_of_a_single_optimizer(run: Path) -> None:
+    given = ["optimizer.paramwise={bias_lr_mult: 2}", "hooks.progress=false", f"run_dir={run}/out"]
+    runner = Runner.from_config(load_config("points.yaml", given))
+    runner.train()
+    rates = {name: value for name, value in records(run / "out")[0].items() if name[:2] == "lr"}
+    assert rates == pytest.approx({"lr/other": 0.01, "lr/bias": 0.02})
+
+
+def test_a_dict_is_a_config_too(gan: Path) -> None:
+    plain = load_config("gan.yaml", [SINGLE]).to_dict()
+    assert len(build_parts(read_sections(config_from_dict(plain)))["optim_wrapper"]) == 2
