@@ -1,8 +1,11 @@
 """Models and optimizers that step, under any parallelism."""
 
+from .activation_checkpointing import checkpoint_activations
 from .amp import AmpOptimWrapper
 from .anomalies import detect_anomalous_params
+from .auto import auto
 from .comm_hooks import CommHook
+from .compiling import compile_model
 from .data_parallel import ReplicationCallbackDataParallel
 from .distributed import StepDistributedDataParallel
 from .fully_sharded import StepFullyShardedDataParallel
@@ -18,6 +21,7 @@ from .param_names import NamedParameter, named_parameters
 from .param_shares import share_parameters
 from .patched_parallel import patch_replication_callback
 from .post_local_sgd import PostLocalSGD, ZeroRedundancyOptimizer
+from .prepare import Preparation, check_preparation, freeze_parameters, prepare_model
 from .preprocess import DataPreprocessor
 from .replicate import CallbackContext, exec_data_parallel_replication_callback
 from .scatter_gather import dict_gather, user_scattered
@@ -38,8 +42,9 @@ from .sync_conversion import (
     revert_sync_batchnorm,
 )
 from .sync_master import FutureResult, SlavePipe, SyncMaster
+from .tensor_parallel import parallelize
 from .unused import UnusedParametersError
-from .wrapping import is_model_wrapper, is_module_wrapper, wrap_model
+from .wrapping import is_model_wrapper, is_module_wrapper, needs_group, wrap_model, wrapper_misfit
 
 __all__ = [
     "AmpOptimWrapper",
@@ -90,4 +95,14 @@ __all__ = [
     "share_parameters",
     "user_scattered",
     "wrap_model",
+    "checkpoint_activations",
+    "auto",
+    "compile_model",
+    "Preparation",
+    "check_preparation",
+    "freeze_parameters",
+    "prepare_model",
+    "parallelize",
+    "needs_group",
+    "wrapper_misfit",
 ]

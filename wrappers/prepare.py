@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import partial
 
 from torch import nn
 
 from ..registry import did_you_mean
-from .activation_checkpointing import CheckpointingSpec, checkpoint_activations
-from .compiling import CompileSpec, compile_model
+from .activation_checkpointing import CheckpointingSpec, checkpoint_activations, read_checkpointing
+from .compiling import CompileSpec, compile_model, read_compile
 from .mesh import Mesh
-from .tensor_parallel import Style, parallelize
+from .tensor_parallel import Style, check_styles, parallelize
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +31,31 @@ class Preparation:
     tensor_parallel: Mapping[str, Style] | None = None
     activation_checkpointing: CheckpointingSpec | None = None
     compile: CompileSpec = False
+
+
+def check_preparation(preparation: Preparation) -> list[tuple[str, str]]:
+    """Return what is wrong with a preparation for any model, each as key path and problem."""
+    checks: dict[str, Callable[[], object]] = {}
+    if preparation.activation_checkpointing is not None:
+        blocks = preparation.activation_checkpointing
+        checks["activation_checkpointing"] = lambda: read_checkpointing(blocks)
+    checks["compile"] = lambda: read_compile(preparation.compile)
+    problems = [
+        (key, str(error)) for key, check in checks.items() if (error := _raised(check)) is not None
+    ]
+    for name, style in (preparation.tensor_parallel or {}).items():
+        error = _raised(partial(check_styles, {name: style}))
+        if error is not None:
+            problems.append((f"tensor_parallel.plan.{name}", str(error)))
+    return problems
+
+
+def _raised(check: Callable[[], object]) -> Exception | None:
+    try:
+        check()
+    except (TypeError, ValueError) as error:
+        return error
+    return None
 
 
 def freeze_parameters(model: nn.Module, patterns: str | Iterable[str]) -> list[str]:

@@ -111,6 +111,11 @@ def check_styles(plan: Mapping[str, Style]) -> dict[str, ParallelStyle]:
     return {name: _style(name, spec) for name, spec in plan.items()}
 
 
+def planned_layers(model: nn.Module, plan: Mapping[str, Style]) -> list[str]:
+    """Paths of the modules that a plan names; what it gets wrong is not looked at."""
+    return list(_planned(model, plan, []))
+
+
 def _tensor_axis(mesh: Mesh | DeviceMesh) -> tuple[DeviceMesh | None, int]:
     if isinstance(mesh, DeviceMesh):
         if mesh.ndim != 1:

@@ -10,12 +10,21 @@ import torch
 from torch import distributed, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
+from ..collectives import get_world_size
 from ..registry import MODEL_WRAPPERS, Registry
+from ._first_rank import broadcast_first
+from .auto import Surroundings, auto, choose_wrapper
 from .distributed import StepDistributedDataParallel
+from .mesh import Mesh
 from .options import option_names
+from .prepare import Preparation, freeze_parameters, shape_blocks, split_layers
 from .separate import SeparateDistributedDataParallel
 from .single import SingleDevice
 from .step import Steps
+from .tensor_parallel import planned_layers
+
+# They average gradients over a group; without one SingleDevice does the same.
+_IN_GROUPS = (StepDistributedDataParallel, SeparateDistributedDataParallel)
 
 
 def is_model_wrapper(model: nn.Module, registry: Registry = MODEL_WRAPPERS) -> bool:
@@ -87,7 +96,7 @@ def wrap_model(
     if wrapper is auto:
         chosen = choose_wrapper(model, _surroundings(model, device, mesh, prepare), **options)
         wrapper, options = chosen.wrapper, dict(chosen.options)
-    problem = misfit(wrapper, data_size, mesh.axes if mesh is not None else ())
+    problem = wrapper_misfit(wrapper, data_size, mesh.axes if mesh is not None else ())
     if problem:
         raise ValueError(problem)
     shards = takes_mesh(wrapper)
@@ -113,7 +122,7 @@ def needs_group(wrapper: Callable[..., nn.Module]) -> bool:
     return stands_in and wrapper.train_step is not Steps.train_step  # type: ignore[attr-defined]
 
 
-def misfit(
+def wrapper_misfit(
     wrapper: Callable[..., nn.Module], data_size: int, axes: Collection[str] = ()
 ) -> str | None:
     """Return what keeps ``wrapper`` from running on a mesh with these axes, None if nothing."""
@@ -188,32 +197,29 @@ def _moved(
 def _wrapped(
     wrapper: Callable[..., Any], model: nn.Module, mesh: Mesh | None, options: dict[str, Any]
 ) -> nn.Module:
-    if not (distributed.is_available() and distributed.is_initialized()):
-        if isinstance(wrapper, type) and issubclass(wrapper, _IN_GROUPS):
-            return _without_group(wrapper, model, options)
-        return wrapper(model, **options)  # type: ignore[no-any-return]
-    if mesh is not None and takes_mesh(wrapper):
-        return wrapper(model, **{"mesh": mesh, **options})  # type: ignore[no-any-return]
-    if mesh is None or mesh.data_group is None:
-        return wrapper(model, **options)  # type: ignore[no-any-return]
-    if "process_group" in _signature(wrapper).parameters:
-        return wrapper(model, **{"process_group": mesh.data_group, **options})  # type: ignore[no-any-return]
-    wrapped = wrapper(model, **options)
-    wrapped.data_group = mesh.data_group
-    return wrapped  # type: ignore[no-any-return]
+    grouped = distributed.is_available() and distributed.is_initialized()
+    if not grouped and isinstance(wrapper, type) and issubclass(wrapper, _IN_GROUPS):
+        return _without_group(wrapper, model, options)
+    group = None if mesh is None else mesh.data_group
+    if grouped and mesh is not None and takes_mesh(wrapper):
+        options = {"mesh": mesh, **options}
+    elif group is not None and "process_group" in _signature(wrapper).parameters:
+        options = {"process_group": group, **options}
+    wrapped: nn.Module = wrapper(model, **options)
+    if isinstance(wrapped, Steps) and wrapped.data_group is None:
+        wrapped.data_group = group
+    return wrapped
 
 
-def _without_group(
-    wrapper: type[nn.Module], model: nn.Module, options: dict[str, Any]
-) -> SingleDevice:
+def _without_group(wrapper: Any, model: nn.Module, options: dict[str, Any]) -> nn.Module:
     if needs_group(wrapper):
         raise RuntimeError(
             f"{wrapper.__name__} has a train_step of its own and needs a process group; start "
             "several processes, or write the step as a subclass of SingleDevice"
         )
     if issubclass(wrapper, SeparateDistributedDataParallel):
-        return wrapper.without_group(model, options)
-    assert issubclass(wrapper, StepDistributedDataParallel)
+        alone: nn.Module = wrapper.without_group(model, options)
+        return alone
     wrapper.check_options(options)
     known = option_names(SingleDevice)
     return SingleDevice(model, **{name: options[name] for name in options if name in known})

@@ -96,14 +96,14 @@ def _wrapped_types() -> list[Any]:
         type(wrap_model(None, classifier())),
         wrap_model(None, classifier(), find_unused_parameters=True).find_unused_parameters,
         type(wrap_model(OwnDDP, classifier())),
-        type(wrap_model(SingleDevice, classifier())),
+        type(wrap_model(StepDistributedDataParallel, classifier())),
         is_model_wrapper(bare) and not is_model_wrapper(nn.Sequential(bare)),
     ]
 
 
 def test_in_a_group() -> None:
     """C-19."""
-    expected = [StepDistributedDataParallel, True, OwnDDP, SingleDevice, True]
+    expected = [StepDistributedDataParallel, True, OwnDDP, StepDistributedDataParallel, True]
     assert run_ranks(_wrapped_types, 2) == [expected, expected]
 
 
