@@ -63,7 +63,7 @@ def positive(name: str, value: int) -> int:
 
 def window_of(optim_wrapper: Any) -> int | None:
     """Return the batches per update; None where members of a group differ."""
-    windows = {getattr(member, "_accumulative_counts", 1) for member in _members(optim_wrapper)}
+    windows = {getattr(member, "_accumulative_counts", 1) for member in members_of(optim_wrapper)}
     return windows.pop() if len(windows) == 1 else None
 
 
@@ -98,7 +98,8 @@ def start_counting(
         member._inner_count = count
 
 
-def _members(optim_wrapper: Any) -> Iterator[Any]:
+def members_of(optim_wrapper: Any) -> Iterator[Any]:
+    """Yield the optimizer wrappers of a group, or the only one."""
     if isinstance(optim_wrapper, Mapping):
         yield from optim_wrapper.values()
     else:

@@ -76,6 +76,8 @@ class LoopState:
         stop_reason: Why the loop is to stop; empty while it is not.
         signal: Number of the signal that stops the run (SIGTERM, SIGINT); 0 for none.
         in_step: The running batch is not in the counters yet, but maybe in the weights.
+        together: All ranks are in this step. False in the last batches of a pass in which this
+            rank has more than others (`uneven_inputs`): hooks must not communicate then.
         updated_at: (epoch, batch, iteration) of the last update, where the running
             accumulation window began; None where that is not known.
         restored_from: Folder and serial number of the checkpoint that the run
@@ -99,6 +101,7 @@ class LoopState:
     stop_reason: str = ""
     signal: int = 0
     in_step: bool = False
+    together: bool = True
     updated_at: tuple[int, int, int] | None = None
     restored_from: tuple[Path, int] | None = None
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from time import monotonic
 from typing import Any
 
@@ -24,6 +24,7 @@ from .schedule import (
 )
 from .signals import StopSignals
 from .state import LoopState
+from .uneven import UnevenInputs, longest, uneven_inputs
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +40,9 @@ class _TrainLoop:
     # What the iteration loop sets: the update after which to stop, and that it validates by them.
     _last_step: int | None = None
     _validates_updates = False
+    # What `_check` finds out: whether ranks may have different numbers of batches, and the most.
+    _uneven: UnevenInputs | None = None
+    _length: int | None = None
 
     def __init__(
         self,
@@ -61,7 +65,10 @@ class _TrainLoop:
         model: Any = state.model
         optim: Any = state.optim_wrapper
         log = self._logs.append
-        for batch in batches_from(self.dataloader, state.epoch, state.batch):
+        batches = batches_from(self.dataloader, state.epoch, state.batch)
+        if self._uneven is not None:
+            batches = self._uneven.watched(batches, state)
+        for batch in batches:
             for on_batch_start in hooks.on_batch_start:
                 on_batch_start(state, batch)
             state.in_step = True
@@ -87,6 +94,8 @@ class _TrainLoop:
 
     def _after_update(self, state: LoopState, hooks: HookList, signals: StopSignals) -> None:
         """Log, look for signals, validate and save, each when its time has come."""
+        if not state.together:
+            return
         if state.step % self.log_every_steps == 0:
             self._record(state, hooks)
         elif state.step % _FOLD_STEPS == 0:
@@ -162,10 +171,13 @@ class _TrainLoop:
                 "SingleDevice(model)"
             )
         lengths = all_gather_object(length_of(self.dataloader))
-        if len(set(lengths)) > 1:
+        self._length = longest(lengths)
+        self._uneven = uneven_inputs(state, by_epoch=self._last_step is None)
+        if len(set(lengths)) > 1 and self._uneven is None:
             raise ValueError(
                 "every rank needs the same number of training batches, but by rank they are "
-                f"{lengths}; build_loader(..., train=True) shares them out"
+                f"{lengths}; build_loader(..., train=True) shares them out, and "
+                "StepDistributedDataParallel(uneven_inputs=True) can do without"
             )
 
 
@@ -174,7 +186,8 @@ class EpochTrainLoop(_TrainLoop):
     """Trains for a number of passes over the data, validating between passes.
 
     Args:
-        dataloader: This rank's batches; the same number on every rank.
+        dataloader: This rank's batches; the same number on every rank, unless the model's
+            wrapper has `uneven_inputs`.
         max_epochs: Passes over the data.
         val_loop: Validates; None for never.
         val_begin: The first epoch after which it may run.
@@ -215,7 +228,8 @@ class EpochTrainLoop(_TrainLoop):
                 for on_epoch_start in hooks.on_epoch_start:
                     on_epoch_start(state)
                 state.model.train()
-                self._pass(state, hooks, signals)
+                with self._uneven.joined(state) if self._uneven else nullcontext():
+                    self._pass(state, hooks, signals)
                 if state.stop_reason:
                     break
                 for on_epoch_end in hooks.on_epoch_end:
@@ -229,7 +243,7 @@ class EpochTrainLoop(_TrainLoop):
     def _count(self, state: LoopState) -> None:
         """Tell the state and the optimizer wrapper how long the run will be."""
         state.max_epochs = self.max_epochs
-        length, window = length_of(self.dataloader), window_of(state.optim_wrapper)
+        length, window = self._length, window_of(state.optim_wrapper)
         last = -1
         if length is not None:
             left = max(0, (self.max_epochs - state.epoch) * length - state.batch)
@@ -306,7 +320,7 @@ class IterTrainLoop(_TrainLoop):
     def _count(self, state: LoopState) -> None:
         """Tell the state and the optimizer wrapper how long the run will be."""
         state.max_steps = self.max_steps
-        length, window = length_of(self.dataloader), window_of(state.optim_wrapper)
+        length, window = self._length, window_of(state.optim_wrapper)
         last = -1
         if window is not None:
             last = (state.iteration // window + self.max_steps - state.step) * window

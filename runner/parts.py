@@ -208,7 +208,8 @@ def _build_loader(run: RunSections, name: str, one_batch: bool) -> Any:
         else:
             loader = build_loader(
                 build_tree(section.dataset, DATASETS),
-                train=name == "train",
+                # Where ranks may end apart no sample needs to come twice.
+                train=name == "train" and not (run.wrapper or {}).get("uneven_inputs"),
                 seed=run.seed if section.seed is None else section.seed,
                 shard=(get_rank(), get_world_size()),
                 **_loader_options(section),

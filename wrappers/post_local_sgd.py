@@ -107,10 +107,12 @@ class PostLocalSGD(PostLocalSGDOptimizer):
         )
         super().__init__(build(params, **defaults), averager)
 
-    @property
-    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
-        """Options of the optimizer that steps."""
-        return self.optim.defaults
+    def __getattr__(self, name: str) -> Any:
+        # torch's class leaves out what `Optimizer.__init__` sets, such as `defaults` and the
+        # hooks of a step: those of the optimizer that steps serve.
+        if name == "optim":
+            raise AttributeError(name)
+        return getattr(self.optim, name)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """Step, and average the weights where it is time; every rank must call this."""

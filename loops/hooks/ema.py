@@ -62,6 +62,8 @@ class EMAHook(Hook):
 
     def on_update(self, state: LoopState) -> None:
         if state.step % self._every_steps == 0:
+            if self._restored is not None:
+                self._start(state)
             self._average_into(self._average, _like(self._params, self._average), 0)
 
     def on_eval_start(self, state: LoopState) -> None:
@@ -79,7 +81,7 @@ class EMAHook(Hook):
 
     def state_dict(self) -> dict[str, Any]:
         """Return `{"model": the averaged model}`, empty before the training."""
-        if self._model is None:
+        if self._model is None or self._restored is not None:
             return {"model": self._restored or {}}
         average = dict(zip(map(id, self._params), self._average, strict=True))
         own = self._model.state_dict(keep_vars=True)

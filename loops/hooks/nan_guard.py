@@ -89,7 +89,7 @@ class NanGuardHook(Hook):
         self._seen.append((state.step + 1, logs))
 
     def on_update(self, state: LoopState) -> None:
-        if self._cadence.due_step(state):
+        if state.together and self._cadence.due_step(state):
             self._look_together(state)
 
     def on_save_point(self, state: LoopState) -> None:

@@ -1,0 +1,132 @@
+"""Passes in which the ranks have different numbers of batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..collectives import all_gather_object, broadcast, comm_device
+from ..wrappers import PostLocalSGD, ZeroRedundancyOptimizer
+from .schedule import members_of, window_of
+from .state import LoopState
+
+_PROGRESS = ("batch", "iteration", "step", "updated_at")
+
+
+class UnevenInputs:
+    """Lets a pass end together on ranks that have different numbers of batches.
+
+    The model's `join` keeps the averaging of gradients going. What else the loop does together
+    with other ranks is left out from where the first one has run out of batches:
+    `state.together` says so. At the end of the pass all are brought to where the rank with most
+    batches is: counters, optimizers, schedulers and whatever else is in `state.stateful`.
+
+    Args:
+        options: Arguments of the model's `join`.
+        group: The ranks with batches of their own.
+
+    Raises:
+        ValueError: What is trained communicates at other times too.
+    """
+
+    def __init__(self, state: LoopState, options: dict[str, Any]) -> None:
+        _check(state)
+        self._options = options
+        self._group: dist.ProcessGroup | None = getattr(state.model, "data_group", None)
+
+    @contextmanager
+    def joined(self, state: LoopState) -> Iterator[None]:
+        """Run a pass inside; every rank must enter."""
+        model: Any = state.model
+        try:
+            with model.join(**self._options):
+                yield
+            self._catch_up(state)
+        finally:
+            state.together = True
+
+    def watched(self, batches: Iterable[Any], state: LoopState) -> Iterator[Any]:
+        """Yield `batches`; clears `state.together` once a rank has no more."""
+        for batch in batches:
+            state.together = state.together and self._all_have(True)
+            yield batch
+        if state.together:
+            state.together = self._all_have(False)
+
+    def _all_have(self, one: bool) -> bool:
+        answer = torch.tensor([one], dtype=torch.uint8, device=comm_device(self._group))
+        dist.all_reduce(answer, dist.ReduceOp.MIN, group=self._group)
+        return bool(answer.item())
+
+    def _catch_up(self, state: LoopState) -> None:
+        """Take over what only ranks with more batches know."""
+        mine = {name: getattr(state, name) for name in (*_PROGRESS, "stop_reason", "signal")}
+        everyone = all_gather_object(mine, self._group)
+        state.stop_reason = next((o["stop_reason"] for o in everyone if o["stop_reason"]), "")
+        # As torch chooses whose weights all get: most batches, the last of equals.
+        longest = max(range(len(everyone)), key=lambda at: (everyone[at]["batch"], at))
+        ahead = everyone[longest]
+        if all(one["batch"] == ahead["batch"] for one in everyone):
+            return
+        group = self._group or dist.group.WORLD
+        assert group is not None
+        assert state.optim_wrapper is not None
+        source = dist.get_global_rank(group, longest)
+        parts = None
+        if dist.get_rank() == source:
+            parts = (
+                state.optim_wrapper.state_dict(),
+                {name: part.state_dict() for name, part in state.stateful.items()},
+            )
+        parts = broadcast(parts, source, self._group)
+        if mine["batch"] == ahead["batch"]:
+            return
+        assert parts is not None
+        state.optim_wrapper.load_state_dict(parts[0])
+        for name, part in state.stateful.items():
+            part.load_state_dict(parts[1][name])
+        for name in _PROGRESS:
+            setattr(state, name, ahead[name])
+
+
+def uneven_inputs(state: LoopState, *, by_epoch: bool) -> UnevenInputs | None:
+    """Return how to train if the model's wrapper was given `uneven_inputs`, else None.
+
+    Raises:
+        ValueError: That does not go together with the rest of the run.
+    """
+    options = getattr(state.model, "uneven_inputs", None)
+    if options is None:
+        return None
+    if not by_epoch:
+        raise ValueError(
+            "uneven_inputs needs an EpochTrainLoop: updates that only some ranks make cannot be "
+            "counted by an IterTrainLoop"
+        )
+    return UnevenInputs(state, options)
+
+
+def longest(lengths: Sequence[int | None]) -> int | None:
+    """Return the most batches that a rank has; None where one cannot tell."""
+    known = [length for length in lengths if length is not None]
+    return max(known) if len(known) == len(lengths) else None
+
+
+def _check(state: LoopState) -> None:
+    window = window_of(state.optim_wrapper)
+    if window != 1:
+        raise ValueError(
+            "uneven_inputs needs accumulative_counts=1: a rank that runs out of batches inside a "
+            f"window would lose its gradients; got {window or 'several values'}"
+        )
+    for member in members_of(state.optim_wrapper):
+        optimizer = getattr(member, "optimizer", None)
+        if isinstance(optimizer, (ZeroRedundancyOptimizer, PostLocalSGD)):
+            raise ValueError(
+                f"uneven_inputs does not go together with {type(optimizer).__name__}, which "
+                "communicates at each update"
+            )
