@@ -1,0 +1,210 @@
+"""Ranks with different numbers of batches, joined by the wrapper."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import RanksError, run_ranks
+from torch import Tensor, nn
+
+from stepwrap.loops import (
+    EMAHook,
+    EpochTrainLoop,
+    Hook,
+    IterTrainLoop,
+    LoopState,
+    NanGuardHook,
+    SchedulerHook,
+    Stateful,
+    ValLoop,
+)
+from stepwrap.runner import Runner
+from stepwrap.wrappers import (
+    OptimWrapper,
+    StepDistributedDataParallel,
+    SupervisedModel,
+    ZeroRedundancyOptimizer,
+)
+
+COUNTS = (5, 3)
+EPOCHS = 3
+DECAY = 0.9
+
+
+def _data(rank: int) -> list[list[Tensor]]:
+    generator = torch.Generator().manual_seed(rank)
+    return [
+        [torch.randn(2, 4, generator=generator, dtype=torch.float64), torch.tensor([0, 2])]
+        for _ in range(COUNTS[rank])
+    ]
+
+
+def _net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double()
+
+
+def _optimizer(net: nn.Module) -> torch.optim.SGD:
+    return torch.optim.SGD(net.parameters(), lr=0.2, momentum=0.9)
+
+
+def _parts(run_dir: Path | None = None, stop: Hook | None = None, **options: Any) -> Runner:
+    model = SupervisedModel(_net(), nn.CrossEntropyLoss())
+    optimizer = _optimizer(model)
+    rank = dist.get_rank()
+    by_step = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.95)
+    return Runner(
+        StepDistributedDataParallel(model, **{"uneven_inputs": True, **options}),
+        EpochTrainLoop(
+            _data(rank),
+            max_epochs=EPOCHS,
+            log_every_steps=2,
+            val_loop=ValLoop(_data(rank)),
+        ),
+        optim_wrapper=OptimWrapper(optimizer, clip_grad={"max_norm": 5.0}),
+        hooks={
+            "schedulers": SchedulerHook([(by_step, "step")]),
+            "ema": EMAHook(decay=DECAY),
+            "nan": NanGuardHook(every_steps=1),
+            "stop": stop or Hook(),
+        },
+        run_dir=run_dir,
+    )
+
+
+def _result(runner: Runner) -> dict[str, Any]:
+    state = runner.state
+    assert state.optim_wrapper is not None
+    optimizer = state.optim_wrapper.optimizer  # type: ignore[attr-defined]
+    momentum = [optimizer.state[p]["momentum_buffer"] for p in state.model.parameters()]
+    ema = state.stateful["hooks.ema"]
+    assert isinstance(ema, Stateful)
+    return {
+        "weights": torch.cat([p.detach().flatten() for p in state.model.parameters()]),
+        "momentum": torch.cat([m.flatten() for m in momentum]),
+        "ema": torch.cat([v.flatten() for v in ema.state_dict()["model"].values()]),
+        "rate": optimizer.param_groups[0]["lr"],
+        "counts": (state.epoch, state.batch, state.iteration, state.step, state.max_steps),
+        "together": state.together,
+    }
+
+
+def _train(run_dir: Path | None = None, **options: Any) -> dict[str, Any]:
+    runner = _parts(run_dir, **options)
+    runner.train(resume=run_dir is not None)
+    return _result(runner)
+
+
+def _plain(by_all: bool) -> dict[str, Any]:
+    """Return what one process makes of the batches: each update's mean over the ranks."""
+    net = _net()
+    optimizer = _optimizer(net)
+    average = [p.detach().clone() for p in net.parameters()]
+    rate = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.95)
+    data = [_data(0), _data(1)]
+    for _ in range(EPOCHS):
+        for index in range(max(COUNTS)):
+            present = [batches[index] for batches in data if index < len(batches)]
+            losses = [nn.functional.cross_entropy(net(x), y) for x, y in present]
+            total = torch.stack(losses).sum() / (len(COUNTS) if by_all else len(present))
+            optimizer.zero_grad()
+            total.backward()
+            nn.utils.clip_grad_norm_(net.parameters(), 5.0)
+            optimizer.step()
+            rate.step()
+            for kept, parameter in zip(average, net.parameters(), strict=True):
+                kept.lerp_(parameter.detach(), 1 - DECAY)
+    buffers = [optimizer.state[p]["momentum_buffer"] for p in net.parameters()]
+    return {
+        "weights": torch.cat([p.detach().flatten() for p in net.parameters()]),
+        "momentum": torch.cat([b.flatten() for b in buffers]),
+        "ema": torch.cat([kept.flatten() for kept in average]),
+        "rate": optimizer.param_groups[0]["lr"],
+    }
+
+
+@pytest.mark.parametrize("by_all", [True, False])
+def test_several_epochs_equal_plain_pytorch(by_all: bool) -> None:
+    """The gradients are divided by all ranks or by those that are left, as torch documents."""
+    expected = _plain(by_all)
+    options = {"divide_by_initial_world_size": by_all}
+    results = run_ranks(_train, 2, uneven_inputs=True if by_all else options)
+    for result in results:
+        for name in ("weights", "momentum", "ema"):
+            assert (result[name] - expected[name]).abs().max().item() <= 1e-12, name
+        assert result["rate"] == pytest.approx(expected["rate"], rel=1e-12)
+        steps = EPOCHS * max(COUNTS)
+        assert result["counts"] == (EPOCHS, 0, steps, steps, steps)
+        assert result["together"]
+
+
+def _interrupted(run_dir: Path, at: int) -> tuple[int, str]:
+    class Stop(Hook):
+        def on_update(self, state: LoopState) -> None:
+            if state.step == at:
+                state.request_stop("enough")
+
+    runner = _parts(run_dir, Stop())
+    runner.train()
+    return runner.state.step, runner.state.stop_reason
+
+
+@pytest.mark.parametrize("at", [2, 3, 5, 7, 9])
+def test_resume(tmp_path: Path, at: int) -> None:
+    """Also from a stop that only a rank with more batches asked for (9: in the tail)."""
+    expected = _plain(True)
+    stopped = run_ranks(_interrupted, 2, tmp_path / "run", at)
+    assert stopped == [(at, "enough")] * 2
+    for result in run_ranks(_train, 2, tmp_path / "run"):
+        assert (result["weights"] - expected["weights"]).abs().max().item() <= 1e-12
+        assert (result["momentum"] - expected["momentum"]).abs().max().item() <= 1e-12
+
+
+def _refusals() -> list[str]:
+    told = []
+    data = _data(dist.get_rank())
+    for loop, window in (
+        (EpochTrainLoop(data, max_epochs=1), 2),
+        (IterTrainLoop(data, max_steps=4), 1),
+    ):
+        model = SupervisedModel(_net(), nn.CrossEntropyLoss())
+        runner = Runner(
+            StepDistributedDataParallel(model, uneven_inputs=True),
+            loop,
+            optim_wrapper=OptimWrapper(_optimizer(model), window),
+        )
+        with pytest.raises(ValueError, match="uneven_inputs") as refused:
+            runner.train()
+        told.append(str(refused.value))
+    model = SupervisedModel(_net(), nn.CrossEntropyLoss())
+    sharded = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+    runner = Runner(
+        StepDistributedDataParallel(model, uneven_inputs=True),
+        EpochTrainLoop(data, max_epochs=1),
+        optim_wrapper=OptimWrapper(sharded),
+    )
+    with pytest.raises(ValueError, match="uneven_inputs") as refused:
+        runner.train()
+    with pytest.raises(ValueError, match="exclude each other"):
+        StepDistributedDataParallel(model, uneven_inputs=True, sync_batchnorm=True)
+    with pytest.raises(TypeError, match="did you mean divide_by_initial_world_size"):
+        StepDistributedDataParallel(model, uneven_inputs={"divide_by_world_size": True})
+    return [*told, str(refused.value)]
+
+
+def test_what_does_not_go_together() -> None:
+    for window, by_steps, optimizer in run_ranks(_refusals, 2):
+        assert "needs accumulative_counts=1" in window
+        assert "needs an EpochTrainLoop" in by_steps
+        assert "does not go together with ZeroRedundancyOptimizer" in optimizer
+
+
+def _even_only() -> None:
+    _train(uneven_inputs=False)
+
+
+def test_without_the_option() -> None:
+    with pytest.raises(RanksError, match=r"by rank they are \[5, 3\]"):
+        run_ranks(_even_only, 2)
