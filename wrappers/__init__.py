@@ -21,7 +21,13 @@ from .param_names import NamedParameter, named_parameters
 from .param_shares import share_parameters
 from .patched_parallel import patch_replication_callback
 from .post_local_sgd import PostLocalSGD, ZeroRedundancyOptimizer
-from .prepare import Preparation, check_preparation, freeze_parameters, prepare_model
+from .prepare import (
+    Preparation,
+    check_preparation,
+    freeze_parameters,
+    model_checks,
+    prepare_model,
+)
 from .preprocess import DataPreprocessor
 from .replicate import CallbackContext, exec_data_parallel_replication_callback
 from .scatter_gather import dict_gather, user_scattered
@@ -44,7 +50,7 @@ from .sync_conversion import (
 from .sync_master import FutureResult, SlavePipe, SyncMaster
 from .tensor_parallel import parallelize
 from .unused import UnusedParametersError
-from .wrapping import is_model_wrapper, is_module_wrapper, needs_group, wrap_model, wrapper_misfit
+from .wrapping import is_model_wrapper, is_module_wrapper, needs_group, wrap_model, wrapper_misfits
 
 __all__ = [
     "AmpOptimWrapper",
@@ -85,6 +91,7 @@ __all__ = [
     "is_model_wrapper",
     "is_module_wrapper",
     "meta_parameters",
+    "model_checks",
     "named_parameters",
     "param_groups",
     "parse_losses",
@@ -104,5 +111,5 @@ __all__ = [
     "prepare_model",
     "parallelize",
     "needs_group",
-    "wrapper_misfit",
+    "wrapper_misfits",
 ]

@@ -38,19 +38,26 @@ def checkpoint_activations(model: nn.Module, spec: CheckpointingSpec) -> nn.Modu
             (default: True; without dropout False saves a little time).
 
     Raises:
-        ValueError: something matches no module, or its class is not the block's own.
+        ValueError: something matches no module, or a block has a forward beside its class's.
         TypeError: there is no such option.
     """
-    blocks, preserve = read_checkpointing(spec)
-    for path, block in find_blocks(model, blocks).items():
+    _, preserve = read_checkpointing(spec)
+    for block in find_checkpointed(model, spec).values():
+        if not isinstance(block, _Checkpointed):
+            block.__class__ = _checkpointed(type(block), preserve)
+    return model
+
+
+def find_checkpointed(model: nn.Module, spec: CheckpointingSpec) -> dict[str, nn.Module]:
+    """The blocks that are meant, by path; arguments and errors as ``checkpoint_activations``."""
+    found = find_blocks(model, read_checkpointing(spec)[0])
+    for path, block in found.items():
         if "forward" in vars(block):
             raise ValueError(
                 f"{path!r} has a forward of its own beside that of {type(block).__name__}, "
                 "which activation checkpointing cannot stand around"
             )
-        if not isinstance(block, _Checkpointed):
-            block.__class__ = _checkpointed(type(block), preserve)
-    return model
+    return found
 
 
 def read_checkpointing(spec: Any) -> tuple[Any, bool]:

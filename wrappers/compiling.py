@@ -31,14 +31,24 @@ def compile_model(model: nn.Module, spec: CompileSpec = True) -> nn.Module:
         ValueError: something matches no module, or there is no such backend or mode.
         TypeError: there is no such option.
     """
+    for module in find_compiled(model, spec):
+        module.compile(**_torch_options(spec))
+    return model
+
+
+def find_compiled(model: nn.Module, spec: CompileSpec) -> list[nn.Module]:
+    """The modules that are to be compiled; arguments and errors as for ``compile_model``."""
     options = read_compile(spec)
     if options is None:
-        return model
-    blocks = options.pop("blocks", None)
+        return []
     _check_names(options)
-    for module in [model] if blocks is None else find_blocks(model, blocks).values():
-        module.compile(**options)
-    return model
+    blocks = options.get("blocks")
+    return [model] if blocks is None else list(find_blocks(model, blocks).values())
+
+
+def _torch_options(spec: CompileSpec) -> dict[str, Any]:
+    options = read_compile(spec) or {}
+    return {name: value for name, value in options.items() if name != "blocks"}
 
 
 def read_compile(spec: Any) -> dict[str, Any] | None:

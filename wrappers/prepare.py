@@ -10,10 +10,15 @@ from functools import partial
 from torch import nn
 
 from ..registry import did_you_mean
-from .activation_checkpointing import CheckpointingSpec, checkpoint_activations, read_checkpointing
-from .compiling import CompileSpec, compile_model, read_compile
+from .activation_checkpointing import (
+    CheckpointingSpec,
+    checkpoint_activations,
+    find_checkpointed,
+    read_checkpointing,
+)
+from .compiling import CompileSpec, compile_model, find_compiled, read_compile
 from .mesh import Mesh
-from .tensor_parallel import Style, check_styles, parallelize
+from .tensor_parallel import Style, check_plan, check_styles, parallelize
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +55,23 @@ def check_preparation(preparation: Preparation) -> list[tuple[str, str]]:
     return problems
 
 
+def model_checks(
+    model: nn.Module, preparation: Preparation, tensor_size: int
+) -> dict[str, Callable[[], object]]:
+    """Return what raises where a preparation does not fit ``model``, by key path."""
+    checks: dict[str, Callable[[], object]] = {
+        "freeze": lambda: find_parameters(model, preparation.freeze)
+    }
+    plan = preparation.tensor_parallel
+    if plan is not None:
+        checks["tensor_parallel.plan"] = lambda: check_plan(model, plan, tensor_size)
+    blocks = preparation.activation_checkpointing
+    if blocks is not None:
+        checks["activation_checkpointing"] = lambda: find_checkpointed(model, blocks)
+    checks["compile"] = lambda: find_compiled(model, preparation.compile)
+    return checks
+
+
 def _raised(check: Callable[[], object]) -> Exception | None:
     try:
         check()
@@ -62,6 +84,21 @@ def freeze_parameters(model: nn.Module, patterns: str | Iterable[str]) -> list[s
     """Let parameters require no gradient; returns their names.
 
     Args:
+        patterns: as for ``find_parameters``.
+
+    Raises:
+        ValueError: something matches nothing.
+    """
+    found = find_parameters(model, patterns)
+    for parameter in found.values():
+        parameter.requires_grad_(False)
+    return list(found)
+
+
+def find_parameters(model: nn.Module, patterns: str | Iterable[str]) -> dict[str, nn.Parameter]:
+    """Parameters that ``patterns`` name, by name.
+
+    Args:
         patterns: names of parameters or paths of modules, whose parameters are meant, or
             ``fnmatch`` patterns of either.
 
@@ -70,7 +107,7 @@ def freeze_parameters(model: nn.Module, patterns: str | Iterable[str]) -> list[s
     """
     parameters = dict(model.named_parameters(remove_duplicate=False))
     modules = [path for path, _ in model.named_modules(remove_duplicate=False) if path]
-    frozen: list[str] = []
+    chosen: list[str] = []
     for pattern in [patterns] if isinstance(patterns, str) else patterns:
         inside = tuple(f"{path}." for path in modules if fnmatchcase(path, pattern))
         found = [
@@ -81,11 +118,8 @@ def freeze_parameters(model: nn.Module, patterns: str | Iterable[str]) -> list[s
             raise ValueError(
                 f"freeze: no parameter of the model has the name or path {pattern!r}{hint}"
             )
-        frozen += found
-    chosen = list(dict.fromkeys(frozen))
-    for name in chosen:
-        parameters[name].requires_grad_(False)
-    return chosen
+        chosen += found
+    return {name: parameters[name] for name in chosen}
 
 
 def split_layers(

@@ -83,13 +83,7 @@ def parallelize(
         TypeError: a style is none.
     """
     tensor_mesh, size = _tensor_axis(mesh)
-    problems: list[str] = []
-    styles = _planned(model, plan, problems)
-    for path, style in styles.items():
-        problems += _layer_problems(path, model.get_submodule(path), style, size)
-    problems += _tie_problems(model, styles)
-    if problems:
-        raise ValueError("; ".join(problems))
+    styles = check_plan(model, plan, size)
     if tensor_mesh is None:
         return model
     before = [(one, name, value) for one in model.modules() for name, value in _own(one)]
@@ -99,6 +93,24 @@ def parallelize(
     if localise:
         _localise(model)
     return model
+
+
+def check_plan(
+    model: nn.Module, plan: Mapping[str, Style], tensor_size: int
+) -> dict[str, ParallelStyle]:
+    """Return the style of every layer that is to be split, by path, and change nothing.
+
+    Raises:
+        ValueError: as for ``parallelize``, with all that is wrong.
+    """
+    problems: list[str] = []
+    styles = _planned(model, plan, problems)
+    for path, style in styles.items():
+        problems += _layer_problems(path, model.get_submodule(path), style, tensor_size)
+    problems += _tie_problems(model, styles)
+    if problems:
+        raise ValueError("; ".join(problems))
+    return styles
 
 
 def check_styles(plan: Mapping[str, Style]) -> dict[str, ParallelStyle]:

@@ -90,14 +90,14 @@ def wrap_model(
         return _wrapped_already(model, wrapper, bool(options or mesh or prepare))
     prepare = prepare or Preparation()
     data_size = get_world_size() if mesh is None else mesh.data_size
-    if wrapper is None:
-        wrapper = StepDistributedDataParallel if data_size > 1 else SingleDevice
+    wrapper = wrapper or _default(data_size)
     freeze_parameters(model, prepare.freeze)
     if wrapper is auto:
         chosen = choose_wrapper(model, _surroundings(model, device, mesh, prepare), **options)
         wrapper, options = chosen.wrapper, dict(chosen.options)
-    problem = wrapper_misfit(wrapper, data_size, mesh.axes if mesh is not None else ())
-    if problem:
+    is_meta = device is not None and any(one.is_meta for one in model.parameters())
+    axes = () if mesh is None else tuple(mesh.axes)
+    for problem in wrapper_misfits(wrapper, data_size, axes, is_meta=is_meta).values():
         raise ValueError(problem)
     shards = takes_mesh(wrapper)
     model = _moved(model, device, shards, options)
@@ -122,26 +122,45 @@ def needs_group(wrapper: Callable[..., nn.Module]) -> bool:
     return stands_in and wrapper.train_step is not Steps.train_step  # type: ignore[attr-defined]
 
 
-def wrapper_misfit(
-    wrapper: Callable[..., nn.Module], data_size: int, axes: Collection[str] = ()
-) -> str | None:
-    """Return what keeps ``wrapper`` from running on a mesh with these axes, None if nothing."""
-    if not isinstance(wrapper, type):
-        return None
-    name = wrapper.__name__
-    alone = issubclass(wrapper, SingleDevice)
-    if data_size > 1 and (alone or issubclass(wrapper, DataParallel)):
-        return (
+def wrapper_misfits(
+    wrapper: Callable[..., nn.Module] | None,
+    data_size: int,
+    axes: Collection[str] = (),
+    *,
+    is_meta: bool = False,
+) -> dict[str, str]:
+    """Return what keeps ``wrapper`` from running, by the name of the setting that is to blame.
+
+    Args:
+        wrapper: as for ``wrap_model``.
+        data_size: how many ranks see different batches.
+        axes: those of the mesh.
+        is_meta: the parameters of the model are on the meta device.
+    """
+    if wrapper is auto:
+        return {}
+    wrapper = wrapper or _default(data_size)
+    name, problems = getattr(wrapper, "__name__", repr(wrapper)), {}
+    kinds = wrapper if isinstance(wrapper, type) else nn.Module
+    if data_size > 1 and issubclass(kinds, (SingleDevice, DataParallel)):
+        problems["wrapper.type"] = (
             f"{name} steps in one process, but {data_size} are to run, each with its own batches; "
             "use ddp, or launch.nproc=1"
         )
-    if "tensor" in axes and issubclass(wrapper, DataParallel):
-        return f"{name} copies a model in one process and cannot run one that is split over ranks"
-    if {"replicate", "shard"} & set(axes) and not takes_mesh(wrapper):
-        return (
-            f"{name} shards nothing, so the mesh needs a data axis in place of shard; or use fsdp"
-        )
-    return None
+    elif "tensor" in axes and issubclass(kinds, DataParallel):
+        problems["wrapper.type"] = f"{name} copies a model, and cannot copy one split over ranks"
+    if not takes_mesh(wrapper):
+        if {"replicate", "shard"} & set(axes):
+            problems["mesh"] = f"{name} shards nothing: name the axis data, or use fsdp"
+        if is_meta:
+            problems["init_device"] = (
+                f"the model has parameters on the meta device, which {name} cannot fill; use fsdp"
+            )
+    return problems
+
+
+def _default(data_size: int) -> type[nn.Module]:
+    return StepDistributedDataParallel if data_size > 1 else SingleDevice
 
 
 def _signature(wrapper: Any) -> inspect.Signature:

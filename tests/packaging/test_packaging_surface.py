@@ -51,10 +51,10 @@ DOORS = {
         check_axes check_preparation checkpoint_activations compile_model convert_model
         convert_sync_batchnorm detect_anomalous_params dict_gather
         exec_data_parallel_replication_callback freeze_parameters is_model_wrapper
-        is_module_wrapper meta_parameters named_parameters needs_group parallelize
+        is_module_wrapper meta_parameters model_checks named_parameters needs_group parallelize
         param_groups parse_losses patch_replication_callback patch_sync_batchnorm
         prepare_model revert_sync_batchnorm set_sbn_eps_mode share_parameters
-        user_scattered wrap_model wrapper_misfit
+        user_scattered wrap_model wrapper_misfits
     """,
 }
 
