@@ -146,6 +146,8 @@ def _why_not_alone(
     if isinstance(parent, nn.MultiheadAttention):
         return "the attention around it uses its parameters without calling it"
     inside = {id(one) for one in block.modules()}
+    if next(block.parameters(), None) is None:
+        return "it has no parameters"
     for name, parameter in block.named_parameters():
         if not owners[id(parameter)] <= inside:
             return f"its {name} belongs to other modules too"

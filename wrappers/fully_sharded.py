@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
@@ -67,8 +68,8 @@ class StepFullyShardedDataParallel(Steps, nn.Module):
         shard: what is gathered on its own, as for ``find_blocks``; the rest is one more block.
         mesh: over which ranks, default: all of them. With the axes replicate and shard, copies
             of the shards (HSDP).
-        mixed_precision: ``param_dtype``, ``reduce_dtype``, ``output_dtype`` (names of dtypes) and
-            ``cast_forward_inputs``; or torch's policy. BatchNorm layers keep their dtype.
+        mixed_precision: ``param_dtype``, ``reduce_dtype``, ``output_dtype`` of the whole model
+            (names of dtypes) and ``cast_forward_inputs``; or torch's policy. BatchNorm layers keep their dtype.
         cpu_offload: keep shards, gradients and optimizer state in the memory of the host; or a
             mapping with ``pin_memory``, which has no effect without an accelerator.
         reshard_after_forward: free blocks between forward and backward (default). False keeps
@@ -294,10 +295,12 @@ def _shard(module: nn.Module, options: FsdpOptions, mesh: DeviceMesh) -> nn.Modu
     common: dict[str, Any] = {"mesh": mesh, "offload_policy": options.offload}
     if ignored:
         common["ignored_params"] = ignored
+    # Between blocks nothing would cast back what is not in the dtype of the next one.
+    inner = replace(options.precision, output_dtype=None)
     # The innermost first: a unit takes what those inside it have left.
     for path, one in reversed(list(module.named_modules())):
         if path in exact or path in units:
-            policy = exact.get(path, options.precision)
+            policy = exact.get(path, inner)
             free = options.free_after_forward
             fully_shard(one, mp_policy=policy, reshard_after_forward=free, **common)
     # None: torch keeps the outermost block, of which the backward begins.
