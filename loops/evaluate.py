@@ -6,6 +6,7 @@ import logging
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from itertools import repeat
 from typing import Any, ClassVar
 
 import torch
@@ -18,6 +19,7 @@ from .data import batches_from, length_of, size_before_padding
 from .hook import HookList
 from .metrics import AnyMetric, compute_metrics, feed_metric, merge_metrics
 from .rng import preserved_rng
+from .rounds import even_batches
 from .signals import NoSignals, StopWatch
 from .state import LoopState, Phase
 
@@ -98,28 +100,33 @@ class _EvalLoop:
             metric.reset()
         if not self._pass(state, hooks, watch):
             return {}
-        merge_metrics(self.metrics)
-        results = compute_metrics(self.metrics, size_before_padding(self.dataloader))
+        # Ranks that share one model have seen the same samples, and count them once.
+        group = getattr(state.model, "data_group", None)
+        merge_metrics(self.metrics, group)
+        results = compute_metrics(self.metrics, size_before_padding(self.dataloader), group)
         if self.phase is Phase.VAL:
             state.metrics, state.evaluated_at = results, state.step
         return dict(results)
 
     def _pass(self, state: LoopState, hooks: HookList, watch: StopWatch) -> bool:
         """Run all batches; False when a request to stop has cut them short."""
+        together = distributed_available() and getattr(state.model, "collective_eval", False)
         # A test may follow a training that was stopped: only what comes now counts.
-        polled = self._batches_to_poll() if not state.stop_reason else 0
+        polled = 0.0 if state.stop_reason else math.inf if together else self._batches_to_poll()
         step = getattr(state.model, self.step_name)
         precision = getattr(state.optim_wrapper, "precision_context", nullcontext)
         count = 0
-        for batch in batches_from(self.dataloader, epoch=0):
-            for announce in hooks.on_eval_batch_start:
-                announce(state, batch)
+        for batch, counts in self._batches(state, together):
+            if counts:
+                for announce in hooks.on_eval_batch_start:
+                    announce(state, batch)
             with precision():
                 outputs = step(batch)
-            for name, metric in self.metrics.items():
-                feed_metric(name, metric, outputs, batch)
-            for announce_end in hooks.on_eval_batch_end:
-                announce_end(state, batch, outputs)
+            if counts:
+                for name, metric in self.metrics.items():
+                    feed_metric(name, metric, outputs, batch)
+                for announce_end in hooks.on_eval_batch_end:
+                    announce_end(state, batch, outputs)
             count += 1
             if count <= polled:
                 watch.poll(state)
@@ -128,6 +135,13 @@ class _EvalLoop:
         if not count and not distributed_available():
             raise ValueError(f"the {self.phase.value} loader has no batches")
         return True
+
+    def _batches(self, state: LoopState, together: bool) -> Iterator[tuple[Any, bool]]:
+        """Return this rank's batches, each with whether its samples count."""
+        if not together:
+            return zip(batches_from(self.dataloader, epoch=0), repeat(True), strict=False)
+        group = getattr(state.model, "data_group", None)
+        return even_batches(self.dataloader, group, f"{self.phase.value} loader")
 
     def _batches_to_poll(self) -> float:
         """Return how many batches every rank has: beyond them ranks cannot agree on anything."""

@@ -4,18 +4,28 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeAlias
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torchmetrics import Metric
 
-from ..collectives import BaseMetric, all_gather_object
+from ..collectives import (
+    BaseMetric,
+    MPI4PyDist,
+    TorchCPUDist,
+    TorchCUDADist,
+    TorchDist,
+    all_gather_object,
+)
 from ..registry import METRICS
 
 AnyMetric: TypeAlias = Metric | BaseMetric
 
+_OF_ALL_RANKS = (TorchDist, TorchCPUDist, TorchCUDADist, MPI4PyDist)
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
@@ -71,8 +81,8 @@ def feed_metric(name: str, metric: AnyMetric, outputs: Any, batch: Any) -> None:
     update(**{key: outputs[key] for key in named if key in outputs})
 
 
-def merge_metrics(metrics: Mapping[str, AnyMetric]) -> None:
-    """Give every rank's metrics the states of all ranks; every rank must call this.
+def merge_metrics(metrics: Mapping[str, AnyMetric], group: dist.ProcessGroup | None = None) -> None:
+    """Give every rank's metrics the states of the group's ranks; each of them must call this.
 
     One exchange for all of them. torchmetrics' own synchronisation waits for
     ever where ranks hold lists of unequal length, as they do when a rank had
@@ -82,7 +92,7 @@ def merge_metrics(metrics: Mapping[str, AnyMetric]) -> None:
     of_torchmetrics = [metric for metric in metrics.values() if isinstance(metric, Metric)]
     parts = [part for metric in of_torchmetrics for part in _parts(metric)]
     mine = [{key: _on_cpu(getattr(part, key)) for key in _reductions(part)} for part in parts]
-    by_rank = all_gather_object(mine)
+    by_rank = all_gather_object(mine, group)
     if len(by_rank) == 1:
         return
     for index, part in enumerate(parts):
@@ -91,22 +101,45 @@ def merge_metrics(metrics: Mapping[str, AnyMetric]) -> None:
             setattr(part, key, _merged(values, reduction, part.device))
 
 
-def compute_metrics(metrics: Mapping[str, AnyMetric], size: int | None = None) -> dict[str, float]:
+def compute_metrics(
+    metrics: Mapping[str, AnyMetric],
+    size: int | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> dict[str, float]:
     """Return the results by name; "name/key" where a metric has several.
 
     Every rank must call this, with the metrics in the same order.
 
     Args:
         size: How many samples the data set has, where ranks were given some twice to be even.
+        group: The ranks from which a BaseMetric gathers, unless its back-end is one of the
+            user's own; default: those of its back-end.
     """
     results: dict[str, float] = {}
     with warnings.catch_warnings():
         # A rank may have had no batch of its own.
         warnings.filterwarnings("ignore", message=r"The ``compute`` method of metric")
         for name, metric in metrics.items():
-            value = metric.compute(size) if isinstance(metric, BaseMetric) else metric.compute()
+            if isinstance(metric, BaseMetric):
+                with _gathering_from(metric, group):
+                    value = metric.compute(size)
+            else:
+                value = metric.compute()
             _flatten(name, value, results)
     return results
+
+
+@contextmanager
+def _gathering_from(metric: BaseMetric, group: dist.ProcessGroup | None) -> Iterator[None]:
+    """Let one of our back-ends that knows no group of its own gather from `group` meanwhile."""
+    backend = metric.dist_backend
+    of_all = type(backend) in _OF_ALL_RANKS and getattr(backend, "group", None) is None
+    if group is not None and of_all:
+        metric.dist_backend = TorchDist(group)
+    try:
+        yield
+    finally:
+        metric.dist_backend = backend
 
 
 def _parts(metric: Metric) -> list[Metric]:

@@ -1,0 +1,213 @@
+"""Evaluation where a step needs every rank, or where ranks share their samples."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from loop_parts import make_data, make_loader
+from ranks import run_ranks
+from torch import Tensor, nn
+from torchmetrics.classification import MulticlassConfusionMatrix
+
+from stepwrap.collectives import BaseMetric, TorchCPUDist
+from stepwrap.loops import (
+    EpochTrainLoop,
+    Hook,
+    HookList,
+    LoopState,
+    MeanLoss,
+    TestLoop,
+    ValLoop,
+    build_loader,
+    seed_rng,
+)
+from stepwrap.wrappers import (
+    OptimWrapper,
+    Preparation,
+    SingleDevice,
+    StepFullyShardedDataParallel,
+    SupervisedModel,
+    build_mesh,
+    wrap_model,
+)
+
+PLAN = Preparation(tensor_parallel={"net.0": "colwise", "net.2": "rowwise"})
+
+
+class Targets(BaseMetric):
+    """How often each class has come."""
+
+    def add(self, target: Tensor) -> None:
+        self._results += target.tolist()
+
+    def compute_metric(self, results: list[int]) -> list[int]:
+        return [results.count(one) for one in range(3)]
+
+
+class Unsized:
+    """A loader that does not tell its length."""
+
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._loader)
+
+
+class Count(Hook):
+    """Counts the batches that hooks hear of."""
+
+    def __init__(self) -> None:
+        self.batches = 0
+
+    def on_eval_batch_end(self, state: LoopState, batch: Any, outputs: Any) -> None:
+        self.batches += 1
+
+
+def make_model() -> SupervisedModel:
+    seed_rng(0)
+    net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+    return SupervisedModel(net, nn.CrossEntropyLoss())
+
+
+def make_metrics() -> dict[str, Any]:
+    return {
+        "confusion": MulticlassConfusionMatrix(3),
+        "loss": MeanLoss(),
+        "targets": Targets(),
+        "elsewhere": Targets(dist_backend=TorchCPUDist()),
+    }
+
+
+def evaluate(samples: int, batch_size: int, *, sized: bool = True) -> tuple[dict[str, float], int]:
+    """Evaluate under FSDP in a group, on one device without; the results and the own batches."""
+    wrap = StepFullyShardedDataParallel if dist.is_initialized() else SingleDevice
+    loader: Any = build_loader(make_data(samples), batch_size=batch_size)
+    loop = ValLoop(loader if sized else Unsized(loader), make_metrics())
+    state, count = LoopState(wrap(make_model())), Count()
+    first = loop.run(state, HookList([count]))
+    assert loop.run(state, HookList()) == first
+    return first, count.batches
+
+
+def check_against_one_rank(world_size: int, samples: int, batch_size: int, sized: bool) -> None:
+    alone, _ = evaluate(samples, batch_size)
+    assert sum(value for name, value in alone.items() if name.startswith("conf")) == samples
+    by_rank = run_ranks(evaluate, world_size, samples, batch_size, sized=sized)
+    for rank, (metrics, batches) in enumerate(by_rank):
+        assert metrics == pytest.approx(alone, rel=1e-6)
+        own = len(range(rank, samples, world_size))
+        assert batches == -(-own // batch_size)
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("samples", [3, 5, 7])
+def test_each_sample_counts_once_where_steps_are_collective(world_size: int, samples: int) -> None:
+    check_against_one_rank(world_size, samples, 1, sized=True)
+
+
+@pytest.mark.parametrize(("world_size", "samples"), [(2, 1), (2, 7), (4, 2)])
+def test_loaders_without_a_length(world_size: int, samples: int) -> None:
+    check_against_one_rank(world_size, samples, 2, sized=False)
+
+
+def test_a_rank_without_a_batch_of_its_own() -> None:
+    check_against_one_rank(2, 1, 4, sized=True)
+
+
+class OneMore:
+    """A loader whose length is one short."""
+
+    def __len__(self) -> int:
+        return 1
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter([(torch.zeros(2, 4), torch.zeros(2, dtype=torch.long))] * 2)
+
+
+def _mistakes() -> list[str]:
+    state = LoopState(StepFullyShardedDataParallel(make_model()))
+    told = []
+    for loader in ([], Unsized([]), OneMore()):
+        with pytest.raises(ValueError, match="batches") as caught:
+            TestLoop(loader, {}).run(state, HookList())
+        told.append(str(caught.value))
+    return told
+
+
+def test_no_batches_and_more_than_told() -> None:
+    nothing = "the test loader has no batches on any rank"
+    for told in run_ranks(_mistakes, 2):
+        assert told == [nothing, nothing, "OneMore has more batches than its length of 1"]
+
+
+class Interrupt(Hook):
+    """Sends SIGTERM to its own process when the evaluation has come to a batch."""
+
+    def __init__(self, at: int) -> None:
+        self._left = at
+
+    def on_eval_batch_end(self, state: LoopState, batch: Any, outputs: Any) -> None:
+        self._left -= 1
+        if not self._left:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _interrupted(rank: int, at: int, sized: bool) -> tuple[int, int, dict[str, float], int]:
+    model = StepFullyShardedDataParallel(make_model())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    loader: Any = build_loader(make_data(400), batch_size=1)
+    val = ValLoop(loader if sized else Unsized(loader), make_metrics())
+    loop = EpochTrainLoop(make_loader(8), max_epochs=2, val_loop=val)
+    count = Count()
+    hooks: list[Hook] = [count]
+    if dist.get_rank() == rank:
+        hooks.append(Interrupt(at))
+    state = LoopState(model, OptimWrapper(optimizer))
+    loop.run(state, HookList(hooks))
+    return state.signal, state.epoch, state.metrics, count.batches
+
+
+@pytest.mark.parametrize(("rank", "at", "sized"), [(0, 1, True), (1, 9, True), (1, 20, False)])
+def test_a_signal_cuts_a_collective_evaluation_on_all_ranks(
+    rank: int, at: int, sized: bool
+) -> None:
+    first, second = run_ranks(_interrupted, 2, rank, at, sized)
+    assert first[:3] == second[:3] == (signal.SIGTERM, 1, {})
+    assert at <= first[3] == second[3] < 200
+
+
+def _shared_samples(build: str) -> tuple[dict[str, float], int]:
+    mesh = build_mesh({"data": 2, "tensor": 2})
+    wrapper = StepFullyShardedDataParallel if build == "fsdp" else None
+    model = wrap_model(wrapper, make_model(), mesh=mesh, prepare=PLAN)
+    loader = build_loader(make_data(7), batch_size=2, shard=(mesh.data_rank, mesh.data_size))
+    count = Count()
+    return ValLoop(loader, make_metrics()).run(LoopState(model), HookList([count])), count.batches
+
+
+@pytest.mark.parametrize("build", ["ddp", "fsdp"])
+def test_samples_that_ranks_share_count_once(build: str) -> None:
+    alone, _ = evaluate(7, 2)
+    for metrics, batches in run_ranks(_shared_samples, 4, build):
+        assert metrics == pytest.approx(alone, rel=1e-6)
+        assert batches == 2
+
+
+def _alone_in_the_data_group() -> dict[str, float]:
+    mesh = build_mesh({"data": 1, "tensor": 2})
+    model = wrap_model(None, make_model(), mesh=mesh, prepare=PLAN)
+    loader = build_loader(make_data(5), batch_size=2, shard=(mesh.data_rank, mesh.data_size))
+    return ValLoop(loader, make_metrics()).run(LoopState(model), HookList())
+
+
+def test_ranks_that_all_share_their_samples() -> None:
+    alone, _ = evaluate(5, 2)
+    for metrics in run_ranks(_alone_in_the_data_group, 2):
+        assert metrics == pytest.approx(alone, rel=1e-6)
