@@ -163,6 +163,17 @@ def read_comm_hook(setting: Any) -> CommHook:
     return _Function(_checked(setting))
 
 
+def unannotated(function: HookFunction) -> HookFunction:
+    """Return ``function`` as torch takes it, which refuses annotations that are strings."""
+
+    def hook(state, bucket):  # type: ignore[no-untyped-def]
+        return function(state, bucket)
+
+    # What torch writes into its logs.
+    hook.__qualname__ = getattr(function, "__qualname__", type(function).__name__)
+    return hook
+
+
 @dataclass(frozen=True)
 class _Function(CommHook):
     """A user's function."""

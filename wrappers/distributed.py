@@ -12,7 +12,7 @@ from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..registry import MODEL_WRAPPERS
-from .comm_hooks import read_comm_hook
+from .comm_hooks import read_comm_hook, unannotated
 from .options import check_options, option_names
 from .step import Steps, refuse_own_train_step
 from .sync_conversion import convert_sync_batchnorm
@@ -169,7 +169,8 @@ class StepDistributedDataParallel(Steps, DistributedDataParallel):
 
     def _install_hook(self) -> None:
         if self._hook is not None:
-            self.register_comm_hook(*self._hook.bind(self.process_group))
+            state, function = self._hook.bind(self.process_group)
+            self.register_comm_hook(state, unannotated(function))
 
     def _explain(self, error: RuntimeError) -> None:
         explain_unused(error, self._trainable)
