@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.optim import Optimizer
 
@@ -17,7 +18,31 @@ class PartScaler(ShardedGradScaler):
     """torch's ``ShardedGradScaler``, for parameters of several meshes as well.
 
     Every rank must call ``unscale_``: there they tell each other of infinities.
+
+    Args:
+        process_group: the ranks; default: all. The other arguments are those of ``GradScaler``.
     """
+
+    def __init__(  # noqa: PLR0913
+        self,
+        device: str = "cuda",
+        init_scale: float = 2.0**16,
+        backoff_factor: float = 0.5,
+        growth_factor: float = 2.0,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+        process_group: ProcessGroup | None = None,
+    ) -> None:
+        # torch's own default is the group that there was when its file was imported.
+        super().__init__(
+            device,
+            init_scale,
+            backoff_factor,
+            growth_factor,
+            growth_interval,
+            enabled,
+            process_group,
+        )
 
     def _unscale_grads_(
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool = True
@@ -31,3 +56,12 @@ class PartScaler(ShardedGradScaler):
         ]
         local: Any = SimpleNamespace(param_groups=[{"params": parts}])
         return super()._unscale_grads_(local, inv_scale, found_inf, allow_fp16)
+
+    def unscale_(self, optimizer: Optimizer) -> None:
+        """Unscale the gradients, and learn whether any rank has an infinity among them."""
+        super().unscale_(optimizer)
+        if self.is_enabled():
+            # Fused steps take it beside DTensors, for which it must have no dimension.
+            found = self._per_optimizer_states[id(optimizer)]
+            for device, overflow in found["found_inf_per_device"].items():
+                found["found_inf_per_device"][device] = overflow.squeeze()

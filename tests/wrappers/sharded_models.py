@@ -46,7 +46,7 @@ def spread(model: nn.Module, kind: str) -> nn.Module:
 
 
 def _shard(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
-    fully_shard(model[0], mesh=mesh)
+    fully_shard(model[4], mesh=mesh)
     return fully_shard(model, mesh=mesh)
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from step_models import batches, classifier, flat
 from torch import nn
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 from stepwrap.wrappers import AmpOptimWrapper, OptimWrapper, SingleDevice, build_optimizer
 
@@ -108,7 +109,7 @@ def test_state_holds_the_scale() -> None:
 def test_sharded_scaler() -> None:
     model = classifier()
     amp = _amp(model, dtype="float16", use_fsdp=True)
-    assert type(amp.loss_scaler).__name__ == "ShardedGradScaler"
+    assert isinstance(amp.loss_scaler, ShardedGradScaler)
 
 
 @pytest.mark.parametrize(

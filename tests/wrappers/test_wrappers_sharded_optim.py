@@ -1,0 +1,298 @@
+"""Clipping, loss scaling and states of optimizers whose parameters are spread over ranks."""
+
+from __future__ import annotations
+
+import math
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from sharded_models import KINDS, data, net, spread, whole, whole_gradient
+from torch import Tensor, nn
+from torch.distributed.optim import PostLocalSGDOptimizer, ZeroRedundancyOptimizer
+from torch.distributed.tensor import DTensor
+
+from stepwrap.wrappers import AmpOptimWrapper, OptimWrapper, OptimWrapperDict
+from stepwrap.wrappers.layout import is_sharded, layout_of, local_part
+
+CASES = [(size, kind) for size, kinds in KINDS.items() for kind in kinds]
+
+
+def _twins(kind: str, dtype: torch.dtype = torch.float64) -> tuple[nn.Module, nn.Module]:
+    # torch's tensor-parallel layers compute in equal parts only.
+    width = 8 if "tensor" in kind else 6
+    return net(dtype, width=width), spread(net(dtype, width=width), kind)
+
+
+def _wrapper(model: nn.Module, kind: str, **options: Any) -> OptimWrapper:
+    if kind == "sgd":
+        optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    else:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    return OptimWrapper(optimizer, **options)
+
+
+def _steps(model: nn.Module, wrapper: OptimWrapper, seeds: range) -> list[float]:
+    norms = []
+    for seed in seeds:
+        wrapper.update_params(model(data(seed)).pow(2).mean())
+        if wrapper.grad_norm is not None:
+            norms.append(wrapper.grad_norm.item())
+    return norms
+
+
+def _assert_same(model: nn.Module, plain: nn.Module, tolerance: float = 1e-13) -> None:
+    for mine, other in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(whole(mine), other.detach(), rtol=0, atol=tolerance)
+
+
+def _clipped(kind: str, clip: dict[str, Any]) -> list[float]:
+    plain, model = _twins(kind)
+    before = [whole(p) for p in model.parameters()]
+    wrappers = [_wrapper(one, "sgd", clip_grad=clip) for one in (plain, model)]
+    expected, norms = (
+        _steps(one, wrapper, range(4))
+        for one, wrapper in zip((plain, model), wrappers, strict=True)
+    )
+    assert norms == pytest.approx(expected, rel=1e-12)
+    _assert_same(model, plain)
+    assert not any(map(torch.equal, before, (whole(p) for p in model.parameters())))
+    return norms
+
+
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, math.inf])
+@pytest.mark.parametrize(("size", "kind"), CASES)
+def test_clipping_by_norm_is_that_of_one_process(size: int, kind: str, norm_type: float) -> None:
+    """The norm is large enough to be clipped, and has the same bits on every rank."""
+    clip = {"max_norm": 0.02, "norm_type": norm_type}
+    first, *others = run_ranks(_clipped, size, kind, clip)
+    assert min(first) > 0.02
+    assert all(norms == first for norms in others)
+
+
+@pytest.mark.parametrize(("size", "kind"), CASES)
+def test_clipping_by_value_is_that_of_one_process(size: int, kind: str) -> None:
+    run_ranks(_clipped, size, kind, {"type": "value", "clip_value": 0.01})
+
+
+def _not_finite(kind: str) -> str:
+    _, model = _twins(kind)
+    model(data()).sum().backward()
+    if dist.get_rank() == 1:
+        local_part(model[0].weight.grad).fill_(math.inf)
+    wrapper = _wrapper(model, "sgd", clip_grad={"max_norm": 1.0, "error_if_nonfinite": True})
+    before = [local_part(p).clone() for p in model.parameters()]
+    with pytest.raises(RuntimeError, match="total norm of order 2.0") as caught:
+        wrapper.step()
+    assert all(map(torch.equal, before, map(local_part, model.parameters())))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("kind", KINDS[2])
+def test_a_norm_that_is_not_finite_is_everyones_error(kind: str) -> None:
+    first, second = run_ranks(_not_finite, 2, kind)
+    assert first == second
+
+
+def _overflow(kind: str, fused: bool, clip: bool) -> list[float]:
+    """One rank's part of one gradient is infinite: nobody moves; then all go on."""
+    _, model = _twins(kind, torch.float32)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=fused)
+    amp = AmpOptimWrapper(
+        optimizer,
+        dtype="float16",
+        loss_scale={"init_scale": 64.0},
+        clip_grad={"max_norm": 1.0} if clip else None,
+    )
+    scales = []
+    for turn in range(2):
+        before = [local_part(p).detach().clone() for p in model.parameters()]
+        amp.backward(model(data(dtype=torch.float32)).pow(2).mean())
+        if not turn and dist.get_rank() == 1:
+            local_part(model[0].weight.grad).view(-1)[0] = math.inf
+        amp.step()
+        amp.zero_grad()
+        same = all(map(torch.equal, before, map(local_part, model.parameters())))
+        assert same == (not turn)
+        scales.append(amp.loss_scaler.get_scale())
+    return scales
+
+
+@pytest.mark.parametrize("clip", [False, True])
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("kind", KINDS[2])
+def test_an_infinity_in_one_ranks_part_stops_all(kind: str, fused: bool, clip: bool) -> None:
+    assert run_ranks(_overflow, 2, kind, fused, clip) == [[32.0, 32.0], [32.0, 32.0]]
+
+
+@pytest.mark.parametrize("kind", ["hsdp", "fsdp x tensor", "data x tensor"])
+def test_an_infinity_on_a_mesh_stops_all(kind: str) -> None:
+    run_ranks(_overflow, 4, kind, False, False)
+
+
+def _scaled(kind: str) -> None:
+    plain, model = _twins(kind)
+    expected, wrapper = _wrapper(plain, "adam"), None
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    wrapper = AmpOptimWrapper(optimizer, dtype="float16", loss_scale=128.0)
+    _steps(plain, expected, range(3))
+    _steps(model, wrapper, range(3))
+    _assert_same(model, plain)
+
+
+@pytest.mark.parametrize(("size", "kind"), CASES)
+def test_the_scale_leaves_no_trace(size: int, kind: str) -> None:
+    run_ranks(_scaled, size, kind)
+
+
+class Readable:
+    """Stands for a whole tensor in a file: it has a shape and can be cut."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor, self.shape, self.dtype = tensor, tensor.shape, tensor.dtype
+
+    def __getitem__(self, index: Any) -> Tensor:
+        return self._tensor[index].clone()
+
+
+def _readable(state: Any) -> Any:
+    if isinstance(state, Tensor) and state.ndim:
+        return Readable(state)
+    return {k: _readable(v) for k, v in state.items()} if isinstance(state, dict) else state
+
+
+def _states(kind: str, optim: str) -> None:
+    """A plain state loads into parts, goes on exactly, and comes back whole."""
+    plain, model = _twins(kind)
+    reference = _wrapper(plain, optim)
+    _steps(plain, reference, range(2))
+    # torch's load_state_dict shares the tensors that it takes.
+    saved = deepcopy(reference.state_dict())
+    for mine, other in zip(model.parameters(), plain.parameters(), strict=True):
+        local_part(mine).data.copy_(other[layout_of(mine).slices])
+    for state in (saved, {**saved, "state": _readable(saved["state"])}):
+        wrapper = _wrapper(model, optim)
+        wrapper.load_state_dict(deepcopy(state))
+        assert wrapper.collective_state
+        assert wrapper.inner_count == 2
+        again = wrapper.state_dict()
+        assert again["stepwrap.optimizer"] == saved["stepwrap.optimizer"]
+        for key, values in saved["state"].items():
+            assert values.keys() == again["state"][key].keys()
+            for name, value in values.items():
+                mine = again["state"][key][name]
+                assert isinstance(mine, DTensor) == (
+                    layout_of(list(model.parameters())[key]).mesh is not None and value.ndim > 0
+                )
+                torch.testing.assert_close(whole(mine), value, rtol=0, atol=0)
+    _steps(plain, reference, range(2, 4))
+    _steps(model, wrapper, range(2, 4))
+    _assert_same(model, plain)
+
+
+@pytest.mark.parametrize("optim", ["sgd", "adam"])
+@pytest.mark.parametrize(("size", "kind"), CASES)
+def test_a_plain_state_goes_on_in_parts(size: int, kind: str, optim: str) -> None:
+    run_ranks(_states, size, kind, optim)
+
+
+def _zero(model: nn.Module) -> OptimWrapper:
+    optimizer = ZeroRedundancyOptimizer(
+        model.parameters(), optimizer_class=torch.optim.AdamW, lr=0.01
+    )
+    return OptimWrapper(optimizer)
+
+
+def _redundancy() -> dict[str, Any]:
+    """Train by ZeRO from a plain state on, and return its own state."""
+    plain, model = net(), net()
+    reference = _wrapper(plain, "adam")
+    _steps(plain, reference, range(2))
+    model.load_state_dict(plain.state_dict())
+    wrapper = _zero(model)
+    assert wrapper.collective_state
+    wrapper.load_state_dict(deepcopy(reference.state_dict()))
+    _steps(plain, reference, range(2, 4))
+    _steps(model, wrapper, range(2, 4))
+    _assert_same(model, plain, 0)
+    held = {id(p) for g in wrapper.optimizer.optim.param_groups for p in g["params"]}
+    assert 0 < len(held) < len(list(model.parameters()))
+    state, expected = wrapper.state_dict(), reference.state_dict()
+    assert state["stepwrap.optimizer"] == "AdamW"
+    assert len(state["param_groups"]) == len(expected["param_groups"])
+    if dist.get_rank() != 0:
+        assert state["state"] == {}
+        return {}
+    for key, values in expected["state"].items():
+        for name, value in values.items():
+            assert torch.equal(value, state["state"][key][name])
+    again = _wrapper(model, "adam")
+    again.load_state_dict(state)
+    return state
+
+
+def test_zero_redundancy_takes_and_gives_plain_states() -> None:
+    run_ranks(_redundancy, 2)
+
+
+def _local_sgd() -> None:
+    from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+
+    model = net()
+    inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    averager = PeriodicModelAverager(period=2, warmup_steps=1)
+    wrapper = OptimWrapper(PostLocalSGDOptimizer(inner, averager))
+    _steps(model, wrapper, range(3))
+    assert not wrapper.collective_state
+    saved = wrapper.state_dict()
+    assert saved["step"] == averager.step == 3
+    plain = _wrapper(net(), "sgd")
+    plain.load_state_dict(saved)
+    averager.step = 7
+    wrapper.load_state_dict(plain.state_dict())
+    assert averager.step == 7
+    wrapper.load_state_dict(saved)
+    assert averager.step == 3
+
+
+def test_post_local_sgd_takes_and_gives_plain_states() -> None:
+    run_ranks(_local_sgd, 2)
+
+
+def test_the_own_implementation_stays() -> None:
+    """Fused kernels of the saved run may not be had here."""
+    first = OptimWrapper(torch.optim.AdamW(net().parameters(), fused=True))
+    second = OptimWrapper(torch.optim.AdamW(net().parameters(), lr=0.5, foreach=True))
+    second.load_state_dict(first.state_dict())
+    (group,) = second.optimizer.param_groups
+    assert (group["lr"], group["fused"], group["foreach"]) == (1e-3, None, True)
+
+
+def _several() -> None:
+    _, model = _twins("fsdp")
+    plain = net()
+    group = OptimWrapperDict(a=_wrapper(model, "sgd"), b=_wrapper(plain, "sgd"))
+    assert group.collective_state
+    assert group.reads_parts
+    assert not OptimWrapperDict(b=_wrapper(plain, "sgd")).collective_state
+
+
+def test_a_group_of_optimizers_is_spread_where_a_member_is() -> None:
+    run_ranks(_several, 2)
+
+
+def _accumulated() -> None:
+    """A localised gradient is a part like its parameter."""
+    plain, model = _twins("tensor")
+    for one in (plain, model):
+        one(data()).pow(2).mean().backward()
+    for mine, other in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(whole_gradient(mine), other.grad, rtol=1e-12, atol=1e-15)
+    assert sum(map(is_sharded, model.parameters())) == 3
+
+
+def test_gradients_of_localised_parameters() -> None:
+    run_ranks(_accumulated, 2)
