@@ -86,7 +86,9 @@ class SeparateDistributedDataParallel(Steps, nn.Module):
         device = device_of(module)
         # A child may have several names.
         wrapped = {
-            child: _Child(child, **options) for child in module.children() if _is_trained(child)
+            child: _Child(child, name, **options)
+            for name, child in module.named_children()
+            if _is_trained(child)
         }
         # All or none: what fails above leaves the model alone.
         for name, child in list(module._modules.items()):
@@ -174,8 +176,9 @@ class SeparateDistributedDataParallel(Steps, nn.Module):
 class _Child(StepDistributedDataParallel):
     """One child; it adds nothing to the names of its parameters and buffers."""
 
-    def __init__(self, module: nn.Module, **options: Any) -> None:
+    def __init__(self, module: nn.Module, name: str, **options: Any) -> None:
         super().__init__(module, **options)
+        self._trainable = [f"{name}.{one}" for one in self._trainable]
         self.register_load_state_dict_pre_hook(_rename_weights)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -208,6 +211,13 @@ def check_children(module: nn.Module) -> None:
             f"{', '.join(direct)} belongs to {kind} itself and would differ between the ranks: "
             "put it into a child module, freeze it, or use StepDistributedDataParallel"
         )
+    for name, child in module.named_children():
+        if isinstance(child, (nn.ModuleList, nn.ModuleDict)) and _is_trained(child):
+            raise ValueError(
+                f"{kind}.{name} is a {type(child).__name__}, which is never called itself, so its "
+                "gradients could not be averaged: make it a module with a forward, or use "
+                "StepDistributedDataParallel"
+            )
     if not any(_is_trained(child) for child in module.children()):
         raise ValueError(
             f"{kind} has no child with parameters that require a gradient: there is nothing to "

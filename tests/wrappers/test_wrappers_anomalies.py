@@ -4,10 +4,18 @@ import logging
 
 import pytest
 import torch
+from ranks import run_ranks
 from step_models import HalfUsed, batches, sgd
-from torch import nn
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
-from stepwrap.wrappers import SingleDevice, detect_anomalous_params
+from stepwrap.wrappers import (
+    BaseModel,
+    SingleDevice,
+    StepDistributedDataParallel,
+    detect_anomalous_params,
+)
+from stepwrap.wrappers.anomalies import watch_gradients
 
 
 def test_unused_layer_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -56,3 +64,73 @@ def test_leaves_and_constants_as_loss() -> None:
     model = Scalar()
     assert detect_anomalous_params(model.value, model) == []
     assert detect_anomalous_params(torch.tensor(1.0), model) == ["value"]
+
+
+class Checkpointed(BaseModel):
+    """`inner` runs under activation checkpointing, `spare` never."""
+
+    def __init__(self, use_reentrant: bool) -> None:
+        super().__init__()
+        self.first, self.inner = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.spare = nn.Linear(6, 6)
+        self.use_reentrant = use_reentrant
+
+    def forward(self, inputs: Tensor, target: Tensor, mode: str = "loss") -> dict[str, Tensor]:
+        hidden = checkpoint(self.inner, self.first(inputs), use_reentrant=self.use_reentrant)
+        return {"loss": hidden.square().mean()}
+
+
+SPARE = ["spare.weight", "spare.bias"]
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_activation_checkpointing(
+    use_reentrant: bool, accumulate: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = SingleDevice(Checkpointed(use_reentrant), detect_anomalous_params=True)
+    wrapper = sgd(model, accumulative_counts=accumulate)
+    with caplog.at_level(logging.ERROR):
+        for batch in batches(4):
+            model.train_step(batch, wrapper)
+    assert [record.args[0] for record in caplog.records] == [f"module.{n}" for n in SPARE]
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_activation_checkpointing_by_hand(use_reentrant: bool) -> None:
+    model = Checkpointed(use_reentrant)
+    inputs, target = batches(1)[0]
+    loss = model(inputs, target)["loss"]
+    with watch_gradients(model) as received:
+        loss.backward()
+    assert detect_anomalous_params(loss, model) == SPARE
+    model.zero_grad()
+    assert detect_anomalous_params(loss, model, received=received) == SPARE
+    if use_reentrant:
+        # Nothing is left to tell by, as the documentation warns.
+        assert detect_anomalous_params(loss, model) == ["inner.weight", "inner.bias", *SPARE]
+
+
+def test_old_gradients_do_not_count() -> None:
+    model = HalfUsed()
+    model.spare(torch.ones(1, 6)).sum().backward()
+    loss = model.used(torch.ones(1, 6)).sum()
+    loss.backward()
+    assert detect_anomalous_params(loss, model) == SPARE
+
+
+def _under_ddp(use_reentrant: bool) -> set[tuple[str, ...]]:
+    model = StepDistributedDataParallel(
+        Checkpointed(use_reentrant), detect_anomalous_params=True, static_graph=True
+    )
+    optim = sgd(model)
+    for batch in batches(3):
+        model.train_step(batch, optim)
+    seen: set[tuple[str, ...]] = model._anomalies_seen
+    return seen
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_activation_checkpointing_under_ddp(use_reentrant: bool) -> None:
+    expected = {tuple(f"module.{name}" for name in SPARE)}
+    assert run_ranks(_under_ddp, 2, use_reentrant) == [expected] * 2

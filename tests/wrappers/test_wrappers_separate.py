@@ -227,6 +227,9 @@ def _refusals() -> Iterator[str]:
     yield str(direct.value)
     with pytest.raises(ValueError, match="nothing to average"):
         SeparateDistributedDataParallel(classifier().requires_grad_(False))
+    listed = SupervisedModel(nn.ModuleList([nn.Linear(2, 2)]), nn.CrossEntropyLoss())
+    with pytest.raises(ValueError, match=r"SupervisedModel.net is a ModuleList"):
+        SeparateDistributedDataParallel(listed)
     mixed = Mixed()
     with pytest.raises(RuntimeError, match="uninitialized"):
         SeparateDistributedDataParallel(mixed)
