@@ -155,7 +155,7 @@ def make_wrapper(
     if row.is_tensor_parallel:
         from stepwrap.wrappers import Preparation
 
-        options["prepare"] = Preparation(tensor_parallel={"plan": PLANS[model]})
+        options["prepare"] = Preparation(tensor_parallel=PLANS[model])
     return wrap_model(MODEL_WRAPPERS.get(row.wrapper), user, device=device, **options)
 
 
