@@ -19,7 +19,7 @@ from .check_component import check_component
 from .check_config import check_config
 from .config import Config, config_from_dict, dump_config, format_config, load_config
 from .errors import ConfigError, Problem, did_you_mean, nearest
-from .optimizer_sections import named_optimizers, optim_wrapper_sections
+from .optimizer_sections import named_optimizers, optim_wrapper_sections, stepping_class
 from .paramwise import check_paramwise, default_of
 from .registry import Registry
 from .scan import Registration, list_registrations
@@ -77,4 +77,5 @@ __all__ = [
     "named_optimizers",
     "nearest",
     "optim_wrapper_sections",
+    "stepping_class",
 ]

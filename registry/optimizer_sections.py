@@ -23,6 +23,20 @@ def named_optimizers(optimizer: Any) -> dict[str, Any]:
     return dict(optimizer)
 
 
+def stepping_class(settings: Mapping[str, Any]) -> Any:
+    """Return the class whose options an optimizer's groups have; None where there is none.
+
+    That is the `optimizer_class` of one that steps by another.
+    """
+    wanted = settings.get("optimizer_class", settings.get("type"))
+    if isinstance(wanted, Mapping):
+        wanted = wanted.get("_ref_")
+    try:
+        return find_type(wanted, OPTIMIZERS)
+    except (KeyError, TypeError):
+        return None
+
+
 def with_wrapper_type(optim_wrapper: Mapping[str, Any], optimizer: Any) -> dict[str, Any]:
     """Return the settings of an optimizer wrapper with their type, or those by name as they are."""
     if _by_name(optim_wrapper, named_optimizers(optimizer)):
@@ -78,15 +92,10 @@ def _optimizer_problems(settings: Any, where: str, *, several: bool) -> Iterator
         yield Problem(f"{where}.params", f"{what} {shown_value(params)}")
     if "paramwise" in settings:
         found: list[Problem] = []
-        check_paramwise(settings["paramwise"], _class_of(settings), f"{where}.paramwise", found)
+        check_paramwise(
+            settings["paramwise"], stepping_class(settings), f"{where}.paramwise", found
+        )
         yield from found
-
-
-def _class_of(settings: Mapping[str, Any]) -> Any:
-    try:
-        return find_type(settings.get("type"), OPTIMIZERS)
-    except (KeyError, TypeError):
-        return None
 
 
 def _by_name(optim_wrapper: Mapping[str, Any], names: Mapping[str, Any]) -> bool:

@@ -18,6 +18,7 @@ from ..registry import (
     build_tree,
     named_optimizers,
     optim_wrapper_sections,
+    stepping_class,
 )
 from ..wrappers import (
     NamedParameter,
@@ -79,7 +80,7 @@ def _optimizer(
                 lr=own.get("lr"),
                 weight_decay=own.get("weight_decay"),
                 paramwise=paramwise,
-                optimizer=OPTIMIZERS.resolve(own["type"]),
+                optimizer=stepping_class(own),
             )
     with building(where):
         return _built(own, params)

@@ -234,6 +234,12 @@ def test_one_optimizer_is_not_named(gan: Path) -> None:
     assert found[0].startswith("gan.yaml:11: ")
 
 
+def test_options_of_the_class_that_steps_are_checked(run: Path) -> None:
+    zero = "{type: ZeroRedundancyOptimizer, optimizer_class: SGD, lr: 1, paramwise: {custom_keys: "
+    with pytest.raises(ConfigError, match="no such option of SGD; did you mean momentum"):
+        read_sections(load_config("points.yaml", [f"optimizer={zero}{{net: {{momentm: 1}}}}}}}}"]))
+
+
 def test_a_mistake_below_a_key_with_dots_has_its_line(run: Path) -> None:
     (run / "own.yaml").write_text(
         "_base_: points.yaml\noptimizer:\n  paramwise:\n    custom_keys:\n"
