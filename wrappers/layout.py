@@ -14,7 +14,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup, ReduceOp, all_reduce
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
@@ -149,6 +149,18 @@ def take_part(source: Any, like: Tensor) -> Tensor:
 def copy_whole_(target: Tensor, source: Any) -> None:
     """Copy this process's part of ``source`` into ``target``; arguments as in `take_part`."""
     local_part(target).copy_(_cut(source, target))
+
+
+def reshard(model: nn.Module) -> None:
+    """Give up what FSDP2 has put together for a forward, so that only parts are left; local.
+
+    After a forward without a backward the parameters of the outermost module are whole. A change
+    of the parts then would not be seen by the next forward.
+    """
+    for module in model.modules():
+        # FSDP2 makes classes with this method; its module is not imported for others' sake.
+        if hasattr(module, "set_reshard_after_forward"):
+            module.reshard()
 
 
 def total_norm(
