@@ -90,7 +90,7 @@ def _optimizer_problems(settings: Any, where: str, *, several: bool) -> Iterator
     if several and "params" in settings and not (fits(params, list[str]) and params):
         what = "must be a list of name patterns or paths of modules, got"
         yield Problem(f"{where}.params", f"{what} {shown_value(params)}")
-    if "paramwise" in settings:
+    if settings.get("paramwise") is not None:
         found: list[Problem] = []
         check_paramwise(
             settings["paramwise"], stepping_class(settings), f"{where}.paramwise", found
