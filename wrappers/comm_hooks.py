@@ -17,7 +17,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import (
 )
 from torch.futures import Future
 
-from ..registry import COMM_HOOKS, did_you_mean
+from ..registry import COMM_HOOKS, build_tree, did_you_mean
 
 # What torch calls with the state and one bucket of gradients.
 HookFunction = Callable[[Any, GradBucket], Any]
@@ -138,7 +138,8 @@ def read_comm_hook(setting: Any) -> CommHook:
     Args:
         setting: a registered name, ``{"type": name, **options}``, the import path of a function,
             a function ``hook(state, bucket)``, a pair ``(state, hook)`` or a ``CommHook``. A
-            function without a state gets the process group as its state.
+            function without a state gets the process group as its state; a state that is a dict
+            with a type is built.
 
     Raises:
         ValueError: there is no hook of that name.
@@ -157,9 +158,11 @@ def read_comm_hook(setting: Any) -> CommHook:
         target = _find(setting)
         return target() if isinstance(target, type) else _Function(_checked(target))
     if isinstance(setting, Sequence) and len(setting) == 2:
-        function = setting[1]
+        state, function = setting
+        if isinstance(state, Mapping) and "type" in state:
+            state = build_tree(state, COMM_HOOKS)
         function = _find(function) if isinstance(function, str) else function
-        return _Function(_checked(function), setting[0], given_state=True)
+        return _Function(_checked(function), state, given_state=True)
     return _Function(_checked(setting))
 
 

@@ -107,6 +107,16 @@ class PostLocalSGD(PostLocalSGDOptimizer):
         )
         super().__init__(build(params, **defaults), averager)
 
+    # torch's class keeps the list of before a `load_state_dict`, which makes a new one.
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """Groups of the optimizer that steps."""
+        return self.optim.param_groups
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        self.optim.param_groups = groups
+
     def __getattr__(self, name: str) -> Any:
         # torch's class leaves out what `Optimizer.__init__` sets, such as `defaults` and the
         # hooks of a step: those of the optimizer that steps serve.

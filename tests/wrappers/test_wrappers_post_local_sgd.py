@@ -1,0 +1,164 @@
+"""Optimizers that work together with other ranks: sharded state, averaged weights."""
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from step_models import batches, classifier, flat, mlp, sgd
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import (
+    PostLocalSGDState,
+    post_localSGD_hook,
+)
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from stepwrap.registry import OPTIMIZERS
+from stepwrap.wrappers import (
+    OptimWrapper,
+    PostLocalSGD,
+    StepDistributedDataParallel,
+    ZeroRedundancyOptimizer,
+)
+
+STEPS = 10
+DTYPE = torch.float64
+
+
+def _train(optimizer: Any, accumulate: int = 1, **wrapper: Any) -> Tensor:
+    model = StepDistributedDataParallel(classifier(DTYPE), **wrapper)
+    cls, options = optimizer
+    wrapped = OptimWrapper(
+        cls(model.parameters(), **options), accumulate, clip_grad={"max_norm": 0.5}
+    )
+    schedule = torch.optim.lr_scheduler.ExponentialLR(wrapped.optimizer, 0.9)
+    for batch in batches(STEPS, dtype=DTYPE, seed=dist.get_rank()):
+        model.train_step(batch, wrapped)
+        if wrapped.should_update():
+            schedule.step()
+    return flat(model)
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize(
+    ("inner", "options"),
+    [
+        ("AdamW", {"lr": 0.01, "weight_decay": 0.1}),
+        ({"_ref_": "torch.optim.Adam"}, {"lr": 0.01}),
+        (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True}),
+    ],
+)
+def test_zero_equals_the_plain_optimizer(
+    inner: Any, options: dict[str, Any], accumulate: int
+) -> None:
+    name = inner.get("_ref_") if isinstance(inner, dict) else inner
+    plain = OPTIMIZERS.resolve(name) if isinstance(name, str) else name
+    expected = run_ranks(_train, 2, (plain, options), accumulate)
+    sharded = {"optimizer_class": inner, **options}
+    found = run_ranks(_train, 2, (ZeroRedundancyOptimizer, sharded), accumulate)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert (ours - theirs).abs().max().item() <= 1e-12
+
+
+def _state_is_shared_out() -> int:
+    model = StepDistributedDataParallel(classifier())
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), "Adam", lr=0.01)
+    for batch in batches(2):
+        model.train_step(batch, OptimWrapper(optimizer))
+    return len(optimizer.optim.state)
+
+
+def test_zero_shares_the_state_out() -> None:
+    assert sum(run_ranks(_state_is_shared_out, 2)) == 4
+
+
+LOCAL = {"lr": 0.1, "momentum": 0.9}
+HOOK = {"type": "post_localSGD", "start_localSGD_iter": 2}
+
+
+def _local() -> Tensor:
+    options = {"optimizer_class": "SGD", "period": 3, "warmup_steps": 2, **LOCAL}
+    return _train((PostLocalSGD, options), comm_hook=HOOK)
+
+
+def _by_hand() -> Tensor:
+    model = classifier(DTYPE)
+    wrapped = DistributedDataParallel(model)
+    state = PostLocalSGDState(None, None, 2, post_local_gradient_allreduce=False)
+    wrapped.register_comm_hook(state, post_localSGD_hook)
+    optimizer = torch.optim.SGD(model.parameters(), **LOCAL)
+    averager = PeriodicModelAverager(period=3, warmup_steps=2)
+    for inputs, target in batches(STEPS, dtype=DTYPE, seed=dist.get_rank()):
+        wrapped(inputs, target, mode="loss")["loss"].backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        averager.average_parameters(model.parameters())
+        optimizer.zero_grad()
+        for group in optimizer.param_groups:
+            group["lr"] *= 0.9
+    return flat(model)
+
+
+def test_post_local_sgd_equals_torchs_pieces() -> None:
+    ours, theirs = run_ranks(_local, 2), run_ranks(_by_hand, 2)
+    for mine, expected in zip(ours, theirs, strict=True):
+        assert (mine - expected).abs().max().item() <= 1e-12
+    # The last average was a while ago.
+    assert not torch.equal(*ours)
+
+
+def _as_an_optimizer() -> list[Any]:
+    net = mlp()
+    optimizer = PostLocalSGD(net.parameters(), torch.optim.SGD, period=2, lr=0.1)
+    calls: list[Optimizer] = []
+    optimizer.register_step_pre_hook(lambda one, *rest: calls.append(one))
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss: Tensor = net(torch.ones(1, 6)).sum()
+        loss.backward()
+        return loss
+
+    first, second = optimizer.step(closure), optimizer.step(closure)
+    again = pickle.loads(pickle.dumps(optimizer.state_dict()))
+    other = PostLocalSGD(mlp().parameters(), "SGD", period=2, lr=0.5)
+    other.load_state_dict(again)
+    return [
+        bool(second < first),
+        len(calls),
+        optimizer.defaults["lr"],
+        other.param_groups[0]["lr"],
+        other.averager.step,
+        isinstance(copy.deepcopy(optimizer.defaults), dict),
+        sgd(net).get_lr() == OptimWrapper(optimizer).get_lr(),
+    ]
+
+
+def test_post_local_sgd_is_an_optimizer() -> None:
+    assert run_ranks(_as_an_optimizer, 2) == [[True, 2, 0.1, 0.1, 2, True, True]] * 2
+
+
+def test_wrong_options() -> None:
+    parameters = list(mlp().parameters())
+    with pytest.raises(TypeError, match="AdamW has no argument 'learning_rate'"):
+        ZeroRedundancyOptimizer(parameters, "AdamW", learning_rate=0.1)
+    with pytest.raises(TypeError, match="SGD has no argument 'momentun'; did you mean momentum"):
+        PostLocalSGD(parameters, "SGD", period=2, momentun=0.9)
+    with pytest.raises(KeyError, match="did you mean AdamW"):
+        ZeroRedundancyOptimizer(parameters, "AdmW")
+    with pytest.raises(TypeError, match="optimizer_class must be"):
+        PostLocalSGD(parameters, 3, period=2)
+    with pytest.raises(ValueError, match="period must be at least 2"):
+        PostLocalSGD(parameters, "SGD", period=1, lr=0.1)
+    with pytest.raises(ValueError, match="overlap_with_ddp"):
+        ZeroRedundancyOptimizer(parameters, "SGD", overlap_with_ddp=True)
+
+
+@pytest.mark.parametrize("cls", [ZeroRedundancyOptimizer, PostLocalSGD])
+def test_registered_names(cls: type) -> None:
+    assert OPTIMIZERS.get(cls.__name__) is cls
