@@ -187,7 +187,8 @@ def _grouped(
     taken: dict[str, int] = {}
     described = []
     for params, reasons, options in groups.values():
-        name = "+".join(reasons)
+        more = [f"{len(reasons) - 3} more"] if len(reasons) > 3 else []
+        name = "+".join([*list(reasons)[:3], *more])
         # A custom key may be called as one of our kinds of parameters.
         taken[name] = taken.get(name, 0) + 1
         name = name if taken[name] == 1 else f"{name} {taken[name]}"

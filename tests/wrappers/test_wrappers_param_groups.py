@@ -116,7 +116,7 @@ def test_groups_are_few_and_named_in_the_order_of_the_model() -> None:
         model, custom_keys={"embed": {"decay_mult": 0.0}, "token": {}}, norm_decay_mult=0.0
     )
     names = [group["name"] for group in groups]
-    assert names == ["token+other+bias+dwconv+dwconv bias", "embed+norm"]
+    assert names == ["token+other+bias+2 more", "embed+norm"]
 
 
 @pytest.mark.parametrize("cls", [AdamW, SGD])
