@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, distributed, nn
@@ -17,7 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ._first_rank import broadcast_first
 from .layout import copy_whole_
 
-Initialiser = Callable[[nn.Module], Any]
+Initialiser: TypeAlias = Callable[[nn.Module], Any]
+Slot: TypeAlias = tuple[nn.Module, str]
 
 
 @contextmanager
@@ -54,7 +56,7 @@ def materialise(model: nn.Module, mesh: DeviceMesh, init: Initialiser | None = N
     To be called after ``fully_shard``. Memory: the shards, and the whole parameters of one module
     at a time; where a module's ``reset_parameters`` also writes parameters of the modules inside
     it, those as well. Modules come in the order in which an ordinary construction fills them:
-    those inside a module before itself.
+    those inside a module before itself. A tied parameter is made by the first one that has it.
 
     All ranks draw from the random state of the mesh's first rank, and a rank whose own stream
     stood there is left where an ordinary construction would leave it; any other gets its own
@@ -78,17 +80,17 @@ def materialise(model: nn.Module, mesh: DeviceMesh, init: Initialiser | None = N
         _Builder(model, jobs, device).run()
 
 
+@dataclass
 class _Job:
     """One module to fill.
 
     Attributes:
-        slots: the places (module, name) of the parameters that its initialiser writes.
+        slots: the places (module, name) of the parameters that its initialiser may write.
     """
 
-    def __init__(self, module: nn.Module, init: Callable[[], Any] | None) -> None:
-        self.module = module
-        self.init = init
-        self.slots: list[tuple[nn.Module, str]] = []
+    module: nn.Module
+    init: Callable[[], Any] | None
+    slots: list[Slot]
 
 
 class _Builder:
@@ -98,49 +100,67 @@ class _Builder:
         self._names = {id(p): name for name, p in model.named_parameters()}
         self._jobs = jobs
         self._device = device
-        # By the shard: tied parameters have several slots.
+        # All by the shard: tied parameters have several slots.
         self._whole: dict[nn.Parameter, nn.Parameter] = {}
         self._written: set[nn.Parameter] = set()
+        self._makers: dict[nn.Parameter, nn.Module] = {}
+        for job in jobs:
+            for slot in job.slots:
+                if slot[0] is job.module and job.init is not None:
+                    self._makers.setdefault(_shard_in(slot), job.module)
         self._last = {
-            owner._parameters[name]: at for at, job in enumerate(jobs) for owner, name in job.slots
+            _shard_in(slot): at
+            for at, job in enumerate(jobs)
+            for slot in job.slots
+            if not self._is_tied_copy(job, slot)
         }
 
     def run(self) -> None:
         for at, job in enumerate(self._jobs):
-            shards = [owner._parameters[name] for owner, name in job.slots]
-            pairs = [
-                (slot, one) for slot, one in zip(job.slots, shards, strict=True) if one is not None
-            ]
+            shards = [_shard_in(slot) for slot in job.slots]
             try:
-                self._fill(job, pairs)
+                self._fill(job, shards)
             finally:
-                for (owner, name), shard in pairs:
+                for (owner, name), shard in zip(job.slots, shards, strict=True):
                     owner._parameters[name] = shard
-            for _, shard in pairs:
-                if self._last[shard] == at and shard in self._whole:
+            for shard in dict.fromkeys(shards):
+                if self._last[shard] == at:
                     self._keep(shard)
 
-    def _fill(self, job: _Job, pairs: Sequence[tuple[tuple[nn.Module, str], nn.Parameter]]) -> None:
-        for (owner, name), shard in pairs:
-            whole = self._whole.get(shard)
+    def _fill(self, job: _Job, shards: Sequence[nn.Parameter]) -> None:
+        mine = [not self._is_tied_copy(job, slot) for slot in job.slots]
+        wholes = []
+        for slot, shard, kept in zip(job.slots, shards, mine, strict=True):
+            whole = self._whole.get(shard) if kept else None
             if whole is None:
                 memory = torch.empty(shard.shape, dtype=shard.dtype, device=self._device)
                 whole = nn.Parameter(memory, shard.requires_grad)
+            if kept:
                 self._whole[shard] = whole
-            owner._parameters[name] = whole
+            slot[0]._parameters[slot[1]] = whole
+            wholes.append(whole)
         with _Writes() as writes, torch.no_grad():
             if job.init is not None:
                 job.init()
-        for (owner, name), shard in pairs:
-            now = owner._parameters[name]
-            if now is not None and (now is not self._whole[shard] or writes.reached(now)):
+        for slot, shard, whole, kept in zip(job.slots, shards, wholes, mine, strict=True):
+            now = _shard_in(slot)
+            if kept and (now is not whole or writes.reached(now)):
                 self._whole[shard] = now
                 self._written.add(shard)
+
+    def _is_tied_copy(self, job: _Job, slot: Slot) -> bool:
+        """Whether a module that came before has made the parameter: this one draws in vain."""
+        maker = self._makers.get(_shard_in(slot))
+        return slot[0] is job.module and maker not in (None, job.module)
 
     def _keep(self, shard: nn.Parameter) -> None:
         whole = self._whole.pop(shard)
         if shard not in self._written:
-            raise ValueError(_uninitialised(self._names[id(shard)]))
+            raise ValueError(
+                f"nothing initialises the parameter {self._names[id(shard)]}, which is on the "
+                "meta device: let its module have a reset_parameters() that does, or give "
+                "param_init_fn(module) to the wrapper"
+            )
         copy_whole_(shard, whole)
 
 
@@ -152,32 +172,47 @@ class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._seen: dict[int, Tensor] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for argument, value in zip(func._schema.arguments, args, strict=False):
-            if argument.is_write and isinstance(value, Tensor):
-                # The tensor itself is kept, so that its memory is not given to another one.
-                self._seen[value.untyped_storage()._cdata] = value
-        return func(*args, **(kwargs or {}))
+        named = kwargs or {}
+        for at, argument in enumerate(func._schema.arguments):
+            if argument.is_write:
+                value = args[at] if at < len(args) else named.get(argument.name)
+                for one in value if isinstance(value, (list, tuple)) else [value]:
+                    if isinstance(one, Tensor):
+                        # It is kept, so that its memory is not given to another one.
+                        self._seen[one.untyped_storage()._cdata] = one
+        return func(*args, **named)
 
     def reached(self, tensor: Tensor) -> bool:
         """Whether something was written into the memory of ``tensor``."""
         return tensor.untyped_storage()._cdata in self._seen
 
 
+def _shard_in(slot: Slot) -> nn.Parameter:
+    found = slot[0]._parameters[slot[1]]
+    assert found is not None
+    return found
+
+
 def _plan(model: nn.Module, init: Initialiser | None) -> list[_Job]:
     """The modules to fill in order, each with what its initialiser writes."""
     jobs = []
     for module in _inside_out(model):
-        own = [(module, name) for name, one in _meta_parameters(module)]
-        if init is not None:
-            job = _Job(module, functools.partial(init, module))
-        else:
-            job = _Job(module, _reset_of(module))
-        job.slots = own
-        if init is None and job.init is not None:
-            job.slots = own + [slot for slot in _rehearse(module, job.init) if slot not in own]
-        if job.slots:
-            jobs.append(job)
+        slots: list[Slot] = [(module, name) for name, _ in _meta_parameters(module)]
+        start = _reset_of(module) if init is None else functools.partial(_call, init, module)
+        if init is None and start is not None:
+            slots += [slot for slot in _rehearse(module, start) if slot not in slots]
+        if slots:
+            jobs.append(_Job(module, start, slots))
     return jobs
+
+
+def _call(init: Initialiser, module: nn.Module) -> None:
+    # Functions for torch's older wrapper begin with `to_empty`, but the memory is there already.
+    vars(module)["to_empty"] = lambda **_: module
+    try:
+        init(module)
+    finally:
+        del vars(module)["to_empty"]
 
 
 def _inside_out(module: nn.Module, seen: set[int] | None = None) -> Iterator[nn.Module]:
@@ -263,10 +298,3 @@ def _random_state_of_first(mesh: DeviceMesh, device: torch.device) -> Iterator[N
         for kind, before, state in zip(kinds, own, first, strict=True):
             if not torch.equal(before, state):
                 kind.set_rng_state(before)
-
-
-def _uninitialised(name: str) -> str:
-    return (
-        f"nothing initialises the parameter {name}, which is on the meta device: let its module "
-        "have a reset_parameters() that does, or give param_init_fn(module) to the wrapper"
-    )

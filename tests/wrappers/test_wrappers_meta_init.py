@@ -1,0 +1,279 @@
+"""Models built without memory: the same weights as an ordinary construction gives."""
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from fsdp_runs import Block, Net, Normed, own_batches, whole
+from ranks import run_ranks
+from step_models import sgd
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from stepwrap.wrappers import (
+    StepFullyShardedDataParallel,
+    SupervisedModel,
+    build_mesh,
+    meta_parameters,
+)
+
+
+class Positions(nn.Module):
+    """A parameter of its own beside modules, and a buffer with random values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.table = nn.Parameter(torch.empty(5, 8))
+        self.norm = nn.LayerNorm(8)
+        self.register_buffer("mask", torch.ones(5, 5).tril())
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.trunc_normal_(self.table, std=0.02)
+
+
+class Overwriting(nn.Module):
+    """Sets a part of what the layers inside have drawn, and leaves the rest."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        with torch.no_grad():
+            self.first.weight[0].normal_()
+            self.second.bias.data.zero_()
+
+
+class Shared(nn.Module):
+    """The same weight twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(7, 4, padding_idx=1), nn.Linear(4, 7)
+        self.head.weight = self.embed.weight
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "linear": Net,
+    "batchnorm": Normed,
+    "positions": Positions,
+    "overwriting": Overwriting,
+    "recurrent": lambda: nn.LSTM(3, 5, 2),
+    "transformer": lambda: nn.Sequential(
+        nn.TransformerEncoderLayer(8, 2, 16), nn.TransformerDecoderLayer(8, 2, 16)
+    ),
+    "tied": Shared,
+    "convolution": lambda: nn.Sequential(nn.Conv2d(1, 4, 3), nn.GroupNorm(2, 4), nn.PReLU()),
+}
+
+
+def _built(kind: str, options: dict[str, Any]) -> tuple[dict[str, Tensor], bool]:
+    """Return the weights, and whether the random stream is where an ordinary one ends."""
+    axes = options.pop("axes", None)
+    if axes is not None:
+        options["mesh"] = build_mesh(axes)
+    torch.manual_seed(3)
+    MODELS[kind]()
+    end = torch.get_rng_state()
+    torch.manual_seed(3)
+    with meta_parameters():
+        model = MODELS[kind]()
+    assert all(one.is_meta for one in model.parameters())
+    assert not any(one.is_meta for one in model.buffers())
+    wrapped = StepFullyShardedDataParallel(model, **options)
+    assert all(isinstance(one, DTensor) for one in wrapped.parameters())
+    return whole(model), torch.equal(torch.get_rng_state(), end)
+
+
+def _all_built(cases: list[tuple[str, dict[str, Any]]]) -> list[tuple[dict[str, Tensor], bool]]:
+    return [_built(kind, dict(options)) for kind, options in cases]
+
+
+CASES: list[tuple[str, dict[str, Any]]] = [
+    *((kind, {}) for kind in MODELS),
+    ("linear", {"shard": ["Block", "Linear"]}),
+    ("transformer", {"shard": ["TransformerEncoderLayer", "TransformerDecoderLayer"]}),
+    ("transformer", {"shard": "Linear"}),
+    ("linear", {"shard": "Block", "cpu_offload": True}),
+    ("positions", {"mixed_precision": {"param_dtype": "bfloat16"}}),
+]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "more"), [(1, {}), (2, {}), (4, {"axes": {"replicate": 2, "shard": 2}})]
+)
+def test_weights_are_those_of_an_ordinary_construction(ranks: int, more: dict[str, Any]) -> None:
+    cases = [(kind, {**options, **more}) for kind, options in CASES]
+    for results in run_ranks(_all_built, ranks, cases):
+        for (kind, options), (weights, at_end) in zip(cases, results, strict=True):
+            torch.manual_seed(3)
+            expected = MODELS[kind]().state_dict()
+            assert weights.keys() == expected.keys()
+            for name, one in expected.items():
+                assert torch.equal(weights[name], one), (kind, options, name)
+            assert at_end
+
+
+def _other_streams() -> bool:
+    torch.manual_seed(100 + dist.get_rank())
+    before = torch.get_rng_state()
+    with meta_parameters():
+        model = Net()
+    StepFullyShardedDataParallel(model, shard=["Block"])
+    return torch.equal(before, torch.get_rng_state())
+
+
+def test_other_random_streams_are_left_alone() -> None:
+    assert run_ranks(_other_streams, 2) == [False, True]
+
+
+def _whole_transformer() -> bool:
+    """Its layers are copies of one, so their values come in another order; but they are all set."""
+    with meta_parameters():
+        model = nn.Transformer(8, 2, 2, 2, 16, batch_first=True)
+    StepFullyShardedDataParallel(model, shard="TransformerEncoderLayer")
+    weights = whole(model)
+    bounds = {name: one.abs().max().item() for name, one in weights.items()}
+    return all(0 < bounds[name] <= 1 for name in bounds if name.endswith("weight"))
+
+
+def test_an_initialiser_of_the_whole_model() -> None:
+    assert run_ranks(_whole_transformer, 2) == [True, True]
+
+
+def test_what_is_on_the_meta_device() -> None:
+    weight = nn.Parameter(torch.zeros(3))
+    with meta_parameters():
+        model = nn.ParameterList([weight])
+        again = nn.ParameterList([weight])
+        frozen = nn.Module()
+        frozen.weight = nn.Parameter(torch.zeros(2), requires_grad=False)
+        lazy = nn.LazyLinear(3)
+        absent = nn.Linear(2, 2, bias=False)
+    with pytest.raises(KeyError), meta_parameters():
+        {}["absent"]
+    assert model[0].is_meta
+    assert model[0] is again[0]
+    assert frozen.weight.is_meta
+    assert not frozen.weight.requires_grad
+    assert isinstance(lazy.weight, nn.UninitializedParameter)
+    assert absent.bias is None
+    assert not nn.Linear(2, 2).weight.is_meta
+
+
+class Forgetful(nn.Module):
+    """Nothing but its constructor sets the scale."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(6, 6)
+        self.scale = nn.Parameter(torch.ones(6))
+
+
+class Meek(Forgetful):
+    """Its initialiser leaves the scale out."""
+
+    def reset_parameters(self) -> None:
+        nn.init.zeros_(self.inner.bias)
+
+
+def _ones(module: nn.Module) -> None:
+    for one in module.parameters(recurse=False):
+        nn.init.ones_(one)
+
+
+def _replacing(module: nn.Module) -> None:
+    module.to_empty(device="cpu", recurse=False)
+    _ones(module)
+
+
+def _linear_only(module: nn.Module) -> None:
+    if isinstance(module, nn.Linear):
+        _ones(module)
+
+
+def _uninitialised() -> list[str]:
+    told = []
+    for kind, init in ((Forgetful, None), (Meek, None), (Forgetful, _linear_only)):
+        with meta_parameters():
+            model = nn.Sequential(kind())
+        with pytest.raises(ValueError, match="nothing initialises") as error:
+            StepFullyShardedDataParallel(model, param_init_fn=init)
+        told.append(str(error.value))
+    for init in (_ones, f"{__name__}._replacing", {"type": _replacing}):
+        with meta_parameters():
+            model = nn.Sequential(Forgetful())
+        StepFullyShardedDataParallel(model, shard="Linear", param_init_fn=init)
+        assert all(bool((one == 1).all()) for one in whole(model).values())
+    return told
+
+
+def test_what_nothing_initialises_is_named() -> None:
+    for told in run_ranks(_uninitialised, 2):
+        for text in told:
+            assert "the parameter 0.scale, which is on the meta device" in text
+            assert "reset_parameters() that does, or give param_init_fn(module)" in text
+
+
+WIDTH, LAYERS = 96, 8
+_peaks: list[int] = []
+
+
+class Weighed(nn.Linear):
+    """Notes how many elements all tensors with memory have while it is initialised."""
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        if not self.weight.is_meta:
+            tensors = [one for one in gc.get_objects() if type(one) in (Tensor, nn.Parameter)]
+            memory = {
+                one.untyped_storage().data_ptr(): one.untyped_storage().size() // 4
+                for one in tensors
+                if one.device.type == "cpu" and one.numel() > WIDTH
+            }
+            _peaks.append(sum(memory.values()))
+
+
+def _peak() -> tuple[int, int]:
+    _peaks.clear()
+    with meta_parameters():
+        model = nn.Sequential(*(Weighed(WIDTH, WIDTH) for _ in range(LAYERS)))
+    gc.collect()
+    before = sum(one.numel() for one in model.parameters() if not one.is_meta)
+    StepFullyShardedDataParallel(model, shard="Linear")
+    return max(_peaks), before
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_memory_is_the_shards_and_one_module(ranks: int) -> None:
+    layer = WIDTH * (WIDTH + 1)
+    shards = LAYERS * layer // ranks
+    for peak, before in run_ranks(_peak, ranks):
+        assert before == 0
+        assert layer < peak <= shards + layer + 5100
+
+
+def _trained(meta: bool) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    if meta:
+        with meta_parameters():
+            net: nn.Module = Normed()
+    else:
+        net = Normed()
+    model = SupervisedModel(net, nn.CrossEntropyLoss())
+    wrapped = StepFullyShardedDataParallel(model, shard=[Block], sync_batchnorm=True)
+    optim = sgd(wrapped, momentum=0.9)
+    for batch in own_batches(dist.get_rank(), torch.float32):
+        wrapped.train_step(batch, optim)
+    return whole(model)
+
+
+def test_it_trains_the_same() -> None:
+    for one, other in zip(run_ranks(_trained, 2, True), run_ranks(_trained, 2, False), strict=True):
+        assert all(torch.equal(one[name], other[name]) for name in other)
