@@ -4,6 +4,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
 Component: TypeAlias = dict[str, Any]
+# Settings that are no component: they have no type.
+Options: TypeAlias = dict[str, object]
 
 # Hooks whose type follows from their name in the config; those in DEFAULT_HOOKS are on unless
 # they are set to false.
@@ -94,6 +96,13 @@ class SchedulerSection:
 
 
 @dataclass(frozen=True, kw_only=True)
+class TensorParallelSection:
+    """Which layers are split over the tensor axis: module paths or patterns, and how."""
+
+    plan: dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunSections:
     """A checked run config.
 
@@ -102,6 +111,11 @@ class RunSections:
         optimizer: one with a `type`, or several by name; `optim_wrapper` may be by name then.
         schedulers: always a list.
         val, test: None when there is no data for them.
+        init_device: "meta" builds parameters without memory, which the wrapper fills.
+        freeze: names of parameters that are not trained, or paths of modules.
+        activation_checkpointing: blocks that are computed again for the backward.
+        compile: true, or options of torch.compile, and which blocks.
+        mesh: sizes of the axes along which the ranks are laid out.
         trace_collectives: compare every collective over the ranks, and say who waits where.
     """
 
@@ -113,6 +127,12 @@ class RunSections:
     trace_collectives: bool = False
     device: Literal["auto", "cpu", "cuda"] = "auto"
     run_dir: str = ""
+    init_device: Literal["auto", "meta"] = "auto"
+    freeze: list[str] = field(default_factory=list)
+    activation_checkpointing: Options | list[str] | str | None = None
+    compile: bool | Options = False
+    mesh: dict[str, int] = field(default_factory=dict)
+    tensor_parallel: TensorParallelSection | None = None
     wrapper: Component | None = None
     optimizer: Component | None = None
     optim_wrapper: Component = field(default_factory=dict)

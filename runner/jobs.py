@@ -15,6 +15,7 @@ from typing import Any
 from ..collectives import broadcast, get_rank, get_world_size, synchronize
 from ..loops import find_checkpoint
 from ..registry import Config, ConfigError, RunSections, dump_config
+from ..wrappers import auto
 from ._tracing import traced
 from .launcher import lonely_group
 from .parts import BuildError, build_parts, needs_group, read_sections
@@ -165,8 +166,9 @@ def _console_log(debug: bool) -> Iterator[None]:
     level = ours.level
     ours.addHandler(handler)
     ours.setLevel(logging.INFO if debug else logging.WARNING)
-    # Which checkpoint a run goes on from is news for everybody.
-    logging.getLogger(f"{__package__}.runner").setLevel(logging.INFO)
+    # Which checkpoint a run goes on from is news for everybody, and which wrapper was chosen.
+    for news in (f"{__package__}.runner", auto.__module__):
+        logging.getLogger(news).setLevel(logging.INFO)
     try:
         yield
     finally:

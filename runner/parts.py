@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import nn
 
-from ..collectives import get_local_rank, get_rank, get_world_size
+from ..collectives import get_rank, get_world_size
 from ..loops import build_loader, seed_rng
 from ..registry import (
     DATALOADERS,
@@ -18,8 +17,6 @@ from ..registry import (
     HOOKS,
     LOOPS,
     METRICS,
-    MODEL_WRAPPERS,
-    MODELS,
     Config,
     ConfigError,
     LoaderSection,
@@ -32,10 +29,11 @@ from ..registry import (
     did_you_mean,
     load_config,
 )
-from ..wrappers import SingleDevice, StepDistributedDataParallel, wrap_model
 from ._building import BuildError as BuildError
 from ._building import building
 from .optimizers import build_optimization
+from .parallel import build_model, parallel_problems
+from .parallel import needs_group as needs_group
 
 ALL = frozenset({"train", "val", "test"})
 _LOADER_OPTIONS = ("batch_size", "shuffle", "num_workers", "drop_last", "pin_memory")
@@ -79,9 +77,11 @@ def build_parts(
     """
     _make_deterministic(run)
     seed_rng(run.seed)
-    model = _build_model(run)
-    val_loop = _build_evaluation(run, "val", one_batch) if "val" in only else None
-    test_loop = _build_evaluation(run, "test", one_batch) if "test" in only else None
+    model, mesh = build_model(run)
+    shard = (get_rank(), get_world_size()) if mesh is None else (mesh.data_rank, mesh.data_size)
+    feed = _Feed(run, shard, one_batch)
+    val_loop = _build_evaluation(feed, "val") if "val" in only else None
+    test_loop = _build_evaluation(feed, "test") if "test" in only else None
     parts: dict[str, Any] = {
         "model": model,
         "val_loop": val_loop,
@@ -92,28 +92,17 @@ def build_parts(
     hooks = _build_all("hooks", run.hooks, HOOKS)
     if "train" in only and run.train is not None:
         parts["optim_wrapper"], schedules = build_optimization(run, model)
-        parts["train_loop"] = _build_training(run, val_loop, one_batch)
+        parts["train_loop"] = _build_training(feed, val_loop)
         hooks = {**schedules, **hooks}
     parts["hooks"] = hooks
     return parts
-
-
-def needs_group(run: RunSections) -> bool:
-    """Whether the wrapper can only step inside a process group, even of one process."""
-    wrapper = _wrapper_class(run)
-    if wrapper is None or not issubclass(wrapper, StepDistributedDataParallel):
-        return False
-    return wrapper.train_step is not StepDistributedDataParallel.train_step
 
 
 def _misfits(run: RunSections, ranks: int) -> Iterator[Problem]:
     """Yield what does not fit together although each section is right in itself."""
     if run.device == "cuda" and not torch.cuda.is_available():
         yield Problem("device", "is cuda, but torch finds no CUDA device on this machine")
-    wrapper = _wrapper_class(run)
-    if ranks > 1 and wrapper is not None and issubclass(wrapper, SingleDevice):
-        what = f"{wrapper.__name__} steps in one process, but {ranks} are to run"
-        yield Problem("wrapper.type", f"{what}; use ddp, or launch.nproc=1")
+    yield from parallel_problems(run, ranks)
     yield from _unknown_metrics(run)
 
 
@@ -150,24 +139,6 @@ def _make_deterministic(run: RunSections) -> None:
     torch.backends.cudnn.benchmark = False
 
 
-def _build_model(run: RunSections) -> nn.Module:
-    options = {k: v for k, v in (run.wrapper or {}).items() if k not in ("type", "_scope_")}
-    device = _device(run.device)
-    if device.type == "cuda":
-        # What a model or a loss puts on "cuda" must come to this rank's own device.
-        torch.cuda.set_device(device)
-    with building("model"):
-        model = build_tree(run.model, MODELS)
-    with building("wrapper"):
-        return wrap_model(_wrapper_class(run), model, device=device, **options)
-
-
-def _device(wanted: str) -> torch.device:
-    if wanted == "cpu" or not torch.cuda.is_available():
-        return torch.device("cpu")
-    return torch.device("cuda", get_local_rank() % torch.cuda.device_count())
-
-
 def _build_all(section: str, named: Mapping[str, Any], registry: Registry) -> dict[str, Any]:
     built = {}
     for name, settings in named.items():
@@ -176,31 +147,43 @@ def _build_all(section: str, named: Mapping[str, Any], registry: Registry) -> di
     return built
 
 
-def _wrapper_class(run: RunSections) -> Any:
-    return None if run.wrapper is None else MODEL_WRAPPERS.resolve(run.wrapper["type"])
+@dataclass(frozen=True)
+class _Feed:
+    """How the loops of a run get their batches.
+
+    Attributes:
+        shard: which part of the data this rank sees, of how many.
+        one_batch: each loop sees a single batch.
+    """
+
+    run: RunSections
+    shard: tuple[int, int]
+    one_batch: bool
 
 
-def _build_training(run: RunSections, val_loop: Any, one_batch: bool) -> Any:
-    assert run.train is not None
-    settings = dict(run.train)
-    if one_batch:
+def _build_training(feed: _Feed, val_loop: Any) -> Any:
+    assert feed.run.train is not None
+    settings = dict(feed.run.train)
+    if feed.one_batch:
         ones = {key: 1 for key in _TRIAL_ONES if key in settings}
         settings = {"type": settings["type"], **ones}
-    supplied = {"dataloader": _build_loader(run, "train", one_batch), "val_loop": val_loop}
+    supplied = {"dataloader": _build_loader(feed, "train"), "val_loop": val_loop}
     with building("train"):
         return build_tree(settings, LOOPS, supplied)
 
 
-def _build_evaluation(run: RunSections, name: str, one_batch: bool) -> Any:
+def _build_evaluation(feed: _Feed, name: str) -> Any:
+    run = feed.run
     if getattr(run.data, name) is None:
         return None
     metrics = _build_all("metrics", run.metrics, METRICS)
-    supplied = {"dataloader": _build_loader(run, name, one_batch), "metrics": metrics}
+    supplied = {"dataloader": _build_loader(feed, name), "metrics": metrics}
     with building(name):
         return build_tree(getattr(run, name), LOOPS, supplied)
 
 
-def _build_loader(run: RunSections, name: str, one_batch: bool) -> Any:
+def _build_loader(feed: _Feed, name: str) -> Any:
+    run = feed.run
     section: LoaderSection | dict[str, Any] = getattr(run.data, name)
     with building(f"data.{name}"):
         if isinstance(section, dict):
@@ -211,10 +194,10 @@ def _build_loader(run: RunSections, name: str, one_batch: bool) -> Any:
                 # Where ranks may end apart no sample needs to come twice.
                 train=name == "train" and not (run.wrapper or {}).get("uneven_inputs"),
                 seed=run.seed if section.seed is None else section.seed,
-                shard=(get_rank(), get_world_size()),
+                shard=feed.shard,
                 **_loader_options(section),
             )
-    return FirstBatch(loader) if one_batch else loader
+    return FirstBatch(loader) if feed.one_batch else loader
 
 
 def _loader_options(section: LoaderSection) -> dict[str, Any]:

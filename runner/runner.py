@@ -96,7 +96,9 @@ class Runner:
         )
         if seed is not None:
             # The weights are the same on all ranks; dropout and augmentation must not be.
-            seed_rng(mix_seed(seed, get_rank(), get_world_size()))
+            # Ranks that hold parts of the same layers must draw the same.
+            group = getattr(self.state.model, "data_group", None)
+            seed_rng(mix_seed(seed, get_rank(group), get_world_size(group)))
 
     @classmethod
     def from_config(cls, config: Config | Mapping[str, Any] | str | os.PathLike[str]) -> Runner:

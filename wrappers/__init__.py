@@ -10,6 +10,17 @@ from .data_parallel import ReplicationCallbackDataParallel
 from .distributed import StepDistributedDataParallel
 from .fully_sharded import StepFullyShardedDataParallel
 from .fused import build_optimizer
+from .layout import (
+    Layout,
+    as_global,
+    copy_whole_,
+    is_sharded,
+    layout_of,
+    local_part,
+    reshard,
+    take_part,
+    total_norm,
+)
 from .losses import parse_losses
 from .mesh import Mesh, build_mesh, check_axes
 from .meta_init import meta_parameters
@@ -50,7 +61,13 @@ from .sync_conversion import (
 from .sync_master import FutureResult, SlavePipe, SyncMaster
 from .tensor_parallel import parallelize
 from .unused import UnusedParametersError
-from .wrapping import is_model_wrapper, is_module_wrapper, needs_group, wrap_model, wrapper_misfits
+from .wrapping import (
+    is_model_wrapper,
+    is_module_wrapper,
+    steps_in_group_only,
+    wrap_model,
+    wrapper_misfits,
+)
 
 __all__ = [
     "AmpOptimWrapper",
@@ -59,11 +76,13 @@ __all__ = [
     "CommHook",
     "DataPreprocessor",
     "FutureResult",
+    "Layout",
     "Mesh",
     "NamedParameter",
     "OptimWrapper",
     "OptimWrapperDict",
     "PostLocalSGD",
+    "Preparation",
     "ReplicationCallbackDataParallel",
     "ReplicationError",
     "ReplicationSession",
@@ -80,36 +99,43 @@ __all__ = [
     "SynchronizedBatchNorm3d",
     "UnusedParametersError",
     "ZeroRedundancyOptimizer",
+    "as_global",
+    "auto",
     "build_mesh",
     "build_optimizer",
     "check_axes",
+    "check_preparation",
+    "checkpoint_activations",
+    "compile_model",
     "convert_model",
     "convert_sync_batchnorm",
+    "copy_whole_",
     "detect_anomalous_params",
     "dict_gather",
     "exec_data_parallel_replication_callback",
+    "freeze_parameters",
     "is_model_wrapper",
     "is_module_wrapper",
+    "is_sharded",
+    "layout_of",
+    "local_part",
     "meta_parameters",
     "model_checks",
     "named_parameters",
+    "parallelize",
     "param_groups",
     "parse_losses",
     "patch_replication_callback",
     "patch_sync_batchnorm",
+    "prepare_model",
+    "reshard",
     "revert_sync_batchnorm",
     "set_sbn_eps_mode",
     "share_parameters",
+    "steps_in_group_only",
+    "take_part",
+    "total_norm",
     "user_scattered",
     "wrap_model",
-    "checkpoint_activations",
-    "auto",
-    "compile_model",
-    "Preparation",
-    "check_preparation",
-    "freeze_parameters",
-    "prepare_model",
-    "parallelize",
-    "needs_group",
     "wrapper_misfits",
 ]

@@ -114,7 +114,7 @@ def takes_mesh(wrapper: Callable[..., nn.Module]) -> bool:
     return "mesh" in _signature(wrapper).parameters
 
 
-def needs_group(wrapper: Callable[..., nn.Module]) -> bool:
+def steps_in_group_only(wrapper: Callable[..., nn.Module]) -> bool:
     """Whether ``wrapper`` can only step inside a process group, even of one process."""
     if takes_mesh(wrapper):
         return True
@@ -231,7 +231,7 @@ def _wrapped(
 
 
 def _without_group(wrapper: Any, model: nn.Module, options: dict[str, Any]) -> nn.Module:
-    if needs_group(wrapper):
+    if steps_in_group_only(wrapper):
         raise RuntimeError(
             f"{wrapper.__name__} has a train_step of its own and needs a process group; start "
             "several processes, or write the step as a subclass of SingleDevice"

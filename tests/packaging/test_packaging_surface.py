@@ -42,19 +42,20 @@ DOORS = {
     "runner": "LaunchError Runner launch",
     "wrappers": """
         AmpOptimWrapper BaseModel CallbackContext CommHook DataPreprocessor FutureResult
-        Mesh NamedParameter OptimWrapper OptimWrapperDict PostLocalSGD Preparation
+        Layout Mesh NamedParameter OptimWrapper OptimWrapperDict PostLocalSGD Preparation
         ReplicationCallbackDataParallel ReplicationError ReplicationSession
         SeparateDistributedDataParallel SingleDevice SlavePipe StepDataParallel
-        StepDistributedDataParallel StepFullyShardedDataParallel SupervisedModel
-        SyncMaster SynchronizedBatchNorm1d SynchronizedBatchNorm2d SynchronizedBatchNorm3d
-        UnusedParametersError ZeroRedundancyOptimizer auto build_mesh build_optimizer
-        check_axes check_preparation checkpoint_activations compile_model convert_model
-        convert_sync_batchnorm detect_anomalous_params dict_gather
+        StepDistributedDataParallel StepFullyShardedDataParallel SupervisedModel SyncMaster
+        SynchronizedBatchNorm1d SynchronizedBatchNorm2d SynchronizedBatchNorm3d
+        UnusedParametersError ZeroRedundancyOptimizer as_global auto build_mesh
+        build_optimizer check_axes check_preparation checkpoint_activations compile_model
+        convert_model convert_sync_batchnorm copy_whole_ detect_anomalous_params dict_gather
         exec_data_parallel_replication_callback freeze_parameters is_model_wrapper
-        is_module_wrapper meta_parameters model_checks named_parameters needs_group parallelize
-        param_groups parse_losses patch_replication_callback patch_sync_batchnorm
-        prepare_model revert_sync_batchnorm set_sbn_eps_mode share_parameters
-        user_scattered wrap_model wrapper_misfits
+        is_module_wrapper is_sharded layout_of local_part meta_parameters model_checks
+        named_parameters parallelize param_groups parse_losses patch_replication_callback
+        patch_sync_batchnorm prepare_model reshard revert_sync_batchnorm set_sbn_eps_mode
+        share_parameters steps_in_group_only take_part total_norm user_scattered wrap_model
+        wrapper_misfits
     """,
 }
 

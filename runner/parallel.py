@@ -1,0 +1,145 @@
+"""The model of a run: built, prepared and wrapped for the ranks as the config lays them out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..collectives import get_local_rank, get_world_size
+from ..registry import (
+    MODEL_WRAPPERS,
+    MODELS,
+    Problem,
+    RunSections,
+    build_tree,
+    check_component,
+)
+from ..wrappers import (
+    Mesh,
+    Preparation,
+    auto,
+    build_mesh,
+    check_axes,
+    check_preparation,
+    meta_parameters,
+    model_checks,
+    steps_in_group_only,
+    wrap_model,
+    wrapper_misfits,
+)
+from ._building import building
+
+
+def build_model(run: RunSections) -> tuple[nn.Module, Mesh | None]:
+    """Return the wrapped model on this rank's device, and how the ranks are laid out."""
+    device = _device(run.device)
+    if device.type == "cuda":
+        # What a model or a loss puts on "cuda" must come to this rank's own device.
+        torch.cuda.set_device(device)
+    mesh = _lay_out(run, device)
+    preparation = _preparation(run)
+    is_meta = run.init_device == "meta"
+    place: AbstractContextManager[None] = meta_parameters() if is_meta else nullcontext()
+    with building("model"), place:
+        model = build_tree(run.model, MODELS)
+    for key, check in model_checks(model, preparation, _tensor_size(run, mesh)).items():
+        with building(key):
+            check()
+    options = {k: v for k, v in (run.wrapper or {}).items() if k not in ("type", "_scope_")}
+    with building("wrapper"):
+        wrapped = wrap_model(
+            wrapper_class(run), model, device=device, mesh=mesh, prepare=preparation, **options
+        )
+    return wrapped, mesh
+
+
+def needs_group(run: RunSections) -> bool:
+    """Whether the wrapper can only step inside a process group, even of one process."""
+    wrapper = wrapper_class(run)
+    if wrapper is auto:
+        return run.init_device == "meta" or "shard" in run.mesh
+    return wrapper is not None and steps_in_group_only(wrapper)
+
+
+def parallel_problems(run: RunSections, ranks: int) -> Iterator[Problem]:
+    """Yield what does not fit together in how the ranks work together."""
+    wrapper = wrapper_class(run)
+    data_size, axes = ranks, run.mesh
+    if run.mesh:
+        try:
+            axes = check_axes(run.mesh, ranks)
+        except ValueError as error:
+            yield Problem("mesh", _told_of_launch(str(error), run, ranks))
+        sizes = [size for name, size in axes.items() if name != "tensor"]
+        data_size = abs(math.prod(sizes))
+    is_meta = run.init_device == "meta"
+    for key, told in wrapper_misfits(wrapper, data_size, axes, is_meta=is_meta).items():
+        yield Problem(key, told)
+    for key, told in check_preparation(_preparation(run)):
+        yield Problem(key, told)
+    if run.tensor_parallel is not None and "tensor" not in axes:
+        what = "needs a tensor axis in mesh, such as {data: -1, tensor: 2}"
+        yield Problem("tensor_parallel", what)
+    if run.tensor_parallel is None and axes.get("tensor", 1) != 1:
+        what = "is more than one rank, but no tensor_parallel.plan says what is split over it"
+        yield Problem("mesh.tensor", what)
+    if wrapper is auto:
+        yield from _table_problems(run.wrapper or {})
+
+
+def wrapper_class(run: RunSections) -> Any:
+    """The class, or function, that the wrapper's type names; None for the default."""
+    return None if run.wrapper is None else MODEL_WRAPPERS.resolve(run.wrapper["type"])
+
+
+def _told_of_launch(told: str, run: RunSections, ranks: int) -> str:
+    if ranks == run.launch.nproc:
+        return told.replace(f"there are {ranks}", f"launch.nproc is {ranks}")
+    return told
+
+
+def _table_problems(settings: Mapping[str, Any]) -> Iterator[Problem]:
+    """Yield what the wrappers that may be chosen do not take."""
+    for name in ("single", "ddp", "fsdp"):
+        table = settings.get(name)
+        if isinstance(table, Mapping):
+            where = f"wrapper.{name}"
+            yield from check_component({"type": name, **table}, MODEL_WRAPPERS, where, ("module",))
+        elif table is not None:
+            yield Problem(f"wrapper.{name}", f"must be options of {name}, got {table!r}")
+
+
+def _preparation(run: RunSections) -> Preparation:
+    return Preparation(
+        freeze=run.freeze,
+        tensor_parallel=None if run.tensor_parallel is None else run.tensor_parallel.plan,
+        activation_checkpointing=run.activation_checkpointing,
+        compile=run.compile,
+    )
+
+
+def _lay_out(run: RunSections, device: torch.device) -> Mesh | None:
+    if not run.mesh:
+        return None
+    # `stepwrap check` builds in one process what several are to run.
+    axes = dict.fromkeys(run.mesh, 1) if get_world_size() == 1 else run.mesh
+    with building("mesh"):
+        return build_mesh(axes, device.type)
+
+
+def _tensor_size(run: RunSections, mesh: Mesh | None) -> int:
+    wanted = run.mesh.get("tensor", 1)
+    if wanted > 0:
+        return wanted
+    return 1 if mesh is None else mesh.tensor_size
+
+
+def _device(wanted: str) -> torch.device:
+    if wanted == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", get_local_rank() % torch.cuda.device_count())
