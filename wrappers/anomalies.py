@@ -24,7 +24,9 @@ def watch_gradients(model: nn.Module) -> Iterator[set[int]]:
     """
     received: set[int] = set()
     handles = [
-        parameter.register_post_accumulate_grad_hook(lambda one: received.add(id(one)))
+        parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+            lambda one: received.add(id(one))
+        )
         for parameter in model.parameters()
         if parameter.requires_grad
     ]

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, distributed
-from torch.distributed import GradBucket, ProcessGroup
+from torch.distributed import GradBucket, ProcessGroup  # type: ignore[attr-defined]
 from torch.distributed.algorithms.ddp_comm_hooks import (
     default_hooks,
     post_localSGD_hook,
@@ -103,7 +103,7 @@ class PostLocalSGD(CommHook):
 
     def bind(self, group: ProcessGroup) -> tuple[Any, HookFunction]:
         subgroup = self._subgroup(group) if self.subgroup_size > 1 else None
-        state = post_localSGD_hook.PostLocalSGDState(
+        state = post_localSGD_hook.PostLocalSGDState(  # type: ignore[no-untyped-call]
             process_group=group,
             subgroup=subgroup,
             start_localSGD_iter=self.start_localSGD_iter,
@@ -121,7 +121,7 @@ class PostLocalSGD(CommHook):
             )
         everyone: list[list[int] | None] = [None] * distributed.get_world_size()
         distributed.all_gather_object(everyone, ranks)
-        mine = None
+        mine: ProcessGroup | None = None
         for members in sorted({tuple(one) for one in everyone if one is not None}):
             for start in range(0, len(members), self.subgroup_size):
                 part = list(members[start : start + self.subgroup_size])

@@ -99,7 +99,7 @@ class StepDistributedDataParallel(Steps, DistributedDataParallel):
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Call the model, so that the next backward averages its gradients."""
         try:
-            return super().forward(*inputs, **kwargs)
+            return super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
         except RuntimeError as error:
             self._explain(error)
             raise
@@ -126,12 +126,10 @@ class StepDistributedDataParallel(Steps, DistributedDataParallel):
         # torch changes the filters at the end, and leaves the wrapper as if it were still inside.
         with warnings.catch_warnings():
             try:
-                with super().join(  # type: ignore[no-untyped-call]
-                    divide_by_initial_world_size, enable, throw_on_early_termination
-                ):
+                with super().join(divide_by_initial_world_size, enable, throw_on_early_termination):
                     yield
             finally:
-                super().join(enable=False)  # type: ignore[no-untyped-call]
+                super().join(enable=False)
 
     def sync_buffers(self) -> None:
         """Give every rank the buffers of the first, before evaluation.

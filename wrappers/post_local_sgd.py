@@ -54,7 +54,7 @@ class ZeroRedundancyOptimizer(TorchZeroRedundancyOptimizer):
                 "overlap_with_ddp steps inside the backward, without clipping or accumulation; "
                 "leave it out"
             )
-        super().__init__(  # type: ignore[no-untyped-call]
+        super().__init__(
             params,
             _optimizer_class(optimizer_class, defaults),
             process_group=process_group,
@@ -102,14 +102,12 @@ class PostLocalSGD(PostLocalSGDOptimizer):
                 "are what DistributedDataParallel gives, for less"
             )
         build = _optimizer_class(optimizer_class, defaults)
-        averager = PeriodicModelAverager(  # type: ignore[no-untyped-call]
-            period, warmup_steps, process_group
-        )
+        averager = PeriodicModelAverager(period, warmup_steps, process_group)
         super().__init__(build(params, **defaults), averager)
 
     # torch's class keeps the list of before a `load_state_dict`, which makes a new one.
     @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+    def param_groups(self) -> list[dict[str, Any]]:
         """Groups of the optimizer that steps."""
         return self.optim.param_groups
 
@@ -124,7 +122,7 @@ class PostLocalSGD(PostLocalSGDOptimizer):
             raise AttributeError(name)
         return getattr(self.optim, name)
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step, and average the weights where it is time; every rank must call this."""
         loss = None
         if closure is not None:

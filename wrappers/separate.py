@@ -98,7 +98,9 @@ class SeparateDistributedDataParallel(Steps, nn.Module):
                 child.to(device)
         self.module = module
         self.data_group = group
-        module.register_load_state_dict_pre_hook(_rename_versions)
+        module.register_load_state_dict_pre_hook(  # type: ignore[no-untyped-call]
+            _rename_versions
+        )
         self._prepare_steps(False)
         self._model_steps = has_own_train_step(module)
 
@@ -179,7 +181,9 @@ class _Child(StepDistributedDataParallel):
     def __init__(self, module: nn.Module, name: str, **options: Any) -> None:
         super().__init__(module, **options)
         self._trainable = [f"{name}.{one}" for one in self._trainable]
-        self.register_load_state_dict_pre_hook(_rename_weights)
+        self.register_load_state_dict_pre_hook(  # type: ignore[no-untyped-call]
+            _rename_weights
+        )
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         if torch.is_grad_enabled():

@@ -15,7 +15,9 @@ from stepwrap.wrappers import ReplicationCallbackDataParallel
 
 PAGE = (Path(__file__).parents[2] / "docs/data_parallel.md").read_text()
 SUBJECT = re.compile(
-    r"Replication|Sync|Slave|Future|DataParallel|scatter|gather|replication|sync_|sbn|SingleDevice"
+    r"Replication|Sync|Slave|Future|scatter|gather|replication|sync_|sbn|SingleDevice|"
+    # Not those that split or separate a model.
+    r"(?<!Sharded)(?<!SeparateDistributed)DataParallel"
 )
 
 
