@@ -2,7 +2,6 @@
 
 from .cadence import Cadence
 from .checkpoint import (
-    CheckpointError,
     list_checkpoints,
     prune_checkpoints,
     save_alone,
@@ -28,6 +27,7 @@ from .metrics import MeanLoss
 from .restore import Checkpoint, find_checkpoint, load_checkpoint
 from .rng import mix_seed, seed_rng
 from .state import LoopState, Phase, Stateful
+from .together import CheckpointError
 from .train import EpochTrainLoop, IterTrainLoop
 
 __all__ = [

@@ -7,35 +7,40 @@ import logging
 import math
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import NoneType
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
-from ..collectives import all_gather_object, distributed_available, get_rank, get_world_size
+from ..collectives import all_gather_object
+from ..wrappers import reshard
 from . import folder as folders
+from .gradients import savable
 from .plain import plain
 from .rng import capture_rng
+from .shards import TABLE, Parts, Places, make_table
 from .state import LoopState
-from .weights import gradients_of, weights_of
+from .together import CheckpointError as CheckpointError
+from .together import Gather, own_rank, together, world_size
+from .weights import (
+    data_size,
+    gradient_places,
+    gradients_of,
+    is_spread,
+    weights_of,
+)
 from .weights import user_model as user_model
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
-Gather = Callable[[Any], list[Any]]
-
-FORMAT = 1
+# Without and with tensors of which each rank writes a part.
+FORMAT, SHARDED_FORMAT = 1, 2
 META = "checkpoint.json"
 _ABANDONED = "abandoned_"
 REASONS = ("interval", "signal", "exception", "end")
-
-
-class CheckpointError(RuntimeError):
-    """A checkpoint cannot be written or read; the same on every rank."""
 
 
 def save_checkpoint(
@@ -51,6 +56,11 @@ def save_checkpoint(
     `abandoned_step_...`: they are found no more and stay until somebody removes
     them.
 
+    Where the model is sharded, each rank writes its own parts and none has the
+    whole. FSDP2 does not give out the gradients of an unfinished window: there
+    the checkpoint goes back to where the window began, as a log line tells, and
+    where that was in the epoch before, the window starts anew without them.
+
     Args:
         folder: Holds the run's checkpoints, `state.run_dir / "checkpoints"`;
             the same place for all ranks.
@@ -61,8 +71,10 @@ def save_checkpoint(
     Raises:
         CheckpointError: A rank failed; nothing of the checkpoint is left.
     """
-    meta = _about(state, reason, is_best)
-    path = _save(folder, state, meta, all_gather_object, gradients=True)
+    reshard(state.model)
+    saved = savable(state)
+    meta = _about(saved, reason, is_best)
+    path = _save(folder, saved, meta, all_gather_object, gradients=True)
     state.restored_from = None
     return path
 
@@ -76,10 +88,17 @@ def save_alone(folder: Path, state: LoopState, *, reason: str = "exception") -> 
     running accumulation window began, so that a resume repeats that window.
 
     Returns:
-        The checkpoint; None on other ranks, and where the weights may have gone
-        further than the counters, which a log line tells.
+        The checkpoint; None on other ranks, and, as a log line tells, where the weights
+        may have gone further than the counters, or the state is spread over the ranks.
     """
     if own_rank() != 0:
+        return None
+    if is_spread(state):
+        logger.warning(
+            "no checkpoint of step %d is saved: its state is spread over the ranks, of which "
+            "the others may be gone",
+            state.step,
+        )
         return None
     position = (state.epoch, state.batch, state.iteration)
     back = state.in_step or world_size() > 1
@@ -163,9 +182,9 @@ def read_meta(path: Path) -> dict[str, Any]:
         number = meta["format"]
         if not isinstance(meta["files"], dict):
             raise TypeError("files must be a table")
-        if number > FORMAT:
+        if number > SHARDED_FORMAT:
             raise CheckpointError(
-                f"checkpoint {path} has format {number}; this version reads up to {FORMAT}"
+                f"checkpoint {path} has format {number}; this version reads up to {SHARDED_FORMAT}"
             )
     except FileNotFoundError as error:
         raise CheckpointError(f"{path} is not a checkpoint: it has no {META}") from error
@@ -174,39 +193,9 @@ def read_meta(path: Path) -> dict[str, Any]:
     return dict(meta)
 
 
-def together(what: str, action: Callable[[], T], gather: Gather = all_gather_object) -> list[T]:
-    """Run `action` on every rank and return all results; if one fails, all fail.
-
-    Raises:
-        CheckpointError: With the text of every rank that failed.
-    """
-    result, cause = None, None
-    try:
-        result = action()
-    except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks must hear of it
-        cause = error
-    told = f"{cause}" if isinstance(cause, CheckpointError) else f"{type(cause).__name__}: {cause}"
-    reports = gather((None if cause is None else told, result))
-    failed = [f"rank {rank}: {text}" for rank, (text, _) in enumerate(reports) if text is not None]
-    if failed:
-        texts = failed if len(reports) > 1 else [told]
-        raise CheckpointError(f"{what} failed: {'; '.join(texts)}") from cause
-    return [result for _, result in reports]
-
-
 def rank_file(rank: int) -> str:
     """Return the name of the file with what only one rank knows."""
     return f"rank_{rank:05d}.pt"
-
-
-def own_rank() -> int:
-    """Return this process's rank in the group, 0 without one, whatever the environment says."""
-    return get_rank() if distributed_available() else 0
-
-
-def world_size() -> int:
-    """Return the number of ranks in the group, 1 without one, whatever the environment says."""
-    return get_world_size() if distributed_available() else 1
 
 
 def _about(state: LoopState, reason: str, is_best: bool) -> dict[str, Any]:
@@ -224,6 +213,7 @@ def _about(state: LoopState, reason: str, is_best: bool) -> dict[str, Any]:
         "best": is_best,
         "reason": reason,
         "world_size": world_size(),
+        "data_size": data_size(state.model),
         "torch": torch.__version__,
     }
 
@@ -237,7 +227,11 @@ def _save(
     if draft is None:
         raise AssertionError("rank 0 makes the draft")
     try:
-        written = together(what, lambda: _write(draft, state, gradients), gather)
+        if is_spread(state):
+            written = _write_parts(what, draft, state)
+            meta["format"] = SHARDED_FORMAT if any(TABLE in files for files in written) else FORMAT
+        else:
+            written = together(what, lambda: _write(draft, state, gradients), gather)
         meta["files"] = {name: about for files in written for name, about in files.items()}
         finals = together(what, lambda: _finish(draft, meta, state) if first else draft, gather)
     except CheckpointError:
@@ -249,22 +243,60 @@ def _save(
 
 def _write(draft: Path, state: LoopState, gradients: bool) -> dict[str, dict[str, Any]]:
     """Write this rank's files into the draft; return their fingerprints."""
-    model = user_model(state.model)
-    contents: dict[str, Any] = {}
-    if own_rank() == 0:
-        optim = state.optim_wrapper
-        stateful = {name: plain(part.state_dict(), name) for name, part in state.stateful.items()}
-        contents["model.pt"] = weights_of(model)
-        contents["optim.pt"] = {} if optim is None else plain(optim.state_dict(), "optimizer")
-        contents["state.pt"] = {"counters": state.state_dict(), "stateful": stateful}
-    device = next((p.device for p in model.parameters()), None)
-    contents[rank_file(own_rank())] = {
-        "rng": capture_rng(device),
-        "gradients": gradients_of(model) if gradients else {},
-    }
-    for name, content in contents.items():
+    trees = Parts(_contents(state)).trees if own_rank() == 0 else {}
+    files = {f"{stem}.pt": tree for stem, tree in trees.items()}
+    files[rank_file(own_rank())] = _own_contents(state, gradients)
+    for name, content in files.items():
         folders.write_tensors(draft / name, content)
-    return {name: folders.fingerprint(draft / name) for name in contents}
+    return {name: folders.fingerprint(draft / name) for name in files}
+
+
+def _write_parts(what: str, draft: Path, state: LoopState) -> list[dict[str, dict[str, Any]]]:
+    """Write the draft's files where no rank knows everything; every rank must call this."""
+    made: list[Parts] = []
+
+    def collect() -> Places:
+        made.append(Parts(_contents(state)))
+        return made[0].places
+
+    places = together(what, collect)
+
+    def write() -> dict[str, dict[str, Any]]:
+        parts, table, rank = made[0], make_table(places), own_rank()
+        names = [rank_file(rank), *parts.write(draft, rank, table)]
+        folders.write_tensors(draft / names[0], _own_contents(state, gradients=True))
+        if rank == 0:
+            for stem, tree in parts.trees.items():
+                folders.write_tensors(draft / f"{stem}.pt", tree)
+                names.append(f"{stem}.pt")
+            if any(table.values()):
+                folders.write_text(draft / TABLE, json.dumps(table))
+                names.append(TABLE)
+        return {name: folders.fingerprint(draft / name) for name in names}
+
+    return together(what, write)
+
+
+def _contents(state: LoopState) -> dict[str, Any]:
+    """What is the same whichever rank tells it, or told by each for its parts of tensors."""
+    optim: Any = state.optim_wrapper
+    # First, since it may need every rank: an error before it would leave the others waiting.
+    optim_state = {} if optim is None else plain(optim.state_dict(), "optimizer")
+    stateful = {name: plain(part.state_dict(), name) for name, part in state.stateful.items()}
+    return {
+        "model": weights_of(user_model(state.model)),
+        "optim": optim_state,
+        "state": {"counters": state.state_dict(), "stateful": stateful},
+    }
+
+
+def _own_contents(state: LoopState, gradients: bool) -> dict[str, Any]:
+    """What only this rank knows."""
+    model = user_model(state.model)
+    device = next((p.device for p in model.parameters()), None)
+    own = {"rng": capture_rng(device), "gradients": gradients_of(model) if gradients else {}}
+    places = gradient_places(model)
+    return {**own, "places": places} if places else own
 
 
 def _finish(draft: Path, meta: dict[str, Any], state: LoopState) -> Path:

@@ -9,28 +9,42 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from .checkpoint import (
-    CheckpointError,
-    list_checkpoints,
-    own_rank,
-    rank_file,
-    read_meta,
-    together,
-    world_size,
-)
+from ..wrappers import is_sharded, reshard
+from .checkpoint import list_checkpoints, rank_file, read_meta
 from .folder import fingerprint
+from .gradients import mean_gradients
 from .rng import mix_seed, restore_rng, seed_rng
+from .shards import SHARDED, TABLE, Reader, whole
 from .state import LoopState
-from .weights import load_weights, plain_name, set_gradients, user_model
+from .together import CheckpointError, own_rank, together, world_size
+from .weights import (
+    data_size,
+    gradient_places,
+    is_spread,
+    load_weights,
+    plain_name,
+    set_gradients,
+    user_model,
+)
 
 logger = logging.getLogger(__name__)
 
 _SHOWN = 8
+
+
+class _Files(Protocol):
+    """Reads a checkpoint's files, which are in order."""
+
+    def tree(self, stem: str) -> Any:
+        """Return a content that is the same for all ranks."""
+
+    def file(self, name: str) -> Any:
+        """Return the content of any file."""
 
 
 @dataclass(frozen=True)
@@ -41,11 +55,16 @@ class Checkpoint:
     meta: dict[str, Any]
 
     def read(self, name: str) -> Any:
-        """Return the content of one file, on the CPU.
+        """Return the content of one file, on the CPU, with whole tensors.
 
         Raises:
             CheckpointError: It is missing, or not as it was written.
         """
+        stem = name.removesuffix(".pt")
+        if TABLE in self.meta["files"] and stem in SHARDED:
+            shards = [other for other in self.meta["files"] if other.startswith(f"{stem}.shard_")]
+            self._check(TABLE, name, *shards)
+            return whole(self._reader().tree(stem))
         try:
             content = (self.path / name).read_bytes()
         except OSError as error:
@@ -62,38 +81,79 @@ class Checkpoint:
         Raises:
             CheckpointError: Names or shapes differ; nothing is loaded then.
         """
-        together(f"loading the model of {self.path}", lambda: self._load_model(model))
+        reshard(model)
+        files = self._files(by_parts=any(map(is_sharded, model.parameters())))
+        together(
+            f"loading the model of {self.path}",
+            lambda: self._load_model(model, files.tree("model")),
+        )
+
+    def load_states(self, state: LoopState) -> None:
+        """Load counters, hooks and the other parts of `state`; every rank must call this.
+
+        Weights, optimizer and random streams stay as they are.
+
+        Raises:
+            CheckpointError: It cannot be read, on any rank.
+        """
+        files = self._files(by_parts=is_spread(state))
+        together(f"restoring {self.path}", lambda: self._load_states(state, files))
 
     def restore(self, state: LoopState) -> None:
         """Put a run back to where the checkpoint was saved; every rank must call this.
 
         Works across wrappers and numbers of ranks; where the number has changed,
-        log lines say what cannot be the same.
+        log lines say what cannot be the same. No rank reads more of a sharded
+        tensor than its own part.
 
         Raises:
             CheckpointError: Something does not fit the run, on any rank.
         """
-        together(f"restoring {self.path}", lambda: self._restore(state))
+        reshard(state.model)
+        files = self._files(by_parts=is_spread(state))
+        together(f"restoring {self.path}", lambda: self._restore(state, files))
 
-    def _restore(self, state: LoopState) -> None:
-        self._load_model(state.model)
-        content = self.read("state.pt")
-        state.load_state_dict(content["counters"])
-        for name, part in state.stateful.items():
-            if name in content["stateful"]:
-                part.load_state_dict(content["stateful"][name])
-            else:
-                logger.warning("%s has no state of %s, which starts anew", self.path, name)
-        for name in content["stateful"].keys() - state.stateful.keys():
+    def _files(self, *, by_parts: bool) -> _Files:
+        """How to read this checkpoint; every rank must call this."""
+        if not by_parts and TABLE not in self.meta["files"]:
+            return _Whole(self)
+        # Each rank looks at a share of the files: a rank that reads parts should not read all.
+        share = sorted(self.meta["files"])[own_rank() :: world_size()]
+        together(f"loading {self.path}", lambda: self._check(*share))
+        return self._reader()
+
+    def _reader(self) -> Reader:
+        return Reader(self.path, list(self.meta["files"]))
+
+    def _check(self, *names: str) -> None:
+        damage = _damage(self.path, {name: self.meta["files"][name] for name in names})
+        if damage:
+            raise CheckpointError(f"checkpoint {self.path} is damaged: {damage}")
+
+    def _restore(self, state: LoopState, files: _Files) -> None:
+        self._load_model(state.model, files.tree("model"))
+        missing, surplus = self._load_states(state, files)
+        for name in missing:
+            logger.warning("%s has no state of %s, which starts anew", self.path, name)
+        for name in surplus:
             logger.warning("%s has a state of %s, which this run has not", self.path, name)
         if state.optim_wrapper is not None:
-            self._load_optimizer(state)
-        self._restore_rank(state)
+            self._load_optimizer(state, files)
+        self._restore_rank(state, files)
         state.restored_from = (self.path.parent.resolve(), int(self.meta["serial"]))
 
-    def _load_model(self, model: nn.Module) -> None:
+    def _load_states(self, state: LoopState, files: _Files) -> tuple[set[str], set[str]]:
+        """Load counters and parts; return the parts without a state, and the reverse."""
+        content = files.tree("state")
+        state.load_state_dict(content["counters"])
+        saved = content["stateful"]
+        for name in state.stateful.keys() & saved.keys():
+            part = state.stateful[name]
+            part.load_state_dict(_for(part, saved[name]))
+        return state.stateful.keys() - saved.keys(), saved.keys() - state.stateful.keys()
+
+    def _load_model(self, model: nn.Module, weights: Mapping[str, Any]) -> None:
         target = user_model(model)
-        weights = self.read("model.pt")
         wanted = {plain_name(name): value for name, value in target.state_dict().items()}
         problems = _mismatches(weights, wanted)
         if problems:
@@ -104,51 +164,64 @@ class Checkpoint:
             )
         load_weights(target, weights)
 
-    def _load_optimizer(self, state: LoopState) -> None:
+    def _load_optimizer(self, state: LoopState, files: _Files) -> None:
+        optim = state.optim_wrapper
+        assert optim is not None
         try:
-            if state.optim_wrapper is not None:
-                state.optim_wrapper.load_state_dict(self.read("optim.pt"))
+            optim.load_state_dict(_for(optim, files.tree("optim")))
         except (ValueError, KeyError, AssertionError) as error:
             raise CheckpointError(
                 f"the optimizer's state in {self.path} does not fit this run's optimizer: {error}"
             ) from error
 
-    def _restore_rank(self, state: LoopState) -> None:
+    def _restore_rank(self, state: LoopState, files: _Files) -> None:
         """Restore what only this rank knew, or the nearest thing to it."""
         saved, now = int(self.meta["world_size"]), world_size()
-        if saved != now:
-            if state.batch:
-                logger.warning(
-                    "%s was saved by %d rank(s), this run has %d: the running epoch goes on at "
-                    "the same share of its samples",
-                    self.path,
-                    saved,
-                    now,
-                )
-            state.batch = state.batch * saved // now
+        if saved != now and state.batch:
+            logger.warning(
+                "%s was saved by %d rank(s), this run has %d: the running epoch goes on at "
+                "the same share of its samples",
+                self.path,
+                saved,
+                now,
+            )
+        # Ranks that share a model's layers see the same samples.
+        shares = int(self.meta.get("data_size", saved)), data_size(state.model)
+        state.batch = state.batch * shares[0] // shares[1]
         own = rank_file(own_rank())
+        model = user_model(state.model)
         if own in self.meta["files"]:
             content = self.read(own)
-            model = user_model(state.model)
             restore_rng(content["rng"], next((p.device for p in model.parameters()), None))
         else:
             content = {}
             logger.warning("%s has no random state of rank %d: derived", self.path, own_rank())
             words = self.read(rank_file(0))["rng"]["torch"].tolist()
             seed_rng(mix_seed(own_rank(), *words))
-        complete = saved == now and content
-        gradients = content["gradients"] if complete else self._mean_gradients()
-        set_gradients(user_model(state.model), gradients)
+        same = content.get("places", {}) == gradient_places(model)
+        if saved == now and content and same:
+            set_gradients(model, content["gradients"])
+            return
+        names = sorted(name for name in self.meta["files"] if name.startswith("rank_"))
+        set_gradients(model, mean_gradients(model, [files.file(name) for name in names]))
 
-    def _mean_gradients(self) -> dict[str, Tensor]:
-        """Return the mean of all ranks' unfinished gradients: the update sees the same."""
-        names = [name for name in self.meta["files"] if name.startswith("rank_")]
-        by_rank = [self.read(name)["gradients"] for name in sorted(names)]
-        keys = dict.fromkeys(key for gradients in by_rank for key in gradients)
-        return {
-            key: torch.stack([g[key] for g in by_rank if key in g]).sum(0) / len(by_rank)
-            for key in keys
-        }
+
+@dataclass(frozen=True)
+class _Whole:
+    """Reads whole files into memory."""
+
+    checkpoint: Checkpoint
+
+    def tree(self, stem: str) -> Any:
+        return self.file(f"{stem}.pt")
+
+    def file(self, name: str) -> Any:
+        return self.checkpoint.read(name)
+
+
+def _for(part: Any, content: Any) -> Any:
+    """`content` as `part` takes it: only some can do with what is not a tensor."""
+    return content if getattr(part, "reads_parts", False) else whole(content)
 
 
 def load_checkpoint(path: Path | str) -> Checkpoint:
@@ -187,7 +260,7 @@ def _search(folder: Path, which: str) -> Path | None:
     for path, meta in list_checkpoints(folder, problems):
         if which == "best" and not meta["best"]:
             continue
-        damage = _damage(path, meta)
+        damage = _damage(path, meta["files"])
         if not damage:
             return path
         logger.warning("checkpoint %s is damaged (%s); taking the one before it", path, damage)
@@ -197,8 +270,8 @@ def _search(folder: Path, which: str) -> Path | None:
     return None
 
 
-def _damage(path: Path, meta: Mapping[str, Any]) -> str:
-    for name, written in meta["files"].items():
+def _damage(path: Path, files: Mapping[str, Any]) -> str:
+    for name, written in files.items():
         try:
             if fingerprint(path / name) != written:
                 return f"{name} is not as it was written"

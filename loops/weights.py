@@ -7,9 +7,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
-from ..wrappers import is_model_wrapper
+from ..wrappers import as_global, is_model_wrapper, is_sharded, layout_of, local_part, take_part
 from .plain import plain
+from .state import LoopState
+from .together import world_size
 
 # The child in which torch.compile keeps the module that it was given.
 _COMPILED = "_orig_mod"
@@ -46,9 +49,16 @@ def weights_of(model: nn.Module) -> OrderedDict[str, Any]:
 
 
 def load_weights(model: nn.Module, weights: Mapping[str, Any]) -> None:
-    """Load what `weights_of` returned into `model`, which may be compiled or not."""
-    own = {plain_name(name): name for name in model.state_dict()}
-    state = OrderedDict((own[name], value) for name, value in weights.items())
+    """Load what `weights_of` returned into `model`, which may be compiled or not.
+
+    Of sharded tensors this rank's parts are taken; anything that can be cut like a tensor may
+    stand for the wholes.
+    """
+    present = model.state_dict()
+    own = {plain_name(name): name for name in present}
+    state = OrderedDict(
+        (own[name], _fitted(value, present[own[name]])) for name, value in weights.items()
+    )
     versions = _versions(weights)
     names = {name: plain_name(name) for name, _ in model.named_modules()}
     _set_versions(state, {n: versions[plain] for n, plain in names.items() if plain in versions})
@@ -56,17 +66,48 @@ def load_weights(model: nn.Module, weights: Mapping[str, Any]) -> None:
 
 
 def gradients_of(model: nn.Module) -> dict[str, Tensor]:
-    """Return copies of the gradients, by the user's names."""
+    """Return copies of this rank's parts of the gradients, by the user's names."""
     # Copied: under DDP a gradient may be a view that would be written with its whole bucket.
     named = model.named_parameters()
-    return {plain_name(name): p.grad.clone() for name, p in named if p.grad is not None}
+    return {plain_name(name): local_part(p.grad).clone() for name, p in named if p.grad is not None}
+
+
+def gradient_places(model: nn.Module) -> dict[str, tuple[list[int], list[int]]]:
+    """Return where the parts of sharded parameters begin in the whole, and their sizes."""
+    named = [(name, layout_of(p)) for name, p in model.named_parameters() if is_sharded(p)]
+    return {plain_name(name): (list(at.offsets), list(at.sizes)) for name, at in named}
 
 
 def set_gradients(model: nn.Module, gradients: Mapping[str, Tensor]) -> None:
-    """Set the gradients of all parameters: none where `gradients` has none."""
+    """Set this rank's parts of the gradients: none where `gradients` has none."""
     for name, parameter in model.named_parameters():
         saved = gradients.get(plain_name(name))
-        parameter.grad = None if saved is None else saved.to(parameter.device)
+        if saved is None:
+            parameter.grad = None
+            continue
+        part = saved.to(parameter.device)
+        parameter.grad = as_global(part, parameter) if isinstance(parameter, DTensor) else part
+
+
+def data_size(model: nn.Module) -> int:
+    """Return how many ranks see different batches."""
+    group: Any = getattr(model, "data_group", None)
+    return world_size() if group is None else int(group.size())
+
+
+def is_spread(state: LoopState) -> bool:
+    """Say whether no rank alone knows the weights, or the optimizer's state."""
+    if getattr(state.optim_wrapper, "collective_state", False):
+        return True
+    return any(map(is_sharded, state.model.parameters()))
+
+
+def _fitted(value: Any, like: Any) -> Any:
+    """What torch can load in the place of `like`."""
+    if not isinstance(like, Tensor) or not hasattr(value, "shape"):
+        return value
+    plain_ones = isinstance(value, Tensor) and not isinstance(like, DTensor)
+    return value if plain_ones else take_part(value, like)
 
 
 def _versions(state: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -157,6 +157,7 @@ def reshard(model: nn.Module) -> None:
     After a forward without a backward the parameters of the outermost module are whole. A change
     of the parts then would not be seen by the next forward.
     """
+    module: Any
     for module in model.modules():
         # FSDP2 makes classes with this method; its module is not imported for others' sake.
         if hasattr(module, "set_reshard_after_forward"):

@@ -9,8 +9,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from ...collectives import broadcast, get_rank
+from ...collectives import all_gather_object, broadcast, get_rank
 from ...registry import HOOKS
+from ...wrappers import reshard
 from ..cadence import Cadence
 from ..checkpoint import (
     CheckpointError,
@@ -21,6 +22,7 @@ from ..checkpoint import (
 )
 from ..hook import Hook
 from ..state import LoopState
+from ..weights import is_spread
 from ._metric import check_mode, is_better, pick_metric
 from .nan_guard import NonFiniteError, bad_parameter
 
@@ -45,9 +47,10 @@ class CheckpointHook(Hook):
             is followed by a checkpoint, and the best one stays as well.
         mode: "max" when higher values of that metric are better, "min" when lower.
         save_on_exception: Also save when training fails, without the help of
-            other ranks: theirs is missing from that checkpoint. Not after a
-            NonFiniteError, a KeyboardInterrupt or a failure inside a training step,
-            and never in place of a checkpoint of the same update.
+            other ranks: theirs is missing from that checkpoint. Not where the state is
+            spread over the ranks, not after a NonFiniteError, a KeyboardInterrupt or a
+            failure inside a training step, and never in place of a checkpoint of the
+            same update.
 
     Raises:
         ValueError: A setting is out of range; at the first validation, that it
@@ -140,8 +143,7 @@ class CheckpointHook(Hook):
         folder = _folder(state)
         if folder is None:
             return
-        # Rank 0's word for all: what is saved are its weights.
-        bad = broadcast(bad_parameter(state) if get_rank() == 0 else "")
+        bad = _bad_weights(state)
         if bad:
             if get_rank() == 0:
                 logger.warning("step %d is not saved, because %s", state.step, bad)
@@ -157,6 +159,15 @@ class CheckpointHook(Hook):
         except OSError:
             # The new checkpoint is whole, and an error here would be rank 0's alone.
             logger.warning("could not remove old checkpoints from %s", folder, exc_info=True)
+
+
+def _bad_weights(state: LoopState) -> str:
+    """Say what is wrong with the weights to be saved, or nothing; every rank must call this."""
+    reshard(state.model)
+    if not is_spread(state):
+        # Rank 0's word for all: what is saved are its weights.
+        return broadcast(bad_parameter(state) if get_rank() == 0 else "")
+    return next(filter(None, all_gather_object(bad_parameter(state))), "")
 
 
 def _save_after_error(folder: Path, state: LoopState) -> None:

@@ -10,9 +10,11 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from ...registry import HOOKS
-from ..checkpoint import user_model
+from ...wrappers import as_global, copy_whole_, local_part, reshard
 from ..hook import Hook
+from ..shards import whole
 from ..state import LoopState
+from ..weights import plain_name, user_model
 
 
 @HOOKS.register_module()
@@ -25,6 +27,8 @@ class EMAHook(Hook):
     2017, section 2; the averaging goes back to Polyak and Juditsky, 1992).
     Parameters below 32 bits are averaged in float32. Buffers are not averaged:
     they are the model's own.
+
+    Of sharded parameters each rank averages its own parts, without any communication.
 
     Checkpoints hold the plain weights as the model and the averaged model, under
     the same names, as this hook's state.
@@ -39,6 +43,8 @@ class EMAHook(Hook):
 
     # First of all: whoever looks at the model at the end of an evaluation sees its own weights.
     order = 10
+    # `load_state_dict` takes what can be cut in place of tensors.
+    reads_parts = True
 
     def __init__(
         self, decay: float = 0.999, *, every_steps: int = 1, evaluate_with_ema: bool = True
@@ -54,7 +60,7 @@ class EMAHook(Hook):
         self._params: list[nn.Parameter] = []
         self._average: list[Tensor] = []
         self._own: list[Tensor] = []
-        self._restored: dict[str, Tensor] | None = None
+        self._restored: dict[str, Any] | None = None
 
     def on_train_start(self, state: LoopState) -> None:
         if not self._average:
@@ -62,16 +68,16 @@ class EMAHook(Hook):
 
     def on_update(self, state: LoopState) -> None:
         if state.step % self._every_steps == 0:
-            if self._restored is not None:
-                self._start(state)
-            self._average_into(self._average, _like(self._params, self._average), 0)
+            self._average_into(self._average, _like(self._parts(), self._average), 0)
 
     def on_eval_start(self, state: LoopState) -> None:
         if self._restored is not None:
             self._start(state)
         if self._evaluate and self._average:
-            self._own = [p.detach().clone() for p in self._params]
-            _copy(self._params, self._average)
+            reshard(state.model)
+            parts = self._parts()
+            self._own = [part.detach().clone() for part in parts]
+            _copy(parts, self._average)
 
     def on_eval_end(self, state: LoopState, metrics: dict[str, float]) -> None:
         self._give_back()
@@ -80,36 +86,53 @@ class EMAHook(Hook):
         self._give_back()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return `{"model": the averaged model}`, empty before the training."""
+        """Return `{"model": the averaged model}`, empty before the training.
+
+        Sharded parameters appear as DTensors.
+        """
         if self._model is None or self._restored is not None:
-            return {"model": self._restored or {}}
-        average = dict(zip(map(id, self._params), self._average, strict=True))
-        own = self._model.state_dict(keep_vars=True)
-        return {"model": {name: average.get(id(t), t.detach()) for name, t in own.items()}}
+            return {"model": whole(self._restored or {})}
+        reshard(self._model)
+        pairs = zip(self._params, self._average, strict=True)
+        by_param = {id(param): as_global(mean, param) for param, mean in pairs}
+        # Tied parameters have several names.
+        named = self._model.named_parameters(remove_duplicate=False)
+        average = {plain_name(n): by_param[id(p)] for n, p in named if id(p) in by_param}
+        own = {plain_name(name): value for name, value in self._model.state_dict().items()}
+        return {"model": {name: average.get(name, value) for name, value in own.items()}}
 
     def load_state_dict(self, state: dict[str, Any], /) -> None:
         """Take over the average of a checkpoint, at the next training or evaluation."""
-        self._restored = dict(state["model"]) or None
+        self._restored = {plain_name(n): value for n, value in state["model"].items()} or None
         self._average = []
+
+    def _parts(self) -> list[Tensor]:
+        """This rank's parts of the parameters, in the same memory."""
+        return [local_part(param) for param in self._params]
 
     def _start(self, state: LoopState) -> None:
         self._model = user_model(state.model)
+        reshard(self._model)
         named = [(n, p) for n, p in self._model.named_parameters() if p.is_floating_point()]
         self._params = [p for _, p in named]
-        self._average = [p.detach().to(_accurate(p), copy=True) for p in self._params]
+        self._average = [p.detach().to(_accurate(p), copy=True) for p in self._parts()]
         if self._restored is not None:
-            missing = [name for name, _ in named if name not in self._restored]
+            names = [plain_name(name) for name, _ in named]
+            missing = [name for name in names if name not in self._restored]
             if missing:
                 raise ValueError(
                     "the saved average must hold every parameter of the model; it lacks "
                     f"{', '.join(missing[:3])} ({len(missing)} in all)"
                 )
-            _copy(self._average, [self._restored[name] for name, _ in named])
+            for name, param, mean in zip(names, self._params, self._average, strict=True):
+                copy_whole_(as_global(mean, param), self._restored[name])
             self._restored = None
 
     def _give_back(self) -> None:
-        if self._own:
-            _copy(self._params, self._own)
+        if self._own and self._model is not None:
+            # What FSDP2 has gathered in the evaluation is made of the averages.
+            reshard(self._model)
+            _copy(self._parts(), self._own)
             self._own = []
 
 

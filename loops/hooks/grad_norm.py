@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from ...registry import HOOKS
+from ...wrappers import total_norm
 from ..hook import Hook, Scalars
 from ..state import LoopState
 
@@ -24,7 +24,8 @@ class GradNormHook(Hook):
     It is taken right before each update, before clipping, and averaged over the
     updates of a log interval; with several optimizers it is `grad_norm/<name>`
     for each. Where the optimizer wrapper clips by norm, its figure is used, else
-    the norm is computed here. Updates that a loss scaler skips do not count.
+    the norm is computed here, that of the whole gradients where parameters are
+    sharded. Updates that a loss scaler skips do not count.
     Nothing leaves the device before the record.
     """
 
@@ -42,7 +43,7 @@ class GradNormHook(Hook):
             members = {"grad_norm": wrapper}
         # The gradients are gone when a hook of the loop is called: the update clears them.
         self._handles = [
-            member.optimizer.register_step_pre_hook(partial(self._measure, key, member))
+            _stepping(member.optimizer).register_step_pre_hook(partial(self._measure, key, member))
             for key, member in members.items()
         ]
 
@@ -81,9 +82,15 @@ class GradNormHook(Hook):
         self._handles = []
 
 
+def _stepping(optimizer: Any) -> Any:
+    """What calls hooks: torch's optimizer for local SGD does not, but that inside it does."""
+    return optimizer.optim if hasattr(optimizer, "averager") else optimizer
+
+
 def _norm(optimizer: Optimizer) -> Tensor:
-    params = (param for group in optimizer.param_groups for param in group["params"])
-    norm = get_total_norm([param.grad for param in params if param.grad is not None])
+    every = (param for group in optimizer.param_groups for param in group["params"])
+    params = [param for param in every if param.grad is not None]
+    norm = total_norm([param.grad for param in params], like=params)
     # A fused optimizer gets the loss scaler's scale along with gradients that still bear it.
     scale = getattr(optimizer, "grad_scale", None)
     return norm if scale is None else norm / scale

@@ -10,14 +10,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.utils import get_total_norm
 
 from ...collectives import all_gather_object, get_rank, mean_scalars
 from ...registry import HOOKS
+from ...wrappers import local_part, reshard, total_norm
 from ..cadence import Cadence
-from ..checkpoint import user_model
 from ..hook import Hook, Scalars
 from ..state import LoopState
+from ..weights import plain_name, user_model
 
 logger = logging.getLogger(__name__)
 
@@ -98,7 +98,8 @@ class NanGuardHook(Hook):
 
     def collect_logs(self, state: LoopState, scalars: Scalars) -> None:
         if self._all:
-            scalars["param_norm"] = get_total_norm([p for _, p in _named_parameters(state)])
+            # Every rank does this: of sharded parameters each has a part.
+            scalars["param_norm"] = total_norm([p for _, p in _named_parameters(state)])
 
     def on_log(self, state: LoopState, record: dict[str, float]) -> None:
         bad = [k for k, v in record.items() if self._watches(k) and not math.isfinite(v)]
@@ -147,13 +148,16 @@ class NanGuardHook(Hook):
 
 
 def bad_parameter(state: LoopState) -> str:
-    """Return what is wrong with this rank's first parameter that is not finite, or nothing."""
-    named = _named_parameters(state)
-    finite = _finite([param for _, param in named])
-    for (name, param), good in zip(named, finite, strict=True):
+    """Return what is wrong with this rank's first parameter that is not finite, or nothing.
+
+    Of sharded parameters it looks at this rank's parts.
+    """
+    named = [(name, local_part(param)) for name, param in _named_parameters(state)]
+    finite = _finite([part for _, part in named])
+    for (name, part), good in zip(named, finite, strict=True):
         if not good:
-            count = int((~param.isfinite()).sum())
-            return f"parameter {name!r} has {count} of {param.numel()} values not finite"
+            count = int((~part.isfinite()).sum())
+            return f"parameter {name!r} has {count} of {part.numel()} values not finite"
     return ""
 
 
@@ -172,5 +176,7 @@ def _finite(tensors: Sequence[Tensor]) -> list[bool]:
 
 def _named_parameters(state: LoopState) -> list[tuple[str, Tensor]]:
     # Buffers are left out: causal masks hold infinities on purpose.
-    named = user_model(state.model).named_parameters()
-    return [(name, p.detach()) for name, p in named if p.is_floating_point() and p.numel()]
+    model = user_model(state.model)
+    reshard(model)
+    named = model.named_parameters()
+    return [(plain_name(n), p) for n, p in named if p.is_floating_point() and p.numel()]
