@@ -36,7 +36,8 @@ class _EvalLoop:
 
     Args:
         dataloader: This rank's batches; ranks may have different numbers of
-            them, also none.
+            them, also none. Where steps need all ranks at once (the model's
+            `collective_eval`), one that has run out goes on with a batch that counts nothing.
         metrics: torchmetrics objects, or those of a `BaseMetric`, by name, in the
             same order on all ranks. A step that returns a mapping feeds each metric
             by its argument names, any other result is passed as

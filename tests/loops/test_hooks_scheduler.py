@@ -123,6 +123,16 @@ def test_each_group_is_logged() -> None:
     assert rates.logged[0] == pytest.approx({"lr/0": 0.05, "lr/1": 0.5})
 
 
+def test_named_optimizers_and_groups_are_logged_by_name() -> None:
+    state, rates = new_state(), RatesHook()
+    other = SGD([{"params": [torch.zeros(1)], "name": "head"}, {"params": [torch.ones(1)]}], lr=3.0)
+    schedules = [(StepLR(optimizer_of(state), 9), "step")]
+    hook = SchedulerHook(schedules, optimizers={"net": optimizer_of(state), "other": other})
+    train(state, [hook, rates], epochs=1)
+    expected = {"lr/net": 0.05, "lr/other/head": 3.0, "lr/other/1": 3.0}
+    assert rates.logged[0] == pytest.approx(expected)
+
+
 @pytest.mark.parametrize("fused", [False, True])
 def test_first_updates_that_a_scaler_skips_neither_warn_nor_shift_the_schedule(fused: bool) -> None:
     used: list[tuple[int, float]] = []

@@ -89,7 +89,9 @@ def evaluate(samples: int, batch_size: int, *, sized: bool = True) -> tuple[dict
     """Evaluate under FSDP in a group, on one device without; the results and the own batches."""
     wrap = StepFullyShardedDataParallel if dist.is_initialized() else SingleDevice
     loader: Any = build_loader(make_data(samples), batch_size=batch_size)
-    loop = ValLoop(loader if sized else Unsized(loader), make_metrics())
+    # Where only some loaders have no length, the ranks must still agree on how to go on.
+    first_tells = sized or (dist.is_initialized() and samples % 2 and not dist.get_rank())
+    loop = ValLoop(loader if first_tells else Unsized(loader), make_metrics())
     state, count = LoopState(wrap(make_model())), Count()
     first = loop.run(state, HookList([count]))
     assert loop.run(state, HookList()) == first

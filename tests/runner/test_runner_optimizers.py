@@ -307,3 +307,31 @@ def test_paramwise_of_a_single_optimizer(run: Path) -> None:
 def test_a_dict_is_a_config_too(gan: Path) -> None:
     plain = load_config("gan.yaml", [SINGLE]).to_dict()
     assert len(build_parts(read_sections(config_from_dict(plain)))["optim_wrapper"]) == 2
+
+
+def _groups_of_a_resumed_run(folder: str) -> list[list[Any]]:
+    sys.modules.pop("points", None)
+    path = Path(folder)
+    paramwise = "optimizer.paramwise={bias_decay_mult: 0, custom_keys: {net.0: {lr_mult: 2}}}"
+    fixed = (paramwise, "hooks.progress=false", "model.net.type=points.Net")
+
+    def run(name: str, wrapper: str, epochs: int, resume: bool) -> Any:
+        given = (f"run_dir={path / name}", f"wrapper={{type: {wrapper}}}")
+        config = load_config(path / "points.yaml", (*fixed, *given, f"train.max_epochs={epochs}"))
+        runner = Runner.from_config(config)
+        runner.train(resume=resume)
+        return runner
+
+    run("parts", "ddp", 2, False)
+    found = []
+    for one in (run("whole", "fsdp", 4, False), run("parts", "fsdp", 4, True)):
+        groups = one.state.optim_wrapper.optimizer.param_groups
+        options = [(group["name"], group["lr"], group["weight_decay"]) for group in groups]
+        found.append([options, one.state.metrics])
+    return found
+
+
+def test_groups_go_on_under_another_wrapper(run: Path) -> None:
+    for whole, parts in run_ranks(_groups_of_a_resumed_run, 2, str(run)):
+        assert whole[0] == parts[0]
+        assert whole[1] == pytest.approx(parts[1], rel=1e-4)
