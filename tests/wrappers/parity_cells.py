@@ -22,6 +22,7 @@ from parity_models import (
 )
 from parity_plain import DTYPES, MAX_NORM, OPTIMIZERS, Recipe, Reference
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from stepwrap.loops import LoopState, save_checkpoint
 from stepwrap.loops.weights import user_model
@@ -31,6 +32,8 @@ from stepwrap.wrappers import (
     Mesh,
     OptimWrapper,
     OptimWrapperDict,
+    Preparation,
+    as_global,
     build_mesh,
     build_optimizer,
     wrap_model,
@@ -153,8 +156,6 @@ def make_wrapper(
     if row.wrapper == "fsdp" or row.is_tensor_parallel:
         options["mesh"] = mesh
     if row.is_tensor_parallel:
-        from stepwrap.wrappers import Preparation
-
         options["prepare"] = Preparation(tensor_parallel=PLANS[model])
     return wrap_model(MODEL_WRAPPERS.get(row.wrapper), user, device=device, **options)
 
@@ -245,11 +246,16 @@ def validation_loss(
 
 
 def whole_weights(wrapper: Any) -> dict[str, Tensor]:
-    """The user's model's state, sharded tensors put together; every rank must call this."""
-    state = user_model(wrapper).state_dict()
+    """The parameters and buffers of the user's model by its own names, put together.
+
+    Every rank must call this.
+    """
+    model = user_model(wrapper)
+    named = {name: as_global(one.detach(), one) for name, one in model.named_parameters()}
+    named.update(model.named_buffers())
     return {
-        name: (value.full_tensor() if hasattr(value, "full_tensor") else value).cpu()
-        for name, value in state.items()
+        name: (value.full_tensor() if isinstance(value, DTensor) else value).cpu()
+        for name, value in named.items()
     }
 
 

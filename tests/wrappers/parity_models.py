@@ -28,7 +28,7 @@ PLANS = {
     },
     "cnn": {"head.hidden": "colwise", "head.out": "rowwise"},
 }
-BLOCKS = {"transformer": ["Block"], "cnn": ["Convolution", "head"]}
+BLOCKS = {"transformer": ["Block"], "cnn": ["Convolution"]}
 
 
 class Attention(nn.Module):
