@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -100,6 +101,9 @@ class SeparateDistributedDataParallel(Steps, nn.Module):
         self.data_group = group
         module.register_load_state_dict_pre_hook(  # type: ignore[no-untyped-call]
             _rename_versions
+        )
+        module.register_load_state_dict_post_hook(  # type: ignore[no-untyped-call]
+            _rename_misfits
         )
         self._prepare_steps(False)
         self._model_steps = has_own_train_step(module)
@@ -238,6 +242,14 @@ def _rename_weights(child: nn.Module, state: dict[str, Any], prefix: str, *rest:
     inner = f"{prefix}module."
     for name in [name for name in state if name.startswith(prefix)]:
         state[inner + name[len(prefix) :]] = state.pop(name)
+
+
+def _rename_misfits(module: nn.Module, misfits: Any) -> None:
+    """Tell of missing and unexpected weights by the user's names."""
+    wrapped = [name for name, child in module.named_children() if isinstance(child, _Child)]
+    added = re.compile(rf"((?:^|\.)(?:{'|'.join(map(re.escape, wrapped))}))\.module\.")
+    for names in (misfits.missing_keys, misfits.unexpected_keys):
+        names[:] = [added.sub(r"\1.", name, count=1) for name in names]
 
 
 def _rename_versions(module: nn.Module, state: Any, prefix: str, *rest: Any) -> None:

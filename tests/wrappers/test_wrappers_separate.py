@@ -137,6 +137,10 @@ def _structure() -> dict[str, Any]:
     seen["loaded"] = all(torch.equal(v, weights[k]) for k, v in model.state_dict().items())
     seen["missing"] = (missing.missing_keys, missing.unexpected_keys)
     wrapper.load_state_dict(wrapper.state_dict())
+    del weights["generator.0.bias"]
+    weights["discriminator.9.bias"] = torch.zeros(1)
+    misfits = model.load_state_dict(weights, strict=False)
+    seen["misfits"] = (misfits.missing_keys, misfits.unexpected_keys)
     return seen
 
 
@@ -158,6 +162,7 @@ def test_names_and_kinds_of_children() -> None:
             "outer": True,
             "loaded": True,
             "missing": ([], []),
+            "misfits": (["generator.0.bias"], ["discriminator.9.bias"]),
         }
 
 
