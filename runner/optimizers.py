@@ -26,6 +26,7 @@ from ..wrappers import (
     build_optimizer,
     named_parameters,
     param_groups,
+    refuse_single_step,
     share_parameters,
 )
 from ._building import building
@@ -59,6 +60,7 @@ def _single(settings: Mapping[str, Any], model: nn.Module) -> Optimizer:
 
 def _several(sections: Mapping[str, Any], model: nn.Module) -> dict[str, Optimizer]:
     with building("optimizer"):
+        refuse_single_step(model)
         chosen = {name: one.get("params") for name, one in sections.items()}
         shares = share_parameters(model, chosen)
     return {

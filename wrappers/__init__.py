@@ -29,7 +29,7 @@ from .optim import OptimWrapper
 from .optim_dict import OptimWrapperDict
 from .param_groups import param_groups
 from .param_names import NamedParameter, named_parameters
-from .param_shares import share_parameters
+from .param_shares import refuse_single_step, share_parameters
 from .patched_parallel import patch_replication_callback
 from .post_local_sgd import PostLocalSGD, ZeroRedundancyOptimizer
 from .prepare import (
@@ -138,4 +138,5 @@ __all__ = [
     "user_scattered",
     "wrap_model",
     "wrapper_misfits",
+    "refuse_single_step",
 ]

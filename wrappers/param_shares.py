@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from torch import nn
 
 from .param_names import NamedParameter, belongs, listed, named_parameters, near_names
+from .step import Steps, has_own_train_step
 
 
 def share_parameters(
@@ -37,6 +38,19 @@ def share_parameters(
         ]
     _refuse_uneven(named, shares)
     return shares
+
+
+def refuse_single_step(model: nn.Module) -> None:
+    """Raise TypeError for a wrapped model whose training step knows of one optimizer only."""
+    if not isinstance(model, Steps) or type(model).train_step is not Steps.train_step:
+        return
+    if not has_own_train_step(model.module):
+        name = type(model.module).__name__
+        raise TypeError(
+            f"{name} has no train_step of its own, and that of {type(model).__name__} updates by "
+            f"one optimizer: write {name}.train_step(data, optim_wrapper), which updates by each, "
+            "as in optim_wrapper['generator'].update_params(loss)"
+        )
 
 
 def _child(optimizer: str, names: Iterable[str]) -> list[str]:

@@ -54,7 +54,8 @@ DOORS = {
         is_module_wrapper is_sharded layout_of local_part meta_parameters model_checks
         named_parameters parallelize param_groups parse_losses patch_replication_callback
         patch_sync_batchnorm prepare_model reshard revert_sync_batchnorm set_sbn_eps_mode
-        share_parameters steps_in_group_only take_part total_norm user_scattered wrap_model
+        refuse_single_step share_parameters steps_in_group_only take_part total_norm
+        user_scattered wrap_model
         wrapper_misfits
     """,
 }

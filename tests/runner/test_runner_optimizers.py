@@ -274,6 +274,15 @@ def test_uneven_shares_are_told_with_the_section(gan: Path) -> None:
     assert text.startswith("gan.yaml:5: optimizer: cannot be built: ValueError: no optimizer has g")
 
 
+def test_several_optimizers_need_a_step_of_the_models_own(gan: Path) -> None:
+    model = (
+        "{_delete_: true, type: SupervisedModel, net: {type: points.Net}, loss: {type: MSELoss}}"
+    )
+    config = load_config("gan.yaml", [SINGLE, f"model={model}"])
+    with pytest.raises(BuildError, match="SupervisedModel has no train_step of its own, and that"):
+        build_parts(read_sections(config))
+
+
 def test_settings_of_wrappers_by_name(gan: Path) -> None:
     by_name = "optim_wrapper={generator: {accumulative_counts: 2}, discriminator: null}"
     wrapper = runner_of(gan, "out", SINGLE, by_name).state.optim_wrapper
