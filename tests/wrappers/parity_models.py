@@ -21,10 +21,10 @@ SAMPLES, BATCH = 240, 16
 # The linear layers in pairs: the first split by its outputs, the second by its inputs.
 PLANS = {
     "transformer": {
-        "*.block.attention.qkv": "colwise",
-        "*.block.attention.out": "rowwise",
-        "*.block.up": "colwise",
-        "*.block.down": "rowwise",
+        "body.block.attention.qkv": "colwise",
+        "body.block.attention.out": "rowwise",
+        "head.block.up": "colwise",
+        "head.block.down": "rowwise",
     },
     "cnn": {"head.hidden": "colwise", "head.out": "rowwise"},
 }
