@@ -14,7 +14,7 @@ from ...wrappers import as_global, copy_whole_, local_part, reshard
 from ..hook import Hook
 from ..shards import whole
 from ..state import LoopState
-from ..weights import plain_name, user_model
+from ..weights import plain_name, state_of, user_model
 
 
 @HOOKS.register_module()
@@ -67,6 +67,9 @@ class EMAHook(Hook):
             self._start(state)
 
     def on_update(self, state: LoopState) -> None:
+        if self._restored is not None:
+            # From another rank, in the middle of a run: this one had fewer batches.
+            self._start(state)
         if state.step % self._every_steps == 0:
             self._average_into(self._average, _like(self._parts(), self._average), 0)
 
@@ -98,7 +101,7 @@ class EMAHook(Hook):
         # Tied parameters have several names.
         named = self._model.named_parameters(remove_duplicate=False)
         average = {plain_name(n): by_param[id(p)] for n, p in named if id(p) in by_param}
-        own = {plain_name(name): value for name, value in self._model.state_dict().items()}
+        own = {plain_name(name): value for name, value in state_of(self._model).items()}
         return {"model": {name: average.get(name, value) for name, value in own.items()}}
 
     def load_state_dict(self, state: dict[str, Any], /) -> None:

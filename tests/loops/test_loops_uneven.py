@@ -62,6 +62,7 @@ def _parts(run_dir: Path | None = None, stop: Hook | None = None, **options: Any
             max_epochs=EPOCHS,
             log_every_steps=2,
             val_loop=ValLoop(_data(rank)),
+            val_begin=EPOCHS - 1,
         ),
         optim_wrapper=OptimWrapper(optimizer, clip_grad={"max_norm": 5.0}),
         hooks={
