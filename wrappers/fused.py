@@ -61,7 +61,7 @@ def _place(tensor: Tensor) -> Any:
 
 def _can_fuse(cls: Callable[..., Optimizer], kwargs: dict[str, Any], like: Tensor) -> bool:
     """Try it: some classes say only at their first step that they cannot."""
-    probe = torch.zeros(1, device=like.device, dtype=like.dtype)
+    probe = torch.zeros((1,) * like.ndim, device=like.device, dtype=like.dtype)
     if isinstance(like, DTensor):
         probe = DTensor.from_local(probe, like.device_mesh, like.placements, run_check=False)
     probe.requires_grad_()
