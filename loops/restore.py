@@ -29,6 +29,7 @@ from .weights import (
     load_weights,
     plain_name,
     set_gradients,
+    state_of,
     user_model,
 )
 
@@ -154,7 +155,7 @@ class Checkpoint:
 
     def _load_model(self, model: nn.Module, weights: Mapping[str, Any]) -> None:
         target = user_model(model)
-        wanted = {plain_name(name): value for name, value in target.state_dict().items()}
+        wanted = {plain_name(name): value for name, value in state_of(target).items()}
         problems = _mismatches(weights, wanted)
         if problems:
             more = len(problems) - _SHOWN

@@ -175,7 +175,7 @@ class Reader:
 
     def _saved(self, key: str, entry: Mapping[str, Any]) -> SavedTensor:
         def reading(name: str) -> Callable[[], Tensor]:
-            return lambda: self.file(name)[key]  # type: ignore[no-any-return]
+            return lambda: self.file(name)[key]
 
         pieces = [(p["offsets"], p["sizes"], reading(p["file"])) for p in entry["pieces"]]
         return SavedTensor(entry["shape"], getattr(torch, entry["dtype"]), pieces)
@@ -194,7 +194,8 @@ def _mapped(value: Any, change: Callable[[Any, str], Any], key: str = "") -> Any
     prefix = f"{key}." if key else ""
     if isinstance(value, Mapping):
         items = {k: _mapped(v, change, f"{prefix}{k}") for k, v in value.items()}
-        copied = type(value)(items)
+        kind: Any = type(value)
+        copied = kind(items)
         if isinstance(value, OrderedDict):
             # The versions of the modules, which torch keeps beside the weights.
             vars(copied).update(vars(value))

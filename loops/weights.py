@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping
+from itertools import chain
 from typing import Any
 
 from torch import Tensor, nn
@@ -36,13 +37,22 @@ def plain_name(name: str) -> str:
     return ".".join(part for part in name.split(".") if part != _COMPILED)
 
 
+def state_of(model: nn.Module) -> OrderedDict[str, Any]:
+    """Return the state dict of `model`, as it is named there, with all its parts as DTensors."""
+    state: OrderedDict[str, Any] = model.state_dict()
+    for name, tensor in _localised(model):
+        if name in state:
+            state[name] = as_global(state[name], tensor)
+    return state
+
+
 def weights_of(model: nn.Module) -> OrderedDict[str, Any]:
     """Return the state dict of `model` with the user's names.
 
     Raises:
         TypeError: Something in it cannot be loaded safely; says where.
     """
-    state = model.state_dict()
+    state = state_of(model)
     weights = OrderedDict((plain_name(k), plain(v, f"model: {k}")) for k, v in state.items())
     _set_versions(weights, {plain_name(k): v for k, v in _versions(state).items()})
     return weights
@@ -55,6 +65,10 @@ def load_weights(model: nn.Module, weights: Mapping[str, Any]) -> None:
     stand for the wholes.
     """
     present = model.state_dict()
+    for name, tensor in _localised(model):
+        if not isinstance(present[name], DTensor):
+            # Without its mark of a part: the model has no hook that would take a DTensor.
+            present[name] = tensor
     own = {plain_name(name): name for name in present}
     state = OrderedDict(
         (own[name], _fitted(value, present[own[name]])) for name, value in weights.items()
@@ -102,12 +116,20 @@ def is_spread(state: LoopState) -> bool:
     return any(map(is_sharded, state.model.parameters()))
 
 
+def _localised(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """The ordinary tensors of `model` that are parts, by all their names."""
+    named = chain(
+        model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)
+    )
+    return [(n, t) for n, t in named if hasattr(t, "tensor_layout")]
+
+
 def _fitted(value: Any, like: Any) -> Any:
     """What torch can load in the place of `like`."""
     if not isinstance(like, Tensor) or not hasattr(value, "shape"):
         return value
-    plain_ones = isinstance(value, Tensor) and not isinstance(like, DTensor)
-    return value if plain_ones else take_part(value, like)
+    as_it_is = isinstance(value, Tensor) and type(value) is not DTensor and not is_sharded(like)
+    return value if as_it_is else take_part(value, like)
 
 
 def _versions(state: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -1,0 +1,132 @@
+"""Runs of one small model under every kind of parallelism, for tests of what is saved of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from stepwrap.loops import EMAHook, LoopState
+from stepwrap.loops.weights import weights_of
+from stepwrap.wrappers import (
+    OptimWrapper,
+    Preparation,
+    SingleDevice,
+    StepDistributedDataParallel,
+    StepFullyShardedDataParallel,
+    SupervisedModel,
+    build_mesh,
+    layout_of,
+    wrap_model,
+)
+from stepwrap.wrappers.layout import placed_as
+
+# Kind and number of ranks.
+CASES = [
+    ("ddp", 2),
+    ("fsdp", 2),
+    ("tensor", 2),
+    ("fsdp", 4),
+    ("hsdp", 4),
+    ("fsdp x tensor", 4),
+    ("ddp x tensor", 4),
+]
+_PLAN = {"net.0": "colwise", "net.2": "rowwise"}
+WIDTH = 512
+
+
+def make_net(seed: int = 0) -> nn.Sequential:
+    """A plan's layers (0, 2), others, and one that cannot be cut evenly."""
+    torch.manual_seed(seed)
+    return nn.Sequential(
+        nn.Linear(4, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 5), nn.LayerNorm(5), nn.Linear(5, 3)
+    )
+
+
+def make_run(kind: str, *, seed: int = 0, run_dir: Path | None = None, **optim: Any) -> LoopState:
+    """Return a run with AdamW and an averaging hook; every rank must call this."""
+    model = SupervisedModel(make_net(seed), nn.CrossEntropyLoss())
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    axes: dict[str, int] = {"data": ranks}
+    if kind == "hsdp":
+        axes = {"replicate": 2, "shard": ranks // 2}
+    elif "tensor" in kind:
+        axes = {"data": ranks // 2, "tensor": 2}
+    wrapper: Any = StepDistributedDataParallel if "ddp" in kind else SingleDevice
+    wrapper = StepFullyShardedDataParallel if kind[:4] in ("fsdp", "hsdp") else wrapper
+    options: dict[str, Any] = {"shard": ["net.4"]} if kind[:4] in ("fsdp", "hsdp") else {}
+    if ranks > 1:
+        options["mesh"] = build_mesh(axes)
+    if "tensor" in kind:
+        options["prepare"] = Preparation(tensor_parallel=_PLAN)
+    wrapped = wrap_model(wrapper, model, **options)
+    optimizer = torch.optim.AdamW(wrapped.parameters(), lr=0.01)
+    state = LoopState(wrapped, OptimWrapper(optimizer, **optim), run_dir)
+    state.stateful["hooks.ema"] = EMAHook(decay=0.5)
+    return state
+
+
+def batch(state: LoopState, index: int) -> list[Tensor]:
+    """This rank's share of the batch `index` of 8 samples."""
+    generator = torch.Generator().manual_seed(index)
+    inputs = torch.randn(8, 4, generator=generator)
+    target = torch.randint(3, (8,), generator=generator)
+    size, rank = 1, 0
+    if dist.is_initialized():
+        group = state.model.data_group
+        size, rank = dist.get_world_size(group), dist.get_rank(group)
+    return [inputs.chunk(size)[rank], target.chunk(size)[rank]]
+
+
+def train(state: LoopState, indices: Iterable[int]) -> None:
+    """Train on some batches as the loops do, with the averaging hook."""
+    ema: Any = state.stateful["hooks.ema"]
+    ema.on_train_start(state)
+    for index in indices:
+        if state.updated_at is None:
+            state.updated_at = (state.epoch, state.batch, state.iteration)
+        state.model.train_step(batch(state, index), state.optim_wrapper)
+        state.batch += 1
+        state.iteration += 1
+        if state.optim_wrapper.should_update():
+            state.step += 1
+            state.updated_at = (state.epoch, state.batch, state.iteration)
+            ema.on_update(state)
+
+
+def contents(state: LoopState) -> dict[str, Tensor]:
+    """Return whole weights, averages and optimizer state; every rank must call this."""
+    found = {f"model.{k}": v for k, v in weights_of(state.model.module).items()}
+    average = state.stateful["hooks.ema"].state_dict()["model"]
+    found |= {f"ema.{k}": v for k, v in average.items()}
+    for key, values in state.optim_wrapper.state_dict()["state"].items():
+        found |= {f"optim.{key}.{name}": value for name, value in values.items()}
+    wholes = {}
+    for name, value in found.items():
+        value = value.full_tensor() if isinstance(value, DTensor) else value
+        wholes[name] = value.detach().clone()
+    return wholes
+
+
+def gradients(state: LoopState) -> list[Tensor | None]:
+    """Return whole gradients; every rank must call this."""
+    found: list[Tensor | None] = []
+    for param in state.model.parameters():
+        grad = param.grad
+        if grad is None:
+            found.append(None)
+            continue
+        if not isinstance(grad, DTensor):
+            grad = placed_as(grad, layout_of(param))
+        found.append((grad.full_tensor() if isinstance(grad, DTensor) else grad).clone())
+    return found
+
+
+def same(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
+    """Whether both have the same names and bit-identical tensors."""
+    return left.keys() == right.keys() and all(torch.equal(left[n], right[n]) for n in left)

@@ -1,0 +1,358 @@
+"""Checkpoints of which every rank writes and reads its own parts."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from loop_parts import make_state
+from ranks import run_ranks
+from sharded_runs import CASES, batch, contents, gradients, make_run, same, train
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from stepwrap.loops import (
+    CheckpointError,
+    CheckpointHook,
+    find_checkpoint,
+    load_checkpoint,
+    save_alone,
+    save_checkpoint,
+)
+from stepwrap.loops.shards import SavedTensor
+
+TARGETS = [("single", 1), ("ddp", 2), ("fsdp", 2), ("tensor", 2), ("fsdp x tensor", 4)]
+
+
+def _save(kind: str, folder: Path) -> tuple[Path, dict[str, Tensor]]:
+    state = make_run(kind)
+    train(state, range(3))
+    return save_checkpoint(folder, state), contents(state)
+
+
+def _load(kind: str, path: Path) -> tuple[dict[str, Tensor], list[int]]:
+    state = make_run(kind, seed=7)
+    load_checkpoint(path).restore(state)
+    state.stateful["hooks.ema"].on_train_start(state)
+    return contents(state), [state.step, state.iteration]
+
+
+def _run(kind: str, size: int, fn: Any, *args: Any) -> list[Any]:
+    return [fn(kind, *args)] if kind == "single" else run_ranks(fn, size, kind, *args)
+
+
+@pytest.mark.parametrize(("kind", "size"), CASES)
+def test_loads_under_every_other_wrapper_and_size(kind: str, size: int, tmp_path: Path) -> None:
+    """Weights, averages and optimizer state come back bit for bit."""
+    saved = run_ranks(_save, size, kind, tmp_path)
+    path, expected = saved[0]
+    assert all(same(other, expected) for _, other in saved)
+    assert find_checkpoint(tmp_path) == path
+    for target, ranks in TARGETS:
+        for loaded, counters in _run(target, ranks, _load, path):
+            assert same(loaded, expected), target
+            assert counters == [3, 3]
+
+
+@pytest.mark.parametrize(("kind", "size"), CASES)
+def test_the_files(kind: str, size: int, tmp_path: Path) -> None:
+    path = run_ranks(_save, size, kind, tmp_path)[0][0]
+    meta = json.loads((path / "checkpoint.json").read_text())
+    assert set(meta["files"]) | {"checkpoint.json"} == {file.name for file in path.iterdir()}
+    shards = {name for name in meta["files"] if ".shard_" in name}
+    # Replicas write nothing: HSDP's second half, and all but one group of split layers.
+    writers = {"ddp": 0, "hsdp": 2, "tensor": 2, "ddp x tensor": 2}.get(kind, size)
+    assert {int(name.split("_")[1][:5]) for name in shards} == set(range(writers))
+    assert meta["format"] == (1 if kind == "ddp" else 2)
+    assert ("shards.json" in meta["files"]) == bool(writers)
+    for name in meta["files"]:
+        if name.endswith(".pt"):
+            torch.load(path / name, weights_only=True)
+    whole = load_checkpoint(path).read("model.pt")
+    assert [type(value) for value in whole.values()] == [Tensor] * 8
+    assert whole["net.0.weight"].shape == (512, 4)
+    # Nothing is written twice.
+    if shards:
+        table = json.loads((path / "shards.json").read_text())
+        for entry in table["model"].values():
+            assert len({tuple(piece["offsets"]) for piece in entry["pieces"]}) == len(
+                entry["pieces"]
+            )
+
+
+def _read_counting(kind: str, path: Path) -> tuple[int, int]:
+    real, read = SavedTensor.__getitem__, []
+
+    def counting(self: SavedTensor, index: Any) -> Tensor:
+        part = real(self, index)
+        read.append(part.numel())
+        return part
+
+    SavedTensor.__getitem__ = counting
+    try:
+        state = make_run(kind, seed=7)
+        load_checkpoint(path).restore(state)
+        state.stateful["hooks.ema"].on_train_start(state)
+    finally:
+        SavedTensor.__getitem__ = real
+    wholes = sum(v.numel() for v in contents(state).values() if v.ndim and v.numel() > 1024)
+    return sum(read), wholes
+
+
+@pytest.mark.parametrize(("source", "size"), [("ddp", 2), ("fsdp", 4)])
+def test_no_rank_reads_the_whole(source: str, size: int, tmp_path: Path) -> None:
+    path = run_ranks(_save, size, source, tmp_path)[0][0]
+    for target, ranks in (("fsdp", 2), ("fsdp", 4), ("tensor", 2)):
+        for read, wholes in run_ranks(_read_counting, ranks, target, path):
+            assert wholes > 15_000
+            assert read < 1.05 * wholes / ranks + 100
+
+
+def _resume(kind: str, folder: Path, stop: int) -> list[bool]:
+    whole_run = make_run(kind, accumulative_counts=2)
+    train(whole_run, range(6))
+    first = make_run(kind, accumulative_counts=2)
+    train(first, range(stop))
+    path = save_checkpoint(folder, first)
+    second = make_run(kind, seed=5, accumulative_counts=2)
+    load_checkpoint(path).restore(second)
+    if second.iteration == stop:
+        pairs = zip(gradients(first), gradients(second), strict=True)
+        assert all(a is b is None or torch.equal(a, b) for a, b in pairs)
+    second.optim_wrapper._inner_count = second.iteration
+    train(second, range(second.iteration, 6))
+    return [same(contents(second), contents(whole_run)), second.step == 3, second.iteration == 6]
+
+
+@pytest.mark.parametrize("stop", [2, 3])
+@pytest.mark.parametrize(("kind", "size"), CASES)
+def test_goes_on_exactly_at_the_same_size(
+    kind: str, size: int, stop: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Also inside an accumulation window, whose gradients FSDP2 keeps to itself."""
+    assert run_ranks(_resume, size, kind, tmp_path, stop) == [[True, True, True]] * size
+
+
+def _inside_a_window(kind: str, folder: Path) -> tuple[Path, list[Tensor | None]]:
+    state = make_run(kind, accumulative_counts=2)
+    train(state, range(3))
+    return save_checkpoint(folder, state), gradients(state)
+
+
+def _gradients_of(kind: str, path: Path) -> list[Tensor | None]:
+    state = make_run(kind, seed=5, accumulative_counts=2)
+    load_checkpoint(path).restore(state)
+    return gradients(state)
+
+
+@pytest.mark.parametrize(("source", "size"), [("ddp", 2), ("tensor", 2), ("ddp x tensor", 4)])
+def test_gradients_of_a_window_at_another_size(source: str, size: int, tmp_path: Path) -> None:
+    """Their mean goes on, cut anew."""
+    saved = run_ranks(_inside_a_window, size, source, tmp_path)
+    path, data_ranks = saved[0][0], 1 if source == "tensor" else 2
+    # Ranks of one group of split layers have the same whole.
+    by_data_rank = [grads for _, grads in saved[:: size // data_ranks]]
+    means = [sum(grads) / data_ranks for grads in zip(*by_data_rank, strict=True)]
+    for target, ranks in (("single", 1), ("tensor", 2), ("ddp x tensor", 4), ("ddp", 2)):
+        for loaded in _run(target, ranks, _gradients_of, path):
+            for got, wanted in zip(loaded, means, strict=True):
+                if (target, ranks) != (source, size):
+                    torch.testing.assert_close(got, wanted)
+
+
+def _lost_window(folder: Path) -> tuple[list[int], str]:
+    records: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())
+    logging.getLogger("stepwrap.loops.gradients").addHandler(handler)
+    try:
+        state = make_run("fsdp", accumulative_counts=2)
+        train(state, range(3))
+        meta = load_checkpoint(save_checkpoint(folder, state)).meta
+        state.epoch, state.batch = 1, 0
+        later = load_checkpoint(save_checkpoint(folder, state)).meta
+    finally:
+        logging.getLogger("stepwrap.loops.gradients").removeHandler(handler)
+    return [meta["iteration"], later["iteration"], later["epoch"]], "\n".join(records)
+
+
+def test_a_window_of_fsdp_is_told_of(tmp_path: Path) -> None:
+    """The checkpoint goes back to its start; into the epoch before it cannot."""
+    for counters, text in run_ranks(_lost_window, 2, tmp_path):
+        assert counters == [2, 3, 1]
+        assert "a resumed run repeats its 1 batch(es)" in text
+        assert "goes on behind them with a new window" in text
+
+
+def _damaged(path: Path) -> str:
+    with pytest.raises(CheckpointError) as caught:
+        load_checkpoint(path).restore(make_run("fsdp"))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["model.shard_00001.pt", "shards.json", "optim.pt"])
+def test_a_damaged_part_is_named_and_the_one_before_taken(name: str, tmp_path: Path) -> None:
+    good = run_ranks(_save, 2, "fsdp", tmp_path)[0][0]
+    kept = good.rename(tmp_path / "step_00000001")
+    bad = run_ranks(_save, 2, "fsdp", tmp_path)[0][0]
+    content = bytearray((bad / name).read_bytes())
+    content[len(content) // 2] ^= 255
+    (bad / name).write_bytes(content)
+    texts = run_ranks(_damaged, 2, bad)
+    assert texts[0] == texts[1]
+    assert name in texts[0]
+    if name != "optim.pt":
+        with pytest.raises(CheckpointError, match=name):
+            load_checkpoint(bad).read("model.pt")
+    assert find_checkpoint(tmp_path) == kept
+
+
+def _alone(folder: Path) -> list[str]:
+    records: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())
+    logging.getLogger("stepwrap.loops.checkpoint").addHandler(handler)
+    try:
+        for kind in ("fsdp", "tensor"):
+            state = make_run(kind)
+            train(state, range(1))
+            assert save_alone(folder, state) is None
+    finally:
+        logging.getLogger("stepwrap.loops.checkpoint").removeHandler(handler)
+    return records
+
+
+def test_no_rank_saves_alone_what_it_does_not_have(tmp_path: Path) -> None:
+    first, second = run_ranks(_alone, 2, tmp_path)
+    assert len(first) == 2
+    assert "its state is spread over the ranks" in first[0]
+    assert second == []
+    assert list(tmp_path.iterdir()) == []
+
+
+class Holder:
+    """Something stateful that knows nothing of parts."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, Any], /) -> None:
+        self.value = state["value"]
+
+
+def _stateful(folder: Path) -> list[str]:
+    state = make_run("fsdp")
+    weight = state.model.module.net[0].weight.detach()
+    assert isinstance(weight, DTensor)
+    state.stateful["x"] = Holder(weight)
+    path = save_checkpoint(folder, state)
+    other = make_run("fsdp", seed=3)
+    other.stateful["x"] = Holder(None)
+    load_checkpoint(path).load_states(other)
+    loaded = other.stateful["x"].value
+    assert torch.equal(loaded, weight.full_tensor())
+    assert not same(contents(other), contents(state))
+    return [type(loaded).__name__]
+
+
+def test_other_parts_of_a_run_get_whole_tensors(tmp_path: Path) -> None:
+    assert run_ranks(_stateful, 2, tmp_path) == [["Tensor"]] * 2
+
+
+def _failing_rank(folder: Path) -> str:
+    state = make_run("fsdp")
+    real = torch.save
+    if dist.get_rank() == 1:
+        torch.save = _refuse
+    try:
+        with pytest.raises(CheckpointError) as caught:
+            save_checkpoint(folder, state)
+    finally:
+        torch.save = real
+    return str(caught.value)
+
+
+def _refuse(*args: Any) -> None:
+    raise OSError("no space left")
+
+
+def test_a_failure_on_one_rank_is_everyones_and_leaves_nothing(tmp_path: Path) -> None:
+    texts = run_ranks(_failing_rank, 2, tmp_path)
+    assert texts[0] == texts[1]
+    assert "rank 1: OSError: no space left" in texts[0]
+    assert list(tmp_path.iterdir()) == []
+
+
+def _bad_part(kind: str, folder: Path) -> list[str]:
+    state = make_run(kind, run_dir=folder)
+    train(state, range(1))
+    hook = CheckpointHook(every_steps=1)
+    hook.on_train_start(state)
+    if dist.get_rank() == 1:
+        part = state.model.module.net[0].weight
+        (part.to_local() if isinstance(part, DTensor) else part).data[0, 0] = float("nan")
+    hook.on_save_point(state)
+    hook.on_train_end(state)
+    return [path.name for path in folder.iterdir()]
+
+
+@pytest.mark.parametrize("kind", ["fsdp", "tensor"])
+def test_a_bad_part_of_any_rank_is_not_saved(kind: str, tmp_path: Path) -> None:
+    assert run_ranks(_bad_part, 2, kind, tmp_path) == [[], []]
+
+
+def _after_validation(folder: Path) -> dict[str, Tensor]:
+    """FSDP2 leaves the outermost parameters whole after a forward."""
+    state = make_run("fsdp")
+    train(state, range(2))
+    with torch.inference_mode():
+        state.model.val_step(batch(state, 9))
+    with torch.no_grad():
+        state.model.module(*batch(state, 9), mode="tensor")
+    path = save_checkpoint(folder, state)
+    assert load_checkpoint(path).meta["format"] == 2
+    load_checkpoint(path).restore(state)
+    train(state, range(2, 3))
+    return contents(state)
+
+
+def _without_validation() -> dict[str, Tensor]:
+    state = make_run("fsdp")
+    train(state, range(3))
+    return contents(state)
+
+
+def test_saving_after_a_validation(tmp_path: Path) -> None:
+    expected = run_ranks(_without_validation, 2)
+    for got, wanted in zip(run_ranks(_after_validation, 2, tmp_path), expected, strict=True):
+        assert same(got, wanted)
+
+
+def test_a_checkpoint_without_shards_has_no_table(tmp_path: Path) -> None:
+    path = save_checkpoint(tmp_path, make_state())
+    assert load_checkpoint(path).meta["format"] == 1
+    assert not (path / "shards.json").exists()
+
+
+def test_parts_of_saved_tensors() -> None:
+    whole = torch.arange(24).view(4, 6)
+    pieces = [((0, 0), (4, 2), lambda: whole[:, :2]), ((0, 2), (4, 4), lambda: whole[:, 2:])]
+    saved = SavedTensor((4, 6), torch.int64, pieces)
+    for index in [
+        (slice(1, 3), slice(1, 5)),
+        (slice(0, 0), slice(0, 6)),
+        (slice(None), slice(5, 6)),
+    ]:
+        assert torch.equal(saved[index], whole[index])
+    assert torch.equal(saved[...], whole)
+    assert torch.equal(
+        SavedTensor((), torch.float32, [((), (), lambda: torch.tensor(2.0))])[()], torch.tensor(2.0)
+    )
