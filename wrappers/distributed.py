@@ -91,7 +91,8 @@ class StepDistributedDataParallel(Steps, DistributedDataParallel):
         self._prepare_steps(detect_anomalous_params)
         self._graph_recorded = False
         self._trainable = trainable_names(module, self.parameters_to_ignore)
-        self.data_group = ddp_kwargs.get("process_group")
+        everyone = self.process_group is distributed.group.WORLD
+        self.data_group = None if everyone else self.process_group
         self.uneven_inputs = _join_options(uneven_inputs)
         self._hook = hook
         self._install_hook()

@@ -98,7 +98,7 @@ class SeparateDistributedDataParallel(Steps, nn.Module):
             elif child is not None:
                 child.to(device)
         self.module = module
-        self.data_group = group
+        self.data_group = next(iter(wrapped.values())).data_group
         module.register_load_state_dict_pre_hook(  # type: ignore[no-untyped-call]
             _rename_versions
         )

@@ -62,7 +62,7 @@ UNEVEN: dict[str, Any] = {
         ({"type": "separate"}, SEPARATE, 3),
         ({"type": "separate"}, SEPARATE, 4),
         ({"type": "ddp", "uneven_inputs": True}, UNEVEN, 3),
-        ({"type": "ddp", "uneven_inputs": True}, UNEVEN, 5),
+        ({"type": "ddp", "uneven_inputs": {"divide_by_initial_world_size": False}}, UNEVEN, 5),
         ({"type": "ddp", "uneven_inputs": True}, UNEVEN, 8),
         ({"type": "ddp", "comm_hook": "bf16_compress"}, {}, 3),
     ],

@@ -296,3 +296,31 @@ def test_without_a_group() -> None:
 @pytest.mark.parametrize("name", ["separate", "MMSeparateDistributedDataParallel"])
 def test_registered_names(name: str) -> None:
     assert MODEL_WRAPPERS.get(name) is SeparateDistributedDataParallel
+
+
+def _in_pairs(kind: type[nn.Module]) -> tuple[Tensor, bool]:
+    """Train with ranks 0 and 2, and 1 and 3, as pairs of their own."""
+    pairs = [dist.new_group([first, first + 2]) for first in (0, 1)]
+    mine = pairs[dist.get_rank() % 2]
+    wrapper = kind(classifier(torch.float64), process_group=mine)
+    optim = sgd(wrapper, momentum=0.9)
+    for batch in batches(3, dtype=torch.float64, seed=dist.get_rank()):
+        wrapper.train_step(batch, optim)
+    wrapper.sync_buffers()
+    return flat(wrapper), wrapper.data_group is mine
+
+
+@pytest.mark.parametrize("kind", [SeparateDistributedDataParallel, StepDistributedDataParallel])
+def test_a_group_of_ranks(kind: type[nn.Module]) -> None:
+    results = run_ranks(_in_pairs, 4, kind)
+    for rank, (weights, grouped) in enumerate(results):
+        net = mlp(torch.float64)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+        data = [batches(3, dtype=torch.float64, seed=one) for one in (rank % 2, rank % 2 + 2)]
+        for both in zip(*data, strict=True):
+            inputs, target = (torch.cat(parts) for parts in zip(*both, strict=True))
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(net(inputs), target).backward()
+            optimizer.step()
+        assert (weights - flat(net)).abs().max().item() <= 1e-12
+        assert grouped
