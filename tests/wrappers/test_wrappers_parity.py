@@ -10,7 +10,7 @@ from parity_checkpoints import load_all
 from parity_matrix import empty, filled, run_row, write_references
 from parity_plain import Recipe
 
-STEPS = 8
+STEPS = 5
 ROWS = [
     ("single", 1),
     ("dp, 2 replicas", 1),
@@ -28,9 +28,8 @@ RECIPES = [
     for how in (
         ("fp64", 3, True, "AdamW"),
         ("fp64", 1, False, "SGD"),
-        ("fp32", 1, True, "AdamW"),
-        ("fp32", 3, True, "SGD"),
-        ("bf16", 1, False, "SGD"),
+        ("fp32", 1, True, "SGD"),
+        ("bf16", 1, False, "AdamW"),
     )
 ]
 
@@ -72,7 +71,7 @@ def test_training_equals_plain_pytorch(
 def test_every_checkpoint_loads_under_every_wrapper(
     kind: str, world: int, saved: dict[str, list[Outcome]]
 ) -> None:
-    sources = [one for cells in saved.values() for one in cells if one.recipe.accumulate == 1]
+    sources = [one for cells in saved.values() for one in cells if one.recipe.optimizer == "SGD"]
     if not sources:
         pytest.skip("no checkpoints: run the whole file")
     loads = load_all(kind, world, sources, timeout_s=120)
