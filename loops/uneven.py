@@ -64,7 +64,7 @@ class UnevenInputs:
 
     def _catch_up(self, state: LoopState) -> None:
         """Take over what only ranks with more batches know."""
-        mine = {name: getattr(state, name) for name in (*_PROGRESS, "stop_reason", "signal")}
+        mine = {name: getattr(state, name) for name in (*_PROGRESS, "stop_reason")}
         everyone = all_gather_object(mine, self._group)
         state.stop_reason = next((o["stop_reason"] for o in everyone if o["stop_reason"]), "")
         # As torch chooses whose weights all get: most batches, the last of equals.
