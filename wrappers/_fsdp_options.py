@@ -19,7 +19,14 @@ from torch.distributed.fsdp import (
 from torch.distributed.fsdp.wrap import CustomPolicy
 
 from ..registry import did_you_mean
-from ._fsdp_values import flag, member, read_function, read_offload, read_precision
+from ._fsdp_values import (
+    arguments_in,
+    flag,
+    member,
+    read_function,
+    read_offload,
+    read_precision,
+)
 from .blocks import BlockSpec
 from .mesh import Mesh
 from .options import check_options
@@ -218,8 +225,7 @@ def _read_policy(value: Any) -> tuple[BlockSpec | None, WrapPolicy | None]:
     if isinstance(value, str):
         value = {"type": value}
     if isinstance(value, Mapping):
-        settings = {name: one for name, one in value.items() if name != "type"}
-        return _named_policy(value.get("type"), settings)
+        return _named_policy(value.get("type"), arguments_in(value))
     if isinstance(value, CustomPolicy):
         raise TypeError(
             "auto_wrap_policy of torch's CustomPolicy has no counterpart: give the blocks by shard"

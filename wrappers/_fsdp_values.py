@@ -49,7 +49,7 @@ def read_function(name: str, value: Any) -> Callable[..., Any] | None:
     """A function, its import path, or a mapping of ``type`` and further arguments."""
     settings: dict[str, Any] = {}
     if isinstance(value, Mapping):
-        settings = {key: one for key, one in value.items() if key != "type"}
+        settings = arguments_in(value)
         value = value.get("type")
     if isinstance(value, str):
         try:
@@ -61,6 +61,11 @@ def read_function(name: str, value: Any) -> Callable[..., Any] | None:
     if not callable(value):
         raise TypeError(f"{name} must be a function or its import path, got {value!r}")
     return functools.partial(value, **settings) if settings else value
+
+
+def arguments_in(value: Mapping[str, Any]) -> dict[str, Any]:
+    """What stands beside ``type``; ``_raw_`` is how a config says that it builds nothing."""
+    return {name: one for name, one in value.items() if name not in ("type", "_raw_")}
 
 
 def read_precision(value: Any) -> MixedPrecisionPolicy:

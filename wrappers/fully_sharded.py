@@ -79,7 +79,8 @@ class StepFullyShardedDataParallel(Steps, nn.Module):
         fsdp_kwargs: ``prefetch``: how many blocks are gathered ahead, a number or a mapping of
             ``forward`` and ``backward``. ``param_init_fn``: called with every module that has
             parameters on the meta device, in place of its ``reset_parameters``. And the options
-            of torch's older ``FullyShardedDataParallel``, as objects or as names.
+            of torch's older ``FullyShardedDataParallel``, as objects or as names; a mapping with
+            a ``type`` of theirs needs ``_raw_: true`` in a config.
 
     Raises:
         TypeError: there is no such option, or a value is of another kind.
