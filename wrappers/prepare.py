@@ -18,7 +18,7 @@ from .activation_checkpointing import (
 )
 from .compiling import CompileSpec, compile_model, find_compiled, read_compile
 from .mesh import Mesh
-from .tensor_parallel import Style, check_plan, check_styles, parallelize
+from .tensor_parallel import Style, check_plan, check_styles, parallelize, row_split_tables
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,8 +68,19 @@ def model_checks(
     blocks = preparation.activation_checkpointing
     if blocks is not None:
         checks["activation_checkpointing"] = lambda: find_checkpointed(model, blocks)
-    checks["compile"] = lambda: find_compiled(model, preparation.compile)
+    checks["compile"] = lambda: _check_compiled(model, preparation)
     return checks
+
+
+def _check_compiled(model: nn.Module, preparation: Preparation) -> None:
+    compiled = find_compiled(model, preparation.compile)
+    inside = {id(part) for one in compiled for part in one.modules()}
+    for path in row_split_tables(model, preparation.tensor_parallel or {}):
+        if id(model.get_submodule(path)) in inside:
+            raise ValueError(
+                f"torch cannot compile the table {path!r}, which is split by rows; compile the "
+                "blocks without it, or split it colwise_replicate_output"
+            )
 
 
 def _raised(check: Callable[[], object]) -> Exception | None:
@@ -146,6 +157,7 @@ def shape_blocks(model: nn.Module, preparation: Preparation) -> nn.Module:
     """Checkpoint activations, then compile, as the preparation says."""
     if preparation.activation_checkpointing is not None:
         checkpoint_activations(model, preparation.activation_checkpointing)
+    _check_compiled(model, preparation)
     return compile_model(model, preparation.compile)
 
 

@@ -128,6 +128,13 @@ def planned_layers(model: nn.Module, plan: Mapping[str, Style]) -> list[str]:
     return list(_planned(model, plan, []))
 
 
+def row_split_tables(model: nn.Module, plan: Mapping[str, Style]) -> list[str]:
+    """Paths of the embeddings of which a plan gives each rank some rows."""
+    styles = _planned(model, plan, [])
+    tables = {path for path, one in model.named_modules() if isinstance(one, nn.Embedding)}
+    return [p for p, style in styles.items() if p in tables and isinstance(style, RowwiseParallel)]
+
+
 def _tensor_axis(mesh: Mesh | DeviceMesh) -> tuple[DeviceMesh | None, int]:
     if isinstance(mesh, DeviceMesh):
         if mesh.ndim != 1:

@@ -1,0 +1,166 @@
+"""Meshes, split layers and prepared models through configs, against plain PyTorch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from parallel_runs import (
+    OPTIMIZERS,
+    PLAN,
+    SEQUENCE_PLAN,
+    Transformer,
+    by_hand,
+    difference,
+    settings,
+    trained,
+)
+from ranks import run_ranks
+
+from stepwrap.runner import Runner
+from stepwrap.wrappers import (
+    SingleDevice,
+    StepDistributedDataParallel,
+    StepFullyShardedDataParallel,
+)
+
+# What the compiler itself imports, and looks at in the inputs of blocks.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
+]
+
+TP = {"tensor_parallel": {"plan": PLAN}}
+
+
+def worst(ranks: int, config: dict[str, Any]) -> float:
+    """Return how far any rank ends from plain PyTorch."""
+    expected = by_hand(config)
+    everywhere = run_ranks(trained, ranks, config, timeout_s=120)
+    return max(difference(weights, expected) for weights in everywhere)
+
+
+def with_(optimizer: str, data_size: int, dtype: str = "float64", **sections: Any) -> Any:
+    config = settings(data_size, **sections)
+    config["model"]["net"]["dtype"] = dtype
+    return {**config, "optimizer": {"type": optimizer, **OPTIMIZERS[optimizer]}}
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize(("dtype", "limit"), [("float64", 1e-12), ("float32", 2e-6)])
+def test_split_over_two_ranks(optimizer: str, dtype: str, limit: float) -> None:
+    assert worst(2, with_(optimizer, 1, dtype, mesh={"tensor": 2}, **TP)) <= limit
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("wrapper", ["ddp", "fsdp"])
+@pytest.mark.parametrize(("dtype", "limit"), [("float64", 1e-12), ("float32", 2e-6)])
+def test_split_and_replicated_or_sharded(
+    wrapper: str, optimizer: str, dtype: str, limit: float
+) -> None:
+    sections = {"wrapper": {"type": wrapper}, "mesh": {"data": 2, "tensor": -1}, **TP}
+    if wrapper == "fsdp":
+        sections["wrapper"]["shard"] = ["Block"]
+    assert worst(4, with_(optimizer, 2, dtype, **sections)) <= limit
+
+
+def test_sequence_plan() -> None:
+    sections = {"mesh": {"tensor": 2}, "tensor_parallel": {"plan": SEQUENCE_PLAN}}
+    assert worst(2, with_("AdamW", 1, **sections)) <= 1e-12
+
+
+def test_sequence_plan_sharded() -> None:
+    sections = {"mesh": {"data": 2, "tensor": 2}, "tensor_parallel": {"plan": SEQUENCE_PLAN}}
+    config = with_("AdamW", 2, wrapper={"type": "fsdp", "shard": ["Block"]}, **sections)
+    assert worst(4, config) <= 1e-12
+
+
+def test_copies_of_shards() -> None:
+    config = with_("AdamW", 4, wrapper={"type": "fsdp"}, mesh={"replicate": 2, "shard": 2})
+    assert worst(4, config) <= 1e-12
+
+
+def test_built_on_the_meta_device() -> None:
+    config = with_("AdamW", 2, "float32", wrapper={"type": "fsdp"}, init_device="meta")
+    assert worst(2, config) <= 2e-6
+
+
+def test_split_and_built_on_the_meta_device() -> None:
+    sections = {"mesh": {"data": 2, "tensor": 2}, "init_device": "meta", **TP}
+    assert worst(4, with_("AdamW", 2, "float32", wrapper={"type": "fsdp"}, **sections)) <= 2e-6
+
+
+@pytest.mark.parametrize("wrapper", ["single", "ddp", "fsdp"])
+@pytest.mark.parametrize(
+    "section",
+    [
+        {"activation_checkpointing": ["Block"]},
+        {"activation_checkpointing": {"blocks": ["net.blocks.*"], "preserve_rng_state": False}},
+        {"compile": {"blocks": ["Block"], "backend": "aot_eager", "fullgraph": False}},
+        {"compile": {"backend": "eager", "dynamic": False}},
+        {"activation_checkpointing": ["Block"], "compile": {"backend": "aot_eager"}},
+    ],
+)
+def test_prepared_models(wrapper: str, section: dict[str, Any]) -> None:
+    ranks = 1 if wrapper == "single" else 2
+    config = with_("AdamW", ranks, wrapper={"type": wrapper}, **section)
+    if wrapper == "fsdp":
+        config["wrapper"]["shard"] = ["Block"]
+    assert worst(ranks, config) <= 1e-12
+
+
+def test_split_checkpointed_and_compiled() -> None:
+    compiled = {"blocks": ["Block"], "backend": "aot_eager"}
+    sections = {"activation_checkpointing": ["Block"], "compile": compiled}
+    assert worst(2, with_("AdamW", 1, mesh={"tensor": 2}, **sections, **TP)) <= 1e-12
+
+
+def test_compiled_by_inductor() -> None:
+    config = with_("AdamW", 1, compile=True)
+    assert difference(trained(config), by_hand(config)) <= 1e-12
+
+
+@pytest.mark.parametrize(("wrapper", "ranks"), [("single", 1), ("ddp", 2), ("fsdp", 2)])
+def test_frozen_parameters_stay(wrapper: str, ranks: int) -> None:
+    patterns = ["net.embed", "net.blocks.*.norm1.*", "net.head.bias"]
+    config = with_("AdamW", ranks, wrapper={"type": wrapper}, freeze=patterns)
+    torch.manual_seed(0)
+    start = {f"net.{name}": value for name, value in Transformer().named_parameters()}
+    for weights in run_ranks(trained, ranks, config):
+        stayed = {name for name, value in weights.items() if torch.equal(value, start[name])}
+        norms = {f"net.blocks.{i}.norm1.{kind}" for i in (0, 1) for kind in ("weight", "bias")}
+        assert stayed == {"net.embed.weight", "net.head.bias", *norms}
+
+
+def _facts(config: dict[str, Any]) -> tuple[Any, ...]:
+    runner = Runner.from_config(config)
+    wrapper = runner.state.model
+    loader: Any = runner._train_loop.dataloader
+    first = next(iter(loader))[0]
+    return type(wrapper), torch.rand(()).item(), first.sum().item(), len(first)
+
+
+def test_ranks_of_a_tensor_group_see_and_draw_the_same() -> None:
+    config = settings(2, mesh={"data": 2, "tensor": 2}, **TP)
+    first, second, third, fourth = run_ranks(_facts, 4, config)
+    assert first == second
+    assert third == fourth
+    assert first[0] is StepDistributedDataParallel
+    assert first[1:3] != third[1:3]
+    assert first[3] == third[3] == 4
+
+
+@pytest.mark.parametrize(
+    ("memory_gib", "ranks", "expected"),
+    [
+        (1e-9, 1, SingleDevice),
+        (1.0, 2, StepDistributedDataParallel),
+        (1e-9, 2, StepFullyShardedDataParallel),
+        (None, 2, StepDistributedDataParallel),
+    ],
+)
+def test_chosen_by_size(memory_gib: float | None, ranks: int, expected: type) -> None:
+    tables = {"fsdp": {"shard": ["Block"]}, "ddp": {"gradient_as_bucket_view": True}}
+    config = settings(ranks, wrapper={"type": "auto", "memory_gib": memory_gib, **tables})
+    assert {one[0] for one in run_ranks(_facts, ranks, config)} == {expected}
