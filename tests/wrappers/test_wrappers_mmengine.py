@@ -1,16 +1,25 @@
-"""Models and optimizer wrappers of mmengine, where it is installed."""
+"""Models and optimizer wrappers of mmengine under every wrapper, where it is installed."""
 
+import warnings
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from parity_cells import BOUNDS, KINDS, make_mesh, train, weights_apart, whole_weights
+from parity_models import PLANS, make_parts
+from parity_plain import MAX_NORM, OPTIMIZERS, Recipe, train_plain
+from ranks import run_ranks
 from step_models import batches, mlp, sgd
-from torch import nn
+from torch.nn import functional as F
 
-from stepwrap.wrappers import SingleDevice, StepDistributedDataParallel
+from stepwrap.registry import MODEL_WRAPPERS
+from stepwrap.wrappers import Preparation, SingleDevice, StepDistributedDataParallel, wrap_model
 
-mmengine_model = pytest.importorskip("mmengine.model")
-mmengine_optim = pytest.importorskip("mmengine.optim")
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    mmengine_model = pytest.importorskip("mmengine.model", reason="mmengine is not installed")
+    mmengine_optim = pytest.importorskip("mmengine.optim")
 
 
 class Model(mmengine_model.BaseModel):
@@ -21,8 +30,22 @@ class Model(mmengine_model.BaseModel):
     def forward(self, inputs: Any, target: Any = None, mode: str = "tensor") -> Any:
         scores = self.net(inputs)
         if mode == "loss":
-            return {"loss": nn.functional.cross_entropy(scores, target)}
+            return {"loss": F.cross_entropy(scores, target)}
         return list(scores)
+
+
+class Transformer(mmengine_model.BaseModel):
+    """Of the parity matrix, as somebody who uses mmengine writes it."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.body, self.head = make_parts("transformer", torch.float64, seed)
+
+    def forward(self, inputs: Any, target: Any = None, mode: str = "tensor") -> Any:
+        scores = self.head(self.body(inputs))
+        if mode == "loss":
+            return {"loss": F.cross_entropy(scores, target.flatten())}
+        return list(scores) if mode == "predict" else scores
 
 
 def test_its_model_and_optimizer_wrapper_run_unchanged() -> None:
@@ -39,3 +62,47 @@ def test_its_model_and_optimizer_wrapper_run_unchanged() -> None:
     with pytest.raises(ValueError, match="process group"):
         StepDistributedDataParallel(Model())
     assert len(ours.val_step(batches(1)[0])) == 4
+
+
+def train_theirs(kind: str, recipe: Recipe) -> tuple[Any, dict[str, Any], int]:
+    """Train their model by their optimizer wrapper, under one of our wrappers."""
+    row, mesh = KINDS[kind], make_mesh(kind, dist.get_world_size())
+    options: dict[str, Any] = {"mesh": mesh}
+    if row.wrapper == "fsdp":
+        options["shard"] = ["Block"]
+    if row.is_tensor_parallel:
+        options["prepare"] = Preparation(tensor_parallel=PLANS["transformer"])
+    model = Transformer(seed=dist.get_rank())
+    wrapper = wrap_model(MODEL_WRAPPERS.get(row.wrapper), model, **options)
+    make, settings = OPTIMIZERS[recipe.optimizer]
+    optimizer = mmengine_optim.OptimWrapper(
+        make(wrapper.parameters(), **settings),
+        accumulative_counts=recipe.accumulate,
+        clip_grad={"max_norm": MAX_NORM} if recipe.clip else None,
+    )
+    losses = train(wrapper, optimizer, recipe, mesh)
+    with torch.no_grad():
+        predictions = wrapper.val_step([torch.zeros(2, 8, dtype=torch.long), None])
+    return losses, whole_weights(wrapper), len(predictions)
+
+
+# Their wrapper takes the norm of what it sees: of a rank's parts under tensor parallel.
+@pytest.mark.parametrize(
+    ("kind", "world", "clip"),
+    [
+        ("single", 1, True),
+        ("ddp", 2, True),
+        ("separate", 2, True),
+        ("fsdp", 2, False),
+        ("tp 2", 2, False),
+        ("ddp x tp", 4, False),
+    ],
+)
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_they_follow_plain_pytorch(kind: str, world: int, clip: bool, accumulate: int) -> None:
+    recipe = Recipe("transformer", "fp64", accumulate, clip, "AdamW", steps=5)
+    plain = train_plain(recipe)
+    for losses, weights, predictions in run_ranks(train_theirs, world, kind, recipe):
+        assert (losses - plain.losses).abs().max() <= BOUNDS["fp64"]
+        assert weights_apart(weights, plain.weights) <= BOUNDS["fp64"]
+        assert predictions == 16
