@@ -14,10 +14,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from stepwrap.wrappers import (
+    Preparation,
     StepFullyShardedDataParallel,
     SupervisedModel,
     build_mesh,
     meta_parameters,
+    wrap_model,
 )
 
 
@@ -277,3 +279,26 @@ def _trained(meta: bool) -> dict[str, Tensor]:
 def test_it_trains_the_same() -> None:
     for one, other in zip(run_ranks(_trained, 2, True), run_ranks(_trained, 2, False), strict=True):
         assert all(torch.equal(one[name], other[name]) for name in other)
+
+
+def _split_over_ranks() -> bool:
+    torch.manual_seed(5 + 10 * dist.get_rank())
+    with meta_parameters():
+        net = Net()
+    model = wrap_model(
+        StepFullyShardedDataParallel,
+        SupervisedModel(net, nn.CrossEntropyLoss()),
+        device="cpu",
+        mesh=build_mesh({"data": 2, "tensor": 2}),
+        prepare=Preparation(
+            tensor_parallel={"net.blocks.*.up": "colwise", "net.blocks.*.down": "rowwise"}
+        ),
+        shard=["Block"],
+    )
+    weights = whole(model.module.net)
+    torch.manual_seed(5)
+    return all(torch.equal(weights[name], one) for name, one in Net().state_dict().items())
+
+
+def test_layers_split_over_a_tensor_axis() -> None:
+    assert run_ranks(_split_over_ranks, 4) == [True] * 4
