@@ -1,0 +1,212 @@
+"""Frozen, checkpointed and compiled models, each as it was otherwise."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+from torch import Tensor, nn
+
+from stepwrap.wrappers import (
+    Preparation,
+    StepDataParallel,
+    StepDistributedDataParallel,
+    SupervisedModel,
+    auto,
+    build_mesh,
+    checkpoint_activations,
+    compile_model,
+    freeze_parameters,
+    prepare_model,
+    wrap_model,
+)
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
+]
+
+
+class Block(nn.Module):
+    """Everything that is delicate when it runs twice: statistics, random numbers, keywords."""
+
+    def __init__(self, dropout: float = 0.2) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.norm, self.count_norm = nn.BatchNorm1d(4), nn.BatchNorm1d(4, momentum=None)
+        self.dropout = nn.Dropout(dropout)
+        self.calls = 0
+
+    def forward(self, x: Tensor, *, scale: float = 1.0) -> Tensor:
+        self.calls += 1
+        return x + scale * self.dropout(torch.tanh(self.count_norm(self.linear(self.norm(x)))))
+
+
+class Net(nn.Module):
+    def __init__(self, dropout: float = 0.2) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(dropout) for _ in range(2))
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x, scale=0.5)
+        return self.head(x)
+
+
+def batch(seed: int = 0) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(8, 4, generator=generator), torch.arange(8) % 3
+
+
+def train(model: Any, steps: int = 3) -> dict[str, Tensor]:
+    torch.manual_seed(3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for step in range(steps):
+        x, y = batch(step)
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def seeded(dropout: float = 0.2) -> Net:
+    torch.manual_seed(0)
+    return Net(dropout)
+
+
+def test_checkpointed_blocks_train_as_before() -> None:
+    net = checkpoint_activations(seeded(), ["Block"])
+    expected, weights = train(seeded()), train(net)
+    assert list(weights) == list(expected)
+    assert all(torch.equal(weights[name], expected[name]) for name in expected)
+    assert net.blocks[0].calls == 2 * 3
+    net.eval()
+    with torch.no_grad():
+        net(batch()[0])
+    assert net.blocks[0].calls == 2 * 3 + 1
+
+
+def test_checkpointed_blocks_are_what_they_were() -> None:
+    net = checkpoint_activations(seeded(), {"blocks": "blocks.*", "preserve_rng_state": False})
+    block: Any = net.blocks[0]
+    assert isinstance(block, Block)
+    assert (type(block).__name__, block.calls) == ("Block", 0)
+    for other in (copy.deepcopy(net), pickle.loads(pickle.dumps(net))):
+        assert type(other.blocks[1]) is type(block)
+        assert train(other).keys() == net.state_dict().keys()
+        assert other.blocks[1].calls == 6
+    assert checkpoint_activations(net, Block).blocks[0] is block
+
+
+@pytest.mark.parametrize(
+    ("spec", "error", "told"),
+    [
+        (["Blok"], ValueError, "'Blok'; did you mean Block"),
+        ({"blocks": ["Block"], "preserve_rng": True}, TypeError, "did you mean preserve_rng_state"),
+        ({"preserve_rng_state": True}, TypeError, "needs blocks"),
+        ({"blocks": ["Block"], "preserve_rng_state": 1}, TypeError, "must be true or false"),
+    ],
+)
+def test_wrong_checkpointing(spec: Any, error: type[Exception], told: str) -> None:
+    with pytest.raises(error, match=told):
+        checkpoint_activations(seeded(), spec)
+
+
+def test_a_forward_of_the_instance_is_refused() -> None:
+    net = seeded()
+    net.blocks[0].forward = net.head.forward  # type: ignore[method-assign]
+    with pytest.raises(ValueError, match=r"'blocks.0' has a forward of its own"):
+        checkpoint_activations(net, "Block")
+
+
+def test_checkpointed_copies() -> None:
+    net = checkpoint_activations(seeded(dropout=0.0), "Block")
+    expected = train(StepDataParallel(seeded(dropout=0.0), ["cpu", "cpu"]))
+    weights = train(StepDataParallel(net, ["cpu", "cpu"]))
+    assert all(torch.equal(weights[name], expected[name]) for name in expected)
+    synced = StepDataParallel(net, ["cpu", "cpu"], sync_batchnorm=True)
+    with pytest.raises(RuntimeError, match="cannot be checkpointed under dp"):
+        train(synced)
+    with pytest.raises(TypeError, match="is compiled, and compiled code runs on the original"):
+        StepDataParallel(compile_model(seeded(), {"backend": "eager"}))
+
+
+def _synchronised() -> float:
+    rank = torch.distributed.get_rank()
+    net = checkpoint_activations(seeded(dropout=0.0).double(), "Block")
+    model = StepDistributedDataParallel(net, sync_batchnorm=True)
+    plain = seeded(dropout=0.0).double()
+    x, y = batch()
+    half = slice(4 * rank, 4 * rank + 4)
+    nn.functional.cross_entropy(plain(x.double()), y).backward()
+    nn.functional.cross_entropy(model(x.double()[half]), y[half]).backward()
+    pairs = zip(net.parameters(), plain.parameters(), strict=True)
+    return max((one.grad - other.grad).abs().max().item() for one, other in pairs)
+
+
+def test_checkpointed_blocks_meet_again_over_ranks() -> None:
+    assert max(run_ranks(_synchronised, 2)) <= 1e-12
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize("blocks", [None, ["Block"]])
+def test_compiled_models_train_as_before(checkpointed: bool, blocks: Any) -> None:
+    checkpointing = ["Block"] if checkpointed else None
+    compiled = {"backend": "aot_eager", "blocks": blocks}
+    net = prepare_model(
+        seeded(dropout=0.0), Preparation(activation_checkpointing=checkpointing, compile=compiled)
+    )
+    expected, weights = train(seeded(dropout=0.0)), train(net)
+    assert list(weights) == list(expected)
+    assert all(torch.allclose(weights[name], expected[name], atol=1e-6) for name in expected)
+
+
+@pytest.mark.parametrize(
+    ("spec", "error", "told"),
+    [
+        ({"backend": "inducter"}, ValueError, "no backend 'inducter'; did you mean inductor"),
+        ({"mode": "max-autotun"}, ValueError, "no mode 'max-autotun'.*did you mean max-autotune"),
+        ({"mode": "default", "backend": "eager"}, ValueError, "mode is an option of inductor"),
+        ({"fullgraf": True}, TypeError, "no argument 'fullgraf'; did you mean fullgraph"),
+        ({"dynamic": 1}, TypeError, "dynamic must be true or false, got 1"),
+        ({"blocks": ["Blok"]}, ValueError, "did you mean Block"),
+        ("eager", TypeError, "must be true, false or its options"),
+    ],
+)
+def test_wrong_compiling(spec: Any, error: type[Exception], told: str) -> None:
+    with pytest.raises(error, match=told):
+        compile_model(seeded(), spec)
+
+
+def test_not_compiled() -> None:
+    assert compile_model(seeded(), False)._compiled_call_impl is None
+
+
+def test_freezing() -> None:
+    net = seeded()
+    names = freeze_parameters(net, ["blocks.0", "*.norm.bias", "head.weight"])
+    frozen = {name for name, one in net.named_parameters() if not one.requires_grad}
+    inside = {f"blocks.0.{name}" for name, _ in net.blocks[0].named_parameters()}
+    assert frozen == set(names) == {*inside, "blocks.1.norm.bias", "head.weight"}
+    with pytest.raises(ValueError, match=r"'block.0'; did you mean blocks.0"):
+        freeze_parameters(net, "block.0")
+
+
+def test_a_row_split_table_is_not_compiled() -> None:
+    net = nn.Sequential(nn.Embedding(4, 4), nn.Linear(4, 4))
+    wanted = Preparation(tensor_parallel={"0": "rowwise"}, compile=True)
+    with pytest.raises(ValueError, match="torch cannot compile the table '0'"):
+        prepare_model(net, wanted, build_mesh({"tensor": 1}))
+
+
+def test_auto_checks_the_tables_of_all() -> None:
+    model = SupervisedModel(seeded(), nn.CrossEntropyLoss())
+    with pytest.raises(TypeError, match="did you mean find_unused_parameters"):
+        wrap_model(auto, model, ddp={"find_unused": True})
+    with pytest.raises(TypeError, match="auto has no argument 'memory'; did you mean memory_gib"):
+        wrap_model(auto, model, memory=1)

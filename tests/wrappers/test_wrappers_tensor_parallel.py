@@ -1,0 +1,164 @@
+"""What a plan can ask for, and what a split layer is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
+from stepwrap.wrappers import Preparation, build_mesh, parallelize, prepare_model
+from stepwrap.wrappers.tensor_parallel import check_plan
+
+
+class Net(nn.Module):
+    """A table, two layers and a head that has the table's weights."""
+
+    def __init__(self, tied: bool = False) -> None:
+        super().__init__()
+        self.table = nn.Embedding(6, 4)
+        self.first, self.second = nn.Linear(4, 8), nn.Linear(8, 4)
+        self.norm = nn.LayerNorm(4)
+        self.head = nn.Linear(4, 6, bias=False)
+        if tied:
+            self.head.weight = self.table.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        hidden = self.second(torch.tanh(self.first(self.table(ids))))
+        return self.head(self.norm(hidden))
+
+
+PLAN = {"table": "rowwise", "first": "colwise", "second": "rowwise"}
+HEAD = {"head": "colwise_replicate_output"}
+
+
+@pytest.mark.parametrize(
+    ("plan", "told"),
+    [
+        ({"frist": "colwise"}, "no module of the model has the path 'frist'; did you mean first"),
+        ({"norm": "colwise"}, "'norm' is a LayerNorm; colwise splits Linear and Embedding"),
+        ({"first": "colwise"}, "'first' is a Linear with out_features=8, of which 3 ranks cannot"),
+        ({"table": "colwise"}, "Embedding with embedding_dim=4, of which 3 ranks"),
+        ({"first": "rowwise", "fir*": "rowwise"}, "'first' is matched by 'first' and by 'fir\\*'"),
+        ({"first": "columnwise"}, "no style 'columnwise', only .*did you mean colwise"),
+        ({"first": {"type": "colwise", "output": "split"}}, "replicate or shard.dimension., got"),
+        ({"": "sequence"}, "'' is a Net with layers inside"),
+        ({"none.*": "colwise", "norm": "rowwise"}, "'none.\\*'; 'norm' is a LayerNorm"),
+    ],
+)
+def test_wrong_plans(plan: dict[str, Any], told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        check_plan(Net(), plan, 3)
+
+
+@pytest.mark.parametrize(
+    ("style", "told"),
+    [
+        ({"type": "colwise", "outputs": "replicate"}, "no argument 'outputs'; did you mean output"),
+        ({"type": "rowwise", "local_output": 1}, "local_output must be true or false, got 1"),
+        (3, "first: a style is a name or a mapping with a type, got 3"),
+    ],
+)
+def test_wrong_styles(style: Any, told: str) -> None:
+    with pytest.raises(TypeError, match=told):
+        check_plan(Net(), {"first": style}, 2)
+
+
+def test_tied_weights_stay_tied_or_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"table.weight and head.weight are one parameter"):
+        check_plan(Net(tied=True), PLAN, 2)
+    assert list(check_plan(Net(tied=True), {**PLAN, **HEAD}, 2)) == [
+        "table",
+        "first",
+        "second",
+        "head",
+    ]
+
+
+def test_without_a_tensor_axis() -> None:
+    with pytest.raises(ValueError, match="needs a tensor axis in the mesh, which has data"):
+        parallelize(Net(), build_mesh({"data": 1}), PLAN)
+    with pytest.raises(ValueError, match="tensor_parallel needs a mesh"):
+        prepare_model(Net(), Preparation(tensor_parallel=PLAN))
+    net = Net()
+    assert parallelize(net, build_mesh({"tensor": 1}), PLAN) is net
+    assert type(net.first.weight) is nn.Parameter
+
+
+def _seeded(tied: bool = False) -> Net:
+    torch.manual_seed(0)
+    return Net(tied).double()
+
+
+def _split(plan: dict[str, Any], tied: bool) -> list[float]:
+    plain, net = _seeded(tied), _seeded(tied)
+    for one in (plain, net):
+        one.first.bias.requires_grad_(False)
+    net.norm.weight.mark = "kept"
+    parallelize(net, build_mesh({"tensor": 2}), plan)
+    assert [name for name, _ in net.named_parameters()] == [n for n, _ in plain.named_parameters()]
+    assert all(type(one) is nn.Parameter for one in net.parameters())
+    assert not net.first.bias.requires_grad
+    assert net.norm.weight.mark == "kept"
+    ids = torch.arange(6)
+    worst = []
+    for net_ in (plain, net):
+        net_(ids).pow(2).mean().backward()
+    for one, whole in zip(net.parameters(), plain.parameters(), strict=True):
+        layout = getattr(one, "tensor_layout", None)
+        cut = (slice(None),) if layout is None else layout.slices
+        assert torch.equal(one, whole[cut])
+        if one.requires_grad:
+            worst.append((one.grad - whole.grad[cut]).abs().max().item())
+    with torch.inference_mode():
+        worst.append((net(ids) - plain(ids)).abs().max().item())
+    return worst
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(
+    "plan",
+    [{**PLAN, **HEAD}, {"table": RowwiseParallel(input_layouts=None), **HEAD}],
+    ids=["names", "objects"],
+)
+def test_weights_and_gradients_are_parts_of_the_whole(plan: dict[str, Any], tied: bool) -> None:
+    plan = {**plan, "table": "rowwise", "first": ColwiseParallel()} if tied else {**plan, **PLAN}
+    plan["second"] = "rowwise"
+    for worst in run_ranks(_split, 2, plan, tied):
+        assert max(worst) <= 1e-14
+
+
+def _kinds() -> list[Any]:
+    net = _seeded()
+    parallelize(net, build_mesh({"tensor": 2}), PLAN, localise=False)
+    again = ""
+    try:
+        parallelize(net, build_mesh({"tensor": 2}), PLAN)
+    except ValueError as error:
+        again = str(error)
+    return [isinstance(net.first.weight, DTensor), again]
+
+
+def test_as_dtensors_and_twice() -> None:
+    for is_dtensor, again in run_ranks(_kinds, 2):
+        assert is_dtensor
+        assert "'first' is split already" in again
+
+
+def _low_precision() -> list[str]:
+    net = parallelize(_seeded().float(), build_mesh({"tensor": 2}), {**PLAN, **HEAD})
+    ids = torch.arange(6)
+    with torch.autocast("cpu", torch.bfloat16):
+        autocast = net(ids)
+    autocast.sum().backward()
+    half = net.bfloat16()(ids)
+    half.sum().backward()
+    return [str(autocast.dtype), str(half.dtype), str(net.first.weight.grad.dtype)]
+
+
+def test_low_precision() -> None:
+    assert run_ranks(_low_precision, 2) == [["torch.bfloat16"] * 3] * 2
