@@ -20,7 +20,7 @@ from parity_models import (
     make_parts,
     micro_batch,
 )
-from parity_plain import DTYPES, MAX_NORM, OPTIMIZERS, Recipe, Reference
+from parity_plain import DTYPES, HALVES, MAX_NORM, OPTIMIZERS, SCALE, Recipe, Reference
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -40,7 +40,7 @@ from stepwrap.wrappers import (
 )
 
 WORLDS = (1, 2, 4)
-BOUNDS = {"fp64": 1e-12, "fp32": 2e-6, "bf16": 2e-2}
+BOUNDS = {"fp64": 1e-12, "fp32": 2e-6, "bf16": 2e-2, "fp16": 2e-2}
 VALIDATION = 64
 
 
@@ -105,7 +105,7 @@ class Outcome:
 
     Attributes:
         parameters: largest difference of a parameter or buffer to the plain ones, on this rank.
-        losses: largest difference of a micro-batch's loss; relative for bf16.
+        losses: largest difference of a micro-batch's loss; relative under autocast.
         validation: loss on the validation data at the end, without autocast.
         checkpoint: where it was saved; None if it was not.
         seconds: how long it took.
@@ -124,7 +124,7 @@ class Outcome:
     def is_within(self) -> bool:
         """Whether it keeps to the bound of its dtype; a NaN does not."""
         bound = BOUNDS[self.recipe.dtype]
-        return self.losses <= bound and (self.recipe.dtype == "bf16" or self.parameters <= bound)
+        return self.losses <= bound and (self.recipe.is_half or self.parameters <= bound)
 
 
 def recipes_of(kind: str, model: str, dtypes: Iterable[str] = DTYPES) -> list[Recipe]:
@@ -160,15 +160,17 @@ def make_wrapper(
     return wrap_model(MODEL_WRAPPERS.get(row.wrapper), user, device=device, **options)
 
 
-def make_optimizer(recipe: Recipe, wrapper: Any, **options: Any) -> Any:
+def make_optimizer(recipe: Recipe, wrapper: Any) -> Any:
     """Optimizer wrapper of a recipe; one for each part under the separate wrapper."""
     make, settings = OPTIMIZERS[recipe.optimizer]
+    options: dict[str, Any] = {}
 
     def wrapped(parameters: Iterable[nn.Parameter]) -> OptimWrapper:
         clip = {"max_norm": MAX_NORM} if recipe.clip else None
         kind: Any = OptimWrapper
-        if recipe.dtype == "bf16":
-            kind, options["dtype"] = AmpOptimWrapper, "bfloat16"
+        if recipe.is_half:
+            kind = AmpOptimWrapper
+            options.update(dtype=HALVES[recipe.dtype], loss_scale={"init_scale": SCALE})
         optimizer = build_optimizer(make, parameters, **settings)
         return kind(optimizer, recipe.accumulate, clip, **options)
 
@@ -186,15 +188,22 @@ def run_cells(
     references: Path,
     checkpoints: Path | None = None,
     device: str = "cpu",
+    **options: Any,
 ) -> list[Outcome]:
-    """Train one cell after the other on this rank; every rank must call this."""
+    """Train one cell after the other on this rank; every rank must call this.
+
+    Args:
+        options: further ones of the wrapper.
+    """
     world = dist.get_world_size() if dist.is_initialized() else 1
     mesh = make_mesh(kind, world, device)
     plain: dict[Recipe, Reference] = torch.load(references, weights_only=False)
     outcomes = []
     for index, recipe in enumerate(recipes):
         started = time.perf_counter()
-        wrapper = make_wrapper(kind, recipe.model, DTYPES[recipe.dtype], mesh=mesh, device=device)
+        wrapper = make_wrapper(
+            kind, recipe.model, recipe.weights_dtype, mesh=mesh, device=device, **options
+        )
         optimizer = make_optimizer(recipe, wrapper)
         losses = train(wrapper, optimizer, recipe, mesh, device)
         parameters = weights_apart(whole_weights(wrapper), plain[recipe].weights)
@@ -209,8 +218,8 @@ def run_cells(
                 world,
                 recipe,
                 parameters,
-                losses_apart(losses, plain[recipe].losses, relative=recipe.dtype == "bf16"),
-                validation_loss(wrapper, recipe.model, DTYPES[recipe.dtype], mesh, device),
+                losses_apart(losses, plain[recipe].losses, relative=recipe.is_half),
+                validation_loss(wrapper, recipe.model, recipe.weights_dtype, mesh, device),
                 path,
                 time.perf_counter() - started,
             )
@@ -220,7 +229,7 @@ def run_cells(
 
 def train(wrapper: Any, optimizer: Any, recipe: Recipe, mesh: Mesh, device: str = "cpu") -> Tensor:
     """Train; returns the mean over the ranks of every micro-batch's loss, in fp64 on the CPU."""
-    data = make_data(recipe.model, DTYPES[recipe.dtype])
+    data = make_data(recipe.model, recipe.weights_dtype)
     wrapper.train()
     losses = []
     for index in range(recipe.micro_steps):

@@ -9,13 +9,12 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from parity_cells import Outcome, make_mesh, make_wrapper, validation_loss
-from parity_plain import DTYPES
 from ranks import run_ranks
 
 from stepwrap.loops import load_checkpoint
 
-# Of the validation loss, relative; weights trained under bf16 are stored, and loaded, in fp32.
-LOAD_BOUNDS = {"fp64": 1e-12, "fp32": 2e-6, "bf16": 2e-6}
+# Of the validation loss, relative; weights trained under autocast are stored, and loaded, in fp32.
+LOAD_BOUNDS = {"fp64": 1e-12, "fp32": 2e-6, "bf16": 2e-6, "fp16": 2e-6}
 
 
 @dataclass(frozen=True)
@@ -50,7 +49,7 @@ def load_all(kind: str, world: int, sources: list[Outcome], timeout_s: float = 3
     """
     groups: dict[tuple[str, torch.dtype], list[Outcome]] = defaultdict(list)
     for one in sources:
-        groups[one.recipe.model, DTYPES[one.recipe.dtype]].append(one)
+        groups[one.recipe.model, one.recipe.weights_dtype].append(one)
     loads = []
     for (model, dtype), group in groups.items():
         paths = [one.checkpoint for one in group]

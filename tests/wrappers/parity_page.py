@@ -9,9 +9,8 @@ from parity_cells import BOUNDS, KINDS, VALIDATION, WORLDS, Outcome
 from parity_checkpoints import LOAD_BOUNDS, Load
 from parity_matrix import empty, worst
 from parity_models import BATCH, SAMPLES
-from parity_plain import MAX_NORM, OPTIMIZERS
+from parity_plain import DTYPES, MAX_NORM, OPTIMIZERS
 
-DTYPES = tuple(BOUNDS)
 MODELS = {
     "transformer": "Transformer",
     "cnn": "CNN with BatchNorm",
@@ -154,7 +153,9 @@ def _checkpoints(loads: list[Load]) -> str:
     sources = {id(one.source) for one in loads}
     elsewhere = sum(one.is_elsewhere for one in loads)
     within = sum(one.is_within for one in loads)
-    bounds = ", ".join(f"{dtype} {bound:.0e}" for dtype, bound in LOAD_BOUNDS.items())
+    bounds = ", ".join(
+        f"{dtype} {bound:.0e}" for dtype, bound in LOAD_BOUNDS.items() if dtype in DTYPES
+    )
     lines = [
         "## Checkpoints\n",
         "Every cell saves a checkpoint, and every wrapper and number of ranks loads it:",

@@ -18,7 +18,10 @@ OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "SGD": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9}),
     "AdamW": (torch.optim.AdamW, {"lr": 2e-3, "eps": 1e-4, "weight_decay": 0.05}),
 }
+# Of the weights, by the dtype of a recipe; the two halves are those of autocast.
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.float32}
+HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+SCALE = 1024.0
 
 
 @dataclass(frozen=True)
@@ -27,7 +30,8 @@ class Recipe:
 
     Attributes:
         model: "transformer" or "cnn".
-        dtype: "fp64", "fp32", or "bf16" for autocast over weights in fp32.
+        dtype: "fp64", "fp32", or "bf16" and "fp16" for autocast over weights in fp32, the
+            latter with a scaled loss.
         accumulate: micro-batches of every step.
         clip: whether the gradients are clipped by their norm.
         optimizer: "SGD" or "AdamW".
@@ -48,6 +52,16 @@ class Recipe:
         """Micro-batches in all."""
         return self.steps * self.accumulate
 
+    @property
+    def weights_dtype(self) -> torch.dtype:
+        """Of parameters and buffers."""
+        return DTYPES.get(self.dtype, torch.float32)
+
+    @property
+    def is_half(self) -> bool:
+        """Whether the forward runs under autocast."""
+        return self.dtype in HALVES
+
     def __str__(self) -> str:
         clip = "clipped" if self.clip else "unclipped"
         return f"{self.model} {self.dtype} {self.optimizer} x{self.accumulate} {clip}"
@@ -63,14 +77,14 @@ class Reference:
 
 def autocast(recipe: Recipe, device: str = "cpu") -> AbstractContextManager[Any]:
     """What the forward of a recipe runs in."""
-    if recipe.dtype == "bf16":
-        return torch.autocast(device, dtype=torch.bfloat16)
+    if recipe.is_half:
+        return torch.autocast(device, dtype=HALVES[recipe.dtype])
     return nullcontext()
 
 
 def train_plain(recipe: Recipe, device: str = "cpu") -> Reference:
     """Train by hand: torch's modules and optimizers, one process, one device."""
-    dtype = DTYPES[recipe.dtype]
+    dtype = recipe.weights_dtype
     parts = dict(zip(("body", "head"), make_parts(recipe.model, dtype), strict=True))
     net = nn.ModuleDict(parts).to(device)
     make, options = OPTIMIZERS[recipe.optimizer]
@@ -78,6 +92,7 @@ def train_plain(recipe: Recipe, device: str = "cpu") -> Reference:
     if not recipe.separate:
         groups = [[one for group in groups for one in group]]
     optimizers = [make(group, **options) for group in groups]
+    scaler = torch.amp.GradScaler(device, SCALE, enabled=recipe.dtype == "fp16")
     data = make_data(recipe.model, dtype)
     losses = []
     for index in range(recipe.micro_steps):
@@ -85,13 +100,15 @@ def train_plain(recipe: Recipe, device: str = "cpu") -> Reference:
         with autocast(recipe, device):
             scores = net["head"](net["body"](inputs))
             loss = F.cross_entropy(scores, target.flatten())
-        (loss / recipe.accumulate).backward()
+        scaler.scale(loss / recipe.accumulate).backward()
         losses.append(loss.detach())
         if (index + 1) % recipe.accumulate == 0:
             for group, optimizer in zip(groups, optimizers, strict=True):
                 if recipe.clip:
+                    scaler.unscale_(optimizer)
                     nn.utils.clip_grad_norm_(group, MAX_NORM)
-                optimizer.step()
+                scaler.step(optimizer)
                 optimizer.zero_grad()
+            scaler.update()
     weights = {name: value.cpu() for name, value in net.state_dict().items()}
     return Reference(torch.stack(losses).double().cpu(), weights)

@@ -30,6 +30,7 @@ RECIPES = [
         ("fp64", 1, False, "SGD"),
         ("fp32", 1, True, "SGD"),
         ("bf16", 1, False, "AdamW"),
+        ("fp16", 1, True, "SGD"),
     )
 ]
 
