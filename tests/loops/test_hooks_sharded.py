@@ -23,7 +23,7 @@ def _scores(state: LoopState) -> torch.Tensor:
     """What an evaluation computes; every rank must call this."""
     inputs, _ = batch(state, 99)
     with torch.inference_mode():
-        return torch.stack(list(state.model.val_step([inputs]))).clone()
+        return state.model.val_step([inputs])["preds"].clone()
 
 
 def _evaluations(kind: str) -> dict[str, Any]:
