@@ -179,10 +179,7 @@ class Runner:
             checkpoint.restore(self.state)
             return
         checkpoint.load_model(self.state.model)
-        content = checkpoint.read("state.pt")
-        self.state.load_state_dict(content["counters"])
-        for name in self.state.stateful.keys() & content["stateful"].keys():
-            self.state.stateful[name].load_state_dict(content["stateful"][name])
+        checkpoint.load_states(self.state)
 
     def _resolve(self, checkpoint: str | os.PathLike[str]) -> Path:
         folder = self._folder() if checkpoint in ("best", "latest") else Path()

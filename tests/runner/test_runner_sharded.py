@@ -1,0 +1,49 @@
+"""Runs with sharded checkpoints, from the command line."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from runner_parts import Command
+
+from stepwrap.loops import find_checkpoint, load_checkpoint
+
+FSDP = ("--nproc=2", "wrapper={type: fsdp}")
+TENSOR = (
+    "--nproc=2",
+    "mesh={data: 1, tensor: 2}",
+    "tensor_parallel={plan: {net.0: colwise, net.3: rowwise}}",
+)
+EMA = "hooks.ema={decay: 0.9}"
+
+
+def test_a_sharded_run_is_tested_and_continued_elsewhere(
+    start: Callable[..., Command], tmp_path: Path
+) -> None:
+    """What two processes have saved, one tests, and split layers go on from."""
+    code, _, err = start("train", "points.yaml", EMA, "train.max_epochs=1", *FSDP).finish()
+    assert code == 0, err
+    (folder,) = (tmp_path / "runs").iterdir()
+    path = find_checkpoint(folder)
+    assert path is not None
+    checkpoint = load_checkpoint(path)
+    assert checkpoint.meta["format"] == 2
+    weights = checkpoint.read("model.pt")
+    averages = checkpoint.read("state.pt")["stateful"]["hooks.ema"]["model"]
+    assert (
+        weights.keys()
+        == averages.keys()
+        == {f"net.{n}.{p}" for n in (0, 3) for p in ("weight", "bias")}
+    )
+    assert not torch.equal(weights["net.0.weight"], averages["net.0.weight"])
+
+    code, out, err = start("test", "points.yaml", EMA).finish()
+    assert code == 0, err
+    assert "accuracy" in out
+
+    resumed = ("train.max_epochs=2", "--resume", *TENSOR)
+    code, _, err = start("train", "points.yaml", EMA, *resumed).finish()
+    assert code == 0, err
+    path = find_checkpoint(folder)
+    assert path is not None
+    assert load_checkpoint(path).meta["epoch"] == 2
