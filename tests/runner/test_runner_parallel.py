@@ -164,3 +164,11 @@ def test_chosen_by_size(memory_gib: float | None, ranks: int, expected: type) ->
     tables = {"fsdp": {"shard": ["Block"]}, "ddp": {"gradient_as_bucket_view": True}}
     config = settings(ranks, wrapper={"type": "auto", "memory_gib": memory_gib, **tables})
     assert {one[0] for one in run_ranks(_facts, ranks, config)} == {expected}
+
+
+def test_dropout_is_the_same_on_all_ranks_of_a_tensor_group() -> None:
+    config = settings(1, mesh={"tensor": 2}, **TP)
+    config["model"]["net"]["dropout"] = 0.3
+    first, second = run_ranks(trained, 2, config)
+    assert difference(first, second) == 0
+    assert difference(first, by_hand(settings())) > 1e-3
