@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from stepwrap.wrappers import (
     Preparation,
+    SingleDevice,
     StepDataParallel,
     StepDistributedDataParallel,
     SupervisedModel,
@@ -210,3 +211,10 @@ def test_auto_checks_the_tables_of_all() -> None:
         wrap_model(auto, model, ddp={"find_unused": True})
     with pytest.raises(TypeError, match="auto has no argument 'memory'; did you mean memory_gib"):
         wrap_model(auto, model, memory=1)
+
+
+def test_auto_says_why(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", "stepwrap"):
+        wrapped = wrap_model(auto, SupervisedModel(seeded(), nn.CrossEntropyLoss()))
+    assert type(wrapped) is SingleDevice
+    assert caplog.messages == ["wrapper: single, because there is one data rank"]
