@@ -30,6 +30,10 @@ class OptimWrapperDict(Mapping[str, OptimWrapper]):
     The model's or wrapper's ``train_step`` picks its optimizers by name; what concerns all
     of them (clearing, counters, state, rates) is forwarded to each.
 
+    Attributes:
+        collective_state: every rank must call ``state_dict``, since a member's is spread.
+        reads_parts: ``load_state_dict`` takes what can be cut in place of tensors.
+
     Raises:
         AssertionError: a value is no optimizer wrapper.
     """
@@ -44,6 +48,9 @@ class OptimWrapperDict(Mapping[str, OptimWrapper]):
                 )
         self.optim_wrappers = dict(optim_wrappers)
         self._followers: set[str] = set()
+        members = optim_wrappers.values()
+        self.collective_state = any(getattr(one, "collective_state", False) for one in members)
+        self.reads_parts = all(getattr(one, "reads_parts", False) for one in members)
 
     def __getitem__(self, name: str) -> OptimWrapper:
         return self.optim_wrappers[name]
@@ -90,16 +97,6 @@ class OptimWrapperDict(Mapping[str, OptimWrapper]):
     def inner_count(self) -> int:
         """Micro-batches so far, of the member that has seen most."""
         return max((wrapper._inner_count for wrapper in self.values()), default=0)
-
-    @property
-    def collective_state(self) -> bool:
-        """Whether the state of a member is spread over the ranks: see ``state_dict``."""
-        return any(getattr(wrapper, "collective_state", False) for wrapper in self.values())
-
-    @property
-    def reads_parts(self) -> bool:
-        """Whether ``load_state_dict`` takes what can be cut in place of tensors."""
-        return all(getattr(wrapper, "reads_parts", False) for wrapper in self.values())
 
     @property
     def param_groups(self) -> dict[str, list[dict[str, Any]]]:
