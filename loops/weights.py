@@ -39,11 +39,12 @@ def plain_name(name: str) -> str:
 
 def state_of(model: nn.Module) -> OrderedDict[str, Any]:
     """Return the state dict of `model`, as it is named there, with all its parts as DTensors."""
-    state: OrderedDict[str, Any] = model.state_dict()
+    state: Any = model.state_dict()
     for name, tensor in _localised(model):
         if name in state:
             state[name] = as_global(state[name], tensor)
-    return state
+    named: OrderedDict[str, Any] = state
+    return named
 
 
 def weights_of(model: nn.Module) -> OrderedDict[str, Any]:
