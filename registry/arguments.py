@@ -34,6 +34,15 @@ def signature_of(target: Callable[..., Any]) -> inspect.Signature | None:
         return None
 
 
+def plain_names(target: Callable[..., Any]) -> Collection[str]:
+    """Return the arguments whose mappings `target` reads itself, even those with a `type`.
+
+    A class names them in its attribute `config_plain`.
+    """
+    names: Collection[str] = getattr(target, "config_plain", ())
+    return names
+
+
 def signature_text(target: Callable[..., Any]) -> str:
     """Return "AdamW(params, lr=0.001, ...)": names and defaults without the types."""
     signature = signature_of(target)

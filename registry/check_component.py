@@ -3,7 +3,7 @@
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
-from .arguments import argument_problems
+from .arguments import argument_problems, plain_names
 from .build import find_type
 from .errors import Problem, shown_value
 from .registry import Registry
@@ -63,7 +63,7 @@ def _call_problems(
     for problem in value_problems(target, {key: cfg[key] for key in given}):
         yield Problem(f"{where}.{problem.name}", problem.what)
     for key, value in cfg.items():
-        if key not in _FLAGS:
+        if key not in _FLAGS and key not in plain_names(target):
             yield from _value_problems(value, registry, f"{where}.{key}", runtime_args)
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from .arguments import required_names
+from .arguments import plain_names, required_names
 from .build import check_arguments, find_type
 from .catalog import COMM_HOOKS, DATASETS, MODEL_WRAPPERS, MODELS
 from .errors import RegistryKeyError
@@ -20,7 +20,8 @@ def build_tree(
     DATASETS, for a model wrapper in COMM_HOOKS before these. One from the same registry gets
     those of `default_args` that it cannot be built without (schedulers in a SequentialLR get the
     optimizer). `{_ref_: torch.nn.ReLU}` is the object itself, uncalled; a dict with
-    `_raw_: true` is passed as a plain dict.
+    `_raw_: true` is passed as a plain dict, and so is any for an argument that the class names
+    in `config_plain`.
 
     Raises:
         TypeError, KeyError: as `build_from_cfg`.
@@ -86,7 +87,11 @@ def _call(
     runtime = {key: value for key, value in defaults.items() if key != "type"}
     own = {key: value for key, value in cfg.items() if key not in ("type", "_scope_")}
     check_arguments(target, {**runtime, **own})
-    built = {key: _built(value, registry, runtime) for key, value in own.items()}
+    plain = plain_names(target)
+    built = {
+        key: value if key in plain else _built(value, registry, runtime)
+        for key, value in own.items()
+    }
     return target(**{**runtime, **built})
 
 

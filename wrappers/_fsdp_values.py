@@ -64,8 +64,8 @@ def read_function(name: str, value: Any) -> Callable[..., Any] | None:
 
 
 def arguments_in(value: Mapping[str, Any]) -> dict[str, Any]:
-    """What stands beside ``type``; ``_raw_`` is how a config says that it builds nothing."""
-    return {name: one for name, one in value.items() if name not in ("type", "_raw_")}
+    """What stands beside ``type``."""
+    return {name: one for name, one in value.items() if name != "type"}
 
 
 def read_precision(value: Any) -> MixedPrecisionPolicy:

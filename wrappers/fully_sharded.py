@@ -69,7 +69,8 @@ class StepFullyShardedDataParallel(Steps, nn.Module):
         mesh: over which ranks, default: all of them. With the axes replicate and shard, copies
             of the shards (HSDP).
         mixed_precision: ``param_dtype``, ``reduce_dtype``, ``output_dtype`` of the whole model
-            (names of dtypes) and ``cast_forward_inputs``; or torch's policy. BatchNorm layers keep their dtype.
+            (names of dtypes) and ``cast_forward_inputs``; or torch's policy. BatchNorm layers keep
+            their dtype.
         cpu_offload: keep shards, gradients and optimizer state in the memory of the host; or a
             mapping with ``pin_memory``, which has no effect without an accelerator.
         reshard_after_forward: free blocks between forward and backward (default). False keeps
@@ -79,14 +80,16 @@ class StepFullyShardedDataParallel(Steps, nn.Module):
         fsdp_kwargs: ``prefetch``: how many blocks are gathered ahead, a number or a mapping of
             ``forward`` and ``backward``. ``param_init_fn``: called with every module that has
             parameters on the meta device, in place of its ``reset_parameters``. And the options
-            of torch's older ``FullyShardedDataParallel``, as objects or as names; a mapping with
-            a ``type`` of theirs needs ``_raw_: true`` in a config.
+            of torch's older ``FullyShardedDataParallel``, as objects or as names.
 
     Raises:
         TypeError: there is no such option, or a value is of another kind.
         ValueError: no process group; an option has no counterpart or contradicts another one; a
             parameter cannot be sharded or initialised; the models of the ranks differ.
     """
+
+    # A policy of wrapping is a mapping with a type, but no part of its own.
+    config_plain = ("auto_wrap_policy", "param_init_fn")
 
     def __init__(
         self,

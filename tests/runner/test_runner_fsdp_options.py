@@ -96,13 +96,7 @@ EXACT: list[dict[str, Any]] = [
     {"sharding_strategy": "SHARD_GRAD_OP", "backward_prefetch": "BACKWARD_PRE"},
     {"sharding_strategy": "HYBRID_SHARD"},
     {"auto_wrap_policy": "always_wrap_policy", "forward_prefetch": True},
-    {
-        "auto_wrap_policy": {
-            "_raw_": True,
-            "type": "size_based_auto_wrap_policy",
-            "min_num_params": 20,
-        }
-    },
+    {"auto_wrap_policy": {"type": "size_based_auto_wrap_policy", "min_num_params": 20}},
     {"detect_anomalous_params": True, "use_orig_params": True, "limit_all_gathers": True},
 ]
 
