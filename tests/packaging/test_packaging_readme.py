@@ -41,8 +41,9 @@ def test_the_tree_of_the_readme_names_every_source_folder() -> None:
 
 
 def test_the_yaml_of_the_docs_is_yaml() -> None:
-    for text in blocks("docs/configs.md", "yaml"):
-        assert "model" in yaml.safe_load(text)
+    whole, *sections = blocks("docs/configs.md", "yaml")
+    assert "model" in yaml.safe_load(whole)
+    assert all(isinstance(yaml.safe_load(text), dict) for text in sections)
 
 
 def test_the_docs_name_every_hook() -> None:
