@@ -156,14 +156,16 @@ def _checkpoints(loads: list[Load]) -> str:
     bounds = ", ".join(
         f"{dtype} {bound:.0e}" for dtype, bound in LOAD_BOUNDS.items() if dtype in DTYPES
     )
+    loaded = (
+        f"{len(sources)}\ncheckpoints, {len(loads)} loads, {elsewhere} of them elsewhere than "
+        f"where they were saved,\n{within} of them within the bounds ({bounds})"
+    )
     lines = [
         "## Checkpoints\n",
-        "Every cell saves a checkpoint, and every wrapper and number of ranks loads it:",
-        f"{len(sources)} checkpoints, {len(loads)} loads, {elsewhere} of them under another",
-        f"wrapper or number of ranks; {within} loads within the bounds ({bounds}). The figure is",
-        f"the relative difference of the loss on {VALIDATION} samples of validation data to that",
-        "in the run that saved the checkpoint. Weights trained under bf16 are in fp32, and",
-        "evaluated so.\n",
+        f"Every cell saves a checkpoint, and every wrapper and number of ranks loads it: {loaded}.",
+        "The figure is the relative difference of the loss on validation data",
+        f"({VALIDATION} samples) to that in the run that saved the checkpoint. Weights trained",
+        "under bf16 are in fp32, and are evaluated so.\n",
         "| Loaded under | Ranks | Loads | " + " | ".join(DTYPES) + " |",
         "|---|---|---|" + "---|" * len(DTYPES),
     ]

@@ -15,6 +15,7 @@ ROWS = [
     ("single", 1),
     ("dp, 2 replicas", 1),
     ("ddp", 2),
+    ("fsdp", 1),
     ("fsdp", 2),
     ("hsdp", 4),
     ("tp 2", 2),
@@ -63,7 +64,7 @@ def test_training_equals_plain_pytorch(
 ) -> None:
     checkpoints = tmp_path_factory.mktemp("checkpoints")
     cells = run_row(kind, world, recipes_of(kind), references, checkpoints, timeout_s=120)
-    saved[kind] = cells
+    saved[f"{kind} {world}"] = cells
     far = [f"{one.recipe}: {one.parameters:.1e}, loss {one.losses:.1e}" for one in cells]
     assert [text for text, one in zip(far, cells, strict=True) if not one.is_within] == []
 
