@@ -126,7 +126,9 @@ def make_ddp(who: str, size: str, device: torch.device) -> Step:
     if who == "stepwrap":
         model = SupervisedModel(net, nn.CrossEntropyLoss())
         return by_wrapper(StepDistributedDataParallel(model), batch)
-    return by_hand(DistributedDataParallel(net, device_ids=device_ids(device)), batch)
+    return by_hand(
+        DistributedDataParallel(net, device_ids=[device] if device.type == "cuda" else None), batch
+    )
 
 
 def make_fsdp(who: str, size: str, device: torch.device) -> Step:
@@ -159,10 +161,6 @@ MAKERS: dict[str, Callable[[str, str, torch.device], Step]] = {
 
 def contestants(kind: str) -> list[str]:
     return ["stepwrap", "by hand", "torch"] if kind == "dp" else ["stepwrap", "by hand"]
-
-
-def device_ids(device: torch.device) -> list[torch.device] | None:
-    return [device] if device.type == "cuda" else None
 
 
 def finish(device: torch.device) -> None:
