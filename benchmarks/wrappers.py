@@ -40,7 +40,6 @@ from stepwrap.wrappers import (
     SupervisedModel,
 )
 
-# Width and number of blocks for each number of parameters.
 SIZES = {"10^4": (56, 3), "10^6": (512, 4), "10^7": (1024, 10)}
 BATCH = 32
 SECONDS = 0.25
@@ -67,6 +66,10 @@ def make_net(size: str, device: torch.device) -> nn.Module:
 def make_batch(size: str, device: torch.device) -> tuple[Tensor, Tensor]:
     inputs = torch.randn(BATCH, SIZES[size][0])
     return inputs.to(device), torch.randint(10, (BATCH,)).to(device)
+
+
+def supervised(net: nn.Module) -> SupervisedModel:
+    return SupervisedModel(net, nn.CrossEntropyLoss())
 
 
 def by_wrapper(wrapper: nn.Module, batch: tuple[Tensor, Tensor]) -> Step:
@@ -124,8 +127,7 @@ def replica_of(module: nn.Module) -> nn.Module:
 def make_ddp(who: str, size: str, device: torch.device) -> Step:
     net, batch = make_net(size, device), make_batch(size, device)
     if who == "stepwrap":
-        model = SupervisedModel(net, nn.CrossEntropyLoss())
-        return by_wrapper(StepDistributedDataParallel(model), batch)
+        return by_wrapper(StepDistributedDataParallel(supervised(net)), batch)
     return by_hand(
         DistributedDataParallel(net, device_ids=[device] if device.type == "cuda" else None), batch
     )
@@ -134,8 +136,7 @@ def make_ddp(who: str, size: str, device: torch.device) -> Step:
 def make_fsdp(who: str, size: str, device: torch.device) -> Step:
     net, batch = make_net(size, device), make_batch(size, device)
     if who == "stepwrap":
-        model = SupervisedModel(net, nn.CrossEntropyLoss())
-        return by_wrapper(StepFullyShardedDataParallel(model, shard=["Block"]), batch)
+        return by_wrapper(StepFullyShardedDataParallel(supervised(net), shard=["Block"]), batch)
     mesh = dist.init_device_mesh(device.type, (dist.get_world_size(),))
     for block in net.children():
         if isinstance(block, Block):
@@ -147,8 +148,7 @@ def make_fsdp(who: str, size: str, device: torch.device) -> Step:
 def make_dp(who: str, size: str, device: torch.device) -> Step:
     net, batch = make_net(size, device), make_batch(size, device)
     if who == "stepwrap":
-        model = SupervisedModel(net, nn.CrossEntropyLoss())
-        return by_wrapper(StepDataParallel(model, [device, device]), batch)
+        return by_wrapper(StepDataParallel(supervised(net), [device, device]), batch)
     return by_hand(DataParallel(net) if who == "torch" else ReplicasByHand(net), batch)
 
 
@@ -230,8 +230,7 @@ def show(kind: str, size: str, times: dict[str, list[float]]) -> None:
     base = times["by hand"]
     for name, values in times.items():
         ratio = statistics.median(value / one for value, one in zip(values, base, strict=True))
-        fastest = min(values) / min(base)
-        median = statistics.median(values)
+        fastest, median = min(values) / min(base), statistics.median(values)
         print(
             f"{kind:5} {size:5} {name:9} {median:9.3f} ms {ratio:6.3f} {fastest:6.3f}", flush=True
         )
