@@ -183,8 +183,7 @@ def measure(steps: dict[str, Step], rounds: int, device: torch.device) -> dict[s
     gc.disable()
     for _ in range(rounds):
         # There and back, so that a machine that slows down meets all of them alike.
-        names = order.sample(list(steps), len(steps))
-        seconds = dict.fromkeys(steps, 0.0)
+        names, seconds = order.sample(list(steps), len(steps)), dict.fromkeys(steps, 0.0)
         for name in [*names, *reversed(names)]:
             finish(device)
             start = time.perf_counter()
