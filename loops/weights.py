@@ -129,8 +129,9 @@ def _fitted(value: Any, like: Any) -> Any:
     """What torch can load in the place of `like`."""
     if not isinstance(like, Tensor) or not hasattr(value, "shape"):
         return value
-    as_it_is = isinstance(value, Tensor) and type(value) is not DTensor and not is_sharded(like)
-    return value if as_it_is else take_part(value, like)
+    # On a mesh of one rank nothing is sharded, yet a DTensor takes nothing but a DTensor.
+    placed = any(isinstance(one, DTensor) for one in (value, like)) or is_sharded(like)
+    return take_part(value, like) if placed or not isinstance(value, Tensor) else value
 
 
 def _versions(state: Mapping[str, Any]) -> Mapping[str, Any]:
