@@ -16,6 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from ..registry import did_you_mean
 from ._fsdp_options import FsdpOptions, WrapPolicy
 from .blocks import find_blocks
+from .step import has_own_train_step
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +44,37 @@ def find_units(
             logger.info("%s is not sharded on its own: %s", path, reason)
     _drop_overlaps(units, owners)
     return _with_dtypes_apart(model, units, ignored)
+
+
+def find_roots(model: nn.Module, ignored: set[nn.Parameter]) -> dict[str, nn.Module]:
+    """The modules from which gathering starts, by path: each parameter is in one of them.
+
+    That is the model. The step of a model that steps itself may call its children in any order,
+    with several backwards: then each child that has parameters is a root, where each parameter is
+    in one child.
+    """
+    roots: dict[str, nn.Module] = {}
+    if not has_own_train_step(model) or not _collect_called(model, "", ignored, roots):
+        return {"": model}
+    found = [one for root in roots.values() for one in set(root.parameters())]
+    return roots if found and len(found) == len(set(found)) else {"": model}
+
+
+def _collect_called(
+    module: nn.Module, path: str, ignored: set[nn.Parameter], roots: dict[str, nn.Module]
+) -> bool:
+    """Put what is called by itself into ``roots``; False where parameters are in none of it."""
+    if any(one not in ignored for one in module.parameters(recurse=False)):
+        return False
+    for name, child in module.named_children():
+        if all(one in ignored for one in child.parameters()):
+            continue
+        full = f"{path}.{name}" if path else name
+        if type(child).forward is not nn.Module.forward:
+            roots[full] = child
+        elif not _collect_called(child, full, ignored, roots):
+            return False
+    return True
 
 
 def full_precision_units(

@@ -4,37 +4,25 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import replace
+from contextlib import ExitStack, contextmanager
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import (
-    FSDPModule,
-    MixedPrecisionPolicy,
-    fully_shard,
-    register_fsdp_forward_method,
-)
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from ..registry import MODEL_WRAPPERS
-from ._first_rank import broadcast_first, check_same
+from ._first_rank import broadcast_first
+from ._fsdp_build import check_model, place_preprocessors, shard_model
 from ._fsdp_mesh import sharding_mesh
-from ._fsdp_options import FURTHER, FsdpOptions, read_options
-from ._fsdp_units import (
-    check_shapes,
-    find_ignored,
-    find_units,
-    full_precision_units,
-    in_backward_order,
-)
+from ._fsdp_options import FURTHER, read_options
+from ._fsdp_roots import Root, explained, gather_in, show_shards
 from .anomalies import detect_anomalous_params, watch_gradients
 from .blocks import BlockSpec
 from .mesh import Mesh
-from .meta_init import check_no_meta_buffers, materialise
+from .meta_init import materialise
 from .options import check_options
-from .preprocess import DataPreprocessor
 from .step import OptimizerWrapper, Steps, has_own_train_step
 from .sync_conversion import convert_sync_batchnorm
 
@@ -53,12 +41,28 @@ class StepFullyShardedDataParallel(Steps, nn.Module):
     Needs a process group, and every rank must construct it, train and evaluate with it: blocks
     are gathered where they are used and freed after. ``module`` is the user's model with its own
     names; its parameters are DTensors outside of a forward, so make the optimizer afterwards.
-    Weights and buffers become those of the first rank. A model whose parameters are on the meta
-    device is built here, one module after the other (see ``meta_parameters``).
+    Asking for ``parameters()`` frees what a forward without a backward left gathered: do it on
+    all ranks or none. Weights and buffers become those of the first rank. A model whose
+    parameters are on the meta device is built here, one module after the other (see
+    ``meta_parameters``).
 
-    A model with a ``train_step`` of its own is stepped by it. For another optimization step
-    override ``train_step(data, optim_wrapper)`` in a subclass, as for
-    ``StepDistributedDataParallel``, with ``self(...)`` for the forward.
+    A model with a ``train_step`` of its own is stepped by it, also with several optimizers. It
+    calls ``self(...)`` or its children: each child that has parameters is gathered by itself
+    then. Where the model has parameters of its own, or children share some, it calls ``self(...)``
+    alone; use ``separate`` for any other step.
+
+    For another optimization step override ``train_step(data, optim_wrapper)`` in a subclass, with
+    ``self(...)`` for the forward. A sum over parameters is one over shards, and made whole before
+    it meets other tensors::
+
+        class Decaying(StepFullyShardedDataParallel):
+            def train_step(self, data, optim_wrapper):
+                with optim_wrapper.optim_context(self):
+                    losses = self(*self.module.data_preprocessor(data, True), mode="loss")
+                decay = sum(one.square().sum().full_tensor() for one in self.parameters())
+                loss = losses["loss"] + 0.01 * decay
+                optim_wrapper.update_params(loss)
+                return {"loss": loss.detach()}
 
     A wrapped model can be neither copied nor pickled, because its shards are tied to processes:
     copy the bare model before, or save ``state_dict()``.
@@ -116,24 +120,38 @@ class StepFullyShardedDataParallel(Steps, nn.Module):
                 **fsdp_kwargs,
             }
         )
-        _check_model(module, detect_anomalous_params)
+        check_model(module, detect_anomalous_params)
         place = sharding_mesh(options, module)
         self.data_group, self._mesh = place.data_group, place.shards
         self.collective_eval = True
         if sync_batchnorm:
             convert_sync_batchnorm(module, self.data_group)
-        self.module = _shard(module, options, place.shards)
+        roots = shard_model(module, options, place.shards)
+        self.module = module
         if any(one.is_meta for one in module.parameters()):
             materialise(module, place.everywhere, options.param_init_fn)
-        self._units = [one for one in module.modules() if isinstance(one, FSDPModule)]
-        self._gathered_once = False
-        self._holds = self._held = False
+        self._roots = [Root(one) for one in roots]
         self._install(module)
         self._prepare_steps(detect_anomalous_params)
-        _place_preprocessors(self, place.device)
+        place_preprocessors(self, place.device)
         self._leaves: dict[str, nn.Parameter] = {}
         if detect_anomalous_params:
             self._watch_leaves()
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Let the errors of a step of its own say what to do under shards."""
+        super().__init_subclass__(**kwargs)
+        if "train_step" in vars(cls):
+            cls.train_step = explained(vars(cls)["train_step"])  # type: ignore[method-assign]
+
+    @explained
+    def train_step(self, data: Any, optim_wrapper: OptimizerWrapper) -> dict[str, Tensor]:
+        """Train on one batch; returns what to log, detached.
+
+        Every rank must call this. After an error, ``zero_grad()`` and go on: what the failed step
+        and its window have gathered is gone.
+        """
+        return super().train_step(data, optim_wrapper)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Call the model."""
@@ -148,11 +166,10 @@ class StepFullyShardedDataParallel(Steps, nn.Module):
 
         The first backward of a forward outside adds them up over the ranks.
         """
-        before, self._holds = self._holds, True
-        try:
+        with ExitStack() as stack:
+            for root in self._roots:
+                stack.enter_context(root.no_sync())
             yield
-        finally:
-            self._holds = before
 
     def sync_buffers(self) -> None:
         """Give every rank the buffers of the first, before evaluation.
@@ -197,46 +214,26 @@ class StepFullyShardedDataParallel(Steps, nn.Module):
         return inspect.Signature([*kept, *passed])
 
     def _install(self, module: nn.Module) -> None:
-        """Let the model's own methods gather what they need, and tell backward what to reduce."""
+        """Let the model's own methods gather what they need, and show its shards."""
         self._model_steps = has_own_train_step(module)
-        if self._model_steps and not hasattr(module, "no_sync"):
-            # An optimizer wrapper asks the model itself when the model steps itself.
-            module.no_sync = self.no_sync  # type: ignore[assignment]
         for name in ("val_step", "test_step"):
             if hasattr(module, name):
-                register_fsdp_forward_method(module, name)
-        # In front of torch's own hook, which gathers.
-        module.register_forward_pre_hook(self._before_forward, prepend=True)
-
-    def _before_forward(self, module: nn.Module, inputs: Any) -> None:
-        if torch.is_inference_mode_enabled():
-            self._gather_once()
-        elif torch.is_grad_enabled() and self._holds is not self._held:
-            # torch looks at this in backward, which runs outside of `optim_context`.
-            module.set_requires_gradient_sync(not self._holds)  # type: ignore[operator]
-            self._held = self._holds
-
-    def _gather_once(self) -> None:
-        """Make the memory of whole parameters outside of inference mode.
-
-        It is made at the first use and reused, and what is made inside can never be trained.
-        """
-        if self._gathered_once:
-            return
-        self._gathered_once = True
-        with torch.inference_mode(mode=False), torch.no_grad():
-            for unit in self._units:
-                unit.unshard()
-                unit.reshard()
+                gather_in(name, module, self._roots)
+        for one in dict.fromkeys([self, module, *(root.module for root in self._roots)]):
+            show_shards(one, self._roots)
+        if self._model_steps:
+            # An optimizer wrapper asks what it is given for a forward, the model or a child.
+            for root in self._roots:
+                root.offer_no_sync()
+            if not hasattr(module, "no_sync"):
+                module.no_sync = self.no_sync  # type: ignore[assignment]
 
     def _free(self) -> None:
         """Leave no block gathered: only a backward would free it."""
-        for unit in self._units:
-            unit.reshard()
+        for root in self._roots:
+            root.free()
 
     def _evaluate(self, name: str, data: Any) -> Any:
-        if torch.is_inference_mode_enabled():
-            self._gather_once()
         output = super()._evaluate(name, data)
         self._free()
         return output
@@ -248,8 +245,9 @@ class StepFullyShardedDataParallel(Steps, nn.Module):
         def note(unit: nn.Module, inputs: Any) -> None:
             self._leaves.update(unit.named_parameters(paths[id(unit)]))
 
-        for unit in self._units:
-            unit.register_forward_pre_hook(note)
+        for root in self._roots:
+            for unit in root.units:
+                unit.register_forward_pre_hook(note)
 
     def _update_and_detect(self, total: Tensor, optim_wrapper: OptimizerWrapper) -> None:
         leaves = _Leaves(self.__dict__, self._leaves)
@@ -269,66 +267,3 @@ class _Leaves(nn.Module):
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         yield from self.leaves.items()
-
-
-def _check_model(module: nn.Module, detect: bool) -> None:
-    check_no_meta_buffers(module)
-    if any(isinstance(one, FSDPModule) for one in module.modules()):
-        raise ValueError(
-            f"{type(module).__name__} is sharded already: give the model as it was before "
-            "fully_shard; shard names its blocks"
-        )
-    if detect and has_own_train_step(module):
-        raise ValueError(
-            f"detect_anomalous_params needs the wrapper's own train_step, but "
-            f"{type(module).__name__}.train_step is used"
-        )
-
-
-def _shard(module: nn.Module, options: FsdpOptions, mesh: DeviceMesh) -> nn.Module:
-    ignored = find_ignored(module, options.ignored)
-    check_shapes(module, ignored)
-    if options.device is not None and not any(one.is_meta for one in module.parameters()):
-        module = module.to(options.device)
-    if options.same_weights:
-        named = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-        check_same(named, mesh)
-        broadcast_first([one for one in named.values() if not one.is_meta], mesh)
-    units = find_units(module, options, ignored)
-    exact = full_precision_units(module, options.precision)
-    common: dict[str, Any] = {"mesh": mesh, "offload_policy": options.offload}
-    if ignored:
-        common["ignored_params"] = ignored
-    # Between blocks nothing would cast back what is not in the dtype of the next one.
-    inner = replace(options.precision, output_dtype=None)
-    # The innermost first: a unit takes what those inside it have left.
-    for path, one in reversed(list(module.named_modules())):
-        if path in exact or path in units:
-            policy = exact.get(path, inner)
-            free = options.free_after_forward
-            fully_shard(one, mp_policy=policy, reshard_after_forward=free, **common)
-    # None: torch keeps the outermost block, of which the backward begins.
-    free_root = False if options.free_after_forward is False else None
-    fully_shard(module, mp_policy=options.precision, reshard_after_forward=free_root, **common)
-    _set_prefetch(module, units, options.prefetch)
-    return module
-
-
-def _set_prefetch(module: Any, units: dict[str, nn.Module], depth: tuple[int, int]) -> None:
-    forward: list[Any] = [module, *units.values()]
-    backward: list[Any] = [module, *(units[path] for path in in_backward_order(units))]
-    for at, one in enumerate(forward):
-        following = forward[at + 1 : at + 1 + depth[0]]
-        if following:
-            one.set_modules_to_forward_prefetch(following)
-    for at, one in enumerate(backward):
-        following = backward[at + 1 : at + 1 + depth[1]]
-        if following:
-            one.set_modules_to_backward_prefetch(following)
-
-
-def _place_preprocessors(wrapper: nn.Module, device: torch.device) -> None:
-    """Let batches go where the blocks are gathered, which need not be where the shards are."""
-    for one in wrapper.modules():
-        if isinstance(one, DataPreprocessor):
-            one.to(device)
