@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import MutableMapping
+from copy import deepcopy
 from typing import Any
 
 from torch import Tensor, nn
@@ -34,9 +35,18 @@ class _Part:
 class _Parts:
     """Shows a layer its parameters as DTensors while it runs, and everybody else its parts."""
 
-    def __init__(self, parts: dict[str, _Part]) -> None:
+    def __init__(self, parts: dict[str, _Part], owned: list[Tensor]) -> None:
         self._parts = parts
+        self._owned = owned
         self._kept: dict[str, Tensor] = {}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Parts:
+        """What does the same for the copy of the layer."""
+        owned = deepcopy(self._owned, memo)
+        for one, copied in zip(self._owned, owned, strict=True):
+            # A copied parameter has none of the attributes of the first.
+            copied.tensor_layout = layout_of(one)
+        return _Parts(self._parts, owned)
 
     def show(self, layer: nn.Module, inputs: Any) -> None:
         """Before the forward."""
@@ -68,7 +78,8 @@ def localise_parts(model: nn.Module) -> None:
                     parts[name] = _Part(value)
                     store[name] = locals_.setdefault(id(value), _local(value))  # type: ignore[assignment]
         if parts:
-            shown = _Parts(parts)
+            held = [_store(layer, name)[name] for name in parts]
+            shown = _Parts(parts, [one for one in held if hasattr(one, "tensor_layout")])
             layer.register_forward_pre_hook(shown.show, prepend=True)
             layer.register_forward_hook(shown.hide, always_call=True)
 

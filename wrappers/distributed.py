@@ -157,9 +157,16 @@ class StepDistributedDataParallel(Steps, DistributedDataParallel):
         return context
 
     def __getstate__(self) -> dict[str, Any]:
-        state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
+        group = self.process_group
+        # torch refuses every other one, which a pickle cannot hold. A copy can.
+        self.process_group = distributed.group.WORLD
+        try:
+            state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
+        finally:
+            self.process_group = group
+        kept = {} if self.data_group is None else {"process_group": group}
         # With the process group inside, like the three that torch leaves out.
-        return {**state, "_comm_hooks": []}
+        return {**state, **kept, "_comm_hooks": []}
 
     def __setstate__(self, state: Any) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]

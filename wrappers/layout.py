@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 from weakref import WeakKeyDictionary
 
 import torch
@@ -51,6 +51,23 @@ class Layout:
         """What cuts the part out of the whole."""
         pairs = zip(self.offsets, self.sizes, strict=True)
         return tuple(slice(offset, offset + size) for offset, size in pairs)
+
+    def __deepcopy__(self, memo: Any) -> Layout:
+        """Itself: it says where something is, and a copy is in the same place."""
+        return self
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        """Raise TypeError: parts cannot leave the processes that they are spread over."""
+        raise TypeError(refusal("a layer split over a tensor axis"))
+
+
+def refusal(what: str) -> str:
+    """Why ``what`` cannot be pickled, and what can."""
+    return (
+        f"{what} cannot be pickled, because it is tied to this group of processes: pickle the bare "
+        "model before it is split and wrapped, or save state_dict() and load it into a new one; "
+        "copy.deepcopy works"
+    )
 
 
 def layout_of(tensor: Tensor) -> Layout:

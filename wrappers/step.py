@@ -5,12 +5,14 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from copy import deepcopy
 from typing import Any, Protocol
 
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from .anomalies import detect_anomalous_params, watch_gradients
+from .layout import refusal
 from .losses import parse_losses
 from .preprocess import DataPreprocessor, device_of
 
@@ -92,6 +94,22 @@ class Steps:
 
         Every rank must call this; with one rank there is nothing to do.
         """
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """A wrapper of a copy of the model, for the same ranks; every rank must call this."""
+        made: Any = type(self).__new__(type(self))
+        memo[id(self)] = made
+        if self.data_group is not None:
+            memo[id(self.data_group)] = self.data_group
+        _, _, state, *_ = super().__reduce_ex__(4)
+        made.__setstate__(deepcopy(state, memo))
+        return made
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle; raises TypeError where the wrapper is for some of the ranks only."""
+        if self.data_group is not None:
+            raise TypeError(refusal(f"a {type(self).__name__} of a group of ranks"))
+        return super().__reduce_ex__(protocol)
 
     def _update_and_detect(self, total: Tensor, optim_wrapper: OptimizerWrapper) -> None:
         model: Any = self
