@@ -10,7 +10,15 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ..wrappers import as_global, is_model_wrapper, is_sharded, layout_of, local_part, take_part
+from ..wrappers import (
+    as_global,
+    drop_held_gradients,
+    is_model_wrapper,
+    is_sharded,
+    layout_of,
+    local_part,
+    take_part,
+)
 from .plain import plain
 from .state import LoopState
 from .together import world_size
@@ -95,6 +103,7 @@ def gradient_places(model: nn.Module) -> dict[str, tuple[list[int], list[int]]]:
 
 def set_gradients(model: nn.Module, gradients: Mapping[str, Tensor]) -> None:
     """Set this rank's parts of the gradients: none where `gradients` has none."""
+    drop_held_gradients(model.parameters())
     for name, parameter in model.named_parameters():
         saved = gradients.get(plain_name(name))
         if saved is None:

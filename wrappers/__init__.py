@@ -1,5 +1,6 @@
 """Models and optimizers that step, under any parallelism."""
 
+from ._held_gradients import drop_held_gradients
 from .activation_checkpointing import checkpoint_activations
 from .amp import AmpOptimWrapper
 from .anomalies import detect_anomalous_params
@@ -112,6 +113,7 @@ __all__ = [
     "copy_whole_",
     "detect_anomalous_params",
     "dict_gather",
+    "drop_held_gradients",
     "exec_data_parallel_replication_callback",
     "freeze_parameters",
     "is_model_wrapper",

@@ -50,6 +50,7 @@ DOORS = {
         UnusedParametersError ZeroRedundancyOptimizer as_global auto build_mesh
         build_optimizer check_axes check_preparation checkpoint_activations compile_model
         convert_model convert_sync_batchnorm copy_whole_ detect_anomalous_params dict_gather
+        drop_held_gradients
         exec_data_parallel_replication_callback freeze_parameters is_model_wrapper
         is_module_wrapper is_sharded layout_of local_part meta_parameters model_checks
         named_parameters parallelize param_groups parse_losses patch_replication_callback

@@ -14,6 +14,7 @@ from step_models import sgd
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from stepwrap.loops.weights import set_gradients
 from stepwrap.wrappers import (
     OptimWrapper,
     SingleDevice,
@@ -49,13 +50,19 @@ def against_single(
     return largest_difference(whole(sharded.module), single.module.state_dict())
 
 
+WAYS = ("optimizer", "wrapper", "model", "restore")
+
+
 def _dropping(how: str) -> Callable[[Any, Any], None]:
     def run(model: Any, data: list[Any]) -> None:
         optim = sgd(model, momentum=0.9)
         model.train_step(data[0], optim)
         with getattr(model, "no_sync", nullcontext)():
             model(*data[1], mode="loss")["loss"].backward()
-        (optim if how == "optimizer" else model if how == "wrapper" else model.module).zero_grad()
+        if how == "restore":
+            set_gradients(model, {})
+        else:
+            {"optimizer": optim, "wrapper": model, "model": model.module}[how].zero_grad()
         for batch in data[2:5]:
             model.train_step(batch, optim)
 
@@ -63,7 +70,7 @@ def _dropping(how: str) -> Callable[[Any, Any], None]:
 
 
 def _dropped() -> list[float]:
-    same = [against_single(_dropping(how)) for how in ("optimizer", "wrapper", "model")]
+    same = [against_single(_dropping(how)) for how in WAYS]
     half = {"mixed_precision": {"reduce_dtype": "float32"}}
     return [*same, against_single(_dropping("optimizer"), **half)]
 
