@@ -49,6 +49,8 @@ class AmpOptimWrapper(OptimWrapper):
         ValueError: another ``dtype``.
     """
 
+    config_plain = ("clip_grad", "loss_scale")
+
     def __init__(  # noqa: PLR0913
         self,
         optimizer: Optimizer,

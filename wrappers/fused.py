@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from ._optimizer_fit import check_fit, tensors_of, walkable
 from .options import option_names
 
 # Who sets one of these has chosen an implementation, or asks for what fused ones cannot do.
@@ -27,31 +28,18 @@ def build_optimizer(
         kwargs: further arguments; ``fused``, ``foreach``, ``capturable`` or
             ``differentiable`` among them leave the choice to the caller. Sparse gradients
             need ``fused=False``.
+
+    Raises:
+        ValueError: parameters are spread over the ranks, and ``cls`` needs them whole.
     """
-    items = [_kept(item) for item in params]
+    items = walkable(params)
+    tensors = tensors_of(items)
+    check_fit(cls, tensors)
     if "fused" in option_names(cls) and not any(name in kwargs for name in _CHOICES):
-        tensors = [tensor for item in items for tensor in _tensors(item)]
         kinds = {(tensor.device, tensor.dtype, _place(tensor)): tensor for tensor in tensors}
         if all(_can_fuse(cls, kwargs, tensor) for tensor in kinds.values()):
             kwargs["fused"] = True
     return cls(items, **kwargs)
-
-
-def _kept(item: Any) -> Any:
-    """A parameter as it is, a group as a copy whose parameters can be walked twice."""
-    if not isinstance(item, dict):
-        return item
-    params = item["params"]
-    return {**item, "params": params if isinstance(params, Tensor) else list(params)}
-
-
-def _tensors(item: Any) -> list[Tensor]:
-    if isinstance(item, Tensor):
-        return [item]
-    if isinstance(item, tuple):
-        return [item[1]]
-    params = item["params"]
-    return [params] if isinstance(params, Tensor) else [_tensors(one)[0] for one in params]
 
 
 def _place(tensor: Tensor) -> Any:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from ..registry import OPTIM_WRAPPERS
+from ._held_gradients import drop_held_gradients
+from ._optimizer_fit import check_optimizer
 from .clip import GradClip
 from .optim_state import is_spread, kind_of, load_state, state_of
 
@@ -132,8 +135,12 @@ class OptimWrapper(Accumulation):
 
     Raises:
         AssertionError: ``accumulative_counts`` below 1, or ``clip_grad`` says nothing.
+        ValueError: the optimizer needs a closure, or cannot step these parameters because they
+            are spread over the ranks.
     """
 
+    # How to clip may have a type, but is no part of its own.
+    config_plain: tuple[str, ...] = ("clip_grad",)
     reads_parts = True
 
     def __init__(
@@ -147,7 +154,9 @@ class OptimWrapper(Accumulation):
             raise TypeError(
                 f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}"
             )
+        check_optimizer(optimizer)
         self.optimizer = optimizer
+        self._is_sharded = any(isinstance(one, DTensor) for one in _parameters(optimizer))
         self.grad_norm: Tensor | None = None
         self._clip = None if clip_grad is None else GradClip.from_settings(clip_grad)
         self.base_param_settings: dict[str, Any] | None = None
@@ -178,8 +187,10 @@ class OptimWrapper(Accumulation):
         self.optimizer.step(**kwargs)
 
     def zero_grad(self, **kwargs: Any) -> None:
-        """Clear the gradients."""
+        """Clear the gradients, under fsdp also those that wait for the end of their window."""
         optimizer = self.optimizer
+        if self._is_sharded:
+            drop_held_gradients(_parameters(optimizer))
         if kwargs or getattr(optimizer.zero_grad, "__func__", None) is not Optimizer.zero_grad:
             optimizer.zero_grad(**kwargs)
             return
@@ -268,6 +279,10 @@ class OptimWrapper(Accumulation):
             f"{type(self).__name__}({type(self.optimizer).__name__}, "
             f"accumulative_counts={self._accumulative_counts}, clip_grad={self._clip})"
         )
+
+
+def _parameters(optimizer: Optimizer) -> Iterator[Tensor]:
+    return (one for group in optimizer.param_groups for one in group["params"])
 
 
 def _momentum(group: Mapping[str, Any]) -> float:

@@ -12,6 +12,7 @@ from torch.distributed.algorithms.model_averaging.averagers import PeriodicModel
 from torch.optim import Optimizer
 
 from ..registry import OPTIMIZERS
+from ._optimizer_fit import check_fit, check_group, needs_closure, tensors_of, walkable
 from .options import check_options, option_names
 
 with warnings.catch_warnings():
@@ -30,13 +31,15 @@ class ZeroRedundancyOptimizer(TorchZeroRedundancyOptimizer):
     Args:
         params: parameters or groups.
         optimizer_class: what steps the parts: a class, its name or ``{"_ref_": name}``.
-        process_group: the ranks that share the work; default: all.
+        process_group: the ranks that share the work; default: all. Where layers are split over
+            a tensor group, the ``data_group`` of the model's wrapper.
         parameters_as_bucket_view: as in torch's class.
         overlap_with_ddp: refused: it needs a hook and a step of its own.
         defaults: options of that optimizer.
 
     Raises:
         TypeError: the optimizer has no such option.
+        ValueError: the ranks hold different parts of a parameter, as under fsdp.
     """
 
     def __init__(
@@ -54,9 +57,11 @@ class ZeroRedundancyOptimizer(TorchZeroRedundancyOptimizer):
                 "overlap_with_ddp steps inside the backward, without clipping or accumulation; "
                 "leave it out"
             )
+        inner = _optimizer_class(optimizer_class, defaults)
+        items = _checked(type(self), inner, params, process_group)
         super().__init__(
-            params,
-            _optimizer_class(optimizer_class, defaults),
+            items,
+            inner,
             process_group=process_group,
             parameters_as_bucket_view=parameters_as_bucket_view,
             **defaults,
@@ -78,12 +83,14 @@ class PostLocalSGD(PostLocalSGDOptimizer):
         optimizer_class: what steps: a class, its name or ``{"_ref_": name}``.
         period: updates between two averages.
         warmup_steps: updates before the first.
-        process_group: the ranks that average; default: all.
+        process_group: the ranks that average; default: all. Where layers are split over a
+            tensor group, the ``data_group`` of the model's wrapper.
         defaults: options of that optimizer.
 
     Raises:
         TypeError: the optimizer has no such option.
-        ValueError: ``period`` is below 2, or ``warmup_steps`` negative.
+        ValueError: ``period`` is below 2, or ``warmup_steps`` negative; or the ranks hold
+            different parts of a parameter, as under fsdp.
     """
 
     def __init__(
@@ -101,9 +108,10 @@ class PostLocalSGD(PostLocalSGDOptimizer):
                 f"period must be at least 2, got {period}: weights averaged after every update "
                 "are what DistributedDataParallel gives, for less"
             )
-        build = _optimizer_class(optimizer_class, defaults)
+        inner = _optimizer_class(optimizer_class, defaults)
+        items = _checked(type(self), inner, params, process_group)
         averager = PeriodicModelAverager(period, warmup_steps, process_group)
-        super().__init__(build(params, **defaults), averager)
+        super().__init__(inner(items, **defaults), averager)
 
     # torch's class keeps the list of before a `load_state_dict`, which makes a new one.
     @property
@@ -142,4 +150,20 @@ def _optimizer_class(wanted: Any, defaults: Mapping[str, Any]) -> type[Optimizer
     allowed = [name for name in option_names(found) if name != "params"]
     check_options(found.__name__, defaults, allowed)
     cls: type[Optimizer] = found
+    if hasattr(cls, "step") and needs_closure(cls):
+        raise ValueError(
+            f"optimizer_class cannot be {cls.__name__}, which needs a closure and all parameters "
+            "together: give one that steps from gradients, such as AdamW"
+        )
     return cls
+
+
+def _checked(
+    cls: type[Optimizer], inner: Any, params: Iterable[Any], group: ProcessGroup | None
+) -> list[Any]:
+    items = walkable(params)
+    tensors = tensors_of(items)
+    check_fit(cls, tensors)
+    check_fit(inner, tensors)
+    check_group(cls, tensors, group)
+    return items

@@ -1,0 +1,186 @@
+"""Optimizers over parameters that are spread over ranks: right, or refused when built."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from sharded_models import data, net, spread, whole
+from torch import nn
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import PostLocalSGDOptimizer
+from torch.optim import Optimizer
+
+from stepwrap.wrappers import (
+    OptimWrapper,
+    PostLocalSGD,
+    Preparation,
+    SupervisedModel,
+    ZeroRedundancyOptimizer,
+    build_mesh,
+    build_optimizer,
+    wrap_model,
+)
+
+ALL = [
+    name
+    for name, one in vars(torch.optim).items()
+    if isinstance(one, type) and issubclass(one, Optimizer) and one is not Optimizer
+]
+# They take weight matrices alone, or a closure, or other gradients.
+MATRICES = ("Muon",)
+REFUSED = {
+    "tensor": {"Adafactor", "LBFGS", "Muon", "SparseAdam"},
+    "fsdp": {"Adafactor", "LBFGS", "Muon", "Rprop", "SparseAdam"},
+}
+
+
+def _parameters(model: nn.Module, name: str) -> list[nn.Parameter]:
+    return [one for one in model.parameters() if one.ndim == 2 or name not in MATRICES]
+
+
+def _against_plain(kind: str) -> dict[str, Any]:
+    """Return by optimizer how far it ends from plain PyTorch, or what it is refused for."""
+    found: dict[str, Any] = {}
+    for name in ALL:
+        cls = getattr(torch.optim, name)
+        plain, model = net(width=8), spread(net(width=8), kind)
+        try:
+            mine = build_optimizer(cls, _parameters(model, name), lr=0.01)
+        except ValueError as error:
+            found[name] = str(error)
+            continue
+        theirs = cls(_parameters(plain, name), lr=0.01)
+        for seed in range(5):
+            for one, optimizer in ((model, mine), (plain, theirs)):
+                optimizer.zero_grad()
+                one(data(seed)).pow(2).mean().backward()
+                optimizer.step()
+        pairs = zip(model.parameters(), plain.parameters(), strict=True)
+        found[name] = max((whole(a) - b).abs().max().item() for a, b in pairs)
+    return found
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_every_optimizer_of_torch_is_right_or_refused(kind: str) -> None:
+    for found in run_ranks(_against_plain, 2, kind):
+        refused = {name: told for name, told in found.items() if isinstance(told, str)}
+        assert refused.keys() == REFUSED[kind]
+        assert all(told.startswith(name) and "AdamW" in told for name, told in refused.items())
+        assert max(far for name, far in found.items() if name not in refused) <= 1e-12
+        where = "split by tensor_parallel" if kind == "tensor" else "a DTensor (fsdp)"
+        assert where in refused["Adafactor"]
+
+
+def _muon(monkeypatch: pytest.MonkeyPatch) -> float:
+    # torch computes the directions in bfloat16, which hides small mistakes.
+    monkeypatch.setattr(torch.Tensor, "bfloat16", torch.Tensor.double)
+    weights = []
+    for sharded in (False, True):
+        torch.manual_seed(0)
+        model: nn.Module = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 4)).double()
+        if sharded:
+            fully_shard(model)
+        optimizer = OptimWrapper(build_optimizer(torch.optim.Muon, _parameters(model, "Muon")))
+        for seed in range(3):
+            optimizer.update_params(model(data(seed)).pow(2).mean())
+        weights.append([whole(one) for one in model.parameters()])
+    return max((a - b).abs().max().item() for a, b in zip(*weights, strict=True))
+
+
+def _run_muon() -> float:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        return _muon(monkeypatch)
+
+
+def test_muon_with_even_shards() -> None:
+    assert max(run_ranks(_run_muon, 2)) <= 1e-12
+
+
+class _Own(torch.optim.Adafactor):
+    """A subclass counts as what it is made of."""
+
+
+def _refused_by_the_wrapper(kind: str) -> list[str]:
+    model = spread(net(width=8), kind)
+    told = []
+    for cls in (_Own, torch.optim.SparseAdam):
+        with pytest.raises(ValueError, match="parameter of shape") as caught:
+            OptimWrapper(cls(model.parameters(), lr=0.1))
+        told.append(str(caught.value))
+    return told
+
+
+@pytest.mark.parametrize("kind", ["tensor", "fsdp"])
+def test_a_wrapper_refuses_them_too(kind: str) -> None:
+    for told in run_ranks(_refused_by_the_wrapper, 2, kind):
+        assert told[0].startswith("_Own scales by norms of whole tensors")
+        assert told[1].startswith("SparseAdam needs sparse gradients")
+
+
+def test_whole_parameters_take_any() -> None:
+    for name in ALL:
+        if name != "LBFGS":
+            model = net()
+            OptimWrapper(build_optimizer(getattr(torch.optim, name), _parameters(model, name)))
+
+
+def test_no_optimizer_with_a_closure() -> None:
+    with pytest.raises(ValueError, match="LBFGS needs a closure .* such as AdamW, or a loop of yo"):
+        OptimWrapper(torch.optim.LBFGS(net().parameters()))
+    match = "optimizer_class cannot be LBFGS, which needs a closure"
+    with pytest.raises(ValueError, match=match):
+        ZeroRedundancyOptimizer(net().parameters(), "LBFGS")
+    with pytest.raises(ValueError, match=match):
+        PostLocalSGD(net().parameters(), "LBFGS", period=2)
+
+
+def _teams(kind: str) -> dict[str, str]:
+    """Return what is said where optimizers would work over ranks with different parts."""
+    told = {}
+    builders: dict[str, Any] = {
+        "zero": lambda params: ZeroRedundancyOptimizer(params, "AdamW", lr=0.1),
+        "local": lambda params: PostLocalSGD(params, "SGD", lr=0.1, period=2),
+        "everyone": lambda params: PostLocalSGD(
+            params, "SGD", lr=0.1, period=2, process_group=dist.group.WORLD
+        ),
+        "torch's": lambda params: OptimWrapper(
+            PostLocalSGDOptimizer(torch.optim.SGD(params, lr=0.1), PeriodicModelAverager(2))
+        ),
+    }
+    for name, build in builders.items():
+        with pytest.raises(ValueError, match="parameter of shape") as caught:
+            build(spread(net(width=8), kind).parameters())
+        told[name] = str(caught.value)
+    return told
+
+
+@pytest.mark.parametrize("kind", ["tensor", "fsdp"])
+def test_ranks_with_different_parts_cannot_work_together(kind: str) -> None:
+    asked = {"tensor": "give process_group=wrapper.data_group", "fsdp": "is a DTensor (fsdp)"}
+    for told in run_ranks(_teams, 2, kind):
+        assert all(asked[kind] in one for one in told.values())
+
+
+def _in_the_data_group() -> float:
+    mesh = build_mesh({"data": 2, "tensor": 2})
+    split = Preparation(tensor_parallel={"net.0": "colwise", "net.2": "rowwise"})
+    supervised = SupervisedModel(net(width=8), nn.MSELoss())
+    model: Any = wrap_model(None, supervised, mesh=mesh, prepare=split)
+    before = [whole(one) for one in model.parameters()]
+    optimizer = OptimWrapper(
+        PostLocalSGD(model.parameters(), "SGD", lr=0.0, period=2, process_group=model.data_group)
+    )
+    for seed in range(2):
+        optimizer.update_params(model(data(seed), mode="tensor").pow(2).mean())
+    after = [whole(one) for one in model.parameters()]
+    return max((a - b).abs().max().item() for a, b in zip(after, before, strict=True))
+
+
+def test_averages_are_those_of_equal_parts() -> None:
+    """With a learning rate of 0 an average changes nothing."""
+    assert max(run_ranks(_in_the_data_group, 4)) <= 1e-15
