@@ -14,6 +14,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor, nn
 
+from ..collectives import get_rank
 from ..wrappers import is_sharded, reshard
 from .checkpoint import list_checkpoints, rank_file, read_meta
 from .folder import fingerprint
@@ -189,22 +190,31 @@ class Checkpoint:
         # Ranks that share a model's layers see the same samples.
         shares = int(self.meta.get("data_size", saved)), data_size(state.model)
         state.batch = state.batch * shares[0] // shares[1]
-        own = rank_file(own_rank())
         model = user_model(state.model)
-        if own in self.meta["files"]:
-            content = self.read(own)
-            restore_rng(content["rng"], next((p.device for p in model.parameters()), None))
-        else:
-            content = {}
-            logger.warning("%s has no random state of rank %d: derived", self.path, own_rank())
-            words = self.read(rank_file(0))["rng"]["torch"].tolist()
-            seed_rng(mix_seed(own_rank(), *words))
-        same = content.get("places", {}) == gradient_places(model)
-        if saved == now and content and same:
+        as_saved = (saved, shares[0]) == (now, shares[1])
+        data_rank = own_rank() if as_saved else _data_rank(state.model)
+        # The ranks of a tensor group are neighbours, and go on with the same streams.
+        content = self._restore_rng(model, data_rank, 1 if as_saved else saved // shares[0])
+        if as_saved and content and content.get("places", {}) == gradient_places(model):
             set_gradients(model, content["gradients"])
             return
         names = sorted(name for name in self.meta["files"] if name.startswith("rank_"))
         set_gradients(model, mean_gradients(model, [files.file(name) for name in names]))
+
+    def _restore_rng(self, model: nn.Module, share: int, spacing: int) -> dict[str, Any]:
+        """Put back the random streams that the `share`-th of the samples was trained with.
+
+        Returns what the rank that had them had of its own.
+        """
+        name = rank_file(share * spacing)
+        if name not in self.meta["files"]:
+            logger.warning("%s has no random state for rank %d: derived", self.path, own_rank())
+            words = self.read(rank_file(0))["rng"]["torch"].tolist()
+            seed_rng(mix_seed(share, *words))
+            return {}
+        content: dict[str, Any] = self.read(name)
+        restore_rng(content["rng"], next((p.device for p in model.parameters()), None))
+        return content
 
 
 @dataclass(frozen=True)
@@ -218,6 +228,12 @@ class _Whole:
 
     def file(self, name: str) -> Any:
         return self.checkpoint.read(name)
+
+
+def _data_rank(model: nn.Module) -> int:
+    """This rank's place among those that see different batches."""
+    group = getattr(model, "data_group", None)
+    return own_rank() if group is None else get_rank(group)
 
 
 def _for(part: Any, content: Any) -> Any:

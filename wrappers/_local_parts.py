@@ -42,7 +42,7 @@ class _Parts:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Parts:
         """What does the same for the copy of the layer."""
-        owned = deepcopy(self._owned, memo)
+        owned: list[Any] = deepcopy(self._owned, memo)
         for one, copied in zip(self._owned, owned, strict=True):
             # A copied parameter has none of the attributes of the first.
             copied.tensor_layout = layout_of(one)

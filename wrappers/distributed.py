@@ -157,9 +157,10 @@ class StepDistributedDataParallel(Steps, DistributedDataParallel):
         return context
 
     def __getstate__(self) -> dict[str, Any]:
-        group = self.process_group
+        group, everyone = self.process_group, distributed.group.WORLD
+        assert everyone is not None
         # torch refuses every other one, which a pickle cannot hold. A copy can.
-        self.process_group = distributed.group.WORLD
+        self.process_group = everyone
         try:
             state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
         finally:

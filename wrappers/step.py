@@ -101,8 +101,8 @@ class Steps:
         memo[id(self)] = made
         if self.data_group is not None:
             memo[id(self.data_group)] = self.data_group
-        _, _, state, *_ = super().__reduce_ex__(4)
-        made.__setstate__(deepcopy(state, memo))
+        reduced: Any = super().__reduce_ex__(4)
+        made.__setstate__(deepcopy(reduced[2], memo))
         return made
 
     def __reduce_ex__(self, protocol: Any) -> Any:

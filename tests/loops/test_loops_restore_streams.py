@@ -1,0 +1,69 @@
+"""Random streams of a run that goes on with its ranks laid out in another way."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from sharded_runs import contents, make_run, train
+from torch import Tensor, nn
+
+from stepwrap.loops import load_checkpoint, save_checkpoint, seed_rng
+
+
+def _save(kind: str, folder: Path) -> tuple[Path, float]:
+    state = make_run(kind)
+    group = state.model.data_group
+    seed_rng(7 + dist.get_rank(group))
+    path = save_checkpoint(folder, state)
+    return path, torch.rand(()).item()
+
+
+def _drop(module: nn.Module, inputs: Any) -> tuple[Tensor]:
+    return (nn.functional.dropout(inputs[0], 0.5),)
+
+
+def _resume(kind: str, path: Path) -> tuple[float, dict[str, Tensor]]:
+    state = make_run(kind, seed=3)
+    load_checkpoint(path).restore(state)
+    state.model.module.net[3].register_forward_pre_hook(_drop)
+    drawn = torch.rand(()).item()
+    train(state, range(2))
+    return drawn, contents(state) | {
+        f"own.{name}": value.detach().clone()
+        for name, value in state.model.module.net[3].named_parameters()
+        if "fsdp" not in kind
+    }
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "ranks", "taken"),
+    [
+        (("ddp", 2), "tensor", 2, [0, 0]),
+        (("ddp", 4), "ddp x tensor", 4, [0, 0, 1, 1]),
+        (("ddp", 2), "fsdp x tensor", 4, [0, 0, 1, 1]),
+        (("ddp x tensor", 4), "ddp", 2, [0, 2]),
+        (("ddp x tensor", 4), "ddp x tensor", 4, [0, 1, 2, 3]),
+        (("tensor", 2), "ddp x tensor", 4, [0, 0, None, None]),
+    ],
+)
+def test_tensor_groups_draw_alike(
+    before: tuple[str, int], after: str, ranks: int, taken: list[int | None], tmp_path: Path
+) -> None:
+    saved = run_ranks(_save, before[1], before[0], tmp_path)
+    resumed = run_ranks(_resume, ranks, after, saved[0][0])
+    drawn = [one[0] for one in resumed]
+    for value, source in zip(drawn, taken, strict=True):
+        assert source is None or value == saved[source][1]
+    size = 2 if "tensor" in after else 1
+    assert len(set(drawn)) == ranks // size
+    for first, second in zip(resumed[::size], resumed[size - 1 :: size], strict=True):
+        assert first[0] == second[0]
+    # With dropout, what all ranks hold alike stays alike.
+    weights = resumed[0][1]
+    for _, others in resumed:
+        assert all(torch.equal(value, weights[name]) for name, value in others.items())
