@@ -33,7 +33,7 @@ from .schema import (
     RunSections,
     SchedulerSection,
 )
-from .tree import build_tree
+from .tree import build_tree, supply_where_taken
 
 __all__ = [
     "COMM_HOOKS",
@@ -78,4 +78,5 @@ __all__ = [
     "nearest",
     "optim_wrapper_sections",
     "stepping_class",
+    "supply_where_taken",
 ]

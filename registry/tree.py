@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from .arguments import plain_names, required_names
+from .arguments import plain_names, required_names, signature_of
 from .build import check_arguments, find_type
 from .catalog import COMM_HOOKS, DATASETS, MODEL_WRAPPERS, MODELS
 from .errors import RegistryKeyError
@@ -81,6 +81,29 @@ def nested_runtime(target: Any, supplied: Mapping[str, Any], same: bool) -> dict
     return {name: value for name, value in supplied.items() if name in needed}
 
 
+def supply_where_taken(cfg: Any, registry: Registry, name: str, value: Any) -> Any:
+    """Return `cfg` with the argument `name` in every part of it that takes one and has none.
+
+    Parts are those that `build_tree` would build.
+    """
+    if isinstance(cfg, list | tuple):
+        return [supply_where_taken(item, registry, name, value) for item in cfg]
+    if not isinstance(cfg, Mapping) or cfg.get("_raw_") is True:
+        return cfg
+    if "type" not in cfg:
+        return {key: supply_where_taken(one, registry, name, value) for key, one in cfg.items()}
+    table = registry.at_scope(cfg["_scope_"]) if "_scope_" in cfg else registry
+    target = find_nested(cfg["type"], table)[0]
+    plain = plain_names(target)
+    filled = {
+        key: one if key in plain else supply_where_taken(one, table, name, value)
+        for key, one in cfg.items()
+    }
+    signature = signature_of(target)
+    takes = signature is not None and name in signature.parameters
+    return {name: value, **filled} if takes else filled
+
+
 def _call(
     target: Any, cfg: Mapping[str, Any], registry: Registry, defaults: Mapping[str, Any]
 ) -> Any:
@@ -89,7 +112,7 @@ def _call(
     check_arguments(target, {**runtime, **own})
     plain = plain_names(target)
     built = {
-        key: value if key in plain else _built(value, registry, runtime)
+        key: _unmarked(value) if key in plain else _built(value, registry, runtime)
         for key, value in own.items()
     }
     return target(**{**runtime, **built})
@@ -101,7 +124,7 @@ def _built(value: Any, registry: Registry, runtime: Mapping[str, Any]) -> Any:
     if not isinstance(value, Mapping):
         return value
     if value.get("_raw_") is True:
-        return {key: inner for key, inner in value.items() if key != "_raw_"}
+        return _unmarked(value)
     if set(value) == {"_ref_"}:
         return find_reference(value["_ref_"], registry)
     if "type" not in value:
@@ -109,3 +132,9 @@ def _built(value: Any, registry: Registry, runtime: Mapping[str, Any]) -> Any:
     table = registry.at_scope(value["_scope_"]) if "_scope_" in value else registry
     target, same = find_nested(value["type"], table)
     return _call(target, value, table, nested_runtime(target, runtime, same))
+
+
+def _unmarked(value: Any) -> Any:
+    if isinstance(value, Mapping) and value.get("_raw_") is True:
+        return {key: inner for key, inner in value.items() if key != "_raw_"}
+    return value

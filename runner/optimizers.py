@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 from torch import nn
+from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
 from ..loops import Hook, SchedulerHook
@@ -19,6 +20,7 @@ from ..registry import (
     named_optimizers,
     optim_wrapper_sections,
     stepping_class,
+    supply_where_taken,
 )
 from ..wrappers import (
     NamedParameter,
@@ -39,7 +41,9 @@ def build_optimization(run: RunSections, model: nn.Module) -> tuple[Any, dict[st
     """
     assert run.optimizer is not None
     several = named_optimizers(run.optimizer)
-    optimizers = _several(several, model) if several else {"": _single(run.optimizer, model)}
+    with building("optimizer"):
+        given = _in_group(several or run.optimizer, getattr(model, "data_group", None))
+    optimizers = _several(given, model) if several else {"": _single(given, model)}
     sections = optim_wrapper_sections(run.optim_wrapper, run.optimizer)
     wrappers = {}
     for name, optimizer in optimizers.items():
@@ -49,6 +53,13 @@ def build_optimization(run: RunSections, model: nn.Module) -> tuple[Any, dict[st
             wrappers[name] = build_tree(sections[name], OPTIM_WRAPPERS, supplied)
     wrapper = OptimWrapperDict(**wrappers) if several else wrappers[""]
     return wrapper, _scheduler_hook(run, optimizers)
+
+
+def _in_group(settings: Any, group: ProcessGroup | None) -> Any:
+    """Let optimizers that work over ranks take those that have the same parameters."""
+    if group is None:
+        return settings
+    return supply_where_taken(settings, OPTIMIZERS, "process_group", group)
 
 
 def _single(settings: Mapping[str, Any], model: nn.Module) -> Optimizer:

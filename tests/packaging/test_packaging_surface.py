@@ -37,7 +37,7 @@ DOORS = {
         check_config check_paramwise config_from_dict default_of
         did_you_mean dump_config format_config
         list_registrations load_config named_optimizers nearest
-        optim_wrapper_sections stepping_class
+        optim_wrapper_sections stepping_class supply_where_taken
     """,
     "runner": "LaunchError Runner launch",
     "wrappers": """

@@ -19,6 +19,7 @@ from stepwrap.registry import (
     build_model_from_cfg,
     build_tree,
     check_component,
+    supply_where_taken,
 )
 
 
@@ -251,3 +252,36 @@ def test_values_of_the_wrong_kind_are_told(name: str, value: Any, said: str) -> 
 )
 def test_values_that_may_be_right_pass(values: dict[str, Any]) -> None:
     assert check_component({"type": Typed, **values}, MODELS, "m") == []
+
+
+class Team:
+    def __init__(self, parts: object = None, process_group: object = None) -> None:
+        self.parts, self.process_group = parts, process_group
+
+
+class Lone:
+    config_plain = ("table",)
+
+    def __init__(self, part: object = None, table: object = None) -> None:
+        self.part, self.table = part, table
+
+
+def test_an_argument_is_supplied_where_it_is_taken() -> None:
+    group = object()
+    inner = {"type": Team, "process_group": 3}
+    raw = {"_raw_": True, "type": Team}
+    cfg = {"type": Lone, "part": {"type": Team, "parts": [inner, {"deep": {"type": Team}}, raw]}}
+    filled = supply_where_taken({**cfg, "table": {"type": Team}}, MODELS, "process_group", group)
+    built = build_tree(filled, MODELS)
+    assert built.table == {"type": Team}
+    assert built.part.process_group is group
+    first, second, third = built.part.parts
+    assert first.process_group == 3
+    assert second["deep"].process_group is group
+    assert third == {"type": Team}
+
+
+def test_a_mark_of_plain_dicts_is_no_part_of_them() -> None:
+    marked = {"type": Lone, "table": {"_raw_": True, "type": "value"}}
+    assert check_component(marked, MODELS, "model") == []
+    assert build_tree(marked, MODELS).table == {"type": "value"}
