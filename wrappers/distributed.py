@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
+import torch
 from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -90,6 +91,7 @@ class StepDistributedDataParallel(Steps, DistributedDataParallel):
         super().__init__(module=module, **_renamed(ddp_kwargs))
         self._prepare_steps(detect_anomalous_params)
         self._graph_recorded = False
+        self._failure = ""
         self._trainable = trainable_names(module, self.parameters_to_ignore)
         everyone = self.process_group is distributed.group.WORLD
         self.data_group = None if everyone else self.process_group
@@ -100,10 +102,14 @@ class StepDistributedDataParallel(Steps, DistributedDataParallel):
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Call the model, so that the next backward averages its gradients."""
         try:
-            return super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
+            outputs = super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
         except RuntimeError as error:
-            self._explain(error)
+            explain_unused(error, self._trainable, self._failure)
             raise
+        if self._failure and self.require_backward_grad_sync and torch.is_grad_enabled():
+            # torch has found the backward before to be complete.
+            self._failure = ""
+        return outputs
 
     @contextmanager
     def join(
@@ -172,6 +178,7 @@ class StepDistributedDataParallel(Steps, DistributedDataParallel):
     def __setstate__(self, state: Any) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._graph_recorded = False
+        self._failure = ""
         self._install_hook()
 
     def _install_hook(self) -> None:
@@ -179,8 +186,10 @@ class StepDistributedDataParallel(Steps, DistributedDataParallel):
             state, function = self._hook.bind(self.process_group)
             self.register_comm_hook(state, unannotated(function))
 
-    def _explain(self, error: RuntimeError) -> None:
+    def _explain(self, error: BaseException) -> None:
         explain_unused(error, self._trainable)
+        # Its text: the error itself would keep the graph in memory.
+        self._failure = self._failure or f"{type(error).__name__}: {error}"
 
     @classmethod
     def check_options(cls, options: Mapping[str, Any]) -> None:

@@ -132,6 +132,10 @@ class SeparateDistributedDataParallel(Steps, nn.Module):
         for work in works:
             work.wait()
 
+    def _explain(self, error: BaseException) -> None:
+        for child in self._wrapped():
+            child._explain(error)
+
     def _wrapped(self) -> list[StepDistributedDataParallel]:
         return [child for child in self.module.children() if isinstance(child, _Child)]
 

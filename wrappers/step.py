@@ -57,7 +57,11 @@ class Steps:
         # Children by `_modules`: nn.Module's attribute access looks everywhere else first.
         model = self._modules["module"]
         if self._model_steps:
-            logs: dict[str, Tensor] = model.train_step(data, optim_wrapper)
+            try:
+                logs: dict[str, Tensor] = model.train_step(data, optim_wrapper)
+            except BaseException as error:
+                self._explain(error)
+                raise
             return logs
         with optim_wrapper.optim_context(self):
             args, kwargs = as_call(self._preprocess(model)(data, training=True))
@@ -74,7 +78,7 @@ class Steps:
         else:
             try:
                 optim_wrapper.update_params(total)
-            except RuntimeError as error:
+            except BaseException as error:
                 self._explain(error)
                 raise
         if parse is parse_losses:
@@ -116,13 +120,13 @@ class Steps:
         with watch_gradients(model) as received:
             try:
                 optim_wrapper.update_params(total)
-            except RuntimeError as error:
+            except BaseException as error:
                 self._explain(error)
                 raise
         detect_anomalous_params(total, model, received=received)
 
-    def _explain(self, error: RuntimeError) -> None:
-        """Raise a better error than one of torch's, where the wrapper knows one."""
+    def _explain(self, error: BaseException) -> None:
+        """Raise a better error than one of an update, where the wrapper knows one."""
 
     def _evaluate(self, name: str, data: Any) -> Any:
         model = self.module

@@ -25,7 +25,8 @@ class UnusedParametersError(RuntimeError):
             f"the last step's loss did not depend on {which}, so their gradients never came. "
             "Either let the wrapper look for such parameters (find_unused_parameters: true), or "
             "take them out of the training: remove them, or freeze them (requires_grad=False) "
-            "before the model is wrapped"
+            "before the model is wrapped. Where that step's backward raised an error, build "
+            "the wrapper anew instead"
         )
         self.names = tuple(names)
 
@@ -39,11 +40,12 @@ def trainable_names(module: nn.Module, ignored: set[str]) -> list[str]:
     ]
 
 
-def explain_unused(error: RuntimeError, names: Sequence[str]) -> None:
+def explain_unused(error: BaseException, names: Sequence[str], failure: str = "") -> None:
     """Raise UnusedParametersError where ``error`` is torch's about parameters without a gradient.
 
     Args:
         names: what ``trainable_names`` gave when the module was wrapped.
+        failure: the error of the update before, which is then the cause that is told.
     """
     text = str(error)
     if _CHANGED in text:
@@ -55,6 +57,12 @@ def explain_unused(error: RuntimeError, names: Sequence[str]) -> None:
         ) from error
     if _UNFINISHED not in text:
         return
+    if failure:
+        raise RuntimeError(
+            f"the last update raised {failure}; its backward was not finished, after which "
+            "DistributedDataParallel cannot go on: build the wrapper anew around the bare model. "
+            "Weights and optimizer are as they were before that update; clear the gradients"
+        ) from error
     found = _INDICES.search(text)
     indices = [int(index) for index in found.group(1).split()] if found else []
     raise UnusedParametersError([names[at] for at in indices if at < len(names)]) from error

@@ -112,6 +112,134 @@ def test_separate_children_name_theirs() -> None:
         assert "on part.spare.weight, part.spare.bias" in text
 
 
+class Fragile(torch.autograd.Function):
+    """Raises in the backward, where it is told to."""
+
+    @staticmethod
+    def forward(ctx: Any, inputs: Tensor, fails: bool) -> Tensor:
+        ctx.fails = fails
+        return inputs.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        if ctx.fails:
+            raise KeyError("boom")
+        return gradient, None
+
+
+class Breaking(BaseModel):
+    """Two layers; between them the backward may break."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(6, 6), nn.Linear(6, 3)
+        self.fails = False
+
+    def forward(self, inputs: Tensor, target: Tensor, mode: str = "loss") -> Any:
+        hidden = Fragile.apply(self.first(inputs), self.fails)
+        return {"loss": nn.functional.cross_entropy(self.last(hidden), target)}
+
+
+class Outer(BaseModel):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Breaking()
+
+    def forward(self, inputs: Tensor, target: Tensor, mode: str = "loss") -> Any:
+        return self.inner(inputs, target)
+
+
+class OuterStep(Outer):
+    def train_step(self, data: Any, optim_wrapper: Any) -> dict[str, Tensor]:
+        loss = self(*data)["loss"]
+        optim_wrapper.update_params(loss)
+        return {"loss": loss.detach()}
+
+
+def _train(model: Any, optim: Any, data: list[list[Tensor]]) -> None:
+    for batch in data:
+        model.train_step(batch, optim)
+
+
+def _failed_backward(kind: type, wrapper: type, every: int) -> list[Any]:
+    model = kind()
+    inner = model if kind is Breaking else model.inner
+    wrapped = wrapper(model)
+    optim = sgd(wrapped, momentum=0.9, accumulative_counts=every)
+    first, second = batches(2, seed=dist.get_rank())
+    _train(wrapped, optim, [first] * (2 * every - 1))
+    told = []
+    inner.fails = True
+    with pytest.raises(KeyError):
+        wrapped.train_step(first, optim)
+    inner.fails = False
+    for _ in range(2):
+        with pytest.raises(RuntimeError) as caught:
+            _train(wrapped, optim, [second] * every)
+        told.append((type(caught.value), str(caught.value)))
+    return told
+
+
+@pytest.mark.parametrize("every", [1, 2])
+@pytest.mark.parametrize(
+    ("kind", "wrapper"),
+    [
+        (Breaking, StepDistributedDataParallel),
+        (Outer, SeparateDistributedDataParallel),
+        (OuterStep, SeparateDistributedDataParallel),
+    ],
+)
+def test_a_backward_that_failed_is_told(kind: type, wrapper: type, every: int) -> None:
+    for told in run_ranks(_failed_backward, 2, kind, wrapper, every):
+        for error, text in told:
+            assert error is RuntimeError
+            assert "the last update raised KeyError: 'boom'; its backward was not fin" in text
+            assert "build the wrapper anew around the bare model" in text
+
+
+def _built_anew() -> list[float]:
+    model, plain = Breaking(), Breaking()
+    first = StepDistributedDataParallel(model)
+    optim, expected = sgd(first, momentum=0.9), sgd(plain, momentum=0.9)
+    for step, (inputs, target) in enumerate(batches(4, seed=7)):
+        share = [inputs.chunk(2)[dist.get_rank()], target.chunk(2)[dist.get_rank()]]
+        if step == 2:
+            model.fails = True
+            with pytest.raises(KeyError):
+                first.train_step(share, optim)
+            model.fails = False
+            optim.zero_grad()
+            first = StepDistributedDataParallel(model)
+        first.train_step(share, optim)
+        expected.update_params(plain(inputs, target)["loss"])
+    return [(flat(model) - flat(plain)).abs().max().item()]
+
+
+def test_built_anew_it_goes_on() -> None:
+    for (worst,) in run_ranks(_built_anew, 2):
+        assert worst <= 1e-6
+
+
+def _failed_after_backward() -> str:
+    model = StepDistributedDataParallel(Switched([True, True, True, False, True]))
+    optim = sgd(model)
+    handle = optim.optimizer.register_step_pre_hook(lambda *_: 1 / 0)
+    first, *others = batches(5)
+    with pytest.raises(ZeroDivisionError):
+        model.train_step(first, optim)
+    handle.remove()
+    optim.zero_grad()
+    with pytest.raises(UnusedParametersError) as error:
+        _train(model, optim, others)
+    return str(error.value)
+
+
+def test_an_update_that_failed_is_forgotten() -> None:
+    for text in run_ranks(_failed_after_backward, 2):
+        assert "did not depend on spare.weight" in text
+
+
 def _other_errors() -> None:
     model = StepDistributedDataParallel(Switched([True] * 3))
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
