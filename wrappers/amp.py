@@ -73,6 +73,10 @@ class AmpOptimWrapper(OptimWrapper):
             from ._sharded_scaler import PartScaler as scaler
         options, self._fixed_scale = _scaler_options(loss_scale, scaler)
         self.loss_scaler = scaler(**{"device": self.device_type, "enabled": enabled, **options})
+        if enabled and isinstance(optimizer, torch.optim.SGD):
+            # Fused and told to skip its first step, it would take for its momentum what happens
+            # to be in memory; now the scaler does not call it then.
+            vars(optimizer)["_step_supports_amp_scaling"] = False
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Run backward of the scaled loss and count the micro-batch."""

@@ -46,6 +46,25 @@ def test_an_infinite_loss_skips_the_step(fused: bool, clip: dict[str, float] | N
     assert flat(model).isfinite().all()
 
 
+@pytest.mark.parametrize("clip", [None, {"max_norm": 1.0}])
+def test_momentum_begins_after_a_first_update_that_is_left_out(clip: Any) -> None:
+    """torch's fused implementation would make it of memory that nobody has written."""
+    model = classifier()
+    optimizer = build_optimizer(torch.optim.SGD, model.parameters(), lr=0.1, momentum=0.9)
+    assert optimizer.param_groups[0]["fused"]
+    amp = AmpOptimWrapper(optimizer, dtype="float16", clip_grad=clip)
+    amp.update_params(flat_sum(model) * float("inf"))
+    assert not optimizer.state
+    amp.update_params(flat_sum(model))
+    buffers = [optimizer.state[one]["momentum_buffer"] for one in model.parameters()]
+    assert len({one.item() for buffer in buffers for one in buffer.flatten()}) == 1
+    assert buffers[0].isfinite().all()
+
+
+def flat_sum(model: nn.Module) -> torch.Tensor:
+    return sum(one.sum() for one in model.parameters())
+
+
 def test_scaled_steps_equal_plain_ones() -> None:
     """The scale, a power of two, cancels; the forward runs in float32 here."""
     clip = {"max_norm": 0.05}
