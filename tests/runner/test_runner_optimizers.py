@@ -344,3 +344,19 @@ def test_groups_go_on_under_another_wrapper(run: Path) -> None:
     for whole, parts in run_ranks(_groups_of_a_resumed_run, 2, str(run)):
         assert whole[0] == parts[0]
         assert whole[1] == pytest.approx(parts[1], rel=1e-4)
+
+
+def test_clipping_by_value_given_by_name(gan: Path) -> None:
+    clipped = "optim_wrapper={generator: {clip_grad: {type: value, clip_value: 0.1}}}"
+    wrappers = runner_of(gan, "out", SINGLE, clipped).state.optim_wrapper
+    assert "kind='value'" in repr(wrappers["generator"])
+    assert "clip_grad=None" in repr(wrappers["discriminator"])
+
+
+def test_a_scale_by_name_and_for_all(gan: Path) -> None:
+    scale = "loss_scale: {init_scale: 2.0, growth_interval: 7}"
+    amp = f"type: AmpOptimWrapper, dtype: float16, {scale}"
+    for text in (f"{{{amp}}}", f"{{generator: {{{amp}}}, discriminator: {{{amp}}}}}"):
+        wrappers = runner_of(gan, "out", SINGLE, f"optim_wrapper={text}").state.optim_wrapper
+        for one in wrappers.values():
+            assert one.loss_scaler.get_growth_interval() == 7
