@@ -9,9 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
-from ..wrappers import Layout, is_sharded, layout_of
+from ..wrappers import Layout, is_dtensor, is_sharded, layout_of
 from .state import LoopState
 from .weights import plain_name
 
@@ -65,7 +64,7 @@ def _loses_gradients(state: LoopState) -> bool:
         between = state.updated_at[2] != state.iteration
     if not between:
         return False
-    trained = [p for p in state.model.parameters() if p.requires_grad and isinstance(p, DTensor)]
+    trained = [p for p in state.model.parameters() if p.requires_grad and is_dtensor(p)]
     return any(map(is_sharded, trained)) and all(p.grad is None for p in trained)
 
 

@@ -16,9 +16,8 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
-from ..wrappers import layout_of, local_part
+from ..wrappers import is_dtensor, layout_of, local_part
 from .folder import write_tensors
 from .together import CheckpointError
 
@@ -64,7 +63,7 @@ class Parts:
 
     def _mark(self, stem: str, tensor: Any, key: str) -> Any:
         """Put a mark in the place of a sharded tensor."""
-        if not isinstance(tensor, DTensor):
+        if not is_dtensor(tensor):
             return tensor
         layout = layout_of(tensor)
         part = local_part(tensor)

@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 
 from ..collectives import all_gather_object, broadcast, comm_device
-from ..wrappers import PostLocalSGD, ZeroRedundancyOptimizer
 from .schedule import members_of, window_of
 from .state import LoopState
 
@@ -117,6 +116,9 @@ def longest(lengths: Sequence[int | None]) -> int | None:
 
 
 def _check(state: LoopState) -> None:
+    # Here, since they import much of torch that no other run needs.
+    from ..wrappers import PostLocalSGD, ZeroRedundancyOptimizer
+
     window = window_of(state.optim_wrapper)
     if window != 1:
         raise ValueError(

@@ -8,11 +8,11 @@ from itertools import chain
 from typing import Any
 
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from ..wrappers import (
     as_global,
     drop_held_gradients,
+    is_dtensor,
     is_model_wrapper,
     is_sharded,
     layout_of,
@@ -75,7 +75,7 @@ def load_weights(model: nn.Module, weights: Mapping[str, Any]) -> None:
     """
     present = model.state_dict()
     for name, tensor in _localised(model):
-        if not isinstance(present[name], DTensor):
+        if not is_dtensor(present[name]):
             # Without its mark of a part: the model has no hook that would take a DTensor.
             present[name] = tensor
     own = {plain_name(name): name for name in present}
@@ -110,7 +110,7 @@ def set_gradients(model: nn.Module, gradients: Mapping[str, Tensor]) -> None:
             parameter.grad = None
             continue
         part = saved.to(parameter.device)
-        parameter.grad = as_global(part, parameter) if isinstance(parameter, DTensor) else part
+        parameter.grad = as_global(part, parameter) if is_dtensor(parameter) else part
 
 
 def data_size(model: nn.Module) -> int:
@@ -139,7 +139,7 @@ def _fitted(value: Any, like: Any) -> Any:
     if not isinstance(like, Tensor) or not hasattr(value, "shape"):
         return value
     # On a mesh of one rank nothing is sharded, yet a DTensor takes nothing but a DTensor.
-    placed = any(isinstance(one, DTensor) for one in (value, like)) or is_sharded(like)
+    placed = any(is_dtensor(one) for one in (value, like)) or is_sharded(like)
     return take_part(value, like) if placed or not isinstance(value, Tensor) else value
 
 

@@ -10,9 +10,23 @@ _WRAPPERS = ("stepwrap.wrappers",)
 _LOOPS = ("stepwrap.loops",)
 
 MODELS = Registry("MODELS", build_model_from_cfg, locations=_WRAPPERS, namespaces=("torch.nn",))
-MODEL_WRAPPERS = Registry("MODEL_WRAPPERS", locations=_WRAPPERS)
+MODEL_WRAPPERS = Registry(
+    "MODEL_WRAPPERS",
+    locations=_WRAPPERS,
+    # Not with the others, since it imports much of torch.
+    namespaces=("stepwrap.wrappers.fully_sharded",),
+    aliases={
+        "MMFullyShardedDataParallel": "StepFullyShardedDataParallel",
+        "FullyShardedDataParallel": "StepFullyShardedDataParallel",
+        "fsdp": "StepFullyShardedDataParallel",
+    },
+)
 COMM_HOOKS = Registry("COMM_HOOKS", locations=_WRAPPERS)
-OPTIMIZERS = Registry("OPTIMIZERS", locations=_WRAPPERS, namespaces=("torch.optim",))
+OPTIMIZERS = Registry(
+    "OPTIMIZERS",
+    locations=_WRAPPERS,
+    namespaces=("torch.optim", "stepwrap.wrappers.post_local_sgd"),
+)
 OPTIM_WRAPPERS = Registry("OPTIM_WRAPPERS", locations=_WRAPPERS)
 PARAM_SCHEDULERS = Registry("PARAM_SCHEDULERS", namespaces=("torch.optim.lr_scheduler",))
 DATASETS = Registry("DATASETS", namespaces=("torch.utils.data",))

@@ -1,5 +1,9 @@
 """Models and optimizers that step, under any parallelism."""
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from ._dtensors import is_dtensor
 from ._held_gradients import drop_held_gradients
 from .activation_checkpointing import checkpoint_activations
 from .amp import AmpOptimWrapper
@@ -9,7 +13,6 @@ from .comm_hooks import CommHook
 from .compiling import compile_model
 from .data_parallel import ReplicationCallbackDataParallel
 from .distributed import StepDistributedDataParallel
-from .fully_sharded import StepFullyShardedDataParallel
 from .fused import build_optimizer
 from .layout import (
     Layout,
@@ -32,7 +35,6 @@ from .param_groups import param_groups
 from .param_names import NamedParameter, named_parameters
 from .param_shares import refuse_single_step, share_parameters
 from .patched_parallel import patch_replication_callback
-from .post_local_sgd import PostLocalSGD, ZeroRedundancyOptimizer
 from .prepare import (
     Preparation,
     check_preparation,
@@ -60,7 +62,6 @@ from .sync_conversion import (
     revert_sync_batchnorm,
 )
 from .sync_master import FutureResult, SlavePipe, SyncMaster
-from .tensor_parallel import parallelize
 from .unused import UnusedParametersError
 from .wrapping import (
     is_model_wrapper,
@@ -69,6 +70,19 @@ from .wrapping import (
     wrap_model,
     wrapper_misfits,
 )
+
+if TYPE_CHECKING:
+    from .fully_sharded import StepFullyShardedDataParallel
+    from .post_local_sgd import PostLocalSGD, ZeroRedundancyOptimizer
+    from .tensor_parallel import parallelize
+
+# Imported when they are asked for: what they need of torch takes as long as half of torch.
+_LATER = {
+    "PostLocalSGD": "post_local_sgd",
+    "StepFullyShardedDataParallel": "fully_sharded",
+    "ZeroRedundancyOptimizer": "post_local_sgd",
+    "parallelize": "tensor_parallel",
+}
 
 __all__ = [
     "AmpOptimWrapper",
@@ -116,6 +130,7 @@ __all__ = [
     "drop_held_gradients",
     "exec_data_parallel_replication_callback",
     "freeze_parameters",
+    "is_dtensor",
     "is_model_wrapper",
     "is_module_wrapper",
     "is_sharded",
@@ -142,3 +157,9 @@ __all__ = [
     "wrapper_misfits",
     "refuse_single_step",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f".{_LATER[name]}", __name__), name)

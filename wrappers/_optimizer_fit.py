@@ -13,9 +13,10 @@ from typing import Any
 
 from torch import Tensor
 from torch.distributed import ProcessGroup, get_process_group_ranks
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from ._dtensors import is_dtensor
+from ._held_gradients import find_gathered
 from .layout import is_placed, layout_of, local_part
 
 _INSTEAD = "use AdamW, SGD or another optimizer that steps each element by itself"
@@ -49,6 +50,13 @@ def needs_closure(cls: Any) -> bool:
 
 def check_fit(cls: Any, tensors: Sequence[Tensor]) -> None:
     """Raise ValueError where ``cls`` would step these parameters wrongly, or not at all."""
+    gathered = find_gathered(tensors)
+    if gathered is not None:
+        raise ValueError(
+            f"a parameter of shape {tuple(gathered.shape)} is there for a forward of fsdp only, "
+            "and no step would change its shards: make the optimizer of wrapper.parameters(), or "
+            "after reshard(wrapper)"
+        )
     placed = [one for one in tensors if is_placed(one)]
     if not placed:
         return
@@ -104,8 +112,6 @@ def check_optimizer(optimizer: Optimizer) -> None:
                 f"{cls.__name__}.step(closure)"
             )
     tensors = tensors_of(optimizer.param_groups)
-    if not any(is_placed(one) for one in tensors):
-        return
     for cls in kinds:
         check_fit(cls, tensors)
     if inner is not optimizer:
@@ -119,21 +125,21 @@ def _walkable_group(group: dict[str, Any]) -> dict[str, Any]:
 
 def _split(tensors: Sequence[Tensor]) -> str | None:
     for one in tensors:
-        if not isinstance(one, DTensor) and layout_of(one).sharded_over:
+        if not is_dtensor(one) and layout_of(one).sharded_over:
             return f"a parameter of shape {layout_of(one).shape} is split by tensor_parallel"
     return None
 
 
 def _dtensor(tensors: Sequence[Tensor]) -> str | None:
     for one in tensors:
-        if isinstance(one, DTensor):
+        if is_dtensor(one):
             return f"a parameter of shape {tuple(one.shape)} is a DTensor (fsdp)"
     return None
 
 
 def _uneven(tensors: Sequence[Tensor]) -> str | None:
     for one in tensors:
-        if isinstance(one, DTensor):
+        if is_dtensor(one):
             pairs = zip(one.placements, one.device_mesh.shape, strict=True)
             count = math.prod(size for placement, size in pairs if not placement.is_replicate())
             if local_part(one).numel() * count != one.numel():
@@ -145,7 +151,7 @@ def _uneven(tensors: Sequence[Tensor]) -> str | None:
 
 
 def _two_meshes(tensors: Sequence[Tensor]) -> str | None:
-    meshes = {one.device_mesh for one in tensors if isinstance(one, DTensor)}
+    meshes = {one.device_mesh for one in tensors if is_dtensor(one)}
     return "parameters are spread over different ranks" if len(meshes) > 1 else None
 
 

@@ -15,7 +15,6 @@ from torch import nn
 from ..collectives import all_gather_object, get_rank, get_world_size
 from ..registry import MODEL_WRAPPERS
 from .distributed import StepDistributedDataParallel
-from .fully_sharded import StepFullyShardedDataParallel
 from .options import check_options, option_names
 from .preprocess import device_of
 from .single import SingleDevice
@@ -23,11 +22,7 @@ from .single import SingleDevice
 logger = logging.getLogger(__name__)
 
 GIB = 2**30
-WRAPPERS: dict[str, type[nn.Module]] = {
-    "single": SingleDevice,
-    "ddp": StepDistributedDataParallel,
-    "fsdp": StepFullyShardedDataParallel,
-}
+WRAPPERS = ("single", "ddp", "fsdp")
 # The rest is left to activations, which nobody knows before a batch has run.
 _USABLE = 0.7
 
@@ -43,7 +38,7 @@ class Choice:
     @property
     def wrapper(self) -> type[nn.Module]:
         """The class."""
-        return WRAPPERS[self.name]
+        return _wrapper(self.name)
 
 
 @dataclass(frozen=True)
@@ -121,8 +116,19 @@ def choose_wrapper(model: nn.Module, around: Surroundings, **options: Any) -> Ch
     return Choice(name, why, tables[name])
 
 
+def _wrapper(name: str) -> type[nn.Module]:
+    if name == "fsdp":
+        # Where it is not used, what it needs of torch is not imported.
+        from .fully_sharded import StepFullyShardedDataParallel
+
+        return StepFullyShardedDataParallel
+    return SingleDevice if name == "single" else StepDistributedDataParallel
+
+
 def _check_table(name: str, table: Mapping[str, Any]) -> None:
-    wrapper: Any = WRAPPERS[name]
+    if not table:
+        return
+    wrapper: Any = _wrapper(name)
     if hasattr(wrapper, "check_options"):
         wrapper.check_options(table)
     else:

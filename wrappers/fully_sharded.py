@@ -26,15 +26,10 @@ from .options import check_options
 from .step import OptimizerWrapper, Steps, has_own_train_step
 from .sync_conversion import convert_sync_batchnorm
 
-_NAMES = [
-    "StepFullyShardedDataParallel",
-    "MMFullyShardedDataParallel",
-    "FullyShardedDataParallel",
-    "fsdp",
-]
+__all__ = ["StepFullyShardedDataParallel"]
 
 
-@MODEL_WRAPPERS.register_module(name=_NAMES)
+@MODEL_WRAPPERS.register_module()
 class StepFullyShardedDataParallel(Steps, nn.Module):
     """Parameters, gradients and optimizer state in shards, by torch's ``fully_shard``.
 

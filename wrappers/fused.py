@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from ._dtensors import is_dtensor
 from ._optimizer_fit import check_fit, tensors_of, walkable
 from .options import option_names
 
@@ -44,13 +44,15 @@ def build_optimizer(
 
 def _place(tensor: Tensor) -> Any:
     """Where the parts of a sharded tensor are; None for an ordinary one."""
-    return (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None
+    return (tensor.device_mesh, tensor.placements) if is_dtensor(tensor) else None
 
 
 def _can_fuse(cls: Callable[..., Optimizer], kwargs: dict[str, Any], like: Tensor) -> bool:
     """Try it: some classes say only at their first step that they cannot."""
     probe = torch.zeros((1,) * like.ndim, device=like.device, dtype=like.dtype)
-    if isinstance(like, DTensor):
+    if is_dtensor(like):
+        from torch.distributed.tensor import DTensor
+
         probe = DTensor.from_local(probe, like.device_mesh, like.placements, run_check=False)
     probe.requires_grad_()
     probe.grad = torch.zeros_like(probe)

@@ -10,16 +10,20 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup, ReduceOp, all_reduce
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement
 from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
+
+from ._dtensors import is_dtensor
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import Placement
 
 _LOCALISED = "tensor_layout"
 _ALONE: tuple[ProcessGroup, ...] = ()
@@ -80,7 +84,7 @@ def layout_of(tensor: Tensor) -> Layout:
     if localised is not None:
         return localised
     shape = tuple(tensor.shape)
-    if not isinstance(tensor, DTensor):
+    if not is_dtensor(tensor):
         return Layout(shape, (0,) * len(shape), shape)
     (chunk,) = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]
     return Layout(
@@ -95,7 +99,7 @@ def layout_of(tensor: Tensor) -> Layout:
 
 def is_placed(tensor: Tensor) -> bool:
     """Whether ``tensor`` is a ``DTensor`` or localised, be it spread over ranks or not."""
-    return isinstance(tensor, DTensor) or getattr(tensor, _LOCALISED, None) is not None
+    return is_dtensor(tensor) or getattr(tensor, _LOCALISED, None) is not None
 
 
 def is_sharded(tensor: Tensor) -> bool:
@@ -105,7 +109,7 @@ def is_sharded(tensor: Tensor) -> bool:
 
 def local_part(tensor: Tensor) -> Tensor:
     """Return this process's part of ``tensor``, in the same memory; ``tensor`` where plain."""
-    if not isinstance(tensor, DTensor):
+    if not is_dtensor(tensor):
         return tensor
     with torch.no_grad():
         # Without gradients this is the part itself and no node of a graph.
@@ -119,7 +123,7 @@ def as_global(tensor: Tensor, like: Tensor) -> Tensor:
     Raises:
         ValueError: its shape is not that of ``like``'s part.
     """
-    if isinstance(tensor, DTensor) or not is_placed(like):
+    if is_dtensor(tensor) or not is_placed(like):
         return tensor
     layout = layout_of(like)
     if tuple(tensor.shape) != layout.sizes:
@@ -134,6 +138,9 @@ def placed_as(part: Tensor, layout: Layout) -> Tensor:
     """Return ``part`` as the ``DTensor`` that ``layout`` describes; itself where plain."""
     if layout.mesh is None:
         return part
+    # Not at the top of the file: it takes as long as half of torch.
+    from torch.distributed.tensor import DTensor
+
     stride = tuple(math.prod(layout.shape[d + 1 :]) for d in range(len(layout.shape)))
     with torch.no_grad():
         return DTensor.from_local(
@@ -159,7 +166,7 @@ def take_part(source: Any, like: Tensor) -> Tensor:
         ValueError: ``source`` has another shape than the whole of ``like``.
     """
     part = _cut(source, like).to(device=_device(like), dtype=like.dtype)
-    return as_global(part, like) if isinstance(like, DTensor) else part
+    return as_global(part, like) if is_dtensor(like) else part
 
 
 @torch.no_grad()
@@ -233,7 +240,7 @@ def has_placed(optimizer: Optimizer) -> bool:
 
 def _groups(tensor: Tensor) -> tuple[ProcessGroup, ...]:
     """The groups over which ``tensor`` is spread, as in ``Layout.sharded_over``."""
-    if not isinstance(tensor, DTensor):
+    if not is_dtensor(tensor):
         layout: Layout | None = getattr(tensor, _LOCALISED, None)
         return _ALONE if layout is None else layout.sharded_over
     mesh = tensor.device_mesh
@@ -288,7 +295,7 @@ def _reduce(
 def _comm_device(owners: Iterable[Tensor]) -> torch.device:
     """Where the groups of sharded tensors communicate; parts may be offloaded from there."""
     owner = next(owner for owner in owners if _groups(owner))
-    mesh = owner.device_mesh if isinstance(owner, DTensor) else layout_of(owner).mesh
+    mesh = owner.device_mesh if is_dtensor(owner) else layout_of(owner).mesh
     here = _device(owner)
     if mesh is None or mesh.device_type == here.type:
         return here

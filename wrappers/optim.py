@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from ..registry import OPTIM_WRAPPERS
+from ._dtensors import is_dtensor
 from ._held_gradients import drop_held_gradients
 from ._optimizer_fit import check_optimizer
 from .clip import GradClip
@@ -156,7 +156,7 @@ class OptimWrapper(Accumulation):
             )
         check_optimizer(optimizer)
         self.optimizer = optimizer
-        self._is_sharded = any(isinstance(one, DTensor) for one in _parameters(optimizer))
+        self._is_sharded = any(is_dtensor(one) for one in _parameters(optimizer))
         self.grad_norm: Tensor | None = None
         self._clip = None if clip_grad is None else GradClip.from_settings(clip_grad)
         self.base_param_settings: dict[str, Any] | None = None

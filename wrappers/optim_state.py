@@ -13,9 +13,9 @@ from itertools import chain
 from typing import Any
 
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
+from ._dtensors import is_dtensor
 from .layout import as_global, has_placed, is_placed, layout_of, take_part
 
 # How a step is computed: the own choice stays, since another device or sharding may not have it.
@@ -127,8 +127,10 @@ def _fitted_value(value: Any, owner: Tensor) -> Any:
     if len(value.shape) and tuple(value.shape) == layout_of(owner).shape:
         return take_part(value, owner)
     value = value if isinstance(value, Tensor) else value[...]
-    if isinstance(owner, DTensor) and value.ndim and not isinstance(value, DTensor):
+    if is_dtensor(owner) and value.ndim and not is_dtensor(value):
         # Of another shape than the parameter, as Adafactor's rows: every rank has all of it.
+        from torch.distributed.tensor import DTensor, Replicate
+
         everywhere = [Replicate()] * owner.device_mesh.ndim
         return DTensor.from_local(value, owner.device_mesh, everywhere, run_check=False)
     return value
@@ -136,4 +138,4 @@ def _fitted_value(value: Any, owner: Tensor) -> Any:
 
 def _whole(value: Any) -> Any:
     """A tensor of parts elsewhere, as the ordinary tensor that a plain parameter needs."""
-    return value.full_tensor() if isinstance(value, DTensor) else value
+    return value.full_tensor() if is_dtensor(value) else value

@@ -15,6 +15,8 @@ from ..registry import OPTIMIZERS
 from ._optimizer_fit import check_fit, check_group, needs_closure, tensors_of, walkable
 from .options import check_options, option_names
 
+__all__ = ["PostLocalSGD", "ZeroRedundancyOptimizer"]
+
 with warnings.catch_warnings():
     # The package compiles functions of no use here by torch.jit, which is deprecated.
     warnings.simplefilter("ignore", DeprecationWarning)

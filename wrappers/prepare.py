@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
+from typing import TYPE_CHECKING
 
 from torch import nn
 
@@ -18,7 +19,9 @@ from .activation_checkpointing import (
 )
 from .compiling import CompileSpec, compile_model, find_compiled, read_compile
 from .mesh import Mesh
-from .tensor_parallel import Style, check_plan, check_styles, parallelize, row_split_tables
+
+if TYPE_CHECKING:
+    from .tensor_parallel import Style
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +52,9 @@ def check_preparation(preparation: Preparation) -> list[tuple[str, str]]:
         (key, str(error)) for key, check in checks.items() if (error := _raised(check)) is not None
     ]
     for name, style in (preparation.tensor_parallel or {}).items():
+        # Where nothing is split, what that needs of torch is not imported.
+        from .tensor_parallel import check_styles
+
         error = _raised(partial(check_styles, {name: style}))
         if error is not None:
             problems.append((f"tensor_parallel.plan.{name}", str(error)))
@@ -64,6 +70,8 @@ def model_checks(
     }
     plan = preparation.tensor_parallel
     if plan is not None:
+        from .tensor_parallel import check_plan
+
         checks["tensor_parallel.plan"] = lambda: check_plan(model, plan, tensor_size)
     blocks = preparation.activation_checkpointing
     if blocks is not None:
@@ -75,7 +83,11 @@ def model_checks(
 def _check_compiled(model: nn.Module, preparation: Preparation) -> None:
     compiled = find_compiled(model, preparation.compile)
     inside = {id(part) for one in compiled for part in one.modules()}
-    for path in row_split_tables(model, preparation.tensor_parallel or {}):
+    if not inside or not preparation.tensor_parallel:
+        return
+    from .tensor_parallel import row_split_tables
+
+    for path in row_split_tables(model, preparation.tensor_parallel):
         if id(model.get_submodule(path)) in inside:
             raise ValueError(
                 f"torch cannot compile the table {path!r}, which is split by rows; compile the "
@@ -150,7 +162,18 @@ def split_layers(
         return model
     if mesh is None:
         raise ValueError("tensor_parallel needs a mesh with a tensor axis")
+    from .tensor_parallel import parallelize
+
     return parallelize(model, mesh, plan, localise=localise)
+
+
+def split_paths(model: nn.Module, preparation: Preparation) -> list[str]:
+    """Paths of the modules that the plan names; what it gets wrong is not looked at."""
+    if not preparation.tensor_parallel:
+        return []
+    from .tensor_parallel import planned_layers
+
+    return planned_layers(model, preparation.tensor_parallel)
 
 
 def shape_blocks(model: nn.Module, preparation: Preparation) -> nn.Module:

@@ -17,11 +17,10 @@ from .auto import Surroundings, auto, choose_wrapper
 from .distributed import StepDistributedDataParallel
 from .mesh import Mesh
 from .options import option_names
-from .prepare import Preparation, freeze_parameters, shape_blocks, split_layers
+from .prepare import Preparation, freeze_parameters, shape_blocks, split_layers, split_paths
 from .separate import SeparateDistributedDataParallel
 from .single import SingleDevice
 from .step import Steps
-from .tensor_parallel import planned_layers
 
 # They average gradients over a group; without one SingleDevice does the same.
 _IN_GROUPS = (StepDistributedDataParallel, SeparateDistributedDataParallel)
@@ -191,7 +190,7 @@ def _surroundings(
         why = "the mesh has a shard axis"
     elif any(one.is_meta for one in model.parameters()):
         why = "the parameters are on the meta device"
-    paths = planned_layers(model, prepare.tensor_parallel or {})
+    paths = split_paths(model, prepare)
     return Surroundings(
         data_size=get_world_size() if mesh is None else mesh.data_size,
         device=None if device is None else torch.device(device),

@@ -53,7 +53,7 @@ DOORS = {
         drop_held_gradients
         exec_data_parallel_replication_callback freeze_parameters is_model_wrapper
         is_module_wrapper is_sharded layout_of local_part meta_parameters model_checks
-        named_parameters parallelize param_groups parse_losses patch_replication_callback
+        is_dtensor named_parameters parallelize param_groups parse_losses patch_replication_callback
         patch_sync_batchnorm prepare_model reshard revert_sync_batchnorm set_sbn_eps_mode
         refuse_single_step share_parameters steps_in_group_only take_part total_norm
         user_scattered wrap_model
@@ -81,4 +81,15 @@ def test_front_door(folder: str) -> None:
 @pytest.mark.parametrize("name", ["stepwrap.registry", "stepwrap.runner", "stepwrap.runner.cli"])
 def test_import_without_torch(name: str) -> None:
     code = f"import sys, {name}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
+
+
+@pytest.mark.parametrize("more", ["", "stepwrap.registry.MODEL_WRAPPERS.get('ddp')"])
+def test_wrappers_without_what_shards(more: str) -> None:
+    """What only sharded and split models need of torch is not imported for the others."""
+    code = (
+        f"import sys, stepwrap.loops, stepwrap.wrappers, stepwrap.registry; {more}\n"
+        "heavy = ('torch.distributed.' + name for name in ('tensor', 'fsdp', 'optim'))\n"
+        "sys.exit(any(name in sys.modules for name in heavy))"
+    )
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
