@@ -6,7 +6,6 @@ import logging
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from itertools import repeat
 from typing import Any, ClassVar
 
 import torch
@@ -15,11 +14,11 @@ from torchmetrics import Metric
 
 from ..collectives import all_gather_object, distributed_available
 from ..registry import LOOPS
-from .data import batches_from, length_of, size_before_padding
+from .data import length_of, size_before_padding
 from .hook import HookList
 from .metrics import AnyMetric, compute_metrics, feed_metric, merge_metrics
 from .rng import preserved_rng
-from .rounds import even_batches
+from .rounds import EvenRounds, Rounds
 from .signals import NoSignals, StopWatch
 from .state import LoopState, Phase
 
@@ -70,6 +69,8 @@ class _EvalLoop:
         Raises:
             TypeError: The model lacks the step.
             ValueError: There is no batch on any rank, or a metric's input is missing.
+            RuntimeError: Steps need all ranks at once, and the loader, a metric or a hook of
+                another one has raised an error, which is named.
         """
         if not hasattr(state.model, self.step_name):
             raise TypeError(
@@ -116,18 +117,22 @@ class _EvalLoop:
         polled = 0.0 if state.stop_reason else math.inf if together else self._batches_to_poll()
         step = getattr(state.model, self.step_name)
         precision = getattr(state.optim_wrapper, "precision_context", nullcontext)
+        rounds = self._rounds(state, together)
         count = 0
-        for batch, counts in self._batches(state, together):
+        for batch, counts in rounds.batches():
             if counts:
-                for announce in hooks.on_eval_batch_start:
-                    announce(state, batch)
+                with rounds.kept():
+                    for announce in hooks.on_eval_batch_start:
+                        announce(state, batch)
+            if not rounds.agree():
+                break
             with precision():
                 outputs = step(batch)
             if counts:
-                for name, metric in self.metrics.items():
-                    feed_metric(name, metric, outputs, batch)
-                for announce_end in hooks.on_eval_batch_end:
-                    announce_end(state, batch, outputs)
+                with rounds.kept():
+                    self._take_in(batch, outputs)
+                    for announce_end in hooks.on_eval_batch_end:
+                        announce_end(state, batch, outputs)
             count += 1
             if count <= polled:
                 watch.poll(state)
@@ -137,12 +142,15 @@ class _EvalLoop:
             raise ValueError(f"the {self.phase.value} loader has no batches")
         return True
 
-    def _batches(self, state: LoopState, together: bool) -> Iterator[tuple[Any, bool]]:
-        """Return this rank's batches, each with whether its samples count."""
+    def _take_in(self, batch: Any, outputs: Any) -> None:
+        for name, metric in self.metrics.items():
+            feed_metric(name, metric, outputs, batch)
+
+    def _rounds(self, state: LoopState, together: bool) -> Rounds:
         if not together:
-            return zip(batches_from(self.dataloader, epoch=0), repeat(True), strict=False)
+            return Rounds(self.dataloader)
         group = getattr(state.model, "data_group", None)
-        return even_batches(self.dataloader, group, f"{self.phase.value} loader")
+        return EvenRounds(self.dataloader, group, f"{self.phase.value} loader")
 
     def _batches_to_poll(self) -> float:
         """Return how many batches every rank has: beyond them ranks cannot agree on anything."""

@@ -1,65 +1,130 @@
-"""As many batches on every rank, where a step needs them all at once."""
+"""The batches of an evaluation, of which some steps need as many on every rank."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import repeat
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ..collectives import TorchDist, comm_device
-from .data import batches_from, length_of
+from ..collectives import TorchDist, all_gather_object, comm_device
+from .data import batches_from
 
 _END = object()
+# What a rank tells the others before each step: the greatest counts.
+_DONE, _GOES_ON, _FAILED = range(3)
 
 
-def even_batches(
-    loader: Iterable[Any], group: dist.ProcessGroup | None, what: str = "loader"
-) -> Iterator[tuple[Any, bool]]:
-    """Yield this rank's batches, each with True, and fillers with False.
+class Rounds:
+    """The batches of a rank that steps by itself."""
 
-    Every rank of `group` gets equally many items. A rank that has run out sees its last batch
-    again; one that never had any gets one of another rank. The ranks agree at the start where
-    all loaders have a length, and at each batch otherwise.
+    def __init__(self, loader: Iterable[Any]) -> None:
+        self._loader = loader
 
-    Raises:
-        ValueError: On every rank, when there is no batch on any; on one whose loader has more
-            batches than it said.
+    def batches(self) -> Iterator[tuple[Any, bool]]:
+        """Return batches, each with whether its samples count."""
+        return zip(batches_from(self._loader, epoch=0), repeat(True), strict=False)
+
+    def kept(self) -> AbstractContextManager[None]:
+        """What is run inside may fail without keeping other ranks waiting."""
+        return nullcontext()
+
+    def agree(self) -> bool:
+        """Whether there is a step to make; to be asked before each."""
+        return True
+
+
+class EvenRounds(Rounds):
+    """Equally many rounds on all ranks, each with a step that needs them all.
+
+    A rank that has run out sees its last batch again, which counts nothing; one that never had
+    any gets one of another rank. Before each step the ranks tell each other whether they go on: an
+    exception of a loader, or one that was kept, ends the evaluation on all of them.
+
+    Args:
+        loader: This rank's batches.
+        group: The ranks with batches of their own.
+        what: What `loader` is, for errors.
     """
-    own = iter(batches_from(loader, epoch=0))
-    batch = next(own, _END)
-    ranks = TorchDist(group)
-    told = ranks.all_gather_object((length_of(loader), batch is not _END))
-    has = [some for _, some in told]
-    if not any(has):
-        raise ValueError(f"the {what} has no batches on any rank")
-    last = batch
-    if not all(has):
-        lent = ranks.broadcast_object(batch if has[ranks.rank] else None, has.index(True))
-        last = batch if batch is not _END else lent
-    lengths = [length for length, _ in told if length is not None]
-    rounds = max(lengths) if len(lengths) == len(told) else None
-    count = 0
-    while True:
-        yield last, batch is not _END
-        count += 1
-        batch = next(own, _END)
-        last = batch if batch is not _END else last
-        if rounds is None:
-            if not _any(batch is not _END, group):
-                return
-        elif count >= rounds:
-            if batch is not _END:
-                raise ValueError(
-                    f"{type(loader).__name__} has more batches than its length of "
-                    f"{length_of(loader)}"
-                )
-            return
 
+    def __init__(
+        self, loader: Iterable[Any], group: dist.ProcessGroup | None, what: str = "loader"
+    ) -> None:
+        super().__init__(loader)
+        self._group, self._what = group, what
+        self._has_batch = False
+        self._failure: Exception | None = None
 
-def _any(mine: bool, group: dist.ProcessGroup | None) -> bool:
-    """Whether any rank says True; every rank of the group must call this."""
-    flag = torch.tensor(int(mine), device=comm_device(group))
-    dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=group)
-    return bool(flag.item())
+    def batches(self) -> Iterator[tuple[Any, bool]]:
+        """Yield batches without an end, each with whether its samples count.
+
+        Raises:
+            ValueError: On every rank, when there is no batch on any.
+            RuntimeError: As `agree`.
+        """
+        own: Iterator[Any] = iter(())
+        with self.kept():
+            own = iter(batches_from(self._loader, epoch=0))
+        batch = self._next(own)
+        last = self._first(batch)
+        while True:
+            yield last, self._has_batch
+            batch = self._next(own)
+            last = batch if self._has_batch else last
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Keep an exception for the next `agree`."""
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks must hear of it
+            self._failure = self._failure or error
+
+    def agree(self) -> bool:
+        """Whether any rank has a batch; every rank must call this.
+
+        Raises:
+            Exception: What was kept on this rank.
+            RuntimeError: Another rank has kept something; names it and its error.
+        """
+        own = _GOES_ON if self._has_batch else _DONE
+        own = own if self._failure is None else _FAILED
+        # By all ranks: a step also needs those that hold parts of the same layers.
+        flag = torch.full((), own, device=comm_device())
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+        told = int(flag.item())
+        if told == _FAILED:
+            self._fail()
+        return told == _GOES_ON
+
+    def _next(self, own: Iterator[Any]) -> Any:
+        batch = _END
+        if self._failure is None:
+            with self.kept():
+                batch = next(own, _END)
+        self._has_batch = batch is not _END
+        return batch
+
+    def _first(self, batch: Any) -> Any:
+        """Return this rank's first batch, or one that stands in for it."""
+        self.agree()
+        ranks = TorchDist(self._group)
+        has = ranks.all_gather_object(self._has_batch)
+        if not any(has):
+            raise ValueError(f"the {self._what} has no batches on any rank")
+        if all(has):
+            return batch
+        lent = ranks.broadcast_object(batch if self._has_batch else None, has.index(True))
+        return batch if self._has_batch else lent
+
+    def _fail(self) -> None:
+        error = self._failure
+        own = None if error is None else f"{type(error).__name__}: {error}"
+        everyone = enumerate(all_gather_object(own))
+        if error is not None:
+            raise error
+        told = "; ".join(f"rank {rank}: {text}" for rank, text in everyone if text is not None)
+        raise RuntimeError(f"the evaluation failed on {told}")

@@ -133,20 +133,93 @@ class OneMore:
         return iter([(torch.zeros(2, 4), torch.zeros(2, dtype=torch.long))] * 2)
 
 
-def _mistakes() -> list[str]:
+def _empty_and_longer_than_told() -> tuple[list[str], int]:
     state = LoopState(StepFullyShardedDataParallel(make_model()))
     told = []
-    for loader in ([], Unsized([]), OneMore()):
+    for loader in ([], Unsized([])):
         with pytest.raises(ValueError, match="batches") as caught:
             TestLoop(loader, {}).run(state, HookList())
         told.append(str(caught.value))
-    return told
+    count = Count()
+    TestLoop(OneMore(), {}).run(state, HookList([count]))
+    return told, count.batches
 
 
 def test_no_batches_and_more_than_told() -> None:
     nothing = "the test loader has no batches on any rank"
-    for told in run_ranks(_mistakes, 2):
-        assert told == [nothing, nothing, "OneMore has more batches than its length of 1"]
+    for told, batches in run_ranks(_empty_and_longer_than_told, 2):
+        assert told == [nothing, nothing]
+        assert batches == 2
+
+
+class Breaks(Targets, Hook):
+    """A loader, a metric and a hook, each of which fails on one rank."""
+
+    def __init__(self, where: str, at: int, rank: int) -> None:
+        super().__init__()
+        self._where = where
+        self._left = at if dist.get_rank() == rank else -1
+
+    def _count(self, where: str) -> None:
+        if where == self._where:
+            if not self._left:
+                raise OSError("disk gone")
+            self._left -= 1
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in build_loader(make_data(12), batch_size=1):
+            self._count("loader")
+            yield batch
+
+    def add(self, target: Tensor) -> None:
+        self._count("metric")
+
+    def on_eval_batch_start(self, state: LoopState, batch: Any) -> None:
+        self._count("start")
+
+    def on_eval_batch_end(self, state: LoopState, batch: Any, outputs: Any) -> None:
+        self._count("end")
+
+
+def _broken(where: str, at: int, rank: int, kind: str) -> tuple[type, str]:
+    if kind == "fsdp":
+        model: Any = StepFullyShardedDataParallel(make_model())
+    else:
+        mesh = build_mesh({"data": 2, "tensor": 2})
+        wrapper = StepFullyShardedDataParallel
+        model = wrap_model(wrapper, make_model(), mesh=mesh, prepare=PLAN)
+    breaks = Breaks(where, at, rank)
+    loop = ValLoop(breaks, {"breaks": breaks})
+    with pytest.raises((OSError, RuntimeError)) as caught:
+        loop.run(LoopState(model), HookList([breaks]))
+    # The group can still be used, and so can the loop.
+    loop = ValLoop(build_loader(make_data(5), batch_size=1), {"loss": MeanLoss()})
+    assert loop.run(LoopState(model), HookList())["loss"] > 0
+    return type(caught.value), str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("where", "at", "rank", "kind", "ranks"),
+    [
+        ("loader", 0, 1, "fsdp", 2),
+        ("loader", 2, 0, "fsdp", 2),
+        ("metric", 1, 1, "fsdp", 2),
+        ("metric", 5, 0, "fsdp", 2),
+        ("start", 1, 0, "fsdp", 2),
+        ("end", 5, 1, "fsdp", 2),
+        ("metric", 1, 1, "fsdp x tensor", 4),
+    ],
+)
+def test_a_rank_that_fails_ends_the_evaluation_on_all(
+    where: str, at: int, rank: int, kind: str, ranks: int
+) -> None:
+    found = run_ranks(_broken, ranks, where, at, rank, kind)
+    for own, (error, text) in enumerate(found):
+        if own == rank:
+            assert (error, text) == (OSError, "disk gone")
+        else:
+            assert error is RuntimeError
+            assert text == f"the evaluation failed on rank {rank}: OSError: disk gone"
 
 
 class Interrupt(Hook):
