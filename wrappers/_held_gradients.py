@@ -38,6 +38,22 @@ def drop_held_gradients(parameters: Iterable[Tensor]) -> None:
             _drop(group, chosen)
 
 
+def find_gathered(parameters: Iterable[Tensor]) -> Tensor | None:
+    """Return the first of ``parameters`` that FSDP2 has put together for a forward; not collective.
+
+    Those are freed after the backward, and their values come from the shards again.
+    """
+    if not _units:
+        return None
+    whole = {
+        id(getattr(one, "_unsharded_param", None))
+        for unit in list(_units)
+        for group in _groups(unit)
+        for one in group.fsdp_params
+    }
+    return next((one for one in parameters if id(one) in whole), None)
+
+
 def recover(root: Any) -> None:
     """Let the next forward of ``root`` begin anew, where one or a backward had raised.
 
