@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,17 +13,18 @@ from sharded_models import data, net, spread, whole
 from torch import nn
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.optim import PostLocalSGDOptimizer
 from torch.optim import Optimizer
 
 from stepwrap.wrappers import (
     OptimWrapper,
     PostLocalSGD,
     Preparation,
+    StepFullyShardedDataParallel,
     SupervisedModel,
     ZeroRedundancyOptimizer,
     build_mesh,
     build_optimizer,
+    reshard,
     wrap_model,
 )
 
@@ -142,6 +144,7 @@ def test_no_optimizer_with_a_closure() -> None:
 def _teams(kind: str) -> dict[str, str]:
     """Return what is said where optimizers would work over ranks with different parts."""
     told = {}
+    (torchs,) = PostLocalSGD.__bases__
     builders: dict[str, Any] = {
         "zero": lambda params: ZeroRedundancyOptimizer(params, "AdamW", lr=0.1),
         "local": lambda params: PostLocalSGD(params, "SGD", lr=0.1, period=2),
@@ -149,7 +152,7 @@ def _teams(kind: str) -> dict[str, str]:
             params, "SGD", lr=0.1, period=2, process_group=dist.group.WORLD
         ),
         "torch's": lambda params: OptimWrapper(
-            PostLocalSGDOptimizer(torch.optim.SGD(params, lr=0.1), PeriodicModelAverager(2))
+            torchs(torch.optim.SGD(params, lr=0.1), PeriodicModelAverager(2))
         ),
     }
     for name, build in builders.items():
@@ -184,3 +187,24 @@ def _in_the_data_group() -> float:
 def test_averages_are_those_of_equal_parts() -> None:
     """With a learning rate of 0 an average changes nothing."""
     assert max(run_ranks(_in_the_data_group, 4)) <= 1e-15
+
+
+def _gathered() -> list[bool]:
+    """A child of the model, asked in between, still has what its root gathered."""
+    model = StepFullyShardedDataParallel(SupervisedModel(net(width=8), nn.MSELoss()))
+    loss = model(data(0), mode="tensor").pow(2).mean()
+    parameters = list(model.module.net[0].parameters())
+    match = r"shape \(8, 5\) is there for a forward of fsdp only.* reshard\(wrapper\)"
+    for build in (torch.optim.SGD, partial(build_optimizer, torch.optim.SGD)):
+        with pytest.raises(ValueError, match=match):
+            OptimWrapper(build(parameters, lr=0.1))
+    reshard(model)
+    optimizer = OptimWrapper(torch.optim.SGD(model.module.net[0].parameters(), lr=0.1))
+    before = [whole(one) for one in model.module.net[0].parameters()]
+    optimizer.update_params(loss)
+    pairs = zip(before, model.module.net[0].parameters(), strict=True)
+    return [not torch.equal(one, whole(other)) for one, other in pairs]
+
+
+def test_what_fsdp_has_gathered_is_not_stepped() -> None:
+    assert run_ranks(_gathered, 2) == [[True, True]] * 2
