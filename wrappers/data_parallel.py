@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch.nn.parallel import DataParallel
 from ..registry import MODEL_WRAPPERS
 from ._compiled import uncompiled
 from ._copies import run_copies
-from .replicate import refuse_compiled, replicate, run_callbacks
+from .replicate import parts_of, refuse_compiled, replicate, run_callbacks
 from .scatter_gather import (
     Gather,
     Scatter,
@@ -24,6 +24,7 @@ from .scatter_gather import (
 )
 from .session import ReplicationSession
 
+_CPU = torch.device("cpu")
 _SESSION = "_replication_session"
 # By the names that a config can give.
 _STRATEGIES = {"user_scattered": user_scattered, "dict_gather": dict_gather}
@@ -44,6 +45,10 @@ class ReplicationCallbackDataParallel(DataParallel[nn.Module]):
     On the CPU only the forwards run at the same time, autograd has one thread there for the
     backward: copies on the CPU are for trying out, not for speed. They draw their random
     numbers (dropout) from one generator, in no fixed order.
+
+    Copies run in threads, copy 0 of a small model in the calling one. Of what is set for the
+    calling thread they have grad and inference mode, autocast, the default device, hooks on saved
+    tensors and context variables. ``torch.profiler`` sees them with ``profile_all_threads``.
 
     The model must not be compiled, and no CUDA graph can be captured: the copies are new
     modules in other threads. Both are refused. ``torch.compile`` around this wrapper leaves
@@ -170,7 +175,7 @@ class ReplicationCallbackDataParallel(DataParallel[nn.Module]):
             return [_device(one, "device_ids") for one in self.device_ids]
         tensor = next(_tensors(self.module), None)
         if tensor is None or not tensor.is_cuda:
-            return [torch.device("cpu")]
+            return [_CPU]
         return [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
 
     def _output_device(self) -> torch.device:
@@ -181,6 +186,8 @@ class ReplicationCallbackDataParallel(DataParallel[nn.Module]):
 
 def _device(given: Any, setting: str) -> torch.device:
     """``given`` (a number is a CUDA device) as a device that exists."""
+    if given == _CPU:
+        return _CPU
     device = torch.device("cuda", given) if isinstance(given, int) else torch.device(given)
     if device.type == "cuda":
         count = torch.cuda.device_count()
@@ -193,7 +200,7 @@ def _device(given: Any, setting: str) -> torch.device:
             return torch.device("cuda", torch.cuda.current_device())
     elif device.type != "cpu":
         raise ValueError(f"{setting} must name CUDA devices or cpu, got {device}")
-    return torch.device("cpu") if device.type == "cpu" else device
+    return _CPU if device.type == "cpu" else device
 
 
 def _callable(given: Any, setting: str) -> Any:
@@ -207,8 +214,12 @@ def _callable(given: Any, setting: str) -> Any:
     return given
 
 
-def _tensors(module: nn.Module) -> chain[Tensor]:
-    return chain(module.parameters(), module.buffers())
+def _tensors(module: nn.Module) -> Iterator[Tensor]:
+    """Parameters and buffers, those that occur twice as often."""
+    for part in parts_of(module):
+        for tensor in chain(part._parameters.values(), part._buffers.values()):
+            if tensor is not None:
+                yield tensor
 
 
 def _is_capturing() -> bool:

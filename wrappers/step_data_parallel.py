@@ -133,5 +133,7 @@ def _averaged(parts: list[Tensor], shares: list[float], device: torch.device) ->
         return joined
     if len(parts) == 1:
         return parts[0].to(device)
-    weighted = [part.to(device) * share for part, share in zip(parts, shares, strict=True)]
-    return torch.stack(weighted).sum()
+    total = parts[0].to(device) * shares[0]
+    for part, share in zip(parts[1:], shares[1:], strict=True):
+        total = torch.add(total, part.to(device), alpha=share)
+    return total

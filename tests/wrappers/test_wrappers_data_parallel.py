@@ -179,9 +179,12 @@ def test_copies_meet() -> None:
 
 @pytest.mark.parametrize("failing", [0, 1, 2])
 @pytest.mark.parametrize("error", [LookupError, KeyboardInterrupt])
-def test_a_copy_that_fails(failing: int, error: type[BaseException]) -> None:
+@pytest.mark.parametrize("large", [False, True])
+def test_a_copy_that_fails(failing: int, error: type[BaseException], large: bool) -> None:
     """D-8: its own error at once, and the next forward works."""
     module = Meeting()
+    if large:
+        module.weight = nn.Parameter(torch.zeros(2**21))
     module.failing, module.error = failing, error
     model = ReplicationCallbackDataParallel(module, ["cpu"] * 3, timeout_s=60)
     with pytest.raises(error, match=f"broken in {failing}") as caught:

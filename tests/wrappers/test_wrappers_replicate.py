@@ -1,5 +1,6 @@
 """Copies of a module: their gradients, their buffers, and the callbacks of their parts."""
 
+import threading
 from typing import Any
 
 import pytest
@@ -212,6 +213,43 @@ def test_gradients_of_a_linear_layer() -> None:
         assert (parameter.grad - grad).abs().max() <= 1e-7 * max(1, grad.abs().max())
 
 
+def test_copies_compute_with_the_very_parameters() -> None:
+    """Their gradients are seen once, summed, by the hooks of a parameter."""
+    seen: list[Tensor] = []
+    layer = nn.Linear(3, 2)
+    layer.weight.register_hook(seen.append)
+    copies = parallel(layer).replicate(layer, ["cpu", "cpu"])
+    assert [one.weight is layer.weight for one in copies] == [True, True]
+    assert [list(one.parameters()) == list(layer.parameters()) for one in copies] == [True, True]
+    del copies[1].weight
+    copies[0].bias = None
+    assert isinstance(layer.weight, nn.Parameter)
+    assert isinstance(layer.bias, nn.Parameter)
+    parallel(layer)(torch.ones(4, 3)).sum().backward()
+    assert [one.tolist() for one in seen] == [[[4.0] * 3] * 2]
+
+
+def test_the_structure_may_change() -> None:
+    """Between two forwards layers, buffers and references come, go and move."""
+    model = parallel(nn.Sequential(nn.Linear(3, 3), nn.Tanh()))
+    inputs = torch.randn(4, 3)
+
+    def same() -> bool:
+        return torch.allclose(model(inputs), model.module(inputs), rtol=0, atol=1e-6)
+
+    assert same()
+    model.module.append(nn.Linear(3, 2))
+    assert same()
+    model.module[1] = nn.BatchNorm1d(3).eval()
+    model.module[0].weight = nn.Parameter(torch.zeros(3, 3))
+    assert same()
+    del model.module[2]
+    model.module[1].register_buffer("running_mean", torch.ones(3))
+    assert same()
+    model.module[0] = model.module[1]
+    assert same()
+
+
 def test_sparse_gradients() -> None:
     table = nn.Embedding(5, 3, sparse=True)
     index = torch.tensor([0, 1, 1, 4])
@@ -265,6 +303,33 @@ def test_flags_hooks_and_grad_mode() -> None:
     assert seen == [(False, False)] * 4
     with torch.inference_mode():
         assert model(torch.zeros(2, 2)).is_inference()
+
+
+@pytest.mark.parametrize("width", [2, 1300])
+def test_what_is_saved_for_the_backward(width: int) -> None:
+    """Hooks on saved tensors see those of all copies; a large copy 0 has a thread as well."""
+    packed: list[tuple[int, ...]] = []
+    names: list[str] = []
+    layer = nn.Linear(width, width)
+    layer.register_forward_hook(lambda *_: names.append(threading.current_thread().name))
+    model = parallel(layer, 3)
+    inputs = torch.randn(5, width)
+
+    def pack(tensor: Tensor) -> Tensor:
+        packed.append(tuple(tensor.shape))
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        outputs = model(inputs)
+    assert sorted(packed) == [(1, width), (2, width), (2, width)]
+    first = "stepwrap copy 0" if width > 2 else threading.current_thread().name
+    assert sorted(names) == sorted([first, "stepwrap copy 1", "stepwrap copy 2"])
+    outputs.sum().backward()
+    assert torch.allclose(layer.weight.grad, inputs.sum(0).expand(width, -1), rtol=0, atol=1e-5)
+    names.clear()
+    with torch.no_grad():
+        model(inputs)
+    assert threading.current_thread().name in names
 
 
 def test_compiled_parts_are_refused() -> None:
