@@ -4,8 +4,8 @@ Perceptrons of 10^4, 10^6 and 10^7 parameters, batches of 32 that lie in memory,
 each rank. `ddp` and `fsdp` step beside torch's DistributedDataParallel and fully_shard in the same
 processes: blocks of steps in turn within every round, in a changing order, and the ratio of a round
 is that of its blocks. `dp` runs two replicas in one process. torch's DataParallel without a GPU
-calls the module itself, once, on the whole batch, so that it is no peer there: "by hand" is two
-replicas in two threads, written out below; torch's own figure is printed beside it.
+calls the module itself, once, on the whole batch, so that it is no peer there, only printed beside
+it: "by hand" is two replicas in two threads, written out below.
 
 Memory is what a fresh process grows by between the start of the group and the last of its steps:
 its peak resident size on the CPU, what torch has allocated at most on CUDA.
@@ -99,8 +99,8 @@ class ReplicasByHand(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         chunks = inputs.chunk(2)
-        replicas = [replica_of(self.module) for _ in chunks]
-        outputs: list[Tensor] = [inputs] * len(chunks)
+        replicas = [replica_of(self.module, index) for index in range(len(chunks))]
+        outputs: dict[int, Tensor] = {}
 
         def run(index: int) -> None:
             outputs[index] = replicas[index](chunks[index])
@@ -110,17 +110,18 @@ class ReplicasByHand(nn.Module):
             thread.start()
         for thread in threads:
             thread.join()
-        return torch.cat(outputs)
+        return torch.cat([outputs[i] for i in range(len(chunks))])
 
 
-def replica_of(module: nn.Module) -> nn.Module:
-    """Copy the modules; the copies' parameters are views, whose gradients flow back."""
+def replica_of(module: nn.Module, index: int) -> nn.Module:
+    """Copy the modules; gradients flow back from views, replica 0 has the very buffers."""
     replica = module._replicate_for_data_parallel()
-    for name, parameter in module._parameters.items():
-        if parameter is not None:
-            replica._parameters[name] = parameter.view_as(parameter)
+    views = {k: v if v is None else v.view_as(v) for k, v in module._parameters.items()}
+    replica._parameters = views
+    if index:
+        replica._buffers = {k: v if v is None else v.clone() for k, v in module._buffers.items()}
     for name, child in module._modules.items():
-        replica._modules[name] = replica_of(child)
+        replica._modules[name] = replica_of(child, index)
     return replica
 
 
@@ -230,9 +231,8 @@ def show(kind: str, size: str, times: dict[str, list[float]]) -> None:
     for name, values in times.items():
         ratio = statistics.median(value / one for value, one in zip(values, base, strict=True))
         fastest, median = min(values) / min(base), statistics.median(values)
-        print(
-            f"{kind:5} {size:5} {name:9} {median:9.3f} ms {ratio:6.3f} {fastest:6.3f}", flush=True
-        )
+        figures = f"{median:9.3f} ms {ratio:6.3f} {fastest:6.3f}"
+        print(f"{kind:5} {size:5} {name:9} {figures}", flush=True)
 
 
 def run_memory(
@@ -300,8 +300,8 @@ def end_rank() -> None:
 
 def memory_of(settings: argparse.Namespace, kind: str, who: str, size: str) -> float:
     """Return the largest growth of a rank, in bytes."""
-    ranks = 1 if kind == "dp" else settings.ranks
     with tempfile.TemporaryDirectory() as folder:
+        ranks = 1 if kind == "dp" else settings.ranks
         mp.spawn(run_memory, (settings, kind, who, size, folder), nprocs=ranks)
         return max(float(Path(folder, str(rank)).read_text()) for rank in range(ranks))
 
