@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor, distributed
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..collectives import all_gather_object, comm_device
+from ..collectives import comm_device
 from .layout import local_part
 
 _BUCKET_BYTES = 64 * 2**20
@@ -26,30 +26,13 @@ def broadcast_first(tensors: Iterable[Tensor], mesh: DeviceMesh) -> None:
         part = local_part(tensor)
         if part.numel():
             by_kind.setdefault((part.dtype, part.device), []).append(part)
-    for group, source in _routes(mesh):
+    for group, source in routes(mesh):
         for (_, device), parts in by_kind.items():
             for bucket in _buckets(parts):
                 _send(bucket, group, source, comm_device(group, prefer=device))
 
 
-def check_same(named: Mapping[str, Tensor], mesh: DeviceMesh) -> None:
-    """Raise ValueError where tensors differ in name, shape or dtype between ranks of the mesh."""
-    own = {name: (tuple(one.shape), str(one.dtype)) for name, one in named.items()}
-    for group, source in _routes(mesh):
-        everywhere = all_gather_object(own, group)
-        ranks = distributed.get_process_group_ranks(group)
-        first = everywhere[ranks.index(source)]
-        for rank, other in zip(ranks, everywhere, strict=True):
-            for name in [*first, *other]:
-                if first.get(name) != other.get(name):
-                    raise ValueError(
-                        f"the model must be the same on all ranks, but {name!r} is "
-                        f"{first.get(name, 'absent')} on rank {source} and "
-                        f"{other.get(name, 'absent')} on rank {rank}"
-                    )
-
-
-def _routes(mesh: DeviceMesh) -> Iterator[tuple[ProcessGroup, int]]:
+def routes(mesh: DeviceMesh) -> Iterator[tuple[ProcessGroup, int]]:
     """One group for each axis, and its rank that has what the first rank of the mesh has."""
     coordinate = mesh.get_coordinate()
     if coordinate is None:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from ._first_rank import broadcast_first, check_same
+from ._agreement import agree
+from ._first_rank import broadcast_first
 from ._fsdp_options import FsdpOptions
 from ._fsdp_units import (
     check_shapes,
@@ -40,22 +41,33 @@ def check_model(module: nn.Module, detect: bool) -> None:
         )
 
 
+class _Plan(NamedTuple):
+    """What becomes of which module, by path, and what stays whole."""
+
+    roots: dict[str, nn.Module]
+    units: dict[str, nn.Module]
+    exact: dict[str, MixedPrecisionPolicy]
+    ignored: set[nn.Parameter]
+
+
 def shard_model(module: nn.Module, options: FsdpOptions, mesh: DeviceMesh) -> list[nn.Module]:
     """Spread the parameters over the mesh; returns the modules from which gathering starts.
 
     Every rank must call this.
     """
-    ignored = find_ignored(module, options.ignored)
-    check_shapes(module, ignored)
+    plans: list[_Plan] = []
+
+    def describe() -> dict[str, Any]:
+        plans.append(_plan(module, options))
+        return _description(module, options, plans[0])
+
+    agree(describe, mesh)
+    roots, units, exact, ignored = plans[0]
     if options.device is not None and not any(one.is_meta for one in module.parameters()):
-        module = module.to(options.device)
+        module.to(options.device)
     if options.same_weights:
-        named = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-        check_same(named, mesh)
-        broadcast_first([one for one in named.values() if not one.is_meta], mesh)
-    roots = find_roots(module, ignored)
-    units = find_units(module, options, ignored)
-    exact = full_precision_units(module, options.precision)
+        tensors = [*module.parameters(), *module.buffers()]
+        broadcast_first([one for one in tensors if not one.is_meta], mesh)
     common: dict[str, Any] = {"mesh": mesh, "offload_policy": options.offload}
     if ignored:
         common["ignored_params"] = ignored
@@ -75,6 +87,33 @@ def shard_model(module: nn.Module, options: FsdpOptions, mesh: DeviceMesh) -> li
         own = {name: one for name, one in units.items() if _is_inside(name, path)}
         _set_prefetch(root, own, options.prefetch)
     return list(roots.values())
+
+
+def _plan(module: nn.Module, options: FsdpOptions) -> _Plan:
+    ignored = find_ignored(module, options.ignored)
+    check_shapes(module, ignored)
+    return _Plan(
+        find_roots(module, ignored),
+        find_units(module, options, ignored),
+        full_precision_units(module, options.precision),
+        ignored,
+    )
+
+
+def _description(module: nn.Module, options: FsdpOptions, plan: _Plan) -> dict[str, Any]:
+    """What must be the same on all ranks, so that they gather and reduce the same."""
+    parameters = dict(module.named_parameters())
+    named = {**parameters, **dict(module.named_buffers())}
+    told: dict[str, Any] = {name: (tuple(one.shape), str(one.dtype)) for name, one in named.items()}
+    told.update((f"{name}.requires_grad", one.requires_grad) for name, one in parameters.items())
+    told["shard"] = list(plan.units)
+    told["ignored_parameters"] = [n for n, one in parameters.items() if one in plan.ignored]
+    told["mixed_precision"] = str(options.precision)
+    told["cpu_offload"] = str(options.offload)
+    told["reshard_after_forward"] = options.free_after_forward
+    told["prefetch"] = options.prefetch
+    told["sync_module_states"] = options.same_weights
+    return told
 
 
 def place_preprocessors(wrapper: nn.Module, device: torch.device) -> None:

@@ -123,6 +123,12 @@ def inside(roots: Sequence[Root], *, whole: bool) -> Iterator[None]:
         yield
 
 
+def free_all(roots: Sequence[Root]) -> None:
+    """Leave nothing gathered: only a backward would free it."""
+    for root in roots:
+        root.free()
+
+
 def show_shards(module: Any, roots: Sequence[Root]) -> None:
     """Let ``module.parameters()`` be the shards, and ``zero_grad`` clear all gradients.
 

@@ -13,11 +13,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from ..registry import MODEL_WRAPPERS
+from ._agreement import agree
 from ._first_rank import broadcast_first
 from ._fsdp_build import check_model, place_preprocessors, shard_model
 from ._fsdp_mesh import sharding_mesh
-from ._fsdp_options import FURTHER, read_options
-from ._fsdp_roots import Root, explained, gather_in, show_shards
+from ._fsdp_options import FURTHER, FsdpOptions, read_options
+from ._fsdp_roots import Root, explained, free_all, gather_in, show_shards
 from .anomalies import detect_anomalous_params, watch_gradients
 from .blocks import BlockSpec
 from .mesh import Mesh
@@ -84,7 +85,7 @@ class StepFullyShardedDataParallel(Steps, nn.Module):
     Raises:
         TypeError: there is no such option, or a value is of another kind.
         ValueError: no process group; an option has no counterpart or contradicts another one; a
-            parameter cannot be sharded or initialised; the models of the ranks differ.
+            parameter cannot be sharded or initialised; models or options differ between ranks.
     """
 
     # A policy of wrapping is a mapping with a type, but no part of its own.
@@ -104,18 +105,14 @@ class StepFullyShardedDataParallel(Steps, nn.Module):
         **fsdp_kwargs: Any,
     ) -> None:
         super().__init__()
-        self.check_options(fsdp_kwargs)
-        options = read_options(
-            {
-                "shard": shard,
-                "mesh": mesh,
-                "mixed_precision": mixed_precision,
-                "cpu_offload": cpu_offload,
-                "reshard_after_forward": reshard_after_forward,
-                **fsdp_kwargs,
-            }
-        )
-        check_model(module, detect_anomalous_params)
+        given = {
+            "shard": shard,
+            "mesh": mesh,
+            "mixed_precision": mixed_precision,
+            "cpu_offload": cpu_offload,
+            "reshard_after_forward": reshard_after_forward,
+        }
+        options = self._read(module, {**given, **fsdp_kwargs}, detect_anomalous_params)
         place = sharding_mesh(options, module)
         self.data_group, self._mesh = place.data_group, place.shards
         self.collective_eval = True
@@ -152,7 +149,7 @@ class StepFullyShardedDataParallel(Steps, nn.Module):
         """Call the model."""
         output = self.module(*inputs, **kwargs)
         if not torch.is_grad_enabled():
-            self._free()
+            free_all(self._roots)
         return output
 
     @contextmanager
@@ -208,6 +205,25 @@ class StepFullyShardedDataParallel(Steps, nn.Module):
         ]
         return inspect.Signature([*kept, *passed])
 
+    def _read(self, module: nn.Module, given: dict[str, Any], detect: bool) -> FsdpOptions:
+        """Read the options; what is wrong on one rank is raised on all."""
+        read: list[FsdpOptions] = []
+
+        def describe() -> dict[str, Any]:
+            self.check_options(given)
+            read.append(read_options(given))
+            check_model(module, detect)
+            return {}
+
+        ranks = given.get("device_mesh") if given["mesh"] is None else given["mesh"]
+        ranks = ranks.device_mesh if isinstance(ranks, Mesh) else ranks
+        if given.get("process_group") is None:
+            agree(describe, ranks if isinstance(ranks, DeviceMesh) else None)
+        else:
+            # The other ranks may do something else.
+            describe()
+        return read[0]
+
     def _install(self, module: nn.Module) -> None:
         """Let the model's own methods gather what they need, and show its shards."""
         self._model_steps = has_own_train_step(module)
@@ -223,14 +239,9 @@ class StepFullyShardedDataParallel(Steps, nn.Module):
             if not hasattr(module, "no_sync"):
                 module.no_sync = self.no_sync  # type: ignore[assignment]
 
-    def _free(self) -> None:
-        """Leave no block gathered: only a backward would free it."""
-        for root in self._roots:
-            root.free()
-
     def _evaluate(self, name: str, data: Any) -> Any:
         output = super()._evaluate(name, data)
-        self._free()
+        free_all(self._roots)
         return output
 
     def _watch_leaves(self) -> None:

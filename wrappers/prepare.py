@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -165,6 +165,23 @@ def split_layers(
     from .tensor_parallel import parallelize
 
     return parallelize(model, mesh, plan, localise=localise)
+
+
+def chosen_blocks(model: nn.Module, preparation: Preparation) -> dict[str, Any]:
+    """What the preparation comes down to for ``model``, to be compared with that of others."""
+    plan, spec = preparation.tensor_parallel, preparation.activation_checkpointing
+    compiled = {id(one) for one in find_compiled(model, preparation.compile)}
+    return {
+        "tensor_parallel": None if plan is None else sorted(map(_told, plan.items())),
+        "activation_checkpointing": None if spec is None else list(find_checkpointed(model, spec)),
+        "compile": [path for path, one in model.named_modules() if id(one) in compiled],
+    }
+
+
+def _told(entry: tuple[str, Any]) -> tuple[str, str]:
+    name, style = entry
+    # The text of an object of torch's names its place in memory.
+    return name, str(style) if isinstance(style, (str, Mapping)) else type(style).__name__
 
 
 def split_paths(model: nn.Module, preparation: Preparation) -> list[str]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Iterable, MutableMapping
+from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,12 +13,21 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from ..collectives import get_world_size
 from ..registry import MODEL_WRAPPERS, Registry
+from ._agreement import agree
 from ._first_rank import broadcast_first
 from .auto import Surroundings, auto, choose_wrapper
 from .distributed import StepDistributedDataParallel
 from .mesh import Mesh
 from .options import option_names
-from .prepare import Preparation, freeze_parameters, shape_blocks, split_layers, split_paths
+from .prepare import (
+    Preparation,
+    chosen_blocks,
+    freeze_parameters,
+    model_checks,
+    shape_blocks,
+    split_layers,
+    split_paths,
+)
 from .separate import SeparateDistributedDataParallel
 from .single import SingleDevice
 from .step import Steps
@@ -82,7 +92,8 @@ def wrap_model(
     Raises:
         TypeError: the model is wrapped already and a wrapper or options are given, or the
             wrapper has no such argument.
-        ValueError: wrapper, mesh and preparation do not go together, or as those say.
+        ValueError: wrapper, mesh and preparation do not go together, or as those say; or they are
+            not the same on all ranks. What is wrong on one rank is raised on all.
         RuntimeError: a wrapper with a step of its own needs a process group, and there is none.
     """
     if is_model_wrapper(model):
@@ -90,7 +101,8 @@ def wrap_model(
     prepare = prepare or Preparation()
     data_size = get_world_size() if mesh is None else mesh.data_size
     wrapper = wrapper or _default(data_size)
-    freeze_parameters(model, prepare.freeze)
+    everywhere = None if mesh is None else mesh.device_mesh
+    agree(partial(_prepared, wrapper, model, mesh, prepare, options), everywhere)
     if wrapper is auto:
         chosen = choose_wrapper(model, _surroundings(model, device, mesh, prepare), **options)
         wrapper, options = chosen.wrapper, dict(chosen.options)
@@ -106,6 +118,28 @@ def wrap_model(
     split_layers(model, prepare, mesh, localise=not shards)
     shape_blocks(model, prepare)
     return _wrapped(wrapper, model, mesh, options)
+
+
+def _prepared(
+    wrapper: Callable[..., nn.Module],
+    model: nn.Module,
+    mesh: Mesh | None,
+    prepare: Preparation,
+    options: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Freeze parameters and check the rest; returns what must be the same on all ranks."""
+    frozen = freeze_parameters(model, prepare.freeze)
+    for check in model_checks(model, prepare, 1 if mesh is None else mesh.tensor_size).values():
+        check()
+    check_wrapper = getattr(wrapper, "check_options", None)
+    if check_wrapper is not None:
+        check_wrapper(options)
+    return {
+        "wrapper": getattr(wrapper, "__name__", str(wrapper)),
+        "mesh": None if mesh is None else dict(mesh.axes),
+        "freeze": frozen,
+        **chosen_blocks(model, prepare),
+    }
 
 
 def takes_mesh(wrapper: Callable[..., nn.Module]) -> bool:

@@ -1,0 +1,141 @@
+"""What differs between ranks, or is wrong on one of them, is the same error on all."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from step_models import classifier
+from torch import nn
+
+from stepwrap.wrappers import (
+    Preparation,
+    StepDistributedDataParallel,
+    StepFullyShardedDataParallel,
+    build_mesh,
+    wrap_model,
+)
+
+DDP, FSDP = StepDistributedDataParallel, StepFullyShardedDataParallel
+Case = Callable[[int], Any]
+
+
+def _split(plan: dict[str, str]) -> Any:
+    mesh = build_mesh({"tensor": 2})
+    return wrap_model(None, classifier(), mesh=mesh, prepare=Preparation(tensor_parallel=plan))
+
+
+def _prepared(kind: Any, **settings: Any) -> Any:
+    return wrap_model(kind, classifier(), prepare=Preparation(**settings))
+
+
+def _frozen() -> nn.Module:
+    model = classifier()
+    model.net[0].requires_grad_(False)
+    return model
+
+
+# By what the text must hold: a case where the ranks differ.
+DIFFERENT: dict[str, Case] = {
+    "'freeze' is [] on rank 0 and ['net.0.weight'": lambda rank: _prepared(
+        DDP, freeze=["net.0"] if rank else []
+    ),
+    "'activation_checkpointing' is None on rank 0 and ['net.0'] on rank 1": lambda rank: _prepared(
+        DDP, activation_checkpointing=["net.0"] if rank else None
+    ),
+    "'compile' is [] on rank 0 and ['net.2'] on rank 1": lambda rank: _prepared(
+        FSDP, compile={"blocks": ["net.2"]} if rank else False
+    ),
+    "'wrapper' is StepFullySharded": lambda rank: wrap_model(DDP if rank else FSDP, classifier()),
+    "'tensor_parallel' is [('net.0', 'colwise')] on rank 0": lambda rank: _split(
+        {"net.2": "rowwise"} if rank else {"net.0": "colwise"}
+    ),
+    "'net.0.weight.requires_grad' is True on rank 0 and False on rank 1": lambda rank: FSDP(
+        _frozen() if rank else classifier()
+    ),
+    "'net.0.weight' is ((16, 6), 'torch.float32') on rank 0": lambda rank: FSDP(
+        classifier(torch.float64 if rank else torch.float32)
+    ),
+    "'shard' is [] on rank 0 and ['net.0', 'net.2'] on rank 1": lambda rank: FSDP(
+        classifier(), shard="Linear" if rank else None
+    ),
+    "'reshard_after_forward' is True on rank 0 and False": lambda rank: FSDP(
+        classifier(), reshard_after_forward=not rank
+    ),
+    "'mixed_precision' is ": lambda rank: FSDP(
+        classifier(), mixed_precision={"param_dtype": "bfloat16"} if rank else None
+    ),
+}
+# What one rank alone has got wrong.
+WRONG: dict[str, Case] = {
+    "no parameter of the model has the name": lambda rank: _prepared(
+        DDP, freeze=["net.7"] if rank else []
+    ),
+    "colwise splits Linear": lambda rank: _split({"net.1" if rank else "net.0": "colwise"}),
+    "find_unused": lambda rank: wrap_model(
+        DDP, classifier(), **({"find_unused_paramters": True} if rank else {})
+    ),
+    "shard": lambda rank: FSDP(classifier(), **({"shart": "Linear"} if rank else {})),
+    "sharding_strategy NO_SHARD": lambda rank: FSDP(
+        classifier(), sharding_strategy="NO_SHARD" if rank else "FULL_SHARD"
+    ),
+    "'Lineer'": lambda rank: FSDP(classifier(), shard="Lineer" if rank else "Linear"),
+}
+
+
+def _told() -> list[tuple[str, str]]:
+    told = []
+    for case in [*DIFFERENT.values(), *WRONG.values()]:
+        with pytest.raises((ValueError, TypeError)) as caught:
+            case(dist.get_rank())
+        told.append((type(caught.value).__name__, str(caught.value)))
+    return told
+
+
+def test_all_ranks_hear_the_same() -> None:
+    """X-5 at construction."""
+    first, second = run_ranks(_told, 2)
+    assert [kind for kind, _ in first] == [kind for kind, _ in second]
+    for (_, text), (_, other), expected in zip(first, second, [*DIFFERENT, *WRONG], strict=True):
+        assert expected in text
+        assert text == other
+    for _, text in first[len(DIFFERENT) :]:
+        assert text.startswith("on rank 1: ")
+
+
+def _on_a_mesh_of_two_axes() -> str:
+    with pytest.raises(ValueError, match="'shard' is") as caught:
+        FSDP(
+            classifier(),
+            mesh=build_mesh({"replicate": 2, "shard": 2}),
+            shard="Linear" if dist.get_rank() == 3 else None,
+        )
+    return str(caught.value)
+
+
+def test_over_two_axes() -> None:
+    (told,) = set(run_ranks(_on_a_mesh_of_two_axes, 4))
+    assert "'shard' is [] on rank 0 and ['net.0', 'net.2'] on rank 3" in told
+
+
+class _OwnError(Exception):
+    pass
+
+
+def _policy(**_: Any) -> bool:
+    if dist.get_rank():
+        raise _OwnError("of the user")
+    return True
+
+
+def _foreign() -> str:
+    with pytest.raises(RuntimeError) as caught:
+        FSDP(classifier(), auto_wrap_policy=_policy)
+    assert isinstance(caught.value.__cause__, _OwnError) == bool(dist.get_rank())
+    return str(caught.value)
+
+
+def test_an_error_of_the_users_own() -> None:
+    assert run_ranks(_foreign, 2) == ["on rank 1: _OwnError: of the user"] * 2
