@@ -331,3 +331,32 @@ def _gans() -> list[float]:
 def test_a_model_with_two_optimizers() -> None:
     for far in run_ranks(_gans, RANKS):
         assert max(far) <= 1e-12
+
+
+class GeneratorFirst(Gan):
+    """Its discriminator is frozen when it is called for the first time."""
+
+    def train_step(self, data: Any, optim_wrapper: Any) -> dict[str, Tensor]:
+        real, noise = data
+        self.discriminator.requires_grad_(False)
+        fooled = -self.discriminator(self.generator(noise)).mean()
+        optim_wrapper["generator"].update_params(fooled)
+        self.discriminator.requires_grad_(True)
+        fake = self.generator(noise).detach()
+        loss = self.discriminator(fake).mean() - self.discriminator(real).tanh().mean()
+        optim_wrapper["discriminator"].update_params(loss)
+        return {"loss": loss.detach()}
+
+
+def _generator_first() -> float:
+    single, model = GeneratorFirst(), GeneratorFirst()
+    wrapper = StepFullyShardedDataParallel(model)
+    optims = optimizers(single), optimizers(model)
+    for pair in zip(*(gan_batches(4, rank) for rank in range(RANKS)), strict=True):
+        single.train_step([torch.cat(parts) for parts in zip(*pair, strict=True)], optims[0])
+        wrapper.train_step(pair[dist.get_rank()], optims[1])
+    return largest_difference(whole(model), single.state_dict())
+
+
+def test_a_child_that_is_frozen_at_first() -> None:
+    assert max(run_ranks(_generator_first, RANKS)) <= 1e-12
