@@ -16,6 +16,7 @@ from ..registry import OPTIM_WRAPPERS
 from ._dtensors import is_dtensor
 from ._held_gradients import drop_held_gradients
 from ._optimizer_fit import check_optimizer
+from ._tensor_ranks import compare_first_update
 from .clip import GradClip
 from .optim_state import is_spread, kind_of, load_state, state_of
 
@@ -155,6 +156,7 @@ class OptimWrapper(Accumulation):
                 f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}"
             )
         check_optimizer(optimizer)
+        compare_first_update(optimizer)
         self.optimizer = optimizer
         self._is_sharded = any(is_dtensor(one) for one in _parameters(optimizer))
         self.grad_norm: Tensor | None = None

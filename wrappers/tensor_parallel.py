@@ -20,6 +20,7 @@ from torch.distributed.tensor.parallel import (
 
 from ..registry import did_you_mean
 from ._local_parts import localise_parts
+from ._tensor_ranks import expect_alike
 from .mesh import Mesh
 from .options import check_options
 
@@ -66,6 +67,10 @@ def parallelize(
     Dropout between such layers draws the same mask for the parts of all ranks. A split layer's
     parameters can be used by its own ``forward`` alone.
 
+    Before the first step of an ``OptimWrapper`` the ranks compare the gradients of the parameters
+    that each of them holds whole: one that differs, as that of a norm outside of the plan between
+    parts of the sequence, is an error that names it.
+
     Args:
         mesh: with a tensor axis; or torch's mesh of that axis.
         plan: by the path of a module, or an ``fnmatch`` pattern of paths, how it is split:
@@ -92,6 +97,8 @@ def parallelize(
     _restore(before)
     if localise:
         localise_parts(model)
+    if size > 1:
+        expect_alike(model, tensor_mesh.get_group(), everywhere=isinstance(mesh, Mesh))
     return model
 
 

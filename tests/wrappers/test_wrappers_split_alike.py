@@ -1,0 +1,124 @@
+"""Gradients that should be the same on all ranks of a tensor group, compared once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from torch import Tensor, nn
+
+from stepwrap.wrappers import OptimWrapper, PostLocalSGD, build_mesh, parallelize
+
+PLAN = {"first": "colwise", "second": "rowwise"}
+
+
+class Net(nn.Module):
+    """`enter` stands before the split layers, `scale` between them, `last` behind."""
+
+    def __init__(self, scales: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.enter = nn.Linear(4, 4)
+        self.first, self.second = nn.Linear(4, 8), nn.Linear(8, 4)
+        self.scale = nn.Parameter(torch.ones(()))
+        self.last = nn.Linear(4, 2)
+        self.scales = scales
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = torch.tanh(self.first(self.enter(inputs)))
+        hidden = self.second(hidden * self.scale if self.scales else hidden)
+        return self.last(hidden)
+
+
+def _inputs(seed: int = 0) -> Tensor:
+    return torch.randn(8, 4, generator=torch.Generator().manual_seed(seed))
+
+
+def _split(scales: bool = False) -> Net:
+    return parallelize(Net(scales), build_mesh({"data": -1, "tensor": 2}), PLAN)
+
+
+def _step(net: Net, optim: OptimWrapper, inputs: Tensor) -> str:
+    try:
+        optim.update_params(net(inputs).square().mean())
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def _made(net: Net, kind: str) -> OptimWrapper:
+    if kind == "local":
+        group = build_mesh({"data": -1, "tensor": 2}).data_group
+        options: dict[str, Any] = {"period": 2, "process_group": group, "lr": 0.1}
+        return OptimWrapper(PostLocalSGD(net.parameters(), "SGD", **options))
+    return OptimWrapper(torch.optim.SGD(net.parameters(), lr=0.1))
+
+
+def _told(kind: str) -> list[str]:
+    net, other, right = _split(scales=True), _split(), _split()
+    told = [_step(net, _made(net, kind), _inputs())]
+    told.append(_step(other, _made(other, kind), _inputs(dist.get_rank())))
+    told.append(_step(right, _made(right, kind), _inputs()))
+    return told
+
+
+@pytest.mark.parametrize("kind", ["sgd", "local"])
+def test_what_differs_is_named(kind: str) -> None:
+    for scale, batch, right in run_ranks(_told, 2, kind):
+        assert "the gradient of 'scale' is not the same on the ranks" in scale
+        assert "the gradient of 'enter.weight' is not the same on the ranks of a tensor" in batch
+        assert "tensor group (here 0, 1), each of which" in batch
+        assert "these ranks do not see the same batches" in batch
+        assert not right
+
+
+def _one_group_alone() -> str:
+    net = _split()
+    optim = OptimWrapper(torch.optim.SGD(net.parameters(), lr=0.1))
+    # The second tensor group alone sees different batches.
+    return _step(net, optim, _inputs(max(dist.get_rank(), 1)))
+
+
+def test_all_tensor_groups_hear_of_it() -> None:
+    for told in run_ranks(_one_group_alone, 4):
+        assert "is not the same on the ranks" in told
+
+
+def _several_optimizers() -> list[str]:
+    net = _split(scales=True)
+    inner = OptimWrapper(torch.optim.SGD([*net.first.parameters(), net.scale], lr=0.1))
+    outer = OptimWrapper(torch.optim.SGD(net.last.parameters(), lr=0.1))
+    return [_step(net, outer, _inputs()), _step(net, inner, _inputs())]
+
+
+def test_each_optimizer_asks_for_its_own() -> None:
+    for outer, inner in run_ranks(_several_optimizers, 2):
+        assert not outer
+        assert "'scale'" in inner
+
+
+def _calls() -> list[int]:
+    counts: list[int] = []
+    real: Any = dist.all_gather
+    net = _split()
+    optim = OptimWrapper(torch.optim.SGD(net.parameters(), lr=0.1))
+    try:
+        for _ in range(3):
+            counts.append(0)
+
+            def counting(*args: Any, **kwargs: Any) -> Any:
+                counts[-1] += 1
+                return real(*args, **kwargs)
+
+            dist.all_gather = counting
+            _step(net, optim, _inputs())
+    finally:
+        dist.all_gather = real
+    return counts
+
+
+def test_only_once() -> None:
+    assert run_ranks(_calls, 2) == [[1, 0, 0]] * 2
