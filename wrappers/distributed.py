@@ -34,7 +34,8 @@ class StepDistributedDataParallel(Steps, DistributedDataParallel):
 
     Needs a process group, and every rank must construct it. For another optimization step
     override ``train_step(data, optim_wrapper)`` in a subclass; it must compute its losses by
-    ``self(...)``, because ``self.module(...)`` leaves the gradients of the ranks apart::
+    ``self(...)``, because ``self.module(...)`` leaves the gradients of the ranks apart. So does,
+    as in torch's class, a second backward of one forward (``retain_graph``): sum the losses::
 
         @MODEL_WRAPPERS.register_module()
         class PenalisedDDP(StepDistributedDataParallel):
@@ -47,7 +48,8 @@ class StepDistributedDataParallel(Steps, DistributedDataParallel):
 
     Args:
         module: the model, on the device where it is to be trained.
-        detect_anomalous_params: log the parameters that the loss does not reach, on every step.
+        detect_anomalous_params: log the parameters that the loss does not reach, on every step;
+            costs some microseconds per parameter and step, so for the search of a mistake only.
         sync_batchnorm: make the model's BatchNorm layers train with the statistics of all ranks,
             by ``convert_sync_batchnorm``; without a process group it has no effect.
         comm_hook: how the gradients are combined: "allreduce", "fp16_compress", "bf16_compress",
@@ -144,13 +146,7 @@ class StepDistributedDataParallel(Steps, DistributedDataParallel):
         Every rank must call this: torch does it at the start of a forward only, and training
         ends with one after which the running statistics differ.
         """
-        source = distributed.get_global_rank(self.process_group, 0)
-        works = [
-            distributed.broadcast(buffer, source, group=self.process_group, async_op=True)
-            for buffer in self.module.buffers()
-        ]
-        for work in works:
-            work.wait()
+        broadcast_buffers(self.module, self.process_group)
 
     def no_sync(self) -> AbstractContextManager[Any]:  # type: ignore[override]
         """Leave the gradients of the forwards inside on their ranks."""
@@ -214,6 +210,17 @@ class StepDistributedDataParallel(Steps, DistributedDataParallel):
             if name not in mine
         ]
         return inspect.Signature(kept)
+
+
+def broadcast_buffers(module: nn.Module, group: distributed.ProcessGroup | None) -> None:
+    """Give every rank of ``group`` (None: of all) the buffers of its first."""
+    source = 0 if group is None else distributed.get_global_rank(group, 0)
+    works = [
+        distributed.broadcast(buffer, source, group=group, async_op=True)
+        for buffer in module.buffers()
+    ]
+    for work in works:
+        work.wait()
 
 
 def _join_options(setting: bool | Mapping[str, Any]) -> dict[str, Any] | None:

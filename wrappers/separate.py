@@ -9,10 +9,10 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from torch import distributed, nn
+from torch import nn
 
 from ..registry import MODEL_WRAPPERS
-from .distributed import StepDistributedDataParallel
+from .distributed import StepDistributedDataParallel, broadcast_buffers
 from .options import check_options
 from .preprocess import device_of
 from .single import SingleDevice
@@ -122,15 +122,7 @@ class SeparateDistributedDataParallel(Steps, nn.Module):
 
     def sync_buffers(self) -> None:
         """Give every rank the buffers of the first, before evaluation; every rank must call it."""
-        group = self.data_group or distributed.group.WORLD
-        assert group is not None
-        source = distributed.get_global_rank(group, 0)
-        works = [
-            distributed.broadcast(buffer, source, group=group, async_op=True)
-            for buffer in self.module.buffers()
-        ]
-        for work in works:
-            work.wait()
+        broadcast_buffers(self.module, self.data_group)
 
     def _explain(self, error: BaseException) -> None:
         for child in self._wrapped():
