@@ -68,8 +68,10 @@ class _FirstStep:
 
 
 def _is_split(parameter: Tensor, group: ProcessGroup) -> bool:
-    names = {one.group_name for one in layout_of(parameter).sharded_over}
-    return group.group_name in names
+    # By their ranks: of equal meshes made one after the other torch keeps the first one's groups.
+    ranks = distributed.get_process_group_ranks(group)
+    over = layout_of(parameter).sharded_over
+    return any(distributed.get_process_group_ranks(one) == ranks for one in over)
 
 
 @torch.no_grad()
