@@ -6,10 +6,15 @@ from collections.abc import MutableMapping
 from copy import deepcopy
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 
 from .layout import layout_of, local_part
+
+# Of a hook; torch counts from 0.
+_HIDE = -1
 
 
 class _Part:
@@ -63,6 +68,29 @@ class _Parts:
         self._kept = {}
 
 
+class _Waited(torch.autograd.Function):
+    """The plain tensor inside of one that is still on its way."""
+
+    @staticmethod
+    def forward(ctx: Any, output: AsyncCollectiveTensor) -> Any:
+        return output.trigger_wait()  # type: ignore[no-untyped-call]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+def wait_for_output(layer: nn.Module, inputs: Any, output: Any) -> Any:
+    """Give plain tensors to what follows a split layer; to be called after its forward.
+
+    A block that torch has compiled would send the gradient of another kind of tensor past the
+    layer, and its backward would fail.
+    """
+    if type(output) is AsyncCollectiveTensor:
+        return _Waited.apply(output)  # type: ignore[no-untyped-call]
+    return output
+
+
 def _store(layer: nn.Module, name: str) -> MutableMapping[str, Any]:
     return layer._parameters if name in layer._parameters else layer._buffers
 
@@ -81,7 +109,11 @@ def localise_parts(model: nn.Module) -> None:
             held = [_store(layer, name)[name] for name in parts]
             shown = _Parts(parts, [one for one in held if hasattr(one, "tensor_layout")])
             layer.register_forward_pre_hook(shown.show, prepend=True)
-            layer.register_forward_hook(shown.hide, always_call=True)
+            handle = layer.register_forward_hook(shown.hide, always_call=True)
+            # torch.compile asks for the number of such a hook, and would compile each of several
+            # equal blocks anew, up to its limit, if these numbers differed.
+            for hooks in (layer._forward_hooks, layer._forward_hooks_always_called):
+                hooks[_HIDE] = hooks.pop(handle.id)  # type: ignore[assignment]
 
 
 def _local(whole: DTensor) -> Tensor:

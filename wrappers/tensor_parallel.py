@@ -19,7 +19,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from ..registry import did_you_mean
-from ._local_parts import localise_parts
+from ._local_parts import localise_parts, wait_for_output
 from ._tensor_ranks import expect_alike
 from .mesh import Mesh
 from .options import check_options
@@ -93,7 +93,9 @@ def parallelize(
         return model
     before = [(one, name, value) for one in model.modules() for name, value in _own(one)]
     for path, style in styles.items():
-        parallelize_module(model.get_submodule(path), tensor_mesh, style)
+        layer = model.get_submodule(path)
+        parallelize_module(layer, tensor_mesh, style)
+        layer.register_forward_hook(wait_for_output)
     _restore(before)
     if localise:
         localise_parts(model)

@@ -162,3 +162,50 @@ def _low_precision() -> list[str]:
 
 def test_low_precision() -> None:
     assert run_ranks(_low_precision, 2) == [["torch.bfloat16"] * 3] * 2
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 8), nn.Linear(8, 4)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return inputs + self.second(torch.tanh(self.first(inputs)))
+
+
+def _compiled_blocks(count: int) -> int:
+    # Here, since it loads the compiler.
+    from torch._dynamo.utils import counters
+
+    torch._dynamo.reset()
+    counters.clear()
+    net = nn.Sequential(*(Block() for _ in range(count)))
+    parallelize(net, build_mesh({"tensor": 2}), {"*.first": "colwise", "*.second": "rowwise"})
+    for block in net:
+        block.compile(backend="eager")
+    net(torch.ones(3, 4)).sum().backward()
+    return counters["frames"]["total"]
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+def test_equal_blocks_are_compiled_once() -> None:
+    """Else torch would stop at eight, and run the others uncompiled."""
+    few = run_ranks(_compiled_blocks, 2, 2)
+    assert few == run_ranks(_compiled_blocks, 2, 12)
+    assert few[0]
+
+
+def _changed_in_place() -> float:
+    plain, net = Block().double(), Block().double()
+    net.load_state_dict(plain.state_dict())
+    parallelize(net, build_mesh({"tensor": 2}), {"first": "colwise", "second": "rowwise"})
+    for one in (plain, net):
+        outputs = one.second(torch.tanh(one.first(torch.ones(3, 4, dtype=torch.float64))))
+        outputs += 1
+        outputs.square().sum().backward()
+    return (plain.second.bias.grad - net.second.bias.grad).abs().max().item()
+
+
+def test_outputs_can_be_changed_in_place() -> None:
+    assert max(run_ranks(_changed_in_place, 2)) <= 1e-14
