@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from fnmatch import fnmatch
 from typing import Any
 
 import torch
@@ -144,6 +146,8 @@ def by_hand(config: dict[str, Any]) -> dict[str, Tensor]:
     arguments = {k: v for k, v in config["model"]["net"].items() if k != "type"}
     torch.manual_seed(config.get("seed", 0))
     net = Transformer(**arguments)
+    for name, parameter in net.named_parameters():
+        parameter.requires_grad_(not _matches(f"net.{name}", config.get("freeze", ())))
     chosen = dict(config["optimizer"])
     optimizer = getattr(torch.optim, chosen.pop("type"))(net.parameters(), **chosen)
     words = Sentences().words
@@ -153,6 +157,10 @@ def by_hand(config: dict[str, Any]) -> dict[str, Tensor]:
             nn.functional.cross_entropy(net(batch[:, :-1]), batch[:, 1:]).backward()
             optimizer.step()
     return {f"net.{name}": value.detach() for name, value in net.named_parameters()}
+
+
+def _matches(name: str, patterns: Iterable[str]) -> bool:
+    return any(name.startswith(f"{one}.") or fnmatch(name, one) for one in patterns)
 
 
 def difference(weights: dict[str, Tensor], others: dict[str, Tensor]) -> float:

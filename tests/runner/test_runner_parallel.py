@@ -91,29 +91,49 @@ def test_split_and_built_on_the_meta_device() -> None:
     assert worst(4, with_("AdamW", 2, "float32", wrapper={"type": "fsdp"}, **sections)) <= 2e-6
 
 
-@pytest.mark.parametrize("wrapper", ["single", "ddp", "fsdp"])
+CHECKPOINTED = {"activation_checkpointing": ["Block"]}
+COMPILED = {"compile": {"blocks": ["Block"], "backend": "aot_eager", "fullgraph": False}}
+# Ranks, ranks with data of their own, and sections.
+FORMS: dict[str, tuple[int, int, dict[str, Any]]] = {
+    "single": (1, 1, {"wrapper": {"type": "single"}}),
+    "dp": (1, 1, {"wrapper": {"type": "dp", "device_ids": ["cpu", "cpu"]}}),
+    "ddp": (2, 2, {"wrapper": {"type": "ddp"}}),
+    "separate": (2, 2, {"wrapper": {"type": "separate"}}),
+    "fsdp": (2, 2, {"wrapper": {"type": "fsdp", "shard": ["Block"]}}),
+    "tensor": (2, 1, {"mesh": {"tensor": 2}, **TP}),
+    "ddp x tensor": (4, 2, {"mesh": {"data": 2, "tensor": 2}, **TP}),
+}
+
+
+def prepared(form: str, **sections: Any) -> tuple[int, Any]:
+    """Return the number of ranks and the config of a form, with further sections."""
+    ranks, data_size, own = FORMS[form]
+    return ranks, with_("AdamW", data_size, **own, **sections)
+
+
+@pytest.mark.parametrize("form", ["single", "ddp", "fsdp"])
 @pytest.mark.parametrize(
     "section",
     [
-        {"activation_checkpointing": ["Block"]},
+        CHECKPOINTED,
         {"activation_checkpointing": {"blocks": ["net.blocks.*"], "preserve_rng_state": False}},
-        {"compile": {"blocks": ["Block"], "backend": "aot_eager", "fullgraph": False}},
+        COMPILED,
         {"compile": {"backend": "eager", "dynamic": False}},
-        {"activation_checkpointing": ["Block"], "compile": {"backend": "aot_eager"}},
+        {**CHECKPOINTED, "compile": {"backend": "aot_eager"}},
     ],
 )
-def test_prepared_models(wrapper: str, section: dict[str, Any]) -> None:
-    ranks = 1 if wrapper == "single" else 2
-    config = with_("AdamW", ranks, wrapper={"type": wrapper}, **section)
-    if wrapper == "fsdp":
-        config["wrapper"]["shard"] = ["Block"]
-    assert worst(ranks, config) <= 1e-12
+def test_prepared_models(form: str, section: dict[str, Any]) -> None:
+    assert worst(*prepared(form, **section)) <= 1e-12
 
 
-def test_split_checkpointed_and_compiled() -> None:
-    compiled = {"blocks": ["Block"], "backend": "aot_eager"}
-    sections = {"activation_checkpointing": ["Block"], "compile": compiled}
-    assert worst(2, with_("AdamW", 1, mesh={"tensor": 2}, **sections, **TP)) <= 1e-12
+@pytest.mark.parametrize("form", ["separate", "tensor", "ddp x tensor"])
+@pytest.mark.parametrize("section", [CHECKPOINTED, COMPILED, {**CHECKPOINTED, **COMPILED}])
+def test_prepared_models_in_parts(form: str, section: dict[str, Any]) -> None:
+    assert worst(*prepared(form, **section)) <= 1e-12
+
+
+def test_checkpointed_copies() -> None:
+    assert worst(*prepared("dp", **CHECKPOINTED)) <= 1e-12
 
 
 def test_compiled_by_inductor() -> None:
@@ -121,16 +141,20 @@ def test_compiled_by_inductor() -> None:
     assert difference(trained(config), by_hand(config)) <= 1e-12
 
 
-@pytest.mark.parametrize(("wrapper", "ranks"), [("single", 1), ("ddp", 2), ("fsdp", 2)])
-def test_frozen_parameters_stay(wrapper: str, ranks: int) -> None:
-    patterns = ["net.embed", "net.blocks.*.norm1.*", "net.head.bias"]
-    config = with_("AdamW", ranks, wrapper={"type": wrapper}, freeze=patterns)
+@pytest.mark.parametrize("form", FORMS)
+def test_frozen_parameters_stay(form: str) -> None:
+    patterns = ["net.embed", "net.blocks.*.norm1.*", "net.blocks.0.up", "net.head.bias"]
+    ranks, config = prepared(form, freeze=patterns)
     torch.manual_seed(0)
-    start = {f"net.{name}": value for name, value in Transformer().named_parameters()}
+    start = Transformer(dtype="float64").named_parameters()
+    before = {f"net.{name}": value for name, value in start}
+    expected = by_hand(config)
     for weights in run_ranks(trained, ranks, config):
-        stayed = {name for name, value in weights.items() if torch.equal(value, start[name])}
+        assert difference(weights, expected) <= 1e-12
+        stayed = {name for name, value in weights.items() if torch.equal(value, before[name])}
         norms = {f"net.blocks.{i}.norm1.{kind}" for i in (0, 1) for kind in ("weight", "bias")}
-        assert stayed == {"net.embed.weight", "net.head.bias", *norms}
+        layer = {"net.blocks.0.up.weight", "net.blocks.0.up.bias"}
+        assert stayed == {"net.embed.weight", "net.head.bias", *norms, *layer}
 
 
 def _facts(config: dict[str, Any]) -> tuple[Any, ...]:
