@@ -253,7 +253,9 @@ class StepFullyShardedDataParallel(Steps, nn.Module):
 
         for root in self._roots:
             for unit in root.units:
-                unit.register_forward_pre_hook(note)
+                # dynamo cannot trace it: a root has a named_parameters of its own.
+                untraced = torch.compiler.disable(note)  # type: ignore[no-untyped-call]
+                unit.register_forward_pre_hook(untraced)
 
     def _update_and_detect(self, total: Tensor, optim_wrapper: OptimizerWrapper) -> None:
         leaves = _Leaves(self.__dict__, self._leaves)
