@@ -12,11 +12,14 @@ import torch.distributed as dist
 from ranks import run_ranks
 from sharded_models import KINDS, data, net, spread, whole, whole_gradient
 from torch import Tensor, nn
-from torch.distributed.optim import PostLocalSGDOptimizer, ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
 
 from stepwrap.wrappers import AmpOptimWrapper, OptimWrapper, OptimWrapperDict
 from stepwrap.wrappers.layout import is_sharded, layout_of, local_part
+
+# torch's own classes, imported without its warning.
+from stepwrap.wrappers.post_local_sgd import PostLocalSGDOptimizer
+from stepwrap.wrappers.post_local_sgd import TorchZeroRedundancyOptimizer as ZeroRedundancyOptimizer
 
 CASES = [(size, kind) for size, kinds in KINDS.items() for kind in kinds]
 
