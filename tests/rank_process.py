@@ -122,6 +122,11 @@ def _reset_torch() -> None:
         torch.use_deterministic_algorithms(False)
     if torch.get_default_device() != torch.device("cpu"):
         torch.set_default_device(None)
+    if "torch.distributed.tensor" in sys.modules:
+        # What it remembers of an operation names the groups of the world before this one.
+        from torch.distributed.tensor import debug
+
+        debug._clear_sharding_prop_cache()
     torch.set_num_threads(1)
     torch.manual_seed(0)
     random.seed(0)
