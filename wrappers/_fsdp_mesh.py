@@ -11,6 +11,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ..collectives import all_gather_object, comm_device, get_world_size
+from ._dtensors import forget_former_groups
 from ._fsdp_options import FsdpOptions
 from .mesh import Mesh
 
@@ -42,9 +43,11 @@ def sharding_mesh(options: FsdpOptions, model: nn.Module) -> ShardingMesh:
     """
     if not (distributed.is_available() and distributed.is_initialized()):
         raise ValueError(
-            "fully sharded training needs a process group, also for one process: start the "
-            "processes by stepwrap.runner.launch or torchrun, or use SingleDevice"
+            "fully sharded training needs a process group, also for one process: call "
+            "torch.distributed.init_process_group() before, or start the processes by "
+            "stepwrap.runner.launch(main, nproc=...), or use SingleDevice"
         )
+    forget_former_groups()
     given = options.mesh
     if isinstance(given, Mesh):
         shards = given.fsdp

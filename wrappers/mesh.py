@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ..collectives import all_gather_object, get_world_size
 from ..registry import did_you_mean
+from ._dtensors import forget_former_groups
 
 # From the outermost to the innermost: the ranks of one tensor group are neighbours.
 AXES = ("data", "replicate", "shard", "tensor")
@@ -114,6 +115,7 @@ def build_mesh(axes: Mapping[str, int], device_type: str = "cpu") -> Mesh:
         if other != everywhere[0]:
             told = f"{_product(everywhere[0])} on rank 0, {_product(other)} on rank {rank}"
             raise ValueError(f"the mesh must be the same on all ranks, got {told}")
+    forget_former_groups()
     mesh = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     return Mesh(sizes, mesh, _data_group(mesh, sizes))
 

@@ -315,7 +315,8 @@ def test_models_that_cannot_be_sharded() -> None:
 
 
 def test_without_a_group() -> None:
-    with pytest.raises(ValueError, match=r"needs a process group.*or use SingleDevice"):
+    told = r"needs a process group.*call torch\.distributed\.init_process_group\(\) before"
+    with pytest.raises(ValueError, match=told):
         StepFullyShardedDataParallel(classifier())
 
 
