@@ -84,6 +84,7 @@ class AmpOptimWrapper(OptimWrapper):
 
     def step(self, **kwargs: Any) -> None:
         """Unscale and clip, if so configured, and update unless a gradient is infinite."""
+        self._check_reached()
         # Fused optimizers unscale by themselves, and would ask no other rank.
         if self._clip is not None or self._together:
             self.loss_scaler.unscale_(self.optimizer)

@@ -159,6 +159,7 @@ class OptimWrapper(Accumulation):
         compare_first_update(optimizer)
         self.optimizer = optimizer
         self._is_sharded = any(is_dtensor(one) for one in _parameters(optimizer))
+        self._is_reached = False
         self.grad_norm: Tensor | None = None
         self._clip = None if clip_grad is None else GradClip.from_settings(clip_grad)
         self.base_param_settings: dict[str, Any] | None = None
@@ -183,10 +184,34 @@ class OptimWrapper(Accumulation):
         self._inner_count += 1
 
     def step(self, **kwargs: Any) -> None:
-        """Clip, if so configured, and update the parameters."""
+        """Clip, if so configured, and update the parameters.
+
+        Raises:
+            RuntimeError: none of them has ever had a gradient, though `backward` has run.
+        """
+        self._check_reached()
         if self._clip is not None:
             self.grad_norm = self._clip(self.optimizer)
         self.optimizer.step(**kwargs)
+
+    def _check_reached(self) -> None:
+        """Refuse a first update of nothing: of parameters that are not the model's."""
+        if self._is_reached:
+            return
+        parameters = list(_parameters(self.optimizer))
+        self._is_reached = any(one.grad is not None for one in parameters)
+        # What is frozen may be trained later, and another wrapper's backward may reach others.
+        if (
+            not self._is_reached
+            and self._inner_count > self._resumed_at
+            and any(one.requires_grad for one in parameters)
+        ):
+            raise RuntimeError(
+                f"no parameter of {type(self.optimizer).__name__} has a gradient at its first "
+                "update: either the loss reaches none of them, or they are no longer those of "
+                "the model; make the optimizer after wrapping, because fsdp and split layers put "
+                "others in their place"
+            )
 
     def zero_grad(self, **kwargs: Any) -> None:
         """Clear the gradients, under fsdp also those that wait for the end of their window."""

@@ -5,12 +5,17 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from fsdp_runs import Block, largest_difference, train, train_plainly
+from fsdp_runs import Block, largest_difference, network, own_batches, train, train_plainly
 from ranks import run_ranks
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from stepwrap.wrappers import StepFullyShardedDataParallel, build_mesh
+from stepwrap.wrappers import (
+    OptimWrapper,
+    StepFullyShardedDataParallel,
+    SupervisedModel,
+    build_mesh,
+)
 
 BOUNDS = {torch.float64: 1e-12, torch.float32: 2e-6}
 
@@ -148,3 +153,20 @@ class Doubling(StepFullyShardedDataParallel):
 def test_a_subclass_with_its_own_step() -> None:
     expected = train_plainly(ranks=2, accumulate=3)
     _agrees(run_ranks(train, 2, shard=["Block"], wrapper=Doubling, accumulate=3), expected, 1e-12)
+
+
+def _made_too_early() -> str:
+    model = SupervisedModel(network("Net", torch.float32), nn.CrossEntropyLoss())
+    optim = OptimWrapper(torch.optim.SGD(model.parameters(), lr=0.1), accumulative_counts=2)
+    wrapper = StepFullyShardedDataParallel(model, shard=["Block"])
+    first, second, *_ = own_batches(dist.get_rank(), torch.float32)
+    wrapper.train_step(first, optim)
+    with pytest.raises(RuntimeError) as caught:
+        wrapper.train_step(second, optim)
+    return str(caught.value)
+
+
+def test_an_optimizer_of_the_parameters_before() -> None:
+    for told in run_ranks(_made_too_early, 2):
+        assert "no parameter of SGD has a gradient at its first update" in told
+        assert "make the optimizer after wrapping" in told

@@ -10,7 +10,7 @@ from step_models import batches, classifier, flat, mlp, sgd
 from torch import Tensor, nn
 
 from stepwrap.registry import OPTIM_WRAPPERS
-from stepwrap.wrappers import OptimWrapper
+from stepwrap.wrappers import AmpOptimWrapper, OptimWrapper
 
 
 def _parameter(value: float = 1.0) -> nn.Parameter:
@@ -263,3 +263,46 @@ def test_the_state_of_another_optimizer_is_refused() -> None:
     state = OptimWrapper(torch.optim.AdamW(parameters)).state_dict()
     with pytest.raises(ValueError, match="state of AdamW, but the optimizer is SGD"):
         OptimWrapper(torch.optim.SGD(parameters, lr=0.1)).load_state_dict(state)
+
+
+@pytest.mark.parametrize("kind", [OptimWrapper, AmpOptimWrapper])
+def test_an_update_that_reaches_nothing(kind: Any) -> None:
+    weight, other = _parameter(), _parameter()
+    optim = kind(torch.optim.SGD([weight], lr=0.1), accumulative_counts=2)
+    # A window may begin with what does not reach it.
+    optim.update_params(other.sum())
+    with pytest.raises(RuntimeError, match=r"no parameter of SGD .*optimizer after wrapping"):
+        optim.update_params(other.sum())
+    optim.update_params(weight.sum())
+    optim.update_params(other.sum())
+    assert weight.item() == pytest.approx(0.95)
+    for _ in range(2):
+        # Later it may be that there is nothing to do.
+        optim.update_params(other.sum())
+
+
+def test_what_is_frozen_at_first_need_not_be_reached() -> None:
+    frozen, other = _parameter().requires_grad_(False), _parameter()
+    optim = OptimWrapper(torch.optim.SGD([{"params": [frozen]}], lr=0.1))
+    optim.update_params(other.sum())
+    frozen.requires_grad_(True)
+    with pytest.raises(RuntimeError, match="no parameter of SGD has a gradient"):
+        optim.update_params(other.sum())
+    half = OptimWrapper(torch.optim.SGD([{"params": [frozen]}, {"params": [other]}], lr=0.1))
+    half.update_params(other.sum())
+
+
+def test_a_resumed_wrapper_is_asked_anew() -> None:
+    weight = _parameter()
+    first = OptimWrapper(torch.optim.SGD([weight], lr=0.1), accumulative_counts=2)
+    for _ in range(3):
+        first.update_params(weight.sum())
+    optim = OptimWrapper(torch.optim.SGD([weight], lr=0.1), accumulative_counts=2)
+    optim.load_state_dict(first.state_dict())
+    weight.grad = None
+    optim.step()
+    optim.update_params(weight.sum())
+    later = OptimWrapper(torch.optim.SGD([weight], lr=0.1))
+    later.load_state_dict(first.state_dict())
+    with pytest.raises(RuntimeError, match="no parameter of SGD has a gradient"):
+        later.update_params(_parameter().sum())

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from step_models import sgd
 from torch import nn
 
 from stepwrap.wrappers import OptimWrapper, OptimWrapperDict
@@ -91,3 +92,20 @@ def test_state_by_member() -> None:
 def test_only_optimizer_wrappers() -> None:
     with pytest.raises(AssertionError, match="`OptimWrapperDict` only accept.*gen: SGD"):
         OptimWrapperDict(gen=torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1))
+
+
+def test_a_member_may_have_nothing_to_do_in_a_step() -> None:
+    """One backward for all, and the generator's turn comes later."""
+    torch.manual_seed(0)
+    parts = {name: nn.Linear(2, 1) for name in ("generator", "discriminator")}
+    optims = OptimWrapperDict(**{name: sgd(part) for name, part in parts.items()})
+    before = parts["generator"].weight.clone()
+    for step in range(3):
+        loss = parts["discriminator"](torch.ones(1, 2)).sum()
+        if step == 2:
+            loss = loss + parts["generator"](torch.ones(1, 2)).sum()
+        optims["discriminator"].backward(loss)
+        for optim in optims.values():
+            optim.step()
+        optims.zero_grad()
+        assert torch.equal(parts["generator"].weight, before) == (step < 2)
