@@ -44,7 +44,7 @@ REASONS = ("interval", "signal", "exception", "end")
 
 
 def save_checkpoint(
-    folder: Path, state: LoopState, *, reason: str = "interval", is_best: bool = False
+    folder: Path | str, state: LoopState, *, reason: str = "interval", is_best: bool = False
 ) -> Path:
     """Write a checkpoint into `folder` and return its path; every rank must call this.
 
@@ -71,6 +71,7 @@ def save_checkpoint(
     Raises:
         CheckpointError: A rank failed; nothing of the checkpoint is left.
     """
+    folder = Path(folder)
     reshard(state.model)
     saved = savable(state)
     meta = _about(saved, reason, is_best)

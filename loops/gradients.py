@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from ..wrappers import Layout, is_dtensor, is_sharded, layout_of
 from .state import LoopState
+from .together import own_rank
 from .weights import plain_name
 
 logger = logging.getLogger(__name__)
@@ -40,19 +41,21 @@ def savable(state: LoopState) -> LoopState:
         return state
     start = state.updated_at
     if start is None or start[0] != state.epoch:
-        logger.warning(
-            "the gradients of the running accumulation window cannot be saved with step %d: a "
-            "resumed run goes on behind them with a new window",
-            state.step,
-        )
+        _warn(state, "a run resumed from it lacks those of the batches since the last update")
         return state
-    logger.warning(
-        "the gradients of the running accumulation window cannot be saved with step %d: a "
-        "resumed run repeats its %d batch(es)",
-        state.step,
-        state.iteration - start[2],
-    )
+    count = state.iteration - start[2]
+    _warn(state, f"a run resumed from it repeats the {count} batch(es) since the last update")
     return replace(state, epoch=start[0], batch=start[1], iteration=start[2])
+
+
+def _warn(state: LoopState, effect: str) -> None:
+    if own_rank() == 0:
+        logger.warning(
+            "the checkpoint of step %d is in the middle of an accumulation window, whose "
+            "gradients fsdp does not give out: %s",
+            state.step,
+            effect,
+        )
 
 
 def _loses_gradients(state: LoopState) -> bool:

@@ -86,6 +86,12 @@ def test_the_folder_describes_itself(tmp_path: Path) -> None:
     assert list(weights) == list(weights_of(state))
 
 
+def test_the_folder_may_be_text(tmp_path: Path) -> None:
+    path = save_checkpoint(f"{tmp_path}/checkpoints", trained())
+    assert path == tmp_path / "checkpoints" / "step_00000002"
+    assert find_checkpoint(str(tmp_path)) == path
+
+
 def test_metrics_of_other_weights_are_not_claimed(tmp_path: Path) -> None:
     state = trained()
     state.metrics, state.evaluated_at = {"loss": 0.5}, state.step - 1
