@@ -52,19 +52,22 @@ class _FirstStep:
     """What an optimizer calls before its steps; only the first call does anything."""
 
     def __init__(self, model: nn.Module, group: ProcessGroup, everywhere: bool) -> None:
-        self._todo: tuple[nn.Module, ProcessGroup, bool] | None = (model, group, everywhere)
+        self._model = model
+        self._group = group
+        self._everywhere = everywhere
+        self._has_stepped = False
 
     def __call__(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        if self._todo is None:
+        if self._has_stepped:
             return
-        (model, group, everywhere), self._todo = self._todo, None
+        self._has_stepped = True
         own = {id(one) for part in optimizer.param_groups for one in part["params"]}
         named = {
             name: one
-            for name, one in model.named_parameters()
-            if id(one) in own and one.requires_grad and not _is_split(one, group)
+            for name, one in self._model.named_parameters()
+            if id(one) in own and one.requires_grad and not _is_split(one, self._group)
         }
-        _compare(named, group, everywhere)
+        _compare(named, self._group, self._everywhere)
 
 
 def _is_split(parameter: Tensor, group: ProcessGroup) -> bool:
