@@ -16,7 +16,7 @@ from .catalog import (
     PARAM_SCHEDULERS,
 )
 from .check_component import check_component
-from .check_config import check_config
+from .check_config import check_config, examine_config
 from .config import Config, config_from_dict, dump_config, format_config, load_config
 from .errors import ConfigError, Problem, did_you_mean, nearest
 from .optimizer_sections import named_optimizers, optim_wrapper_sections, stepping_class
@@ -71,6 +71,7 @@ __all__ = [
     "default_of",
     "did_you_mean",
     "dump_config",
+    "examine_config",
     "format_config",
     "list_registrations",
     "load_config",

@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from .catalog import (
     DATALOADERS,
@@ -48,24 +48,58 @@ def check_config(cfg: Mapping[str, Any]) -> RunSections:
     Raises:
         ConfigError: with every problem found, each at its file and line.
     """
+    sections, problems, _ = examine_config(cfg)
+    if sections is None or problems:
+        raise ConfigError(problems)
+    return sections
+
+
+class Examination(NamedTuple):
+    """What a check has found.
+
+    Attributes:
+        sections: what could be read, with defaults for the rest; None where that is too little.
+        problems: all that is wrong, located.
+        faulty: the names of the sections that have problems.
+    """
+
+    sections: RunSections | None
+    problems: list[Problem]
+    faulty: frozenset[str]
+
+
+def examine_config(cfg: Mapping[str, Any]) -> Examination:
+    """Check as `check_config` does, and return also what is right beside the mistakes."""
     config = cfg if isinstance(cfg, Config) else config_from_dict(cfg)
     values = config.to_dict()
     problems: list[Problem] = []
     hooks = _hooks(values.pop("hooks", None), problems)
     schedulers = _schedulers(values.pop("schedulers", None), problems)
     values = _with_implied(values)
-    sections = check_section(RunSections, values, "", problems)
+    typed: list[Problem] = []
+    sections = check_section(RunSections, values, "", typed)
+    problems += typed
     problems += _import_problems(values.get("imports"), config.path.parent)
     problems += _part_problems(values, hooks, schedulers)
     problems += _need_problems(values)
-    if sections is None or problems:
-        raise ConfigError(_located(problems, config))
-    return replace(
-        sections,
-        hooks=hooks,
-        schedulers=list(schedulers.values()),
-        run_dir=sections.run_dir or f"runs/{sections.name}",
-    )
+    if sections is None:
+        sections = _readable(values, typed)
+    if sections is not None:
+        sections = replace(
+            sections,
+            hooks=hooks,
+            schedulers=list(schedulers.values()),
+            run_dir=sections.run_dir or f"runs/{sections.name}",
+        )
+    faulty = frozenset(problem.key.partition(".")[0] for problem in problems)
+    return Examination(sections, _located(problems, config), faulty)
+
+
+def _readable(values: Mapping[str, Any], problems: list[Problem]) -> RunSections | None:
+    """Return the sections without those that have a problem."""
+    wrong = {problem.key.partition(".")[0] for problem in problems}
+    kept = {key: value for key, value in values.items() if key not in wrong}
+    return check_section(RunSections, {"model": {}, **kept}, "", [])
 
 
 def _with_implied(values: Mapping[str, Any]) -> dict[str, Any]:

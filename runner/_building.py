@@ -1,11 +1,16 @@
-"""Errors of building a part of a run, with the section of the config that they came from."""
+"""Errors of building the parts of a run, with the sections of the config that they came from."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from typing import TypeVar
 
 from ..registry import Config, ConfigError, Problem
+from .failure import location_of
+
+T = TypeVar("T")
 
 
 class BuildError(RuntimeError):
@@ -14,26 +19,71 @@ class BuildError(RuntimeError):
     Attributes:
         section: The key path of that section.
         cause: What its constructor raised.
+        others: What else could not be built.
     """
 
-    def __init__(self, section: str, cause: Exception, told: str = "") -> None:
-        told = told or f"{section}: cannot be built: {type(cause).__name__}: {cause}"
-        super().__init__(told)
+    def __init__(self, section: str, cause: Exception) -> None:
+        super().__init__(section, cause)
         self.section = section
         self.cause = cause
+        self.others: list[BuildError] = []
 
-    def as_problem(self, config: Config) -> Problem:
-        """Return it as a mistake in `config`, with the line that set the section."""
-        what = f"cannot be built: {type(self.cause).__name__}: {self.cause}"
-        return Problem(self.section, what, config.origin(self.section))
+    def __str__(self) -> str:
+        own = f"{self.section}: {self._what()}"
+        return "\n".join(dict.fromkeys((own, *map(str, self.others))))
+
+    def as_config_error(self, config: Config) -> ConfigError:
+        """Return it and the others as mistakes in `config`, each with its line there."""
+        problems = [
+            Problem(one.section, one._told(), config.origin(one.section))
+            for one in (self, *self.others)
+        ]
+        return ConfigError(list(dict.fromkeys(problems)))
+
+    def _what(self) -> str:
+        text = str(self.cause).removeprefix(f"{self.section}: ")
+        return f"cannot be built: {type(self.cause).__name__}: {text}"
+
+    def _told(self) -> str:
+        where = location_of(self.cause)
+        return f"{self._what()}\n  at {where}" if where else self._what()
+
+
+class Attempts:
+    """Builds parts that do not need each other, to tell at the end which ones could not be."""
+
+    def __init__(self) -> None:
+        self._errors: list[BuildError] = []
+
+    def make(self, section: str, build: Callable[[], T]) -> T | None:
+        """Return what `build` makes for a section; None where it raises."""
+        try:
+            with building(section):
+                return build()
+        except BuildError as error:
+            self._errors += [error, *error.others]
+            return None
+
+    def finish(self) -> None:
+        """Raise what has gone wrong, all of it in one BuildError."""
+        if self._errors:
+            first, *others = self._errors
+            first.others = others
+            raise first
 
 
 @contextmanager
-def building(section: str) -> Iterator[None]:
-    """Say which section of the config an error came from."""
+def building(section: str, options: Iterable[str] = ()) -> Iterator[None]:
+    """Say which section of the config an error came from.
+
+    Args:
+        options: Names of settings in it: the one that the error names first is to blame.
+    """
     try:
         yield
     except (BuildError, ConfigError):
         raise
     except Exception as error:
-        raise BuildError(section, error) from error
+        words = re.findall(r"\w+", str(error))
+        blamed = next((word for word in words if word in options), None)
+        raise BuildError(f"{section}.{blamed}" if blamed else section, error) from error

@@ -57,8 +57,14 @@ def _tell_error(error: BaseException, debug: bool) -> int:
             _tell(str(error), Failure.of(error).trace if debug else "")
         return MISTAKE
     if isinstance(error, LaunchError):
+        if error.failures[0].kind == "ConfigError":
+            # Most of them say the same.
+            mistakes = [one for one in error.failures if one.kind == "ConfigError"]
+            trace = mistakes[0].trace if debug else ""
+            _tell("\n".join(dict.fromkeys(one.message for one in mistakes)), trace)
+            return MISTAKE
         _tell_failures(error.failures, debug)
-        return MISTAKE if error.failures[0].kind == "ConfigError" else FAILED
+        return FAILED
     _tell_failures([Failure.of(error, int(rank) if rank else None)], debug)
     return FAILED
 

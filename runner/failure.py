@@ -39,7 +39,7 @@ class Failure:
     def of(cls, error: BaseException, rank: int | None = None) -> Failure:
         """Describe `error`, with the place in the user's own files that led to it."""
         trace = "".join(traceback.format_exception(error))
-        return cls(type(error).__name__, _message(error), _location(error), trace, rank)
+        return cls(type(error).__name__, _message(error), location_of(error), trace, rank)
 
     @classmethod
     def read(cls, path: Path) -> Failure:
@@ -108,7 +108,8 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
         )
 
 
-def _location(error: BaseException) -> str:
+def location_of(error: BaseException) -> str:
+    """Return the user's innermost "file:line in function" that led to `error`, or ""."""
     for one in _chain(error):
         # An error of a data-loading worker carries its traceback as text.
         frames = [match.group("file", "line", "name") for match in _FRAME.finditer(str(one))]

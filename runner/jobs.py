@@ -18,12 +18,13 @@ from ..registry import Config, ConfigError, RunSections, dump_config
 from ..wrappers import auto
 from ._tracing import traced
 from .launcher import lonely_group
-from .parts import BuildError, build_parts, needs_group, read_sections
+from .parts import BuildError, build_parts, needs_group
 from .run_folder import clear_results, occupied, resolve_checkpoint
 from .runner import Runner
+from .sections import read_sections
 
 # The loops that a command's parts are built for.
-_WANTED = {"train": ("train", "val", "test"), "validate": ("val",), "test": ("test",)}
+WANTED = {"train": ("train", "val", "test"), "validate": ("val",), "test": ("test",)}
 
 
 @dataclass(frozen=True)
@@ -96,12 +97,11 @@ def _run_here(job: Job, run: RunSections) -> Outcome:
 
 
 def _build(job: Job, run: RunSections) -> dict[str, Any]:
-    """Build the parts; an error tells which line of the config they come from."""
+    """Build the parts; raises what cannot be built as mistakes in the config."""
     try:
-        return build_parts(run, _WANTED[job.command], one_batch=job.dry_run)
+        return build_parts(run, WANTED[job.command], one_batch=job.dry_run)
     except BuildError as error:
-        told = str(error.as_problem(job.config))
-        raise BuildError(error.section, error.cause, told) from error.cause
+        raise error.as_config_error(job.config) from error.cause
 
 
 def _train(runner: Runner, job: Job, run: RunSections) -> Outcome:

@@ -55,6 +55,12 @@ def build_optimization(run: RunSections, model: nn.Module) -> tuple[Any, dict[st
     return wrapper, _scheduler_hook(run, optimizers)
 
 
+def works_over_ranks(settings: Mapping[str, Any] | None) -> bool:
+    """Say whether an optimizer that the settings name communicates, also in one process."""
+    filled = supply_where_taken(settings or {}, OPTIMIZERS, "process_group", None)
+    return bool(filled != (settings or {}))
+
+
 def _in_group(settings: Any, group: ProcessGroup | None) -> Any:
     """Let optimizers that work over ranks take those that have the same parameters."""
     if group is None:

@@ -22,21 +22,31 @@ from ..registry import (
 from ..wrappers import (
     Mesh,
     Preparation,
+    StepDistributedDataParallel,
     auto,
     build_mesh,
     check_axes,
     check_preparation,
+    find_blocks,
+    freeze_parameters,
     meta_parameters,
     model_checks,
     steps_in_group_only,
     wrap_model,
     wrapper_misfits,
 )
-from ._building import building
+from ._building import Attempts, building
+from .optimizers import works_over_ranks
+
+AUTO_TABLES = ("single", "ddp", "fsdp")
 
 
-def build_model(run: RunSections) -> tuple[nn.Module, Mesh | None]:
-    """Return the wrapped model on this rank's device, and how the ranks are laid out."""
+def build_model(run: RunSections, ranks: int | None = None) -> tuple[nn.Module, Mesh | None]:
+    """Return the wrapped model on this rank's device, and how the ranks are laid out.
+
+    Args:
+        ranks: where one process tries what so many are to run, their number.
+    """
     device = _device(run.device)
     if device.type == "cuda":
         # What a model or a loss puts on "cuda" must come to this rank's own device.
@@ -47,40 +57,42 @@ def build_model(run: RunSections) -> tuple[nn.Module, Mesh | None]:
     place: AbstractContextManager[None] = meta_parameters() if is_meta else nullcontext()
     with building("model"), place:
         model = build_tree(run.model, MODELS)
-    for key, check in model_checks(model, preparation, _tensor_size(run, mesh)).items():
-        with building(key):
-            check()
+    _check_model(run, model, preparation, _tensor_size(run, mesh))
     options = {k: v for k, v in (run.wrapper or {}).items() if k not in ("type", "_scope_")}
-    with building("wrapper"):
+    with building("wrapper", options):
         wrapped = wrap_model(
-            wrapper_class(run), model, device=device, mesh=mesh, prepare=preparation, **options
+            _wrapper_for(run, ranks),
+            model,
+            device=device,
+            mesh=mesh,
+            prepare=preparation,
+            **options,
         )
     return wrapped, mesh
 
 
 def needs_group(run: RunSections) -> bool:
-    """Whether the wrapper can only step inside a process group, even of one process."""
+    """Whether wrapper or optimizer can only work inside a process group, even of one process."""
+    if works_over_ranks(run.optimizer):
+        return True
     wrapper = wrapper_class(run)
     if wrapper is auto:
         return run.init_device == "meta" or "shard" in run.mesh
     return wrapper is not None and steps_in_group_only(wrapper)
 
 
-def parallel_problems(run: RunSections, ranks: int) -> Iterator[Problem]:
+def layout_problems(run: RunSections, ranks: int) -> Iterator[Problem]:
     """Yield what does not fit together in how the ranks work together."""
     wrapper = wrapper_class(run)
-    data_size, axes = ranks, run.mesh
+    axes = run.mesh
     if run.mesh:
         try:
             axes = check_axes(run.mesh, ranks)
         except ValueError as error:
             yield Problem("mesh", _told_of_launch(str(error), run, ranks))
-        sizes = [size for name, size in axes.items() if name != "tensor"]
-        data_size = abs(math.prod(sizes))
+    data_size = _data_size(axes, ranks)
     is_meta = run.init_device == "meta"
     for key, told in wrapper_misfits(wrapper, data_size, axes, is_meta=is_meta).items():
-        yield Problem(key, told)
-    for key, told in check_preparation(_preparation(run)):
         yield Problem(key, told)
     if run.tensor_parallel is not None and "tensor" not in axes:
         what = "needs a tensor axis in mesh, such as {data: -1, tensor: 2}"
@@ -92,9 +104,60 @@ def parallel_problems(run: RunSections, ranks: int) -> Iterator[Problem]:
         yield from _table_problems(run.wrapper or {})
 
 
+def preparation_problems(run: RunSections) -> Iterator[Problem]:
+    """Yield what is wrong with what is to be done to the model, whatever the model."""
+    for key, told in check_preparation(_preparation(run)):
+        name = key.removeprefix("tensor_parallel.plan.")
+        yield Problem(key, told.removeprefix(f"{name}: "))
+
+
+def tables_with(name: str) -> list[str]:
+    """Return the key paths at which `auto` takes an option of the wrappers it chooses from."""
+    return [
+        f"wrapper.{table}.{name}"
+        for table in AUTO_TABLES
+        if not check_component({"type": table, name: None}, MODEL_WRAPPERS, "", ("module",))
+    ]
+
+
 def wrapper_class(run: RunSections) -> Any:
     """The class, or function, that the wrapper's type names; None for the default."""
     return None if run.wrapper is None else MODEL_WRAPPERS.resolve(run.wrapper["type"])
+
+
+def _check_model(
+    run: RunSections, model: nn.Module, preparation: Preparation, tensor_size: int
+) -> None:
+    """Raise all that does not fit the model at once."""
+    attempts = Attempts()
+    checks = model_checks(model, preparation, tensor_size)
+    where, options = "wrapper", run.wrapper or {}
+    if wrapper_class(run) is auto:
+        where, options = "wrapper.fsdp", options.get("fsdp") or {}
+    if "shard" in options:
+        checks[f"{where}.shard"] = lambda: find_blocks(model, options.get("shard"))
+    for key, check in checks.items():
+        attempts.make(key, check)
+    attempts.finish()
+    if run.train is not None and run.freeze:
+        with building("freeze"):
+            freeze_parameters(model, run.freeze)
+            if not any(one.requires_grad for one in model.parameters()):
+                raise ValueError("every parameter is frozen, nothing is left to train")
+
+
+def _wrapper_for(run: RunSections, ranks: int | None) -> Any:
+    """The wrapper, where one process tries what several are to run that of theirs."""
+    wrapper = wrapper_class(run)
+    if wrapper is not None or ranks is None:
+        return wrapper
+    axes = check_axes(run.mesh, ranks) if run.mesh else {}
+    return StepDistributedDataParallel if _data_size(axes, ranks) > 1 else None
+
+
+def _data_size(axes: Mapping[str, int], ranks: int) -> int:
+    sizes = [size for name, size in axes.items() if name != "tensor"]
+    return abs(math.prod(sizes)) if axes else ranks
 
 
 def _told_of_launch(told: str, run: RunSections, ranks: int) -> str:
@@ -105,7 +168,7 @@ def _told_of_launch(told: str, run: RunSections, ranks: int) -> str:
 
 def _table_problems(settings: Mapping[str, Any]) -> Iterator[Problem]:
     """Yield what the wrappers that may be chosen do not take."""
-    for name in ("single", "ddp", "fsdp"):
+    for name in AUTO_TABLES:
         table = settings.get(name)
         if isinstance(table, Mapping):
             where = f"wrapper.{name}"

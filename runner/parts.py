@@ -4,129 +4,101 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 
 from ..collectives import get_rank, get_world_size
-from ..loops import build_loader, seed_rng
+from ..loops import Hook, build_loader, seed_rng
 from ..registry import (
     DATALOADERS,
     DATASETS,
     HOOKS,
     LOOPS,
     METRICS,
-    Config,
-    ConfigError,
     LoaderSection,
-    Problem,
     Registry,
     RunSections,
     build_tree,
-    check_config,
-    config_from_dict,
-    did_you_mean,
-    load_config,
 )
+from ._building import Attempts, building
 from ._building import BuildError as BuildError
-from ._building import building
+from .launcher import lonely_group
 from .optimizers import build_optimization
-from .parallel import build_model, parallel_problems
+from .parallel import build_model
 from .parallel import needs_group as needs_group
 
 ALL = frozenset({"train", "val", "test"})
 _LOADER_OPTIONS = ("batch_size", "shuffle", "num_workers", "drop_last", "pin_memory")
-_WATCHING = ("metric", "keep_best")
 # What a trial sets to one in the training loop; the rest of its settings is left out.
 _TRIAL_ONES = ("max_epochs", "max_steps", "log_every_steps", "val_interval")
 
 
-def read_sections(
-    config: Config | Mapping[str, Any] | str | os.PathLike[str], world_size: int | None = None
-) -> RunSections:
-    """Check the settings of a run whole and return them.
-
-    Args:
-        config: A `Config`, a dict, a file or the name of a shipped config.
-        world_size: How many ranks will run; default: `launch.nproc` of the config.
-
-    Raises:
-        ConfigError: Everything that is wrong with them.
-    """
-    if isinstance(config, str | os.PathLike):
-        config = load_config(config)
-    elif not isinstance(config, Config):
-        config = config_from_dict(config)
-    run = check_config(config)
-    ranks = run.launch.nproc if world_size is None else world_size
-    problems = [
-        replace(problem, origin=config.origin(problem.key)) for problem in _misfits(run, ranks)
-    ]
-    if problems:
-        raise ConfigError(problems)
-    return run
-
-
 def build_parts(
-    run: RunSections, only: Collection[str] = ALL, *, one_batch: bool = False
+    run: RunSections,
+    only: Collection[str] = ALL,
+    *,
+    one_batch: bool = False,
+    ranks: int | None = None,
 ) -> dict[str, Any]:
     """Build what `Runner` takes, every rank its own; `only` names the loops that are wanted.
 
-    With `one_batch` each loop sees a single batch, for a trial of everything.
+    With `one_batch` each loop sees a single batch, for a trial of everything. `ranks` is for one
+    process that tries what so many are to run: see `rehearse`.
+
+    Raises:
+        BuildError: All that could not be built.
     """
     _make_deterministic(run)
     seed_rng(run.seed)
-    model, mesh = build_model(run)
+    attempts = Attempts()
+    model, mesh = attempts.make("model", partial(build_model, run, ranks)) or (None, None)
     shard = (get_rank(), get_world_size()) if mesh is None else (mesh.data_rank, mesh.data_size)
     feed = _Feed(run, shard, one_batch)
-    val_loop = _build_evaluation(feed, "val") if "val" in only else None
-    test_loop = _build_evaluation(feed, "test") if "test" in only else None
+    loops = {
+        f"{name}_loop": attempts.make(name, partial(_build_evaluation, feed, name))
+        for name in ("val", "test")
+        if name in only
+    }
     parts: dict[str, Any] = {
         "model": model,
-        "val_loop": val_loop,
-        "test_loop": test_loop,
+        "val_loop": None,
+        "test_loop": None,
+        **loops,
         "run_dir": run.run_dir,
         "seed": run.seed,
     }
-    hooks = _build_all("hooks", run.hooks, HOOKS)
+    hooks = attempts.make("hooks", partial(_build_all, "hooks", run.hooks, HOOKS))
     if "train" in only and run.train is not None:
-        parts["optim_wrapper"], schedules = build_optimization(run, model)
-        parts["train_loop"] = _build_training(feed, val_loop)
-        hooks = {**schedules, **hooks}
+        schedules: dict[str, Hook] = {}
+        if model is not None:
+            built = attempts.make("optimizer", partial(build_optimization, run, model))
+            parts["optim_wrapper"], schedules = built or (None, {})
+        train = partial(_build_training, feed, parts["val_loop"])
+        parts["train_loop"] = attempts.make("train", train)
+        hooks = {**schedules, **(hooks or {})}
+    attempts.finish()
     parts["hooks"] = hooks
     return parts
 
 
-def _misfits(run: RunSections, ranks: int) -> Iterator[Problem]:
-    """Yield what does not fit together although each section is right in itself."""
-    if run.device == "cuda" and not torch.cuda.is_available():
-        yield Problem("device", "is cuda, but torch finds no CUDA device on this machine")
-    yield from parallel_problems(run, ranks)
-    yield from _unknown_metrics(run)
+def rehearse(run: RunSections, only: Collection[str] = ALL) -> dict[str, Any]:
+    """Build in this process, on the CPU, what `launch.nproc` ranks are to run; returns the parts.
 
+    The wrapper is the one that the ranks will have, in a group of this process alone.
 
-def _unknown_metrics(run: RunSections) -> Iterator[Problem]:
-    """Yield the metrics that hooks and schedulers watch and the run does not have."""
-    watched = {
-        f"hooks.{name}.{key}": settings.get(key)
-        for name, settings in run.hooks.items()
-        for key in _WATCHING
-    }
-    several = len(run.schedulers) > 1
-    for at, one in enumerate(run.schedulers):
-        where = f"schedulers.{at}" if several else "schedulers"
-        watched[f"{where}.metric"] = one.metric
-        if one.metric is None and one.scheduler["type"] == "ReduceLROnPlateau":
-            yield Problem(f"{where}.metric", "is missing: ReduceLROnPlateau watches a metric")
-    if len({one.metric for one in run.schedulers} - {None}) > 1:
-        yield Problem("schedulers", "all that watch a metric must watch the same one")
-    for where, metric in watched.items():
-        # A metric with several results is "name/part" in the records.
-        if isinstance(metric, str) and metric.split("/")[0] not in run.metrics:
-            known = ", ".join(run.metrics) or "none"
-            what = f"there is no metric {metric!r}{did_you_mean(metric, run.metrics)}"
-            yield Problem(where, f"{what}; the run's metrics are: {known}")
+    Raises:
+        BuildError: All that could not be built.
+    """
+    ranks = run.launch.nproc
+    alone: AbstractContextManager[None] = nullcontext()
+    if ranks > 1 or needs_group(run):
+        alone = lonely_group()
+    with alone:
+        return build_parts(replace(run, device="cpu"), only, ranks=ranks)
 
 
 def _make_deterministic(run: RunSections) -> None:
@@ -140,10 +112,12 @@ def _make_deterministic(run: RunSections) -> None:
 
 
 def _build_all(section: str, named: Mapping[str, Any], registry: Registry) -> dict[str, Any]:
-    built = {}
-    for name, settings in named.items():
-        with building(f"{section}.{name}"):
-            built[name] = build_tree(settings, registry)
+    attempts = Attempts()
+    built = {
+        name: attempts.make(f"{section}.{name}", partial(build_tree, settings, registry))
+        for name, settings in named.items()
+    }
+    attempts.finish()
     return built
 
 
@@ -176,8 +150,11 @@ def _build_evaluation(feed: _Feed, name: str) -> Any:
     run = feed.run
     if getattr(run.data, name) is None:
         return None
-    metrics = _build_all("metrics", run.metrics, METRICS)
-    supplied = {"dataloader": _build_loader(feed, name), "metrics": metrics}
+    attempts = Attempts()
+    metrics = attempts.make("metrics", partial(_build_all, "metrics", run.metrics, METRICS))
+    loader = attempts.make(f"data.{name}", partial(_build_loader, feed, name))
+    attempts.finish()
+    supplied = {"dataloader": loader, "metrics": metrics}
     with building(name):
         return build_tree(getattr(run, name), LOOPS, supplied)
 

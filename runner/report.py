@@ -37,12 +37,15 @@ def report_outcome(job: Job, run: RunSections, outcome: Outcome) -> int:
 
 def report_check(config: str, run: RunSections, parts: Mapping[str, Any]) -> None:
     """Tell what a config describes, once it has been built."""
-    model = parts["model"].module
+    wrapper, model = parts["model"], parts["model"].module
     count = sum(parameter.numel() for parameter in model.parameters())
     loops = [name for name in ("train", "val", "test") if parts.get(f"{name}_loop") is not None]
     console = Console(highlight=False)
     _say(console, config, "no mistakes; every part can be built")
-    _say(console, "model", f"{type(model).__name__}, {count:,} parameters")
+    # fully_shard gives the model a class of its own.
+    kind = next(one for one in type(model).__mro__ if "torch.distributed" not in one.__module__)
+    _say(console, "model", f"{kind.__name__}, {count:,} parameters")
+    _say(console, "wrapper", type(wrapper).__name__)
     _say(console, "loops", ", ".join(loops) or "none")
     _say(console, "hooks", ", ".join(parts["hooks"]) or "none")
 

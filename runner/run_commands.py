@@ -6,18 +6,23 @@ import argparse
 import json
 import os
 import signal
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+import warnings
+from collections.abc import Collection, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from ..registry import Config, ConfigError, Problem, RunSections, load_config
 from .failure import Terminated, TrainingFailed
-from .jobs import Job, refuse_occupied, run_job
-from .launcher import launch, lonely_group, started_outside
-from .parts import BuildError, build_parts, needs_group, read_sections
+from .jobs import WANTED, Job, refuse_occupied, run_job
+from .launcher import launch, started_outside
+from .parts import ALL, BuildError, rehearse
 from .report import report_check, report_environment, report_outcome
-from .run_folder import saved_checkpoints
+from .run_folder import new_folder, saved_checkpoints
+from .sections import read_sections
 
 _NEEDED = {"train": "train", "validate": "data.val", "test": "data.test"}
 
@@ -32,21 +37,25 @@ def run_train(options: argparse.Namespace) -> int:
         what = "--dry-run and --resume exclude each other: a dry run starts from the beginning"
         raise ConfigError([Problem("", what)])
     job = Job("train", config, resume=resume, fresh=options.fresh, dry_run=options.dry_run)
-    if not started_outside():
-        # Asked again by the ranks; here the answer comes before any is started.
-        refuse_occupied(job, run.run_dir)
-        if not options.dry_run:
-            _make_folder(config, run.run_dir)
-    return _run(job, options, run)
+    if started_outside():
+        return _run(job, options, run)
+    # Asked again by the ranks; here the answer comes before any is started.
+    refuse_occupied(job, run.run_dir)
+    with nullcontext() if options.dry_run else _folder_for(config, run.run_dir):
+        return _run(job, options, run)
 
 
-def _make_folder(config: Config, run_dir: str) -> None:
-    try:
-        Path(run_dir).mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        origin = config.origin("run_dir") if "run_dir" in config else ""
-        what = f"the folder {run_dir} cannot be made: {error.strerror}"
-        raise ConfigError([Problem("run_dir", what, origin)]) from error
+@contextmanager
+def _folder_for(config: Config, run_dir: str) -> Iterator[None]:
+    """Make the run's folder, before anything else can fail; nothing empty is left of it."""
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(new_folder(Path(run_dir)))
+        except OSError as error:
+            origin = config.origin("run_dir") if "run_dir" in config else ""
+            what = f"the folder {run_dir} cannot be made: {error.strerror}"
+            raise ConfigError([Problem("run_dir", what, origin)]) from error
+        yield
 
 
 def run_validate(options: argparse.Namespace) -> int:
@@ -62,15 +71,16 @@ def run_test(options: argparse.Namespace) -> int:
 def run_check(options: argparse.Namespace) -> int:
     """Report every mistake in a config, then build its parts on the CPU."""
     config = load_config(options.words[0], options.words[1:])
-    run = replace(read_sections(config), device="cpu")
-    group: AbstractContextManager[None] = lonely_group() if needs_group(run) else nullcontext()
-    with group:
-        try:
-            parts = build_parts(run)
-        except BuildError as error:
-            raise ConfigError([error.as_problem(config)]) from error.cause
-    report_check(options.words[0], run, parts)
+    run = read_sections(config)
+    report_check(options.words[0], run, _rehearsed(config, run, ALL))
     return 0
+
+
+def _rehearsed(config: Config, run: RunSections, only: Collection[str]) -> dict[str, Any]:
+    try:
+        return rehearse(run, only)
+    except BuildError as error:
+        raise error.as_config_error(config) from error.cause
 
 
 def run_env(options: argparse.Namespace) -> int:
@@ -90,6 +100,8 @@ def _run(job: Job, options: argparse.Namespace, run: RunSections) -> int:
     settings = run.launch
     backend = "gloo" if settings.backend == "auto" and run.device == "cpu" else settings.backend
     with _telling_what_is_saved(job, Path(run.run_dir)):
+        if settings.nproc > 1 and not started_outside():
+            _try_before(job, run)
         results = launch(
             run_job, (job,), nproc=settings.nproc, backend=backend, timeout_s=settings.timeout_s
         )
@@ -99,26 +111,45 @@ def _run(job: Job, options: argparse.Namespace, run: RunSections) -> int:
     return report_outcome(job, run, results[0])
 
 
+def _try_before(job: Job, run: RunSections) -> None:
+    """Find what cannot be built before ranks are started for it.
+
+    Not for ranks on GPUs: what they build may not be buildable on the CPU, and this process
+    must not keep a part of a GPU's memory. They tell the same of it.
+    """
+    if run.device != "cpu" and torch.cuda.is_available():
+        return
+    with warnings.catch_warnings():
+        # The ranks will say it too.
+        warnings.simplefilter("ignore")
+        _rehearsed(job.config, run, WANTED[job.command])
+
+
 @contextmanager
 def _telling_what_is_saved(job: Job, folder: Path) -> Iterator[None]:
-    """Put the checkpoint that a run has left, when a signal ended it later, into the error."""
+    """Put the checkpoint that a run has left, or had started from, into the error of its end."""
     # Not find_checkpoint, which ranks call together: a signal may have come to one of them.
-    before = saved_checkpoints(folder)
+    before = _stamped(folder)
     try:
         yield
     except ConfigError:
         raise
     except Exception as error:
-        saved = saved_checkpoints(folder)
-        if job.command != "train" or not saved:
-            raise
-        raise TrainingFailed(folder / "config.yaml", saved[-1]) from error
-    except (KeyboardInterrupt, Terminated) as error:
-        number = error.number if isinstance(error, Terminated) else signal.SIGINT
-        saved = saved_checkpoints(folder)
+        saved = _stamped(folder)
         if job.command != "train" or not saved or saved == before:
             raise
-        raise Terminated(number, str(saved[-1])) from error
+        raise TrainingFailed(folder / "config.yaml", next(reversed(saved))) from error
+    except (KeyboardInterrupt, Terminated) as error:
+        number = error.number if isinstance(error, Terminated) else signal.SIGINT
+        saved = _stamped(folder)
+        if job.command != "train" or not saved or saved == before:
+            raise
+        raise Terminated(number, str(next(reversed(saved)))) from error
+
+
+def _stamped(folder: Path) -> dict[Path, int]:
+    """Return the checkpoints in a folder, the last one last, with their times."""
+    return {path: path.stat().st_mtime_ns for path in saved_checkpoints(folder)}
 
 
 def _load(options: argparse.Namespace) -> tuple[Config, RunSections]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ..loops import CheckpointError, find_checkpoint
@@ -68,6 +70,20 @@ def _at_path(run_dir: Path, path: Path) -> Path:
     there = [str(folder / one.name) for one in sorted(folder.glob("step_*"))]
     near = did_you_mean(str(path), there) or did_you_mean(str(path), ("best", "latest"))
     raise CheckpointError(f"there is no checkpoint {path}{near}")
+
+
+@contextmanager
+def new_folder(run_dir: Path) -> Iterator[None]:
+    """Have the folder inside; where that fails, remove what was made for it and is empty."""
+    made = [path for path in (run_dir, *run_dir.parents) if not path.exists()]
+    run_dir.mkdir(parents=True, exist_ok=True)
+    try:
+        yield
+    except BaseException:
+        for path in made:
+            with suppress(OSError):
+                path.rmdir()
+        raise
 
 
 def clear_results(run_dir: Path) -> None:

@@ -25,8 +25,9 @@ from ..loops import (
 from ..registry import Config
 from ..wrappers import wrap_model
 from ._tracing import traced
-from .parts import build_parts, read_sections
+from .parts import build_parts
 from .run_folder import resolve_checkpoint, saved_checkpoints
+from .sections import read_sections
 
 if TYPE_CHECKING:
     from ..loops.state import Optimization

@@ -9,6 +9,7 @@ from .activation_checkpointing import checkpoint_activations
 from .amp import AmpOptimWrapper
 from .anomalies import detect_anomalous_params
 from .auto import auto
+from .blocks import find_blocks
 from .comm_hooks import CommHook
 from .compiling import compile_model
 from .data_parallel import ReplicationCallbackDataParallel
@@ -129,6 +130,7 @@ __all__ = [
     "dict_gather",
     "drop_held_gradients",
     "exec_data_parallel_replication_callback",
+    "find_blocks",
     "freeze_parameters",
     "is_dtensor",
     "is_model_wrapper",

@@ -35,7 +35,7 @@ DOORS = {
         OPTIM_WRAPPERS ParamwiseSection PARAM_SCHEDULERS Problem Registration Registry RunSections
         SchedulerSection build_from_cfg build_model_from_cfg build_tree check_component
         check_config check_paramwise config_from_dict default_of
-        did_you_mean dump_config format_config
+        did_you_mean dump_config examine_config format_config
         list_registrations load_config named_optimizers nearest
         optim_wrapper_sections stepping_class supply_where_taken
     """,
@@ -51,7 +51,7 @@ DOORS = {
         build_optimizer check_axes check_preparation checkpoint_activations compile_model
         convert_model convert_sync_batchnorm copy_whole_ detect_anomalous_params dict_gather
         drop_held_gradients
-        exec_data_parallel_replication_callback freeze_parameters is_model_wrapper
+        exec_data_parallel_replication_callback find_blocks freeze_parameters is_model_wrapper
         is_module_wrapper is_sharded layout_of local_part meta_parameters model_checks
         is_dtensor named_parameters parallelize param_groups parse_losses patch_replication_callback
         patch_sync_batchnorm prepare_model reshard revert_sync_batchnorm set_sbn_eps_mode

@@ -8,7 +8,8 @@ import torch
 from stepwrap.registry import ConfigError
 from stepwrap.runner import Runner
 from stepwrap.runner.cli import main
-from stepwrap.runner.parts import build_parts, read_sections
+from stepwrap.runner.parts import build_parts
+from stepwrap.runner.sections import read_sections
 
 LOADERS = """
 from torch.utils.data import DataLoader

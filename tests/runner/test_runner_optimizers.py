@@ -16,7 +16,8 @@ from stepwrap.registry import ConfigError, config_from_dict, load_config
 from stepwrap.runner import Runner
 from stepwrap.runner._building import BuildError
 from stepwrap.runner.cli import main
-from stepwrap.runner.parts import build_parts, read_sections
+from stepwrap.runner.parts import build_parts
+from stepwrap.runner.sections import read_sections
 
 MODELS = '''
 import torch
