@@ -220,7 +220,12 @@ def _need_problems(values: Mapping[str, Any]) -> Iterator[Problem]:
 def _located(problems: list[Problem], config: Config) -> list[Problem]:
     """Return the problems with their origins, in the order of the files."""
     located = [
-        replace(problem, origin=config.origin(problem.key), what=problem.what + hint)
+        replace(
+            problem,
+            origin=config.origin(problem.key),
+            # What else the type takes is not the question then.
+            what=f"{problem.what.partition('; it also takes ')[0]}{hint}" if hint else problem.what,
+        )
         for problem in problems
         for hint in [_inheritance_hint(problem, config)]
     ]
@@ -241,7 +246,8 @@ def _inheritance_hint(problem: Problem, config: Config) -> str:
     if type_file == shown(config.path):
         return f"; it is inherited, `_delete_: true` beside the type ({by}) drops it"
     if type_file.startswith("override "):
-        return f"; it is inherited, an override of the whole {section} drops it"
+        whole = f"'{section}={{type: {config.select(kind)}}}'"
+        return f"; it is inherited, {whole} replaces the whole section and drops it"
     return ""
 
 

@@ -41,7 +41,9 @@ class BuildError(RuntimeError):
         return ConfigError(list(dict.fromkeys(problems)))
 
     def _what(self) -> str:
-        text = str(self.cause).removeprefix(f"{self.section}: ")
+        text = str(self.cause).strip()
+        for said in (self.section, self.section.rpartition(".")[2]):
+            text = text.removeprefix(f"{said}: ")
         return f"cannot be built: {type(self.cause).__name__}: {text}"
 
     def _told(self) -> str:

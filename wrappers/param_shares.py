@@ -47,8 +47,8 @@ def refuse_single_step(model: nn.Module) -> None:
     if not has_own_train_step(model.module):
         name = type(model.module).__name__
         raise TypeError(
-            f"{name} has no train_step of its own, and that of {type(model).__name__} updates by "
-            f"one optimizer: write {name}.train_step(data, optim_wrapper), which updates by each, "
+            f"{name} has no train_step of its own, and that of its wrapper updates by one "
+            f"optimizer: write {name}.train_step(data, optim_wrapper), which updates by each, "
             "as in optim_wrapper['generator'].update_params(loss)"
         )
 

@@ -167,7 +167,8 @@ def test_what_a_base_left_behind_is_explained(good: str, write: Write) -> None:
         "it is inherited, `_delete_: true` beside the type (child.yaml:3) drops it"
     )
     assert problem(good, "schedulers.type=ConstantLR").endswith(
-        "it is inherited, an override of the whole schedulers drops it"
+        "has no such argument; it is inherited, 'schedulers={type: ConstantLR}' replaces the whole "
+        "section and drops it"
     )
 
 

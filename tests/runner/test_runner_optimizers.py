@@ -271,7 +271,7 @@ def test_uneven_shares_are_told_with_the_section(gan: Path) -> None:
     config = load_config("gan.yaml", [SINGLE, "optimizer.generator.params=[generator.0]"])
     with pytest.raises(BuildError) as caught:
         build_parts(read_sections(config))
-    text = str(caught.value.as_problem(config))
+    text = str(caught.value.as_config_error(config))
     assert text.startswith("gan.yaml:5: optimizer: cannot be built: ValueError: no optimizer has g")
 
 

@@ -1,0 +1,215 @@
+"""Mistakes that only building finds: all at once, before ranks start, and nothing left of them."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from stepwrap.registry import ConfigError, config_from_dict
+from stepwrap.runner.cli import main
+from stepwrap.runner.sections import read_sections
+
+Capture = pytest.CaptureFixture[str]
+
+NETS = '''
+import os
+from pathlib import Path
+
+from torch import nn
+
+from points import Net, Points
+
+
+class Failing(Net):
+    """Notes in which process it was built."""
+
+    def __init__(self, only_in_ranks=False):
+        super().__init__()
+        if not only_in_ranks or "RANK" in os.environ:
+            with Path("built.txt").open("a") as file:
+                print(os.environ.get("RANK", "launcher"), file=file)
+            raise ValueError("no such net")
+
+
+class Absent(Points):
+    def __init__(self):
+        raise FileNotFoundError("no points here")
+
+
+class Gan(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gen, self.dis = nn.Linear(2, 2), nn.Linear(2, 1)
+
+    def forward(self, x, y, mode="tensor"):
+        return {"loss": self.dis(self.gen(x)).mean()}
+
+    def train_step(self, data, optim_wrapper):
+        return {}
+'''
+FAILING = "model.net={type: wrong_nets.Failing}"
+ABSENT = "data.train={dataset: {type: wrong_nets.Absent}, batch_size: 4}"
+GAN = [
+    "model={type: wrong_nets.Gan}",
+    "optimizer={gen: {type: SGD}, dis: {type: SGD}}",
+    "schedulers=[]",
+]
+ZERO = "optimizer={type: ZeroRedundancyOptimizer, optimizer_class: SGD, lr: 0.1}"
+LOCAL = "optimizer={type: PostLocalSGD, optimizer_class: SGD, period: 2, lr: 0.1}"
+UNEVEN = "wrapper={type: ddp, uneven_inputs: true}"
+
+
+@pytest.fixture
+def nets(run: Path) -> Path:
+    (run / "wrong_nets.py").write_text(NETS)
+    sys.modules.pop("wrong_nets", None)
+    config = (run / "points.yaml").read_text()
+    (run / "points.yaml").write_text(config.replace("[points.py]", "[points.py, wrong_nets.py]"))
+    return run
+
+
+def mistakes(capsys: Capture, *words: str) -> str:
+    assert main([words[0], "points.yaml", *words[1:]]) == 2
+    err = capsys.readouterr().err
+    assert not any(noise in err for noise in ("(rank", "--debug", "Error: points.yaml"))
+    return err
+
+
+@pytest.mark.parametrize("nproc", ["1", "2"])
+def test_found_before_ranks_are_started(nets: Path, capsys: Capture, nproc: str) -> None:
+    err = mistakes(capsys, "train", FAILING, "--nproc", nproc)
+    first, place = err.splitlines()
+
+    assert first.endswith(": model: cannot be built: ValueError: no such net")
+    assert place.startswith(f"  at {nets / 'wrong_nets.py'}:")
+    assert (nets / "built.txt").read_text() == "launcher\n"
+    assert not (nets / "runs").exists()
+
+
+def test_found_by_the_ranks_alone(nets: Path, capsys: Capture) -> None:
+    (nets / "mine").mkdir()
+    only = "model.net={type: wrong_nets.Failing, only_in_ranks: true}"
+    err = mistakes(capsys, "train", only, "--nproc", "2", "--run-dir", "mine/first/run")
+    assert err.count("model: cannot be built: ValueError: no such net") == 1
+    assert len(err.splitlines()) == 2
+    assert "launcher" not in (nets / "built.txt").read_text()
+    assert list((nets / "mine").iterdir()) == []
+
+
+def test_parts_that_cannot_be_built_are_told_together(nets: Path, capsys: Capture) -> None:
+    err = mistakes(capsys, "check", FAILING, ABSENT, "hooks.checkpoint.keep_last=0")
+    for section in ("model", "data.train", "hooks.checkpoint"):
+        assert err.count(f"{section}: cannot be built: ") == 1, err
+
+
+def test_what_does_not_fit_the_model_is_told_together(nets: Path, capsys: Capture) -> None:
+    blocks = ("wrapper.shard=[Blok]", "activation_checkpointing=[Blok]", "freeze=[layer]")
+    err = mistakes(capsys, "check", "wrapper={type: fsdp}", *blocks)
+    for text in blocks:
+        assert f"override {text}: {text.partition('=')[0]}: cannot be built: ValueError: no " in err
+
+
+def test_mistakes_of_all_sections_are_told_together(nets: Path, capsys: Capture) -> None:
+    err = mistakes(
+        capsys,
+        "check",
+        "optimizer.lrr=1",
+        "seed=x",
+        "mesh={dat: 2}",
+        "compile={fulgraph: true}",
+        "tensor_parallel={plan: {net.0: columnwise}}",
+        "hooks.checkpoint.keep_best=acuracy",
+    )
+    assert len(err.splitlines()) == 7
+    for told in (
+        "optimizer.lrr: AdamW has no such argument",
+        "seed: must be a whole number",
+        "mesh: a mesh has no axis 'dat'",
+        "compile: compile has no argument 'fulgraph'",
+        "tensor_parallel: needs a tensor axis",
+        "tensor_parallel.plan.net.0: there is no style 'columnwise'",
+        "hooks.checkpoint.keep_best: there is no metric 'acuracy'",
+    ):
+        assert told in err, err
+
+
+def test_what_hangs_on_a_wrong_section_is_not_told() -> None:
+    """A mesh that cannot be read says nothing about what needs one."""
+    config = config_from_dict(
+        {
+            "model": {"type": "torch.nn.Identity"},
+            "mesh": "tensor",
+            "tensor_parallel": {"plan": {"net": "colwise"}},
+        }
+    )
+    with pytest.raises(ConfigError) as caught:
+        read_sections(config)
+    assert [one.key for one in caught.value.problems] == ["mesh", ""]
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (GAN, "wrapper: cannot be built: TypeError: Gan overrides train_step"),
+        ([*GAN, "wrapper={type: ddp}"], "under StepDistributedDataParallel"),
+        (["freeze=['*']"], "freeze: cannot be built: ValueError: every parameter is frozen"),
+        (
+            ["wrapper={type: ddp, uneven_inputs: true, sync_batchnorm: true}"],
+            "wrapper.uneven_inputs: excludes sync_batchnorm",
+        ),
+        ([UNEVEN, ZERO], "wrapper.uneven_inputs: does not go together with an optimizer that"),
+        ([UNEVEN, LOCAL], "wrapper.uneven_inputs: does not go together with an optimizer that"),
+        ([UNEVEN, "optim_wrapper.accumulative_counts=2"], "needs accumulative_counts=1"),
+        ([UNEVEN, "train={type: IterTrainLoop, max_steps: 2}"], "needs an EpochTrainLoop"),
+        (
+            ["wrapper={type: auto, fsdp: {shard: [Blok]}}"],
+            "wrapper.fsdp.shard: cannot be built: ValueError: no module of the model has the class",
+        ),
+        (["wrapper={type: auto, shard: [Net]}"], "did you mean wrapper.fsdp.shard?"),
+        (["wrapper={type: ddp, comm_hook: foo}"], "wrapper.comm_hook: cannot be built: ValueE"),
+    ],
+)
+def test_check_refuses_what_could_not_start(
+    nets: Path, capsys: Capture, words: list[str], told: str
+) -> None:
+    assert told in mistakes(capsys, "check", "launch.nproc=2", *words)
+
+
+@pytest.mark.parametrize("optimizer", [ZERO, LOCAL])
+def test_optimizers_that_work_over_ranks(nets: Path, capsys: Capture, optimizer: str) -> None:
+    for nproc in (1, 2):
+        assert main(["check", "points.yaml", optimizer, f"launch.nproc={nproc}"]) == 0
+    assert main(["train", "points.yaml", optimizer, "train.max_epochs=1", "schedulers=[]"]) == 0
+
+
+def test_check_names_wrapper_and_model(nets: Path, capsys: Capture) -> None:
+    for wrapper, name in (("fsdp", "StepFullyShardedDataParallel"), ("ddp", "StepDistributedData")):
+        words = ["check", "points.yaml", f"wrapper={{type: {wrapper}}}", "launch.nproc=2"]
+        assert main(words) == 0
+        out = capsys.readouterr().out
+        assert "model: SupervisedModel, 42 parameters" in out
+        assert f"wrapper: {name}" in out
+
+
+def test_no_checkpoint_of_another_run_is_told(nets: Path, capsys: Capture) -> None:
+    assert main(["train", "points.yaml", "train.max_epochs=1"]) == 0
+    capsys.readouterr()
+    bad = "data.train.dataset.bad=9"
+    for option in (
+        ["--dry-run", "data.train.batch_size=48"],
+        ["--fresh", "hooks.checkpoint=false"],
+    ):
+        assert main(["train", "points.yaml", bad, *option]) == 1
+        assert "the last checkpoint" not in capsys.readouterr().err
+
+
+def test_resume_under_another_wrapper_says_how(nets: Path, capsys: Capture) -> None:
+    with (nets / "points.yaml").open("a") as file:
+        file.write("wrapper: {type: fsdp, shard: [Linear]}\n")
+    err = mistakes(capsys, "train", "--resume", "wrapper.type=ddp")
+    assert err.endswith(
+        "wrapper.shard: StepDistributedDataParallel has no such argument; it is inherited, "
+        "'wrapper={type: ddp}' replaces the whole section and drops it\n"
+    )
