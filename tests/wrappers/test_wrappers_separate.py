@@ -10,17 +10,21 @@ import torch
 import torch.distributed as dist
 from gan_models import Gan, gan_batches, optimizers
 from ranks import run_ranks
+from sharded_models import whole
 from step_models import batches, classifier, flat, mlp, sgd
 from torch import Tensor, nn
 
 from stepwrap.registry import MODEL_WRAPPERS
 from stepwrap.wrappers import (
+    Preparation,
     SeparateDistributedDataParallel,
     SingleDevice,
     StepDistributedDataParallel,
     SupervisedModel,
+    build_mesh,
     is_model_wrapper,
     is_module_wrapper,
+    wrap_model,
 )
 
 STEPS = 6
@@ -324,3 +328,26 @@ def test_a_group_of_ranks(kind: type[nn.Module]) -> None:
             optimizer.step()
         assert (weights - flat(net)).abs().max().item() <= 1e-12
         assert grouped
+
+
+def _gan_in_parts() -> Tensor:
+    """Train with the generator split over two ranks, whose pairs see the batches of two ranks."""
+    mesh = build_mesh({"data": 2, "tensor": 2})
+    plan = {"generator.0": "colwise", "generator.2": "rowwise"}
+    model = Gan()
+    wrapper = wrap_model(
+        SeparateDistributedDataParallel,
+        model,
+        mesh=mesh,
+        prepare=Preparation(tensor_parallel=plan),
+    )
+    optims = optimizers(model)
+    for batch in gan_batches(STEPS, mesh.data_rank):
+        wrapper.train_step(batch, optims)
+    return torch.cat([whole(parameter).flatten() for parameter in model.parameters()])
+
+
+def test_children_with_split_layers() -> None:
+    expected = _gan_alone(1)
+    for weights in run_ranks(_gan_in_parts, 4):
+        assert (weights - expected).abs().max().item() <= 1e-12

@@ -1,0 +1,59 @@
+"""The steps on the page about parts of one's own: they run, and agree."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from fsdp_runs import largest_difference, network, own_batches, whole
+from ranks import run_ranks
+from torch import Tensor, nn
+
+from stepwrap.registry import MODEL_WRAPPERS
+from stepwrap.wrappers import OptimWrapper, Preparation, SupervisedModel, build_mesh, wrap_model
+
+PAGE = (Path(__file__).parents[2] / "docs/extending.md").read_text()
+NAMES = ("Penalised", "PenalisedShards")
+PLAN = {"net.blocks.*.up": "colwise", "net.blocks.*.down": "rowwise"}
+
+
+def _register_steps(penalty: str) -> None:
+    section = PAGE.split("\n## A training step\n")[1].split("\n## ")[0]
+    for code in re.findall(r"```python\n(.*?)```", section, flags=re.DOTALL):
+        # A rank process may have them from another call.
+        forced = code.replace("register_module()", "register_module(force=True)")
+        exec(forced.replace("1e-4", "1e-1").replace("p.square().sum()", penalty), {})
+
+
+def _train(penalty: str, axes: dict[str, int] | None) -> list[dict[str, Tensor]]:
+    _register_steps(penalty)
+    trained = []
+    for name in NAMES:
+        options: dict[str, Any] = {} if name == "Penalised" else {"shard": ["Block"]}
+        if axes is not None and name == "PenalisedShards":
+            options["mesh"] = build_mesh(axes)
+            if "tensor" in axes:
+                options["prepare"] = Preparation(tensor_parallel=PLAN)
+        net = network("Net", torch.float64)
+        model = SupervisedModel(net, nn.CrossEntropyLoss())
+        wrapper = wrap_model(MODEL_WRAPPERS.get(name), model, **options)
+        # Ranks of one tensor group see the same batches.
+        rank = dist.get_rank() if axes is None or "tensor" not in axes else 0
+        optim = OptimWrapper(torch.optim.SGD(wrapper.parameters(), lr=0.1), 3, {"max_norm": 1.0})
+        optim.initialize_count_status(nn.Module(), 0, 7)
+        for batch in own_batches(rank, torch.float64):
+            logs = wrapper.train_step(batch, optim)
+        assert set(logs) == {"loss", "loss_raw", "loss_penalty"}
+        trained.append(whole(net))
+    return trained
+
+
+@pytest.mark.parametrize("penalty", ["p.square().sum()", "p.abs().sum()", "p.norm()"])
+@pytest.mark.parametrize("axes", [None, {"data": 1, "tensor": 2}])
+def test_penalties_of_shards_are_those_of_whole_weights(
+    penalty: str, axes: dict[str, int] | None
+) -> None:
+    for replicated, sharded in run_ranks(_train, 2, penalty, axes):
+        assert largest_difference(replicated, sharded) <= 1e-12
