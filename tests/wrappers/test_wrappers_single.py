@@ -116,7 +116,8 @@ def test_a_preprocessor_may_be_a_method() -> None:
 
 
 def test_logs_of_an_own_parse_losses_are_detached() -> None:
-    logs = SingleDevice(Recording([])).train_step(batches(1)[0], sgd(mlp()))
+    model = SingleDevice(Recording([]))
+    logs = model.train_step(batches(1)[0], sgd(model))
     assert not logs["loss"].requires_grad
 
 
