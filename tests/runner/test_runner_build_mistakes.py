@@ -79,7 +79,7 @@ def mistakes(capsys: Capture, *words: str) -> str:
 
 @pytest.mark.parametrize("nproc", ["1", "2"])
 def test_found_before_ranks_are_started(nets: Path, capsys: Capture, nproc: str) -> None:
-    err = mistakes(capsys, "train", FAILING, "--nproc", nproc)
+    err = mistakes(capsys, "train", FAILING, "--nproc", nproc, "device=cpu")
     first, place = err.splitlines()
 
     assert first.endswith(": model: cannot be built: ValueError: no such net")
