@@ -1,5 +1,6 @@
 """Who am I among the ranks, and what do all of them know together?"""
 
+from ._handle import CollectiveHandle
 from .backend_registry import (
     get_dist_backend,
     list_all_backends,
@@ -12,6 +13,7 @@ from .barrier import synchronize
 from .builtin_backends import NonDist, TorchCPUDist, TorchCUDADist, TorchDist
 from .errors import CollectiveError
 from .files import all_gather_object_cpu, all_gather_object_gpu, create_tmpdir
+from .group import CollectiveGroup
 from .metric import BaseMetric, metric_sync
 from .mpi import MPI4PyDist
 from .objects import all_gather_object, broadcast, gather_object, pad_to_largest_tensor
@@ -36,6 +38,8 @@ __all__ = [
     "BaseDistBackend",
     "BaseMetric",
     "CollectiveError",
+    "CollectiveGroup",
+    "CollectiveHandle",
     "CollectiveRecord",
     "MPI4PyDist",
     "NonDist",

@@ -50,6 +50,16 @@ def exchange(
     return work.unpack(memory)
 
 
+def bytes_of(parcel: Parcel) -> torch.Tensor:
+    """Return what is in the parcel as a uint8 tensor (bytes,) on the CPU."""
+    data = torch.empty(parcel.size, dtype=torch.uint8)
+    memory, end = data.numpy().data, 0
+    for piece in parcel.pieces():
+        memory[end : end + len(piece)] = piece
+        end += len(piece)
+    return data
+
+
 @dataclass(frozen=True)
 class _Work:
     """One exchange whose headers are known."""
@@ -106,7 +116,7 @@ class _Work:
             if not size or not (is_own or self.receives):
                 continue
             buffers[index] = (
-                self._own_bytes().to(device)
+                bytes_of(self.parcel).to(device)
                 if is_own
                 else torch.empty(size, dtype=torch.uint8, device=device)
             )
@@ -122,14 +132,6 @@ class _Work:
         for index, buffer in buffers.items() if self.receives else ():
             memory[index] = buffer.cpu().numpy().data
         return memory
-
-    def _own_bytes(self) -> torch.Tensor:
-        data = torch.empty(self.parcel.size, dtype=torch.uint8)
-        memory, end = data.numpy().data, 0
-        for piece in self.parcel.pieces():
-            memory[end : end + len(piece)] = piece
-            end += len(piece)
-        return data
 
     def unpack(self, memory: _Memory) -> dict[int, Any]:
         """Return the objects; all ranks agree on the outcome where it can be a bad one."""

@@ -64,8 +64,13 @@ def meet(
     agreed: str = "",
     parcel: Parcel | None = None,
     problem: Exception | None = None,
+    failed_to: str = "pickle its object",
 ) -> list[Header]:
     """Exchange headers, by group rank; every rank of the group must call this.
+
+    Args:
+        problem: why this rank cannot take part.
+        failed_to: what it could not do because of it.
 
     Raises:
         CollectiveError: on every rank, when some rank is in another call or has a problem.
@@ -80,7 +85,7 @@ def meet(
         message[_FIELDS.size : _FIELDS.size + size] = b"".join(parcel.pieces())
     headers = [_decode(row) for row in gather_rows(_to_tensor(message, call.group), call.group)]
     if any(h.has_failed or h.call != own[0] for h in headers):
-        raise_disagreement(call, problem, "pickle its object")
+        raise_disagreement(call, problem, failed_to)
     return headers
 
 

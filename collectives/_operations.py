@@ -3,12 +3,13 @@
 import difflib
 import functools
 import logging
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import torch
 import torch.distributed as dist
 
-from .process import comm_device, live_world_size
+from .process import comm_device, live_world_size, members
 
 BITWISE: Final = {
     "band": torch.bitwise_and,
@@ -24,6 +25,14 @@ _TORCH_OPS: Final = {
     "bor": dist.ReduceOp.BOR,
     "bxor": dist.ReduceOp.BXOR,
     "mean": dist.ReduceOp.SUM,
+}
+_COMBINE: Final[dict[str, Callable[..., torch.Tensor]]] = {
+    **BITWISE,
+    "sum": torch.add,
+    "mean": torch.add,
+    "product": torch.mul,
+    "min": torch.minimum,
+    "max": torch.maximum,
 }
 # A sum of many True must not wrap round to 0, so it is their maximum.
 _BOOL_OPS: Final = {"sum": "max", "product": "min"}
@@ -93,6 +102,9 @@ class Reduction:
         tensor: detached.
         op: as `checked_op` returned it.
         is_wide: sums neither overflow nor are they rounded to the tensor's own dtype.
+        others: more tensors of this rank, like the first one, on any devices; they are reduced in
+            their order first.
+        dst: the only global rank that gets the result; the others' tensors are left alone.
     """
 
     def __init__(
@@ -102,32 +114,59 @@ class Reduction:
         group: dist.ProcessGroup | None = None,
         *,
         is_wide: bool = False,
+        others: Sequence[torch.Tensor] = (),
+        dst: int | None = None,
     ) -> None:
-        self._tensor, self._op, self._group = tensor, op, group
+        self._tensor, self._op, self._group, self._dst = tensor, op, group, dst
         # In halves the sum before the division could overflow.
         self._is_wide = is_wide or op == "mean"
         device = comm_device(group, prefer=tensor.device)
         # NCCL has no bitwise operations, and no transport multiplies complex numbers.
         has_no_transport = op in BITWISE and device.type != "cpu"
         self._is_gathered = has_no_transport or (op == "product" and tensor.is_complex())
-        self._total = as_sent(_encode(tensor, op, is_wide=self._is_wide), device)
+        is_flag = tensor.dtype == torch.bool and not self._is_wide
+        self._sent_op = _BOOL_OPS.get(op, op) if is_flag else op
+        self._parts = [
+            as_sent(_encode(part, op, is_wide=self._is_wide), device) for part in (tensor, *others)
+        ]
 
     def run(self) -> None:
         """Communicate; every rank must call this."""
-        if self._is_gathered:
-            self._total = _reduce_gathered(self._total, self._op, self._group)
-            return
-        is_flag = self._tensor.dtype == torch.bool and not self._is_wide
-        op = _BOOL_OPS.get(self._op, self._op) if is_flag else self._op
-        dist.all_reduce(self._total, _TORCH_OPS[op], self._group)
+        self.start().wait()
 
-    def result(self) -> torch.Tensor:
-        """Return the reduction in the tensor's own dtype, which may be its memory, changed."""
-        dtype, total = self._tensor.dtype, self._total
+    def start(self) -> dist.Work:
+        """Begin to communicate; every rank must call this, and the result is read after it."""
+        total = self._fold()
+        if self._is_gathered:
+            self._parts = [torch.empty_like(total) for _ in members(self._group)]
+            memory = [as_bytes(part) for part in self._parts]
+            work: dist.Work = dist.all_gather(memory, as_bytes(total), self._group, async_op=True)
+            return work
+        is_elsewhere = self._dst is not None and self._dst != dist.get_rank()
+        if is_elsewhere and total.data_ptr() == self._tensor.data_ptr():
+            # gloo leaves sums of some ranks in the memory of those that get no result.
+            total = total.clone()
+        self._parts = [total]
+        sent = torch.view_as_real(total) if total.is_complex() else total
+        op = _TORCH_OPS[self._sent_op]
+        if self._dst is None:
+            work = dist.all_reduce(sent, op, self._group, async_op=True)
+        else:
+            work = dist.reduce(sent, self._dst, op, self._group, async_op=True)
+        return work
+
+    def result(self, count: int | None = None) -> torch.Tensor:
+        """Return the reduction in the tensor's own dtype, which may be its memory, changed.
+
+        Args:
+            count: how many tensors a mean is over; default: one for each rank.
+        """
+        dtype, total = self._tensor.dtype, self._fold()
+        count = live_world_size(self._group) if count is None else count
         if dtype == torch.uint64:
-            total = _decode(total, self._op, live_world_size(self._group))
+            total = _decode(total, self._op, count)
         elif self._op == "mean":
-            total = _mean_of_sum(total, live_world_size(self._group))
+            total = _mean_of_sum(total, count)
         return total.to(self._tensor.device, dtype)
 
     def wide_result(self, to_float: bool) -> torch.Tensor:
@@ -136,7 +175,7 @@ class Reduction:
         It is float64 for a mean of integers; for other integers that too with `to_float`, and
         their own dtype without; float32 with `to_float` for what is narrower.
         """
-        dtype, total = self._tensor.dtype, self._total
+        dtype, total = self._tensor.dtype, self._fold()
         is_integer = not (dtype.is_floating_point or dtype.is_complex)
         is_float = is_integer and (to_float or self._op == "mean")
         if dtype == torch.uint64 and self._op in ("min", "max"):
@@ -150,6 +189,9 @@ class Reduction:
             total = total / live_world_size(self._group)
         keeps_dtype = not to_float and not is_float
         return total.to(self._tensor.device, dtype if keeps_dtype else total.dtype)
+
+    def _fold(self) -> torch.Tensor:
+        return functools.reduce(_COMBINE[self._sent_op], self._parts)
 
 
 def reduce_over(
@@ -233,9 +275,3 @@ def _warn_of_rounding() -> None:
         "the mean of integers over the ranks keeps their dtype, and was rounded to the nearest "
         "integer; reduce floating-point tensors to have it exactly"
     )
-
-
-def _reduce_gathered(sent: torch.Tensor, op: str, group: dist.ProcessGroup | None) -> torch.Tensor:
-    parts = [torch.empty_like(sent) for _ in range(live_world_size(group))]
-    dist.all_gather([as_bytes(part) for part in parts], as_bytes(sent), group)
-    return functools.reduce(BITWISE.get(op, torch.mul), parts)

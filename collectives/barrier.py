@@ -33,12 +33,19 @@ def synchronize(timeout_s: float | None = None, group: dist.ProcessGroup | None 
             # function in torch.distributed refuses groups made with any other name than "gloo".
             live.monitored_barrier(timeout, wait_all_ranks=True)  # type: ignore[attr-defined]
             return
-        device_ids = [_barrier_device()] if backends.get("cuda") == "nccl" else None
-        work = dist.barrier(group, async_op=True, device_ids=device_ids)
+        work = start_barrier(group)
         if timeout is None:
             work.wait()
         else:
             work.wait(timeout)
+
+
+def start_barrier(group: dist.ProcessGroup | None = None) -> dist.Work:
+    """Begin torch's own barrier; every rank must call this."""
+    has_nccl = "cuda:nccl" in dist.get_backend_config(group).split(",")
+    device_ids = [_barrier_device()] if has_nccl else None
+    work: dist.Work = dist.barrier(group, async_op=True, device_ids=device_ids)
+    return work
 
 
 def _barrier_device() -> int:

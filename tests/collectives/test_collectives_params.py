@@ -57,9 +57,11 @@ def _count_reductions() -> list[int]:
     for coalesce, bucket_size_mb in ((True, -1), (True, 1), (False, -1)):
         sizes: list[int] = []
 
-        def count(tensor: torch.Tensor, *args: Any, seen: list[int] = sizes) -> object:
+        def count(
+            tensor: torch.Tensor, *args: Any, seen: list[int] = sizes, **options: Any
+        ) -> object:
             seen.append(tensor.nbytes)
-            return reduce(tensor, *args)
+            return reduce(tensor, *args, **options)
 
         dist.all_reduce = count
         try:

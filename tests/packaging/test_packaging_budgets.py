@@ -14,8 +14,9 @@ FUNCTION_LINES = 45
 CLASS_LINES = 300
 METHODS = 15
 PARAMETERS = 8
-# Hook is the list of events itself: every method but two is an empty event.
-MANY_METHODS = {"Hook"}
+# Hook is the list of events itself: every method but two is an empty event. CollectiveGroup is the
+# list of documented calls: each method hands its arguments to one function and has no logic.
+MANY_METHODS = {"CollectiveGroup", "Hook"}
 
 
 def nodes(file: Path, *kinds: type[ast.AST]) -> Iterator[ast.AST]:

@@ -9,9 +9,9 @@ import pytest
 
 DOORS = {
     "collectives": """
-        BaseDistBackend BaseMetric CollectiveError CollectiveRecord MPI4PyDist
-        NonDist PicklableWrapper TensorBaseDistBackend TorchCPUDist TorchCUDADist
-        TorchDist all_gather all_gather_object all_gather_object_cpu
+        BaseDistBackend BaseMetric CollectiveError CollectiveGroup CollectiveHandle
+        CollectiveRecord MPI4PyDist NonDist PicklableWrapper TensorBaseDistBackend
+        TorchCPUDist TorchCUDADist TorchDist all_gather all_gather_object all_gather_object_cpu
         all_gather_object_gpu all_reduce all_reduce_dict broadcast collect_results
         comm_device create_tmpdir distributed_available gather gather_object
         get_dist_backend get_local_rank get_rank get_world_size list_all_backends
