@@ -1,0 +1,111 @@
+"""A model's state under the user's own names: taken to the CPU, and loaded whole or not at all."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+# What makes a module with a `module` inside a wrapper that steps it.
+_STEPS = ("train_step", "val_step", "test_step")
+_SHOWN = 5
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """Return the user's model inside of wrappers for parallelism and compilation."""
+    while True:
+        inner = _inside(model)
+        if inner is None:
+            return model
+        model = inner
+
+
+def snapshot(model: nn.Module) -> dict[str, Tensor]:
+    """Return copies of a model's parameters and buffers on the CPU, under the user's own names.
+
+    Of a sharded model they are whole: all ranks that share it must call this.
+    """
+    return {name: copied(value) for name, value in state_of(model).items()}
+
+
+def state_of(model: nn.Module) -> dict[str, Any]:
+    """Return the state itself under the user's own names, detached, on whatever devices."""
+    return dict(unwrap(model).state_dict())
+
+
+def copied(value: Any) -> Any:
+    """Return a copy of one entry of a state: of a tensor on the CPU, and whole."""
+    if _is_sharded(value):
+        value = value.full_tensor()
+    if isinstance(value, Tensor):
+        return value.detach().to("cpu", copy=True)
+    return copy.deepcopy(value)
+
+
+def load_snapshot(model: nn.Module, state: Mapping[str, Tensor]) -> None:
+    """Copy a state into a model's own tensors, on their devices and in their types.
+
+    Gradients are left alone.
+
+    Raises:
+        KeyError: the names differ; they are told, and nothing was loaded.
+        ValueError: shapes differ; likewise.
+    """
+    own = state_of(model)
+    _check(own, state)
+    placed = {name: _placed_like(own[name], value) for name, value in state.items()}
+    unwrap(model).load_state_dict(placed)
+
+
+def _inside(model: nn.Module) -> nn.Module | None:
+    compiled = getattr(model, "_orig_mod", None)
+    if isinstance(compiled, nn.Module):
+        return compiled
+    module = getattr(model, "module", None)
+    is_wrapper = isinstance(model, DataParallel | DistributedDataParallel) or all(
+        hasattr(model, step) for step in _STEPS
+    )
+    return module if is_wrapper and isinstance(module, nn.Module) else None
+
+
+def _check(own: Mapping[str, Any], state: Mapping[str, Any]) -> None:
+    if own.keys() != state.keys():
+        missing, extra = own.keys() - state.keys(), state.keys() - own.keys()
+        parts = [f"lacks {_named(missing)}, which the model has"] if missing else []
+        parts += [f"has {_named(extra)}, which the model lacks"] if extra else []
+        raise KeyError(f"another model's state: it {' and '.join(parts)}")
+    wrong = [
+        f"{name!r} is {tuple(state[name].shape)} in it and {tuple(value.shape)} in the model"
+        for name, value in own.items()
+        if isinstance(value, Tensor) and state[name].shape != value.shape
+    ]
+    if wrong:
+        raise ValueError(f"another model's state: {_listed(wrong)}")
+
+
+def _placed_like(own: Any, value: Any) -> Any:
+    """Return a tensor for loading into `own`: cut where that is sharded, without communication."""
+    if not _is_sharded(own):
+        return value
+    # Half a second, and only sharded models need it.
+    from torch.distributed.tensor import distribute_tensor
+
+    value = value.to(own.device_mesh.device_type)
+    return distribute_tensor(value, own.device_mesh, own.placements, src_data_rank=None)
+
+
+def _is_sharded(value: Any) -> bool:
+    return hasattr(value, "full_tensor")
+
+
+def _named(names: Iterable[str]) -> str:
+    return _listed(map(repr, sorted(names)))
+
+
+def _listed(parts: Iterable[str]) -> str:
+    all_parts = list(parts)
+    more = len(all_parts) - _SHOWN
+    return ", ".join(all_parts[:_SHOWN]) + (f" and {more} more" if more > 0 else "")
