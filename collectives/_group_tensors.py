@@ -19,7 +19,6 @@ from ._memory import (
     start_all_gather,
     travel_device,
 )
-from ._story import name_ranks
 from .barrier import start_barrier
 from .process import members, place_in_group
 
@@ -62,8 +61,7 @@ def recv(
         memory.store()
         return members(group)[works[0]._source_rank()] if src is None else src
 
-    others = [rank for rank in members(group) if rank != dist.get_rank()]
-    sender = f"any of {name_ranks(others)}" if src is None else f"rank {src}"
+    sender = f"any rank of {members(group)}" if src is None else f"rank {src}"
     return Operation(
         name,
         group,
@@ -245,6 +243,10 @@ def _begun(work: dist.Work | None) -> dist.Work:
 
 
 def _check_peer(name: str, rank: int | None, tag: int, group: _Group) -> None:
+    if len(members(group)) == 1:
+        raise ValueError(
+            f"a message needs another member, but the group has only rank {dist.get_rank()}"
+        )
     if rank is not None:
         place_in_group(rank, group, name)
         if rank == dist.get_rank():

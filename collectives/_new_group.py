@@ -7,6 +7,7 @@ import torch.distributed as dist
 
 from ._call import calling
 from .agree import raise_together
+from .barrier import start_barrier
 from .objects import all_gather_object
 from .process import distributed_available, members
 
@@ -38,8 +39,11 @@ def new_group(
             )
     with calling("CollectiveGroup.create"):
         group = dist.new_group(chosen, timedelta(seconds=timeout_s), backend)
-    place = chosen.index(dist.get_rank()) if dist.get_rank() in chosen else None
-    return (None, None) if place is None else (group, place)
+        if dist.get_rank() not in chosen:
+            return None, None
+        # Who has it may destroy it, which must not fail a member that still connects.
+        start_barrier(group).wait()
+    return group, chosen.index(dist.get_rank())
 
 
 def _try_to_choose(

@@ -16,6 +16,8 @@ from typing import TypeAlias
 import torch.distributed as dist
 
 _FOLDER = os.path.dirname(os.path.abspath(__file__)) + os.sep
+# Frames of context managers stand between ours and the caller's.
+_NOT_CALLERS = _FOLDER, contextlib.__file__
 _STANDARD_LIBRARY = os.path.dirname(os.__file__) + os.sep
 
 
@@ -86,7 +88,7 @@ class Place:
 def call_site() -> str:
     """Return "file:line" of the nearest caller outside this folder."""
     frame: FrameType | None = sys._getframe(1)
-    while frame and frame.f_back and frame.f_code.co_filename.startswith(_FOLDER):
+    while frame and frame.f_back and frame.f_code.co_filename.startswith(_NOT_CALLERS):
         frame = frame.f_back
     return _location(frame) if frame else "?"
 

@@ -3,6 +3,8 @@
 import pickle
 from typing import Any
 
+import cloudpickle
+
 
 class PicklableWrapper:
     """Makes a closure, a lambda or an object that holds one picklable, by cloudpickle.
@@ -11,8 +13,7 @@ class PicklableWrapper:
     wrapper. A wrapper of a wrapper holds the innermost object. What unpickles, or comes out of
     copy.copy, is the bare object, without a wrapper around it.
 
-    Pickling raises ImportError where cloudpickle is missing; it comes with the extra `closures`
-    and must be installed on the receiving side too.
+    cloudpickle must be installed on the receiving side too.
     """
 
     # Any, here and below: the wrapper stands for an object of whatever type.
@@ -29,11 +30,4 @@ class PicklableWrapper:
         return getattr(self._obj, name)
 
     def __reduce__(self) -> tuple[Any, tuple[bytes]]:
-        try:
-            import cloudpickle
-        except ImportError as error:
-            raise ImportError(
-                f"{type(self).__name__} needs cloudpickle to pickle {self._obj!r}; install it with "
-                "pip install 'stepwrap[closures]'"
-            ) from error
         return pickle.loads, (cloudpickle.dumps(self._obj),)

@@ -84,11 +84,3 @@ def test_an_instance_without_init_has_no_attributes() -> None:
         assert not hasattr(bare, name) or name in dir(object)
     with pytest.raises(AttributeError, match="not initialised"):
         pickle.dumps(bare)
-
-
-def test_a_missing_cloudpickle_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "cloudpickle", None)
-    wrapped = PicklableWrapper(_adder(1))
-    assert wrapped(1) == 2
-    with pytest.raises(ImportError, match=r"pip install 'stepwrap\[closures\]'"):
-        pickle.dumps(wrapped)

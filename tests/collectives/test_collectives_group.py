@@ -1,0 +1,159 @@
+"""Groups as objects: who is in them, and until when."""
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from calls import outcome
+from group_calls import members_of
+from ranks import run_ranks
+
+from stepwrap.collectives import CollectiveGroup
+
+
+def _every_call(group: CollectiveGroup) -> dict[str, tuple[str, str]]:
+    """Return what each call of the group ends in."""
+    one, two = torch.ones(1), [torch.ones(1), torch.ones(1)]
+    arguments: dict[str, tuple[Any, ...]] = {
+        **dict.fromkeys(("send", "isend", "broadcast", "reduce"), (one, 1)),
+        **dict.fromkeys(("recv", "irecv", "all_reduce", "gather", "scatter"), (one,)),
+        "all_gather": (two, one),
+        "reduce_scatter": (one, two),
+        "all_to_all": (two, two),
+        "barrier": (),
+        "monitored_barrier": (1,),
+        "broadcast_multigpu": (two, 1),
+        "all_reduce_multigpu": (two,),
+        "reduce_multigpu": (two, 1),
+        "all_gather_multigpu": ([two], [one]),
+        "broadcast_object": (1, 1),
+        "all_gather_object": (1,),
+        "gather_object": (1,),
+        "scatter_object": ([1, 2],),
+    }
+    calls = {name for name in vars(CollectiveGroup) if not name.startswith("_")}
+    assert set(arguments) == calls - {"create", "size", "destroy"}
+    return {name: outcome(getattr(group, name), *given) for name, given in arguments.items()}
+
+
+def _live_and_die() -> tuple[Any, ...]:
+    group, is_member = members_of([3, 1])
+    before = group.current_rank, group.size(), group.destroyed, group.group is not None
+    endings = {} if is_member else _every_call(group)
+    group.destroy()
+    group.destroy()
+    assert group.destroyed
+    assert group.group is None
+    assert outcome(group.size)[0] == "RuntimeError"
+    return before, endings, _every_call(group)
+
+
+def test_members_are_numbered_and_others_are_refused() -> None:
+    for rank, (before, endings, afterwards) in enumerate(run_ranks(_live_and_die, 4)):
+        place = {1: 0, 3: 1}.get(rank)
+        is_member = place is not None
+        assert before == (place, 2 if is_member else -1, False, is_member)
+        for kind, text in endings.values():
+            assert kind == "RuntimeError"
+            assert "must be a member of the group" in text
+        for kind, text in afterwards.values():
+            assert kind == "RuntimeError"
+            assert "it has been destroyed" in text
+
+
+def _wrap_groups_of_torch() -> None:
+    world = CollectiveGroup(None, dist.get_rank())
+    part = dist.new_group([1, 2])
+    place = None if dist.get_rank() == 0 else dist.get_rank() - 1
+    own = CollectiveGroup(part, place)
+    assert (world.size(), own.size()) == (3, -1 if place is None else 2)
+    kind, text = outcome(CollectiveGroup, None, dist.get_rank() + 1)
+    assert kind == "ValueError"
+    assert f"place in the group, {dist.get_rank()}, got {dist.get_rank() + 1}" in text
+    value = torch.ones(1)
+    world.destroy()
+    # The default group was not made by it, and lives on.
+    dist.all_reduce(value)
+    assert value.item() == 3
+    own.destroy()
+
+
+def test_groups_of_torch_are_taken() -> None:
+    run_ranks(_wrap_groups_of_torch, 3)
+
+
+def _lose_the_object() -> None:
+    group = CollectiveGroup.create()
+    torchs = group.group
+    del group
+    gc.collect()
+    value = torch.ones(1)
+    dist.all_reduce(value, group=torchs)
+    assert value.item() == 2
+    CollectiveGroup(torchs, dist.get_rank()).destroy()
+    # Only what `create` has made can end, so this one must be torch's no more.
+    assert outcome(dist.get_rank, torchs)[0] == "ValueError"
+
+
+def test_a_group_outlives_its_object() -> None:
+    run_ranks(_lose_the_object, 2)
+
+
+def _outlive_the_default_group(store: str) -> list[tuple[str, str]]:
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
+    group = CollectiveGroup.create()
+    group.all_reduce(torch.ones(1))
+    dist.destroy_process_group()
+    endings = [outcome(group.all_reduce, torch.ones(1)), outcome(group.size)]
+    group.destroy()
+    return [*endings, outcome(CollectiveGroup.create)]
+
+
+def test_a_group_ends_with_the_default_group(tmp_path: Any) -> None:
+    (endings,) = run_ranks(_outlive_the_default_group, 1, str(tmp_path / "store"), init=False)
+    assert [kind for kind, _ in endings] == ["RuntimeError"] * 3
+    assert "the default process group, and with it this one, has been destroyed" in endings[0][1]
+    assert "a group needs a default process group" in endings[2][1]
+
+
+MISTAKES: list[tuple[Any, dict[str, Any], str, str]] = [
+    ([0, 0], {}, "ValueError", "ranks must be different ranks of 0 to 1, at least one, got [0, 0]"),
+    ([0, 2], {}, "ValueError", "ranks must be different ranks of 0 to 1, at least one, got [0, 2]"),
+    ([], {}, "ValueError", "at least one, got []"),
+    (1, {}, "TypeError", "'int' object is not iterable"),
+    (None, {"timeout_s": 0}, "ValueError", "timeout_s must be positive, got 0"),
+    ([1], {}, "ValueError", "must get the same ranks, timeout_s and backend on all ranks, got "),
+    (None, {"timeout_s": 5}, "ValueError", "on rank 0 and ([0, 1], 5, None) on rank 1"),
+]
+
+
+def _create_wrongly() -> list[tuple[str, str]]:
+    endings = []
+    for ranks, options, _, _ in MISTAKES:
+        if dist.get_rank() == 0:
+            ranks, options = None, {}
+        endings.append(outcome(CollectiveGroup.create, ranks, **options))
+    return endings
+
+
+def test_what_is_created_is_agreed() -> None:
+    first, second = run_ranks(_create_wrongly, 2)
+    assert first == second
+    for (kind, text), (_, _, expected, part) in zip(first, MISTAKES, strict=True):
+        assert kind == expected
+        assert part in text
+
+
+@pytest.mark.parametrize("backend", [None, "gloo"])
+def test_backends_are_passed_on(backend: str | None) -> None:
+    assert run_ranks(_sum_over, 2, backend) == [3.0, 3.0]
+
+
+def _sum_over(backend: str | None) -> float:
+    group = CollectiveGroup.create(timeout_s=20, backend=backend)
+    value = torch.tensor(float(dist.get_rank() + 1))
+    group.all_reduce(value)
+    group.destroy()
+    return value.item()

@@ -1,0 +1,168 @@
+"""Messages between two ranks of a group."""
+
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from calls import HERE, outcome
+from group_calls import assert_same, members_of
+from ranks import run_ranks
+from tensors_by_rank import DTYPES, values_of
+
+from stepwrap.collectives import CollectiveGroup, recent_collectives, trace_collectives
+
+
+def _exchange_every_dtype() -> None:
+    group, is_member = members_of([1, 3])
+    if not is_member:
+        return
+    rank = dist.get_rank()
+    for dtype in DTYPES:
+        sent, place = values_of(7, dtype), values_of(0, dtype)
+        if rank == 1:
+            group.send(sent, 3)
+            group.isend(sent, 3, tag=5).wait()
+            continue
+        # Not contiguous, and from a known and from any sender: each names its global rank.
+        for src, tag, later in ((1, 0, False), (None, 5, True)):
+            place = values_of(0, dtype)
+            if later:
+                handle = group.irecv(place, src, tag)
+                assert (handle.wait(), handle.wait()) == (1, 1)
+                assert handle.is_completed()
+            else:
+                assert group.recv(place, src, tag) == 1
+            assert_same(place, sent)
+    group.destroy()
+
+
+def test_every_dtype_is_sent_in_a_part_of_the_ranks() -> None:
+    run_ranks(_exchange_every_dtype, 4)
+
+
+def _receive_from_any() -> list[int]:
+    group = CollectiveGroup.create()
+    rank = dist.get_rank()
+    if rank:
+        # By both calls, and the tags not in the order in which they are received.
+        later = group.isend(torch.tensor([rank]), 0, tag=2)
+        group.send(torch.tensor([10 * rank]), 0, tag=1)
+        later.wait()
+        group.destroy()
+        return []
+    senders = []
+    for tag, factor in ((1, 10), (2, 1)):
+        for later in (False, True):
+            place = torch.zeros(1, dtype=torch.int64)
+            sender = group.irecv(place, tag=tag).wait() if later else group.recv(place, tag=tag)
+            assert place.item() == factor * sender
+            senders.append(sender)
+        assert sorted(senders[-2:]) == [1, 2]
+    group.destroy()
+    return senders
+
+
+def test_any_sender_is_named() -> None:
+    run_ranks(_receive_from_any, 3)
+
+
+def _swap_views() -> None:
+    group = CollectiveGroup.create()
+    other = 1 - dist.get_rank()
+    number = torch.tensor([complex(1, 2), complex(3, 4)])
+    place = torch.zeros(2, dtype=torch.complex64)
+    weight = torch.zeros(2, dtype=torch.complex64, requires_grad=True)
+    for target in (place.conj(), weight):
+        work = group.isend(number.conj(), other)
+        assert group.irecv(target, other).wait() == other
+        work.wait()
+    assert place.tolist() == [1 + 2j, 3 + 4j]
+    assert weight.tolist() == [1 - 2j, 3 - 4j]
+    group.destroy()
+
+
+def test_complex_views_and_parameters_are_received() -> None:
+    run_ranks(_swap_views, 2)
+
+
+MISTAKES = [
+    ("send", (torch.ones(1), 2), "ValueError", "dst must be a rank of the group [0, 1], got 2"),
+    ("isend", ([1.0], 1), "TypeError", "tensor must be a torch.Tensor, got list"),
+    ("send", (torch.ones(1), 0), "ValueError", "dst must be another rank than this one, got 0"),
+    ("send", (torch.ones(1), 1, -1), "ValueError", "tag must not be negative, got -1"),
+    ("recv", (torch.ones(1), 7), "ValueError", "src must be a rank of the group [0, 1], got 7"),
+    ("irecv", (torch.ones(1), 0), "ValueError", "src must be another rank than this one, got 0"),
+    ("recv", (torch.ones(1).expand(3),), "ValueError", "tensor must not be expanded"),
+    ("irecv", (torch.eye(2).to_sparse(),), "ValueError", "tensor must be a dense"),
+]
+
+
+def _mistake_messages() -> list[tuple[str, str]]:
+    group = CollectiveGroup.create()
+    alone, is_member = members_of([0])
+    endings = []
+    if is_member:
+        endings = [outcome(getattr(group, name), *given) for name, given, _, _ in MISTAKES]
+        endings.append(outcome(alone.recv, torch.ones(1)))
+    # Nothing was sent.
+    group.barrier()
+    return endings
+
+
+def test_mistakes_are_told_before_anything_is_sent() -> None:
+    *endings, last = run_ranks(_mistake_messages, 2)[0]
+    for (kind, text), (_, _, expected, part) in zip(endings, MISTAKES, strict=True):
+        assert kind == expected
+        assert part in text
+    assert last == ("ValueError", "a message needs another member, but the group has only rank 0")
+
+
+def _wait_in_vain(later: bool) -> str:
+    group = CollectiveGroup.create(timeout_s=1)
+    text = ""
+    if dist.get_rank() == 0:
+        receive = group.irecv(torch.ones(1), 1).wait if later else group.recv
+        kind, text = outcome(receive) if later else outcome(receive, torch.ones(1), tag=3)
+        assert kind == "CollectiveError"
+    # The other one is alive: nothing has come all the same.
+    dist.barrier()
+    return text
+
+
+@pytest.mark.parametrize(
+    ("later", "call", "sender"),
+    [
+        (False, "group.recv()", "any rank of [0, 1] (tag 3)"),
+        (True, "group.irecv.wait()", "rank 1 (tag 0)"),
+    ],
+)
+def test_a_message_that_does_not_come_says_from_whom(later: bool, call: str, sender: str) -> None:
+    text = run_ranks(_wait_in_vain, 2, later)[0]
+    assert text.startswith(f"{call} on rank 0 ({HERE}:")
+    assert f"received nothing from {sender}. The transport (cpu:gloo" in text
+
+
+def _trace_messages() -> list[str]:
+    group = CollectiveGroup.create()
+    trace_collectives()
+    try:
+        # Of three ranks, two: the third is in no call and must not be waited for.
+        if dist.get_rank() == 0:
+            group.isend(torch.ones(2), 1).wait()
+        elif dist.get_rank() == 1:
+            group.recv(torch.ones(2))
+        else:
+            time.sleep(0.2)
+        records = recent_collectives()
+        return [f"{one.name}: {one.structure} {one.state}" for one in records]
+    finally:
+        trace_collectives(False)
+
+
+def test_messages_are_recorded_while_tracing() -> None:
+    shape = "torch.float32 of shape (2,) on cpu"
+    sent = f"{shape} to rank 1, tag 0 finished"
+    sender, receiver, _ = run_ranks(_trace_messages, 3)
+    assert sender[-2:] == [f"group.isend: {sent}", f"group.isend.wait: {sent}"]
+    assert receiver[-1] == f"group.recv: {shape} from any rank of [0, 1, 2], tag 0 finished"

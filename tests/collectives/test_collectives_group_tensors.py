@@ -1,0 +1,238 @@
+"""Tensors among the ranks of a group: every call, now and later, against plain torch."""
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from group_calls import assert_same, members_of, now_and_later
+from ranks import run_ranks
+from tensors_by_rank import BITWISE, COMPLEX, DTYPES, OPS, values_of
+
+from stepwrap.collectives import CollectiveGroup
+
+DTYPES_AND_LARGER = [(dtype, 1) for dtype in DTYPES] + [(torch.complex64, 9000)]
+
+
+def _move(group: CollectiveGroup, ranks: list[int], dtype: torch.dtype, repeats: int) -> None:
+    """Compare what moves values, as they are, with the values; none of them is contiguous."""
+    rank, place, last = dist.get_rank(), ranks.index(dist.get_rank()), ranks[-1]
+    mine = [values_of(r, dtype, repeats) for r in ranks]
+    tensor = mine[place]
+    for _ in now_and_later(lambda later: group.broadcast(tensor, last, later)):
+        assert_same(tensor, mine[-1])
+        tensor.copy_(mine[place] if rank == last else values_of(rank, dtype, repeats))
+    own = values_of(rank, dtype, repeats)
+    parts = [torch.zeros_like(own) for _ in ranks]
+    for _ in now_and_later(lambda later: group.all_gather(parts, own, later)):
+        for r, part in zip(ranks, parts, strict=True):
+            assert_same(part, values_of(r, dtype, repeats))
+            part.zero_()
+    gathered = parts if rank == last else None
+    for _ in now_and_later(lambda later: group.gather(own, gathered, last, later)):
+        for r, part in zip(ranks, gathered or [], strict=rank == last):
+            assert_same(part, values_of(r, dtype, repeats))
+            part.zero_()
+    dealt = [values_of(10 + r, dtype, repeats) for r in ranks] if rank == last else None
+    target = torch.zeros_like(own)
+    for _ in now_and_later(lambda later: group.scatter(target, dealt, last, later)):
+        assert_same(target, values_of(10 + rank, dtype, repeats))
+        target.zero_()
+    offers = [values_of(10 * rank + r, dtype, repeats) for r in ranks]
+    for _ in now_and_later(lambda later: group.all_to_all(parts, offers, later)):
+        for r, part in zip(ranks, parts, strict=True):
+            assert_same(part, values_of(10 * r + rank, dtype, repeats))
+            part.zero_()
+
+
+def _move_every_dtype(ranks: list[int]) -> None:
+    group, is_member = members_of(ranks)
+    if is_member:
+        for dtype, repeats in DTYPES_AND_LARGER:
+            _move(group, ranks, dtype, repeats)
+        group.destroy()
+
+
+@pytest.mark.parametrize(("ranks", "world_size"), [([0, 1], 2), ([1, 3], 4), ([0, 1, 2], 3)])
+def test_values_move_in_every_dtype(ranks: list[int], world_size: int) -> None:
+    run_ranks(_move_every_dtype, world_size, ranks)
+
+
+def _expected(op: str, parts: list[torch.Tensor]) -> torch.Tensor:
+    if parts[0].dtype == torch.bool and op in ("sum", "product"):
+        op = {"sum": "bor", "product": "band"}[op]
+    return functools.reduce(OPS[op], parts)
+
+
+def _reduce(group: CollectiveGroup, ranks: list[int], dtype: torch.dtype, op: Any) -> None:
+    rank, last, name = dist.get_rank(), ranks[-1], _name(op)
+    own, total = values_of(rank, dtype), _expected(name, [values_of(r, dtype) for r in ranks])
+    tensor = own.clone()
+    for _ in now_and_later(lambda later: group.all_reduce(tensor, op, later)):
+        assert_same(tensor, total)
+        tensor.copy_(own)
+    for kept in (own.clone(), own.contiguous()):
+        for _ in now_and_later(lambda later, kept=kept: group.reduce(kept, last, op, later)):
+            # The others keep what they had, in whatever memory.
+            assert_same(kept, total if rank == last else own)
+            kept.copy_(own)
+    offers = [values_of(rank + r, dtype) for r in ranks]
+    reduced = torch.zeros_like(own)
+    for _ in now_and_later(lambda later: group.reduce_scatter(reduced, offers, op, later)):
+        assert_same(reduced, _expected(name, [values_of(rank + r, dtype) for r in ranks]))
+        reduced.zero_()
+
+
+def _name(op: Any) -> str:
+    return op if isinstance(op, str) else op.name.lower()
+
+
+def _reduce_every_dtype(ranks: list[int]) -> None:
+    group, is_member = members_of(ranks)
+    if is_member:
+        for dtype in DTYPES:
+            for op in OPS:
+                has_no_order = dtype in COMPLEX and op not in ("sum", "product")
+                if has_no_order or (dtype.is_floating_point and op in BITWISE):
+                    continue
+                _reduce(group, ranks, dtype, getattr(dist.ReduceOp, op.upper()))
+        _reduce(group, ranks, torch.float32, "product")
+        group.destroy()
+
+
+@pytest.mark.parametrize(("ranks", "world_size"), [([1, 3], 4), ([0, 1, 2], 3)])
+def test_every_operation_in_every_dtype(ranks: list[int], world_size: int) -> None:
+    run_ranks(_reduce_every_dtype, world_size, ranks)
+
+
+def _average() -> None:
+    group = CollectiveGroup.create()
+    rank = dist.get_rank()
+    for op in (dist.ReduceOp.AVG, dist.ReduceOp(dist.ReduceOp.AVG), "mean"):
+        for values, dtype in (([1.0, 2.5], torch.float64), ([1 + 2j, 4], torch.complex64)):
+            tensor = torch.tensor(values, dtype=dtype) * (rank + 1)
+            own = tensor.clone()
+            group.all_reduce(tensor, op)
+            assert_same(tensor, torch.tensor(values, dtype=dtype) * 2)
+            group.reduce_scatter(own, [own.clone()] * 3, op)
+            assert_same(own, tensor)
+    # In halves the sum would overflow; integers are rounded, halves to the even one.
+    half = torch.full((2,), 60000.0, dtype=torch.float16)
+    group.all_reduce(half, "mean")
+    assert half.tolist() == [60000.0] * 2
+    whole = torch.tensor([rank, 3 * rank + 1, 5])
+    group.all_reduce(whole, "mean")
+    assert whole.tolist() == [1, 4, 5]
+    group.destroy()
+
+
+def test_means() -> None:
+    run_ranks(_average, 3)
+
+
+def _random(rank: int, count: int = 1000) -> torch.Tensor:
+    return torch.randn(count, generator=torch.Generator().manual_seed(rank))
+
+
+def _compare_with_torch() -> None:
+    group = CollectiveGroup.create()
+    rank, size = dist.get_rank(), dist.get_world_size()
+    ours, theirs = _random(rank), _random(rank)
+    group.all_reduce(ours)
+    dist.all_reduce(theirs)
+    assert_same(ours, theirs)
+    ours, theirs = _random(rank), _random(rank)
+    group.reduce(ours, 2)
+    dist.reduce(theirs, 2)
+    if rank == 2:
+        assert_same(ours, theirs)
+    offers = [_random(10 * rank + r) for r in range(size)]
+    for op in ("sum", "product", "max"):
+        group.reduce_scatter(ours, offers, op)
+        in_order = [_random(10 * r + rank) for r in range(size)]
+        assert_same(ours, functools.reduce(OPS[op], in_order))
+    dist.reduce_scatter(theirs, offers, dist.ReduceOp.MAX)
+    assert_same(ours, theirs)
+    group.destroy()
+
+
+def test_floats_are_those_of_torch() -> None:
+    run_ranks(_compare_with_torch, 3)
+
+
+def _move_uneven() -> None:
+    group = CollectiveGroup.create()
+    rank, size = dist.get_rank(), dist.get_world_size()
+    # Rank 0 sends nothing.
+    for scale in (1, 200_000):
+        parts = [torch.zeros(scale * r) for r in range(size)]
+        for _ in now_and_later(
+            lambda later, parts=parts, scale=scale: group.all_gather(
+                parts, torch.full((scale * rank,), float(rank)), later
+            )
+        ):
+            for r, part in enumerate(parts):
+                assert_same(part, torch.full((scale * r,), float(r)))
+                part.zero_()
+    offers = [torch.full((rank, r), 10 * rank + r) for r in range(size)]
+    outputs = [torch.zeros(r, rank, dtype=torch.int64) for r in range(size)]
+    for _ in now_and_later(lambda later: group.all_to_all(outputs, offers, later)):
+        for r, output in enumerate(outputs):
+            assert_same(output, torch.full((r, rank), 10 * r + rank))
+            output.zero_()
+    empty = torch.empty(2, 0)
+    group.broadcast(empty, 1)
+    group.all_reduce(empty)
+    group.reduce_scatter(empty, [empty] * size)
+    scalar = torch.tensor(float(rank))
+    group.all_reduce(scalar)
+    assert scalar.item() == 3
+    group.destroy()
+
+
+def test_shapes_may_differ_where_each_rank_knows_them() -> None:
+    run_ranks(_move_uneven, 3)
+
+
+def _write_to_views() -> None:
+    group = CollectiveGroup.create()
+    rank = dist.get_rank()
+    number = torch.tensor([complex(1, 2 + rank)])
+    group.all_reduce(number.conj())
+    assert number.item() == 2 + 5j
+    negative = torch.tensor([complex(1, 2 + rank)]).conj().imag
+    assert negative.is_neg()
+    group.broadcast(negative, 1)
+    assert negative.item() == -3
+    weight = torch.nn.Parameter(torch.full((2, 3), float(rank)))
+    group.all_reduce(weight.T)
+    assert_same(weight.data, torch.ones(2, 3))
+    assert weight.requires_grad
+    assert weight.grad is None
+    # Sources may be expanded.
+    parts = [torch.zeros(3), torch.zeros(3)]
+    group.all_gather(parts, torch.tensor(float(rank)).expand(3))
+    assert torch.stack(parts).tolist() == [[0] * 3, [1] * 3]
+    group.destroy()
+
+
+def test_views_and_parameters() -> None:
+    run_ranks(_write_to_views, 2)
+
+
+def _overlap_calls() -> None:
+    group = CollectiveGroup.create()
+    rank = dist.get_rank()
+    tensors = [torch.tensor([complex(i, rank)]).conj() for i in range(8)]
+    handles = [group.all_reduce(tensor, async_op=True) for tensor in tensors]
+    handles.append(group.barrier(async_op=True))
+    # Waited for in another order on each rank.
+    for handle in handles[:: -1 if rank else 1]:
+        handle.wait()
+    assert [tensor.item() for tensor in tensors] == [complex(2 * i, -1) for i in range(8)]
+    group.destroy()
+
+
+def test_calls_may_overlap() -> None:
+    run_ranks(_overlap_calls, 2)
