@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-FOLDERS = ("collectives", "configs", "loops", "registry", "runner", "wrappers")
+FOLDERS = ("collectives", "configs", "loops", "registry", "rpc", "runner", "wrappers")
 FILES = sorted(file for folder in FOLDERS for file in (ROOT / folder).rglob("*.py"))
 FILE_LINES = 350
 FUNCTION_LINES = 45
@@ -16,7 +16,9 @@ METHODS = 15
 PARAMETERS = 8
 # Hook is the list of events itself: every method but two is an empty event. CollectiveGroup is the
 # list of documented calls: each method hands its arguments to one function and has no logic.
-MANY_METHODS = {"CollectiveGroup", "Hook"}
+MANY_METHODS = {"CollectiveGroup", "Hook", "RpcGroup"}
+# Documented signatures of the systems whose names we keep.
+MANY_PARAMETERS = {"rpc/world.py:__init__"}
 
 
 def nodes(file: Path, *kinds: type[ast.AST]) -> Iterator[ast.AST]:
@@ -44,7 +46,8 @@ def test_file_keeps_the_limits(file: Path) -> None:
             over.append(f"{node.name}: {length} lines, {FUNCTION_LINES} allowed")
         arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
         given = [argument for argument in arguments if argument.arg not in ("self", "cls")]
-        if len(given) > PARAMETERS:
+        place = f"{file.relative_to(ROOT)}:{node.name}"
+        if len(given) > PARAMETERS and place not in MANY_PARAMETERS:
             over.append(f"{node.name}: {len(given)} parameters, {PARAMETERS} allowed")
     for node in nodes(file, ast.ClassDef):
         if (length := node.end_lineno - node.lineno + 1) > CLASS_LINES:

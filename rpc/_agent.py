@@ -1,0 +1,167 @@
+"""torch's RPC agent of this process: started at our store, watched, and ended without a trace."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sys
+import time
+import warnings
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch.distributed.rpc as rpc
+from torch._C._distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import register_rendezvous_handler
+from torch.futures import Future
+
+from . import _node
+from ._node import Node
+
+logger = logging.getLogger(__name__)
+
+_SCHEME = "stepwrap-world"
+_INTERFACES = ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
+
+_rank: int | None = None
+
+# The store for torch's next agent: it asks by an address, we have it already.
+_store: Store | None = None
+
+
+class Agent:
+    """The transport of one world.
+
+    Args:
+        node: what calls find in this process.
+        rank: this process's number.
+        world_size: how many there are.
+    """
+
+    def __init__(self, node: Node, rank: int, world_size: int) -> None:
+        self._node = node
+        self._rank = rank
+        self._world_size = world_size
+        self._is_complete = True
+        self._is_stopping = False
+        self._watches: list[Future[None]] = []
+
+    def start(
+        self, store: Store, threads: int, device_maps: Mapping[str, Mapping[int, int]]
+    ) -> None:
+        """Join the others; every member must call this."""
+        global _store, _rank
+        options = rpc.TensorPipeRpcBackendOptions(
+            num_worker_threads=threads,
+            rpc_timeout=self._node.rpc_timeout,
+            init_method=f"{_SCHEME}://",
+        )
+        for peer, device_map in device_maps.items():
+            options.set_device_map(peer, dict(device_map.items()))
+        _rank = self._rank
+        _node.set_current(self._node)
+        _store = PrefixStore("rpc", store)
+        # torch numbers the worlds of a process in its keys; others may have had fewer.
+        rpc._init_counter = 0
+        try:
+            with warnings.catch_warnings():
+                # torch's own use of a gloo backend as a group.
+                warnings.filterwarnings("ignore", "You are using a Backend", UserWarning)
+                rpc.init_rpc(  # type: ignore[no-untyped-call]
+                    self._node.name,
+                    rank=self._rank,
+                    world_size=self._world_size,
+                    rpc_backend_options=options,
+                )
+        finally:
+            _store = None
+            # It would keep the store, and with it the port, until the next world.
+            rpc.rendezvous_iterator = None  # type: ignore[assignment]
+        if self._node.directory is not None:
+            self._watch()
+
+    def part(self, timeout_s: float) -> None:
+        """Meet the others for the end; every living member must call this.
+
+        Raises:
+            RpcError: members have not come in time; they are named.
+        """
+        gone = self._node.meet(("end",), self._node.members, "end of the world", timeout_s)
+        self._is_stopping = True
+        if gone:
+            self._is_complete = False
+            logger.warning("%s ended before the world did", ", ".join(map(repr, gone)))
+        self._node.left.set_result(None)
+        deadline = time.monotonic() + timeout_s
+        while any(not one.done() for one in self._watches) and time.monotonic() < deadline:
+            time.sleep(0.001)
+
+    def stop(self) -> None:
+        """End the transport; after `part` nothing is lost by that."""
+        has_parted, self._is_stopping = self._is_stopping, True
+        try:
+            rpc.shutdown(graceful=has_parted and self._is_complete, timeout=5)
+        except RuntimeError as error:
+            # A member that died just now, or an agent that has never come up.
+            logger.debug("the transport ended with %s", error)
+        finally:
+            # A future that refers to us by its callback is no garbage that Python could find.
+            self._watches.clear()
+            _node.set_current(None)
+
+    def _watch(self) -> None:
+        """Have one call at every member that is answered when it leaves and breaks if it dies."""
+        for name in self._node.members:
+            if name != self._node.name:
+                watch = rpc.rpc_async(name, _node.wait_for_leave, timeout=0)
+                watch.add_done_callback(lambda done, name=name: self._note_end(done, name))
+                self._watches.append(watch)
+
+    def _note_end(self, done: Future[None], name: str) -> None:
+        try:
+            done.wait()
+        except RuntimeError:
+            if not self._is_stopping:
+                logger.warning("%r has ended without leaving the world", name)
+                assert self._node.directory is not None
+                self._node.directory.note_gone(name)
+
+
+def check_rank(rank: int) -> None:
+    """Check that this process has the rank of its first world, which torch does not forget.
+
+    Raises:
+        ValueError: it has another one.
+    """
+    if _rank is not None and _rank != rank:
+        raise ValueError(
+            f"this process was rank {_rank} in its first world and cannot be rank {rank} now: "
+            "torch's RPC keeps the rank for the life of a process"
+        )
+
+
+@contextlib.contextmanager
+def on_loopback(is_local: bool) -> Iterator[None]:
+    """Have connections listen on the loopback interface alone, unless the user says otherwise."""
+    missing = [name for name in _INTERFACES if name not in os.environ]
+    given = next((os.environ[name] for name in _INTERFACES if name in os.environ), None)
+    interface = given or ("lo" if is_local and sys.platform == "linux" else None)
+    if interface is None:
+        yield
+        return
+    os.environ.update(dict.fromkeys(missing, interface))
+    try:
+        yield
+    finally:
+        for name in missing:
+            os.environ.pop(name, None)
+
+
+def _own_store(url: str, **options: Any) -> Iterator[tuple[Store, int, int]]:
+    if _store is None:
+        raise RuntimeError(f"{url} is an address for worlds alone")
+    yield _store, int(options.get("rank", -1)), int(options.get("world_size", -1))
+
+
+register_rendezvous_handler(_SCHEME, _own_store)  # type: ignore[no-untyped-call]

@@ -1,0 +1,123 @@
+"""Calls between processes, over torch.distributed.rpc: the only file that sends anything.
+
+A call travels as a parcel, and so does its answer: a value, or what was raised. So arguments may be
+lambdas, exceptions keep their type, and everything that torch itself raises is the transport's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.distributed.rpc as rpc
+from torch.distributed.rpc.functions import async_execution
+from torch.futures import Future
+
+from ._payload import Parcel, pack, unpack
+from ._remote_errors import Failure, describe, rebuild
+from ._transport import transport_error
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+# What the callee answers: whether the parcel holds a value, not a failure.
+Answer = tuple[bool, Parcel]
+
+
+def answered_later(func: F) -> F:
+    """Have a function answer by the future that it returns, and hold no thread meanwhile."""
+    return cast(F, async_execution(func))  # type: ignore[no-untyped-call]
+
+
+def call_sync(
+    to: str, func: Callable[..., Any], args: Any = (), kwargs: Any = None, timeout: float = -1
+) -> Any:
+    """Call `func` on `to` and return its result, or raise what it raised."""
+    entry, parcel = _prepare(func, args, kwargs)
+    try:
+        answer = rpc.rpc_sync(to, entry, args=(parcel,), timeout=timeout)
+    except RuntimeError as error:
+        raise transport_error(error, to, func) from error
+    return _open(answer)
+
+
+def call_async(
+    to: str, func: Callable[..., Any], args: Any = (), kwargs: Any = None, timeout: float = -1
+) -> Future[Any]:
+    """Call `func` on `to`; waiting for the future returns its result or raises what it raised."""
+    entry, parcel = _prepare(func, args, kwargs)
+    try:
+        sent = rpc.rpc_async(to, entry, args=(parcel,), timeout=timeout)
+    except RuntimeError as error:
+        raise transport_error(error, to, func) from error
+    result: Future[Any] = Future(devices=_devices())
+
+    def finish(done: Future[Answer]) -> None:
+        try:
+            try:
+                answer = done.wait()
+            except RuntimeError as error:
+                raise transport_error(error, to, func) from error
+            result.set_result(_open(answer))
+        except Exception as error:
+            result.set_exception(error)
+
+    sent.add_done_callback(finish)
+    return result
+
+
+def is_async(func: Callable[..., Any]) -> bool:
+    """Whether `func` answers by a future: decorated by torch's `async_execution`."""
+    return hasattr(func, "_wrapped_async_rpc_function")
+
+
+def _prepare(func: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, Parcel]:
+    entry = _serve_async if is_async(func) else _serve
+    return entry, pack((func, tuple(args), dict(kwargs or {})))
+
+
+def own_name() -> str:
+    """Return the name under which this process takes calls."""
+    return str(rpc.get_worker_info().name)
+
+
+def _serve(parcel: Parcel) -> Answer:
+    try:
+        func, args, kwargs = unpack(parcel)
+        return True, pack(func(*args, **kwargs))
+    except BaseException as error:
+        return False, pack(describe(error, own_name()))
+
+
+@answered_later
+def _serve_async(parcel: Parcel) -> Future[Answer]:
+    try:
+        func, args, kwargs = unpack(parcel)
+        value: Future[Any] = func(*args, **kwargs)
+        return value.then(_answer_of)
+    except BaseException as error:
+        failed: Future[Answer] = Future()
+        failed.set_result((False, pack(describe(error, own_name()))))
+        return failed
+
+
+def _answer_of(done: Future[Any]) -> Answer:
+    try:
+        return True, pack(done.wait())
+    except BaseException as error:
+        return False, pack(describe(error, own_name()))
+
+
+def _open(answer: Answer) -> Any:
+    is_value, parcel = answer
+    content = unpack(parcel)
+    if is_value:
+        return content
+    raise rebuild(Failure(*content))
+
+
+def _devices() -> list[int | str | torch.device]:
+    """Return the devices whose streams a future's value has to wait for."""
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return []
+    return [torch.device("cuda", index) for index in range(torch.cuda.device_count())]

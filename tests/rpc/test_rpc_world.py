@@ -1,0 +1,328 @@
+"""Worlds: beginning, ending, and what must be told."""
+
+import gc
+import os
+import pickle
+import socket
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+
+from stepwrap.rpc import (
+    RpcError,
+    World,
+    get_cur_name,
+    get_cur_rank,
+    get_world,
+    is_world_initialized,
+)
+
+
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1])
+
+
+def rank_without_group() -> int:
+    """Return this process's rank and end its group, so that the world has to find its members.
+
+    A process keeps its rank from world to world: torch's RPC allows no other.
+    """
+    rank = dist.get_rank()
+    dist.barrier()
+    dist.destroy_process_group()
+    return rank
+
+
+def told(fn: Any, *args: Any, **kwargs: Any) -> tuple[str, str]:
+    """Return type and text of what is raised."""
+    try:
+        fn(*args, **kwargs)
+    except Exception as error:
+        return type(error).__name__, str(error)
+    raise AssertionError("nothing was raised")
+
+
+def _meet(url: str, **options: Any) -> dict[str, Any]:
+    rank = rank_without_group()
+    assert not is_world_initialized()
+    assert get_world() is None
+    with World(f"w{rank}", rank, 3, dist_init_method=url, **options) as world:
+        seen = {
+            "map": world.rank_name_map,
+            "ranks": world.get_ranks(),
+            "members": world.get_members(),
+            "me": (get_cur_rank(), get_cur_name(), world.name == f"w{rank}"),
+            "is_current": get_world() is world and isinstance(world, World),
+            "manager": world.lut_manager,
+            "second": told(World, "other", rank, 3, dist_init_method=url),
+            "pickled": told(pickle.dumps, world),
+        }
+        if dist.is_initialized():
+            value = torch.tensor(float(rank))
+            dist.all_reduce(value)
+            seen["sum"] = value.item()
+        group = told(world.create_rpc_group, "g", ["w0"]) if options else None
+        seen["group"] = group
+    seen["after"] = (is_world_initialized(), dist.is_initialized(), world.started)
+    world.stop()
+    return seen
+
+
+@pytest.mark.parametrize("scheme", ["tcp", "file"])
+def test_members_meet_by_an_address(scheme: str, tmp_path: Path) -> None:
+    url = f"tcp://127.0.0.1:{free_port()}" if scheme == "tcp" else f"file://{tmp_path}/store"
+    for seen in run_ranks(_meet, 3, url):
+        assert seen["map"] == {0: "w0", 1: "w1", 2: "w2"}
+        assert seen["ranks"] == [0, 1, 2]
+        assert seen["members"] == ["w0", "w1", "w2"]
+        assert seen["me"][2]
+        assert seen["is_current"]
+        assert seen["manager"] == "w0"
+        assert seen["sum"] == 3.0
+        assert seen["second"][0] == "RuntimeError"
+        assert "World could only be initialized once!" in seen["second"][1]
+        assert seen["pickled"][0] == "RuntimeError"
+        assert seen["after"] == (False, False, False)
+
+
+def test_without_calls() -> None:
+    url = f"tcp://127.0.0.1:{free_port()}"
+    for seen in run_ranks(_meet, 3, url, init_rpc=False):
+        assert seen["members"] == ["w0", "w1", "w2"]
+        assert seen["sum"] == 3.0
+        assert seen["group"] == (
+            "RuntimeError",
+            "this world has no calls: it was made with init_rpc=False",
+        )
+
+
+def _without_collectives(url: str) -> tuple[str, str]:
+    rank = rank_without_group()
+    with World(f"w{rank}", rank, 3, init_dist=False, dist_init_method=url) as world:
+        assert not dist.is_initialized()
+        group = world.create_rpc_group("g", world.get_members())
+        assert group.rpc_sync(f"w{(rank + 1) % 3}", get_cur_rank) == (rank + 1) % 3
+        answer = told(world.create_collective_group, [0, 1])
+        group.barrier()
+    return answer
+
+
+def test_without_collectives() -> None:
+    url = f"tcp://127.0.0.1:{free_port()}"
+    for answer in run_ranks(_without_collectives, 3, url):
+        assert answer[0] == "RuntimeError"
+        assert "init_dist=False" in answer[1]
+
+
+def _from_the_group() -> tuple[int, int, bool]:
+    with World(f"w{dist.get_rank()}") as world:
+        place = world.rank, world.world_size
+    return *place, dist.is_initialized()
+
+
+def test_takes_rank_and_size_of_the_process_group_and_leaves_it() -> None:
+    assert run_ranks(_from_the_group, 2) == [(0, 2, True), (1, 2, True)]
+
+
+def _from_the_environment(port: int) -> tuple[int, int]:
+    rank = rank_without_group()
+    os.environ.update(
+        RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
+    )
+    with World(f"w{rank}") as world:
+        return world.rank - rank, world.world_size
+
+
+def test_takes_rank_size_and_address_of_the_environment() -> None:
+    results = run_ranks(_from_the_environment, 2, free_port())
+    assert results == [(0, 2), (0, 2)]
+
+
+def _what_is_left(port: int) -> list[tuple[int, int, int]]:
+    rank = rank_without_group()
+    left = []
+    for _ in range(4):
+        with World(f"w{rank}", rank, 2, dist_init_method=f"tcp://127.0.0.1:{port}") as world:
+            group = world.create_rpc_group("g", world.get_members())
+            assert group.remote("w1", abs, args=(-1,)).to_here() == 1
+            if rank == 0:
+                assert "'w1'" in told(group.barrier, timeout=0.05)[1]
+                group.pair("seen", True)
+            while not group.is_paired("seen"):
+                time.sleep(0.01)
+            group.rpc_sync("w0", abs, args=(1,))
+            group.barrier()
+        del group, world
+        gc.collect()
+        handles = len(os.listdir("/proc/self/fd"))
+        left.append((handles, threading.active_count(), _listeners()))
+    return left
+
+
+def _listeners() -> int:
+    """How many sockets of this process listen."""
+    own = {os.readlink(f"/proc/self/fd/{fd}") for fd in _open_files()}
+    rows = Path("/proc/self/net/tcp").read_text() + Path("/proc/self/net/tcp6").read_text()
+    fields = [row.split() for row in rows.splitlines()]
+    return sum(row[3] == "0A" and f"socket:[{row[9]}]" in own for row in fields if len(row) > 9)
+
+
+def _open_files() -> list[str]:
+    return [fd for fd in os.listdir("/proc/self/fd") if os.path.lexists(f"/proc/self/fd/{fd}")]
+
+
+def test_one_world_after_another_leaves_nothing() -> None:
+    for left in run_ranks(_what_is_left, 2, free_port()):
+        handles, threads, listeners = zip(*left, strict=True)
+        # The first world starts what torch keeps for the life of the process.
+        assert handles[3] == handles[1]
+        assert threads[3] == threads[1]
+        assert listeners == (0, 0, 0, 0)
+
+
+def _begin(
+    names: list[str], sizes: list[int], port: int, ranks: list[int], init_rpc: bool = True
+) -> tuple[str, str]:
+    rank = rank_without_group()
+    place = f"tcp://127.0.0.1:{port}"
+    if names[rank] == "nobody":
+        return "", ""
+    options = {"dist_init_method": place, "dist_timeout": 1.0, "init_rpc": init_rpc}
+    answer = told(World, names[rank], ranks[rank], sizes[rank], **options)
+    assert get_world() is None
+    assert not dist.is_initialized()
+    return answer
+
+
+def test_two_members_with_one_name() -> None:
+    answers = run_ranks(_begin, 3, ["a", "b", "a"], [3, 3, 3], free_port(), [0, 1, 2])
+    text = "names must differ: ranks 0 and 2 are both called 'a'"
+    assert answers == [("ValueError", text)] * 3
+
+
+def test_other_world_sizes() -> None:
+    answers = run_ranks(_begin, 2, ["a", "b"], [2, 3], free_port(), [0, 1])
+    assert {kind for kind, _ in answers} == {"ValueError"}
+    assert "it is 3 in rank 1 ('b'), 2 here" in answers[0][1]
+    assert "it is 2 in rank 0 ('a'), 3 here" in answers[1][1]
+
+
+def test_missing_members_are_named() -> None:
+    answers = run_ranks(_begin, 3, ["a", "nobody", "c"], [3, 3, 3], free_port(), [0, 1, 2])
+    for kind, text in (answers[0], answers[2]):
+        assert kind == "RpcError"
+        assert "rank 1 of 3 has not come within 1 s; here: 0 ('a')" in text
+
+
+def test_rank_zero_is_missing() -> None:
+    port = free_port()
+    answers = run_ranks(_begin, 2, ["nobody", "b"], [2, 2], port, [0, 1])
+    text = f"rank 0 has not opened the world at 127.0.0.1:{port} within 1 s"
+    assert answers[1] == ("RpcError", text)
+
+
+def test_one_rank_twice() -> None:
+    answers = run_ranks(_begin, 3, ["a", "b", "c"], [3, 3, 3], free_port(), [0, 1, 1], False)
+    assert sorted(kind for kind, _ in answers) == ["RpcError", "RpcError", "ValueError"]
+    text = next(text for kind, text in answers if kind == "ValueError")
+    assert text in {
+        "rank 1 of the world is 'b', so 'c' cannot be it",
+        "rank 1 of the world is 'c', so 'b' cannot be it",
+    }
+
+
+def test_settings_that_do_not_fit() -> None:
+    with pytest.raises(ValueError, match="rank must be in 0..1, got 2"):
+        World("a", 2, 2)
+    with pytest.raises(ValueError, match="must be given where no launcher has set RANK"):
+        World("a")
+    with pytest.raises(ValueError, match="must be tcp://host:port, env:// or file:///path"):
+        World("a", 0, 1, dist_init_method="udp://127.0.0.1:9000")
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        with pytest.raises(RpcError, match=f"rank 0 cannot listen at 127.0.0.1:{port}"):
+            World("a", 0, 1, dist_init_method=f"tcp://127.0.0.1:{port}")
+    with pytest.raises(RuntimeError, match="Distributed environment not initialized!"):
+        get_cur_name()
+    assert get_world() is None
+
+
+def _late(port: int) -> float:
+    rank = rank_without_group()
+    world = World(f"w{rank}", rank, 2, dist_init_method=f"tcp://127.0.0.1:{port}")
+    group = world.create_rpc_group("g", world.get_members())
+    start = time.monotonic()
+    if rank == 0:
+        # This one has nothing to do: it leaves at once, and goes on answering.
+        world.stop()
+        return time.monotonic() - start
+    time.sleep(0.5)
+    assert group.rpc_sync("w0", abs, args=(-3,)) == 3
+    world.stop()
+    return 0.0
+
+
+def test_stop_waits_for_those_who_still_call() -> None:
+    assert run_ranks(_late, 2, free_port())[0] > 0.4
+
+
+def _waits_in_vain(port: int) -> tuple[str, str] | None:
+    rank = rank_without_group()
+    world = World(f"w{rank}", rank, 2, dist_init_method=f"tcp://127.0.0.1:{port}")
+    if rank == 0:
+        answer = told(world.stop, 0.3)
+        assert get_world() is None
+        return answer
+    time.sleep(1.0)
+    world.stop(graceful=False)
+    return None
+
+
+def test_stop_names_those_who_do_not_come() -> None:
+    answer = run_ranks(_waits_in_vain, 2, free_port())[0]
+    assert answer == ("RpcError", "end of the world: 'w1' has not come within 0.3 s")
+
+
+def _leaves_by_an_error(port: int) -> tuple[str, str]:
+    rank = rank_without_group()
+    world = World(f"w{rank}", rank, 2, dist_init_method=f"tcp://127.0.0.1:{port}")
+    group = world.create_rpc_group("g", world.get_members())
+    if rank == 1:
+        try:
+            with world:
+                group.barrier()
+                raise KeyError("mine")
+        except KeyError:
+            return "", ""
+    group.barrier()
+    answer = told(group.barrier, timeout=30)
+    world.stop()
+    return answer
+
+
+def test_an_error_in_one_member_is_told_to_the_others_at_once() -> None:
+    answer = run_ranks(_leaves_by_an_error, 2, free_port())[0]
+    assert answer == ("RpcError", "barrier of group 'g': 'w1' has ended")
+
+
+def _other_rank(port: int) -> tuple[str, str]:
+    rank = rank_without_group()
+    place = f"tcp://127.0.0.1:{port}"
+    World(f"w{rank}", rank, 2, dist_init_method=place).stop()
+    return told(World, "w", 0, 1, dist_init_method=place) if rank else ("", "")
+
+
+def test_a_process_keeps_its_rank() -> None:
+    kind, text = run_ranks(_other_rank, 2, free_port())[1]
+    assert kind == "ValueError"
+    assert "was rank 1 in its first world and cannot be rank 0 now" in text
