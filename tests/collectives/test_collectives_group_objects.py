@@ -1,0 +1,82 @@
+"""Objects among the ranks of a group."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from calls import outcome
+from group_calls import members_of
+from ranks import run_ranks
+
+from stepwrap.collectives import CollectiveGroup
+
+
+class Unpicklable:
+    """Refuses to be pickled."""
+
+    def __reduce__(self) -> Any:
+        raise RuntimeError("not me")
+
+
+def _refuse() -> None:
+    raise ImportError("not here")
+
+
+class Unloadable:
+    """Refuses to be unpickled."""
+
+    def __reduce__(self) -> Any:
+        return _refuse, ()
+
+
+def _exchange_objects(ranks: list[int]) -> None:
+    group, is_member = members_of(ranks)
+    if not is_member:
+        return
+    rank, last = dist.get_rank(), ranks[-1]
+    assert group.broadcast_object({"rank": rank}, last) == {"rank": last}
+    assert group.all_gather_object(rank) == ranks
+    assert group.gather_object(rank, last) == (ranks if rank == last else None)
+    for size in (1, 400_000):
+        objs = [{"rank": r, "values": torch.full((size,), float(r))} for r in ranks]
+        own = group.scatter_object(objs if rank == last else None, last)
+        assert own["rank"] == rank
+        assert torch.equal(own["values"], torch.full((size,), float(rank)))
+        # A copy of its own, and the source's own object.
+        own["values"].add_(1)
+        assert (own is objs[-1]) == (rank == last)
+    group.destroy()
+
+
+def test_objects_go_to_the_members() -> None:
+    run_ranks(_exchange_objects, 4, [1, 3])
+    run_ranks(_exchange_objects, 3, [0, 1, 2])
+
+
+def _fail_to_scatter() -> list[tuple[str, str]]:
+    group = CollectiveGroup.create()
+    is_source = dist.get_rank() == 1
+    endings = [
+        outcome(group.scatter_object, objs if is_source else None, 1)
+        for objs in ([1], None, [Unpicklable(), 1], [Unloadable(), 1])
+    ]
+    assert group.scatter_object([4, 5] if is_source else None, 1) == 4 + dist.get_rank()
+    endings.append(outcome(group.scatter_object, [1, 2], 2))
+    group.destroy()
+    return endings
+
+
+def test_what_cannot_be_scattered_is_told_on_all_ranks() -> None:
+    first, second = run_ranks(_fail_to_scatter, 2)
+    parts = [
+        "rank 1 cannot scatter its objects: ValueError: objs must have 2 objects, one for each of "
+        "the ranks [0, 1], got 1",
+        "rank 1 cannot scatter its objects: TypeError: objs must be a list on rank 1, got NoneType",
+        "rank 1 cannot scatter its objects: RuntimeError: not me",
+        "rank 0 cannot unpickle what it received: ImportError: not here",
+    ]
+    assert first == second
+    for (kind, text), part in zip(first[:-1], parts, strict=True):
+        assert kind == "CollectiveError"
+        assert part in text
+    assert first[-1] == ("ValueError", "src must be a rank of the group [0, 1], got 2")
