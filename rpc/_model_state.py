@@ -45,6 +45,12 @@ def copied(value: Any) -> Any:
     return copy.deepcopy(value)
 
 
+def on_cpu(value: Any) -> Any:
+    """Return one entry of a state on the CPU, and whole: itself where it is, else a copy."""
+    is_there = not isinstance(value, Tensor) or value.device.type == "cpu"
+    return value if is_there and not _is_sharded(value) else copied(value)
+
+
 def load_snapshot(model: nn.Module, state: Mapping[str, Tensor]) -> None:
     """Copy a state into a model's own tensors, on their devices and in their types.
 

@@ -1,0 +1,178 @@
+"""An ordered server for states, dictionaries of tensors, to and from which only changes travel.
+
+Versions share the tensors that did not change. A mark names one state of one server, so that a
+client can say what it has; the numbers of versions could not, since a server that was started
+anew counts from the beginning.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from .group import RpcGroup
+from .ordered_server import OrderedServerSimple, OrderedServerSimpleImpl
+
+State = Mapping[str, Any]
+
+
+class Mark(NamedTuple):
+    """One state under one key of one server.
+
+    Attributes:
+        server: of the server that was started here, not of its name.
+        number: of the push that made it.
+    """
+
+    server: str
+    number: int
+
+
+class Update(NamedTuple):
+    """What leads to the newest state.
+
+    Attributes:
+        version: its version.
+        mark: its mark; None of servers that have none.
+        is_whole: whether `state` is all of it, not only what changed since the client's mark.
+        state: None where the client has nothing older.
+    """
+
+    version: Any
+    mark: Mark | None
+    is_whole: bool = False
+    state: State | None = None
+
+
+class NothingKeptError(KeyError):
+    """There is no state which the pushed changes could be applied to."""
+
+
+class StateServer(OrderedServerSimple):
+    """Calls a `StateServerImpl`; its `push` and `pull` move whole states."""
+
+    def push_changes(
+        self, key: Hashable, state: State, *, version: Any, prev_version: Any, mark: Mark | None
+    ) -> Mark | None:
+        """Like `push`, of what changed since `mark`, or of a whole state where that is None.
+
+        Returns:
+            The mark of the new state, None where it was refused.
+
+        Raises:
+            NothingKeptError: the key is new, so only a whole state will do.
+        """
+        given = key, state, version, prev_version, mark
+        pushed: Mark | None = self.group.registered_sync(f"{self.server_name}/_push_changes", given)
+        return pushed
+
+    def pull_changes(self, key: Hashable, version: Any, mark: Mark | None) -> Update | None:
+        """Return what leads to the newest state; None where there is no such key.
+
+        Args:
+            key: any key.
+            version: of the caller's state: it is told nothing about older ones. None asks for
+                the newest in any case.
+            mark: of the caller's state. One of another server makes `version` meaningless.
+        """
+        given = key, version, mark
+        found: Update | None = self.group.registered_sync(
+            f"{self.server_name}/_pull_changes", given
+        )
+        return found
+
+
+class StateServerImpl(OrderedServerSimpleImpl):
+    """An ordered server of states that knows when each of their tensors was last changed.
+
+    Args:
+        server_name: as for `OrderedServerSimpleImpl`, like the others.
+        group: likewise.
+        version_depth: likewise.
+    """
+
+    def __init__(self, server_name: str, group: RpcGroup, version_depth: int = 1) -> None:
+        self._name = secrets.token_hex(8)
+        self._ledgers: dict[Hashable, _Ledger] = {}
+        # Held for a few dictionary operations; tensors are neither copied nor compared here.
+        self._order = threading.Lock()
+        super().__init__(server_name, group, version_depth)
+
+    def _services(self) -> dict[str, Callable[..., Any]]:
+        return {
+            **super()._services(),
+            "_push_changes": self._push_changes,
+            "_pull_changes": self._pull_changes,
+        }
+
+    def _accessor(self) -> StateServer:
+        return StateServer(self.server_name, self.group)
+
+    def _push_service(self, key: Hashable, value: Any, version: Any, prev_version: Any) -> bool:
+        return self._push_changes(key, value, version, prev_version, None) is not None
+
+    def _push_changes(
+        self, key: Hashable, state: State, version: Any, prev_version: Any, mark: Mark | None
+    ) -> Mark | None:
+        if not isinstance(state, Mapping):
+            raise TypeError(f"a state is a mapping from names to tensors, not {type(state)}")
+        with self._order:
+            ledger = self._ledgers.get(key) or _Ledger()
+            newest = super()._pull_service(key)
+            old: State = {} if newest is None else newest[0]
+            if mark is not None:
+                if newest is None:
+                    raise NothingKeptError(f"nothing is kept under {key!r}")
+                if mark != Mark(self._name, ledger.number):
+                    return None
+            whole = dict(state) if mark is None else {**old, **state}
+            if not super()._push_service(key, whole, version, prev_version):
+                return None
+            self._ledgers[key] = ledger
+            ledger.note(state, is_whole=whole.keys() != old.keys())
+            return Mark(self._name, ledger.number)
+
+    def _pull_changes(self, key: Hashable, version: Any, mark: Mark | None) -> Update | None:
+        with self._order:
+            newest = super()._pull_service(key)
+            if newest is None:
+                return None
+            state, newest_version = newest
+            ledger = self._ledgers[key]
+            update = Update(newest_version, Mark(self._name, ledger.number))
+            is_ours = mark is not None and mark.server == self._name
+            is_comparable = version is not None and (mark is None or is_ours)
+            if mark == update.mark or (is_comparable and version >= newest_version):
+                return update
+            if mark is None or not is_ours or mark.number < ledger.whole:
+                return update._replace(is_whole=True, state=state)
+            changed = {name: state[name] for name in ledger.changed_since(mark.number)}
+            return update._replace(state=changed)
+
+
+@dataclass
+class _Ledger:
+    """When what was changed under one key.
+
+    Attributes:
+        number: of the last push.
+        whole: of the last push that changed the names.
+        changes: by name, the last push that changed its tensor.
+    """
+
+    number: int = 0
+    whole: int = 0
+    changes: dict[str, int] = field(default_factory=dict)
+
+    def note(self, names: State, *, is_whole: bool) -> None:
+        self.number += 1
+        if is_whole:
+            self.whole = self.number
+            self.changes.clear()
+        self.changes.update(dict.fromkeys(names, self.number))
+
+    def changed_since(self, number: int) -> list[str]:
+        return [name for name, changed in self.changes.items() if changed > number]
