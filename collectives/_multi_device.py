@@ -117,23 +117,23 @@ def all_gather(
         lists = _output_lists(output_tensor_lists, inputs)
         device = travel_device(group, inputs[0])
         own = torch.cat([Memory(tensor, device, is_read=True).bytes for tensor in inputs])
-    parts: list[torch.Tensor] = []
+    place, size = dist.get_rank(group), inputs[0].nbytes
+    # By group rank: how many tensors, and their bytes.
+    parts: list[tuple[int, torch.Tensor]] = []
 
     def begin() -> list[dist.Work]:
-        counts = _agreed_counts(group, inputs, len(lists[0]))
-        size = inputs[0].nbytes
-        parts.extend(own.new_empty(count * size) for count in counts)
-        return start_all_gather(parts, own, group)
+        for index, count in enumerate(_agreed_counts(group, inputs, len(lists[0]))):
+            parts.append((count, own if index == place else own.new_empty(count * size)))
+        return start_all_gather([part for _, part in parts], own, group)
 
     def finish() -> None:
-        gathered = torch.cat(parts).view(inputs[0].dtype)
-        # Not -1: the tensors may have no elements.
-        gathered = gathered.view(len(lists[0]), *inputs[0].shape)
         for outputs in lists:
-            # Once for each device.
-            here = gathered.to(outputs[0].device)
-            for output, value in zip(outputs, here, strict=True):
-                write(value, [output])
+            targets = iter(outputs)
+            for count, part in parts:
+                # Once for each device.
+                values = part.to(outputs[0].device).view(inputs[0].dtype)
+                for value in values.view(count, *inputs[0].shape):
+                    write(value, [next(targets)])
 
     return Operation("group.all_gather_multigpu", group, describe, begin, finish)
 

@@ -96,6 +96,24 @@ def _spread_lists(group: CollectiveGroup, ranks: list[int], lengths: list[int]) 
                     ours.zero_()
 
 
+def _gather_large_and_empty() -> None:
+    group = CollectiveGroup.create()
+    rank = dist.get_rank()
+    for shape in ((300, 300), (2, 0)):
+        inputs = [torch.full(shape, 10.0 * rank + i) for i in range(rank + 1)]
+        outputs = [[torch.zeros(shape) for _ in range(3)] for _ in inputs]
+        group.all_gather_multigpu(outputs, inputs)
+        for output in outputs:
+            assert torch.equal(
+                torch.stack(output), torch.stack([torch.full(shape, v) for v in (0.0, 10, 11)])
+            )
+    group.destroy()
+
+
+def test_large_and_empty_tensors_are_gathered() -> None:
+    run_ranks(_gather_large_and_empty, 2)
+
+
 def _use_lists(ranks: list[int], lengths: list[int]) -> None:
     group, is_member = members_of(ranks)
     if is_member:
