@@ -79,7 +79,7 @@ def _reporting(kind: Any) -> Any:
         return f"{kind.__str__(self)}\n\n{self.remote_report}"
 
     def __reduce__(self: Any) -> Any:
-        return _again, (kind.__reduce__(self), kind, self.remote_report)
+        return _again, (kind, *kind.__reduce__(self)[1:2], self.__dict__)
 
     names = {"__str__": __str__, "__reduce__": __reduce__, "__module__": kind.__module__}
     derived = type(kind.__name__, (kind,), names)
@@ -87,8 +87,8 @@ def _reporting(kind: Any) -> Any:
     return derived
 
 
-def _again(reduced: tuple[Any, ...], kind: type[Exception], report: str) -> Exception:
-    error = kind(*reduced[1])
-    for name, value in ((reduced[2:] and reduced[2]) or {}).items():
+def _again(kind: Any, args: tuple[Any, ...], state: dict[str, Any]) -> Exception:
+    error: Exception = _reporting(kind)(*args)
+    for name, value in state.items():
         setattr(error, name, value)
-    return _with_report(error, report)
+    return error

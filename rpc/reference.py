@@ -53,7 +53,8 @@ class RpcReference:
         """Return a copy of the value; on its owner, the value itself.
 
         Args:
-            timeout: in seconds; -1 is the world's default, 0 waits as long as it takes.
+            timeout: in seconds; -1 is the world's default, 0 waits as long as it takes, as the
+                owner always does.
 
         Raises:
             RpcError: the owner is gone, or has not answered in time.

@@ -1,0 +1,399 @@
+"""Groups of named processes: calls, values, services, meetings, errors."""
+
+import operator
+import pickle
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from torch.distributed.rpc import functions, get_worker_info
+from torch.futures import Future
+
+from stepwrap.rpc import RpcException, RpcGroup, RpcReference, World, get_cur_name
+
+Body = Callable[[World, RpcGroup], Any]
+
+
+def _in_group(body: Body, *args: Any) -> Any:
+    with World(f"w{dist.get_rank()}", rpc_timeout=20) as world:
+        group = world.create_rpc_group("all", world.get_members())
+        result = body(world, group, *args)
+        group.barrier()
+    return result
+
+
+def in_group(body: Body, size: int = 3, *args: Any) -> list[Any]:
+    """Run on every rank, in a group of all, and meet at the end."""
+    return run_ranks(_in_group, size, body, *args)
+
+
+def told(fn: Any, *args: Any, **kwargs: Any) -> tuple[str, str]:
+    """Return type and text of what is raised."""
+    try:
+        fn(*args, **kwargs)
+    except Exception as error:
+        return type(error).__name__, str(error)
+    raise AssertionError("nothing was raised")
+
+
+class OwnError(Exception):
+    """An error of the user's, with more than a text."""
+
+    def __init__(self, code: int, text: str) -> None:
+        super().__init__(code, text)
+        self.code = code
+
+
+def fail(kind: str) -> None:
+    if kind == "own":
+        raise OwnError(7, "mine")
+    if kind == "key":
+        raise KeyError("lost")
+    if kind == "file":
+        raise FileNotFoundError(2, "no such thing", "a.txt")
+    if kind == "exit":
+        raise SystemExit(3)
+    raise type("Hidden", (Exception,), {"__reduce__": lambda self: (fail, ("own",))})("secret")
+
+
+def _calls(world: World, group: RpcGroup) -> None:
+    following = f"w{(world.rank + 1) % 3}"
+    number = (world.rank + 1) % 3
+    factor = 3
+    for target in (following, number, get_worker_info(following)):
+        assert group.rpc_sync(target, get_cur_name) == following
+    assert group.rpc_async(following, lambda x: x * factor, args=(2,)).wait() == 6
+    kept = group.remote(following, lambda *, x: {"twice": x + x}, kwargs={"x": torch.ones(2, 3)})
+    assert torch.equal(kept.to_here()["twice"], torch.full((2, 3), 2.0))
+    assert (kept.owner_name(), kept.is_owner()) == (following, False)
+    assert kept.owner().name == following
+    made = group.rpc_sync(following, lambda: lambda x: x - 1)
+    assert made(4) == 3
+
+    class Local:
+        def __init__(self, value: torch.Tensor) -> None:
+            self.value = value
+
+    sent = Local(torch.arange(6).reshape(2, 3)[:, 1:])
+    assert torch.equal(
+        group.rpc_sync(following, lambda one: one.value + 1, args=(sent,)), sent.value + 1
+    )
+
+
+def test_calls_by_name_rank_and_description_with_lambdas_and_tensors() -> None:
+    in_group(_calls)
+
+
+def _tensors(world: World, group: RpcGroup) -> None:
+    base = torch.arange(12.0)
+    values = [
+        torch.nn.Parameter(torch.ones(3)),
+        torch.ones(2, dtype=torch.bfloat16),
+        torch.tensor([1 + 2j]),
+        torch.eye(3).to_sparse(),
+        torch.tensor(3),
+        torch.empty(0, 4),
+        torch.tensor([True, False]),
+        base[::2],
+    ]
+    answers = group.rpc_sync("w0", lambda x: x, args=(values,))
+    for value, answer in zip(values, answers, strict=True):
+        assert answer.dtype == value.dtype
+        assert type(answer) is type(value)
+        assert torch.equal(answer.to_dense(), value.to_dense())
+    twice = group.rpc_sync("w0", lambda x: x, args=((base, base),))
+    assert twice[0] is twice[1]
+
+
+def test_tensors_of_all_kinds_travel() -> None:
+    in_group(_tensors, 2)
+
+
+def _errors(world: World, group: RpcGroup) -> None:
+    if world.rank != 0:
+        return
+    for call in (
+        lambda kind: group.rpc_sync("w1", fail, args=(kind,)),
+        lambda kind: group.rpc_async("w1", fail, args=(kind,)).wait(),
+        lambda kind: group.remote("w1", fail, args=(kind,)).to_here(),
+    ):
+        with pytest.raises(OwnError) as own:
+            call("own")
+        assert (own.value.code, own.value.args) == (7, (7, "mine"))
+        assert "raised by 'w1'" in str(own.value)
+        assert 'raise OwnError(7, "mine")' in str(own.value)
+        with pytest.raises(KeyError, match="lost"):
+            call("key")
+        with pytest.raises(FileNotFoundError) as file:
+            call("file")
+        assert (file.value.errno, file.value.filename) == (2, "a.txt")
+        with pytest.raises(RpcException, match="Hidden raised by 'w1'"):
+            call("hidden")
+    with pytest.raises(RpcException, match="SystemExit raised by 'w1'"):
+        group.rpc_sync("w1", fail, args=("exit",))
+    # One that comes through two processes keeps its type and its first report.
+    with pytest.raises(OwnError, match="raised by 'w0'"):
+        group.rpc_sync("w1", group.rpc_sync, args=("w0", fail), kwargs={"args": ("own",)})
+    assert pickle.loads(pickle.dumps(own.value)).code == 7
+
+
+def test_remote_errors_keep_their_type_and_bring_their_traceback() -> None:
+    in_group(_errors, 2)
+
+
+def _bad_calls(world: World, group: RpcGroup) -> None:
+    if world.rank != 0:
+        return
+    assert told(group.rpc_sync, "w9", abs)[1].startswith("RPC target is not a member of group.")
+    assert told(group.rpc_sync, 9, abs)[0] == "RuntimeError"
+    kind, text = told(group.rpc_sync, "w0", abs, args=(threading.Lock(),))
+    assert kind == "TypeError"
+    assert "cannot be sent to another process" in text
+    kind, text = told(group.rpc_sync, "w0", threading.Lock)
+    assert kind == "TypeError"
+    assert "raised by 'w0'" in text
+    late = "'w1' has not answered sleep() within 0.1 s"
+    assert told(group.rpc_sync, "w1", time.sleep, 0.1, (0.4,)) == ("RpcError", late)
+    assert told(group.rpc_async("w1", time.sleep, 0.1, (0.4,)).wait) == ("RpcError", late)
+    slow = group.remote("w1", time.sleep, args=(0.4,))
+    text = "'w1' has not answered _kept_value() within 0.1 s"
+    assert told(slow.to_here, 0.1) == ("RpcError", text)
+    assert slow.to_here(0) is None
+
+
+def test_bad_and_late_calls() -> None:
+    in_group(_bad_calls, 2)
+
+
+def _values(world: World, group: RpcGroup) -> Any:
+    if world.rank == 1:
+        value = [1, torch.ones(2)]
+        group.pair("v", value)
+        group.pair(("any", 2), lambda: "called")
+        assert group.get_paired("v").local_value() is value
+        assert group.get_paired("v").to_here() is value
+        text = "Value [v] already paired to Group [all]"
+        assert told(group.pair, "v", 2) == ("KeyError", repr(text))
+    group.barrier()
+    assert group.is_paired("v")
+    assert not group.is_paired("w")
+    reference = group.get_paired("v")
+    assert isinstance(reference, RpcReference)
+    assert reference.to_here()[0] == 1
+    assert group.get_paired(("any", 2)).to_here()() == "called"
+    if world.rank != 1:
+        assert told(group.pair, "v", 1)[0] == "KeyError"
+        assert told(group.unpair, "v") == ("KeyError", repr("Value [v] not paired to Group [all]"))
+        assert told(reference.local_value)[0] == "RuntimeError"
+    missing = ("KeyError", repr("Value [w] not found on Group [all]"))
+    assert told(group.get_paired, "w") == missing
+    # A reference can be sent on.
+    assert group.rpc_sync("w2", lambda one: one.to_here()[0], args=(reference,)) == 1
+    group.barrier()
+    if world.rank == 1:
+        group.unpair("v")
+        group.pair("v", "again")
+    group.barrier()
+    return group.get_paired("v").to_here()
+
+
+def test_values_under_keys() -> None:
+    assert in_group(_values) == ["again"] * 3
+
+
+def add(a: int, b: int = 0) -> int:
+    return a + b
+
+
+@functions.async_execution
+def answer_later(value: int) -> Future[int]:
+    answer: Future[int] = Future()
+    _waiting.append((answer, value))
+    return answer
+
+
+_waiting: list[tuple[Future[int], int]] = []
+
+
+def _answer_all() -> int:
+    count = 0
+    while _waiting:
+        answer, value = _waiting.pop()
+        answer.set_result(value)
+        count += 1
+    return count
+
+
+def _services(world: World, group: RpcGroup) -> None:
+    if world.rank == 0:
+        group.register("add", add)
+        group.register("fail", fail)
+        group.register("later", answer_later)
+        text = "Service [add] already registered in Group [all]"
+        assert told(group.register, "add", add) == ("KeyError", repr(text))
+    group.barrier()
+    assert group.is_registered("add")
+    assert group.registered_sync("add", (1,), {"b": 2}) == 3
+    assert group.registered_async("add", (1,)).wait() == 1
+    assert group.registered_remote("add", (2, 2)).to_here() == 4
+    missing = ("KeyError", repr("Service [none] not found on Group [all]"))
+    for call in (group.registered_sync, group.registered_async, group.registered_remote):
+        assert told(call, "none") == missing
+    with pytest.raises(OwnError, match="raised by 'w0'"):
+        group.registered_sync("fail", ("own",))
+    if world.rank != 0:
+        text = "Service [add] not registered in Group [all]"
+        assert told(group.deregister, "add") == ("KeyError", repr(text))
+    group.barrier()
+    # More waiting calls than there are threads; none of them holds one.
+    calls = [group.registered_async("later", (number,)) for number in range(20)]
+    references = [group.registered_remote("later", (number,)) for number in range(3)]
+    if world.rank == 0:
+        answered = 0
+        while answered < 3 * 23:
+            answered += _answer_all()
+            time.sleep(0.01)
+    assert [call.wait() for call in calls] == list(range(20))
+    assert [reference.to_here() for reference in references] == [0, 1, 2]
+    group.barrier()
+    # The service moves; callers that knew the old place find the new one.
+    if world.rank == 0:
+        group.deregister("add")
+    group.barrier()
+    assert told(group.registered_sync, "add", (1,))[0] == "KeyError"
+    group.barrier()
+    if world.rank == 1:
+        group.register("add", operator.sub)
+    group.barrier()
+    assert group.registered_sync("add", (5, 2)) == 3
+
+
+def test_services_under_keys() -> None:
+    in_group(_services)
+
+
+def _meet(world: World, group: RpcGroup) -> Any:
+    if world.rank == 2:
+        time.sleep(0.6)
+        group.barrier()
+        return None
+    answer = told(group.barrier, timeout=0.2)
+    group.barrier()
+    return answer
+
+
+def test_a_barrier_names_who_is_late_and_works_again() -> None:
+    answers = in_group(_meet)
+    late = ("RpcError", "barrier of group 'all': 'w2' has not come within 0.2 s")
+    assert late in answers[:2]
+    assert {kind for kind, _ in answers[:2]} == {"RpcError"}
+
+
+def _many_barriers(world: World, group: RpcGroup) -> list[int]:
+    seen = []
+    for number in range(100):
+        if world.rank == 0:
+            group.pair(number, number)
+        group.barrier()
+        seen.append(group.get_paired(number).to_here())
+    return seen
+
+
+def test_no_barrier_is_lost() -> None:
+    assert in_group(_many_barriers) == [list(range(100))] * 3
+
+
+def _about(world: World, group: RpcGroup) -> None:
+    assert group.get_group_name() == "all"
+    assert group.get_group_members() == ["w0", "w1", "w2"]
+    assert group.size() == 3
+    assert RpcGroup.get_cur_name() == f"w{world.rank}"
+    assert group.is_member()
+    assert group.is_member("w2")
+    assert group.is_member(2)
+    assert not group.is_member("w3")
+    assert world.groups == {"all": group}
+    # It arrives as the group that lives there.
+    assert group.rpc_sync("w1", lambda one: one.barrier.__self__.destroyed, args=(group,)) is False
+    if world.rank < 2:
+        pair = world.create_rpc_group("two", ["w1", "w0"])
+        pair.pair(world.name, world.rank)
+        pair.barrier()
+        assert told(world.create_rpc_group, "two", ["w0", "w1"]) == (
+            "RuntimeError",
+            "Group two already exists!",
+        )
+        # In a process that is no member it is a handle, good for lookups and calls.
+        used = group.rpc_sync("w2", _use_handle, args=(pair,))
+        assert used == ([0, 1], "w1", "RuntimeError", "RuntimeError")
+        pair.barrier()
+        pair.destroy()
+        pair.destroy()
+        assert told(pair.barrier)[1] == f"group 'two' has been destroyed in 'w{world.rank}'"
+        pair = world.create_rpc_group("two", ["w0", "w1"])
+        assert not pair.is_paired("w0")
+        assert not pair.is_paired("w1")
+        pair.barrier()
+    else:
+        answer = told(world.create_rpc_group, "two", ["w0", "w1"])
+        assert answer == ("RuntimeError", "Creator Process [w2] not in Group [two]")
+        kind, text = told(world.create_rpc_group, "x", ["w2", "w11"])
+        assert kind == "ValueError"
+        assert "'w11' is no member of the world: 'w0', 'w1', 'w2'; did you mean 'w1'?" in text
+
+
+def _use_handle(pair: RpcGroup) -> tuple[list[int], str, str, str]:
+    values = [pair.get_paired(name).to_here() for name in pair.get_group_members()]
+    assert not pair.is_member()
+    name = pair.rpc_sync("w1", get_cur_name)
+    return values, name, told(pair.pair, "k", 1)[0], told(pair.barrier)[0]
+
+
+def test_groups_are_made_sent_destroyed_and_made_again() -> None:
+    in_group(_about)
+
+
+def _disagree(world: World, group: RpcGroup) -> tuple[str, str] | None:
+    if world.rank == 0:
+        return told(world.create_rpc_group, "g", ["w0", "w1"])
+    if world.rank == 1:
+        return told(world.create_rpc_group, "g", ["w0", "w1", "w2"])
+    return told(world.create_rpc_group, "alone", ["w0", "w2"], 0.2)
+
+
+def test_members_that_disagree_or_do_not_come() -> None:
+    first, second, third = in_group(_disagree)
+    assert first[0] == second[0] == "ValueError"
+    for text in (first[1], second[1]):
+        assert "members 'w0', 'w1'" in text
+        assert "members 'w0', 'w1', 'w2'" in text
+    assert third == ("RpcError", "group 'alone': 'w0' has not come within 0.2 s")
+
+
+def _references(world: World, group: RpcGroup) -> None:
+    if world.rank == 1:
+        kept = group.remote("w0", lambda: torch.ones(3))
+        assert kept.to_here().sum() == 3
+        assert group.rpc_sync("w0", _kept_count) == 1
+        passed = group.rpc_sync("w2", lambda one: one.to_here().sum().item(), args=(kept,))
+        assert passed == 3
+        del kept
+        deadline = time.monotonic() + 10
+        while group.rpc_sync("w0", _kept_count) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert group.rpc_sync("w0", _kept_count) == 0
+
+
+def _kept_count() -> int:
+    from stepwrap.rpc import _node
+
+    return len(_node.current().kept)
+
+
+def test_a_value_lives_as_long_as_its_references() -> None:
+    in_group(_references)
