@@ -1,0 +1,75 @@
+"""Asynchronous SGD: two clients push gradients, a reducer adds them up, one model is trained.
+
+Run it as it is, or on four processes started elsewhere:
+torchrun --nproc-per-node 4 examples/parameter_server.py
+"""
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from stepwrap.collectives import get_rank
+from stepwrap.configs.digits import Digits, SmallCNN
+from stepwrap.rpc import PushPullGradServerImpl, RpcGroup, World
+from stepwrap.runner import launch
+
+NAMES = ["primary", "reducer", "client0", "client1"]
+
+
+def main(epochs: int = 12) -> float | None:
+    with World(NAMES[get_rank()]) as world:
+        group = world.create_rpc_group("all", NAMES)
+        if world.name in ("primary", "reducer"):
+            return serve(group)
+        return work(group, world.rank, epochs)
+
+
+def serve(group: RpcGroup) -> float | None:
+    """Two gradients are averaged by the reducer, two of its results by the primary: 4 to a step."""
+    server = PushPullGradServerImpl(
+        "digits",
+        group,
+        primary_reducer="primary",
+        secondary_reducers=["reducer"],
+        reduce_method="mean",
+        reduce_batch_size=2,
+    )
+    net = SmallCNN(dropout=0.0)
+    if group.get_cur_name() == "primary":
+        torch.manual_seed(0)
+        net = SmallCNN(dropout=0.0)
+        server.manage_model(net, torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9))
+    server.start()
+    group.barrier()
+    # The clients train; this process answers them until they come to the next barrier.
+    group.barrier(timeout=600)
+    server.watch()
+    server.close()
+    return accuracy_of(net) if group.get_cur_name() == "primary" else None
+
+
+def work(group: RpcGroup, rank: int, epochs: int) -> None:
+    torch.manual_seed(0)
+    net = SmallCNN(dropout=0.0)
+    torch.manual_seed(rank)
+    loader = DataLoader(Digits("train"), batch_size=32, shuffle=True)
+    group.barrier()
+    server = group.get_paired("digits").to_here()
+    for _ in range(epochs):
+        for images, labels in loader:
+            nn.functional.cross_entropy(net(images), labels).backward()
+            # Gradients go, the newest weights come, whoever made them.
+            server.push(net)
+    group.barrier(timeout=600)
+
+
+def accuracy_of(net: nn.Module) -> float:
+    test = Digits("test")
+    with torch.inference_mode():
+        return float((net(test.images).argmax(1) == test.labels).float().mean())
+
+
+if __name__ == "__main__":
+    accuracy = launch(main, nproc=4).get(0)
+    if accuracy is not None:
+        print(f"test accuracy {accuracy:.3f}")
