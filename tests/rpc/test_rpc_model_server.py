@@ -1,0 +1,283 @@
+"""The model server: versions of a model, pushed by one and pulled by others."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from torch import nn
+
+from stepwrap.rpc import (
+    OrderedServerBase,
+    OrderedServerSimple,
+    OrderedServerSimpleImpl,
+    PushPullModelServer,
+    PushPullModelServerImpl,
+    RpcGroup,
+    World,
+)
+
+
+class Net(nn.Module):
+    """Parameters, buffers and a number of all kinds of values, all filled with one value."""
+
+    def __init__(self, value: float = 0.0) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 2)
+        self.norm = nn.BatchNorm1d(2)
+        self.fill(value)
+
+    def fill(self, value: float) -> None:
+        with torch.no_grad():
+            for one in [*self.parameters(), *self.buffers()]:
+                one.fill_(value)
+
+    def value(self) -> float:
+        values = {
+            one.item() for one in torch.cat([v.reshape(-1) for v in self.state_dict().values()])
+        }
+        assert len(values) == 1
+        return values.pop()
+
+
+def in_world(body: Callable[[RpcGroup, int], Any]) -> Any:
+    """Call `body(group, rank)` in a world of all ranks; they end together."""
+    rank = dist.get_rank()
+    with World(f"w{rank}", rpc_timeout=30) as world:
+        group = world.create_rpc_group("all", world.get_members())
+        result = body(group, rank)
+        group.barrier()
+        return result
+
+
+def served(group: RpcGroup, rank: int, **options: Any) -> Any:
+    """Start a server on rank 0 and return an accessor."""
+    if rank == 0:
+        PushPullModelServerImpl("server", group, **options)
+    group.barrier()
+    return group.get_paired("server").to_here()
+
+
+def _push_and_pull(group: RpcGroup, rank: int) -> Any:
+    server = served(group, rank)
+    model = Net(rank)
+    before = set(vars(model))
+    if rank == 1:
+        assert not server.pull(model)
+        assert not hasattr(model, "pp_version")
+        assert server.push(model)
+        assert model.pp_version == 1
+        model.fill(10)
+        assert server.push(model)
+        assert model.pp_version == 2
+    group.barrier()
+    model.linear.weight.grad = torch.ones(2, 3)
+    places = [one.data_ptr() for one in model.state_dict().values()]
+    assert server.pull(model)
+    assert places == [one.data_ptr() for one in model.state_dict().values()]
+    assert model.linear.weight.grad.eq(1).all()
+    assert set(vars(model)) - before == {"pp_version"}
+    pulled = model.value(), model.pp_version
+    # What is no newer is not loaded.
+    model.fill(5)
+    assert server.pull(model)
+    return pulled, model.value(), model.pp_version
+
+
+def _pushed_and_pulled() -> Any:
+    return in_world(_push_and_pull)
+
+
+def test_what_is_pushed_is_pulled() -> None:
+    assert run_ranks(_pushed_and_pulled, 3) == [((10.0, 2), 5.0, 2)] * 3
+
+
+def _refuse(group: RpcGroup, rank: int) -> Any:
+    server = served(group, rank)
+    model = Net(rank)
+    if rank == 1:
+        assert server.push(model)
+        assert server.push(model)
+    group.barrier()
+    told = None
+    if rank == 2:
+        model.linear.weight.grad = torch.ones(2, 3)
+        assert not server.push(model, pull_on_fail=False)
+        told = model.value(), model.pp_version
+        assert not server.push(model)
+        assert model.linear.weight.grad.eq(1).all()
+        assert (model.value(), model.pp_version) == (1.0, 2)
+        model.fill(7)
+        assert server.push(model)
+        # A version set by hand is the user's word.
+        model.pp_version = 100
+        assert not server.push(model, pull_on_fail=False)
+        assert server.pull(model)
+        assert model.pp_version == 100
+        assert not server.push(model)
+    group.barrier()
+    server.pull(model)
+    return told, model.value(), model.pp_version
+
+
+def _refused() -> Any:
+    return in_world(_refuse)
+
+
+def test_a_refused_push_loads_the_newest_if_asked_to() -> None:
+    first, second, third = run_ranks(_refused, 3)
+    assert first == second == (None, 7.0, 3)
+    assert third == ((2.0, 0), 7.0, 3)
+
+
+class Refusing(OrderedServerBase):
+    """Takes nothing and has nothing."""
+
+    def push(self, key: Any, value: Any, version: Any, prev_version: Any) -> bool:
+        return False
+
+    def pull(self, key: Any, version: Any = None) -> None:
+        return None
+
+
+def test_refused_with_nothing_to_pull_is_an_error() -> None:
+    server = PushPullModelServer("model", Refusing())
+    assert not server.push(Net(), pull_on_fail=False)
+    assert not server.pull(Net())
+    with pytest.raises(RuntimeError, match="version 1 of 'model' was refused"):
+        server.push(Net())
+    with pytest.raises(RuntimeError, match="made without o_server"):
+        PushPullModelServer("model").pull(Net())
+
+
+def _race(group: RpcGroup, rank: int) -> Any:
+    server = served(group, rank)
+    model = Net(0)
+    accepted = 0
+    while rank and accepted < 20:
+        model.fill(model.value() + 1)
+        accepted += server.push(model, pull_on_fail=True)
+    group.barrier()
+    assert server.pull(model)
+    return model.value(), model.pp_version
+
+
+def _raced() -> Any:
+    return in_world(_race)
+
+
+def test_clients_that_race_lose_no_accepted_push() -> None:
+    assert run_ranks(_raced, 3) == [(40.0, 40)] * 3
+
+
+def _restart(group: RpcGroup, rank: int, *, pushes_before_clients: bool) -> Any:
+    if rank == 0:
+        first = PushPullModelServerImpl("server", group)
+    group.barrier()
+    server = group.get_paired("server").to_here()
+    model = Net(1)
+    while rank == 1 and getattr(model, "pp_version", 0) < 3:
+        assert server.push(model)
+    group.barrier()
+    server.pull(model)
+    assert model.pp_version == 3
+    group.barrier()
+    if rank == 0:
+        with pytest.raises(KeyError, match="already"):
+            PushPullModelServerImpl("server", group)
+        first.close()
+        first.close()
+        assert not group.is_paired("server")
+        assert not group.is_paired("server_o_server")
+        PushPullModelServerImpl("server", group)
+        if pushes_before_clients:
+            assert server.push(Net(8))
+    group.barrier()
+    accepted = rank == 1 and server.push(model, pull_on_fail=False)
+    group.barrier()
+    assert server.pull(model)
+    return accepted, model.value(), model.pp_version
+
+
+def _restarted(pushes_before_clients: bool) -> Any:
+    return in_world(partial(_restart, pushes_before_clients=pushes_before_clients))
+
+
+def test_a_server_that_starts_anew_takes_the_next_push_whole() -> None:
+    results = run_ranks(_restarted, 3, False)
+    assert results == [(False, 1.0, 4), (True, 1.0, 4), (False, 1.0, 4)]
+
+
+def test_a_server_that_starts_anew_with_lower_versions_is_followed() -> None:
+    assert run_ranks(_restarted, 3, True) == [(False, 8.0, 1)] * 3
+
+
+def _use_own(group: RpcGroup, rank: int) -> Any:
+    if rank == 0:
+        OrderedServerSimpleImpl("mine", group, version_depth=5)
+    server = served(group, rank, model_name="net", o_server=OrderedServerSimple("mine", group))
+    assert not group.is_paired("server_o_server")
+    model = Net(rank)
+    assert not server.pull(model)
+    group.barrier()
+    accepted = server.push(model)
+    group.barrier()
+    if accepted:
+        model.fill(10)
+        assert server.push(model)
+    group.barrier()
+    assert server.pull(model)
+    found = server.o_server.pull("net", 2)
+    assert found is not None
+    assert found[0].keys() == model.state_dict().keys()
+    return accepted, model.value(), model.pp_version
+
+
+def _used_own() -> Any:
+    return in_world(_use_own)
+
+
+def test_any_ordered_server_keeps_models() -> None:
+    accepted, values, versions = zip(*run_ranks(_used_own, 3), strict=True)
+    assert sorted(accepted) == [False, False, True]
+    assert values == (10.0,) * 3
+    assert versions == (2,) * 3
+
+
+def _misfit(group: RpcGroup, rank: int) -> Any:
+    server = served(group, rank)
+    if rank == 0:
+        server.push(Net(1))
+    group.barrier()
+    wide = Net()
+    wide.linear = nn.Linear(4, 2)
+    texts = []
+    for other in [nn.Sequential(nn.Linear(3, 2)), wide]:
+        before = {name: value.clone() for name, value in other.state_dict().items()}
+        try:
+            server.pull(other)
+        except (KeyError, ValueError) as error:
+            texts.append((type(error).__name__, str(error)))
+        assert not hasattr(other, "pp_version")
+        after = other.state_dict()
+        assert all(after[name].equal(value) for name, value in before.items())
+    return texts
+
+
+def _misfitting() -> Any:
+    return in_world(_misfit)
+
+
+def test_another_model_is_told_by_its_names_and_stays_as_it_was() -> None:
+    for names, shapes in run_ranks(_misfitting, 3):
+        assert names[0] == "KeyError"
+        assert "has 'linear.bias', 'linear.weight', 'norm.bias'" in names[1]
+        assert "and 2 more, which the model lacks" in names[1]
+        assert "lacks '0.bias', '0.weight', which the model has" in names[1]
+        assert shapes == (
+            "ValueError",
+            "another model's state: 'linear.weight' is (2, 3) in it and (2, 4) in the model",
+        )

@@ -1,0 +1,276 @@
+"""The ordered server: chains of versions, in one process and from several."""
+
+import threading
+import weakref
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+
+from stepwrap.rpc import (
+    OrderedServerBase,
+    OrderedServerSimple,
+    OrderedServerSimpleImpl,
+    RpcGroup,
+    World,
+)
+
+
+def alone(version_depth: Any = 1, *, is_member: bool = True, **ignored: Any) -> Any:
+    """Return a server in a group that offers no more than what is documented to be used."""
+    group = SimpleNamespace(
+        pair=lambda key, value, /: None,
+        register=lambda key, service, /: None,
+        destroy=lambda: None,
+        is_member=lambda: is_member,
+    )
+    return OrderedServerSimpleImpl("server", group, version_depth, **ignored)  # type: ignore[arg-type]
+
+
+def test_a_new_key_takes_any_push() -> None:
+    server = alone(ignored=1)
+    assert server._pull_service("key") is None
+    assert server._push_service("key", "one", 1, "of nothing")
+    assert server._pull_service("key") == ("one", 1)
+    assert server._pull_service("key", 2) is None
+
+
+def test_only_successors_of_the_newest_are_taken() -> None:
+    server = alone()
+    assert server._push_service("key", "one", 1, None)
+    assert not server._push_service("key", "other", 2, None)
+    assert server._push_service("key", "two", 2, 1)
+    assert not server._push_service("key", "late", 3, 1)
+    assert server._push_service("other key", "one", 1, None)
+    assert server._pull_service("key") == ("two", 2)
+    assert server._pull_service("other key") == ("one", 1)
+
+
+def test_versions_are_opaque() -> None:
+    server = alone()
+    for version, previous in [(2, None), (-1, 2), ("a", -1), ((1, 2), "a")]:
+        assert server._push_service("key", version, version, previous)
+    assert server._pull_service("key") == ((1, 2), (1, 2))
+
+
+@pytest.mark.parametrize("depth", [1, 3])
+def test_depth_versions_are_kept_behind_the_newest(depth: int) -> None:
+    server = alone(depth)
+    for version in range(10):
+        server._push_service("key", str(version), version, version - 1)
+    kept = [version for version in range(10) if server._pull_service("key", version)]
+    assert kept == list(range(10))[-depth - 1 :]
+    assert server._pull_service("key", kept[0]) == (str(kept[0]), kept[0])
+
+
+def test_the_same_version_is_replaced_in_place() -> None:
+    server = alone()
+    for version, previous, value in [(1, None, "a"), (2, 1, "b"), (2, 2, "c")]:
+        assert server._push_service("key", value, version, previous)
+    assert server._pull_service("key") == ("c", 2)
+    assert server._pull_service("key", 1) == ("a", 1)
+
+
+def test_an_older_version_that_is_kept_cannot_come_again() -> None:
+    server = alone()
+    server._push_service("key", "a", 1, None)
+    server._push_service("key", "b", 2, 1)
+    assert not server._push_service("key", "other", 1, 2)
+    assert server._pull_service("key") == ("b", 2)
+    assert server._pull_service("key", 1) == ("a", 1)
+
+
+def test_what_a_server_needs() -> None:
+    with pytest.raises(AssertionError, match="belongs to"):
+        alone(is_member=False)
+    for depth in (0, -1, 1.5):
+        with pytest.raises(AssertionError, match="version_depth"):
+            alone(depth)
+    with pytest.raises(TypeError):
+        alone("1")
+
+
+def test_the_interface_is_abstract() -> None:
+    with pytest.raises(TypeError, match="abstract"):
+        OrderedServerBase()  # type: ignore[abstract]
+    assert issubclass(OrderedServerSimple, OrderedServerBase)
+
+
+def in_world(body: Callable[[RpcGroup, int], Any], timeout: float = 30) -> Any:
+    """Call `body(group, rank)` in a world of all ranks; they end together."""
+    rank = dist.get_rank()
+    with World(f"w{rank}", rpc_timeout=timeout) as world:
+        group = world.create_rpc_group("all", world.get_members())
+        result = body(group, rank)
+        group.barrier()
+        return result
+
+
+def _share(group: RpcGroup, rank: int) -> Any:
+    if rank == 0:
+        OrderedServerSimpleImpl("server", group)
+    group.barrier()
+    server = group.get_paired("server").to_here()
+    value = {"weight": torch.arange(3.0) + rank, "list": [rank]}
+    accepted = server.push("key", value, 1, None)
+    # What has been pushed is the server's own, and so is what was pulled.
+    value["weight"].fill_(-1)
+    group.barrier()
+    pulled, version = server.pull("key")
+    first = pulled["weight"].tolist(), list(pulled["list"]), version
+    pulled["weight"].fill_(-1)
+    pulled["list"].append(7)
+    group.barrier()
+    again = OrderedServerSimple("server", group).pull("key", 1)
+    assert again is not None
+    assert server.pull("no key") is None
+    assert server.pull("key", 2) is None
+    return accepted, first, (again[0]["weight"].tolist(), again[0]["list"], again[1])
+
+
+def _shared() -> Any:
+    return in_world(_share)
+
+
+def test_values_are_shared_and_are_nobodys_to_change() -> None:
+    results = run_ranks(_shared, 3)
+    accepted, firsts, agains = zip(*results, strict=True)
+    assert sorted(accepted) == [False, False, True]
+    winner = accepted.index(True)
+    assert set(map(str, firsts)) == {str(([winner + 0.0, winner + 1.0, winner + 2.0], [winner], 1))}
+    assert firsts == agains
+
+
+def _names(group: RpcGroup, rank: int) -> Any:
+    if rank == 0:
+        first = OrderedServerSimpleImpl("server", group)
+        group.register("other/_pull_service", len)
+    group.barrier()
+    if rank == 1:
+        for name in ("server", "other"):
+            with pytest.raises(KeyError, match="already registered"):
+                OrderedServerSimpleImpl(name, group)
+        assert not group.is_registered("other/_push_service")
+        assert not group.is_paired("other")
+    accessor = group.get_paired("server").to_here()
+    if rank == 1:
+        assert accessor.push("key", "of the first", 1, None)
+    group.barrier()
+    if rank == 0:
+        first.close()
+        first.close()
+        assert not group.is_paired("server")
+    group.barrier()
+    if rank == 2:
+        with pytest.raises(KeyError, match="server"):
+            accessor.pull("key")
+        with pytest.raises(KeyError, match="nowhere"):
+            OrderedServerSimple("nowhere", group).push("key", 1, 1, None)
+    group.barrier()
+    if rank == 2:
+        OrderedServerSimpleImpl("server", group)
+    group.barrier()
+    # The accessor of before finds the new server, which starts with nothing.
+    accessor.push(rank, "of the second", 1, None)
+    return accessor.pull("key"), accessor.pull(rank)
+
+
+def _named() -> Any:
+    return in_world(_names)
+
+
+def test_a_name_is_taken_until_the_server_is_closed() -> None:
+    assert run_ranks(_named, 3) == [(None, ("of the second", 1))] * 3
+
+
+def _close_late(group: RpcGroup, rank: int) -> bool:
+    server = OrderedServerSimpleImpl(f"server of {rank}", group)
+    group.barrier()
+    group.destroy()
+    server.close()
+    return True
+
+
+def _closed_late() -> bool:
+    with World(f"w{dist.get_rank()}") as world:
+        return _close_late(world.create_rpc_group("all", world.get_members()), world.rank)
+
+
+def test_a_server_may_be_closed_after_its_group() -> None:
+    assert run_ranks(_closed_late, 3) == [True] * 3
+
+
+def _count(group: RpcGroup, rank: int) -> Any:
+    if rank == 0:
+        OrderedServerSimpleImpl("server", group)
+    group.barrier()
+    server = group.get_paired("server").to_here()
+    server.push("count", 0, 0, None)
+    accepted = []
+
+    def add(times: int) -> None:
+        while times:
+            value, version = server.pull("count")
+            if server.push("count", value + 1, version + 1, version):
+                accepted.append(version)
+                times -= 1
+
+    threads = [threading.Thread(target=add, args=(10,)) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    group.barrier()
+    return accepted, server.pull("count")
+
+
+def _counted() -> Any:
+    return in_world(_count)
+
+
+def test_no_push_is_lost_between_threads_and_processes() -> None:
+    results = run_ranks(_counted, 3)
+    assert [newest for _, newest in results] == [(90, 90)] * 3
+    assert sorted(sum((accepted for accepted, _ in results), [])) == list(range(90))
+
+
+class Counted:
+    """A value that knows how many of its kind live in this process."""
+
+    living: "weakref.WeakSet[Counted]" = weakref.WeakSet()
+
+    def __init__(self) -> None:
+        self.data = torch.zeros(1000)
+
+    def __setstate__(self, state: Any) -> None:
+        self.__dict__.update(state)
+        self.living.add(self)
+
+
+def _living() -> int:
+    return len(Counted.living)
+
+
+def _fill(group: RpcGroup, rank: int) -> int:
+    if rank == 0:
+        OrderedServerSimpleImpl("server", group, version_depth=2)
+    group.barrier()
+    server = group.get_paired("server").to_here()
+    for version in range(30):
+        server.push(rank, Counted(), version, version - 1)
+        server.push(rank, Counted(), "refused", "never")
+    group.barrier()
+    living: int = group.rpc_sync("w0", _living)
+    return living
+
+
+def _filled() -> int:
+    return in_world(_fill)
+
+
+def test_dropped_and_refused_values_are_freed() -> None:
+    assert run_ranks(_filled, 3) == [3 * 3] * 3

@@ -1,0 +1,163 @@
+"""The ordered server against models of it: one after the other, and from several processes."""
+
+import time
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from ranks import run_ranks
+
+from stepwrap.rpc import OrderedServerSimpleImpl, World
+
+KEYS = ("a", "b")
+
+versions = st.integers(0, 4)
+pushes = st.tuples(st.sampled_from(KEYS), versions, versions)
+
+
+@given(st.lists(pushes, max_size=30), st.integers(1, 3))
+def test_alone_it_is_a_list_of_versions(script: list[tuple[str, int, int]], depth: int) -> None:
+    group = SimpleNamespace(
+        pair=lambda key, value, /: None,
+        register=lambda key, service, /: None,
+        is_member=lambda: True,
+    )
+    server = OrderedServerSimpleImpl("server", group, depth)  # type: ignore[arg-type]
+    chains: dict[str, list[tuple[int, int]]] = {key: [] for key in KEYS}
+    for value, (key, version, previous) in enumerate(script):
+        chain = chains[key]
+        held = [one for _, one in chain]
+        is_next = not held or (held[-1] == previous and version not in held[:-1])
+        assert server._push_service(key, value, version, previous) == is_next
+        if is_next:
+            if held and held[-1] == version:
+                chain.pop()
+            chain.append((value, version))
+            del chain[: -depth - 1]
+        for one in range(5):
+            expected = next((entry for entry in chain if entry[1] == one), None)
+            assert server._pull_service(key, one) == expected
+        assert server._pull_service(key) == (chain[-1] if chain else None)
+
+
+class Event(NamedTuple):
+    """What a process did, when, and what came of it; times are those of the machine."""
+
+    what: str
+    key: str
+    version: Any
+    previous: Any
+    result: Any
+    started: float
+    ended: float
+
+
+# "push" follows the newest version that the process knows, "stale" the one before that; "look"
+# pulls the newest, "back" the version that the process knew before the last one.
+steps = st.tuples(st.sampled_from(["push", "push", "stale", "look", "back"]), st.sampled_from(KEYS))
+scripts = st.lists(st.lists(steps, max_size=25), min_size=3, max_size=3)
+
+
+def _play(all_scripts: list[list[tuple[str, str]]], depth: int) -> list[Event]:
+    rank = dist.get_rank()
+    with World(f"w{rank}") as world:
+        group = world.create_rpc_group("all", world.get_members())
+        if rank == 0:
+            OrderedServerSimpleImpl("server", group, depth)
+        group.barrier()
+        server = group.get_paired("server").to_here()
+        seen: dict[str, list[Any]] = {key: [None, None] for key in KEYS}
+        events = []
+        group.barrier()
+        for number, (what, key) in enumerate(all_scripts[rank]):
+            version: Any = (rank, number)
+            previous = seen[key][-2 if what in ("stale", "back") else -1]
+            started = time.monotonic()
+            if what in ("push", "stale"):
+                result = server.push(key, f"value of {version}", version, previous)
+                news = version if result else None
+            else:
+                version = previous if what == "back" else None
+                result = server.pull(key, version)
+                news = result[1] if result and what == "look" else None
+            ended = time.monotonic()
+            events.append(Event(what, key, version, previous, result, started, ended))
+            if news is not None and news != seen[key][-1]:
+                seen[key].append(news)
+        group.barrier()
+    return events
+
+
+@settings(
+    max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True
+)
+@given(scripts, st.integers(1, 2))
+def test_from_several_processes_it_is_one_chain(
+    all_scripts: list[list[tuple[str, str]]], depth: int
+) -> None:
+    events = sum(run_ranks(_play, 3, all_scripts, depth), [])
+    for key in KEYS:
+        Judge([one for one in events if one.key == key], depth).judge()
+
+
+class Judge:
+    """Looks for one order of all calls on a key that explains every result.
+
+    A call took effect between its start and its end, so a version is the newest from some moment
+    of its push to some moment of the next one's.
+    """
+
+    def __init__(self, events: list[Event], depth: int) -> None:
+        self.depth = depth
+        pushed = [one for one in events if one.what in ("push", "stale")]
+        self.taken = [one for one in pushed if one.result]
+        self.refused = [one for one in pushed if not one.result]
+        self.pulls = [one for one in events if one.what in ("look", "back")]
+        self.chain = self._chain()
+        self.places = {one.version: place for place, one in enumerate(self.chain)}
+
+    def judge(self) -> None:
+        for earlier, later in zip(self.chain, self.chain[1:], strict=False):
+            assert earlier.started < later.ended
+        for one in self.refused:
+            oldest, newest = self._bounds(one)
+            assert newest >= 0
+            assert not oldest == newest == self.places.get(one.previous)
+        for one in self.pulls:
+            oldest, newest = self._bounds(one)
+            if one.result is None:
+                self._judge_nothing(one, oldest, newest)
+                continue
+            value, version = one.result
+            assert value == f"value of {version}"
+            place = self.places[version]
+            assert one.version in (None, version)
+            assert oldest - (0 if one.version is None else self.depth) <= place <= newest
+
+    def _judge_nothing(self, one: Event, oldest: int, newest: int) -> None:
+        if one.version is None:
+            assert oldest == -1
+            return
+        place = self.places[one.version]
+        assert place > oldest or place < newest - self.depth
+
+    def _chain(self) -> list[Event]:
+        """Return the accepted pushes as links; nothing may be left over."""
+        known = {one.version for one in self.taken}
+        follows = {one.previous: one for one in self.taken if one.previous in known}
+        roots = [one for one in self.taken if one.previous not in known]
+        assert len(roots) == (1 if self.taken else 0)
+        assert len(follows) == len(self.taken) - len(roots), "two successors of one version"
+        chain = roots
+        while chain and chain[-1].version in follows:
+            chain.append(follows[chain[-1].version])
+        assert len(chain) == len(self.taken)
+        return chain
+
+    def _bounds(self, one: Event) -> tuple[int, int]:
+        """Return which places may have been the newest during a call, -1 for none at all."""
+        before = [self.places[push.version] for push in self.taken if push.ended < one.started]
+        during = [self.places[push.version] for push in self.taken if push.started < one.ended]
+        return max(before, default=-1), max(during, default=-1)
