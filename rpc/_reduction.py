@@ -1,0 +1,152 @@
+"""Gradients of many pushes become one: what travels, what is checked, and the running sum."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+Gradients = dict[str, Tensor]
+Layout = dict[str, tuple[int, ...]]
+# A client and the number that it gave to a push: unique for a server.
+PushId = tuple[str, int]
+
+OnFull = Literal["block", "drop_oldest", "error"]
+State = Literal["taken", "idle", "full", "failed", "fenced", "refused"]
+
+_HALF = (torch.float16, torch.bfloat16)
+_SHOWN = 5
+
+
+class Push(NamedTuple):
+    """The gradients of a client.
+
+    Attributes:
+        low: the client remembers no push of a lower number, and will never ask for one.
+        asked: earlier pushes to the same reducer of which it wants to know whether they are still
+            there.
+        is_again: taken whatever the queue's limit, because it has been acknowledged before.
+    """
+
+    client: str
+    number: int
+    low: int
+    gradients: Gradients
+    asked: tuple[int, ...] = ()
+    is_again: bool = False
+
+
+class Batch(NamedTuple):
+    """What a secondary reducer has made of several pushes.
+
+    Attributes:
+        reducer: whose it is.
+        ids: the pushes in it.
+        lows: `Push.low` of the clients in it.
+    """
+
+    reducer: str
+    gradients: Gradients
+    ids: list[PushId]
+    lows: dict[str, int]
+
+
+class Receipt(NamedTuple):
+    """What a reducer answers to a push or a batch.
+
+    Attributes:
+        text: why it was not taken.
+        held: those of the asked pushes that the primary reducer does not have yet.
+        dropped: how many pushes each reducer has dropped, as far as known there.
+    """
+
+    state: State
+    text: str = ""
+    held: tuple[int, ...] = ()
+    dropped: Mapping[str, int] = {}
+
+
+@dataclass(frozen=True)
+class ReduceSettings:
+    """How a server reduces; the arguments of `PushPullGradServerImpl`."""
+
+    method: str
+    device: torch.device
+    batch_size: int
+    max_queue_size: int
+    on_full: OnFull
+
+
+class Reduction:
+    """The sum or mean of a number of gradients, added one by one.
+
+    Half types are added in float32: a sum of many would lose or overflow.
+
+    Args:
+        settings: `method`, `device` and `batch_size` are used.
+    """
+
+    def __init__(self, settings: ReduceSettings) -> None:
+        self._settings = settings
+        self._total: Gradients = {}
+        self.count = 0
+
+    def add(self, gradients: Mapping[str, Tensor]) -> Gradients | None:
+        """Add one; return the result of a full batch and begin with the next one."""
+        device = self._settings.device
+        for name, gradient in gradients.items():
+            kind = torch.float32 if gradient.dtype in _HALF else gradient.dtype
+            if self.count == 0:
+                self._total[name] = gradient.to(device, kind, copy=True)
+            else:
+                self._total[name] += gradient.to(device, kind)
+        self.count += 1
+        if self.count < self._settings.batch_size:
+            return None
+        total = self._total
+        if self._settings.method == "mean":
+            for gradient in total.values():
+                gradient /= self.count
+        self.clear()
+        return total
+
+    def clear(self) -> None:
+        """Forget what has been added."""
+        self._total, self.count = {}, 0
+
+
+def layout_of(gradients: Mapping[str, Tensor]) -> Layout:
+    """Return names and shapes."""
+    return {name: tuple(gradient.shape) for name, gradient in gradients.items()}
+
+
+def check_gradients(gradients: Mapping[str, Tensor], layout: Layout) -> None:
+    """Check names and shapes.
+
+    Raises:
+        ValueError: they are not those of `layout`.
+    """
+    missing = layout.keys() - gradients.keys()
+    extra = gradients.keys() - layout.keys()
+    parts = []
+    if missing:
+        parts.append(f"none for {_named(missing)}, which the managed model trains")
+    if extra:
+        parts.append(f"some for {_named(extra)}, which it does not train")
+    parts += [
+        f"{name!r} has shape {tuple(gradients[name].shape)} instead of {shape}"
+        for name, shape in layout.items()
+        if name in gradients and tuple(gradients[name].shape) != shape
+    ][:_SHOWN]
+    if parts:
+        raise ValueError(f"gradients must fit the managed model: {'; '.join(parts)}")
+
+
+def _named(names: Iterable[str]) -> str:
+    in_order = sorted(names)
+    more = len(in_order) - _SHOWN
+    shown = ", ".join(map(repr, in_order[:_SHOWN]))
+    return f"{shown} and {more} more" if more > 0 else shown

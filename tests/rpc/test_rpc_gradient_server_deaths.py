@@ -1,0 +1,224 @@
+"""Gradient servers whose processes are killed: nothing is lost, nothing is applied twice."""
+
+import contextlib
+import multiprocessing
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from stepwrap.rpc import PushPullGradServer, PushPullGradServerImpl, RpcError, RpcGroup, World
+
+WAIT_S = 60.0
+Role = Callable[[PushPullGradServerImpl, RpcGroup, Path], Any]
+
+
+class Counter(nn.Module):
+    """A parameter of which each client moves its own entry."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts = nn.Parameter(torch.zeros(8, dtype=torch.float64))
+
+
+def push_one(client: PushPullGradServer, model: Counter, entry: int) -> None:
+    """Push a gradient that adds one to an entry, by a step of rate 1."""
+    model.counts.grad = torch.zeros_like(model.counts)
+    model.counts.grad[entry] = -1
+    client.push(model)
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < deadline, "waited for too long"
+        time.sleep(0.01)
+
+
+def lines(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
+
+
+def note(path: Path) -> None:
+    with path.open("ab") as file:
+        file.write(b"x")
+
+
+def applied(client: PushPullGradServer) -> torch.Tensor:
+    found = client.o_server.pull("model")
+    return torch.zeros(8, dtype=torch.float64) if found is None else found[0]["counts"]
+
+
+def run_role(rank: int, role: Role, size: int, port: int, folder: Path, options: Any) -> None:
+    """Be one member: make the server, meet the others, play the role."""
+    torch.set_num_threads(1)
+    url = f"tcp://127.0.0.1:{port}"
+    with World(f"w{rank}", rank, size, dist_init_method=url, rpc_timeout=20) as world:
+        group = world.create_rpc_group("all", world.get_members())
+        server = PushPullGradServerImpl("server", group, reduce_batch_size=2, **options)
+        if server.primary_reducer == world.name:
+            model = Counter()
+            server.manage_model(model, torch.optim.SGD(model.parameters(), lr=1.0))
+        server.start()
+        group.barrier()
+        role(server, group, folder)
+        note(folder / f"done_{rank}")
+        if not (folder / "no_end").exists():
+            server.stop()
+
+
+@contextlib.contextmanager
+def members(roles: list[Role], folder: Path, **options: Any) -> Iterator[list[BaseProcess]]:
+    """Run a world of own processes, of which none is left in the end."""
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        port = int(one.getsockname()[1])
+    spawn = multiprocessing.get_context("spawn")
+    processes: list[BaseProcess] = [
+        spawn.Process(target=run_role, args=(rank, role, len(roles), port, folder, options))
+        for rank, role in enumerate(roles)
+    ]
+    try:
+        for process in processes:
+            process.start()
+        yield processes
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+
+
+def ends_well(processes: list[BaseProcess]) -> bool:
+    for process in processes:
+        process.join(WAIT_S)
+    return [process.exitcode for process in processes] == [0] * len(processes)
+
+
+def serve(server: PushPullGradServerImpl, group: RpcGroup, folder: Path) -> None:
+    until((folder / "end").exists)
+    server.watch()
+
+
+def push_150(server: PushPullGradServerImpl, group: RpcGroup, folder: Path) -> None:
+    """Push before and after the kill."""
+    client, model = group.get_paired("server").to_here(), Counter()
+    for _ in range(150):
+        push_one(client, model, 0)
+        note(folder / "acknowledged")
+    until(lambda: float(applied(client).sum()) >= 200)
+    torch.save(applied(client), folder / "applied")
+    note(folder / "end")
+
+
+def push_50_and_wait(server: PushPullGradServerImpl, group: RpcGroup, folder: Path) -> None:
+    """Push before the kill alone: what the dead reducer had must be sent again all the same."""
+    client, model = group.get_paired("server").to_here(), Counter()
+    for _ in range(50):
+        push_one(client, model, 1)
+        note(folder / "acknowledged_too")
+    serve(server, group, folder)
+
+
+@pytest.mark.parametrize("secondaries", [["w1", "w2"], ["w1"]])
+def test_a_dead_secondary_loses_nothing(secondaries: list[str], tmp_path: Path) -> None:
+    """The other secondary takes over; with no other one the primary's process does."""
+    roles = [serve, serve, serve, push_150, push_50_and_wait]
+    with members(roles, tmp_path, secondary_reducers=secondaries) as processes:
+        until(lambda: lines(tmp_path / "acknowledged_too") == 50)
+        until(lambda: lines(tmp_path / "acknowledged") >= 20)
+        processes[1].kill()
+        assert ends_well([process for process in processes if process is not processes[1]])
+        counts = torch.load(tmp_path / "applied")
+    assert counts.tolist() == [150.0, 50.0, 0, 0, 0, 0, 0, 0]
+
+
+def push_for_ever(server: PushPullGradServerImpl, group: RpcGroup, folder: Path) -> None:
+    client, model = group.get_paired("server").to_here(), Counter()
+    while True:
+        push_one(client, model, 0)
+        note(folder / "acknowledged")
+
+
+def push_until_dead(server: PushPullGradServerImpl, group: RpcGroup, folder: Path) -> None:
+    """Push beside a client that is killed, then enough for its last one to be in a step."""
+    client, model = group.get_paired("server").to_here(), Counter()
+    pushes = 0
+    while not (folder / "is_dead").exists():
+        push_one(client, model, 1)
+        pushes += 1
+    for _ in range(4):
+        push_one(client, model, 1)
+    until(lambda: float(applied(client)[1]) > pushes)
+    torch.save((applied(client), pushes + 4), folder / "applied")
+    note(folder / "end")
+
+
+def test_a_dead_client_loses_nothing_that_was_acknowledged(tmp_path: Path) -> None:
+    roles = [serve, serve, push_for_ever, push_until_dead]
+    with members(roles, tmp_path, secondary_reducers=["w1"]) as processes:
+        until(lambda: lines(tmp_path / "acknowledged") >= 50)
+        processes[2].kill()
+        processes[2].join()
+        note(tmp_path / "is_dead")
+        assert ends_well([processes[0], processes[1], processes[3]])
+        counts, pushes = torch.load(tmp_path / "applied")
+    acknowledged = lines(tmp_path / "acknowledged")
+    # Killed between the reducer's answer and its own note, it had one more.
+    assert counts[0] in (acknowledged, acknowledged + 1)
+    assert pushes - 4 < counts[1] <= pushes
+
+
+def push_until_error(server: PushPullGradServerImpl, group: RpcGroup, folder: Path) -> None:
+    client, model = group.get_paired("server").to_here(), Counter()
+    started = time.monotonic()
+    try:
+        while True:
+            started = time.monotonic()
+            push_one(client, model, 0)
+            note(folder / "acknowledged")
+    except RpcError as error:
+        (folder / f"error_{group.get_cur_name()}").write_text(
+            f"{time.monotonic() - started:.3f} {error}"
+        )
+    is_told = False
+    with contextlib.suppress(RpcError):
+        client.push(model)
+        is_told = True
+    assert not is_told
+    note(folder / f"done_{group.get_cur_name()}")
+    os._exit(0)
+
+
+def watch_until_error(server: PushPullGradServerImpl, group: RpcGroup, folder: Path) -> None:
+    def is_told() -> bool:
+        try:
+            server.watch()
+        except RpcError:
+            return True
+        return False
+
+    until(is_told)
+    until(lambda: (folder / "done_w2").exists() and (folder / "done_w3").exists())
+    os._exit(0)
+
+
+@pytest.mark.parametrize("primary", [0, 1])
+def test_a_dead_primary_is_told_to_every_client(primary: int, tmp_path: Path) -> None:
+    """Rank 0 also keeps the tables of all groups; both deaths are told."""
+    roles: list[Role] = [watch_until_error] * 2 + [push_until_error] * 2
+    options = {"primary_reducer": f"w{primary}", "secondary_reducers": [f"w{1 - primary}"]}
+    with members(roles, tmp_path, **options) as processes:
+        until(lambda: lines(tmp_path / "acknowledged") >= 20)
+        processes[primary].kill()
+        assert ends_well([one for one in processes if one is not processes[primary]])
+    for name in "w2", "w3":
+        seconds, text = (tmp_path / f"error_{name}").read_text().split(" ", 1)
+        assert float(seconds) < 20
+        assert "server" in text or f"w{primary}" in text

@@ -1,0 +1,139 @@
+"""Gradient servers against plain training, and the arithmetic of their reduction."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from ranks import run_ranks
+from torch import Tensor, nn
+
+from stepwrap.rpc import PushPullGradServerImpl, World
+from stepwrap.rpc._push_queue import PushQueue
+from stepwrap.rpc._reduction import ReduceSettings, Reduction
+
+UPDATES = 8
+CLIENTS = 4
+OPTIMIZERS: dict[str, Any] = {
+    "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),
+    "adam": lambda parameters: torch.optim.Adam(parameters, lr=0.01),
+}
+
+
+def make_model(dtype: torch.dtype) -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 2)).to(dtype)
+
+
+def loss_of(model: nn.Module, client: int, update: int) -> Tensor:
+    generator = torch.Generator().manual_seed(100 * update + client)
+    data = torch.randn(6, 5, generator=generator, dtype=torch.float64)
+    out: Tensor = model(data.to(next(model.parameters()).dtype))
+    return out.square().mean()
+
+
+def plain_training(optimizer_name: str, dtype: torch.dtype) -> list[Tensor]:
+    model = make_model(dtype)
+    optimizer = OPTIMIZERS[optimizer_name](model.parameters())
+    for update in range(UPDATES):
+        optimizer.zero_grad()
+        for client in range(CLIENTS):
+            (loss_of(model, client, update) / CLIENTS).backward()
+        optimizer.step()
+    return [parameter.detach() for parameter in model.parameters()]
+
+
+def _train_in_step(optimizer_name: str, dtype: torch.dtype) -> list[Tensor]:
+    rank = dist.get_rank()
+    with World(f"w{rank}") as world:
+        group = world.create_rpc_group("all", world.get_members())
+        server = PushPullGradServerImpl(
+            "server",
+            group,
+            primary_reducer="w0",
+            secondary_reducers=["w1"],
+            reduce_method="mean",
+            reduce_batch_size=2,
+        )
+        if rank == 0:
+            managed = make_model(dtype)
+            server.manage_model(managed, OPTIMIZERS[optimizer_name](managed.parameters()))
+        server.start()
+        group.barrier()
+        client, model = group.get_paired("server").to_here(), make_model(dtype)
+        for update in range(UPDATES):
+            for number in (2 * rank - 2, 2 * rank - 1) if rank else ():
+                model.zero_grad()
+                loss_of(model, number, update).backward()
+                # Pulls as well, but there is nothing newer before all have pushed.
+                client.push(model)
+            # Nobody goes on before the step that all have pushed for.
+            while (client.o_server.pull("model") or (None, 0))[1] <= update:
+                server.watch()
+            assert client.pull(model)
+            group.barrier()
+        server.stop()
+        return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("optimizer_name", list(OPTIMIZERS))
+def test_clients_in_step_equal_plain_training(optimizer_name: str, dtype: torch.dtype) -> None:
+    expected = plain_training(optimizer_name, dtype)
+    limit = 1e-6 if dtype == torch.float32 else 1e-12
+    for parameters in run_ranks(_train_in_step, 3, optimizer_name, dtype):
+        for parameter, plain in zip(parameters, expected, strict=True):
+            assert (parameter - plain).abs().max() <= limit
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    values=st.lists(st.floats(-10, 10, width=32), min_size=2, max_size=12),
+    batch_size=st.integers(2, 5),
+    method=st.sampled_from(["sum", "mean"]),
+    dtype=st.sampled_from([torch.float16, torch.float32, torch.float64]),
+)
+def test_running_sum_equals_stacking(
+    values: list[float], batch_size: int, method: str, dtype: torch.dtype
+) -> None:
+    reduction = Reduction(ReduceSettings(method, torch.device("cpu"), batch_size, 64, "block"))
+    given_tensors = [torch.full((2,), value, dtype=dtype) for value in values]
+    kept = [tensor.clone() for tensor in given_tensors]
+    results = [reduction.add({"a": tensor}) for tensor in given_tensors]
+    for index, result in enumerate(results):
+        if (index + 1) % batch_size:
+            assert result is None
+            continue
+        stacked = torch.stack(kept[index + 1 - batch_size : index + 1]).double()
+        expected = stacked.sum(0) if method == "sum" else stacked.mean(0)
+        assert result is not None
+        torch.testing.assert_close(result["a"].double(), expected, rtol=1e-5, atol=1e-5)
+        assert result["a"].dtype == (torch.float32 if dtype == torch.float16 else dtype)
+    assert all(map(torch.equal, given_tensors, kept))
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    moves=st.lists(st.sampled_from(["offer", "force", "take"]), max_size=40),
+    policy=st.sampled_from(["block", "drop_oldest", "error"]),
+)
+def test_queue_loses_nothing_untold(moves: list[str], policy: Any) -> None:
+    queue = PushQueue[int](3, policy)
+    offered, refused, lost, taken = 0, 0, 0, []
+    for move in moves:
+        if move == "take" and queue.items:
+            taken.append(queue.take())
+            queue.admit()
+        elif move != "take":
+            is_accepted, dropped = queue.offer(
+                offered, torch.futures.Future(), is_forced=move == "force"
+            )
+            offered, refused, lost = offered + 1, refused + (not is_accepted), lost + len(dropped)
+            assert len(queue.items) <= 3 or "force" in moves
+    here = len(queue.items) + len(queue.waiting)
+    assert offered == len(taken) + here + refused + lost
+    assert taken == sorted(taken) or "force" in moves
+    assert refused == 0 or policy == "error"
+    assert lost == 0 or policy == "drop_oldest"
