@@ -187,7 +187,8 @@ class OptimWrapper(Accumulation):
         """Clip, if so configured, and update the parameters.
 
         Raises:
-            RuntimeError: none of them has ever had a gradient, though `backward` has run.
+            RuntimeError: none of them has ever had a gradient, though `backward` has run; or
+                the model has other parameters in the place of some.
         """
         self._check_reached()
         if self._clip is not None:
@@ -199,6 +200,11 @@ class OptimWrapper(Accumulation):
         if self._is_reached:
             return
         parameters = list(_parameters(self.optimizer))
+        if any(getattr(one, "is_replaced", False) for one in parameters):
+            raise RuntimeError(
+                f"{type(self.optimizer).__name__} has parameters that the model has no more, since "
+                "its layers were split; make the optimizer after wrapping"
+            )
         self._is_reached = any(one.grad is not None for one in parameters)
         # What is frozen may be trained later, and another wrapper's backward may reach others.
         if (

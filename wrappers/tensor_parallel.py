@@ -92,6 +92,7 @@ def parallelize(
     if tensor_mesh is None:
         return model
     before = [(one, name, value) for one in model.modules() for name, value in _own(one)]
+    whole = list(model.parameters())
     for path, style in styles.items():
         layer = model.get_submodule(path)
         parallelize_module(layer, tensor_mesh, style)
@@ -99,9 +100,18 @@ def parallelize(
     _restore(before)
     if localise:
         localise_parts(model)
+    _mark_replaced(whole, model)
     if size > 1:
         expect_alike(model, tensor_mesh.get_group(), everywhere=isinstance(mesh, Mesh))
     return model
+
+
+def _mark_replaced(whole: list[nn.Parameter], model: nn.Module) -> None:
+    """Mark the parameters that the model has no more: an optimizer that has them trains nothing."""
+    present = {id(one) for one in model.parameters()}
+    for one in whole:
+        if id(one) not in present:
+            one.is_replaced = True  # type: ignore[attr-defined]
 
 
 def check_plan(

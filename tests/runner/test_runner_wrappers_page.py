@@ -110,7 +110,6 @@ def run_code(code: str, folder: Path) -> list[str]:
         "optim_of": optim_of,
         "batch": [words[:, :-1], words[:, 1:]],
         "batches": [[words[:, :-1], words[:, 1:]]] * 3,
-        "gan": Gan(),
         "samples": [torch.randn(4, 6)],
         "folder": folder,
     }

@@ -122,3 +122,21 @@ def _calls() -> list[int]:
 
 def test_only_once() -> None:
     assert run_ranks(_calls, 2) == [[1, 0, 0]] * 2
+
+
+def _made_too_early() -> str:
+    model = Net()
+    optim = OptimWrapper(torch.optim.SGD(model.parameters(), lr=0.1))
+    parallelize(model, build_mesh({"tensor": 2}), PLAN)
+    with pytest.raises(RuntimeError) as caught:
+        optim.update_params(model(_inputs()).sum())
+    # What is not split is as it was, and its optimizer with it.
+    OptimWrapper(torch.optim.SGD(model.enter.parameters(), lr=0.1)).update_params(
+        model(_inputs()).sum()
+    )
+    return str(caught.value)
+
+
+def test_an_optimizer_of_the_layers_before_they_were_split() -> None:
+    told = "SGD has parameters that the model has no more, since its layers were split"
+    assert all(one.startswith(told) for one in run_ranks(_made_too_early, 2))
