@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import secrets
 import threading
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
+
+from torch.futures import Future
 
 from .group import RpcGroup
 from .ordered_server import OrderedServerSimple, OrderedServerSimpleImpl
@@ -55,21 +57,26 @@ class StateServer(OrderedServerSimple):
     """Calls a `StateServerImpl`; its `push` and `pull` move whole states."""
 
     def push_changes(
-        self, key: Hashable, state: State, *, version: Any, prev_version: Any, mark: Mark | None
-    ) -> Mark | None:
-        """Like `push`, of what changed since `mark`, or of a whole state where that is None.
+        self, key: Hashable, state: State, version: int, mark: Mark | None
+    ) -> Future[Mark | None]:
+        """Offer a state as version + 1, the successor of `version`, without waiting for it.
+
+        Args:
+            key: any key.
+            state: what changed since `mark`, or the whole, where that is None.
+            version: of the state that was changed.
+            mark: of the same.
 
         Returns:
-            The mark of the new state, None where it was refused.
-
-        Raises:
-            NothingKeptError: the key is new, so only a whole state will do.
+            The mark of the new state, None where it was refused. Waiting for it raises
+            NothingKeptError where the key is new, so that only a whole state will do.
         """
-        given = key, state, version, prev_version, mark
-        pushed: Mark | None = self.group.registered_sync(f"{self.server_name}/_push_changes", given)
-        return pushed
+        given = key, state, version + 1, version, mark
+        return self.group.registered_async(f"{self.server_name}/_push_changes", given)
 
-    def pull_changes(self, key: Hashable, version: Any, mark: Mark | None) -> Update | None:
+    def pull_changes(
+        self, key: Hashable, version: Any, mark: Mark | None, lacking: Set[str] = frozenset()
+    ) -> Update | None:
         """Return what leads to the newest state; None where there is no such key.
 
         Args:
@@ -77,8 +84,9 @@ class StateServer(OrderedServerSimple):
             version: of the caller's state: it is told nothing about older ones. None asks for
                 the newest in any case.
             mark: of the caller's state. One of another server makes `version` meaningless.
+            lacking: names to be told, changed or not.
         """
-        given = key, version, mark
+        given = key, version, mark, set(lacking)
         found: Update | None = self.group.registered_sync(
             f"{self.server_name}/_pull_changes", given
         )
@@ -135,7 +143,9 @@ class StateServerImpl(OrderedServerSimpleImpl):
             ledger.note(state, is_whole=whole.keys() != old.keys())
             return Mark(self._name, ledger.number)
 
-    def _pull_changes(self, key: Hashable, version: Any, mark: Mark | None) -> Update | None:
+    def _pull_changes(
+        self, key: Hashable, version: Any, mark: Mark | None, lacking: Set[str]
+    ) -> Update | None:
         with self._order:
             newest = super()._pull_service(key)
             if newest is None:
@@ -149,8 +159,8 @@ class StateServerImpl(OrderedServerSimpleImpl):
                 return update
             if mark is None or not is_ours or mark.number < ledger.whole:
                 return update._replace(is_whole=True, state=state)
-            changed = {name: state[name] for name in ledger.changed_since(mark.number)}
-            return update._replace(state=changed)
+            names = ledger.changed_since(mark.number) | lacking
+            return update._replace(state={name: state[name] for name in names})
 
 
 @dataclass
@@ -174,5 +184,5 @@ class _Ledger:
             self.changes.clear()
         self.changes.update(dict.fromkeys(names, self.number))
 
-    def changed_since(self, number: int) -> list[str]:
-        return [name for name, changed in self.changes.items() if changed > number]
+    def changed_since(self, number: int) -> set[str]:
+        return {name for name, changed in self.changes.items() if changed > number}

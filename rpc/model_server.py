@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakKeyDictionary
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-from ._model_state import copied, load_snapshot, on_cpu, state_of, unwrap
-from ._state_server import Mark, NothingKeptError, State, StateServer, StateServerImpl, Update
+from ._known_state import KnownState
+from ._model_state import load_snapshot, snapshot, state_of, unwrap
+from ._state_server import NothingKeptError, StateServer, StateServerImpl, Update
 from .group import RpcGroup
 from .ordered_server import OrderedServerBase, hold
-
-# An integer of the same size, by which tensors are compared: NaN is itself, and -0 is not 0.
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class PushPullModelServer:
@@ -39,13 +36,14 @@ class PushPullModelServer:
     def __init__(self, model_name: str, o_server: OrderedServerBase | None = None) -> None:
         self.model_name = model_name
         self.o_server = o_server
-        self._known: WeakKeyDictionary[nn.Module, _Known] = WeakKeyDictionary()
+        self._known: WeakKeyDictionary[nn.Module, KnownState] = WeakKeyDictionary()
 
     def push(self, model: nn.Module, pull_on_fail: bool = True) -> bool:
         """Offer the model's state as the successor of its version.
 
         Args:
-            model: the model, whose version goes up by one if it is accepted.
+            model: the model, whose version goes up by one if it is accepted. Nothing else may
+                change it meanwhile.
             pull_on_fail: load the newest state where this one was refused. Gradients stay.
 
         Returns:
@@ -61,13 +59,8 @@ class PushPullModelServer:
         if version is None:
             version = 0
             _set_version(model, version)
-        known, own = self._known_of(model, version), state_of(model)
-        if known is not None and known.state.keys() != own.keys():
-            known = None
-        state = _changes(own, known)
-        accepted, mark = self._send(state, version, known)
-        if accepted:
-            self._note(model, version + 1, mark, state if known is None else known.state | state)
+        if self._send(model, version):
+            _set_version(model, version + 1)
             return True
         if pull_on_fail and not self._load(model, None):
             raise RuntimeError(
@@ -92,41 +85,58 @@ class PushPullModelServer:
     def __reduce__(self) -> Any:
         return type(self), (self.model_name, self.o_server)
 
-    def _send(self, state: State, version: int, known: _Known | None) -> tuple[bool, Mark | None]:
+    def _send(self, model: nn.Module, version: int) -> bool:
         server = self._server()
         if not isinstance(server, StateServer):
-            return server.push(self.model_name, state, version + 1, version), None
-        versions = {"version": version + 1, "prev_version": version}
-        mark = None if known is None else known.mark
+            return server.push(self.model_name, snapshot(model), version + 1, version)
+        own = state_of(model)
+        known = self._known.pop(unwrap(model), None)
+        if known is None or known.version != version or not known.belongs_to(own):
+            known = KnownState(version)
         try:
-            pushed = server.push_changes(self.model_name, state, mark=mark, **versions)
+            is_accepted = self._send_changes(server, known, own)
         except NothingKeptError:
             # The server was started anew since.
-            assert known is not None
-            whole = known.state | dict(state)
-            pushed = server.push_changes(self.model_name, whole, mark=None, **versions)
-        return pushed is not None, pushed
+            known = KnownState(version)
+            is_accepted = self._send_changes(server, known, own)
+        self._known[unwrap(model)] = known
+        return is_accepted
+
+    def _send_changes(self, server: StateServer, known: KnownState, own: dict[str, Any]) -> bool:
+        changes = known.changes(own)
+        sent = server.push_changes(self.model_name, changes, known.version, known.mark)
+        # While they travel.
+        known.keep(changes, own)
+        mark = sent.wait()
+        if mark is None:
+            known.forget(changes)
+            return False
+        known.version, known.mark = known.version + 1, mark
+        known.lacking.clear()
+        return True
 
     def _load(self, model: nn.Module, version: int | None) -> bool:
         """Load what is newer than `version`, None for anything; False where there is nothing."""
-        known = self._known_of(model, _version_of(model))
+        inner = unwrap(model)
+        known = self._known.get(inner)
+        if known is None or known.version != _version_of(model):
+            known = KnownState()
         update = self._update(version, known)
         if update is None:
             return False
         if update.state is not None:
-            state = dict(update.state)
-            if not update.is_whole:
-                assert known is not None
-                # What the model itself has changed since must be undone, too.
-                state = known.state | state
-            load_snapshot(model, state)
-            self._note(model, update.version, update.mark, state)
+            # Also of what the server has not changed: the model may have.
+            known = known.updated(update)
+            load_snapshot(model, known.state)
+            _set_version(model, known.version)
+            if known.mark is not None:
+                self._known[inner] = known
         return True
 
-    def _update(self, version: int | None, known: _Known | None) -> Update | None:
+    def _update(self, version: int | None, known: KnownState) -> Update | None:
         server = self._server()
         if isinstance(server, StateServer):
-            return server.pull_changes(self.model_name, version, known and known.mark)
+            return server.pull_changes(self.model_name, version, known.mark, known.lacking)
         found = server.pull(self.model_name)
         if found is None:
             return None
@@ -140,15 +150,6 @@ class PushPullModelServer:
                 f"PushPullModelServer({self.model_name!r}) was made without o_server"
             )
         return self.o_server
-
-    def _known_of(self, model: nn.Module, version: int | None) -> _Known | None:
-        known = self._known.get(unwrap(model))
-        return known if known is not None and known.version == version else None
-
-    def _note(self, model: nn.Module, version: int, mark: Mark | None, state: State) -> None:
-        if mark is not None:
-            self._known[unwrap(model)] = _Known(version, mark, dict(state))
-        _set_version(model, version)
 
 
 class PushPullModelServerImpl:
@@ -193,14 +194,6 @@ class PushPullModelServerImpl:
         self._held.close()
 
 
-class _Known(NamedTuple):
-    """What the server is known to have: the state of a model when it was last pushed or pulled."""
-
-    version: int
-    mark: Mark
-    state: dict[str, Any]
-
-
 def _version_of(model: nn.Module) -> int | None:
     inner: int | None = getattr(unwrap(model), "pp_version", None)
     return getattr(model, "pp_version", None) if inner is None else inner
@@ -209,26 +202,3 @@ def _version_of(model: nn.Module) -> int | None:
 def _set_version(model: nn.Module, version: int) -> None:
     for module in {unwrap(model), model}:
         module.pp_version = version  # type: ignore[assignment]
-
-
-def _changes(own: State, known: _Known | None) -> dict[str, Any]:
-    """Return copies of what differs from what the server has; of everything, if that is unknown."""
-    if known is None:
-        return {name: copied(value) for name, value in own.items()}
-    changes = {}
-    for name, value in own.items():
-        here = on_cpu(value)
-        if not _is_same(known.state[name], here):
-            changes[name] = copied(value) if here is value else here
-    return changes
-
-
-def _is_same(one: Any, other: Any) -> bool:
-    if not isinstance(one, Tensor) or not isinstance(other, Tensor):
-        return False
-    if one.dtype != other.dtype or one.shape != other.shape:
-        return False
-    bits = _BITS.get(one.element_size())
-    return (
-        torch.equal(one, other) if bits is None else torch.equal(one.view(bits), other.view(bits))
-    )

@@ -1,0 +1,221 @@
+"""The model server: only what changed travels, counted where calls are packed and unpacked."""
+
+import gc
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from torch import Tensor, nn
+
+from stepwrap.rpc import PushPullModelServerImpl, World, _calls
+
+MEGABYTE = 2**20
+LITTLE = 2000
+
+
+class Traffic:
+    """Counts the bytes of parcels that this process sends and receives."""
+
+    def __init__(self) -> None:
+        self.sent = self.received = 0
+
+    def take(self) -> tuple[int, int]:
+        """Return what was sent and received since the last call."""
+        seen = self.sent, self.received
+        self.sent = self.received = 0
+        return seen
+
+
+@contextmanager
+def counted() -> Iterator[Traffic]:
+    traffic, pack, unpack = Traffic(), _calls.pack, _calls.unpack
+
+    def size(parcel: Any) -> int:
+        payload, parts = parcel
+        return len(payload) + sum(one.nbytes for one in parts if isinstance(one, Tensor))
+
+    def counting_pack(value: Any) -> Any:
+        parcel = pack(value)
+        traffic.sent += size(parcel)
+        return parcel
+
+    def counting_unpack(parcel: Any) -> Any:
+        traffic.received += size(parcel)
+        return unpack(parcel)
+
+    _calls.pack, _calls.unpack = counting_pack, counting_unpack
+    try:
+        yield traffic
+    finally:
+        _calls.pack, _calls.unpack = pack, unpack
+
+
+class Tuned(nn.Module):
+    """A backbone of one megabyte, which stays, and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone = nn.Linear(512, 512, bias=False)
+        self.head = nn.Linear(8, 8)
+
+    def tune(self) -> None:
+        with torch.no_grad():
+            self.head.weight.add_(1)
+
+
+def is_equal(one: nn.Module, other: nn.Module) -> bool:
+    others = other.state_dict()
+    return all(value.equal(others[name]) for name, value in one.state_dict().items())
+
+
+def _frozen() -> list[tuple[int, int]]:
+    rank = dist.get_rank()
+    counts = []
+    with World(f"w{rank}") as world, counted() as traffic:
+        group = world.create_rpc_group("all", world.get_members())
+        if rank == 0:
+            PushPullModelServerImpl("server", group)
+        group.barrier()
+        if rank == 1:
+            server, model, other = group.get_paired("server").to_here(), Tuned(), Tuned()
+
+            def count(is_done: bool) -> None:
+                assert is_done
+                counts.append(traffic.take())
+
+            traffic.take()
+            count(server.push(model))
+            count(server.pull(other))
+            model.tune()
+            count(server.push(model))
+            count(server.pull(other))
+            assert is_equal(model, other)
+            count(server.push(model))
+            count(server.pull(other))
+            count(server.pull(other))
+            # Several versions behind, and changed here, too.
+            for _ in range(3):
+                model.tune()
+                assert server.push(model)
+            other.backbone.weight.data.fill_(3)
+            traffic.take()
+            count(server.pull(other))
+            assert is_equal(model, other)
+        group.barrier()
+    return counts
+
+
+def test_a_frozen_backbone_travels_once() -> None:
+    _, counts, _ = run_ranks(_frozen, 3)
+    for sent, received in (counts[0][::-1], counts[1]):
+        assert sent < LITTLE
+        assert received > MEGABYTE
+    for sent, received in counts[2:]:
+        assert sent + received < LITTLE
+
+
+def _refused() -> list[tuple[int, int]]:
+    rank = dist.get_rank()
+    counts = []
+    with World(f"w{rank}") as world, counted() as traffic:
+        group = world.create_rpc_group("all", world.get_members())
+        if rank == 0:
+            PushPullModelServerImpl("server", group)
+        group.barrier()
+        if rank == 1:
+            server, model, other = group.get_paired("server").to_here(), Tuned(), Tuned()
+            assert server.push(model)
+            assert server.pull(other)
+            for pull_on_fail in (True, False):
+                model.tune()
+                assert server.push(model)
+                other.head.bias.data.fill_(7)
+                traffic.take()
+                assert not server.push(other, pull_on_fail=pull_on_fail)
+                assert server.pull(other)
+                counts.append(traffic.take())
+                assert is_equal(model, other)
+        group.barrier()
+    return counts
+
+
+def test_what_a_refused_push_has_sent_is_loaded_again() -> None:
+    _, counts, _ = run_ranks(_refused, 3)
+    for sent, received in counts:
+        assert sent + received < 2 * LITTLE
+
+
+def _other_server() -> Any:
+    rank = dist.get_rank()
+    with World(f"w{rank}") as world:
+        group = world.create_rpc_group("all", world.get_members())
+        if rank == 0:
+            PushPullModelServerImpl("server", group)
+        group.barrier()
+        server = group.get_paired("server").to_here()
+        whole = group.get_paired("server_o_server").to_here()
+        model, other = Tuned(), Tuned()
+        if rank == 1:
+            assert server.push(model)
+            assert server.pull(other)
+            model.tune()
+            # Behind the accessor's back, as whole states.
+            assert whole.push("model", model.state_dict(), 2, 1)
+            assert server.pull(other)
+            assert other.pp_version == 2
+            assert is_equal(model, other)
+            # What has no names of tensors is refused.
+            with pytest.raises(TypeError, match="a state is a mapping"):
+                whole.push("model", 5, 3, 2)
+            # Other names: all of it travels, and what is gone is gone.
+            small = nn.Linear(2, 2)
+            assert whole.push("model", small.state_dict(), 3, 2)
+            newest = nn.Linear(2, 2)
+            assert server.pull(newest)
+            assert is_equal(small, newest)
+        group.barrier()
+        found = whole.pull("model")
+        assert found is not None
+        return sorted(found[0]), found[1]
+
+
+def test_states_pushed_past_the_model_server_are_pulled_right() -> None:
+    assert run_ranks(_other_server, 3) == [(["bias", "weight"], 3)] * 3
+
+
+def _special() -> bool:
+    rank = dist.get_rank()
+    with World(f"w{rank}") as world, counted() as traffic:
+        group = world.create_rpc_group("all", world.get_members())
+        if rank == 0:
+            PushPullModelServerImpl("server", group)
+        group.barrier()
+        if rank == 1:
+            server, model, other = group.get_paired("server").to_here(), Tuned(), Tuned()
+            model.backbone.weight.data.fill_(torch.nan)
+            model.head.bias.data.fill_(0.0)
+            assert server.push(model)
+            assert server.pull(other)
+            traffic.take()
+            model.head.bias.data.neg_()
+            assert server.push(model)
+            # NaN has not changed; the sign of zero has.
+            assert traffic.take()[0] < LITTLE
+            assert server.pull(other)
+            assert other.head.bias.signbit().all()
+            # Copies are kept only as long as the model lives.
+            reference = weakref.ref(model)
+            del model
+            gc.collect()
+            assert reference() is None
+        group.barrier()
+    return True
+
+
+def test_changes_are_found_bit_by_bit_and_models_may_go() -> None:
+    assert run_ranks(_special, 3) == [True] * 3
