@@ -173,17 +173,17 @@ def test_clients_that_race_lose_no_accepted_push() -> None:
     assert run_ranks(_raced, 3) == [(40.0, 40)] * 3
 
 
-def _restart(group: RpcGroup, rank: int, *, pushes_before_clients: bool) -> Any:
+def _restart(group: RpcGroup, rank: int, *, versions: int, pushes_before_clients: bool) -> Any:
     if rank == 0:
         first = PushPullModelServerImpl("server", group)
     group.barrier()
     server = group.get_paired("server").to_here()
     model = Net(1)
-    while rank == 1 and getattr(model, "pp_version", 0) < 3:
+    while rank == 1 and getattr(model, "pp_version", 0) < versions:
         assert server.push(model)
     group.barrier()
     server.pull(model)
-    assert model.pp_version == 3
+    assert model.pp_version == versions
     group.barrier()
     if rank == 0:
         with pytest.raises(KeyError, match="already"):
@@ -202,17 +202,20 @@ def _restart(group: RpcGroup, rank: int, *, pushes_before_clients: bool) -> Any:
     return accepted, model.value(), model.pp_version
 
 
-def _restarted(pushes_before_clients: bool) -> Any:
-    return in_world(partial(_restart, pushes_before_clients=pushes_before_clients))
+def _restarted(versions: int, pushes_before_clients: bool) -> Any:
+    return in_world(
+        partial(_restart, versions=versions, pushes_before_clients=pushes_before_clients)
+    )
 
 
 def test_a_server_that_starts_anew_takes_the_next_push_whole() -> None:
-    results = run_ranks(_restarted, 3, False)
+    results = run_ranks(_restarted, 3, 3, False)
     assert results == [(False, 1.0, 4), (True, 1.0, 4), (False, 1.0, 4)]
 
 
-def test_a_server_that_starts_anew_with_lower_versions_is_followed() -> None:
-    assert run_ranks(_restarted, 3, True) == [(False, 8.0, 1)] * 3
+@pytest.mark.parametrize("versions", [1, 3])
+def test_a_server_that_starts_anew_is_followed_whatever_its_versions(versions: int) -> None:
+    assert run_ranks(_restarted, 3, versions, True) == [(False, 8.0, 1)] * 3
 
 
 def _use_own(group: RpcGroup, rank: int) -> Any:

@@ -173,8 +173,13 @@ def _other_server() -> Any:
             with pytest.raises(TypeError, match="a state is a mapping"):
                 whole.push("model", 5, 3, 2)
             # Other names: all of it travels, and what is gone is gone.
+            del model.head, other.head
+            assert whole.push("model", model.state_dict(), 3, 2)
+            assert server.pull(other)
+            assert other.pp_version == 3
+            assert server.push(other)
             small = nn.Linear(2, 2)
-            assert whole.push("model", small.state_dict(), 3, 2)
+            assert whole.push("model", small.state_dict(), 5, 4)
             newest = nn.Linear(2, 2)
             assert server.pull(newest)
             assert is_equal(small, newest)
@@ -185,7 +190,7 @@ def _other_server() -> Any:
 
 
 def test_states_pushed_past_the_model_server_are_pulled_right() -> None:
-    assert run_ranks(_other_server, 3) == [(["bias", "weight"], 3)] * 3
+    assert run_ranks(_other_server, 3) == [(["bias", "weight"], 5)] * 3
 
 
 def _special() -> bool:
