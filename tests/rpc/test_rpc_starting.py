@@ -1,0 +1,191 @@
+"""Worlds by every launcher, members that are killed, and what is left of their processes."""
+
+import json
+import multiprocessing
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from stepwrap.collectives import get_rank
+from stepwrap.rpc import RpcError, World, get_cur_name
+from stepwrap.runner import launch
+
+PROGRAM = """
+import os, signal
+from pathlib import Path
+import torch, torch.distributed as dist
+from stepwrap.rpc import World, get_cur_name
+
+rank, attempt = os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]
+Path(f"process_{rank}_{attempt}").write_text(str(os.getpid()))
+with World(f"w{rank}") as world:
+    group = world.create_rpc_group("all", world.get_members())
+    if (attempt, rank) == ("0", os.environ["KILLED"]):
+        os.kill(os.getpid(), signal.SIGKILL)
+    group.barrier()
+    name = group.rpc_sync((world.rank + 1) % 3, get_cur_name)
+    value = torch.ones(1)
+    dist.all_reduce(value)
+    Path(f"answer_{rank}").write_text(f"{name} of {int(value)}, attempt {attempt}")
+    group.barrier()
+"""
+
+
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1])
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def call_around(world: World) -> tuple[str, float]:
+    """Call the next member and reduce over all; return what came."""
+    group = world.create_rpc_group("all", world.get_members())
+    name = group.rpc_sync((world.rank + 1) % world.world_size, get_cur_name)
+    value = torch.tensor(float(world.rank))
+    dist.all_reduce(value)
+    group.barrier()
+    return name, value.item()
+
+
+def _by_launch() -> tuple[tuple[str, float], int]:
+    with World(f"w{get_rank()}") as world:
+        return call_around(world), os.getpid()
+
+
+def test_by_launch() -> None:
+    results = launch(_by_launch, nproc=3)
+    assert [answer for answer, _ in results.values()] == [("w1", 3.0), ("w2", 3.0), ("w0", 3.0)]
+    assert not any(is_alive(pid) for _, pid in results.values())
+
+
+@pytest.mark.parametrize("killed", ["nobody", "0", "2"])
+def test_by_torchrun_which_starts_all_again_when_one_is_killed(killed: str, tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(PROGRAM)
+    torchrun = "-m torch.distributed.run --standalone --nproc-per-node 3 --max-restarts 1"
+    done = subprocess.run(
+        [sys.executable, *torchrun.split(), "--monitor-interval", "0.1", "program.py"],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+        cwd=tmp_path,
+        env=dict(os.environ) | {"KILLED": killed},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    attempt = 0 if killed == "nobody" else 1
+    answers = [(tmp_path / f"answer_{rank}").read_text() for rank in range(3)]
+    assert answers == [f"w{rank} of 3, attempt {attempt}" for rank in (1, 2, 0)]
+    pids = [int(path.read_text()) for path in tmp_path.glob("process_*")]
+    assert len(pids) == 3 * (attempt + 1)
+    assert not any(is_alive(pid) for pid in pids)
+
+
+def _by_spawn(rank: int, port: int, folder: Path) -> None:
+    with World(f"w{rank}", rank, 3, dist_init_method=f"tcp://127.0.0.1:{port}") as world:
+        name, total = call_around(world)
+    (folder / f"{rank}").write_text(f"{name} {total} {os.getpid()}")
+
+
+def test_by_torch_multiprocessing(tmp_path: Path) -> None:
+    mp.spawn(_by_spawn, (free_port(), tmp_path), nprocs=3)
+    results = [(tmp_path / str(rank)).read_text().split() for rank in range(3)]
+    assert [result[:2] for result in results] == [["w1", "3.0"], ["w2", "3.0"], ["w0", "3.0"]]
+    assert not any(is_alive(int(pid)) for *_, pid in results)
+
+
+def error_of(fn: Any, *args: Any, **kwargs: Any) -> str:
+    """Return the text of the RpcError that comes."""
+    with pytest.raises(RpcError) as caught:
+        fn(*args, **kwargs)
+    return str(caught.value)
+
+
+def kill_here() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _lose(world: World, dead: str) -> dict[str, str]:
+    """Have a member killed; return what comes of calls and meetings."""
+    group = world.create_rpc_group("all", world.get_members())
+    sleeping = group.rpc_async(dead, time.sleep, args=(60,), timeout=0)
+    group.barrier()
+    if world.name == dead:
+        time.sleep(60)
+    if world.name == "w1":
+        group.rpc_async(dead, kill_here)
+    # Far more than it takes: a text about time would say that nobody noticed the death.
+    limit = 40
+    return {
+        "in flight": error_of(sleeping.wait),
+        "sync": error_of(group.rpc_sync, dead, abs, limit, (1,)),
+        "async": error_of(group.rpc_async(dead, abs, limit, (1,)).wait),
+        "barrier": error_of(group.barrier, timeout=limit),
+        "group": error_of(world.create_rpc_group, "new", world.get_members(), timeout=limit),
+    }
+
+
+def _outlive(rank: int, port: int, dead: str, folder: Path) -> None:
+    world = World(f"w{rank}", rank, 3, dist_init_method=f"tcp://127.0.0.1:{port}")
+    told = _lose(world, dead)
+    if dead == "w0":
+        told["stop"] = error_of(world.stop, timeout=40)
+    else:
+        living = world.create_rpc_group("living", ["w0", "w1"])
+        assert living.rpc_sync(1 - rank, get_cur_name) == f"w{1 - rank}"
+        world.stop()
+    assert not world.started
+    (folder / f"w{rank}").write_text(json.dumps(told))
+
+
+def run_and_lose(dead: str, folder: Path) -> list[dict[str, str]]:
+    """Run three members of which one is killed; return what the others were told."""
+    spawn, port = multiprocessing.get_context("spawn"), free_port()
+    members = {
+        f"w{rank}": spawn.Process(target=_outlive, args=(rank, port, dead, folder))
+        for rank in range(3)
+    }
+    for process in members.values():
+        process.start()
+    try:
+        for process in members.values():
+            process.join(90)
+        codes = {name: process.exitcode for name, process in members.items()}
+    finally:
+        for process in members.values():
+            process.kill()
+            process.join()
+    assert codes == {name: -signal.SIGKILL if name == dead else 0 for name in members}
+    return [json.loads((folder / name).read_text()) for name in members if name != dead]
+
+
+def test_a_killed_member_is_named_and_the_others_go_on(tmp_path: Path) -> None:
+    for told in run_and_lose("w2", tmp_path):
+        assert told.pop("barrier") == "barrier of group 'all': 'w2' has ended"
+        assert told.pop("group") == "group 'new': 'w2' has ended"
+        for text in told.values():
+            assert text.startswith("'w2' is gone or cannot be reached, so ")
+
+
+def test_without_rank_zero_nobody_meets_and_nobody_waits(tmp_path: Path) -> None:
+    for told in run_and_lose("w0", tmp_path):
+        assert set(told) == {"in flight", "sync", "async", "barrier", "group", "stop"}
+        for text in told.values():
+            assert text.startswith("'w0' is gone or cannot be reached, so ")
