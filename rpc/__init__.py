@@ -1,7 +1,8 @@
 """A world of named processes that call each other, and servers for models and gradients."""
 
 from .errors import RpcError, RpcException
-from .gradient_server import PushPullGradServer, PushPullGradServerImpl, ReduceType
+from .gradient_client import PushPullGradServer
+from .gradient_server import PushPullGradServerImpl, ReduceType
 from .group import RpcGroup
 from .model_server import PushPullModelServer, PushPullModelServerImpl
 from .ordered_server import OrderedServerBase, OrderedServerSimple, OrderedServerSimpleImpl

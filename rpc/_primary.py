@@ -11,6 +11,7 @@ from torch.futures import Future
 from ._managed_model import ManagedModel, Unmanaged
 from ._push_queue import PushQueue
 from ._reduction import (
+    Answer,
     Batch,
     Layout,
     OnFull,
@@ -20,11 +21,10 @@ from ._reduction import (
     Reduction,
     State,
     check_gradients,
+    tell,
 )
 
 logger = logging.getLogger(__name__)
-
-Answer = tuple[Future[Receipt], Receipt]
 
 
 class Primary:
@@ -110,7 +110,7 @@ class Primary:
                 self.dropped += self._count
                 logger.warning("%d pushes were lost in a step that failed", self._count)
             self._forget_reduction()
-        _tell(answers)
+        tell(answers)
 
     def step(self) -> bool:
         """Do one piece of work; False where there is none."""
@@ -120,7 +120,7 @@ class Primary:
             batch = self._queue.take()
             self._count += len(batch.ids)
             answers = [(answer, self._receipt("taken")) for _, answer in self._queue.admit()]
-        _tell(answers)
+        tell(answers)
         # Not under the lock: a step may be long.
         total = self._reduction.add(batch.gradients)
         if total is not None:
@@ -148,8 +148,7 @@ class Primary:
         self._note(batch.ids, has_arrived=True)
         _, dropped = self._queue.offer(batch, answer, is_forced=False)
         self.dropped += sum(len(one.ids) for one in dropped)
-        is_waiting = bool(self._queue.waiting) and self._queue.waiting[-1][0] is batch
-        return None if is_waiting else ("taken", "")
+        return None if self._queue.is_waiting(batch) else ("taken", "")
 
     def _note(self, ids: Iterable[PushId], has_arrived: bool) -> None:
         for client, number in ids:
@@ -166,9 +165,3 @@ class Primary:
 
 def _of_primary(name: str) -> str:
     return f"{name} (primary)"
-
-
-def _tell(answers: Iterable[Answer]) -> None:
-    # Outside of the lock: completing a future sends the answer.
-    for answer, receipt in answers:
-        answer.set_result(receipt)

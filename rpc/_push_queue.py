@@ -46,6 +46,10 @@ class PushQueue(Generic[T]):
         self.items.append(item)
         return True, [self.items.popleft()] if is_full else []
 
+    def is_waiting(self, item: T) -> bool:
+        """Return whether an item that was offered just now waits."""
+        return bool(self.waiting) and self.waiting[-1][0] is item
+
     def wait(self, item: T, answer: Future[Receipt]) -> None:
         """Let an item wait, whatever room there is."""
         self.waiting.append((item, answer))

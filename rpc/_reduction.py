@@ -8,6 +8,7 @@ from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.futures import Future
 
 Gradients = dict[str, Tensor]
 Layout = dict[str, tuple[int, ...]]
@@ -67,6 +68,15 @@ class Receipt(NamedTuple):
     text: str = ""
     held: tuple[int, ...] = ()
     dropped: Mapping[str, int] = {}
+
+
+Answer = tuple[Future[Receipt], Receipt]
+
+
+def tell(answers: Iterable[Answer]) -> None:
+    """Give answers to those who wait. Not under a lock: completing a future sends the answer."""
+    for answer, receipt in answers:
+        answer.set_result(receipt)
 
 
 @dataclass(frozen=True)

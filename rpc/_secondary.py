@@ -2,31 +2,25 @@
 
 from __future__ import annotations
 
-import logging
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Protocol
 
 from torch.futures import Future
 
-from ._push_queue import PushQueue
+from ._intake import Intake
 from ._reduction import (
     Batch,
     Layout,
     Push,
-    PushId,
     Receipt,
     ReduceSettings,
-    Reduction,
     State,
     check_gradients,
     layout_of,
+    tell,
 )
 from .errors import RpcError
-
-logger = logging.getLogger(__name__)
-
-Answer = tuple[Future[Receipt], Receipt]
 
 
 class PrimaryLink(Protocol):
@@ -42,11 +36,32 @@ class PrimaryLink(Protocol):
         """Have `on_end` called when the primary dies."""
 
 
+class Watchers:
+    """Those who want to know when this reducer leaves."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._waiting: list[Future[bool]] = []
+
+    def alive(self) -> Future[bool]:
+        """Complete when this reducer leaves: True in good order, False shut out."""
+        watcher: Future[bool] = Future()
+        with self._lock:
+            self._waiting.append(watcher)
+        return watcher
+
+    def leave(self, is_in_order: bool = True) -> None:
+        """Tell them."""
+        with self._lock:
+            waiting, self._waiting = self._waiting, []
+        for watcher in waiting:
+            watcher.set_result(is_in_order)
+
+
 class Secondary:
     """Takes pushes, adds them up and hands over each full batch.
 
-    A push is held here until the primary has it, so that its client can be told. All methods
-    may be called from any thread, `step` from one at a time.
+    All methods may be called from any thread, `step` from one at a time.
 
     Args:
         name: this process's.
@@ -63,50 +78,26 @@ class Secondary:
         primary: PrimaryLink,
     ) -> None:
         self.name = name
+        self.intake = Intake(name, settings)
+        self.watchers = Watchers()
         self.is_running = False
         # Set once and for all: the primary is gone ("failed") or has shut this reducer out.
-        self._lost: tuple[State, str] | None = None
-        self._settings = settings
+        self.lost: tuple[State, str] | None = None
         self._changed = changed
         self._primary = primary
-        self._queue = PushQueue[Push](settings.max_queue_size, settings.on_full)
-        self._reduction = Reduction(settings)
-        # The pushes in the reduction.
-        self._ids: list[PushId] = []
-        self._lows: dict[str, int] = {}
-        self._unsent: Batch | None = None
         self._is_sending = False
         # Why the thread of this process has ended, and why the primary takes nothing.
         self._failure = ""
         self._trouble = ""
         self._layout: Layout | None = None
         self._is_watching = False
-        self._dropped: dict[str, int] = {name: 0}
-        self._watchers: list[Future[bool]] = []
 
     @property
     def has_work(self) -> bool:
         """Whether `step` would do something."""
-        if self._is_stuck():
+        if self.lost or self._failure or self._trouble:
             return False
-        return self._can_send() or self._can_add()
-
-    @property
-    def lost(self) -> str:
-        """Why this reducer can never go on; empty where it can."""
-        return "" if self._lost is None else self._lost[1]
-
-    @property
-    def dropped(self) -> int:
-        """How many pushes were dropped here."""
-        return self._dropped[self.name]
-
-    @property
-    def pending(self) -> int:
-        """How many pushes are here which the primary does not have."""
-        with self._changed:
-            unsent = 0 if self._unsent is None else len(self._unsent.ids)
-            return len(self._queue.items) + len(self._ids) + unsent
+        return self._can_send() or self.intake.can_take
 
     def push(self, push: Push, must_run: bool) -> Future[Receipt]:
         """Take a push.
@@ -126,7 +117,7 @@ class Secondary:
         with self._changed:
             check_gradients(push.gradients, self._expected(push))
             state = self._accept(push, answer, must_run)
-            receipt = self._receipt(push, *state) if state else None
+            receipt = self.intake.receipt(push, *state) if state else None
             self._changed.notify_all()
         if receipt is not None:
             answer.set_result(receipt)
@@ -135,23 +126,9 @@ class Secondary:
     def withdraw(self, client: str, number: int) -> bool:
         """Send away a push that waits; False where it does not wait any more."""
         with self._changed:
-            answers = self._dismiss("full", "", lambda push: push[:2] == (client, number))
-        _tell(answers)
+            answers = self.intake.dismiss("full", "", lambda push: push[:2] == (client, number))
+        tell(answers)
         return bool(answers)
-
-    def alive(self) -> Future[bool]:
-        """Complete when this reducer leaves: True in good order, False shut out."""
-        watcher: Future[bool] = Future()
-        with self._changed:
-            self._watchers.append(watcher)
-        return watcher
-
-    def leave(self, in_order: bool = True) -> None:
-        """Tell those who watch; they wait for nothing else from here."""
-        with self._changed:
-            watchers, self._watchers = self._watchers, []
-        for watcher in watchers:
-            watcher.set_result(in_order)
 
     def run(self) -> None:
         """Begin, or go on after `halt` or `fail`."""
@@ -163,58 +140,36 @@ class Secondary:
         """Keep what is here and send those that wait elsewhere."""
         with self._changed:
             self.is_running = False
-            answers = self._dismiss("idle", f"the reducer {self.name!r} was stopped")
-        _tell(answers)
+            answers = self.intake.dismiss("idle", f"the reducer {self.name!r} was stopped")
+        tell(answers)
 
     def fail(self, text: str) -> None:
         """Answer every push by an error until `run`; what was being added is lost."""
         with self._changed:
             self._failure = text
-            if self._reduction.count != len(self._ids):
-                self._note_drop(len(self._ids), "could not be reduced")
-                self._forget_reduction()
-            answers = self._dismiss("failed", text)
-        _tell(answers)
+            self.intake.drop_broken()
+            answers = self.intake.dismiss("failed", text)
+        tell(answers)
 
     def step(self) -> bool:
         """Do one piece of work; False where there is none."""
         with self._changed:
-            if self._is_stuck():
+            if not self.has_work:
                 return False
-            batch = self._unsent if self._can_send() else None
+            batch = self.intake.unsent if self._can_send() else None
+            push = self.intake.take() if batch is None else None
             self._is_sending = self._is_sending or batch is not None
+            answers = self.intake.admit()
+        tell(answers)
         if batch is not None:
             self._send(batch)
-            return True
-        return self._add()
-
-    def _is_stuck(self) -> bool:
-        return bool(self._lost or self._failure or self._trouble)
+        if push is not None and (full := self.intake.add(push)) is not None:
+            with self._changed:
+                self.intake.finish(full)
+        return True
 
     def _can_send(self) -> bool:
-        return self._unsent is not None and not self._is_sending
-
-    def _can_add(self) -> bool:
-        # While a batch is on its way the next one may grow, but not become full.
-        has_room = self._unsent is None or len(self._ids) + 1 < self._settings.batch_size
-        return bool(self._queue.items) and has_room
-
-    def _add(self) -> bool:
-        with self._changed:
-            if not self._can_add():
-                return False
-            push = self._queue.take()
-            self._ids.append((push.client, push.number))
-            self._lows[push.client] = max(push.low, self._lows.get(push.client, 0))
-            answers = self._admitted()
-        _tell(answers)
-        # Not under the lock: it may be large.
-        total = self._reduction.add(push.gradients)
-        with self._changed:
-            if total is not None:
-                self._unsent = Batch(self.name, total, self._ids, self._lows)
-                self._forget_reduction()
-        return True
+        return self.intake.unsent is not None and not self._is_sending
 
     def _send(self, batch: Batch) -> None:
         try:
@@ -231,34 +186,33 @@ class Secondary:
         if receipt.state == "fenced":
             self._lose("fenced", receipt.text)
             # Those who watch send their pushes again, through others.
-            self.leave(in_order=False)
+            self.watchers.leave(is_in_order=False)
             return
         with self._changed:
             self._is_sending = False
-            self._dropped.update(receipt.dropped)
+            self.intake.dropped_by.update(receipt.dropped)
             if receipt.state == "failed":
                 self._trouble = receipt.text
-                answers = self._dismiss("failed", receipt.text)
+                answers = self.intake.dismiss("failed", receipt.text)
             else:
-                assert self._unsent is not None
                 if receipt.state == "refused":
-                    self._note_drop(len(self._unsent.ids), f"were refused: {receipt.text}")
+                    self.intake.drop_unsent(receipt.text)
                     self._layout = None
-                self._unsent = None
-                answers = self._admitted()
+                self.intake.unsent = None
+                answers = self.intake.admit()
             self._changed.notify_all()
-        _tell(answers)
+        tell(answers)
 
     def _lose(self, state: State, text: str) -> None:
         with self._changed:
-            self._lost = self._lost or (state, text)
-            answers = self._dismiss(*self._lost)
+            self.lost = self.lost or (state, text)
+            answers = self.intake.dismiss(*self.lost)
             self._changed.notify_all()
-        _tell(answers)
+        tell(answers)
 
     def _connect(self) -> None:
         """Learn what gradients must look like; the primary may know it later than we live."""
-        if self._layout is None and self._lost is None:
+        if self._layout is None and self.lost is None:
             self._layout = self._primary.layout()
         with self._changed:
             has_watched, self._is_watching = self._is_watching, True
@@ -269,62 +223,24 @@ class Secondary:
         if self._layout is not None:
             return self._layout
         # Without a model all must at least be like the one before.
-        others = self._queue.items or [push]
-        return layout_of(others[-1].gradients)
+        before = self.intake.queue.items[-1] if self.intake.queue.items else push
+        return layout_of(before.gradients)
 
     def _accept(
         self, push: Push, answer: Future[Receipt], must_run: bool
     ) -> tuple[State, str] | None:
         """Take a push, or say why not; None where it has to wait."""
-        if self._lost is not None:
-            return self._lost
+        if self.lost is not None:
+            return self.lost
         if self._failure:
             return "failed", self._failure
         if must_run and not self.is_running:
             return "idle", f"the reducer {self.name!r} is not running"
-        if self._trouble:
-            if not self._can_send():
-                return "failed", self._trouble
-            # The primary may work again: the answer to the batch decides.
-            self._trouble = ""
-            self._queue.wait(push, answer)
-            return None
-        is_accepted, dropped = self._queue.offer(push, answer, is_forced=push.is_again)
-        self._dropped[self.name] += len(dropped)
-        if not is_accepted:
-            return "full", f"the queue of {self.name!r} is full"
-        is_waiting = bool(self._queue.waiting) and self._queue.waiting[-1][0] is push
-        return None if is_waiting else ("taken", "")
-
-    def _admitted(self) -> list[Answer]:
-        return [(answer, self._receipt(push, "taken")) for push, answer in self._queue.admit()]
-
-    def _dismiss(
-        self, state: State, text: str, is_meant: Callable[[Push], bool] = lambda push: True
-    ) -> list[Answer]:
-        leaving = self._queue.withdraw(is_meant)
-        return [(answer, self._receipt(push, state, text)) for push, answer in leaving]
-
-    def _receipt(self, push: Push, state: State, text: str = "") -> Receipt:
-        held = {number for client, number in self._held() if client == push.client}
-        return Receipt(state, text, tuple(held.intersection(push.asked)), dict(self._dropped))
-
-    def _held(self) -> Iterable[PushId]:
-        yield from ((push.client, push.number) for push in self._queue.items)
-        yield from self._ids
-        if self._unsent is not None:
-            yield from self._unsent.ids
-
-    def _forget_reduction(self) -> None:
-        self._reduction.clear()
-        self._ids, self._lows = [], {}
-
-    def _note_drop(self, count: int, why: str) -> None:
-        self._dropped[self.name] += count
-        logger.warning("%d pushes at the reducer %r %s", count, self.name, why)
-
-
-def _tell(answers: Iterable[Answer]) -> None:
-    # Outside of the lock: completing a future sends the answer.
-    for answer, receipt in answers:
-        answer.set_result(receipt)
+        if not self._trouble:
+            return self.intake.offer(push, answer)
+        if not self._can_send():
+            return "failed", self._trouble
+        # The primary may work again: the answer to the batch decides.
+        self._trouble = ""
+        self.intake.queue.wait(push, answer)
+        return None

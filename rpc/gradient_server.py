@@ -6,32 +6,28 @@ import contextlib
 import logging
 import threading
 import uuid
-import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from enum import Enum
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
-from torch.futures import Future
+from torch import nn
 from torch.optim import Optimizer
 
-from . import _node
-from ._calls import answered_later
+from ._gradient_services import (
+    RemotePrimary,
+    leave_with_world,
+    services_of_primary,
+    services_of_secondary,
+)
 from ._managed_model import ManagedModel
-from ._model_state import copied, load_snapshot, state_of, unwrap
-from ._pending_pushes import Sender, sender_to
 from ._primary import Primary
-from ._reduction import Batch, Gradients, Layout, OnFull, Push, Receipt, ReduceSettings
+from ._reduction import OnFull, ReduceSettings
 from ._secondary import Secondary
 from .errors import RpcError
+from .gradient_client import PushPullGradServer
 from .group import RpcGroup
-from .ordered_server import (
-    OrderedServerBase,
-    OrderedServerSimple,
-    OrderedServerSimpleImpl,
-    hold,
-)
+from .ordered_server import OrderedServerBase, OrderedServerSimple, OrderedServerSimpleImpl, hold
 
 logger = logging.getLogger(__name__)
 
@@ -43,89 +39,6 @@ class ReduceType(Enum):
 
     REDUCE_PRIMARY = 0
     REDUCE_SECONDARY = 1
-
-
-class PushPullGradServer:
-    """Calls the gradient server of that name, from any member; can be sent to other members.
-
-    Args:
-        server_name: as given to `PushPullGradServerImpl`.
-        group: where that is.
-        model_name: the key of the managed model on `o_server`.
-        secondary_reducers: the names of the processes that take pushes.
-        o_server: where the managed model is published.
-    """
-
-    def __init__(
-        self,
-        server_name: str,
-        group: RpcGroup,
-        model_name: str,
-        secondary_reducers: Iterable[str],
-        o_server: OrderedServerBase,
-        *,
-        token: str = "",
-    ) -> None:
-        self.server_name = server_name
-        self.group = group
-        self.model_name = model_name
-        self.secondary_reducers = list(secondary_reducers)
-        self.o_server = o_server
-        # Which server of that name: a client numbers its pushes anew for each.
-        self._token = token
-
-    @property
-    def dropped(self) -> int:
-        """How many pushes reducers have dropped, as far as this process has been told."""
-        return self._sender().dropped
-
-    def push(self, model: nn.Module) -> bool:
-        """Send a model's gradients to a reducer, then `pull`.
-
-        A push that has returned is applied once, or told as dropped, unless both its reducer and
-        this process die. Until then this process keeps a copy of the gradients.
-
-        Args:
-            model: like the managed one; parameters that require no gradient are left out.
-
-        Returns:
-            What `pull` does: False says that there has been no step yet, not that it was refused.
-
-        Raises:
-            RuntimeError: a parameter has no gradient.
-            ValueError: names or shapes are not those of the managed model.
-            queue.Full: there has been no room within the world's `rpc_timeout`, or `on_full` is
-                "error".
-            RpcError: the primary reducer is gone or has failed.
-        """
-        self._sender().push(_gradients_of(model))
-        return self.pull(model)
-
-    def pull(self, model: nn.Module) -> bool:
-        """Set a model's gradients to zero and its parameters to the newest published ones.
-
-        Buffers stay as they are: the managed model sees no data.
-
-        Returns:
-            False where nothing has been published.
-
-        Raises:
-            RpcError: the server is gone, or has not answered in time.
-        """
-        model.zero_grad(set_to_none=False)
-        try:
-            found = self.o_server.pull(self.model_name)
-        except KeyError as error:
-            raise RpcError(f"the ordered server of {self.server_name!r} is gone") from error
-        if found is None:
-            return False
-        own = state_of(model)
-        buffers = dict(unwrap(model).named_buffers(remove_duplicate=False))
-        load_snapshot(model, found[0] | {name: own[name] for name in buffers if name in own})
-        return True
-
-    def _sender(self) -> Sender:
-        return sender_to(self.server_name, self.group, self.secondary_reducers, self._token)
 
 
 class PushPullGradServerImpl:
@@ -178,14 +91,8 @@ class PushPullGradServerImpl:
         *,
         on_full: OnFull = "block",
     ) -> None:
-        assert reduce_method in ("mean", "sum"), "reduce_method must be 'mean' or 'sum'"
-        assert max_queue_size > 1, "max_queue_size must be greater than 1"
-        assert reduce_batch_size > 1, "reduce_batch_size must be greater than 1"
-        assert max_queue_size > reduce_batch_size, "max_queue_size must exceed reduce_batch_size"
-        if on_full not in _POLICIES:
-            raise ValueError(f"on_full must be one of {', '.join(_POLICIES)}, got {on_full!r}")
-        settings = ReduceSettings(
-            reduce_method, torch.device(reduce_device), reduce_batch_size, max_queue_size, on_full
+        settings = _checked_settings(
+            reduce_method, reduce_device, reduce_batch_size, max_queue_size, on_full
         )
         members = group.get_group_members()
         self.server_name = server_name
@@ -204,22 +111,24 @@ class PushPullGradServerImpl:
         self._failure: BaseException | None = None
         is_primary = self._name == self.primary_reducer
         self._primary = Primary(self._name, settings, self._changed) if is_primary else None
-        link = self._primary or _RemotePrimary(server_name, group)
+        link = self._primary or RemotePrimary(server_name, group)
         self._secondary = Secondary(self._name, settings, self._changed, link)
         with contextlib.ExitStack() as undo:
             self._offer(undo)
             self._held = undo.pop_all()
-        _on_end_of_world(self._secondary)
+        leave_with_world(self._secondary)
 
     @property
     def dropped(self) -> int:
         """How many pushes were dropped in this process, on both levels."""
-        return self._secondary.dropped + (self._primary.dropped if self._primary else 0)
+        return self._secondary.intake.dropped + (self._primary.dropped if self._primary else 0)
 
     @property
     def pending(self) -> int:
         """How many pushes are in this process and in no step yet."""
-        return self._secondary.pending + (self._primary.pending if self._primary else 0)
+        with self._changed:
+            at_secondary = self._secondary.intake.pending
+            return at_secondary + (self._primary.pending if self._primary else 0)
 
     def manage_model(
         self, model: nn.Module, optimizer: Optimizer, lr_scheduler: Any = None
@@ -287,14 +196,14 @@ class PushPullGradServerImpl:
         """
         if self._failure is not None:
             raise self._failure
-        if self._secondary.lost:
-            raise RpcError(self._secondary.lost)
+        if self._secondary.lost is not None:
+            raise RpcError(self._secondary.lost[1])
 
     def close(self) -> None:
         """Stop and withdraw this part of the server; may be called again."""
         self.stop()
         self._held.close()
-        self._secondary.leave()
+        self._secondary.watchers.leave()
 
     def _run(self) -> None:
         levels: list[Primary | Secondary] = [self._secondary]
@@ -320,10 +229,11 @@ class PushPullGradServerImpl:
 
     def _offer(self, undo: contextlib.ExitStack) -> None:
         own = f"{self.server_name}/{self._name}"
-        services = self._services_of_secondary(own)
+        services = services_of_secondary(own, self._secondary)
         if self._primary is not None:
-            services |= self._services_of_secondary(self.server_name)
-            services |= self._services_of_primary(self._primary)
+            # When no other reducer can, this process takes pushes under the server's own name.
+            services |= services_of_secondary(self.server_name, self._secondary)
+            services |= services_of_primary(self.server_name, self._primary)
         for key, service in services.items():
             hold(undo, self.group, "service", key, service)
         if self._primary is None:
@@ -342,75 +252,20 @@ class PushPullGradServerImpl:
         )
         hold(undo, self.group, "value", self.server_name, accessor)
 
-    def _services_of_secondary(self, prefix: str) -> dict[str, Callable[..., Any]]:
-        secondary = self._secondary
 
-        @answered_later
-        def push(push: Push, must_run: bool) -> Future[Receipt]:
-            return secondary.push(push, must_run)
-
-        @answered_later
-        def alive() -> Future[bool]:
-            return secondary.alive()
-
-        return {
-            f"{prefix}/_push_service": push,
-            f"{prefix}/_alive_service": alive,
-            f"{prefix}/_withdraw_service": secondary.withdraw,
-            f"{prefix}/_is_running_service": lambda: secondary.is_running,
-        }
-
-    def _services_of_primary(self, primary: Primary) -> dict[str, Callable[..., Any]]:
-        @answered_later
-        def take(batch: Batch) -> Future[Receipt]:
-            return primary.take(batch)
-
-        return {
-            f"{self.server_name}/_reduce_service": take,
-            f"{self.server_name}/_fence_service": primary.fence,
-            f"{self.server_name}/_layout_service": primary.layout,
-        }
-
-
-class _RemotePrimary:
-    """The primary reducer, from the process of a secondary one."""
-
-    def __init__(self, server_name: str, group: RpcGroup) -> None:
-        self._server_name = server_name
-        self._group = group
-
-    def take(self, batch: Batch) -> Future[Receipt]:
-        """Hand over a batch. Has no time limit: a primary that dies breaks the call."""
-        key = f"{self._server_name}/_reduce_service"
-        return self._group.registered_async(key, (batch,), timeout=0)
-
-    def layout(self) -> Layout | None:
-        """Return what gradients must look like, None while the primary does not know."""
-        layout: Layout | None = self._group.registered_sync(f"{self._server_name}/_layout_service")
-        return layout
-
-    def watch(self, on_end: Callable[[], None]) -> None:
-        """Have `on_end` called when the primary dies."""
-
-        def note(done: Future[bool]) -> None:
-            try:
-                done.wait()
-            except RuntimeError:
-                on_end()
-
-        key = f"{self._server_name}/_alive_service"
-        self._group.registered_async(key, timeout=0).add_done_callback(note)
-
-
-def _gradients_of(model: nn.Module) -> Gradients:
-    gradients = {}
-    for name, parameter in unwrap(model).named_parameters():
-        if not parameter.requires_grad:
-            continue
-        if not isinstance(parameter.grad, Tensor):
-            raise RuntimeError(f"Parameter {name} doesn't have gradient to push!")
-        gradients[name] = copied(parameter.grad).to_dense()
-    return gradients
+def _checked_settings(
+    method: str, device: str | torch.device, batch_size: int, max_queue_size: int, on_full: OnFull
+) -> ReduceSettings:
+    assert method in ("mean", "sum"), f"reduce_method must be 'mean' or 'sum', got {method!r}"
+    assert max_queue_size > 1, f"max_queue_size must be greater than 1, got {max_queue_size}"
+    assert batch_size > 1, f"reduce_batch_size must be greater than 1, got {batch_size}"
+    assert max_queue_size > batch_size, (
+        f"max_queue_size must be greater than reduce_batch_size, got {max_queue_size} and "
+        f"{batch_size}"
+    )
+    if on_full not in _POLICIES:
+        raise ValueError(f"on_full must be one of {', '.join(_POLICIES)}, got {on_full!r}")
+    return ReduceSettings(method, torch.device(device), batch_size, max_queue_size, on_full)
 
 
 def _check_reducers(members: list[str], primary: str, secondaries: list[str]) -> None:
@@ -420,15 +275,3 @@ def _check_reducers(members: list[str], primary: str, secondaries: list[str]) ->
             f"reducers must be members of the group, and at least one secondary: got primary "
             f"{primary!r} and secondaries {secondaries}, members are {members}"
         )
-
-
-def _on_end_of_world(secondary: Secondary) -> None:
-    """Let the world end: it waits for all answers that are owed."""
-    own = weakref.ref(secondary)
-
-    def leave(_: Future[None]) -> None:
-        living = own()
-        if living is not None:
-            living.leave()
-
-    _node.current().left.add_done_callback(leave)

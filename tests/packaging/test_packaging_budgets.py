@@ -18,7 +18,7 @@ PARAMETERS = 8
 # list of documented calls: each method hands its arguments to one function and has no logic.
 MANY_METHODS = {"CollectiveGroup", "Hook", "RpcGroup"}
 # Documented signatures of the systems whose names we keep.
-MANY_PARAMETERS = {"rpc/world.py:__init__"}
+MANY_PARAMETERS = {"rpc/gradient_server.py:__init__", "rpc/world.py:__init__"}
 
 
 def nodes(file: Path, *kinds: type[ast.AST]) -> Iterator[ast.AST]:

@@ -1,0 +1,97 @@
+"""The services of a gradient server, and what calls them from one reducer to the other."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from torch.futures import Future
+
+from . import _node
+from ._calls import answered_later
+from ._primary import Primary
+from ._reduction import Batch, Layout, Push, Receipt
+from ._secondary import Secondary
+from .group import RpcGroup
+
+Services = dict[str, Callable[..., Any]]
+
+
+def services_of_secondary(prefix: str, secondary: Secondary) -> Services:
+    """Return what clients call, by key."""
+
+    @answered_later
+    def push(push: Push, must_run: bool) -> Future[Receipt]:
+        return secondary.push(push, must_run)
+
+    @answered_later
+    def alive() -> Future[bool]:
+        return secondary.watchers.alive()
+
+    return {
+        f"{prefix}/_push_service": push,
+        f"{prefix}/_alive_service": alive,
+        f"{prefix}/_withdraw_service": secondary.withdraw,
+        f"{prefix}/_is_running_service": lambda: secondary.is_running,
+    }
+
+
+def services_of_primary(prefix: str, primary: Primary) -> Services:
+    """Return what secondary reducers call, and clients when one of those has died."""
+
+    @answered_later
+    def take(batch: Batch) -> Future[Receipt]:
+        return primary.take(batch)
+
+    return {
+        f"{prefix}/_reduce_service": take,
+        f"{prefix}/_fence_service": primary.fence,
+        f"{prefix}/_layout_service": primary.layout,
+    }
+
+
+class RemotePrimary:
+    """The primary reducer, from the process of a secondary one.
+
+    Args:
+        prefix: of the primary's services.
+        group: where they are.
+    """
+
+    def __init__(self, prefix: str, group: RpcGroup) -> None:
+        self._prefix = prefix
+        self._group = group
+
+    def take(self, batch: Batch) -> Future[Receipt]:
+        """Hand over a batch. Has no time limit: a primary that dies breaks the call."""
+        return self._group.registered_async(f"{self._prefix}/_reduce_service", (batch,), timeout=0)
+
+    def layout(self) -> Layout | None:
+        """Return what gradients must look like, None while the primary does not know."""
+        layout: Layout | None = self._group.registered_sync(f"{self._prefix}/_layout_service")
+        return layout
+
+    def watch(self, on_end: Callable[[], None]) -> None:
+        """Have `on_end` called when the primary dies."""
+
+        def note(done: Future[bool]) -> None:
+            try:
+                done.wait()
+            except RuntimeError:
+                on_end()
+
+        alive = self._group.registered_async(f"{self._prefix}/_alive_service", timeout=0)
+        alive.add_done_callback(note)
+
+
+def leave_with_world(secondary: Secondary) -> None:
+    """Answer those who watch when the world ends: it waits for all answers that are owed."""
+    own = weakref.ref(secondary)
+
+    def leave(_: Future[None]) -> None:
+        living = own()
+        if living is not None:
+            living.watchers.leave()
+
+    _node.current().left.add_done_callback(leave)
