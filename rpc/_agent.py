@@ -7,6 +7,7 @@ import logging
 import os
 import sys
 import time
+import uuid
 import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -22,9 +23,14 @@ from ._node import Node
 logger = logging.getLogger(__name__)
 
 _SCHEME = "stepwrap-world"
+_SHUTDOWN_S = 5
 _INTERFACES = ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
 
 _rank: int | None = None
+
+# The last world that this process has left by torch's own meeting, which numbers its keys by a
+# counter of the process: it works among processes that have had the same such meetings.
+_past = ""
 
 # The store for torch's next agent: it asks by an address, we have it already.
 _store: Store | None = None
@@ -43,7 +49,9 @@ class Agent:
         self._node = node
         self._rank = rank
         self._world_size = world_size
-        self._is_complete = True
+        self._world = ""
+        self._have_one_past = False
+        self._is_complete = False
         self._is_stopping = False
         self._watches: list[Future[None]] = []
 
@@ -52,6 +60,9 @@ class Agent:
     ) -> None:
         """Join the others; every member must call this."""
         global _store, _rank
+        if self._rank == 0:
+            store.set("world", uuid.uuid4().hex)
+        store.set(f"past_{self._rank}", _past)
         options = rpc.TensorPipeRpcBackendOptions(
             num_worker_threads=threads,
             rpc_timeout=self._node.rpc_timeout,
@@ -78,6 +89,9 @@ class Agent:
             _store = None
             # It would keep the store, and with it the port, until the next world.
             rpc.rendezvous_iterator = None  # type: ignore[assignment]
+        self._world = store.get("world").decode()
+        pasts = {store.get(f"past_{rank}") for rank in range(self._world_size)}
+        self._have_one_past = len(pasts) == 1
         if self._node.directory is not None:
             self._watch()
 
@@ -89,8 +103,8 @@ class Agent:
         """
         gone = self._node.meet(("end",), self._node.members, "end of the world", timeout_s)
         self._is_stopping = True
+        self._is_complete = not gone
         if gone:
-            self._is_complete = False
             logger.warning("%s ended before the world did", ", ".join(map(repr, gone)))
         self._node.left.set_result(None)
         deadline = time.monotonic() + timeout_s
@@ -99,12 +113,17 @@ class Agent:
 
     def stop(self) -> None:
         """End the transport; after `part` nothing is lost by that."""
-        has_parted, self._is_stopping = self._is_stopping, True
+        global _past
+        self._is_stopping = True
+        together = self._is_complete and self._have_one_past
         try:
-            rpc.shutdown(graceful=has_parted and self._is_complete, timeout=5)
+            # Nobody waits for an answer any more; together they only part without torch's warnings.
+            rpc.shutdown(graceful=together, timeout=_SHUTDOWN_S)
+            _past = self._world if together else _past
         except RuntimeError as error:
             # A member that died just now, or an agent that has never come up.
             logger.debug("the transport ended with %s", error)
+            _past = uuid.uuid4().hex if together else _past
         finally:
             # A future that refers to us by its callback is no garbage that Python could find.
             self._watches.clear()

@@ -326,3 +326,14 @@ def test_a_process_keeps_its_rank() -> None:
     kind, text = run_ranks(_other_rank, 2, free_port())[1]
     assert kind == "ValueError"
     assert "was rank 1 in its first world and cannot be rank 0 now" in text
+
+
+def _start_and_stop() -> None:
+    with World(f"w{dist.get_rank()}") as world:
+        world.create_rpc_group("g", world.get_members()).barrier()
+
+
+def test_members_with_other_pasts_part_as_well() -> None:
+    for size in (2, 3, 2, 3, 4):
+        # torch would wait for a key that the others have numbered otherwise.
+        run_ranks(_start_and_stop, size, timeout_s=25)
