@@ -3,6 +3,7 @@
 import contextlib
 import multiprocessing
 import os
+import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -60,18 +61,17 @@ def run_role(rank: int, role: Role, size: int, port: int, folder: Path, options:
     """Be one member: make the server, meet the others, play the role."""
     torch.set_num_threads(1)
     url = f"tcp://127.0.0.1:{port}"
-    with World(f"w{rank}", rank, size, dist_init_method=url, rpc_timeout=20) as world:
-        group = world.create_rpc_group("all", world.get_members())
+    limit = options.pop("rpc_timeout", 20)
+    with World(f"w{rank}", rank, size, dist_init_method=url, rpc_timeout=limit) as world:
+        group = world.create_rpc_group("all", world.get_members(), timeout=WAIT_S)
         server = PushPullGradServerImpl("server", group, reduce_batch_size=2, **options)
         if server.primary_reducer == world.name:
             model = Counter()
             server.manage_model(model, torch.optim.SGD(model.parameters(), lr=1.0))
         server.start()
-        group.barrier()
+        group.barrier(timeout=WAIT_S)
         role(server, group, folder)
-        note(folder / f"done_{rank}")
-        if not (folder / "no_end").exists():
-            server.stop()
+        server.stop()
 
 
 @contextlib.contextmanager
@@ -135,6 +135,36 @@ def test_a_dead_secondary_loses_nothing(secondaries: list[str], tmp_path: Path) 
         until(lambda: lines(tmp_path / "acknowledged") >= 20)
         processes[1].kill()
         assert ends_well([process for process in processes if process is not processes[1]])
+        counts = torch.load(tmp_path / "applied")
+    assert counts.tolist() == [150.0, 50.0, 0, 0, 0, 0, 0, 0]
+
+
+def be_shut_out(server: PushPullGradServerImpl, group: RpcGroup, folder: Path) -> None:
+    """Be frozen, and learn afterwards that one is held dead, if there is a batch to send."""
+    until((folder / "end").exists)
+
+    def is_settled() -> bool:
+        try:
+            server.watch()
+        except RpcError as error:
+            return "has shut out 'w1'" in str(error)
+        return server.pending < 2
+
+    until(is_settled)
+
+
+def test_a_frozen_secondary_is_shut_out(tmp_path: Path) -> None:
+    """It wakes up with pushes that others have applied by then, and cannot apply them again."""
+    roles = [serve, be_shut_out, serve, push_150, push_50_and_wait]
+    options = {"secondary_reducers": ["w1", "w2"], "rpc_timeout": 3}
+    with members(roles, tmp_path, **options) as processes:
+        until(lambda: lines(tmp_path / "acknowledged_too") == 50)
+        until(lambda: lines(tmp_path / "acknowledged") >= 20)
+        assert processes[1].pid is not None
+        os.kill(processes[1].pid, signal.SIGSTOP)
+        until(lambda: lines(tmp_path / "acknowledged") == 150)
+        os.kill(processes[1].pid, signal.SIGCONT)
+        assert ends_well(processes)
         counts = torch.load(tmp_path / "applied")
     assert counts.tolist() == [150.0, 50.0, 0, 0, 0, 0, 0, 0]
 
