@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +14,7 @@ from ._calls import answered_later
 from ._primary import Primary
 from ._reduction import Batch, Layout, Push, Receipt
 from ._secondary import Secondary
+from .errors import RpcError
 from .group import RpcGroup
 
 Services = dict[str, Callable[..., Any]]
@@ -33,6 +35,7 @@ def services_of_secondary(prefix: str, secondary: Secondary) -> Services:
         f"{prefix}/_push_service": push,
         f"{prefix}/_alive_service": alive,
         f"{prefix}/_withdraw_service": secondary.withdraw,
+        f"{prefix}/_shut_out_service": lambda text: secondary.lose("fenced", text),
         f"{prefix}/_is_running_service": lambda: secondary.is_running,
     }
 
@@ -83,6 +86,13 @@ class RemotePrimary:
 
         alive = self._group.registered_async(f"{self._prefix}/_alive_service", timeout=0)
         alive.add_done_callback(note)
+
+
+def shut_out(server_name: str, group: RpcGroup, reducer: str, text: str) -> None:
+    """Tell a reducer that it is held dead; one that sleeps finds it when it wakes."""
+    # It mostly is dead.
+    with contextlib.suppress(KeyError, RpcError):
+        group.registered_async(f"{server_name}/{reducer}/_shut_out_service", (text,), timeout=0)
 
 
 def leave_with_world(secondary: Secondary) -> None:

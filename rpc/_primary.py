@@ -37,13 +37,21 @@ class Primary:
         name: this process's.
         settings: how to reduce.
         changed: guards this object; notified when there may be something to do.
+        shut_out: tells a reducer, by its name and without waiting, why it is shut out.
     """
 
-    def __init__(self, name: str, settings: ReduceSettings, changed: threading.Condition) -> None:
+    def __init__(
+        self,
+        name: str,
+        settings: ReduceSettings,
+        changed: threading.Condition,
+        shut_out: Callable[[str, str], None],
+    ) -> None:
         self.name = name
         self.model: ManagedModel | Unmanaged = Unmanaged()
         self.dropped = 0
         self._changed = changed
+        self._shut_out = shut_out
         # Between reducers a full queue cannot be an error: who pushed has gone on.
         on_full: OnFull = "drop_oldest" if settings.on_full == "drop_oldest" else "block"
         self._queue = PushQueue[Batch](settings.max_queue_size, on_full)
@@ -86,11 +94,15 @@ class Primary:
     def fence(self, reducer: str, client: str, numbers: Iterable[int]) -> list[int]:
         """Take no more batches of a reducer; return which pushes of a client have arrived."""
         with self._changed:
-            if reducer not in self._fenced:
-                logger.warning("the reducer %r is held dead, and shut out, for %r", reducer, client)
+            is_new = reducer not in self._fenced
             self._fenced.add(reducer)
-            arrived = self._arrived.get(client, set())
-            return [number for number in numbers if number in arrived]
+            known = self._arrived.get(client, set())
+            arrived = [number for number in numbers if number in known]
+        if is_new:
+            logger.warning("the reducer %r is held dead, and shut out, for %r", reducer, client)
+            # It may live, with pushes that are no full batch: their clients must learn of it.
+            self._shut_out(reducer, _why_fenced(reducer))
+        return arrived
 
     def run(self) -> None:
         """Begin, or go on after `fail`."""
@@ -133,7 +145,7 @@ class Primary:
     def _accept(self, batch: Batch, answer: Future[Receipt]) -> tuple[State, str] | None:
         """Take a batch, or say why not; None where it has to wait."""
         if batch.reducer in self._fenced:
-            return "fenced", f"the primary reducer has shut out {batch.reducer!r}, held dead"
+            return "fenced", _why_fenced(batch.reducer)
         if self._failure:
             return "failed", self._failure
         try:
@@ -165,3 +177,7 @@ class Primary:
 
 def _of_primary(name: str) -> str:
     return f"{name} (primary)"
+
+
+def _why_fenced(reducer: str) -> str:
+    return f"the primary reducer has shut out {reducer!r}, which a client held to be dead"

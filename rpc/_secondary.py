@@ -175,18 +175,16 @@ class Secondary:
         try:
             self._primary.take(batch).add_done_callback(self._on_answer)
         except (RpcError, KeyError) as error:
-            self._lose("failed", f"the primary reducer is gone: {error}")
+            self.lose("failed", f"the primary reducer is gone: {error}")
 
     def _on_answer(self, done: Future[Receipt]) -> None:
         try:
             receipt = done.wait()
         except Exception as error:
-            self._lose("failed", f"the primary reducer is gone: {error}")
+            self.lose("failed", f"the primary reducer is gone: {error}")
             return
         if receipt.state == "fenced":
-            self._lose("fenced", receipt.text)
-            # Those who watch send their pushes again, through others.
-            self.watchers.leave(is_in_order=False)
+            self.lose("fenced", receipt.text)
             return
         with self._changed:
             self._is_sending = False
@@ -203,12 +201,16 @@ class Secondary:
             self._changed.notify_all()
         tell(answers)
 
-    def _lose(self, state: State, text: str) -> None:
+    def lose(self, state: State, text: str) -> None:
+        """Take nothing any more: the primary is gone ("failed") or takes nothing ("fenced")."""
         with self._changed:
             self.lost = self.lost or (state, text)
             answers = self.intake.dismiss(*self.lost)
             self._changed.notify_all()
         tell(answers)
+        if state == "fenced":
+            # Those who watch send their pushes again, through others.
+            self.watchers.leave(is_in_order=False)
 
     def _connect(self) -> None:
         """Learn what gradients must look like; the primary may know it later than we live."""
@@ -217,7 +219,7 @@ class Secondary:
         with self._changed:
             has_watched, self._is_watching = self._is_watching, True
         if not has_watched:
-            self._primary.watch(lambda: self._lose("failed", "the primary reducer is gone"))
+            self._primary.watch(lambda: self.lose("failed", "the primary reducer is gone"))
 
     def _expected(self, push: Push) -> Layout:
         if self._layout is not None:

@@ -8,6 +8,7 @@ import threading
 import uuid
 from collections.abc import Iterable
 from enum import Enum
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -19,6 +20,7 @@ from ._gradient_services import (
     leave_with_world,
     services_of_primary,
     services_of_secondary,
+    shut_out,
 )
 from ._managed_model import ManagedModel
 from ._primary import Primary
@@ -110,7 +112,8 @@ class PushPullGradServerImpl:
         self._is_stopping = False
         self._failure: BaseException | None = None
         is_primary = self._name == self.primary_reducer
-        self._primary = Primary(self._name, settings, self._changed) if is_primary else None
+        tell = partial(shut_out, server_name, group)
+        self._primary = Primary(self._name, settings, self._changed, tell) if is_primary else None
         link = self._primary or RemotePrimary(server_name, group)
         self._secondary = Secondary(self._name, settings, self._changed, link)
         with contextlib.ExitStack() as undo:
