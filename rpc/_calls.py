@@ -30,26 +30,42 @@ def answered_later(func: F) -> F:
 
 
 def call_sync(
-    to: str, func: Callable[..., Any], args: Any = (), kwargs: Any = None, timeout: float = -1
+    to: str,
+    func: Callable[..., Any],
+    args: Any = (),
+    kwargs: Any = None,
+    timeout: float = -1,
+    *,
+    what: str | None = None,
 ) -> Any:
-    """Call `func` on `to` and return its result, or raise what it raised."""
+    """Call `func` on `to` and return its result, or raise what it raised.
+
+    Args:
+        what: what is called, for errors of the transport, where `func` only leads there.
+    """
     entry, parcel = _prepare(func, args, kwargs)
     try:
         answer = rpc.rpc_sync(to, entry, args=(parcel,), timeout=timeout)
     except RuntimeError as error:
-        raise transport_error(error, to, func) from error
+        raise transport_error(error, to, what or func) from error
     return _open(answer)
 
 
 def call_async(
-    to: str, func: Callable[..., Any], args: Any = (), kwargs: Any = None, timeout: float = -1
+    to: str,
+    func: Callable[..., Any],
+    args: Any = (),
+    kwargs: Any = None,
+    timeout: float = -1,
+    *,
+    what: str | None = None,
 ) -> Future[Any]:
-    """Call `func` on `to`; waiting for the future returns its result or raises what it raised."""
+    """Like `call_sync`, but return a future, whose `wait()` returns the result or raises."""
     entry, parcel = _prepare(func, args, kwargs)
     try:
         sent = rpc.rpc_async(to, entry, args=(parcel,), timeout=timeout)
     except RuntimeError as error:
-        raise transport_error(error, to, func) from error
+        raise transport_error(error, to, what or func) from error
     result: Future[Any] = Future(devices=_devices())
 
     def finish(done: Future[Answer]) -> None:
@@ -57,7 +73,7 @@ def call_async(
             try:
                 answer = done.wait()
             except RuntimeError as error:
-                raise transport_error(error, to, func) from error
+                raise transport_error(error, to, what or func) from error
             result.set_result(_open(answer))
         except Exception as error:
             result.set_exception(error)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable
+from functools import partial
 from typing import Any
 
 from torch._C._distributed_rpc import WorkerInfo
@@ -155,7 +156,8 @@ class RpcGroup:
             RpcError: its holder is gone, or has not answered in time.
             Exception: what the service raised, as for `rpc_sync`.
         """
-        return self._keys.call(_calls.call_sync, key, args, kwargs, timeout)
+        call = partial(_calls.call_sync, what=str(key))
+        return self._keys.call(call, key, args, kwargs, timeout)
 
     def registered_async(
         self,
@@ -167,7 +169,8 @@ class RpcGroup:
         """Like `registered_sync`, but return a future."""
         # A future cannot be asked again, so its service is looked up now.
         self._keys.forget_holder(key)
-        answer: Future[Any] = self._keys.call(_calls.call_async, key, args, kwargs, timeout)
+        call = partial(_calls.call_async, what=str(key))
+        answer: Future[Any] = self._keys.call(call, key, args, kwargs, timeout)
         return answer
 
     def registered_remote(
