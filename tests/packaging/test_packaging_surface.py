@@ -39,6 +39,12 @@ DOORS = {
         list_registrations load_config named_optimizers nearest
         optim_wrapper_sections stepping_class supply_where_taken
     """,
+    "rpc": """
+        OrderedServerBase OrderedServerSimple OrderedServerSimpleImpl PushPullGradServer
+        PushPullGradServerImpl PushPullModelServer PushPullModelServerImpl ReduceType RpcError
+        RpcException RpcGroup RpcReference World get_cur_name get_cur_rank get_world
+        is_world_initialized
+    """,
     "runner": "LaunchError Runner launch",
     "wrappers": """
         AmpOptimWrapper BaseModel CallbackContext CommHook DataPreprocessor FutureResult
