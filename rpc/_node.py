@@ -5,6 +5,7 @@ The tables are there before the transport is, so that no call can come too early
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Hashable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,7 @@ from torch.futures import Future
 
 from ._calls import answered_later, call_async, call_sync
 from ._directory import Directory, Kind
+from ._meetings import Late, Met
 from .errors import RpcError
 
 if TYPE_CHECKING:
@@ -22,7 +24,9 @@ if TYPE_CHECKING:
 Place = tuple[str, Hashable]
 
 # How long a question about who is missing may take, in seconds.
-_ASK_S = 5.0
+_ASK_S = 2.0
+
+_tokens = itertools.count()
 
 
 class Node:
@@ -69,32 +73,38 @@ class Node:
             RpcError: members have not come in time; they are named.
             ValueError: others expect other members.
         """
+        return self._meet(place, members, what, timeout).gone
+
+    def meet_all(self, place: Hashable, members: tuple[str, ...], what: str, timeout: float) -> int:
+        """Like `meet`, but members that are gone are an error; return the meeting's number."""
+        met = self._meet(place, members, what, timeout)
+        if met.gone:
+            raise RpcError(f"{what}: {_named(met.gone)} ended")
+        return met.number
+
+    def _meet(self, place: Hashable, members: tuple[str, ...], what: str, timeout: float) -> Met:
+        token = f"{self.name}/{next(_tokens)}"
         try:
-            gone: list[str] = call_sync(
-                self.manager, _meet, (place, self.name, members), timeout=timeout
+            return Met(
+                *call_sync(self.manager, _meet, (place, self.name, members, token), timeout=timeout)
             )
         except RpcError as error:
-            missing = self._missing(place, error)
-            if not missing:
-                # The last one came while the answer was given up.
-                return []
-            raise RpcError(f"{what}: {_named(missing)} not come within {timeout:g} s") from error
-        return gone
+            late = self._late(place, token, error)
+            if isinstance(late, Met):
+                return late
+            who = (
+                f"{_named(late.missing)} not come"
+                if late.missing
+                else f"{_named(late.gave_up)} given up"
+            )
+            raise RpcError(f"{what}: {who} within {timeout:g} s") from error
 
-    def meet_all(
-        self, place: Hashable, members: tuple[str, ...], what: str, timeout: float
-    ) -> None:
-        """Like `meet`, but members that are gone are an error."""
-        gone = self.meet(place, members, what, timeout)
-        if gone:
-            raise RpcError(f"{what}: {_named(gone)} ended")
-
-    def withdraw(self, group: str) -> None:
+    def withdraw(self, group: str, generation: int) -> None:
         """Have the manager forget what this process holds in a group, without waiting for it."""
         if self.directory is not None:
-            self.directory.withdraw(group, self.name)
+            self.directory.withdraw(group, generation, self.name)
             return
-        args = "withdraw", group, self.name
+        args = "withdraw", group, generation, self.name
         self._withdrawals[group] = call_async(self.manager, _directory_call, args)
 
     def wait_for_withdrawal(self, group: str) -> None:
@@ -103,13 +113,15 @@ class Node:
         if withdrawal is not None:
             withdrawal.wait()
 
-    def _missing(self, place: Hashable, error: RpcError) -> list[str]:
+    def _late(self, place: Hashable, token: str, error: RpcError) -> Late | Met:
         """Ask who had not come; a manager that does not answer is the error itself."""
         try:
-            missing: list[str] = self.ask("give_up", place, self.name, timeout=_ASK_S)
+            late: Late | Met = call_sync(
+                self.manager, _give_up, (place, self.name, token), timeout=_ASK_S
+            )
         except RpcError:
             raise error from None
-        return missing
+        return late
 
 
 def _named(names: list[str]) -> str:
@@ -137,6 +149,11 @@ def current() -> Node:
     return _current
 
 
+def is_there() -> bool:
+    """Whether this process is in a world with RPC."""
+    return _current is not None
+
+
 def live_group(name: str) -> RpcGroup | None:
     """Return this process's living group of that name, if it has one."""
     return None if _current is None else _current.groups.get(name)
@@ -155,8 +172,12 @@ def _directory_call(method: str, *args: Any) -> Any:
 
 
 @answered_later
-def _meet(place: Hashable, name: str, members: tuple[str, ...]) -> Future[list[str]]:
-    return own_directory().meet(place, name, members)
+def _meet(place: Hashable, name: str, members: tuple[str, ...], token: str) -> Future[Met]:
+    return own_directory().meetings.meet(place, name, members, token)
+
+
+def _give_up(place: Hashable, name: str, token: str) -> Late | Met:
+    return own_directory().meetings.give_up(place, name, token)
 
 
 @answered_later

@@ -10,6 +10,7 @@ from torch._C._distributed_rpc import WorkerInfo
 from torch.futures import Future
 
 from . import _calls, _node
+from ._directory import barrier_place
 from ._keys import Keys
 from ._node import Node
 from .reference import RpcReference, call_remote
@@ -38,6 +39,8 @@ class RpcGroup:
         self.group_name = group_name
         self.group_members = sorted(group_members)
         self.destroyed = False
+        # Which group of that name; set when the members have met.
+        self.generation = 0
         self._keys = Keys(group_name)
 
     def rpc_sync(
@@ -195,7 +198,8 @@ class RpcGroup:
         node = self._own_end()
         what = f"barrier of group {self.group_name!r}"
         limit = node.rpc_timeout if timeout == -1 else timeout
-        node.meet_all(("barrier", self.group_name), tuple(self.group_members), what, limit)
+        place = barrier_place(self.group_name, self.generation)
+        node.meet_all(place, tuple(self.group_members), what, limit)
 
     def destroy(self) -> None:
         """Leave the group: withdraw what this process holds in it, and forget it here.
@@ -203,16 +207,19 @@ class RpcGroup:
         Never waits and may be called again. The name can be used again once all members have
         destroyed the group.
         """
+        self.destroyed = True
+        if not _node.is_there():
+            # The world has ended, and its groups with it.
+            return
         node = _node.current()
         with node.lock:
-            self.destroyed = True
             if node.groups.get(self.group_name) is not self:
                 return
             del node.groups[self.group_name]
             for table in node.tables.values():
                 for place in [place for place in table if place[0] == self.group_name]:
                     del table[place]
-        node.withdraw(self.group_name)
+        node.withdraw(self.group_name, self.generation)
 
     def size(self) -> int:
         """Return the number of members."""
