@@ -59,10 +59,15 @@ class Meetings:
         self._count = 0
         self._lock = threading.Lock()
 
-    def meet(self, place: Hashable, name: str, members: tuple[str, ...], token: str) -> Future[Met]:
+    def meet(
+        self, place: Hashable, name: str, members: tuple[str, ...], token: str, is_whole: bool
+    ) -> Future[Met]:
         """Arrive at a place; the future is complete when all living members have arrived.
 
         A name that arrives twice is counted in the next round.
+
+        Args:
+            is_whole: end at once when a member has died, since nobody can take its place.
 
         Raises:
             ValueError: in all who are there, when they expect different members.
@@ -72,7 +77,7 @@ class Meetings:
             rounds = self._rounds.setdefault(place, [])
             found = next((one for one in rounds if name not in one.arrived), None)
             if found is None:
-                found = _Round(members)
+                found = _Round(members, is_whole)
                 rounds.append(found)
             others = _list(found.arrived)
             found.arrived[name] = Arrival(token, answer)
@@ -132,7 +137,8 @@ class Meetings:
         for place in list(self._rounds):
             for one in list(self._rounds[place]):
                 gone = [name for name in one.members if self._is_gone(name)]
-                if all(name in one.arrived or name in gone for name in one.members):
+                is_over = one.is_whole and bool(gone)
+                if is_over or all(name in one.arrived or name in gone for name in one.members):
                     self._count += 1
                     met = Met(self._count, gone)
                     complete.append((one, met))
@@ -155,8 +161,9 @@ class Meetings:
 class _Round:
     """One meeting: who is expected, who has come, and who has left again."""
 
-    def __init__(self, members: tuple[str, ...]) -> None:
+    def __init__(self, members: tuple[str, ...], is_whole: bool) -> None:
         self.members = members
+        self.is_whole = is_whole
         self.arrived: dict[str, Arrival] = {}
         self.gave_up: set[str] = set()
 

@@ -73,21 +73,29 @@ class Node:
             RpcError: members have not come in time; they are named.
             ValueError: others expect other members.
         """
-        return self._meet(place, members, what, timeout).gone
+        return self._meet(place, members, what, timeout, is_whole=False).gone
 
     def meet_all(self, place: Hashable, members: tuple[str, ...], what: str, timeout: float) -> int:
-        """Like `meet`, but members that are gone are an error; return the meeting's number."""
-        met = self._meet(place, members, what, timeout)
+        """Like `meet`, but a member that is gone is an error; return the meeting's number."""
+        met = self._meet(place, members, what, timeout, is_whole=True)
         if met.gone:
             raise RpcError(f"{what}: {_named(met.gone)} ended")
         return met.number
 
-    def _meet(self, place: Hashable, members: tuple[str, ...], what: str, timeout: float) -> Met:
+    def _meet(
+        self,
+        place: Hashable,
+        members: tuple[str, ...],
+        what: str,
+        timeout: float,
+        *,
+        is_whole: bool,
+    ) -> Met:
         token = f"{self.name}/{next(_tokens)}"
+        arrival = place, self.name, members, token, is_whole
         try:
-            return Met(
-                *call_sync(self.manager, _meet, (place, self.name, members, token), timeout=timeout)
-            )
+            met: Met = call_sync(self.manager, _meet, arrival, timeout=timeout)
+            return met
         except RpcError as error:
             late = self._late(place, token, error)
             if isinstance(late, Met):
@@ -172,8 +180,10 @@ def _directory_call(method: str, *args: Any) -> Any:
 
 
 @answered_later
-def _meet(place: Hashable, name: str, members: tuple[str, ...], token: str) -> Future[Met]:
-    return own_directory().meetings.meet(place, name, members, token)
+def _meet(
+    place: Hashable, name: str, members: tuple[str, ...], token: str, is_whole: bool
+) -> Future[Met]:
+    return own_directory().meetings.meet(place, name, members, token, is_whole)
 
 
 def _give_up(place: Hashable, name: str, token: str) -> Late | Met:

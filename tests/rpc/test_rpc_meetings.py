@@ -106,3 +106,26 @@ def _after_the_end() -> str:
 def test_destroying_after_the_end_of_the_world() -> None:
     for answer in run_ranks(_after_the_end, 2):
         assert answer.startswith("RuntimeError: there is no world with RPC in this process")
+
+
+def _one_dies() -> tuple[str, float]:
+    world = World(f"w{dist.get_rank()}", rpc_timeout=20)
+    group = world.create_rpc_group("all", world.get_members())
+    group.barrier()
+    if world.rank == 2:
+        world.stop(graceful=False)
+        return "", 0.0
+    if world.rank == 1:
+        # This one comes late, which nobody has to wait for.
+        time.sleep(1.5)
+    start = time.monotonic()
+    answer = told(group.barrier)
+    waited = time.monotonic() - start
+    world.stop()
+    return answer, waited
+
+
+def test_nobody_waits_at_a_barrier_for_the_living_once_one_is_dead() -> None:
+    first, second, _ = run_ranks(_one_dies, 3)
+    assert first[0] == second[0] == "RpcError: barrier of group 'all': 'w2' has ended"
+    assert first[1] < 1.5
