@@ -138,8 +138,11 @@ class World:
         _check_started(self)
         if not dist.is_initialized():
             raise RuntimeError("this world has no collectives: it was made with init_dist=False")
-        group = CollectiveGroup.create(ranks, timeout_s=timeout, backend=backend)
-        self._collective_groups.append(group)
+        assert self._meeting is not None
+        with on_loopback(self._meeting.is_local):
+            group = CollectiveGroup.create(ranks, timeout_s=timeout, backend=backend)
+        living = [one for one in self._collective_groups if not one.destroyed]
+        self._collective_groups = [*living, group]
         return group
 
     def create_rpc_group(
@@ -173,7 +176,8 @@ class World:
         try:
             node.wait_for_withdrawal(group_name)
             limit = self.rpc_timeout if timeout == -1 else timeout
-            node.meet_all(("group", group_name), names, f"group {group_name!r}", limit)
+            what = f"group {group_name!r}"
+            group.generation = node.meet_all(("group", group_name), names, what, limit)
         except BaseException:
             group.destroy()
             raise

@@ -1,0 +1,84 @@
+"""Where a world listens on a machine whose name belongs to an address of the outside."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PROGRAM = """
+import json, os, sys
+from pathlib import Path
+import torch.distributed as dist
+from stepwrap.rpc import World
+
+def listening():
+    own = {os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")
+           if os.path.lexists(f"/proc/self/fd/{fd}")}
+    places = set()
+    for row in Path("/proc/self/net/tcp").read_text().splitlines()[1:]:
+        fields = row.split()
+        if fields[3] == "0A" and f"socket:[{fields[9]}]" in own:
+            packed = bytes.fromhex(fields[1].split(":")[0])[::-1]
+            places.add(".".join(map(str, packed)))
+    return sorted(places)
+
+rank, seen = int(sys.argv[1]), {}
+with World(f"w{rank}", rank, 2, dist_init_method=sys.argv[2]) as world:
+    seen["world"] = listening()
+    world.create_collective_group([0, 1]).barrier()
+    seen["collective group"] = listening()
+Path(f"seen_{rank}").write_text(json.dumps(seen))
+"""
+
+START = """
+set -e
+ip link set lo up
+ip addr add 192.0.2.2/24 dev lo
+hostname otherhost
+printf '127.0.0.1 localhost\\n192.0.2.2 otherhost\\n' > hosts
+mount --bind hosts /etc/hosts
+"$0" program.py 0 "$1" & first=$!
+"$0" program.py 1 "$1"
+wait $first
+"""
+
+
+def why_not() -> str:
+    """Return why this machine cannot have another name for a test; empty where it can."""
+    tools = [tool for tool in ("unshare", "ip", "hostname", "mount") if shutil.which(tool) is None]
+    if tools:
+        return f"needs {', '.join(tools)}"
+    tried = subprocess.run(
+        ["unshare", "-u", "-m", "-n", "sh", "-c", "ip link set lo up && hostname otherhost"],
+        capture_output=True,
+        text=True,
+        timeout=20,
+        check=False,
+    )
+    return "" if tried.returncode == 0 else f"needs namespaces: {tried.stderr.strip()}"
+
+
+@pytest.mark.parametrize("place", ["tcp://127.0.0.1:29417", "file://store"])
+def test_nothing_listens_to_the_outside(place: str, tmp_path: Path) -> None:
+    reason = why_not()
+    if reason:
+        pytest.skip(reason)
+    (tmp_path / "program.py").write_text(PROGRAM)
+    url = place.replace("file://", f"file://{tmp_path}/")
+    done = subprocess.run(
+        ["unshare", "-u", "-m", "-n", "sh", "-c", START, sys.executable, url],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        cwd=tmp_path,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    for rank in range(2):
+        seen = json.loads((tmp_path / f"seen_{rank}").read_text())
+        assert seen == {"world": ["127.0.0.1"], "collective group": ["127.0.0.1"]}
