@@ -6,25 +6,13 @@ from typing import Any
 
 import torch.distributed as dist
 from ranks import run_ranks
+from worlds import in_group, told
 
 from stepwrap.rpc import RpcGroup, World
 
 
-def told(fn: Any, *args: Any, **kwargs: Any) -> str:
-    """Return the text of what is raised, "" where nothing is."""
-    try:
-        fn(*args, **kwargs)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
-
-
-def _in_group(body: Any) -> Any:
-    with World(f"w{dist.get_rank()}", rpc_timeout=20) as world:
-        group = world.create_rpc_group("all", world.get_members())
-        result = body(world, group)
-        group.barrier()
-    return result
+def text_of(fn: Any, *args: Any, **kwargs: Any) -> str:
+    return ": ".join(told(fn, *args, **kwargs))
 
 
 def _two_threads(world: World, group: RpcGroup) -> list[str]:
@@ -32,8 +20,8 @@ def _two_threads(world: World, group: RpcGroup) -> list[str]:
         time.sleep(2.5)
         return []
     pair = [
-        threading.Thread(target=lambda: answers.append(told(group.barrier, timeout=1.5))),
-        threading.Thread(target=lambda: answers.append(told(group.barrier, timeout=0.3))),
+        threading.Thread(target=lambda: answers.append(text_of(group.barrier, timeout=1.5))),
+        threading.Thread(target=lambda: answers.append(text_of(group.barrier, timeout=0.3))),
     ]
     answers: list[str] = []
     for one in pair:
@@ -45,7 +33,7 @@ def _two_threads(world: World, group: RpcGroup) -> list[str]:
 
 
 def test_no_thread_passes_a_barrier_because_another_gives_up() -> None:
-    answers = run_ranks(_in_group, 2, _two_threads)[0]
+    answers = in_group(_two_threads, 2)[0]
     assert answers == [
         "RpcError: barrier of group 'all': 'w1' has not come within 0.3 s",
         "RpcError: barrier of group 'all': 'w1' has not come within 1.5 s",
@@ -57,7 +45,7 @@ def _old_and_new(world: World, group: RpcGroup) -> Any:
     answer: list[str] = []
     old = world.create_rpc_group("pair", ["w0", "w1"])
     if world.rank == 1:
-        waiting = threading.Thread(target=lambda: answer.append(told(old.barrier)))
+        waiting = threading.Thread(target=lambda: answer.append(text_of(old.barrier)))
         waiting.start()
         time.sleep(0.3)
     old.destroy()
@@ -65,7 +53,7 @@ def _old_and_new(world: World, group: RpcGroup) -> Any:
         waiting.join()
     new = world.create_rpc_group("pair", ["w0", "w1"])
     if world.rank == 1:
-        answer.append(told(new.barrier, timeout=0.3))
+        answer.append(text_of(new.barrier, timeout=0.3))
     else:
         time.sleep(0.6)
     new.barrier()
@@ -73,7 +61,7 @@ def _old_and_new(world: World, group: RpcGroup) -> Any:
 
 
 def test_a_barrier_of_a_destroyed_group_meets_nobody_of_the_next() -> None:
-    answer = run_ranks(_in_group, 2, _old_and_new)[1]
+    answer = in_group(_old_and_new, 2)[1]
     assert answer[0].startswith("RuntimeError: group 'pair' has been destroyed in 'w1'")
     assert answer[1] == "RpcError: barrier of group 'pair': 'w0' has not come within 0.3 s"
 
@@ -83,13 +71,13 @@ def _one_is_late(world: World, group: RpcGroup) -> str:
         time.sleep(1.2)
         group.barrier()
         return ""
-    answer = told(group.barrier, timeout=0.3 + 0.3 * world.rank)
+    answer = text_of(group.barrier, timeout=0.3 + 0.3 * world.rank)
     group.barrier()
     return answer
 
 
 def test_who_has_come_and_gone_again_is_not_missing() -> None:
-    answers = run_ranks(_in_group, 3, _one_is_late)
+    answers = in_group(_one_is_late)
     assert answers[:2] == [
         "RpcError: barrier of group 'all': 'w2' has not come within 0.3 s",
         "RpcError: barrier of group 'all': 'w2' has not come within 0.6 s",
@@ -100,7 +88,7 @@ def _after_the_end() -> str:
     with World(f"w{dist.get_rank()}") as world:
         group = world.create_rpc_group("all", world.get_members())
     group.destroy()
-    return told(group.barrier)
+    return text_of(group.barrier)
 
 
 def test_destroying_after_the_end_of_the_world() -> None:
@@ -119,7 +107,7 @@ def _one_dies() -> tuple[str, float]:
         # This one comes late, which nobody has to wait for.
         time.sleep(1.5)
     start = time.monotonic()
-    answer = told(group.barrier)
+    answer = text_of(group.barrier)
     waited = time.monotonic() - start
     world.stop()
     return answer, waited

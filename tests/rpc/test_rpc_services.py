@@ -1,0 +1,90 @@
+"""Services under keys: found, called, moved, answered later."""
+
+import operator
+import time
+
+import pytest
+from torch.distributed.rpc import functions
+from torch.futures import Future
+from worlds import in_group, told
+
+from stepwrap.rpc import RpcGroup, World
+
+
+class OwnError(Exception):
+    """An error of the user's."""
+
+
+def fail() -> None:
+    raise OwnError("mine")
+
+
+def add(a: int, b: int = 0) -> int:
+    return a + b
+
+
+@functions.async_execution
+def answer_later(value: int) -> Future[int]:
+    answer: Future[int] = Future()
+    _waiting.append((answer, value))
+    return answer
+
+
+_waiting: list[tuple[Future[int], int]] = []
+
+
+def _answer_all() -> int:
+    count = 0
+    while _waiting:
+        answer, value = _waiting.pop()
+        answer.set_result(value)
+        count += 1
+    return count
+
+
+def _services(world: World, group: RpcGroup) -> None:
+    if world.rank == 0:
+        group.register("add", add)
+        group.register("fail", fail)
+        group.register("later", answer_later)
+        text = "Service [add] already registered in Group [all]"
+        assert told(group.register, "add", add) == ("KeyError", repr(text))
+    group.barrier()
+    assert group.is_registered("add")
+    assert group.registered_sync("add", (1,), {"b": 2}) == 3
+    assert group.registered_async("add", (1,)).wait() == 1
+    assert group.registered_remote("add", (2, 2)).to_here() == 4
+    missing = ("KeyError", repr("Service [none] not found on Group [all]"))
+    for call in (group.registered_sync, group.registered_async, group.registered_remote):
+        assert told(call, "none") == missing
+    with pytest.raises(OwnError, match="raised by 'w0'"):
+        group.registered_sync("fail")
+    if world.rank != 0:
+        text = "Service [add] not registered in Group [all]"
+        assert told(group.deregister, "add") == ("KeyError", repr(text))
+    group.barrier()
+    # More waiting calls than there are threads; none of them holds one.
+    calls = [group.registered_async("later", (number,)) for number in range(20)]
+    references = [group.registered_remote("later", (number,)) for number in range(3)]
+    if world.rank == 0:
+        answered = 0
+        while answered < 3 * 23:
+            answered += _answer_all()
+            time.sleep(0.01)
+    assert [call.wait() for call in calls] == list(range(20))
+    assert [reference.to_here() for reference in references] == [0, 1, 2]
+    group.barrier()
+    # The service moves; callers that knew the old place find the new one.
+    if world.rank == 0:
+        group.deregister("add")
+    group.barrier()
+    assert told(group.registered_sync, "add", (1,))[0] == "KeyError"
+    group.barrier()
+    if world.rank == 1:
+        group.register("add", operator.sub)
+    group.barrier()
+    assert group.registered_sync("add", (5, 2)) == 3
+
+
+def test_services_under_keys() -> None:
+    in_group(_services)
