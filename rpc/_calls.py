@@ -7,6 +7,7 @@ lambdas, exceptions keep their type, and everything that torch itself raises is 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar, cast
 
 import torch
@@ -16,6 +17,7 @@ from torch.futures import Future
 
 from ._payload import Parcel, pack, unpack
 from ._remote_errors import Failure, describe, rebuild
+from ._slots import Slots
 from ._transport import transport_error
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -27,6 +29,24 @@ Answer = tuple[bool, Parcel]
 def answered_later(func: F) -> F:
     """Have a function answer by the future that it returns, and hold no thread meanwhile."""
     return cast(F, async_execution(func))  # type: ignore[no-untyped-call]
+
+
+def never_waits(func: F) -> F:
+    """Have a function served at once, however many calls run: it must be short and wait for none.
+
+    So what all others rely on, such as tables and counts, is there in a process that is busy.
+    """
+    func._never_waits = True  # type: ignore[attr-defined]
+    return func
+
+
+def serve_at_once(count: int) -> None:
+    """Set how many calls this process serves at once, from now on."""
+    global _slots
+    _slots = Slots(count)
+
+
+_slots = Slots(16)
 
 
 def call_sync(
@@ -88,7 +108,7 @@ def is_async(func: Callable[..., Any]) -> bool:
 
 
 def _prepare(func: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, Parcel]:
-    entry = _serve_async if is_async(func) else _serve
+    entry = _serve_now if hasattr(func, "_never_waits") else _serve
     return entry, pack((func, tuple(args), dict(kwargs or {})))
 
 
@@ -97,31 +117,58 @@ def own_name() -> str:
     return str(rpc.get_worker_info().name)
 
 
-def _serve(parcel: Parcel) -> Answer:
-    try:
-        func, args, kwargs = unpack(parcel)
-        return True, pack(func(*args, **kwargs))
-    except BaseException as error:
-        return False, pack(describe(error, own_name()))
+@answered_later
+def _serve_now(parcel: Parcel) -> Future[Answer]:
+    return _carry_out(parcel)
 
 
 @answered_later
-def _serve_async(parcel: Parcel) -> Future[Answer]:
+def _serve(parcel: Parcel) -> Future[Answer]:
+    slots = _slots
+    later: Future[Answer] = Future(devices=_devices())
+    if not slots.enter(partial(_serve_later, parcel, later)):
+        return later
+    try:
+        return _carry_out(parcel)
+    finally:
+        slots.leave()
+
+
+def _serve_later(parcel: Parcel, told: Future[Answer]) -> None:
+    def tell(done: Future[Answer]) -> None:
+        try:
+            told.set_result(done.wait())
+        except BaseException as error:
+            # Of a device that was not in use when the call came, for one.
+            told.set_result(_failed(error))
+
+    _carry_out(parcel).add_done_callback(tell)
+
+
+def _carry_out(parcel: Parcel) -> Future[Answer]:
     try:
         func, args, kwargs = unpack(parcel)
-        value: Future[Any] = func(*args, **kwargs)
-        return value.then(_answer_of)
+        value = func(*args, **kwargs)
+        if is_async(func):
+            later: Future[Answer] = value.then(_answer_of)
+            return later
+        answer = True, pack(value)
     except BaseException as error:
-        failed: Future[Answer] = Future()
-        failed.set_result((False, pack(describe(error, own_name()))))
-        return failed
+        answer = _failed(error)
+    told: Future[Answer] = Future(devices=_devices())
+    told.set_result(answer)
+    return told
 
 
 def _answer_of(done: Future[Any]) -> Answer:
     try:
         return True, pack(done.wait())
     except BaseException as error:
-        return False, pack(describe(error, own_name()))
+        return _failed(error)
+
+
+def _failed(error: BaseException) -> Answer:
+    return False, pack(describe(error, own_name()))
 
 
 def _open(answer: Answer) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 from torch.futures import Future
 
 from . import _node
-from ._calls import answered_later, is_async
+from ._calls import answered_later, call_sync, is_async
 from ._directory import Entry, Kind
 from ._node import Node
 from .errors import RpcError
@@ -84,15 +84,15 @@ class Keys:
         """
         given = self._group, key, tuple(args), dict(kwargs or {})
         known = self._holders.get(key)
-        if known is not None:
+        # Only an answer that is here by now can say that the service has moved since.
+        if known is not None and getattr(call, "func", call) is call_sync:
             try:
-                return call(known.holder, _ENTRIES[known.is_async], given, timeout=timeout)
-            except _NotHeldError:
-                # It has moved since. It was not called, so it may be called again.
-                pass
+                answer = call(known.holder, _TRIES[known.is_async], given, timeout=timeout)
             except RpcError:
                 self.forget_holder(key)
                 raise
+            if answer is not _NotHeld:
+                return answer
         entry = self._holders[key] = self._holder(key)
         return call(entry.holder, _ENTRIES[entry.is_async], given, timeout=timeout)
 
@@ -108,32 +108,48 @@ class Keys:
         return entry
 
 
-class _NotHeldError(KeyError):
-    """The process that was asked does not hold the key any more."""
+class _NotHeld:
+    """The answer of a process that does not hold the key, which has called nothing then."""
 
 
-def _held(kind: Kind, group: str, key: Hashable) -> Any:
-    node = _node.current()
-    try:
-        return node.tables[kind][group, key]
-    except KeyError:
-        raise _NotHeldError(
-            f"{kind.capitalize()} [{key}] not found on Group [{group}] in {node.name!r}"
-        ) from None
+def _missing(kind: Kind, group: str, key: Hashable) -> KeyError:
+    name = _node.current().name
+    return KeyError(f"{kind.capitalize()} [{key}] not found on Group [{group}] in {name!r}")
 
 
 def _held_value(group: str, key: Hashable) -> Any:
-    return _held("value", group, key)
+    value = _node.current().tables["value"].get((group, key), _NotHeld)
+    if value is _NotHeld:
+        raise _missing("value", group, key)
+    return value
+
+
+def _try_held(group: str, key: Hashable, args: Any, kwargs: Any) -> Any:
+    service = _node.current().tables["service"].get((group, key))
+    return _NotHeld if service is None else service(*args, **kwargs)
 
 
 def _call_held(group: str, key: Hashable, args: Any, kwargs: Any) -> Any:
-    return _held("service", group, key)(*args, **kwargs)
+    service = _node.current().tables["service"].get((group, key))
+    if service is None:
+        raise _missing("service", group, key)
+    return service(*args, **kwargs)
+
+
+@answered_later
+def _try_held_async(group: str, key: Hashable, args: Any, kwargs: Any) -> Future[Any]:
+    answer: Future[Any] = _try_held(group, key, args, kwargs)
+    if answer is _NotHeld:
+        answer = Future()
+        answer.set_result(_NotHeld)
+    return answer
 
 
 @answered_later
 def _call_held_async(group: str, key: Hashable, args: Any, kwargs: Any) -> Future[Any]:
-    answer: Future[Any] = _held("service", group, key)(*args, **kwargs)
+    answer: Future[Any] = _call_held(group, key, args, kwargs)
     return answer
 
 
 _ENTRIES = {False: _call_held, True: _call_held_async}
+_TRIES = {False: _try_held, True: _try_held_async}
