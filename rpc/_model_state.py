@@ -9,6 +9,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
+from ._plain_state import fill, is_plain, own_tensors
+
 # What makes a module with a `module` inside a wrapper that steps it.
 _STEPS = ("train_step", "val_step", "test_step")
 _SHOWN = 5
@@ -60,10 +62,15 @@ def load_snapshot(model: nn.Module, state: Mapping[str, Tensor]) -> None:
         KeyError: the names differ; they are told, and nothing was loaded.
         ValueError: shapes differ; likewise.
     """
-    own = state_of(model)
+    inner = unwrap(model)
+    tensors = own_tensors(inner)
+    own: Mapping[str, Any] = inner.state_dict() if tensors is None else tensors
     _check(own, state)
+    if tensors is not None and all(map(is_plain, state.values())):
+        fill(tensors, state)
+        return
     placed = {name: _placed_like(own[name], value) for name, value in state.items()}
-    unwrap(model).load_state_dict(placed)
+    inner.load_state_dict(placed)
 
 
 def _inside(model: nn.Module) -> nn.Module | None:
