@@ -14,6 +14,7 @@ from ._calls import answered_later
 from ._primary import Primary
 from ._reduction import Batch, Layout, Push, Receipt
 from ._secondary import Secondary
+from ._state_server import Update, Wanted, pull_here
 from .errors import RpcError
 from .group import RpcGroup
 
@@ -24,8 +25,17 @@ def services_of_secondary(prefix: str, secondary: Secondary) -> Services:
     """Return what clients call, by key."""
 
     @answered_later
-    def push(push: Push, must_run: bool) -> Future[Receipt]:
-        return secondary.push(push, must_run)
+    def push(
+        push: Push, must_run: bool, wanted: Wanted | None = None
+    ) -> Future[tuple[Receipt, Update | None]]:
+        def answer(done: Future[Receipt]) -> tuple[Receipt, Update | None]:
+            receipt = done.wait()
+            if wanted is None or receipt.state != "taken":
+                return receipt, None
+            # Spares the client a second call, where the states are in this process.
+            return receipt, pull_here(wanted)
+
+        return secondary.push(push, must_run).then(answer)
 
     @answered_later
     def alive() -> Future[bool]:
@@ -60,15 +70,19 @@ class RemotePrimary:
     Args:
         prefix: of the primary's services.
         group: where they are.
+        name: of the primary's process.
     """
 
-    def __init__(self, prefix: str, group: RpcGroup) -> None:
+    def __init__(self, prefix: str, group: RpcGroup, name: str) -> None:
         self._prefix = prefix
         self._group = group
+        self._name = name
 
     def take(self, batch: Batch) -> Future[Receipt]:
         """Hand over a batch. Has no time limit: a primary that dies breaks the call."""
-        return self._group.registered_async(f"{self._prefix}/_reduce_service", (batch,), timeout=0)
+        # `registered_async` would ask the manager where it is, before every batch.
+        given = self._group.get_group_name(), f"{self._prefix}/_reduce_service", batch
+        return self._group.rpc_async(self._name, _take_here, timeout=0, args=given)
 
     def layout(self) -> Layout | None:
         """Return what gradients must look like, None while the primary does not know."""
@@ -86,6 +100,15 @@ class RemotePrimary:
 
         alive = self._group.registered_async(f"{self._prefix}/_alive_service", timeout=0)
         alive.add_done_callback(note)
+
+
+@answered_later
+def _take_here(group: str, key: str, batch: Batch) -> Future[Receipt]:
+    service = _node.current().tables["service"].get((group, key))
+    if service is None:
+        raise KeyError(f"Service [{key}] not found on Group [{group}]")
+    answer: Future[Receipt] = service(batch)
+    return answer
 
 
 def shut_out(server_name: str, group: RpcGroup, reducer: str, text: str) -> None:

@@ -8,18 +8,27 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ._reduction import Gradients, Push, Receipt
+from ._state_server import Update, Wanted
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass
 class Pending:
-    """A push; `reducer` is where it was sent last."""
+    """A push.
+
+    Attributes:
+        reducer: where it was sent last.
+        wanted: asked along with it, while its caller waits.
+        news: the answer to that.
+    """
 
     number: int
     gradients: Gradients
     reducer: str = ""
     is_acknowledged: bool = False
+    wanted: Wanted | None = None
+    news: Update | None = None
 
 
 class PendingPushes:
@@ -43,10 +52,10 @@ class PendingPushes:
         """How many pushes reducers have dropped, those of other clients included."""
         return sum(self._dropped.values())
 
-    def add(self, gradients: Gradients) -> Pending:
+    def add(self, gradients: Gradients, wanted: Wanted | None = None) -> Pending:
         """Begin to keep a push."""
         with self._lock:
-            pending = Pending(self._next_number, gradients)
+            pending = Pending(self._next_number, gradients, wanted=wanted)
             self._next_number += 1
             self._pushes[pending.number] = pending
         return pending

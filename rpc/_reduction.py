@@ -106,26 +106,33 @@ class Reduction:
 
     def add(self, gradients: Mapping[str, Tensor]) -> Gradients | None:
         """Add one; return the result of a full batch and begin with the next one."""
-        device = self._settings.device
-        for name, gradient in gradients.items():
-            kind = torch.float32 if gradient.dtype in _HALF else gradient.dtype
-            if self.count == 0:
-                self._total[name] = gradient.to(device, kind, copy=True)
+        placed = {name: self._placed(gradient) for name, gradient in gradients.items()}
+        if self.count == 0:
+            self._total = placed
+        elif placed:
+            total, others = list(self._total.values()), [placed[name] for name in self._total]
+            if self.count == 1:
+                # The first ones are the caller's: not added to, and not copied before.
+                sums = torch._foreach_add(total, others)
+                self._total = dict(zip(self._total, sums, strict=True))
             else:
-                self._total[name] += gradient.to(device, kind)
+                torch._foreach_add_(total, others)
         self.count += 1
         if self.count < self._settings.batch_size:
             return None
-        total = self._total
-        if self._settings.method == "mean":
-            for gradient in total.values():
-                gradient /= self.count
+        result = self._total
+        if result and self._settings.method == "mean":
+            torch._foreach_div_(list(result.values()), self.count)
         self.clear()
-        return total
+        return result
 
     def clear(self) -> None:
         """Forget what has been added."""
         self._total, self.count = {}, 0
+
+    def _placed(self, gradient: Tensor) -> Tensor:
+        kind = torch.float32 if gradient.dtype in _HALF else gradient.dtype
+        return gradient.to(self._settings.device, kind)
 
 
 def layout_of(gradients: Mapping[str, Tensor]) -> Layout:

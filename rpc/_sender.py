@@ -23,6 +23,7 @@ from . import _node
 from ._node import Node
 from ._pending_pushes import Pending, PendingPushes
 from ._reduction import Gradients, Push, Receipt
+from ._state_server import Update, Wanted
 from .errors import RpcError
 from .group import RpcGroup
 
@@ -58,20 +59,26 @@ class Sender:
         """How many pushes reducers have dropped, those of other clients included."""
         return self._pending.dropped
 
-    def push(self, gradients: Gradients) -> None:
+    def push(self, gradients: Gradients, wanted: Wanted | None = None) -> Update | None:
         """Deliver gradients to a living reducer.
+
+        Returns:
+            What is `wanted`, where the reducer has it at hand.
 
         Raises:
             ValueError: they do not fit the managed model.
             queue.Full: the reducer's queue is full.
             RpcError: the primary reducer is gone or has failed.
         """
-        pending = self._pending.add(gradients)
+        pending = self._pending.add(gradients, wanted)
         try:
             self._deliver(pending)
         except BaseException:
             self._pending.remove(pending)
             raise
+        # The push is kept until the primary has it; what was pulled is not.
+        news, pending.news, pending.wanted = pending.news, None, None
+        return news
 
     def _deliver(self, pending: Pending, is_again: bool = False) -> None:
         """Try one reducer after the other until one has the push."""
@@ -93,7 +100,7 @@ class Sender:
         push = self._pending.address(pending, reducer, is_again)
         if push is None:
             return False
-        receipt = self._ask(reducer, push)
+        receipt = self._ask(reducer, push, pending)
         if receipt is None:
             return self._has_arrived(pending)
         if self._pending.note(reducer, push, receipt):
@@ -108,13 +115,15 @@ class Sender:
             return self._has_arrived(pending)
         raise (queue.Full if receipt.state == "full" else RpcError)(receipt.text)
 
-    def _ask(self, reducer: str, push: Push) -> Receipt | None:
+    def _ask(self, reducer: str, push: Push, pending: Pending) -> Receipt | None:
         """Return the reducer's answer, None where it is dead."""
         try:
             if reducer in self._idle and not self._call(reducer, "_is_running_service"):
                 return Receipt("idle", held=push.asked)
             self._idle.discard(reducer)
-            receipt: Receipt = self._call(reducer, "_push_service", push, reducer != _STAND_IN)
+            given = push, reducer != _STAND_IN, pending.wanted
+            receipt: Receipt
+            receipt, pending.news = self._call(reducer, "_push_service", *given)
             self._watch(reducer)
         except KeyError as error:
             if reducer != _STAND_IN and reducer not in self._met:

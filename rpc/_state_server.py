@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from torch.futures import Future
 
+from . import _node
 from .group import RpcGroup
 from .ordered_server import OrderedServerSimple, OrderedServerSimpleImpl
 
@@ -47,6 +48,22 @@ class Update(NamedTuple):
     mark: Mark | None
     is_whole: bool = False
     state: State | None = None
+
+
+class Wanted(NamedTuple):
+    """What `StateServer.pull_changes` asks, to be sent along with another call.
+
+    Attributes:
+        group: the server's.
+        server: its name.
+        key: as for `pull_changes`.
+        mark: likewise.
+    """
+
+    group: str
+    server: str
+    key: Hashable
+    mark: Mark | None
 
 
 class NothingKeptError(KeyError):
@@ -161,6 +178,17 @@ class StateServerImpl(OrderedServerSimpleImpl):
                 return update._replace(is_whole=True, state=state)
             names = ledger.changed_since(mark.number) | lacking
             return update._replace(state={name: state[name] for name in names})
+
+
+def pull_here(wanted: Wanted) -> Update | None:
+    """Return what leads to the newest state; None where there is none in this process.
+
+    The state's tensors are the server's: they are for sending.
+    """
+    place = wanted.group, f"{wanted.server}/_pull_changes"
+    service = _node.current().tables["service"].get(place)
+    found: Update | None = service and service(wanted.key, None, wanted.mark, frozenset())
+    return found
 
 
 @dataclass

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 from torch import Tensor, nn
 
+from ._known_state import KnownState
 from ._model_state import copied, load_snapshot, state_of, unwrap
 from ._reduction import Gradients
 from ._sender import Sender, sender_to
+from ._state_server import StateServer, Update, Wanted
 from .errors import RpcError
 from .group import RpcGroup
 from .ordered_server import OrderedServerBase
@@ -16,6 +19,8 @@ from .ordered_server import OrderedServerBase
 
 class PushPullGradServer:
     """Calls the gradient server of that name, from any member; can be sent to other members.
+
+    Keeps the state that it has pulled last: where nothing is newer, nothing travels.
 
     Args:
         server_name: as given to `PushPullGradServerImpl`.
@@ -42,6 +47,7 @@ class PushPullGradServer:
         self.o_server = o_server
         # Which server of that name: a client numbers its pushes anew for each.
         self._token = token
+        self._known = KnownState()
 
     @property
     def dropped(self) -> int:
@@ -67,8 +73,16 @@ class PushPullGradServer:
                 "error".
             RpcError: the primary reducer is gone or has failed.
         """
-        self._sender().push(_gradients_of(model))
-        return self.pull(model)
+        known, wanted = self._known, None
+        if isinstance(self.o_server, StateServer):
+            group = self.o_server.group.get_group_name()
+            wanted = Wanted(group, self.o_server.server_name, self.model_name, known.mark)
+        update = self._sender().push(_gradients_of(model), wanted)
+        if update is None:
+            return self.pull(model)
+        model.zero_grad(set_to_none=False)
+        _load(model, self._updated(known, update))
+        return True
 
     def pull(self, model: nn.Module) -> bool:
         """Set a model's gradients to zero and its parameters to the newest published ones.
@@ -83,18 +97,42 @@ class PushPullGradServer:
         """
         model.zero_grad(set_to_none=False)
         try:
-            found = self.o_server.pull(self.model_name)
+            state = self._newest()
         except KeyError as error:
             raise RpcError(f"the ordered server of {self.server_name!r} is gone") from error
-        if found is None:
+        if state is None:
             return False
-        own = state_of(model)
-        buffers = dict(unwrap(model).named_buffers(remove_duplicate=False))
-        load_snapshot(model, found[0] | {name: own[name] for name in buffers if name in own})
+        _load(model, state)
         return True
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_known": KnownState()}
+
+    def _newest(self) -> dict[str, Any] | None:
+        if not isinstance(self.o_server, StateServer):
+            found = self.o_server.pull(self.model_name)
+            return None if found is None else dict(found[0])
+        # Once, and replaced as a whole: other threads may pull.
+        known = self._known
+        update = self.o_server.pull_changes(self.model_name, None, known.mark)
+        if update is None:
+            return None
+        return self._updated(known, update)
+
+    def _updated(self, known: KnownState, update: Update) -> dict[str, Any]:
+        if update.state is not None:
+            known = self._known = known.updated(update)
+        return known.state
 
     def _sender(self) -> Sender:
         return sender_to(self.server_name, self.group, self.secondary_reducers, self._token)
+
+
+def _load(model: nn.Module, state: dict[str, Any]) -> None:
+    """Load a state, but for the buffers."""
+    own = state_of(model)
+    buffers = dict(unwrap(model).named_buffers(remove_duplicate=False))
+    load_snapshot(model, state | {name: own[name] for name in buffers if name in own})
 
 
 def _gradients_of(model: nn.Module) -> Gradients:

@@ -26,10 +26,11 @@ from ._managed_model import ManagedModel
 from ._primary import Primary
 from ._reduction import OnFull, ReduceSettings
 from ._secondary import Secondary
+from ._state_server import StateServer, StateServerImpl
 from .errors import RpcError
 from .gradient_client import PushPullGradServer
 from .group import RpcGroup
-from .ordered_server import OrderedServerBase, OrderedServerSimple, OrderedServerSimpleImpl, hold
+from .ordered_server import OrderedServerBase, hold
 
 logger = logging.getLogger(__name__)
 
@@ -114,7 +115,7 @@ class PushPullGradServerImpl:
         is_primary = self._name == self.primary_reducer
         tell = partial(shut_out, server_name, group)
         self._primary = Primary(self._name, settings, self._changed, tell) if is_primary else None
-        link = self._primary or RemotePrimary(server_name, group)
+        link = self._primary or RemotePrimary(server_name, group, self.primary_reducer)
         self._secondary = Secondary(self._name, settings, self._changed, link)
         with contextlib.ExitStack() as undo:
             self._offer(undo)
@@ -243,8 +244,8 @@ class PushPullGradServerImpl:
             return
         if self.o_server is None:
             name = f"{self.server_name}_o_server"
-            undo.callback(OrderedServerSimpleImpl(name, self.group).close)
-            self.o_server = OrderedServerSimple(name, self.group)
+            undo.callback(StateServerImpl(name, self.group).close)
+            self.o_server = StateServer(name, self.group)
         accessor = PushPullGradServer(
             self.server_name,
             self.group,
