@@ -15,10 +15,11 @@ import torch.distributed.rpc as rpc
 from torch.distributed.rpc.functions import async_execution
 from torch.futures import Future
 
-from ._payload import Parcel, pack, unpack
+from ._payload import Parcel, pack, take_back, unpack
 from ._remote_errors import Failure, describe, rebuild
 from ._slots import Slots
-from ._transport import transport_error
+from ._transport import checked_timeout, is_late, transport_error
+from .errors import RpcError
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -63,11 +64,12 @@ def call_sync(
     Args:
         what: what is called, for errors of the transport, where `func` only leads there.
     """
+    timeout = checked_timeout(timeout)
     entry, parcel = _prepare(func, args, kwargs)
     try:
         answer = rpc.rpc_sync(to, entry, args=(parcel,), timeout=timeout)
     except RuntimeError as error:
-        raise transport_error(error, to, what or func) from error
+        raise _lost(parcel, error, to, what or func) from error
     return _open(answer)
 
 
@@ -81,25 +83,42 @@ def call_async(
     what: str | None = None,
 ) -> Future[Any]:
     """Like `call_sync`, but return a future, whose `wait()` returns the result or raises."""
+    timeout = checked_timeout(timeout)
     entry, parcel = _prepare(func, args, kwargs)
     try:
         sent = rpc.rpc_async(to, entry, args=(parcel,), timeout=timeout)
     except RuntimeError as error:
-        raise transport_error(error, to, what or func) from error
-    result: Future[Any] = Future(devices=_devices())
+        raise _lost(parcel, error, to, what or func) from error
+    result: Future[Any] = Future(devices=devices())
 
     def finish(done: Future[Answer]) -> None:
         try:
-            try:
-                answer = done.wait()
-            except RuntimeError as error:
-                raise transport_error(error, to, what or func) from error
+            answer = done.wait()
+        except RuntimeError as error:
+            cause, lost = error.with_traceback(None), _lost(parcel, error, to, what or func)
+            fail_by(result, partial(_raise, type(lost), str(lost), cause))
+            return
+        try:
             result.set_result(_open(answer))
-        except Exception as error:
-            result.set_exception(error)
+        except Exception:
+            fail_by(result, partial(_open, answer))
 
     sent.add_done_callback(finish)
     return result
+
+
+def fail_by(future: Future[Any], fail: Callable[[], Any]) -> None:
+    """Have a future raise what `fail` raises, anew for each that waits.
+
+    An error that the future kept would keep the frames that it went through, with the future: no
+    garbage collection sees through that.
+    """
+    future._set_unwrap_func(lambda _: fail())
+    future.set_result(None)
+
+
+def _raise(kind: type[Exception], text: str, cause: Exception) -> None:
+    raise kind(text) from cause
 
 
 def is_async(func: Callable[..., Any]) -> bool:
@@ -110,6 +129,12 @@ def is_async(func: Callable[..., Any]) -> bool:
 def _prepare(func: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, Parcel]:
     entry = _serve_now if hasattr(func, "_never_waits") else _serve
     return entry, pack((func, tuple(args), dict(kwargs or {})))
+
+
+def _lost(parcel: Parcel, error: RuntimeError, to: str, func: Callable[..., Any] | str) -> RpcError:
+    if not is_late(error):
+        take_back(parcel)
+    return transport_error(error, to, func)
 
 
 def own_name() -> str:
@@ -125,7 +150,7 @@ def _serve_now(parcel: Parcel) -> Future[Answer]:
 @answered_later
 def _serve(parcel: Parcel) -> Future[Answer]:
     slots = _slots
-    later: Future[Answer] = Future(devices=_devices())
+    later: Future[Answer] = Future(devices=devices())
     if not slots.enter(partial(_serve_later, parcel, later)):
         return later
     try:
@@ -155,7 +180,7 @@ def _carry_out(parcel: Parcel) -> Future[Answer]:
         answer = True, pack(value)
     except BaseException as error:
         answer = _failed(error)
-    told: Future[Answer] = Future(devices=_devices())
+    told: Future[Answer] = Future(devices=devices())
     told.set_result(answer)
     return told
 
@@ -164,7 +189,9 @@ def _answer_of(done: Future[Any]) -> Answer:
     try:
         return True, pack(done.wait())
     except BaseException as error:
-        return _failed(error)
+        answer = _failed(error)
+        error.__traceback__ = None
+        return answer
 
 
 def _failed(error: BaseException) -> Answer:
@@ -179,7 +206,7 @@ def _open(answer: Answer) -> Any:
     raise rebuild(Failure(*content))
 
 
-def _devices() -> list[int | str | torch.device]:
+def devices() -> list[int | str | torch.device]:
     """Return the devices whose streams a future's value has to wait for."""
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return []

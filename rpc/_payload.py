@@ -7,16 +7,18 @@ travel by value, which is cloudpickle's work. Only members of the own world send
 import io
 import pickle
 import threading
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import cloudpickle
+import torch
 from torch import Tensor
 from torch._C._distributed_rpc import PyRRef
 
 Parcel = tuple[bytes, list[Any]]
 
-_MOVED_BY_TORCH = frozenset({Tensor, PyRRef})
 _PLAIN = frozenset({type(None), bool, int, float, str, bytes})
+_MOVABLE = frozenset({torch.strided, torch.sparse_coo})
 
 
 def pack(value: Any) -> Parcel:
@@ -27,12 +29,30 @@ def pack(value: Any) -> Parcel:
     """
     if type(value) in _PLAIN:
         return pickle.dumps(value, protocol=5), []
-    file, parts = io.BytesIO(), list[Any]()
+    file, parts = io.BytesIO(), _Parts()
+    outer = getattr(_open, "undo", None)
+    _open.undo = parts.undo
     try:
         _Pickler(file, parts).dump(value)
     except Exception as error:
+        take_back((b"", parts))
         raise TypeError(f"cannot be sent to another process: {error}") from error
-    return file.getvalue(), parts
+    finally:
+        _open.undo = outer
+    return file.getvalue(), parts if parts.undo else list(parts)
+
+
+def if_not_sent(undo: Callable[[], None]) -> None:
+    """While an object is packed: note what is to be done if its parcel never arrives."""
+    noted = getattr(_open, "undo", None)
+    if noted is not None:
+        noted.append(undo)
+
+
+def take_back(parcel: Parcel) -> None:
+    """Do what was noted for a parcel that has not arrived."""
+    for undo in getattr(parcel[1], "undo", ()):
+        undo()
 
 
 def unpack(parcel: Parcel) -> Any:
@@ -41,30 +61,53 @@ def unpack(parcel: Parcel) -> Any:
     if not parts:
         return pickle.loads(payload)
     # Loading may unpack another parcel, inside an object's __setstate__.
-    kept = getattr(_opened, "parts", None)
-    _opened.parts = parts
+    kept = getattr(_open, "parts", None)
+    _open.parts = parts
     try:
         return pickle.loads(payload)
     finally:
-        _opened.parts = kept
+        _open.parts = kept
 
 
-_opened = threading.local()
+# The parcels that this thread is packing and unpacking.
+_open = threading.local()
 
 
 def _part(index: int) -> Any:
-    return _opened.parts[index]
+    return _open.parts[index]
+
+
+class _Parts(list[Any]):
+    """Parts with what is to be done if they never arrive; elsewhere they are a list."""
+
+    def __init__(self, parts: Iterable[Any] = ()) -> None:
+        super().__init__(parts)
+        self.undo: list[Callable[[], None]] = []
+
+    def __reduce__(self) -> Any:
+        return list, (list(self),)
+
+
+def _is_moved_by_torch(obj: Any) -> bool:
+    if type(obj) is PyRRef:
+        return True
+    if type(obj) is not Tensor or obj.is_nested or obj.is_meta:
+        return False
+    return obj.layout in _MOVABLE
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     """Puts tensors and references aside and leaves a number in their place."""
 
-    def __init__(self, file: io.BytesIO, parts: list[Any]) -> None:
+    def __init__(self, file: io.BytesIO, parts: _Parts) -> None:
         super().__init__(file, protocol=5)
         self._parts = parts
 
     def reducer_override(self, obj: Any) -> Any:
-        if type(obj) not in _MOVED_BY_TORCH:
-            return super().reducer_override(obj)
-        self._parts.append(obj)
-        return _part, (len(self._parts) - 1,)
+        if _is_moved_by_torch(obj):
+            self._parts.append(obj)
+            return _part, (len(self._parts) - 1,)
+        if type(obj) is _Parts:
+            # A parcel in a parcel.
+            self._parts.undo += obj.undo
+        return super().reducer_override(obj)

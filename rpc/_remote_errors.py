@@ -43,32 +43,40 @@ def rebuild(failure: Failure) -> Exception:
         report = f"{report}\n(the exception itself could not be read here: {reason!r})"
         error = None
     if not isinstance(error, Exception):
-        return RpcException(f"{failure.name} {report}")
-    if hasattr(error, "remote_report"):
+        error = RpcException(f"{failure.name} {report}")
+        error.remote_report = report  # type: ignore[attr-defined]
+        return error
+    if "remote_report" in getattr(error, "__dict__", ()):
         # It has already come a way, through a process that called another one.
         return error
-    try:
-        return _with_report(error, report)
-    except Exception:
-        # A type that cannot be derived from, or whose constructor wants other arguments.
-        error.__cause__ = RpcException(report)
-        return error
+    return _with_report(error, report)
 
 
 def _with_report(error: Exception, report: str) -> Exception:
-    make, args, *rest = _reduced(error)
-    if make is not type(error):
-        raise TypeError(f"{type(error).__name__} is not made by its class")
-    kind: Any = type(error)
-    other: Exception = _reporting(kind)(*args)
-    for name, value in ((rest and rest[0]) or {}).items():
-        setattr(other, name, value)
-    other.remote_report = report  # type: ignore[attr-defined]
+    for change in (_change_class, _make_again):
+        try:
+            other = change(error)
+            other.__dict__["remote_report"] = report
+            return other
+        except Exception:
+            continue
+    # A class that none can be derived from.
+    error.__cause__ = RpcException(report)
+    return error
+
+
+def _change_class(error: Any) -> Any:
+    error.__class__ = _reporting(type(error))
+    return error
+
+
+def _make_again(error: Any) -> Any:
+    """For built-in types, whose instances keep their class."""
+    _, args, *rest = error.__reduce_ex__(2)
+    other = _reporting(type(error))(*args)
+    other.__setstate__((rest and rest[0]) or {})
+    other.__cause__, other.__notes__ = error.__cause__, getattr(error, "__notes__", [])
     return other
-
-
-def _reduced(error: Exception) -> Any:
-    return error.__reduce_ex__(2)
 
 
 @lru_cache(maxsize=256)
@@ -76,19 +84,30 @@ def _reporting(kind: Any) -> Any:
     """Derive a class that differs from `kind` in its text alone."""
 
     def __str__(self: Any) -> str:
-        return f"{kind.__str__(self)}\n\n{self.remote_report}"
+        try:
+            text = kind.__str__(self)
+        except Exception as error:
+            text = f"({kind.__qualname__}.__str__ raised {type(error).__name__})"
+        return f"{text}\n\n{self.__dict__['remote_report']}"
 
-    def __reduce__(self: Any) -> Any:
-        return _again, (kind, *kind.__reduce__(self)[1:2], self.__dict__)
+    def __reduce_ex__(self: Any, protocol: Any) -> Any:
+        make, args, *rest = kind.__reduce_ex__(self, protocol)
+        state = dict((rest and rest[0]) or {})
+        report = state.pop("remote_report", None) or self.__dict__["remote_report"]
+        return _again, (kind if make is type(self) else make, args, state, report)
 
-    names = {"__str__": __str__, "__reduce__": __reduce__, "__module__": kind.__module__}
-    derived = type(kind.__name__, (kind,), names)
-    derived.__qualname__ = kind.__qualname__
-    return derived
+    names = {
+        "__str__": __str__,
+        "__reduce_ex__": __reduce_ex__,
+        "__module__": kind.__module__,
+        "__qualname__": kind.__qualname__,
+        "__doc__": kind.__doc__,
+    }
+    return type(kind.__name__, (kind,), names)
 
 
-def _again(kind: Any, args: tuple[Any, ...], state: dict[str, Any]) -> Exception:
-    error: Exception = _reporting(kind)(*args)
-    for name, value in state.items():
-        setattr(error, name, value)
-    return error
+def _again(make: Any, args: tuple[Any, ...], state: dict[str, Any], report: str) -> Exception:
+    error: Exception = make(*args)
+    if state:
+        error.__setstate__(state)
+    return _with_report(error, report)

@@ -1,16 +1,18 @@
 """A reference to an object that stays in another process.
 
 Not torch's RRef: in the second world of a process those still belong to the first one's agent, and
-a dead owner fills the log. Here the owner counts: it keeps a value until the reference that the
-caller got, and every copy of it that was sent on, is gone.
+a dead owner fills the log. Here the owner keeps a value until its holders are gone: the reference
+that the caller got, and every copy of it that was sent on.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
+import threading
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch.distributed.rpc as rpc
@@ -18,7 +20,19 @@ from torch._C._distributed_rpc import WorkerInfo
 from torch.futures import Future
 
 from . import _node
-from ._calls import answered_later, call_async, call_sync, is_async
+from ._calls import (
+    answered_later,
+    call_async,
+    call_sync,
+    devices,
+    fail_by,
+    is_async,
+    never_waits,
+    own_name,
+)
+from ._payload import Parcel, if_not_sent, pack, unpack
+from ._remote_errors import Failure, describe, rebuild
+from .errors import RpcError
 
 _numbers = itertools.count()
 
@@ -65,7 +79,10 @@ class RpcReference:
             self._made.wait()
         if self.is_owner():
             return self.local_value()
-        return call_sync(self._owner, self._fetch, self._args, timeout=timeout)
+        if self._made is None:
+            return call_sync(self._owner, self._fetch, self._args, timeout=timeout)
+        fetched = call_async(self._owner, self._fetch, self._args, timeout=timeout)
+        return _unless_failed(fetched, self._made).wait()
 
     def local_value(self) -> Any:
         """Return the value itself.
@@ -99,10 +116,16 @@ class RpcReference:
         return self._made is None or self._made.done()
 
     def __reduce__(self) -> Any:
+        args = self._args
         if self._fetch is _kept_value:
+            args = self._args[0], _new_number()
             # Before the copy travels, so that the owner cannot forget the value meanwhile.
-            call_sync(self._owner, _retain_one, self._args)
-        return RpcReference, (self._owner, self._fetch, self._args)
+            if self.is_owner():
+                _retain(*self._args, args[1])
+            else:
+                call_sync(self._owner, _retain, (*self._args, args[1]))
+            if_not_sent(partial(_release, self._owner, *args))
+        return RpcReference, (self._owner, self._fetch, args)
 
     def __repr__(self) -> str:
         return f"RpcReference(owner={self._owner!r})"
@@ -112,83 +135,167 @@ def call_remote(
     to: str, func: Callable[..., Any], args: Any = (), kwargs: Any = None, timeout: float = -1
 ) -> RpcReference:
     """Call `func` on `to` and return at once a reference to its result, which stays there."""
-    number = f"{_node.current().name}/{next(_numbers)}"
+    number = _new_number()
+    # A parcel of its own: that the owner cannot open it is then an error of the value too.
+    call = pack((func, tuple(args), dict(kwargs or {})))
     keep = _keep_async if is_async(func) else _keep
-    made = call_async(to, keep, (number, func, tuple(args), dict(kwargs or {})), timeout=timeout)
-    return RpcReference(to, _kept_value, (number,), made)
+    made = call_async(to, keep, (number, call), timeout=timeout, what=_name(func))
+    return RpcReference(to, _kept_value, (number, number), made)
+
+
+def _new_number() -> str:
+    return f"{_node.current().name}/{next(_numbers)}"
+
+
+def _name(func: Callable[..., Any]) -> str:
+    return getattr(func, "__qualname__", repr(func))
+
+
+def _unless_failed(fetched: Future[Any], made: Future[None]) -> Future[Any]:
+    """Return a future of the fetched value that ends too when the value is not made."""
+    first: Future[Any] = Future(devices=devices())
+    lock = threading.Lock()
+
+    def finish(done: Future[Any], is_made: bool) -> None:
+        try:
+            value = done.wait()
+        except Exception:
+            with lock:
+                if not first.done():
+                    fail_by(first, done.wait)
+            return
+        with lock:
+            if not is_made and not first.done():
+                first.set_result(value)
+
+    fetched.add_done_callback(partial(finish, is_made=False))
+    made.add_done_callback(partial(finish, is_made=True))
+    return first
 
 
 class Kept:
     """What a reference refers to, on its owner.
 
     Attributes:
-        value: complete when the call has returned; an error is what it raised.
-        count: how many references there are.
+        holders: the numbers of the references; the first one has the value's own.
+        is_begun: whether the call has come.
     """
 
-    def __init__(self) -> None:
-        self.value: Future[Any] = Future()
-        self.count = 0
+    def __init__(self, number: str) -> None:
+        self.holders = {number}
+        self.is_begun = False
+        self._value: Any = None
+        self._failure: Failure | None = None
+        # Not of the value: which devices that may be on is not known yet.
+        self._end: Future[None] = Future()
+
+    def settle(self, value: Any) -> None:
+        """Note what the call has returned."""
+        self._value = value
+        self._end.set_result(None)
+
+    def fail(self, error: BaseException) -> None:
+        """Note what the call has raised."""
+        self._failure = describe(error, own_name())
+        self._end.set_result(None)
+
+    def value(self) -> Future[Any]:
+        """Return a future of the value, or of the error."""
+        told: Future[Any] = Future(devices=devices())
+
+        def tell(_: Future[None]) -> None:
+            if self._failure is not None:
+                fail_by(told, partial(_raise_again, self._failure))
+                return
+            try:
+                told.set_result(self._value)
+            except Exception as error:
+                fail_by(told, partial(_raise_again, describe(error, own_name())))
+
+        self._end.add_done_callback(tell)
+        return told
 
 
-def _kept(number: str) -> Kept:
-    # Messages may overtake each other: whoever is first makes the place.
-    node = _node.current()
-    with node.lock:
-        return node.kept.setdefault(number, Kept())
+def _raise_again(failure: Failure) -> None:
+    raise rebuild(failure)
 
 
-def _keep(number: str, func: Callable[..., Any], args: Any, kwargs: Any) -> None:
-    kept = _retain(number)
-    try:
-        kept.value.set_result(func(*args, **kwargs))
-    except Exception as error:
-        kept.value.set_exception(error)
+def _find(number: str, holder: str) -> Kept:
+    kept = _node.current().kept
+    # Messages may overtake each other: that of the first holder may come before the call.
+    if number not in kept and holder == number:
+        kept[number] = Kept(number)
+    if number not in kept:
+        raise RpcError(f"{own_name()!r} has forgotten the value: all references to it were gone")
+    return kept[number]
 
 
-@answered_later
-def _keep_async(number: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Future[None]:
-    kept, told = _retain(number), Future[None]()
-
-    def finish(done: Future[Any]) -> None:
-        try:
-            kept.value.set_result(done.wait())
-        except Exception as error:
-            kept.value.set_exception(error)
-        told.set_result(None)
-
-    func(*args, **kwargs).add_done_callback(finish)
-    return told
+def _forget_unheld(number: str, kept: Kept) -> None:
+    if kept.is_begun and not kept.holders:
+        _node.current().kept.pop(number, None)
 
 
-@answered_later
-def _kept_value(number: str) -> Future[Any]:
-    return _kept(number).value
-
-
-def _retain(number: str) -> Kept:
-    kept, node = _kept(number), _node.current()
-    with node.lock:
-        kept.count += 1
+def _begin(number: str) -> Kept:
+    with _node.current().lock:
+        kept = _find(number, number)
+        kept.is_begun = True
+        _forget_unheld(number, kept)
     return kept
 
 
-def _retain_one(number: str) -> None:
-    _retain(number)
+def _keep(number: str, call: Parcel) -> None:
+    kept = _begin(number)
+    try:
+        func, args, kwargs = unpack(call)
+        kept.settle(func(*args, **kwargs))
+    except BaseException as error:
+        kept.fail(error)
 
 
-def _drop(number: str) -> None:
+@answered_later
+def _keep_async(number: str, call: Parcel) -> Future[None]:
+    kept, told = _begin(number), Future[None]()
+
+    def finish(done: Future[Any]) -> None:
+        try:
+            kept.settle(done.wait())
+        except BaseException as error:
+            kept.fail(error)
+        told.set_result(None)
+
+    try:
+        func, args, kwargs = unpack(call)
+        func(*args, **kwargs).add_done_callback(finish)
+    except BaseException as error:
+        kept.fail(error)
+        told.set_result(None)
+    return told
+
+
+@never_waits
+@answered_later
+def _kept_value(number: str, holder: str) -> Future[Any]:
+    with _node.current().lock:
+        kept = _find(number, holder)
+    return kept.value()
+
+
+@never_waits
+def _retain(number: str, holder: str, other: str) -> None:
+    with _node.current().lock:
+        _find(number, holder).holders.add(other)
+
+
+@never_waits
+def _drop(number: str, holder: str) -> None:
     node = _node.current()
-    with node.lock:
-        kept = node.kept.get(number)
-        if kept is None:
-            return
-        kept.count -= 1
-        if kept.count == 0:
-            del node.kept[number]
+    with node.lock, contextlib.suppress(RpcError):
+        kept = _find(number, holder)
+        kept.holders.discard(holder)
+        _forget_unheld(number, kept)
 
 
-def _release(owner: str, number: str) -> None:
+def _release(owner: str, number: str, holder: str) -> None:
     # Its reference is garbage; that the owner or the world is gone by now is all the same.
     with contextlib.suppress(RuntimeError):
-        call_async(owner, _drop, (number,))
+        call_async(owner, _drop, (number, holder))

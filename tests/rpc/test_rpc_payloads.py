@@ -1,0 +1,183 @@
+"""What travels: tensors of all layouts, errors of all kinds, references; and what cannot."""
+
+import gc
+import pickle
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from test_rpc_calls import in_group, told
+
+from stepwrap.rpc import RpcException, RpcGroup, World
+
+
+def _num_kept() -> int:
+    from stepwrap.rpc import _node
+
+    return len(_node.current().kept)
+
+
+def kept_in_the_end(group: RpcGroup, owner: str) -> int:
+    """Return how many values `owner` keeps when all is told."""
+    deadline = time.monotonic() + 10
+    gc.collect()
+    while group.rpc_sync(owner, _num_kept) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return int(group.rpc_sync(owner, _num_kept))
+
+
+def ragged() -> torch.Tensor:
+    return torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+
+
+def _layouts(world: World, group: RpcGroup) -> None:
+    if world.rank != 0:
+        return
+    assert [len(one) for one in group.rpc_sync("w1", ragged).unbind()] == [2, 3]
+    meta = group.rpc_sync("w1", lambda x: x, args=(torch.empty(3, device="meta"),))
+    assert (meta.device.type, meta.shape) == ("meta", (3,))
+    csr = torch.eye(3).to_sparse_csr()
+    back = group.rpc_sync("w1", lambda x: x, args=({"a": csr},))["a"]
+    assert back.layout == torch.sparse_csr
+    assert torch.equal(back.to_dense(), torch.eye(3))
+    kind, text = told(group.rpc_sync, "w1", len, args=((csr, threading.Lock()),))
+    assert kind == "TypeError"
+    assert "cannot be sent to another process" in text
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_tensors_that_torch_does_not_move_travel_too() -> None:
+    in_group(_layouts)
+
+
+class Unloadable:
+    def __reduce__(self) -> Any:
+        return not_here, ()
+
+
+def not_here() -> None:
+    raise ValueError("cannot be loaded here")
+
+
+def leave() -> None:
+    raise SystemExit(3)
+
+
+def _never_begun(world: World, group: RpcGroup) -> None:
+    if world.rank == 0:
+        with pytest.raises(ValueError, match="cannot be loaded here"):
+            group.remote("w1", abs, args=(Unloadable(),)).to_here()
+        with pytest.raises(RpcException, match="SystemExit raised by 'w1'") as raised:
+            group.remote("w1", leave).to_here()
+        assert str(raised.value).count("raised by") == 1
+        del raised
+        late = group.remote("w1", time.sleep, 0.1, (0.5,))
+        assert told(late.to_here, 10)[1].startswith("'w1' has not answered sleep() within 0.1 s")
+        del late
+        assert kept_in_the_end(group, "w1") == 0
+
+
+def test_a_call_that_does_not_begin_ends_the_wait_for_its_value() -> None:
+    in_group(_never_begun)
+
+
+def _dropped(world: World, group: RpcGroup) -> None:
+    if world.rank == 0:
+        for _ in range(200):
+            group.remote("w1", abs, args=(1,))
+        assert kept_in_the_end(group, "w1") == 0
+        kept = group.remote("w1", abs, args=(1,))
+        told(group.rpc_sync, "w2", len, args=((kept, threading.Lock()),))
+        told(group.rpc_sync, "w9", len, args=(kept,))
+        assert told(group.remote, "w2", len, args=((kept, threading.Lock()),))[0] == "TypeError"
+        with pytest.raises(TypeError):
+            group.rpc_sync("w2", len, args=(kept,))
+        data = pickle.dumps(kept)
+        del kept
+        assert pickle.loads(data).to_here() == 1
+        assert kept_in_the_end(group, "w1") == 0
+        assert "has forgotten the value" in told(pickle.loads(data).to_here)[1]
+        with pytest.raises(ZeroDivisionError):
+            group.remote("w1", lambda: 1 / 0).to_here()
+        assert kept_in_the_end(group, "w1") == 0
+
+
+def test_no_value_outlives_its_references() -> None:
+    in_group(_dropped, 3)
+
+
+class ByFunction(Exception):
+    def __reduce__(self) -> Any:
+        return make_by_function, (self.args[0],)
+
+
+def make_by_function(text: str) -> ByFunction:
+    return ByFunction(text)
+
+
+class OwnArguments(Exception):
+    def __init__(self, code: int) -> None:
+        super().__init__(f"code {code}")
+        self.code = code
+
+    def __reduce__(self) -> Any:
+        return OwnArguments, (self.code,)
+
+
+class NoText(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+def fail(error: Exception) -> None:
+    raise error
+
+
+def _errors(world: World, group: RpcGroup) -> None:
+    if world.rank != 0:
+        return
+    for error in (ByFunction("a"), OwnArguments(3), NoText(), UnicodeError("u"), OSError(2, "x")):
+        with pytest.raises(type(error)) as raised:
+            group.rpc_sync("w1", fail, args=(error,))
+        for one in (raised.value, pickle.loads(pickle.dumps(raised.value))):
+            assert isinstance(one, type(error))
+            assert str(one).count("raised by 'w1':\nTraceback") == 1
+            assert "raise error" in str(one)
+            assert one.args == error.args
+    assert getattr(raised.value, "errno") == 2
+
+
+def test_errors_of_all_makes_bring_their_traceback() -> None:
+    in_group(_errors)
+
+
+def _times(world: World, group: RpcGroup) -> None:
+    if world.rank == 0:
+        for timeout in (1e-9, 0.0004):
+            text = told(group.rpc_sync, "w1", time.sleep, timeout, (0.3,))[1]
+            assert text == "'w1' has not answered sleep() within 0.001 s"
+        for wrong in (-2, float("nan"), float("inf"), None, "3", True):
+            kind, text = told(group.rpc_sync, "w1", abs, wrong, (1,))
+            assert kind == ("ValueError" if type(wrong) in (int, float) else "TypeError")
+            assert text.startswith("timeout must be")
+        assert group.rpc_sync("w1", abs, 1e300, (1,)) == 1
+
+
+def test_odd_timeouts() -> None:
+    in_group(_times)
+
+
+def _after_the_end() -> None:
+    with World(f"w{dist.get_rank()}") as world:
+        group = world.create_rpc_group("all", world.get_members())
+    for call in (group.rpc_sync, group.rpc_async):
+        text = "abs() cannot be called on 'w1': the world has been stopped"
+        assert told(call, "w1", abs, args=(1,)) == ("RpcError", text)
+
+
+def test_calls_after_the_end() -> None:
+    run_ranks(_after_the_end, 2)
