@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch._C._distributed_rpc import PyRRef
 
+from . import _script
+
 Parcel = tuple[bytes, list[Any]]
 
 _PLAIN = frozenset({type(None), bool, int, float, str, bytes})
@@ -110,4 +112,5 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         if type(obj) is _Parts:
             # A parcel in a parcel.
             self._parts.undo += obj.undo
-        return super().reducer_override(obj)
+        found = _script.reduced(obj)
+        return super().reducer_override(obj) if found is None else found

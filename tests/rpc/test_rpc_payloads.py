@@ -148,7 +148,7 @@ def _errors(world: World, group: RpcGroup) -> None:
             assert str(one).count("raised by 'w1':\nTraceback") == 1
             assert "raise error" in str(one)
             assert one.args == error.args
-    assert getattr(raised.value, "errno") == 2
+    assert raised.value.errno == 2
 
 
 def test_errors_of_all_makes_bring_their_traceback() -> None:
