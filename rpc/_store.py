@@ -2,93 +2,176 @@
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import os
 import socket
 import time
+import uuid
+from collections.abc import Iterator
 from datetime import timedelta
+from typing import TypeAlias
 from urllib.parse import urlparse
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
 
+from ._settings import whole_number
 from .errors import RpcError
 
 _DEFAULT_PLACE = "tcp://localhost:9100"
-_CLOSED = "closed"
 _RETRY_S = 0.05
 
 
-class MeetingPlace:
-    """A store of this world alone.
+class OwnPlace:
+    """The address at which rank 0 listens for as long as there is the world.
 
     Attributes:
-        store: where the members write.
+        store: where the members write, once entered.
+        where: for errors.
         is_local: whether all connections stay on this machine's loopback interface.
     """
 
-    def __init__(self, store: Store, *, is_local: bool, server: Store | None = None) -> None:
-        self.store = store
-        self.is_local = is_local
+    outlives_world = False
+
+    def __init__(self, host: str, port: int, timeout_s: float) -> None:
+        self.store: Store
+        self.where = f"{host}:{port}"
+        self.is_local = _is_loopback(host)
+        self._host = host
+        self._port = port
+        self._timeout_s = timeout_s
         # torch keeps what it is given for as long as the process lives, so it never gets this one,
         # with which the port is freed.
-        self._server = server
+        self._server: Store | None = None
 
-    def close(self) -> None:
-        """Tell those who come for the next world that this one is over."""
-        if self._server is not None:
-            self.store.set(_CLOSED, "1")
+    def enter(self, rank: int, deadline: float) -> bool:
+        """Open a world as rank 0, else connect to the one that is there.
+
+        Raises:
+            RpcError: rank 0 is not there, or something else is.
+        """
+        if rank == 0:
+            self._server = _listen(self._host, self._port, self._timeout_s)
+        _wait_for_listener(self._host, self._port, deadline, self._timeout_s)
+        self.store = _connect(self._host, self._port, self._timeout_s)
+        return True
+
+    def is_current(self) -> bool:
+        """Whether no other world has been opened here: it would need the port."""
+        return True
 
 
-def open_place(
-    init_method: str | None, rank: int, world_size: int, timeout_s: float
-) -> MeetingPlace:
-    """Return the store of a new world.
+class SharedPlace:
+    """A store that outlives its worlds: rank 0 writes which one is open.
 
-    It is kept by the default process group, where there is one, by torchrun's, or by rank 0 at the
-    address of `init_method`; there it listens on that address alone.
+    Args:
+        store: the one in which the worlds have theirs.
+        where: for errors.
+        is_local: whether all connections stay on this machine's loopback interface.
+    """
+
+    outlives_world = True
+
+    def __init__(self, store: Store, where: str, *, is_local: bool) -> None:
+        self.store: Store
+        self.where = where
+        self.is_local = is_local
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        self._worlds = PrefixStore(f"stepwrap/world/{attempt}", store)
+        self._open = b""
+
+    def enter(self, rank: int, deadline: float) -> bool:
+        """Open a world as rank 0, else find the one that was opened last; False without one."""
+        if rank == 0:
+            self._worlds.set("open", uuid.uuid4().hex)
+        elif not is_there(self._worlds, "open", deadline - time.monotonic()):
+            return False
+        self._open = self._worlds.get("open")
+        self.store = PrefixStore(self._open.decode(), self._worlds)
+        return True
+
+    def is_current(self) -> bool:
+        """Whether no other world has been opened since."""
+        return bool(self._worlds.get("open") == self._open)
+
+
+MeetingPlace: TypeAlias = OwnPlace | SharedPlace
+
+
+def is_there(store: Store, key: str, timeout_s: float) -> bool:
+    """Wait until somebody has written `key`; return whether that has happened."""
+    # Asked again and again: torch's own wait logs every time-out, and a signal has to wait for it.
+    deadline = time.monotonic() + timeout_s
+    pause_s = 0.001
+    while not store.check([key]):
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, 0.02)
+    return True
+
+
+@contextlib.contextmanager
+def naming_rank_zero(place: MeetingPlace, what: str) -> Iterator[None]:
+    """Turn what the store says when its keeper is gone into an error that names it."""
+    try:
+        yield
+    except RpcError:
+        raise
+    except (dist.DistError, OSError, RuntimeError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise RpcError(
+            f"{what}: rank 0, which keeps the store of the world at {place.where}, is gone or "
+            f"cannot be reached: {reason}"
+        ) from error
+
+
+def find_place(init_method: str | None, world_size: int, timeout_s: float) -> MeetingPlace:
+    """Return where a new world meets.
+
+    Its store is kept by the default process group, where there is one, by torchrun, or by rank 0 at
+    the address of `init_method`; there it listens on that address alone.
 
     Raises:
         ValueError: an address that is none of tcp://host:port, env:// and file:///path.
-        RpcError: rank 0 is not there, or something else is.
+        RpcError: torchrun's store is not there.
     """
     if dist.is_initialized() and init_method is None:
-        return _shared(dist.distributed_c10d._get_default_store(), rank)
+        store = dist.distributed_c10d._get_default_store()
+        return SharedPlace(store, "the default process group", is_local=_is_store_local(store))
     url = init_method or ("env://" if os.environ.get("MASTER_ADDR") else _DEFAULT_PLACE)
     parsed = urlparse(url)
     if parsed.scheme == "file" and parsed.path:
-        return _shared(FileStore(parsed.path, world_size), rank)
+        store = FileStore(parsed.path, world_size)
+        return SharedPlace(store, parsed.path, is_local=_is_store_local(store))
     if parsed.scheme == "env":
         host, port = _environment_place()
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-            return _shared(_connect(host, port, timeout_s), rank, is_local=_is_loopback(host))
-    elif parsed.scheme == "tcp" and parsed.hostname and parsed.port:
-        host, port = parsed.hostname, parsed.port
-    else:
-        raise ValueError(
-            f"dist_init_method must be tcp://host:port, env:// or file:///path, got {url!r}"
-        )
-    server = _listen(host, port, timeout_s) if rank == 0 else None
-    store = _join(host, port, timeout_s)
-    return MeetingPlace(store, is_local=_is_loopback(host), server=server)
+            store = _connect(host, port, timeout_s)
+            return SharedPlace(store, f"{host}:{port}", is_local=_is_loopback(host))
+        return OwnPlace(host, port, timeout_s)
+    with contextlib.suppress(ValueError):
+        # A port that is none raises.
+        if parsed.scheme == "tcp" and parsed.hostname and parsed.port:
+            return OwnPlace(parsed.hostname, parsed.port, timeout_s)
+    raise ValueError(
+        f"dist_init_method must be tcp://host:port, env:// or file:///path, got {url!r}"
+    )
 
 
-def _shared(store: Store, rank: int, is_local: bool | None = None) -> MeetingPlace:
-    """Return this world's part of a store that outlives it.
-
-    Every rank counts the worlds for itself: the n-th of each of them are one.
-    """
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    own = PrefixStore(f"stepwrap/world/{attempt}", store)
-    count = own.add(f"rank_{rank}", 1)
-    if is_local is None:
-        is_local = "MASTER_ADDR" not in os.environ or _is_loopback(os.environ["MASTER_ADDR"])
-    return MeetingPlace(PrefixStore(str(count), own), is_local=is_local)
+def _is_store_local(store: Store) -> bool:
+    """Whether a store, and so probably all that use it, is on the loopback interface alone."""
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    if isinstance(store, TCPStore):
+        return _is_loopback(store.host)
+    return "MASTER_ADDR" not in os.environ or _is_loopback(os.environ["MASTER_ADDR"])
 
 
 def _environment_place() -> tuple[str, int]:
     try:
-        return os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        return os.environ["MASTER_ADDR"], whole_number("MASTER_PORT", os.environ["MASTER_PORT"])
     except KeyError as error:
         raise ValueError(
             f"env:// needs MASTER_ADDR and MASTER_PORT; {error.args[0]} is not set"
@@ -104,13 +187,15 @@ def _is_loopback(host: str) -> bool:
 
 
 def _listen(host: str, port: int, timeout_s: float) -> Store:
-    listener = socket.socket(_family(host), socket.SOCK_STREAM)
+    listener: socket.socket | None = None
     try:
+        listener = socket.socket(_family(host), socket.SOCK_STREAM)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((host, port))
         listener.listen(1024)
     except OSError as error:
-        listener.close()
+        if listener is not None:
+            listener.close()
         raise RpcError(
             f"rank 0 cannot listen at {host}:{port}: {error.strerror}; give another "
             "dist_init_method"
@@ -153,31 +238,7 @@ def _wait_for_listener(host: str, port: int, deadline: float, timeout_s: float) 
         except OSError as error:
             if time.monotonic() > deadline:
                 raise RpcError(
-                    f"rank 0 has not opened the world at {host}:{port} within {timeout_s:g} s"
+                    f"rank 0 has not opened the world at {host}:{port} within {timeout_s:g} s: "
+                    f"{error.strerror or error}"
                 ) from error
         time.sleep(_RETRY_S)
-
-
-def _join(host: str, port: int, timeout_s: float) -> Store:
-    """Connect to the store of rank 0, not to the one of the world before, which is closing."""
-    deadline = time.monotonic() + timeout_s
-    while True:
-        _wait_for_listener(host, port, deadline, timeout_s)
-        store = _connect(host, port, timeout_s)
-        if not _is_closing(store):
-            return store
-        del store
-        if time.monotonic() > deadline:
-            raise RpcError(
-                f"the world at {host}:{port} is closing, and rank 0 has opened no other within "
-                f"{timeout_s:g} s"
-            )
-        time.sleep(_RETRY_S)
-
-
-def _is_closing(store: Store) -> bool:
-    try:
-        return store.check([_CLOSED])
-    except RuntimeError:
-        # The connection broke: the store went while it was asked.
-        return True

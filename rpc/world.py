@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import threading
 from collections.abc import Iterable, Mapping
-from datetime import timedelta
 from functools import partial
 from types import TracebackType
 from typing import Any, ClassVar
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store
 
 from ..collectives import CollectiveGroup
 from ._agent import Agent, check_rank, on_loopback
-from ._members import agree_on_members, check_members, leave_together, own_place
+from ._collectives import end_collectives, start_collectives
+from ._ending import Ending, leave_together
+from ._members import Member, agree_on_members, together
 from ._node import Node
-from ._store import MeetingPlace, open_place
+from ._settings import check_members, check_times, own_place
+from ._store import MeetingPlace, find_place
 from .group import RpcGroup
 
 
@@ -38,7 +38,8 @@ class World:
     before any other member can make one.
 
     Args:
-        name: this process's name, unique in the world.
+        name: this process's name, unique in the world: up to 127 of letters, digits, underscores,
+            colons and dashes.
         rank: its number; -1 takes that of the default process group, else RANK.
         world_size: how many members there are; -1 as for `rank`, with WORLD_SIZE.
         init_dist: whether there are collectives. A default process group that exists already is
@@ -46,21 +47,25 @@ class World:
         init_rpc: whether there are calls.
         dist_backend: of the default process group, where the world makes it.
         dist_init_method: where the members meet: tcp://host:port, env:// or file:///path.
-        rpc_init_method: kept for callers that give it; calls use the meeting place above.
-        dist_timeout: of collectives and of the meeting, in seconds.
+        rpc_init_method: where they meet if `dist_init_method` is not given; there is one place for
+            both.
+        dist_timeout: how long to wait for the others while the world begins, and the time-out of
+            collectives of a default process group that the world makes; in seconds, more than 0.
         rpc_timeout: of calls, in seconds; 0 waits as long as it takes.
         device_maps: by the name of a member, which of its devices each of ours becomes, for
             tensors that travel from GPU to GPU.
         rpc_threads: how many calls are served at once.
 
     Raises:
-        RuntimeError: there is a world in this process.
-        ValueError: no rank or world size, or ones that do not fit; two members with one name.
-        RpcError: members have not come in time.
+        RuntimeError: there is a world in this process, or this one was stopped while it was made.
+        ValueError: a setting that cannot be, or differs among the members; two with one name.
+        RpcError: members have not come in time, or have died; they are named.
     """
 
     _current: ClassVar[World | None] = None
-    _making: ClassVar[threading.Lock] = threading.Lock()
+    # The world that this process has or is making: claimed without a lock, which a signal's
+    # handler that stops the world would find held.
+    _claims: ClassVar[dict[str, World]] = {}
 
     def __init__(  # noqa: PLR0913 - the documented signature
         self,
@@ -78,6 +83,7 @@ class World:
         device_maps: Mapping[str, Mapping[int, int]] | None = None,
         rpc_threads: int = 16,
     ) -> None:
+        check_times(dist_timeout, rpc_timeout)
         self.name = name
         self.rank, self.world_size = own_place(rank, world_size)
         self.rpc_timeout = rpc_timeout
@@ -85,20 +91,28 @@ class World:
         self.started = False
         # Bound once: what is unregistered must be what was registered.
         self._leave = partial(self.stop, graceful=False)
+        self._ending = Ending()
+        self._ends: contextlib.ExitStack | None = None
         self._meeting: MeetingPlace | None = None
         self._node: Node | None = None
         self._agent: Agent | None = None
         self._collective_groups: list[CollectiveGroup] = []
-        with World._making, contextlib.ExitStack() as undo:
+        with contextlib.ExitStack() as undo:
+            self._claim(undo)
             if init_rpc:
                 check_rank(self.rank)
-            meeting = self._meet(dist_init_method or rpc_init_method, undo)
+            settings = {"init_dist": init_dist, "init_rpc": init_rpc, "dist_backend": dist_backend}
+            meeting = self._meet(dist_init_method or rpc_init_method, settings)
             with on_loopback(meeting.is_local):
                 if init_dist and not dist.is_initialized():
-                    _start_collectives(self, meeting.store, dist_backend)
-                    undo.callback(dist.destroy_process_group)
+                    with together(meeting, "collectives", self.rank, self.rank_name_map):
+                        start_collectives(
+                            meeting.store, self.rank, self.world_size, dist_backend, dist_timeout
+                        )
+                    undo.callback(end_collectives, dist.group.WORLD)
                 if init_rpc:
-                    self._start_rpc(meeting.store, rpc_threads, device_maps or {}, undo)
+                    _start_rpc(self, rpc_threads, device_maps or {}, undo)
+            self._ending.check_wanted(name)
             self._ends = undo.pop_all()
         self.started = True
         atexit.register(self._leave)
@@ -189,24 +203,37 @@ class World:
         Until all members have come to their own stop, this process goes on answering calls.
         Members that have died are not waited for.
 
+        A call that comes while another thread ends the world waits for that; one that comes while
+        the world is made has the constructor raise.
+
         Args:
-            timeout: how long to wait for the others, in seconds (default: the world's
-                `rpc_timeout`, else 60).
+            timeout: how long all of this may take, in seconds (default: the world's `rpc_timeout`,
+                else 60). Functions that still serve others then are left to themselves.
             graceful: False leaves at once, which breaks the calls of others to this process.
 
         Raises:
             RpcError: members have not come in time; they are named. The world is stopped here.
         """
-        with World._making:
-            if not self.started:
-                return
-            self.started = False
+        limit = timeout or self.rpc_timeout or 60.0
+        if self._ends is None:
+            # A signal's handler or another thread, while the world is made.
+            self._ending.cancel()
+            return
+        if not self._ending.claim(limit):
+            return
+        self.started = False
+        self._ending.begin(limit if graceful else timeout)
         try:
-            if graceful:
-                _part(self, timeout or self.rpc_timeout or 60.0)
+            if graceful and self._agent is not None:
+                self._agent.part(limit)
+            elif graceful and self._meeting is not None:
+                leave_together(self._meeting, self.rank, self.rank_name_map, limit)
         finally:
             atexit.unregister(self._leave)
-            self._ends.close()
+            try:
+                self._ends.close()
+            finally:
+                self._ending.finish()
 
     def __enter__(self) -> World:
         return self
@@ -227,36 +254,25 @@ class World:
         state = "started" if self.started else "stopped"
         return f"World({self.name!r}, rank {self.rank} of {self.world_size}, {state})"
 
-    def _meet(self, place: str | None, undo: contextlib.ExitStack) -> MeetingPlace:
-        """Find the other members, and become this process's world."""
-        if World._current is not None:
-            raise RuntimeError(
-                f"World could only be initialized once! Stop {World._current.name!r} before "
-                "making another one"
-            )
-        self._meeting = open_place(place, self.rank, self.world_size, self.dist_timeout)
+    def _claim(self, undo: contextlib.ExitStack) -> None:
+        """Become this process's world."""
         undo.callback(self._forget)
+        holder = World._claims.setdefault("world", self)
+        if holder is not self:
+            raise RuntimeError(
+                f"World could only be initialized once! Stop {holder.name!r} before making "
+                "another one"
+            )
+
+    def _meet(self, place: str | None, settings: dict[str, Any]) -> MeetingPlace:
+        """Find the other members."""
+        self._meeting = find_place(place, self.world_size, self.dist_timeout)
+        own = Member(self.name, self.rank, {"world_size": self.world_size, **settings})
         self.rank_name_map = agree_on_members(
-            self._meeting.store,
-            name=self.name,
-            rank=self.rank,
-            world_size=self.world_size,
-            timeout_s=self.dist_timeout,
+            self._meeting, own, self.world_size, self.dist_timeout
         )
         World._current = self
         return self._meeting
-
-    def _start_rpc(
-        self,
-        store: Store,
-        threads: int,
-        device_maps: Mapping[str, Mapping[int, int]],
-        undo: contextlib.ExitStack,
-    ) -> None:
-        self._node = Node(self.name, self.rank_name_map, self.rpc_timeout)
-        self._agent = Agent(self._node, self.rank, self.world_size)
-        undo.callback(self._agent.stop)
-        self._agent.start(store, threads, device_maps)
 
     def _forget(self) -> None:
         for group in self._collective_groups:
@@ -265,25 +281,23 @@ class World:
         self._meeting = self._node = self._agent = None
         if World._current is self:
             World._current = None
+        if World._claims.get("world") is self:
+            del World._claims["world"]
 
 
-def _start_collectives(world: World, store: Store, backend: str) -> None:
-    dist.init_process_group(
-        backend,
-        store=PrefixStore("dist", store),
-        rank=world.rank,
-        world_size=world.world_size,
-        timeout=timedelta(seconds=world.dist_timeout),
-    )
-
-
-def _part(world: World, timeout_s: float) -> None:
+def _start_rpc(
+    world: World,
+    threads: int,
+    device_maps: Mapping[str, Mapping[int, int]],
+    undo: contextlib.ExitStack,
+) -> None:
     assert world._meeting is not None
-    world._meeting.close()
-    if world._agent is not None:
-        world._agent.part(timeout_s)
-    else:
-        leave_together(world._meeting.store, world.rank, world.rank_name_map, timeout_s)
+    world._node = Node(world.name, world.rank_name_map, world.rpc_timeout)
+    agent = Agent(world._node, world.rank, world.world_size, world.dist_timeout)
+    undo.callback(lambda: agent.stop(world._ending.left()))
+    with together(world._meeting, "calls", world.rank, world.rank_name_map):
+        agent.start(world._meeting.store, threads, device_maps)
+    world._agent = agent
 
 
 def _check_started(world: World) -> None:

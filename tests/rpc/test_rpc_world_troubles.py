@@ -1,0 +1,308 @@
+"""Worlds in trouble: members that die or differ, settings that cannot be, ends that do not come."""
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import socket
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from ranks import run_ranks
+
+from stepwrap.rpc import RpcError, World, get_world
+
+
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1])
+
+
+def local_place() -> str:
+    """Return an address that nobody listens at."""
+    return f"tcp://127.0.0.1:{free_port()}"
+
+
+def rank_without_group() -> int:
+    """Return this process's rank and end its group, so that the world has to find its members."""
+    rank = dist.get_rank()
+    dist.barrier()
+    dist.destroy_process_group()
+    return rank
+
+
+def told(fn: Any, *args: Any, **kwargs: Any) -> tuple[str, str]:
+    """Return type and text of what is raised."""
+    try:
+        fn(*args, **kwargs)
+    except Exception as error:
+        return type(error).__name__, str(error)
+    raise AssertionError("nothing was raised")
+
+
+def _differ(url: str, setting: str, values: list[Any]) -> tuple[str, str]:
+    rank = rank_without_group()
+    options = {"dist_init_method": url, "dist_timeout": 20, setting: values[rank]}
+    return told(World, f"w{rank}", rank, 2, **options)
+
+
+@pytest.mark.parametrize("setting", ["init_rpc", "init_dist"])
+def test_other_settings(setting: str) -> None:
+    answers = run_ranks(_differ, 2, local_place(), setting, [True, False])
+    text = f"{setting} must be the same everywhere: it is True in rank 0 ('w0'), False in rank 1"
+    assert answers == [("ValueError", f"{text} ('w1')")] * 2
+
+
+def _name(url: str, names: list[Any]) -> tuple[str, str]:
+    rank = rank_without_group()
+    return told(World, names[rank], rank, 2, dist_init_method=url, dist_timeout=20)
+
+
+@pytest.mark.parametrize("name", ["a b", "", "x" * 128, 5, None, "a.b"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_names_that_cannot_be(name: Any, rank: int) -> None:
+    names = ["other", "other"]
+    names[rank] = name
+    for kind, text in run_ranks(_name, 2, local_place(), names):
+        assert kind == "ValueError"
+        assert f"rank {rank}: a name must be 1 to 127 of the letters" in text
+
+
+def _die_after_meeting(rank: int, url: str, folder: Path) -> None:
+    if rank == 2:
+        place = World._meet
+
+        def meet(*args: Any) -> Any:
+            place(*args)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        World._meet = meet  # type: ignore[method-assign]
+    options = {"dist_init_method": url, "dist_timeout": 2, "init_dist": folder.name == "dist"}
+    (folder / str(rank)).write_text(": ".join(told(World, f"w{rank}", rank, 3, **options)))
+
+
+@pytest.mark.parametrize("step", ["collectives", "calls"])
+def test_a_member_that_dies_after_the_meeting_is_named(step: str, tmp_path: Path) -> None:
+    folder = tmp_path / ("dist" if step == "collectives" else "rpc")
+    folder.mkdir()
+    run_and_expect([0, 0, -signal.SIGKILL], _die_after_meeting, local_place(), folder)
+    for rank in range(2):
+        text = (folder / str(rank)).read_text()
+        assert text.startswith(f"RpcError: the world cannot begin its {step}: 'w2' not come; ")
+
+
+def run_and_expect(codes: list[int], fn: Any, *args: Any) -> None:
+    """Run processes of which some are killed."""
+    spawn = multiprocessing.get_context("spawn")
+    processes = [spawn.Process(target=fn, args=(rank, *args)) for rank in range(len(codes))]
+    for process in processes:
+        process.start()
+    try:
+        for process in processes:
+            process.join(60)
+        assert [process.exitcode for process in processes] == codes
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+
+
+def _no_limit() -> timedelta:
+    store = dist.distributed_c10d._get_default_store()
+    before: timedelta = store.timeout
+    with World(f"w{dist.get_rank()}", rpc_timeout=0) as world:
+        group = world.create_rpc_group("g", world.get_members())
+        assert group.rpc_sync("w0", abs, args=(-1,)) == 1
+        group.barrier()
+    assert store.timeout == before
+    return before
+
+
+def test_calls_without_a_limit_and_the_store_keeps_its_own() -> None:
+    assert run_ranks(_no_limit, 2)[0] > timedelta(0)
+
+
+def _late_once(url: str | None) -> list[str]:
+    rank = dist.get_rank() if url is None else rank_without_group()
+    ends = []
+    for attempt in range(3):
+        if (attempt, rank) == (0, 1):
+            time.sleep(1.0)
+            continue
+        try:
+            options = {"dist_init_method": url, "dist_timeout": 0.5 if attempt == 0 else 20}
+            World(f"w{rank}", rank, 2, init_dist=False, **options).stop()
+            ends.append("made")
+        except RpcError as error:
+            ends.append(str(error))
+    return ends
+
+
+@pytest.mark.parametrize("store", ["default group", "file"])
+def test_a_world_after_one_that_could_not_begin(store: str, tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/store" if store == "file" else None
+    first, second = run_ranks(_late_once, 2, url)
+    text = "the world is not complete: rank 1 of 2 has not come within 0.5 s; here: 0 ('w0')"
+    assert first == [text, "made", "made"]
+    assert second == ["made", "made"]
+
+
+def _die_alone(rank: int, url: str, _: Path) -> None:
+    threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    World("w0", 0, 2, dist_init_method=url)
+
+
+def _come_early(rank: int, url: str, folder: Path) -> None:
+    if rank == 0:
+        time.sleep(1.0)
+    World(f"w{rank}", rank, 2, dist_init_method=url, dist_timeout=20).stop()
+    (folder / str(rank)).write_text("made")
+
+
+def test_what_a_killed_world_has_left_in_a_file_is_not_joined(tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/store"
+    run_and_expect([-signal.SIGKILL], _die_alone, url, tmp_path)
+    run_and_expect([0, 0], _come_early, url, tmp_path)
+
+
+def _still_serves(url: str) -> float:
+    rank = rank_without_group()
+    world = World(f"w{rank}", rank, 2, dist_init_method=url)
+    group = world.create_rpc_group("g", world.get_members())
+    if rank == 0:
+        group.rpc_async("w1", time.sleep, args=(5,))
+        time.sleep(0.2)
+    group.barrier()
+    start = time.monotonic()
+    world.stop(1)
+    took = time.monotonic() - start
+    # The next one begins once that function has returned.
+    with World(f"w{rank}", rank, 2, dist_init_method=url):
+        return took
+
+
+def test_stop_does_not_wait_for_a_function_that_is_served() -> None:
+    # The function sleeps for 5 s.
+    assert max(run_ranks(_still_serves, 2, local_place())) < 4
+
+
+def _stop_twice(url: str) -> list[tuple[str, bool]]:
+    rank = rank_without_group()
+    world = World(f"w{rank}", rank, 2, dist_init_method=url)
+    seen: list[tuple[str, bool]] = []
+    if rank == 1:
+        time.sleep(0.7)
+        world.stop()
+        return seen
+    first = threading.Thread(target=world.stop)
+    first.start()
+    time.sleep(0.2)
+    world.stop()
+    seen.append(("second", get_world() is None))
+    first.join()
+    return seen
+
+
+def test_the_second_stop_waits_for_the_first() -> None:
+    assert run_ranks(_stop_twice, 2, local_place())[0] == [("second", True)]
+
+
+def _stop_in_handler(url: str) -> tuple[str, str]:
+    def stop(*_: Any) -> None:
+        world = get_world()
+        assert world is not None
+        world.stop(graceful=False)
+
+    rank = rank_without_group()
+    if rank == 1:
+        time.sleep(1.0)
+        with contextlib.suppress(RpcError):
+            World("w1", 1, 2, dist_init_method=url, dist_timeout=2).stop(graceful=False)
+        return "", ""
+    place = World._meet
+
+    def meet(*args: Any) -> Any:
+        meeting = place(*args)
+        os.kill(os.getpid(), signal.SIGUSR2)
+        return meeting
+
+    World._meet = meet  # type: ignore[method-assign]
+    before = signal.signal(signal.SIGUSR2, stop)
+    try:
+        return told(World, "w0", 0, 2, dist_init_method=url, dist_timeout=20)
+    finally:
+        signal.signal(signal.SIGUSR2, before)
+        World._meet = place  # type: ignore[method-assign]
+
+
+def test_stop_in_a_handler_while_the_world_is_made() -> None:
+    answer = run_ranks(_stop_in_handler, 2, local_place(), timeout_s=30)[0]
+    assert answer == ("RuntimeError", "the world of 'w0' was stopped while it was made")
+
+
+def _ends_the_group(url: str) -> bool:
+    rank = rank_without_group()
+    world = World(f"w{rank}", rank, 2, dist_init_method=url)
+    dist.barrier()
+    dist.destroy_process_group()
+    world.stop()
+    return get_world() is None
+
+
+def test_stop_after_the_user_has_ended_the_default_group() -> None:
+    assert run_ranks(_ends_the_group, 2, local_place()) == [True, True]
+
+
+def _die_without_calls(rank: int, url: str, folder: Path) -> None:
+    world = World(f"w{rank}", rank, 2, init_rpc=False, init_dist=False, dist_init_method=url)
+    if rank == 0:
+        time.sleep(0.3)
+        os.kill(os.getpid(), signal.SIGKILL)
+    (folder / "told").write_text(": ".join(told(world.stop, 20)))
+
+
+def test_rank_zero_is_named_where_it_dies_before_the_end(tmp_path: Path) -> None:
+    url = local_place()
+    run_and_expect([-signal.SIGKILL, 0], _die_without_calls, url, tmp_path)
+    where = url.removeprefix("tcp://")
+    start = f"RpcError: end of the world: rank 0, which keeps the store of the world at {where}, is"
+    assert (tmp_path / "told").read_text().startswith(start)
+
+
+@pytest.mark.parametrize(
+    ("args", "options", "text"),
+    [
+        (("0", 1), {}, "rank must be a whole number, got '0'"),
+        ((0, 0), {}, "world_size must be at least 1, got 0"),
+        ((0, 1), {"dist_timeout": 0}, "dist_timeout must be more than 0 seconds, got 0"),
+        ((0, 1), {"rpc_timeout": -1}, "rpc_timeout must be at least 0 seconds, got -1"),
+        ((0, 1), {"dist_init_method": "tcp://127.0.0.1:99999"}, "dist_init_method must be"),
+    ],
+)
+def test_settings_that_cannot_be(args: Any, options: Any, text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        World("a", *args, **options)
+    assert get_world() is None
+
+
+@pytest.mark.parametrize("setting", ["RANK", "WORLD_SIZE", "MASTER_PORT"])
+def test_environments_that_cannot_be(setting: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    for name, value in (place | {setting: "abc"}).items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=f"{setting} must be a whole number, got 'abc'"):
+        World("a")
+
+
+def test_a_host_that_there_is_not() -> None:
+    place = "tcp://no-such-host.invalid:9000"
+    with pytest.raises(RpcError, match="rank 0 cannot listen at no-such-host.invalid:9000: "):
+        World("a", 0, 1, dist_init_method=place)
+    with pytest.raises(RpcError, match="rank 0 has not opened the world at no-such-host.invalid"):
+        World("a", 1, 2, dist_init_method=place, dist_timeout=0.1)
