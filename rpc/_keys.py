@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable
-from typing import Any
+from typing import Any, cast
 
 from torch.futures import Future
 
@@ -138,11 +138,12 @@ def _call_held(group: str, key: Hashable, args: Any, kwargs: Any) -> Any:
 
 @answered_later
 def _try_held_async(group: str, key: Hashable, args: Any, kwargs: Any) -> Future[Any]:
-    answer: Future[Any] = _try_held(group, key, args, kwargs)
-    if answer is _NotHeld:
-        answer = Future()
-        answer.set_result(_NotHeld)
-    return answer
+    answer = _try_held(group, key, args, kwargs)
+    if answer is not _NotHeld:
+        return cast(Future[Any], answer)
+    missing: Future[Any] = Future()
+    missing.set_result(_NotHeld)
+    return missing
 
 
 @answered_later

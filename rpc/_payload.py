@@ -1,4 +1,4 @@
-"""Objects as bytes plus the parts that torch moves by itself: tensors and references.
+"""Objects as bytes plus the parts that torch moves by itself: tensors.
 
 Functions and classes that the receiver could not import (lambdas, local ones, those of a script)
 travel by value, which is cloudpickle's work. Only members of the own world send such bytes.
@@ -13,7 +13,6 @@ from typing import Any
 import cloudpickle
 import torch
 from torch import Tensor
-from torch._C._distributed_rpc import PyRRef
 
 from . import _script
 
@@ -91,15 +90,13 @@ class _Parts(list[Any]):
 
 
 def _is_moved_by_torch(obj: Any) -> bool:
-    if type(obj) is PyRRef:
-        return True
     if type(obj) is not Tensor or obj.is_nested or obj.is_meta:
         return False
     return obj.layout in _MOVABLE
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """Puts tensors and references aside and leaves a number in their place."""
+    """Puts tensors aside and leaves a number in their place."""
 
     def __init__(self, file: io.BytesIO, parts: _Parts) -> None:
         super().__init__(file, protocol=5)

@@ -2,7 +2,7 @@
 
 import traceback
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from ._payload import Parcel, pack, unpack
 from .errors import RpcException
@@ -65,18 +65,21 @@ def _with_report(error: Exception, report: str) -> Exception:
     return error
 
 
-def _change_class(error: Any) -> Any:
-    error.__class__ = _reporting(type(error))
+def _change_class(error: Exception) -> Exception:
+    kind: Any = type(error)
+    error.__class__ = _reporting(kind)
     return error
 
 
-def _make_again(error: Any) -> Any:
+def _make_again(error: Exception) -> Exception:
     """For built-in types, whose instances keep their class."""
-    _, args, *rest = error.__reduce_ex__(2)
-    other = _reporting(type(error))(*args)
+    kind: Any = type(error)
+    reduced: Any = error.__reduce_ex__(2)
+    _, args, *rest = reduced
+    other = _reporting(kind)(*args)
     other.__setstate__((rest and rest[0]) or {})
     other.__cause__, other.__notes__ = error.__cause__, getattr(error, "__notes__", [])
-    return other
+    return cast(Exception, other)
 
 
 @lru_cache(maxsize=256)

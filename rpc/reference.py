@@ -118,13 +118,15 @@ class RpcReference:
     def __reduce__(self) -> Any:
         args = self._args
         if self._fetch is _kept_value:
-            args = self._args[0], _new_number()
+            number, own = self._args
+            other = _new_number()
             # Before the copy travels, so that the owner cannot forget the value meanwhile.
             if self.is_owner():
-                _retain(*self._args, args[1])
+                _retain(number, own, other)
             else:
-                call_sync(self._owner, _retain, (*self._args, args[1]))
-            if_not_sent(partial(_release, self._owner, *args))
+                call_sync(self._owner, _retain, (number, own, other))
+            if_not_sent(partial(_release, self._owner, number, other))
+            args = number, other
         return RpcReference, (self._owner, self._fetch, args)
 
     def __repr__(self) -> str:

@@ -13,6 +13,7 @@ from ranks import run_ranks
 from test_rpc_calls import in_group, told
 
 from stepwrap.rpc import RpcException, RpcGroup, World
+from stepwrap.rpc._transport import transport_error
 
 
 def _num_kept() -> int:
@@ -181,3 +182,15 @@ def _after_the_end() -> None:
 
 def test_calls_after_the_end() -> None:
     run_ranks(_after_the_end, 2)
+
+
+@pytest.mark.parametrize("what", ["Request", "Response"])
+def test_a_tensor_without_a_device_to_go_to_is_told_so(what: str) -> None:
+    error = RuntimeError(
+        "TensorPipe RPC backend only supports CPU tensors by default, please move your tensors to "
+        "CPU before sending them over RPC, or call `set_device_map` on "
+        f"`TensorPipeRpcBackendOptions`. {what} device mapping is not available for destination w1"
+    )
+    text = str(transport_error(error, "w1", abs))
+    assert "World(device_maps=...)" in text
+    assert "gone" not in text
