@@ -150,9 +150,10 @@ def _serve_now(parcel: Parcel) -> Future[Answer]:
 @answered_later
 def _serve(parcel: Parcel) -> Future[Answer]:
     slots = _slots
-    later: Future[Answer] = Future(devices=devices())
-    if not slots.enter(partial(_serve_later, parcel, later)):
-        return later
+    if not slots.take():
+        later: Future[Answer] = Future(devices=devices())
+        if not slots.enter(partial(_serve_later, parcel, later)):
+            return later
     try:
         return _carry_out(parcel)
     finally:

@@ -26,6 +26,14 @@ class Slots:
         self._waiting: deque[Callable[[], None]] = deque()
         self._lock = threading.Lock()
 
+    def take(self) -> bool:
+        """Take a place if there is one."""
+        with self._lock:
+            if not self._free:
+                return False
+            self._free -= 1
+            return True
+
     def enter(self, later: Callable[[], None]) -> bool:
         """Take a place and return True; else have `later` called in one, and return False."""
         with self._lock:
