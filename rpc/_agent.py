@@ -175,9 +175,11 @@ class Agent:
     def _end(self, together: bool, grace_s: float) -> None:
         global _past
         try:
-            # Nobody waits for an answer any more; together they only part without torch's warnings.
-            with _silent_log():
-                rpc.shutdown(graceful=together, timeout=grace_s)
+            try:
+                if together:
+                    _part_quietly(grace_s)
+            finally:
+                rpc.shutdown(graceful=False)
             _past = self._world if together else _past
         except RuntimeError as error:
             # A member that died just now, or an agent that has never come up.
@@ -212,16 +214,24 @@ def _wait_for_ending(timeout_s: float) -> None:
             )
 
 
-@contextlib.contextmanager
-def _silent_log() -> Iterator[None]:
-    """Keep torch from logging the stack where a member has died during the end."""
+def _part_quietly(grace_s: float) -> None:
+    """Have torch's agents meet for the end, so that none warns that another one has gone."""
+    agent: Any = rpc.api._get_current_rpc_agent()  # type: ignore[attr-defined]
+    # torch waits without end for calls that are never answered; this breaks them.
+    breaker = threading.Timer(grace_s, agent.shutdown)
+    breaker.daemon = True
+    breaker.start()
+    # It would write the stack of a meeting that a member has not lived to see.
     log = logging.getLogger(rpc.api.__name__)
-    was_disabled = log.disabled
-    log.disabled = True
+    was_disabled, log.disabled = log.disabled, True
     try:
-        yield
+        rpc.api._wait_all_workers(grace_s)
+        agent.join(shutdown=True, timeout=grace_s)
     finally:
         log.disabled = was_disabled
+        breaker.cancel()
+        # Two shutdowns at once would wait for one event, which wakes one of them.
+        breaker.join()
 
 
 def check_rank(rank: int) -> None:

@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from ranks import run_ranks
+from torch.distributed.rpc.functions import async_execution
+from torch.futures import Future
 
 from stepwrap.rpc import RpcError, World, get_world
 
@@ -190,6 +192,27 @@ def _still_serves(url: str) -> float:
 def test_stop_does_not_wait_for_a_function_that_is_served() -> None:
     # The function sleeps for 5 s.
     assert max(run_ranks(_still_serves, 2, local_place())) < 4
+
+
+@async_execution  # type: ignore[untyped-decorator]
+def _answer_never() -> Future[None]:
+    return Future()
+
+
+def _ends_unanswered(rank: int, url: str, folder: Path) -> None:
+    world = World(f"w{rank}", rank, 2, dist_init_method=url)
+    group = world.create_rpc_group("g", world.get_members())
+    if rank == 0:
+        group.rpc_async("w1", _answer_never, timeout=0)
+        time.sleep(0.2)
+    group.barrier()
+    world.stop(4)
+    with World(f"w{rank}", rank, 2, dist_init_method=url):
+        (folder / str(rank)).write_text("made")
+
+
+def test_a_call_that_is_never_answered_does_not_outlive_its_world(tmp_path: Path) -> None:
+    run_and_expect([0, 0], _ends_unanswered, local_place(), tmp_path)
 
 
 def _stop_twice(url: str) -> list[tuple[str, bool]]:
