@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.futures import Future
 
-from ._calls import answered_later, call_async, call_sync
+from ._calls import answered_later, call_async, call_sync, never_waits
 from ._directory import Directory, Kind
 from ._meetings import Late, Met
 from .errors import RpcError
@@ -175,10 +175,12 @@ def own_directory() -> Directory:
     return directory
 
 
+@never_waits
 def _directory_call(method: str, *args: Any) -> Any:
     return getattr(own_directory(), method)(*args)
 
 
+@never_waits
 @answered_later
 def _meet(
     place: Hashable, name: str, members: tuple[str, ...], token: str, is_whole: bool
@@ -186,6 +188,7 @@ def _meet(
     return own_directory().meetings.meet(place, name, members, token, is_whole)
 
 
+@never_waits
 def _give_up(place: Hashable, name: str, token: str) -> Late | Met:
     return own_directory().meetings.give_up(place, name, token)
 
