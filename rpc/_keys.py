@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable
+from functools import partial
 from typing import Any, cast
 
 from torch.futures import Future
@@ -69,7 +70,28 @@ class Keys:
             raise KeyError(f"Value [{key}] not found on Group [{self._group}]")
         return RpcReference(entry.holder, _held_value, (self._group, key))
 
-    def call(
+    def call_sync(
+        self, key: Hashable, args: Iterable[Any], kwargs: dict[str, Any] | None, timeout: float
+    ) -> Any:
+        """Call a service where it was found before, else where it is now.
+
+        Raises:
+            KeyError: nobody holds it.
+        """
+        call = partial(call_sync, what=str(key))
+        known = self._holders.get(key)
+        if known is not None:
+            given = self._group, key, tuple(args), dict(kwargs or {})
+            try:
+                answer = call(known.holder, _TRIES[known.is_async], given, timeout=timeout)
+            except RpcError:
+                self._holders.pop(key, None)
+                raise
+            if answer is not _NotHeld:
+                return answer
+        return self.call_by(call, key, args, kwargs, timeout)
+
+    def call_by(
         self,
         call: Callable[..., Any],
         key: Hashable,
@@ -77,34 +99,21 @@ class Keys:
         kwargs: dict[str, Any] | None,
         timeout: float,
     ) -> Any:
-        """Call a service by `call`, where it lives.
+        """Call a service by `call`, where it is now; what it gives later cannot be asked again.
 
         Raises:
             KeyError: nobody holds it.
         """
+        entry = self._holder(key)
         given = self._group, key, tuple(args), dict(kwargs or {})
-        known = self._holders.get(key)
-        # Only an answer that is here by now can say that the service has moved since.
-        if known is not None and getattr(call, "func", call) is call_sync:
-            try:
-                answer = call(known.holder, _TRIES[known.is_async], given, timeout=timeout)
-            except RpcError:
-                self.forget_holder(key)
-                raise
-            if answer is not _NotHeld:
-                return answer
-        entry = self._holders[key] = self._holder(key)
         return call(entry.holder, _ENTRIES[entry.is_async], given, timeout=timeout)
 
-    def forget_holder(self, key: Hashable) -> None:
-        """Have the next call ask the manager."""
-        self._holders.pop(key, None)
-
     def _holder(self, key: Hashable) -> Entry:
+        self._holders.pop(key, None)
         entry = self.find("service", key)
         if entry is None:
-            self.forget_holder(key)
             raise KeyError(f"Service [{key}] not found on Group [{self._group}]")
+        self._holders[key] = entry
         return entry
 
 

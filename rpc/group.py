@@ -159,8 +159,7 @@ class RpcGroup:
             RpcError: its holder is gone, or has not answered in time.
             Exception: what the service raised, as for `rpc_sync`.
         """
-        call = partial(_calls.call_sync, what=str(key))
-        return self._keys.call(call, key, args, kwargs, timeout)
+        return self._keys.call_sync(key, args, kwargs, timeout)
 
     def registered_async(
         self,
@@ -170,10 +169,8 @@ class RpcGroup:
         timeout: float = -1,
     ) -> Future[Any]:
         """Like `registered_sync`, but return a future."""
-        # A future cannot be asked again, so its service is looked up now.
-        self._keys.forget_holder(key)
         call = partial(_calls.call_async, what=str(key))
-        answer: Future[Any] = self._keys.call(call, key, args, kwargs, timeout)
+        answer: Future[Any] = self._keys.call_by(call, key, args, kwargs, timeout)
         return answer
 
     def registered_remote(
@@ -184,8 +181,7 @@ class RpcGroup:
         timeout: float = -1,
     ) -> RpcReference:
         """Like `registered_sync`, but leave the result there and return a reference at once."""
-        self._keys.forget_holder(key)
-        result: RpcReference = self._keys.call(call_remote, key, args, kwargs, timeout)
+        result: RpcReference = self._keys.call_by(call_remote, key, args, kwargs, timeout)
         return result
 
     def barrier(self, timeout: float = -1) -> None:
