@@ -34,8 +34,8 @@ def fail(kind: str) -> None:
 
 
 def _calls(world: World, group: RpcGroup) -> None:
-    following = f"w{(world.rank + 1) % 3}"
-    number = (world.rank + 1) % 3
+    number = (world.rank + 1) % world.world_size
+    following = f"w{number}"
     factor = 3
     for target in (following, number, get_worker_info(following)):
         assert group.rpc_sync(target, get_cur_name) == following
@@ -57,8 +57,9 @@ def _calls(world: World, group: RpcGroup) -> None:
     )
 
 
-def test_calls_by_name_rank_and_description_with_lambdas_and_tensors() -> None:
-    in_group(_calls)
+@pytest.mark.parametrize("size", [3, 4])
+def test_calls_by_name_rank_and_description_with_lambdas_and_tensors(size: int) -> None:
+    in_group(_calls, size)
 
 
 def _tensors(world: World, group: RpcGroup) -> None:
@@ -174,8 +175,9 @@ def _values(world: World, group: RpcGroup) -> Any:
     return group.get_paired("v").to_here()
 
 
-def test_values_under_keys() -> None:
-    assert in_group(_values) == ["again"] * 3
+@pytest.mark.parametrize("size", [3, 4])
+def test_values_under_keys(size: int) -> None:
+    assert in_group(_values, size) == ["again"] * size
 
 
 def _meet(world: World, group: RpcGroup) -> Any:
@@ -205,8 +207,9 @@ def _many_barriers(world: World, group: RpcGroup) -> list[int]:
     return seen
 
 
-def test_no_barrier_is_lost() -> None:
-    assert in_group(_many_barriers) == [list(range(100))] * 3
+@pytest.mark.parametrize("size", [3, 4])
+def test_no_barrier_is_lost(size: int) -> None:
+    assert in_group(_many_barriers, size) == [list(range(100))] * size
 
 
 def _about(world: World, group: RpcGroup) -> None:

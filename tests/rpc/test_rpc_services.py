@@ -68,7 +68,7 @@ def _services(world: World, group: RpcGroup) -> None:
     references = [group.registered_remote("later", (number,)) for number in range(3)]
     if world.rank == 0:
         answered = 0
-        while answered < 3 * 23:
+        while answered < world.world_size * 23:
             answered += _answer_all()
             time.sleep(0.01)
     assert [call.wait() for call in calls] == list(range(20))
@@ -86,5 +86,6 @@ def _services(world: World, group: RpcGroup) -> None:
     assert group.registered_sync("add", (5, 2)) == 3
 
 
-def test_services_under_keys() -> None:
-    in_group(_services)
+@pytest.mark.parametrize("size", [3, 4])
+def test_services_under_keys(size: int) -> None:
+    in_group(_services, size)
