@@ -105,11 +105,7 @@ class World:
             meeting = self._meet(dist_init_method or rpc_init_method, settings)
             with on_loopback(meeting.is_local):
                 if init_dist and not dist.is_initialized():
-                    with together(meeting, "collectives", self.rank, self.rank_name_map):
-                        start_collectives(
-                            meeting.store, self.rank, self.world_size, dist_backend, dist_timeout
-                        )
-                    undo.callback(end_collectives, dist.group.WORLD)
+                    _start_collectives(self, meeting, dist_backend, undo)
                 if init_rpc:
                     _start_rpc(self, rpc_threads, device_maps or {}, undo)
             self._ending.check_wanted(name)
@@ -283,6 +279,14 @@ class World:
             World._current = None
         if World._claims.get("world") is self:
             del World._claims["world"]
+
+
+def _start_collectives(
+    world: World, meeting: MeetingPlace, backend: str, undo: contextlib.ExitStack
+) -> None:
+    with together(meeting, "collectives", world.rank, world.rank_name_map):
+        start_collectives(meeting.store, world.rank, world.world_size, backend, world.dist_timeout)
+    undo.callback(end_collectives, dist.group.WORLD)
 
 
 def _start_rpc(

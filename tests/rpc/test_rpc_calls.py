@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from ranks import run_ranks
+from worlds import told
 
 from stepwrap.rpc import RpcGroup, RpcReference, World, get_world
 
@@ -25,15 +26,6 @@ def _in_group(body: Body, threads: int) -> Any:
 def in_group(body: Body, size: int = 2, threads: int = 16) -> list[Any]:
     """Run on every rank, in a group of all, and meet at the end."""
     return run_ranks(_in_group, size, body, threads)
-
-
-def told(fn: Any, *args: Any, **kwargs: Any) -> tuple[str, str]:
-    """Return type and text of what is raised."""
-    try:
-        fn(*args, **kwargs)
-    except Exception as error:
-        return type(error).__name__, str(error)
-    raise AssertionError("nothing was raised")
 
 
 def own_group() -> RpcGroup:

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
+from worlds import free_port, rank_without_group, told
 
 from stepwrap.rpc import (
     RpcError,
@@ -22,32 +23,6 @@ from stepwrap.rpc import (
     get_world,
     is_world_initialized,
 )
-
-
-def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
-
-
-def rank_without_group() -> int:
-    """Return this process's rank and end its group, so that the world has to find its members.
-
-    A process keeps its rank from world to world: torch's RPC allows no other.
-    """
-    rank = dist.get_rank()
-    dist.barrier()
-    dist.destroy_process_group()
-    return rank
-
-
-def told(fn: Any, *args: Any, **kwargs: Any) -> tuple[str, str]:
-    """Return type and text of what is raised."""
-    try:
-        fn(*args, **kwargs)
-    except Exception as error:
-        return type(error).__name__, str(error)
-    raise AssertionError("nothing was raised")
 
 
 def _meet(url: str, **options: Any) -> dict[str, Any]:

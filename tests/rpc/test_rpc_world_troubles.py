@@ -4,7 +4,6 @@ import contextlib
 import multiprocessing
 import os
 import signal
-import socket
 import threading
 import time
 from datetime import timedelta
@@ -16,36 +15,14 @@ import torch.distributed as dist
 from ranks import run_ranks
 from torch.distributed.rpc.functions import async_execution
 from torch.futures import Future
+from worlds import free_port, rank_without_group, told
 
 from stepwrap.rpc import RpcError, World, get_world
-
-
-def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
 
 
 def local_place() -> str:
     """Return an address that nobody listens at."""
     return f"tcp://127.0.0.1:{free_port()}"
-
-
-def rank_without_group() -> int:
-    """Return this process's rank and end its group, so that the world has to find its members."""
-    rank = dist.get_rank()
-    dist.barrier()
-    dist.destroy_process_group()
-    return rank
-
-
-def told(fn: Any, *args: Any, **kwargs: Any) -> tuple[str, str]:
-    """Return type and text of what is raised."""
-    try:
-        fn(*args, **kwargs)
-    except Exception as error:
-        return type(error).__name__, str(error)
-    raise AssertionError("nothing was raised")
 
 
 def _differ(url: str, setting: str, values: list[Any]) -> tuple[str, str]:

@@ -1,5 +1,6 @@
 """A world for the length of a test, and what is raised in it."""
 
+import socket
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +19,24 @@ def told(fn: Any, *args: Any, **kwargs: Any) -> tuple[str, str]:
     except Exception as error:
         return type(error).__name__, str(error)
     raise AssertionError("nothing was raised")
+
+
+def free_port() -> int:
+    """Return a port that nobody listens at."""
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1])
+
+
+def rank_without_group() -> int:
+    """Return this process's rank and end its group, so that the world has to find its members.
+
+    A process keeps its rank from world to world: torch's RPC allows no other.
+    """
+    rank = dist.get_rank()
+    dist.barrier()
+    dist.destroy_process_group()
+    return rank
 
 
 def in_group(body: Body, size: int = 3, *args: Any) -> list[Any]:
