@@ -199,6 +199,8 @@ class _Attempt:
             is_decided = self._wait_for(store, _VERDICT)
             if not is_decided and not self._place.is_current():
                 return
+        # It is written just after the place has been taken.
+        self._wait_for(store, f"member_{self._own.rank}")
         other = _read(store, f"member_{self._own.rank}").get("name", "another process")
         raise ValueError(
             f"rank {self._own.rank} of the world is {other!r}, so {self._own.name!r} cannot be it"
@@ -214,8 +216,9 @@ class _Attempt:
     def _raise_missing(self, store: Store) -> NoReturn:
         here, missing = [], []
         for rank, key in enumerate(self._keys()):
-            if store.check([key]):
-                here.append(f"{rank} ({_read(store, key).get('name')!r})")
+            member = _read(store, key)
+            if member:
+                here.append(f"{rank} ({member['name']!r})")
             else:
                 missing.append(str(rank))
         if not missing:
@@ -239,7 +242,8 @@ def _read(store: Store, key: str) -> dict[str, Any]:
     """Return what is written under a key; nothing where it is not there."""
     if not store.check([key]):
         return {}
-    content: dict[str, Any] = json.loads(store.get(key))
+    # Empty where its writer has taken it back meanwhile.
+    content: dict[str, Any] = json.loads(store.get(key) or "{}")
     return content
 
 

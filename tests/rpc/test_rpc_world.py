@@ -123,7 +123,7 @@ def test_takes_rank_size_and_address_of_the_environment() -> None:
 
 def _what_is_left(port: int) -> list[tuple[int, int, int]]:
     rank = rank_without_group()
-    left = []
+    left, before = [], _listeners()
     for _ in range(4):
         with World(f"w{rank}", rank, 2, dist_init_method=f"tcp://127.0.0.1:{port}") as world:
             group = world.create_rpc_group("g", world.get_members())
@@ -138,7 +138,7 @@ def _what_is_left(port: int) -> list[tuple[int, int, int]]:
         del group, world
         gc.collect()
         handles = len(os.listdir("/proc/self/fd"))
-        left.append((handles, threading.active_count(), _listeners()))
+        left.append((handles, threading.active_count(), _listeners() - before))
     return left
 
 
