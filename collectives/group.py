@@ -37,7 +37,7 @@ class CollectiveGroup:
     What is wrong with the arguments is a TypeError or ValueError of this rank, before anything is
     sent; a transport that fails, or a group's timeout, is a CollectiveError that names the ranks
     that have not come. A group that was destroyed and a process that is no member get a
-    RuntimeError from everything but `destroy` and `size`.
+    RuntimeError from everything but `destroy`, and but `size` on a rank that is no member.
 
     The group lives until `destroy()`, or the end of the default group: it does not end with this
     object, which others may not know to have been the last one.
@@ -87,7 +87,11 @@ class CollectiveGroup:
         return cls(*new_group(ranks, timeout_s, backend))
 
     def size(self) -> int:
-        """Return the number of members; -1 on ranks that are none."""
+        """Return the number of members; -1 on ranks that are none, until they destroy it.
+
+        Raises:
+            RuntimeError: the group has been destroyed here.
+        """
         if self.current_rank is None and not self.destroyed:
             return -1
         return dist.get_world_size(self._live())
