@@ -111,10 +111,6 @@ class RpcReference:
         """Return the owner's name."""
         return self._owner
 
-    def confirmed_by_owner(self) -> bool:
-        """Return whether the value is known to be there."""
-        return self._made is None or self._made.done()
-
     def __reduce__(self) -> Any:
         args = self._args
         if self._fetch is _kept_value:
