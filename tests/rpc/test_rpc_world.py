@@ -164,13 +164,19 @@ def test_one_world_after_another_leaves_nothing() -> None:
 
 
 def _begin(
-    names: list[str], sizes: list[int], port: int, ranks: list[int], init_rpc: bool = True
+    names: list[str],
+    sizes: list[int],
+    port: int,
+    ranks: list[int],
+    *,
+    init_rpc: bool = True,
+    begin_s: float = 1.0,
 ) -> tuple[str, str]:
     rank = rank_without_group()
     place = f"tcp://127.0.0.1:{port}"
     if names[rank] == "nobody":
         return "", ""
-    options = {"dist_init_method": place, "dist_timeout": 1.0, "init_rpc": init_rpc}
+    options = {"dist_init_method": place, "dist_timeout": begin_s, "init_rpc": init_rpc}
     answer = told(World, names[rank], ranks[rank], sizes[rank], **options)
     assert get_world() is None
     assert not dist.is_initialized()
@@ -190,10 +196,12 @@ def test_other_world_sizes() -> None:
 
 
 def test_missing_members_are_named() -> None:
-    answers = run_ranks(_begin, 3, ["a", "nobody", "c"], [3, 3, 3], free_port(), [0, 1, 2])
+    # Long enough for the third process to come on a busy machine.
+    names, ranks = ["a", "nobody", "c"], [0, 1, 2]
+    answers = run_ranks(_begin, 3, names, [3, 3, 3], free_port(), ranks, begin_s=4.0)
     for kind, text in (answers[0], answers[2]):
         assert kind == "RpcError"
-        assert "rank 1 of 3 has not come within 1 s; here: 0 ('a')" in text
+        assert "rank 1 of 3 has not come within 4 s; here: 0 ('a')" in text
 
 
 def test_rank_zero_is_missing() -> None:
@@ -204,7 +212,9 @@ def test_rank_zero_is_missing() -> None:
 
 
 def test_one_rank_twice() -> None:
-    answers = run_ranks(_begin, 3, ["a", "b", "c"], [3, 3, 3], free_port(), [0, 1, 1], False)
+    answers = run_ranks(
+        _begin, 3, ["a", "b", "c"], [3, 3, 3], free_port(), [0, 1, 1], init_rpc=False
+    )
     assert sorted(kind for kind, _ in answers) == ["RpcError", "RpcError", "ValueError"]
     text = next(text for kind, text in answers if kind == "ValueError")
     assert text in {
