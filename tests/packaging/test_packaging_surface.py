@@ -28,6 +28,15 @@ DOORS = {
         list_checkpoints load_checkpoint mix_seed prune_checkpoints save_alone save_checkpoint
         seed_rng
     """,
+    "parallel": """
+        AndEvent AsyncResult BasePool BrokenPoolError CtxPool CtxPoolStorage CtxThreadPool
+        EncodingError ExceptionWithTraceback IMapIterator IMapUnorderedIterator MapResult
+        ModelAssigner ModelComplexityEstimator ModelSizeEstimator MultiP2PQueue OrEvent P2PPool
+        Pickler Pool PoolStates PoolTerminatedError Process ProcessException RemoteError
+        RemoteTraceback SimpleP2PQueue SimpleQueue TaskTimeoutError Thread ThreadException
+        ThreadPool TimeoutError WorkerDiedError dumps get_context get_start_method loads
+        mark_static_module proxy_ctx_caller
+    """,
     "registry": """
         COMM_HOOKS Config ConfigError DATALOADERS DATASETS DEFAULT_HOOKS DIST_BACKENDS
         DataSection HOOKS
@@ -84,7 +93,9 @@ def test_front_door(folder: str) -> None:
     assert not leaked
 
 
-@pytest.mark.parametrize("name", ["stepwrap.registry", "stepwrap.runner", "stepwrap.runner.cli"])
+@pytest.mark.parametrize(
+    "name", ["stepwrap.parallel", "stepwrap.registry", "stepwrap.runner", "stepwrap.runner.cli"]
+)
 def test_import_without_torch(name: str) -> None:
     code = f"import sys, {name}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0

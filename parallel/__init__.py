@@ -1,0 +1,110 @@
+"""Many processes on one machine: pools, queues, pickling, placement of models.
+
+A name is imported when it is first used: a worker process that handles no tensor never pays for
+torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from multiprocessing import get_context, get_start_method
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .assigner import ModelAssigner
+    from .context_pool import CtxPool, CtxPoolStorage, proxy_ctx_caller
+    from .errors import (
+        BrokenPoolError,
+        EncodingError,
+        PoolTerminatedError,
+        RemoteError,
+        RemoteTraceback,
+        TaskTimeoutError,
+        TimeoutError,
+        WorkerDiedError,
+    )
+    from .estimators import ModelComplexityEstimator, ModelSizeEstimator
+    from .events import AndEvent, OrEvent
+    from .pickling import Pickler, dumps, loads, mark_static_module
+    from .pool import BasePool, P2PPool, Pool, PoolStates
+    from .processes import (
+        ExceptionWithTraceback,
+        Process,
+        ProcessException,
+        Thread,
+        ThreadException,
+    )
+    from .queues import MultiP2PQueue, SimpleP2PQueue, SimpleQueue
+    from .results import AsyncResult, IMapIterator, IMapUnorderedIterator, MapResult
+    from .thread_pool import CtxThreadPool, ThreadPool
+
+__all__ = [
+    "AndEvent",
+    "AsyncResult",
+    "BasePool",
+    "BrokenPoolError",
+    "CtxPool",
+    "CtxPoolStorage",
+    "CtxThreadPool",
+    "EncodingError",
+    "ExceptionWithTraceback",
+    "IMapIterator",
+    "IMapUnorderedIterator",
+    "MapResult",
+    "ModelAssigner",
+    "ModelComplexityEstimator",
+    "ModelSizeEstimator",
+    "MultiP2PQueue",
+    "OrEvent",
+    "P2PPool",
+    "Pickler",
+    "Pool",
+    "PoolStates",
+    "PoolTerminatedError",
+    "Process",
+    "ProcessException",
+    "RemoteError",
+    "RemoteTraceback",
+    "SimpleP2PQueue",
+    "SimpleQueue",
+    "TaskTimeoutError",
+    "Thread",
+    "ThreadException",
+    "ThreadPool",
+    "TimeoutError",
+    "WorkerDiedError",
+    "dumps",
+    "get_context",
+    "get_start_method",
+    "loads",
+    "mark_static_module",
+    "proxy_ctx_caller",
+]
+
+_HOMES = {
+    "assigner": "ModelAssigner",
+    "context_pool": "CtxPool CtxPoolStorage proxy_ctx_caller",
+    "errors": "BrokenPoolError EncodingError PoolTerminatedError RemoteError RemoteTraceback "
+    "TaskTimeoutError TimeoutError WorkerDiedError",
+    "estimators": "ModelComplexityEstimator ModelSizeEstimator",
+    "events": "AndEvent OrEvent",
+    "pickling": "Pickler dumps loads mark_static_module",
+    "pool": "BasePool P2PPool Pool PoolStates",
+    "processes": "ExceptionWithTraceback Process ProcessException Thread ThreadException",
+    "queues": "MultiP2PQueue SimpleP2PQueue SimpleQueue",
+    "results": "AsyncResult IMapIterator IMapUnorderedIterator MapResult",
+    "thread_pool": "CtxThreadPool ThreadPool",
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f".{_HOME_OF[name]}", __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
