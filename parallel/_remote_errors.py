@@ -1,0 +1,202 @@
+"""Exceptions on their way to another process: described where raised, made anew where awaited."""
+
+from __future__ import annotations
+
+import builtins
+import io
+import pickle
+import traceback
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, NamedTuple, cast
+
+from .errors import RemoteError, RemoteTraceback
+from .pickling import Pickler, loads
+
+# Of a text, in characters. The first quarter is kept and the end, where a traceback tells most.
+TEXT_LIMIT = 64 * 1024
+# Of a pickled exception, in bytes: one that holds a whole data set travels as its text.
+PICKLE_LIMIT = 16 * 1024 * 1024
+# Python 3.10 has no groups.
+_GROUP: Any = getattr(builtins, "BaseExceptionGroup", ())
+
+
+class ExceptionWithTraceback:
+    """Carries an exception through a pickle, which gives the exception itself, with its traceback.
+
+    In the receiving process the traceback is a text: the `__cause__` of the exception, a
+    `RemoteTraceback`. An exception that cannot be pickled becomes a `RemoteError`.
+
+    Args:
+        tb: the traceback (default: the one that the exception has).
+
+    Attributes:
+        exc: the exception.
+        tb: the text of its traceback, in triple quotes.
+    """
+
+    def __init__(self, exc: BaseException, tb: TracebackType | None = None) -> None:
+        self.exc = exc
+        self._text = format_error(exc, tb)
+        self.tb = _quoted(self._text)
+
+    def __reduce__(self) -> tuple[Callable[[bytes], BaseException], tuple[bytes]]:
+        return rebuild, (_describe(self.exc, self._text),)
+
+
+class _Description(NamedTuple):
+    type_name: str
+    message: str
+    text: str
+    notes: list[str]
+    pickled: bytes | None
+
+
+def describe(error: BaseException) -> bytes:
+    """Return what `rebuild` needs to make an exception anew in another process. Never raises."""
+    return _describe(error, format_error(error))
+
+
+def rebuild(data: bytes) -> BaseException:
+    """Return a described exception, its traceback as its `__cause__`. Never raises.
+
+    It has its own type, or is a `RemoteError` where that cannot be had in this process.
+    """
+    description = _Description(*pickle.loads(data))
+    text = description.text
+    if description.pickled is not None:
+        # The code of a class may raise anything at all while an instance is made.
+        try:
+            error = _made_from(description.pickled)
+            if description.notes and not hasattr(error, "__notes__"):
+                error.__dict__["__notes__"] = description.notes
+            error.__cause__ = RemoteTraceback(_quoted(text))
+            return error
+        except BaseException as reason:
+            text = f"{text}\n(it could not be made anew in this process: {_summary(reason)})"
+    failure = RemoteError(description.type_name, description.message, text)
+    failure.__cause__ = RemoteTraceback(_quoted(text))
+    return failure
+
+
+def format_error(error: BaseException, tb: TracebackType | None = None) -> str:
+    """Return the traceback of an exception and of what led to it, of at most TEXT_LIMIT."""
+    tb = error.__traceback__ if tb is None else tb
+    try:
+        text = "".join(traceback.format_exception(type(error), error, tb)).rstrip()
+    except BaseException as reason:
+        text = f"{_summary(error)}\n(its traceback could not be made: {_summary(reason)})"
+    return shorten(text)
+
+
+def shorten(text: str) -> str:
+    """Cut the middle out of a text that is longer than TEXT_LIMIT, and say so there."""
+    if len(text) <= TEXT_LIMIT:
+        return text
+    head = text[: TEXT_LIMIT // 4]
+    note = f"\n... [cut here: the whole text has {len(text)} characters] ...\n"
+    return head + note + text[len(head) + len(note) - TEXT_LIMIT :]
+
+
+def _quoted(text: str) -> str:
+    return f'\n"""\n{text}\n"""'
+
+
+def _type_name(error: BaseException) -> str:
+    kind = type(error)
+    home = "" if kind.__module__ in ("builtins", "__main__") else f"{kind.__module__}."
+    return f"{home}{kind.__qualname__}"
+
+
+def _message(error: BaseException) -> str:
+    try:
+        return shorten(str(error))
+    except BaseException as reason:
+        return f"(its __str__ raised {_type_name(reason)})"
+
+
+def _summary(error: BaseException) -> str:
+    return f"{_type_name(error)}: {_message(error)}"
+
+
+def _describe(error: BaseException, text: str) -> bytes:
+    pickled, reason = _pickled(error)
+    if pickled is None:
+        text = f"{text}\n(it could not be pickled: {reason})"
+    notes = getattr(error, "__notes__", None)
+    notes = [shorten(note) for note in notes if type(note) is str] if type(notes) is list else []
+    return pickle.dumps((_type_name(error), _message(error), text, notes, pickled))
+
+
+def _pickled(error: BaseException) -> tuple[bytes | None, str]:
+    """Return a pickle that was seen to give this type, and the same message if one does.
+
+    Or None and the reason, as a text: exceptions kept here would keep the frames of the task.
+    """
+    second_best = None
+    reason = ""
+    for form in (error, _Parts(error)):
+        try:
+            data = _bounded_dumps(form)
+            copy = _made_from(data)
+            if type(copy) is not type(error):
+                raise TypeError(f"it comes back as {_summary(copy)}")
+            if _message(copy) == _message(error):
+                return data, ""
+            second_best = second_best or data
+        except BaseException as problem:
+            reason = reason or _summary(problem)
+    return second_best, reason
+
+
+def _bounded_dumps(value: object) -> bytes:
+    file = _BoundedFile()
+    Pickler(file, copy_tensor=True).dump(value)
+    return file.getvalue()
+
+
+def _made_from(pickled: bytes) -> BaseException:
+    error = loads(pickled)
+    if not isinstance(error, BaseException):
+        raise TypeError(f"an object of type {type(error).__qualname__} came out of its pickle")
+    return error
+
+
+class _BoundedFile(io.BytesIO):
+    def write(self, data: Any) -> int:
+        if self.tell() + memoryview(data).nbytes > PICKLE_LIMIT:
+            raise ValueError(f"its pickle is longer than {PICKLE_LIMIT} bytes")
+        return super().write(data)
+
+
+class _Parts:
+    """Pickles an exception past its class's `__init__` and `__reduce__`, which often disagree."""
+
+    def __init__(self, error: BaseException) -> None:
+        self._error = error
+
+    def __reduce__(self) -> tuple[Callable[..., BaseException], tuple[Any, ...]]:
+        kind = type(self._error)
+        _, args, *state = cast(Any, _built_in_base(kind)).__reduce__(self._error)
+        if isinstance(self._error, _GROUP):
+            message, members = args
+            args = (message, [ExceptionWithTraceback(member) for member in members])
+        return _from_parts, (kind, args, *state)
+
+
+def _from_parts(
+    kind: type[BaseException], args: tuple[Any, ...], state: Any = None
+) -> BaseException:
+    base = cast(Any, _built_in_base(kind))
+    error: BaseException = base.__new__(kind, *args)
+    base.__init__(error, *args)
+    error.__setstate__(state)
+    return error
+
+
+def _built_in_base(kind: type[BaseException]) -> type[BaseException]:
+    return next(
+        base
+        for base in kind.__mro__
+        if base.__module__ == "builtins" and issubclass(base, BaseException)
+    )
