@@ -1,0 +1,127 @@
+"""Descriptors on their way: received ones to be closed, and more of them than a message takes."""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import errno
+import os
+import resource
+import socket
+from collections.abc import Iterable, Iterator, Sequence
+
+# Linux takes 253.
+MOST = 250
+_SIZE = array.array("i").itemsize
+
+
+class Received:
+    """A descriptor from another process, to be closed by whoever detaches it."""
+
+    def __init__(self, number: int) -> None:
+        self._number = number
+
+    def detach(self) -> int:
+        """Return the number and leave the closing to the caller."""
+        number, self._number = self._number, -1
+        return number
+
+    def close(self) -> None:
+        """Close the descriptor, unless it has been detached."""
+        if self._number >= 0:
+            os.close(self.detach())
+
+
+@contextlib.contextmanager
+def received(numbers: Iterable[int]) -> Iterator[list[Received]]:
+    """Give descriptors, and close those that have not been detached by the end."""
+    taken = [Received(number) for number in numbers]
+    try:
+        yield taken
+    finally:
+        for descriptor in taken:
+            descriptor.close()
+
+
+def close(numbers: Iterable[int]) -> None:
+    """Close the descriptors."""
+    for number in numbers:
+        os.close(number)
+
+
+def bundled(numbers: Sequence[int]) -> int:
+    """Return one descriptor that carries others, and close those.
+
+    Raises:
+        OSError: the system takes no more of them.
+    """
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        with ours:
+            for first in range(0, len(numbers), MOST):
+                send(ours, b"-", numbers[first : first + MOST], socket.MSG_DONTWAIT)
+        close(numbers)
+        return theirs.detach()
+    finally:
+        theirs.close()
+
+
+def unbundled(descriptor: int) -> list[int]:
+    """Return the descriptors that one carries, and close that one."""
+    numbers: list[int] = []
+    try:
+        with socket.socket(fileno=descriptor) as carrier:
+            while True:
+                data, some = receive(carrier, 1)
+                if not data:
+                    return numbers
+                numbers += some
+    except BaseException:
+        close(numbers)
+        raise
+
+
+def send(to: socket.socket, data: bytes, numbers: Sequence[int], flags: int = 0) -> None:
+    """Send one message; the descriptors stay open here."""
+    if not numbers:
+        to.send(data, flags)
+        return
+    rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", numbers))]
+    try:
+        to.sendmsg([data], rights, flags)
+    except OSError as error:
+        raise explained(error) from error
+
+
+def receive(source: socket.socket, size: int, flags: int = 0) -> tuple[bytes, list[int]]:
+    """Return one message of at most `size` bytes and its descriptors; b"" when none will come.
+
+    Raises:
+        OSError: there is no room for the descriptors; the message is lost.
+    """
+    room = socket.CMSG_SPACE(MOST * _SIZE)
+    data, extra, state, _ = source.recvmsg(size, room, flags | socket.MSG_CMSG_CLOEXEC)
+    numbers = array.array("i")
+    for level, kind, content in extra:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            numbers.frombytes(content[: len(content) - len(content) % _SIZE])
+    if state & socket.MSG_CTRUNC:
+        close(numbers)
+        raise explained(OSError(errno.EMFILE, "too many open files"))
+    return data, list(numbers)
+
+
+def explained(error: Exception) -> Exception:
+    """Return an error with advice where descriptors have run out, else the error itself."""
+    code = getattr(error, "errno", None)
+    # torch's own errors have the number in their text.
+    if code not in (errno.EMFILE, errno.ETOOMANYREFS) and "(24)" not in str(error):
+        return error
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    what = "on their way to other processes" if code == errno.ETOOMANYREFS else "open"
+    return OSError(
+        code or errno.EMFILE,
+        f"too many open files: all {limit} descriptors that this process may have (`ulimit -n`) "
+        f"are {what}, and each tensor in shared memory takes one; raise the limit, pass tensors "
+        'by copy, or call torch.multiprocessing.set_sharing_strategy("file_system") first',
+    )
