@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import builtins
-import io
 import pickle
 import traceback
 from collections.abc import Callable
@@ -11,7 +10,7 @@ from types import TracebackType
 from typing import Any, NamedTuple, cast
 
 from .errors import RemoteError, RemoteTraceback
-from .pickling import Pickler, loads
+from .pickling import dumps, loads
 
 # Of a text, in characters. The first quarter is kept and the end, where a traceback tells most.
 TEXT_LIMIT = 64 * 1024
@@ -150,9 +149,10 @@ def _pickled(error: BaseException) -> tuple[bytes | None, str]:
 
 
 def _bounded_dumps(value: object) -> bytes:
-    file = _BoundedFile()
-    Pickler(file, copy_tensor=True).dump(value)
-    return file.getvalue()
+    data = dumps(value, copy_tensor=True)
+    if len(data) > PICKLE_LIMIT:
+        raise ValueError(f"its pickle has {len(data)} bytes, more than {PICKLE_LIMIT}")
+    return data
 
 
 def _made_from(pickled: bytes) -> BaseException:
@@ -160,13 +160,6 @@ def _made_from(pickled: bytes) -> BaseException:
     if not isinstance(error, BaseException):
         raise TypeError(f"an object of type {type(error).__qualname__} came out of its pickle")
     return error
-
-
-class _BoundedFile(io.BytesIO):
-    def write(self, data: Any) -> int:
-        if self.tell() + memoryview(data).nbytes > PICKLE_LIMIT:
-            raise ValueError(f"its pickle is longer than {PICKLE_LIMIT} bytes")
-        return super().write(data)
 
 
 class _Parts:

@@ -1,0 +1,268 @@
+"""Processes and threads that tell what went wrong in them."""
+
+from __future__ import annotations
+
+import io
+import logging
+import multiprocessing
+import os
+import pickle
+import signal
+import struct
+import tempfile
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from multiprocessing.process import BaseProcess
+from multiprocessing.reduction import DupFd, ForkingPickler
+from typing import Any
+
+from ._remote_errors import ExceptionWithTraceback, describe, format_error, rebuild, shorten
+from .pickling import Pickler
+
+__all__ = ["ExceptionWithTraceback", "Process", "ProcessException", "Thread", "ThreadException"]
+
+logger = logging.getLogger(__name__)
+
+# A process that has reported goes on to its exit handlers, which may wait for its threads.
+_EXIT_S = 5.0
+_LENGTH = struct.Struct("!Q")
+
+
+class ProcessException(RuntimeError):
+    """A process failed. The text has the tracebacks, `__cause__` is the first exception."""
+
+
+class ThreadException(RuntimeError):
+    """A thread failed. The text has the tracebacks, `__cause__` is the first exception."""
+
+
+class Thread(threading.Thread):
+    """A thread that keeps the exceptions raised in it; they are logged as errors as well.
+
+    `sys.exit()` and `sys.exit(0)` in it are no failure.
+
+    Args:
+        target: what to run, with `args` and `kwargs`.
+        cleaner: is called in the thread after `target`, also when that has failed.
+    """
+
+    def __init__(
+        self,
+        group: None = None,
+        target: Callable[..., object] | None = None,
+        name: str | None = None,
+        args: Iterable[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        cleaner: Callable[[], object] | None = None,
+        *,
+        daemon: bool | None = None,
+    ) -> None:
+        super().__init__(group, target, name, args, kwargs, daemon=daemon)
+        self._cleaner = cleaner
+        self._failures: list[BaseException] = []
+
+    def run(self) -> None:
+        """Run the target, then the cleaner; keep what they raise."""
+        failures = _run_all(super().run, self._cleaner)
+        self._cleaner = None
+        if failures:
+            self._failures = failures
+            logger.error("thread %r failed:\n%s", self.name, _text_of(failures))
+
+    @property
+    def exception(self) -> ThreadException | None:
+        """What was raised, as a new object; None while nothing was."""
+        if not self._failures:
+            return None
+        error = ThreadException(_text_of(self._failures))
+        error.__cause__ = self._failures[0]
+        return error
+
+    def watch(self) -> None:
+        """Raise `exception` if there is one; never waits."""
+        error = self.exception
+        if error is not None:
+            raise error
+
+    def join(self, timeout: float | None = None, *, reraise: bool = False) -> None:
+        """Wait until the thread has ended, at most `timeout` seconds.
+
+        Args:
+            reraise: then raise `exception` if there is one.
+        """
+        super().join(timeout)
+        if reraise:
+            self.watch()
+
+
+class Process(BaseProcess):
+    """A process that reports the exceptions raised in it, and ends with a non-zero exit code then.
+
+    The object is a process of the context `ctx` as well. Where the process is spawned, functions
+    and classes that it could not import (lambdas, closures) are sent by value.
+
+    `sys.exit()` and `sys.exit(0)` in it are no failure; `sys.exit(code)` keeps its code.
+
+    Args:
+        target: what to run, with `args` and `kwargs`.
+        cleaner: is called in the process after `target`, also when that has failed (not when a
+            signal kills the process).
+        ctx: how to start it, from `multiprocessing.get_context` (default: the default one).
+    """
+
+    def __init__(
+        self,
+        group: None = None,
+        target: Callable[..., object] | None = None,
+        name: str | None = None,
+        args: Iterable[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        cleaner: Callable[[], object] | None = None,
+        ctx: Any = None,
+        *,
+        daemon: bool | None = None,
+    ) -> None:
+        base = (multiprocessing if ctx is None else ctx).Process
+        self.__class__ = _started_by(base, type(self))
+        super().__init__(group, target, name, tuple(args), kwargs or {}, daemon=daemon)
+        self._cleaner = cleaner
+        self._exception: ProcessException | None = None
+        # A file, for it never blocks its writer as a pipe would while nobody reads.
+        self._report = _report_file()
+        self._close_report = weakref.finalize(self, os.close, self._report)
+
+    def run(self) -> None:
+        """Run the target, then the cleaner; report what they raise and raise the first."""
+        failures = _run_all(super().run, self._cleaner)
+        if failures:
+            _write_report(self._report, (_text_of(failures), describe(failures[0])))
+            raise failures[0]
+
+    @property
+    def exception(self) -> ProcessException | None:
+        """What was raised, or how the process was ended; None while it has not failed."""
+        if self._exception is None and self._close_report.alive:
+            # First the exit code: what ended in between has reported before.
+            exitcode = self.exitcode
+            report = _read_report(self._report)
+            if report is not None:
+                text, described = report
+                self._exception = ProcessException(text)
+                self._exception.__cause__ = _without_traceback(rebuild(described))
+            elif exitcode:
+                self._exception = ProcessException(self._obituary(exitcode))
+        return self._exception
+
+    def watch(self) -> None:
+        """Raise `exception` if there is one; waits only for the exit of a failed process."""
+        error = self.exception
+        if error is not None:
+            self.join(_EXIT_S)
+            raise error
+
+    def close(self) -> None:
+        """Give back what the ended process holds here; `exception` can still be read."""
+        self.exception  # noqa: B018
+        super().close()
+        self._close_report()
+
+    def __reduce__(self) -> tuple[Callable[[bytes], Process], tuple[bytes]]:
+        multiprocessing.context.assert_spawning(self)
+        state = {key: value for key, value in vars(self).items() if key != "_close_report"}
+        state["_report"] = DupFd(self._report)
+        file = io.BytesIO()
+        _SpawnPickler(file).dump((*type(self).__bases__, state))
+        return _revived, (file.getvalue(),)
+
+    def _obituary(self, exitcode: int) -> str:
+        who = f"process {self.name!r} (pid {self.pid})"
+        if exitcode > 0:
+            return f"{who} left with exit code {exitcode} and without a report (os._exit?)"
+        try:
+            name = signal.Signals(-exitcode).name
+        except ValueError:
+            name = f"signal {-exitcode}"
+        hint = " (out of memory?)" if -exitcode == signal.SIGKILL else ""
+        return f"{who} was killed by {name}{hint}"
+
+
+class _SpawnPickler(Pickler):
+    """Knows what may travel to a process that is being started: locks, connections, queues."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        known: Any = {**Pickler.dispatch_table, **ForkingPickler(file).dispatch_table}
+        self.dispatch_table = known
+        super().__init__(file)
+
+
+def _started_by(base: type[BaseProcess], kind: type[Process]) -> type[Process]:
+    """Return `kind` as a subclass of a context's process class, which knows how to start it."""
+    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    return type(kind.__name__, (kind, base), names)
+
+
+def _revived(data: bytes) -> Process:
+    kind, base, state = pickle.loads(data)
+    made = _started_by(base, kind)
+    process = made.__new__(made)
+    vars(process).update(state, _report=state["_report"].detach())
+    return process
+
+
+def _run_all(target: Callable[[], object], cleaner: Callable[[], object] | None) -> list[Any]:
+    """Call both and return what they raised, which for `sys.exit(0)` is nothing."""
+    failures: list[Any] = []
+    pid = os.getpid()
+    for step in (target, cleaner):
+        try:
+            if step is not None:
+                step()
+        except BaseException as error:
+            if os.getpid() != pid:
+                raise
+            if not (isinstance(error, SystemExit) and error.code in (None, 0)):
+                failures.append(error)
+        # A child that the target has forked and that comes out of it: nothing here is its own.
+        if os.getpid() != pid:
+            break
+    return failures
+
+
+def _text_of(failures: list[BaseException]) -> str:
+    blocks = (f"Exception {i}:\n{format_error(e)}" for i, e in enumerate(failures, 1))
+    return shorten("\n\n".join(blocks))
+
+
+def _without_traceback(error: BaseException) -> BaseException:
+    # The text of the exception that it is the cause of has the traceback.
+    error.__cause__ = None
+    return error
+
+
+def _report_file() -> int:
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create("stepwrap-report")
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())
+
+
+def _write_report(file: int, report: tuple[str, bytes]) -> None:
+    data = memoryview(pickle.dumps(report))
+    written = 0
+    while written < len(data):
+        written += os.pwrite(file, data[written:], _LENGTH.size + written)
+    # Last, so that there is nothing to read before all is there.
+    os.pwrite(file, _LENGTH.pack(len(data)), 0)
+
+
+def _read_report(file: int) -> tuple[str, bytes] | None:
+    header = os.pread(file, _LENGTH.size, 0)
+    if len(header) < _LENGTH.size or header == bytes(_LENGTH.size):
+        return None
+    (length,) = _LENGTH.unpack(header)
+    data = b""
+    while len(data) < length:
+        data += os.pread(file, length - len(data), _LENGTH.size + len(data))
+    text, described = pickle.loads(data)
+    return text, described

@@ -1,0 +1,76 @@
+"""What the processes of the tests run; imports no torch, so that spawned ones start quickly."""
+
+import faulthandler
+import os
+import signal
+import sys
+import threading
+import time
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+
+class TwoArguments(Exception):
+    """Is made from other arguments than those that it passes on."""
+
+    def __init__(self, key: str, value: int) -> None:
+        super().__init__(f"{key} must not be {value}")
+        self.key, self.value = key, value
+
+
+def send(connection: Connection, value: object) -> None:
+    connection.send(value)
+
+
+def send_modules(connection: Connection) -> None:
+    connection.send("torch" in sys.modules)
+
+
+def fail(text: str = "wrong") -> None:
+    try:
+        raise KeyError("first")
+    except KeyError as error:
+        raise TwoArguments(text, 3) from error
+
+
+def leave(code: object) -> None:
+    sys.exit(code)  # type: ignore[arg-type]
+
+
+def leave_at_once(code: int) -> None:
+    os._exit(code)
+
+
+def kill(number: int) -> None:
+    faulthandler.disable()
+    os.kill(os.getpid(), number)
+    signal.pause()
+
+
+def sleep() -> None:
+    time.sleep(60)
+
+
+def touch(path: Path) -> None:
+    path.write_text(str(os.getpid()))
+
+
+def fail_to_clean() -> None:
+    raise ValueError("not clean")
+
+
+def fail_in_a_child() -> None:
+    """The child that it forks comes out of the target with an exception of its own."""
+    pid = os.fork()
+    if pid == 0:
+        raise RuntimeError("in the child's child")
+    os.waitpid(pid, 0)
+
+
+def fail_and_stay(until: Path) -> None:
+    def wait() -> None:
+        while not until.exists():
+            time.sleep(0.01)
+
+    threading.Thread(target=wait).start()
+    raise ValueError("failed, yet here")
