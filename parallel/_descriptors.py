@@ -19,16 +19,16 @@ class Received:
     """A descriptor from another process, to be closed by whoever detaches it."""
 
     def __init__(self, number: int) -> None:
-        self._number = number
+        self.number = number
 
     def detach(self) -> int:
         """Return the number and leave the closing to the caller."""
-        number, self._number = self._number, -1
+        number, self.number = self.number, -1
         return number
 
     def close(self) -> None:
         """Close the descriptor, unless it has been detached."""
-        if self._number >= 0:
+        if self.number >= 0:
             os.close(self.detach())
 
 
@@ -87,10 +87,8 @@ def send(to: socket.socket, data: bytes, numbers: Sequence[int], flags: int = 0)
         to.send(data, flags)
         return
     rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", numbers))]
-    try:
+    with explaining():
         to.sendmsg([data], rights, flags)
-    except OSError as error:
-        raise explained(error) from error
 
 
 def receive(source: socket.socket, size: int, flags: int = 0) -> tuple[bytes, list[int]]:
@@ -107,20 +105,28 @@ def receive(source: socket.socket, size: int, flags: int = 0) -> tuple[bytes, li
             numbers.frombytes(content[: len(content) - len(content) % _SIZE])
     if state & socket.MSG_CTRUNC:
         close(numbers)
-        raise explained(OSError(errno.EMFILE, "too many open files"))
+        raise _advice(errno.EMFILE)
     return data, list(numbers)
 
 
-def explained(error: Exception) -> Exception:
-    """Return an error with advice where descriptors have run out, else the error itself."""
-    code = getattr(error, "errno", None)
-    # torch's own errors have the number in their text.
-    if code not in (errno.EMFILE, errno.ETOOMANYREFS) and "(24)" not in str(error):
-        return error
+@contextlib.contextmanager
+def explaining() -> Iterator[None]:
+    """Give errors advice where descriptors have run out; also torch's own RuntimeError."""
+    try:
+        yield
+    except (OSError, RuntimeError) as error:
+        code = getattr(error, "errno", None)
+        # torch has the number in its text.
+        if code not in (errno.EMFILE, errno.ETOOMANYREFS) and "(24)" not in str(error):
+            raise
+        raise _advice(code or errno.EMFILE) from error
+
+
+def _advice(code: int) -> OSError:
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     what = "on their way to other processes" if code == errno.ETOOMANYREFS else "open"
     return OSError(
-        code or errno.EMFILE,
+        code,
         f"too many open files: all {limit} descriptors that this process may have (`ulimit -n`) "
         f"are {what}, and each tensor in shared memory takes one; raise the limit, pass tensors "
         'by copy, or call torch.multiprocessing.set_sharing_strategy("file_system") first',

@@ -139,7 +139,7 @@ def _reduced_tensor(tensor: Tensor, parts: list[Any], *, copy_tensor: bool) -> A
         if tensor.is_conj() or tensor.is_neg():
             return NotImplemented
         return reductions.reduce_tensor(tensor)  # type: ignore[no-untyped-call]
-    warn_if_has_hooks(tensor)  # type: ignore[no-untyped-call]
+    warn_if_has_hooks(tensor)
     parts.append(tensor)
     return take, (MARK,)
 
@@ -173,4 +173,4 @@ def _storage_of(tensor: Tensor) -> UntypedStorage:
 
 
 def _meta_storage(size: int) -> UntypedStorage:
-    return UntypedStorage(size, device="meta")
+    return UntypedStorage(size, device="meta")  # type: ignore[no-untyped-call]

@@ -14,7 +14,7 @@ from typing import Any
 from torch import UntypedStorage
 from torch.multiprocessing import get_sharing_strategy, reductions
 
-from ._descriptors import Received, explained
+from ._descriptors import Received, explaining
 from ._parts import MARK
 
 Content = tuple[Any, ...]
@@ -33,7 +33,7 @@ def by_name(storage: UntypedStorage) -> Content:
         return _of_process, os.getpid(), descriptor, inode, device, size
     manager, name, size = storage._share_filename_cpu_()
     # The file stays for the receiver, who takes this back.
-    storage._shared_incref()
+    storage._shared_incref()  # type: ignore[no-untyped-call]
     _remember(name, storage)
     return reductions.rebuild_storage_filename, UntypedStorage, manager, name, size
 
@@ -50,10 +50,7 @@ def by_descriptor(storage: UntypedStorage, descriptors: list[int]) -> Content:
         return by_name(storage)
     descriptor, size = _shared(storage)
     _remember(reductions.fd_id(descriptor), storage)  # type: ignore[no-untyped-call]
-    try:
-        descriptors.append(os.dup(descriptor))
-    except OSError as error:
-        raise explained(error) from error
+    descriptors.append(os.dup(descriptor))
     return _of_descriptor, MARK, size
 
 
@@ -63,10 +60,8 @@ def _has_name(storage: UntypedStorage) -> bool:
 
 
 def _shared(storage: UntypedStorage) -> tuple[int, int]:
-    try:
+    with explaining():
         descriptor, size = storage._share_fd_cpu_()
-    except RuntimeError as error:
-        raise explained(error) from error
     if descriptor < 0:
         raise ValueError(
             "a tensor in a file that is mapped (torch.from_file, torch.load(mmap=True)) cannot be "
@@ -80,16 +75,14 @@ def _remember(key: Any, storage: UntypedStorage) -> None:
 
 
 def _empty() -> UntypedStorage:
-    return UntypedStorage(0)
+    return UntypedStorage(0)  # type: ignore[no-untyped-call]
 
 
 def _of_descriptor(descriptor: Received, size: int) -> UntypedStorage:
-    try:
+    with explaining():
         storage: UntypedStorage = reductions.rebuild_storage_fd(  # type: ignore[no-untyped-call]
             UntypedStorage, descriptor, size
         )
-    except RuntimeError as error:
-        raise explained(error) from error
     return storage
 
 
@@ -99,7 +92,8 @@ def _of_process(process: int, number: int, inode: int, device: int, size: int) -
         f"process {process}, which has ended or dropped the tensor"
     )
     try:
-        descriptor = os.open(f"/proc/{process}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
+        with explaining():
+            descriptor = os.open(f"/proc/{process}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
     except FileNotFoundError as error:
         raise OSError(errno.ESTALE, gone) from error
     status = os.fstat(descriptor)

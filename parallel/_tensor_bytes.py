@@ -42,7 +42,7 @@ def viewed(storage: UntypedStorage, views: list[Tensor]) -> Iterator[tuple[Conte
         places: list[Place] = []
         for number in numbers:
             view = views[number]
-            offset = view.storage_offset() - start // view.itemsize if view.numel() else 0
+            offset = int(view.storage_offset()) - start // view.itemsize if view.numel() else 0
             places.append((number, offset, None))
         yield content, places
 
@@ -55,22 +55,22 @@ def as_bytes(storage: UntypedStorage) -> Tensor:
 def rebuild(data: Any, device: torch.device | None) -> UntypedStorage:
     """Return a storage that uses the buffer, or on another device a copy."""
     if not memoryview(data).nbytes:
-        return UntypedStorage(0, device=device or "cpu")
+        return torch.empty(0, dtype=torch.uint8, device=device or "cpu").untyped_storage()
     tensor = torch.frombuffer(data, dtype=torch.uint8)
     return (tensor if device is None else tensor.to(device)).untyped_storage()
 
 
 def _content(data: Tensor) -> Content:
     device = None if data.device.type == "cpu" else data.device
-    return rebuild, pickle.PickleBuffer(data.cpu().numpy()), device
+    return rebuild, pickle.PickleBuffer(data.cpu().numpy().data), device
 
 
 def _range(view: Tensor) -> tuple[int, int]:
-    start = view.storage_offset() * view.itemsize
+    start = int(view.storage_offset()) * view.itemsize
     if not view.numel():
         return start, start
     last = sum((size - 1) * step for size, step in zip(view.shape, view.stride(), strict=True))
-    return start, start + (last + 1) * view.itemsize
+    return start, start + int(last + 1) * view.itemsize
 
 
 def _ranges(views: list[Tensor]) -> list[tuple[int, int, list[int]]]:

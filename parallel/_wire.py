@@ -6,8 +6,8 @@ to the message, of which the first is memory with the pickle and its buffers, if
 
 from __future__ import annotations
 
+import contextlib
 import io
-import os
 import pickle
 import struct
 from collections.abc import Sequence
@@ -42,7 +42,7 @@ def pack(value: object, *, copy_tensor: bool, recurse: bool = False) -> Packed:
         OSError: no memory or no descriptors are left; the text says which limit.
     """
     if type(value) in _SCALARS:
-        stream, parts = pickle.dumps(value, 5), []
+        stream, parts = pickle.dumps(value, 5), list[Any]()
     else:
         # A worker whose tasks take and give numbers starts without cloudpickle.
         from .pickling import ApartPickler
@@ -52,24 +52,11 @@ def pack(value: object, *, copy_tensor: bool, recurse: bool = False) -> Packed:
         return Packed(stream, ())
     descriptors: list[int] = []
     try:
-        flags = 0
-        if not all(isinstance(part, pickle.PickleBuffer) for part in parts):
-            stream, parts = _around_tensors(stream, parts, descriptors, copy_tensor=copy_tensor)
-            flags |= _WITH_PARTS
-        if parts or len(stream) > INLINE_BYTES - _HEADER.size:
-            flags |= _IN_MEMORY | (_WITH_BUFFERS if parts else 0)
-            buffers = [memoryview(stream), *(part.raw() for part in parts)]
-            descriptors.insert(0, _memory.write(buffers))
-            stream = b""
-        if len(descriptors) > _descriptors.MOST:
-            descriptors[:] = [_descriptors.bundled(descriptors)]
-            flags |= _BUNDLED
-    except BaseException as error:
+        with _descriptors.explaining():
+            return _packed(stream, parts, descriptors, copy_tensor=copy_tensor)
+    except BaseException:
         _descriptors.close(descriptors)
-        if isinstance(error, OSError):
-            raise _descriptors.explained(error) from error
         raise
-    return Packed(_HEADER.pack(_TAG, flags) + stream, tuple(descriptors))
 
 
 def unpack(data: bytes | memoryview, fds: Sequence[int] = ()) -> Any:
@@ -87,17 +74,33 @@ def unpack(data: bytes | memoryview, fds: Sequence[int] = ()) -> Any:
         load = _load_parts if flags & _WITH_PARTS else pickle.loads
         if not flags & _IN_MEMORY:
             return load(memoryview(data)[_HEADER.size :], buffers=descriptors)
-        memory = descriptors.pop(0).detach()
-        try:
-            buffers = _memory.read(memory, to_keep=bool(flags & _WITH_BUFFERS))
-        finally:
-            os.close(memory)
+        with contextlib.closing(descriptors.pop(0)) as memory, _descriptors.explaining():
+            buffers = _memory.read(memory.number, to_keep=bool(flags & _WITH_BUFFERS))
         return load(buffers[0], buffers=[*buffers[1:], *descriptors])
 
 
 def release(packed: Packed) -> None:
     """Close the descriptors of a value that has been sent or will not be."""
     _descriptors.close(packed.fds)
+
+
+def _packed(
+    stream: bytes, parts: list[Any], descriptors: list[int], *, copy_tensor: bool
+) -> Packed:
+    """Return a message; its descriptors are in the list as soon as they are open."""
+    flags = 0
+    if not all(isinstance(part, pickle.PickleBuffer) for part in parts):
+        stream, parts = _around_tensors(stream, parts, descriptors, copy_tensor=copy_tensor)
+        flags |= _WITH_PARTS
+    if parts or len(stream) > INLINE_BYTES - _HEADER.size:
+        flags |= _IN_MEMORY | (_WITH_BUFFERS if parts else 0)
+        buffers = [memoryview(stream), *(part.raw() for part in parts)]
+        descriptors.insert(0, _memory.write(buffers))
+        stream = b""
+    if len(descriptors) > _descriptors.MOST:
+        descriptors[:] = [_descriptors.bundled(descriptors)]
+        flags |= _BUNDLED
+    return Packed(_HEADER.pack(_TAG, flags) + stream, tuple(descriptors))
 
 
 def _around_tensors(
