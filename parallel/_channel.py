@@ -6,6 +6,7 @@ any number of processes may read and write, and one that is killed leaves nothin
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 import select
@@ -31,6 +32,20 @@ def _count_fork() -> None:
 
 
 os.register_at_fork(after_in_parent=_count_fork)
+
+
+class _InUse:
+    """Gives a clear text to the error of an end that is closed; a generator would cost more."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if isinstance(error, OSError) and error.errno == errno.EBADF:
+            raise OSError(errno.EBADF, "the queue is closed in this process") from error
+
+
+_in_use = _InUse()
 
 
 class Channel:
@@ -81,7 +96,8 @@ class Channel:
 
     def send(self, packed: Packed, flags: int = 0) -> None:
         """Send a message; it is still to be released."""
-        _descriptors.send(self.writer, packed.data, packed.fds, flags)
+        with _in_use:
+            _descriptors.send(self.writer, packed.data, packed.fds, flags)
 
     def receive(self, timeout_s: float | None) -> tuple[bytes, list[int]]:
         """Return a message and its descriptors.
@@ -105,7 +121,8 @@ class Channel:
                 wait(poller, deadline, timeout_s)
 
     def _received(self, flags: int) -> tuple[bytes, list[int]]:
-        data, descriptors = _descriptors.receive(self.reader, INLINE_BYTES, flags)
+        with _in_use:
+            data, descriptors = _descriptors.receive(self.reader, INLINE_BYTES, flags)
         if not data:
             raise EOFError("the queue is empty, and no other process can put anything into it")
         return data, descriptors
@@ -113,7 +130,8 @@ class Channel:
     def is_empty(self) -> bool:
         """Return whether there is no message now."""
         try:
-            return not self.reader.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+            with _in_use:
+                return not self.reader.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
         except BlockingIOError:
             return True
 

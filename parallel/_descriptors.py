@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 # Linux takes 253.
 MOST = 250
 _SIZE = array.array("i").itemsize
+_ROOM = socket.CMSG_SPACE(MOST * _SIZE)
 
 
 class Received:
@@ -97,8 +98,9 @@ def receive(source: socket.socket, size: int, flags: int = 0) -> tuple[bytes, li
     Raises:
         OSError: there is no room for the descriptors; the message is lost.
     """
-    room = socket.CMSG_SPACE(MOST * _SIZE)
-    data, extra, state, _ = source.recvmsg(size, room, flags | socket.MSG_CMSG_CLOEXEC)
+    data, extra, state, _ = source.recvmsg(size, _ROOM, flags | socket.MSG_CMSG_CLOEXEC)
+    if not extra and not state & socket.MSG_CTRUNC:
+        return data, []
     numbers = array.array("i")
     for level, kind, content in extra:
         if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):

@@ -7,7 +7,6 @@ to the message, of which the first is memory with the pickle and its buffers, if
 from __future__ import annotations
 
 import contextlib
-import io
 import pickle
 import struct
 from collections.abc import Sequence
@@ -45,9 +44,9 @@ def pack(value: object, *, copy_tensor: bool, recurse: bool = False) -> Packed:
         stream, parts = pickle.dumps(value, 5), list[Any]()
     else:
         # A worker whose tasks take and give numbers starts without cloudpickle.
-        from .pickling import ApartPickler
+        from .pickling import split
 
-        stream, parts = ApartPickler(io.BytesIO(), recurse, copy_tensor).split(value)
+        stream, parts = split(value, recurse=recurse, copy_tensor=copy_tensor)
     if not parts and len(stream) <= INLINE_BYTES:
         return Packed(stream, ())
     descriptors: list[int] = []

@@ -21,12 +21,17 @@ import cloudpickle
 from . import _script
 from ._parts import APART_FROM, divider
 
+_LARGE = 64 * 1024
+
 _static_modules: set[str] = set()
 
 
 def dumps(obj: object, recurse: bool = False, copy_tensor: bool = True) -> bytes:
     """Return the object as bytes, for `loads`; see `Pickler` for the arguments."""
-    return Pickler(io.BytesIO(), recurse, copy_tensor).message(obj)
+    pickler = _take(Pickler, recurse, copy_tensor)
+    data = pickler.message(obj)
+    _give_back(pickler, len(data))
+    return data
 
 
 def loads(data: bytes | bytearray | memoryview) -> Any:
@@ -112,13 +117,16 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 
     def split(self, obj: object) -> tuple[bytes, list[Any]]:
         """Return a pickle of the object, and its tensors, storages and large buffers in order."""
-        self._stream.seek(0)
-        self._stream.truncate()
-        self._parts.clear()
-        super().dump(obj)
-        # The next message may not refer to what this one holds.
-        self.clear_memo()
-        return self._stream.getvalue(), self._parts
+        try:
+            super().dump(obj)
+            return self._stream.getvalue(), self._parts.copy()
+        finally:
+            self._stream.seek(0)
+            self._stream.truncate()
+            self._parts.clear()
+            # The next message may not refer to what this one holds.
+            self.clear_memo()
+            self.globals_ref.clear()
 
     def reducer_override(self, obj: Any) -> Any:
         """Return how to pickle functions, classes, modules and tensors."""
@@ -145,10 +153,38 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         return super().reducer_override(obj) if found is None else found
 
 
-class ApartPickler(Pickler):
+class _ApartPickler(Pickler):
     """Keeps large buffers out of the pickle."""
 
     _apart_from = APART_FROM
+
+
+def split(obj: object, *, recurse: bool, copy_tensor: bool) -> tuple[bytes, list[Any]]:
+    """Return a pickle of the object, and its tensors, storages and large buffers in order."""
+    pickler = _take(_ApartPickler, recurse, copy_tensor)
+    parted = pickler.split(obj)
+    _give_back(pickler, len(parted[0]))
+    return parted
+
+
+# Making one takes longer than pickling a small object.
+_idle: dict[tuple[type[Pickler], bool, bool], list[Pickler]] = {}
+
+
+def _take(kind: type[Pickler], recurse: bool, copy_tensor: bool) -> Pickler:
+    """Return a pickler that no other thread, and no caller further up, is using."""
+    try:
+        return _idle[kind, recurse, copy_tensor].pop()
+    except (KeyError, IndexError):
+        return kind(io.BytesIO(), recurse, copy_tensor)
+
+
+def _give_back(pickler: Pickler, size: int) -> None:
+    # One that has seen many objects keeps a large memo, which takes time to clear.
+    if size < _LARGE:
+        _idle.setdefault((type(pickler), pickler._recurse, pickler._copy_tensor), []).append(
+            pickler
+        )
 
 
 def _is_found(obj: Any) -> bool:

@@ -44,7 +44,6 @@ class SimpleQueue:
             OSError: the queue is closed here, or everywhere else (BrokenPipeError), or the limit
                 of open files is reached.
         """
-        self._check_open()
         packed = pack(obj, copy_tensor=self._copy_tensor)
         try:
             self._take_side(puts=True)
@@ -62,7 +61,6 @@ class SimpleQueue:
             TimeoutError: there was nothing in time (also the built-in one and multiprocessing's).
             OSError: the queue is closed here.
         """
-        self._check_open()
         self._take_side(puts=False)
         return unpack(*self._channel.receive(None if timeout is None else _checked(timeout)))
 
@@ -76,7 +74,6 @@ class SimpleQueue:
 
     def empty(self) -> bool:
         """Return whether there is nothing to get now."""
-        self._check_open()
         return self._channel.is_empty()
 
     def close(self) -> None:
@@ -86,10 +83,6 @@ class SimpleQueue:
     def __getstate__(self) -> dict[str, Any]:
         multiprocessing.context.assert_spawning(self)
         return self.__dict__
-
-    def _check_open(self) -> None:
-        if self._channel.is_closed:
-            raise OSError(errno.EBADF, "the queue is closed in this process")
 
     def _take_side(self, *, puts: bool) -> None:
         """Note how this process uses the queue."""
@@ -114,10 +107,10 @@ class SimpleP2PQueue(SimpleQueue):
         mine, other = channel.reader, channel.writer
         if puts:
             mine, other = other, mine
-        if mine.fileno() < 0:
+        if mine.fileno() < 0 <= other.fileno():
             uses = ("gets from", "put into") if puts else ("puts into", "get from")
             raise OSError(errno.EBADF, "this process {} the queue and cannot {} it".format(*uses))
-        if channel.may_be_elsewhere:
+        if channel.may_be_elsewhere and other.fileno() >= 0:
             other.close()
 
 
