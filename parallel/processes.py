@@ -207,6 +207,7 @@ def _revived(data: bytes) -> Process:
     made = _started_by(base, kind)
     process = made.__new__(made)
     vars(process).update(state, _report=state["_report"].detach())
+    process._close_report = weakref.finalize(process, os.close, process._report)
     return process
 
 

@@ -1,6 +1,7 @@
 """What the processes of the tests run; imports no torch, so that spawned ones start quickly."""
 
 import faulthandler
+import multiprocessing
 import os
 import signal
 import sys
@@ -23,6 +24,7 @@ def send(connection: Connection, value: object) -> None:
 
 
 def send_modules(connection: Connection) -> None:
+    assert multiprocessing.current_process().exception is None  # type: ignore[attr-defined]
     connection.send("torch" in sys.modules)
 
 
@@ -51,20 +53,23 @@ def sleep() -> None:
     time.sleep(60)
 
 
-def touch(path: Path) -> None:
-    path.write_text(str(os.getpid()))
+def create(path: Path) -> None:
+    """Fail where it is there already."""
+    with path.open("x") as file:
+        file.write(str(os.getpid()))
 
 
 def fail_to_clean() -> None:
     raise ValueError("not clean")
 
 
-def fail_in_a_child() -> None:
-    """The child that it forks comes out of the target with an exception of its own."""
+def fork(fails: bool) -> None:
+    """Let a forked child come out of the target, with an exception of its own or without one."""
     pid = os.fork()
-    if pid == 0:
+    if pid != 0:
+        os.waitpid(pid, 0)
+    elif fails:
         raise RuntimeError("in the child's child")
-    os.waitpid(pid, 0)
 
 
 def fail_and_stay(until: Path) -> None:

@@ -9,6 +9,7 @@ import pickle
 import signal
 import threading
 import weakref
+from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ def ended(target: Any, *args: Any, ctx: Any = FORK, **others: Any) -> Process:
 def test_each_start_method_runs_reports_and_cleans(method: str, tmp_path: Path) -> None:
     ctx = multiprocessing.get_context(method)
     here, there = ctx.Pipe(duplex=False)
-    cleaner = functools.partial(work.touch, tmp_path / "clean")
+    cleaner = functools.partial(work.create, tmp_path / "clean")
     process = ended(work.send_modules, there, ctx=ctx, cleaner=cleaner)
     assert process.exitcode == 0
     assert process.exception is None
@@ -166,9 +167,10 @@ def test_long_tracebacks_block_nobody() -> None:
     assert text.endswith("must not be 3")
 
 
-def test_a_forked_child_of_the_process_reports_and_cleans_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize("fails", [True, False])
+def test_a_forked_child_of_the_process_has_no_part_in_it(fails: bool, tmp_path: Path) -> None:
     path = tmp_path / "clean"
-    process = ended(work.fail_in_a_child, cleaner=functools.partial(work.touch, path))
+    process = ended(work.fork, fails, cleaner=functools.partial(work.create, path))
     assert process.exitcode == 0
     assert process.exception is None
     assert path.read_text() == str(process.pid)
@@ -189,6 +191,19 @@ def test_the_report_is_there_before_the_process_has_ended(tmp_path: Path) -> Non
     assert process.exitcode == 1
 
 
+def test_watch_raises_once_the_failed_process_has_ended() -> None:
+    process = Process(target=work.fail, cleaner=work.fail_to_clean, ctx=FORK)
+    process.start()
+
+    def watch_on() -> None:
+        while process.exitcode != 0:
+            process.watch()
+
+    with pytest.raises(ProcessException, match="must not be 3"):
+        watch_on()
+    assert connection.wait([process.sentinel], 0)
+
+
 def test_close_keeps_the_exception_and_gives_the_file_back() -> None:
     def open_files() -> int:
         return len(os.listdir("/proc/self/fd"))
@@ -198,6 +213,9 @@ def test_close_keeps_the_exception_and_gives_the_file_back() -> None:
     process = ended(work.fail)
     process.close()
     process.close()
+    well = ended(work.leave, 0)
+    well.close()
+    assert well.exception is None
     assert "wrong must not be 3" in str(process.exception)
     assert open_files() == before
     process = Process(ctx=FORK)

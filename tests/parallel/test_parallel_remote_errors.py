@@ -32,7 +32,12 @@ class _Coded(SystemExit):
 
 class _BecomesAnother(Exception):
     def __reduce__(self) -> tuple[type, tuple[str]]:
-        return ValueError, ("another",)
+        return ValueError, ("own",)
+
+
+class _DropsState(Exception):
+    def __reduce__(self) -> tuple[type, tuple[object, ...]]:
+        return _DropsState, self.args
 
 
 class _BecomesNone(Exception):
@@ -201,7 +206,7 @@ def test_groups_keep_their_members_and_notes() -> None:
     assert type(carried) is type(group)
     assert [type(member) for member in carried.exceptions] == [ValueError, RemoteError]
 
-    error = _BecomesAnother("own")
+    error = _DropsState("own")
     error.add_note("of the error")
     assert through(error).__notes__ == ["of the error"]
 
