@@ -1,0 +1,93 @@
+"""Tasks as what travels to a worker."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from . import _link as link
+from ._wire import Packed, pack, release
+from ._worker import map_caller, starmap_caller
+
+# job, chunk, function, arguments, keyword arguments
+Task = tuple[int, int, Any, Any, Any]
+
+# A function is small where sending it again costs less than waiting for the worker to have it.
+_SMALL_FUNCTION = 512
+_INLINE_BYTES = link.PACKET_BYTES - link.TASK.size
+
+
+class Parcel(NamedTuple):
+    """A task on its way: job, bytes of function, kind and flags; what follows; what lies beside."""
+
+    header: tuple[int, int, int, int]
+    inline: bytes
+    beside: tuple[Packed, ...]
+
+    def release(self) -> None:
+        """Close the descriptors, once sent or not."""
+        for packed in self.beside:
+            release(packed)
+
+
+class Encoder:
+    """Makes parcels of tasks.
+
+    Args:
+        copy_tensor: whether tensors are copied, or passed by reference.
+        recurse: see `pickling.Pickler`.
+    """
+
+    def __init__(self, *, copy_tensor: bool, recurse: bool) -> None:
+        self._copy_tensor = copy_tensor
+        self._recurse = recurse
+        # Of jobs with many tasks: the function's pickle where that is bytes alone.
+        self._functions: dict[int, Packed | None] = {}
+
+    def pack(self, value: object) -> Packed:
+        """Return a value as it travels."""
+        return pack(value, copy_tensor=self._copy_tensor, recurse=self._recurse)
+
+    def encode(self, task: Task, known: set[int]) -> Parcel:
+        """Return the parcel of a task for a worker that knows the functions of some jobs."""
+        job, _, func, args, kwargs = task
+        if func is map_caller or func is starmap_caller:
+            kind = link.MAP if func is map_caller else link.STARMAP
+            ((func, body),) = args
+            packed = self.pack(body)
+            if job in known:
+                return _parcel(job, kind, None, packed)
+            return _parcel(job, kind, self._function(job, func), packed)
+        return _parcel(job, link.CALL, self.pack(func), self.pack((args, kwargs)))
+
+    def forget(self, job: int) -> bool:
+        """Drop the function of a job; return whether there was one."""
+        if job not in self._functions:
+            return False
+        del self._functions[job]
+        return True
+
+    def _function(self, job: int, func: object) -> Packed:
+        packed = self._functions.get(job)
+        if packed is None:
+            packed = self.pack(func)
+            self._functions[job] = None if packed.fds else packed
+        return packed
+
+
+def _parcel(job: int, kind: int, function: Packed | None, body: Packed) -> Parcel:
+    flags, size, inline = 0, 0, b""
+    beside: tuple[Packed, ...] = ()
+    if function is not None:
+        flags = 0 if kind == link.CALL else link.STORE
+        if function.fds or len(function.data) > _SMALL_FUNCTION:
+            flags |= link.FUNCTION_BESIDE
+            beside = (function,)
+        else:
+            inline = function.data
+            size = len(inline)
+    if body.fds or size + len(body.data) > _INLINE_BYTES:
+        flags |= link.BODY_BESIDE
+        beside = (*beside, body)
+    else:
+        inline += body.data
+    return Parcel((job, size, kind, flags), inline, beside)
