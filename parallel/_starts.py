@@ -73,18 +73,18 @@ def start_lane(
     lane = Lane(slot, counters.memory, plan.maxtasks)
     try:
         settings = _worker.Settings(
-            *lane.ends, counters.fd, slot=slot, work=plan.work, maxtasks=plan.maxtasks
+            *lane.pipes.theirs, counters.fd, slot=slot, work=plan.work, maxtasks=plan.maxtasks
         )
         settings.start_method = plan.start_method
         settings.is_timed = plan.task_timeout is not None
         settings.copy_tensor, settings.recurse = plan.copy_tensor, plan.recurse
         if plan.start_method == "fork":
             settings.initializer = plan.initializers[slot]
-            settings.to_close = [*forked_close, *lane.own_fds()]
+            settings.to_close = [*forked_close, *lane.pipes.fds]
         else:
             packed = encoder.pack(plan.initializers[slot])
             try:
-                lane.begin(packed)
+                lane.pipes.begin(packed)
             finally:
                 release(packed)
         process = plan.context.Process(  # type: ignore[attr-defined]
@@ -94,7 +94,7 @@ def start_lane(
             daemon=plan.is_daemon,
         )
         process.start()
-        lane.started(process)
+        lane.started(process, is_child=plan.start_method != "forkserver")
     except BaseException:
         lane.close()
         raise

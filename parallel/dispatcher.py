@@ -7,11 +7,6 @@ worker has nothing to do, comes back and goes elsewhere.
 
 from __future__ import annotations
 
-import contextlib
-import os
-import pickle
-import select
-import signal
 import threading
 import time
 from collections import deque
@@ -20,17 +15,16 @@ from typing import Any
 
 from . import _link as link
 from ._backlog import DealtBacklog, SharedBacklog
-from ._deaths import death_error, initializer_error, start_error
+from ._crew import Crew
+from ._deaths import initializer_error, start_error
 from ._encoder import Encoder, Task
 from ._lane import Lane
-from ._remote_errors import rebuild
-from ._starts import Counters, Plan, start_lane
-from ._wire import unpack
-from .errors import BrokenPoolError, EncodingError, RemoteError, TimeoutError
+from ._outcomes import Losses, outcome
+from ._starts import Plan
+from .errors import BrokenPoolError, TimeoutError
 
 # How long a worker may make no progress before tasks behind its own go to one that is idle.
 _STUCK_S = 2e-3
-_GRACE_S = 1.0
 _MOST_FAILED_STARTS = 3
 
 Result = tuple[int, int, tuple[bool, Any]]
@@ -44,36 +38,29 @@ class Dispatcher:
     Args:
         plan: how the workers are to be.
         backlog: where tasks wait.
-        cache: the pool's unfinished calls by number: names for errors, and which jobs go on.
+        calls: the pool's unfinished calls by number: names for errors, and which jobs go on.
     """
 
     def __init__(
-        self,
-        plan: Plan,
-        backlog: SharedBacklog | DealtBacklog,
-        cache: MutableMapping[int, Any],
+        self, plan: Plan, backlog: SharedBacklog | DealtBacklog, calls: MutableMapping[int, Any]
     ) -> None:
-        self._plan = plan
-        self._backlog = backlog
-        self._cache = cache
-        self._encoder = Encoder(copy_tensor=plan.copy_tensor, recurse=plan.recurse)
-        self._lanes: dict[int, Lane] = {}
-        self._dying: list[Lane] = []
-        self._by_fd: dict[int, Lane] = {}
-        self._done: deque[Result] = deque()
-        self._tries: dict[tuple[int, int], int] = {}
         # Reentrant: a collection of garbage may run anything, also code that submits tasks.
         self._lock = threading.RLock()
+        self._timeout = plan.task_timeout
+        self._backlog = backlog
+        self._calls = calls
+        self._encoder = Encoder(copy_tensor=plan.copy_tensor, recurse=plan.recurse)
+        self._crew = Crew(plan, self._lock)
+        self._losses = Losses(plan.retries, plan.task_timeout, calls)
+        # Workers that have ended and are not settled yet.
+        self._dying: list[Lane] = []
+        self._done: deque[Result] = deque()
         # Whether a worker has room: so that `put` need not look at each.
         self._is_hungry = False
         self._needs_care = self._is_closing = self._is_terminating = False
         self._failed_starts = 0
-        self._last_job = -1
         self._broken: BrokenPoolError | None = None
-        self._counters = Counters(len(plan.initializers))
-        self._epoll = select.epoll()
-        self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._epoll.register(self._wake_fd, select.EPOLLIN)
+        self._last_job = -1
 
     def put(self, task: Task | None) -> None:
         """Take a task; None: the workers end when they have done what they have."""
@@ -93,7 +80,7 @@ class Dispatcher:
             BrokenPoolError: the workers do not come up.
         """
         job, self._last_job = self._last_job, -1
-        if job >= 0 and job not in self._cache:
+        if job >= 0 and job not in self._calls:
             self._forget(job)
         deadline = None if timeout is None else time.monotonic() + timeout
         while not self._done:
@@ -112,104 +99,70 @@ class Dispatcher:
 
     def size(self) -> int:
         """Return how many workers there are."""
-        return len(self._lanes)
+        return len(self._crew.lanes)
 
     def wake(self) -> None:
         """Make `get` return to the pool at once."""
         self._needs_care = True
-        self._ring()
+        self._crew.ring()
 
     def terminate(self) -> None:
-        """Have all workers end now."""
+        """Have all workers end now: SIGTERM, and SIGKILL a second later."""
         self._is_terminating = True
         self.wake()
 
     def repopulate(self) -> None:
         """Start the workers that are missing."""
-        if self._is_closing or self._is_terminating:
-            return
-        for slot in range(len(self._plan.initializers)):
-            if slot not in self._lanes:
-                self._start(slot)
+        if not self._is_closing and not self._is_terminating:
+            self._crew.start_missing(self._encoder)
 
     def join(self) -> None:
-        """Wait until the workers have ended and let go of all that the pool has open."""
-        while self._lanes or self._dying:
+        """Wait until the workers have ended, and let go of all that the pool has open."""
+        while self._crew.lanes:
             self._turn(None)
-        self._encoder = Encoder(copy_tensor=True, recurse=False)
         with self._lock:
             self._is_hungry = False
             self._backlog.clear()
-        self._epoll.close()
-        self._counters.close()
-        wake_fd, self._wake_fd = self._wake_fd, -1
-        os.close(wake_fd)
+        self._crew.close()
 
     def _turn(self, patience: float | None) -> None:
         """Wait for something to happen, and see to it."""
-        if self._is_terminating or self._is_closing:
-            self._end_lanes()
-        alarm = self._alarm()
+        crew = self._crew
+        if self._is_terminating:
+            crew.terminate()
+        elif self._is_closing:
+            crew.stop()
+        alarm = None
+        if self._timeout is not None or self._is_terminating:
+            alarm = crew.alarm(self._timeout, time.monotonic())
+        is_uneven = not self._backlog and crew.is_uneven
+        if is_uneven:
+            alarm = _STUCK_S if alarm is None else min(alarm, _STUCK_S)
         if alarm is not None and (patience is None or alarm < patience):
             patience = alarm
-        dead = []
-        for fd, _ in self._epoll.poll(patience):
-            lane = self._by_fd.get(fd)
-            if lane is None:
-                with contextlib.suppress(BlockingIOError):
-                    os.eventfd_read(self._wake_fd)
-            elif fd == lane.results:
-                self._receive(lane)
-            else:
-                dead.append(lane)
-        for lane in dead:
-            self._mourn(lane)
+        written, ended = crew.wait(patience)
+        for lane in written:
+            self._receive(lane)
+        for lane in ended:
+            lane.is_stopping = True
+            crew.ignore(lane)
+            self._dying.append(lane)
         if self._dying:
             self._bury()
         if alarm is not None:
             self._look_at_clocks(time.monotonic())
-        if len(self._backlog) and self._is_hungry:
+        if self._backlog and self._is_hungry:
             self._deal()
 
-    def _alarm(self) -> float | None:
-        """Return after how many seconds the clocks are to be looked at."""
-        alarms = []
-        if not len(self._backlog) and self._is_uneven():
-            alarms.append(_STUCK_S)
-        if self._plan.task_timeout is not None or self._is_terminating:
-            now = time.monotonic()
-            for lane in self._lanes.values():
-                if lane.kill_at is not None:
-                    alarms.append(max(0.0, lane.kill_at - now))
-                elif self._plan.task_timeout is not None and lane.inflight:
-                    begun, since = lane.begun
-                    left = since + self._plan.task_timeout - now
-                    alarms.append(max(1e-3, left) if begun in lane.inflight else 0.02)
-        return min(alarms, default=None)
-
-    def _is_uneven(self) -> bool:
-        lanes = self._lanes.values()
-        return any(len(lane.inflight) > 1 for lane in lanes) and any(
-            lane.is_ready and not lane.inflight for lane in lanes
-        )
-
     def _look_at_clocks(self, now: float) -> None:
-        limit = self._plan.task_timeout
-        for lane in list(self._lanes.values()):
-            if lane.kill_at is not None:
-                if now >= lane.kill_at:
-                    lane.kill(signal.SIGKILL)
-                    lane.kill_at = now + _GRACE_S
-            elif limit is not None and not lane.is_overdue:
-                begun, since = lane.begun
-                if begun in lane.inflight and now - since > limit:
-                    lane.is_overdue = True
-                    lane.kill(signal.SIGKILL)
-        if self._is_uneven():
+        self._crew.check_kills(now)
+        if self._timeout is not None:
+            self._crew.check_timeout(self._timeout, now)
+        if not self._backlog and self._crew.is_uneven:
             with self._lock:
-                for lane in self._lanes.values():
-                    is_stuck = now - lane.last_event > _STUCK_S
-                    if len(lane.inflight) > 1 and is_stuck and not lane.is_claimed:
+                for lane in self._crew.lanes.values():
+                    is_stuck = now - lane.last_event > _STUCK_S and not lane.is_claimed
+                    if is_stuck and len(lane.inflight) > 1:
                         lane.last_event = now
                         self._backlog.put_back(lane.slot, lane.take_back())
 
@@ -228,35 +181,35 @@ class Dispatcher:
                     lane.is_claimed = False
                     self._is_hungry = True
                     if lane in self._dying:
-                        self.wake()
+                        self._crew.ring()
 
     def _choice(self) -> tuple[Lane | None, list[Task]]:
         waiting = len(self._backlog)
         if not waiting:
             return None, []
-        lanes = self._lanes.values()
-        best = min((lane for lane in lanes if lane.room > 0), key=_load, default=None)
+        lanes = self._crew.lanes
+        best = min((lane for lane in lanes.values() if lane.room > 0), key=_load, default=None)
         if best is None:
             self._is_hungry = False
             return None, []
         # What is left is shared out evenly.
-        share = min(best.room, -(-waiting // len(self._lanes)))
+        share = min(best.room, -(-waiting // len(lanes)))
         return best, self._backlog.take(best.slot, share)
 
     def _send(self, lane: Lane, tasks: list[Task]) -> None:
         """Send tasks that were taken for a worker; what cannot be sent waits again."""
-        left = deque(tasks)
+        sent = 0
         try:
-            while left and lane.has_room_beside:
-                if not self._send_one(lane, left[0]):
+            for task in tasks:
+                if not lane.has_room_beside or not self._is_sent(lane, task):
                     break
-                left.popleft()
+                sent += 1
         finally:
-            if left:
+            if sent < len(tasks):
                 with self._lock:
-                    self._backlog.put_back(lane.slot, list(left))
+                    self._backlog.put_back(lane.slot, tasks[sent:])
 
-    def _send_one(self, lane: Lane, task: Task) -> bool:
+    def _is_sent(self, lane: Lane, task: Task) -> bool:
         try:
             parcel = self._encoder.encode(task, lane.known)
             try:
@@ -265,12 +218,12 @@ class Dispatcher:
                 parcel.release()
         except Exception as error:
             self._done.append((task[0], task[1], (False, error)))
-            self._ring()
+            self._crew.ring()
             return True
 
     def _receive(self, lane: Lane) -> None:
         """Read what a worker has written."""
-        found = lane.receive()
+        found = lane.pipes.receive()
         answers = []
         with self._lock:
             for number, kind, value in found:
@@ -287,75 +240,33 @@ class Dispatcher:
             self._is_hungry = True
             if lane.is_spent and not lane.is_stopping:
                 lane.stop()
-        if self._tries:
-            for job, chunk, _, _ in answers:
-                self._tries.pop((job, chunk), None)
-        self._done.extend(
-            (job, chunk, _outcome(kind, value)) for job, chunk, kind, value in answers
-        )
-
-    def _start(self, slot: int) -> None:
-        own = [self._epoll.fileno(), self._wake_fd]
-        own += [fd for lane in self._lanes.values() for fd in lane.own_fds()]
-        lane = start_lane(self._plan, slot, self._counters, self._encoder, forked_close=own)
-        self._by_fd[lane.results] = self._by_fd[lane.death_fd] = lane
-        self._epoll.register(lane.results, select.EPOLLIN)
-        self._epoll.register(lane.death_fd, select.EPOLLIN)
-        with self._lock:
-            self._lanes[slot] = lane
-
-    def _end_lanes(self) -> None:
-        for lane in self._lanes.values():
-            if self._is_terminating:
-                if lane.kill_at is None:
-                    lane.is_stopping = True
-                    lane.kill_at = time.monotonic() + _GRACE_S
-                    lane.kill(signal.SIGTERM)
-            elif not lane.is_stopping:
-                lane.stop()
-
-    def _mourn(self, lane: Lane) -> None:
-        """See that a worker has ended: it is sent nothing any more."""
-        lane.is_stopping = True
-        for fd in (lane.results, lane.death_fd):
-            self._epoll.unregister(fd)
-            del self._by_fd[fd]
-        self._dying.append(lane)
+        for job, chunk, kind, value in answers:
+            self._losses.answered(job, chunk)
+            self._done.append((job, chunk, outcome(kind, value)))
 
     def _bury(self) -> None:
         """Settle what workers that have ended leave behind."""
         for lane in list(self._dying):
             self._receive(lane)
             with self._lock:
-                # Another thread is just sending it tasks: it will wake this one.
+                # Another thread is just sending it tasks: it will ring.
                 if lane.is_claimed:
                     continue
                 self._dying.remove(lane)
-                del self._lanes[lane.slot]
-                begun, _ = lane.begun
-                lost = lane.inflight.pop(begun, None)
+                del self._crew.lanes[lane.slot]
+                lost = lane.inflight.pop(lane.begun[0], None)
                 self._backlog.put_back(lane.slot, list(lane.inflight.values()))
             exitcode = lane.close()
             if lost is not None:
-                self._settle_lost(lane, lost, exitcode)
+                error = self._losses.settle(lane, lost, exitcode)
+                if error is not None:
+                    self._done.append((lost[0], lost[1], (False, error)))
+                else:
+                    with self._lock:
+                        self._backlog.put_back(lane.slot, [lost])
             if not lane.is_ready and not self._is_terminating:
                 self._count_failed_start(lane, exitcode)
             self._needs_care = True
-
-    def _settle_lost(self, lane: Lane, task: Task, exitcode: int | None) -> None:
-        job, chunk = task[:2]
-        tries = self._tries.get((job, chunk), 0)
-        if tries < self._plan.retries and not self._is_terminating:
-            self._tries[job, chunk] = tries + 1
-            with self._lock:
-                self._backlog.put_back(lane.slot, [task])
-            return
-        self._tries.pop((job, chunk), None)
-        call = self._cache.get(job)
-        name = f"task {chunk}" if call is None else call.task_name(chunk)
-        timeout = self._plan.task_timeout if lane.is_overdue else None
-        error = death_error(name, lane.slot, lane.pid, exitcode, timeout)
-        self._done.append((job, chunk, (False, error)))
 
     def _count_failed_start(self, lane: Lane, exitcode: int | None) -> None:
         self._failed_starts += 1
@@ -368,32 +279,9 @@ class Dispatcher:
         """Drop the function of a call that has ended, here and in the workers."""
         if self._encoder.forget(job):
             with self._lock:
-                for lane in self._lanes.values():
+                for lane in self._crew.lanes.values():
                     lane.forget(job)
-
-    def _ring(self) -> None:
-        with contextlib.suppress(OSError):
-            os.eventfd_write(self._wake_fd, 1)
 
 
 def _load(lane: Lane) -> int:
     return len(lane.inflight)
-
-
-def _outcome(kind: int, value: Any) -> tuple[bool, Any]:
-    """Return what a worker has written as a result."""
-    try:
-        if kind == link.VALUE:
-            if type(value) is not bytes:
-                data, fds = value
-                if isinstance(fds, OSError):
-                    raise fds
-                return True, unpack(data, fds)
-            return True, pickle.loads(value) if value[0] == link.PICKLE else unpack(value)
-        if kind == link.ERROR:
-            return False, rebuild(value)
-        texts = pickle.loads(value)
-        return False, EncodingError(*texts) if kind == link.NOT_ENCODED else RemoteError(*texts)
-    # Loading runs the code of classes.
-    except BaseException as error:
-        return False, error
