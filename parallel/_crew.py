@@ -19,7 +19,7 @@ _GRACE_S = 1.0
 class Crew:
     """The lanes of a pool. `ring` is for any thread, all else for the pool's one thread."""
 
-    def __init__(self, plan: Plan, lock: threading.RLock) -> None:  # type: ignore[valid-type]
+    def __init__(self, plan: Plan, lock: threading.RLock) -> None:
         self.lanes: dict[int, Lane] = {}
         self._plan = plan
         self._lock = lock
@@ -32,7 +32,7 @@ class Crew:
     def ring(self) -> None:
         """Make `wait` return."""
         # Not after it is closed: the number may be another file's by then.
-        with self._lock:  # type: ignore[attr-defined]
+        with self._lock:
             if self._bell >= 0:
                 os.eventfd_write(self._bell, 1)
 
@@ -62,7 +62,7 @@ class Crew:
             for fd in (lane.pipes.results, lane.death_fd):
                 self._by_fd[fd] = lane
                 self._epoll.register(fd, select.EPOLLIN)
-            with self._lock:  # type: ignore[attr-defined]
+            with self._lock:
                 self.lanes[slot] = lane
 
     def ignore(self, lane: Lane) -> None:
@@ -124,6 +124,6 @@ class Crew:
         """Let go of all that is open."""
         self._epoll.close()
         self._counters.close()
-        with self._lock:  # type: ignore[attr-defined]
+        with self._lock:
             bell, self._bell = self._bell, -1
             os.close(bell)

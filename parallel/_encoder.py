@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from typing import Any, NamedTuple
 
 from . import _link as link
@@ -13,13 +14,19 @@ Task = tuple[int, int, Any, Any, Any]
 
 # A function is small where sending it again costs less than waiting for the worker to have it.
 _SMALL_FUNCTION = 512
+# What the C pickler takes without any of our reducers, and what is quickly seen to be such.
+_PLAIN = frozenset({type(None), bool, int, float, str, bytes})
+_SEQUENCES = (list, tuple)
+_SHORT = 16
 _INLINE_BYTES = link.PACKET_BYTES - link.TASK.size
 
 
 class Parcel(NamedTuple):
-    """A task on its way: job, bytes of function, kind and flags; what follows; what lies beside."""
+    """A task on its way: bytes of function, kind and flags; what follows; what lies beside."""
 
-    header: tuple[int, int, int, int]
+    size: int
+    kind: int
+    flags: int
     inline: bytes
     beside: tuple[Packed, ...]
 
@@ -43,8 +50,14 @@ class Encoder:
         # Of jobs with many tasks: the function's pickle where that is bytes alone.
         self._functions: dict[int, Packed | None] = {}
 
-    def pack(self, value: object) -> Packed:
+    def pack(self, value: Any) -> Packed:
         """Return a value as it travels."""
+        if (
+            type(value) in _SEQUENCES
+            and len(value) <= _SHORT
+            and _PLAIN.issuperset(map(type, value))
+        ):
+            return Packed(pickle.dumps(value, pickle.HIGHEST_PROTOCOL), ())
         return pack(value, copy_tensor=self._copy_tensor, recurse=self._recurse)
 
     def encode(self, task: Task, known: set[int]) -> Parcel:
@@ -55,9 +68,11 @@ class Encoder:
             ((func, body),) = args
             packed = self.pack(body)
             if job in known:
-                return _parcel(job, kind, None, packed)
-            return _parcel(job, kind, self._function(job, func), packed)
-        return _parcel(job, link.CALL, self.pack(func), self.pack((args, kwargs)))
+                return _parcel(kind, None, packed)
+            return _parcel(kind, self._function(job, func), packed)
+        body = self.pack((args, kwargs) if kwargs else args)
+        kind = link.CALL if kwargs else link.CALL_PLAIN
+        return _parcel(kind, self.pack(func), body)
 
     def forget(self, job: int) -> bool:
         """Drop the function of a job; return whether there was one."""
@@ -74,11 +89,11 @@ class Encoder:
         return packed
 
 
-def _parcel(job: int, kind: int, function: Packed | None, body: Packed) -> Parcel:
+def _parcel(kind: int, function: Packed | None, body: Packed) -> Parcel:
     flags, size, inline = 0, 0, b""
     beside: tuple[Packed, ...] = ()
     if function is not None:
-        flags = 0 if kind == link.CALL else link.STORE
+        flags = link.STORE if kind in (link.MAP, link.STARMAP) else 0
         if function.fds or len(function.data) > _SMALL_FUNCTION:
             flags |= link.FUNCTION_BESIDE
             beside = (function,)
@@ -90,4 +105,4 @@ def _parcel(job: int, kind: int, function: Packed | None, body: Packed) -> Parce
         beside = (*beside, body)
     else:
         inline += body.data
-    return Parcel((job, size, kind, flags), inline, beside)
+    return Parcel(size, kind, flags, inline, beside)

@@ -39,9 +39,10 @@ class Keeper:
     Args:
         pool: the pool.
         get: returns the next result within some seconds.
-        wake: makes `get` return at once.
+        wake: makes `get` return soon.
         end_workers: ends the workers of a pool that is no longer there.
         is_woken: whether `wake` is enough, and `get` may wait for ever.
+        is_waited: whether the end of the program waits for the end of the workers.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class Keeper:
         wake: Callable[[], None],
         end_workers: Callable[[], None],
         is_woken: bool,
+        is_waited: bool,
     ) -> None:
         self.phase = PoolStates.RUN
         self.broken: BaseException | None = None
@@ -61,9 +63,11 @@ class Keeper:
         self._pool = weakref.ref(pool)
         self._get = get
         self._end_workers = end_workers
+        self.is_waited = is_waited
         self._patience = None if is_woken else _CARE_S
         self._start_error: BaseException | None = None
         self._started = threading.Event()
+        self._failed_all = threading.Event()
         self._thread = threading.Thread(target=self._run, name="stepwrap-pool", daemon=True)
         # Also at the end of the program: before multiprocessing waits for its children.
         util.Finalize(pool, _let_go, args=(self,), exitpriority=15)
@@ -81,6 +85,16 @@ class Keeper:
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout)
         return not self._thread.is_alive()
+
+    def stop(self) -> None:
+        """Have the thread end the pool now."""
+        self.phase = PoolStates.TERMINATE
+        self.wake()
+
+    def wait_failed(self) -> None:
+        """Wait until what a stopped pool did not get to has failed."""
+        if threading.current_thread() is not self._thread:
+            self._failed_all.wait()
 
     def check(self) -> None:
         """Raise if the pool takes no calls."""
@@ -131,7 +145,9 @@ class Keeper:
                 # Not kept while waiting for the next one.
                 del call
             del outcome
-            if self.phase is not PoolStates.RUN and not cache:
+            if self.phase is not PoolStates.RUN and (
+                not cache or self.phase is PoolStates.TERMINATE
+            ):
                 return self._care()
             if patience is not None and time.monotonic() > until:
                 return self._care()
@@ -169,6 +185,7 @@ class Keeper:
         self.is_ended = True
         for call in list(self.cache.values()):
             call.fail(self.end_error())
+        self._failed_all.set()
 
     def _call(self, method: str) -> None:
         pool = self._pool()
@@ -177,8 +194,7 @@ class Keeper:
 
 
 def _let_go(keeper: Keeper) -> None:
-    keeper.phase = PoolStates.TERMINATE
-    keeper.wake()
+    keeper.stop()
     # Not where a pool is collected: that may be in the middle of anything.
-    if util.is_exiting():
+    if keeper.is_waited and util.is_exiting():
         keeper.join(_EXIT_S)

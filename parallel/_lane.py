@@ -7,6 +7,7 @@ import mmap
 import os
 import signal
 import time
+from collections.abc import Sequence
 from multiprocessing.process import BaseProcess
 
 from . import _link as link
@@ -102,38 +103,50 @@ class Lane:
         number, since = link.COUNTER.unpack_from(self._counters, self._place)
         return number, since
 
-    def send(self, task: Task, parcel: Parcel) -> bool:
-        """Send a task; return False where there is no room. For the thread that has claimed it.
+    def send(self, tasks: Sequence[tuple[Task, Parcel]]) -> list[Task]:
+        """Send tasks that have nothing beside them; return those there was no room for.
 
-        Raises:
-            OSError: the descriptors cannot be sent, or there is no room though nothing is there.
+        As `send_large`, for the thread that has claimed the lane.
         """
-        self._number = number = self._number + 1
-        if not self.inflight:
-            self.last_event = time.monotonic()
-        self.inflight[number] = task
-        if parcel.beside:
-            self._beside.add(number)
-        job, _, _, flags = parcel.header
-        if flags & link.STORE:
-            self.taught.add(job)
-            if flags & link.FUNCTION_BESIDE:
-                self._teaching = number
+        first = self._number + 1
+        packets = [self._packet(task, parcel) for task, parcel in tasks]
         try:
-            self.pipes.send(number, parcel)
-        except BlockingIOError:
-            self.taken(number)
-            if not self.inflight:
-                raise
-            self._is_full = True
-            return False
+            sent = self.pipes.send_small(packets)
         except BrokenPipeError:
             # It has ended; that is noticed, and what it had not begun is sent again.
-            return True
+            return []
+        self._is_full = sent < len(tasks)
+        return [self.taken(number) for number in range(first + sent, first + len(tasks))]
+
+    def send_large(self, task: Task, parcel: Parcel) -> None:
+        """Send a task and what lies beside it.
+
+        Raises:
+            OSError: there is no room, or the descriptors cannot be sent.
+        """
+        packet = self._packet(task, parcel)
+        number = self._number
+        self._beside.add(number)
+        if parcel.flags & link.FUNCTION_BESIDE:
+            self._teaching = number
+        try:
+            self.pipes.send_large(number, packet, parcel.beside)
+        except BrokenPipeError:
+            return
         except BaseException:
             self.taken(number)
             raise
-        return True
+
+    def _packet(self, task: Task, parcel: Parcel) -> bytes:
+        """Return what goes through the pipe, and count the task as sent: its answer may be fast."""
+        if not self.inflight:
+            self.last_event = time.monotonic()
+        self._number = number = self._number + 1
+        self.inflight[number] = task
+        if parcel.flags & link.STORE:
+            self.taught.add(task[0])
+        header = link.TASK.pack(number, task[0], parcel.size, parcel.kind, parcel.flags)
+        return header + parcel.inline
 
     def stop(self) -> None:
         """Let the worker end after what it has been sent."""

@@ -17,9 +17,14 @@ from multiprocessing import reduction
 
 from . import _descriptors
 
-# A task: its number at this worker, job, bytes of its function that follow, kind, flags.
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
+# A task: its number at this worker, job, bytes of its function that follow, kind, flags. A call
+# has arguments and keyword arguments, a plain call arguments alone.
 TASK = struct.Struct("<QIHBB")
-CALL, MAP, STARMAP, FORGET, STOP, START = range(6)
+CALL, CALL_PLAIN, MAP, STARMAP, FORGET, STOP, START = range(7)
 FUNCTION_BESIDE, BODY_BESIDE, STORE = 1, 2, 4
 # What one write to a pipe keeps together.
 PACKET_BYTES = 4096
@@ -43,11 +48,11 @@ class Handle:
         self.fd = fd
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _adopted, (reduction.DupFd(self.fd),)  # type: ignore[attr-defined]
+        return _adopted, (reduction.DupFd(self.fd),)
 
 
-def _adopted(duplicate: object) -> Handle:
-    fd: int = duplicate.detach()  # type: ignore[attr-defined]
+def _adopted(duplicate: Any) -> Handle:
+    fd: int = duplicate.detach()
     os.set_inheritable(fd, False)
     return Handle(fd)
 

@@ -6,11 +6,10 @@ import contextlib
 import fcntl
 import os
 import socket
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from . import _link as link
-from ._encoder import Parcel
 from ._wire import Packed
 
 # Linux; the module fcntl names them from Python 3.10 on some systems only.
@@ -55,18 +54,33 @@ class Pipes:
         """The descriptors that only the pool may have."""
         return [self._tasks, self._taking, self.results, self._beside.fileno()]
 
-    def send(self, number: int, parcel: Parcel) -> None:
-        """Send a task under a number.
+    def send_large(self, number: int, packet: bytes, beside: Sequence[Packed]) -> None:
+        """Send a task and what lies beside it.
 
         Raises:
             BlockingIOError: there is no room.
             BrokenPipeError: the worker has ended.
             OSError: the descriptors cannot be sent.
         """
-        for packed in parcel.beside:
+        for packed in beside:
             link.send_beside(self._beside, number, packed.data, packed.fds)
-        job, size, kind, flags = parcel.header
-        os.write(self._tasks, link.TASK.pack(number, job, size, kind, flags) + parcel.inline)
+        os.write(self._tasks, packet)
+
+    def send_small(self, packets: Sequence[bytes]) -> int:
+        """Send tasks that have nothing beside them, at once; return how many there was room for.
+
+        Raises:
+            BrokenPipeError: the worker has ended.
+        """
+        data = packets[0]
+        if len(packets) > 1:
+            # Of a long write each page is a packet: one call of the system, one waking.
+            data = b"".join([packet.ljust(link.PACKET_BYTES, b"\0") for packet in packets])
+        try:
+            written = os.write(self._tasks, data)
+        except BlockingIOError:
+            return 0
+        return -(-written // link.PACKET_BYTES)
 
     def command(self, kind: int, job: int = 0) -> None:
         """Tell the worker to forget a job or to stop; a worker that has ended is past telling."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from multiprocessing.context import BaseContext
 from typing import Any
 
+from . import _link as link
 from . import _worker
 from ._encoder import Encoder
 from ._lane import Lane
@@ -49,7 +50,7 @@ class Counters:
 
     def __init__(self, workers: int) -> None:
         self.fd = os.memfd_create("stepwrap-pool", os.MFD_CLOEXEC)
-        size = workers * _worker.link.COUNTER.size
+        size = workers * link.COUNTER.size
         os.ftruncate(self.fd, size)
         self.memory = mmap.mmap(self.fd, size)
 

@@ -197,17 +197,22 @@ class _WorkerEnd:
             began = time.monotonic() if self._is_timed else 0.0
             link.COUNTER.pack_into(self._counters, self._place, number, began)
             self._number = number
+            func: Any = None
+            body: Any = None
             try:
                 func = self._function(packet, job, size, flags)
                 body = self._body(packet, size, flags, number)
+                if kind == link.CALL_PLAIN:
+                    return job, number, func, body, {}
                 if kind == link.CALL:
-                    return job, number, func, body[0], body[1]
+                    return job, number, func, *body
                 caller = map_caller if kind == link.MAP else starmap_caller
                 return job, number, caller, ((func, body),), {}
             except BaseException as error:
                 self.send_error(number, link.ERROR, error)
             # Not kept while waiting for the next one.
-            func = body = packet = None
+            del packet
+            func = body = None
 
     def put(self, result: tuple[int, int, tuple[bool, Any]]) -> None:
         """Send the result of the task that was taken last."""

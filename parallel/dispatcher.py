@@ -17,7 +17,7 @@ from . import _link as link
 from ._backlog import DealtBacklog, SharedBacklog
 from ._crew import Crew
 from ._deaths import initializer_error, start_error
-from ._encoder import Encoder, Task
+from ._encoder import Encoder, Parcel, Task
 from ._lane import Lane
 from ._outcomes import Losses, outcome
 from ._starts import Plan
@@ -132,12 +132,7 @@ class Dispatcher:
             crew.terminate()
         elif self._is_closing:
             crew.stop()
-        alarm = None
-        if self._timeout is not None or self._is_terminating:
-            alarm = crew.alarm(self._timeout, time.monotonic())
-        is_uneven = not self._backlog and crew.is_uneven
-        if is_uneven:
-            alarm = _STUCK_S if alarm is None else min(alarm, _STUCK_S)
+        alarm = self._alarm()
         if alarm is not None and (patience is None or alarm < patience):
             patience = alarm
         written, ended = crew.wait(patience)
@@ -153,6 +148,15 @@ class Dispatcher:
             self._look_at_clocks(time.monotonic())
         if self._backlog and self._is_hungry:
             self._deal()
+
+    def _alarm(self) -> float | None:
+        """Return in how many seconds the clocks are to be looked at."""
+        alarm = None
+        if self._timeout is not None or self._is_terminating:
+            alarm = self._crew.alarm(self._timeout, time.monotonic())
+        if not self._backlog and self._crew.is_uneven:
+            return _STUCK_S if alarm is None else min(alarm, _STUCK_S)
+        return alarm
 
     def _look_at_clocks(self, now: float) -> None:
         self._crew.check_kills(now)
@@ -198,28 +202,32 @@ class Dispatcher:
 
     def _send(self, lane: Lane, tasks: list[Task]) -> None:
         """Send tasks that were taken for a worker; what cannot be sent waits again."""
-        sent = 0
+        rest = deque(tasks)
+        small: list[tuple[Task, Parcel]] = []
         try:
-            for task in tasks:
-                if not lane.has_room_beside or not self._is_sent(lane, task):
-                    break
-                sent += 1
+            while rest and lane.has_room_beside:
+                self._send_large(lane, rest[0], small)
+                rest.popleft()
         finally:
-            if sent < len(tasks):
+            left = [*(lane.send(small) if small else ()), *rest]
+            if left:
                 with self._lock:
-                    self._backlog.put_back(lane.slot, tasks[sent:])
+                    self._backlog.put_back(lane.slot, left)
 
-    def _is_sent(self, lane: Lane, task: Task) -> bool:
+    def _send_large(self, lane: Lane, task: Task, small: list[tuple[Task, Parcel]]) -> None:
+        """Send a task if it is large, put it among the small ones if it is not."""
         try:
             parcel = self._encoder.encode(task, lane.known)
+            if not parcel.beside:
+                small.append((task, parcel))
+                return
             try:
-                return lane.send(task, parcel)
+                lane.send_large(task, parcel)
             finally:
                 parcel.release()
         except Exception as error:
             self._done.append((task[0], task[1], (False, error)))
             self._crew.ring()
-            return True
 
     def _receive(self, lane: Lane) -> None:
         """Read what a worker has written."""

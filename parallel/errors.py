@@ -5,7 +5,7 @@ from __future__ import annotations
 import builtins
 import multiprocessing
 from concurrent.futures import BrokenExecutor
-from multiprocessing.pool import MaybeEncodingError
+from multiprocessing.pool import MaybeEncodingError  # type: ignore[attr-defined]
 
 
 # The documented name: queues and results raise it, and `except TimeoutError` of either kind fits.
@@ -81,7 +81,7 @@ class PoolTerminatedError(RuntimeError):
     """The pool was terminated before the result was there."""
 
 
-class EncodingError(MaybeEncodingError):
+class EncodingError(MaybeEncodingError):  # type: ignore[misc]
     """A result cannot be pickled. `exc` and `value` are texts: of the reason and of the result."""
 
     def __init__(self, exc: object, value: object) -> None:

@@ -7,7 +7,7 @@ import multiprocessing
 import os
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from multiprocessing.context import BaseContext
 from typing import Any
 
@@ -55,6 +55,8 @@ class BasePool:
 
     # Whether `get` of the queue of results returns when it is woken, and needs no time-out.
     _is_woken = False
+    # Whether the end of the program waits for the workers.
+    _is_waited = True
 
     def __init__(
         self,
@@ -88,6 +90,7 @@ class BasePool:
             wake=self._waker(),
             end_workers=self._ender(),
             is_woken=is_plain and self._is_woken,
+            is_waited=self._is_waited,
         )
         self._keeper.start()
 
@@ -199,7 +202,10 @@ class BasePool:
             chunksize: items per task (default: about four tasks per worker).
             progress: show a bar.
         """
-        return self._map(map_caller, func, iterable, chunksize, progress=progress).get()
+        values: list[Any] = self._map(
+            map_caller, func, iterable, chunksize, progress=progress
+        ).get()
+        return values
 
     def map_async(
         self,
@@ -224,7 +230,10 @@ class BasePool:
         progress: bool = False,
     ) -> list[Any]:
         """As `map`, each item being the arguments of a call."""
-        return self._map(starmap_caller, func, iterable, chunksize, progress=progress).get()
+        values: list[Any] = self._map(
+            starmap_caller, func, iterable, chunksize, progress=progress
+        ).get()
+        return values
 
     def starmap_async(
         self,
@@ -281,8 +290,7 @@ class BasePool:
 
     def terminate(self) -> None:
         """End the workers now; results that are not there fail with `PoolTerminatedError`."""
-        self._keeper.phase = PoolStates.TERMINATE
-        self._keeper.wake()
+        self._keeper.stop()
         self._keeper.join()
 
     def join(self, timeout: float | None = None) -> None:
@@ -312,9 +320,7 @@ class BasePool:
         self.terminate()
 
     def __reduce__(self) -> Any:
-        raise NotImplementedError(
-            "pool objects cannot be passed between processes or pickled; make the pool where it is used"
-        )
+        raise NotImplementedError("pool objects cannot be passed between processes or pickled")
 
     def _prepared(self, func: Callable[..., Any]) -> Callable[..., Any]:
         """Return what workers are to call for a function."""
@@ -367,11 +373,9 @@ class BasePool:
     ) -> IMapIterator:
         self._keeper.check()
         _check_chunksize(chunksize)
-        ahead = self._processes * _LOOKAHEAD if lookahead is None else lookahead
-        if ahead < 1:
-            raise ValueError(f"lookahead must be at least 1, got {lookahead}")
+        ahead = self._ahead(lookahead, chunksize)
         name = f"imap({_name_of(func)})"
-        total = len(iterable) if progress and hasattr(iterable, "__len__") else None
+        total = len(iterable) if progress and isinstance(iterable, Sized) else None
         job = next(self._jobs)
         prepared = self._prepared(func)
 
@@ -384,18 +388,23 @@ class BasePool:
             self._cache,
             chunks_of(iterable, chunksize),
             submit,
-            # Where that is few, still one chunk for each worker and one to follow.
-            ahead=-(-ahead // chunksize)
-            if lookahead
-            else max(-(-ahead // chunksize), 2 * self._processes),
-            chunksize=chunksize,
+            shape=(ahead, chunksize),
             name=name,
             on_end=self._open_inputs.discard,
             bar=Bar(name, total) if progress else None,
         )
         self._open_inputs.add(iterator)
-        iterator.feed(1 if lookahead is None else lookahead)
+        iterator.feed(ahead)
         return iterator
+
+    def _ahead(self, lookahead: int | None, chunksize: int) -> int:
+        """Return how many chunks of an input may be out or not yet taken."""
+        if lookahead is None:
+            # Of large chunks still one for each worker, and one to follow.
+            return max(-(-_LOOKAHEAD * self._processes // chunksize), 2 * self._processes)
+        if lookahead < 1:
+            raise ValueError(f"lookahead must be at least 1, got {lookahead}")
+        return -(-lookahead // chunksize)
 
     def _put(self, call: Any, task: tuple[Any, ...]) -> None:
         try:
@@ -436,7 +445,7 @@ class Pool(BasePool):
 
     _is_woken = True
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         processes: int | None = None,
         initializer: Callable[..., object] | None = None,

@@ -101,7 +101,9 @@ class AsyncResult:
         return f"task {self._job} of {self._name}"
 
     def _finish(self, outcome: Outcome) -> None:
-        self._cache.pop(self._job, None)
+        # Whoever takes it out ends it.
+        if self._cache.pop(self._job, None) is None:
+            return
         success, value = outcome
         if self._bar is not None:
             self._bar.stop()
@@ -137,6 +139,8 @@ class MapResult(AsyncResult):
         self._left = -(-length // chunksize)
         self._value: list[Any] = [None] * length
         self._error: BaseException | None = None
+        # Tasks that cannot be sent fail in the thread of the caller.
+        self._counting = threading.Lock()
         super().__init__(job, cache, callback, error_callback, **more)
         if not length:
             self._finish((True, self._value))
@@ -151,8 +155,10 @@ class MapResult(AsyncResult):
             self._error = value
         if self._bar is not None:
             self._bar.advance(self._chunksize)
-        self._left -= 1
-        if not self._left:
+        with self._counting:
+            self._left -= 1
+            is_last = self._left == 0
+        if is_last:
             error = self._error
             self._finish((True, self._value) if error is None else (False, error))
 
@@ -164,7 +170,7 @@ class MapResult(AsyncResult):
 class IMapIterator:
     """The results of a call over many items, one by one, in their order. Pools make them.
 
-    The input is read as results are taken, `ahead` chunks ahead, in the thread that takes them. An
+    The input is read as results are taken, some chunks ahead, in the thread that takes them. An
     error of a task is raised in its place, once for the chunk it was in, and later results still
     come. An error of the input comes after the results of what was read before.
 
@@ -173,8 +179,7 @@ class IMapIterator:
         cache: the pool's unfinished calls by number; this one is in it while tasks are out.
         source: the chunks of the input.
         submit: hands one chunk, by number, to the workers.
-        ahead: chunks that are out or not yet taken, at most.
-        chunksize: items in a chunk.
+        shape: chunks that are out or not yet taken, at most; items in a chunk.
         name: the call in words, as in "imap(square)".
         on_end: called once when the input is exhausted.
         bar: shows how far the call is.
@@ -187,8 +192,7 @@ class IMapIterator:
         source: Iterator[list[Any]],
         submit: Callable[[int, list[Any]], None],
         *,
-        ahead: int,
-        chunksize: int = 1,
+        shape: tuple[int, int] = (1, 1),
         name: str = "imap",
         on_end: Callable[[IMapIterator], None] | None = None,
         bar: Bar | None = None,
@@ -198,8 +202,7 @@ class IMapIterator:
         self._source: Iterator[list[Any]] | None = source
         self._source_error: BaseException | None = None
         self._submit: Callable[[int, list[Any]], None] | None = submit
-        self._ahead = ahead
-        self._chunksize = chunksize
+        self._ahead, self._chunksize = shape
         self._name = name
         self._on_end = on_end
         self._bar = bar

@@ -16,9 +16,15 @@ METHODS = 15
 PARAMETERS = 8
 # Hook is the list of events itself: every method but two is an empty event. CollectiveGroup is the
 # list of documented calls: each method hands its arguments to one function and has no logic.
-MANY_METHODS = {"CollectiveGroup", "Hook", "RpcGroup"}
+# BasePool has multiprocessing's calls and the documented methods to override.
+MANY_METHODS = {"BasePool", "CollectiveGroup", "Hook", "RpcGroup"}
 # Documented signatures of the systems whose names we keep.
-MANY_PARAMETERS = {"rpc/gradient_server.py:__init__", "rpc/world.py:__init__"}
+MANY_PARAMETERS = {
+    "parallel/context_pool.py:__init__",
+    "parallel/pool.py:__init__",
+    "rpc/gradient_server.py:__init__",
+    "rpc/world.py:__init__",
+}
 
 
 def nodes(file: Path, *kinds: type[ast.AST]) -> Iterator[ast.AST]:
