@@ -33,7 +33,7 @@ format: $(READY)
 # mypy and import-linter see the namespace through links, one per source folder.
 types-link:
 	@mkdir -p build/types/stepwrap
-	@for folder in collectives configs loops parallel registry rpc runner wrappers; do \
+	@for folder in collectives configs loops parallel plugins registry rpc runner wrappers; do \
 		ln -sfn ../../../$$folder build/types/stepwrap/$$folder; done
 
 # torch first: its CPU build must be there before a dependency asks for any build of it.
@@ -41,7 +41,7 @@ $(READY): setup.cfg pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt pip setuptools wheel
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt torch
-	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e ".[examples,plots,tensorboard,test]"
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e ".[examples,lightning,plots,tensorboard,test]"
 	touch $(READY)
 
 clean:

@@ -7,7 +7,17 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-FOLDERS = ("collectives", "configs", "loops", "parallel", "registry", "rpc", "runner", "wrappers")
+FOLDERS = (
+    "collectives",
+    "configs",
+    "loops",
+    "parallel",
+    "plugins",
+    "registry",
+    "rpc",
+    "runner",
+    "wrappers",
+)
 FILES = sorted(file for folder in FOLDERS for file in (ROOT / folder).rglob("*.py"))
 FILE_LINES = 350
 FUNCTION_LINES = 45
