@@ -22,6 +22,14 @@ from ._parts import MARK, take
 # What `reduced` is for.
 KINDS = (Tensor, TypedStorage, UntypedStorage, torch.cuda.Event)
 
+_SPARSE = {
+    torch.sparse_coo,
+    torch.sparse_csr,
+    torch.sparse_csc,
+    torch.sparse_bsr,
+    torch.sparse_bsc,
+}
+
 # A storage's rebuilding function and its arguments.
 Content = tuple[Any, ...]
 Share = Callable[[UntypedStorage], Content]
@@ -129,29 +137,32 @@ def _reduced_tensor(tensor: Tensor, parts: list[Any], *, copy_tensor: bool) -> A
             f"recorded it ({type(tensor.grad_fn).__name__}), which ends at the process; "
             "detach() it, or pass it with copy_tensor=True"
         )
-    if not _is_plain(tensor):
-        is_bare = type(tensor) is Tensor and not tensor.__dict__
-        if tensor.requires_grad and is_bare and tensor.layout is not torch.strided:
-            # torch does not write it for these.
-            return _requiring_grad, (tensor.detach(),)
-        return NotImplemented
+    if not _is_bare(tensor):
+        # Not left to pickle: it would find what torch registers for multiprocessing.
+        return tensor.__reduce_ex__(5)
+    if tensor.layout in _SPARSE:
+        parts_of = _parts_of_sparse(tensor.detach())
+        return _sparse, (tensor.layout, tuple(tensor.shape), tensor.requires_grad, parts_of)
+    if not _has_plain_storage(tensor):
+        return tensor.__reduce_ex__(5)
     if tensor.is_cuda and not copy_tensor:
         if tensor.is_conj() or tensor.is_neg():
-            return NotImplemented
+            return tensor.__reduce_ex__(5)
         return reductions.reduce_tensor(tensor)  # type: ignore[no-untyped-call]
     warn_if_has_hooks(tensor)
     parts.append(tensor)
     return take, (MARK,)
 
 
-def _is_plain(tensor: Tensor) -> bool:
+def _is_bare(tensor: Tensor) -> bool:
+    return type(tensor) is Tensor and not tensor.__dict__ and not tensor.is_nested
+
+
+def _has_plain_storage(tensor: Tensor) -> bool:
     return (
-        type(tensor) is Tensor
+        tensor.device.type in ("cpu", "cuda")
         and tensor.layout is torch.strided
-        and tensor.device.type in ("cpu", "cuda")
         and not tensor.is_quantized
-        and not tensor.is_nested
-        and not tensor.__dict__
     )
 
 
@@ -164,8 +175,31 @@ def _reduced_storage(storage: UntypedStorage, parts: list[Any], *, copy_tensor: 
     return take, (MARK,)
 
 
-def _requiring_grad(tensor: Tensor) -> Tensor:
-    return tensor.requires_grad_()
+def _parts_of_sparse(tensor: Tensor) -> tuple[Any, ...]:
+    if tensor.layout is torch.sparse_coo:
+        return tensor._indices(), None, tensor._values(), tensor.is_coalesced()
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return tensor.crow_indices(), tensor.col_indices(), tensor.values(), True
+    return tensor.ccol_indices(), tensor.row_indices(), tensor.values(), True
+
+
+def _sparse(
+    layout: torch.layout,
+    size: tuple[int, ...],
+    requires_grad: bool,
+    parts: tuple[Tensor, Tensor | None, Tensor, bool],
+) -> Tensor:
+    """Return a sparse tensor; torch's own function keeps each one in a list for ever."""
+    first, second, values, is_coalesced = parts
+    if second is None:
+        tensor = torch.sparse_coo_tensor(
+            first, values, size, check_invariants=False, is_coalesced=is_coalesced
+        )
+    else:
+        tensor = torch.sparse_compressed_tensor(
+            first, second, values, size, layout=layout, check_invariants=False
+        )
+    return tensor.requires_grad_() if requires_grad else tensor
 
 
 def _storage_of(tensor: Tensor) -> UntypedStorage:

@@ -6,9 +6,11 @@ to a process that has it already is found in torch's cache.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import mmap
 import os
+from collections.abc import Iterator
 from typing import Any
 
 from torch import UntypedStorage
@@ -35,7 +37,7 @@ def by_name(storage: UntypedStorage) -> Content:
     # The file stays for the receiver, who takes this back.
     storage._shared_incref()  # type: ignore[no-untyped-call]
     _remember(name, storage)
-    return reductions.rebuild_storage_filename, UntypedStorage, manager, name, size
+    return _of_file, manager, name, size
 
 
 def by_descriptor(storage: UntypedStorage, descriptors: list[int]) -> Content:
@@ -86,18 +88,40 @@ def _of_descriptor(descriptor: Received, size: int) -> UntypedStorage:
     return storage
 
 
-def _of_process(process: int, number: int, inode: int, device: int, size: int) -> UntypedStorage:
-    gone = (
-        "the memory of a tensor passed by reference is gone: it was shared by a descriptor of "
-        f"process {process}, which has ended or dropped the tensor"
-    )
+def _of_file(manager: bytes, name: bytes, size: int) -> UntypedStorage:
     try:
-        with explaining():
-            descriptor = os.open(f"/proc/{process}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
-    except FileNotFoundError as error:
-        raise OSError(errno.ESTALE, gone) from error
-    status = os.fstat(descriptor)
-    if (status.st_ino, status.st_dev) != (inode, device):
-        os.close(descriptor)
-        raise OSError(errno.ESTALE, gone)
-    return _of_descriptor(Received(descriptor), size)
+        storage: UntypedStorage = reductions.rebuild_storage_filename(  # type: ignore[no-untyped-call]
+            UntypedStorage, manager, name, size
+        )
+    except RuntimeError as error:
+        raise _gone(f"the file {os.fsdecode(name)}") from error
+    return storage
+
+
+def _of_process(process: int, number: int, inode: int, device: int, size: int) -> UntypedStorage:
+    key = inode, device
+    known: UntypedStorage | None = reductions.storage_from_cache(UntypedStorage, key)  # type: ignore[no-untyped-call]
+    if known is not None:
+        return known
+    # The sender may have ended, and this process may be the one that it had the memory from.
+    for path in (f"/proc/{process}/fd/{number}", *_own_descriptors()):
+        with contextlib.suppress(FileNotFoundError), explaining():
+            if _key(os.stat(path)) == key:
+                return _of_descriptor(Received(os.open(path, os.O_RDWR | os.O_CLOEXEC)), size)
+    raise _gone(f"a descriptor of process {process}")
+
+
+def _key(status: os.stat_result) -> tuple[int, int]:
+    return status.st_ino, status.st_dev
+
+
+def _own_descriptors() -> Iterator[str]:
+    yield from (f"/proc/self/fd/{number}" for number in os.listdir("/proc/self/fd"))
+
+
+def _gone(place: str) -> OSError:
+    return OSError(
+        errno.ESTALE,
+        f"the memory of a tensor passed by reference is gone: it was shared by {place}, and the "
+        "processes that had it have ended or dropped the tensor",
+    )

@@ -64,12 +64,13 @@ def unpack(data: bytes | memoryview, fds: Sequence[int] = ()) -> Any:
     Raises:
         OSError: the memory or the descriptors of tensors cannot be had.
     """
-    if data[0] != _TAG:
+    if not fds and data[0] != _TAG:
         return pickle.loads(data)
-    flags = data[1]
-    if flags & _BUNDLED:
-        fds = _descriptors.unbundled(fds[0])
     with _descriptors.received(fds) as descriptors:
+        _, flags = _HEADER.unpack_from(data)
+        if flags & _BUNDLED:
+            carrier = descriptors.pop().detach()
+            descriptors += map(_descriptors.Received, _descriptors.unbundled(carrier))
         load = _load_parts if flags & _WITH_PARTS else pickle.loads
         if not flags & _IN_MEMORY:
             return load(memoryview(data)[_HEADER.size :], buffers=descriptors)

@@ -77,8 +77,8 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             receiver does not have (those set under `if __name__ == "__main__"`).
         copy_tensor: True writes the tensors' bytes, as far as they are viewed; the receiver owns a
             tensor on the same device. False moves CPU tensors into shared memory, where sender and
-            receiver see the same numbers, and passes CUDA tensors as handles: the sender must keep
-            those until they are loaded. Either way tensors that overlap still do afterwards.
+            receiver see the same numbers, and passes CUDA tensors as handles; a process must keep
+            the tensors until they are loaded. Either way those that overlap still do afterwards.
 
     Raises:
         RuntimeError: from `dump` without `copy_tensor`: a tensor is the result of a computation

@@ -1,0 +1,115 @@
+"""What other processes do with queues; imports no torch."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import sys
+import time
+from collections.abc import Callable
+from multiprocessing.context import BaseContext
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+
+def started(context: BaseContext, function: Callable[..., object], *arguments: Any) -> BaseProcess:
+    """Return a process of the context that runs the function; it ends with the test run."""
+    process: BaseProcess = context.Process(target=function, args=arguments, daemon=True)  # type: ignore[attr-defined]
+    process.start()
+    return process
+
+
+def ended(process: BaseProcess) -> int | None:
+    """Return the exit code of a process that is to end by itself."""
+    process.join(30)
+    code = process.exitcode
+    if code is None:
+        process.kill()
+        process.join()
+    return code
+
+
+def until(holds: Callable[[], bool], limit_s: float = 20) -> None:
+    """Wait until something holds."""
+    deadline = time.monotonic() + limit_s
+    while not holds():
+        assert time.monotonic() < deadline, "it did not come to pass"
+        time.sleep(0.01)
+
+
+def is_asleep(pid: int | None) -> bool:
+    """Return whether the process waits for something."""
+    with open(f"/proc/{pid}/stat") as stat:
+        return stat.read().rpartition(")")[2].split()[0] == "S"
+
+
+def descriptors() -> int:
+    """Return how many descriptors this process has open."""
+    return len(os.listdir("/proc/self/fd"))
+
+
+def echo(given: Any, back: Any) -> None:
+    """Send back what comes, until None comes."""
+    while (value := given.get()) is not None:
+        back.put(value)
+
+
+def modules_of(given: Any, back: Any) -> None:
+    """Send back what comes and whether torch was imported for it."""
+    back.put((given.get(), "torch" in sys.modules, "cloudpickle" in sys.modules))
+
+
+def put_all(queue: Any, values: list[Any]) -> None:
+    """Put the values."""
+    for value in values:
+        queue.put(value)
+
+
+def put_for_ever(queue: Any, value: Any) -> None:
+    """Put a value again and again."""
+    while True:
+        queue.put(value)
+
+
+def get_for_ever(queue: Any) -> None:
+    """Get again and again."""
+    while True:
+        queue.get()
+
+
+def count_until_none(queue: Any, back: Any) -> None:
+    """Send the values that came before None."""
+    values = []
+    while (value := queue.get()) is not None:
+        values.append(value)
+    back.put(values)
+
+
+def put_and_die(queue: Any, value: Any) -> None:
+    """Put a value, and be killed."""
+    queue.put(value)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def get_one_and_wait(queue: Any, back: Any) -> None:
+    """Get a value, say so, and wait for the next one."""
+    back.put(queue.get())
+    queue.get()
+
+
+def get_with_few_descriptors(queue: Any, back: Any, spare: int) -> None:
+    """Get a value when only some descriptors are left; send the error's type and text."""
+    highest = max(map(int, os.listdir("/proc/self/fd")))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 1, highest + 1))
+    taken = []
+    try:
+        while True:
+            taken.append(os.dup(0))
+    except OSError:
+        for number in taken[:spare]:
+            os.close(number)
+    try:
+        back.put(("got", type(queue.get()).__name__))
+    except Exception as error:
+        back.put((type(error).__name__, str(error)))
