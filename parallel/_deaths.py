@@ -37,7 +37,8 @@ def death_error(
     how = how_it_ended(exitcode)
     if exitcode is not None and exitcode >= 0:
         how += " (os._exit or sys.exit in the task)"
-    return WorkerDiedError(f"{task} is lost: {where} {how}", **known)  # type: ignore[arg-type]
+    verb = "are" if task.startswith("tasks") else "is"
+    return WorkerDiedError(f"{task} {verb} lost: {where} {how}", **known)  # type: ignore[arg-type]
 
 
 def initializer_error(worker: int, description: bytes) -> BrokenPoolError:

@@ -1,0 +1,25 @@
+"""What the workers of the pool tests run on tensors."""
+
+import torch
+
+
+def increase(tensor):
+    tensor.add_(1)
+    return tensor
+
+
+def total(tensor):
+    return float(tensor.sum())
+
+
+def make(size):
+    return torch.arange(size, dtype=torch.float32)
+
+
+def same_memory(first, second):
+    return first.data_ptr() == second.data_ptr()
+
+
+def increase_first(context, value):
+    context.add_(value)
+    return None

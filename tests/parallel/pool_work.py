@@ -1,0 +1,244 @@
+"""What the workers of the pool tests run. It imports no torch: they start fast."""
+
+import ctypes
+import faulthandler
+import multiprocessing
+import os
+import resource
+import signal
+import sys
+import time
+
+
+def square(number):
+    return number * number
+
+
+def add(first, second=0):
+    return first + second
+
+
+def pid(_=None):
+    return os.getpid()
+
+
+def nap(seconds):
+    time.sleep(seconds)
+    return seconds
+
+
+def nap_and_square(number):
+    time.sleep(0.02)
+    return number * number
+
+
+def fail(text):
+    raise KeyError(text)
+
+
+def fail_at(number, bad):
+    if number == bad:
+        raise ValueError(f"bad {number}")
+    return number
+
+
+def fail_3(number):
+    return fail_at(number, 3)
+
+
+def kill_self(_=None):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def kill_at_3(number):
+    if number == 3:
+        kill_self()
+    return number
+
+
+def segfault(_=None):
+    faulthandler.disable()
+    ctypes.string_at(0)
+
+
+def leave(_=None):
+    os._exit(3)
+
+
+def system_exit(_=None):
+    sys.exit(4)
+
+
+def interrupt(_=None):
+    raise KeyboardInterrupt("mine")
+
+
+def memory_error(_=None):
+    raise MemoryError("mine")
+
+
+def too_much_memory(_=None):
+    resource.setrlimit(resource.RLIMIT_AS, (1 << 30, 1 << 30))
+    return len(bytearray(1 << 31))
+
+
+def unpicklable_result(_=None):
+    return (one for one in ())
+
+
+class TwoArguments(Exception):
+    def __init__(self, first, second):
+        super().__init__(f"{first} {second}")
+        self.lock = multiprocessing.get_context("spawn")
+
+
+class OnlyOnce(Exception):
+    """Pickles well, but cannot be made anew."""
+
+    def __reduce__(self):
+        return _refuse, ()
+
+
+def _refuse():
+    raise RuntimeError("not again")
+
+
+def odd_exception(_=None):
+    raise OnlyOnce("odd")
+
+
+def two_arguments(_=None):
+    raise TwoArguments("one", "two")
+
+
+class Unloadable:
+    def __reduce__(self):
+        return _refuse, ()
+
+
+class Unpicklable:
+    def __reduce__(self):
+        raise TypeError("not me")
+
+
+class Deadly:
+    """Ends the process that unpickles it."""
+
+    def __reduce__(self):
+        return kill_self, ()
+
+
+def take(thing):
+    return type(thing).__name__
+
+
+def child_result(_=None):
+    process = multiprocessing.get_context("fork").Process(target=time.sleep, args=(0,))
+    process.start()
+    process.join()
+    return process.exitcode
+
+
+def leave_a_child(seconds):
+    """End with a child that has all of this process's pipes open."""
+    if os.fork() == 0:
+        time.sleep(seconds)
+        os._exit(0)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def die_once(path):
+    """Kill the worker the first time."""
+    try:
+        os.close(os.open(path, os.O_CREAT | os.O_EXCL))
+    except FileExistsError:
+        return "second time"
+    return kill_self()
+
+
+def die_first_times(path, times):
+    with open(path, "a+") as file:
+        file.write("x")
+        file.flush()
+        file.seek(0)
+        if len(file.read()) <= times:
+            kill_self()
+    return "at last"
+
+
+def wait_for(path, other):
+    """Meet another task that runs at the same time."""
+    open(path, "w").close()
+    deadline = time.monotonic() + 20
+    while not os.path.exists(other):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.002)
+    return True
+
+
+def log_and_square(path, number):
+    with open(path, "a") as file:
+        file.write(f"{number}\n")
+    return number * number
+
+
+initialized = []
+
+
+def initialize(*values):
+    initialized.extend(values)
+
+
+def get_initialized(_=None):
+    return list(initialized)
+
+
+def initializer_fails(*_):
+    raise OSError("no such device")
+
+
+def has_module(name):
+    return name in sys.modules
+
+
+def signal_action(signum):
+    return int(signal.getsignal(signum))
+
+
+def with_context(context, number=0):
+    return context, number
+
+
+def change_context(context, value):
+    context.append(value)
+    return context
+
+
+def stored_context(_context):
+    from stepwrap.parallel import CtxPoolStorage
+
+    return CtxPoolStorage.storage, list(initialized)
+
+
+def large(size):
+    return b"x" * size
+
+
+def length(data):
+    return len(data)
+
+
+class Counted:
+    """A function object that counts, in its process, how often it was unpickled."""
+
+    loads = 0
+
+    def __call__(self, _):
+        return Counted.loads
+
+    def __setstate__(self, state):
+        Counted.loads += 1
+
+    def __getstate__(self):
+        return {"some": 1}

@@ -1,0 +1,327 @@
+"""The calls of pools: values, order, laziness, callbacks, what travels and how often."""
+
+import queue
+import threading
+
+import pool_tensor_work as tensor_work
+import pool_work as work
+import pytest
+import torch
+from pool_checks import wait_until
+
+from stepwrap.parallel import (
+    BasePool,
+    BrokenPoolError,
+    CtxPool,
+    P2PPool,
+    Pool,
+    SimpleQueue,
+    ThreadPool,
+    TimeoutError,
+    proxy_ctx_caller,
+)
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+
+
+@pytest.fixture(scope="module", params=["Pool", "P2PPool", "ThreadPool", "BasePool"])
+def pool(request):
+    makers = {
+        "Pool": lambda: Pool(2),
+        "P2PPool": lambda: P2PPool(2),
+        "ThreadPool": lambda: ThreadPool(2),
+        "BasePool": lambda: BasePool(2),
+    }
+    with makers[request.param]() as pool:
+        yield pool
+
+
+@pytest.fixture(scope="module")
+def processes():
+    with Pool(2) as pool:
+        yield pool
+
+
+def test_apply(pool):
+    assert pool.apply(work.add, (1,), {"second": 2}) == 3
+    assert pool.apply(work.add, [1]) == 1
+    assert pool.apply_async(work.square, (4,)).get(20) == 16
+
+
+@pytest.mark.parametrize("chunksize", [None, 1, 3, 100])
+def test_map(pool, chunksize):
+    numbers = range(37)
+    assert pool.map(work.square, numbers, chunksize) == [n * n for n in numbers]
+    assert pool.map(work.square, iter(numbers), chunksize) == [n * n for n in numbers]
+    pairs = [(n, n + 1) for n in numbers]
+    assert pool.starmap(work.add, pairs, chunksize) == [2 * n + 1 for n in numbers]
+    assert pool.starmap_async(work.add, pairs, chunksize).get(20) == [2 * n + 1 for n in numbers]
+
+
+@pytest.mark.parametrize("chunksize", [1, 4, 100])
+def test_imap(pool, chunksize):
+    numbers = range(37)
+    assert list(pool.imap(work.square, numbers, chunksize)) == [n * n for n in numbers]
+    found = list(pool.imap_unordered(work.square, iter(numbers), chunksize))
+    assert sorted(found) == [n * n for n in numbers]
+
+
+def test_nothing_to_do(pool):
+    called = []
+    assert pool.map(work.square, []) == []
+    assert pool.map_async(work.square, [], callback=called.append).get(20) == []
+    assert called == [[]]
+    assert list(pool.imap(work.square, [])) == []
+    assert list(pool.imap_unordered(work.square, iter([]), 3)) == []
+
+
+@pytest.mark.parametrize("chunksize", [0, -1])
+def test_chunksize_below_one(pool, chunksize):
+    for call in (pool.map, pool.starmap, pool.imap, pool.imap_unordered, pool.map_async):
+        with pytest.raises(ValueError, match="chunksize must be at least 1"):
+            call(work.square, [1], chunksize)
+    with pytest.raises(ValueError, match="lookahead"):
+        pool.imap(work.square, [1], lookahead=0)
+
+
+def test_error_of_a_map(pool):
+    """The rest comes through; the error is that of the task."""
+    with pytest.raises(ValueError, match="bad 5"):
+        pool.starmap(work.fail_at, [(n, 5) for n in range(10)], 1)
+    iterator = pool.imap(work.fail_3, range(6))
+    assert [next(iterator) for _ in range(3)] == [0, 1, 2]
+    with pytest.raises(ValueError, match="bad 3"):
+        next(iterator)
+    assert list(iterator) == [4, 5]
+
+
+def test_not_ready(pool):
+    call = pool.apply_async(work.nap, (0.5,))
+    assert not call.ready()
+    with pytest.raises(ValueError, match=r"the result of apply\(nap\) is not ready"):
+        call.successful()
+    with pytest.raises(TimeoutError, match=r"apply\(nap\)"):
+        call.get(0.01)
+    iterator = pool.imap(work.nap, [0.3])
+    with pytest.raises(TimeoutError, match=r"imap\(nap\)"):
+        iterator.next(timeout=0.01)
+    assert iterator.next(timeout=20) == 0.3
+    call.wait(20)
+    assert call.ready()
+    assert call.successful()
+    failed = pool.apply_async(work.fail, ("x",))
+    failed.wait(20)
+    assert not failed.successful()
+
+
+def test_callbacks(pool):
+    values, errors = queue.SimpleQueue(), queue.SimpleQueue()
+    pool.apply_async(work.square, (3,), callback=values.put, error_callback=errors.put).get(20)
+    assert values.get(timeout=20) == 9
+    pool.map_async(work.square, [1, 2], callback=values.put, error_callback=errors.put).get(20)
+    assert values.get(timeout=20) == [1, 4]
+    pool.apply_async(work.fail, ("x",), callback=values.put, error_callback=errors.put)
+    assert isinstance(errors.get(timeout=20), KeyError)
+    pool.starmap_async(work.fail_at, [(1, 1)], error_callback=errors.put)
+    assert isinstance(errors.get(timeout=20), ValueError)
+    assert values.empty()
+    assert errors.empty()
+
+
+def test_input_is_read_as_results_are_taken(pool):
+    """In the thread that takes them, and not further ahead than asked for."""
+    read = []
+
+    def numbers():
+        for n in range(1000):
+            read.append(threading.current_thread())
+            yield n
+
+    iterator = pool.imap(work.square, numbers(), lookahead=5)
+    assert len(read) == 5
+    assert [next(iterator) for _ in range(10)] == [n * n for n in range(10)]
+    assert len(read) <= 15
+    assert set(read) == {threading.current_thread()}
+
+
+def test_two_consumers(pool):
+    iterator = pool.imap(work.square, range(400))
+    found = [[], []]
+    threads = [threading.Thread(target=one.extend, args=(iterator,)) for one in found]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert sorted(found[0] + found[1]) == [n * n for n in range(400)]
+
+
+def test_many_callers(pool):
+    """Calls from many threads keep apart."""
+    wrong = []
+
+    def call(base):
+        for n in range(50):
+            if pool.apply(work.add, (base, n)) != base + n:
+                wrong.append((base, n))
+
+    threads = [threading.Thread(target=call, args=(1000 * one,)) for one in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not wrong
+
+
+def test_large_values(pool):
+    for size in (4000, 5000, 40_000, 300_000, 3_000_000):
+        assert pool.apply(work.length, (b"y" * size,)) == size
+        assert pool.apply(work.large, (size,)) == b"x" * size
+    assert pool.map(work.length, [b"z" * 50_000] * 30, 1) == [50_000] * 30
+
+
+def test_progress(pool, capsys):
+    assert pool.map(work.square, range(8), progress=True) == [n * n for n in range(8)]
+    assert "map(square)" in capsys.readouterr().out
+    assert list(pool.imap(work.square, range(8), progress=True)) == [n * n for n in range(8)]
+    assert "imap(square)" in capsys.readouterr().out
+
+
+def test_functions_of_any_kind(processes):
+    factor = 3
+    assert processes.map(lambda n: n * factor, range(3)) == [0, 3, 6]
+    data = bytes(1_000_000)
+    assert processes.map(lambda n: n + len(data), range(40), 1) == [
+        1_000_000 + n for n in range(40)
+    ]
+
+
+def test_function_travels_once(processes):
+    """Once per worker and call, not with each task (some may be under way at the beginning)."""
+    counts = processes.map(work.Counted(), range(400), 1)
+    assert max(counts) <= 12
+
+
+def test_worker_without_torch(processes):
+    assert processes.map(work.square, range(100), 1) == [n * n for n in range(100)]
+    with Pool(1) as fresh:
+        assert fresh.apply(work.has_module, ("torch",)) is False
+        assert fresh.apply(work.has_module, ("cloudpickle",)) is False
+
+
+@pytest.mark.parametrize("size", [3, 100_000])
+def test_tensors_are_copied(processes, size):
+    tensor = torch.zeros(size)
+    assert torch.equal(processes.apply(tensor_work.increase, (tensor,)), torch.ones(size))
+    assert torch.equal(tensor, torch.zeros(size))
+    assert not tensor.is_shared()
+    assert processes.apply(tensor_work.same_memory, (tensor, tensor)) is True
+    made = processes.map(tensor_work.make, [size] * 6, 1)
+    assert all(torch.equal(one, torch.arange(size, dtype=torch.float32)) for one in made)
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_tensors_by_reference(method):
+    with Pool(2, is_copy_tensor=False, share_method="cpu", start_method=method) as pool:
+        tensor = torch.zeros(1000)
+        back = pool.apply(tensor_work.increase, (tensor,))
+        assert torch.equal(tensor, torch.ones(1000))
+        back.add_(1)
+        assert torch.equal(tensor, torch.full((1000,), 2.0))
+        assert pool.apply(lambda: tensor_work.total(tensor)) == 2000.0
+        pool.map(tensor_work.increase, [tensor] * 50, 1)
+        assert float(tensor.max()) <= 52.0
+
+
+class QueuePool(BasePool):
+    """A pool with queues of its own, which counts what passes."""
+
+    def __init__(self, *args, **more):
+        self.tasks, self.results = [], []
+        super().__init__(*args, **more)
+
+    def setup_queues(self):
+        return SimpleQueue(ctx=self._ctx), SimpleQueue(ctx=self._ctx)
+
+    def pool_inqueue_put(self, obj):
+        self.tasks.append(obj)
+        super().pool_inqueue_put(obj)
+
+    def pool_outqueue_get(self, timeout):
+        result = super().pool_outqueue_get(timeout)
+        self.results.append(result)
+        return result
+
+
+class CountingPool(Pool):
+    """The same on a pool of the other kind."""
+
+    def __init__(self, *args, **more):
+        self.tasks, self.results, self.populated = [], [], 0
+        super().__init__(*args, **more)
+
+    def pool_inqueue_put(self, obj):
+        self.tasks.append(obj)
+        super().pool_inqueue_put(obj)
+
+    def pool_outqueue_get(self, timeout):
+        result = super().pool_outqueue_get(timeout)
+        self.results.append(result)
+        return result
+
+    def repopulate_pool(self):
+        self.populated += 1
+        super().repopulate_pool()
+
+
+@pytest.mark.parametrize("kind", [QueuePool, CountingPool])
+def test_everything_passes_the_methods(kind):
+    with kind(2) as pool:
+        assert pool.apply(work.add, (1,), {"second": 2}) == 3
+        assert pool.tasks == [(0, 0, work.add, (1,), {"second": 2})]
+        assert pool.results == [(0, 0, (True, 3))]
+        assert pool.map(work.square, range(6), 2) == [n * n for n in range(6)]
+        assert [task[:2] for task in pool.tasks[1:]] == [(1, 0), (1, 1), (1, 2)]
+        assert sorted(pool.results[1:]) == [
+            (1, chunk, (True, [n * n for n in (2 * chunk, 2 * chunk + 1)])) for chunk in range(3)
+        ]
+
+
+def test_repopulating_is_the_pools(tmp_path):
+    with CountingPool(1, maxtasksperchild=1, start_method="fork") as pool:
+        assert pool.map(work.square, range(3), 1) == [0, 1, 4]
+        wait_until(lambda: pool.populated >= 3)
+
+
+def test_worker_of_a_base_pool_dies():
+    """Which task it had is not known: the pool says that it is broken."""
+    pool = BasePool(2)
+    with pytest.raises(BrokenPoolError, match="SIGKILL"):
+        pool.apply_async(work.kill_self).get(20)
+    pool.terminate()
+    pool.join(20)
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_contexts(method):
+    contexts = [["a"], ["b"]]
+    with CtxPool(2, work.initialize, ("x",), worker_contexts=contexts, start_method=method) as pool:
+        found = pool.map(work.with_context, range(40), 1)
+        assert [number for _, number in found] == list(range(40))
+        assert all(context in contexts for context, _ in found)
+        assert pool.apply(work.stored_context)[1] == ["x"]
+        changed = pool.apply(work.change_context, ("c",))
+        assert changed in (["a", "c"], ["b", "c"])
+    assert contexts == [["a"], ["b"]]
+
+
+def test_replaced_worker_has_its_place_and_a_fresh_context():
+    with CtxPool(1, worker_contexts=[["a"]], maxtasksperchild=1, start_method="fork") as pool:
+        assert pool.apply(work.change_context, ("c",)) == ["a", "c"]
+        assert pool.apply(work.change_context, ("d",)) == ["a", "d"]
+
+
+def test_no_contexts():
+    with CtxPool(1, start_method="fork") as pool:
+        assert pool.apply(work.with_context, (3,)) == (None, 3)
+    assert proxy_ctx_caller((work.with_context, (5,), {})) == (None, 5)
+    assert proxy_ctx_caller(work.with_context, (), {"number": 2}) == (None, 2)

@@ -1,0 +1,256 @@
+"""Every fault of a task or a worker: who fails, what it says, and that the pool goes on."""
+
+import os
+import signal
+import time
+
+import pool_work as work
+import pytest
+from pool_checks import wait_until
+
+from stepwrap.parallel import (
+    BrokenPoolError,
+    EncodingError,
+    P2PPool,
+    Pool,
+    RemoteError,
+    RemoteTraceback,
+    TaskTimeoutError,
+    ThreadPool,
+    TimeoutError,
+    WorkerDiedError,
+)
+
+# Each kind with two workers; the way of starting is another matter, and forking is quick.
+KINDS = {
+    "Pool": lambda **more: Pool(2, start_method="fork", **more),
+    "P2PPool": lambda **more: P2PPool(2, start_method="fork", **more),
+}
+pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+
+
+@pytest.fixture(params=["Pool", "P2PPool"])
+def pool(request):
+    with KINDS[request.param]() as pool:
+        yield pool
+
+
+DEATHS = {
+    "killed": (work.kill_self, "SIGKILL"),
+    "segfault": (work.segfault, "SIGSEGV"),
+    "exit": (work.leave, "exit code 3"),
+}
+
+
+@pytest.mark.parametrize("death", DEATHS)
+def test_death_loses_one_task(pool, death):
+    """Others of the same moment come through, and the pool has all its workers again."""
+    func, words = DEATHS[death]
+    before = [pool.apply_async(work.nap_and_square, (n,)) for n in range(6)]
+    lost = pool.apply_async(func)
+    after = [pool.apply_async(work.nap_and_square, (n,)) for n in range(6)]
+    with pytest.raises(WorkerDiedError, match=words) as caught:
+        lost.get(20)
+    assert f"apply({func.__name__})" in str(caught.value)
+    assert caught.value.pid != os.getpid()
+    assert caught.value.exitcode == {"killed": -9, "segfault": -11, "exit": 3}[death]
+    assert [one.get(20) for one in before + after] == [n * n for n in range(6)] * 2
+    wait_until(lambda: pool.size() == 2)
+    assert pool.map(work.square, range(50), 1) == [n * n for n in range(50)]
+
+
+@pytest.mark.parametrize("death", DEATHS)
+def test_death_in_a_map(pool, death):
+    """Of many short tasks that travel together, only the one that dies is lost."""
+    func, words = DEATHS[death]
+    pool.map(work.square, range(500), 1)
+    results = []
+    for n in range(300):
+        results.append(pool.apply_async(func if n == 150 else work.square, (n,)))
+    with pytest.raises(WorkerDiedError, match=words):
+        results.pop(150).get(20)
+    assert [one.get(20) for one in results] == [n * n for n in range(300) if n != 150]
+
+
+def test_chunk_is_lost_as_a_whole(pool):
+    with pytest.raises(WorkerDiedError, match=r"^tasks 2 to 3 of map\(kill_at_3\) are lost"):
+        pool.map(work.kill_at_3, range(6), 2)
+    with pytest.raises(WorkerDiedError, match=r"^task 3 of map\(kill_at_3\) is lost"):
+        pool.map(work.kill_at_3, range(6), 1)
+    assert pool.apply(work.square, (3,)) == 9
+
+
+def test_killed_while_idle(pool):
+    """Whichever is killed, what it held of the pool is its own."""
+    for _ in range(3):
+        pids = {pool.apply(work.pid) for _ in range(20)}
+        os.kill(pids.pop(), signal.SIGKILL)
+        assert pool.map(work.square, range(20), 1) == [n * n for n in range(20)]
+    wait_until(lambda: pool.size() == 2)
+
+
+@pytest.mark.parametrize("retries", [1, 2])
+@pytest.mark.parametrize("kind", ["Pool", "P2PPool"])
+def test_retries(kind, retries, tmp_path):
+    with KINDS[kind](retries=retries) as pool:
+        path = str(tmp_path / "tries")
+        assert pool.apply(work.die_first_times, (path, retries)) == "at last"
+        with pytest.raises(WorkerDiedError):
+            pool.apply(work.die_first_times, (path + "2", retries + 1))
+
+
+def test_child_with_the_pipes_does_not_hide_a_death(pool):
+    result = pool.apply_async(work.leave_a_child, (3,))
+    with pytest.raises(WorkerDiedError):
+        result.get(2)
+    assert pool.apply(work.square, (4,)) == 16
+
+
+def test_death_while_a_task_is_unpickled(pool):
+    with pytest.raises(WorkerDiedError, match=r"apply\(take\)"):
+        pool.apply_async(work.take, (work.Deadly(),)).get(20)
+    assert pool.apply(work.square, (4,)) == 16
+
+
+ERRORS = {
+    "exception": (work.fail, ("gone",), KeyError, "gone"),
+    "sys.exit": (work.system_exit, (), SystemExit, "4"),
+    "interrupt": (work.interrupt, (), KeyboardInterrupt, "mine"),
+    "memory error": (work.memory_error, (), MemoryError, "mine"),
+    "cannot be unpickled": (work.take, (work.Unloadable(),), RuntimeError, "not again"),
+    "cannot be pickled": (work.take, (work.Unpicklable(),), TypeError, "not me"),
+    "result cannot be pickled": (work.unpicklable_result, (), EncodingError, "generator"),
+    "exception cannot be made anew": (work.odd_exception, (), work.OnlyOnce, "odd"),
+    "exception of two arguments": (work.two_arguments, (), Exception, "one"),
+}
+
+
+@pytest.mark.parametrize("case", ERRORS)
+def test_error_of_a_task(pool, case):
+    """The error has its own type; the same worker takes the next task."""
+    func, args, kind, words = ERRORS[case]
+    pids = {pool.apply(work.pid) for _ in range(20)}
+    others = [pool.apply_async(work.square, (n,)) for n in range(3)]
+    with pytest.raises((kind, RemoteError), match=words):
+        pool.apply_async(func, args).get(20)
+    assert [one.get(20) for one in others] == [0, 1, 4]
+    assert {pool.apply(work.pid) for _ in range(20)} <= pids
+
+
+def test_traceback_of_the_worker(pool):
+    with pytest.raises(KeyError) as caught:
+        pool.apply(work.fail, ("gone",))
+    assert isinstance(caught.value.__cause__, RemoteTraceback)
+    assert "pool_work.py" in str(caught.value.__cause__)
+
+
+def test_limit_on_memory():
+    with Pool(1) as pool, pytest.raises((MemoryError, RemoteError)):
+        pool.apply_async(work.too_much_memory).get(30)
+
+
+def test_parents_exception_is_the_error_of_the_input(pool):
+    def numbers():
+        yield 1
+        raise LookupError("input")
+
+    with pytest.raises(LookupError, match="input"):
+        pool.map(work.square, numbers())
+    iterator = pool.imap(work.square, numbers())
+    assert next(iterator) == 1
+    with pytest.raises(LookupError, match="input"):
+        next(iterator)
+    with pytest.raises(StopIteration):
+        next(iterator)
+    iterator = pool.imap_unordered(work.square, numbers(), 2)
+    assert next(iterator) == 1
+    with pytest.raises(LookupError, match="input"):
+        next(iterator)
+
+
+@pytest.mark.parametrize("kind", ["Pool", "P2PPool", "ThreadPool"])
+def test_initializer_fails(kind):
+    pool = ThreadPool(2, work.initializer_fails) if kind == "ThreadPool" else None
+    pool = pool or KINDS[kind](initializer=work.initializer_fails)
+    result_error = None
+    try:
+        pool.apply_async(work.square, (1,)).get(20)
+    except BrokenPoolError as error:
+        result_error = error
+    assert "no such device" in str(result_error)
+    with pytest.raises(BrokenPoolError, match="no such device"):
+        pool.apply(work.square, (1,))
+    pool.close()
+    pool.join(20)
+
+
+def test_initializer_kills():
+    pool = Pool(2, work.kill_self, start_method="fork")
+    with pytest.raises(BrokenPoolError, match=r"3 workers in a row .*SIGKILL"):
+        pool.apply_async(work.square, (1,)).get(20)
+    pool.terminate()
+    pool.join(20)
+
+
+def test_callback_raises(pool, caplog):
+    """It is logged; results come all the same."""
+
+    def callback(_):
+        raise RuntimeError("callback")
+
+    assert pool.apply_async(work.square, (2,), callback=callback).get(20) == 4
+    with pytest.raises(KeyError):
+        pool.apply_async(work.fail, ("x",), error_callback=callback).get(20)
+    assert pool.map_async(work.square, [1, 2], callback=callback).get(20) == [1, 4]
+    assert "the callback of apply(square) failed" in caplog.text
+
+
+def test_task_timeout():
+    with Pool(2, task_timeout=0.3, start_method="fork") as pool:
+        slow = pool.apply_async(work.nap, (30,))
+        others = [pool.apply_async(work.square, (n,)) for n in range(10)]
+        with pytest.raises(
+            TaskTimeoutError, match=r"apply\(nap\) ran longer than task_timeout=0.3"
+        ):
+            slow.get(20)
+        assert [one.get(20) for one in others] == [n * n for n in range(10)]
+        assert issubclass(TaskTimeoutError, TimeoutError)
+        assert pool.map(work.nap, [0.05] * 20, 1) == [0.05] * 20
+
+
+def test_short_tasks_do_not_wait_behind_a_long_one(pool):
+    """Tasks that were sent ahead are taken back when another worker has nothing to do."""
+    pool.map(work.square, range(2000), 1)
+    naps = [pool.apply_async(work.square, (n,)) for n in range(40)]
+    long = pool.apply_async(work.nap, (3,))
+    rest = [pool.apply_async(work.square, (n,)) for n in range(40)]
+    assert [one.get(2.5) for one in naps + rest] == [n * n for n in range(40)] * 2
+    assert not long.ready()
+    assert long.get(20) == 3
+
+
+def test_tasks_that_wait_for_each_other(pool, tmp_path):
+    """They run at the same time wherever there are workers for both, whatever was before."""
+    pool.map(work.square, range(2000), 1)
+    for attempt in range(5):
+        first, second = str(tmp_path / f"a{attempt}"), str(tmp_path / f"b{attempt}")
+        calls = [pool.apply_async(work.square, (n,)) for n in range(31)]
+        meeting = [
+            pool.apply_async(work.wait_for, (first, second)),
+            pool.apply_async(work.wait_for, (second, first)),
+        ]
+        assert [one.get(25) for one in meeting] == [True, True]
+        assert [one.get(20) for one in calls] == [n * n for n in range(31)]
+
+
+def test_many_deaths_at_once(pool):
+    """Half of the tasks die; each of the others has its value."""
+    start = time.monotonic()
+    calls = [pool.apply_async(work.kill_self if n % 2 else work.square, (n,)) for n in range(12)]
+    for n, call in enumerate(calls):
+        if n % 2:
+            with pytest.raises(WorkerDiedError):
+                call.get(30)
+        else:
+            assert call.get(30) == n * n
+    assert time.monotonic() - start < 30

@@ -1,0 +1,288 @@
+"""How pools begin and end: by close, terminate, collection, death of the parent; what is left."""
+
+import gc
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+import weakref
+
+import pool_work as work
+import pytest
+from pool_checks import is_running, nothing_left, wait_until
+
+from stepwrap.parallel import (
+    BasePool,
+    CtxPool,
+    CtxThreadPool,
+    P2PPool,
+    Pool,
+    PoolTerminatedError,
+    ThreadPool,
+    TimeoutError,
+)
+
+KINDS = {
+    "Pool": lambda *args, **more: Pool(2, *args, start_method="fork", **more),
+    "P2PPool": lambda *args, **more: P2PPool(2, *args, start_method="fork", **more),
+    "ThreadPool": lambda *args, **more: ThreadPool(2, *args, **more),
+}
+pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+
+
+@pytest.fixture(params=KINDS)
+def make(request):
+    return KINDS[request.param]
+
+
+def test_close_ends_what_was_taken(make):
+    """Also what is only queued, and what an iterator has not read yet."""
+    with nothing_left():
+        pool = make()
+        calls = [pool.apply_async(work.nap_and_square, (n,)) for n in range(10)]
+        seen = []
+        pool.imap(work.square, (seen.append(n) or n for n in range(500)), lookahead=2)
+        pool.close()
+        with pytest.raises(ValueError, match="Pool not running"):
+            pool.apply(work.square, (1,))
+        pool.join(30)
+        assert [call.get(0) for call in calls] == [n * n for n in range(10)]
+        assert seen == list(range(500))
+        assert pool.size() == 0
+        del pool
+
+
+def test_terminate_fails_what_is_outstanding(make):
+    with nothing_left():
+        pool = make()
+        running = [pool.apply_async(work.nap, (0.7,)) for _ in range(2)]
+        queued = pool.map_async(work.square, range(1000), 1)
+        iterator = pool.imap(work.nap, [0.7, 0.7])
+        start = time.monotonic()
+        pool.terminate()
+        assert time.monotonic() - start < 10
+        for result in (*running, queued):
+            with pytest.raises(PoolTerminatedError):
+                result.get(10)
+        with pytest.raises(PoolTerminatedError):
+            next(iterator)
+        pool.join(20)
+        del pool, iterator, running, queued, result
+
+
+def test_worker_that_ignores_the_first_signal():
+    with nothing_left():
+        pool = Pool(1, signal.signal, (signal.SIGTERM, signal.SIG_IGN), start_method="fork")
+        assert pool.apply(work.signal_action, (signal.SIGTERM,)) == int(signal.SIG_IGN)
+        assert pool.apply(work.signal_action, (signal.SIGINT,)) == int(signal.SIG_IGN)
+        call = pool.apply_async(work.nap, (60,))
+        pool.terminate()
+        with pytest.raises(PoolTerminatedError):
+            call.get(0)
+        del pool, call
+
+
+def test_with_terminates(make):
+    with nothing_left():
+        with make() as pool:
+            assert pool.apply(work.square, (3,)) == 9
+        with pytest.raises(ValueError, match="Pool not running"):
+            pool.map(work.square, [1])
+        pool.join(20)
+        del pool
+
+
+def test_unclosed_pool_is_collected(make):
+    with nothing_left():
+        pool = make()
+        assert pool.map(work.square, range(5)) == [0, 1, 4, 9, 16]
+        iterator = pool.imap(work.square, iter(range(1000)), lookahead=3)
+        assert next(iterator) == 0
+        # What the iterator has read ahead is under way.
+        assert next(iterator) == 1
+        ref = weakref.ref(pool)
+        del pool, iterator
+        wait_until(lambda: gc.collect() is not None and ref() is None)
+
+
+def test_results_keep_their_pool(make):
+    """Nobody else does here."""
+    with nothing_left():
+        call = make().apply_async(work.nap, (0.2,))
+        gc.collect()
+        assert call.get(20) == 0.2
+        del call
+
+
+def test_join_needs_close(make):
+    with make() as pool:
+        with pytest.raises(ValueError, match="still running"):
+            pool.join()
+        pool.apply_async(work.nap, (0.5,))
+        pool.close()
+        with pytest.raises(TimeoutError):
+            pool.join(0.01)
+
+
+def test_close_then_terminate(make):
+    with nothing_left():
+        pool = make()
+        call = pool.apply_async(work.nap, (1.0,))
+        pool.close()
+        pool.terminate()
+        with pytest.raises(PoolTerminatedError):
+            call.get(10)
+        pool.terminate()
+        pool.close()
+        pool.join(20)
+        del pool, call
+
+
+def test_terminate_in_a_callback(make):
+    pool = make()
+    call = pool.apply_async(work.square, (3,), callback=lambda _: pool.terminate())
+    assert call.get(20) == 9
+    pool.join(20)
+
+
+@pytest.mark.parametrize(
+    "kind", [Pool, P2PPool, ThreadPool, CtxPool, CtxThreadPool, BasePool], ids=lambda k: k.__name__
+)
+def test_mistakes_at_construction(kind):
+    with pytest.raises(ValueError, match="Number of processes must be at least 1"):
+        kind(0)
+    with pytest.raises(TypeError, match="initializer must be a callable"):
+        kind(1, initializer=3)
+    if kind is not CtxThreadPool:
+        with pytest.raises(ValueError, match="maxtasksperchild must be at least 1"):
+            kind(1, maxtasksperchild=0)
+
+
+def test_mistakes_of_options():
+    with pytest.raises(RuntimeError, match='Invalid share method: "disk"'):
+        Pool(1, is_copy_tensor=False, share_method="disk")
+    with pytest.raises(ValueError, match="retries"):
+        Pool(1, retries=-1)
+    with pytest.raises(ValueError, match="task_timeout"):
+        Pool(1, task_timeout=0)
+    with pytest.raises(ValueError, match="Context number is not equal"):
+        CtxPool(2, worker_contexts=[1])
+    with pytest.raises(TypeError, match="not me"):
+        Pool(1, work.initialize, (work.Unpicklable(),))
+
+
+def test_pool_cannot_be_pickled(make):
+    with make() as pool, pytest.raises(NotImplementedError, match="cannot be passed"):
+        pickle.dumps(pool)
+
+
+@pytest.mark.parametrize("tasks", [1, 3])
+@pytest.mark.parametrize("kind", ["Pool", "P2PPool"])
+def test_maxtasksperchild(kind, tasks):
+    with nothing_left():
+        pool = KINDS[kind](maxtasksperchild=tasks)
+        pids = pool.map(work.pid, range(12), 1)
+        assert all(pids.count(one) <= tasks for one in pids)
+        assert pool.map(work.square, range(8), 1) == [n * n for n in range(8)]
+        pool.close()
+        pool.join(30)
+        del pool
+
+
+def test_maxtasksperchild_of_threads():
+    with ThreadPool(2, maxtasksperchild=2) as pool:
+        assert pool.map(work.square, range(12), 1) == [n * n for n in range(12)]
+
+
+@pytest.mark.parametrize("method", ["spawn", "fork", "forkserver"])
+def test_start_methods(method):
+    """The whole life of a pool, a death included, whichever way its workers are started."""
+    offset = 5
+    pool = Pool(2, work.initialize, (1, lambda n: n), start_method=method)
+    assert len(pool.apply(work.get_initialized)) == 2
+    assert pool.map(lambda n: n + offset, range(4)) == [5, 6, 7, 8]
+    pids = {pool.apply(work.pid) for _ in range(10)}
+    os.kill(pids.pop(), signal.SIGKILL)
+    assert pool.map(work.square, range(10), 1) == [n * n for n in range(10)]
+    pool.close()
+    pool.join(60)
+    assert not any(map(is_running, pids))
+
+
+def test_workers_with_children():
+    with Pool(1, is_daemon=False, start_method="fork") as pool:
+        assert pool.apply(work.child_result) == 0
+    with Pool(1, start_method="fork") as pool, pytest.raises(AssertionError, match="daemonic"):
+        pool.apply(work.child_result)
+
+
+def run(text, **more):
+    """Run a program of its own."""
+    code = textwrap.dedent(text)
+    folder = os.path.dirname(work.__file__)
+    environment = {**os.environ, "PYTHONPATH": folder}
+    return subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=environment, **more
+    )
+
+
+@pytest.mark.parametrize("method", ["spawn", "fork", "forkserver"])
+def test_workers_end_with_a_killed_parent(method):
+    """Busy ones too."""
+    program = run(f"""
+        import pool_work as work, time
+        from stepwrap.parallel import Pool
+        pool = Pool(2, start_method="{method}")
+        pids = set()
+        while len(pids) < 2:
+            pids.update(pool.map(work.pid, range(8), 1))
+        pool.apply_async(work.nap, (60,))
+        time.sleep(0.1)
+        print(*pids, flush=True)
+        time.sleep(60)
+    """)
+    pids = [int(one) for one in program.stdout.readline().split()]
+    assert len(pids) == 2
+    program.kill()
+    program.communicate(timeout=20)
+    wait_until(lambda: not any(map(is_running, pids)), 20)
+
+
+@pytest.mark.parametrize("is_daemon", [True, False])
+def test_program_ends_with_an_open_pool(is_daemon):
+    """Whatever its workers are doing."""
+    program = run(f"""
+        import pool_work as work
+        from stepwrap.parallel import Pool, ThreadPool
+        pool = Pool(2, is_daemon={is_daemon}, start_method="fork")
+        print(pool.apply(work.pid), flush=True)
+        threads = ThreadPool(2)
+        call = pool.apply_async(work.nap, (60,)), threads.apply_async(work.nap, (60,))
+    """)
+    pid, _ = program.communicate(timeout=30)
+    assert program.returncode == 0
+    wait_until(lambda: not is_running(int(pid)), 10)
+
+
+def test_missing_guard(tmp_path):
+    """A script that starts its pool at the top level is told so."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import pool_work as work\nfrom stepwrap.parallel import Pool\n"
+        "print(Pool(1).apply(work.square, (3,)))\n"
+    )
+    folder = os.path.dirname(work.__file__)
+    done = subprocess.run(
+        [sys.executable, script],
+        env={**os.environ, "PYTHONPATH": folder},
+        timeout=60,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert 'if __name__ == "__main__":' in done.stderr
+    assert "BrokenPoolError" in done.stderr

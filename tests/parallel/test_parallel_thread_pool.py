@@ -1,0 +1,101 @@
+"""Pools of threads: by reference, contexts that keep apart, the end."""
+
+import threading
+
+import pytest
+from pool_checks import nothing_left
+
+from stepwrap.parallel import BrokenPoolError, CtxThreadPool, PoolTerminatedError, ThreadPool
+
+
+def test_everything_by_reference():
+    with ThreadPool(2) as pool:
+        mine = []
+        pool.apply(mine.append, (3,))
+        assert mine == [3]
+        assert pool.apply(lambda one: one, (mine,)) is mine
+
+        class Mine(Exception):
+            def __init__(self, first, second):
+                super().__init__()
+
+        def fail():
+            raise Mine(1, 2)
+
+        with pytest.raises(Mine):
+            pool.apply(fail)
+        with pytest.raises(SystemExit):
+            pool.apply_async(exit, (3,)).get(20)
+        assert pool.size() == 2
+
+
+def test_threads():
+    names = set()
+    barrier = threading.Barrier(3)
+
+    def meet(_):
+        names.add(threading.current_thread())
+        barrier.wait(20)
+
+    with nothing_left():
+        with ThreadPool(3) as pool:
+            pool.map(meet, range(3), 1)
+            assert len(names) == 3
+        pool.join(20)
+        assert not any(thread.is_alive() for thread in names)
+        del pool
+
+
+def test_terminate_does_not_wait_for_running_tasks():
+    release = threading.Event()
+    begun = threading.Event()
+    ran = []
+
+    def run():
+        begun.set()
+        release.wait(20)
+
+    with nothing_left():
+        pool = ThreadPool(1)
+        running = pool.apply_async(run)
+        queued = pool.map_async(ran.append, range(5), 1)
+        assert begun.wait(20)
+        pool.terminate()
+        for call in (running, queued):
+            with pytest.raises(PoolTerminatedError):
+                call.get(0)
+        release.set()
+        pool.join(20)
+        assert ran == []
+        del pool, running, queued, call
+
+
+def test_initializer():
+    seen = []
+    with ThreadPool(2, seen.append, (1,)) as pool:
+        pool.map(lambda _: None, range(10), 1)
+        assert 1 <= len(seen) <= 2
+
+    def fails():
+        raise OSError("no device")
+
+    pool = ThreadPool(2, fails)
+    with pytest.raises(BrokenPoolError, match="no device"):
+        pool.apply_async(print).get(20)
+    pool.terminate()
+    pool.join(20)
+
+
+def test_contexts_of_two_pools_keep_apart():
+    with (
+        CtxThreadPool(2, worker_contexts=[1, 2]) as first,
+        CtxThreadPool(2, worker_contexts=["a", "b"]) as second,
+    ):
+        one = first.map_async(lambda context, n: (context, n), range(50), 1)
+        two = second.map_async(lambda context, n: (context, n), range(50), 1)
+        assert {context for context, _ in one.get(20)} <= {1, 2}
+        assert {context for context, _ in two.get(20)} <= {"a", "b"}
+    with CtxThreadPool(1) as pool:
+        assert pool.apply(lambda context: context) is None
+    with pytest.raises(ValueError, match="Context number is not equal"):
+        CtxThreadPool(2, worker_contexts=[1])
