@@ -257,7 +257,8 @@ class StepFullyShardedDataParallel(Steps, nn.Module):
                 untraced = torch.compiler.disable(note)  # type: ignore[no-untyped-call]
                 unit.register_forward_pre_hook(untraced)
 
-    def _update_and_detect(self, total: Tensor, optim_wrapper: OptimizerWrapper) -> None:
+    def update_and_detect(self, total: Tensor, optim_wrapper: OptimizerWrapper) -> None:
+        """As in the other wrappers, by the parameters that the last forward saw."""
         leaves = _Leaves(self.__dict__, self._leaves)
         with watch_gradients(leaves) as received:
             optim_wrapper.update_params(total)

@@ -74,7 +74,7 @@ class Steps:
         parse = getattr(model, "parse_losses", parse_losses)
         total, logs = parse(losses)
         if self.detect_anomalous_params:
-            self._update_and_detect(total, optim_wrapper)
+            self.update_and_detect(total, optim_wrapper)
         else:
             try:
                 optim_wrapper.update_params(total)
@@ -115,7 +115,12 @@ class Steps:
             raise TypeError(refusal(f"a {type(self).__name__} of a group of ranks"))
         return super().__reduce_ex__(protocol)
 
-    def _update_and_detect(self, total: Tensor, optim_wrapper: OptimizerWrapper) -> None:
+    def update_and_detect(self, total: Tensor, optim_wrapper: OptimizerWrapper) -> None:
+        """Update by ``total`` and log the parameters that it does not reach.
+
+        For who steps a wrapper without ``train_step``; of ``optim_wrapper`` it needs
+        ``update_params`` alone.
+        """
         model: Any = self
         with watch_gradients(model) as received:
             try:
