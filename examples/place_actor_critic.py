@@ -1,0 +1,71 @@
+"""Place the models of an actor-critic agent on the devices that are there.
+
+Where there is no GPU, two small ones are made up, and nothing is moved.
+"""
+
+import copy
+import sys
+
+import torch
+from torch import nn
+
+from stepwrap.parallel import ModelAssigner
+
+BATCH, FEATURES, ACTIONS = 32, 256, 6
+
+
+def head(inputs: int, outputs: int, width: int = 1024) -> nn.Sequential:
+    layers = [nn.Linear(inputs, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU()]
+    return nn.Sequential(*layers, nn.Linear(width, outputs))
+
+
+def agent() -> dict[str, nn.Module]:
+    """Return TD3's models, an encoder of images, and a model of what the world does next."""
+    convolutions = [nn.Conv2d(3, 32, 4, 2), nn.ReLU(), nn.Conv2d(32, 64, 4, 2), nn.ReLU()]
+    encoder = nn.Sequential(*convolutions, nn.Flatten(), nn.Linear(64 * 14 * 14, FEATURES))
+    critics = {f"critic{i}": head(FEATURES + ACTIONS, 1) for i in (1, 2)}
+    models = {"encoder": encoder, "actor": head(FEATURES, ACTIONS), **critics}
+    targets = {f"target_{name}": copy.deepcopy(models[name]) for name in ("actor", *critics)}
+    return {**models, **targets, "world": head(FEATURES + ACTIONS, FEATURES, width=2048)}
+
+
+def connections(models: dict[str, nn.Module]) -> dict[tuple[str, str], float]:
+    """Return the bytes from model to model in one step, there and, as gradients, back."""
+    features, actions = BATCH * FEATURES * 4, BATCH * ACTIONS * 4
+    found = {("encoder", name): 2.0 * features for name in ("actor", "critic1", "critic2", "world")}
+    for critic in ("critic1", "critic2"):
+        found["actor", critic] = 2.0 * actions
+        found["target_actor", f"target_{critic}"] = actions
+        found["encoder", f"target_{critic}"] = features
+    found["encoder", "target_actor"] = features
+    for name in ("actor", "critic1", "critic2"):
+        # Targets follow their models by a hundredth every step: all weights travel.
+        found[name, f"target_{name}"] = sum(4.0 * one.numel() for one in models[name].parameters())
+    return found
+
+
+def main(picture: str | None = None) -> ModelAssigner:
+    torch.manual_seed(0)
+    models = agent()
+    inputs = {
+        name: torch.randn(BATCH, model[0].in_features)
+        for name, model in models.items()
+        if name != "encoder"
+    }
+    inputs["encoder"] = torch.randn(BATCH, 3, 64, 64)
+    made_up = {"cuda:0": 350, "cuda:1": 350, "cpu": 2000}
+    assigner = ModelAssigner(
+        models,
+        connections(models),
+        free_mib=None if torch.cuda.is_available() else made_up,
+        move_models=torch.cuda.is_available(),
+        example_inputs=inputs,
+        optimizer=torch.optim.Adam,
+    )
+    if picture is not None:
+        assigner.plot(picture)
+    return assigner
+
+
+if __name__ == "__main__":
+    print(main(*sys.argv[1:]).report())

@@ -1,0 +1,108 @@
+"""What a caller says of models and their connections, checked."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+T = TypeVar("T")
+# One value per model: by name, or in the order of the models.
+PerModel: TypeAlias = "Mapping[str, T] | Sequence[T]"
+
+
+def number(setting: str, value: object, *, most: float = math.inf) -> float:
+    """Return `value` as a float.
+
+    Raises:
+        TypeError: it is no number.
+        ValueError: it is negative, not finite, or more than `most`.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{setting} must be a number, got {value!r}")
+    if not (0 <= value <= most and math.isfinite(value)):
+        bound = "0 or more, and finite" if most == math.inf else f"from 0 to {most:g}"
+        raise ValueError(f"{setting} must be {bound}, got {value}")
+    return float(value)
+
+
+def name_models(models: Mapping[str, Any] | Sequence[Any]) -> dict[str, Any]:
+    """Return models by name; those of a list are named by their index.
+
+    Raises:
+        ValueError: there are none.
+        TypeError: one of them cannot be moved, having no `to`.
+    """
+    if isinstance(models, nn.Module) and not isinstance(models, nn.ModuleList | nn.ModuleDict):
+        raise TypeError("models must be a list or dict of models, got one model")
+    if isinstance(models, Mapping | nn.ModuleDict):
+        named = {str(name): model for name, model in models.items()}
+    else:
+        named = {str(index): model for index, model in enumerate(models)}
+    if not named:
+        raise ValueError("models must hold at least one model, got none")
+    for name, model in named.items():
+        if not callable(getattr(model, "to", None)):
+            raise TypeError(f"model {name} is a {type(model).__name__} and has no method `to`")
+    return named
+
+
+def per_model(setting: str, given: PerModel[T], names: list[str]) -> list[T]:
+    """Return one value per model, in the order of `names`.
+
+    Raises:
+        ValueError: there are too few or too many.
+    """
+    if isinstance(given, Mapping):
+        for name in given:
+            _index(setting, name, names)
+        missing = [name for name in names if name not in given]
+        if missing:
+            raise ValueError(f"{setting} lacks the models {', '.join(missing)}")
+        return [given[name] for name in names]
+    if len(given) != len(names):
+        raise ValueError(
+            f"{setting} must have one value per model: got {len(given)} values and "
+            f"{len(names)} models"
+        )
+    return list(given)
+
+
+def connection_matrix(connection: Mapping[Any, float], names: list[str]) -> Tensor:
+    """Return how strongly model i is connected with model j, `(models, models)`.
+
+    Raises:
+        TypeError: it is no dict from pairs to numbers.
+        ValueError: a model is not there, or a strength is negative.
+    """
+    matrix = torch.zeros(len(names), len(names), dtype=torch.float64)
+    if not isinstance(connection, Mapping):
+        raise TypeError(
+            "model_connection must be a dict {(model, model): strength}, got "
+            f"{type(connection).__name__}"
+        )
+    for pair, strength in connection.items():
+        if not isinstance(pair, tuple) or len(pair) != 2:
+            raise TypeError(f"model_connection: {pair!r} must be a pair of models")
+        setting = f"model_connection[{pair!r}]"
+        first, second = (_index(setting, one, names) for one in pair)
+        matrix[first, second] += number(setting, strength)
+    return matrix
+
+
+def _index(setting: str, model: object, names: list[str]) -> int:
+    if isinstance(model, str):
+        if model in names:
+            return names.index(model)
+        near = difflib.get_close_matches(model, names, 1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ValueError(f"{setting}: no model is named {model!r} ({', '.join(names)}){hint}")
+    if isinstance(model, bool) or not isinstance(model, int):
+        raise TypeError(f"{setting}: {model!r} is neither an index nor a name of a model")
+    if not 0 <= model < len(names):
+        raise ValueError(f"{setting}: there is no model {model}; allowed are 0..{len(names) - 1}")
+    return model

@@ -1,0 +1,225 @@
+"""How much memory a model takes, and how much computing."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+from torch.utils.flop_counter import FlopCounterMode
+
+_MIB = 1024**2
+
+OptimizerOf: TypeAlias = "Optimizer | Callable[[list[nn.Parameter]], Optimizer]"
+
+
+class ModelSizeEstimator:
+    """Estimates the memory of a model from its parameters and buffers; all sizes are in MiB.
+
+    A tensor counts with the bytes of its elements, once however often it is used, also on the meta
+    device. Activations are not counted.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        size_multiplier: float = 2,
+        *,
+        optimizer: OptimizerOf | None = None,
+    ) -> None:
+        """Take `model` as it is now.
+
+        Args:
+            size_multiplier: what the sum of parameters and buffers is multiplied by; 2 stands for
+                weights and their gradients.
+            optimizer: count its state too: an optimizer that has stepped, or what makes one from a
+                list of parameters (`torch.optim.Adam`).
+
+        Raises:
+            TypeError: `model` is not a module.
+            ValueError: a parameter has no shape yet (a lazy module), or the multiplier is negative.
+        """
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+        if not 0 <= size_multiplier < math.inf:
+            raise ValueError(f"size_multiplier must be 0 or more, got {size_multiplier}")
+        tensors = (*model.named_parameters(), *model.named_buffers())
+        lazy = [name for name, tensor in tensors if is_lazy(tensor)]
+        if lazy:
+            raise ValueError(
+                f"{type(model).__name__}: {lazy[0]} has no shape yet; run the model once first"
+            )
+        self.model = model
+        self.size_multiplier = size_multiplier
+        self.optimizer = optimizer
+
+    def get_parameter_sizes(self) -> float:
+        """Return the MiB of all parameters."""
+        return sum(map(_bytes, self.model.parameters())) / _MIB
+
+    def get_buffer_sizes(self) -> float:
+        """Return the MiB of all buffers."""
+        return sum(map(_bytes, self.model.buffers())) / _MIB
+
+    def get_optimizer_sizes(self) -> float:
+        """Return the MiB of the optimizer's state for this model; 0 without an optimizer.
+
+        Raises:
+            ValueError: the optimizer has no state for this model yet, or it cannot be tried on
+                tensors without values (then step it once, and give the optimizer itself).
+        """
+        trained = [one for one in self.model.parameters() if one.requires_grad]
+        if self.optimizer is None or not trained:
+            return 0.0
+        if isinstance(self.optimizer, Optimizer):
+            return _state_bytes(_stepped(self.optimizer, trained), trained) / _MIB
+        shapes = [nn.Parameter(torch.empty_like(one, device="meta")) for one in trained]
+        return _state_bytes(_tried(self.optimizer, shapes), shapes) / _MIB
+
+    def estimate_size(self) -> float:
+        """Return the MiB of parameters and buffers times the multiplier, plus optimizer state."""
+        tensors = self.get_parameter_sizes() + self.get_buffer_sizes()
+        return tensors * self.size_multiplier + self.get_optimizer_sizes()
+
+
+class ModelComplexityEstimator:
+    """Estimates the computing of a model: floating point operations of one forward pass.
+
+    They are counted by `torch.utils.flop_counter`: matrix products, convolutions, attention and
+    recurrent layers count, element-wise operations do not.
+    """
+
+    def __init__(self, model: nn.Module, example_inputs: Any) -> None:
+        """Take `model` with inputs that its forward accepts, on the model's device.
+
+        Args:
+            example_inputs: the one input, a list or tuple of positional arguments, or a dict of
+                keyword arguments.
+        """
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+        self.model = model
+        self.args: tuple[Any, ...] = ()
+        self.kwargs: dict[str, Any] = {}
+        if isinstance(example_inputs, Mapping):
+            self.kwargs = dict(example_inputs)
+        elif type(example_inputs) in (list, tuple):
+            # Exactly these: a packed sequence is a named tuple, and one input.
+            self.args = tuple(example_inputs)
+        else:
+            self.args = (example_inputs,)
+
+    def estimate_complexity(self) -> int:
+        """Run the model once, without gradients and in evaluation mode, and return its operations.
+
+        Buffers, modes and random numbers are afterwards what they were.
+
+        Raises:
+            RuntimeError: the forward failed; the text says with which inputs.
+        """
+        # LSTMs run as one operation, which the counter of torch does not know.
+        recurrent = {
+            torch.ops.aten.mkldnn_rnn_layer: _recurrent_flops,
+            torch.ops.aten._cudnn_rnn: _recurrent_flops,
+        }
+        counter = FlopCounterMode(display=False, custom_mapping=recurrent)
+        buffers = {name: one.clone() for name, one in self.model.named_buffers()}
+        tensors = (*self.model.parameters(), *buffers.values())
+        gpus = sorted({one.device.index for one in tensors if one.is_cuda})
+        try:
+            with torch.random.fork_rng(gpus), torch.no_grad(), _plain(self.model), counter:
+                torch.func.functional_call(self.model, buffers, self.args, self.kwargs)
+        except Exception as error:
+            given = [_described(one) for one in self.args]
+            given += [f"{name}={_described(one)}" for name, one in self.kwargs.items()]
+            raise RuntimeError(
+                f"the forward of {type(self.model).__name__} failed with the example inputs "
+                f"({', '.join(given)}): {type(error).__name__}: {error}"
+            ) from error
+        return int(counter.get_total_flops())
+
+
+def _bytes(tensor: Tensor) -> int:
+    if hasattr(tensor, "__tensor_flatten__"):
+        # Quantized weights and the like: what they hold, not what they stand for.
+        return sum(_bytes(getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0])
+    if tensor.layout is torch.sparse_coo:
+        return _bytes(tensor._indices()) + _bytes(tensor._values())
+    if tensor.layout is torch.sparse_csr:
+        return sum(map(_bytes, (tensor.crow_indices(), tensor.col_indices(), tensor.values())))
+    return tensor.numel() * tensor.element_size()
+
+
+def _state_bytes(optimizer: Optimizer, parameters: list[nn.Parameter]) -> int:
+    states = (optimizer.state.get(one, {}) for one in parameters)
+    return sum(_bytes(value) for state in states for value in state.values() if _is_tensor(value))
+
+
+def _is_tensor(value: object) -> bool:
+    return isinstance(value, Tensor)
+
+
+def _stepped(optimizer: Optimizer, parameters: list[nn.Parameter]) -> Optimizer:
+    held = {one for group in optimizer.param_groups for one in group["params"]}
+    if held.isdisjoint(parameters):
+        raise ValueError(f"{type(optimizer).__name__} holds no parameter of this model")
+    if not optimizer.state:
+        raise ValueError(
+            f"{type(optimizer).__name__} has not stepped, so its state is not known: give what "
+            "makes it from a list of parameters, such as torch.optim.Adam"
+        )
+    return optimizer
+
+
+def _tried(
+    build: Callable[[list[nn.Parameter]], Optimizer], parameters: list[nn.Parameter]
+) -> Optimizer:
+    """Return an optimizer that has stepped on `parameters`, which are on the meta device."""
+    for one in parameters:
+        one.grad = torch.empty_like(one)
+    name = getattr(build, "__name__", repr(build))
+    try:
+        optimizer = build(parameters)
+        optimizer.step()
+    except Exception as error:
+        raise ValueError(
+            f"the state of optimizer={name} could not be found by a step without values "
+            f"({type(error).__name__}: {error}); step it once and give the optimizer itself"
+        ) from error
+    return optimizer
+
+
+def _recurrent_flops(inputs: Any, *others: Any, **_: Any) -> int:
+    """Count each weight matrix once per step and sample; `others` has shapes of weights."""
+    steps = math.prod(inputs[:-1])
+    shapes = others[0] if others and isinstance(others[0], list) else others[:4]
+    return sum(2 * steps * math.prod(shape) for shape in shapes if len(shape) == 2)
+
+
+@contextmanager
+def _plain(model: nn.Module) -> Iterator[None]:
+    """Make `model` evaluate, its attention by operations that the counter knows."""
+    training = [module for module in model.modules() if module.training]
+    fast = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    model.eval()
+    try:
+        with sdpa_kernel(SDPBackend.MATH):
+            yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast)
+        for module in training:
+            module.training = True
+
+
+def _described(value: object) -> str:
+    if not isinstance(value, Tensor):
+        return type(value).__name__
+    kind = str(value.dtype).removeprefix("torch.")
+    return f"{kind}{tuple(value.shape)} on {value.device}"

@@ -1,0 +1,74 @@
+"""What is free on a device, where nobody says it."""
+
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from placed import Placed
+from torch import nn
+
+from stepwrap.parallel import ModelAssigner
+
+GIB = 1024**3
+
+
+@pytest.fixture
+def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let torch tell of two GPUs: one half used, one full of this process's own cache."""
+
+    def no_pynvml(device: torch.device) -> int:
+        raise ModuleNotFoundError("pynvml")
+
+    free = {0: 8 * GIB, 1: 1 * GIB}
+    reserved = {0: 3 * GIB, 1: 12 * GIB}
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda one: (free[one.index], 16 * GIB))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda one: reserved[one.index])
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda one: 3 * GIB)
+    monkeypatch.setattr(torch.cuda, "utilization", no_pynvml)
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_gpus_are_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = {"models": [Placed()], "model_connection": {}, "sizes_mib": [10]}
+    rooms = ModelAssigner(**given).rooms
+    assert [(str(one.device), one.free_mib, one.compute) for one in rooms] == [
+        ("cuda:0", 8 * 1024, 1.0),
+        ("cuda:1", 10 * 1024, 1.0),
+    ]
+    monkeypatch.setattr(torch.cuda, "utilization", lambda one: 75 * one.index)
+    rooms = ModelAssigner(**given, devices=["cpu", "cuda:1", "cuda:2"], cpu_weight=0.2).rooms
+    assert [(str(one.device), one.compute) for one in rooms] == [("cpu", 0.2), ("cuda:1", 0.25)]
+    rooms = ModelAssigner(**given, devices=["cuda:0"], free_mib=[100]).rooms
+    assert rooms[0].free_mib == 100
+
+
+def test_ram_is_that_of_psutil_where_it_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = SimpleNamespace(available=64 * 1024**2)
+    monkeypatch.setitem(sys.modules, "psutil", SimpleNamespace(virtual_memory=lambda: told))
+    # Their own memory is free to the models.
+    model = nn.Linear(1024, 1024, bias=False)
+    (room,) = ModelAssigner([model, model], {}, ["cpu"]).rooms
+    assert room.free_mib == 68
+
+
+def test_ram_without_psutil(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "psutil", None)
+    with open("/proc/meminfo") as file:
+        total = float(file.readline().split()[1]) / 1024
+    (room,) = ModelAssigner([Placed()], {}, ["cpu"], sizes_mib=[1]).rooms
+    assert 64 < room.free_mib < total
+
+
+@pytest.mark.gpu
+def test_models_go_to_a_real_gpu() -> None:
+    models = [nn.Linear(64, 64), nn.Linear(64, 64)]
+    assigner = ModelAssigner(models, {(0, 1): 1}, example_inputs=[torch.ones(2, 64)] * 2)
+    for model, device in zip(models, assigner.assignment, strict=True):
+        assert device.type == "cuda"
+        assert model.weight.device == device
+    free, total = torch.cuda.mem_get_info(assigner.rooms[0].device)
+    assert 0 < assigner.rooms[0].free_mib <= total / 1024**2
+    again = ModelAssigner(models, {(0, 1): 1})
+    assert again.assignment == assigner.assignment
