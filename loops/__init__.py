@@ -24,11 +24,13 @@ from .hooks import (
     ThroughputHook,
 )
 from .metrics import MeanLoss
+from .process_metric import ProcessMetric
 from .restore import Checkpoint, find_checkpoint, load_checkpoint
 from .rng import mix_seed, seed_rng
 from .state import LoopState, Phase, Stateful
 from .together import CheckpointError
 from .train import EpochTrainLoop, IterTrainLoop
+from .window import ScheduleWindow
 
 __all__ = [
     "Cadence",
@@ -48,7 +50,9 @@ __all__ = [
     "NanGuardHook",
     "NonFiniteError",
     "Phase",
+    "ProcessMetric",
     "ProgressHook",
+    "ScheduleWindow",
     "SchedulerHook",
     "ShardedBatchSampler",
     "Stateful",

@@ -37,7 +37,7 @@ _PARTS: dict[str, tuple[Registry, tuple[str, ...]]] = {
 }
 _IMPLIED_TYPES = {"val": "ValLoop", "test": "TestLoop"}
 _LOADERS = ("train", "val", "test")
-_SCHEDULER_KEYS = ("by", "metric", "optimizer")
+_SCHEDULER_KEYS = ("by", "after", "until", "metric", "optimizer")
 
 
 def check_config(cfg: Mapping[str, Any]) -> RunSections:

@@ -76,6 +76,9 @@ def optimization_problems(
     for where, section in schedulers.items():
         yield from check_component(section.scheduler, PARAM_SCHEDULERS, where, ("optimizer",))
         yield from _choice_problems(section, where, names)
+        if section.until is not None and section.until <= section.after:
+            what = f"must be greater than after ({section.after}), got {section.until}"
+            yield Problem(f"{where}.until", what)
 
 
 def _optimizer_problems(settings: Any, where: str, *, several: bool) -> Iterator[Problem]:

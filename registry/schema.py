@@ -86,10 +86,12 @@ class ParamwiseSection:
 class SchedulerSection:
     """A learning-rate scheduler, what it counts and the metric that it watches, if any.
 
-    `optimizer` names one of several.
+    `optimizer` names one of several; `after` and `until` are counts between which it acts.
     """
 
-    by: Literal["step", "epoch"] = "epoch"
+    by: Literal["batch", "step", "epoch"] = "epoch"
+    after: int = field(default=0, metadata={"minimum": 0})
+    until: int | None = field(default=None, metadata={"minimum": 1})
     metric: str | None = None
     optimizer: str | None = None
     scheduler: Component

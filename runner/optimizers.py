@@ -10,12 +10,13 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
-from ..loops import Hook, SchedulerHook
+from ..loops import Hook, SchedulerHook, ScheduleWindow
 from ..registry import (
     OPTIM_WRAPPERS,
     OPTIMIZERS,
     PARAM_SCHEDULERS,
     RunSections,
+    SchedulerSection,
     build_tree,
     named_optimizers,
     optim_wrapper_sections,
@@ -111,18 +112,19 @@ def _built(settings: Mapping[str, Any], params: list[Any]) -> Optimizer:
     return built
 
 
+def _scheduler(section: SchedulerSection, optimizer: Optimizer) -> Any:
+    def make(optimizer: Optimizer) -> Any:
+        return build_tree(section.scheduler, PARAM_SCHEDULERS, {"optimizer": optimizer})
+
+    if not section.after and section.until is None:
+        return make(optimizer)
+    return ScheduleWindow(optimizer, make, after=section.after, until=section.until)
+
+
 def _scheduler_hook(run: RunSections, optimizers: Mapping[str, Optimizer]) -> dict[str, Hook]:
     with building("schedulers"):
         pairs = [
-            (
-                build_tree(
-                    one.scheduler,
-                    PARAM_SCHEDULERS,
-                    {"optimizer": optimizers[one.optimizer or ""]},
-                ),
-                one.by,
-            )
-            for one in run.schedulers
+            (_scheduler(one, optimizers[one.optimizer or ""]), one.by) for one in run.schedulers
         ]
     watched = next((one.metric for one in run.schedulers if one.metric), None)
     named = optimizers if "" not in optimizers else None

@@ -57,6 +57,8 @@ def build_model(run: RunSections, ranks: int | None = None) -> tuple[nn.Module, 
     place: AbstractContextManager[None] = meta_parameters() if is_meta else nullcontext()
     with building("model"), place:
         model = build_tree(run.model, MODELS)
+        if not is_meta:
+            _initialise(model)
     _check_model(run, model, preparation, _tensor_size(run, mesh))
     options = {k: v for k, v in (run.wrapper or {}).items() if k not in ("type", "_scope_")}
     with building("wrapper", options):
@@ -69,6 +71,17 @@ def build_model(run: RunSections, ranks: int | None = None) -> tuple[nn.Module, 
             **options,
         )
     return wrapped, mesh
+
+
+def _initialise(model: nn.Module) -> None:
+    """Let mmengine's modules initialise themselves, which they do when they are told to."""
+    initialise: Any = getattr(model, "init_weights", None)
+    if hasattr(model, "init_cfg") and initialise is not None:
+        # It reaches those inside by itself.
+        initialise()
+        return
+    for child in model.children():
+        _initialise(child)
 
 
 def needs_group(run: RunSections) -> bool:

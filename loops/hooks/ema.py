@@ -23,8 +23,9 @@ class EMAHook(Hook):
 
     `average = decay * average + (1 - decay) * parameter` after each
     `every_steps`-th update, starting from the parameters at the start of the
-    training (Tarvainen and Valpola, "Mean teachers are better role models",
-    2017, section 2; the averaging goes back to Polyak and Juditsky, 1992).
+    training, or those after update `start_step` (Tarvainen and Valpola, "Mean
+    teachers are better role models", 2017, section 2; the averaging goes back to
+    Polyak and Juditsky, 1992).
     Parameters below 32 bits are averaged in float32. Buffers are not averaged:
     they are the model's own.
 
@@ -37,6 +38,7 @@ class EMAHook(Hook):
         decay: How much of the average stays at each update, within [0, 1).
         every_steps: Optimizer updates between two updates of the average. The formula
             counts updates, so there is no other cadence.
+        start_step: Until this update, it included, the average is a copy of the weights.
         evaluate_with_ema: Evaluate with the averaged weights; the model gets its
             own ones back after the evaluation, also when that fails.
     """
@@ -47,14 +49,22 @@ class EMAHook(Hook):
     reads_parts = True
 
     def __init__(
-        self, decay: float = 0.999, *, every_steps: int = 1, evaluate_with_ema: bool = True
+        self,
+        decay: float = 0.999,
+        *,
+        every_steps: int = 1,
+        start_step: int = 0,
+        evaluate_with_ema: bool = True,
     ) -> None:
         if not 0 <= decay < 1:
             raise ValueError(f"decay must be within [0, 1), got {decay!r}")
         if every_steps < 1:
             raise ValueError(f"every_steps must be at least 1, got {every_steps!r}")
+        if start_step < 0:
+            raise ValueError(f"start_step must be at least 0, got {start_step!r}")
         self._average_into = get_ema_multi_avg_fn(decay)  # type: ignore[no-untyped-call]
         self._every_steps = every_steps
+        self._start_step = start_step
         self._evaluate = evaluate_with_ema
         self._model: nn.Module | None = None
         self._params: list[nn.Parameter] = []
@@ -70,7 +80,10 @@ class EMAHook(Hook):
         if self._restored is not None:
             # From another rank, in the middle of a run: this one had fewer batches.
             self._start(state)
-        if state.step % self._every_steps == 0:
+        since = state.step - self._start_step
+        if since <= 0:
+            _copy(self._average, self._parts())
+        elif since % self._every_steps == 0:
             self._average_into(self._average, _like(self._parts(), self._average), 0)
 
     def on_eval_start(self, state: LoopState) -> None:

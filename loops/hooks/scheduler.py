@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Literal
 
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.hooks import RemovableHandle
@@ -13,9 +14,10 @@ from torch.utils.hooks import RemovableHandle
 from ...registry import HOOKS
 from ..hook import Hook, Scalars
 from ..state import LoopState, Phase
+from ..window import ScheduleWindow
 from ._metric import pick_metric
 
-By = Literal["step", "epoch"]
+By = Literal["batch", "step", "epoch"]
 
 
 @HOOKS.register_module()
@@ -28,15 +30,16 @@ class SchedulerHook(Hook):
     where a loss scaler skips some, so that a rate depends on the update alone.
 
     Args:
-        schedulers: Each scheduler with "step" (stepped after each update) or
-            "epoch" (after each pass over the data). `ReduceLROnPlateau` is stepped at
-            the end of each validation whatever stands beside it.
+        schedulers: Each scheduler with "step" (stepped after each update), "batch" (after
+            each batch, also within an accumulation window) or "epoch" (after each pass over
+            the data). `ReduceLROnPlateau` is stepped at the end of each validation whatever
+            stands beside it.
         metric: Metric of the validation that `ReduceLROnPlateau` watches.
         optimizers: Several optimizers by their names in the records, where also those
             without a scheduler are; default: those of the schedulers, in their order.
 
     Raises:
-        ValueError: A unit is neither "step" nor "epoch", or `ReduceLROnPlateau`
+        ValueError: A unit is none of these, or `ReduceLROnPlateau`
             has no `metric`; at the first validation, that there is no such metric.
     """
 
@@ -45,15 +48,15 @@ class SchedulerHook(Hook):
 
     def __init__(
         self,
-        schedulers: Sequence[tuple[LRScheduler, By]],
+        schedulers: Sequence[tuple[LRScheduler | ScheduleWindow, By]],
         *,
         metric: str | None = None,
         optimizers: Mapping[str, Optimizer] | None = None,
     ) -> None:
         for scheduler, by in schedulers:
-            if by not in ("step", "epoch"):
+            if by not in ("batch", "step", "epoch"):
                 name = type(scheduler).__name__
-                raise ValueError(f"{name}: by must be 'step' or 'epoch', got {by!r}")
+                raise ValueError(f"{name}: by must be 'batch', 'step' or 'epoch', got {by!r}")
         plateau = [s for s, _ in schedulers if isinstance(s, ReduceLROnPlateau)]
         if plateau and metric is None:
             raise ValueError("ReduceLROnPlateau needs `metric`, the name of the metric to watch")
@@ -62,14 +65,24 @@ class SchedulerHook(Hook):
         self._plateau = plateau
         self._metric = metric or ""
         timed = [(_Delayed(s), by) for s, by in schedulers if s not in plateau]
+        self._by_batch = [delayed for delayed, by in timed if by == "batch"]
         self._by_step = [delayed for delayed, by in timed if by == "step"]
         self._by_epoch = [delayed for delayed, by in timed if by == "epoch"]
+        self._timed = (*self._by_batch, *self._by_step, *self._by_epoch)
         self._epochs: int | None = None
+
+    def ignores(self) -> Collection[str]:
+        """Return the end of batches, unless a schedule counts them."""
+        return () if self._by_batch else ("on_batch_end",)
 
     def on_train_start(self, state: LoopState) -> None:
         if self._epochs is None:
             self._epochs = state.epoch
         self._finish_epochs(state.epoch)
+
+    def on_batch_end(self, state: LoopState, batch: Any, logs: Mapping[str, Tensor]) -> None:
+        for scheduler in self._by_batch:
+            scheduler.step()
 
     def on_update(self, state: LoopState) -> None:
         for scheduler in self._by_step:
@@ -102,7 +115,7 @@ class SchedulerHook(Hook):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of each scheduler, and the steps that still wait for an update."""
-        delayed = [(d.waiting, d.stepped) for d in (*self._by_step, *self._by_epoch)]
+        delayed = [(d.waiting, d.stepped) for d in self._timed]
         states = [scheduler.state_dict() for scheduler in self._schedulers]
         return {"schedulers": states, "delayed": delayed, "epochs": self._epochs}
 
@@ -120,8 +133,7 @@ class SchedulerHook(Hook):
             )
         for scheduler, part in zip(self._schedulers, saved, strict=True):
             scheduler.load_state_dict(dict(part))
-        timed = (*self._by_step, *self._by_epoch)
-        for delayed, (waiting, stepped) in zip(timed, state["delayed"], strict=True):
+        for delayed, (waiting, stepped) in zip(self._timed, state["delayed"], strict=True):
             delayed.waiting, delayed.stepped = waiting, stepped
         self._epochs = state["epochs"]
 
@@ -152,7 +164,7 @@ class _Delayed:
         stepped: Whether the optimizer has made a step, also before a resume.
     """
 
-    def __init__(self, scheduler: LRScheduler) -> None:
+    def __init__(self, scheduler: LRScheduler | ScheduleWindow) -> None:
         self._scheduler = scheduler
         self.waiting = 0
         self.stepped = False

@@ -49,6 +49,17 @@ def test_average_by_the_formula(every_steps: int) -> None:
         torch.testing.assert_close(got.double(), want, rtol=1e-6, atol=1e-7)
 
 
+def test_until_its_start_the_average_is_a_copy() -> None:
+    seen, ema = WeightsHook(), EMAHook(decay=0.7, start_step=3)
+    train(new_state(), [ema, seen])
+    expected = average(seen.updates[3:], decay=0.7)
+    for got, want in zip(ema.state_dict()["model"].values(), expected, strict=True):
+        torch.testing.assert_close(got.double(), want, rtol=1e-6, atol=1e-7)
+    early = EMAHook(decay=0.7, start_step=100)
+    train(new_state(), [early])
+    assert all(map(torch.equal, early.state_dict()["model"].values(), seen.updates[-1]))
+
+
 def test_evaluation_sees_the_average_and_training_its_own_weights() -> None:
     plain, seen = WeightsHook(), WeightsHook()
     train(new_state(), [plain])

@@ -179,8 +179,10 @@ def test_another_number_of_schedulers_is_refused() -> None:
 
 def test_the_unit_is_checked() -> None:
     scheduler = StepLR(optimizer_of(new_state()), 1)
-    with pytest.raises(ValueError, match="StepLR: by must be 'step' or 'epoch', got 'batch'"):
-        SchedulerHook([(scheduler, "batch")])  # type: ignore[list-item]
+    with pytest.raises(
+        ValueError, match="StepLR: by must be 'batch', 'step' or 'epoch', got 'pass'"
+    ):
+        SchedulerHook([(scheduler, "pass")])  # type: ignore[list-item]
 
 
 class Stop(Hook):

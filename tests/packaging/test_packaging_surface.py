@@ -23,7 +23,8 @@ DOORS = {
     "loops": """
         Cadence Checkpoint CheckpointError CheckpointHook EMAHook EarlyStopHook EpochTrainLoop
         GradNormHook Hook HookList IterTrainLoop LogHook LoopState MeanLoss NanGuardHook
-        NonFiniteError Phase ProgressHook SchedulerHook ShardedBatchSampler Stateful
+        NonFiniteError Phase ProcessMetric ProgressHook ScheduleWindow SchedulerHook
+        ShardedBatchSampler Stateful
         TensorBoardHook TestLoop ThroughputHook ValLoop build_loader find_checkpoint
         list_checkpoints load_checkpoint mix_seed prune_checkpoints save_alone save_checkpoint
         seed_rng
@@ -37,6 +38,7 @@ DOORS = {
         ThreadPool TimeoutError WorkerDiedError dumps get_context get_start_method loads
         mark_static_module proxy_ctx_caller
     """,
+    "plugins": "",
     "registry": """
         COMM_HOOKS Config ConfigError DATALOADERS DATASETS DEFAULT_HOOKS DIST_BACKENDS
         DataSection HOOKS

@@ -124,7 +124,12 @@ def test_all_problems_come_at_once_with_their_places(good: str, write: Write) ->
         ("model=null", "model: this setting is required and missing"),
         ("model.net.type=Nett", "model.net.type: Nett is not in the registry MODELS"),
         ("model.net={type: nets.Net}", "model.net.width: is missing, Net needs it"),
-        ("schedulers.by=steps", "schedulers.by: must be step or epoch, got 'steps'; did you mean"),
+        ("schedulers.by=steps", "schedulers.by: must be batch, step or epoch, got 'steps'"),
+        ("schedulers.until=0", "schedulers.until: must be at least 1, got 0"),
+        (
+            "schedulers={type: StepLR, step_size: 1, after: 3, until: 3}",
+            "must be greater than after",
+        ),
         ("schedulers.T_maxx=1", "schedulers.T_maxx: CosineAnnealingLR has no such argument"),
         ("schedulers=[3]", "schedulers.0: must be a dict with a type, got 3"),
         ("data.train.batch_size=0", "data.train.batch_size: must be at least 1, got 0"),

@@ -1,0 +1,58 @@
+"""Metrics that process batches and compute from a list of results, as mmengine's do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, Protocol
+
+from ..collectives import BaseMetric
+from ..registry import METRICS
+
+
+class Processor(Protocol):
+    """What a metric of that kind has."""
+
+    results: list[Any]
+    dataset_meta: Any
+
+    def process(self, data_batch: Any, data_samples: list[Any]) -> None:
+        """Append to `results` what counts of one batch."""
+
+    def compute_metrics(self, results: list[Any]) -> dict[str, Any]:
+        """Return the figures of all results by name."""
+
+
+@METRICS.register_module()
+class ProcessMetric(BaseMetric):
+    """A metric with `process(data_batch, data_samples)` and `compute_metrics(results)`.
+
+    Subclasses of mmengine's BaseMetric are of this kind. The results of all ranks come together
+    here; the metric's own `prefix` and `collect_device` have no effect.
+
+    Args:
+        metric: One such.
+        dataset_meta: What the metric is to know of the data set, such as class names.
+    """
+
+    def __init__(self, metric: Processor, dataset_meta: Mapping[str, Any] | None = None) -> None:
+        super().__init__(dataset_meta)
+        self._metric = metric
+        if dataset_meta is not None:
+            metric.dataset_meta = dataset_meta
+
+    def add(self, data_samples: Iterable[Any], data_batch: Any) -> None:
+        """Process the predictions of one batch."""
+        plain = [_as_dict(sample) for sample in data_samples]
+        self._metric.results.clear()
+        self._metric.process(data_batch, plain)
+        self._results += self._metric.results
+
+    def compute_metric(self, results: list[Any]) -> dict[str, Any]:
+        """Return the figures of all results."""
+        return self._metric.compute_metrics(results)
+
+
+def _as_dict(sample: Any) -> Any:
+    # mmengine's data elements; its metrics expect the dicts of them.
+    to_dict = getattr(sample, "to_dict", None)
+    return sample if to_dict is None else to_dict()
