@@ -52,12 +52,11 @@ class Encoder:
 
     def pack(self, value: Any) -> Packed:
         """Return a value as it travels."""
-        if (
-            type(value) in _SEQUENCES
-            and len(value) <= _SHORT
-            and _PLAIN.issuperset(map(type, value))
-        ):
-            return Packed(pickle.dumps(value, pickle.HIGHEST_PROTOCOL), ())
+        kind = type(value)
+        if kind in _SEQUENCES and len(value) <= _SHORT and _PLAIN.issuperset(map(type, value)):
+            data = pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
+            if len(data) <= _INLINE_BYTES:
+                return Packed(data, ())
         return pack(value, copy_tensor=self._copy_tensor, recurse=self._recurse)
 
     def encode(self, task: Task, known: set[int]) -> Parcel:

@@ -93,11 +93,6 @@ class Lane:
         return not self._teaching and not self._is_full and len(self._beside) < _MOST_BESIDE
 
     @property
-    def is_spent(self) -> bool:
-        """Whether the worker has done all that it may."""
-        return self._maxtasks is not None and self._answered >= self._maxtasks
-
-    @property
     def begun(self) -> tuple[int, float]:
         """The number of the task begun last, and when; the lock is not needed."""
         number, since = link.COUNTER.unpack_from(self._counters, self._place)
@@ -173,11 +168,13 @@ class Lane:
         return task
 
     def answered(self, count: int, now: float) -> None:
-        """Keep the books after some tasks were answered."""
+        """Keep the books after some tasks were answered; a worker that has done all is stopped."""
         self._pace = max(1e-7, (self._pace + (now - self.last_event) / count) / 2)
         self.last_event = now
         self._is_full = False
         self._answered += count
+        if self._maxtasks is not None and self._answered >= self._maxtasks:
+            self.stop()
 
     def forget(self, job: int) -> None:
         """Have the worker drop the function of a job."""

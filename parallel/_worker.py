@@ -248,7 +248,8 @@ class _WorkerEnd:
         self.send(number, kind, data)
 
     def _function(self, packet: bytes, job: int, size: int, flags: int) -> Callable[..., Any]:
-        if not size and not flags & link.FUNCTION_BESIDE:
+        # It may come again with tasks that were sent before this one was answered.
+        if job in self._functions:
             return self._functions[job]
         if flags & link.FUNCTION_BESIDE:
             func = self._from_beside(self._number)

@@ -246,8 +246,6 @@ class Dispatcher:
             if answers:
                 lane.answered(len(answers), time.monotonic())
             self._is_hungry = True
-            if lane.is_spent and not lane.is_stopping:
-                lane.stop()
         for job, chunk, kind, value in answers:
             self._losses.answered(job, chunk)
             self._done.append((job, chunk, outcome(kind, value)))

@@ -18,8 +18,3 @@ def make(size):
 
 def same_memory(first, second):
     return first.data_ptr() == second.data_ptr()
-
-
-def increase_first(context, value):
-    context.add_(value)
-    return None
