@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from .errors import BrokenPoolError, PoolTerminatedError
 
 if TYPE_CHECKING:
-    from .pool import BasePool
+    from ._base_pool import BasePool
 
 _log = logging.getLogger(__name__)
 _CARE_S = 0.1

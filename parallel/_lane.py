@@ -39,6 +39,7 @@ class Lane:
         # Readable when the process has ended.
         self.death_fd = -1
         self.is_ready = self.is_claimed = self.is_stopping = self.is_overdue = False
+        self.is_ended = False
         self.failure: bytes | None = None
         self.kill_at: float | None = None
         # The tasks sent and not answered, by number, oldest first; those of them with more beside.

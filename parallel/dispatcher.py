@@ -16,8 +16,9 @@ from typing import Any
 from . import _link as link
 from ._backlog import DealtBacklog, SharedBacklog
 from ._crew import Crew
+from ._dealer import Dealer
 from ._deaths import initializer_error, start_error
-from ._encoder import Encoder, Parcel, Task
+from ._encoder import Encoder, Task
 from ._lane import Lane
 from ._outcomes import Losses, outcome
 from ._starts import Plan
@@ -47,16 +48,14 @@ class Dispatcher:
         # Reentrant: a collection of garbage may run anything, also code that submits tasks.
         self._lock = threading.RLock()
         self._timeout = plan.task_timeout
-        self._backlog = backlog
         self._calls = calls
         self._encoder = Encoder(copy_tensor=plan.copy_tensor, recurse=plan.recurse)
         self._crew = Crew(plan, self._lock)
+        self._dealer = Dealer(self._crew, backlog, self._encoder, self._lock, self._refuse)
         self._losses = Losses(plan.retries, plan.task_timeout, calls)
         # Workers that have ended and are not settled yet.
         self._dying: list[Lane] = []
         self._done: deque[Result] = deque()
-        # Whether a worker has room: so that `put` need not look at each.
-        self._is_hungry = False
         self._needs_care = self._is_closing = self._is_terminating = False
         self._failed_starts = 0
         self._broken: BrokenPoolError | None = None
@@ -68,9 +67,7 @@ class Dispatcher:
             self._is_closing = True
             self.wake()
             return
-        self._backlog.put(task)
-        if self._is_hungry:
-            self._deal()
+        self._dealer.put(task)
 
     def get(self, timeout: float | None = None) -> Result:
         """Return the next result: job, chunk, (True, value) or (False, error).
@@ -81,7 +78,7 @@ class Dispatcher:
         """
         job, self._last_job = self._last_job, -1
         if job >= 0 and job not in self._calls:
-            self._forget(job)
+            self._dealer.forget(job)
         deadline = None if timeout is None else time.monotonic() + timeout
         while not self._done:
             if self._broken is not None:
@@ -120,9 +117,7 @@ class Dispatcher:
         """Wait until the workers have ended, and let go of all that the pool has open."""
         while self._crew.lanes:
             self._turn(None)
-        with self._lock:
-            self._is_hungry = False
-            self._backlog.clear()
+        self._dealer.close()
         self._crew.close()
 
     def _turn(self, patience: float | None) -> None:
@@ -139,22 +134,21 @@ class Dispatcher:
         for lane in written:
             self._receive(lane)
         for lane in ended:
-            lane.is_stopping = True
+            lane.is_stopping = lane.is_ended = True
             crew.ignore(lane)
             self._dying.append(lane)
         if self._dying:
             self._bury()
         if alarm is not None:
             self._look_at_clocks(time.monotonic())
-        if self._backlog and self._is_hungry:
-            self._deal()
+        self._dealer.deal()
 
     def _alarm(self) -> float | None:
         """Return in how many seconds the clocks are to be looked at."""
         alarm = None
         if self._timeout is not None or self._is_terminating:
             alarm = self._crew.alarm(self._timeout, time.monotonic())
-        if not self._backlog and self._crew.is_uneven:
+        if self._dealer.is_uneven:
             return _STUCK_S if alarm is None else min(alarm, _STUCK_S)
         return alarm
 
@@ -162,72 +156,13 @@ class Dispatcher:
         self._crew.check_kills(now)
         if self._timeout is not None:
             self._crew.check_timeout(self._timeout, now)
-        if not self._backlog and self._crew.is_uneven:
-            with self._lock:
-                for lane in self._crew.lanes.values():
-                    is_stuck = now - lane.last_event > _STUCK_S and not lane.is_claimed
-                    if is_stuck and len(lane.inflight) > 1:
-                        lane.last_event = now
-                        self._backlog.put_back(lane.slot, lane.take_back())
+        if self._dealer.is_uneven:
+            self._dealer.take_back(now - _STUCK_S)
 
-    def _deal(self) -> None:
-        """Send waiting tasks to workers that have room."""
-        while True:
-            with self._lock:
-                lane, tasks = self._choice()
-                if lane is None:
-                    return
-                lane.is_claimed = True
-            try:
-                self._send(lane, tasks)
-            finally:
-                with self._lock:
-                    lane.is_claimed = False
-                    self._is_hungry = True
-                    if lane in self._dying:
-                        self._crew.ring()
-
-    def _choice(self) -> tuple[Lane | None, list[Task]]:
-        waiting = len(self._backlog)
-        if not waiting:
-            return None, []
-        lanes = self._crew.lanes
-        best = min((lane for lane in lanes.values() if lane.room > 0), key=_load, default=None)
-        if best is None:
-            self._is_hungry = False
-            return None, []
-        # What is left is shared out evenly.
-        share = min(best.room, -(-waiting // len(lanes)))
-        return best, self._backlog.take(best.slot, share)
-
-    def _send(self, lane: Lane, tasks: list[Task]) -> None:
-        """Send tasks that were taken for a worker; what cannot be sent waits again."""
-        rest = deque(tasks)
-        small: list[tuple[Task, Parcel]] = []
-        try:
-            while rest and lane.has_room_beside:
-                self._send_large(lane, rest[0], small)
-                rest.popleft()
-        finally:
-            left = [*(lane.send(small) if small else ()), *rest]
-            if left:
-                with self._lock:
-                    self._backlog.put_back(lane.slot, left)
-
-    def _send_large(self, lane: Lane, task: Task, small: list[tuple[Task, Parcel]]) -> None:
-        """Send a task if it is large, put it among the small ones if it is not."""
-        try:
-            parcel = self._encoder.encode(task, lane.known)
-            if not parcel.beside:
-                small.append((task, parcel))
-                return
-            try:
-                lane.send_large(task, parcel)
-            finally:
-                parcel.release()
-        except Exception as error:
-            self._done.append((task[0], task[1], (False, error)))
-            self._crew.ring()
+    def _refuse(self, task: Task, error: Exception) -> None:
+        """Answer a task that cannot be sent."""
+        self._done.append((task[0], task[1], (False, error)))
+        self._crew.ring()
 
     def _receive(self, lane: Lane) -> None:
         """Read what a worker has written."""
@@ -245,7 +180,7 @@ class Dispatcher:
                     lane.failure = value
             if answers:
                 lane.answered(len(answers), time.monotonic())
-            self._is_hungry = True
+            self._dealer.is_hungry = True
         for job, chunk, kind, value in answers:
             self._losses.answered(job, chunk)
             self._done.append((job, chunk, outcome(kind, value)))
@@ -261,15 +196,14 @@ class Dispatcher:
                 self._dying.remove(lane)
                 del self._crew.lanes[lane.slot]
                 lost = lane.inflight.pop(lane.begun[0], None)
-                self._backlog.put_back(lane.slot, list(lane.inflight.values()))
+                self._dealer.put_back(lane, list(lane.inflight.values()))
             exitcode = lane.close()
             if lost is not None:
                 error = self._losses.settle(lane, lost, exitcode)
                 if error is not None:
                     self._done.append((lost[0], lost[1], (False, error)))
                 else:
-                    with self._lock:
-                        self._backlog.put_back(lane.slot, [lost])
+                    self._dealer.put_back(lane, [lost])
             if not lane.is_ready and not self._is_terminating:
                 self._count_failed_start(lane, exitcode)
             self._needs_care = True
@@ -280,14 +214,3 @@ class Dispatcher:
             self._broken = initializer_error(lane.slot, lane.failure)
         elif self._failed_starts >= _MOST_FAILED_STARTS:
             self._broken = start_error(lane.slot, self._failed_starts, exitcode)
-
-    def _forget(self, job: int) -> None:
-        """Drop the function of a call that has ended, here and in the workers."""
-        if self._encoder.forget(job):
-            with self._lock:
-                for lane in self._crew.lanes.values():
-                    lane.forget(job)
-
-
-def _load(lane: Lane) -> int:
-    return len(lane.inflight)

@@ -9,9 +9,9 @@ import traceback
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from ._base_pool import BasePool
 from .context_pool import contexts_of
 from .errors import BrokenPoolError
-from .pool import BasePool
 
 __all__ = ["CtxThreadPool", "ThreadPool"]
 
