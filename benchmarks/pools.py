@@ -1,0 +1,259 @@
+"""Pools beside those of others: tasks per second, round trips, tensors, lambdas, start and end.
+
+All contestants stand ready while a measurement runs, take turns in a shuffled order within every
+round, and the median over the rounds is printed, with its ratio to the standard library's Pool.
+Slow contestants get fewer tasks. machin and loky take part where they are installed (loky comes
+with joblib).
+
+    python benchmarks/pools.py [--rounds 7] [--only tasks latency tensors lambdas start]
+"""
+
+import argparse
+import concurrent.futures
+import importlib
+import math
+import multiprocessing
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+import torch.multiprocessing
+
+from stepwrap.parallel import P2PPool, Pool
+
+TASKS = 20_000
+LAMBDAS = 10_000
+TENSORS = 16
+MB = 2**20
+Map = Callable[..., Any]
+
+
+def same(value: object) -> object:
+    return value
+
+
+def first_element(tensor: torch.Tensor) -> float:
+    return float(tensor.view(-1)[0])
+
+
+def make_tensor(value: int) -> torch.Tensor:
+    return torch.full((4 * MB,), float(value))
+
+
+class Contestant:
+    """One library's pool behind the calls that are measured.
+
+    Attributes:
+        map: called with a function, its arguments, and the chunk size or None.
+        apply: called with a function and its argument; waits.
+        share: of how many tasks it gets, the slow ones a part.
+    """
+
+    def __init__(self, map: Map, apply: Map, share: float = 1.0) -> None:
+        self.map, self.apply, self.share = map, apply, share
+
+
+@contextmanager
+def pool_like(pool: Any, share: float = 1.0) -> Iterator[Contestant]:
+    try:
+        yield Contestant(pool.map, lambda fn, value: pool.apply(fn, (value,)), share)
+    finally:
+        pool.close()
+        pool.join()
+
+
+@contextmanager
+def executor_like(executor: Any, workers: int) -> Iterator[Contestant]:
+    def map_all(fn: Any, items: Any, chunksize: int | None = None) -> list[object]:
+        chunk = chunksize or max(1, math.ceil(len(items) / (4 * workers)))
+        return list(executor.map(fn, items, chunksize=chunk))
+
+    with executor:
+        yield Contestant(map_all, lambda fn, value: executor.submit(fn, value).result(), 0.1)
+
+
+@contextmanager
+def joblib_like(joblib: Any, workers: int) -> Iterator[Contestant]:
+    with joblib.Parallel(n_jobs=workers) as parallel:
+
+        def map_all(fn: Any, items: Any, chunksize: int | None = None) -> Any:
+            parallel.batch_size = chunksize or "auto"
+            return parallel(joblib.delayed(fn)(item) for item in items)
+
+        yield Contestant(map_all, lambda fn, value: map_all(fn, [value])[0], 0.1)
+
+
+def openers(workers: int) -> dict[str, Callable[[], Any]]:
+    """Return how each contestant's pool is opened; those that are not installed are left out."""
+    spawn = multiprocessing.get_context("spawn")
+    found: dict[str, Callable[[], Any]] = {
+        "Pool": lambda: pool_like(Pool(workers)),
+        "P2PPool": lambda: pool_like(P2PPool(workers)),
+        "multiprocessing": lambda: pool_like(spawn.Pool(workers)),
+        "torch.multiprocessing": lambda: pool_like(
+            torch.multiprocessing.get_context("spawn").Pool(workers)
+        ),
+        "concurrent.futures": lambda: executor_like(
+            concurrent.futures.ProcessPoolExecutor(workers, spawn), workers
+        ),
+    }
+    for name, module in (("loky", "joblib.externals.loky"), ("joblib", "joblib")):
+        try:
+            peer = importlib.import_module(module)
+        except ImportError:
+            continue
+        if name == "loky":
+            found[name] = lambda peer=peer: executor_like(
+                peer.ProcessPoolExecutor(max_workers=workers), workers
+            )
+        else:
+            found[name] = lambda peer=peer: joblib_like(peer, workers)
+    try:
+        machin = importlib.import_module("machin.parallel.pool")
+    except ImportError:
+        return found
+    found["machin"] = lambda: pool_like(machin.Pool(workers, is_recursive=True), 0.1)
+    return found
+
+
+def measure(runs: dict[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
+    """Return what each run returned, round by round; the first round does not count."""
+    values: dict[str, list[float]] = {name: [] for name in runs}
+    order, shuffler = list(runs), random.Random(0)
+    for number in range(rounds + 1):
+        shuffler.shuffle(order)
+        for name in order:
+            value = runs[name]()
+            if number:
+                values[name].append(value)
+    return values
+
+
+def show(title: str, unit: str, values: dict[str, list[float]], scale: float = 1.0) -> None:
+    print(title)
+    peer = values.get("multiprocessing")
+    for name, own in values.items():
+        ratio = ""
+        if peer and name != "multiprocessing":
+            ratios = [mine / theirs for mine, theirs in zip(own, peer, strict=True)]
+            ratio = f"  {statistics.median(ratios):7.2f} x multiprocessing"
+        print(f"  {name:24s}{statistics.median(own) * scale:12.2f} {unit}{ratio}", flush=True)
+
+
+@contextmanager
+def opened(workers: int, names: set[str] | None = None) -> Iterator[dict[str, Contestant]]:
+    with ExitStack() as stack:
+        pools: dict[str, Contestant] = {}
+        for name, opener in openers(workers).items():
+            if names is None or name in names:
+                pools[name] = stack.enter_context(opener())
+                pools[name].apply(same, 0)
+        yield pools
+
+
+def rate(call: Callable[[], object], count: float) -> float:
+    start = time.perf_counter()
+    call()
+    return count / (time.perf_counter() - start)
+
+
+def compare_tasks(rounds: int) -> None:
+    for workers in (2, 8):
+        fast = {"Pool", "P2PPool", "multiprocessing", "torch.multiprocessing"}
+        with opened(workers, fast if workers == 8 else None) as pools:
+            for chunk in (1, None):
+                runs = {}
+                for name, pool in pools.items():
+                    count = int(TASKS * pool.share) if chunk else TASKS
+                    items = list(range(count))
+                    runs[name] = lambda pool=pool, items=items, chunk=chunk: rate(
+                        lambda: pool.map(same, items, chunk), len(items)
+                    )
+                how = "chunk size 1" if chunk else "automatic chunks"
+                show(f"empty tasks, {workers} workers, {how}", "k/s", measure(runs, rounds), 1e-3)
+
+
+def compare_latency(rounds: int) -> None:
+    def one(pool: Contestant) -> float:
+        times = []
+        for _ in range(int(300 * max(pool.share, 0.3))):
+            start = time.perf_counter()
+            pool.apply(same, 1)
+            times.append(time.perf_counter() - start)
+        return statistics.median(times)
+
+    with opened(2) as pools:
+        runs = {name: lambda pool=pool: one(pool) for name, pool in pools.items()}
+        show("round trip of one task", "us", measure(runs, rounds), 1e6)
+
+
+def compare_tensors(rounds: int) -> None:
+    def arguments(pool: Contestant) -> float:
+        tensors = [torch.full((4 * MB,), float(i)) for i in range(TENSORS)]
+        return rate(lambda: pool.map(first_element, tensors, 1), TENSORS * 16 * MB)
+
+    def results(pool: Contestant) -> float:
+        return rate(lambda: pool.map(make_tensor, list(range(TENSORS)), 1), TENSORS * 16 * MB)
+
+    with opened(2) as pools, ExitStack() as stack:
+        for name, kind in (("Pool", Pool), ("P2PPool", P2PPool)):
+            shared = kind(2, is_copy_tensor=False, share_method="cpu")
+            pools[f"{name}, by reference"] = stack.enter_context(pool_like(shared))
+        for title, run in (("as arguments", arguments), ("made and returned", results)):
+            runs = {name: lambda pool=pool, run=run: run(pool) for name, pool in pools.items()}
+            show(f"tensors of 16 MB {title}", "GB/s", measure(runs, rounds), 1e-9)
+
+
+def compare_lambdas(rounds: int) -> None:
+    with opened(2, {"Pool", "P2PPool", "loky", "joblib", "machin"}) as pools:
+        runs, items = {}, list(range(LAMBDAS))
+        for name, pool in pools.items():
+            runs[name] = lambda pool=pool: rate(
+                lambda: pool.map(lambda value: value + rounds, items, 1), LAMBDAS
+            )
+        show(f"{LAMBDAS} calls of a lambda, chunk size 1", "k/s", measure(runs, rounds), 1e-3)
+
+
+def compare_starts(rounds: int) -> None:
+    first: dict[str, Callable[[], float]] = {}
+    ends: dict[str, list[float]] = {}
+
+    def start_and_end(name: str, opener: Callable[[], Any]) -> float:
+        start = time.perf_counter()
+        with opener() as pool:
+            pool.apply(same, 0)
+            took, end = time.perf_counter() - start, time.perf_counter()
+        ends.setdefault(name, []).append(time.perf_counter() - end)
+        return took
+
+    for name, opener in openers(2).items():
+        first[name] = lambda name=name, opener=opener: start_and_end(name, opener)
+    show("from nothing to the first result", "s", measure(first, rounds))
+    show("close and join", "s", {name: ends[name][1:] for name in first})
+
+
+KINDS = {
+    "tasks": compare_tasks,
+    "latency": compare_latency,
+    "tensors": compare_tensors,
+    "lambdas": compare_lambdas,
+    "start": compare_starts,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Time pools.")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--only", nargs="+", choices=sorted(KINDS), default=list(KINDS))
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    for name in options.only:
+        KINDS[name](options.rounds)
+
+
+if __name__ == "__main__":
+    main()

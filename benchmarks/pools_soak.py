@@ -1,0 +1,153 @@
+"""Pools whose workers are killed at random: no task may be lost, and nothing may be left.
+
+Rounds of tasks run through Pool and P2PPool in turn while a thread sends SIGKILL to workers. With
+`retries` every task must give its value; without, each one gives its value or a WorkerDiedError,
+and the errors must not be more than the kills. At the end open files, processes, threads and
+shared memory are counted again.
+
+    python benchmarks/pools_soak.py [--tasks 100000] [--workers 2] [--pause 0.3]
+"""
+
+import argparse
+import multiprocessing
+import os
+import random
+import signal
+import sys
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+
+import torch
+
+from stepwrap.parallel import P2PPool, Pool, WorkerDiedError
+
+ROUND = 5_000
+
+
+def work(number: int) -> int:
+    """Now and then a task that takes a while, so that kills meet tasks that run."""
+    if number % 50 == 0:
+        time.sleep(0.002)
+    return 3 * number
+
+
+def halve(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor / 2
+
+
+def own_workers() -> list[int]:
+    """Return the processes that this one has started, by what the system says."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                status = (entry / "stat").read_text().rsplit(")", 1)[1].split()
+                command = (entry / "cmdline").read_bytes()
+            except OSError:
+                continue
+            if int(status[1]) == os.getpid() and b"resource_tracker" not in command:
+                found.append(int(entry.name))
+    return found
+
+
+def count_all() -> dict[str, int]:
+    return {
+        "open files": len(os.listdir("/proc/self/fd")),
+        "processes": len(own_workers()),
+        "threads": threading.active_count(),
+        "shared memory": len(os.listdir("/dev/shm")),
+    }
+
+
+class Killer(threading.Thread):
+    """Kills a worker about every `pause_s` seconds until stopped."""
+
+    def __init__(self, pause_s: float) -> None:
+        super().__init__(daemon=True)
+        self.kills = 0
+        self._pause_s = pause_s
+        self._over = threading.Event()
+
+    def run(self) -> None:
+        chance = random.Random(0)
+        while not self._over.wait(chance.uniform(0.5, 1.5) * self._pause_s):
+            workers = own_workers()
+            if workers:
+                try:
+                    os.kill(chance.choice(workers), signal.SIGKILL)
+                    self.kills += 1
+                except ProcessLookupError:
+                    pass
+
+    def stop(self) -> None:
+        self._over.set()
+        self.join()
+
+
+def run_round(pool: Pool, start: int, count: int, counts: Counter[str]) -> None:
+    numbers = range(start, start + count)
+    tensors = {n: torch.full((20_000,), float(n)) for n in numbers[::500]}
+    halves = {n: pool.apply_async(halve, (tensor,)) for n, tensor in tensors.items()}
+    answers = {n: pool.apply_async(work, (n,)) for n in numbers}
+    for n, answer in answers.items():
+        try:
+            assert answer.get(timeout=120) == 3 * n
+            counts["values"] += 1
+        except WorkerDiedError:
+            counts["told as lost"] += 1
+    for n, answer in halves.items():
+        try:
+            assert torch.equal(answer.get(timeout=120), tensors[n] / 2)
+            counts["values"] += 1
+        except WorkerDiedError:
+            counts["told as lost"] += 1
+
+
+def run_half(tasks: int, workers: int, pause_s: float, retries: int) -> Counter[str]:
+    counts: Counter[str] = Counter()
+    done = 0
+    while done < tasks:
+        for kind in (Pool, P2PPool):
+            killer = Killer(pause_s)
+            with kind(workers, retries=retries) as pool:
+                pool.apply(work, (0,))
+                killer.start()
+                run_round(pool, done, ROUND, counts)
+                killer.stop()
+                pool.close()
+                pool.join()
+            done += ROUND
+            counts["tasks"] += ROUND + ROUND // 500
+            counts["kills"] += killer.kills
+    return counts
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Kill workers of pools.")
+    parser.add_argument("--tasks", type=int, default=100_000)
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--pause", type=float, default=0.3, help="seconds between kills")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    # Helpers that live as long as this process are there before the first count.
+    with Pool(1) as pool:
+        pool.apply(halve, (torch.zeros(20_000),))
+    multiprocessing.active_children()
+    before, start = count_all(), time.perf_counter()
+    is_right = True
+    for retries in (50, 0):
+        counts = run_half(options.tasks // 2, options.workers, options.pause, retries)
+        print(f"retries={retries}: {dict(counts)}", flush=True)
+        is_right &= counts["values"] + counts["told as lost"] == counts["tasks"]
+        is_right &= counts["told as lost"] <= (0 if retries else counts["kills"])
+    after = count_all()
+    print(f"before {before}\nafter  {after}\n{time.perf_counter() - start:.0f} s")
+    is_right &= after == before
+    print("nothing lost, nothing left" if is_right else "WRONG")
+    return 0 if is_right else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
