@@ -70,6 +70,7 @@ def serve() -> None:
             inbox.get()
             if torch.distributed.is_initialized():
                 torch.distributed.destroy_process_group()
+            _forget_groups()
             gc.collect()
             # What is left, mostly imported modules, stays: the next collection looks at little.
             gc.freeze()
@@ -122,16 +123,27 @@ def _reset_torch() -> None:
         torch.use_deterministic_algorithms(False)
     if torch.get_default_device() != torch.device("cpu"):
         torch.set_default_device(None)
-    if "torch.distributed.tensor" in sys.modules:
-        # What it remembers of an operation names the groups of the world before this one.
-        from torch.distributed.tensor import debug
-
-        debug._clear_sharding_prop_cache()
     torch.set_num_threads(1)
     torch.manual_seed(0)
     random.seed(0)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(0)
+
+
+def _forget_groups() -> None:
+    """Drop what still names the groups that have ended.
+
+    What is kept of one here would stay for good, and its threads wake up a hundred times a second.
+    """
+    if "torch.distributed.tensor" not in sys.modules:
+        return
+    # It remembers operations, and ways from one placement to another, with their meshes.
+    from torch.distributed.tensor import _collective_utils, _redistribute, debug
+
+    debug._clear_sharding_prop_cache()
+    _redistribute.clear_redistribute_planner_cache()
+    _redistribute._gen_transform_infos.cache_clear()
+    _collective_utils.MeshTopoInfo.build_from_mesh.cache_clear()
 
 
 def _open_group(rank: int, call: RankCall) -> None:
