@@ -3,7 +3,6 @@
 import gc
 import multiprocessing
 import os
-import socket
 import weakref
 from datetime import timedelta
 from pathlib import Path
@@ -13,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from calls import outcome
+from ports import free_port
 from ranks import run_ranks
 
 from stepwrap.collectives.dist import (
@@ -221,13 +221,6 @@ def test_no_launcher_starts_nothing() -> None:
     assert not is_distributed()
 
 
-def _free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port: int = free.getsockname()[1]
-        return port
-
-
 def _start(launcher: str, environments: list[dict[str, str]], kwargs: dict[str, Any]) -> None:
     rank = dist.get_rank()
     dist.barrier()
@@ -255,7 +248,7 @@ def _start(launcher: str, environments: list[dict[str, str]], kwargs: dict[str, 
 
 
 def _launcher_variables(launcher: str, rank: int) -> dict[str, str]:
-    port = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+    port = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     here = str(rank)
     if launcher == "pytorch":
         return {"RANK": here, "WORLD_SIZE": "2", "LOCAL_RANK": here, **port}
@@ -272,7 +265,7 @@ def test_a_launcher_starts_a_group_on_the_cpu(launcher: str) -> None:
     """C-24."""
     kwargs: dict[str, Any] = {"backend": "gloo", "timeout": 30}
     environments = [_launcher_variables(launcher, rank) for rank in range(2)]
-    port = str(_free_port())
+    port = str(free_port())
     if launcher == "slurm":
         kwargs["port"] = int(port)
     else:
@@ -309,7 +302,7 @@ def _start_on_a_gpu(backend: str | None, port: int) -> tuple[str | None, int]:
 
 @pytest.mark.gpu
 def test_a_launcher_starts_a_group_on_a_gpu() -> None:
-    assert run_ranks(_start_on_a_gpu, 1, "nccl", _free_port(), init=False) == [("nccl", 0)]
-    assert run_ranks(_start_on_a_gpu, 1, None, _free_port(), init=False) == [
+    assert run_ranks(_start_on_a_gpu, 1, "nccl", free_port(), init=False) == [("nccl", 0)]
+    assert run_ranks(_start_on_a_gpu, 1, None, free_port(), init=False) == [
         ("cpu:gloo,cuda:nccl", 0)
     ]

@@ -4,7 +4,6 @@ import contextlib
 import multiprocessing
 import os
 import signal
-import socket
 import time
 from collections.abc import Callable, Iterator
 from multiprocessing.process import BaseProcess
@@ -13,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from ports import free_port
 from torch import nn
 
 from stepwrap.rpc import PushPullGradServer, PushPullGradServerImpl, RpcError, RpcGroup, World
@@ -77,9 +77,7 @@ def run_role(rank: int, role: Role, size: int, port: int, folder: Path, options:
 @contextlib.contextmanager
 def members(roles: list[Role], folder: Path, **options: Any) -> Iterator[list[BaseProcess]]:
     """Run a world of own processes, of which none is left in the end."""
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        port = int(one.getsockname()[1])
+    port = free_port()
     spawn = multiprocessing.get_context("spawn")
     processes: list[BaseProcess] = [
         spawn.Process(target=run_role, args=(rank, role, len(roles), port, folder, options))

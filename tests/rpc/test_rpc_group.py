@@ -123,6 +123,7 @@ def _bad_calls(world: World, group: RpcGroup) -> None:
     if world.rank != 0:
         return
     assert told(group.rpc_sync, "w9", abs)[1].startswith("RPC target is not a member of group.")
+    assert told(group.rpc_sync, "ww1", abs)[1].endswith("; did you mean 'w1'?")
     assert told(group.rpc_sync, 9, abs)[0] == "RuntimeError"
     kind, text = told(group.rpc_sync, "w0", abs, args=(threading.Lock(),))
     assert kind == "TypeError"

@@ -50,6 +50,13 @@ def train(model: nn.Module) -> None:
     torch.optim.SGD(model.parameters(), lr=0.1).step()
 
 
+def test_what_is_no_model_is_refused() -> None:
+    server = PushPullModelServer("model", Local())
+    for call in (server.push, server.pull):
+        with pytest.raises(TypeError, match="must be a torch.nn.Module, got OrderedDict"):
+            call(net().state_dict())  # type: ignore[arg-type]
+
+
 def test_buffers_and_what_is_no_tensor_travel() -> None:
     class Counting(nn.Module):
         def __init__(self) -> None:

@@ -72,6 +72,13 @@ def test_a_world_by_its_address(tmp_path: Path) -> None:
     assert results == [(["actor1", "actor2", "learner"], rank) for rank in range(3)]
 
 
+def test_processes_that_outlive_each_other(tmp_path: Path) -> None:
+    (code,) = codes("What goes wrong, and what you are told")
+    told = run_script(code.replace("tcp://127.0.0.1:29400", f"file://{tmp_path}/store"), tmp_path)
+    names = [f"worker{rank}" for rank in range(3)]
+    assert all(f"{name} is one of {names}" in told for name in names)
+
+
 class Policy:
     """What the page's group offers as a service."""
 

@@ -57,6 +57,11 @@ def _services(world: World, group: RpcGroup) -> None:
     missing = ("KeyError", repr("Service [none] not found on Group [all]"))
     for call in (group.registered_sync, group.registered_async, group.registered_remote):
         assert told(call, "none") == missing
+        near = "Service [latr] not found on Group [all]; did you mean 'later'?"
+        assert told(call, "latr") == ("KeyError", repr(near))
+    value = repr("Value [add] not found on Group [all]; it is the key of a service")
+    assert told(group.get_paired, "add") == ("KeyError", value)
+    assert "did you mean" not in told(group.registered_sync, ("later", 1))[1]
     with pytest.raises(OwnError, match="raised by 'w0'"):
         group.registered_sync("fail")
     if world.rank != 0:

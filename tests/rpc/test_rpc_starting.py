@@ -4,7 +4,6 @@ import json
 import multiprocessing
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -15,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from ports import free_port
 
 from stepwrap.collectives import get_rank
 from stepwrap.rpc import RpcError, World, get_cur_name
@@ -39,12 +39,6 @@ with World(f"w{rank}") as world:
     Path(f"answer_{rank}").write_text(f"{name} of {int(value)}, attempt {attempt}")
     group.barrier()
 """
-
-
-def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
 
 
 def is_alive(pid: int) -> bool:

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from ports import free_port
 from ranks import run_ranks
-from worlds import free_port, rank_without_group, told
+from worlds import rank_without_group, told
 
 from stepwrap.rpc import (
     RpcError,

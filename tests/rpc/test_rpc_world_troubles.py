@@ -12,10 +12,11 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from ports import free_port
 from ranks import run_ranks
 from torch.distributed.rpc.functions import async_execution
 from torch.futures import Future
-from worlds import free_port, rank_without_group, told
+from worlds import rank_without_group, told
 
 from stepwrap.rpc import RpcError, World, get_world
 

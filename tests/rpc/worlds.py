@@ -1,6 +1,5 @@
 """A world for the length of a test, and what is raised in it."""
 
-import socket
 from collections.abc import Callable
 from typing import Any
 
@@ -19,13 +18,6 @@ def told(fn: Any, *args: Any, **kwargs: Any) -> tuple[str, str]:
     except Exception as error:
         return type(error).__name__, str(error)
     raise AssertionError("nothing was raised")
-
-
-def free_port() -> int:
-    """Return a port that nobody listens at."""
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
 
 
 def rank_without_group() -> int:

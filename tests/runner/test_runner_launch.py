@@ -1,7 +1,6 @@
 """Processes started, joined and ended."""
 
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -11,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from ports import free_port
 from ranks import run_ranks
 from runner_parts import write_run
 
@@ -192,11 +192,6 @@ def end_alike(folder: Path) -> tuple[int, int]:
         os.environ["MASTER_PORT"] = str(port)
         codes.append(main([*words, *more]))
     return codes[0], codes[1]
-
-
-def free_port() -> int:
-    with socket.create_server(("localhost", 0)) as server:
-        return int(server.getsockname()[1])
 
 
 def test_all_ranks_end_with_the_same_code(tmp_path: Path) -> None:
