@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import logging
 import multiprocessing
+import os
 import queue
 import threading
 import time
@@ -64,6 +65,7 @@ class Keeper:
         self._get = get
         self._end_workers = end_workers
         self.is_waited = is_waited
+        self._process = os.getpid()
         self._patience = None if is_woken else _CARE_S
         self._start_error: BaseException | None = None
         self._started = threading.Event()
@@ -98,6 +100,11 @@ class Keeper:
 
     def check(self) -> None:
         """Raise if the pool takes no calls."""
+        if os.getpid() != self._process:
+            raise RuntimeError(
+                f"the pool is of process {self._process}, this is {os.getpid()}, forked from it: "
+                "make the pool where it is used"
+            )
         if self.broken is not None:
             raise BrokenPoolError(str(self.broken)) from self.broken
         if self.phase is not PoolStates.RUN:

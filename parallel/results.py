@@ -55,7 +55,7 @@ class AsyncResult:
 
     def ready(self) -> bool:
         """Return whether the call has ended, well or not."""
-        return not self._latch.locked() if self._outcome is None else True
+        return self._outcome is not None
 
     def successful(self) -> bool:
         """Return whether the call has ended without an error.

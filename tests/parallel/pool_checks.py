@@ -8,10 +8,10 @@ import threading
 import time
 
 
-def wait_until(condition, timeout_s=20.0):
+def wait_until(condition, timeout_s=20.0, story=lambda: "it did not come"):
     deadline = time.monotonic() + timeout_s
     while not condition():
-        assert time.monotonic() < deadline, "it did not come"
+        assert time.monotonic() < deadline, story()
         time.sleep(0.005)
 
 
@@ -22,20 +22,23 @@ def is_running(pid):
 
 
 def surroundings():
-    # Resource trackers and fork servers stay, and their pipes.
+    """Return what this process has: children, threads, descriptors, named shared memory."""
     gc.collect()
     children = {process.pid for process in multiprocessing.active_children()}
-    return (
-        children,
-        set(threading.enumerate()),
-        len(os.listdir("/proc/self/fd")),
-        set(os.listdir("/dev/shm")),
-    )
+    # Others use the folder too.
+    shared = {name for name in os.listdir("/dev/shm") if str(os.getpid()) in name}
+    return children, set(threading.enumerate()), len(os.listdir("/proc/self/fd")), shared
 
 
 @contextlib.contextmanager
 def nothing_left():
-    """Check that the block leaves nothing behind."""
+    """Check that the block leaves nothing behind; what was before may end meanwhile."""
     before = surroundings()
     yield
-    wait_until(lambda: surroundings() == before or (gc.collect() and False), 10)
+    left = []
+
+    def is_gone():
+        left[:] = surroundings()
+        return all(new <= old for new, old in zip(left, before, strict=True))
+
+    wait_until(is_gone, 10, lambda: f"{left} is left, it was {before}")

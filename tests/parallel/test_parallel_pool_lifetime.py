@@ -286,3 +286,18 @@ def test_missing_guard(tmp_path):
     assert done.returncode == 1
     assert 'if __name__ == "__main__":' in done.stderr
     assert "BrokenPoolError" in done.stderr
+
+
+def test_pool_in_a_forked_process():
+    """A copy of the pool says so and does not hang; the pool itself is not harmed."""
+    with Pool(1, start_method="fork") as pool:
+        assert pool.apply(work.square, (2,)) == 4
+        child = os.fork()
+        if child == 0:
+            try:
+                pool.apply(work.square, (2,))
+            except RuntimeError:
+                os._exit(7)
+            os._exit(1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+        assert pool.apply(work.square, (3,)) == 9
