@@ -1,0 +1,207 @@
+"""Our wrappers inside Lightning: `Trainer(strategy="stepwrap")`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ..wrappers import (
+    SeparateDistributedDataParallel,
+    StepDistributedDataParallel,
+    revert_sync_batchnorm,
+    wrap_model,
+)
+from ._lightning_fabric import StepFabricStrategy
+from ._lightning_module import StepLightningModule
+from ._lightning_options import aside, read_options
+from ._lightning_shards import (
+    agree_on_scale,
+    holds_shards,
+    keep_whole,
+    load_optimizer,
+    load_weights,
+    whole,
+    whole_weights,
+)
+from ._lightning_tree import DDPStrategy, LightningModule, StrategyRegistry, Trainer
+
+__all__ = ["StepFabricStrategy", "StepLightningModule", "StepStrategy"]
+
+
+class StepStrategy(DDPStrategy):
+    """Lightning's DDP strategy with a model wrapper of ours around the LightningModule.
+
+    Of a ``StepLightningModule`` it wraps the model inside, whose ``train_step`` is then called.
+
+    Args:
+        wrapper: a registered name, an import path or a class; default: "ddp".
+        wrapper_options: options of the wrapper, and those of Lightning's ``DDPStrategy`` but the
+            communication hooks (``accelerator``, ``process_group_backend``, ``timeout``,
+            ``start_method``, ...).
+
+    Raises:
+        KeyError: no such wrapper.
+        TypeError: no such option.
+        ValueError: an option has a value that cannot be used.
+    """
+
+    def __init__(
+        self, wrapper: str | Callable[..., nn.Module] | None = None, **wrapper_options: Any
+    ) -> None:
+        choice = read_options(StepStrategy, wrapper, wrapper_options)
+        super().__init__(**choice.own)
+        self.wrapper = choice.wrapper
+        self.wrapper_options = choice.options
+        self._shards = choice.shards
+        self._keeps_process = choice.own.get("start_method", "popen") == "popen"
+        self._wrapped: Any = None
+
+    def setup(self, trainer: Trainer) -> None:
+        """Wrap the model, to train it, and where it is sharded also to evaluate it."""
+        module = self._module()
+        shards = self._shards or holds_shards(module)
+        if shards:
+            agree_on_scale(self.precision_plugin)
+        if trainer.state.fn == "fit" or not shards:
+            super().setup(trainer)
+            return
+        assert self.accelerator is not None
+        self.accelerator.setup(trainer)
+        self.model = self.precision_plugin.convert_module(module)
+        self.model_to_device()
+        self.configure_ddp()
+        self.setup_precision_plugin()
+
+    def configure_ddp(self) -> None:
+        """Wrap the model; there are no communication hooks to add."""
+        self.model = self._setup_model(self._module())
+
+    def _setup_model(self, model: nn.Module) -> Any:
+        """Wrap ``model``: Lightning's only private method that is overridden here."""
+        if not isinstance(model, StepLightningModule):
+            return self._wrap(model)
+        model.step_by(self._wrap(model.model))
+        return model
+
+    def _wrap(self, model: nn.Module) -> nn.Module:
+        if self._wrapped is not None and self._wrapped.module is model and holds_shards(model):
+            # Shards stay when a fit or a validation has ended.
+            wrapped: nn.Module = self._wrapped
+            return wrapped
+        if self._shards and not getattr(model, "automatic_optimization", True):
+            _let_children_be_called(model)
+        with aside(self.root_device):
+            self._wrapped = wrap_model(self.wrapper, model, **self.wrapper_options)
+        return self._wrapped  # type: ignore[no-any-return]
+
+    def backward(
+        self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        """Run backward; log the parameters that the loss does not reach, where that is wanted."""
+        if not getattr(self.model, "detect_anomalous_params", False):
+            return super().backward(closure_loss, optimizer, *args, **kwargs)
+        ended: list[Tensor] = []
+
+        def update_params(loss: Tensor) -> None:
+            ended.append(super(StepStrategy, self).backward(loss, optimizer, *args, **kwargs))
+
+        wrapped: Any = self.model
+        wrapped.update_and_detect(closure_loss, SimpleNamespace(update_params=update_params))
+        return ended[0]
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Leave the gradients of what runs inside on their ranks."""
+        no_sync = getattr(self.model, "no_sync", nullcontext)
+        with no_sync():
+            yield
+
+    def on_validation_start(self) -> None:
+        """Give every rank the buffers of the first: statistics differ after a training step."""
+        getattr(self.model, "sync_buffers", lambda: None)()
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The weights, whole and under the names of the module; every rank must call this."""
+        module = self._module()
+        return whole_weights(module) if holds_shards(module) else module.state_dict()
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Load whole weights, each rank its parts where the module is sharded."""
+        module = self._module()
+        if holds_shards(module):
+            load_weights(module, checkpoint["state_dict"], strict=strict)
+        else:
+            super().load_model_state_dict(checkpoint, strict)
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The state of ``optimizer`` over whole tensors; every rank must call this."""
+        state: dict[str, Any] = super().optimizer_state(optimizer)
+        return whole(state) if holds_shards(self._module()) else state
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Restore the optimizers from states over whole tensors."""
+        if not holds_shards(self._module()):
+            super().load_optimizer_state_dict(checkpoint)
+            return
+        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
+            load_optimizer(optimizer, state)
+
+    def teardown(self) -> None:
+        """End the run; what was put around and into the module is taken off, shards stay."""
+        super().teardown()
+        wrapped, self.model = self._wrapped, self.lightning_module
+        if wrapped is None or self.lightning_module is None:
+            return
+        if holds_shards(wrapped.module):
+            if not self._keeps_process:
+                # The parent process asks for the weights now, and has no group.
+                keep_whole(self.lightning_module)
+            return
+        self._wrapped = None
+        _take_off(wrapped, reverts=bool(self.wrapper_options.get("sync_batchnorm")))
+        if isinstance(self.lightning_module, StepLightningModule):
+            self.lightning_module.step_by(None)
+
+    def _module(self) -> LightningModule:
+        assert self.lightning_module is not None
+        return self.lightning_module
+
+
+def _take_off(wrapped: Any, *, reverts: bool) -> None:
+    """Give the model its own children and layers back."""
+    model = wrapped.module
+    if isinstance(wrapped, SeparateDistributedDataParallel):
+        for name, child in list(model.named_children()):
+            if isinstance(child, StepDistributedDataParallel):
+                setattr(model, name, child.module)
+    if reverts:
+        revert_sync_batchnorm(model)
+
+
+def _let_children_be_called(module: nn.Module) -> None:
+    """Have each child of ``module`` sharded by itself, since its step calls them one by one.
+
+    That is what the wrapper does for a model with a ``train_step``. Backward runs inside of a
+    manual ``training_step``, hence before a gathered whole would be ready for it.
+    """
+    cls = type(module)
+    module.__class__ = type(cls.__name__, (cls,), {"train_step": _is_stepped_by_trainer})
+
+
+def _is_stepped_by_trainer(*args: Any, **kwargs: Any) -> Any:
+    raise RuntimeError("this module is stepped by Lightning's Trainer, by its training_step")
+
+
+for _name, _method in (("stepwrap", "popen"), ("stepwrap_spawn", "spawn")):
+    StrategyRegistry.register(
+        _name,
+        StepStrategy,
+        description=f"stepwrap's ddp wrapper, processes by {_method}",
+        override=True,
+        start_method=_method,
+    )

@@ -1,0 +1,147 @@
+"""Small LightningModules on real digits, and Trainers inside the rank processes."""
+
+import os
+from importlib import import_module
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Subset
+
+from stepwrap.configs.digits import Digits
+from stepwrap.plugins._lightning_tree import TREE, LightningModule, Trainer
+from stepwrap.plugins.lightning import StepStrategy
+
+lightning = import_module(TREE)
+
+# What Lightning, and torch for it, warn of by themselves in these runs.
+QUIET = (
+    "ignore:.*does not have many workers",
+    "ignore:.*The number of training batches",
+    "ignore:.*sync_dist=True",
+    "ignore:.*isinstance.treespec, LeafSpec.",
+    "ignore:.*Checkpoint directory",
+    "ignore:.*you defined a `validation_step`",
+    "ignore:.*You defined a `validation_step`",
+    "ignore:.*DistributedSampler",
+    "ignore:.*Experiment logs directory",
+    "ignore:.*LOCAL_RANK",
+)
+BATCH, SAMPLES = 8, 64
+
+
+def small_net(norm: bool = False) -> nn.Sequential:
+    torch.manual_seed(1)
+    layers: list[nn.Module] = [nn.Flatten(), nn.Linear(64, 12), nn.Tanh(), nn.Linear(12, 10)]
+    if norm:
+        layers.insert(2, nn.BatchNorm1d(12))
+    return nn.Sequential(*layers)
+
+
+def loader(split: str = "train", samples: int = SAMPLES, batch: int = BATCH) -> DataLoader[Any]:
+    return DataLoader(Subset(Digits(split), range(samples)), batch_size=batch)
+
+
+class Automatic(LightningModule):
+    """An ordinary module; `lr` and the class of the optimizer are what differs."""
+
+    def __init__(self, norm: bool = False, spare: bool = False) -> None:
+        super().__init__()
+        self.net = small_net(norm)
+        if spare:
+            self.spare = nn.Linear(2, 2)
+        self.seen: list[float] = []
+
+    def loss(self, batch: Any) -> Tensor:
+        images, labels = batch
+        return nn.functional.cross_entropy(self.net(images), labels)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        self.log("train_loss", loss, sync_dist=True, on_step=True, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.loss(batch), sync_dist=True)
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("test_loss", self.loss(batch), sync_dist=True)
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        scores: Tensor = self.net(batch[0])
+        return scores
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
+
+
+class Manual(Automatic):
+    """The same by manual optimization, with one optimizer per layer."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.automatic_optimization = False
+        self.first, self.last = self.net[:-1], self.net[-1:]
+        del self.net
+
+    def loss(self, batch: Any) -> Tensor:
+        images, labels = batch
+        return nn.functional.cross_entropy(self.last(self.first(images)), labels)
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        loss = self.loss(batch)
+        for one in self.optimizers():
+            one.zero_grad()
+        self.manual_backward(loss)
+        for one in self.optimizers():
+            one.step()
+        self.log("train_loss", loss)
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        scores: Tensor = self.last(self.first(batch[0]))
+        return scores
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.AdamW(one.parameters(), lr=0.01) for one in (self.first, self.last)]
+
+
+def join_lightning() -> None:
+    """Tell Lightning that this rank process is one of a launcher's."""
+    rank, size = str(dist.get_rank()), str(dist.get_world_size())
+    os.environ.update(
+        RANK=rank,
+        LOCAL_RANK=rank,
+        WORLD_SIZE=size,
+        LOCAL_WORLD_SIZE=size,
+        GROUP_RANK="0",
+        GROUP_WORLD_SIZE="1",
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT="1",
+        TORCHELASTIC_RUN_ID="test",
+    )
+
+
+def make_trainer(strategy: Any = None, **options: Any) -> Trainer:
+    defaults: dict[str, Any] = {
+        "accelerator": "cpu",
+        "devices": dist.get_world_size() if dist.is_initialized() else 1,
+        "strategy": StepStrategy() if strategy is None else strategy,
+        "max_epochs": 1,
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "num_sanity_val_steps": 0,
+    }
+    return Trainer(**{**defaults, **options})
+
+
+def weights(module: nn.Module) -> dict[str, Tensor]:
+    return {name: one.detach().clone() for name, one in module.state_dict().items()}
+
+
+def distance(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
+    assert list(one) == list(other)
+    return max((one[name].double() - other[name].double()).abs().max().item() for name in one)
