@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import importlib
 from multiprocessing import get_context, get_start_method
-from typing import TYPE_CHECKING, Any
 
+# Not of typing, whose import would be paid by each worker.
+TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from typing import Any
+
     from .assigner import ModelAssigner
     from .context_pool import CtxPool, CtxPoolStorage, proxy_ctx_caller
     from .errors import (
