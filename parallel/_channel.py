@@ -34,20 +34,6 @@ def _count_fork() -> None:
 os.register_at_fork(after_in_parent=_count_fork)
 
 
-class _InUse:
-    """Gives a clear text to the error of an end that is closed; a generator would cost more."""
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if isinstance(error, OSError) and error.errno == errno.EBADF:
-            raise OSError(errno.EBADF, "the queue is closed in this process") from error
-
-
-_in_use = _InUse()
-
-
 class Channel:
     """Both ends, as every process has them until one is closed."""
 
@@ -96,8 +82,14 @@ class Channel:
 
     def send(self, packed: Packed, flags: int = 0) -> None:
         """Send a message; it is still to be released."""
-        with _in_use:
-            _descriptors.send(self.writer, packed.data, packed.fds, flags)
+        try:
+            if packed.fds:
+                _descriptors.send(self.writer, packed.data, packed.fds, flags)
+            else:
+                self.writer.send(packed.data, flags)
+        except OSError as error:
+            _check_open(error)
+            raise
 
     def receive(self, timeout_s: float | None) -> tuple[bytes, list[int]]:
         """Return a message and its descriptors.
@@ -121,8 +113,11 @@ class Channel:
                 wait(poller, deadline, timeout_s)
 
     def _received(self, flags: int) -> tuple[bytes, list[int]]:
-        with _in_use:
+        try:
             data, descriptors = _descriptors.receive(self.reader, INLINE_BYTES, flags)
+        except OSError as error:
+            _check_open(error)
+            raise
         if not data:
             raise EOFError("the queue is empty, and no other process can put anything into it")
         return data, descriptors
@@ -130,10 +125,12 @@ class Channel:
     def is_empty(self) -> bool:
         """Return whether there is no message now."""
         try:
-            with _in_use:
-                return not self.reader.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+            return not self.reader.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
         except BlockingIOError:
             return True
+        except OSError as error:
+            _check_open(error)
+            raise
 
     def close(self) -> None:
         """Close both ends in this process."""
@@ -152,6 +149,11 @@ def wait(poller: select.poll, deadline: float, timeout_s: float) -> list[tuple[i
     if not ready and remaining < math.inf and time.monotonic() >= deadline:
         raise TimeoutError(f"the queue had nothing within {timeout_s} s")
     return ready
+
+
+def _check_open(error: OSError) -> None:
+    if error.errno == errno.EBADF:
+        raise OSError(errno.EBADF, "the queue is closed in this process") from error
 
 
 def _close(*ends: socket.socket) -> None:

@@ -83,10 +83,7 @@ def unbundled(descriptor: int) -> list[int]:
 
 
 def send(to: socket.socket, data: bytes, numbers: Sequence[int], flags: int = 0) -> None:
-    """Send one message; the descriptors stay open here."""
-    if not numbers:
-        to.send(data, flags)
-        return
+    """Send one message with descriptors, which stay open here."""
     rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", numbers))]
     with explaining():
         to.sendmsg([data], rights, flags)

@@ -9,7 +9,8 @@ from __future__ import annotations
 import contextlib
 import pickle
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 from . import _descriptors, _memory
@@ -43,10 +44,7 @@ def pack(value: object, *, copy_tensor: bool, recurse: bool = False) -> Packed:
     if type(value) in _SCALARS:
         stream, parts = pickle.dumps(value, 5), list[Any]()
     else:
-        # A worker whose tasks take and give numbers starts without cloudpickle.
-        from .pickling import split
-
-        stream, parts = split(value, recurse=recurse, copy_tensor=copy_tensor)
+        stream, parts = _splitter()(value, recurse=recurse, copy_tensor=copy_tensor)
     if not parts and len(stream) <= INLINE_BYTES:
         return Packed(stream, ())
     descriptors: list[int] = []
@@ -82,6 +80,14 @@ def unpack(data: bytes | memoryview, fds: Sequence[int] = ()) -> Any:
 def release(packed: Packed) -> None:
     """Close the descriptors of a value that has been sent or will not be."""
     _descriptors.close(packed.fds)
+
+
+@cache
+def _splitter() -> Callable[..., tuple[bytes, list[Any]]]:
+    # A worker whose tasks take and give numbers starts without cloudpickle.
+    from .pickling import split
+
+    return split
 
 
 def _packed(

@@ -128,10 +128,11 @@ def test_pickling_within_pickling() -> None:
 
 def test_a_function_defined_twice_takes_its_own_globals() -> None:
     # Picklers are used again; nothing of an earlier message may stay in them.
-    for number in range(20):
-        names: dict[str, Any] = {"number": number}
-        exec("def function():\n    return number", names)
-        assert loads(dumps(names["function"]))() == number
+    for number in range(50):
+        names: dict[str, Any] = {"__name__": f"made_{number}"}
+        exec("def function():\n    return 1", names)
+        assert loads(dumps(names["function"])).__globals__["__name__"] == f"made_{number}"
+        names.clear()
         del names
 
 
@@ -184,6 +185,10 @@ def with_late(x):
     return x + LATE
 
 
+def dumped_here(recurse):
+    return dumps((work, Point(1)), recurse=recurse)
+
+
 def serve(given, back):
     while (task := given.get()) is not None:
         function, argument = task
@@ -219,6 +224,9 @@ if __name__ == "__main__":
         assert back.get(60) == 6
     given.put((loads, dumps(with_late, recurse=True)))
     assert back.get(60)(1) == 6
+    for recurse in (False, sys.argv[1] == "spawn"):
+        given.put((dumped_here, recurse))
+        assert loads(back.get(60)) == (work, Point(1))
     given.put((guarded, Guarded(1)))
     answer = back.get(60)
     assert answer == Guarded(6), answer

@@ -81,7 +81,9 @@ def test_both_ways_may_be_mixed() -> None:
     first, second = torch.zeros(4), torch.zeros(4)
     by_bytes, by_wire = _by_bytes(first), _by_wire(second)
     for tensor, sent in ((first, _by_wire), (second, _by_bytes)):
+        place = tensor.data_ptr()
         sent(tensor).add_(1)
+        assert tensor.data_ptr() == place, "others that have the memory lost it"
         assert tensor.tolist() == [1] * 4
     assert by_bytes.tolist() == by_wire.tolist() == [1] * 4
 
@@ -223,13 +225,17 @@ def test_the_limit_of_open_files_is_named_by_the_sender() -> None:
     assert ended(process) == 0
 
 
-def test_a_failed_message_leaves_nothing_open() -> None:
+def test_a_failed_message_leaves_nothing_open(tmp_path: Path) -> None:
+    (tmp_path / "numbers").write_bytes(bytes(12))
+    mapped = torch.from_file(str(tmp_path / "numbers"), shared=False, size=3)
     tensors = [torch.zeros(3).share_memory_() for _ in range(5)]
     _by_wire(tensors)
     gc.collect()
     before = descriptors()
     with pytest.raises(TypeError):
         _wire.pack([*tensors, (number for number in tensors)], copy_tensor=False)
+    with pytest.raises(ValueError, match="mapped"):
+        _wire.pack([*tensors, mapped], copy_tensor=False)
     packed = _wire.pack(tensors, copy_tensor=False)
     assert descriptors() == before + 5
     _wire.release(packed)

@@ -91,6 +91,16 @@ def test_large_tensor_is_written_once() -> None:
 
 
 @BOTH
+def test_views_of_other_dtypes(sent: Sent) -> None:
+    longs = torch.arange(8)
+    octets, tail = sent([longs.view(torch.uint8)[13:], longs[2:]])
+    assert torch.equal(octets, longs.view(torch.uint8)[13:])
+    assert torch.equal(tail, longs[2:])
+    tail[0] = -1
+    assert octets[3:11].eq(255).all()
+
+
+@BOTH
 def test_strides_are_kept(sent: Sent) -> None:
     images = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
     arrived = sent(images)
