@@ -21,8 +21,9 @@ OK, FAILED, MISTAKE = 0, 1, 2
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code.
 
-    0 is success, 1 an error in the run, 2 a mistake in the command line or the config, 130 an
-    end by Ctrl-C, 143 one by SIGTERM or by the end of the terminal.
+    0 is success, 1 an error in the run, 2 a mistake in the command line or the config, 3 that
+    `convert` found something without a counterpart, 130 an end by Ctrl-C, 143 one by SIGTERM or
+    by the end of the terminal.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in words

@@ -1,17 +1,22 @@
-"""The commands that need no torch: show, list, plot."""
+"""The commands that only read and write text: show, list, plot, convert."""
 
 from __future__ import annotations
 
 import argparse
 import shutil
+import sys
 import textwrap
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
 from ..registry import Registration, format_config, list_registrations, load_config
+from .convert import convert_config
 from .options import UsageError
 from .plots import draw_curves
+
+# Some of a config had no counterpart.
+INCOMPLETE = 3
 
 
 def run_show(options: argparse.Namespace) -> int:
@@ -58,3 +63,14 @@ def run_plot(options: argparse.Namespace) -> int:
     """Draw the curves of a run folder."""
     print(draw_curves(Path(options.words[0])))
     return 0
+
+
+def run_convert(options: argparse.Namespace) -> int:
+    """Print a config of mmengine as one of ours, and on stderr what has no counterpart."""
+    conversion = convert_config(
+        options.words[0], epoch_length=options.epoch_length, keep_order=options.keep_order
+    )
+    print(conversion.text(), end="")
+    for miss in conversion.misses:
+        print(miss, file=sys.stderr)
+    return INCOMPLETE if conversion.misses else 0

@@ -53,6 +53,12 @@ COMMANDS = {
     ),
     "show": Command(f"{_RUN} [--origin]", "print the resolved config", "commands", ("origin",)),
     "list": Command("[REGISTRY]", "print what a config can name", "commands", (), False),
+    "convert": Command(
+        "MMENGINE_CONFIG.py [options]",
+        "print a config of mmengine as one of ours",
+        "commands",
+        ("epoch-length", "keep-order"),
+    ),
     "plot": Command("RUN_DIR", "draw RUN_DIR/curves.png", "commands"),
     "env": Command("", "print versions and devices, for a bug report", "run_commands", (), False),
 }
@@ -195,6 +201,23 @@ def _add_origin(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_epoch_length(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--epoch-length",
+        type=_positive,
+        metavar="N",
+        help="batches in an epoch, for schedules with convert_to_iter_based",
+    )
+
+
+def _add_keep_order(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--keep-order",
+        action="store_true",
+        help="read the data by mmengine's own loaders, in its order",
+    )
+
+
 _ADD = {
     "nproc": _add_nproc,
     "run-dir": _add_run_dir,
@@ -204,4 +227,6 @@ _ADD = {
     "fresh": _add_fresh,
     "checkpoint": _add_checkpoint,
     "origin": _add_origin,
+    "epoch-length": _add_epoch_length,
+    "keep-order": _add_keep_order,
 }

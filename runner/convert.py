@@ -1,0 +1,84 @@
+"""Configs of mmengine as configs of ours."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ..registry import RunSections, format_config
+from ._convert_data import convert_data, convert_loops, convert_metrics
+from ._convert_draft import Draft, Miss, Section
+from ._convert_hooks import convert_hooks
+from ._convert_model import convert_model, convert_optimization, convert_wrapper
+from ._convert_run import convert_run
+from ._convert_schedulers import convert_schedulers
+from ._convert_source import read_source
+
+_FIRST = ("name", "imports", "seed", "deterministic", "run_dir")
+# What they translate depends on what those before have found.
+_STEPS = (
+    convert_run,
+    convert_model,
+    convert_wrapper,
+    convert_optimization,
+    convert_loops,
+    convert_data,
+    convert_metrics,
+    convert_schedulers,
+    convert_hooks,
+)
+
+
+class Conversion(NamedTuple):
+    """A translated config.
+
+    Attributes:
+        config: our settings.
+        misses: what has no counterpart, or another meaning.
+    """
+
+    config: dict[str, Any]
+    misses: list[Miss]
+
+    def text(self) -> str:
+        """Return it as YAML, what is missing as comments at the end."""
+        lines = [format_config(self.config)]
+        if self.misses:
+            lines.append("\n# Without a counterpart, or with another meaning:\n")
+            lines += [f"#   {miss}\n" for miss in self.misses]
+        return "".join(lines)
+
+
+def convert_config(
+    path: str | os.PathLike[str], *, epoch_length: int | None = None, keep_order: bool = False
+) -> Conversion:
+    """Translate a config file of mmengine, which is executed for that.
+
+    Args:
+        path: A .py file.
+        epoch_length: Batches in an epoch of training, for schedules that mmengine converts from
+            epochs to batches.
+        keep_order: Read the data by mmengine's own loaders and samplers, in the same order.
+
+    Raises:
+        ConfigError: It cannot be read.
+    """
+    source = read_source(Path(path))
+    draft = Draft(
+        source,
+        scope=source.settings.get("default_scope"),
+        epoch_length=epoch_length,
+        keep_order=keep_order,
+        sections={"name": Path(path).stem},
+    )
+    top = Section(draft, source.settings)
+    for step in _STEPS:
+        step(draft, top)
+    # Variables that other settings are made of are no settings.
+    top.drop(*source.read, "_base_")
+    top.close("no setting of this name is known")
+    order = dict.fromkeys((*_FIRST, *(one.name for one in fields(RunSections))))
+    config = {key: draft.sections[key] for key in order if key in draft.sections}
+    return Conversion(config, draft.misses)

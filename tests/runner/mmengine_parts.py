@@ -1,0 +1,119 @@
+"""A model, data, a metric and runs, as somebody who uses mmengine has them."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim import Optimizer
+from torch.utils.data import Dataset
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    from mmengine.config import Config
+    from mmengine.evaluator import BaseMetric
+    from mmengine.model import BaseModel
+    from mmengine.registry import DATASETS, METRICS, MODELS, PARAM_SCHEDULERS
+    from mmengine.runner import Runner
+
+
+__all__ = ["PARAM_SCHEDULERS", "note_rates", "train_theirs"]
+
+
+@MODELS.register_module(force=True)
+class Backbone(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, width), nn.Tanh(), nn.LayerNorm(width)).double()
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.layers(inputs)
+
+
+@MODELS.register_module(force=True)
+class Classifier(BaseModel):
+    """Takes what mmengine's default collate function gives: lists, not stacked."""
+
+    def __init__(
+        self, backbone: Any, classes: int, data_preprocessor: Any = None, init_cfg: Any = None
+    ) -> None:
+        super().__init__(data_preprocessor, init_cfg)
+        self.backbone = MODELS.build(backbone)
+        self.head = nn.Linear(backbone["width"], classes).double()
+
+    def forward(self, inputs: Any, target: Any = None, mode: str = "tensor") -> Any:
+        inputs = torch.stack(list(inputs))
+        scores = self.head(self.backbone(inputs))
+        if mode == "loss":
+            return {"loss": F.cross_entropy(scores, torch.as_tensor(target))}
+        return list(scores.argmax(1)) if mode == "predict" else scores
+
+
+@DATASETS.register_module(force=True)
+class Points(Dataset[Any]):
+    def __init__(self, size: int, seed: int = 0) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self.inputs = torch.randn(size, 4, dtype=torch.float64, generator=generator)
+        self.targets = self.inputs.sum(1).gt(0).long()
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return self.inputs[index], int(self.targets[index])
+
+
+@METRICS.register_module(force=True)
+class Accuracy(BaseMetric):
+    default_prefix = "points"
+
+    def process(self, data_batch: Any, data_samples: Any) -> None:
+        for found, wanted in zip(data_samples, data_batch[1], strict=True):
+            self.results.append(int(found) == int(wanted))
+
+    def compute_metrics(self, results: list[Any]) -> dict[str, float]:
+        return {"top1": sum(results) / len(results)}
+
+
+def note_rates(optimizer: Optimizer) -> list[list[float]]:
+    """Return a list that gets the rates of each update."""
+    rates: list[list[float]] = []
+    optimizer.register_step_post_hook(
+        lambda one, *_: rates.append([group["lr"] for group in one.param_groups])
+    )
+    return rates
+
+
+@contextmanager
+def as_mmengine_leaves_it() -> Iterator[None]:
+    """Let mmengine warn and set variables; both are as before afterwards."""
+    kept, threads = dict(os.environ), torch.get_num_threads()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            yield
+        finally:
+            os.environ.clear()
+            os.environ.update(kept)
+            torch.set_num_threads(threads)
+
+
+def train_theirs(path: Path) -> tuple[Any, list[list[float]]]:
+    """Train by mmengine's own runner; returns it and the rates of its updates."""
+    with as_mmengine_leaves_it():
+        config = Config.fromfile(str(path))
+        config.work_dir = str(path.parent / "theirs")
+        config.experiment_name = f"{path.parent.name}_{path.stem}"
+        config.log_level = "ERROR"
+        runner = Runner.from_cfg(config)
+        runner.optim_wrapper = runner.build_optim_wrapper(runner.optim_wrapper)
+        rates = note_rates(runner.optim_wrapper.optimizer)
+        runner.train()
+    return runner, rates

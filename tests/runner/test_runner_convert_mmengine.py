@@ -1,0 +1,244 @@
+"""Converted configs against mmengine itself: the same weights, rates and metrics."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+from torch import Tensor
+from torch.optim import SGD
+
+pytest.importorskip("mmengine", reason="mmengine is not installed (the extra of that name)")
+
+from mmengine_parts import PARAM_SCHEDULERS, note_rates, train_theirs
+
+from stepwrap.registry import load_config
+from stepwrap.runner import Runner
+from stepwrap.runner.cli import main
+from stepwrap.runner.convert import convert_config
+
+EPOCHS = """
+custom_imports = dict(imports=["mmengine_parts"], allow_failed_imports=False)
+randomness = dict(seed=3)
+dataset_type = "Points"
+model = dict(
+    type="Classifier",
+    backbone=dict(type="Backbone", width=8),
+    classes=2,
+    data_preprocessor=dict(type="BaseDataPreprocessor"),
+    init_cfg=dict(type="Xavier", layer="Linear", distribution="uniform"),
+)
+train_dataloader = dict(
+    batch_size=BATCH,
+    num_workers=0,
+    sampler=dict(type="DefaultSampler", shuffle=SHUFFLE),
+    dataset=dict(type=dataset_type, size=40),
+)
+val_dataloader = dict(
+    batch_size=7,
+    num_workers=0,
+    sampler=dict(type="DefaultSampler", shuffle=False),
+    collate_fn=dict(type="default_collate"),
+    dataset=dict(type=dataset_type, size=20, seed=1),
+)
+val_evaluator = dict(type="Accuracy")
+train_cfg = dict(by_epoch=True, max_epochs=4, val_interval=2)
+val_cfg = dict()
+optim_wrapper = dict(
+    type="OptimWrapper",
+    optimizer=dict(type="AdamW", lr=0.01, weight_decay=0.1),
+    accumulative_counts=COUNTS,
+    clip_grad=dict(max_norm=0.5),
+    paramwise_cfg=dict(norm_decay_mult=0.0, custom_keys={"head": dict(lr_mult=2.0)}),
+)
+param_scheduler = [
+    dict(type="LinearLR", start_factor=0.1, begin=0, end=5, by_epoch=False),
+    dict(type="CosineAnnealingLR", T_max=3, begin=1, end=4, by_epoch=True, eta_min=1e-4),
+]
+default_hooks = dict(
+    logger=dict(type="LoggerHook", interval=2),
+    checkpoint=dict(type="CheckpointHook", interval=2, max_keep_ckpts=1, save_best="points/top1"),
+)
+custom_hooks = [dict(type="EMAHook", momentum=0.1)]
+"""
+UPDATES = """
+_base_ = "epochs.py"
+train_dataloader = dict(sampler=dict(type="InfiniteSampler", shuffle=True))
+train_cfg = dict(_delete_=True, type="IterBasedTrainLoop", max_iters=12, val_interval=6)
+param_scheduler = [
+    dict(type="LinearLR", start_factor=0.1, begin=0, end=4, by_epoch=False),
+    dict(type="PolyLR", power=0.9, eta_min=1e-4, begin=4, end=12, by_epoch=False),
+]
+default_hooks = dict(checkpoint=dict(by_epoch=False, interval=6))
+custom_hooks = []
+"""
+
+
+def write(
+    folder: Path, *, counts: int = 1, shuffle: bool = False, batch: int = 8, more: str = ""
+) -> Path:
+    text = EPOCHS.replace("COUNTS", str(counts)).replace("SHUFFLE", str(shuffle))
+    (folder / "epochs.py").write_text(text.replace("BATCH", str(batch)) + more)
+    (folder / "updates.py").write_text(UPDATES)
+    return folder / "epochs.py"
+
+
+@pytest.fixture(autouse=True)
+def tidy() -> Iterator[None]:
+    """Undo what mmengine's runner does to logging."""
+    level = logging.root.level
+    yield
+    logging.root.setLevel(level)
+
+
+def train_ours(config: dict[str, Any], folder: Path) -> tuple[Runner, list[list[float]]]:
+    silent = {"progress": False, "log": False, "throughput": False}
+    hooks = {**silent, **config.get("hooks", {})}
+    config = {**config, "device": "cpu", "run_dir": str(folder / "ours"), "hooks": hooks}
+    runner = Runner.from_config(config)
+    rates = note_rates(runner.state.optim_wrapper.optimizer)  # type: ignore[union-attr]
+    runner.train()
+    return runner, rates
+
+
+def weights(model: Any) -> dict[str, Tensor]:
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def apart(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
+    assert set(ours) == set(theirs)
+    return max((ours[name] - theirs[name]).abs().max().item() for name in ours)
+
+
+@pytest.mark.parametrize(("counts", "shuffle"), [(1, True), (2, False)])
+def test_a_run_by_epochs(tmp_path: Path, counts: int, shuffle: bool) -> None:
+    path = write(tmp_path, counts=counts, shuffle=shuffle)
+    theirs, their_rates = train_theirs(path)
+    conversion = convert_config(path, keep_order=shuffle)
+    assert [miss.key for miss in conversion.misses] == ["custom_hooks.0.momentum"] * (counts - 1)
+    ours, our_rates = train_ours(conversion.config, tmp_path)
+    assert apart(weights(ours.state.model.module), weights(theirs.model)) <= 1e-12
+    assert len(our_rates) == len(their_rates) == 20 // counts
+    # mmengine has a group for each parameter.
+    for one, other in zip(our_rates, their_rates, strict=True):
+        assert sorted(set(one)) == pytest.approx(sorted(set(other)), rel=1e-12)
+    (score,) = theirs.message_hub.get_scalar("val/points/top1").data[0][-1:]
+    if counts == 1:
+        assert ours.state.metrics["points/top1"] == pytest.approx(float(score))
+        average = ours.state.stateful["hooks.ema"].state_dict()["model"]
+        (ema,) = [hook for hook in theirs.hooks if type(hook).__name__ == "EMAHook"]
+        assert apart(average, weights(ema.ema_model.module)) <= 1e-12
+
+
+def test_a_run_by_updates_in_their_order_with_their_scheduler(tmp_path: Path) -> None:
+    path = write(tmp_path).with_name("updates.py")
+    theirs, their_rates = train_theirs(path)
+    conversion = convert_config(path, keep_order=True)
+    assert not conversion.misses
+    assert conversion.config["schedulers"][1]["type"] == "mmengine.optim.PolyLR"
+    ours, our_rates = train_ours(conversion.config, tmp_path)
+    assert apart(weights(ours.state.model.module), weights(theirs.model)) <= 1e-12
+    for one, other in zip(our_rates, their_rates, strict=True):
+        assert sorted(set(one)) == pytest.approx(sorted(set(other)), rel=1e-12)
+    saved = sorted(folder.name for folder in (tmp_path / "ours/checkpoints").iterdir())
+    assert any("12" in name for name in saved)
+
+
+def train_on_ranks(config: dict[str, Any], folder: Path) -> tuple[dict[str, Tensor], float]:
+    sys.path.insert(0, str(Path(__file__).parent))
+    runner, _ = train_ours(config, folder)
+    return weights(runner.state.model.module), runner.state.metrics["points/top1"]
+
+
+def test_two_ranks_with_half_of_the_batch_each(tmp_path: Path) -> None:
+    theirs, _ = train_theirs(write(tmp_path))
+    wrapper = 'model_wrapper_cfg = dict(type="MMDistributedDataParallel", broadcast_buffers=False)'
+    conversion = convert_config(write(tmp_path, batch=4, more=wrapper))
+    assert conversion.config["wrapper"] == {"type": "ddp", "broadcast_buffers": False}
+    (score,) = theirs.message_hub.get_scalar("val/points/top1").data[0][-1:]
+    for ours, metric in run_ranks(train_on_ranks, 2, conversion.config, tmp_path):
+        assert apart(ours, weights(theirs.model)) <= 1e-12
+        assert metric == pytest.approx(float(score))
+
+
+def test_their_optimizer_wrapper_runs_and_resumes_from_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write(tmp_path, counts=2)
+    theirs, _ = train_theirs(path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [str(Path(__file__).parent), *sys.path])
+    assert main(["convert", str(path)]) == 3
+    (tmp_path / "ours.yaml").write_text(capsys.readouterr().out)
+    wrapper = "optim_wrapper={type: mmengine.optim.OptimWrapper, clip_grad: {max_norm: 0.5}, "
+    words = [f"{wrapper}accumulative_counts: 2}}", "device=cpu", "run_dir=ours"]
+    assert main(["check", "ours.yaml", *words]) == 0
+    # Two batches of the four epochs, and the rest from the checkpoint.
+    assert main(["train", "ours.yaml", *words, "train.max_epochs=2"]) == 0
+    assert main(["train", "ours.yaml", *words, "--resume"]) == 0
+    runner = Runner.from_config(load_config("ours.yaml", words))
+    runner.validate("latest")
+    assert apart(weights(runner.state.model.module), weights(theirs.model)) <= 1e-12
+
+
+SCHEDULES: list[dict[str, Any]] = [
+    {"type": "LinearLR", "start_factor": 0.1, "begin": 2, "end": 7},
+    {"type": "ConstantLR", "factor": 0.25, "begin": 3, "end": 6},
+    {"type": "StepLR", "step_size": 3, "gamma": 0.5, "begin": 1, "end": 11},
+    {"type": "MultiStepLR", "milestones": [2, 5, 9], "gamma": 0.5, "begin": 1, "end": 8},
+    {"type": "ExponentialLR", "gamma": 0.8, "begin": 4, "end": 9},
+    {"type": "CosineAnnealingLR", "T_max": 5, "eta_min_ratio": 0.1, "begin": 2, "end": 14},
+    {"type": "CosineAnnealingLR", "begin": 3, "end": 12},
+    {"type": "PolyLR", "power": 0.9, "begin": 2, "end": 12},
+    {"type": "PolyLR", "power": 2.0, "eta_min": 0.01, "begin": 2, "end": 12},
+    {"type": "OneCycleLR", "eta_max": 0.3, "total_steps": 15, "pct_start": 0.4},
+    {"type": "OneCycleLR", "eta_max": 0.3, "total_steps": 15, "three_phase": True},
+    {"type": "CosineRestartLR", "periods": [5, 10], "restart_weights": [1, 0.5], "eta_min": 0.0},
+]
+PAIRS = [[{"type": "LinearLR", "start_factor": 0.01, "begin": 0, "end": 4}, SCHEDULES[6]]]
+
+
+def their_rates(schedules: list[dict[str, Any]], steps: int) -> list[float]:
+    optimizer = SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.2)
+    built = [
+        PARAM_SCHEDULERS.build(one, default_args={"optimizer": optimizer}) for one in schedules
+    ]
+    rates = []
+    for _ in range(steps):
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        for one in built:
+            one.step()
+    return rates
+
+
+@pytest.mark.parametrize(
+    "schedules", [*([one] for one in SCHEDULES), *PAIRS], ids=lambda one: one[-1]["type"]
+)
+@pytest.mark.parametrize("by_epoch", [True, False])
+def test_the_rates_of_every_step(
+    tmp_path: Path, schedules: list[dict[str, Any]], by_epoch: bool
+) -> None:
+    steps = 15
+    schedules = [{**one, "by_epoch": by_epoch} for one in schedules]
+    path = tmp_path / "mm.py"
+    path.write_text(
+        f"param_scheduler = {schedules}\n"
+        "optim_wrapper = dict(optimizer=dict(type='SGD', lr=0.2))\n"
+        "model = dict(type='torch.nn.Linear', in_features=1, out_features=1)\n"
+    )
+    config = convert_config(path).config
+    parts = {**config, "model": {"type": "SupervisedModel", "net": config["model"]}}
+    parts["model"]["loss"] = {"type": "MSELoss"}
+    loader = {"dataset": {"type": "convert_parts.Ones", "size": 1}, "batch_size": 1}
+    loop = {"type": "EpochTrainLoop", "max_epochs": steps}
+    ours, our_rates = train_ours({**parts, "data": {"train": loader}, "train": loop}, tmp_path)
+    assert ours.state.step == steps
+    expected = their_rates(schedules, steps)
+    assert [rate for (rate,) in our_rates] == pytest.approx(expected, rel=1e-12, abs=1e-15)
