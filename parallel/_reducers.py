@@ -139,15 +139,15 @@ def _reduced_tensor(tensor: Tensor, parts: list[Any], *, copy_tensor: bool) -> A
         )
     if not _is_bare(tensor):
         # Not left to pickle: it would find what torch registers for multiprocessing.
-        return tensor.__reduce_ex__(5)
+        return tensor.__reduce_ex__(5)  # type: ignore[no-untyped-call]
     if tensor.layout in _SPARSE:
         parts_of = _parts_of_sparse(tensor.detach())
         return _sparse, (tensor.layout, tuple(tensor.shape), tensor.requires_grad, parts_of)
     if not _has_plain_storage(tensor):
-        return tensor.__reduce_ex__(5)
+        return tensor.__reduce_ex__(5)  # type: ignore[no-untyped-call]
     if tensor.is_cuda and not copy_tensor:
         if tensor.is_conj() or tensor.is_neg():
-            return tensor.__reduce_ex__(5)
+            return tensor.__reduce_ex__(5)  # type: ignore[no-untyped-call]
         return reductions.reduce_tensor(tensor)  # type: ignore[no-untyped-call]
     warn_if_has_hooks(tensor)
     parts.append(tensor)

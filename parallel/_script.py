@@ -1,7 +1,8 @@
 """Functions and classes of the script itself: found again by name where the script is loaded too.
 
-A worker that multiprocessing has spawned holds the script under a second name. What it has there
-is the same to its own code as what the parent has in `__main__`; a copy by value would not be.
+A worker that multiprocessing has spawned holds the script too, as `__main__` and by a second name,
+which its objects bear and which the parent also knows. To the worker's own code what it has there
+is the same as what the parent has; a copy by value would not be.
 """
 
 from __future__ import annotations
@@ -17,8 +18,7 @@ from typing import Any
 
 import cloudpickle
 
-_SPAWNED = "__mp_main__"
-NAMES = ("__main__", _SPAWNED)
+NAME = "__main__"
 
 # By value, for workers that lack them; a class may be sent with each of its instances.
 _values: weakref.WeakKeyDictionary[type, bytes] = weakref.WeakKeyDictionary()
@@ -30,13 +30,10 @@ def reduced(obj: FunctionType | type, *, by_value: bool) -> Any:
     Args:
         by_value: functions take along the globals that they use, as they are now.
     """
-    module = sys.modules.get(obj.__module__)
+    module = sys.modules.get(NAME)
     path = _path(module)
     if path is None or _attribute(module, obj.__qualname__) is not obj:
         return None
-    is_spawned = obj.__module__ == _SPAWNED
-    if is_spawned:
-        return _found, (path, obj.__qualname__, None)
     if by_value and isinstance(obj, FunctionType):
         return None
     is_there = obj.__qualname__.split(".")[0] in _names_when_imported(path)
@@ -62,7 +59,7 @@ def _names_when_imported(path: str) -> frozenset[str]:
 
     Not what stands under a condition, such as `if __name__ == "__main__"`.
     """
-    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    spec = getattr(sys.modules[NAME], "__spec__", None)
     # multiprocessing imports no package's __main__ in its workers, since that would run it.
     if os.path.basename(path) == "__main__.py" or getattr(spec, "name", "") == "__main__":
         return frozenset()
@@ -76,10 +73,10 @@ def _names_when_imported(path: str) -> frozenset[str]:
 
 
 def _found(path: str, name: str, value: bytes | None) -> Any:
-    for module in map(sys.modules.get, NAMES):
-        own = _attribute(module, name) if _path(module) == path else None
-        if own is not None:
-            return own
+    module = sys.modules.get(NAME)
+    own = _attribute(module, name) if _path(module) == path else None
+    if own is not None:
+        return own
     if value is None:
         raise AttributeError(f"{name} of {path} is not in this process, which runs another script")
     return pickle.loads(value)

@@ -148,7 +148,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             # By name, which is what pickle itself does.
             return NotImplemented
         found = None
-        if module in _script.NAMES:
+        if module == _script.NAME:
             found = _script.reduced(obj, by_value=self._recurse)
         return super().reducer_override(obj) if found is None else found
 
