@@ -62,7 +62,7 @@ def call_sync(
     """Call `func` on `to` and return its result, or raise what it raised.
 
     Args:
-        what: what is called, for errors of the transport, where `func` only leads there.
+        what: what is called, as errors of the transport tell it, where `func` only leads there.
     """
     timeout = checked_timeout(timeout)
     entry, parcel = _prepare(func, args, kwargs)

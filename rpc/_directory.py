@@ -10,6 +10,7 @@ from collections.abc import Callable, Hashable, Iterable
 from typing import Literal, NamedTuple
 
 from ._meetings import Meetings
+from ._settings import did_you_mean
 from .errors import RpcError
 
 Kind = Literal["value", "service"]
@@ -68,6 +69,15 @@ class Directory:
         """Return who holds a key, None where nobody does."""
         with self._lock:
             return self._entries.get((kind, group, key))
+
+    def hint(self, kind: Kind, group: str, key: Hashable) -> str:
+        """Return what somebody may have meant by a key that nobody holds, for the error's text."""
+        with self._lock:
+            here = [(of, name) for of, place, name in self._entries if place == group]
+        other: Kind = "service" if kind == "value" else "value"
+        if (other, key) in here:
+            return f"; it is the key of a {other}"
+        return did_you_mean(key, (name for of, name in here if of == kind))
 
     def withdraw(self, group: str, generation: int, holder: str) -> None:
         """Forget everything that `holder` has in a group, and end its barriers there."""

@@ -67,7 +67,7 @@ class Keys:
         """
         entry = self.find("value", key)
         if entry is None:
-            raise KeyError(f"Value [{key}] not found on Group [{self._group}]")
+            raise self._unknown("value", key)
         return RpcReference(entry.holder, _held_value, (self._group, key))
 
     def call_sync(
@@ -78,7 +78,7 @@ class Keys:
         Raises:
             KeyError: nobody holds it.
         """
-        call = partial(call_sync, what=str(key))
+        call = partial(call_sync, what=f"{key}()")
         known = self._holders.get(key)
         if known is not None:
             given = self._group, key, tuple(args), dict(kwargs or {})
@@ -112,9 +112,13 @@ class Keys:
         self._holders.pop(key, None)
         entry = self.find("service", key)
         if entry is None:
-            raise KeyError(f"Service [{key}] not found on Group [{self._group}]")
+            raise self._unknown("service", key)
         self._holders[key] = entry
         return entry
+
+    def _unknown(self, kind: Kind, key: Hashable) -> KeyError:
+        hint = _node.current().ask("hint", kind, self._group, key)
+        return KeyError(f"{kind.capitalize()} [{key}] not found on Group [{self._group}]{hint}")
 
 
 class _NotHeld:

@@ -16,6 +16,16 @@ _STEPS = ("train_step", "val_step", "test_step")
 _SHOWN = 5
 
 
+def check_model(model: object) -> None:
+    """Check that it is a model.
+
+    Raises:
+        TypeError: it is something else.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+
+
 def unwrap(model: nn.Module) -> nn.Module:
     """Return the user's model inside of wrappers for parallelism and compilation."""
     while True:

@@ -58,7 +58,8 @@ class Node:
         """Call a method of the manager's directory."""
         if self.directory is not None:
             return getattr(self.directory, method)(*args)
-        return call_sync(self.manager, _directory_call, (method, *args), timeout=timeout)
+        given, what = (method, *args), f"{method}()"
+        return call_sync(self.manager, _directory_call, given, timeout=timeout, what=what)
 
     def meet(
         self, place: Hashable, members: tuple[str, ...], what: str, timeout: float
@@ -94,7 +95,7 @@ class Node:
         token = f"{self.name}/{next(_tokens)}"
         arrival = place, self.name, members, token, is_whole
         try:
-            met: Met = call_sync(self.manager, _meet, arrival, timeout=timeout)
+            met: Met = call_sync(self.manager, _meet, arrival, timeout=timeout, what=what)
             return met
         except RpcError as error:
             late = self._late(place, token, error)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import os
 import re
+from collections.abc import Iterable
 
 import torch.distributed as dist
 
@@ -96,8 +97,15 @@ def check_members(names: tuple[str, ...], members: tuple[str, ...]) -> None:
     """
     for name in names:
         if name not in members:
-            near = difflib.get_close_matches(name, members, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise ValueError(
-                f"{name!r} is no member of the world: {', '.join(map(repr, members))}{hint}"
-            )
+            known = ", ".join(map(repr, members))
+            hint = did_you_mean(name, members)
+            raise ValueError(f"{name!r} is no member of the world: {known}{hint}")
+
+
+def did_you_mean(name: object, known: Iterable[object]) -> str:
+    """Return "; did you mean 'x'?" with the nearest of those known, or "" where none is near."""
+    if not isinstance(name, str):
+        return ""
+    names = [one for one in known if isinstance(one, str)]
+    near = difflib.get_close_matches(name, names, n=1)
+    return f"; did you mean {near[0]!r}?" if near else ""

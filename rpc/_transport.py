@@ -42,19 +42,23 @@ def is_late(error: RuntimeError) -> bool:
 
 
 def transport_error(error: RuntimeError, to: str, func: Callable[..., Any] | str) -> RpcError:
-    """Return the error for a message to `to` that torch could not deliver or get answered."""
-    name = func if isinstance(func, str) else getattr(func, "__qualname__", repr(func))
+    """Return the error for a message to `to` that torch could not deliver or get answered.
+
+    Args:
+        func: what was called; a text is told as it is.
+    """
+    what = func if isinstance(func, str) else f"{getattr(func, '__qualname__', repr(func))}()"
     text = str(error)
     late = _TIME_OUT.search(text)
     if late:
-        return RpcError(f"{to!r} has not answered {name}() within {int(late[1]) / 1000:g} s")
+        return RpcError(f"{to!r} has not answered {what} within {int(late[1]) / 1000:g} s")
     if any(phrase in text for phrase in _NO_WORLD):
-        return RpcError(f"{name}() cannot be called on {to!r}: the world has been stopped")
+        return RpcError(f"{what} cannot be called on {to!r}: the world has been stopped")
     if any(phrase in text for phrase in _DEVICES):
         return RpcError(
-            f"{name}() on {to!r}: a tensor that is not on the CPU was to be sent, and "
+            f"{what} on {to!r}: a tensor that is not on the CPU was to be sent, and "
             f"World(device_maps=...) does not say to which device: {text}"
         )
     if any(word in text.lower() for word in _BROKEN):
-        return RpcError(f"{to!r} is gone or cannot be reached, so {name}() has no answer: {text}")
-    return RpcError(f"{name}() could not be called on {to!r}: {text}")
+        return RpcError(f"{to!r} is gone or cannot be reached, so {what} has no answer: {text}")
+    return RpcError(f"{what} could not be called on {to!r}: {text}")

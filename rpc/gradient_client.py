@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ._known_state import KnownState
-from ._model_state import copied, load_snapshot, state_of, unwrap
+from ._model_state import check_model, copied, load_snapshot, state_of, unwrap
 from ._reduction import Gradients
 from ._sender import Sender, sender_to
 from ._state_server import StateServer, Update, Wanted
@@ -73,6 +73,7 @@ class PushPullGradServer:
                 "error".
             RpcError: the primary reducer is gone or has failed.
         """
+        check_model(model)
         known, wanted = self._known, None
         if isinstance(self.o_server, StateServer):
             group = self.o_server.group.get_group_name()
@@ -95,6 +96,7 @@ class PushPullGradServer:
         Raises:
             RpcError: the server is gone, or has not answered in time.
         """
+        check_model(model)
         model.zero_grad(set_to_none=False)
         try:
             state = self._newest()

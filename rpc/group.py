@@ -13,6 +13,7 @@ from . import _calls, _node
 from ._directory import barrier_place
 from ._keys import Keys
 from ._node import Node
+from ._settings import did_you_mean
 from .reference import RpcReference, call_remote
 
 __all__ = ["RpcGroup"]
@@ -169,7 +170,7 @@ class RpcGroup:
         timeout: float = -1,
     ) -> Future[Any]:
         """Like `registered_sync`, but return a future."""
-        call = partial(_calls.call_async, what=str(key))
+        call = partial(_calls.call_async, what=f"{key}()")
         answer: Future[Any] = self._keys.call_by(call, key, args, kwargs, timeout)
         return answer
 
@@ -250,6 +251,7 @@ class RpcGroup:
             raise RuntimeError(
                 f"RPC target is not a member of group. {to!r} is none of "
                 f"{', '.join(map(repr, self.group_members))} of group {self.group_name!r}"
+                f"{did_you_mean(name, self.group_members)}"
             )
         return str(name)
 

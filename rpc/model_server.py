@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 from torch import nn
 
 from ._known_state import KnownState
-from ._model_state import load_snapshot, snapshot, state_of, unwrap
+from ._model_state import check_model, load_snapshot, snapshot, state_of, unwrap
 from ._state_server import NothingKeptError, StateServer, StateServerImpl, Update
 from .group import RpcGroup
 from .ordered_server import OrderedServerBase, hold
@@ -50,11 +50,13 @@ class PushPullModelServer:
             Whether it was accepted: nobody else has pushed since the model was pulled.
 
         Raises:
+            TypeError: it is no `torch.nn.Module`.
             RuntimeError: it was refused, and there is nothing to pull.
             KeyError: another model is kept there: names differ. Nothing was loaded.
             ValueError: likewise: shapes differ.
             RpcError: the server is gone or has not answered in time; it may have accepted.
         """
+        check_model(model)
         version = _version_of(model)
         if version is None:
             version = 0
@@ -80,6 +82,7 @@ class PushPullModelServer:
             ValueError: likewise: shapes differ.
             RpcError: the server is gone or has not answered in time.
         """
+        check_model(model)
         return self._load(model, _version_of(model))
 
     def __reduce__(self) -> Any:

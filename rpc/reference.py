@@ -137,7 +137,7 @@ def call_remote(
     # A parcel of its own: that the owner cannot open it is then an error of the value too.
     call = pack((func, tuple(args), dict(kwargs or {})))
     keep = _keep_async if is_async(func) else _keep
-    made = call_async(to, keep, (number, call), timeout=timeout, what=_name(func))
+    made = call_async(to, keep, (number, call), timeout=timeout, what=f"{_name(func)}()")
     return RpcReference(to, _kept_value, (number, number), made)
 
 
