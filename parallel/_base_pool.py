@@ -65,8 +65,9 @@ class BasePool:
         self._ctx = multiprocessing.get_context() if context is None else context
         self._jobs = itertools.count()
         self._cache: dict[int, Any] = {}
-        # Of iterators whose input is not read to its end.
+        # Iterators whose input is not read to its end, and their numbers.
         self._open_inputs: set[IMapIterator] = set()
+        self._open_jobs: set[int] = set()
         self._workers: list[Any] = []
         self._inqueue, self._outqueue = self.setup_queues()
         is_plain = type(self).pool_outqueue_get is BasePool.pool_outqueue_get
@@ -299,6 +300,9 @@ class BasePool:
     def _prepared(self, func: Callable[..., Any]) -> Callable[..., Any]:
         """Return what workers are to call for a function."""
         return func
+
+    def _job_over(self, job: int) -> None:
+        """Take note that a call has ended other than by its last result."""
 
     def _waker(self) -> Callable[[], None]:
         return _nothing

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from ._backlog import DealtBacklog, SharedBacklog
 from ._crew import Crew
@@ -21,7 +22,7 @@ class Dealer:
         encoder: makes parcels of them.
         lock: guards the crew and the backlog. It is not held while tasks are pickled: a worker is
             claimed for that.
-        refuse: takes a task that cannot be sent, and why.
+        refuse: takes the result of a task that cannot be sent.
 
     Attributes:
         is_hungry: whether a worker may have room, so that not each `put` looks at all of them.
@@ -33,7 +34,7 @@ class Dealer:
         backlog: SharedBacklog | DealtBacklog,
         encoder: Encoder,
         lock: threading.RLock,
-        refuse: Callable[[Task, Exception], None],
+        refuse: Callable[[tuple[int, int, tuple[bool, Any]]], object],
     ) -> None:
         self.is_hungry = False
         self._crew = crew
@@ -134,7 +135,8 @@ class Dealer:
             finally:
                 parcel.release()
         except Exception as error:
-            self._refuse(task, error)
+            self._refuse((task[0], task[1], (False, error)))
+            self._crew.ring()
 
 
 def _load(lane: Lane) -> int:

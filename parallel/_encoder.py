@@ -18,6 +18,7 @@ _SMALL_FUNCTION = 512
 _PLAIN = frozenset({type(None), bool, int, float, str, bytes})
 _SEQUENCES = (list, tuple)
 _SHORT = 16
+_NONE = Packed(b"", ())
 _INLINE_BYTES = link.PACKET_BYTES - link.TASK.size
 
 
@@ -75,10 +76,7 @@ class Encoder:
 
     def forget(self, job: int) -> bool:
         """Drop the function of a job; return whether there was one."""
-        if job not in self._functions:
-            return False
-        del self._functions[job]
-        return True
+        return self._functions.pop(job, _NONE) is not _NONE
 
     def _function(self, job: int, func: object) -> Packed:
         packed = self._functions.get(job)

@@ -84,6 +84,13 @@ def lazily(
         _put(pool, iterator, (job, chunk, map_caller, ((prepared, items),), {}))
         _fail_if_ended(pool, iterator)
 
+    def end_input(iterator: IMapIterator) -> None:
+        pool._open_inputs.discard(iterator)
+        pool._open_jobs.discard(job)
+        if job not in pool._cache:
+            pool._job_over(job)
+
+    pool._open_jobs.add(job)
     iterator = kind(
         job,
         pool._cache,
@@ -91,7 +98,7 @@ def lazily(
         submit,
         shape=(ahead, chunksize),
         name=name,
-        on_end=pool._open_inputs.discard,
+        on_end=end_input,
         bar=Bar(name, total) if progress else None,
     )
     pool._open_inputs.add(iterator)

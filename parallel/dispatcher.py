@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import MutableMapping
+from collections.abc import Mapping, Set
 from typing import Any
 
 from . import _link as link
@@ -34,28 +34,34 @@ Result = tuple[int, int, tuple[bool, Any]]
 class Dispatcher:
     """Takes tasks (`put`) and gives results (`get`), both as the pools' queues do.
 
-    `put`, `wake` and `terminate` are for any thread, all else for the pool's one thread alone.
+    `put`, `forget`, `wake` and `terminate` are for any thread, all else for the pool's one thread.
 
     Args:
         plan: how the workers are to be.
         backlog: where tasks wait.
-        calls: the pool's unfinished calls by number: names for errors, and which jobs go on.
+        calls: the pool's unfinished calls by number, which know the names of tasks.
+        open_jobs: numbers of calls that go on, though they may have no task under way.
     """
 
     def __init__(
-        self, plan: Plan, backlog: SharedBacklog | DealtBacklog, calls: MutableMapping[int, Any]
+        self,
+        plan: Plan,
+        backlog: SharedBacklog | DealtBacklog,
+        calls: Mapping[int, Any],
+        open_jobs: Set[int],
     ) -> None:
         # Reentrant: a collection of garbage may run anything, also code that submits tasks.
         self._lock = threading.RLock()
         self._timeout = plan.task_timeout
+        self._done: deque[Result] = deque()
         self._calls = calls
+        self._open_jobs = open_jobs
         self._encoder = Encoder(copy_tensor=plan.copy_tensor, recurse=plan.recurse)
         self._crew = Crew(plan, self._lock)
-        self._dealer = Dealer(self._crew, backlog, self._encoder, self._lock, self._refuse)
+        self._dealer = Dealer(self._crew, backlog, self._encoder, self._lock, self._done.append)
         self._losses = Losses(plan.retries, plan.task_timeout, calls)
         # Workers that have ended and are not settled yet.
         self._dying: list[Lane] = []
-        self._done: deque[Result] = deque()
         self._needs_care = self._is_closing = self._is_terminating = False
         self._failed_starts = 0
         self._broken: BrokenPoolError | None = None
@@ -77,7 +83,7 @@ class Dispatcher:
             BrokenPoolError: the workers do not come up.
         """
         job, self._last_job = self._last_job, -1
-        if job >= 0 and job not in self._calls:
+        if job >= 0 and job not in self._calls and job not in self._open_jobs:
             self._dealer.forget(job)
         deadline = None if timeout is None else time.monotonic() + timeout
         while not self._done:
@@ -93,6 +99,10 @@ class Dispatcher:
         result = self._done.popleft()
         self._last_job = result[0]
         return result
+
+    def forget(self, job: int) -> None:
+        """Drop the function of a call that has ended without `get` seeing it."""
+        self._dealer.forget(job)
 
     def size(self) -> int:
         """Return how many workers there are."""
@@ -158,11 +168,6 @@ class Dispatcher:
             self._crew.check_timeout(self._timeout, now)
         if self._dealer.is_uneven:
             self._dealer.take_back(now - _STUCK_S)
-
-    def _refuse(self, task: Task, error: Exception) -> None:
-        """Answer a task that cannot be sent."""
-        self._done.append((task[0], task[1], (False, error)))
-        self._crew.ring()
 
     def _receive(self, lane: Lane) -> None:
         """Read what a worker has written."""

@@ -93,7 +93,7 @@ class Pool(BasePool):
             maxtasks=self._maxtasksperchild,
             **self._options,
         )
-        self._dispatcher = Dispatcher(plan, self._backlog(), self._cache)
+        self._dispatcher = Dispatcher(plan, self._backlog(), self._cache, self._open_jobs)
         return self._dispatcher, self._dispatcher
 
     def repopulate_pool(self) -> None:
@@ -121,6 +121,9 @@ class Pool(BasePool):
 
     def _backlog(self) -> SharedBacklog | DealtBacklog:
         return SharedBacklog()
+
+    def _job_over(self, job: int) -> None:
+        self._dispatcher.forget(job)
 
     def _waker(self) -> Callable[[], None]:
         return self._dispatcher.wake

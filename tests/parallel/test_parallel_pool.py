@@ -326,3 +326,9 @@ def test_no_contexts():
         assert pool.apply(work.with_context, (3,)) == (None, 3)
     assert proxy_ctx_caller((work.with_context, (5,), {})) == (None, 5)
     assert proxy_ctx_caller(work.with_context, (), {"number": 2}) == (None, 2)
+
+
+def test_function_of_a_call_that_pauses(processes):
+    """An iterator that is read slowly has no task under way at times; then it goes on."""
+    counted = processes.imap(work.Counted(), range(30), lookahead=1)
+    assert max(counted) <= 3
