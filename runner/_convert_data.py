@@ -74,8 +74,7 @@ def _collate(given: Mapping[str, Any] | None) -> str:
     name = "pseudo_collate" if given is None else given["type"]
     if callable(name):
         return f"{name.__module__}.{name.__qualname__}"
-    bare = _bare(name)
-    return f"mmengine.dataset.{bare}" if bare in _COLLATES else str(name)
+    return f"mmengine.dataset.{name}" if name in _COLLATES else str(name)
 
 
 def _bare(wanted: Any) -> str:

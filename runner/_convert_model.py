@@ -53,8 +53,12 @@ def convert_wrapper(draft: Draft, top: Section) -> None:
         # They follow from the rank, and from our class.
         given.drop("device_ids", "output_device", "use_orig_params", "module")
         for key in given:
-            if not check_component({**options, key: None}, MODEL_WRAPPERS, "", ("module",)):
-                options[key] = _without_type_marks(given.take(key))
+            option = {key: _marked(given.peek(key))}
+            problems = check_component({**options, **option}, MODEL_WRAPPERS, "", ("module",))
+            # Wrong values are told by `stepwrap check`.
+            if not any("no such argument" in problem.what for problem in problems):
+                options.update(option)
+                given.drop(key)
         given.close(f"is no option of {options['type']}")
     elif unused:
         options["find_unused_parameters"] = True
@@ -66,13 +70,13 @@ def convert_wrapper(draft: Draft, top: Section) -> None:
         draft.sections["wrapper"] = options
 
 
-def _without_type_marks(value: Any) -> Any:
-    """Return an option as YAML holds it; the options of wrappers are plain settings."""
+def _marked(value: Any) -> Any:
+    """Return an option of a wrapper, dicts in it as the plain settings that they are."""
     if isinstance(value, (list, tuple)):
-        return [_without_type_marks(one) for one in value]
+        return [_marked(one) for one in value]
     if isinstance(value, Mapping):
         raw = {"_raw_": True} if "type" in value else {}
-        return {**raw, **{key: _without_type_marks(one) for key, one in value.items()}}
+        return {**raw, **{key: _marked(one) for key, one in value.items()}}
     return value
 
 

@@ -36,23 +36,41 @@ def _names(draft: Draft) -> list[str | None]:
 
 
 def _all(draft: Draft, given: Any, path: str, optimizer: str | None) -> list[dict[str, Any]]:
+    """Return the schedules of one optimizer: all of torch, or all of mmengine."""
+    noted = len(draft.misses)
+    made = _made(draft, given, path, optimizer, theirs=False)
+    if any(one["type"].startswith("mmengine.") for one in made):
+        # Both change the optimizer's step, and neither stands the other's change.
+        del draft.misses[noted:]
+        made = _made(draft, given, path, optimizer, theirs=True)
+    return made
+
+
+def _made(
+    draft: Draft, given: Any, path: str, optimizer: str | None, *, theirs: bool
+) -> list[dict[str, Any]]:
     listed = isinstance(given, (list, tuple))
     found = []
     for at, one in enumerate(given if listed else [given]):
         section = Section(draft, one, f"{path}.{at}" if listed else path)
-        made = _scheduler(draft, section, optimizer)
+        made = _scheduler(draft, section, optimizer, theirs=theirs)
         if made is not None:
             choice = {} if optimizer is None else {"optimizer": optimizer}
             found.append({**made, **choice})
     return found
 
 
-def _scheduler(draft: Draft, section: Section, optimizer: str | None) -> dict[str, Any] | None:
+def _scheduler(
+    draft: Draft, section: Section, optimizer: str | None, *, theirs: bool
+) -> dict[str, Any] | None:
     original = section.peek("type")
     kind = section.kind()
     section.drop("verbose", "_scope_")
     section.accept(param_name="lr", last_step=-1)
-    translate = _KINDS.get(kind)
+    translate = None if theirs else _KINDS.get(kind)
+    if kind == "ReduceOnPlateauLR" and theirs:
+        draft.miss(section.path, f"{kind} cannot stand beside a schedule that torch has not")
+        return None
     by, scaled = _unit(draft, section)
     if not scaled:
         return None
@@ -104,7 +122,7 @@ def _theirs(
 ) -> dict[str, Any]:
     """Return mmengine's own class, which our hook steps as it steps torch's."""
     if kind in (*_KINDS, "CosineRestartLR") or kind.endswith("Momentum"):
-        name = f"mmengine.optim.{kind}"
+        name = f"mmengine.optim.scheduler.{kind}"
     else:
         name = draft.name_of(original, "PARAM_SCHEDULERS", PARAM_SCHEDULERS, section.at("type"))
     own = {key: section.take(key) for key in section}

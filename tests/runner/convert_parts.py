@@ -3,8 +3,10 @@
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import Dataset
+
+from stepwrap.wrappers import BaseModel
 
 
 class Ones(Dataset[Any]):
@@ -18,3 +20,38 @@ class Ones(Dataset[Any]):
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         return torch.ones(1), torch.ones(1)
+
+
+class Line(BaseModel):
+    """A line that is told its first slope in mmengine's way."""
+
+    def __init__(self, head: dict[str, Any], init_cfg: dict[str, float] | None = None) -> None:
+        super().__init__()
+        self.head = getattr(nn, head["type"])(1, 1)
+        self.init_cfg = init_cfg
+
+    def init_weights(self) -> None:
+        if self.init_cfg is not None:
+            nn.init.constant_(self.head.weight, self.init_cfg["val"])
+
+    def forward(self, inputs: Tensor, target: Tensor | None = None, mode: str = "tensor") -> Any:
+        output = self.head(inputs)
+        if mode == "loss":
+            return {"loss": (output - target).square().mean()}
+        return list(output) if mode == "predict" else output
+
+
+class Close:
+    """A metric as those of mmengine: how many outputs lie close to the targets."""
+
+    def __init__(self, within: float) -> None:
+        self._within = within
+        self.results: list[Any] = []
+        self.dataset_meta: Any = None
+
+    def process(self, data_batch: Any, data_samples: list[Any]) -> None:
+        for found, wanted in zip(data_samples, data_batch[1], strict=True):
+            self.results.append(abs(float(found - wanted)) <= self._within)
+
+    def compute_metrics(self, results: list[Any]) -> dict[str, float]:
+        return {"share": sum(results) / len(results), "of": len(results)}

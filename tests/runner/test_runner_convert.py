@@ -1,0 +1,365 @@
+"""Configs of mmengine, translated: what each setting becomes, and what has no counterpart."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from pprint import pformat
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stepwrap.registry import ConfigError
+from stepwrap.runner import Runner
+from stepwrap.runner._convert_source import read_source
+from stepwrap.runner.cli import main
+from stepwrap.runner.convert import convert_config
+
+WHOLE = """
+work_dir = "work/line"
+experiment_name = "line"
+samples = 16
+loader = dict(
+    batch_size=4,
+    num_workers=0,
+    persistent_workers=False,
+    drop_last=True,
+    sampler=dict(type="DefaultSampler", shuffle=True),
+    collate_fn=dict(type="torch.utils.data.default_collate"),
+    dataset=dict(type="convert_parts.Ones", size=samples),
+)
+model = dict(
+    type="convert_parts.Line", head=dict(type="Linear"), init_cfg=dict(type="Constant", val=0.5)
+)
+train_dataloader = loader
+val_dataloader = dict(loader, drop_last=False, sampler=dict(type="DefaultSampler", shuffle=False))
+test_dataloader = val_dataloader
+val_evaluator = [dict(type="convert_parts.Close", within=2.0)]
+test_evaluator = val_evaluator
+train_cfg = dict(type="EpochBasedTrainLoop", max_epochs=6, val_begin=2, val_interval=2)
+val_cfg = dict(type="ValLoop")
+test_cfg = dict()
+optim_wrapper = dict(
+    type="AmpOptimWrapper",
+    dtype="bfloat16",
+    optimizer=dict(type="SGD", lr=0.1, momentum=0.9),
+    accumulative_counts=2,
+    clip_grad=dict(type="value", clip_value=0.5),
+    paramwise_cfg=dict(bias_lr_mult=2.0),
+)
+param_scheduler = dict(type="MultiStepLR", milestones=[2, 4], gamma=0.5)
+default_hooks = dict(
+    timer=dict(type="IterTimerHook"),
+    logger=dict(type="LoggerHook", interval=4),
+    param_scheduler=dict(type="ParamSchedulerHook"),
+    checkpoint=dict(type="CheckpointHook", interval=3, save_best="share", rule="greater"),
+    sampler_seed=dict(type="DistSamplerSeedHook"),
+)
+custom_hooks = [dict(type="EarlyStoppingHook", monitor="share", rule="greater", min_delta=0.0)]
+randomness = dict(seed=7, deterministic=True, diff_rank_seed=True)
+env_cfg = dict(
+    cudnn_benchmark=False,
+    mp_cfg=dict(mp_start_method="fork", opencv_num_threads=0),
+    dist_cfg=dict(backend="gloo", timeout=600),
+)
+custom_imports = dict(imports=["convert_parts"], allow_failed_imports=False)
+visualizer = dict(type="Visualizer", vis_backends=[dict(type="LocalVisBackend")])
+log_level = "INFO"
+launcher = "none"
+load_from = None
+resume = True
+"""
+LOADER = {
+    "dataset": {"type": "convert_parts.Ones", "size": 16},
+    "batch_size": 4,
+    "num_workers": 0,
+    "drop_last": False,
+    "shuffle": False,
+    "collate": "torch.utils.data.default_collate",
+}
+TRANSLATED: dict[str, Any] = {
+    "name": "line",
+    "imports": ["convert_parts"],
+    "seed": 7,
+    "deterministic": True,
+    "run_dir": "work/line",
+    "model": {
+        "type": "convert_parts.Line",
+        "head": {"_raw_": True, "type": "Linear"},
+        "init_cfg": {"_raw_": True, "type": "Constant", "val": 0.5},
+    },
+    "optimizer": {"type": "SGD", "lr": 0.1, "momentum": 0.9, "paramwise": {"bias_lr_mult": 2.0}},
+    "optim_wrapper": {
+        "type": "AmpOptimWrapper",
+        "accumulative_counts": 2,
+        "clip_grad": {"type": "value", "clip_value": 0.5},
+        "dtype": "bfloat16",
+    },
+    "schedulers": [{"type": "MultiStepLR", "milestones": [2, 4], "gamma": 0.5, "by": "epoch"}],
+    "data": {
+        "train": {**LOADER, "drop_last": True, "shuffle": True},
+        "val": LOADER,
+        "test": LOADER,
+    },
+    "train": {
+        "type": "EpochTrainLoop",
+        "max_epochs": 6,
+        "val_begin": 2,
+        "val_interval": 2,
+        "log_every_steps": 2,
+    },
+    "metrics": {
+        "close": {"type": "ProcessMetric", "metric": {"type": "convert_parts.Close", "within": 2.0}}
+    },
+    "hooks": {
+        "checkpoint": {
+            "every_epochs": 3,
+            "keep_last": None,
+            "keep_best": "close/share",
+            "mode": "max",
+        },
+        "early_stop": {"metric": "close/share", "patience": 5, "mode": "max", "min_delta": 0.0},
+    },
+    "launch": {"backend": "gloo", "timeout_s": 600},
+    "resume": True,
+}
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [str(Path(__file__).parent), *sys.path])
+    return tmp_path
+
+
+def convert(text: str, **options: Any) -> tuple[dict[str, Any], list[str]]:
+    Path("mm.py").write_text(text)
+    conversion = convert_config("mm.py", **options)
+    assert yaml.safe_load(conversion.text()) == conversion.config
+    return conversion.config, list(map(str, conversion.misses))
+
+
+def test_a_whole_config_by_the_command(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (here / "mm.py").write_text(WHOLE)
+    assert main(["convert", "mm.py"]) == 0
+    out, err = capsys.readouterr()
+    assert not err
+    assert yaml.safe_load(out) == TRANSLATED
+    (here / "ours.yaml").write_text(out)
+    assert main(["check", "ours.yaml", "device=cpu"]) == 0
+
+
+def test_what_it_translates_runs(here: Path) -> None:
+    config, _ = convert(WHOLE)
+    config = {**config, "device": "cpu", "deterministic": False, "run_dir": str(here / "run")}
+    runner = Runner.from_config(config)
+    line: Any = runner.state.model.module
+    # Told by the model's own init_weights.
+    assert line.head.weight.item() == 0.5
+    assert runner.train().step == 6 * 4 // 2
+    assert runner.state.metrics == {"close/share": 1.0, "close/of": 16.0}
+
+
+FOREIGN = """model = dict(type="convert_parts.Line", head=dict(type="Linear"))
+model_wrapper_cfg = dict(type="MyWrapper")
+optim_wrapper = dict(
+    optimizer=dict(type="SGD", lr=0.1),
+    paramwise_cfg=dict(
+        dcn_offset_lr_mult=0.1,
+        norm_decay_mult=0.0),
+    constructor="LayerDecayConstructor",
+    accumulative_counts=4)
+train_cfg = dict(by_epoch=False, max_iters=10, val_interval=4)
+param_scheduler = [
+    dict(type="LinearLR", end=2, convert_to_iter_based=True),
+]
+default_hooks = dict(
+    visualization=dict(type="DetVisualizationHook", draw=True),
+    sampler_seed=None,
+    checkpoint=dict(
+        type="CheckpointHook",
+        interval=8,
+        by_epoch=False,
+        out_dir="elsewhere"))
+custom_hooks = [dict(type="ProfilerHook")]
+visualizer = dict(type="Visualizer", vis_backends=[dict(type="WandbVisBackend")])
+auto_scale_lr = dict(enable=True, base_batch_size=256)
+load_from = "weights.pth"
+env_cfg = dict(cudnn_benchmark=True)
+speed = 3
+env_cfg["mp_cfg"] = dict(mp_start_method="spawn")
+"""
+LISTED = """\
+2: model_wrapper_cfg.type: MyWrapper is a class of mmengine's kind
+6: optim_wrapper.paramwise_cfg.dcn_offset_lr_mult: has no counterpart here
+8: optim_wrapper.constructor: paramwise options are all that is translated
+10: train_cfg.max_iters: 10 batches are no whole number of updates of 4 batches: rounded up
+12: param_scheduler.0.convert_to_iter_based: needs the number of batches in an epoch
+15: default_hooks.visualization: DetVisualizationHook has no counterpart
+16: default_hooks.sampler_seed: cannot be switched off
+21: default_hooks.checkpoint.out_dir: has no counterpart here
+22: custom_hooks.0: ProfilerHook has no counterpart
+23: visualizer.vis_backends.0: WandbVisBackend has no counterpart
+24: auto_scale_lr.enable: there is no scaling of the rate
+25: load_from: a checkpoint of mmengine is no run of ours
+26: env_cfg.cudnn_benchmark: has no counterpart here
+27: speed: no setting of this name is known
+28: env_cfg.mp_cfg.mp_start_method: has no counterpart here"""
+
+
+def test_what_has_no_counterpart_is_listed_by_name_and_line(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (here / "mm.py").write_text(FOREIGN)
+    assert main(["convert", "mm.py"]) == 3
+    out, err = capsys.readouterr()
+    found = sorted(err.splitlines(), key=lambda line: int(line.split(":")[1]))
+    for line, expected in zip(found, LISTED.splitlines(), strict=True):
+        assert line.startswith(f"mm.py:{expected}")
+        assert f"\n#   {line}" in out
+    assert yaml.safe_load(out)["train"]["max_steps"] == 3
+    assert yaml.safe_load(out)["hooks"]["checkpoint"]["every_steps"] == 2
+
+
+def test_mistakes_end_with_2(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (here / "bad.py").write_text("model = dict(\n")
+    (here / "failing.py").write_text("model = 1 / 0\n")
+    for words, said in [
+        (["nothing.py"], "there is no file nothing.py"),
+        (["bad.py"], "bad.py: it cannot be executed: SyntaxError"),
+        (["failing.py"], "failing.py: it cannot be executed: ZeroDivisionError"),
+        (["bad.py", "--epoch-length", "0"], "must be a whole number from 1"),
+    ]:
+        assert main(["convert", *words]) == 2
+        assert said in capsys.readouterr().err
+
+
+def test_base_files(here: Path) -> None:
+    (here / "base.py").write_text(
+        'optim_wrapper = dict(\n    optimizer=dict(type="SGD", lr=0.1, momentum=0.9),\n'
+        '    constructor="Odd")\ntrain_cfg = dict(max_epochs=3, val_interval=1)\n'
+    )
+    config, misses = convert(
+        '_base_ = "base.py"\nmodel = dict(type="convert_parts.Line", head=dict(type="Linear"))\n'
+        "optim_wrapper = dict(optimizer=dict(lr=0.2))\n"
+        "train_cfg = dict(_delete_=True, by_epoch=False, max_iters=9)\n"
+    )
+    assert config["optimizer"] == {"type": "SGD", "lr": 0.2, "momentum": 0.9}
+    assert config["train"] == {"type": "IterTrainLoop", "max_steps": 9, "val_interval": 1000}
+    assert [miss.partition(": ")[0] for miss in misses] == ["base.py:3"]
+
+
+@pytest.mark.skipif(find_spec("mmengine") is not None, reason="mmengine reads it")
+def test_read_base_needs_mmengine() -> None:
+    with pytest.raises(ConfigError, match="install mmengine"):
+        convert("with read_base():\n    from .base import *\n")
+
+
+MODEL = 'model = dict(type="convert_parts.Line", head=dict(type="Linear"))\n'
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ('model_wrapper_cfg = dict(type="MMDistributedDataParallel", detect_anomalous_params=True)',
+         {"type": "ddp", "detect_anomalous_params": True}),
+        ('model_wrapper_cfg = dict(find_unused_parameters=True)\nsync_bn = "torch"',
+         {"type": "ddp", "find_unused_parameters": True, "sync_batchnorm": True}),
+        ("find_unused_parameters = True", {"type": "ddp", "find_unused_parameters": True}),
+        ('model_wrapper_cfg = dict(type="MMSeparateDistributedDataParallel")',
+         {"type": "separate"}),
+        ('model_wrapper_cfg = dict(type="MMFullyShardedDataParallel", cpu_offload=True,'
+         ' sharding_strategy="FULL_SHARD", mixed_precision=dict(param_dtype="bfloat16"))',
+         {"type": "fsdp", "cpu_offload": True, "sharding_strategy": "FULL_SHARD",
+          "mixed_precision": {"param_dtype": "bfloat16"}}),
+    ],
+)  # fmt: skip
+def test_model_wrappers(line: str, expected: dict[str, Any]) -> None:
+    config, misses = convert(f"{MODEL}{line}\n")
+    assert config["wrapper"] == expected
+    assert not misses
+
+
+def test_an_option_that_a_wrapper_has_not() -> None:
+    config, misses = convert(f"{MODEL}model_wrapper_cfg = dict(unused=True)\n")
+    assert config["wrapper"] == {"type": "ddp"}
+    assert misses == ["mm.py:2: model_wrapper_cfg.unused: is no option of ddp"]
+
+
+def test_several_optimizers() -> None:
+    config, misses = convert(
+        MODEL + 'optim_wrapper = dict(constructor="MultiOptimWrapperConstructor",\n'
+        'maker=dict(optimizer=dict(type="Adam", lr=0.1), clip_grad=dict(max_norm=1.0)),\n'
+        'judge=dict(optimizer=dict(type="SGD", lr=0.2)))\n'
+        'param_scheduler = dict(judge=[dict(type="StepLR", step_size=2)])\n'
+    )
+    assert not misses
+    assert config["optimizer"] == {
+        "maker": {"type": "Adam", "lr": 0.1},
+        "judge": {"type": "SGD", "lr": 0.2},
+    }
+    assert config["optim_wrapper"] == {"maker": {"clip_grad": {"max_norm": 1.0}}}
+    (schedule,) = config["schedulers"]
+    assert schedule == {
+        "type": "StepLR", "step_size": 2, "gamma": 0.1, "by": "epoch", "optimizer": "judge",
+    }  # fmt: skip
+
+
+def test_epochs_become_batches_where_their_length_is_known() -> None:
+    schedules = [
+        'dict(type="LinearLR", begin=0, end=2, convert_to_iter_based=True)',
+        'dict(type="CosineAnnealingLR", T_max=4, begin=2, end=6, convert_to_iter_based=True)',
+    ]
+    text = f"{MODEL}param_scheduler = [{', '.join(schedules)}]\n"
+    config, misses = convert(text, epoch_length=10)
+    assert not misses
+    warm_up, cosine = config["schedulers"]
+    assert (warm_up["total_iters"], warm_up["by"]) == (19, "step")
+    assert cosine == {
+        "type": "CosineAnnealingLR", "T_max": 40, "after": 20, "until": 60, "by": "step",
+    }  # fmt: skip
+
+
+def test_loaders_that_only_mmengine_builds_are_built_by_it() -> None:
+    loader = (
+        'dict(batch_size=2, dataset=dict(type="convert_parts.Ones", size=4),'
+        ' sampler=dict(type="ClassBalanced"))'
+    )
+    config, misses = convert(f"{MODEL}randomness = dict(seed=5)\ntrain_dataloader = {loader}\n")
+    assert not misses
+    train = config["data"]["train"]
+    assert (train["type"], train["seed"]) == ("mmengine.runner.Runner.build_dataloader", 5)
+    assert train["dataloader"]["_raw_"] is True
+    assert train["dataloader"]["sampler"] == {"type": "ClassBalanced"}
+
+
+KEYS = st.text("abcxyz", min_size=1, max_size=4)
+TREES = st.recursive(
+    st.integers(0, 99) | st.booleans() | st.none(),
+    lambda inner: st.dictionaries(KEYS, inner, min_size=1, max_size=3),
+    max_leaves=12,
+)
+
+
+@given(st.dictionaries(KEYS.map("section_{}".format), TREES, min_size=1, max_size=3))
+def test_every_line_is_that_of_its_key(tmp_path_factory: Any, settings: dict[str, Any]) -> None:
+    path = tmp_path_factory.mktemp("lines") / "mm.py"
+    path.write_text("".join(f"{key} = {pformat(one, width=1)}\n" for key, one in settings.items()))
+    source = read_source(path)
+    assert source.settings == settings
+    lines = path.read_text().splitlines()
+
+    def compare(values: Mapping[str, Any], above: tuple[str, ...]) -> None:
+        for key, value in values.items():
+            file, _, line = source.lines[(*above, key)].rpartition(":")
+            assert file == str(path)
+            assert key in lines[int(line) - 1]
+            if isinstance(value, dict):
+                compare(value, (*above, key))
+
+    compare(settings, ())
