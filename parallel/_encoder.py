@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import pickle
+from types import FunctionType
 from typing import Any, NamedTuple
 
 from . import _link as link
@@ -50,6 +52,7 @@ class Encoder:
         self._recurse = recurse
         # Of jobs with many tasks: the function's pickle where that is bytes alone.
         self._functions: dict[int, Packed | None] = {}
+        self._last: tuple[object, Packed] = _NONE, _NONE
 
     def pack(self, value: Any) -> Packed:
         """Return a value as it travels."""
@@ -72,11 +75,24 @@ class Encoder:
             return _parcel(kind, self._function(job, func), packed)
         body = self.pack((args, kwargs) if kwargs else args)
         kind = link.CALL if kwargs else link.CALL_PLAIN
-        return _parcel(kind, self.pack(func), body)
+        return _parcel(kind, self._named(func), body)
 
     def forget(self, job: int) -> bool:
         """Drop the function of a job; return whether there was one."""
         return self._functions.pop(job, _NONE) is not _NONE
+
+    def _named(self, func: object) -> Packed:
+        """Return a function as it travels; one that goes by its name is pickled once in a row."""
+        last, packed = self._last
+        if func is last:
+            return packed
+        packed = self.pack(func)
+        if type(func) is FunctionType and not packed.fds and len(packed.data) <= _SMALL_FUNCTION:
+            # A function by value is longer than its name, and may change between two calls.
+            with contextlib.suppress(Exception):
+                if packed.data == pickle.dumps(func, pickle.HIGHEST_PROTOCOL):
+                    self._last = func, packed
+        return packed
 
     def _function(self, job: int, func: object) -> Packed:
         packed = self._functions.get(job)

@@ -26,6 +26,10 @@ if TYPE_CHECKING:
 
 _PR_SET_PDEATHSIG = 1
 _PLAIN = {type(None), bool, int, float, str, bytes}
+# Lists that are quickly seen to be of such.
+_SHORT = 256
+# What is longer is better in memory that the pool maps.
+_INLINE_BYTES = 32768
 _TEXT_LIMIT = 1000
 
 
@@ -271,9 +275,10 @@ class _WorkerEnd:
     def _encoded(self, value: Any) -> tuple[bytes, bool]:
         """Return a value as bytes, and whether descriptors belong to it, which are sent."""
         kind = type(value)
-        if kind in _PLAIN or (kind is list and _PLAIN.issuperset(map(type, value))):
+        is_short = kind is list and len(value) <= _SHORT
+        if kind in _PLAIN or (is_short and _PLAIN.issuperset(map(type, value))):
             data = pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
-            if len(data) <= link.PACKET_BYTES:
+            if len(data) <= _INLINE_BYTES:
                 return data, False
         from ._wire import pack, release
 
