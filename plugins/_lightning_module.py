@@ -90,7 +90,7 @@ class StepLightningModule(LightningModule):
         if self._optim.should_update():
             for one in self._schedules:
                 if one.by == "step" and one.metric is None:
-                    one.scheduler.step()
+                    one.step()
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         """Evaluate one batch by the wrapper's ``val_step``."""
@@ -143,9 +143,9 @@ class StepLightningModule(LightningModule):
         """Step the schedules that count epochs, or watch a metric."""
         for one in self._schedules:
             if one.metric is not None:
-                one.scheduler.step(self.trainer.callback_metrics[one.metric])
+                one.step(self.trainer.callback_metrics[one.metric])
             elif one.by == "epoch":
-                one.scheduler.step()
+                one.step()
 
     def teardown(self, stage: str) -> None:
         """Let the optimizers go."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial, wraps
 from typing import Any, Literal, NamedTuple
@@ -23,6 +24,13 @@ class Schedule(NamedTuple):
     scheduler: Any
     by: Literal["step", "epoch"]
     metric: str | None
+
+    def step(self, *measured: Any) -> None:
+        """Step, also where a loss scaler has skipped the update: a rate depends on its number."""
+        with warnings.catch_warnings():
+            # It knows nothing of skipped updates (pytorch/pytorch#44511).
+            warnings.filterwarnings("ignore", r"Detected call of `lr_scheduler.step\(\)`")
+            self.scheduler.step(*measured)
 
 
 def build_optim_wrapper(given: Any, wrapped: nn.Module) -> Any:

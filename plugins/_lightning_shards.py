@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ..wrappers import OptimWrapper, is_dtensor, reshard, take_part
+from ..wrappers import AmpOptimWrapper, OptimWrapper, is_dtensor, reshard, take_part
 
 
 def holds_shards(module: nn.Module) -> bool:
@@ -60,15 +60,17 @@ def keep_whole(module: nn.Module) -> None:
     module.register_state_dict_post_hook(make_whole)  # type: ignore[no-untyped-call]
 
 
-def agree_on_scale(plugin: Any) -> None:
+def agree_on_scale(plugin: Any, optimizers: Sequence[Optimizer]) -> None:
     """Let a precision plugin skip an update on all ranks as soon as one sees an infinity.
 
     Each rank sees its parts of the gradients only, and torch's ordinary scaler asks no other.
     """
     scaler = getattr(plugin, "scaler", None)
-    if type(scaler) is not torch.amp.GradScaler:
+    if type(scaler) is not torch.amp.GradScaler or not optimizers:
         return
-    from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
-
-    plugin.scaler = ShardedGradScaler(plugin.device)
-    plugin.scaler.load_state_dict(scaler.state_dict())
+    amp = AmpOptimWrapper(optimizers[0], dtype="float16", use_fsdp=True, device=plugin.device)
+    amp.loss_scaler.load_state_dict(scaler.state_dict())
+    plugin.scaler = amp.loss_scaler
+    for optimizer in optimizers:
+        # Fused ones unscale by themselves, and would ask no other rank either.
+        vars(optimizer)["_step_supports_amp_scaling"] = False

@@ -64,11 +64,10 @@ class StepStrategy(DDPStrategy):
     def setup(self, trainer: Trainer) -> None:
         """Wrap the model, to train it, and where it is sharded also to evaluate it."""
         module = self._module()
-        shards = self._shards or holds_shards(module)
-        if shards:
-            agree_on_scale(self.precision_plugin)
-        if trainer.state.fn == "fit" or not shards:
+        if trainer.state.fn == "fit" or not (self._shards or holds_shards(module)):
             super().setup(trainer)
+            if holds_shards(module):
+                agree_on_scale(self.precision_plugin, self.optimizers)
             return
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
@@ -123,7 +122,10 @@ class StepStrategy(DDPStrategy):
 
     def on_validation_start(self) -> None:
         """Give every rank the buffers of the first: statistics differ after a training step."""
-        getattr(self.model, "sync_buffers", lambda: None)()
+        if self._wrapped is not None:
+            self._wrapped.sync_buffers()
+
+    on_test_start = on_predict_start = on_validation_start
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The weights, whole and under the names of the module; every rank must call this."""

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Subset
+from torch.utils.data import DataLoader, DistributedSampler, Subset
 
 from stepwrap.configs.digits import Digits
 from stepwrap.plugins._lightning_tree import TREE, LightningModule, Trainer
@@ -39,19 +39,25 @@ def small_net(norm: bool = False) -> nn.Sequential:
     return nn.Sequential(*layers)
 
 
-def loader(split: str = "train", samples: int = SAMPLES, batch: int = BATCH) -> DataLoader[Any]:
-    return DataLoader(Subset(Digits(split), range(samples)), batch_size=batch)
+def loader(
+    split: str = "train", samples: int = SAMPLES, batch: int = BATCH, *, whole: bool = False
+) -> DataLoader[Any]:
+    """Each rank's part in the order of the data: Lightning's own sampler would shuffle it."""
+    data: Any = Subset(Digits(split), range(samples))
+    if whole or not dist.is_initialized():
+        return DataLoader(data, batch_size=batch)
+    return DataLoader(data, batch_size=batch, sampler=DistributedSampler(data, shuffle=False))
 
 
 class Automatic(LightningModule):
-    """An ordinary module; `lr` and the class of the optimizer are what differs."""
+    """An ordinary module, with a BatchNorm layer, unused parameters or SGD where that is said."""
 
-    def __init__(self, norm: bool = False, spare: bool = False) -> None:
+    def __init__(self, norm: bool = False, spare: bool = False, sgd: bool = False) -> None:
         super().__init__()
+        self.sgd = sgd
         self.net = small_net(norm)
         if spare:
             self.spare = nn.Linear(2, 2)
-        self.seen: list[float] = []
 
     def loss(self, batch: Any) -> Tensor:
         images, labels = batch
@@ -73,6 +79,8 @@ class Automatic(LightningModule):
         return scores
 
     def configure_optimizers(self) -> Any:
+        if self.sgd:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
         optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
 

@@ -1,0 +1,116 @@
+"""Runs of the Trainer in the rank processes: ours and Lightning's own, side by side."""
+
+import logging
+from collections.abc import Callable, Mapping
+from functools import cache
+from typing import Any
+
+import torch
+from lightning_parts import (
+    Automatic,
+    Manual,
+    distance,
+    join_lightning,
+    lightning,
+    loader,
+    make_trainer,
+    small_net,
+)
+from ranks import run_ranks
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from stepwrap.plugins.lightning import StepStrategy
+
+WRAPPERS = ("ddp", "fsdp", "separate")
+MIXED = f"{lightning.__name__}.plugins.precision"
+# Settings of the Trainer, and of the module, that change what a step does.
+SETTINGS: dict[str, tuple[type[Automatic], dict[str, Any]]] = {
+    "automatic": (Automatic, {}),
+    "manual": (Manual, {}),
+    "accumulation": (Automatic, {"accumulate_grad_batches": 2}),
+    "norm": (Automatic, {"gradient_clip_val": 0.1}),
+    "value": (Automatic, {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}),
+    "bf16-mixed": (Automatic, {"precision": "bf16-mixed"}),
+    "16-mixed": (Automatic, {"gradient_clip_val": 0.1}),
+    "bf16-manual": (Manual, {"precision": "bf16-mixed"}),
+}
+
+
+def whole_weights(trainer: Any) -> dict[str, Tensor]:
+    """The weights that a checkpoint would have; every rank must call this."""
+    state = trainer.strategy.lightning_module_state_dict()
+    return {name: one.detach().clone() for name, one in state.items()}
+
+
+def _fit(setting: str, strategy: Any) -> tuple[dict[str, Tensor], dict[str, float], int]:
+    cls, options = SETTINGS[setting]
+    if setting == "16-mixed":
+        # The Trainer would take bfloat16 on a CPU.
+        from importlib import import_module
+
+        plugin = import_module(MIXED).MixedPrecision("16-mixed", "cpu")
+        options = {**options, "plugins": [plugin]}
+    trainer = make_trainer(strategy, **options)
+    trainer.fit(cls(), loader(), loader("val"))
+    logged = {name: value.item() for name, value in trainer.callback_metrics.items()}
+    return whole_weights(trainer), logged, trainer.global_step
+
+
+def _compare(settings: tuple[str, ...]) -> dict[tuple[str, str], Any]:
+    join_lightning()
+    found: dict[tuple[str, str], Any] = {}
+    for setting in settings:
+        theirs = _fit(setting, "ddp")
+        for wrapper in WRAPPERS:
+            ours = _fit(setting, "stepwrap" if wrapper == "ddp" else StepStrategy(wrapper))
+            logs = max(abs(ours[1][name] - value) for name, value in theirs[1].items())
+            same = sorted(ours[1]) == sorted(theirs[1]) and ours[2] == theirs[2]
+            found[setting, wrapper] = (distance(ours[0], theirs[0]), logs, same)
+    return found
+
+
+@cache
+def compared() -> list[dict[tuple[str, str], Any]]:
+    """For each rank by setting and wrapper: distances of weights and logs to Lightning's ddp."""
+    return run_ranks(_compare, 2, tuple(SETTINGS), timeout_s=300)
+
+
+class Messages(logging.Handler):
+    """Keeps what a logger says."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+        self.logger = logging.getLogger(name)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+    def __enter__(self) -> list[str]:
+        self.logger.addHandler(self)
+        return self.texts
+
+    def __exit__(self, *error: object) -> None:
+        self.logger.removeHandler(self)
+
+
+def sent(run: Callable[[], object], names: Mapping[str, str]) -> dict[str, int]:
+    """How often `run` calls collectives, by the names given to them."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        run()
+    counts = {event.key: event.count for event in profile.key_averages()}
+    return {name: counts.get(key, 0) for name, key in names.items()}
+
+
+def plain_epoch(batch: int, norm: bool) -> nn.Module:
+    """One epoch over whole batches in one process, without Lightning."""
+    net = small_net(norm)
+    # Not Adam: the gradient of a bias before BatchNorm is noise, which it would scale up.
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    data: DataLoader[Any] = loader(batch=batch, whole=True)
+    for images, labels in data:
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(net(images), labels).backward()
+        optimizer.step()
+    return net

@@ -1,0 +1,222 @@
+"""The same training by the runner and, as a StepLightningModule, under the Trainer."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from lightning_parts import distance, join_lightning, loader, make_trainer, small_net
+from lightning_runs import whole_weights
+from torch import Tensor, nn
+from torchmetrics.classification import MulticlassAccuracy
+
+from stepwrap.loops import EpochTrainLoop, ValLoop
+from stepwrap.plugins.lightning import StepLightningModule, StepStrategy
+from stepwrap.registry import MODEL_WRAPPERS
+from stepwrap.runner import Runner
+from stepwrap.wrappers import (
+    AmpOptimWrapper,
+    BaseModel,
+    OptimWrapper,
+    OptimWrapperDict,
+    StepDistributedDataParallel,
+    SupervisedModel,
+    parse_losses,
+    wrap_model,
+)
+
+
+@MODEL_WRAPPERS.register_module()
+class NormPenalised(StepDistributedDataParallel):
+    """A custom optimization step: the weights' squares count as well."""
+
+    def train_step(self, data: Any, optim_wrapper: Any) -> dict[str, Tensor]:
+        with optim_wrapper.optim_context(self):
+            losses = self(*self.module.data_preprocessor(data, True), mode="loss")
+        losses["loss_norm"] = 0.01 * sum(one.square().sum() for one in self.parameters())
+        total, logs = parse_losses(losses)
+        optim_wrapper.update_params(total)
+        return logs
+
+
+class TwoPlayers(BaseModel):
+    """Two networks that are stepped one after the other, each by its own optimizer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = small_net(), small_net()
+
+    def train_step(self, data: Any, optim_wrapper: Any) -> dict[str, Tensor]:
+        images, labels = self.data_preprocessor(data, True)
+        loss = nn.functional.cross_entropy(self.first(images), labels)
+        optim_wrapper["first"].update_params(loss)
+        target = self.first(images).detach().softmax(1)
+        other = nn.functional.cross_entropy(self.second(images), target)
+        optim_wrapper["second"].update_params(other)
+        return {"loss": loss.detach(), "other": other.detach()}
+
+    def forward(self, image: Tensor, label: Any = None, mode: str = "tensor") -> Any:
+        scores = self.second(image)
+        return list(scores) if mode == "predict" else scores
+
+
+def supervised(norm: bool = False) -> SupervisedModel:
+    return SupervisedModel(small_net(norm), nn.CrossEntropyLoss())
+
+
+def adam(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+def plain(model: nn.Module) -> OptimWrapper:
+    return OptimWrapper(adam(model))
+
+
+def accumulating(model: nn.Module) -> OptimWrapper:
+    """Four batches in an epoch: the last window of two epochs has two of three."""
+    return OptimWrapper(adam(model), accumulative_counts=3, clip_grad={"max_norm": 0.1})
+
+
+def mixed(model: nn.Module) -> AmpOptimWrapper:
+    return AmpOptimWrapper(adam(model), dtype="bfloat16")
+
+
+def scaled(model: nn.Module) -> AmpOptimWrapper:
+    """The first scale is too large, so that some updates are skipped."""
+    return AmpOptimWrapper(adam(model), dtype="float16", loss_scale={"init_scale": 2.0**20})
+
+
+def two(model: Any) -> OptimWrapperDict:
+    names = ("first", "second")
+    return OptimWrapperDict(**{n: OptimWrapper(adam(getattr(model.module, n))) for n in names})
+
+
+class Case(NamedTuple):
+    model: Callable[[], nn.Module]
+    wrapper: Any
+    optim: Callable[[Any], Any]
+    options: dict[str, Any] = {}
+
+
+CASES = {
+    "custom step": Case(supervised, NormPenalised, plain),
+    "accumulation": Case(supervised, "ddp", accumulating),
+    "custom, accumulating": Case(supervised, "NormPenalised", accumulating),
+    "bf16": Case(supervised, "ddp", mixed),
+    "fp16": Case(supervised, "ddp", scaled),
+    "fsdp": Case(supervised, "fsdp", accumulating),
+    "fsdp fp16": Case(supervised, "fsdp", scaled),
+    "separate": Case(TwoPlayers, "separate", two),
+    "auto": Case(supervised, "auto", plain),
+}
+EPOCHS = 2
+
+
+def by_the_runner(case: Case) -> dict[str, Tensor]:
+    strategy = StepStrategy(case.wrapper, **case.options)
+    model: Any = wrap_model(strategy.wrapper, case.model(), **case.options)
+    loop = EpochTrainLoop(loader(), max_epochs=EPOCHS)
+    Runner(model=model, train_loop=loop, optim_wrapper=case.optim(model)).train()
+    state = model.module.state_dict()
+    whole = {k: getattr(one, "full_tensor", lambda one=one: one)() for k, one in state.items()}
+    return {f"model.{name}": one.detach().clone() for name, one in whole.items()}
+
+
+def by_the_trainer(case: Case, **options: Any) -> tuple[Any, StepLightningModule]:
+    module = StepLightningModule(case.model(), optim_wrapper=case.optim)
+    trainer = make_trainer(
+        StepStrategy(case.wrapper, **case.options), **{"max_epochs": EPOCHS, **options}
+    )
+    trainer.fit(module, loader())
+    return trainer, module
+
+
+def both_ways() -> dict[str, Any]:
+    join_lightning()
+    found: dict[str, Any] = {}
+    for name, case in CASES.items():
+        runner = by_the_runner(case)
+        trainer, module = by_the_trainer(case)
+        names = [type(one).__name__ for one in module.model.modules()]
+        found[name] = {
+            "distance": distance(whole_weights(trainer), runner),
+            "steps": trainer.global_step,
+            "logged": sorted(trainer.callback_metrics),
+            "wrapped": [one for one in names if "Distributed" in one or one == "_Child"],
+        }
+    return found
+
+
+def resumed(folder: str) -> dict[str, Any]:
+    """Stopped after three batches of an epoch of four, or an epoch, and gone on with."""
+    join_lightning()
+    found: dict[str, Any] = {}
+    schedules = [
+        {"type": "StepLR", "step_size": 1, "gamma": 0.5},
+        {"type": "LinearLR", "by": "step", "total_iters": 6},
+    ]
+    for name in ("accumulation", "fp16", "fsdp", "separate"):
+        case = CASES[name]
+        given = [] if name == "separate" else schedules
+
+        def module(case: Case = case, given: Any = given) -> StepLightningModule:
+            return StepLightningModule(case.model(), optim_wrapper=case.optim, schedulers=given)
+
+        def trainer(epochs: int, case: Case = case, **options: Any) -> Any:
+            return make_trainer(StepStrategy(case.wrapper), max_epochs=epochs, **options)
+
+        whole = trainer(3)
+        whole.fit(module(), loader(samples=96))
+        first = trainer(1)
+        first.fit(module(), loader(samples=96))
+        path = f"{folder}/{name}.ckpt"
+        first.save_checkpoint(path)
+        second = trainer(3)
+        second.fit(module(), loader(samples=96), ckpt_path=path)
+        state = torch.load(path, weights_only=False)
+        found[name] = {
+            "distance": distance(whole_weights(whole), whole_weights(second)),
+            "steps": (whole.global_step, second.global_step),
+            "optimizers": len(state["optimizer_states"]),
+            "schedules": len(state["lr_schedulers"]),
+            "names": sorted(state["state_dict"]) == sorted(whole_weights(whole)),
+            "rates": [one.optimizers[0].param_groups[0]["lr"] for one in (whole, second)],
+        }
+    return found
+
+
+def evaluated() -> dict[str, Any]:
+    """Metrics by the runner's loop and by the Trainer, in a fit and alone, and predictions."""
+    join_lightning()
+    metrics = {"accuracy": MulticlassAccuracy(num_classes=10, average="micro")}
+    found: dict[str, Any] = {}
+    for wrapper in ("ddp", "fsdp"):
+        data = loader("val", 40)
+        module = StepLightningModule(supervised(True), optim_wrapper=plain, metrics=metrics)
+        trainer = make_trainer(StepStrategy(wrapper))
+        trainer.fit(module, loader(), data)
+        logged = {name: float(value) for name, value in trainer.callback_metrics.items()}
+        (validated,) = trainer.validate(module, data, verbose=False)
+        (tested,) = trainer.test(module, data, verbose=False)
+        predicted = trainer.predict(module, data)
+        state = {k.removeprefix("model."): one for k, one in whole_weights(trainer).items()}
+        model = supervised(True).eval()
+        model.load_state_dict(state)
+        runner = Runner(model=model, val_loop=ValLoop(loader("val", 40), metrics))
+        alone = StepLightningModule(model, metrics=metrics)
+        (bare,) = make_trainer(StepStrategy(wrapper)).validate(alone, data, verbose=False)
+        with torch.no_grad():
+            mine = model(data.dataset[dist.get_rank()][0][None])[0]
+        found[wrapper] = {
+            "runner": runner.validate()["accuracy"],
+            "accuracies": [
+                logged["val_accuracy"],
+                validated["val_accuracy"],
+                tested["test_accuracy"],
+                bare["val_accuracy"],
+            ],
+            "losses": [logged["val_loss"], validated["val_loss"], tested["test_loss"]],
+            "prediction": (predicted[0][0] - mine).abs().max().item(),
+            "predictions": sum(map(len, predicted)),
+        }
+    return found

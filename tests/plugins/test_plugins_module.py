@@ -1,0 +1,174 @@
+"""StepLightningModule: the wrapper's own step under the Trainer, and in the runner."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning_parts import QUIET, distance, loader, make_trainer, weights
+from ranks import RanksError, run_ranks
+from stepped_runs import CASES, both_ways, evaluated, plain, resumed, supervised
+from torch.utils.data import DataLoader
+
+from stepwrap.configs.digits import Digits
+from stepwrap.plugins.lightning import StepLightningModule, StepStrategy
+from stepwrap.wrappers import OptimWrapper
+
+pytestmark = [pytest.mark.filterwarnings(one) for one in QUIET]
+
+
+@pytest.fixture(scope="module")
+def results() -> list[dict[str, Any]]:
+    return run_ranks(both_ways, 2, timeout_s=120)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_trainer_reaches_the_runners_weights(case: str, results: list[dict[str, Any]]) -> None:
+    for rank in results:
+        assert rank[case]["distance"] <= 1e-6
+        assert rank[case]["wrapped"] == []
+        assert "loss" in rank[case]["logged"]
+
+
+def test_lightning_counts_the_steps(results: list[dict[str, Any]]) -> None:
+    # Eight batches in windows of three; two optimizers.
+    assert results[0]["custom step"]["steps"] == 8
+    assert results[0]["accumulation"]["steps"] == 3
+    assert results[0]["separate"]["steps"] == 16
+    # What the loss scaler skips is no step.
+    assert 0 < results[0]["fp16"]["steps"] < 8
+
+
+@pytest.fixture(scope="module")
+def resumptions(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return run_ranks(resumed, 2, str(tmp_path_factory.mktemp("resumed")), timeout_s=120)
+
+
+@pytest.mark.parametrize("case", ["accumulation", "fp16", "fsdp", "separate"])
+def test_a_resumed_run_is_the_uninterrupted_one(
+    case: str, resumptions: list[dict[str, Any]]
+) -> None:
+    for rank in resumptions:
+        found = rank[case]
+        assert found["distance"] == 0
+        assert found["steps"][0] == found["steps"][1]
+        assert found["rates"][0] == found["rates"][1]
+        assert found["optimizers"] == (2 if case == "separate" else 1)
+        assert found["schedules"] == (0 if case == "separate" else 2)
+        assert found["names"]
+
+
+def test_metrics_are_those_of_the_runner() -> None:
+    for rank in run_ranks(evaluated, 2, timeout_s=120):
+        for found in rank.values():
+            assert found["accuracies"] == pytest.approx([found["runner"]] * 4, abs=1e-6)
+            assert found["losses"] == pytest.approx([found["losses"][0]] * 3, abs=1e-6)
+            assert found["prediction"] <= 1e-6
+            assert found["predictions"] == 20
+
+
+def test_alone_on_one_device_it_steps_itself() -> None:
+    module = StepLightningModule(supervised(), optim_wrapper=plain)
+    make_trainer("auto").fit(module, loader())
+    other = supervised()
+    optim = plain(other)
+    for batch in loader():
+        other.train_step(batch, optim)
+    assert distance(weights(module.model), weights(other)) <= 1e-6
+
+
+CONFIG: dict[str, Any] = {
+    "optimizer": {"type": "SGD", "lr": 0.1, "momentum": 0.9},
+    "clip_grad": {"max_norm": 1.0},
+    "accumulative_counts": 2,
+}
+
+
+def test_configs_build_both_and_checkpoints_hold_them(tmp_path: Path) -> None:
+    model = {
+        "type": "SupervisedModel",
+        "net": {"type": "SmallCNN", "width": 2, "dropout": 0.0},
+        "loss": {"type": "torch.nn.CrossEntropyLoss"},
+    }
+    module = StepLightningModule(model, optim_wrapper=CONFIG)
+    trainer = make_trainer("auto")
+    trainer.fit(module, loader())
+    trainer.save_checkpoint(tmp_path / "file.ckpt")
+    again = StepLightningModule.load_from_checkpoint(tmp_path / "file.ckpt")
+    assert distance(weights(module), weights(again)) == 0
+    assert trainer.global_step == 4
+    state = torch.load(tmp_path / "file.ckpt", weights_only=False)
+    assert state["stepwrap"][""]["stepwrap.inner_count"] == 8
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"accumulate_grad_batches": 2}, "accumulative_counts"),
+        ({"gradient_clip_val": 0.5}, "clip_grad"),
+        ({"precision": "bf16-mixed"}, "AmpOptimWrapper"),
+    ],
+)
+def test_what_the_optimizer_wrapper_does_is_refused_of_the_trainer(
+    options: dict[str, Any], text: str
+) -> None:
+    module = StepLightningModule(supervised(), optim_wrapper=plain)
+    with pytest.raises(ValueError, match=text):
+        make_trainer("auto", **options).fit(module, loader())
+
+
+def test_a_converted_model_is_trained() -> None:
+    module = StepLightningModule(supervised(), optim_wrapper=plain)
+    data = DataLoader(Digits(dtype="float64"), batch_size=400)
+    make_trainer("auto", precision="64-true").fit(module, data)
+    assert module.model.net[1].weight.dtype is torch.float64
+
+
+def _under_lightnings_ddp() -> None:
+    from lightning_parts import join_lightning
+
+    join_lightning()
+    make_trainer("ddp").fit(StepLightningModule(supervised(), optim_wrapper=plain), loader())
+
+
+def test_another_distributed_strategy_is_an_error() -> None:
+    with pytest.raises(RanksError, match='strategy="stepwrap"'):
+        run_ranks(_under_lightnings_ddp, 2)
+
+
+@pytest.mark.parametrize(
+    ("optim", "text"),
+    [
+        (None, "needs an optim_wrapper"),
+        ({"lr": 0.1}, "needs the key optimizer"),
+        ({"optimizer": {"lr": 0.1}}, "one optimizer with a type"),
+        (lambda model: model, "must be an OptimWrapper"),
+    ],
+)
+def test_no_optimizer_wrapper_is_an_error(optim: Any, text: str) -> None:
+    module = StepLightningModule(supervised(), optim_wrapper=optim)
+    with pytest.raises(TypeError, match=text):
+        make_trainer("auto").fit(module, loader())
+
+
+def test_schedules_are_checked() -> None:
+    for given, text in (({"type": "StepLR", "by": "batch"}, "step"), (_plateau, "needs metric")):
+        module = StepLightningModule(supervised(), optim_wrapper=plain, schedulers=[given])
+        with pytest.raises(ValueError, match=text):
+            make_trainer("auto").fit(module, loader())
+
+
+def _plateau(optimizer: Any) -> Any:
+    return torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+
+
+def test_a_plateau_watches_a_logged_metric() -> None:
+    def still(model: Any) -> OptimWrapper:
+        return OptimWrapper(torch.optim.SGD(model.parameters(), lr=0.0))
+
+    plateau = {"type": "ReduceLROnPlateau", "metric": "val_loss", "patience": 0, "factor": 0.5}
+    module = StepLightningModule(supervised(), optim_wrapper=still, schedulers=[plateau])
+    trainer = make_trainer(StepStrategy(), max_epochs=3)
+    trainer.fit(module, loader(), loader("val", 16))
+    assert trainer.lr_scheduler_configs[0].scheduler.num_bad_epochs == 0
+    assert trainer.lr_scheduler_configs[0].scheduler.last_epoch == 3

@@ -1,0 +1,123 @@
+"""The strategy under the real Trainer, on two ranks, against Lightning's own ddp."""
+
+from typing import Any
+
+import pytest
+import torch
+from lightning_parts import QUIET, Automatic, join_lightning, loader, make_trainer
+from lightning_runs import (
+    SETTINGS,
+    WRAPPERS,
+    Messages,
+    compared,
+    plain_epoch,
+    sent,
+    whole_weights,
+)
+from ranks import run_ranks
+
+from stepwrap.plugins.lightning import StepStrategy
+
+pytestmark = [pytest.mark.filterwarnings(one) for one in QUIET]
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_weights_and_logs_are_those_of_lightnings_ddp(wrapper: str, setting: str) -> None:
+    for rank in compared():
+        weights, logs, same_names_and_steps = rank[setting, wrapper]
+        assert weights <= 1e-6
+        assert logs <= 1e-6
+        assert same_names_and_steps
+
+
+def _collectives_of_an_epoch(wrapper: str, every: int) -> dict[str, int]:
+    join_lightning()
+    options: dict[str, Any] = {"accumulate_grad_batches": every, "limit_val_batches": 0}
+    trainer = make_trainer(StepStrategy(wrapper), **options)
+    module = Automatic()
+    # What is logged over the ranks would be counted as well.
+    module.log = lambda *args, **kwargs: None  # type: ignore[method-assign]
+    kinds = {"reduced": "c10d::allreduce_", "scattered": "c10d::_reduce_scatter_base_"}
+    return sent(lambda: trainer.fit(module, loader()), kinds)
+
+
+def _traffic() -> dict[tuple[str, int], int]:
+    return {
+        (wrapper, every): sum(_collectives_of_an_epoch(wrapper, every).values())
+        for wrapper in WRAPPERS
+        for every in (1, 2)
+    }
+
+
+def test_accumulation_sends_nothing_before_its_window_ends() -> None:
+    traffic = run_ranks(_traffic, 2, timeout_s=120)[0]
+    for wrapper in WRAPPERS:
+        # Four batches: two updates in place of four.
+        assert 1 < traffic[wrapper, 1] - traffic[wrapper, 2] <= traffic[wrapper, 1] / 2, traffic
+
+
+def _other_options() -> dict[str, Any]:
+    join_lightning()
+    found: dict[str, Any] = {}
+    for wrapper in WRAPPERS:
+        trainer = make_trainer(StepStrategy(wrapper, sync_batchnorm=True))
+        module = Automatic(norm=True, sgd=True)
+        trainer.fit(module, loader())
+        net = plain_epoch(batch=16, norm=True).state_dict()
+        ours = whole_weights(trainer)
+        ours = {name: ours[f"net.{name}"] for name in net}
+        found["batchnorm", wrapper] = max((ours[k] - v).abs().max().item() for k, v in net.items())
+        found["kept", wrapper] = type(module.net[2]).__name__
+    for wrapper in ("ddp", "fsdp"):
+        unused = {"find_unused_parameters": True} if wrapper == "ddp" else {}
+        strategy = StepStrategy(wrapper, detect_anomalous_params=True, **unused)
+        with Messages("stepwrap.wrappers.anomalies") as texts:
+            make_trainer(strategy).fit(Automatic(spare=True), loader())
+        found["anomalies", wrapper] = texts
+    calls: list[int] = []
+
+    def clear(state: Any, bucket: Any) -> Any:
+        calls.append(1)
+        future: Any = torch.futures.Future()
+        future.set_result(bucket.buffer() * 0)
+        return future
+
+    module = Automatic(sgd=True)
+    before = {name: one.clone() for name, one in module.state_dict().items()}
+    make_trainer(StepStrategy(comm_hook=clear)).fit(module, loader())
+    found["hook"] = len(calls)
+    found["unchanged"] = all(torch.equal(before[k], v) for k, v in module.state_dict().items())
+    return found
+
+
+@pytest.fixture(scope="module")
+def other_options() -> list[dict[str, Any]]:
+    return run_ranks(_other_options, 2, timeout_s=120)
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_sync_batchnorm_trains_as_one_process_on_the_whole_batch(
+    wrapper: str, other_options: list[dict[str, Any]]
+) -> None:
+    for rank in other_options:
+        assert rank["batchnorm", wrapper] <= 1e-6
+        kept = "SynchronizedBatchNorm1d" if wrapper == "fsdp" else "BatchNorm1d"
+        assert rank["kept", wrapper] == kept
+
+
+@pytest.mark.parametrize("wrapper", ["ddp", "fsdp"])
+def test_parameters_that_the_loss_does_not_reach_are_logged(
+    wrapper: str, other_options: list[dict[str, Any]]
+) -> None:
+    for rank in other_options:
+        texts = " ".join(rank["anomalies", wrapper])
+        assert "spare.weight" in texts
+        assert "spare.bias" in texts
+        assert "net." not in texts
+
+
+def test_comm_hook_combines_the_gradients(other_options: list[dict[str, Any]]) -> None:
+    for rank in other_options:
+        assert rank["hook"] >= 4
+        assert rank["unchanged"]
