@@ -41,7 +41,7 @@ $(READY): setup.cfg pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt pip setuptools wheel
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt torch
-	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e ".[examples,lightning,plots,tensorboard,test]"
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e ".[examples,lightning,mmengine,plots,tensorboard,test]"
 	touch $(READY)
 
 clean:
