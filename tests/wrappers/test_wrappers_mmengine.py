@@ -18,8 +18,10 @@ from stepwrap.wrappers import Preparation, SingleDevice, StepDistributedDataPara
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
-    mmengine_model = pytest.importorskip("mmengine.model", reason="mmengine is not installed")
-    mmengine_optim = pytest.importorskip("mmengine.optim")
+    # Its OpenCV may find no libGL.
+    reason = "mmengine, the extra of that name, cannot be imported"
+    mmengine_model = pytest.importorskip("mmengine.model", reason=reason, exc_type=ImportError)
+    mmengine_optim = pytest.importorskip("mmengine.optim", reason=reason, exc_type=ImportError)
 
 
 class Model(mmengine_model.BaseModel):
