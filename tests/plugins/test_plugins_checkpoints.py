@@ -1,5 +1,6 @@
 """Checkpoints of our strategies are Lightning's own, and the reverse."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -86,9 +87,7 @@ def test_the_file_loads_without_us(wrapper: str, cls: type[Automatic], folder: P
     ours = torch.load(path, weights_only=False)
     assert distance(weights(module), theirs["state_dict"]) <= 1e-6
     assert list(ours) == list(theirs)
-    assert type(ours["state_dict"]["last.0.weight" if cls is Manual else "net.1.weight"]) is (
-        torch.Tensor
-    )
+    assert all(type(one) is torch.Tensor for one in ours["state_dict"].values())
     for mine, other in zip(ours["optimizer_states"], theirs["optimizer_states"], strict=True):
         assert mine["param_groups"] == other["param_groups"]
         for key, state in other["state"].items():
@@ -118,8 +117,6 @@ def _again() -> dict[str, Any]:
 
 
 def test_one_trainer_fits_tests_and_loads_again(tmp_path: Path) -> None:
-    import os
-
     os.chdir(tmp_path)
     for rank in run_ranks(_again, 2, timeout_s=120):
         for moved, back, loss in rank.values():
