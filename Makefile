@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 export PYTHONUNBUFFERED := 1
 
-.PHONY: demo test check parity format types-link clean
+.PHONY: demo test test-lightning-versions check parity format types-link clean
 
 demo: $(READY)
 	$(BIN)/stepwrap train configs/digits_ddp.yaml --fresh
@@ -14,7 +14,7 @@ test: $(READY) types-link
 	$(BIN)/ruff check -q .
 	$(BIN)/ruff format -q --check .
 	PYTHONPATH=build/types $(BIN)/lint-imports --no-logo --no-cache
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 check: $(READY) types-link
 	$(BIN)/ruff format --check .
@@ -25,6 +25,21 @@ check: $(READY) types-link
 # Every wrapper against plain PyTorch, into docs/parity.md; about ten minutes.
 parity: $(READY)
 	$(BIN)/python tests/wrappers/parity_report.py
+
+# The plugins' tests with the last release of each minor version of Lightning, and where `lightning`
+# is installed in its place: each in a fresh environment, some minutes each. Only the versions that
+# it must agree with are pinned: older releases want older packages than ours.
+LIGHTNING ?= pytorch-lightning==2.4.0 pytorch-lightning==2.5.6 pytorch-lightning==2.6.6 lightning==2.6.6
+test-lightning-versions:
+	@mkdir -p build/lightning
+	@grep -E '^(torch|torchmetrics|scikit-learn|pytest)(-xdist)?==' constraints.txt > build/lightning/constraints.txt
+	@set -e; for wanted in $(LIGHTNING); do \
+		place=build/lightning/$$wanted; \
+		install="$$place/bin/python -m pip install -q --disable-pip-version-check -c build/lightning/constraints.txt"; \
+		rm -rf $$place; $(PYTHON) -m venv $$place; \
+		$$install torch; $$install -e ".[examples]" pytest pytest-xdist hypothesis "$$wanted"; \
+		echo "$$wanted:"; $$place/bin/python -m pytest -q tests/plugins; \
+	done
 
 format: $(READY)
 	$(BIN)/ruff format .
