@@ -69,12 +69,23 @@ def worker(
         job, chunk, func, args, kwargs = task
         try:
             outcome = (True, func(*args, **kwargs))
-        except BaseException as error:
+        except Exception as error:
             outcome = (False, error)
+        except BaseException as error:
+            outcome = (False, _as_error(error))
         put((job, chunk, outcome))
         done += 1
         # Not kept while waiting for the next one.
         del task, func, args, kwargs, outcome
+
+
+def _as_error(ending: BaseException) -> Exception:
+    """Return what the caller gets for a SystemExit or KeyboardInterrupt, meant for the task."""
+    from .errors import RemoteError
+
+    error = RemoteError(type(ending).__qualname__, str(ending)).with_traceback(ending.__traceback__)
+    error.__cause__ = ending
+    return error
 
 
 class Settings:

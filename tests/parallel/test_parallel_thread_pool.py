@@ -5,7 +5,13 @@ import threading
 import pytest
 from pool_checks import nothing_left
 
-from stepwrap.parallel import BrokenPoolError, CtxThreadPool, PoolTerminatedError, ThreadPool
+from stepwrap.parallel import (
+    BrokenPoolError,
+    CtxThreadPool,
+    PoolTerminatedError,
+    RemoteError,
+    ThreadPool,
+)
 
 
 def test_everything_by_reference():
@@ -24,8 +30,9 @@ def test_everything_by_reference():
 
         with pytest.raises(Mine):
             pool.apply(fail)
-        with pytest.raises(SystemExit):
+        with pytest.raises(RemoteError, match="SystemExit: 3") as caught:
             pool.apply_async(exit, (3,)).get(20)
+        assert isinstance(caught.value.__cause__, SystemExit)
         assert pool.size() == 2
 
 
