@@ -1,0 +1,106 @@
+"""The page on moving here: every name in a right column exists."""
+
+import importlib
+import re
+import shlex
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from stepwrap.registry import HOOK_TYPES, LoaderSection, RunSections, SchedulerSection
+from stepwrap.registry.catalog import REGISTRIES
+from stepwrap.runner.options import COMMANDS, parse
+
+PAGE = (Path(__file__).parents[2] / "docs/migrate.md").read_text()
+FOLDERS = ("collectives", "loops", "parallel", "plugins", "registry", "rpc", "runner", "wrappers")
+# Arguments and keys that stand beside the part they belong to; the user's own methods.
+ARGUMENTS = {
+    "accumulative_counts": "wrappers.OptimWrapper",
+    "clip_grad": "wrappers.OptimWrapper",
+    "loss_scale": "wrappers.AmpOptimWrapper",
+    "dtype": "wrappers.AmpOptimWrapper",
+    "max_steps": "loops.IterTrainLoop",
+    "every_epochs": "loops.CheckpointHook",
+    "every_steps": "loops.CheckpointHook",
+    "keep_last": "loops.CheckpointHook",
+    "keep_best": "loops.CheckpointHook",
+    "decay": "loops.EMAHook",
+    "start_step": "loops.EMAHook",
+    "log_every_steps": "loops.EpochTrainLoop",
+    "dataset_meta": "loops.ProcessMetric",
+}
+WORDS = {"_raw_: true", "begin", "end", "epoch", "batch", "train_step", 'mode="loss"'}
+
+
+def right_sides() -> list[str]:
+    rows = re.findall(r"^\|(.+)\|$", PAGE, flags=re.MULTILINE)
+    cells = [row.split(" | ")[1] for row in rows if " | " in row]
+    return [code for cell in cells for code in re.findall(r"`([^`]+)`", cell)]
+
+
+def load(path: str) -> Any:
+    found: Any = importlib.import_module(f"stepwrap.{path.split('.')[0]}")
+    for part in path.split(".")[1:]:
+        try:
+            found = getattr(found, part)
+        except AttributeError:
+            found = importlib.import_module(f"{found.__name__}.{part}")
+    return found
+
+
+def check_setting(code: str) -> None:
+    """Check `section: {type: Name, ...}` by the registries and their classes."""
+    ((section, values),) = yaml.safe_load(code).items()
+    known = {one.name for one in (*fields(RunSections), *fields(SchedulerSection))}
+    assert section in known
+    types = [values] if not isinstance(values, dict) or "type" in values else values.values()
+    for one in types:
+        if isinstance(one, dict) and "type" in one:
+            assert any(registry.get(one["type"]) for registry in REGISTRIES.values())
+
+
+def check_key(code: str) -> None:
+    section, _, name = code.partition(".")
+    known = {
+        one.name for kind in (RunSections, LoaderSection, SchedulerSection) for one in fields(kind)
+    }
+    if section == "hooks" and name:
+        assert name in HOOK_TYPES
+    elif section == "train" and name:
+        assert name in ARGUMENTS
+    elif (section, name) != ("optimizer", "paramwise"):
+        launch = {"backend", "timeout_s"}
+        assert code in known | launch or any(one.get(code) for one in REGISTRIES.values())
+
+
+@pytest.mark.parametrize("code", sorted(set(right_sides())))
+def test_every_name_here_exists(code: str) -> None:
+    if code in WORDS or code.startswith("Trainer(") or code == 'wrapper="fsdp"':
+        return
+    if code in ARGUMENTS:
+        assert (
+            code in importlib.import_module("inspect").signature(load(ARGUMENTS[code])).parameters
+        )
+    elif code.startswith("stepwrap "):
+        command, *options = shlex.split(code)[1:]
+        assert command in COMMANDS
+        parse([command, "cfg.yaml", *options])
+    elif code.startswith("plugins.lightning"):
+        pytest.importorskip("pytorch_lightning", reason="the extra lightning is not installed")
+        load(code)
+    elif code.split(".")[0] in FOLDERS:
+        load(code)
+    elif ":" in code:
+        check_setting(code)
+    else:
+        check_key(code)
+
+
+def test_the_page_has_a_table_for_each_system() -> None:
+    for system in ("mmengine", "Lightning", "machin", "vis4d", "jactorch"):
+        part = PAGE.partition(f"\n## From {system}\n")[2].partition("\n## ")[0]
+        assert part.count("\n| ") > 5, system
+    assert len(right_sides()) > 120
