@@ -186,7 +186,7 @@ def test_initializer_fails(kind):
 
 def test_initializer_kills():
     pool = Pool(2, work.kill_self, start_method="fork")
-    with pytest.raises(BrokenPoolError, match=r"3 workers in a row .*SIGKILL"):
+    with pytest.raises(BrokenPoolError, match=r"[3-9] workers in a row .*SIGKILL"):
         pool.apply_async(work.square, (1,)).get(20)
     pool.terminate()
     pool.join(20)
