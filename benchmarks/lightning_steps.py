@@ -1,0 +1,92 @@
+"""Time per step under Lightning's own ddp strategy and under ours, on one device.
+
+    python benchmarks/lightning_steps.py [--accelerator gpu] [--precision bf16-mixed] [--steps 300]
+
+Both train the same network on the same batch in turns, several times; printed are the medians of
+the steps' times and, last, the median of the turns' ratios.
+"""
+
+import argparse
+import statistics
+import time
+import warnings
+from typing import Any
+
+import torch
+from pytorch_lightning import Callback, LightningModule, Trainer
+from torch import Tensor, nn
+
+from stepwrap.configs.digits import Digits, SmallCNN
+from stepwrap.plugins.lightning import StepStrategy
+
+
+class Module(LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = SmallCNN(width=64)
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+class Clock(Callback):
+    """The time from the end of one step to that of the next, on the device."""
+
+    def __init__(self) -> None:
+        self.ends: list[float] = []
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        self.ends.append(time.perf_counter())
+
+    def median_ms(self) -> float:
+        pairs = zip(self.ends[20:], self.ends[19:], strict=False)
+        return 1000 * statistics.median(end - before for end, before in pairs)
+
+
+def run(strategy: Any, args: argparse.Namespace) -> float:
+    clock, data = Clock(), Digits("train")
+    batch = [data.images[: args.batch], data.labels[: args.batch]]
+    trainer = Trainer(
+        accelerator=args.accelerator,
+        devices=1,
+        strategy=strategy,
+        precision=args.precision,
+        max_epochs=1,
+        callbacks=[clock],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    loader = torch.utils.data.DataLoader([batch] * args.steps, batch_size=None)
+    trainer.fit(Module(), loader)
+    return clock.median_ms()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--accelerator", default="cpu")
+    parser.add_argument("--precision", default="32-true")
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--turns", type=int, default=5)
+    args = parser.parse_args()
+    warnings.simplefilter("ignore")
+    ratios = []
+    for turn in range(args.turns):
+        # Who comes first changes, as what warms up with time would favour the second.
+        order = [("ddp", "ddp"), ("stepwrap", StepStrategy())][:: -1 if turn % 2 else 1]
+        times = {name: run(strategy, args) for name, strategy in order}
+        ratios.append(times["stepwrap"] / times["ddp"])
+        print(f"ddp {times['ddp']:.3f} ms, stepwrap {times['stepwrap']:.3f} ms")
+    print(f"stepwrap / ddp: {statistics.median(ratios):.4f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,41 @@
+"""The strategy on one CUDA device, against Lightning's own ddp."""
+
+from typing import Any
+
+import pytest
+import torch
+from lightning_parts import QUIET, Automatic, distance, loader, make_trainer, weights
+from stepped_runs import supervised
+
+from stepwrap.plugins.lightning import StepLightningModule, StepStrategy
+from stepwrap.wrappers import AmpOptimWrapper, build_optimizer
+
+pytestmark = [pytest.mark.gpu, *(pytest.mark.filterwarnings(one) for one in QUIET)]
+
+
+def _fit(strategy: Any, precision: str, module: Any = None) -> Any:
+    module = Automatic() if module is None else module
+    options: dict[str, Any] = {"accelerator": "gpu", "devices": 1, "precision": precision}
+    trainer = make_trainer(strategy, max_epochs=3, **options)
+    trainer.fit(module, loader(), loader("val"))
+    return trainer.strategy.lightning_module_state_dict()
+
+
+@pytest.mark.parametrize("wrapper", ["ddp", "fsdp"])
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-mixed"])
+def test_weights_are_those_of_lightnings_ddp(wrapper: str, precision: str) -> None:
+    theirs, ours = _fit("ddp", precision), _fit(StepStrategy(wrapper), precision)
+    theirs = {name: one.cpu() for name, one in theirs.items()}
+    assert distance({name: one.cpu() for name, one in ours.items()}, theirs) <= 1e-6
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_module_that_steps_itself(dtype: str) -> None:
+    def mixed(model: Any) -> AmpOptimWrapper:
+        optimizer = build_optimizer(torch.optim.AdamW, model.parameters(), lr=0.01)
+        return AmpOptimWrapper(optimizer, dtype=dtype)
+
+    module = StepLightningModule(supervised(), optim_wrapper=mixed)
+    before = weights(module)
+    _fit("stepwrap", "32-true", module)
+    assert distance(before, {name: one.cpu() for name, one in weights(module).items()}) > 1e-3
