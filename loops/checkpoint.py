@@ -23,6 +23,7 @@ from .plain import plain
 from .rng import capture_rng
 from .shards import TABLE, Parts, Places, make_table
 from .state import LoopState
+from .step_state import step_state
 from .together import CheckpointError as CheckpointError
 from .together import Gather, own_rank, together, world_size
 from .weights import (
@@ -49,9 +50,10 @@ def save_checkpoint(
     """Write a checkpoint into `folder` and return its path; every rank must call this.
 
     It holds the user's model under the user's names, the optimizer wrapper, the
-    counters, everything in `state.stateful`, the random streams of every rank
-    and, inside an accumulation window, the gradients gathered so far. An
-    earlier checkpoint of the same step is replaced. The first one after the run
+    counters, everything in `state.stateful`, the random streams of every rank,
+    what its training step carries on (`step_state` of the wrapper) and, inside an
+    accumulation window, the gradients gathered so far. An earlier checkpoint of
+    the same step is replaced. The first one after the run
     went back to an older checkpoint gives those saved after that another name,
     `abandoned_step_...`: they are found no more and stay until somebody removes
     them.
@@ -74,8 +76,10 @@ def save_checkpoint(
     folder = Path(folder)
     reshard(state.model)
     saved = savable(state)
+    # What a step carries has gone on since the window began.
+    gradients = saved.iteration == state.iteration
     meta = _about(saved, reason, is_best)
-    path = _save(folder, saved, meta, all_gather_object, gradients=True)
+    path = _save(folder, saved, meta, all_gather_object, gradients=gradients)
     state.restored_from = None
     return path
 
@@ -229,7 +233,7 @@ def _save(
         raise AssertionError("rank 0 makes the draft")
     try:
         if is_spread(state):
-            written = _write_parts(what, draft, state)
+            written = _write_parts(what, draft, state, gradients)
             meta["format"] = SHARDED_FORMAT if any(TABLE in files for files in written) else FORMAT
         else:
             written = together(what, lambda: _write(draft, state, gradients), gather)
@@ -252,7 +256,9 @@ def _write(draft: Path, state: LoopState, gradients: bool) -> dict[str, dict[str
     return {name: folders.fingerprint(draft / name) for name in files}
 
 
-def _write_parts(what: str, draft: Path, state: LoopState) -> list[dict[str, dict[str, Any]]]:
+def _write_parts(
+    what: str, draft: Path, state: LoopState, gradients: bool
+) -> list[dict[str, dict[str, Any]]]:
     """Write the draft's files where no rank knows everything; every rank must call this."""
     made: list[Parts] = []
 
@@ -265,7 +271,7 @@ def _write_parts(what: str, draft: Path, state: LoopState) -> list[dict[str, dic
     def write() -> dict[str, dict[str, Any]]:
         parts, table, rank = made[0], make_table(places), own_rank()
         names = [rank_file(rank), *parts.write(draft, rank, table)]
-        folders.write_tensors(draft / names[0], _own_contents(state, gradients=True))
+        folders.write_tensors(draft / names[0], _own_contents(state, gradients))
         if rank == 0:
             for stem, tree in parts.trees.items():
                 folders.write_tensors(draft / f"{stem}.pt", tree)
@@ -296,6 +302,9 @@ def _own_contents(state: LoopState, gradients: bool) -> dict[str, Any]:
     model = user_model(state.model)
     device = next((p.device for p in model.parameters()), None)
     own = {"rng": capture_rng(device), "gradients": gradients_of(model) if gradients else {}}
+    carried = step_state(state) if gradients else {}
+    if carried:
+        own["step"] = carried
     places = gradient_places(model)
     return {**own, "places": places} if places else own
 

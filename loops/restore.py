@@ -22,6 +22,7 @@ from .gradients import mean_gradients
 from .rng import mix_seed, restore_rng, seed_rng
 from .shards import SHARDED, TABLE, Reader, whole
 from .state import LoopState
+from .step_state import load_step_state
 from .together import CheckpointError, own_rank, together, world_size
 from .weights import (
     data_size,
@@ -195,6 +196,7 @@ class Checkpoint:
         data_rank = own_rank() if as_saved else _data_rank(state.model)
         # The ranks of a tensor group are neighbours, and go on with the same streams.
         content = self._restore_rng(model, data_rank, 1 if as_saved else saved // shares[0])
+        load_step_state(state, self.path, content, as_saved)
         if as_saved and content and content.get("places", {}) == gradient_places(model):
             set_gradients(model, content["gradients"])
             return

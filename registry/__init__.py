@@ -33,6 +33,7 @@ from .schema import (
     RunSections,
     SchedulerSection,
 )
+from .step_function import find_train_step
 from .tree import build_tree, supply_where_taken
 
 __all__ = [
@@ -72,6 +73,7 @@ __all__ = [
     "did_you_mean",
     "dump_config",
     "examine_config",
+    "find_train_step",
     "format_config",
     "list_registrations",
     "load_config",

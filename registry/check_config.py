@@ -23,6 +23,7 @@ from .imports import import_path
 from .optimizer_sections import optimization_problems, with_wrapper_type
 from .registry import Registry
 from .schema import DEFAULT_HOOKS, HOOK_TYPES, Component, RunSections, SchedulerSection
+from .step_function import find_train_step
 from .typed import check_section
 from .user_modules import import_entry, make_importable
 
@@ -181,6 +182,10 @@ def _part_problems(
     yield from optimization_problems(values, schedulers)
     for name, hook in hooks.items():
         yield from check_component(hook, HOOKS, f"hooks.{name}")
+    try:
+        find_train_step(values.get("train_step"))
+    except (ImportError, TypeError) as error:
+        yield Problem("train_step", str(error))
     metrics = values.get("metrics")
     for name, metric in metrics.items() if isinstance(metrics, dict) else ():
         yield from check_component(metric, METRICS, f"metrics.{name}")

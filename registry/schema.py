@@ -117,6 +117,8 @@ class RunSections:
         freeze: names of parameters that are not trained, or paths of modules.
         activation_checkpointing: blocks that are computed again for the backward.
         compile: true, or options of torch.compile, and which blocks.
+        train_step: the import path of a function that is the training step, or that as a `type`
+            with options of its own.
         mesh: sizes of the axes along which the ranks are laid out.
         trace_collectives: compare every collective over the ranks, and say who waits where.
     """
@@ -136,6 +138,7 @@ class RunSections:
     mesh: dict[str, int] = field(default_factory=dict)
     tensor_parallel: TensorParallelSection | None = None
     wrapper: Component | None = None
+    train_step: Component | str | None = None
     optimizer: Component | None = None
     optim_wrapper: Component = field(default_factory=dict)
     schedulers: list[SchedulerSection] = field(default_factory=list)

@@ -30,6 +30,7 @@ from ..wrappers import (
     named_parameters,
     param_groups,
     refuse_single_step,
+    refuse_without_closure,
     share_parameters,
 )
 from ._building import building
@@ -52,6 +53,7 @@ def build_optimization(run: RunSections, model: nn.Module) -> tuple[Any, dict[st
         with building(f"optim_wrapper.{name}" if own else "optim_wrapper"):
             supplied = {"optimizer": optimizer}
             wrappers[name] = build_tree(sections[name], OPTIM_WRAPPERS, supplied)
+            refuse_without_closure(wrappers[name], model)
     wrapper = OptimWrapperDict(**wrappers) if several else wrappers[""]
     return wrapper, _scheduler_hook(run, optimizers)
 

@@ -18,6 +18,7 @@ from ..registry import (
     RunSections,
     build_tree,
     check_component,
+    find_train_step,
 )
 from ..wrappers import (
     Mesh,
@@ -68,6 +69,7 @@ def build_model(run: RunSections, ranks: int | None = None) -> tuple[nn.Module, 
             device=device,
             mesh=mesh,
             prepare=preparation,
+            train_step=find_train_step(run.train_step),
             **options,
         )
     return wrapped, mesh

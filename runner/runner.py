@@ -31,6 +31,7 @@ from .sections import read_sections
 
 if TYPE_CHECKING:
     from ..loops.state import Optimization
+    from ..wrappers.step_function import StepFunction
 
 logger = logging.getLogger(__name__)
 
@@ -64,12 +65,14 @@ class Runner:
         hooks: Listeners; as a mapping, with the names under which checkpoints keep them.
         run_dir: Folder for records and checkpoints; None writes nothing.
         seed: Starts this rank's own random streams; None leaves them as they are.
+        train_step: A function(wrapper, batch, optim_wrapper) that trains on one batch and returns
+            what to log, in place of the wrapper's own `train_step`; for a bare model.
 
     Attributes:
         state: What the loops remember.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         model: nn.Module,
         train_loop: TrainLoop | None = None,
@@ -80,6 +83,7 @@ class Runner:
         hooks: Iterable[Hook] | Mapping[str, Hook] = (),
         run_dir: str | os.PathLike[str] | None = None,
         seed: int | None = None,
+        train_step: StepFunction | None = None,
     ) -> None:
         _require_group()
         named = _named(hooks)
@@ -90,7 +94,7 @@ class Runner:
         self._is_traced = False
         self._hooks = HookList(named.values())
         self.state = LoopState(
-            model=wrap_model(None, model),
+            model=wrap_model(None, model, train_step=train_step),
             optim_wrapper=optim_wrapper,
             run_dir=None if run_dir is None else Path(run_dir),
             stateful={f"hooks.{n}": h for n, h in named.items() if isinstance(h, Stateful)},

@@ -3,6 +3,7 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from ._closures import refuse_without_closure
 from ._dtensors import is_dtensor
 from ._held_gradients import drop_held_gradients
 from .activation_checkpointing import checkpoint_activations
@@ -50,6 +51,7 @@ from .separate import SeparateDistributedDataParallel
 from .session import ReplicationError, ReplicationSession
 from .single import SingleDevice
 from .step_data_parallel import StepDataParallel
+from .step_function import check_step_function, with_train_step
 from .sync_batchnorm import (
     SynchronizedBatchNorm1d,
     SynchronizedBatchNorm2d,
@@ -121,6 +123,7 @@ __all__ = [
     "build_optimizer",
     "check_axes",
     "check_preparation",
+    "check_step_function",
     "checkpoint_activations",
     "compile_model",
     "convert_model",
@@ -155,9 +158,11 @@ __all__ = [
     "take_part",
     "total_norm",
     "user_scattered",
+    "with_train_step",
     "wrap_model",
     "wrapper_misfits",
     "refuse_single_step",
+    "refuse_without_closure",
 ]
 
 

@@ -11,7 +11,13 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 
+from ._double_backward import refuse_double_backward
 from ._held_gradients import drop_held_gradients, is_running, recover, watch_units
+
+_DOUBLE = (
+    "meets blocks that fsdp has freed by then; compute it inside of the model's forward with no "
+    "block named in shard, or use ddp"
+)
 
 
 class Root:
@@ -29,6 +35,8 @@ class Root:
         self._gathered_once = False
         self._inside = 0
         watch_units(self.units)
+        for unit in self.units:
+            unit.register_forward_hook(_refuse_double_backward)
         # In front of torch's own hook, which gathers.
         module.register_forward_pre_hook(self._before_forward, prepend=True)
 
@@ -97,6 +105,10 @@ class Root:
             for unit in self.units:
                 unit.unshard()
                 unit.reshard()
+
+
+def _refuse_double_backward(unit: nn.Module, inputs: Any, output: Any) -> None:
+    refuse_double_backward(output, _DOUBLE)
 
 
 def gather_in(method: str, module: Any, roots: Sequence[Root]) -> None:

@@ -41,8 +41,9 @@ def tensors_of(items: Iterable[Any]) -> list[Tensor]:
 
 def needs_closure(cls: Any) -> bool:
     """Whether a step of ``cls`` must be given a function that computes the loss again."""
+    step: Any = getattr(cls, "step", None)
     try:
-        closure = inspect.signature(cls.step).parameters.get("closure")
+        closure = inspect.signature(step).parameters.get("closure")
     except (TypeError, ValueError):
         return False
     return closure is not None and closure.default is closure.empty
@@ -104,12 +105,10 @@ def check_optimizer(optimizer: Optimizer) -> None:
     inner: Any = getattr(optimizer, "optim", optimizer)
     kinds = dict.fromkeys((type(optimizer), type(inner)))
     for cls in kinds:
-        if hasattr(cls, "step") and needs_closure(cls):
+        if inner is not optimizer and hasattr(cls, "step") and needs_closure(cls):
             raise ValueError(
-                f"{cls.__name__} needs a closure that computes the loss again, several times in a "
-                "step, but an optimizer wrapper has one backward for each batch: use an optimizer "
-                "that steps from gradients, such as AdamW, or a loop of your own with "
-                f"{cls.__name__}.step(closure)"
+                f"{type(optimizer).__name__} cannot step by {cls.__name__}, which needs a closure "
+                "and takes all parameters as one vector"
             )
     tensors = tensors_of(optimizer.param_groups)
     for cls in kinds:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..registry import OPTIM_WRAPPERS
+from ._closures import closure_advice
 from .layout import has_placed
 from .optim import OptimWrapper
 from .options import check_options, option_names
@@ -85,6 +86,8 @@ class AmpOptimWrapper(OptimWrapper):
     def step(self, **kwargs: Any) -> None:
         """Unscale and clip, if so configured, and update unless a gradient is infinite."""
         self._check_reached()
+        if self._needs_closure:
+            raise ValueError(closure_advice(self.optimizer))
         # Fused optimizers unscale by themselves, and would ask no other rank.
         if self._clip is not None or self._together:
             self.loss_scaler.unscale_(self.optimizer)

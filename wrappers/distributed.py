@@ -13,6 +13,8 @@ from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..registry import MODEL_WRAPPERS
+from ._averaging import AveragingWatch
+from ._double_backward import refuse_double_backward
 from .comm_hooks import read_comm_hook, unannotated
 from .options import check_options, option_names
 from .step import Steps, refuse_own_train_step
@@ -25,6 +27,10 @@ _NAMES = [
     "DistributedDataParallel",
     "ddp",
 ]
+_STATIC = (
+    "loses a part under static_graph, which averages the gradients when the inner backward is "
+    "done; leave static_graph out"
+)
 _TORCH_OPTIONS = inspect.signature(DistributedDataParallel.__init__).parameters
 
 
@@ -35,7 +41,8 @@ class StepDistributedDataParallel(Steps, DistributedDataParallel):
     Needs a process group, and every rank must construct it. For another optimization step
     override ``train_step(data, optim_wrapper)`` in a subclass; it must compute its losses by
     ``self(...)``, because ``self.module(...)`` leaves the gradients of the ranks apart. So does,
-    as in torch's class, a second backward of one forward (``retain_graph``): sum the losses::
+    as in torch's class, a second backward of one forward (``retain_graph``): sum the losses. A
+    step that does either raises RuntimeError in its first backwards::
 
         @MODEL_WRAPPERS.register_module()
         class PenalisedDDP(StepDistributedDataParallel):
@@ -67,6 +74,8 @@ class StepDistributedDataParallel(Steps, DistributedDataParallel):
         RuntimeError: no parameter requires a gradient. UnusedParametersError, by a forward: the
             loss of the step before did not depend on some parameters.
     """
+
+    averages_ranks = True
 
     def __init__(
         self,
@@ -100,6 +109,9 @@ class StepDistributedDataParallel(Steps, DistributedDataParallel):
         self.uneven_inputs = _join_options(uneven_inputs)
         self._hook = hook
         self._install_hook()
+        self._watch: AveragingWatch | None = None
+        if type(self).train_step is not Steps.train_step:
+            self._watch = AveragingWatch(self)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Call the model, so that the next backward averages its gradients."""
@@ -108,6 +120,10 @@ class StepDistributedDataParallel(Steps, DistributedDataParallel):
         except RuntimeError as error:
             explain_unused(error, self._trainable, self._failure)
             raise
+        if self._watch is not None and torch.is_grad_enabled():
+            self._watch.note_forward()
+        if self.static_graph:
+            refuse_double_backward(outputs, _STATIC)
         if self._failure and self.require_backward_grad_sync and torch.is_grad_enabled():
             # torch has found the backward before to be complete.
             self._failure = ""
@@ -169,7 +185,7 @@ class StepDistributedDataParallel(Steps, DistributedDataParallel):
             self.process_group = group
         kept = {} if self.data_group is None else {"process_group": group}
         # With the process group inside, like the three that torch leaves out.
-        return {**state, **kept, "_comm_hooks": []}
+        return {**state, **kept, "_comm_hooks": [], "_watch": None}
 
     def __setstate__(self, state: Any) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]

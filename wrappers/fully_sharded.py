@@ -88,6 +88,7 @@ class StepFullyShardedDataParallel(Steps, nn.Module):
             parameter cannot be sharded or initialised; models or options differ between ranks.
     """
 
+    averages_ranks = True
     # A policy of wrapping is a mapping with a type, but no part of its own.
     config_plain = ("auto_wrap_policy", "param_init_fn")
 

@@ -64,6 +64,8 @@ class SeparateDistributedDataParallel(Steps, nn.Module):
             with parameters to train. The model is then as it was.
     """
 
+    averages_ranks = True
+
     def __init__(
         self,
         module: nn.Module,

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from copy import deepcopy
 from typing import Any, Protocol
 
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 from torch.distributed import ProcessGroup
 
 from .anomalies import detect_anomalous_params, watch_gradients
@@ -37,11 +37,13 @@ class Steps:
     Attributes:
         data_group: the ranks that see different batches; None for all of them.
         collective_eval: whether evaluation steps need every rank of ``data_group``.
+        averages_ranks: whether a backward averages the gradients over ``data_group``.
     """
 
     module: Any
     data_group: ProcessGroup | None = None
     collective_eval: bool = False
+    averages_ranks: bool = False
     _modules: Any
     detect_anomalous_params: bool
     __call__: Callable[..., Any]
@@ -98,6 +100,28 @@ class Steps:
 
         Every rank must call this; with one rank there is nothing to do.
         """
+
+    def average(self, value: Tensor) -> Tensor:
+        """The mean of a detached ``value`` over the ranks that average their gradients.
+
+        Every rank must call this, in the same order; with one rank it is ``value`` itself.
+        """
+        if not (self.averages_ranks and distributed.is_initialized()):
+            return value
+        mean = value.detach().clone() / distributed.get_world_size(self.data_group)
+        distributed.all_reduce(mean, group=self.data_group)
+        return mean
+
+    def step_state(self) -> dict[str, Any]:
+        """What a training step of one's own carries from batch to batch, for checkpoints.
+
+        To be overridden together with ``load_step_state``: tensors, numbers, lists and dicts of
+        this rank alone. It is given back to the same rank of a run with as many.
+        """
+        return {}
+
+    def load_step_state(self, state: dict[str, Any]) -> None:
+        """Take over what ``step_state`` returned."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """A wrapper of a copy of the model, for the same ranks; every rank must call this."""

@@ -19,6 +19,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from ..registry import did_you_mean
+from ._double_backward import refuse_double_backward
 from ._local_parts import localise_parts, wait_for_output
 from ._tensor_ranks import expect_alike
 from .mesh import Mesh
@@ -28,6 +29,10 @@ Style: TypeAlias = str | Mapping[str, Any] | ParallelStyle
 
 STYLES = ("colwise", "rowwise", "sequence", "colwise_replicate_output")
 _KINDS = (nn.Linear, nn.Embedding)
+_DOUBLE = (
+    "loses the parts that go through layers split over a tensor axis, because torch's collectives "
+    "have a first derivative only; use ddp or a mesh without a tensor axis"
+)
 # Over which dimension of its weight a layer is split.
 _SPLIT_DIMS = {
     (ColwiseParallel, nn.Linear): 0,
@@ -97,6 +102,7 @@ def parallelize(
         layer = model.get_submodule(path)
         parallelize_module(layer, tensor_mesh, style)
         layer.register_forward_hook(wait_for_output)
+        layer.register_forward_hook(_refuse_double_backward)
     _restore(before)
     if localise:
         localise_parts(model)
@@ -104,6 +110,10 @@ def parallelize(
     if size > 1:
         expect_alike(model, tensor_mesh.get_group(), everywhere=isinstance(mesh, Mesh))
     return model
+
+
+def _refuse_double_backward(layer: nn.Module, inputs: Any, output: Any) -> None:
+    refuse_double_backward(output, _DOUBLE)
 
 
 def _mark_replaced(whole: list[nn.Parameter], model: nn.Module) -> None:

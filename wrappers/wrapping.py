@@ -31,6 +31,7 @@ from .prepare import (
 from .separate import SeparateDistributedDataParallel
 from .single import SingleDevice
 from .step import Steps
+from .step_function import StepFunction, check_step_function, with_train_step
 
 # They average gradients over a group; without one SingleDevice does the same.
 _IN_GROUPS = (StepDistributedDataParallel, SeparateDistributedDataParallel)
@@ -70,6 +71,7 @@ def wrap_model(
     device: torch.device | str | None = None,
     mesh: Mesh | None = None,
     prepare: Preparation | None = None,
+    train_step: StepFunction | None = None,
     **options: Any,
 ) -> nn.Module:
     """Prepare and wrap ``model`` for this process, or for the group when there is one.
@@ -87,6 +89,7 @@ def wrap_model(
             built there by the wrapper.
         mesh: how the ranks are laid out; default: all see different batches.
         prepare: what is done to the model before.
+        train_step: a function that is the training step, as for ``with_train_step``.
         options: arguments of the wrapper.
 
     Raises:
@@ -97,11 +100,13 @@ def wrap_model(
         RuntimeError: a wrapper with a step of its own needs a process group, and there is none.
     """
     if is_model_wrapper(model):
-        return _wrapped_already(model, wrapper, bool(options or mesh or prepare))
+        return _wrapped_already(model, wrapper, bool(options or mesh or prepare or train_step))
     prepare = prepare or Preparation()
     data_size = get_world_size() if mesh is None else mesh.data_size
     wrapper = wrapper or _default(data_size)
     everywhere = None if mesh is None else mesh.device_mesh
+    if train_step is not None:
+        check_step_function(train_step)
     agree(partial(_prepared, wrapper, model, mesh, prepare, options), everywhere)
     if wrapper is auto:
         chosen = choose_wrapper(model, _surroundings(model, device, mesh, prepare), **options)
@@ -117,7 +122,7 @@ def wrap_model(
         broadcast_first([one for one in everything if not one.is_meta], mesh.device_mesh)
     split_layers(model, prepare, mesh, localise=not shards)
     shape_blocks(model, prepare)
-    return _wrapped(wrapper, model, mesh, options)
+    return _wrapped(wrapper, model, mesh, options, train_step)
 
 
 def _prepared(
@@ -206,7 +211,7 @@ def _wrapped_already(model: nn.Module, wrapper: Any, has_options: bool) -> nn.Mo
     if wrapper is not None or has_options:
         raise TypeError(
             f"the model is already wrapped in {type(model).__name__}: give the bare model, "
-            "or no wrapper and no wrapper options"
+            "or no wrapper, no wrapper options and no train_step"
         )
     if not isinstance(model, Steps) and not hasattr(model, "train_step"):
         raise TypeError(
@@ -247,31 +252,41 @@ def _moved(
 
 
 def _wrapped(
-    wrapper: Callable[..., Any], model: nn.Module, mesh: Mesh | None, options: dict[str, Any]
+    wrapper: Callable[..., Any],
+    model: nn.Module,
+    mesh: Mesh | None,
+    options: dict[str, Any],
+    train_step: StepFunction | None,
 ) -> nn.Module:
     grouped = distributed.is_available() and distributed.is_initialized()
     if not grouped and isinstance(wrapper, type) and issubclass(wrapper, _IN_GROUPS):
-        return _without_group(wrapper, model, options)
+        return _without_group(wrapper, model, options, train_step)
     group = None if mesh is None else mesh.data_group
     if grouped and mesh is not None and takes_mesh(wrapper):
         options = {"mesh": mesh, **options}
     elif group is not None and "process_group" in _signature(wrapper).parameters:
         options = {"process_group": group, **options}
-    wrapped: nn.Module = wrapper(model, **options)
+    kind: Any = wrapper
+    wrapped: nn.Module = (with_train_step(kind, train_step) if train_step else kind)(
+        model, **options
+    )
     if isinstance(wrapped, Steps) and wrapped.data_group is None:
         wrapped.data_group = group
     return wrapped
 
 
-def _without_group(wrapper: Any, model: nn.Module, options: dict[str, Any]) -> nn.Module:
+def _without_group(
+    wrapper: Any, model: nn.Module, options: dict[str, Any], train_step: StepFunction | None
+) -> nn.Module:
     if steps_in_group_only(wrapper):
         raise RuntimeError(
             f"{wrapper.__name__} has a train_step of its own and needs a process group; start "
             "several processes, or write the step as a subclass of SingleDevice"
         )
+    alone = with_train_step(SingleDevice, train_step) if train_step else SingleDevice
     if issubclass(wrapper, SeparateDistributedDataParallel):
-        alone: nn.Module = wrapper.without_group(model, options)
-        return alone
+        made: nn.Module = wrapper.without_group(model, options)
+        return made if train_step is None else alone(model)
     wrapper.check_options(options)
     known = option_names(SingleDevice)
-    return SingleDevice(model, **{name: options[name] for name in options if name in known})
+    return alone(model, **{name: options[name] for name in options if name in known})

@@ -28,12 +28,13 @@ PARAMETERS = 8
 # list of documented calls: each method hands its arguments to one function and has no logic.
 # BasePool has multiprocessing's calls and the documented methods to override.
 MANY_METHODS = {"BasePool", "CollectiveGroup", "Hook", "RpcGroup"}
-# Documented signatures of the systems whose names we keep.
+# Documented signatures of the systems whose names we keep; Runner takes each part by its name.
 MANY_PARAMETERS = {
     "parallel/context_pool.py:__init__",
     "parallel/pool.py:__init__",
     "rpc/gradient_server.py:__init__",
     "rpc/world.py:__init__",
+    "runner/runner.py:__init__",
 }
 
 

@@ -46,7 +46,7 @@ DOORS = {
         OPTIM_WRAPPERS ParamwiseSection PARAM_SCHEDULERS Problem Registration Registry RunSections
         SchedulerSection build_from_cfg build_model_from_cfg build_tree check_component
         check_config check_paramwise config_from_dict default_of
-        did_you_mean dump_config examine_config format_config
+        did_you_mean dump_config examine_config find_train_step format_config
         list_registrations load_config named_optimizers nearest
         optim_wrapper_sections stepping_class supply_where_taken
     """,
@@ -65,15 +65,16 @@ DOORS = {
         StepDistributedDataParallel StepFullyShardedDataParallel SupervisedModel SyncMaster
         SynchronizedBatchNorm1d SynchronizedBatchNorm2d SynchronizedBatchNorm3d
         UnusedParametersError ZeroRedundancyOptimizer as_global auto build_mesh
-        build_optimizer check_axes check_preparation checkpoint_activations compile_model
+        build_optimizer check_axes check_preparation check_step_function checkpoint_activations
+        compile_model
         convert_model convert_sync_batchnorm copy_whole_ detect_anomalous_params dict_gather
         drop_held_gradients
         exec_data_parallel_replication_callback find_blocks freeze_parameters is_model_wrapper
         is_module_wrapper is_sharded layout_of local_part meta_parameters model_checks
         is_dtensor named_parameters parallelize param_groups parse_losses patch_replication_callback
         patch_sync_batchnorm prepare_model reshard revert_sync_batchnorm set_sbn_eps_mode
-        refuse_single_step share_parameters steps_in_group_only take_part total_norm
-        user_scattered wrap_model
+        refuse_single_step refuse_without_closure share_parameters steps_in_group_only take_part total_norm
+        user_scattered with_train_step wrap_model
         wrapper_misfits
     """,
 }
