@@ -84,13 +84,13 @@ class Draft:
         if found is not None:
             return _name(found, ours)
         text = str(wanted)
-        bare = text.rpartition(".")[2]
-        if "." not in text and ours.get(text) is None:
+        # Of bare names only torch's optimizers are the same in both: another Accuracy is another.
+        if "." not in text and not (kind == "OPTIMIZERS" and ours.get(text)):
             why = "write its import path"
             if not find_spec("mmengine"):
                 why = f"{why}, or convert where mmengine is installed"
             self.miss(key, f"nothing of the name {text} is registered here: {why}")
-        return bare if ours.get(bare) is not None and "." not in text else text
+        return text
 
     def plain(self, value: Any) -> Any:
         """Return a value for an argument that gets dicts as they are, as mmengine's classes do."""
@@ -204,7 +204,7 @@ def _path(found: Any) -> str:
 
 
 def _listed(value: Any) -> Any:
-    """Return plain values as YAML can hold them, classes by their import paths."""
+    """Return what stays a plain dict with lists for tuples, and import paths for classes."""
     if isinstance(value, Mapping):
         return {key: _listed(one) for key, one in value.items()}
     if isinstance(value, (list, tuple)):

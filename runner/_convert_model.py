@@ -142,6 +142,8 @@ def _wrapper(draft: Draft, section: Section) -> dict[str, Any]:
         options["accumulative_counts"] = batches
     section.drop("use_fsdp")
     section.accept(clip_grad=None, dtype=None, loss_scale="dynamic")
+    if section.peek("dtype") is not None:
+        options["dtype"] = str(section.take("dtype")).removeprefix("torch.")
     for key in section:
         options[key] = section.take(key)
     return options

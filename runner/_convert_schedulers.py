@@ -82,7 +82,8 @@ def _scheduler(
         # What torch's cannot do mmengine's does, as it is.
         made = _theirs(draft, original, kind, begin, end, by, section)
     elif begin:
-        made["after"] = begin
+        end = made.pop("until", None)
+        made |= {"after": begin} if end is None else {"after": begin, "until": end}
     if "metric" in made:
         made["metric"] = draft.metric(made["metric"], section.at("monitor")) or made["metric"]
         by = "epoch"

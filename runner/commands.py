@@ -8,6 +8,7 @@ import sys
 import textwrap
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import redirect_stdout
 from pathlib import Path
 
 from ..registry import Registration, format_config, list_registrations, load_config
@@ -67,9 +68,11 @@ def run_plot(options: argparse.Namespace) -> int:
 
 def run_convert(options: argparse.Namespace) -> int:
     """Print a config of mmengine as one of ours, and on stderr what has no counterpart."""
-    conversion = convert_config(
-        options.words[0], epoch_length=options.epoch_length, keep_order=options.keep_order
-    )
+    # What the config prints, and mmengine's own warnings, are no part of the YAML.
+    with redirect_stdout(sys.stderr):
+        conversion = convert_config(
+            options.words[0], epoch_length=options.epoch_length, keep_order=options.keep_order
+        )
     print(conversion.text(), end="")
     for miss in conversion.misses:
         print(miss, file=sys.stderr)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -80,5 +81,17 @@ def convert_config(
     top.drop(*source.read, "_base_")
     top.close("no setting of this name is known")
     order = dict.fromkeys((*_FIRST, *(one.name for one in fields(RunSections))))
-    config = {key: draft.sections[key] for key in order if key in draft.sections}
+    config = {key: _held(draft, draft.sections[key], key) for key in order if key in draft.sections}
     return Conversion(config, draft.misses)
+
+
+def _held(draft: Draft, value: Any, key: str) -> Any:
+    """Return a value as YAML holds it, and note what it cannot hold."""
+    if isinstance(value, Mapping):
+        return {name: _held(draft, one, f"{key}.{name}") for name, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_held(draft, one, f"{key}.{at}") for at, one in enumerate(value)]
+    if value is None or isinstance(value, (str, int, float)):
+        return value
+    draft.miss(key, f"YAML cannot hold a {type(value).__name__}: here is its text")
+    return str(value)

@@ -338,6 +338,28 @@ def test_loaders_that_only_mmengine_builds_are_built_by_it() -> None:
     assert train["dataloader"]["sampler"] == {"type": "ClassBalanced"}
 
 
+def test_names_that_only_mmengine_has_are_not_taken_for_ours() -> None:
+    _, misses = convert(f'{MODEL}val_evaluator = dict(type="Accuracy")\n')
+    (miss,) = misses
+    assert miss.startswith(
+        "mm.py:2: val_evaluator.type: nothing of the name Accuracy is registered"
+    )
+
+
+def test_a_scope_goes_with_what_is_built_inside() -> None:
+    config, _ = convert(f'{MODEL}default_scope = "mmpretrain"\n')
+    assert config["model"]["head"] == {"_raw_": True, "_scope_": "mmpretrain", "type": "Linear"}
+
+
+def test_only_the_config_goes_to_stdout(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (here / "mm.py").write_text(f"{MODEL}import torch\nprint('loading')\nwork_dir = {{1, 2}}\n")
+    assert main(["convert", "mm.py"]) == 3
+    out, err = capsys.readouterr()
+    assert yaml.safe_load(out)["run_dir"] == "{1, 2}"
+    assert "run_dir: YAML cannot hold a set: here is its text" in err
+    assert "loading" in err
+
+
 KEYS = st.text("abcxyz", min_size=1, max_size=4)
 TREES = st.recursive(
     st.integers(0, 99) | st.booleans() | st.none(),
