@@ -20,7 +20,14 @@ with warnings.catch_warnings():
     from mmengine.config import Config
     from mmengine.evaluator import BaseMetric
     from mmengine.model import BaseModel
-    from mmengine.registry import DATASETS, METRICS, MODELS, PARAM_SCHEDULERS
+    from mmengine.optim import OptimWrapperDict, build_optim_wrapper
+    from mmengine.registry import (
+        DATASETS,
+        METRICS,
+        MODELS,
+        OPTIM_WRAPPER_CONSTRUCTORS,
+        PARAM_SCHEDULERS,
+    )
     from mmengine.runner import Runner
 
 
@@ -54,6 +61,51 @@ class Classifier(BaseModel):
         if mode == "loss":
             return {"loss": F.cross_entropy(scores, torch.as_tensor(target))}
         return list(scores.argmax(1)) if mode == "predict" else scores
+
+
+@MODELS.register_module(force=True)
+class Duel(BaseModel):
+    """Two children with an optimizer each, stepped in turn; draws nothing at random."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maker, self.judge = nn.Linear(4, 4).double(), nn.Linear(4, 1).double()
+
+    def forward(self, inputs: Any, target: Any = None, mode: str = "tensor") -> Any:
+        return self.maker(torch.stack(list(inputs)))
+
+    def train_step(self, data: Any, optim_wrapper: Any) -> dict[str, Tensor]:
+        real = torch.stack(list(data[0]))
+        noise = real.flip(1)
+        with optim_wrapper["judge"].optim_context(self.judge):
+            judged = self.judge(torch.cat([real, self.maker(noise).detach()]))
+            loss_judge = F.softplus(torch.cat([-judged[: len(real)], judged[len(real) :]])).mean()
+        optim_wrapper["judge"].update_params(loss_judge)
+        self.judge.requires_grad_(False)
+        with optim_wrapper["maker"].optim_context(self.maker):
+            loss_maker = F.softplus(-self.judge(self.maker(noise))).mean()
+        optim_wrapper["maker"].update_params(loss_maker)
+        self.judge.requires_grad_(True)
+        return {"loss_judge": loss_judge.detach(), "loss_maker": loss_maker.detach()}
+
+
+@OPTIM_WRAPPER_CONSTRUCTORS.register_module(force=True)
+class MultiOptimWrapperConstructor:
+    """One optimizer for each child that the config names, as mmengine's users write it."""
+
+    def __init__(self, optim_wrapper_cfg: Any, paramwise_cfg: Any = None) -> None:
+        self._settings = optim_wrapper_cfg
+
+    def __call__(self, model: nn.Module) -> OptimWrapperDict:
+        settings = {name: dict(one) for name, one in self._settings.items() if name != "type"}
+        return OptimWrapperDict(
+            **{
+                name: build_optim_wrapper(
+                    model.get_submodule(name), {"type": "OptimWrapper", **one}
+                )
+                for name, one in settings.items()
+            }
+        )
 
 
 @DATASETS.register_module(force=True)
@@ -114,6 +166,7 @@ def train_theirs(path: Path) -> tuple[Any, list[list[float]]]:
         config.log_level = "ERROR"
         runner = Runner.from_cfg(config)
         runner.optim_wrapper = runner.build_optim_wrapper(runner.optim_wrapper)
-        rates = note_rates(runner.optim_wrapper.optimizer)
+        optimizer = getattr(runner.optim_wrapper, "optimizer", None)
+        rates = [] if optimizer is None else note_rates(optimizer)
         runner.train()
     return runner, rates

@@ -157,6 +157,59 @@ def test_a_run_by_updates_in_their_order_with_their_scheduler(tmp_path: Path) ->
     assert any("12" in name for name in saved)
 
 
+DUEL = """
+custom_imports = dict(imports=["mmengine_parts"], allow_failed_imports=False)
+randomness = dict(seed=3)
+model = dict(type="Duel")
+model_wrapper_cfg = dict(type="MMSeparateDistributedDataParallel")
+train_dataloader = dict(
+    batch_size=BATCH,
+    num_workers=0,
+    sampler=dict(type="DefaultSampler", shuffle=False),
+    dataset=dict(type="Points", size=40),
+)
+train_cfg = dict(by_epoch=True, max_epochs=3)
+optim_wrapper = dict(
+    constructor="MultiOptimWrapperConstructor",
+    maker=dict(optimizer=dict(type="Adam", lr=0.02), clip_grad=dict(max_norm=0.1)),
+    judge=dict(optimizer=dict(type="SGD", lr=0.1, momentum=0.9)),
+)
+param_scheduler = dict(
+    maker=[dict(type="LinearLR", start_factor=0.1, begin=0, end=6, by_epoch=False)],
+    judge=[dict(type="StepLR", step_size=1, gamma=0.5)],
+)
+"""
+
+
+def train_duel(config: dict[str, Any], folder: Path) -> dict[str, Tensor]:
+    sys.path.insert(0, str(Path(__file__).parent))
+    hooks = {"progress": False, "log": False, "throughput": False, "checkpoint": False}
+    runner = Runner.from_config({**config, "device": "cpu", "run_dir": str(folder), "hooks": hooks})
+    runner.train()
+    return user_weights(runner)
+
+
+def user_weights(runner: Runner) -> dict[str, Tensor]:
+    """Return the weights under the user's names, also where children are wrapped."""
+    model: Any = runner.state.model.module
+    return {name.replace(".module.", "."): value for name, value in weights(model).items()}
+
+
+def test_several_optimizers_in_one_process_and_on_two_ranks(tmp_path: Path) -> None:
+    path = tmp_path / "duel.py"
+    path.write_text(DUEL.replace("BATCH", "8"))
+    theirs = weights(train_theirs(path)[0].model)
+    conversion = convert_config(path)
+    assert not conversion.misses
+    assert conversion.config["wrapper"] == {"type": "separate"}
+    alone = {key: value for key, value in conversion.config.items() if key != "wrapper"}
+    assert apart(train_duel(alone, tmp_path / "alone"), theirs) <= 1e-12
+    path.write_text(DUEL.replace("BATCH", "4"))
+    halves = convert_config(path).config
+    for ours in run_ranks(train_duel, 2, halves, tmp_path / "ranks"):
+        assert apart(ours, theirs) <= 1e-12
+
+
 LAZY_BASE = """
 from mmengine.dataset import DefaultSampler
 from mmengine_parts import Points
