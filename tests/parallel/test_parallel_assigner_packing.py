@@ -1,0 +1,50 @@
+"""Whether something fits is known, where it can be tried out."""
+
+import itertools
+import random
+
+import pytest
+
+from stepwrap.parallel._placement_packing import pack
+
+
+def fits(placed: tuple[int, ...], sizes: list[float], room: list[float]) -> bool:
+    used = [0.0] * len(room)
+    for size, device in zip(sizes, placed, strict=True):
+        used[device] += size
+    return all(one <= most for one, most in zip(used, room, strict=True))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_verdict_is_that_of_trying_everything(seed: int) -> None:
+    draw = random.Random(seed)
+    verdicts = set()
+    for _ in range(60):
+        sizes = [float(draw.randint(1, 9)) for _ in range(draw.randint(1, 6))]
+        devices = draw.randint(1, 3)
+        mean = round(sum(sizes) / devices)
+        room = [float(max(0, mean + draw.randint(-2, 2))) for _ in range(devices)]
+        found, certain = pack(sizes, room)
+        every = itertools.product(range(devices), repeat=len(sizes))
+        assert certain
+        assert (found is not None) == any(fits(placed, sizes, room) for placed in every)
+        assert found is None or fits(tuple(found), sizes, room)
+        verdicts.add(found is None)
+    assert verdicts == {True, False}
+
+
+def test_a_choice_is_undone_where_it_ends_nowhere() -> None:
+    # The two largest fit together, and then the last one nowhere.
+    sizes, room = [4.0, 4.0, 3.0, 3.0, 3.0, 3.0], [10.0, 10.0]
+    found, _ = pack(sizes, room)
+    assert found is not None
+    assert fits(tuple(found), sizes, room)
+
+
+def test_it_gives_up_in_time() -> None:
+    # Odd capacities, even sizes: nothing fits, and that takes long to see.
+    sizes = [float(2 * (20 + index % 17)) for index in range(60)]
+    assert pack(sizes, [sum(sizes) / 6 + (1 if index else -5) for index in range(6)]) == (
+        None,
+        False,
+    )
