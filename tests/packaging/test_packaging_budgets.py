@@ -30,6 +30,8 @@ PARAMETERS = 8
 MANY_METHODS = {"BasePool", "CollectiveGroup", "Hook", "RpcGroup"}
 # Documented signatures of the systems whose names we keep; Runner takes each part by its name.
 MANY_PARAMETERS = {
+    "parallel/assigner.py:__init__",
+    "parallel/assigner.py:optimize_placement",
     "parallel/context_pool.py:__init__",
     "parallel/pool.py:__init__",
     "rpc/gradient_server.py:__init__",
