@@ -13,8 +13,10 @@ from ..wrappers import AmpOptimWrapper, OptimWrapper, is_dtensor, reshard, take_
 
 
 def holds_shards(module: nn.Module) -> bool:
-    """Whether parameters of ``module`` are DTensors, be it on one rank alone."""
-    return any(is_dtensor(one) for one in module.parameters())
+    """Whether ``module`` or a part of it is spread by FSDP2, be it over one rank alone."""
+    # Not by the parameters: where a forward has raised, they are whole. The name of the method is
+    # enough, as importing FSDP2 takes as long as half of torch.
+    return any(hasattr(one, "set_reshard_after_forward") for one in module.modules())
 
 
 def whole(state: Any) -> Any:

@@ -122,8 +122,7 @@ class StepStrategy(DDPStrategy):
 
     def on_validation_start(self) -> None:
         """Give every rank the buffers of the first: statistics differ after a training step."""
-        if self._wrapped is not None:
-            self._wrapped.sync_buffers()
+        getattr(self._wrapped, "sync_buffers", lambda: None)()
 
     on_test_start = on_predict_start = on_validation_start
 
@@ -155,19 +154,31 @@ class StepStrategy(DDPStrategy):
 
     def teardown(self) -> None:
         """End the run; what was put around and into the module is taken off, shards stay."""
+        wrapped = self._wrapped
+        if wrapped is not None and holds_shards(wrapped.module):
+            self._leave_shards()
+            return
         super().teardown()
-        wrapped, self.model = self._wrapped, self.lightning_module
-        if wrapped is None or self.lightning_module is None:
+        self._wrapped, self.model = None, self.lightning_module
+        if wrapped is None:
             return
-        if holds_shards(wrapped.module):
-            if not self._keeps_process:
-                # The parent process asks for the weights now, and has no group.
-                keep_whole(self.lightning_module)
-            return
-        self._wrapped = None
         _take_off(wrapped, reverts=bool(self.wrapper_options.get("sync_batchnorm")))
         if isinstance(self.lightning_module, StepLightningModule):
             self.lightning_module.step_by(None)
+
+    def _leave_shards(self) -> None:
+        """End the run, but leave the shards on the devices where they can be gathered."""
+        module = self._module()
+        self.model = module
+        if not self._keeps_process:
+            # The parent process is sent the weights now.
+            keep_whole(module)
+        assert self.cluster_environment is not None
+        assert self.accelerator is not None
+        self.cluster_environment.teardown()
+        self.precision_plugin.teardown()
+        self.accelerator.teardown()
+        self.checkpoint_io.teardown()
 
     def _module(self) -> LightningModule:
         assert self.lightning_module is not None

@@ -2,6 +2,7 @@
 
 import os
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -10,6 +11,11 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, Subset
 
 from stepwrap.configs.digits import Digits
+
+if find_spec("lightning") is not None:
+    # It brings pytorch_lightning along, which is taken where neither is imported.
+    import_module("lightning.pytorch")
+
 from stepwrap.plugins._lightning_tree import TREE, LightningModule, Trainer
 from stepwrap.plugins.lightning import StepStrategy
 

@@ -57,6 +57,9 @@ def _fit(setting: str, strategy: Any) -> tuple[dict[str, Tensor], dict[str, floa
     return whole_weights(trainer), logged, trainer.global_step
 
 
+DDP_OPTIONS = ("static_graph", "find_unused_parameters", "gradient_as_bucket_view")
+
+
 def _compare(settings: tuple[str, ...]) -> dict[tuple[str, str], Any]:
     join_lightning()
     found: dict[tuple[str, str], Any] = {}
@@ -67,6 +70,9 @@ def _compare(settings: tuple[str, ...]) -> dict[tuple[str, str], Any]:
             logs = max(abs(ours[1][name] - value) for name, value in theirs[1].items())
             same = sorted(ours[1]) == sorted(theirs[1]) and ours[2] == theirs[2]
             found[setting, wrapper] = (distance(ours[0], theirs[0]), logs, same)
+        for option in DDP_OPTIONS:
+            ours = _fit(setting, StepStrategy(**{option: True}))
+            found[setting, option] = distance(ours[0], theirs[0])
     return found
 
 

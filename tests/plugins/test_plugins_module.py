@@ -11,7 +11,7 @@ from stepped_runs import CASES, both_ways, evaluated, plain, resumed, supervised
 from torch.utils.data import DataLoader
 
 from stepwrap.configs.digits import Digits
-from stepwrap.plugins.lightning import StepLightningModule, StepStrategy
+from stepwrap.plugins.lightning import StepLightningModule
 from stepwrap.wrappers import OptimWrapper
 
 pytestmark = [pytest.mark.filterwarnings(one) for one in QUIET]
@@ -162,13 +162,15 @@ def _plateau(optimizer: Any) -> Any:
     return torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
 
 
-def test_a_plateau_watches_a_logged_metric() -> None:
-    def still(model: Any) -> OptimWrapper:
-        return OptimWrapper(torch.optim.SGD(model.parameters(), lr=0.0))
+def _still(model: Any) -> OptimWrapper:
+    return OptimWrapper(torch.optim.SGD(model.parameters(), lr=0.0))
 
+
+def test_a_plateau_watches_a_logged_metric() -> None:
     plateau = {"type": "ReduceLROnPlateau", "metric": "val_loss", "patience": 0, "factor": 0.5}
-    module = StepLightningModule(supervised(), optim_wrapper=still, schedulers=[plateau])
-    trainer = make_trainer(StepStrategy(), max_epochs=3)
+    module = StepLightningModule(supervised(), optim_wrapper=_still, schedulers=[plateau])
+    trainer = make_trainer("auto", max_epochs=3)
     trainer.fit(module, loader(), loader("val", 16))
-    assert trainer.lr_scheduler_configs[0].scheduler.num_bad_epochs == 0
-    assert trainer.lr_scheduler_configs[0].scheduler.last_epoch == 3
+    scheduler = trainer.lr_scheduler_configs[0].scheduler
+    assert scheduler.last_epoch == 3
+    assert scheduler.best == pytest.approx(trainer.callback_metrics["val_loss"].item())

@@ -2,13 +2,14 @@
 
 import importlib
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 from lightning_parts import QUIET
 from torch import nn
 
-from stepwrap.plugins._lightning_tree import FABRIC_REGISTRY, StrategyRegistry
+from stepwrap.plugins._lightning_tree import FABRIC_REGISTRY, TREE, StrategyRegistry
 from stepwrap.plugins.lightning import StepFabricStrategy, StepStrategy
 from stepwrap.wrappers import SeparateDistributedDataParallel, StepDistributedDataParallel
 
@@ -69,6 +70,17 @@ def test_fabric_refuses_wrappers_that_it_could_not_accumulate_under(wrapper: str
 def test_fabric_refuses_unknown_options() -> None:
     with pytest.raises(TypeError, match="did you mean gradient_as_bucket_view"):
         StepFabricStrategy(gradients_as_bucket_view=True)
+
+
+def test_the_front_door() -> None:
+    door = importlib.import_module("stepwrap.plugins.lightning")
+    assert door.__all__ == ["StepFabricStrategy", "StepLightningModule", "StepStrategy"]
+
+
+@pytest.mark.skipif(TREE != "pytorch_lightning", reason="the page imports pytorch_lightning")
+def test_what_the_page_shows_of_the_strategy_is_true() -> None:
+    page = (Path(__file__).parents[2] / "docs/lightning.md").read_text()
+    exec(page.partition("```python\n")[2].partition("```")[0], {})
 
 
 def _without(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from lightning_parts import QUIET, Automatic, join_lightning, loader, make_trainer
 from lightning_runs import (
+    DDP_OPTIONS,
     SETTINGS,
     WRAPPERS,
     Messages,
@@ -29,6 +30,13 @@ def test_weights_and_logs_are_those_of_lightnings_ddp(wrapper: str, setting: str
         assert weights <= 1e-6
         assert logs <= 1e-6
         assert same_names_and_steps
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("option", DDP_OPTIONS)
+def test_options_of_ddp_change_no_weights(option: str, setting: str) -> None:
+    for rank in compared():
+        assert rank[setting, option] <= 1e-6
 
 
 def _collectives_of_an_epoch(wrapper: str, every: int) -> dict[str, int]:

@@ -24,6 +24,7 @@ from ranks import run_ranks
 from torch import nn
 
 from stepwrap.plugins.lightning import StepStrategy
+from stepwrap.registry import MODEL_WRAPPERS
 
 pytestmark = [pytest.mark.filterwarnings(one) for one in QUIET]
 ROOT = Path(__file__).parents[2]
@@ -72,12 +73,11 @@ def _compiled() -> dict[str, Any]:
         trainer = make_trainer(StepStrategy(wrapper))
         trainer.fit(module, loader(), loader("val"))
         found[f"{wrapper}, net"] = distance(whole_weights(trainer), plain)
-        if wrapper != "fsdp":
-            whole = Automatic()
-            whole.log = _log_nothing  # type: ignore[method-assign]
-            trainer = make_trainer(StepStrategy(wrapper), limit_val_batches=0)
-            trainer.fit(torch.compile(whole, backend="eager"), loader())  # type: ignore[arg-type]
-            found[f"{wrapper}, module"] = distance(weights(whole), plain)
+        whole = Automatic()
+        whole.log = _log_nothing  # type: ignore[method-assign]
+        trainer = make_trainer(StepStrategy(wrapper), limit_val_batches=0)
+        trainer.fit(torch.compile(whole, backend="eager"), loader())  # type: ignore[arg-type]
+        found[f"{wrapper}, module"] = distance(whole_weights(trainer), plain)
     return found
 
 
@@ -88,7 +88,7 @@ def _log_nothing(*args: Any, **kwargs: Any) -> None:
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
 def test_compiled_modules_reach_the_same_weights() -> None:
     for rank in run_ranks(_compiled, 2, timeout_s=200):
-        assert len(rank) == 5
+        assert len(rank) == 6
         assert rank == pytest.approx(dict.fromkeys(rank, 0.0), abs=1e-6)
 
 
@@ -139,12 +139,63 @@ def test_the_example_by_the_subprocess_launcher(tmp_path: Path) -> None:
     assert min(accuracies) > 0.85
 
 
-def test_one_device_needs_no_launcher() -> None:
-    module, net = Automatic(sgd=True), Automatic(sgd=True).net
-    make_trainer("stepwrap").fit(module, loader())
+def _one_device() -> dict[str, float]:
+    net = Automatic(sgd=True).net
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     for images, labels in loader():
         optimizer.zero_grad()
         nn.functional.cross_entropy(net(images), labels).backward()
         optimizer.step()
-    assert distance(weights(module.net), weights(net)) <= 1e-6
+    found = {}
+    for name in {*MODEL_WRAPPERS, "fsdp"}:
+        module = Automatic(sgd=True)
+        options: dict[str, Any] = {"use_distributed_sampler": False, "limit_val_batches": 0}
+        trainer = make_trainer(StepStrategy(name), devices=1, **options)
+        trainer.fit(module, loader(whole=True))
+        reached = {key.removeprefix("net."): one for key, one in whole_weights(trainer).items()}
+        found[name] = distance(reached, weights(net))
+    return found
+
+
+def test_every_registered_wrapper_trains_on_one_device() -> None:
+    # Without a group: Lightning makes it.
+    (found,) = run_ranks(_one_device, 1, init=False)
+    assert {"ddp", "fsdp", "separate", "single", "dp", "auto"} <= set(found)
+    assert found == pytest.approx(dict.fromkeys(found, 0.0), abs=1e-6)
+
+
+class Stopping(Automatic):
+    """Fails in the third step of its first run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fails = True
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if batch_idx == 2 and self.fails:
+            self.fails = False
+            raise ValueError("on purpose")
+        return super().training_step(batch, batch_idx)
+
+
+def _failing() -> dict[str, Any]:
+    join_lightning()
+    found = {}
+    for wrapper in WRAPPERS:
+        module = Stopping()
+        trainer = make_trainer(StepStrategy(wrapper))
+        with pytest.raises(ValueError, match="on purpose"):
+            trainer.fit(module, loader())
+        children = [type(one).__name__ for one in module.children()]
+        before = whole_weights(trainer)
+        again = trainer if wrapper == "fsdp" else make_trainer(StepStrategy(wrapper))
+        again.fit(module, loader())
+        found[wrapper] = (children, distance(before, whole_weights(again)))
+    return found
+
+
+def test_an_error_of_a_step_is_told_and_the_module_can_be_trained_again() -> None:
+    for rank in run_ranks(_failing, 2):
+        for children, moved in rank.values():
+            assert children == ["Sequential"]
+            assert moved > 1e-3
