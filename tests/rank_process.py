@@ -63,6 +63,7 @@ def serve() -> None:
         import torch.distributed
 
         torch.set_num_threads(1)
+        _call_by_sockets()
         connection.send_bytes(_answer("ready", None))
         while (message := inbox.get()) != b"exit":
             connection.send_bytes(_answer_call(rank, message))
@@ -88,6 +89,17 @@ def _listen(connection: Connection, inbox: queue.SimpleQueue[bytes]) -> None:
 
 def _answer(kind: str, value: Any) -> bytes:
     return pickle.dumps((kind, value, time.monotonic()))
+
+
+def _call_by_sockets() -> None:
+    """Have torch's RPC use sockets also between processes of one machine.
+
+    A thread that never sleeps serves its transport by shared memory: three ranks would take all of
+    a machine with two cores. Worlds in processes that tests start afresh have torch's own choice.
+    """
+    from torch.distributed.rpc import TensorPipeRpcBackendOptions
+
+    TensorPipeRpcBackendOptions.__init__.__kwdefaults__["_transports"] = ["uv"]
 
 
 def _answer_call(rank: int, message: bytes) -> bytes:
