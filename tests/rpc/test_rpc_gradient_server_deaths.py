@@ -17,7 +17,7 @@ from torch import nn
 
 from stepwrap.rpc import PushPullGradServer, PushPullGradServerImpl, RpcError, RpcGroup, World
 
-WAIT_S = 60.0
+WAIT_S = 120.0
 Role = Callable[[PushPullGradServerImpl, RpcGroup, Path], Any]
 
 

@@ -63,7 +63,11 @@ def _die_after_meeting(rank: int, url: str, folder: Path) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
         World._meet = meet  # type: ignore[method-assign]
-    options = {"dist_init_method": url, "dist_timeout": 2, "init_dist": folder.name == "dist"}
+    # The timeout begins when all have been started.
+    (folder / f"here_{rank}").touch()
+    while len(list(folder.glob("here_*"))) < 3:
+        time.sleep(0.01)
+    options = {"dist_init_method": url, "dist_timeout": 4, "init_dist": folder.name == "dist"}
     (folder / str(rank)).write_text(": ".join(told(World, f"w{rank}", rank, 3, **options)))
 
 
@@ -108,12 +112,13 @@ def test_calls_without_a_limit_and_the_store_keeps_its_own() -> None:
     assert run_ranks(_no_limit, 2)[0] > timedelta(0)
 
 
-def _late_once(url: str | None) -> list[str]:
+def _late_once(url: str | None, over: Path) -> list[str]:
     rank = dist.get_rank() if url is None else rank_without_group()
     ends = []
     for attempt in range(3):
         if (attempt, rank) == (0, 1):
-            time.sleep(1.0)
+            while not over.exists():
+                time.sleep(0.01)
             continue
         try:
             options = {"dist_init_method": url, "dist_timeout": 0.5 if attempt == 0 else 20}
@@ -121,13 +126,14 @@ def _late_once(url: str | None) -> list[str]:
             ends.append("made")
         except RpcError as error:
             ends.append(str(error))
+        over.touch()
     return ends
 
 
 @pytest.mark.parametrize("store", ["default group", "file"])
 def test_a_world_after_one_that_could_not_begin(store: str, tmp_path: Path) -> None:
     url = f"file://{tmp_path}/store" if store == "file" else None
-    first, second = run_ranks(_late_once, 2, url)
+    first, second = run_ranks(_late_once, 2, url, tmp_path / "over")
     text = "the world is not complete: rank 1 of 2 has not come within 0.5 s; here: 0 ('w0')"
     assert first == [text, "made", "made"]
     assert second == ["made", "made"]
@@ -151,25 +157,29 @@ def test_what_a_killed_world_has_left_in_a_file_is_not_joined(tmp_path: Path) ->
     run_and_expect([0, 0], _come_early, url, tmp_path)
 
 
-def _still_serves(url: str) -> float:
+def _serve_until(*paths: Path) -> None:
+    while not all(path.exists() for path in paths):
+        time.sleep(0.01)
+
+
+def _still_serves(url: str, folder: Path) -> None:
     rank = rank_without_group()
+    stopped = [folder / f"stopped_{one}" for one in range(2)]
     world = World(f"w{rank}", rank, 2, dist_init_method=url)
     group = world.create_rpc_group("g", world.get_members())
     if rank == 0:
-        group.rpc_async("w1", time.sleep, args=(5,))
+        group.rpc_async("w1", _serve_until, args=stopped)
         time.sleep(0.2)
     group.barrier()
-    start = time.monotonic()
     world.stop(1)
-    took = time.monotonic() - start
+    stopped[rank].touch()
     # The next one begins once that function has returned.
-    with World(f"w{rank}", rank, 2, dist_init_method=url):
-        return took
+    World(f"w{rank}", rank, 2, dist_init_method=url).stop()
 
 
-def test_stop_does_not_wait_for_a_function_that_is_served() -> None:
-    # The function sleeps for 5 s.
-    assert max(run_ranks(_still_serves, 2, local_place())) < 4
+def test_stop_does_not_wait_for_a_function_that_is_served(tmp_path: Path) -> None:
+    """The function is served until both have stopped."""
+    run_ranks(_still_serves, 2, local_place(), tmp_path)
 
 
 @async_execution  # type: ignore[untyped-decorator]
