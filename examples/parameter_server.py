@@ -16,7 +16,7 @@ from stepwrap.runner import launch
 NAMES = ["primary", "reducer", "client0", "client1"]
 
 
-def main(epochs: int = 12) -> float | None:
+def main(epochs: int = 6) -> float | None:
     with World(NAMES[get_rank()]) as world:
         group = world.create_rpc_group("all", NAMES)
         if world.name in ("primary", "reducer"):
