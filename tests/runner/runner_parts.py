@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +33,9 @@ from torch.utils.data import Dataset
 class Points(Dataset):
     """Points in the plane above or below a line; reading one can take time or fail."""
 
-    def __init__(self, size=48, pause_s=0.0, bad=-1, bad_rank=0, deadly=False):
+    def __init__(self, size=48, pause_s=0.0, bad=-1, bad_rank=0, deadly=False, mark=None):
         self.size, self.pause_s, self.bad, self.deadly = size, pause_s, bad, deadly
+        self.mark = mark
         self.here = int(os.environ.get("RANK", "0")) == bad_rank
         generator = torch.Generator().manual_seed(1)
         self.inputs = torch.randn(size, 2, generator=generator)
@@ -43,6 +45,8 @@ class Points(Dataset):
         return self.size
 
     def __getitem__(self, index):
+        if self.mark:
+            open(self.mark, "a").close()
         time.sleep(self.pause_s)
         if index == self.bad and self.here:
             if self.deadly:
@@ -112,11 +116,17 @@ class Command:
 
     def wait_for(self, folder: Path, count: int) -> None:
         """Wait until `count` checkpoints are there."""
+        self.wait_until(
+            lambda: len(list(folder.glob("checkpoints/step_*"))) >= count, f"no {count} checkpoints"
+        )
+
+    def wait_until(self, condition: Callable[[], bool], otherwise: str) -> None:
+        """Wait until it holds while the process runs."""
         limit = time.monotonic() + TIMEOUT_S
-        while len(list(folder.glob("checkpoints/step_*"))) < count:
+        while not condition():
             if self.process.poll() is not None or time.monotonic() > limit:
                 code, out, err = self.finish()
-                raise AssertionError(f"no {count} checkpoints; exit code {code}\n{out}\n{err}")
+                raise AssertionError(f"{otherwise}; exit code {code}\n{out}\n{err}")
             time.sleep(0.01)
 
     def left_over(self) -> list[int]:

@@ -3,10 +3,12 @@
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 import torch
 from runner_parts import Command
 
 from stepwrap.loops import find_checkpoint, load_checkpoint
+from stepwrap.runner.cli import main
 
 FSDP = ("--nproc=2", "wrapper={type: fsdp}")
 TENSOR = (
@@ -18,12 +20,12 @@ EMA = "hooks.ema={decay: 0.9}"
 
 
 def test_a_sharded_run_is_tested_and_continued_elsewhere(
-    start: Callable[..., Command], tmp_path: Path
+    start: Callable[..., Command], run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """What two processes have saved, one tests, and split layers go on from."""
     code, _, err = start("train", "points.yaml", EMA, "train.max_epochs=1", *FSDP).finish()
     assert code == 0, err
-    (folder,) = (tmp_path / "runs").iterdir()
+    (folder,) = (run / "runs").iterdir()
     path = find_checkpoint(folder)
     assert path is not None
     checkpoint = load_checkpoint(path)
@@ -37,9 +39,8 @@ def test_a_sharded_run_is_tested_and_continued_elsewhere(
     )
     assert not torch.equal(weights["net.0.weight"], averages["net.0.weight"])
 
-    code, out, err = start("test", "points.yaml", EMA).finish()
-    assert code == 0, err
-    assert "accuracy" in out
+    assert main(["test", "points.yaml", EMA]) == 0
+    assert "accuracy" in capsys.readouterr().out
 
     resumed = ("train.max_epochs=2", "--resume", *TENSOR)
     code, _, err = start("train", "points.yaml", EMA, *resumed).finish()
