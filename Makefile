@@ -10,11 +10,12 @@ export PYTHONUNBUFFERED := 1
 demo: $(READY)
 	$(BIN)/stepwrap train configs/digits_ddp.yaml --fresh
 
+# Files in their order, the many short ones last: no long one is left to one process alone.
 test: $(READY) types-link
 	$(BIN)/ruff check -q .
 	$(BIN)/ruff format -q --check .
 	PYTHONPATH=build/types $(BIN)/lint-imports --no-logo --no-cache
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 check: $(READY) types-link
 	$(BIN)/ruff format --check .
