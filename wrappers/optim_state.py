@@ -122,6 +122,9 @@ def _fitted(values: Any, owner: Tensor) -> Any:
 
 
 def _fitted_value(value: Any, owner: Tensor) -> Any:
+    if isinstance(value, list):
+        # Vectors of all parameters, as LBFGS has them.
+        return [_fitted_value(one, owner) for one in value]
     if not hasattr(value, "shape") or (isinstance(value, Tensor) and not is_placed(owner)):
         return _whole(value)
     if len(value.shape) and tuple(value.shape) == layout_of(owner).shape:

@@ -28,7 +28,7 @@ class SourceStreams(SourceText):
 
 @MODELS.register_module()
 class CharGRU(BaseModel):
-    """Characters (batch, time), state (batch, width) -> logits (batch, 128, time), state."""
+    """Characters (batch, time), state (batch, width) -> logits (batch, time, 128), state."""
 
     def __init__(self, width: int = 96) -> None:
         super().__init__()
@@ -38,9 +38,9 @@ class CharGRU(BaseModel):
     def forward(self, characters: Tensor, state: Tensor | None = None, mode: str = "tensor") -> Any:
         before = None if state is None else state[None]
         states, last = self.gru(self.characters(characters), before)
-        return self.head(states).transpose(1, 2), last[0]
+        return self.head(states), last[0].clone()  # no view of it, of which fsdp warns
 
     def val_step(self, data: Any) -> dict[str, Any]:
         characters, target = self.data_preprocessor(data, training=False)
-        loss = cross_entropy(self(characters)[0], target)
+        loss = cross_entropy(self(characters)[0].flatten(0, 1), target.flatten())
         return {"loss": loss, "target": target, "num_samples": len(target)}

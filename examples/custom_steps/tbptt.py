@@ -29,7 +29,7 @@ class TruncatedDDP(StepDistributedDataParallel):
         state = None if self.state is None else self.state * (goes_on > 0)[:, None]
         with optim_wrapper.optim_context(self):
             logits, state = self(characters, state)
-            loss = cross_entropy(logits, target)
+            loss = cross_entropy(logits.flatten(0, 1), target.flatten())
         self.rows, self.state = rows, state.detach()
         optim_wrapper.update_params(loss)
         return {"loss": loss.detach()}

@@ -1,0 +1,141 @@
+"""The steps of examples/custom_steps through the runner, against plain PyTorch."""
+
+import json
+from pathlib import Path
+
+import custom_step_runs as runs
+import gan
+import pytest
+import torch
+from custom_step_runs import FOLDER, STEPS, TOLERANCE, apart, doubles, expected
+from ranks import run_ranks
+from torch import Tensor
+
+from stepwrap.loops import LoopState, load_checkpoint, save_checkpoint
+from stepwrap.registry import load_config
+from stepwrap.runner import Runner
+from stepwrap.runner.cli import main
+from stepwrap.wrappers import SingleDevice
+
+NARROW = ["model.net.width=4", "model.net.dropout=0.0"]
+MODELS = {
+    "gan": [],
+    "gradient_penalty": NARROW,
+    "sam": NARROW,
+    "distillation": [*NARROW, "model.teacher.net.width=4", "model.run=teacher"],
+    "lbfgs": [*NARROW, "optimizer.max_iter=5"],
+    "tbptt": ["model.width=8"],
+}
+LOGS = {
+    "gan": {"loss_d", "loss_g"},
+    "gradient_penalty": {"loss", "loss_scores", "loss_slope"},
+    "sam": {"loss", "sharpness"},
+    "distillation": {"loss", "loss_soft", "loss_hard"},
+    "lbfgs": {"loss"},
+    "tbptt": {"loss"},
+}
+
+
+def changes(name: str, updates: int, ranks: int = 1, per_update: int = 1) -> list[str]:
+    """What makes the example's config small, and its batches those of plain PyTorch."""
+    data = ["dtype=float64"]
+    if name == "tbptt":
+        data = [f"streams={runs.SIZE}", "block=8", f"limit={runs.COUNT * runs.SIZE}"]
+    return [
+        *MODELS[name],
+        *(f"data.train.dataset.{one}" for one in data),
+        f"data.train.batch_size={runs.SIZE // ranks}",
+        "data.train.shuffle=false",
+        "data.val=null",
+        "data.test=null",
+        f"train={{type: IterTrainLoop, max_steps: {updates}, log_every_steps: 1}}",
+        "hooks.checkpoint={every_steps: 1, every_epochs: null, keep_last: null}",
+        "hooks.progress=false",
+        "schedulers=null",
+    ]
+
+
+def updates_of(name: str) -> int:
+    return 2 if name in ("gradient_penalty", "sam", "distillation", "lbfgs") else runs.COUNT
+
+
+def weights_in(run: Path, step: int) -> dict[str, Tensor]:
+    weights: dict[str, Tensor] = load_checkpoint(run / "checkpoints" / f"step_{step:08d}").read(
+        "model.pt"
+    )
+    return weights
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where there is a run of the teacher."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(gan.DigitGan, "noise", runs.fixed_noise)
+    with doubles():
+        state = LoopState(SingleDevice(runs.teacher()))
+        save_checkpoint(tmp_path / "teacher" / "checkpoints", state, is_best=True)
+    return tmp_path
+
+
+def command(name: str, run: str, updates: int, *words: str) -> None:
+    with doubles():
+        config = str(FOLDER / f"{name}.yaml")
+        assert main(["train", config, "--run-dir", run, *words, *changes(name, updates)]) == 0
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_a_step_in_one_process(name: str, folder: Path) -> None:
+    """Weights, logs, and a resume between checkpoints that gives the same weights."""
+    last = updates_of(name)
+    command(name, "run", last)
+    found, plain = weights_in(folder / "run", last), expected(name)
+    assert apart({key: found[key] for key in plain}, plain) <= TOLERANCE[name]
+    lines = (folder / "run" / "metrics.jsonl").read_text().splitlines()
+    records = [json.loads(line) for line in lines]
+    assert len(records) == last
+    assert all(LOGS[name] <= record.keys() for record in records)
+    command(name, "part", last // 2)
+    command(name, "part", last, "--resume")
+    again = weights_in(folder / "part", last)
+    assert all(torch.equal(again[key], found[key]) for key in found)
+
+
+def train(name: str, folder: Path, more: list[str]) -> tuple[dict[str, Tensor], bool]:
+    """Train on this rank's half of each batch; whether a resume gives the same."""
+    gan.DigitGan.noise = runs.fixed_noise  # type: ignore[method-assign]
+    last = updates_of(name)
+    found = []
+    with doubles():
+        for run, ends in (("run", [last]), ("part", [last // 2, last])):
+            for end in ends:
+                words = [*changes(name, end, 2), f"run_dir={folder / run}", *more]
+                runner = Runner.from_config(load_config(FOLDER / f"{name}.yaml", words))
+                runner.train(resume=end != ends[0])
+            found.append(runs.whole_weights(runner.state.model.module))
+    return found[0], all(torch.equal(found[1][key], found[0][key]) for key in found[0])
+
+
+def check_two_ranks(name: str, folder: Path, *more: str) -> None:
+    plain = expected(name)
+    for found, same in run_ranks(train, 2, name, folder, list(more)):
+        assert apart(found, plain) <= TOLERANCE[name]
+        assert same
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_a_step_on_two_ranks(name: str, folder: Path) -> None:
+    """Half the batch on each rank: the weights of plain PyTorch, also with a resume."""
+    check_two_ranks(name, folder)
+
+
+@pytest.mark.parametrize("path", ["sam.SharpnessAwareDDP", "lbfgs.ClosureDDP"])
+def test_the_step_of_a_class_as_a_function(path: str, folder: Path) -> None:
+    """Under another wrapper than that of the example, named in the config."""
+    name = path.partition(".")[0]
+    wrapper = "wrapper={type: fsdp, shard: [Conv2d]}"
+    check_two_ranks(name, folder, wrapper, f"train_step={path}.train_step")
+
+
+def test_the_files_are_short() -> None:
+    for file in FOLDER.glob("*.py"):
+        assert len(file.read_text().splitlines()) < 60, file.name

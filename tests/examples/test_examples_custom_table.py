@@ -1,0 +1,149 @@
+"""The table of docs/custom_steps.md: every cell is tried."""
+
+import re
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import custom_step_runs as runs
+import pytest
+import torch
+import torch.distributed as dist
+from custom_step_runs import STEPS, apart, expected, stepped, stepped_in_group, whole_weights
+from ranks import run_ranks
+from torch import Tensor, nn
+
+from stepwrap.wrappers import OptimWrapper, StepFullyShardedDataParallel, SupervisedModel
+
+PAGE = (Path(__file__).parents[2] / "docs/custom_steps.md").read_text()
+TOLD = {
+    ("gan", "ddp"): "needs SeparateDistributedDataParallel",
+    ("gan", "fsdp"): "parameters of the model were used where they are shards",
+    ("gradient_penalty", "fsdp"): "blocks that fsdp has freed",
+    ("gradient_penalty", "tensor"): "split over a tensor axis",
+    ("lbfgs", "tensor"): "LBFGS takes all parameters as one vector",
+}
+
+
+def cells() -> list[tuple[str, str, str]]:
+    """Return step, wrapper and "yes" or "error" of every cell."""
+    section = PAGE.split("\n## What works where\n")[1].split("\n## ")[0]
+    head, _, *rows = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in re.findall(r"^\|.*\|$", section, flags=re.MULTILINE)
+    ]
+    return [
+        (row[0], wrapper, cell.split()[0])
+        for row in rows
+        for wrapper, cell in zip(head[1:], row[1:], strict=True)
+    ]
+
+
+@cache
+def plain(name: str) -> dict[str, Tensor]:
+    return expected(name)
+
+
+@cache
+def in_group(name: str) -> list[dict[str, Any]]:
+    return run_ranks(stepped_in_group, 2, name)
+
+
+def test_the_table_is_whole() -> None:
+    assert len(cells()) == len(STEPS) * len(runs.BASES)
+    assert {name for name, _, _ in cells()} == set(STEPS)
+    assert {(name, on) for name, on, word in cells() if word == "error"} == set(TOLD)
+
+
+@pytest.mark.parametrize(("name", "wrapper", "word"), cells())
+def test_a_cell(name: str, wrapper: str, word: str) -> None:
+    """The weights of plain PyTorch on the whole batch, or an error that helps."""
+    alone = wrapper in runs.ALONE
+    found = [stepped(name, wrapper)] if alone else [one[wrapper] for one in in_group(name)]
+    for one in found:
+        if word == "error":
+            assert isinstance(one, str)
+            assert TOLD[name, wrapper] in one
+        else:
+            assert not isinstance(one, str), one
+            assert apart(one, plain(name)) <= runs.TOLERANCE[name]
+
+
+def static_graph() -> Any:
+    return stepped("gradient_penalty", "ddp", static_graph=True)
+
+
+def test_no_gradient_of_a_gradient_in_a_static_graph() -> None:
+    assert all("leave static_graph out" in one for one in run_ranks(static_graph, 2))
+
+
+class Smooth(SupervisedModel):
+    """The penalty of the example, inside of the forward."""
+
+    def forward(self, *items: Any, mode: str = "tensor", **named: Any) -> Any:
+        if mode != "loss":
+            return super().forward(*items, mode=mode, **named)
+        images = items[0].detach().requires_grad_()
+        loss = nn.functional.cross_entropy(self.net(images), items[1])
+        (slope,) = torch.autograd.grad(loss * len(images), images, create_graph=True)
+        return {"loss": loss + 0.1 * slope.flatten(1).square().sum(1).mean()}
+
+
+def penalty_inside(shard: list[str] | None) -> dict[str, Tensor] | str:
+    model: Any = runs.fresh_model(STEPS["gradient_penalty"])
+    model.__class__ = Smooth
+    wrapper = StepFullyShardedDataParallel(model, shard=shard)
+    optims = OptimWrapper(runs.adamw(wrapper.parameters()), 2, {"max_norm": 1.0})
+    try:
+        for batch in runs.digit_batches():
+            wrapper.train_step([one[dist.get_rank() :: 2] for one in batch], optims)
+    except RuntimeError as error:
+        return str(error)
+    return whole_weights(model)
+
+
+def test_a_penalty_inside_of_a_sharded_forward() -> None:
+    for found in run_ranks(penalty_inside, 2, None):
+        assert apart(found, plain("gradient_penalty")) <= 1e-12
+    for found in run_ranks(penalty_inside, 2, ["Conv2d"]):
+        assert "blocks that fsdp has freed" in found
+
+
+def search_uneven() -> Any:
+    model = StepFullyShardedDataParallel(
+        SupervisedModel(nn.Sequential(nn.Flatten(), nn.Linear(64, 3)), nn.CrossEntropyLoss())
+    )
+    with pytest.raises(ValueError, match="cannot be shared out evenly") as caught:
+        OptimWrapper(runs.searching(model.parameters()))
+    return str(caught.value)
+
+
+def test_no_search_over_uneven_shards() -> None:
+    assert all(one.startswith("LBFGS takes all") for one in run_ranks(search_uneven, 2))
+
+
+def sharing_a_forward(careless: str) -> str:
+    """A step that leaves gradients of the ranks apart; returns what it is told."""
+
+    def train_step(self: Any, data: Any, optim_wrapper: Any) -> dict[str, Tensor]:
+        losses = self(*data, mode="loss")
+        losses["loss"].backward(retain_graph=True)
+        again = losses if careless == "twice" else self.module(*data, mode="loss")
+        optim_wrapper.update_params(again["loss"])
+        return {}
+
+    base = runs.BASES["ddp"]
+    model = type("Careless", (base,), {"train_step": train_step})(runs.supervised())
+    optims = OptimWrapper(runs.adamw(model.parameters()))
+    with pytest.raises(RuntimeError, match="apart") as caught:
+        model.train_step(
+            [one.float() if one.is_floating_point() else one for one in runs.digit_batches()[0]],
+            optims,
+        )
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("careless", ["twice", "beside"])
+def test_a_backward_that_averages_nothing_is_an_error(careless: str) -> None:
+    found = run_ranks(partial(sharing_a_forward, careless), 2)
+    assert all("Careless.train_step" in one for one in found)
