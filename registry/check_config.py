@@ -182,10 +182,11 @@ def _part_problems(
     yield from optimization_problems(values, schedulers)
     for name, hook in hooks.items():
         yield from check_component(hook, HOOKS, f"hooks.{name}")
-    try:
-        find_train_step(values.get("train_step"))
-    except (ImportError, TypeError) as error:
-        yield Problem("train_step", str(error))
+    if isinstance(values.get("train_step"), str | dict):
+        try:
+            find_train_step(values["train_step"])
+        except (ImportError, TypeError) as error:
+            yield Problem("train_step", str(error))
     metrics = values.get("metrics")
     for name, metric in metrics.items() if isinstance(metrics, dict) else ():
         yield from check_component(metric, METRICS, f"metrics.{name}")

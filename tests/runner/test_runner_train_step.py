@@ -1,0 +1,289 @@
+"""A plain function as the training step, in Python and in configs; plain objects for every part."""
+
+import logging
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from parallel_runs import difference, settings, trained
+from ranks import run_ranks
+from torch import Tensor, nn
+
+from stepwrap.loops import EpochTrainLoop, LoopState, load_checkpoint, save_checkpoint
+from stepwrap.registry import ConfigError, config_from_dict
+from stepwrap.runner import Runner
+from stepwrap.wrappers import (
+    OptimWrapper,
+    SingleDevice,
+    StepDistributedDataParallel,
+    SupervisedModel,
+    with_train_step,
+    wrap_model,
+)
+
+PAGE = (Path(__file__).parents[2] / "docs/custom_steps.md").read_text()
+HERE = "test_runner_train_step"
+
+
+def doubled(wrapper: Any, data: Any, optim_wrapper: Any, factor: float = 2.0) -> dict[str, Any]:
+    """The usual step with a larger loss; what it logs still has its graph."""
+    with optim_wrapper.optim_context(wrapper):
+        losses = wrapper(*data, mode="loss")
+    optim_wrapper.update_params(factor * losses["loss"])
+    return {"loss": losses["loss"], "factor": factor}
+
+
+def batches() -> list[list[Tensor]]:
+    generator = torch.Generator().manual_seed(3)
+    return [[torch.randn(4, 3, generator=generator), torch.tensor([0, 1, 1, 0])] for _ in range(3)]
+
+
+def model() -> SupervisedModel:
+    torch.manual_seed(0)
+    return SupervisedModel(nn.Linear(3, 2), nn.CrossEntropyLoss())
+
+
+def by_hand(factor: float) -> Tensor:
+    net = model().net
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for inputs, labels in batches():
+        optimizer.zero_grad()
+        (factor * nn.functional.cross_entropy(net(inputs), labels)).backward()
+        optimizer.step()
+    return net.weight.detach()
+
+
+def test_a_function_is_the_step_of_a_runner() -> None:
+    bare = model()
+    records: list[Any] = []
+    loop = EpochTrainLoop(batches(), max_epochs=1, log_every_steps=1)
+
+    class Watch:
+        def on_log(self, state: LoopState, record: Any) -> None:
+            records.append(record)
+
+    runner = Runner(
+        bare,
+        loop,
+        optim_wrapper=OptimWrapper(torch.optim.SGD(bare.parameters(), lr=0.1)),
+        train_step=doubled,
+    )
+    runner._hooks.on_log = (Watch().on_log,)
+    state = runner.train()
+    assert torch.equal(state.model.module.net.weight, by_hand(2.0))
+    assert len(records) == 3
+    assert records[0]["factor"] == 2.0
+
+
+class PlainOptimization:
+    """Nothing of ours in it."""
+
+    def __init__(self, parameters: Iterator[nn.Parameter]) -> None:
+        self.optimizer = torch.optim.SGD(parameters, lr=0.1)
+
+    def update_params(self, loss: Tensor) -> None:
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+
+    def should_update(self) -> bool:
+        return True
+
+    def initialize_count_status(self, model: nn.Module, init_counts: int, max_counts: int) -> None:
+        self.counts = init_counts, max_counts
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.optimizer.load_state_dict(state_dict)
+
+
+class PlainLoop:
+    """One pass, and an evaluation that counts batches."""
+
+    def run(self, state: LoopState, hooks: Any) -> Any:
+        for batch in batches():
+            state.model.train_step(batch, state.optim_wrapper)
+            state.step += 1
+        return {"batches": float(state.step)}
+
+
+def bare_step(wrapper: Any, data: Any, optim_wrapper: Any) -> dict[str, Tensor]:
+    loss = wrapper(*data, mode="loss")["loss"]
+    optim_wrapper.update_params(loss)
+    return {"loss": loss}
+
+
+@pytest.mark.parametrize("loop", [PlainLoop(), EpochTrainLoop(batches(), max_epochs=1)])
+def test_every_part_may_be_a_plain_object(loop: Any, tmp_path: Path) -> None:
+    bare = model()
+    runner = Runner(
+        bare,
+        loop,
+        optim_wrapper=PlainOptimization(bare.parameters()),
+        val_loop=PlainLoop(),
+        run_dir=tmp_path,
+        train_step=bare_step,
+    )
+    runner.train()
+    assert torch.equal(bare.net.weight, by_hand(1.0))
+    assert runner.state.step == 3
+    assert runner.validate() == {"batches": 6.0}
+
+
+def test_what_is_no_step_is_told() -> None:
+    for wrong, told in (
+        (SingleDevice, "is a function"),
+        (lambda wrapper, data: {}, "must take"),
+        (3, "got 3"),
+    ):
+        with pytest.raises(TypeError, match=told):
+            wrap_model(None, model(), train_step=wrong)
+    with pytest.raises(TypeError, match="no train_step: give|already wrapped"):
+        Runner(SingleDevice(model()), train_step=doubled)
+    with pytest.raises(TypeError, match="class of a model wrapper"):
+        with_train_step(nn.Linear, doubled)
+    silent: Any = with_train_step(SingleDevice, lambda wrapper, data, optim_wrapper: None)(model())
+    with pytest.raises(TypeError, match="must return a dict of what to log, got NoneType"):
+        silent.train_step(batches()[0], None)
+
+
+def test_logs_keep_no_graph() -> None:
+    wrapper: Any = with_train_step(SingleDevice, doubled)(model())
+    optim = OptimWrapper(torch.optim.SGD(wrapper.parameters(), lr=0.1))
+    assert not wrapper.train_step(batches()[0], optim)["loss"].requires_grad
+
+
+STEP = {"type": f"{HERE}.doubled", "factor": 3.0}
+
+
+def tripled(wrapper: Any, data: Any, optim_wrapper: Any) -> dict[str, Any]:
+    return doubled(wrapper, data, optim_wrapper, factor=3.0)
+
+
+def expected() -> dict[str, Tensor]:
+    """SGD with a rate of three times as much does the same."""
+    return trained(settings(optimizer={"type": "SGD", "lr": 0.3}))
+
+
+@pytest.mark.parametrize("wrapper", [None, "single", "dp", "ddp", "separate", "auto"])
+def test_a_function_in_a_config_of_one_process(wrapper: str | None) -> None:
+    chosen = None if wrapper is None else {"type": wrapper}
+    config = settings(optimizer={"type": "SGD", "lr": 0.1}, wrapper=chosen, train_step=STEP)
+    runner = Runner.from_config(config)
+    runner.train()
+    found = {k: v.detach() for k, v in runner.state.model.module.named_parameters()}
+    assert difference(found, expected()) <= 1e-12
+
+
+@pytest.mark.parametrize("wrapper", ["ddp", "fsdp", "auto"])
+@pytest.mark.parametrize("step", [STEP, f"{HERE}.tripled"])
+def test_a_function_in_a_config_of_two_ranks(wrapper: str, step: Any) -> None:
+    chosen = {"type": wrapper}
+    config = settings(2, optimizer={"type": "SGD", "lr": 0.1}, wrapper=chosen, train_step=step)
+    for found in run_ranks(trained, 2, config):
+        assert difference(found, expected()) <= 1e-12
+
+
+@pytest.mark.parametrize(
+    ("step", "told"),
+    [
+        (f"{HERE}.dubled", "did you mean doubled"),
+        ({"type": f"{HERE}.doubled", "factr": 1}, "unexpected keyword argument 'factr'"),
+        (f"{HERE}.model", "is called with"),
+        (f"{HERE}.PlainLoop", "is no function"),
+        ({"factor": 2.0}, "must be the import path of a function"),
+        (["a"], "must be a section of settings or text"),
+    ],
+)
+def test_mistakes_in_a_config(step: Any, told: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(told)) as caught:
+        Runner.from_config(config_from_dict(settings(train_step=step)))
+    assert {problem.key for problem in caught.value.problems} == {"train_step"}
+
+
+class Carrying(SingleDevice):
+    """Counts its steps."""
+
+    count = 0
+
+    def train_step(self, data: Any, optim_wrapper: Any) -> dict[str, Tensor]:
+        self.count += 1
+        return super().train_step(data, optim_wrapper)
+
+    def step_state(self) -> dict[str, Any]:
+        return {"count": self.count} if self.count else {}
+
+    def load_step_state(self, state: dict[str, Any]) -> None:
+        self.count = state["count"]
+
+
+class CarryingDDP(StepDistributedDataParallel):
+    train_step = Carrying.train_step
+    count = 0
+    step_state = Carrying.step_state
+    load_step_state = Carrying.load_step_state
+
+
+def carried(folder: Path, start: int, restore: bool) -> int:
+    """What a step carries on this rank, from or into a checkpoint."""
+    kind: Any = CarryingDDP if torch.distributed.is_initialized() else Carrying
+    state = LoopState(kind(model()))
+    if restore:
+        load_checkpoint(folder / "step_00000000").restore(state)
+    else:
+        rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+        state.model.count = start + rank
+        save_checkpoint(folder, state)
+    return int(state.model.count)
+
+
+def test_each_rank_has_its_own_state_back(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert run_ranks(carried, 2, tmp_path, 5, restore=False) == [5, 6]
+    assert run_ranks(carried, 2, tmp_path, 5, restore=True) == [5, 6]
+    with caplog.at_level(logging.WARNING):
+        assert carried(tmp_path, 5, restore=True) == 0
+    assert "starts with an empty state" in caplog.text
+
+
+def test_the_page_is_true(tmp_path: Path) -> None:
+    """Its functions and classes run, its settings are settings."""
+    names: dict[str, Any] = {"with_train_step": with_train_step}
+    names["StepDistributedDataParallel"] = SingleDevice
+    codes = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
+    plain = codes[0].replace("import StepDistributedDataParallel, ", "import SingleDevice, ")
+    plain = plain.replace("Careful(StepDistributedDataParallel)", "Careful(SingleDevice)")
+    exec(plain.replace("register_module()", "register_module(force=True)"), names)
+    exec(codes[1], names)
+    names["model"] = bare = model()
+    names |= {"Runner": Runner, "EpochTrainLoop": EpochTrainLoop, "loader": batches()}
+    names["optim"] = OptimWrapper(torch.optim.SGD(bare.parameters(), lr=0.1))
+    exec(codes[2].splitlines()[0], names)
+    assert names["runner"].train().step == 9
+    exec(codes[3], names)
+    searching = type("Searching", (SingleDevice,), {"train_step": names["train_step"]})(model())
+    optim = OptimWrapper(torch.optim.LBFGS(searching.parameters()))
+    first = [searching.train_step(batches()[0], optim)["loss"].item() for _ in range(2)]
+    assert first[1] < first[0]
+    careful = names["Careful"](model())
+    optim = OptimWrapper(torch.optim.SGD(careful.parameters(), lr=0.1))
+    assert set(careful.train_step(batches()[0], optim)) == {"loss"}
+    for text in re.findall(r"```yaml\n(.*?)```", PAGE, flags=re.DOTALL):
+        assert isinstance(yaml.safe_load(text), dict)
+
+
+def test_a_function_goes_before_the_step_of_the_model() -> None:
+    class Own(SupervisedModel):
+        def train_step(self, data: Any, optim_wrapper: Any) -> dict[str, Tensor]:
+            return {}
+
+    wrapper: Any = wrap_model(
+        None, Own(nn.Linear(3, 2), nn.CrossEntropyLoss()), train_step=bare_step
+    )
+    optim = OptimWrapper(torch.optim.SGD(wrapper.parameters(), lr=0.1))
+    assert "loss" in wrapper.train_step(batches()[0], optim)

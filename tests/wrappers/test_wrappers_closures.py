@@ -1,0 +1,130 @@
+"""Updates by a closure: right, or refused before anything is trained."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from torch import Tensor, nn
+
+from stepwrap.wrappers import (
+    AmpOptimWrapper,
+    OptimWrapper,
+    SingleDevice,
+    StepDistributedDataParallel,
+    SupervisedModel,
+)
+
+
+def model() -> SupervisedModel:
+    torch.manual_seed(0)
+    return SupervisedModel(nn.Linear(3, 2).double(), nn.MSELoss())
+
+
+def batch() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(8, n, generator=generator, dtype=torch.float64) for n in (3, 2)]
+
+
+class ByClosure(SingleDevice):
+    """Asks for the loss as often as the optimizer wants it."""
+
+    def train_step(self, data: Any, optim_wrapper: Any) -> dict[str, Tensor]:
+        loss = optim_wrapper.update_by_closure(lambda: self(*data, mode="loss")["loss"], self)
+        return {"loss": loss}
+
+
+class ByClosureDDP(StepDistributedDataParallel):
+    train_step = ByClosure.train_step
+
+
+def test_an_optimizer_without_a_search_does_the_usual() -> None:
+    usual, closed = SingleDevice(model()), ByClosure(model())
+    for wrapper in (usual, closed):
+        optim = OptimWrapper(torch.optim.SGD(wrapper.parameters(), lr=0.1, momentum=0.9))
+        losses = [wrapper.train_step(batch(), optim)["loss"] for _ in range(3)]
+        assert optim.inner_count == 3
+        assert optim.should_update()
+    assert not losses[-1].requires_grad
+    assert torch.equal(usual.module.net.weight, closed.module.net.weight)
+    assert closed.module.net.weight.grad is None
+
+
+def test_in_bfloat16() -> None:
+    wrapper = ByClosure(model().float())
+    data = [one.float() for one in batch()]
+    optim = AmpOptimWrapper(torch.optim.LBFGS(wrapper.parameters(), max_iter=5), dtype="bfloat16")
+    losses = [wrapper.train_step(data, optim)["loss"].item() for _ in range(3)]
+    assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"accumulative_counts": 2}, "accumulative_counts=1, got 2"),
+        ({"clip_grad": {"max_norm": 1.0}}, "clip_grad=None"),
+    ],
+)
+@pytest.mark.parametrize("search", [True, False])
+def test_what_does_not_go_together(options: dict[str, Any], told: str, search: bool) -> None:
+    wrapper = ByClosure(model())
+    cls: Any = torch.optim.LBFGS if search else torch.optim.SGD
+    with pytest.raises(ValueError, match=told):
+        wrapper.train_step(batch(), OptimWrapper(cls(wrapper.parameters(), lr=0.1), **options))
+
+
+def test_no_scaled_loss() -> None:
+    wrapper = ByClosure(model().float())
+    optim = AmpOptimWrapper(torch.optim.LBFGS(wrapper.parameters()), dtype="float16")
+    with pytest.raises(ValueError, match="no scaled loss"):
+        wrapper.train_step(batch(), optim)
+
+
+@pytest.mark.parametrize("kind", [OptimWrapper, AmpOptimWrapper])
+def test_the_usual_step_has_no_closure(kind: Any) -> None:
+    wrapper = SingleDevice(model())
+    before = wrapper.module.net.weight.detach().clone()
+    with pytest.raises(ValueError, match=r"LBFGS needs a closure.*update_by_closure"):
+        wrapper.train_step(batch(), kind(torch.optim.LBFGS(wrapper.parameters())))
+    assert torch.equal(wrapper.module.net.weight, before)
+
+
+def search(uneven: bool) -> tuple[list[float], Tensor]:
+    """Search with this rank's rows, whose loss is another one than that of the other rank."""
+    wrapper = ByClosureDDP(model(), uneven_inputs=uneven)
+    optim = OptimWrapper(
+        torch.optim.LBFGS(wrapper.parameters(), max_iter=8, line_search_fn="strong_wolfe")
+    )
+    data = batch()
+    data[1] = data[1] * torch.arange(1, 9)[:, None]
+    rows = slice(4 * dist.get_rank(), 4 * dist.get_rank() + 4)
+    losses = [
+        wrapper.train_step([one[rows] for one in data], optim)["loss"].item() for _ in range(2)
+    ]
+    return losses, wrapper.module.net.weight.detach()
+
+
+def test_ranks_search_the_same_line() -> None:
+    first, second = run_ranks(search, 2, uneven=False)
+    assert first[0] == second[0]
+    assert torch.equal(first[1], second[1])
+    alone = ByClosure(model())
+    optim = OptimWrapper(
+        torch.optim.LBFGS(alone.parameters(), max_iter=8, line_search_fn="strong_wolfe")
+    )
+    data = batch()
+    data[1] = data[1] * torch.arange(1, 9)[:, None]
+    for loss in first[0]:
+        assert abs(alone.train_step(data, optim)["loss"].item() - loss) <= 1e-9
+    assert (alone.module.net.weight - first[1]).abs().max().item() <= 1e-9
+
+
+def search_unevenly() -> str:
+    with pytest.raises(ValueError, match="leave uneven_inputs out") as caught:
+        search(uneven=True)
+    return str(caught.value)
+
+
+def test_no_ranks_of_different_lengths() -> None:
+    assert len(run_ranks(search_unevenly, 2)) == 2
