@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Mapping
-from functools import cache
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -24,6 +24,19 @@ from stepwrap.plugins.lightning import StepStrategy
 
 WRAPPERS = ("ddp", "fsdp", "separate")
 MIXED = f"{lightning.__name__}.plugins.precision"
+
+
+class Overflowing(Automatic):
+    """In one step the gradients of the last layer's first row alone are infinite."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        if batch_idx == 1:
+            net = getattr(self.net, "module", self.net)
+            loss = loss + 1e38 * net[3](torch.zeros(2, 12))[:, 0].float().sum()
+        return loss
+
+
 # Settings of the Trainer, and of the module, that change what a step does.
 SETTINGS: dict[str, tuple[type[Automatic], dict[str, Any]]] = {
     "automatic": (Automatic, {}),
@@ -33,6 +46,7 @@ SETTINGS: dict[str, tuple[type[Automatic], dict[str, Any]]] = {
     "value": (Automatic, {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}),
     "bf16-mixed": (Automatic, {"precision": "bf16-mixed"}),
     "16-mixed": (Automatic, {"gradient_clip_val": 0.1}),
+    "overflow": (Overflowing, {}),
     "bf16-manual": (Manual, {"precision": "bf16-mixed"}),
 }
 
@@ -45,10 +59,8 @@ def whole_weights(trainer: Any) -> dict[str, Tensor]:
 
 def _fit(setting: str, strategy: Any) -> tuple[dict[str, Tensor], dict[str, float], int]:
     cls, options = SETTINGS[setting]
-    if setting == "16-mixed":
+    if setting in ("16-mixed", "overflow"):
         # The Trainer would take bfloat16 on a CPU.
-        from importlib import import_module
-
         plugin = import_module(MIXED).MixedPrecision("16-mixed", "cpu")
         options = {**options, "plugins": [plugin]}
     trainer = make_trainer(strategy, **options)
@@ -76,8 +88,7 @@ def _compare(settings: tuple[str, ...]) -> dict[tuple[str, str], Any]:
     return found
 
 
-@cache
-def compared() -> list[dict[tuple[str, str], Any]]:
+def compare() -> list[dict[tuple[str, str], Any]]:
     """For each rank by setting and wrapper: distances of weights and logs to Lightning's ddp."""
     return run_ranks(_compare, 2, tuple(SETTINGS), timeout_s=300)
 

@@ -4,13 +4,13 @@ from typing import Any
 
 import pytest
 import torch
-from lightning_parts import QUIET, Automatic, join_lightning, loader, make_trainer
+from lightning_parts import QUIET, Automatic, Manual, join_lightning, loader, make_trainer
 from lightning_runs import (
     DDP_OPTIONS,
     SETTINGS,
     WRAPPERS,
     Messages,
-    compared,
+    compare,
     plain_epoch,
     sent,
     whole_weights,
@@ -19,13 +19,21 @@ from ranks import run_ranks
 
 from stepwrap.plugins.lightning import StepStrategy
 
+KINDS = {"reduced": "c10d::allreduce_", "scattered": "c10d::_reduce_scatter_base_"}
 pytestmark = [pytest.mark.filterwarnings(one) for one in QUIET]
+
+
+@pytest.fixture(scope="module")
+def compared() -> list[dict[tuple[str, str], Any]]:
+    return compare()
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_weights_and_logs_are_those_of_lightnings_ddp(wrapper: str, setting: str) -> None:
-    for rank in compared():
+def test_weights_and_logs_are_those_of_lightnings_ddp(
+    wrapper: str, setting: str, compared: list[dict[tuple[str, str], Any]]
+) -> None:
+    for rank in compared:
         weights, logs, same_names_and_steps = rank[setting, wrapper]
         assert weights <= 1e-6
         assert logs <= 1e-6
@@ -34,8 +42,10 @@ def test_weights_and_logs_are_those_of_lightnings_ddp(wrapper: str, setting: str
 
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("option", DDP_OPTIONS)
-def test_options_of_ddp_change_no_weights(option: str, setting: str) -> None:
-    for rank in compared():
+def test_options_of_ddp_change_no_weights(
+    option: str, setting: str, compared: list[dict[tuple[str, str], Any]]
+) -> None:
+    for rank in compared:
         assert rank[setting, option] <= 1e-6
 
 
@@ -46,21 +56,41 @@ def _collectives_of_an_epoch(wrapper: str, every: int) -> dict[str, int]:
     module = Automatic()
     # What is logged over the ranks would be counted as well.
     module.log = lambda *args, **kwargs: None  # type: ignore[method-assign]
-    kinds = {"reduced": "c10d::allreduce_", "scattered": "c10d::_reduce_scatter_base_"}
-    return sent(lambda: trainer.fit(module, loader()), kinds)
+    return sent(lambda: trainer.fit(module, loader()), KINDS)
+
+
+class Holding(Manual):
+    """Accumulates two batches by hand."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx % 2:
+            super().training_step(batch, batch_idx)
+            return
+        with self.trainer.strategy.block_backward_sync():
+            self.manual_backward(self.loss(batch))
+
+
+def _collectives_by_hand(cls: type[Manual], wrapper: str) -> int:
+    join_lightning()
+    trainer = make_trainer(StepStrategy(wrapper), limit_val_batches=0)
+    module = cls()
+    module.log = lambda *args, **kwargs: None  # type: ignore[method-assign]
+    return sum(sent(lambda: trainer.fit(module, loader()), KINDS).values())
 
 
 def _traffic() -> dict[tuple[str, int], int]:
-    return {
-        (wrapper, every): sum(_collectives_of_an_epoch(wrapper, every).values())
-        for wrapper in WRAPPERS
-        for every in (1, 2)
-    }
+    found = {}
+    for wrapper in WRAPPERS:
+        for every in (1, 2):
+            found[wrapper, every] = sum(_collectives_of_an_epoch(wrapper, every).values())
+            by_hand = _collectives_by_hand(Manual if every == 1 else Holding, wrapper)
+            found[f"{wrapper} by hand", every] = by_hand
+    return found
 
 
 def test_accumulation_sends_nothing_before_its_window_ends() -> None:
     traffic = run_ranks(_traffic, 2, timeout_s=120)[0]
-    for wrapper in WRAPPERS:
+    for wrapper in {name for name, _ in traffic}:
         # Four batches: two updates in place of four.
         assert 1 < traffic[wrapper, 1] - traffic[wrapper, 2] <= traffic[wrapper, 1] / 2, traffic
 
