@@ -19,14 +19,11 @@ def find_train_step(setting: Any) -> Callable[..., Any] | None:
         ImportError: there is no such function.
         TypeError: it is no function of these arguments.
     """
-    options = (
-        {key: value for key, value in setting.items() if key != "type"}
-        if isinstance(setting, Mapping)
-        else {}
-    )
-    path = setting.get("type") if isinstance(setting, Mapping) else setting
     if setting is None:
         return None
+    given = setting if isinstance(setting, Mapping) else {"type": setting}
+    options = {key: value for key, value in given.items() if key != "type"}
+    path = given.get("type")
     if not isinstance(path, str):
         raise TypeError("must be the import path of a function, such as my_steps.step")
     found = import_path(path)
