@@ -92,8 +92,10 @@ class StepStrategy(DDPStrategy):
             # Shards stay when a fit or a validation has ended.
             wrapped: nn.Module = self._wrapped
             return wrapped
-        if self._shards and not getattr(model, "automatic_optimization", True):
-            _let_children_be_called(model)
+        if not getattr(model, "automatic_optimization", True):
+            _refuse_lost_gradients(self.wrapper_options)
+            if self._shards:
+                _let_children_be_called(model)
         with aside(self.root_device):
             self._wrapped = wrap_model(self.wrapper, model, **self.wrapper_options)
         return self._wrapped  # type: ignore[no-any-return]
@@ -194,6 +196,15 @@ def _take_off(wrapped: Any, *, reverts: bool) -> None:
                 setattr(model, name, child.module)
     if reverts:
         revert_sync_batchnorm(model)
+
+
+def _refuse_lost_gradients(options: Mapping[str, Any]) -> None:
+    # What averages the gradients of a static graph's first backward came with Lightning 2.6.
+    if options.get("static_graph") and "post_backward" not in vars(DDPStrategy):
+        raise ValueError(
+            "static_graph=True with manual optimization leaves the first gradients of each rank "
+            "apart in this release of Lightning: leave it out, or update Lightning"
+        )
 
 
 def _let_children_be_called(module: nn.Module) -> None:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import Any
 
+import pytest
 import torch
 from lightning_parts import (
     Automatic,
@@ -20,6 +21,7 @@ from ranks import run_ranks
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from stepwrap.plugins._lightning_tree import DDPStrategy
 from stepwrap.plugins.lightning import StepStrategy
 
 WRAPPERS = ("ddp", "fsdp", "separate")
@@ -69,6 +71,8 @@ def _fit(setting: str, strategy: Any) -> tuple[dict[str, Tensor], dict[str, floa
     return whole_weights(trainer), logged, trainer.global_step
 
 
+# Releases that do not average the first gradients of a static graph under manual optimization.
+LOSES_FIRST = "post_backward" not in vars(DDPStrategy)
 DDP_OPTIONS = ("static_graph", "find_unused_parameters", "gradient_as_bucket_view")
 
 
@@ -83,6 +87,11 @@ def _compare(settings: tuple[str, ...]) -> dict[tuple[str, str], Any]:
             same = sorted(ours[1]) == sorted(theirs[1]) and ours[2] == theirs[2]
             found[setting, wrapper] = (distance(ours[0], theirs[0]), logs, same)
         for option in DDP_OPTIONS:
+            if option == "static_graph" and "manual" in setting and LOSES_FIRST:
+                with pytest.raises(ValueError, match="update Lightning"):
+                    _fit(setting, StepStrategy(**{option: True}))
+                found[setting, option] = 0.0
+                continue
             ours = _fit(setting, StepStrategy(**{option: True}))
             found[setting, option] = distance(ours[0], theirs[0])
     return found

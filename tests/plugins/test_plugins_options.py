@@ -77,6 +77,7 @@ def test_the_front_door() -> None:
     assert door.__all__ == ["StepFabricStrategy", "StepLightningModule", "StepStrategy"]
 
 
+@pytest.mark.filterwarnings("ignore:.*tensorboardX")
 @pytest.mark.skipif(TREE != "pytorch_lightning", reason="the page imports pytorch_lightning")
 def test_what_the_page_shows_of_the_strategy_is_true() -> None:
     page = (Path(__file__).parents[2] / "docs/lightning.md").read_text()
