@@ -23,7 +23,12 @@ MODELS = {
     "gan": [],
     "gradient_penalty": NARROW,
     "sam": NARROW,
-    "distillation": [*NARROW, "model.teacher.net.width=4", "model.run=teacher"],
+    "distillation": [
+        *NARROW,
+        "model.teacher.net.width=4",
+        "model.run=teacher",
+        "optimizer.lr=0.003",
+    ],
     "lbfgs": [*NARROW, "optimizer.max_iter=5"],
     "tbptt": ["model.width=8"],
 }
