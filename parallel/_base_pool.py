@@ -36,7 +36,7 @@ class BasePool:
 
     Raises:
         ValueError: a number is below 1.
-        TypeError: the initializer is not callable.
+        TypeError: the initializer is not callable, or `processes` is no whole number.
     """
 
     # Whether `get` of the queue of results returns when it is woken, and needs no time-out.
@@ -53,6 +53,8 @@ class BasePool:
         context: BaseContext | None = None,
     ) -> None:
         self._processes = (os.cpu_count() or 1) if processes is None else processes
+        if not hasattr(self._processes, "__index__"):
+            raise TypeError(f"processes must be a whole number or None, got {processes!r}")
         if self._processes < 1:
             raise ValueError(f"Number of processes must be at least 1, got {processes}")
         if initializer is not None and not callable(initializer):
@@ -278,7 +280,7 @@ class BasePool:
         if self._keeper.phase is PoolStates.RUN:
             raise ValueError("Pool is still running: call close() or terminate() before join()")
         for iterator in list(self._open_inputs):
-            iterator.feed(float("inf"))
+            iterator.read_all()
         self._keeper.wake()
         if not self._keeper.join(timeout):
             raise TimeoutError(f"the pool's workers have not ended within {timeout} s")

@@ -14,6 +14,9 @@ from .errors import TimeoutError
 
 Outcome = tuple[bool, Any]
 
+# Reading that takes longer does not keep results waiting that are there.
+_READING_S = 10e-3
+
 
 class IMapIterator:
     """The results of a call over many items, one by one, in their order. Pools make them.
@@ -75,7 +78,7 @@ class IMapIterator:
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         while True:
-            self.feed(self._ahead)
+            self.feed(deadline)
             with self._changed:
                 if self._values or self._take():
                     return self._values.popleft()
@@ -91,20 +94,52 @@ class IMapIterator:
                 self._raise_source_error()
             raise StopIteration
 
-    def feed(self, ahead: float) -> None:
-        """Read input until `ahead` chunks are out or not yet taken; called by the pool too."""
-        if self._source is None or self._sent - self._taken >= ahead:
+    def feed(self, deadline: float | None = None) -> None:
+        """Read input until enough is out or not yet taken; called by the pool too.
+
+        Stops earlier at the deadline (of `time.monotonic`), or where reading takes its time and the
+        next result is there.
+        """
+        if self._source is None or self._sent - self._taken >= self._ahead:
             return
+        began = time.monotonic()
+        patience = -1.0 if deadline is None else max(0.0, deadline - began)
+        if not self._reading.acquire(timeout=patience):
+            return
+        try:
+            while self._sent - self._taken < self._ahead and self._read():
+                now = time.monotonic()
+                if now - began > _READING_S and (self._values or self._is_next_there()):
+                    return
+                if deadline is not None and now >= deadline:
+                    return
+        finally:
+            self._reading.release()
+
+    def read_all(self) -> None:
+        """Read the rest of the input; called by the pool."""
         with self._reading:
-            while self._source is not None and self._sent - self._taken < ahead:
-                try:
-                    chunk = next(self._source)
-                except StopIteration:
-                    self._end_input(None)
-                except BaseException as error:
-                    self._end_input(error)
-                else:
-                    self._send(chunk)
+            while self._read():
+                pass
+
+    def _read(self) -> bool:
+        """Send one more chunk; return whether there was one."""
+        if self._source is None:
+            return False
+        try:
+            chunk = next(self._source)
+        except StopIteration:
+            self._end_input(None)
+        except Exception as error:
+            self._end_input(error)
+        except BaseException:
+            # Ctrl-C in the code of the input: not to be kept until the results are taken.
+            self._end_input(None)
+            raise
+        else:
+            self._send(chunk)
+            return True
+        return False
 
     def set(self, chunk: int, outcome: Outcome) -> None:
         """Take the results of one chunk; called by the pool."""
@@ -130,6 +165,9 @@ class IMapIterator:
         """Return the items of a chunk in words, for messages."""
         return items_name(chunk, self._chunksize, self._name)
 
+    def _is_next_there(self) -> bool:
+        return self._taken in self._arrived
+
     def _pick(self) -> Outcome | None:
         return self._arrived.pop(self._taken, None)
 
@@ -142,6 +180,9 @@ class IMapIterator:
         if self._bar is not None:
             self._bar.advance(self._chunksize)
         if not success:
+            if isinstance(value, StopIteration):
+                # As in generators: it would end the loop over the results, and nobody would know.
+                raise RuntimeError(f"a task of {self._name} raised StopIteration") from value
             raise value
         self._values.extend(value)
         return bool(self._values)
@@ -177,6 +218,9 @@ class IMapIterator:
 
 class IMapUnorderedIterator(IMapIterator):
     """The results of a call over many items as they come. Otherwise as `IMapIterator`."""
+
+    def _is_next_there(self) -> bool:
+        return bool(self._arrived)
 
     def _pick(self) -> Outcome | None:
         return self._arrived.pop(next(iter(self._arrived))) if self._arrived else None

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from typing import TYPE_CHECKING, Any
 
 from ._iterators import chunks_of
@@ -26,10 +27,12 @@ def once(
 ) -> AsyncResult:
     """Submit one call of a function."""
     pool._keeper.check()
+    call = pool._prepared(func), tuple(args), dict(kwargs or {})
     job = next(pool._jobs)
     name = f"apply({_name_of(func)})"
-    result = AsyncResult(job, pool._cache, *callbacks, name=name, keep=pool)
-    _put(pool, result, (job, 0, pool._prepared(func), tuple(args), dict(kwargs or {})))
+    with _withdrawing(pool, job):
+        result = AsyncResult(job, pool._cache, *callbacks, name=name, keep=pool)
+        _put(pool, result, (job, 0, *call))
     _fail_if_ended(pool, result)
     return result
 
@@ -53,11 +56,12 @@ def over_items(
     bar = Bar(name, len(items)) if progress else None
     job = next(pool._jobs)
     sizes = (chunksize, len(items))
-    result = MapResult(job, pool._cache, *sizes, *callbacks, name=name, keep=pool, bar=bar)
     prepared = pool._prepared(func)
-    for chunk, begin in enumerate(range(0, len(items), chunksize)):
-        part = items[begin : begin + chunksize]
-        _put(pool, result, (job, chunk, caller, ((prepared, part),), {}))
+    with _withdrawing(pool, job, bar):
+        result = MapResult(job, pool._cache, *sizes, *callbacks, name=name, keep=pool, bar=bar)
+        for chunk, begin in enumerate(range(0, len(items), chunksize)):
+            part = items[begin : begin + chunksize]
+            _put(pool, result, (job, chunk, caller, ((prepared, part),), {}))
     _fail_if_ended(pool, result)
     return result
 
@@ -102,7 +106,11 @@ def lazily(
         bar=Bar(name, total) if progress else None,
     )
     pool._open_inputs.add(iterator)
-    iterator.feed(ahead)
+    try:
+        iterator.feed()
+    except BaseException as error:
+        iterator.fail(error)
+        raise
     return iterator
 
 
@@ -121,6 +129,19 @@ def _put(pool: BasePool, call: Any, task: tuple[Any, ...]) -> None:
         pool.pool_inqueue_put(task)
     except Exception as error:
         call.set(task[1], (False, error))
+
+
+@contextlib.contextmanager
+def _withdrawing(pool: BasePool, job: int, bar: Bar | None = None) -> Iterator[None]:
+    """Forget a call that could not be submitted whole (Ctrl-C): nobody has its result."""
+    try:
+        yield
+    except BaseException:
+        pool._cache.pop(job, None)
+        pool._job_over(job)
+        if bar is not None:
+            bar.stop()
+        raise
 
 
 def _fail_if_ended(pool: BasePool, call: Any) -> None:

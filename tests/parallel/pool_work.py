@@ -73,6 +73,10 @@ def interrupt(_=None):
     raise KeyboardInterrupt("mine")
 
 
+def exhausted_at_3(number):
+    return next(iter([] if number == 3 else [number]))
+
+
 def memory_error(_=None):
     raise MemoryError("mine")
 
@@ -242,3 +246,20 @@ class Counted:
 
     def __getstate__(self):
         return {"some": 1}
+
+
+class SlowlyFreed:
+    """Takes its time to be freed, in workers."""
+
+    def __init__(self):
+        self.home = os.getpid()
+
+    def __del__(self):
+        if os.getpid() != self.home:
+            time.sleep(0.3)
+
+
+def fork_and_come_out(number):
+    """Return twice: in a child too."""
+    os.fork()
+    return number

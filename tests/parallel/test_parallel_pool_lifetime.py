@@ -154,6 +154,8 @@ def test_terminate_in_a_callback(make):
 def test_mistakes_at_construction(kind):
     with pytest.raises(ValueError, match="Number of processes must be at least 1"):
         kind(0)
+    with pytest.raises(TypeError, match=r"processes must be a whole number or None, got 1\.5"):
+        kind(1.5)
     with pytest.raises(TypeError, match="initializer must be a callable"):
         kind(1, initializer=3)
     if kind is not CtxThreadPool:

@@ -1,0 +1,135 @@
+"""Calls that are not made whole, or whose input is slow: nothing waits for them."""
+
+import threading
+import time
+
+import pool_work as work
+import pytest
+
+from stepwrap.parallel import P2PPool, Pool, ThreadPool, TimeoutError
+
+KINDS = {
+    "Pool": lambda **more: Pool(2, start_method="fork", **more),
+    "P2PPool": lambda **more: P2PPool(2, start_method="fork", **more),
+    "ThreadPool": lambda: ThreadPool(2),
+}
+pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+
+
+@pytest.fixture(params=KINDS)
+def pool(request):
+    with KINDS[request.param]() as pool:
+        yield pool
+
+
+def test_arguments_that_are_none(pool):
+    """The mistake is the caller's, and no call remains that `join` would wait for."""
+    with pytest.raises(TypeError, match="not iterable"):
+        pool.apply_async(work.square, 5)
+    with pytest.raises((TypeError, ValueError)):
+        pool.apply_async(work.square, (5,), "keywords")
+    assert pool.apply(work.square, (5,)) == 25
+    pool.close()
+    pool.join(20)
+
+
+class Interrupted(Pool):
+    """Its third task meets Ctrl-C."""
+
+    puts = 0
+
+    def pool_inqueue_put(self, obj):
+        """Put a task."""
+        self.puts += 1
+        if self.puts == 3:
+            raise KeyboardInterrupt
+        super().pool_inqueue_put(obj)
+
+
+CALLS = {
+    "map": lambda pool: pool.map(work.square, range(9), 1),
+    "starmap": lambda pool: pool.starmap(work.square, [(n,) for n in range(9)], 1),
+    "imap": lambda pool: pool.imap(work.square, range(9)),
+    "apply": lambda pool: [pool.apply_async(work.square, (n,)) for n in range(9)],
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_interrupted_while_tasks_are_handed_over(call):
+    """Nobody has the result, so nothing waits for the tasks that were not."""
+    with Interrupted(1, start_method="fork") as pool:
+        with pytest.raises(KeyboardInterrupt):
+            CALLS[call](pool)
+        assert pool.map(work.square, range(5), 1) == [0, 1, 4, 9, 16]
+        pool.close()
+        pool.join(20)
+
+
+def test_interrupted_in_the_input(pool):
+    """It comes at once, and what was read before can still be taken."""
+
+    def numbers():
+        yield from range(3)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        pool.imap(work.square, numbers())
+    iterator = pool.imap(work.square, numbers(), lookahead=2)
+    assert [next(iterator), next(iterator)] == [0, 1]
+    with pytest.raises(KeyboardInterrupt):
+        next(iterator)
+    assert list(iterator) == [4]
+    pool.close()
+    pool.join(20)
+
+
+@pytest.mark.parametrize("method", ["imap", "imap_unordered"])
+def test_slow_input_does_not_hold_up_results(pool, method):
+    read = []
+
+    def numbers():
+        for number in range(1000):
+            read.append(number)
+            yield number
+            time.sleep(0.02)
+
+    iterator = getattr(pool, method)(work.square, numbers(), lookahead=1000)
+    assert next(iterator) in {n * n for n in read}
+    assert len(read) < 1000
+    iterator.next(timeout=20)
+    assert len(read) < 1000
+
+
+@pytest.mark.parametrize("method", ["imap", "imap_unordered"])
+def test_slow_input_does_not_hold_up_a_time_out(method):
+    read = []
+    may_end = threading.Event()
+
+    def numbers():
+        for number in range(1000):
+            read.append(number)
+            yield number
+            time.sleep(0.02)
+
+    with ThreadPool(2) as pool:
+        iterator = getattr(pool, method)(
+            lambda number: number == 0 or may_end.wait(60), numbers(), lookahead=1000
+        )
+        assert next(iterator) is True
+        with pytest.raises(TimeoutError):
+            iterator.next(timeout=0.05)
+        assert len(read) < 1000
+        may_end.set()
+        assert next(iterator) is True
+
+
+@pytest.mark.parametrize("method", ["imap", "imap_unordered"])
+def test_stop_iteration_of_a_task_does_not_end_the_results(pool, method):
+    """It would do so silently."""
+    iterator = getattr(pool, method)(work.exhausted_at_3, [3, 3])
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="raised StopIteration") as caught:
+            next(iterator)
+        assert isinstance(caught.value.__cause__, StopIteration)
+    with pytest.raises(StopIteration):
+        next(iterator)
