@@ -7,8 +7,10 @@ import mmap
 import os
 import signal
 import time
+from collections import deque
 from collections.abc import Sequence
 from multiprocessing.process import BaseProcess
+from typing import Any
 
 from . import _link as link
 from ._encoder import Parcel, Task
@@ -50,6 +52,10 @@ class Lane:
         self.taught: set[int] = set()
         self.known: set[int] = set()
         self._teaching = 0
+        # Jobs to be forgotten; for each command that the worker may not have read yet, the number
+        # of the last task before it.
+        self._to_forget: deque[int] = deque()
+        self._commands: deque[int] = deque()
         self._is_full = False
         self.last_event = time.monotonic()
         self._counters = counters
@@ -174,6 +180,8 @@ class Lane:
         self.last_event = now
         self._is_full = False
         self._answered += count
+        if self._to_forget:
+            self._send_commands()
         if self._maxtasks is not None and self._answered >= self._maxtasks:
             self.stop()
 
@@ -182,7 +190,17 @@ class Lane:
         if job in self.taught:
             self.taught.discard(job)
             self.known.discard(job)
-            self.pipes.command(link.FORGET, job)
+            self._to_forget.append(job)
+            self._send_commands()
+
+    def _send_commands(self) -> None:
+        """Send commands, never so many that there would be no room for tasks or to stop."""
+        begun, _ = self.begun
+        while self._commands and self._commands[0] < begun:
+            self._commands.popleft()
+        while self._to_forget and len(self._commands) < self.pipes.most_commands:
+            self.pipes.command(link.FORGET, self._to_forget.popleft())
+            self._commands.append(self._number)
 
     def kill(self, signum: int = signal.SIGKILL) -> None:
         """Send the process a signal, if it is still there."""
@@ -201,7 +219,16 @@ class Lane:
         process.join()
         exitcode = process.exitcode
         # Code of the user's may have waited for the process first.
-        with contextlib.suppress(ValueError):
+        if exitcode is None:
+            _give_up(process)
+        else:
             process.close()
         self.process = None
         return exitcode
+
+
+def _give_up(process: BaseProcess) -> None:
+    """Close what multiprocessing keeps open of a process whose exit code somebody else has read."""
+    popen: Any = process._popen  # type: ignore[attr-defined]
+    popen.returncode = os.EX_OK
+    process.close()

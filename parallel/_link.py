@@ -33,11 +33,12 @@ RESULT = struct.Struct("<QIBB")
 VALUE, ERROR, NOT_ENCODED, READY, NOT_STARTED, BARE_ERROR = range(6)
 # Per worker, in shared memory: the number of the task it has begun, and when (monotonic seconds).
 COUNTER = struct.Struct("<Qd")
+# Its parts; the number also stands before what lies beside a packet.
+NUMBER = struct.Struct("<Q")
+SINCE = struct.Struct("<d")
 # How a pickle begins; what begins otherwise only `_wire.unpack` can read.
 PICKLE = 0x80
 
-# Beside a packet: the number of the task it belongs to.
-_NUMBER = struct.Struct("<Q")
 _MESSAGE_BYTES = 1 << 17
 
 
@@ -59,7 +60,7 @@ def _adopted(duplicate: Any) -> Handle:
 
 def send_beside(beside: socket.socket, number: int, data: bytes, fds: Sequence[int]) -> None:
     """Send what does not fit a packet; the descriptors stay the caller's."""
-    _descriptors.send(beside, _NUMBER.pack(number) + data, fds)
+    _descriptors.send(beside, NUMBER.pack(number) + data, fds)
 
 
 def receive_beside(beside: socket.socket, number: int) -> tuple[bytes, list[int]]:
@@ -72,8 +73,8 @@ def receive_beside(beside: socket.socket, number: int) -> tuple[bytes, list[int]
         part, fds = _descriptors.receive(beside, _MESSAGE_BYTES)
         if not part:
             raise EOFError("the other side of the pool is gone")
-        if _NUMBER.unpack_from(part) == (number,):
-            return part[_NUMBER.size :], fds
+        if NUMBER.unpack_from(part) == (number,):
+            return part[NUMBER.size :], fds
         close_all(fds)
 
 

@@ -46,6 +46,8 @@ class Pipes:
         slots = fcntl.fcntl(self._tasks, _F_GETPIPE_SZ) // link.PACKET_BYTES
         # How many packets there is room for, some being left for commands.
         self.most_ahead = max(1, slots - _SPARE_SLOTS)
+        # The last one is for the command to stop.
+        self.most_commands = max(0, slots - self.most_ahead - 1)
         self.theirs = Theirs(reading, writing, theirs.detach())
         self._buffer = b""
 

@@ -134,6 +134,7 @@ def main(settings: Settings) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     link.close_all(settings.to_close)
     end = _WorkerEnd(settings)
+    os.register_at_fork(after_in_child=end.disown)
     try:
         initializer, initargs = end.initializer(settings)
         if initializer is not None:
@@ -184,6 +185,11 @@ class _WorkerEnd:
         self._recurse = settings.recurse
         self._functions: dict[int, Callable[..., Any]] = {}
         self._number = 0
+        self._is_disowned = False
+
+    def disown(self) -> None:
+        """Take note that this is no worker, but a process that a task has forked."""
+        self._is_disowned = True
 
     def initializer(self, settings: Settings) -> tuple[Callable[..., object] | None, Any]:
         """Return the function that the worker begins with, and its arguments."""
@@ -209,8 +215,11 @@ class _WorkerEnd:
                 self._functions.pop(job, None)
                 continue
             # From here on the task is lost if this process ends.
-            began = time.monotonic() if self._is_timed else 0.0
-            link.COUNTER.pack_into(self._counters, self._place, number, began)
+            if self._is_timed:
+                # First: who finds the number already there takes the time to be its own.
+                since = self._place + link.NUMBER.size
+                link.SINCE.pack_into(self._counters, since, time.monotonic())
+            link.NUMBER.pack_into(self._counters, self._place, number)
             self._number = number
             func: Any = None
             body: Any = None
@@ -231,6 +240,9 @@ class _WorkerEnd:
 
     def put(self, result: tuple[int, int, tuple[bool, Any]]) -> None:
         """Send the result of the task that was taken last."""
+        if self._is_disowned:
+            # It has come out of the task as well, which the worker itself answers.
+            os._exit(1)
         _, _, (success, value) = result
         if not success:
             self.send_error(self._number, link.ERROR, value)

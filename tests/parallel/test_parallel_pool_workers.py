@@ -1,0 +1,67 @@
+"""What pools and workers keep of each other: functions, descriptors, children of tasks."""
+
+import contextlib
+import os
+import signal
+
+import pool_work as work
+import pytest
+from pool_checks import nothing_left
+
+from stepwrap.parallel import P2PPool, Pool, WorkerDiedError
+
+KINDS = {
+    "Pool": lambda *args, **more: Pool(*args, start_method="fork", **more),
+    "P2PPool": lambda *args, **more: P2PPool(*args, start_method="fork", **more),
+}
+pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+
+
+@pytest.fixture(params=KINDS)
+def make(request):
+    return KINDS[request.param]
+
+
+@pytest.mark.parametrize("then", ["close", "go on"])
+def test_many_functions_forgotten_by_a_busy_worker(make, then):
+    """There is always room to send it tasks, and to stop it."""
+    with make(1) as pool:
+        iterators = [pool.imap(lambda n: n, iter(range(2)), lookahead=1) for _ in range(100)]
+        assert [next(one) for one in iterators] == [0] * 100
+        assert [next(one) for one in iterators] == [1] * 100
+        # The worker has answered, and does not read yet.
+        assert pool.apply(type, (work.SlowlyFreed(),)) is work.SlowlyFreed
+        assert [next(one, None) for one in iterators] == [None] * 100
+        if then == "go on":
+            assert pool.map(work.square, range(200), 1) == [n * n for n in range(200)]
+        pool.close()
+        pool.join(20)
+
+
+def test_child_of_a_task_is_no_worker(make):
+    with make(2) as pool:
+        assert pool.map(work.fork_and_come_out, range(20), 1) == list(range(20))
+        assert pool.map(work.square, range(50), 1) == [n * n for n in range(50)]
+
+
+def reap(*_):
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+
+
+@pytest.mark.parametrize("handler", [signal.SIG_IGN, reap])
+def test_children_that_others_wait_for(make, handler):
+    """Exit codes are lost so, and nothing else."""
+    before = signal.signal(signal.SIGCHLD, handler)
+    try:
+        with nothing_left():
+            for _ in range(2):
+                with make(2) as pool:
+                    with pytest.raises(WorkerDiedError):
+                        pool.apply(work.leave)
+                    assert pool.map(work.square, range(9), 1) == [n * n for n in range(9)]
+                    pool.close()
+                    pool.join(20)
+    finally:
+        signal.signal(signal.SIGCHLD, before)
