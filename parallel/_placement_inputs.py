@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import numbers
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias, TypeVar
 
@@ -22,7 +23,8 @@ def number(setting: str, value: object, *, most: float = math.inf) -> float:
         TypeError: it is no number.
         ValueError: it is negative, not finite, or more than `most`.
     """
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    # NumPy's too.
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{setting} must be a number, got {value!r}")
     if not (0 <= value <= most and math.isfinite(value)):
         bound = "0 or more, and finite" if most == math.inf else f"from 0 to {most:g}"
@@ -34,7 +36,7 @@ def name_models(models: Mapping[str, Any] | Sequence[Any]) -> dict[str, Any]:
     """Return models by name; those of a list are named by their index.
 
     Raises:
-        ValueError: there are none.
+        ValueError: there are none, or two of one name.
         TypeError: one of them cannot be moved, having no `to`.
     """
     if isinstance(models, nn.Module) and not isinstance(models, nn.ModuleList | nn.ModuleDict):
@@ -45,6 +47,8 @@ def name_models(models: Mapping[str, Any] | Sequence[Any]) -> dict[str, Any]:
         named = {str(index): model for index, model in enumerate(models)}
     if not named:
         raise ValueError("models must hold at least one model, got none")
+    if len(named) < len(models):
+        raise ValueError(f"models: two of them have the same name as a text ({', '.join(named)})")
     for name, model in named.items():
         if not callable(getattr(model, "to", None)):
             raise TypeError(f"model {name} is a {type(model).__name__} and has no method `to`")

@@ -28,6 +28,7 @@ def place(**settings: Any) -> ModelAssigner:
         ({"model_connection": {(0, 1.5): 1}}, TypeError, "1.5 is neither an index nor a name"),
         ({"model_connection": [(0, 1)]}, TypeError, "must be a dict .* got list"),
         ({"models": []}, ValueError, "at least one model"),
+        ({"models": {"1": Placed(), 1: Placed()}}, ValueError, "two of them have the same name"),
         ({"models": nn.Linear(2, 2)}, TypeError, "a list or dict of models, got one model"),
         ({"models": [Placed(), "actor"]}, TypeError, "model 1 is a str and has no method `to`"),
         ({"devices": ["cuda", "cpu"]}, ValueError, "'cuda' is not one device, it has no index"),
@@ -87,3 +88,9 @@ def test_moving_to_a_gpu_that_is_not_there_moves_nothing() -> None:
 def test_a_model_that_cannot_be_moved_is_named() -> None:
     with pytest.raises(RuntimeError, match="model 0 could not be moved to cpu: Cannot copy out"):
         ModelAssigner([nn.Linear(2, 2, device="meta")], {}, ["cpu"])
+
+
+def test_numbers_of_numpy() -> None:
+    numpy = pytest.importorskip("numpy")
+    strength = {(0, 1): numpy.float32(2)}
+    assert place(model_connection=strength, sizes_mib=numpy.ones(2)).crossing == {}
