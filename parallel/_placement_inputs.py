@@ -26,10 +26,11 @@ def number(setting: str, value: object, *, most: float = math.inf) -> float:
     # NumPy's too.
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{setting} must be a number, got {value!r}")
-    if not (0 <= value <= most and math.isfinite(value)):
+    result = float(value)
+    if not (0 <= result <= most and math.isfinite(result)):
         bound = "0 or more, and finite" if most == math.inf else f"from 0 to {most:g}"
         raise ValueError(f"{setting} must be {bound}, got {value}")
-    return float(value)
+    return result
 
 
 def name_models(models: Mapping[str, Any] | Sequence[Any]) -> dict[str, Any]:
