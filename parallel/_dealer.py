@@ -82,19 +82,25 @@ class Dealer:
     def deal(self) -> None:
         """Send waiting tasks to workers that have room."""
         while self.is_hungry and self._backlog:
-            with self._lock:
-                lane, tasks = self._choice()
-                if lane is None:
-                    return
-                lane.is_claimed = True
+            lane = None
+            # Ctrl-C may come after any step, and a worker that stays claimed cannot be buried.
             try:
+                with self._lock:
+                    lane, tasks = self._choice()
+                    if lane is None:
+                        return
+                    lane.is_claimed = True
                 self._send(lane, tasks)
             finally:
-                with self._lock:
-                    lane.is_claimed = False
-                    self.is_hungry = True
-                    if lane.is_ended:
-                        self._crew.ring()
+                if lane is not None:
+                    self._let_go(lane)
+
+    def _let_go(self, lane: Lane) -> None:
+        with self._lock:
+            lane.is_claimed = False
+            self.is_hungry = True
+            if lane.is_ended:
+                self._crew.ring()
 
     def _choice(self) -> tuple[Lane | None, list[Task]]:
         waiting = len(self._backlog)
