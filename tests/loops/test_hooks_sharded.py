@@ -71,6 +71,7 @@ def _bare_fsdp() -> list[bool]:
 
     def step() -> None:
         state.optim_wrapper.update_params(model(*batch(state, 4), mode="loss")["loss"])
+        state.step += 1
         ema.on_update(state)
 
     step()
