@@ -79,14 +79,20 @@ def test_ranks_that_succeed_do_not_hide_the_one_that_fails() -> None:
         launch(fail_alone, nproc=2)
 
 
-def listening() -> tuple[int, list[str]]:
+def sockets(process: int) -> set[str]:
+    """Return the numbers of a process's sockets."""
+    targets = [
+        str(entry.readlink())
+        for entry in Path(f"/proc/{process}/fd").iterdir()
+        if entry.is_symlink()
+    ]
+    return {name.removeprefix("socket:[").removesuffix("]") for name in targets}
+
+
+def listening(before: set[str]) -> tuple[int, list[str]]:
     """Return the mode of the private folder and where this rank and its launcher listen."""
     mode = Path(os.environ["STEPWRAP_LAUNCH_DIR"]).stat().st_mode & 0o777
-    mine = set()
-    for process in (os.getpid(), os.getppid()):
-        for entry in Path(f"/proc/{process}/fd").iterdir():
-            target = entry.readlink() if entry.is_symlink() else Path()
-            mine.add(str(target).removeprefix("socket:[").removesuffix("]"))
+    mine = (sockets(os.getpid()) | sockets(os.getppid())) - before
     rows = [
         line.split()
         for name in ("tcp", "tcp6")
@@ -99,7 +105,9 @@ def listening() -> tuple[int, list[str]]:
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_nothing_listens_beyond_this_machine() -> None:
     loopback = {"0100007F", "00000000000000000000000001000000"}
-    for mode, addresses in launch(listening, nproc=2).values():
+    # The launcher is the process of all tests, of which an earlier one may have left a store.
+    before = sockets(os.getpid())
+    for mode, addresses in launch(listening, (before,), nproc=2).values():
         assert mode == 0o700
         assert set(addresses) <= loopback
 
