@@ -1,9 +1,12 @@
-"""Updates by a closure: what stands in their way."""
+"""Updates by a closure, and what stands in their way."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
 
@@ -54,3 +57,22 @@ def check_closure(optim_wrapper: Any, model: Any = None) -> None:
         raise ValueError(
             f"{name} with a closure needs as many batches on all ranks: leave uneven_inputs out"
         )
+
+
+def step_by_closure(optim_wrapper: Any, closure: Callable[[], Tensor], model: Any) -> Tensor:
+    """Do what ``OptimWrapper.update_by_closure`` says."""
+    check_closure(optim_wrapper, model)
+    optim_wrapper._inner_count += 1
+    average: Callable[[Tensor], Tensor] = getattr(model, "average", torch.Tensor.detach)
+
+    def evaluate() -> Tensor:
+        optim_wrapper.zero_grad()
+        with optim_wrapper.optim_context(model):
+            loss = closure()
+        loss.backward()  # type: ignore[no-untyped-call]
+        optim_wrapper._check_reached()
+        return average(loss.detach())
+
+    first = optim_wrapper.optimizer.step(evaluate)
+    optim_wrapper.zero_grad()
+    return torch.as_tensor(first).detach()
