@@ -109,7 +109,7 @@ class IMapIterator:
         try:
             while self._sent - self._taken < self._ahead and self._read():
                 now = time.monotonic()
-                if now - began > _READING_S and (self._values or self._is_next_there()):
+                if now - began > _READING_S and (self._values or self._next_chunk() is not None):
                     return
                 if deadline is not None and now >= deadline:
                     return
@@ -165,18 +165,16 @@ class IMapIterator:
         """Return the items of a chunk in words, for messages."""
         return items_name(chunk, self._chunksize, self._name)
 
-    def _is_next_there(self) -> bool:
-        return self._taken in self._arrived
-
-    def _pick(self) -> Outcome | None:
-        return self._arrived.pop(self._taken, None)
+    def _next_chunk(self) -> int | None:
+        """Return the number of the chunk whose results come next, None if they are not there."""
+        return self._taken if self._taken in self._arrived else None
 
     def _take(self) -> bool:
-        outcome = self._pick()
-        if outcome is None:
+        number = self._next_chunk()
+        if number is None:
             return False
+        success, value = self._arrived.pop(number)
         self._taken += 1
-        success, value = outcome
         if self._bar is not None:
             self._bar.advance(self._chunksize)
         if not success:
@@ -219,11 +217,8 @@ class IMapIterator:
 class IMapUnorderedIterator(IMapIterator):
     """The results of a call over many items as they come. Otherwise as `IMapIterator`."""
 
-    def _is_next_there(self) -> bool:
-        return bool(self._arrived)
-
-    def _pick(self) -> Outcome | None:
-        return self._arrived.pop(next(iter(self._arrived))) if self._arrived else None
+    def _next_chunk(self) -> int | None:
+        return next(iter(self._arrived), None)
 
 
 def chunks_of(iterable: Iterable[Any], size: int) -> Iterator[list[Any]]:

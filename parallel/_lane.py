@@ -181,20 +181,19 @@ class Lane:
         self._is_full = False
         self._answered += count
         if self._to_forget:
-            self._send_commands()
+            self.forget()
         if self._maxtasks is not None and self._answered >= self._maxtasks:
             self.stop()
 
-    def forget(self, job: int) -> None:
-        """Have the worker drop the function of a job."""
-        if job in self.taught:
+    def forget(self, *jobs: int) -> None:
+        """Have the worker drop the functions of jobs, now or after some answers.
+
+        There are never so many commands that there would be no room for tasks or to stop.
+        """
+        for job in self.taught.intersection(jobs):
             self.taught.discard(job)
             self.known.discard(job)
             self._to_forget.append(job)
-            self._send_commands()
-
-    def _send_commands(self) -> None:
-        """Send commands, never so many that there would be no room for tasks or to stop."""
         begun, _ = self.begun
         while self._commands and self._commands[0] < begun:
             self._commands.popleft()
