@@ -73,7 +73,8 @@ DOORS = {
         is_module_wrapper is_sharded layout_of local_part meta_parameters model_checks
         is_dtensor named_parameters parallelize param_groups parse_losses patch_replication_callback
         patch_sync_batchnorm prepare_model reshard revert_sync_batchnorm set_sbn_eps_mode
-        refuse_single_step refuse_without_closure share_parameters steps_in_group_only take_part total_norm
+        refuse_single_step refuse_without_closure share_parameters steps_in_group_only take_part
+        total_norm
         user_scattered with_train_step wrap_model
         wrapper_misfits
     """,
