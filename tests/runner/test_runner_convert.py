@@ -339,10 +339,10 @@ def test_loaders_that_only_mmengine_builds_are_built_by_it() -> None:
 
 
 def test_names_that_only_mmengine_has_are_not_taken_for_ours() -> None:
-    _, misses = convert(f'{MODEL}val_evaluator = dict(type="Accuracy")\n')
+    _, misses = convert(f'{MODEL}val_evaluator = dict(type="CocoMetric")\n')
     (miss,) = misses
     assert miss.startswith(
-        "mm.py:2: val_evaluator.type: nothing of the name Accuracy is registered"
+        "mm.py:2: val_evaluator.type: nothing of the name CocoMetric is registered"
     )
 
 

@@ -263,7 +263,7 @@ def test_the_page_is_true(tmp_path: Path) -> None:
     names["model"] = bare = model()
     names |= {"Runner": Runner, "EpochTrainLoop": EpochTrainLoop, "loader": batches()}
     names["optim"] = OptimWrapper(torch.optim.SGD(bare.parameters(), lr=0.1))
-    exec(codes[2].splitlines()[0], names)
+    exec(codes[2].split("wrapper = ")[0], names)
     assert names["runner"].train().step == 9
     exec(codes[3], names)
     searching = type("Searching", (SingleDevice,), {"train_step": names["train_step"]})(model())
