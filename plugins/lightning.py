@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
@@ -167,6 +168,10 @@ class StepStrategy(DDPStrategy):
         _take_off(wrapped, reverts=bool(self.wrapper_options.get("sync_batchnorm")))
         if isinstance(self.lightning_module, StepLightningModule):
             self.lightning_module.step_by(None)
+        if not self._keeps_process:
+            # torch aborts a process that ends while a DDP, in its cycle of references, is there.
+            del wrapped
+            gc.collect()
 
     def _leave_shards(self) -> None:
         """End the run, but leave the shards on the devices where they can be gathered."""
