@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -64,6 +65,9 @@ class StepStrategy(DDPStrategy):
 
     def setup(self, trainer: Trainer) -> None:
         """Wrap the model, to train it, and where it is sharded also to evaluate it."""
+        if not self._keeps_process:
+            # torch may abort a process that ends while wrappers, in cycles, are still there.
+            atexit.register(gc.collect)
         module = self._module()
         if trainer.state.fn == "fit" or not (self._shards or holds_shards(module)):
             super().setup(trainer)
@@ -168,10 +172,6 @@ class StepStrategy(DDPStrategy):
         _take_off(wrapped, reverts=bool(self.wrapper_options.get("sync_batchnorm")))
         if isinstance(self.lightning_module, StepLightningModule):
             self.lightning_module.step_by(None)
-        if not self._keeps_process:
-            # torch aborts a process that ends while a DDP, in its cycle of references, is there.
-            del wrapped
-            gc.collect()
 
     def _leave_shards(self) -> None:
         """End the run, but leave the shards on the devices where they can be gathered."""
