@@ -5,7 +5,7 @@ Rounds of tasks run through Pool and P2PPool in turn while a thread sends SIGKIL
 and the errors must not be more than the kills. At the end open files, processes, threads and
 shared memory are counted again.
 
-    python benchmarks/pools_soak.py [--tasks 100000] [--workers 2] [--pause 0.3]
+    python benchmarks/pools_soak.py [--tasks 100000] [--workers 2] [--pause 0.1]
 """
 
 import argparse
@@ -23,12 +23,13 @@ import torch
 
 from stepwrap.parallel import P2PPool, Pool, WorkerDiedError
 
-ROUND = 5_000
+ROUND = 10_000
+START_S = 0.2
 
 
 def work(number: int) -> int:
     """Now and then a task that takes a while, so that kills meet tasks that run."""
-    if number % 50 == 0:
+    if number % 10 == 0:
         time.sleep(0.002)
     return 3 * number
 
@@ -37,9 +38,10 @@ def halve(tensor: torch.Tensor) -> torch.Tensor:
     return tensor / 2
 
 
-def own_workers() -> list[int]:
+def own_workers(min_age_s: float = 0.0) -> list[int]:
     """Return the processes that this one has started, by what the system says."""
     found = []
+    now = float(Path("/proc/uptime").read_text().split()[0])
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             try:
@@ -47,7 +49,9 @@ def own_workers() -> list[int]:
                 command = (entry / "cmdline").read_bytes()
             except OSError:
                 continue
-            if int(status[1]) == os.getpid() and b"resource_tracker" not in command:
+            age_s = now - int(status[19]) / os.sysconf("SC_CLK_TCK")
+            is_own = int(status[1]) == os.getpid() and b"resource_tracker" not in command
+            if is_own and age_s >= min_age_s:
                 found.append(int(entry.name))
     return found
 
@@ -73,7 +77,8 @@ class Killer(threading.Thread):
     def run(self) -> None:
         chance = random.Random(0)
         while not self._over.wait(chance.uniform(0.5, 1.5) * self._pause_s):
-            workers = own_workers()
+            # Those that are just starting are left alone: three in a row would break the pool.
+            workers = own_workers(START_S)
             if workers:
                 try:
                     os.kill(chance.choice(workers), signal.SIGKILL)
@@ -111,7 +116,8 @@ def run_half(tasks: int, workers: int, pause_s: float, retries: int) -> Counter[
     while done < tasks:
         for kind in (Pool, P2PPool):
             killer = Killer(pause_s)
-            with kind(workers, retries=retries) as pool:
+            # Forked ones are ready soon enough to be killed often.
+            with kind(workers, retries=retries, start_method="fork") as pool:
                 pool.apply(work, (0,))
                 killer.start()
                 run_round(pool, done, ROUND, counts)
@@ -128,7 +134,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Kill workers of pools.")
     parser.add_argument("--tasks", type=int, default=100_000)
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--pause", type=float, default=0.3, help="seconds between kills")
+    parser.add_argument("--pause", type=float, default=0.1, help="seconds between kills")
     options = parser.parse_args()
     torch.set_num_threads(1)
     # Helpers that live as long as this process are there before the first count.
@@ -141,6 +147,7 @@ def main() -> int:
         counts = run_half(options.tasks // 2, options.workers, options.pause, retries)
         print(f"retries={retries}: {dict(counts)}", flush=True)
         is_right &= counts["values"] + counts["told as lost"] == counts["tasks"]
+        is_right &= counts["kills"] > 0
         is_right &= counts["told as lost"] <= (0 if retries else counts["kills"])
     after = count_all()
     print(f"before {before}\nafter  {after}\n{time.perf_counter() - start:.0f} s")
