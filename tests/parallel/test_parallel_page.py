@@ -1,11 +1,10 @@
 """The page on pools and queues: its programs run and print what it says."""
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from page_programs import run_script
 
 import stepwrap.parallel
 
@@ -22,18 +21,9 @@ SAYS = {
 @pytest.mark.parametrize("call", SAYS)
 def test_programs_run(call: str, tmp_path: Path) -> None:
     (program,) = [code for code in PROGRAMS if call in code]
-    (tmp_path / "program.py").write_text(program)
-    done = subprocess.run(
-        [sys.executable, "program.py"],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-        cwd=tmp_path,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    printed = run_script(program, tmp_path)
     says = SAYS[call]
-    assert done.stdout == says or re.fullmatch(says, done.stdout)
+    assert printed == says or re.fullmatch(says, printed)
 
 
 def test_names_of_the_page_are_there() -> None:

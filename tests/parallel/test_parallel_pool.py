@@ -233,31 +233,11 @@ def test_tensors_by_reference(method):
         assert float(tensor.max()) <= 52.0
 
 
-class QueuePool(BasePool):
-    """A pool with queues of its own, which counts what passes."""
+class Counting:
+    """What passes the methods that a subclass may replace."""
 
     def __init__(self, *args, **more):
-        self.tasks, self.results = [], []
-        super().__init__(*args, **more)
-
-    def setup_queues(self):
-        return SimpleQueue(ctx=self._ctx), SimpleQueue(ctx=self._ctx)
-
-    def pool_inqueue_put(self, obj):
-        self.tasks.append(obj)
-        super().pool_inqueue_put(obj)
-
-    def pool_outqueue_get(self, timeout):
-        result = super().pool_outqueue_get(timeout)
-        self.results.append(result)
-        return result
-
-
-class CountingPool(Pool):
-    """The same on a pool of the other kind."""
-
-    def __init__(self, *args, **more):
-        self.tasks, self.results, self.populated = [], [], 0
+        self.tasks, self.results, self.steps = [], [], []
         super().__init__(*args, **more)
 
     def pool_inqueue_put(self, obj):
@@ -270,8 +250,31 @@ class CountingPool(Pool):
         return result
 
     def repopulate_pool(self):
-        self.populated += 1
+        self.steps.append("repopulate")
         super().repopulate_pool()
+
+    def maintain_pool(self):
+        self.steps.append("maintain")
+        super().maintain_pool()
+
+    def terminate_workers(self):
+        self.steps.append("terminate")
+        super().terminate_workers()
+
+    def join_workers(self):
+        self.steps.append("join")
+        super().join_workers()
+
+
+class QueuePool(Counting, BasePool):
+    """A pool with queues of its own."""
+
+    def setup_queues(self):
+        return SimpleQueue(ctx=self._ctx), SimpleQueue(ctx=self._ctx)
+
+
+class CountingPool(Counting, Pool):
+    """The same on a pool of the other kind."""
 
 
 @pytest.mark.parametrize("kind", [QueuePool, CountingPool])
@@ -290,7 +293,27 @@ def test_everything_passes_the_methods(kind):
 def test_repopulating_is_the_pools(tmp_path):
     with CountingPool(1, maxtasksperchild=1, start_method="fork") as pool:
         assert pool.map(work.square, range(3), 1) == [0, 1, 4]
-        wait_until(lambda: pool.populated >= 3)
+        wait_until(lambda: pool.steps.count("repopulate") >= 3)
+    assert "maintain" in pool.steps
+
+
+@pytest.mark.parametrize("kind", [QueuePool, CountingPool])
+def test_the_end_is_the_pools(kind):
+    with kind(1) as pool:
+        assert pool.apply(work.square, (3,)) == 9
+    assert pool.steps[-2:] == ["terminate", "join"]
+    pool = kind(1)
+    assert pool.apply(work.square, (3,)) == 9
+    pool.close()
+    pool.join(20)
+    assert pool.steps[-1] == "join"
+    assert "terminate" not in pool.steps
+
+
+def test_recursive():
+    """The globals that a local function refers to go with it, whatever else its module has."""
+    with Pool(1, is_recursive=True) as pool:
+        assert pool.apply(lambda: work.square(threading.get_ident() * 0 + 4)) == 16
 
 
 def test_worker_of_a_base_pool_dies():

@@ -2,8 +2,6 @@
 
 import inspect
 import re
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -12,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from page_programs import run_script
 from ranks import run_ranks
 from torch import nn
 
@@ -27,20 +26,6 @@ def codes(title: str) -> list[str]:
     """Return the Python code of a section."""
     section = PAGE.split(f"\n## {title}\n")[1].split("\n## ")[0]
     return re.findall(r"```python\n(.*?)```", section, flags=re.DOTALL)
-
-
-def run_script(code: str, folder: Path) -> str:
-    (folder / "script.py").write_text(code)
-    done = subprocess.run(
-        [sys.executable, "script.py"],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-        cwd=folder,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
 
 
 def test_the_first_world(tmp_path: Path) -> None:
