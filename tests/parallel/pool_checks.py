@@ -21,13 +21,17 @@ def is_running(pid):
     return False
 
 
+def children():
+    """Return the process ids of what this process started and has not ended."""
+    return {process.pid for process in multiprocessing.active_children()}
+
+
 def surroundings():
     """Return what this process has: children, threads, descriptors, named shared memory."""
     gc.collect()
-    children = {process.pid for process in multiprocessing.active_children()}
     # Others use the folder too.
     shared = {name for name in os.listdir("/dev/shm") if str(os.getpid()) in name}
-    return children, set(threading.enumerate()), len(os.listdir("/proc/self/fd")), shared
+    return children(), set(threading.enumerate()), len(os.listdir("/proc/self/fd")), shared
 
 
 @contextlib.contextmanager
