@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ._first_update import has_own_step
+
 
 def closure_advice(optimizer: Optimizer) -> str:
     """What to do with an optimizer that needs a closure."""
@@ -27,10 +29,7 @@ def refuse_without_closure(optim_wrapper: Any, model: Any) -> None:
         optim_wrapper: of any kind, with one optimizer.
         model: the model wrapper that is to step it.
     """
-    if not getattr(optim_wrapper, "_needs_closure", False) or getattr(model, "_model_steps", False):
-        return
-    owner = next((one for one in type(model).__mro__ if "train_step" in vars(one)), None)
-    if owner is not None and owner.__module__.startswith(f"{__package__}."):
+    if getattr(optim_wrapper, "_needs_closure", False) and not has_own_step(model):
         raise ValueError(closure_advice(optim_wrapper.optimizer))
 
 
@@ -70,7 +69,7 @@ def step_by_closure(optim_wrapper: Any, closure: Callable[[], Tensor], model: An
         with optim_wrapper.optim_context(model):
             loss = closure()
         loss.backward()  # type: ignore[no-untyped-call]
-        optim_wrapper._check_reached()
+        optim_wrapper._check_first()
         return average(loss.detach())
 
     first = optim_wrapper.optimizer.step(evaluate)

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from ..registry import OPTIM_WRAPPERS
 from ._closures import closure_advice
+from ._first_update import parameters_of
 from .layout import has_placed
 from .optim import OptimWrapper
 from .options import check_options, option_names
@@ -79,13 +80,22 @@ class AmpOptimWrapper(OptimWrapper):
             # to be in memory; now the scaler does not call it then.
             vars(optimizer)["_step_supports_amp_scaling"] = False
 
+    @property
+    def loss_scale(self) -> float | Tensor:
+        """The scale of this window's losses, a tensor on the device; 1 but for float16."""
+        if not self.loss_scaler.is_enabled():
+            return 1.0
+        device = next(parameters_of(self.optimizer)).device
+        scale: Tensor = self.loss_scaler.scale(torch.ones((), device=device))
+        return scale
+
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Run backward of the scaled loss and count the micro-batch."""
         super().backward(self.loss_scaler.scale(loss), **kwargs)
 
     def step(self, **kwargs: Any) -> None:
         """Unscale and clip, if so configured, and update unless a gradient is infinite."""
-        self._check_reached()
+        self._check_first()
         if self._needs_closure:
             raise ValueError(closure_advice(self.optimizer))
         # Fused optimizers unscale by themselves, and would ask no other rank.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from ..registry import OPTIM_WRAPPERS
 from ._closures import check_closure, closure_advice, step_by_closure
 from ._dtensors import is_dtensor
+from ._first_update import FirstUpdate, parameters_of
 from ._held_gradients import drop_held_gradients
 from ._optimizer_fit import check_optimizer, needs_closure
 from ._tensor_ranks import compare_first_update
@@ -161,8 +162,8 @@ class OptimWrapper(Accumulation):
         compare_first_update(optimizer)
         self.optimizer = optimizer
         self._needs_closure = needs_closure(type(optimizer))
-        self._is_sharded = any(is_dtensor(one) for one in _parameters(optimizer))
-        self._is_reached = False
+        self._is_sharded = any(is_dtensor(one) for one in parameters_of(optimizer))
+        self._first: FirstUpdate | None = FirstUpdate(optimizer)
         self.grad_norm: Tensor | None = None
         self._clip = None if clip_grad is None else GradClip.from_settings(clip_grad)
         if self._needs_closure:
@@ -170,6 +171,21 @@ class OptimWrapper(Accumulation):
         self.base_param_settings: dict[str, Any] | None = None
         if len(optimizer.param_groups) > 1:
             self.base_param_settings = {"params": torch.tensor([0.0]), **optimizer.defaults}
+
+    @property
+    def loss_scale(self) -> float | Tensor:
+        """The factor of this window's gradients, for a backward beside that of ``backward``.
+
+        ``(loss * loss_scale).backward()`` keeps small gradients from vanishing in float16; what
+        it leaves is divided by the same.
+        """
+        return 1.0
+
+    def initialize_count_status(self, model: nn.Module, init_counts: int, max_counts: int) -> None:
+        """As that of ``Accumulation``."""
+        super().initialize_count_status(model, init_counts, max_counts)
+        if self._first is not None:
+            self._first.note(model)
 
     def update_params(
         self,
@@ -210,46 +226,29 @@ class OptimWrapper(Accumulation):
         """Clip, if so configured, and update the parameters.
 
         Raises:
-            RuntimeError: none of them has ever had a gradient, though `backward` has run; or
-                the model has other parameters in the place of some.
+            RuntimeError: none of them has ever had a gradient, though `backward` has run; the
+                model has other parameters in the place of some; or the first gradients of a
+                training step of one's own are not the same on all ranks.
             ValueError: the optimizer needs a closure.
         """
-        self._check_reached()
+        self._check_first()
         if self._needs_closure:
             raise ValueError(closure_advice(self.optimizer))
         if self._clip is not None:
             self.grad_norm = self._clip(self.optimizer)
         self.optimizer.step(**kwargs)
 
-    def _check_reached(self) -> None:
-        """Refuse a first update of nothing: of parameters that are not the model's."""
-        if self._is_reached:
-            return
-        parameters = list(_parameters(self.optimizer))
-        if any(getattr(one, "is_replaced", False) for one in parameters):
-            raise RuntimeError(
-                f"{type(self.optimizer).__name__} has parameters that the model has no more, since "
-                "its layers were split; make the optimizer after wrapping"
-            )
-        self._is_reached = any(one.grad is not None for one in parameters)
-        # What is frozen may be trained later, and another wrapper's backward may reach others.
-        if (
-            not self._is_reached
-            and self._inner_count > self._resumed_at
-            and any(one.requires_grad for one in parameters)
-        ):
-            raise RuntimeError(
-                f"no parameter of {type(self.optimizer).__name__} has a gradient at its first "
-                "update: either the loss reaches none of them, or they are no longer those of "
-                "the model; make the optimizer after wrapping, because fsdp and split layers put "
-                "others in their place"
-            )
+    def _check_first(self) -> None:
+        """Refuse a first update by what are no gradients of the model, or not those of all."""
+        first = self._first
+        if first is not None and first.check(self._inner_count > self._resumed_at):
+            self._first = None
 
     def zero_grad(self, **kwargs: Any) -> None:
         """Clear the gradients, under fsdp also those that wait for the end of their window."""
         optimizer = self.optimizer
         if self._is_sharded:
-            drop_held_gradients(_parameters(optimizer))
+            drop_held_gradients(parameters_of(optimizer))
         if kwargs or getattr(optimizer.zero_grad, "__func__", None) is not Optimizer.zero_grad:
             optimizer.zero_grad(**kwargs)
             return
@@ -263,6 +262,8 @@ class OptimWrapper(Accumulation):
 
         That is ``model.no_sync()`` when the micro-batch does not end its window.
         """
+        if self._first is not None:
+            self._first.note(model)
         if self._accumulative_counts == 1 or self.should_sync():
             return _NOTHING
         no_sync: Callable[[], AbstractContextManager[Any]] | None = getattr(model, "no_sync", None)
@@ -338,10 +339,6 @@ class OptimWrapper(Accumulation):
             f"{type(self).__name__}({type(self.optimizer).__name__}, "
             f"accumulative_counts={self._accumulative_counts}, clip_grad={self._clip})"
         )
-
-
-def _parameters(optimizer: Optimizer) -> Iterator[Tensor]:
-    return (one for group in optimizer.param_groups for one in group["params"])
 
 
 def _momentum(group: Mapping[str, Any]) -> float:

@@ -24,9 +24,10 @@ class SmoothDDP(StepDistributedDataParallel):
         images = images.detach().requires_grad_()
         with optim_wrapper.optim_context(self):
             loss = self.module.loss(self(images, mode="tensor"), labels)
+        scale = optim_wrapper.loss_scale  # 1 but for float16, where small slopes would vanish
         # Of the sum: each image has the slope of its own loss.
-        (slope,) = torch.autograd.grad(loss * len(images), images, create_graph=True)
-        penalty = slope.flatten(1).square().sum(1).mean()
+        (slope,) = torch.autograd.grad(loss * len(images) * scale, images, create_graph=True)
+        penalty = (slope / scale).flatten(1).square().sum(1).mean()
         losses = {"loss_scores": loss, "loss_slope": WEIGHT * penalty}
         total, logs = parse_losses(losses)
         optim_wrapper.update_params(total)

@@ -33,13 +33,14 @@ class SharpnessAwareDDP(StepDistributedDataParallel):
         # The bare model has no no_sync: both backwards need the mean over the ranks.
         with optim_wrapper.optim_context(self.module):
             first, _ = parse_losses(self(*data, mode="loss"))
-        first.backward()
+        (first * optim_wrapper.loss_scale).backward()  # the direction is the same
         climbed = [one for one in weights if one.grad is not None]
         with torch.no_grad():
             before = [one.clone() for one in climbed]
             norm = total_norm([one.grad for one in climbed], like=climbed)
             for one in climbed:
-                one.add_(one.grad * (RHO / (norm + 1e-12)))
+                step = one.grad * (RHO / (norm + 1e-12))
+                one.add_(step.nan_to_num(0.0))  # stay where the scale was too large for float16
         for one, gradient in zip(weights, gathered, strict=True):
             one.grad = gradient
         with optim_wrapper.optim_context(self.module):
