@@ -24,6 +24,7 @@ from .hooks import (
     ThroughputHook,
 )
 from .metrics import MeanLoss
+from .poly import PolyLR
 from .process_metric import ProcessMetric
 from .restore import Checkpoint, find_checkpoint, load_checkpoint
 from .rng import mix_seed, seed_rng
@@ -50,6 +51,7 @@ __all__ = [
     "NanGuardHook",
     "NonFiniteError",
     "Phase",
+    "PolyLR",
     "ProcessMetric",
     "ProgressHook",
     "ScheduleWindow",

@@ -17,6 +17,7 @@ from ..registry import LOOPS
 from .data import length_of, size_before_padding
 from .hook import HookList
 from .metrics import AnyMetric, compute_metrics, feed_metric, merge_metrics
+from .process_metric import ProcessMetric
 from .rng import preserved_rng
 from .rounds import EvenRounds, Rounds
 from .signals import NoSignals, StopWatch
@@ -51,6 +52,9 @@ class _EvalLoop:
     ) -> None:
         self.dataloader = dataloader
         self.metrics = dict(metrics or {})
+        for metric in self.metrics.values():
+            if isinstance(metric, ProcessMetric):
+                metric.tell_of(dataloader)
         self._polled_batches: float | None = None
 
     def run(self, state: LoopState, hooks: HookList) -> dict[str, float]:

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from ..collectives import BaseMetric
 from ..registry import METRICS
+from .data import SeededSamples
 
 
 class Processor(Protocol):
@@ -31,7 +32,8 @@ class ProcessMetric(BaseMetric):
 
     Args:
         metric: One such.
-        dataset_meta: What the metric is to know of the data set, such as class names.
+        dataset_meta: What the metric is to know of the data set, such as class names; default:
+            the data set's own `metainfo`, where it has one.
     """
 
     def __init__(self, metric: Processor, dataset_meta: Mapping[str, Any] | None = None) -> None:
@@ -39,6 +41,15 @@ class ProcessMetric(BaseMetric):
         self._metric = metric
         if dataset_meta is not None:
             metric.dataset_meta = dataset_meta
+
+    def tell_of(self, loader: Any) -> None:
+        """Tell the metric of a loader's data set, unless it has been told of one."""
+        dataset = getattr(loader, "dataset", None)
+        # What build_loader lays around a data set that workers read.
+        dataset = dataset.samples if isinstance(dataset, SeededSamples) else dataset
+        known = getattr(dataset, "metainfo", None)
+        if self.dataset_meta is None and known is not None:
+            self.dataset_meta = self._metric.dataset_meta = known
 
     def add(self, data_samples: Iterable[Any], data_batch: Any) -> None:
         """Process the predictions of one batch."""

@@ -28,7 +28,9 @@ OPTIMIZERS = Registry(
     namespaces=("torch.optim", "stepwrap.wrappers.post_local_sgd"),
 )
 OPTIM_WRAPPERS = Registry("OPTIM_WRAPPERS", locations=_WRAPPERS)
-PARAM_SCHEDULERS = Registry("PARAM_SCHEDULERS", namespaces=("torch.optim.lr_scheduler",))
+PARAM_SCHEDULERS = Registry(
+    "PARAM_SCHEDULERS", locations=_LOOPS, namespaces=("torch.optim.lr_scheduler",)
+)
 DATASETS = Registry("DATASETS", namespaces=("torch.utils.data",))
 DATALOADERS = Registry("DATALOADERS", locations=_LOOPS)
 METRICS = Registry(

@@ -7,10 +7,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..registry import DATASETS, METRICS
-from ._convert_draft import Draft, Section
+from ._convert_draft import Draft, Section, bare_name, sections
 
 _LOADER = "mmengine.runner.Runner.build_dataloader"
 _SAMPLERS = ("DefaultSampler", "InfiniteSampler")
+_PASSES = "the last batch of each pass over the data may be smaller here: see --keep-order"
 _COLLATES = ("pseudo_collate", "default_collate")
 _SAME = ("batch_size", "num_workers", "drop_last", "pin_memory", "prefetch_factor")
 
@@ -42,16 +43,23 @@ def _loader(draft: Draft, section: Section, *, train: bool) -> dict[str, Any]:
             loader[key] = section.take(key)
     sampler = section.below("sampler")
     if sampler is not None:
+        if (
+            train
+            and bare_name(sampler.peek("type")) == "InfiniteSampler"
+            and not loader.get("drop_last")
+        ):
+            draft.miss(sampler.at("type"), _PASSES)
         # The order is the same on all ranks and all samples come: nothing else to say.
         loader["shuffle"] = sampler.take("shuffle", True)
         if sampler.peek("seed") is not None:
             loader["seed"] = sampler.take("seed")
         sampler.drop("type", "round_up", "seed", "_scope_")
         sampler.close()
-    loader["collate"] = _collate(section.take("collate_fn"))
+    loader["collate"] = _collate(draft, section.below("collate_fn"))
     # Workers stay anyway.
     section.drop("persistent_workers", "prefetch_factor")
     section.accept(worker_init_fn=None, batch_sampler=None, timeout=0)
+    section.accept(multiprocessing_context=None, num_batch_per_epoch=None)
     section.close()
     return loader
 
@@ -59,7 +67,7 @@ def _loader(draft: Draft, section: Section, *, train: bool) -> dict[str, Any]:
 def _is_ours(section: Section, train: bool) -> bool:
     """Whether our loader does the same with these settings."""
     sampler = section.peek("sampler")
-    if not isinstance(sampler, Mapping) or _bare(sampler.get("type")) not in _SAMPLERS:
+    if not isinstance(sampler, Mapping) or bare_name(sampler.get("type")) not in _SAMPLERS:
         return False
     if train and not sampler.get("round_up", True):
         return False
@@ -70,16 +78,11 @@ def _is_ours(section: Section, train: bool) -> bool:
     return not any(section.peek(key) for key in others)
 
 
-def _collate(given: Mapping[str, Any] | None) -> str:
-    name = "pseudo_collate" if given is None else given["type"]
-    if callable(name):
-        return f"{name.__module__}.{name.__qualname__}"
-    return f"mmengine.dataset.{name}" if name in _COLLATES else str(name)
-
-
-def _bare(wanted: Any) -> str:
-    name = wanted if isinstance(wanted, str) else getattr(wanted, "__name__", "")
-    return name.rpartition(".")[2]
+def _collate(draft: Draft, section: Section | None) -> str:
+    name = "pseudo_collate" if section is None else section.take("type")
+    if name in _COLLATES or section is None:
+        return f"mmengine.dataset.{name}"
+    return draft.name_of(name, "FUNCTIONS", DATASETS, section.at("type"))
 
 
 def convert_loops(draft: Draft, top: Section) -> None:
@@ -137,10 +140,14 @@ def convert_metrics(draft: Draft, top: Section) -> None:
     elif other is not None and other != given:
         draft.miss("test_evaluator", "validation and test share their metrics: val_evaluator's")
     metrics: dict[str, Any] = {}
-    for key, one in _each(given, path):
-        section = Section(draft, one, key)
+    if isinstance(given, Mapping) and bare_name(given.get("type", "Evaluator")) == "Evaluator":
+        evaluator = Section(draft, given, path)
+        evaluator.drop("type")
+        given, path = evaluator.take("metrics"), evaluator.at("metrics")
+        evaluator.close()
+    for section in sections(draft, given, path):
         wanted = section.peek("type")
-        prefix, name = section.peek("prefix"), _bare(wanted)
+        prefix, name = section.peek("prefix"), bare_name(wanted)
         made = draft.part(section, "METRICS", METRICS)
         prefix = prefix or draft.prefix_of(wanted)
         label = prefix or _snake(name)
@@ -150,16 +157,6 @@ def convert_metrics(draft: Draft, top: Section) -> None:
         metrics[label] = {"type": "ProcessMetric", "metric": made}
     if metrics:
         draft.sections["metrics"] = metrics
-
-
-def _each(given: Any, path: str) -> list[tuple[str, Any]]:
-    if given is None:
-        return []
-    if isinstance(given, Mapping):
-        if "metrics" in given and _bare(given.get("type", "Evaluator")) == "Evaluator":
-            return _each(given["metrics"], f"{path}.metrics")
-        return [(path, given)]
-    return [(f"{path}.{at}", one) for at, one in enumerate(given)]
 
 
 def _snake(name: str) -> str:

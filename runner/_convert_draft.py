@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 from ..registry import Registry
 from ._convert_source import Source
 
+RULES = {"greater": "max", "less": "min"}
+
 
 class Miss(NamedTuple):
     """A setting that has no counterpart, or another meaning."""
@@ -22,7 +24,7 @@ class Miss(NamedTuple):
     origin: str = ""
 
     def __str__(self) -> str:
-        return f"{self.origin or 'default'}: {self.key}: {self.what}"
+        return ": ".join(part for part in (self.origin, self.key, self.what) if part)
 
 
 @dataclass
@@ -36,6 +38,7 @@ class Draft:
         sections: the new config.
         batches: batches per update.
         by_epoch: whether training counts epochs.
+        log_interval: batches between two records.
         metric_names: by name here, the prefix that mmengine gives the metric's figures.
     """
 
@@ -47,6 +50,7 @@ class Draft:
     misses: list[Miss] = field(default_factory=list)
     batches: int = 1
     by_epoch: bool = True
+    log_interval: int = 10
     metric_names: dict[str, str] = field(default_factory=dict)
 
     def miss(self, key: str, what: str = "has no counterpart here") -> None:
@@ -71,16 +75,27 @@ class Draft:
         self.miss(key, f"which metric {wanted!r} is cannot be told; name one as metric/part")
         return None
 
-    def updates(self, batches: int, key: str) -> int:
+    def mode(self, rule: Any, metric: str, key: str) -> str:
+        """Return which values of a metric are better, by mmengine's rule or by the name."""
+        if rule is not None and rule not in RULES:
+            self.miss(key, f"must be greater or less, got {rule!r}")
+        return RULES.get(rule) or ("min" if "loss" in metric.lower() else "max")
+
+    def updates(self, batches: Any, key: str) -> int | None:
         """Return a number of batches as one of updates."""
+        if not isinstance(batches, int):
+            self.miss(key, f"must be a number of batches, got {batches!r}")
+            return None
         if batches % self.batches:
             told = f"{batches} batches are no whole number of updates of {self.batches} batches"
             self.miss(key, f"{told}: rounded up")
         return -(-batches // self.batches)
 
-    def name_of(self, wanted: Any, kind: str, ours: Registry, key: str) -> str:
+    def name_of(
+        self, wanted: Any, kind: str, ours: Registry, key: str, scope: str | None = None
+    ) -> str:
         """Return the name or import path under which our config finds a type."""
-        found = _look_up(wanted, kind, self.scope)
+        found = _look_up(wanted, kind, scope or self.scope)
         if found is not None:
             return _name(found, ours)
         text = str(wanted)
@@ -98,15 +113,15 @@ class Draft:
             if "type" not in value:
                 return {key: self.plain(one) for key, one in value.items()}
             scope = {} if self.scope in (None, "mmengine") else {"_scope_": self.scope}
-            return {"_raw_": True, **scope, **_listed(value)}
+            return {"_raw_": True, **scope, **as_yaml(value)}
         if isinstance(value, (list, tuple)):
             return [self.plain(one) for one in value]
         return {"_ref_": _path(value)} if callable(value) else value
 
     def part(self, section: Section, kind: str, ours: Registry) -> dict[str, Any]:
         """Return a part by its type, with all that is left of its section as arguments."""
-        name = self.name_of(section.take("type"), kind, ours, section.at("type"))
-        section.drop("_scope_")
+        wanted, scope = section.take("type"), section.take("_scope_")
+        name = self.name_of(wanted, kind, ours, section.at("type"), scope)
         return {"type": name, **{key: self.plain(section.take(key)) for key in section}}
 
 
@@ -143,19 +158,11 @@ class Section:
 
     def below(self, key: str) -> Section | None:
         """Take a dict as a section of its own; None where there is none."""
-        value = self.take(key)
-        if value is None:
-            return None
-        if isinstance(value, Mapping):
-            return Section(self._draft, value, self.at(key))
-        self._draft.miss(self.at(key), "is no dict, and only dicts are translated")
-        return None
+        return _section(self._draft, self.take(key), self.at(key))
 
     def kind(self, default: str = "") -> str:
         """Take the type and return the name of the class without its module."""
-        wanted = self.take("type", default)
-        name = wanted if isinstance(wanted, str) else getattr(wanted, "__name__", str(wanted))
-        return name.rpartition(".")[2]
+        return bare_name(self.take("type", default))
 
     def accept(self, **defaults: Any) -> None:
         """Take the settings that have these values, which need nothing here."""
@@ -173,6 +180,29 @@ class Section:
         for key in self:
             self.take(key)
             self._draft.miss(self.at(key), what)
+
+
+def bare_name(wanted: Any) -> str:
+    """Return the name of a class, or that of a type, without its module."""
+    name = wanted if isinstance(wanted, str) else getattr(wanted, "__name__", str(wanted))
+    return name.rpartition(".")[2]
+
+
+def sections(draft: Draft, given: Any, path: str) -> Iterator[Section]:
+    """Yield the dicts of a list, or one alone, as sections, and note what is none."""
+    listed = isinstance(given, (list, tuple))
+    for at, one in enumerate(given if listed else [given]):
+        section = _section(draft, one, f"{path}.{at}" if listed else path)
+        if section is not None:
+            yield section
+
+
+def _section(draft: Draft, value: Any, path: str) -> Section | None:
+    if isinstance(value, Mapping):
+        return Section(draft, value, path)
+    if value is not None:
+        draft.miss(path, "is no dict, and only dicts are translated")
+    return None
 
 
 def _look_up(wanted: Any, kind: str, scope: str | None) -> Any:
@@ -203,10 +233,10 @@ def _path(found: Any) -> str:
     return f"{found.__module__}.{name}"
 
 
-def _listed(value: Any) -> Any:
+def as_yaml(value: Any) -> Any:
     """Return what stays a plain dict with lists for tuples, and import paths for classes."""
     if isinstance(value, Mapping):
-        return {key: _listed(one) for key, one in value.items()}
+        return {key: as_yaml(one) for key, one in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_listed(one) for one in value]
+        return [as_yaml(one) for one in value]
     return _path(value) if callable(value) else value

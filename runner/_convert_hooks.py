@@ -2,41 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
-from ._convert_draft import Draft, Section
+from ._convert_draft import Draft, Section, bare_name, sections
 
 # What they do is done here anyway: times, the order of the data, the schedules, the records.
 _BUILT_IN = (
     "DistSamplerSeedHook",
     "IterTimerHook",
-    "NaiveVisualizationHook",
     "ParamSchedulerHook",
     "RuntimeInfoHook",
 )
-_RULES = {"greater": "max", "less": "min"}
+# What mmengine has where the config does not say otherwise.
+_DEFAULTS = {
+    "logger": {"type": "LoggerHook"},
+    "checkpoint": {"type": "CheckpointHook", "interval": 1},
+}
 _NEEDED = {"sampler_seed": "data are shuffled anew", "param_scheduler": "the schedules step"}
 
 
 def convert_hooks(draft: Draft, top: Section) -> None:
     """Translate `default_hooks`, `custom_hooks` and the visualizer's back-ends."""
     hooks: dict[str, Any] = {}
-    defaults = top.below("default_hooks")
-    for name in defaults or ():
-        assert defaults is not None
-        if defaults.peek(name) is not None:
-            section = defaults.below(name)
-            assert section is not None
-            _hook(draft, section, hooks)
-        else:
+    defaults = top.below("default_hooks") or Section(draft, {}, "default_hooks")
+    for name, settings in _DEFAULTS.items():
+        if "train" in draft.sections and name not in defaults:
+            defaults.put(name, settings)
+    for name in defaults:
+        if defaults.peek(name) is None:
             defaults.drop(name)
             _switched_off(draft, defaults.at(name), name, hooks)
-    for at, one in enumerate(top.take("custom_hooks") or ()):
-        if isinstance(one, Mapping):
-            _hook(draft, Section(draft, one, f"custom_hooks.{at}"), hooks)
-        else:
-            draft.miss(f"custom_hooks.{at}", "is no dict, and only dicts are translated")
+            continue
+        section = defaults.below(name)
+        if section is not None:
+            _hook(draft, section, hooks)
+    for section in sections(draft, top.take("custom_hooks"), "custom_hooks"):
+        _hook(draft, section, hooks)
     _writers(draft, top, hooks)
     if hooks:
         draft.sections["hooks"] = hooks
@@ -46,7 +48,7 @@ def _hook(draft: Draft, section: Section, hooks: dict[str, Any]) -> None:
     kind = section.kind()
     section.drop("priority", "_scope_")
     if kind in _BUILT_IN:
-        section.drop(*section)
+        section.close()
         return
     translate = _KINDS.get(kind)
     if translate is None:
@@ -69,27 +71,31 @@ def _logger(draft: Draft, section: Section, hooks: dict[str, Any]) -> None:
     train = draft.sections.get("train")
     if train is not None:
         train["log_every_steps"] = -(-batches // draft.batches)
-    # The record of an epoch's last batches comes with the next one's.
-    section.drop("ignore_last", "log_metric_by_epoch", "interval_exp_name")
+    # Each record says both, the epoch and the update.
+    section.drop("log_metric_by_epoch")
+    section.accept(ignore_last=True, interval_exp_name=1000, out_suffix=None)
     section.accept(out_dir=None, keep_local=True, backend_args=None, file_client_args=None)
+    draft.log_interval = batches
 
 
 def _checkpoint(draft: Draft, section: Section, hooks: dict[str, Any]) -> None:
     interval = section.take("interval", -1)
     by_epoch = section.take("by_epoch", True)
-    settings: dict[str, Any] = {"every_epochs": None}
+    settings: dict[str, Any] = {"every_epochs": None, "every_secs": None}
     if interval > 0 and by_epoch:
-        settings["every_epochs"] = interval
+        # A loop by iterations is one epoch to mmengine: at its end there is a checkpoint anyway.
+        settings["every_epochs"] = interval if draft.by_epoch else None
     elif interval > 0:
         settings["every_steps"] = draft.updates(interval, section.at("interval"))
     keep = section.take("max_keep_ckpts", -1)
-    settings["keep_last"] = keep if keep > 0 else None
+    # Without an interval only the last one and the best are saved.
+    settings["keep_last"] = keep if keep > 0 else None if interval > 0 else 1
     best, rule = section.take("save_best"), section.take("rule")
     if isinstance(best, (list, tuple)):
         if len(best) > 1:
             draft.miss(section.at("save_best"), "one metric is kept the best of: the first")
-        best = best[0]
-        rule = rule[0] if isinstance(rule, (list, tuple)) else rule
+        best = best[0] if best else None
+        rule = rule[0] if isinstance(rule, (list, tuple)) and rule else rule
     if best is not None:
         settings |= _best(draft, section, best, rule)
     section.accept(
@@ -112,16 +118,12 @@ def _best(draft: Draft, section: Section, best: str, rule: str | None) -> dict[s
     name = draft.metric(best, section.at("save_best"))
     if name is None:
         return {}
-    return {"keep_best": name, "mode": _RULES[rule] if rule else _usual_mode(best)}
-
-
-def _usual_mode(metric: str) -> str:
-    return "min" if "loss" in metric.lower() else "max"
+    return {"keep_best": name, "mode": draft.mode(rule, best, section.at("rule"))}
 
 
 def _ema(draft: Draft, section: Section, hooks: dict[str, Any]) -> None:
-    average = str(section.take("ema_type", "ExponentialMovingAverage"))
-    if average.rpartition(".")[2] != "ExponentialMovingAverage":
+    average = bare_name(section.take("ema_type", "ExponentialMovingAverage"))
+    if average != "ExponentialMovingAverage":
         draft.miss(section.at("ema_type"), f"{average} is none of ours: see the hook ema")
         section.drop(*section)
         return
@@ -133,15 +135,15 @@ def _ema(draft: Draft, section: Section, hooks: dict[str, Any]) -> None:
     elif epochs:
         # In the first batch of that epoch, which mmengine counts from one.
         begin = (epochs - 1) * int(draft.epoch_length or 0) + 1
-    if draft.batches > 1:
-        told = f"counts updates here, not batches: decay {keep:g}**{draft.batches}"
-        draft.miss(section.at("momentum"), told)
     interval = section.take("interval", 1)
-    settings = {"decay": keep**draft.batches, "start_step": -(-max(begin, 1) // draft.batches)}
-    if interval != 1:
-        settings["every_steps"] = interval
-    section.drop("strict_load", "device")
-    section.accept(update_buffers=False)
+    times, steps = max(draft.batches // interval, 1), max(interval // draft.batches, 1)
+    if draft.batches > 1:
+        told = f"counts updates here, not batches: decay {keep:g}**{times}"
+        draft.miss(section.at("momentum"), told)
+    settings = {"decay": keep**times, "start_step": -(-max(begin, 1) // draft.batches)}
+    if steps != 1:
+        settings["every_steps"] = steps
+    section.accept(update_buffers=False, strict_load=False, device=None)
     hooks["ema"] = settings
 
 
@@ -149,36 +151,54 @@ def _early_stop(draft: Draft, section: Section, hooks: dict[str, Any]) -> None:
     monitor, rule = section.take("monitor"), section.take("rule")
     name = draft.metric(monitor, section.at("monitor"))
     patience, delta = section.take("patience", 5), section.take("min_delta", 0.1)
-    section.drop("strict", "check_finite")
-    section.accept(stopping_threshold=None)
+    # A metric that is missing is an error, and one that is NaN never an improvement.
+    section.drop("strict")
+    section.accept(stopping_threshold=None, check_finite=True)
     if name is not None:
-        mode = _RULES[rule] if rule else _usual_mode(monitor)
         hooks["early_stop"] = {
             "metric": name,
             "patience": patience,
-            "mode": mode,
+            "mode": draft.mode(rule, monitor, section.at("rule")),
             "min_delta": delta,
         }
 
 
 def _writers(draft: Draft, top: Section, hooks: dict[str, Any]) -> None:
-    """Translate `visualizer` and `vis_backends`: what is written besides the records."""
+    """Translate `log_processor`, `visualizer` and `vis_backends`: what is written."""
+    processor = top.below("log_processor")
+    if processor is not None:
+        kind = processor.kind("LogProcessor")
+        if kind != "LogProcessor":
+            draft.miss(processor.at("type"), f"{kind} has no counterpart here")
+        processor.drop("by_epoch")
+        # A record holds the values since the last one.
+        processor.accept(window_size=draft.log_interval, num_digits=4, custom_cfg=None)
+        processor.close()
     visualizer = top.below("visualizer")
-    found: list[tuple[str, Any]] = []
-    if visualizer is not None:
-        for at, one in enumerate(visualizer.take("vis_backends") or ()):
-            found.append((f"visualizer.vis_backends.{at}", one))
-        kind = visualizer.kind("Visualizer")
-        if kind != "Visualizer":
-            draft.miss("visualizer", f"{kind} has no counterpart: draw in a hook of your own")
-        visualizer.drop(*visualizer)
+    # Alone they are a variable that the visualizer may be made of.
     top.drop("vis_backends")
-    for key, one in found:
-        kind = Section(draft, one, key).kind()
-        if kind == "TensorboardVisBackend":
-            hooks["tensorboard"] = True
-        elif kind != "LocalVisBackend":
-            draft.miss(key, f"{kind} has no counterpart: write a hook (docs/extending.md)")
+    if visualizer is None:
+        return
+    kind = visualizer.kind("Visualizer")
+    for one in sections(draft, visualizer.take("vis_backends"), visualizer.at("vis_backends")):
+        _writer(draft, one, hooks)
+    if kind != "Visualizer":
+        draft.miss("visualizer", f"{kind} has no counterpart: draw in a hook of your own")
+        return
+    visualizer.drop("name", "_scope_")
+    visualizer.accept(save_dir=None)
+    visualizer.close()
+
+
+def _writer(draft: Draft, section: Section, hooks: dict[str, Any]) -> None:
+    kind = section.kind()
+    section.drop("_scope_")
+    if kind == "TensorboardVisBackend":
+        hooks["tensorboard"] = True
+    elif kind != "LocalVisBackend":
+        draft.miss(section.path, f"{kind} has no counterpart: write a hook (docs/extending.md)")
+        return
+    section.close()
 
 
 _KINDS: dict[str, Callable[[Draft, Section, dict[str, Any]], None]] = {

@@ -14,7 +14,7 @@ from ..registry import (
     ParamwiseSection,
     check_component,
 )
-from ._convert_draft import Draft, Section
+from ._convert_draft import Draft, Section, as_yaml, bare_name
 
 _WRAPPERS = {
     "MMDistributedDataParallel": "ddp",
@@ -53,7 +53,7 @@ def convert_wrapper(draft: Draft, top: Section) -> None:
         # They follow from the rank, and from our class.
         given.drop("device_ids", "output_device", "use_orig_params", "module")
         for key in given:
-            option = {key: _marked(given.peek(key))}
+            option = {key: as_yaml(given.peek(key))}
             problems = check_component({**options, **option}, MODEL_WRAPPERS, "", ("module",))
             # Wrong values are told by `stepwrap check`.
             if not any("no such argument" in problem.what for problem in problems):
@@ -70,16 +70,6 @@ def convert_wrapper(draft: Draft, top: Section) -> None:
         draft.sections["wrapper"] = options
 
 
-def _marked(value: Any) -> Any:
-    """Return an option of a wrapper, dicts in it as the plain settings that they are."""
-    if isinstance(value, (list, tuple)):
-        return [_marked(one) for one in value]
-    if isinstance(value, Mapping):
-        raw = {"_raw_": True} if "type" in value else {}
-        return {**raw, **{key: _marked(one) for key, one in value.items()}}
-    return value
-
-
 def convert_optimization(draft: Draft, top: Section) -> None:
     """Translate `optim_wrapper`, of one optimizer or several, and `auto_scale_lr`."""
     scaling = top.take("auto_scale_lr")
@@ -91,7 +81,7 @@ def convert_optimization(draft: Draft, top: Section) -> None:
     constructor = section.take("constructor", "")
     names = [key for key in section if _is_wrapper(section, key)]
     if "optimizer" in section or not names:
-        if str(constructor).rpartition(".")[2] not in _CONSTRUCTORS:
+        if bare_name(constructor) not in _CONSTRUCTORS:
             draft.miss("optim_wrapper.constructor", "paramwise options are all that is translated")
         optimizer, wrapper = _single(draft, section)
     else:

@@ -7,13 +7,23 @@ from typing import Any
 
 from ._convert_draft import Draft, Section
 
-# Nothing of the kind is needed, or the command line says it.
-_NEEDLESS = ("default_scope", "launcher", "log_level", "runner_type", "cfg", "log_processor")
+_NO_STRATEGIES = "has no counterpart: wrapper, mesh and optim_wrapper say how ranks work together"
+_NO_TTA = "has no counterpart: average the predictions in the model's own test_step"
+_LAUNCHED = "ranks are started by launch.nproc, --nproc or torchrun"
 
 
 def convert_run(draft: Draft, top: Section) -> None:
     """Translate what is no part: names, seeds, folders, processes."""
-    top.drop(*_NEEDLESS)
+    top.drop("default_scope")
+    top.accept(log_level="INFO", runner_type="Runner")
+    for key, what in (("strategy", _NO_STRATEGIES), ("tta_model", _NO_TTA)):
+        if top.take(key) is not None:
+            draft.miss(key, what)
+    if top.take("launcher", "none") != "none":
+        draft.miss("launcher", _LAUNCHED)
+    for key in ("log_level", "runner_type"):
+        if top.take(key) is not None:
+            draft.miss(key)
     _imports(draft, top)
     name, folder = top.take("experiment_name"), top.take("work_dir")
     if name is not None:

@@ -6,12 +6,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ..registry import PARAM_SCHEDULERS
-from ._convert_draft import Draft, Section
+from ._convert_draft import RULES, Draft, Section, sections
 
 _INF = 10**9
+_PLATEAU = ("factor", "patience", "threshold", "threshold_rule", "cooldown", "min_value", "eps")
 # Their arguments that count what the schedule counts.
 _COUNTS = ("T_max", "step_size", "total_steps")
-_RULES = {"less": "min", "greater": "max"}
 
 
 def convert_schedulers(draft: Draft, top: Section) -> None:
@@ -39,8 +39,9 @@ def _all(draft: Draft, given: Any, path: str, optimizer: str | None) -> list[dic
     """Return the schedules of one optimizer: all of torch, or all of mmengine."""
     noted = len(draft.misses)
     made = _made(draft, given, path, optimizer, theirs=False)
-    if any(one["type"].startswith("mmengine.") for one in made):
-        # Both change the optimizer's step, and neither stands the other's change.
+    if any("." in one["type"] for one in made):
+        # Both change the optimizer's step, and neither stands the other's change. Classes of one's
+        # own are of mmengine's kind as well.
         del draft.misses[noted:]
         made = _made(draft, given, path, optimizer, theirs=True)
     return made
@@ -49,10 +50,8 @@ def _all(draft: Draft, given: Any, path: str, optimizer: str | None) -> list[dic
 def _made(
     draft: Draft, given: Any, path: str, optimizer: str | None, *, theirs: bool
 ) -> list[dict[str, Any]]:
-    listed = isinstance(given, (list, tuple))
     found = []
-    for at, one in enumerate(given if listed else [given]):
-        section = Section(draft, one, f"{path}.{at}" if listed else path)
+    for section in sections(draft, given, path):
         made = _scheduler(draft, section, optimizer, theirs=theirs)
         if made is not None:
             choice = {} if optimizer is None else {"optimizer": optimizer}
@@ -65,8 +64,8 @@ def _scheduler(
 ) -> dict[str, Any] | None:
     original = section.peek("type")
     kind = section.kind()
-    section.drop("verbose", "_scope_")
-    section.accept(param_name="lr", last_step=-1)
+    section.drop("_scope_")
+    section.accept(verbose=False)
     translate = None if theirs else _KINDS.get(kind)
     if kind == "ReduceOnPlateauLR" and theirs:
         draft.miss(section.path, f"{kind} cannot stand beside a schedule that torch has not")
@@ -77,7 +76,10 @@ def _scheduler(
     begin, end = section.take("begin", 0), section.take("end", _INF)
     base = draft.sections.get("optimizer", {})
     settings = base.get(optimizer, base) if optimizer else base
-    made = None if translate is None else translate(section, begin, end, settings)
+    made = None
+    if translate is not None:
+        section.accept(param_name="lr", last_step=-1)
+        made = translate(section, begin, end, settings)
     if made is None:
         # What torch's cannot do mmengine's does, as it is.
         made = _theirs(draft, original, kind, begin, end, by, section)
@@ -87,6 +89,9 @@ def _scheduler(
     if "metric" in made:
         made["metric"] = draft.metric(made["metric"], section.at("monitor")) or made["metric"]
         by = "epoch"
+    elif by == "epoch" and not draft.by_epoch:
+        what = "counts passes over the data here; in a loop by iterations mmengine counts none"
+        draft.miss(section.at("by_epoch"), what)
     made["by"] = by
     section.close()
     return made
@@ -190,11 +195,10 @@ def _cosine(section: Section, begin: int, end: int, optimizer: Any) -> dict[str,
 
 
 def _poly(section: Section, begin: int, end: int, optimizer: Any) -> dict[str, Any] | None:
-    if section.peek("eta_min"):
-        return None
-    section.drop("eta_min")
-    power = section.take("power", 1)
-    return {"type": "PolynomialLR", "power": power, "total_iters": end - begin - 1}
+    power, lowest = section.take("power", 1), section.take("eta_min", 0)
+    made = {"type": "PolynomialLR", "power": power, "total_iters": end - begin - 1}
+    # torch's ends at zero.
+    return {**made, "type": "PolyLR", "eta_min": lowest} if lowest else made
 
 
 def _one_cycle(section: Section, begin: int, end: int, optimizer: Any) -> dict[str, Any] | None:
@@ -212,9 +216,9 @@ def _plateau(section: Section, begin: int, end: int, optimizer: Any) -> dict[str
         return None
     made: dict[str, Any] = {"type": "ReduceLROnPlateau"}
     made["metric"] = section.take("monitor", "loss")
-    made["mode"] = _RULES.get(section.take("rule", "less"), "min")
+    made["mode"] = RULES.get(section.take("rule", "less"), "min")
     names = {"threshold_rule": "threshold_mode", "min_value": "min_lr"}
-    for key in ("factor", "patience", "threshold", "threshold_rule", "cooldown", "min_value"):
+    for key in _PLATEAU:
         if key in section:
             made[names.get(key, key)] = section.take(key)
     return made

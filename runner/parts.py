@@ -191,6 +191,7 @@ class FirstBatch:
 
     def __init__(self, loader: Iterable[Any]) -> None:
         self._loader = loader
+        self.dataset = getattr(loader, "dataset", None)
 
     def __len__(self) -> int:
         return 1

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+import torch
 from hook_runs import loader, new_state
 from ranks import run_ranks
+from torch import Tensor
+from torch.utils.data import Dataset
 
-from stepwrap.loops import HookList, ProcessMetric, ValLoop
+from stepwrap.loops import HookList, ProcessMetric, ValLoop, build_loader
 
 
 class Sample:
@@ -56,3 +60,25 @@ def test_it_tells_the_metric_of_the_data() -> None:
     metric = Highest()
     ProcessMetric(metric, dataset_meta={"classes": ["a", "b"]})
     assert metric.dataset_meta == {"classes": ["a", "b"]}
+
+
+class Described(Dataset[Any]):
+    """Says of itself what metrics want to know, as mmengine's data sets do."""
+
+    metainfo = {"classes": ("c", "d")}
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.zeros(1)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_the_data_set_tells_the_metric_unless_the_config_does(workers: int) -> None:
+    told, untold = Highest(), Highest()
+    metrics = {"told": ProcessMetric(told, {"classes": ["a"]}), "untold": ProcessMetric(untold)}
+    data = build_loader(Described(), batch_size=4, num_workers=workers)
+    ValLoop(data, metrics)
+    assert told.dataset_meta == {"classes": ["a"]}
+    assert untold.dataset_meta == {"classes": ("c", "d")}

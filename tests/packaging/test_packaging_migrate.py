@@ -30,7 +30,7 @@ ARGUMENTS = {
     "decay": "loops.EMAHook",
     "start_step": "loops.EMAHook",
     "log_every_steps": "loops.EpochTrainLoop",
-    "dataset_meta": "loops.ProcessMetric",
+    "eta_min": "loops.PolyLR",
 }
 WORDS = {"_raw_: true", "begin", "end", "epoch", "batch", "train_step", 'mode="loss"'}
 

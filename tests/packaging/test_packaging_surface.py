@@ -23,7 +23,7 @@ DOORS = {
     "loops": """
         Cadence Checkpoint CheckpointError CheckpointHook EMAHook EarlyStopHook EpochTrainLoop
         GradNormHook Hook HookList IterTrainLoop LogHook LoopState MeanLoss NanGuardHook
-        NonFiniteError Phase ProcessMetric ProgressHook ScheduleWindow SchedulerHook
+        NonFiniteError Phase PolyLR ProcessMetric ProgressHook ScheduleWindow SchedulerHook
         ShardedBatchSampler Stateful
         TensorBoardHook TestLoop ThroughputHook ValLoop build_loader find_checkpoint
         list_checkpoints load_checkpoint mix_seed prune_checkpoints save_alone save_checkpoint

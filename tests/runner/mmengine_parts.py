@@ -20,7 +20,7 @@ with warnings.catch_warnings():
     from mmengine.config import Config
     from mmengine.evaluator import BaseMetric
     from mmengine.model import BaseModel
-    from mmengine.optim import OptimWrapperDict, build_optim_wrapper
+    from mmengine.optim import MultiStepLR, OptimWrapperDict, build_optim_wrapper
     from mmengine.registry import (
         DATASETS,
         METRICS,
@@ -108,8 +108,15 @@ class MultiOptimWrapperConstructor:
         )
 
 
+@PARAM_SCHEDULERS.register_module(force=True)
+class OwnSteps(MultiStepLR):
+    """A schedule of the user's own."""
+
+
 @DATASETS.register_module(force=True)
 class Points(Dataset[Any]):
+    metainfo = {"classes": ("below", "above")}
+
     def __init__(self, size: int, seed: int = 0) -> None:
         generator = torch.Generator().manual_seed(seed)
         self.inputs = torch.randn(size, 4, dtype=torch.float64, generator=generator)
@@ -131,6 +138,7 @@ class Accuracy(BaseMetric):
             self.results.append(int(found) == int(wanted))
 
     def compute_metrics(self, results: list[Any]) -> dict[str, float]:
+        assert self.dataset_meta["classes"][1] == "above"
         return {"top1": sum(results) / len(results)}
 
 

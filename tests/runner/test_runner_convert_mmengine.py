@@ -143,12 +143,12 @@ def test_a_run_by_epochs(tmp_path: Path, counts: int, shuffle: bool) -> None:
         assert apart(average, weights(ema.ema_model.module)) <= 1e-12
 
 
-def test_a_run_by_updates_in_their_order_with_their_scheduler(tmp_path: Path) -> None:
+def test_a_run_by_updates_in_their_order(tmp_path: Path) -> None:
     path = write(tmp_path).with_name("updates.py")
     theirs, their_rates = train_theirs(path)
     conversion = convert_config(path, keep_order=True)
     assert not conversion.misses
-    assert conversion.config["schedulers"][1]["type"] == "mmengine.optim.scheduler.PolyLR"
+    assert conversion.config["schedulers"][1]["type"] == "PolyLR"
     ours, our_rates = train_ours(conversion.config, tmp_path)
     assert apart(weights(ours.state.model.module), weights(theirs.model)) <= 1e-12
     for one, other in zip(our_rates, their_rates, strict=True):
@@ -307,7 +307,9 @@ SCHEDULES: list[dict[str, Any]] = [
     {"type": "OneCycleLR", "eta_max": 0.3, "total_steps": 15, "three_phase": True},
     {"type": "CosineRestartLR", "periods": [5, 10], "restart_weights": [1, 0.5], "eta_min": 0.0},
 ]
-PAIRS = [[{"type": "LinearLR", "start_factor": 0.01, "begin": 0, "end": 4}, SCHEDULES[6]]]
+WARM_UP = {"type": "LinearLR", "start_factor": 0.01, "begin": 0, "end": 4}
+OWN = {"type": "OwnSteps", "milestones": [3, 6], "gamma": 0.5}
+PAIRS = [[WARM_UP, SCHEDULES[6]], [WARM_UP, OWN]]
 
 
 def their_rates(schedules: list[dict[str, Any]], steps: int) -> list[float]:
