@@ -236,6 +236,7 @@ STEPS = {
         plain_gan,
         gan.DigitGan,
         _pair,
+        shard=["generator", "discriminator"],
         plan={
             "generator.0": "colwise",
             "generator.2": "rowwise",
@@ -285,20 +286,23 @@ def expected(name: str) -> dict[str, Tensor]:
 
 
 def stepped(name: str, wrapper: str, **options: Any) -> dict[str, Tensor] | str:
-    """The weights that a step reaches on a wrapper, or the error that it raises."""
+    """The weights that a step reaches on a wrapper, or the error that it raises at once."""
     step, base = STEPS[name], BASES[wrapper]
     gan.DigitGan.noise = fixed_noise
     split: dict[str, Any] = {}
+    model: Any = None
     if wrapper == "dp":
         split = {"device_ids": ["cpu", "cpu"]}
     elif wrapper == "fsdp":
-        split = {"shard": step.shard if name != "gan" else None}
+        split = {"shard": step.shard}
     elif wrapper == "tensor":
         mesh = build_mesh({"tensor": 2})
         split = {"mesh": mesh, "prepare": Preparation(tensor_parallel=step.plan)}
+    split |= options
     try:
-        model = wrap_model(rebased(step.wrapper, base), fresh_model(step), **split, **options)
+        model = wrap_model(rebased(step.wrapper, base), fresh_model(step), **split)
         model.train()
+        before = whole_weights(model.module)
         optims = step.optims(model)
         for batch in step.batches():
             own = wrapper not in (*ALONE, "tensor")
@@ -306,6 +310,8 @@ def stepped(name: str, wrapper: str, **options: Any) -> dict[str, Tensor] | str:
             model.train_step(part, optims)
         return whole_weights(model.module)
     except (RuntimeError, ValueError, TypeError) as error:
+        if model is not None:
+            assert apart(whole_weights(model.module), before) == 0, "there has been an update"
         return f"{type(error).__name__}: {error}"
 
 

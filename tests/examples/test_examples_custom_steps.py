@@ -142,11 +142,18 @@ def test_a_step_on_two_ranks(name: str, folder: Path) -> None:
     check_two_ranks(name, folder)
 
 
-@pytest.mark.parametrize("path", ["sam.SharpnessAwareDDP", "lbfgs.ClosureDDP"])
-def test_the_step_of_a_class_as_a_function(path: str, folder: Path) -> None:
+@pytest.mark.parametrize(
+    ("path", "shard"),
+    [
+        ("gan.AdversarialSteps", "generator, discriminator"),
+        ("sam.SharpnessAwareDDP", "Conv2d"),
+        ("lbfgs.ClosureDDP", "Conv2d"),
+    ],
+)
+def test_the_step_of_a_class_as_a_function(path: str, shard: str, folder: Path) -> None:
     """Under another wrapper than that of the example, named in the config."""
     name = path.partition(".")[0]
-    wrapper = "wrapper={type: fsdp, shard: [Conv2d]}"
+    wrapper = f"wrapper={{type: fsdp, shard: [{shard}]}}"
     check_two_ranks(name, folder, wrapper, f"train_step={path}.train_step")
 
 
