@@ -1,6 +1,8 @@
 """The steps of examples/custom_steps through the runner, against plain PyTorch."""
 
+import gc
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import custom_step_runs as runs
@@ -73,14 +75,17 @@ def weights_in(run: Path, step: int) -> dict[str, Tensor]:
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Where there is a run of the teacher."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(gan.DigitGan, "noise", runs.fixed_noise)
     with doubles():
         state = LoopState(SingleDevice(runs.teacher()))
         save_checkpoint(tmp_path / "teacher" / "checkpoints", state, is_best=True)
-    return tmp_path
+    # Each run collects garbage at its end, and need not look at what has been imported.
+    gc.freeze()
+    yield tmp_path
+    gc.unfreeze()
 
 
 def command(name: str, run: str, updates: int, *words: str) -> None:
