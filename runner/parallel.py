@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -59,7 +60,8 @@ def build_model(run: RunSections, ranks: int | None = None) -> tuple[nn.Module, 
     with building("model"), place:
         model = build_tree(run.model, MODELS)
         if not is_meta:
-            _initialise(model)
+            with _without_lists():
+                _initialise(model)
     _check_model(run, model, preparation, _tensor_size(run, mesh))
     options = {k: v for k, v in (run.wrapper or {}).items() if k not in ("type", "_scope_")}
     with building("wrapper", options):
@@ -84,6 +86,23 @@ def _initialise(model: nn.Module) -> None:
         return
     for child in model.children():
         _initialise(child)
+
+
+@contextmanager
+def _without_lists() -> Iterator[None]:
+    """Keep mmengine's modules from printing lines about each of their parameters."""
+    module = sys.modules.get("mmengine.logging")
+    if module is None:
+        yield
+        return
+    # Its own runner has a file for them.
+    logger = module.MMLogger.get_current_instance()
+    level = logger.level
+    logger.setLevel("WARNING")
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def needs_group(run: RunSections) -> bool:

@@ -31,8 +31,23 @@ ARGUMENTS = {
     "start_step": "loops.EMAHook",
     "log_every_steps": "loops.EpochTrainLoop",
     "eta_min": "loops.PolyLR",
+    "scatter": "wrappers.ReplicationCallbackDataParallel",
 }
-WORDS = {"_raw_: true", "begin", "end", "epoch", "batch", "train_step", 'mode="loss"'}
+WORDS = {
+    "logging",
+    "multiprocessing.util",
+    "state_dict",
+    "load_state_dict",
+    'scatter="user_scattered"',
+    'gather="dict_gather"',
+    "_raw_: true",
+    "begin",
+    "end",
+    "epoch",
+    "batch",
+    "train_step",
+    'mode="loss"',
+}
 
 
 def right_sides() -> list[str]:
