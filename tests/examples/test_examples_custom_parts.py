@@ -1,0 +1,250 @@
+"""Each part of a runner may be an object that knows nothing of this package."""
+
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics import MeanMetric
+
+from stepwrap.configs.digits import Digits
+from stepwrap.loops import (
+    CheckpointHook,
+    EpochTrainLoop,
+    Hook,
+    IterTrainLoop,
+    LoopState,
+    SchedulerHook,
+    ValLoop,
+)
+from stepwrap.runner import Runner
+from stepwrap.wrappers import OptimWrapper
+
+PAGE = (Path(__file__).parents[2] / "docs/custom_steps.md").read_text()
+ROWS, SIZE, RATE = 64, 16, 0.1
+
+
+class Net(nn.Module):
+    """A plain module; its `mode` is what the usual step asks it for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(64, 10)
+
+    def forward(self, images: Tensor, labels: Tensor, mode: str = "loss") -> Any:
+        scores = self.layer(images.flatten(1))
+        if mode == "predict":
+            return {"preds": scores, "target": labels, "num_samples": len(labels)}
+        return {"loss": cross_entropy(scores, labels)}
+
+
+class Stepping(Net):
+    """A plain module that steps itself."""
+
+    def train_step(self, data: Any, optim_wrapper: Any) -> dict[str, Tensor]:
+        loss = self(*data)["loss"]
+        optim_wrapper.update_params(loss)
+        return {"loss": loss.detach()}
+
+
+class Optimization:
+    """All that a run and its checkpoints need of an optimizer wrapper, as the page lists it."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        self.optimizer = torch.optim.SGD(parameters, lr=RATE)
+        self.state_dict = self.optimizer.state_dict
+        self.load_state_dict = self.optimizer.load_state_dict
+
+    def optim_context(self, model: Any) -> Any:
+        return nullcontext()
+
+    def update_params(self, loss: Tensor) -> None:
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+
+    def should_update(self) -> bool:
+        return True
+
+    def initialize_count_status(self, model: nn.Module, init_counts: int, max_counts: int) -> None:
+        pass
+
+
+class Loop:
+    """A training loop of one's own."""
+
+    def run(self, state: LoopState, hooks: Any) -> LoopState:
+        model: Any = state.model
+        for batch in data():
+            model.train_step(batch, state.optim_wrapper)
+            state.step += 1
+        return state
+
+
+class Evaluation:
+    def run(self, state: LoopState, hooks: Any) -> dict[str, float]:
+        return {"steps": float(state.step)}
+
+
+class Batches:
+    """No list and no loader, and of no known length."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(data())
+
+
+class Step:
+    """A function that has settings, as an object."""
+
+    def __call__(self, wrapper: Any, batch: Any, optim_wrapper: Any) -> dict[str, Any]:
+        return self.run(wrapper, batch, optim_wrapper)
+
+    def run(self, wrapper: Any, batch: Any, optim_wrapper: Any) -> dict[str, Any]:
+        return step(wrapper, batch, optim_wrapper, factor=1.0)
+
+
+def step(wrapper: Any, batch: Any, optim_wrapper: Any, factor: float) -> dict[str, Any]:
+    loss = factor * wrapper(*batch, mode="loss")["loss"]
+    optim_wrapper.update_params(loss)
+    return {"loss": loss}
+
+
+def images_and_labels() -> tuple[Tensor, Tensor]:
+    digits = Digits("train", "float32")
+    return digits.images[:ROWS], digits.labels[:ROWS]
+
+
+def data() -> list[Any]:
+    return list(zip(*(one.split(SIZE) for one in images_and_labels()), strict=True))
+
+
+def net(kind: type[Net] = Net) -> Net:
+    torch.manual_seed(0)
+    return kind()
+
+
+def wrapped(model: nn.Module) -> OptimWrapper:
+    return OptimWrapper(torch.optim.SGD(model.parameters(), lr=RATE))
+
+
+def by_hand(rates: list[float] | None = None) -> Tensor:
+    model, rates = net(), rates or [RATE] * (ROWS // SIZE)
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    for (images, labels), rate in zip(data(), rates, strict=True):
+        optimizer.param_groups[0]["lr"] = rate
+        optimizer.zero_grad()
+        cross_entropy(model.layer(images.flatten(1)), labels).backward()
+        optimizer.step()
+    return model.layer.weight.detach()
+
+
+def once(batches: Any) -> EpochTrainLoop:
+    return EpochTrainLoop(batches, max_epochs=1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "loop", "optimization", "train_step"),
+    [
+        pytest.param(Net, lambda: once(data()), wrapped, None, id="model"),
+        pytest.param(Stepping, lambda: once(data()), wrapped, None, id="model-with-a-step"),
+        pytest.param(
+            Net,
+            lambda: once(DataLoader(TensorDataset(*images_and_labels()), SIZE)),
+            wrapped,
+            None,
+            id="torch-loader",
+        ),
+        pytest.param(
+            Net, lambda: IterTrainLoop(Batches(), max_steps=4), wrapped, None, id="iterable"
+        ),
+        pytest.param(
+            Net,
+            lambda: once(data()),
+            lambda model: Optimization(model.parameters()),
+            None,
+            id="optimization",
+        ),
+        pytest.param(Net, Loop, wrapped, None, id="loop"),
+        pytest.param(Net, Loop, wrapped, partial(step, factor=1.0), id="partial"),
+        pytest.param(Net, lambda: once(data()), wrapped, Step(), id="callable-object"),
+        pytest.param(Stepping, lambda: once(data()), wrapped, Step().run, id="bound-method"),
+        pytest.param(
+            Net, Loop, wrapped, lambda wrapper, *rest: step(wrapper, *rest, 1.0), id="lambda"
+        ),
+    ],
+)
+def test_a_part_of_ones_own(kind: Any, loop: Any, optimization: Any, train_step: Any) -> None:
+    model = net(kind)
+    runner = Runner(model, loop(), optim_wrapper=optimization(model), train_step=train_step)
+    assert runner.train().step == ROWS // SIZE
+    assert torch.equal(model.layer.weight, by_hand())
+
+
+def test_the_page_lists_what_an_optimizer_wrapper_has() -> None:
+    listed = PAGE.split("an optimizer wrapper with ")[1].split(", hooks")[0]
+    made = Optimization([nn.Parameter(torch.ones(1))])
+    public = {name for name in dir(made) if not name.startswith("_")}
+    assert set(re.findall(r"`(\w+)`", listed)) == public - {"optimizer"}
+
+
+def test_evaluation_loops_and_metrics() -> None:
+    model = net()
+    metrics = {"mean": MeanMetric()}
+    loop = EpochTrainLoop(data(), max_epochs=1)
+    runner = Runner(
+        model, loop, optim_wrapper=wrapped(model), val_loop=Evaluation(), test_loop=Evaluation()
+    )
+    runner.train()
+    assert runner.validate() == runner.test() == {"steps": 4.0}
+
+    class Labels(Net):
+        def val_step(self, batch: Any) -> dict[str, Any]:
+            return {"value": batch[1].double()}
+
+    evaluated = Runner(Labels(), val_loop=ValLoop(data(), metrics)).validate()
+    assert evaluated["mean"] == pytest.approx(images_and_labels()[1].double().mean().item())
+
+
+class Watch(Hook):
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+
+    def on_log(self, state: LoopState, record: dict[str, float]) -> None:
+        self.losses.append(record["loss"])
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_schedulers_hooks_and_checkpoints(named: bool, tmp_path: Path) -> None:
+    """Interrupted after two updates, the run ends with the weights of the whole one."""
+
+    def run(folder: str, updates: int, resume: bool = False) -> tuple[Net, list[float]]:
+        model, watch = net(), Watch()
+        optim = wrapped(model)
+        halves = torch.optim.lr_scheduler.StepLR(optim.optimizer, step_size=1, gamma=0.5)
+        hooks = [SchedulerHook([(halves, "step")]), CheckpointHook(every_steps=1), watch]
+        loop = IterTrainLoop(data(), max_steps=updates, log_every_steps=1)
+        runner = Runner(
+            model,
+            loop,
+            optim_wrapper=optim,
+            hooks={f"my_{i}": one for i, one in enumerate(hooks)} if named else hooks,
+            run_dir=tmp_path / folder,
+            train_step=partial(step, factor=1.0),
+        )
+        runner.train(resume=resume)
+        return model, watch.losses
+
+    whole, losses = run("whole", 4)
+    assert torch.equal(whole.layer.weight, by_hand([RATE / 2**i for i in range(4)]))
+    assert len(losses) == 4
+    run("part", 2)
+    again, last = run("part", 4, resume=True)
+    assert torch.equal(again.layer.weight, whole.layer.weight)
+    assert last == losses[2:]
