@@ -285,8 +285,6 @@ def test_their_optimizer_wrapper_runs_and_resumes_from_the_command(
     wrapper = "optim_wrapper={type: mmengine.optim.OptimWrapper, clip_grad: {max_norm: 0.5}, "
     words = [f"{wrapper}accumulative_counts: 2}}", "device=cpu", "run_dir=ours"]
     assert main(["check", "ours.yaml", *words]) == 0
-    # mmengine has lines about the initialisation of each parameter.
-    assert "init" not in "".join(capsys.readouterr())
     # Two batches of the four epochs, and the rest from the checkpoint.
     assert main(["train", "ours.yaml", *words, "train.max_epochs=2"]) == 0
     assert main(["train", "ours.yaml", *words, "--resume"]) == 0
