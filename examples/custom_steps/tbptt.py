@@ -38,4 +38,5 @@ class TruncatedDDP(StepDistributedDataParallel):
         return {} if self.state is None else {"state": self.state, "rows": self.rows}
 
     def load_step_state(self, state: dict[str, Any]) -> None:
-        self.state, self.rows = state["state"], state["rows"]
+        where = next(self.parameters()).device  # they come from a file, on the CPU
+        self.state, self.rows = state["state"].to(where), state["rows"].to(where)

@@ -8,6 +8,7 @@ from pathlib import Path
 import custom_step_runs as runs
 import gan
 import pytest
+import tbptt
 import torch
 from custom_step_runs import FOLDER, STEPS, TOLERANCE, apart, doubles, expected
 from ranks import run_ranks
@@ -160,6 +161,16 @@ def test_the_step_of_a_class_as_a_function(path: str, shard: str, folder: Path) 
     name = path.partition(".")[0]
     wrapper = f"wrapper={{type: fsdp, shard: [{shard}]}}"
     check_two_ranks(name, folder, wrapper, f"train_step={path}.train_step")
+
+
+def test_what_is_carried_goes_where_the_model_is() -> None:
+    """A checkpoint gives its tensors on the CPU."""
+    model = runs.STEPS["tbptt"].model().to("meta")
+    wrapper = runs.rebased(tbptt.TruncatedDDP, SingleDevice)(model)
+    wrapper.load_step_state({"state": torch.ones(2, 8), "rows": torch.arange(2)})
+    assert wrapper.state.is_meta
+    assert wrapper.rows.is_meta
+    assert wrapper.step_state().keys() == {"state", "rows"}
 
 
 def test_the_files_are_short() -> None:
