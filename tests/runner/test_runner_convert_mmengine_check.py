@@ -14,6 +14,8 @@ with warnings.catch_warnings():
     reason = "mmengine, the extra of that name, cannot be imported"
     pytest.importorskip("mmengine.runner", reason=reason, exc_type=ImportError)
 
+from stepwrap.runner.convert import convert_config
+
 CONFIG = """
 custom_imports = dict(imports=["mmengine_parts"], allow_failed_imports=False)
 model = dict(type="Classifier", backbone=dict(type="Backbone", width=8), classes=2)
@@ -27,24 +29,19 @@ optim_wrapper = dict(optimizer=dict(type="SGD", lr=0.1))
 """
 
 
-def run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    here = str(Path(__file__).parent)
-    return subprocess.run(
-        [sys.executable, "-m", "stepwrap.runner", *words],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": here, "OMP_NUM_THREADS": "1"},
+def test_a_check_prints_no_line_for_each_parameter(tmp_path: Path) -> None:
+    (tmp_path / "mm.py").write_text(CONFIG)
+    conversion = convert_config(tmp_path / "mm.py")
+    assert not conversion.misses
+    (tmp_path / "ours.yaml").write_text(conversion.text())
+    checked = subprocess.run(
+        [sys.executable, "-m", "stepwrap.runner", "check", "ours.yaml"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parent), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=120,
     )
-
-
-def test_a_check_prints_no_line_for_each_parameter(tmp_path: Path) -> None:
-    (tmp_path / "mm.py").write_text(CONFIG)
-    converted = run(tmp_path, "convert", "mm.py")
-    assert converted.returncode == 0, converted.stderr
-    (tmp_path / "ours.yaml").write_text(converted.stdout)
-    checked = run(tmp_path, "check", "ours.yaml")
     assert checked.returncode == 0, checked.stderr
     assert "every part can be built" in checked.stdout
     assert "init_weights" not in checked.stdout + checked.stderr
