@@ -18,6 +18,19 @@ from ._convert_schedulers import convert_schedulers
 from ._convert_source import read_source
 
 _FIRST = ("name", "imports", "seed", "deterministic", "run_dir")
+# Where mmengine has what a section here holds, if under another name.
+_THERE = {
+    "data.test": "test_dataloader",
+    "data.train": "train_dataloader",
+    "data.val": "val_dataloader",
+    "launch": "env_cfg.dist_cfg",
+    "metrics": "val_evaluator",
+    "name": "experiment_name",
+    "optimizer": "optim_wrapper.optimizer",
+    "run_dir": "work_dir",
+    "schedulers": "param_scheduler",
+    "wrapper": "model_wrapper_cfg",
+}
 # What they translate depends on what those before have found.
 _STEPS = (
     convert_run,
@@ -88,10 +101,27 @@ def convert_config(
 def _held(draft: Draft, value: Any, key: str) -> Any:
     """Return a value as YAML holds it, and note what it cannot hold."""
     if isinstance(value, Mapping):
-        return {name: _held(draft, one, f"{key}.{name}") for name, one in value.items()}
+        return {_key(draft, n, key): _held(draft, one, f"{key}.{n}") for n, one in value.items()}
     if isinstance(value, (list, tuple)):
         return [_held(draft, one, f"{key}.{at}") for at, one in enumerate(value)]
     if value is None or isinstance(value, (str, int, float)):
         return value
-    draft.miss(key, f"YAML cannot hold a {type(value).__name__}: here is its text")
+    draft.miss(_there(key), f"YAML cannot hold a {type(value).__name__}: here is its text")
     return str(value)
+
+
+def _key(draft: Draft, name: Any, above: str) -> str | int:
+    if isinstance(name, (str, int)) and not isinstance(name, bool):
+        return name
+    draft.miss(
+        _there(f"{above}.{name}"), f"a key must be a str or int, not {name!r}: here is its text"
+    )
+    return str(name)
+
+
+def _there(key: str) -> str:
+    """Return the key path that a setting has in mmengine's config, or that of its section."""
+    for ours, theirs in _THERE.items():
+        if key == ours or key.startswith(f"{ours}."):
+            return theirs + key.removeprefix(ours)
+    return key

@@ -414,9 +414,17 @@ def test_a_scope_goes_with_what_is_built_inside() -> None:
 
 
 def test_only_the_config_goes_to_stdout(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (here / "mm.py").write_text(f"{MODEL}import torch\nprint('loading')\nwork_dir = {{1, 2}}\n")
+    (here / "mm.py").write_text(
+        f"{MODEL}import torch\nprint('loading')\nwork_dir = {{1, 2}}\n"
+        "model['head'] = {None: 1, 2: 3}\n"
+        "train_dataloader = dict(dataset=dict(type='convert_parts.Ones',\nsize=1j), sampler=dict("
+        "type='DefaultSampler'))\n"
+    )
     assert main(["convert", "mm.py"]) == 3
     out, err = capsys.readouterr()
     assert yaml.safe_load(out)["run_dir"] == "{1, 2}"
-    assert "run_dir: YAML cannot hold a set: here is its text" in err
+    assert "mm.py:4: work_dir: YAML cannot hold a set: here is its text" in err
+    assert yaml.safe_load(out)["model"]["head"] == {"None": 1, 2: 3}
+    assert "mm.py:5: model.head.None: a key must be a str or int, not None" in err
+    assert "mm.py:7: train_dataloader.dataset.size: YAML cannot hold a complex" in err
     assert "loading" in err
