@@ -61,8 +61,13 @@ def check_closure(optim_wrapper: Any, model: Any = None) -> None:
 def step_by_closure(optim_wrapper: Any, closure: Callable[[], Tensor], model: Any) -> Tensor:
     """Do what ``OptimWrapper.update_by_closure`` says."""
     check_closure(optim_wrapper, model)
+    average: Callable[[Tensor], Tensor] | None = getattr(model, "average", None)
+    if average is None:
+        raise TypeError(
+            "update_by_closure needs the model wrapper, which knows the ranks whose losses are to "
+            f"be averaged, got {type(model).__name__}: give self, not self.module"
+        )
     optim_wrapper._inner_count += 1
-    average: Callable[[Tensor], Tensor] = getattr(model, "average", torch.Tensor.detach)
 
     def evaluate() -> Tensor:
         optim_wrapper.zero_grad()

@@ -213,6 +213,7 @@ class OptimWrapper(Accumulation):
             The loss before the update, detached.
 
         Raises:
+            TypeError: ``model`` is no wrapper.
             ValueError: with accumulation, clipping, a loss scale or ranks of unequal lengths.
         """
         return step_by_closure(self, closure, model)

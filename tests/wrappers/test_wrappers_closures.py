@@ -90,6 +90,15 @@ def test_the_usual_step_has_no_closure(kind: Any) -> None:
     assert torch.equal(wrapper.module.net.weight, before)
 
 
+def test_the_model_alone_knows_no_other_ranks() -> None:
+    """Each rank would search by its own loss, and end somewhere else."""
+    wrapper = ByClosure(model())
+    optim = OptimWrapper(torch.optim.LBFGS(wrapper.parameters()))
+    with pytest.raises(TypeError, match="got SupervisedModel: give self, not self.module"):
+        optim.update_by_closure(lambda: wrapper(*batch(), mode="loss")["loss"], wrapper.module)
+    assert optim.inner_count == 0
+
+
 def search(uneven: bool) -> tuple[list[float], Tensor]:
     """Search with this rank's rows, whose loss is another one than that of the other rank."""
     wrapper = ByClosureDDP(model(), uneven_inputs=uneven)
