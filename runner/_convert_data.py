@@ -28,7 +28,7 @@ def convert_data(draft: Draft, top: Section) -> None:
 
 
 def _loader(draft: Draft, section: Section, *, train: bool) -> dict[str, Any]:
-    if draft.keep_order or not _is_ours(section, train):
+    if draft.keep_order or not _is_ours(draft, section, train):
         # All of it as mmengine builds it: its samplers, its order, its batches.
         settings = {key: section.take(key) for key in section}
         plain = draft.plain({"type": "", **settings})
@@ -45,7 +45,7 @@ def _loader(draft: Draft, section: Section, *, train: bool) -> dict[str, Any]:
     if sampler is not None:
         if (
             train
-            and bare_name(sampler.peek("type")) == "InfiniteSampler"
+            and draft.known_as(sampler.peek("type"), "DATA_SAMPLERS") == "InfiniteSampler"
             and not loader.get("drop_last")
         ):
             draft.miss(sampler.at("type"), _PASSES)
@@ -64,10 +64,12 @@ def _loader(draft: Draft, section: Section, *, train: bool) -> dict[str, Any]:
     return loader
 
 
-def _is_ours(section: Section, train: bool) -> bool:
+def _is_ours(draft: Draft, section: Section, train: bool) -> bool:
     """Whether our loader does the same with these settings."""
     sampler = section.peek("sampler")
-    if not isinstance(sampler, Mapping) or bare_name(sampler.get("type")) not in _SAMPLERS:
+    if not isinstance(sampler, Mapping):
+        return False
+    if draft.known_as(sampler.get("type"), "DATA_SAMPLERS") not in _SAMPLERS:
         return False
     if train and not sampler.get("round_up", True):
         return False
@@ -94,7 +96,7 @@ def convert_loops(draft: Draft, top: Section) -> None:
         section = top.below(f"{name}_cfg")
         if section is None:
             continue
-        kind = section.kind(f"{name.capitalize()}Loop")
+        kind = section.kind("LOOPS", f"{name.capitalize()}Loop")
         if kind != f"{name.capitalize()}Loop":
             draft.miss(section.at("type"), f"{kind} is a loop of your own: see docs/extending.md")
         section.accept(fp16=False)
@@ -103,7 +105,8 @@ def convert_loops(draft: Draft, top: Section) -> None:
 
 def _training(draft: Draft, section: Section) -> dict[str, Any]:
     by_epoch = section.take("by_epoch")
-    kind = section.kind("EpochBasedTrainLoop" if by_epoch in (None, True) else "IterBasedTrainLoop")
+    usual = "EpochBasedTrainLoop" if by_epoch in (None, True) else "IterBasedTrainLoop"
+    kind = section.kind("LOOPS", usual)
     draft.by_epoch = kind != "IterBasedTrainLoop"
     if kind not in ("EpochBasedTrainLoop", "IterBasedTrainLoop"):
         draft.miss(section.at("type"), f"{kind} is a loop of your own: see docs/extending.md")

@@ -107,6 +107,16 @@ class Draft:
             self.miss(key, f"nothing of the name {text} is registered here: {why}")
         return text
 
+    def known_as(self, wanted: Any, kind: str) -> str:
+        """Return the bare name of a class of mmengine's, the import path of one of the user's.
+
+        A class of one's own may bear the name of one of mmengine's.
+        """
+        found = _look_up(wanted, kind, self.scope)
+        module = str(getattr(found, "__module__", ""))
+        is_own = found is not None and module.partition(".")[0] not in ("mmengine", "torch")
+        return _path(found) if is_own else bare_name(wanted)
+
     def plain(self, value: Any) -> Any:
         """Return a value for an argument that gets dicts as they are, as mmengine's classes do."""
         if isinstance(value, Mapping):
@@ -160,9 +170,9 @@ class Section:
         """Take a dict as a section of its own; None where there is none."""
         return _section(self._draft, self.take(key), self.at(key))
 
-    def kind(self, default: str = "") -> str:
-        """Take the type and return the name of the class without its module."""
-        return bare_name(self.take("type", default))
+    def kind(self, table: str, default: str = "") -> str:
+        """Take the type and return what it is known as: see `Draft.known_as`."""
+        return self._draft.known_as(self.take("type", default), table)
 
     def accept(self, **defaults: Any) -> None:
         """Take the settings that have these values, which need nothing here."""
@@ -184,7 +194,7 @@ class Section:
 
 def bare_name(wanted: Any) -> str:
     """Return the name of a class, or that of a type, without its module."""
-    name = wanted if isinstance(wanted, str) else getattr(wanted, "__name__", str(wanted))
+    name = wanted if isinstance(wanted, str) else str(getattr(wanted, "__name__", wanted))
     return name.rpartition(".")[2]
 
 

@@ -45,7 +45,7 @@ def convert_hooks(draft: Draft, top: Section) -> None:
 
 
 def _hook(draft: Draft, section: Section, hooks: dict[str, Any]) -> None:
-    kind = section.kind()
+    kind = section.kind("HOOKS")
     section.drop("priority", "_scope_")
     if kind in _BUILT_IN:
         section.close()
@@ -167,7 +167,7 @@ def _writers(draft: Draft, top: Section, hooks: dict[str, Any]) -> None:
     """Translate `log_processor`, `visualizer` and `vis_backends`: what is written."""
     processor = top.below("log_processor")
     if processor is not None:
-        kind = processor.kind("LogProcessor")
+        kind = processor.kind("LOG_PROCESSORS", "LogProcessor")
         if kind != "LogProcessor":
             draft.miss(processor.at("type"), f"{kind} has no counterpart here")
         processor.drop("by_epoch")
@@ -179,7 +179,7 @@ def _writers(draft: Draft, top: Section, hooks: dict[str, Any]) -> None:
     top.drop("vis_backends")
     if visualizer is None:
         return
-    kind = visualizer.kind("Visualizer")
+    kind = visualizer.kind("VISUALIZERS", "Visualizer")
     for one in sections(draft, visualizer.take("vis_backends"), visualizer.at("vis_backends")):
         _writer(draft, one, hooks)
     if kind != "Visualizer":
@@ -191,7 +191,7 @@ def _writers(draft: Draft, top: Section, hooks: dict[str, Any]) -> None:
 
 
 def _writer(draft: Draft, section: Section, hooks: dict[str, Any]) -> None:
-    kind = section.kind()
+    kind = section.kind("VISBACKENDS")
     section.drop("_scope_")
     if kind == "TensorboardVisBackend":
         hooks["tensorboard"] = True

@@ -23,6 +23,7 @@ _WRAPPERS = {
     "MMFullyShardedDataParallel": "fsdp",
 }
 _PARAMWISE = {one.name for one in fields(ParamwiseSection)}
+_BY_CHILDREN = "here each optimizer has the parameters of the child of its name"
 _CONSTRUCTORS = ("", "DefaultOptimWrapperConstructor")
 
 
@@ -44,7 +45,7 @@ def convert_wrapper(draft: Draft, top: Section) -> None:
     given = top.below("model_wrapper_cfg")
     options: dict[str, Any] = {"type": "ddp"}
     if given is not None:
-        kind = given.kind("MMDistributedDataParallel")
+        kind = given.kind("MODEL_WRAPPERS", "MMDistributedDataParallel")
         if kind not in _WRAPPERS:
             what = f"{kind} is a class of mmengine's kind: subclass one of stepwrap.wrappers"
             draft.miss(given.at("type"), what)
@@ -85,6 +86,8 @@ def convert_optimization(draft: Draft, top: Section) -> None:
             draft.miss("optim_wrapper.constructor", "paramwise options are all that is translated")
         optimizer, wrapper = _single(draft, section)
     else:
+        if bare_name(constructor) not in (*_CONSTRUCTORS, "MultiOptimWrapperConstructor"):
+            draft.miss("optim_wrapper.constructor", _BY_CHILDREN)
         optimizer, wrapper = {}, {}
         for name in names:
             below = section.below(name)
@@ -120,7 +123,7 @@ def _single(draft: Draft, section: Section) -> tuple[dict[str, Any], dict[str, A
 
 def _wrapper(draft: Draft, section: Section) -> dict[str, Any]:
     original = section.peek("type")
-    kind = section.kind("OptimWrapper")
+    kind = section.kind("OPTIM_WRAPPERS", "OptimWrapper")
     options: dict[str, Any] = {} if kind == "OptimWrapper" else {"type": kind}
     if kind not in ("OptimWrapper", "AmpOptimWrapper"):
         # A class of mmengine's kind runs as it is.

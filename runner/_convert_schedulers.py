@@ -63,7 +63,7 @@ def _scheduler(
     draft: Draft, section: Section, optimizer: str | None, *, theirs: bool
 ) -> dict[str, Any] | None:
     original = section.peek("type")
-    kind = section.kind()
+    kind = section.kind("PARAM_SCHEDULERS")
     section.drop("_scope_")
     section.accept(verbose=False)
     translate = None if theirs else _KINDS.get(kind)

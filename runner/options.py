@@ -55,7 +55,7 @@ COMMANDS = {
     "list": Command("[REGISTRY]", "print what a config can name", "commands", (), False),
     "convert": Command(
         "MMENGINE_CONFIG.py [options]",
-        "print a config of mmengine as one of ours",
+        "print a config of mmengine, which is executed for that, as one of ours",
         "commands",
         ("epoch-length", "keep-order"),
     ),

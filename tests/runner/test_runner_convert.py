@@ -344,6 +344,8 @@ def test_averages_of_some_batches(counts: int, interval: int, decay: float, step
          "3: custom_hooks.0.rule: must be greater or less, got 'up'"),
         ('train_cfg = dict(by_epoch=False, max_iters=9)\nparam_scheduler = dict(type="StepLR",'
          " step_size=2)", "3: param_scheduler.by_epoch: counts passes over the data here"),
+        ('optim_wrapper = dict(constructor="Odd", a=dict(optimizer=dict(type="SGD", lr=0.1)))',
+         "2: optim_wrapper.constructor: here each optimizer has the parameters of the child"),
         ('train_dataloader = dict(batch_size=3, sampler=dict(type="InfiniteSampler"))',
          "2: train_dataloader.sampler.type: the last batch of each pass"),
     ],

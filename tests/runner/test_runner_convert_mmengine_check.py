@@ -1,4 +1,4 @@
-"""A converted config, checked in a process of its own as users do it."""
+"""Converted configs of mmengine: in a process of its own, and with the user's own classes."""
 
 import os
 import subprocess
@@ -45,3 +45,39 @@ def test_a_check_prints_no_line_for_each_parameter(tmp_path: Path) -> None:
     assert checked.returncode == 0, checked.stderr
     assert "every part can be built" in checked.stdout
     assert "init_weights" not in checked.stdout + checked.stderr
+
+
+OWN = """
+from mmengine.hooks import EMAHook as TheirEMAHook
+from mmengine.optim import LinearLR as TheirLinearLR
+
+
+class EMAHook(TheirEMAHook):
+    pass
+
+
+class LinearLR(TheirLinearLR):
+    pass
+"""
+WITH_OWN = """
+from mmengine.hooks import EMAHook as Average
+from own_names import EMAHook, LinearLR
+
+model = dict(type="torch.nn.Linear", in_features=1, out_features=1)
+custom_hooks = [dict(type=Average), dict(type=EMAHook)]
+param_scheduler = dict(type=LinearLR, end=5)
+"""
+
+
+def test_classes_of_ones_own_are_not_taken_for_those_of_the_same_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "own_names.py").write_text(OWN)
+    (tmp_path / "mm.py").write_text(WITH_OWN)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    config, misses = convert_config(tmp_path / "mm.py")
+    (hook,) = misses
+    assert (hook.key, hook.what.split()[0]) == ("custom_hooks.1", "own_names.EMAHook")
+    assert config["hooks"] == {"ema": {"decay": 1 - 0.0002, "start_step": 1}}
+    (schedule,) = config["schedulers"]
+    assert schedule["type"] == "own_names.LinearLR"
