@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..wrappers import wrap_model
-from ._lightning_options import aside, read_options
+from ._lightning_options import aside, has_own_step, read_options
 from ._lightning_tree import FABRIC_REGISTRY, FabricDDPStrategy
 
 
@@ -24,7 +24,7 @@ class StepFabricStrategy(FabricDDPStrategy):
     Raises:
         KeyError: no such wrapper.
         TypeError: no such option, or a wrapper that is not built on DistributedDataParallel:
-            ``fabric.no_backward_sync`` would not know it.
+            ``fabric.no_backward_sync`` would not know it. Or one with a ``train_step`` of its own.
     """
 
     def __init__(
@@ -37,6 +37,11 @@ class StepFabricStrategy(FabricDDPStrategy):
                 f"Fabric takes wrappers built on DistributedDataParallel, not "
                 f"{getattr(kind, '__name__', kind)}: fabric.no_backward_sync knows no other. Use "
                 "the Trainer, or call the wrapper's train_step in a loop without Fabric"
+            )
+        if has_own_step(kind):
+            raise TypeError(
+                f"{kind.__name__} has a train_step of its own, which Fabric does not call: use "
+                "StepStrategy with a StepLightningModule, or call it in a loop without Fabric"
             )
         super().__init__(**choice.own)
         self.wrapper = choice.wrapper

@@ -16,6 +16,8 @@ from ._lightning_optim import (
     Schedule,
     build_optim_wrapper,
     build_schedules,
+    carried_by,
+    check_optim_wrapper,
     further_state,
     load_further_state,
     members,
@@ -43,7 +45,7 @@ class StepLightningModule(LightningModule):
         metrics: torchmetrics by name, fed by the outputs of ``val_step`` and ``test_step``.
 
     Raises:
-        TypeError: ``model`` or ``optim_wrapper`` is nothing of that kind.
+        TypeError: ``model``, ``optim_wrapper`` or ``metrics`` is nothing of that kind.
         ValueError: in ``fit``: the Trainer's settings contradict the optimizer wrapper's.
         RuntimeError: in ``fit``: another distributed strategy than ``StepStrategy``.
     """
@@ -63,6 +65,8 @@ class StepLightningModule(LightningModule):
         built = build_tree(model, MODELS) if isinstance(model, Mapping) else model
         if not isinstance(built, nn.Module):
             raise TypeError(f"model must be a module or a config, got {type(built).__name__}")
+        check_optim_wrapper(optim_wrapper)
+        _check_metrics(metrics)
         self.automatic_optimization = False
         self.model = built
         self.val_metrics = nn.ModuleDict({k: one.clone() for k, one in (metrics or {}).items()})
@@ -72,11 +76,14 @@ class StepLightningModule(LightningModule):
         self._schedules: list[Schedule] = []
         # In a list, so that it is no child: names in state dicts are those of the model.
         self._stepper: list[Any] = []
+        self._carried: dict[str, Any] | None = None
         self._restored: Mapping[str, Any] | None = None
         self._undo: list[Callable[[], None]] = []
 
     def step_by(self, wrapped: nn.Module | None) -> None:
         """Take ``wrapped`` for the model's wrapper; None: on one device again."""
+        # A checkpoint may be written after the run.
+        self._carried = carried_by(self._stepper[0]) if self._stepper else None
         self._stepper = [] if wrapped is None else [wrapped]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -87,10 +94,11 @@ class StepLightningModule(LightningModule):
         """Train on one batch by the wrapper's ``train_step`` and log what it returns."""
         logs = self._wrapped().train_step(batch, self._optim)
         self.log_dict(dict(walk_logged(logs)))
-        if self._optim.should_update():
-            for one in self._schedules:
-                if one.by == "step" and one.metric is None:
-                    one.step()
+        for one in self._schedules:
+            # Now, as Lightning does, since a checkpoint may be written before the epoch's end.
+            due = self._optim.should_update() if one.by == "step" else self.trainer.is_last_batch
+            if one.metric is None and due:
+                one.step()
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         """Evaluate one batch by the wrapper's ``val_step``."""
@@ -106,7 +114,12 @@ class StepLightningModule(LightningModule):
         data = batch if preprocess is None else preprocess(batch, training=False)
         if isinstance(data, Mapping):
             return self._wrapped()(**data, mode="predict")
-        return self._wrapped()(*data, mode="predict")
+        if isinstance(data, (list, tuple)):
+            return self._wrapped()(*data, mode="predict")
+        raise TypeError(
+            "a batch must be a list, tuple or dict that holds the model's inputs, got "
+            f"{type(data).__name__}"
+        )
 
     def configure_optimizers(self) -> Any:
         """Build optimizer wrapper and schedules; Lightning saves and restores their states."""
@@ -119,47 +132,57 @@ class StepLightningModule(LightningModule):
 
     def configure_callbacks(self) -> Sequence[Callback]:
         """No callbacks: the first that Lightning asks, hence where its settings are checked."""
+        # What a run before this one has loaded is not gone on with.
+        self._restored = None
         if self.trainer.state.fn == "fit":
             _refuse_settings(self.trainer)
         return []
 
     def on_train_start(self) -> None:
         """Restore what Lightning does not, and tell the optimizers how many batches will come."""
-        resumed = self._restored is not None or self.trainer.current_epoch > 0
+        epochs, batches, done = self.trainer.max_epochs, self.trainer.num_training_batches, 0
+        to_come = (epochs or 0) - self.trainer.current_epoch
         if self._restored is not None:
-            load_further_state(self._optim, self._restored)
+            load_further_state(self._optim, self._wrapped(), self._restored)
+            done, to_come = self._optim.inner_count, epochs or 0
             self._restored = None
-        epochs, batches = self.trainer.max_epochs, self.trainer.num_training_batches
         ends = epochs is not None and epochs >= 0 and batches != float("inf")
-        total = int(epochs * batches) if ends and epochs is not None else -1
-        done = self._optim.inner_count if resumed else 0
+        total = int(to_come * batches) if ends else -1
         self._optim.initialize_count_status(self._wrapped(), done, total)
+        # Where the run before ended by an error nobody has.
+        _let_go(self)
         theirs = self.optimizers()
         theirs = theirs if isinstance(theirs, list) else [theirs]
         mine = [one.optimizer for one in members(self._optim).values()]
         self._undo = [step_through(*pair) for pair in zip(mine, theirs, strict=True)]
 
     def on_train_epoch_end(self) -> None:
-        """Step the schedules that count epochs, or watch a metric."""
+        """Step the schedules that watch a metric, by its mean over the ranks."""
+        logged = self.trainer.callback_metrics
         for one in self._schedules:
-            if one.metric is not None:
-                one.step(self.trainer.callback_metrics[one.metric])
-            elif one.by == "epoch":
-                one.step()
+            if one.metric is None:
+                continue
+            if one.metric not in logged:
+                raise ValueError(
+                    f"a schedule watches metric={one.metric!r}, which was not logged; logged "
+                    f"were {', '.join(sorted(logged)) or 'none'}"
+                )
+            value = logged[one.metric].clone()
+            one.step(self.trainer.strategy.reduce(value, reduce_op="mean"))
 
     def teardown(self, stage: str) -> None:
         """Let the optimizers go."""
-        for undo in self._undo:
-            undo()
-        self._undo = []
+        _let_go(self)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Add the optimizer wrapper's counts and loss scale; every rank must call this."""
+        """Add what Lightning does not save; every rank must call this."""
         if self._optim is not None:
-            checkpoint[_STATE_KEY] = further_state(self._optim)
+            now = carried_by(self._wrapped())
+            carried = self._carried if now is None else now
+            checkpoint[_STATE_KEY] = further_state(self._optim, carried)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Keep those until training starts."""
+        """Keep that until training starts."""
         self._restored = checkpoint.get(_STATE_KEY)
 
     def _wrapped(self) -> Any:
@@ -168,6 +191,21 @@ class StepLightningModule(LightningModule):
         (wrapped,) = self._stepper
         wrapped.training = self.training
         return wrapped
+
+
+def _let_go(module: StepLightningModule) -> None:
+    for undo in module._undo:
+        undo()
+    module._undo = []
+
+
+def _check_metrics(metrics: Any) -> None:
+    fits = metrics is None or isinstance(metrics, Mapping)
+    if not fits or not all(isinstance(one, Metric) for one in (metrics or {}).values()):
+        raise TypeError(
+            "metrics must be torchmetrics by name, as in {'accuracy': MulticlassAccuracy("
+            f"num_classes=10)}}, got {metrics!r}"
+        )
 
 
 def _measure(module: StepLightningModule, stage: str, batch: Any) -> None:
@@ -214,6 +252,12 @@ def _refuse_settings(trainer: Trainer) -> None:
             raise ValueError(
                 f"Trainer({name}={value!r}) has no effect on a StepLightningModule, whose "
                 f"optimizer wrapper steps: leave it out and use its {ours}"
+            )
+    for one in getattr(trainer, "callbacks", ()):
+        if any(kind.__name__ == "StochasticWeightAveraging" for kind in type(one).__mro__):
+            raise ValueError(
+                f"{type(one).__name__} sets rates by schedules that are not stepped in a "
+                "StepLightningModule: use Lightning's WeightAveraging (2.6 or newer)"
             )
     if not str(trainer.precision).endswith("true"):
         raise ValueError(

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial, wraps
+from types import MethodType
 from typing import Any, Literal, NamedTuple
 
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
+from ..collectives import all_gather_object, get_rank, get_world_size
 from ..registry import OPTIM_WRAPPERS, OPTIMIZERS, PARAM_SCHEDULERS, build_tree
-from ..wrappers import OptimWrapperDict, build_optimizer
+from ..wrappers import OptimWrapperDict, SingleDevice, build_optimizer
+
+logger = logging.getLogger(__name__)
 
 # What Lightning saves by itself.
 _TORCH_KEYS = ("state", "param_groups")
+# Beside the members of the optimizer wrapper, whose names are arguments.
+_CARRIED = "step_state of all ranks"
 
 
 class Schedule(NamedTuple):
@@ -31,6 +38,20 @@ class Schedule(NamedTuple):
             # It knows nothing of skipped updates (pytorch/pytorch#44511).
             warnings.filterwarnings("ignore", r"Detected call of `lr_scheduler.step\(\)`")
             self.scheduler.step(*measured)
+
+
+def check_optim_wrapper(given: Any) -> None:
+    """Raise TypeError for what can never become an optimizer wrapper."""
+    is_one = hasattr(given, "update_params") and hasattr(given, "state_dict")
+    makes_one = callable(given) and not isinstance(given, type)
+    if given is None or is_one or makes_one or isinstance(given, Mapping):
+        return
+    found = given.__name__ if isinstance(given, type) else type(given).__name__
+    raise TypeError(
+        "optim_wrapper must be an OptimWrapper, a config, or a function of the wrapped model "
+        f"that returns one, got {found}; as in lambda model: OptimWrapper(AdamW("
+        "model.parameters()))"
+    )
 
 
 def build_optim_wrapper(given: Any, wrapped: nn.Module) -> Any:
@@ -93,24 +114,58 @@ def _schedule(given: Any, optimizers: Mapping[str, Optimizer]) -> Schedule:
         scheduler = build_tree(settings, PARAM_SCHEDULERS, {"optimizer": optimizers[name]})
     else:
         scheduler = given(optimizers[name])
-    if isinstance(scheduler, ReduceLROnPlateau) and metric is None:
+    watches = isinstance(scheduler, ReduceLROnPlateau)
+    if watches and metric is None:
         raise ValueError("ReduceLROnPlateau needs metric, the name of a logged value to watch")
+    if metric is not None and not (watches and by == "epoch"):
+        raise ValueError(
+            f"metric={metric!r} is for ReduceLROnPlateau by epoch, got "
+            f"{type(scheduler).__name__} by {by}"
+        )
     return Schedule(scheduler, by, metric)
 
 
-def further_state(optim_wrapper: Any) -> dict[str, Any]:
-    """What belongs to the wrappers and not to torch's optimizers: counts, loss scale."""
-    return {
+def further_state(optim_wrapper: Any, carried: Mapping[str, Any] | None) -> dict[str, Any]:
+    """What Lightning does not save: counts, the loss scale, and what each rank's step carries.
+
+    Every rank must call this where anything is carried.
+    """
+    state: dict[str, Any] = {
         name: {key: value for key, value in one.state_dict().items() if key not in _TORCH_KEYS}
         for name, one in members(optim_wrapper).items()
     }
+    if carried is not None:
+        state[_CARRIED] = all_gather_object(carried)
+    return state
 
 
-def load_further_state(optim_wrapper: Any, state: Mapping[str, Any]) -> None:
+def load_further_state(optim_wrapper: Any, wrapped: Any, state: Mapping[str, Any]) -> None:
     """Restore ``further_state()``; the optimizers have theirs already."""
     for name, one in members(optim_wrapper).items():
         if name in state:
             one.load_state_dict({**one.state_dict(), **state[name]})
+    if not _carries(wrapped):
+        return
+    by_rank = state.get(_CARRIED, ())
+    if len(by_rank) == get_world_size():
+        wrapped.load_step_state(by_rank[get_rank()])
+        return
+    logger.warning(
+        "the checkpoint has what the steps of %d ranks carry from batch to batch, here are %d: "
+        "they start with an empty state",
+        len(by_rank),
+        get_world_size(),
+    )
+
+
+def carried_by(wrapped: Any) -> dict[str, Any] | None:
+    """What a step of one's own carries from batch to batch; None, on all ranks, if it does not."""
+    return wrapped.step_state() if _carries(wrapped) else None
+
+
+def _carries(wrapped: Any) -> bool:
+    own = getattr(type(wrapped), "step_state", SingleDevice.step_state)
+    return own is not SingleDevice.step_state
 
 
 def step_through(optimizer: Any, lightning_optimizer: Any) -> Callable[[], None]:
@@ -124,7 +179,7 @@ def step_through(optimizer: Any, lightning_optimizer: Any) -> Callable[[], None]
 
     # With its attributes: torch's schedulers look there for their own mark.
     @wraps(plain)
-    def step(closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+    def step(self: Any, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         nonlocal is_inside
         if is_inside:
             return plain(closure, **kwargs)
@@ -134,7 +189,8 @@ def step_through(optimizer: Any, lightning_optimizer: Any) -> Callable[[], None]
         finally:
             is_inside = False
 
-    optimizer.step = step
+    # Bound, as torch's schedulers expect it of a step that they have not marked yet.
+    optimizer.step = MethodType(step, optimizer)
 
     def undo() -> None:
         if before is None:

@@ -9,9 +9,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from ..registry import MODEL_WRAPPERS, nearest
+from ..wrappers import wrap_model
 
+_OURS = wrap_model.__module__.rpartition(".")[0]
 # Hooks and averaging are the wrapper's: there they work on the CPU as well.
 _NOT_OURS = {
     "self",
@@ -42,22 +45,19 @@ def read_options(
 
     Raises:
         KeyError: no wrapper is registered under that name.
-        TypeError: neither the wrapper nor Lightning's strategy has such an option.
+        TypeError: no wrapper, or neither it nor Lightning's strategy has such an option.
         ValueError: an option has a value that cannot be used.
     """
-    found = MODEL_WRAPPERS.resolve(wrapper) if isinstance(wrapper, str) else wrapper
-    chosen: Callable[..., nn.Module] = MODEL_WRAPPERS.resolve("ddp") if found is None else found
+    chosen = _find(wrapper)
     theirs = [
         name for name in inspect.signature(strategy.__mro__[1]).parameters if name not in _NOT_OURS
     ]
-    signature = _signature(chosen)
-    mine = [name for name in signature.parameters if name != "module"]
+    mine = _options_of(chosen)
     options = {name: value for name, value in given.items() if name not in theirs}
     title = getattr(chosen, "__name__", repr(chosen))
     for name in options:
         if name not in mine:
-            close = nearest(name, [*mine, *theirs])
-            hint = f"did you mean {close[0]}?" if close else f"it takes {', '.join(mine + theirs)}"
+            hint = _hint(name, mine + theirs)
             raise TypeError(
                 f"{strategy.__name__} with wrapper {title} has no option {name!r}; {hint}"
             )
@@ -70,7 +70,47 @@ def read_options(
     if check is not None:
         check(options)
     own = {name: value for name, value in given.items() if name in theirs}
-    return Choice(chosen, options, own, "mesh" in signature.parameters)
+    return Choice(chosen, options, own, "mesh" in mine)
+
+
+def has_own_step(wrapper: Any) -> bool:
+    """Whether a wrapper's ``train_step`` is its author's, not that of one of ours."""
+    kinds = getattr(wrapper, "__mro__", ())
+    owner = next((one for one in kinds if "train_step" in vars(one)), None)
+    return owner is not None and not owner.__module__.startswith(f"{_OURS}.")
+
+
+def _find(wrapper: Any) -> Callable[..., nn.Module]:
+    """The wrapper that is meant."""
+    if wrapper is None or isinstance(wrapper, str):
+        chosen: Any = MODEL_WRAPPERS.resolve(wrapper or "ddp")
+    else:
+        chosen = wrapper
+    known = chosen in [MODEL_WRAPPERS.get(name) for name in MODEL_WRAPPERS.names()]
+    steps = isinstance(chosen, type) and hasattr(chosen, "train_step")
+    torchs = isinstance(chosen, type) and issubclass(chosen, DistributedDataParallel)
+    if known or steps or torchs:
+        return chosen  # type: ignore[no-any-return]
+    given = getattr(chosen, "__name__", None) or f"an object of type {type(chosen).__name__}"
+    raise TypeError(
+        f"wrapper must be a model wrapper, that is a class with a train_step, or the name of one "
+        f"({', '.join(sorted(_short_names().values()))}), got {given}"
+    )
+
+
+def _short_names() -> dict[Any, str]:
+    """The registered wrappers, each with its shortest name."""
+    names = sorted(MODEL_WRAPPERS.names(), key=len, reverse=True)
+    return {MODEL_WRAPPERS.get(name): name for name in names}
+
+
+def _hint(option: str, allowed: list[str]) -> str:
+    """What may have been meant by an option that a wrapper does not have."""
+    others = [n for one, n in _short_names().items() if option in _options_of(one)]
+    if others:
+        return f"that is an option of {' and '.join(sorted(others))}"
+    close = nearest(option, allowed)
+    return f"did you mean {close[0]}?" if close else f"it takes {', '.join(allowed)}"
 
 
 def aside(device: torch.device) -> AbstractContextManager[Any]:
@@ -84,7 +124,7 @@ def aside(device: torch.device) -> AbstractContextManager[Any]:
     return torch.cuda.stream(stream)
 
 
-def _signature(wrapper: Any) -> inspect.Signature:
+def _options_of(wrapper: Any) -> list[str]:
     made = getattr(wrapper, "config_signature", None)
     signature: inspect.Signature = inspect.signature(wrapper) if made is None else made()
-    return signature
+    return [name for name in signature.parameters if name != "module"]

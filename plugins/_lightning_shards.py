@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from ..collectives import all_gather_object
 from ..wrappers import AmpOptimWrapper, OptimWrapper, is_dtensor, reshard, take_part
+from ._lightning_tree import DDPStrategy, LightningModule, Trainer
+
+# Of Lightning's callbacks, those that copy weights between a module and one that is not sharded.
+_AVERAGING = ("StochasticWeightAveraging", "WeightAveraging")
 
 
 def holds_shards(module: nn.Module) -> bool:
@@ -76,3 +82,129 @@ def agree_on_scale(plugin: Any, optimizers: Sequence[Optimizer]) -> None:
     for optimizer in optimizers:
         # Fused ones unscale by themselves, and would ask no other rank either.
         vars(optimizer)["_step_supports_amp_scaling"] = False
+
+
+class WholeStates(DDPStrategy):
+    """Lightning's DDP strategy, whose checkpoints hold whole tensors also of sharded modules."""
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The weights, whole and under the names of the module; every rank must call this."""
+        module = own_module(self)
+        return whole_weights(module) if holds_shards(module) else module.state_dict()
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Load whole weights, each rank its parts where the module is sharded."""
+        module = own_module(self)
+        if holds_shards(module):
+            load_weights(module, checkpoint["state_dict"], strict=strict)
+        else:
+            super().load_model_state_dict(checkpoint, strict)
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The state of ``optimizer`` over whole tensors; every rank must call this."""
+        state: dict[str, Any] = super().optimizer_state(optimizer)
+        return whole(state) if holds_shards(own_module(self)) else state
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Restore the optimizers from states over whole tensors."""
+        if not holds_shards(own_module(self)):
+            super().load_optimizer_state_dict(checkpoint)
+            return
+        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
+            load_optimizer(optimizer, state)
+
+
+def own_module(strategy: DDPStrategy) -> LightningModule:
+    """The module that the strategy trains."""
+    assert strategy.lightning_module is not None
+    return strategy.lightning_module
+
+
+class Trained(NamedTuple):
+    """Which parameters are to be trained, as fsdp has taken it down."""
+
+    parameters: list[tuple[str, nn.Parameter, bool]]
+
+    @classmethod
+    def of(cls, module: nn.Module) -> Trained:
+        """Take down what is so now."""
+        return cls([(name, one, one.requires_grad) for name, one in module.named_parameters()])
+
+    def refuse_changes(self) -> None:
+        """Raise RuntimeError where it has changed: torch would go on as before, without a word."""
+        changed = [name for name, one, before in self.parameters if one.requires_grad is not before]
+        if changed:
+            raise RuntimeError(
+                f"requires_grad of {', '.join(changed[:4])}{', ...' if changed[4:] else ''} has "
+                "changed since fsdp sharded the module, which has no effect on shards: freeze "
+                "before, and in place of toggle_optimizer clear the gradients before each "
+                "backward; to change it in training use the wrapper ddp (find_unused_parameters="
+                "True) or separate"
+            )
+
+
+def call_once(module: nn.Module) -> None:
+    """Let ``self(...)`` within a step of ``module`` be a part of it.
+
+    The wrapper calls the module for a step. Another forward of it inside would look as if the
+    first had raised, and what its window has gathered were to be dropped.
+    """
+    cls: Any = type(module)
+    is_running = False
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        nonlocal is_running
+        if is_running:
+            return self.forward(*args, **kwargs)
+        is_running = True
+        try:
+            return cls.__call__(self, *args, **kwargs)
+        finally:
+            is_running = False
+
+    module.__class__ = type(cls.__name__, (cls,), {"__module__": cls.__module__, "__call__": call})
+
+
+@contextmanager
+def explained() -> Iterator[None]:
+    """Say what to do about a manual step that meets shards."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "DTensor" not in str(error):
+            raise
+        raise RuntimeError(
+            "a manual training_step under fsdp has used parameters where they are shards: call "
+            "children of the module there, or self(...) where the module has parameters of its "
+            "own; a step that does otherwise runs under the wrapper ddp"
+        ) from error
+
+
+def refuse_averaging(callbacks: Iterable[Any]) -> None:
+    """Raise ValueError for callbacks that average weights, which they would find in shards."""
+    for one in callbacks:
+        if any(kind.__name__ in _AVERAGING for kind in type(one).__mro__):
+            raise ValueError(
+                f"{type(one).__name__} copies whole weights, and fsdp has them in shards: leave it "
+                "out, or use the wrapper ddp"
+            )
+
+
+def refuse_unequal(trainer: Trainer) -> None:
+    """Raise ValueError where ranks have different numbers of batches; every rank must call this.
+
+    All of them gather the blocks together, and the last batch of one would wait for ever.
+    """
+    found = {
+        "predict": trainer.predicting and trainer.num_predict_batches,
+        "test": trainer.testing and trainer.num_test_batches,
+        "validate": trainer.validating and trainer.num_val_batches,
+    }
+    stage, mine = next(((name, one) for name, one in found.items() if one), ("", None))
+    counts = all_gather_object(mine)
+    if any(one != counts[0] for one in counts):
+        raise ValueError(
+            f"fsdp gathers its blocks on all ranks together, so in {stage} they need equally many "
+            f"batches, but by rank they have {counts}: choose another batch size or number of "
+            "samples, or load the checkpoint into a new module and use the wrapper ddp for it"
+        )

@@ -20,22 +20,25 @@ from ..wrappers import (
 )
 from ._lightning_fabric import StepFabricStrategy
 from ._lightning_module import StepLightningModule
-from ._lightning_options import aside, read_options
+from ._lightning_options import aside, has_own_step, read_options
 from ._lightning_shards import (
+    Trained,
+    WholeStates,
     agree_on_scale,
+    call_once,
+    explained,
     holds_shards,
     keep_whole,
-    load_optimizer,
-    load_weights,
-    whole,
-    whole_weights,
+    own_module,
+    refuse_averaging,
+    refuse_unequal,
 )
 from ._lightning_tree import DDPStrategy, LightningModule, StrategyRegistry, Trainer
 
 __all__ = ["StepFabricStrategy", "StepLightningModule", "StepStrategy"]
 
 
-class StepStrategy(DDPStrategy):
+class StepStrategy(WholeStates):
     """Lightning's DDP strategy with a model wrapper of ours around the LightningModule.
 
     Of a ``StepLightningModule`` it wraps the model inside, whose ``train_step`` is then called.
@@ -62,16 +65,20 @@ class StepStrategy(DDPStrategy):
         self._shards = choice.shards
         self._keeps_process = choice.own.get("start_method", "popen") == "popen"
         self._wrapped: Any = None
+        self._trained: Trained | None = None
 
     def setup(self, trainer: Trainer) -> None:
         """Wrap the model, to train it, and where it is sharded also to evaluate it."""
         if not self._keeps_process:
             # torch may abort a process that ends while wrappers, in cycles, are still there.
             atexit.register(gc.collect)
-        module = self._module()
+        module = own_module(self)
+        if trainer.state.fn == "fit":
+            _refuse_lost_step(self.wrapper, module)
         if trainer.state.fn == "fit" or not (self._shards or holds_shards(module)):
             super().setup(trainer)
             if holds_shards(module):
+                refuse_averaging(getattr(trainer, "callbacks", ()))
                 agree_on_scale(self.precision_plugin, self.optimizers)
             return
         assert self.accelerator is not None
@@ -83,7 +90,7 @@ class StepStrategy(DDPStrategy):
 
     def configure_ddp(self) -> None:
         """Wrap the model; there are no communication hooks to add."""
-        self.model = self._setup_model(self._module())
+        self.model = self._setup_model(own_module(self))
 
     def _setup_model(self, model: nn.Module) -> Any:
         """Wrap ``model``: Lightning's only private method that is overridden here."""
@@ -103,12 +110,25 @@ class StepStrategy(DDPStrategy):
                 _let_children_be_called(model)
         with aside(self.root_device):
             self._wrapped = wrap_model(self.wrapper, model, **self.wrapper_options)
+        self._trained = Trained.of(model) if holds_shards(model) else None
+        if self._trained is not None and isinstance(model, LightningModule):
+            call_once(model)
         return self._wrapped  # type: ignore[no-any-return]
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's step; a manual one calls what is sharded, and is not inside of it."""
+        module = own_module(self)
+        if module.automatic_optimization or self._trained is None:
+            return super().training_step(*args, **kwargs)
+        with self.precision_plugin.train_step_context(), explained():
+            return module.training_step(*args, **kwargs)
 
     def backward(
         self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
     ) -> Tensor:
         """Run backward; log the parameters that the loss does not reach, where that is wanted."""
+        if self._trained is not None:
+            self._trained.refuse_changes()
         if not getattr(self.model, "detect_anomalous_params", False):
             return super().backward(closure_loss, optimizer, *args, **kwargs)
         ended: list[Tensor] = []
@@ -130,34 +150,10 @@ class StepStrategy(DDPStrategy):
     def on_validation_start(self) -> None:
         """Give every rank the buffers of the first: statistics differ after a training step."""
         getattr(self._wrapped, "sync_buffers", lambda: None)()
+        if self._trained is not None:
+            refuse_unequal(own_module(self).trainer)
 
     on_test_start = on_predict_start = on_validation_start
-
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The weights, whole and under the names of the module; every rank must call this."""
-        module = self._module()
-        return whole_weights(module) if holds_shards(module) else module.state_dict()
-
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Load whole weights, each rank its parts where the module is sharded."""
-        module = self._module()
-        if holds_shards(module):
-            load_weights(module, checkpoint["state_dict"], strict=strict)
-        else:
-            super().load_model_state_dict(checkpoint, strict)
-
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The state of ``optimizer`` over whole tensors; every rank must call this."""
-        state: dict[str, Any] = super().optimizer_state(optimizer)
-        return whole(state) if holds_shards(self._module()) else state
-
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Restore the optimizers from states over whole tensors."""
-        if not holds_shards(self._module()):
-            super().load_optimizer_state_dict(checkpoint)
-            return
-        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
-            load_optimizer(optimizer, state)
 
     def teardown(self) -> None:
         """End the run; what was put around and into the module is taken off, shards stay."""
@@ -175,7 +171,7 @@ class StepStrategy(DDPStrategy):
 
     def _leave_shards(self) -> None:
         """End the run, but leave the shards on the devices where they can be gathered."""
-        module = self._module()
+        module = own_module(self)
         self.model = module
         if not self._keeps_process:
             # The parent process is sent the weights now.
@@ -186,10 +182,6 @@ class StepStrategy(DDPStrategy):
         self.precision_plugin.teardown()
         self.accelerator.teardown()
         self.checkpoint_io.teardown()
-
-    def _module(self) -> LightningModule:
-        assert self.lightning_module is not None
-        return self.lightning_module
 
 
 def _take_off(wrapped: Any, *, reverts: bool) -> None:
@@ -212,14 +204,24 @@ def _refuse_lost_gradients(options: Mapping[str, Any]) -> None:
         )
 
 
-def _let_children_be_called(module: nn.Module) -> None:
-    """Have each child of ``module`` sharded by itself, since its step calls them one by one.
+def _refuse_lost_step(wrapper: Any, module: LightningModule) -> None:
+    if has_own_step(wrapper) and not isinstance(module, StepLightningModule):
+        name = wrapper.__name__
+        raise TypeError(
+            f"{name} has a train_step of its own, but the Trainer calls the training_step of "
+            f"{type(module).__name__} in its place: give the Trainer "
+            "StepLightningModule(model, optim_wrapper=...), or use a wrapper without one"
+        )
 
-    That is what the wrapper does for a model with a ``train_step``. Backward runs inside of a
-    manual ``training_step``, hence before a gathered whole would be ready for it.
+
+def _let_children_be_called(module: nn.Module) -> None:
+    """Have each child of ``module`` sharded by itself, since a manual step may call them so.
+
+    That is what the wrapper does for a model with a ``train_step``.
     """
     cls = type(module)
-    module.__class__ = type(cls.__name__, (cls,), {"train_step": _is_stepped_by_trainer})
+    members = {"__module__": cls.__module__, "train_step": _is_stepped_by_trainer}
+    module.__class__ = type(cls.__name__, (cls,), members)
 
 
 def _is_stepped_by_trainer(*args: Any, **kwargs: Any) -> Any:

@@ -28,6 +28,9 @@ QUIET = (
     "ignore:.*sync_dist=True",
     "ignore:.*isinstance.treespec, LeafSpec.",
     "ignore:.*Checkpoint directory",
+    "ignore:.*callbacks used to create the checkpoint",
+    "ignore:.*a checkpoint that ended before the epoch ended",
+    "ignore:.*Using ModelCheckpoint with manual optimization",
     "ignore:.*you defined a `validation_step`",
     "ignore:.*You defined a `validation_step`",
     "ignore:.*DistributedSampler",
@@ -89,6 +92,17 @@ class Automatic(LightningModule):
             return torch.optim.SGD(self.parameters(), lr=0.1)
         optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
+
+
+class Calling(Automatic):
+    """Calls itself in a step, as most modules do."""
+
+    def forward(self, images: Tensor) -> Any:
+        return self.net(images)
+
+    def loss(self, batch: Any) -> Tensor:
+        images, labels = batch
+        return nn.functional.cross_entropy(self(images), labels)
 
 
 class Manual(Automatic):

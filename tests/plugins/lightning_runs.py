@@ -9,6 +9,7 @@ import pytest
 import torch
 from lightning_parts import (
     Automatic,
+    Calling,
     Manual,
     distance,
     join_lightning,
@@ -44,6 +45,7 @@ SETTINGS: dict[str, tuple[type[Automatic], dict[str, Any]]] = {
     "automatic": (Automatic, {}),
     "manual": (Manual, {}),
     "accumulation": (Automatic, {"accumulate_grad_batches": 2}),
+    "accumulation, called": (Calling, {"accumulate_grad_batches": 3}),
     "norm": (Automatic, {"gradient_clip_val": 0.1}),
     "value": (Automatic, {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}),
     "bf16-mixed": (Automatic, {"precision": "bf16-mixed"}),

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from lightning_parts import distance, join_lightning, loader, make_trainer, small_net
+from lightning_parts import distance, join_lightning, lightning, loader, make_trainer, small_net
 from lightning_runs import whole_weights
 from torch import Tensor, nn
 from torchmetrics.classification import MulticlassAccuracy
@@ -37,6 +37,27 @@ class NormPenalised(StepDistributedDataParallel):
         total, logs = parse_losses(losses)
         optim_wrapper.update_params(total)
         return logs
+
+
+class Carrying(StepDistributedDataParallel):
+    """A custom optimization step that goes on from batch to batch."""
+
+    before: Any = None
+
+    def train_step(self, data: Any, optim_wrapper: Any) -> dict[str, Tensor]:
+        images, labels = self.module.data_preprocessor(data, True)
+        mixed = images if self.before is None else (images + self.before) / 2
+        with optim_wrapper.optim_context(self):
+            loss = self(mixed, labels, mode="loss")["loss"]
+        optim_wrapper.update_params(loss)
+        self.before = images
+        return {"loss": loss.detach()}
+
+    def step_state(self) -> dict[str, Any]:
+        return {"before": self.before}
+
+    def load_step_state(self, state: dict[str, Any]) -> None:
+        self.before = state["before"]
 
 
 class TwoPlayers(BaseModel):
@@ -108,6 +129,7 @@ CASES = {
     "fsdp fp16": Case(supervised, "fsdp", scaled),
     "separate": Case(TwoPlayers, "separate", two),
     "auto": Case(supervised, "auto", plain),
+    "carrying": Case(supervised, Carrying, plain),
 }
 EPOCHS = 2
 
@@ -147,6 +169,9 @@ def both_ways() -> dict[str, Any]:
     return found
 
 
+RESUMED = ("accumulation", "fp16", "fsdp", "separate", "carrying")
+
+
 def resumed(folder: str) -> dict[str, Any]:
     """Stopped after three batches of an epoch of four, or an epoch, and gone on with."""
     join_lightning()
@@ -155,7 +180,7 @@ def resumed(folder: str) -> dict[str, Any]:
         {"type": "StepLR", "step_size": 1, "gamma": 0.5},
         {"type": "LinearLR", "by": "step", "total_iters": 6},
     ]
-    for name in ("accumulation", "fp16", "fsdp", "separate"):
+    for name in RESUMED:
         case = CASES[name]
         given = [] if name == "separate" else schedules
 
@@ -165,7 +190,12 @@ def resumed(folder: str) -> dict[str, Any]:
         def trainer(epochs: int, case: Case = case, **options: Any) -> Any:
             return make_trainer(StepStrategy(case.wrapper), max_epochs=epochs, **options)
 
-        whole = trainer(3)
+        # A file at the end of the last batch of each epoch, but before that of the epoch.
+        every = 2 if case.optim is accumulating else 6
+        saves = lightning.callbacks.ModelCheckpoint(
+            f"{folder}/{name}", "{epoch}", every_n_train_steps=every, save_top_k=-1
+        )
+        whole = trainer(3, callbacks=[saves], enable_checkpointing=True)
         whole.fit(module(), loader(samples=96))
         first = trainer(1)
         first.fit(module(), loader(samples=96))
@@ -173,9 +203,13 @@ def resumed(folder: str) -> dict[str, Any]:
         first.save_checkpoint(path)
         second = trainer(3)
         second.fit(module(), loader(samples=96), ckpt_path=path)
+        third = trainer(3)
+        if name not in ("fp16", "separate"):
+            third.fit(module(), loader(samples=96), ckpt_path=f"{folder}/{name}/epoch=0.ckpt")
         state = torch.load(path, weights_only=False)
         found[name] = {
             "distance": distance(whole_weights(whole), whole_weights(second)),
+            "from within": third.model and distance(whole_weights(whole), whole_weights(third)),
             "steps": (whole.global_step, second.global_step),
             "optimizers": len(state["optimizer_states"]),
             "schedules": len(state["lr_schedulers"]),
@@ -221,3 +255,14 @@ def evaluated() -> dict[str, Any]:
             "predictions": sum(map(len, predicted)),
         }
     return found
+
+
+def watched() -> list[float]:
+    """The rate after each rank's last batch has seen a loss of its own, and what was watched."""
+    join_lightning()
+    watching = {"type": "ReduceLROnPlateau", "metric": "loss"}
+    module = StepLightningModule(supervised(), optim_wrapper=plain, schedulers=[watching])
+    trainer = make_trainer(StepStrategy())
+    trainer.fit(module, loader())
+    best: float = trainer.lr_scheduler_configs[0].scheduler.best
+    return [best, trainer.callback_metrics["loss"].item()]

@@ -5,9 +5,19 @@ from typing import Any
 
 import pytest
 import torch
-from lightning_parts import QUIET, distance, loader, make_trainer, weights
+from lightning_parts import QUIET, distance, lightning, loader, make_trainer, weights
 from ranks import RanksError, run_ranks
-from stepped_runs import CASES, both_ways, evaluated, plain, resumed, supervised
+from stepped_runs import (
+    CASES,
+    RESUMED,
+    accumulating,
+    both_ways,
+    evaluated,
+    plain,
+    resumed,
+    supervised,
+    watched,
+)
 from torch.utils.data import DataLoader
 
 from stepwrap.configs.digits import Digits
@@ -44,13 +54,14 @@ def resumptions(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]
     return run_ranks(resumed, 2, str(tmp_path_factory.mktemp("resumed")), timeout_s=120)
 
 
-@pytest.mark.parametrize("case", ["accumulation", "fp16", "fsdp", "separate"])
+@pytest.mark.parametrize("case", RESUMED)
 def test_a_resumed_run_is_the_uninterrupted_one(
     case: str, resumptions: list[dict[str, Any]]
 ) -> None:
     for rank in resumptions:
         found = rank[case]
         assert found["distance"] == 0
+        assert not found["from within"]
         assert found["steps"][0] == found["steps"][1]
         assert found["rates"][0] == found["rates"][1]
         assert found["optimizers"] == (2 if case == "separate" else 1)
@@ -104,6 +115,10 @@ def test_configs_build_both_and_checkpoints_hold_them(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "text"),
     [
+        (
+            {"callbacks": [lightning.callbacks.StochasticWeightAveraging(0.1)]},
+            "schedules that are not stepped",
+        ),
         ({"accumulate_grad_batches": 2}, "accumulative_counts"),
         ({"gradient_clip_val": 0.5}, "clip_grad"),
         ({"precision": "bf16-mixed"}, "AmpOptimWrapper"),
@@ -151,8 +166,32 @@ def test_no_optimizer_wrapper_is_an_error(optim: Any, text: str) -> None:
         make_trainer("auto").fit(module, loader())
 
 
+@pytest.mark.parametrize("optim", [torch.optim.SGD, torch.optim.SGD([torch.ones(1)]), 3])
+def test_what_can_become_no_optimizer_wrapper_is_an_error_at_once(optim: Any) -> None:
+    with pytest.raises(TypeError, match="must be an OptimWrapper.*got (SGD|int)"):
+        StepLightningModule(supervised(), optim_wrapper=optim)
+
+
+@pytest.mark.parametrize("metrics", [["accuracy"], {"accuracy": "accuracy"}])
+def test_metrics_are_checked_at_once(metrics: Any) -> None:
+    with pytest.raises(TypeError, match="torchmetrics by name"):
+        StepLightningModule(supervised(), metrics=metrics)
+
+
+def test_a_batch_that_is_one_tensor_is_not_taken_for_a_list_of_inputs() -> None:
+    data = DataLoader([torch.ones(1, 8, 8)] * 4, batch_size=2)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"list, tuple or dict.*got Tensor"):
+        make_trainer("auto").predict(StepLightningModule(supervised()), data)
+
+
 def test_schedules_are_checked() -> None:
-    for given, text in (({"type": "StepLR", "by": "batch"}, "step"), (_plateau, "needs metric")):
+    cases = (
+        ({"type": "StepLR", "by": "batch"}, "step"),
+        (_plateau, "needs metric"),
+        ({"type": "StepLR", "step_size": 1, "metric": "val_loss"}, "is for ReduceLROnPlateau"),
+        ({"type": "ReduceLROnPlateau", "metric": "los"}, "not logged; logged were loss"),
+    )
+    for given, text in cases:
         module = StepLightningModule(supervised(), optim_wrapper=plain, schedulers=[given])
         with pytest.raises(ValueError, match=text):
             make_trainer("auto").fit(module, loader())
@@ -174,3 +213,50 @@ def test_a_plateau_watches_a_logged_metric() -> None:
     scheduler = trainer.lr_scheduler_configs[0].scheduler
     assert scheduler.last_epoch == 3
     assert scheduler.best == pytest.approx(trainer.callback_metrics["val_loss"].item())
+
+
+def test_all_ranks_watch_the_same() -> None:
+    (best, first), (other_best, second) = run_ranks(watched, 2)
+    assert first != second
+    assert best == other_best == pytest.approx((first + second) / 2)
+
+
+def _steps(module: StepLightningModule, epochs: int = 1, **options: Any) -> int:
+    trainer = make_trainer("auto", max_epochs=epochs, **options)
+    # Four batches, in windows of three.
+    trainer.fit(module, loader(batch=16))
+    return trainer.global_step
+
+
+def test_each_fit_counts_its_own_batches(tmp_path: Path) -> None:
+    module = StepLightningModule(supervised(), optim_wrapper=accumulating)
+    trainer = make_trainer("auto")
+    trainer.fit(module, loader(batch=16))
+    assert trainer.global_step == 2
+    trainer.save_checkpoint(tmp_path / "file.ckpt")
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(module, loader(batch=16))
+    assert trainer.global_step == 4
+    # Weights of a file that is not gone on with.
+    again = StepLightningModule(supervised(), optim_wrapper=accumulating)
+    make_trainer("auto").validate(again, loader("val"), tmp_path / "file.ckpt", verbose=False)
+    assert _steps(again) == 2
+    assert _steps(again) == 2
+
+
+class Interrupting(lightning.Callback):  # type: ignore[misc, name-defined]
+    """Makes a schedule in the middle of training, as some callbacks do, and stops it."""
+
+    def on_train_batch_end(self, trainer: Any, *rest: Any) -> None:
+        torch.optim.lr_scheduler.StepLR(trainer.optimizers[0], 1)
+        raise ValueError("on purpose")
+
+
+def test_after_an_error_the_optimizer_is_free_of_the_trainer() -> None:
+    model = supervised()
+    optim = plain(model)
+    module = StepLightningModule(model, optim_wrapper=optim)
+    with pytest.raises(ValueError, match="on purpose"):
+        _steps(module, callbacks=[Interrupting()])
+    assert _steps(module) == 4
+    assert "stepwrap" not in optim.optimizer.step.__module__

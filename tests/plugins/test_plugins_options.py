@@ -25,7 +25,9 @@ pytestmark = [pytest.mark.filterwarnings(one) for one in QUIET]
         ("ddp", {"process_group_backends": "gloo"}, "process_group_backend"),
         ("ddp", {"module": nn.Linear(1, 1)}, "StepDistributedDataParallel"),
         ("fsdp", {"mixed_precisions": {}}, "mixed_precision"),
-        ("separate", {"detect_anomalous_params": True}, "StepStrategy"),
+        ("separate", {"detect_anomalous_params": True}, "an option of .*ddp and .*single"),
+        ("ddp", {"shard": ["net"]}, "an option of fsdp"),
+        ("fsdp", {"find_unused_parameters": True}, "an option of ddp and separate"),
     ],
 )
 def test_an_unknown_option_is_an_error_at_construction(
@@ -38,6 +40,12 @@ def test_an_unknown_option_is_an_error_at_construction(
 def test_an_unknown_wrapper_is_an_error_with_the_nearest_name() -> None:
     with pytest.raises(KeyError, match="separate"):
         StepStrategy("seperate")
+
+
+@pytest.mark.parametrize("wrapper", [3, nn.Linear(1, 1), nn.Linear, "torch.nn.Linear"])
+def test_what_is_no_wrapper_is_an_error_at_construction(wrapper: Any) -> None:
+    with pytest.raises(TypeError, match="a class with a train_step, or the name of one .*fsdp"):
+        StepStrategy(wrapper)
 
 
 def test_a_value_that_cannot_be_used_is_an_error_at_construction() -> None:
@@ -65,6 +73,15 @@ def test_the_names_in_lightnings_registries(name: str) -> None:
 def test_fabric_refuses_wrappers_that_it_could_not_accumulate_under(wrapper: str) -> None:
     with pytest.raises(TypeError, match="no_backward_sync"):
         StepFabricStrategy(wrapper)
+
+
+def test_fabric_refuses_a_step_that_it_does_not_call() -> None:
+    class Unused(StepDistributedDataParallel):
+        def train_step(self, data: Any, optim_wrapper: Any) -> Any:
+            raise AssertionError
+
+    with pytest.raises(TypeError, match="Unused has a train_step of its own"):
+        StepFabricStrategy(Unused)
 
 
 def test_fabric_refuses_unknown_options() -> None:

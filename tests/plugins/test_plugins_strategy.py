@@ -16,8 +16,10 @@ from lightning_runs import (
     whole_weights,
 )
 from ranks import run_ranks
+from sharded_runs import unusual_modules
 
 from stepwrap.plugins.lightning import StepStrategy
+from stepwrap.wrappers import StepDistributedDataParallel
 
 KINDS = {"reduced": "c10d::allreduce_", "scattered": "c10d::_reduce_scatter_base_"}
 pytestmark = [pytest.mark.filterwarnings(one) for one in QUIET]
@@ -159,3 +161,32 @@ def test_comm_hook_combines_the_gradients(other_options: list[dict[str, Any]]) -
     for rank in other_options:
         assert rank["hook"] >= 4
         assert rank["unchanged"]
+
+
+def test_what_shards_cannot_do_is_an_error_and_nothing_is_lost() -> None:
+    for rank in run_ranks(unusual_modules, 2, timeout_s=120):
+        assert rank["own, called"] <= 1e-6
+        assert "RuntimeError: a manual training_step under fsdp" in rank["own, not called"]
+        assert "RuntimeError: requires_grad of first." in rank["toggled"]
+        assert "RuntimeError: requires_grad of net.1.weight, net.1.bias has" in rank["thawed"]
+        assert "StochasticWeightAveraging copies whole weights" in rank["averaged"]
+        assert "in predict they need equally many batches" in rank["unequal"]
+        assert "[[3], [2]]" in rank["unequal"]
+        assert rank["unequal by ddp"] == "no error"
+
+
+def _step_of_its_own() -> None:
+    join_lightning()
+
+    class Unused(StepDistributedDataParallel):
+        def train_step(self, data: Any, optim_wrapper: Any) -> Any:
+            raise AssertionError
+
+    trainer = make_trainer(StepStrategy(Unused))
+    trainer.validate(Automatic(), loader("val"), verbose=False)
+    with pytest.raises(TypeError, match="Unused has a train_step.*StepLightningModule"):
+        trainer.fit(Automatic(), loader())
+
+
+def test_a_wrappers_own_step_that_would_not_be_called_is_an_error() -> None:
+    run_ranks(_step_of_its_own, 2)

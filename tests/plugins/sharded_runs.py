@@ -1,0 +1,105 @@
+"""What a module does under fsdp that it does not do elsewhere."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from lightning_parts import (
+    Automatic,
+    Manual,
+    distance,
+    join_lightning,
+    lightning,
+    loader,
+    make_trainer,
+)
+from lightning_runs import whole_weights
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Subset
+
+from stepwrap.configs.digits import Digits
+from stepwrap.plugins.lightning import StepStrategy
+
+
+class OwnScale(Automatic):
+    """Manual optimization, with a parameter that belongs to no child."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, images: Tensor) -> Any:
+        return self.net(images) * self.scale
+
+    def loss(self, batch: Any) -> Tensor:
+        return nn.functional.cross_entropy(self(batch[0]), batch[1])
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        (optimizer,) = [self.optimizers()]
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(batch))
+        optimizer.step()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class OwnScaleUncalled(OwnScale):
+    def loss(self, batch: Any) -> Tensor:
+        return nn.functional.cross_entropy(self.net(batch[0]) * self.scale, batch[1])
+
+
+class Toggling(Manual):
+    """Has one optimizer after the other train, the last layer first."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        for one in self.optimizers()[::-1]:
+            self.toggle_optimizer(one)
+            one.zero_grad()
+            self.manual_backward(self.loss(batch))
+            one.step()
+            self.untoggle_optimizer(one)
+
+
+class Thawing(Automatic):
+    """Trains its first layer from the second epoch on."""
+
+    def __init__(self) -> None:
+        super().__init__(sgd=True)
+        self.net[1].requires_grad_(False)
+
+    def on_train_epoch_start(self) -> None:
+        self.net[1].requires_grad_(self.current_epoch > 0)
+
+
+def _told(run: Callable[[], Any]) -> str:
+    try:
+        run()
+    except (RuntimeError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def _fit(module: Any, strategy: Any, **options: Any) -> dict[str, Tensor]:
+    trainer = make_trainer(strategy, limit_val_batches=0, **options)
+    trainer.fit(module, loader())
+    return whole_weights(trainer)
+
+
+def unusual_modules() -> dict[str, Any]:
+    join_lightning()
+    plain = _fit(OwnScale(), "ddp")
+    swa = lightning.callbacks.StochasticWeightAveraging(0.01, swa_epoch_start=1)
+    data: Any = DataLoader(Subset(Digits("val"), range(17)), batch_size=4)
+    trainer = make_trainer(StepStrategy("fsdp"))
+    return {
+        "own, called": distance(_fit(OwnScale(), StepStrategy("fsdp")), plain),
+        "own, not called": _told(lambda: _fit(OwnScaleUncalled(), StepStrategy("fsdp"))),
+        "toggled": _told(lambda: _fit(Toggling(), StepStrategy("fsdp"))),
+        "thawed": _told(lambda: _fit(Thawing(), StepStrategy("fsdp"), max_epochs=2)),
+        "averaged": _told(lambda: _fit(Automatic(), StepStrategy("fsdp"), callbacks=[swa])),
+        # Lightning's own sampler gives the first rank a batch more.
+        "unequal": _told(lambda: trainer.predict(Automatic(), data)),
+        "unequal by ddp": _told(lambda: make_trainer(StepStrategy()).predict(Automatic(), data)),
+    }
