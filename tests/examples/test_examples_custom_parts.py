@@ -248,3 +248,54 @@ def test_schedulers_hooks_and_checkpoints(named: bool, tmp_path: Path) -> None:
     again, last = run("part", 4, resume=True)
     assert torch.equal(again.layer.weight, whole.layer.weight)
     assert last == losses[2:]
+
+
+def slower(wrapper: Any, batch: Any, optim_wrapper: Any) -> dict[str, Any]:
+    """Halves the rate after each update."""
+    logs = step(wrapper, batch, optim_wrapper, 1.0)
+    (group,) = optim_wrapper.optimizer.param_groups
+    group["lr"] /= 2
+    return {**logs, "own_rate": group["lr"], "per_image": batch[0].flatten(1).mean(1)}
+
+
+def choosy(wrapper: Any, batch: Any, optim_wrapper: Any) -> dict[str, Any]:
+    """Leaves out the update by the second batch."""
+    loss = wrapper(*batch, mode="loss")["loss"]
+    optim_wrapper.backward(optim_wrapper.scale_loss(loss))
+    if optim_wrapper.should_update():
+        if optim_wrapper.inner_count != 2:
+            optim_wrapper.step()
+        optim_wrapper.zero_grad()
+    return {"loss": loss}
+
+
+@pytest.mark.parametrize(
+    ("train_step", "rates"),
+    [(slower, [RATE / 2**i for i in range(4)]), (choosy, [RATE, 0.0, RATE, RATE])],
+)
+def test_a_rate_and_a_choice_of_ones_own(
+    train_step: Any, rates: list[float], tmp_path: Path
+) -> None:
+    """Interrupted and resumed, with all that the step logs."""
+    records: list[dict[str, float]] = []
+
+    class Keep(Hook):
+        def on_log(self, state: LoopState, record: dict[str, float]) -> None:
+            records.append(record)
+
+    for updates in (2, 4):
+        model = net()
+        runner = Runner(
+            model,
+            IterTrainLoop(data(), max_steps=updates, log_every_steps=1),
+            optim_wrapper=wrapped(model),
+            hooks=[CheckpointHook(every_steps=1), Keep()],
+            run_dir=tmp_path,
+            train_step=train_step,
+        )
+        assert runner.train(resume=updates == 4).step == updates
+    assert torch.equal(model.layer.weight, by_hand(rates))
+    assert len(records) == 4
+    if train_step is slower:
+        assert [one["own_rate"] for one in records] == pytest.approx([one / 2 for one in rates])
+        assert records[0]["per_image"] == pytest.approx(data()[0][0].mean().item())
