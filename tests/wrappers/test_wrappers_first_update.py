@@ -153,9 +153,21 @@ class OneLoss(TwoLosses):
     together = True
 
 
-def trained_apart(cls: Any) -> str:
+class SteppingPair(Pair):
+    """The same as the model's own step."""
+
+    @property
+    def module(self) -> "SteppingPair":
+        return self
+
+    def train_step(self, data: Any, optim_wrapper: Any) -> dict[str, Tensor]:
+        self.together = False
+        return TwoLosses.train_step(self, data, optim_wrapper)  # type: ignore[arg-type]
+
+
+def trained_apart(cls: Any, kind: type[Pair] = Pair) -> str:
     torch.manual_seed(0)
-    wrapper = cls(Pair())
+    wrapper = cls(kind())
     optims = OptimWrapperDict(
         **{
             name: OptimWrapper(torch.optim.SGD(getattr(wrapper.module, name).parameters(), lr=0.1))
@@ -176,6 +188,49 @@ def test_a_second_backward_of_a_childs_calls_averages_nothing() -> None:
     for found in run_ranks(trained_apart, RANKS, TwoLosses):
         assert "different gradients of 'decoder" in found
         assert "TwoLosses.train_step" in found
+    for found in run_ranks(trained_apart, RANKS, SeparateDistributedDataParallel, SteppingPair):
+        assert "different gradients of 'decoder" in found
+
+
+class Odd(BaseModel):
+    """A complex weight, and rows of a table that have sparse gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wave = nn.Parameter(torch.ones(3, dtype=torch.complex128))
+        self.table = nn.Embedding(4, 2, sparse=True).double()
+
+    def forward(self, number: Tensor, rows: Tensor, mode: str = "loss") -> Any:
+        return {"loss": (number * self.wave.abs()).sum() + self.table(rows).square().sum()}
+
+
+def stepped_odd(optimised: str, factor: float) -> str:
+    """A step that multiplies this rank's gradients by a number of its own."""
+
+    def train_step(wrapper: Any, data: Any, optim_wrapper: Any) -> dict[str, Any]:
+        loss = wrapper(*data)["loss"]
+        loss.backward()
+        for one in wrapper.parameters():
+            one.grad = one.grad * (1 + factor * dist.get_rank())
+        optim_wrapper.step()
+        return {"loss": loss}
+
+    wrapper: Any = wrap_model(StepDistributedDataParallel, Odd(), train_step=train_step)
+    weights = dict(wrapper.module.named_parameters())
+    optim = OptimWrapper(torch.optim.SGD([weights[optimised]], lr=0.1))
+    optim.initialize_count_status(wrapper, 0, 1)
+    try:
+        wrapper.train_step([torch.ones(3), torch.tensor([dist.get_rank(), 2])], optim)
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("optimised", ["wave", "table.weight"])
+def test_gradients_of_every_kind_are_compared(optimised: str) -> None:
+    assert run_ranks(stepped_odd, RANKS, optimised, 0.0) == ["", ""]
+    for found in run_ranks(stepped_odd, RANKS, optimised, 1.0):
+        assert f"different gradients of '{optimised}'" in found
 
 
 def test_the_usual_step_sends_nothing_more() -> None:
