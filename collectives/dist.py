@@ -3,6 +3,13 @@
 `from mmengine.dist import X` becomes `from stepwrap.collectives.dist import X`.
 """
 
+import os
+from collections.abc import Sequence
+from typing import TypeVar
+
+from torch import distributed
+
+from . import objects, results
 from .devices import cast_data_device, get_comm_device, get_data_device
 from .groups import (
     barrier,
@@ -17,13 +24,14 @@ from .groups import (
     is_main_process,
 )
 from .init import infer_launcher, init_dist
-from .objects import all_gather_object, gather_object
 from .params import all_reduce_dict, all_reduce_params, broadcast_object_list
 from .process import get_rank, get_world_size
 from .process import rank_zero_only as master_only
-from .results import collect_results, collect_results_cpu, collect_results_gpu
+from .results import collect_results
 from .seed import sync_random_seed
 from .tensors import all_gather, all_reduce, broadcast, gather
+
+_T = TypeVar("_T")
 
 __all__ = [
     "all_gather",
@@ -58,3 +66,36 @@ __all__ = [
     "master_only",
     "sync_random_seed",
 ]
+
+
+def all_gather_object(data: _T, group: distributed.ProcessGroup | None = None) -> list[_T]:
+    """Return the objects of all ranks, in rank order; every rank must call this."""
+    return objects.all_gather_object(data, group)
+
+
+def gather_object(
+    data: _T, dst: int = 0, group: distributed.ProcessGroup | None = None
+) -> list[_T] | None:
+    """Return the objects of all ranks on global rank `dst`; every rank must call this."""
+    return objects.gather_object(data, dst, group)
+
+
+def collect_results_cpu(
+    result_part: Sequence[_T],
+    size: int,
+    tmpdir: str | os.PathLike[str] | None = None,
+    group: distributed.ProcessGroup | None = None,
+    *,
+    remove_tmpdir: bool = False,
+) -> list[_T] | None:
+    """Like `collect_results` with device "cpu"; every rank must call this."""
+    return results.collect_results_cpu(
+        result_part, size, tmpdir, group, remove_tmpdir=remove_tmpdir
+    )
+
+
+def collect_results_gpu(
+    result_part: Sequence[_T], size: int, group: distributed.ProcessGroup | None = None
+) -> list[_T] | None:
+    """Like `collect_results` with device "gpu"; every rank must call this."""
+    return results.collect_results_gpu(result_part, size, group)
