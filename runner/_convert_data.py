@@ -105,7 +105,8 @@ def convert_loops(draft: Draft, top: Section) -> None:
 
 def _training(draft: Draft, section: Section) -> dict[str, Any]:
     by_epoch = section.take("by_epoch")
-    usual = "EpochBasedTrainLoop" if by_epoch in (None, True) else "IterBasedTrainLoop"
+    by_iterations = by_epoch is False or (by_epoch is None and "max_iters" in section)
+    usual = "IterBasedTrainLoop" if by_iterations else "EpochBasedTrainLoop"
     kind = section.kind("LOOPS", usual)
     draft.by_epoch = kind != "IterBasedTrainLoop"
     if kind not in ("EpochBasedTrainLoop", "IterBasedTrainLoop"):

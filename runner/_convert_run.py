@@ -89,8 +89,8 @@ def _resuming(draft: Draft, top: Section) -> None:
     if resume and path is None:
         draft.sections["resume"] = True
     if path is not None:
-        what = "a checkpoint of mmengine is no run of ours: load it in the model's constructor"
-        draft.miss("load_from", f"{what}, or by init_cfg=dict(type='Pretrained', ...)")
+        what = "a checkpoint of mmengine is no run of ours; its weights can be loaded by"
+        draft.miss("load_from", f"{what} init_cfg=dict(type='Pretrained', ...): docs/migrate.md")
 
 
 def _compiling(draft: Draft, top: Section) -> None:

@@ -290,6 +290,12 @@ def test_an_option_that_a_wrapper_has_not() -> None:
     assert misses == ["mm.py:2: model_wrapper_cfg.unused: is no option of ddp"]
 
 
+def test_a_loop_by_iterations_needs_no_by_epoch() -> None:
+    config, misses = convert(f"{MODEL}train_cfg = dict(max_iters=30)\n")
+    assert not misses
+    assert (config["train"]["type"], config["train"]["max_steps"]) == ("IterTrainLoop", 30)
+
+
 def test_what_mmengine_does_without_being_told_is_written_down() -> None:
     config, misses = convert(f"{MODEL}train_cfg = dict(max_epochs=3)\n")
     assert not misses

@@ -14,6 +14,10 @@ with warnings.catch_warnings():
     reason = "mmengine, the extra of that name, cannot be imported"
     pytest.importorskip("mmengine.runner", reason=reason, exc_type=ImportError)
 
+import torch
+from mmengine_parts import train_theirs
+
+from stepwrap.runner import Runner
 from stepwrap.runner.convert import convert_config
 
 CONFIG = """
@@ -24,7 +28,7 @@ train_dataloader = dict(
     sampler=dict(type="DefaultSampler", shuffle=True),
     dataset=dict(type="Points", size=16),
 )
-train_cfg = dict(max_epochs=1)
+train_cfg = dict(by_epoch=True, max_epochs=1)
 optim_wrapper = dict(optimizer=dict(type="SGD", lr=0.1))
 """
 
@@ -81,3 +85,17 @@ def test_classes_of_ones_own_are_not_taken_for_those_of_the_same_name(
     assert config["hooks"] == {"ema": {"decay": 1 - 0.0002, "start_step": 1}}
     (schedule,) = config["schedulers"]
     assert schedule["type"] == "own_names.LinearLR"
+
+
+def test_weights_of_a_checkpoint_of_mmengine(tmp_path: Path) -> None:
+    (tmp_path / "mm.py").write_text(CONFIG)
+    theirs, _ = train_theirs(tmp_path / "mm.py")
+    # As the page on moving here says.
+    saved = torch.load(tmp_path / "theirs/epoch_1.pth", weights_only=False)
+    torch.save(saved["state_dict"], tmp_path / "weights.pth")
+    weights = f'dict(type="Pretrained", checkpoint="{tmp_path / "weights.pth"}")'
+    (tmp_path / "mm.py").write_text(CONFIG.replace("classes=2", f"classes=2, init_cfg={weights}"))
+    config = convert_config(tmp_path / "mm.py").config
+    ours = Runner.from_config({**config, "device": "cpu", "hooks": {"log": False}})
+    for name, value in theirs.model.state_dict().items():
+        assert torch.equal(ours.state.model.module.get_parameter(name), value)
