@@ -17,7 +17,12 @@ _GRACE_S = 1.0
 
 
 class Crew:
-    """The lanes of a pool. `ring` is for any thread, all else for the pool's one thread."""
+    """The lanes of a pool. `ring` is for any thread, all else for the pool's one thread.
+
+    Attributes:
+        lanes: the workers by their places.
+        bell: the eventfd that makes `wait` return, -1 when it is closed.
+    """
 
     def __init__(self, plan: Plan, lock: threading.RLock) -> None:
         self.lanes: dict[int, Lane] = {}
@@ -26,15 +31,15 @@ class Crew:
         self._by_fd: dict[int, Lane] = {}
         self._counters = Counters(len(plan.initializers))
         self._epoll = select.epoll()
-        self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._epoll.register(self._bell, select.EPOLLIN)
+        self.bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._epoll.register(self.bell, select.EPOLLIN)
 
     def ring(self) -> None:
         """Make `wait` return."""
         # Not after it is closed: the number may be another file's by then.
         with self._lock:
-            if self._bell >= 0:
-                os.eventfd_write(self._bell, 1)
+            if self.bell >= 0:
+                os.eventfd_write(self.bell, 1)
 
     def wait(self, timeout: float | None) -> tuple[list[Lane], list[Lane]]:
         """Wait for something to happen; return who has written and who has ended."""
@@ -43,7 +48,7 @@ class Crew:
             lane = self._by_fd.get(fd)
             if lane is None:
                 with contextlib.suppress(BlockingIOError):
-                    os.eventfd_read(self._bell)
+                    os.eventfd_read(self.bell)
             elif fd == lane.death_fd:
                 ended.append(lane)
             else:
@@ -55,7 +60,7 @@ class Crew:
         for slot in range(len(self._plan.initializers)):
             if slot in self.lanes:
                 continue
-            own = [self._epoll.fileno(), self._bell]
+            own = [self._epoll.fileno(), self.bell]
             for lane in self.lanes.values():
                 own += [*lane.pipes.fds, lane.death_fd]
             lane = start_lane(self._plan, slot, self._counters, encoder, forked_close=own)
@@ -125,5 +130,5 @@ class Crew:
         self._epoll.close()
         self._counters.close()
         with self._lock:
-            bell, self._bell = self._bell, -1
+            bell, self.bell = self.bell, -1
             os.close(bell)

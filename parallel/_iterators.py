@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import collections
 import itertools
+import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
-from typing import Any
+from functools import partial
+from typing import Any, NoReturn
 
+from ._input import Input
+from ._one_go import Change, in_one_go, wait_free
 from ._progress import Bar
 from .errors import TimeoutError
 
@@ -16,6 +20,8 @@ Outcome = tuple[bool, Any]
 
 # Reading that takes longer does not keep results waiting that are there.
 _READING_S = 10e-3
+# Nobody tells that a thread was interrupted while it read the input.
+_READER_S = 1.0
 
 
 class IMapIterator:
@@ -50,8 +56,7 @@ class IMapIterator:
     ) -> None:
         self._job = job
         self._cache = cache
-        self._source: Iterator[list[Any]] | None = source
-        self._source_error: BaseException | None = None
+        self._input = Input(source, self._send, self._take_back, self._input_over)
         self._submit: Callable[[int, list[Any]], None] | None = submit
         self._ahead, self._chunksize = shape
         self._name = name
@@ -59,15 +64,14 @@ class IMapIterator:
         self._bar = bar
         self._arrived: dict[int, Outcome] = {}
         self._values: collections.deque[Any] = collections.deque()
-        self._sent = self._taken = self._out = 0
-        self._changed = threading.Condition()
-        self._reading = threading.Lock()
+        self._taken = 0
+        # The chunks whose results are to come.
+        self._out: set[int] = set()
+        self._lock = threading.RLock()
+        self._change = Change()
 
     def __iter__(self) -> IMapIterator:
         return self
-
-    def __next__(self) -> Any:
-        return self.next()
 
     def next(self, timeout: float | None = None) -> Any:
         """Return the next result, or raise the error of its task.
@@ -78,21 +82,21 @@ class IMapIterator:
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         while True:
+            self._input.end_if_interrupted()
             self.feed(deadline)
-            with self._changed:
+            with self._lock:
                 if self._values or self._take():
                     return self._values.popleft()
-                if self._taken < self._sent or self._source is not None:
-                    left = None if deadline is None else deadline - time.monotonic()
-                    if left is not None and left <= 0:
-                        message = (
-                            f"the next result of {self._name} did not come within {timeout:g} s"
-                        )
-                        raise TimeoutError(message)
-                    self._changed.wait(left)
-                    continue
-                self._raise_source_error()
-            raise StopIteration
+                if self._taken >= self._input.count and self._input.is_ended:
+                    self._end()
+                changed = self._change.coming()
+            left = math.inf if deadline is None else deadline - time.monotonic()
+            if left <= 0:
+                message = f"the next result of {self._name} did not come within {timeout:g} s"
+                raise TimeoutError(message)
+            wait_free(changed, min(left, _READER_S))
+
+    __next__ = next
 
     def feed(self, deadline: float | None = None) -> None:
         """Read input until enough is out or not yet taken; called by the pool too.
@@ -100,66 +104,50 @@ class IMapIterator:
         Stops earlier at the deadline (of `time.monotonic`), or where reading takes its time and the
         next result is there.
         """
-        if self._source is None or self._sent - self._taken >= self._ahead:
-            return
         began = time.monotonic()
-        patience = -1.0 if deadline is None else max(0.0, deadline - began)
-        if not self._reading.acquire(timeout=patience):
-            return
-        try:
-            while self._sent - self._taken < self._ahead and self._read():
-                now = time.monotonic()
-                if now - began > _READING_S and (self._values or self._next_chunk() is not None):
-                    return
-                if deadline is not None and now >= deadline:
-                    return
-        finally:
-            self._reading.release()
+
+        def wants_more() -> bool:
+            return self._input.count - self._taken < self._ahead
+
+        def may_go_on() -> bool:
+            now = time.monotonic()
+            if now - began > _READING_S and (self._values or self._next_chunk() is not None):
+                return False
+            return deadline is None or now < deadline
+
+        if wants_more() and not self._input.is_ended:
+            self._input.read(wants_more, may_go_on, deadline)
 
     def read_all(self) -> None:
         """Read the rest of the input; called by the pool."""
-        with self._reading:
-            while self._read():
-                pass
+        self._input.read(lambda: True, lambda: True)
+        self._input_over()
 
-    def _read(self) -> bool:
-        """Send one more chunk; return whether there was one."""
-        if self._source is None:
-            return False
-        try:
-            chunk = next(self._source)
-        except StopIteration:
-            self._end_input(None)
-        except Exception as error:
-            self._end_input(error)
-        except BaseException:
-            # Ctrl-C in the code of the input: not to be kept until the results are taken.
-            self._end_input(None)
-            raise
-        else:
-            self._send(chunk)
-            return True
-        return False
+    def withdraw_interrupted(self) -> None:
+        """Finish what was interrupted in reading and failing; called by the pool."""
+        self._input.end_if_interrupted()
+        with self._lock:
+            if not self._out:
+                self._cache.pop(self._job, None)
 
     def set(self, chunk: int, outcome: Outcome) -> None:
         """Take the results of one chunk; called by the pool."""
-        with self._changed:
-            self._arrived[chunk] = outcome
-            self._out -= 1
-            if not self._out:
-                self._cache.pop(self._job, None)
-            self._changed.notify_all()
+        with self._lock:
+            if chunk in self._out:
+                self._arrived[chunk] = outcome
+                self._take_back(chunk, is_lost=False)
+                self._change.tell()
 
     def fail(self, error: BaseException) -> None:
         """End the call: what has not come fails with the error; called by the pool."""
-        with self._changed:
-            for chunk in range(self._taken, self._sent):
-                self._arrived.setdefault(chunk, (False, error))
+        with self._lock:
+            for chunk in list(self._out):
+                self._arrived[chunk] = False, error
+                self._out.discard(chunk)
+            if not self._input.is_ended:
+                self._input.end(error)
             self._cache.pop(self._job, None)
-            self._out = 0
-            if self._source is not None:
-                self._end_input(error)
-            self._changed.notify_all()
+            self._change.tell()
 
     def task_name(self, chunk: int) -> str:
         """Return the items of a chunk in words, for messages."""
@@ -173,8 +161,9 @@ class IMapIterator:
         number = self._next_chunk()
         if number is None:
             return False
-        success, value = self._arrived.pop(number)
-        self._taken += 1
+        success, value = self._arrived[number]
+        taken = partial(setattr, self, "_taken", self._taken + 1)
+        in_one_go(partial(self._arrived.pop, number), taken)
         if self._bar is not None:
             self._bar.advance(self._chunksize)
         if not success:
@@ -185,33 +174,42 @@ class IMapIterator:
         self._values.extend(value)
         return bool(self._values)
 
-    def _send(self, chunk: list[Any]) -> None:
+    def _send(self, number: int, chunk: list[Any]) -> bool:
         submit = self._submit
-        with self._changed:
-            number = self._sent
-            self._sent += 1
-            self._out += 1
+        if submit is None:
+            # The call has just ended.
+            return False
+        with self._lock:
+            self._out.add(number)
             self._cache[self._job] = self
         try:
-            if submit is not None:
-                submit(number, chunk)
+            submit(number, chunk)
         except Exception as error:
             self.fail(error)
+        return True
 
-    def _end_input(self, error: BaseException | None) -> None:
-        with self._changed:
-            self._source, self._source_error, self._submit = None, error, None
-            self._changed.notify_all()
+    def _take_back(self, chunk: int, *, is_lost: bool = True) -> None:
+        with self._lock:
+            if is_lost:
+                self._arrived.pop(chunk, None)
+            self._out.discard(chunk)
+            if not self._out:
+                self._cache.pop(self._job, None)
+
+    def _input_over(self) -> None:
+        with self._lock:
+            self._change.tell()
         if self._on_end is not None:
             self._on_end(self)
-            self._on_end = None
+        # They hold the pool.
+        self._submit = self._on_end = None
 
-    def _raise_source_error(self) -> None:
+    def _end(self) -> NoReturn:
+        """Raise what comes after the last result."""
         if self._bar is not None:
             self._bar.stop()
-        error, self._source_error = self._source_error, None
-        if error is not None:
-            raise error
+        error, self._input.error = self._input.error, None
+        raise StopIteration if error is None else error
 
 
 class IMapUnorderedIterator(IMapIterator):

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from multiprocessing import util
 from typing import TYPE_CHECKING, Any
 
+from ._one_go import wait_free
 from .errors import BrokenPoolError, PoolTerminatedError
 
 if TYPE_CHECKING:
@@ -68,8 +69,11 @@ class Keeper:
         self._process = os.getpid()
         self._patience = None if is_woken else _CARE_S
         self._start_error: BaseException | None = None
-        self._started = threading.Event()
-        self._failed_all = threading.Event()
+        # Locks that the thread lets go: a thread that is interrupted waiting for an Event may stop
+        # others from setting it.
+        self._starting, self._failing, self._running = (threading.Lock() for _ in range(3))
+        for lock in (self._starting, self._failing, self._running):
+            lock.acquire()
         self._thread = threading.Thread(target=self._run, name="stepwrap-pool", daemon=True)
         # Also at the end of the program: before multiprocessing waits for its children.
         util.Finalize(pool, _let_go, args=(self,), exitpriority=15)
@@ -77,16 +81,20 @@ class Keeper:
     def start(self) -> None:
         """Start the thread, and through it the workers; raise what keeps them from starting."""
         self._thread.start()
-        self._started.wait()
+        wait_free(self._starting)
         if self._start_error is not None:
             self._thread.join()
             raise self._start_error
 
     def join(self, timeout: float | None = None) -> bool:
         """Wait for the end of the pool, unless called by its own thread; return whether it came."""
-        if threading.current_thread() is not self._thread:
-            self._thread.join(timeout)
-        return not self._thread.is_alive()
+        if threading.current_thread() is self._thread:
+            return False
+        # First: a thread whose join is interrupted is taken for ended.
+        if self._thread.is_alive() and not wait_free(self._running, timeout):
+            return False
+        self._thread.join()
+        return True
 
     def stop(self) -> None:
         """Have the thread end the pool now."""
@@ -96,7 +104,7 @@ class Keeper:
     def wait_failed(self) -> None:
         """Wait until what a stopped pool did not get to has failed."""
         if threading.current_thread() is not self._thread:
-            self._failed_all.wait()
+            wait_free(self._failing)
 
     def check(self) -> None:
         """Raise if the pool takes no calls."""
@@ -118,13 +126,19 @@ class Keeper:
 
     def _run(self) -> None:
         try:
+            self._live()
+        finally:
+            self._running.release()
+
+    def _live(self) -> None:
+        try:
             self._call("repopulate_pool")
         except BaseException as error:
             self._start_error = error
             self._end()
             return
         finally:
-            self._started.set()
+            self._starting.release()
         try:
             while self._settle():
                 pass
@@ -138,7 +152,8 @@ class Keeper:
 
     def _settle(self) -> bool:
         """Bring results to their calls until the pool needs care; return whether it goes on."""
-        patience = self._patience
+        # Nobody tells that a call was interrupted which a closed pool waits for.
+        patience = self._patience if self.phase is PoolStates.RUN else _CARE_S
         get, cache = self._get, self.cache
         until = time.monotonic() + _CARE_S
         while True:
@@ -165,6 +180,9 @@ class Keeper:
             del pool
             self._end()
             return False
+        if self.phase is PoolStates.CLOSE:
+            for call in list(self.cache.values()):
+                call.withdraw_interrupted()
         if self.phase is PoolStates.CLOSE and not self.cache and not pool._open_inputs:
             for _ in range(max(1, pool.size())):
                 pool.pool_inqueue_put(None)
@@ -189,10 +207,11 @@ class Keeper:
 
     def _fail_all(self) -> None:
         # Calls that come later see it and fail by themselves.
-        self.is_ended = True
+        is_first, self.is_ended = not self.is_ended, True
         for call in list(self.cache.values()):
             call.fail(self.end_error())
-        self._failed_all.set()
+        if is_first:
+            self._failing.release()
 
     def _call(self, method: str) -> None:
         pool = self._pool()

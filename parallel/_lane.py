@@ -6,9 +6,11 @@ import contextlib
 import mmap
 import os
 import signal
+import threading
 import time
 from collections import deque
 from collections.abc import Sequence
+from functools import partial
 from multiprocessing.process import BaseProcess
 from typing import Any
 
@@ -40,8 +42,10 @@ class Lane:
         self.pid = 0
         # Readable when the process has ended.
         self.death_fd = -1
-        self.is_ready = self.is_claimed = self.is_stopping = self.is_overdue = False
-        self.is_ended = False
+        self.is_ready = self.is_stopping = self.is_overdue = False
+        # Is held by the thread that is sending. A new one each time: then it does not matter where
+        # that thread is interrupted.
+        self.claim = threading.Lock()
         self.failure: bytes | None = None
         self.kill_at: float | None = None
         # The tasks sent and not answered, by number, oldest first; those of them with more beside.
@@ -82,7 +86,7 @@ class Lane:
     def room(self) -> int:
         """How many tasks the worker can be sent now; the lock is not needed."""
         used = len(self.inflight)
-        if not self.is_ready or self.is_claimed or self.is_stopping or not self.has_room_beside:
+        if not self.is_ready or self.claim.locked() or self.is_stopping or not self.has_room_beside:
             return 0
         depth = 1
         if self._pace < _LONG_S:
@@ -105,46 +109,52 @@ class Lane:
         number, since = link.COUNTER.unpack_from(self._counters, self._place)
         return number, since
 
-    def send(self, tasks: Sequence[tuple[Task, Parcel]]) -> list[Task]:
-        """Send tasks that have nothing beside them; return those there was no room for.
+    def send(self, task: Task, parcel: Parcel, *then: partial[Any]) -> bool:
+        """Send a task and do what is then to be done, all of it or nothing, whatever interrupts.
 
-        As `send_large`, for the thread that has claimed the lane.
-        """
-        first = self._number + 1
-        packets = [self._packet(task, parcel) for task, parcel in tasks]
-        try:
-            sent = self.pipes.send_small(packets)
-        except BrokenPipeError:
-            # It has ended; that is noticed, and what it had not begun is sent again.
-            return []
-        self._is_full = sent < len(tasks)
-        return [self.taken(number) for number in range(first + sent, first + len(tasks))]
-
-    def send_large(self, task: Task, parcel: Parcel) -> None:
-        """Send a task and what lies beside it.
+        Returns:
+            Whether there was room.
 
         Raises:
-            OSError: there is no room, or the descriptors cannot be sent.
+            OSError: the descriptors cannot be sent, or there is no room and never will be.
         """
         packet = self._packet(task, parcel)
         number = self._number
-        self._beside.add(number)
-        if parcel.flags & link.FUNCTION_BESIDE:
-            self._teaching = number
+        # Before it is sent: its answer may be fast.
+        enter = [partial(self.inflight.__setitem__, number, task)]
+        if parcel.beside:
+            enter.append(partial(self._beside.add, number))
+            if parcel.flags & link.FUNCTION_BESIDE:
+                enter.append(partial(setattr, self, "_teaching", number))
         try:
-            self.pipes.send_large(number, packet, parcel.beside)
-        except BrokenPipeError:
-            return
-        except BaseException:
-            self.taken(number)
-            raise
+            self.pipes.send(number, packet, parcel.beside, enter, then)
+        except OSError as error:
+            if number in self.inflight:
+                self.taken(number)
+            if isinstance(error, BrokenPipeError):
+                # The worker has ended, which is soon noticed.
+                self.is_stopping = True
+            elif isinstance(error, BlockingIOError) and self.inflight:
+                self._is_full = True
+            else:
+                raise
+            return False
+        return True
+
+    def send_small(self, tasks: Sequence[tuple[Task, Parcel]]) -> list[Task]:
+        """Send tasks that have nothing beside them; return those there was no room for."""
+        first = self._number + 1
+        packets = [self._packet(task, parcel) for task, parcel in tasks]
+        sent = self.pipes.send_small(packets)
+        self.inflight.update(enumerate((task for task, _ in tasks[:sent]), first))
+        self._is_full = sent < len(tasks)
+        return [task for task, _ in tasks[sent:]]
 
     def _packet(self, task: Task, parcel: Parcel) -> bytes:
-        """Return what goes through the pipe, and count the task as sent: its answer may be fast."""
+        """Return what goes through the pipe."""
         if not self.inflight:
             self.last_event = time.monotonic()
         self._number = number = self._number + 1
-        self.inflight[number] = task
         if parcel.flags & link.STORE:
             self.taught.add(task[0])
         header = link.TASK.pack(number, task[0], parcel.size, parcel.kind, parcel.flags)

@@ -7,9 +7,12 @@ import fcntl
 import os
 import socket
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
+from . import _descriptors
 from . import _link as link
+from ._one_go import in_one_go
 from ._wire import Packed
 
 # Linux; the module fcntl names them from Python 3.10 on some systems only.
@@ -56,24 +59,38 @@ class Pipes:
         """The descriptors that only the pool may have."""
         return [self._tasks, self._taking, self.results, self._beside.fileno()]
 
-    def send_large(self, number: int, packet: bytes, beside: Sequence[Packed]) -> None:
-        """Send a task and what lies beside it.
+    def send(
+        self,
+        number: int,
+        packet: bytes,
+        beside: Sequence[Packed],
+        enter: Sequence[partial[Any]],
+        then: Sequence[partial[Any]],
+    ) -> None:
+        """Send a task and what lies beside it, in one go with other calls of C functions.
+
+        Args:
+            enter: what is called before the worker can have the task.
+            then: what is called when it can.
 
         Raises:
             BlockingIOError: there is no room.
             BrokenPipeError: the worker has ended.
             OSError: the descriptors cannot be sent.
         """
-        for packed in beside:
-            link.send_beside(self._beside, number, packed.data, packed.fds)
-        os.write(self._tasks, packet)
+        write = partial(os.write, self._tasks, packet)
+        if not beside:
+            in_one_go(*enter, write, *then)
+            return
+        messages = (
+            _descriptors.sender(self._beside, link.NUMBER.pack(number) + packed.data, packed.fds)
+            for packed in beside
+        )
+        with _descriptors.explaining():
+            in_one_go(*messages, *enter, write, *then)
 
     def send_small(self, packets: Sequence[bytes]) -> int:
-        """Send tasks that have nothing beside them, at once; return how many there was room for.
-
-        Raises:
-            BrokenPipeError: the worker has ended.
-        """
+        """Send tasks that have nothing beside them, at once; return how many there was room for."""
         data = packets[0]
         if len(packets) > 1:
             # Of a long write each page is a packet: one call of the system, one waking.

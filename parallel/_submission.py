@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from typing import TYPE_CHECKING, Any
 
 from ._iterators import chunks_of
@@ -30,9 +30,17 @@ def once(
     call = pool._prepared(func), tuple(args), dict(kwargs or {})
     job = next(pool._jobs)
     name = f"apply({_name_of(func)})"
-    with _withdrawing(pool, job):
-        result = AsyncResult(job, pool._cache, *callbacks, name=name, keep=pool)
-        _put(pool, result, (job, 0, *call))
+    handing_over = threading.Lock()
+    try:
+        with handing_over:
+            result = AsyncResult(
+                job, pool._cache, *callbacks, name=name, keep=pool, submission=handing_over
+            )
+            _put(pool, result, (job, 0, *call))
+            result.is_whole = True
+    except BaseException:
+        _withdraw(pool, job)
+        raise
     _fail_if_ended(pool, result)
     return result
 
@@ -57,11 +65,18 @@ def over_items(
     job = next(pool._jobs)
     sizes = (chunksize, len(items))
     prepared = pool._prepared(func)
-    with _withdrawing(pool, job, bar):
-        result = MapResult(job, pool._cache, *sizes, *callbacks, name=name, keep=pool, bar=bar)
-        for chunk, begin in enumerate(range(0, len(items), chunksize)):
-            part = items[begin : begin + chunksize]
-            _put(pool, result, (job, chunk, caller, ((prepared, part),), {}))
+    handing_over = threading.Lock()
+    more: dict[str, Any] = {"name": name, "keep": pool, "bar": bar, "submission": handing_over}
+    try:
+        with handing_over:
+            result = MapResult(job, pool._cache, *sizes, *callbacks, **more)
+            for chunk, begin in enumerate(range(0, len(items), chunksize)):
+                part = items[begin : begin + chunksize]
+                _put(pool, result, (job, chunk, caller, ((prepared, part),), {}))
+            result.is_whole = True
+    except BaseException:
+        _withdraw(pool, job, bar)
+        raise
     _fail_if_ended(pool, result)
     return result
 
@@ -131,17 +146,15 @@ def _put(pool: BasePool, call: Any, task: tuple[Any, ...]) -> None:
         call.set(task[1], (False, error))
 
 
-@contextlib.contextmanager
-def _withdrawing(pool: BasePool, job: int, bar: Bar | None = None) -> Iterator[None]:
-    """Forget a call that could not be submitted whole (Ctrl-C): nobody has its result."""
-    try:
-        yield
-    except BaseException:
-        pool._cache.pop(job, None)
-        pool._job_over(job)
-        if bar is not None:
-            bar.stop()
-        raise
+def _withdraw(pool: BasePool, job: int, bar: Bar | None = None) -> None:
+    """Forget a call that could not be submitted whole (Ctrl-C): nobody has its result.
+
+    Where this is interrupted as well, `join` does it.
+    """
+    pool._cache.pop(job, None)
+    pool._job_over(job)
+    if bar is not None:
+        bar.stop()
 
 
 def _fail_if_ended(pool: BasePool, call: Any) -> None:

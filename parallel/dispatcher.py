@@ -20,8 +20,10 @@ from ._dealer import Dealer
 from ._deaths import initializer_error, start_error
 from ._encoder import Encoder, Task
 from ._lane import Lane
+from ._one_go import wait_free
 from ._outcomes import Losses, outcome
 from ._starts import Plan
+from ._wire import prepare
 from .errors import BrokenPoolError, TimeoutError
 
 # How long a worker may make no progress before tasks behind its own go to one that is idle.
@@ -58,7 +60,16 @@ class Dispatcher:
         self._open_jobs = open_jobs
         self._encoder = Encoder(copy_tensor=plan.copy_tensor, recurse=plan.recurse)
         self._crew = Crew(plan, self._lock)
-        self._dealer = Dealer(self._crew, backlog, self._encoder, self._lock, self._done.append)
+        self._dealer = Dealer(
+            self._crew,
+            backlog,
+            self._encoder,
+            self._lock,
+            self._done.append,
+            is_timed=plan.task_timeout is not None,
+        )
+        # Jobs that have ended without `get` seeing it.
+        self._ended_jobs: deque[int] = deque()
         self._losses = Losses(plan.retries, plan.task_timeout, calls)
         # Workers that have ended and are not settled yet.
         self._dying: list[Lane] = []
@@ -102,7 +113,8 @@ class Dispatcher:
 
     def forget(self, job: int) -> None:
         """Drop the function of a call that has ended without `get` seeing it."""
-        self._dealer.forget(job)
+        self._ended_jobs.append(job)
+        self._crew.ring()
 
     def size(self) -> int:
         """Return how many workers there are."""
@@ -121,6 +133,7 @@ class Dispatcher:
     def repopulate(self) -> None:
         """Start the workers that are missing."""
         if not self._is_closing and not self._is_terminating:
+            prepare()
             self._crew.start_missing(self._encoder)
 
     def join(self) -> None:
@@ -144,13 +157,18 @@ class Dispatcher:
         for lane in written:
             self._receive(lane)
         for lane in ended:
-            lane.is_stopping = lane.is_ended = True
+            with self._lock:
+                lane.is_stopping = True
+            # Another thread may be sending to it, but no more after that.
+            wait_free(lane.claim)
             crew.ignore(lane)
             self._dying.append(lane)
         if self._dying:
             self._bury()
         if alarm is not None:
             self._look_at_clocks(time.monotonic())
+        while self._ended_jobs:
+            self._dealer.forget(self._ended_jobs.popleft())
         self._dealer.deal()
 
     def _alarm(self) -> float | None:
@@ -195,9 +213,6 @@ class Dispatcher:
         for lane in list(self._dying):
             self._receive(lane)
             with self._lock:
-                # Another thread is just sending it tasks: it will ring.
-                if lane.is_claimed:
-                    continue
                 self._dying.remove(lane)
                 del self._crew.lanes[lane.slot]
                 lost = lane.inflight.pop(lane.begun[0], None)

@@ -8,6 +8,7 @@ from collections.abc import Callable, MutableMapping
 from typing import Any
 
 from ._iterators import IMapIterator, IMapUnorderedIterator, Outcome, items_name
+from ._one_go import wait_free
 from ._progress import Bar
 from .errors import TimeoutError
 
@@ -27,6 +28,10 @@ class AsyncResult:
         name: the call in words, as in "apply(square)".
         keep: is held until the result is there (a pool is not collected under its tasks).
         bar: shows how far the call is.
+        submission: is held while the call's tasks are handed over.
+
+    Attributes:
+        is_whole: whether all its tasks have been handed over.
     """
 
     def __init__(
@@ -39,7 +44,10 @@ class AsyncResult:
         name: str = "task",
         keep: object = None,
         bar: Bar | None = None,
+        submission: threading.Lock | None = None,
     ) -> None:
+        self.is_whole = submission is None
+        self._submission = submission
         self._job = job
         self._cache = cache
         self._callback = callback
@@ -69,8 +77,7 @@ class AsyncResult:
 
     def wait(self, timeout: float | None = None) -> None:
         """Wait until the call has ended, `timeout` seconds at most."""
-        if self._latch.acquire(timeout=-1 if timeout is None else max(0.0, timeout)):
-            self._latch.release()
+        wait_free(self._latch, timeout)
 
     def get(self, timeout: float | None = None) -> Any:
         """Return the value, or raise the error of the task.
@@ -93,6 +100,15 @@ class AsyncResult:
     def fail(self, error: BaseException) -> None:
         """End the call with an error; called by the pool."""
         self._finish((False, error))
+
+    def withdraw_interrupted(self) -> None:
+        """End a call that will never be whole: nobody has its result; called by the pool."""
+        submission = self._submission
+        # In this order: it becomes whole before it is let go.
+        if submission is not None and not submission.locked() and not self.is_whole:
+            self._cache.pop(self._job, None)
+            if self._bar is not None:
+                self._bar.stop()
 
     def task_name(self, chunk: int) -> str:
         """Return a task of this call in words, for messages."""

@@ -66,14 +66,15 @@ def test_interrupted_while_tasks_are_handed_over(call):
 
 
 def test_interrupted_in_the_input(pool):
-    """It comes at once, and what was read before can still be taken."""
+    """It comes when it is read, and what was read before can still be taken."""
 
     def numbers():
         yield from range(3)
         raise KeyboardInterrupt
 
+    # Perhaps not by `imap` itself: where reading takes its time, results come first.
     with pytest.raises(KeyboardInterrupt):
-        pool.imap(work.square, numbers())
+        list(pool.imap(work.square, numbers()))
     iterator = pool.imap(work.square, numbers(), lookahead=2)
     assert [next(iterator), next(iterator)] == [0, 1]
     with pytest.raises(KeyboardInterrupt):

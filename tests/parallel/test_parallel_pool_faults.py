@@ -220,6 +220,25 @@ def test_task_timeout():
         assert pool.map(work.nap, [0.05] * 20, 1) == [0.05] * 20
 
 
+def test_task_timeout_in_a_pool_that_has_been_idle():
+    with Pool(2, task_timeout=0.3, start_method="fork") as pool:
+        assert pool.map(work.square, range(4), 1) == [0, 1, 4, 9]
+        time.sleep(0.1)
+        with pytest.raises(TaskTimeoutError):
+            pool.apply_async(work.nap, (60,)).get(20)
+
+
+def test_large_tasks_for_workers_that_have_just_been_killed(pool):
+    """They go to others, as small ones do."""
+    data = b"x" * 50_000
+    for _ in range(5):
+        pids = {pool.apply(work.pid) for _ in range(4)}
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+        calls = [pool.apply_async(work.length, (data,)) for _ in range(6)]
+        assert [call.get(20) for call in calls] == [50_000] * 6
+
+
 def test_short_tasks_do_not_wait_behind_a_long_one(pool):
     """Tasks that were sent ahead are taken back when another worker has nothing to do."""
     pool.map(work.square, range(2000), 1)
