@@ -69,9 +69,12 @@ class Draft:
         prefix, _, rest = wanted.partition("/")
         if rest and prefix in self.sections.get("metrics", {}):
             return wanted
-        if len(self.metric_names) == 1 and wanted != "auto":
-            name, given = next(iter(self.metric_names.items()))
-            return f"{name}/{wanted}" if not given else wanted
+        without = [name for name, given in self.metric_names.items() if not given]
+        if wanted != "auto" and (len(self.metric_names) == 1 or not rest):
+            if len(without) == 1:
+                return f"{without[0]}/{wanted}"
+            if len(self.metric_names) == 1:
+                return wanted
         self.miss(key, f"which metric {wanted!r} is cannot be told; name one as metric/part")
         return None
 

@@ -323,6 +323,18 @@ def test_when_checkpoints_are_saved(loop: str, settings: str, saving: dict[str, 
 
 
 @pytest.mark.parametrize(
+    ("best", "name"),
+    [("share", "close/share"), ("a/share", "a/share"), ("share/x", None), ("auto", None)],
+)
+def test_which_of_two_metrics_is_meant(best: str, name: str | None) -> None:
+    metrics = '[dict(type="convert_parts.Close"), dict(type="convert_parts.Close", prefix="a")]'
+    hooks = f'dict(checkpoint=dict(type="CheckpointHook", save_best="{best}"))'
+    config, misses = convert(f"{MODEL}val_evaluator = {metrics}\ndefault_hooks = {hooks}\n")
+    assert config["hooks"]["checkpoint"].get("keep_best") == name
+    assert len(misses) == (name is None)
+
+
+@pytest.mark.parametrize(
     ("counts", "interval", "decay", "steps"), [(1, 3, 0.9, 3), (4, 2, 0.9**2, 1), (2, 6, 0.9, 3)]
 )
 def test_averages_of_some_batches(counts: int, interval: int, decay: float, steps: int) -> None:
