@@ -204,7 +204,8 @@ def resumed(folder: str) -> dict[str, Any]:
         second = trainer(3)
         second.fit(module(), loader(samples=96), ckpt_path=path)
         third = trainer(3)
-        if name not in ("fp16", "separate"):
+        # Lightning 2.4 goes on from such a file with a batch too many, also without us.
+        if name not in ("fp16", "separate") and hasattr(third.fit_loop, "restarted_mid_epoch"):
             third.fit(module(), loader(samples=96), ckpt_path=f"{folder}/{name}/epoch=0.ckpt")
         state = torch.load(path, weights_only=False)
         found[name] = {
