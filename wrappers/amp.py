@@ -83,8 +83,6 @@ class AmpOptimWrapper(OptimWrapper):
     @property
     def loss_scale(self) -> float | Tensor:
         """The scale of this window's losses, a tensor on the device; 1 but for float16."""
-        if not self.loss_scaler.is_enabled():
-            return 1.0
         device = next(parameters_of(self.optimizer)).device
         scale: Tensor = self.loss_scaler.scale(torch.ones((), device=device))
         return scale

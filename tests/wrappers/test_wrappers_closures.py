@@ -55,8 +55,18 @@ def test_in_bfloat16() -> None:
     wrapper = ByClosure(model().float())
     data = [one.float() for one in batch()]
     optim = AmpOptimWrapper(torch.optim.LBFGS(wrapper.parameters(), max_iter=5), dtype="bfloat16")
+    seen = []
+    wrapper.module.net.register_forward_hook(lambda *call: seen.append(call[-1].dtype))
     losses = [wrapper.train_step(data, optim)["loss"].item() for _ in range(3)]
     assert losses[-1] < losses[0]
+    assert set(seen) == {torch.bfloat16}
+
+
+def test_parameters_of_another_model() -> None:
+    wrapper = ByClosure(model())
+    optim = OptimWrapper(torch.optim.LBFGS(model().parameters()))
+    with pytest.raises(RuntimeError, match="no parameter of LBFGS has a gradient"):
+        wrapper.train_step(batch(), optim)
 
 
 @pytest.mark.parametrize(

@@ -119,6 +119,28 @@ def test_ranks_that_may_differ_are_let_be(options: dict[str, Any]) -> None:
     assert not torch.equal(first, second)
 
 
+def trained_in_part() -> float:
+    """Torch is told to leave the bias apart."""
+    bare = model()
+    StepDistributedDataParallel._set_params_and_buffers_to_ignore_for_model(bare, ["net.bias"])
+    wrapper: Any = with_train_step(StepDistributedDataParallel, as_it_comes)(bare)
+    optim = OptimWrapper(torch.optim.SGD(wrapper.parameters(), lr=0.1))
+    wrapper.train_step(own_rows(batches()[0]), optim)
+    return bare.net.bias.detach()[0].item()
+
+
+def as_it_comes(wrapper: Any, data: Any, optim_wrapper: Any) -> dict[str, Any]:
+    with optim_wrapper.optim_context(wrapper):
+        loss = wrapper(*data, mode="loss")["loss"]
+    optim_wrapper.update_params(loss)
+    return {"loss": loss}
+
+
+def test_a_parameter_may_be_left_apart() -> None:
+    first, second = run_ranks(trained_in_part, RANKS)
+    assert first != second
+
+
 class Pair(BaseModel):
     """An encoder and a decoder, and a second use of the decoder."""
 
