@@ -51,6 +51,7 @@ class Accumulation:
         self._max_counts = -1
         self._remainder_counts = -1
         self._resumed_at = 0
+        self._first: FirstUpdate | None = None
 
     @property
     def inner_count(self) -> int:
@@ -63,6 +64,8 @@ class Accumulation:
         With ``max_counts`` known, a last window that is shorter than the others still ends
         in an update and its losses are averaged over its own length.
         """
+        if self._first is not None:
+            self._first.note(model)
         every = self._accumulative_counts
         self._inner_count = self._resumed_at = init_counts
         self._max_counts = max_counts
@@ -97,6 +100,15 @@ class Accumulation:
             return loss
         length = self._window_length(self._inner_count)
         return loss if length == 1 else loss / length
+
+    @property
+    def loss_scale(self) -> float | Tensor:
+        """The factor of this window's gradients, for a backward beside that of ``backward``.
+
+        ``(loss * loss_scale).backward()`` keeps small gradients from vanishing in float16; what
+        it leaves is divided by the same.
+        """
+        return 1.0
 
     def _window_length(self, index: int) -> int:
         """Micro-batches whose gradients meet in the update that micro-batch ``index`` feeds."""
@@ -163,7 +175,7 @@ class OptimWrapper(Accumulation):
         self.optimizer = optimizer
         self._needs_closure = needs_closure(type(optimizer))
         self._is_sharded = any(is_dtensor(one) for one in parameters_of(optimizer))
-        self._first: FirstUpdate | None = FirstUpdate(optimizer)
+        self._first = FirstUpdate(optimizer)
         self.grad_norm: Tensor | None = None
         self._clip = None if clip_grad is None else GradClip.from_settings(clip_grad)
         if self._needs_closure:
@@ -171,21 +183,6 @@ class OptimWrapper(Accumulation):
         self.base_param_settings: dict[str, Any] | None = None
         if len(optimizer.param_groups) > 1:
             self.base_param_settings = {"params": torch.tensor([0.0]), **optimizer.defaults}
-
-    @property
-    def loss_scale(self) -> float | Tensor:
-        """The factor of this window's gradients, for a backward beside that of ``backward``.
-
-        ``(loss * loss_scale).backward()`` keeps small gradients from vanishing in float16; what
-        it leaves is divided by the same.
-        """
-        return 1.0
-
-    def initialize_count_status(self, model: nn.Module, init_counts: int, max_counts: int) -> None:
-        """As that of ``Accumulation``."""
-        super().initialize_count_status(model, init_counts, max_counts)
-        if self._first is not None:
-            self._first.note(model)
 
     def update_params(
         self,
