@@ -190,6 +190,15 @@ def refuse_averaging(callbacks: Iterable[Any]) -> None:
             )
 
 
+def refuse_shards(module: nn.Module) -> None:
+    """Raise ValueError where ``module`` has been sharded before it is wrapped."""
+    if holds_shards(module):
+        raise ValueError(
+            f"{type(module).__name__} is sharded already, as fsdp leaves a module after a run: go "
+            "on with the same Trainer, or load the checkpoint into a new module"
+        )
+
+
 def refuse_unequal(trainer: Trainer) -> None:
     """Raise ValueError where ranks have different numbers of batches; every rank must call this.
 

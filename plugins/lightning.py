@@ -31,6 +31,7 @@ from ._lightning_shards import (
     keep_whole,
     own_module,
     refuse_averaging,
+    refuse_shards,
     refuse_unequal,
 )
 from ._lightning_tree import DDPStrategy, LightningModule, StrategyRegistry, Trainer
@@ -104,6 +105,7 @@ class StepStrategy(WholeStates):
             # Shards stay when a fit or a validation has ended.
             wrapped: nn.Module = self._wrapped
             return wrapped
+        refuse_shards(model)
         if not getattr(model, "automatic_optimization", True):
             _refuse_lost_gradients(self.wrapper_options)
             if self._shards:

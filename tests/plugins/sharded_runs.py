@@ -93,7 +93,10 @@ def unusual_modules() -> dict[str, Any]:
     swa = lightning.callbacks.StochasticWeightAveraging(0.01, swa_epoch_start=1)
     data: Any = DataLoader(Subset(Digits("val"), range(17)), batch_size=4)
     trainer = make_trainer(StepStrategy("fsdp"))
+    left = Automatic()
+    _fit(left, StepStrategy("fsdp"))
     return {
+        "left by another": _told(lambda: _fit(left, StepStrategy())),
         "own, called": distance(_fit(OwnScale(), StepStrategy("fsdp")), plain),
         "own, not called": _told(lambda: _fit(OwnScaleUncalled(), StepStrategy("fsdp"))),
         "toggled": _told(lambda: _fit(Toggling(), StepStrategy("fsdp"))),

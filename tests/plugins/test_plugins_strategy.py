@@ -171,6 +171,7 @@ def test_what_shards_cannot_do_is_an_error_and_nothing_is_lost() -> None:
         assert "RuntimeError: requires_grad of net.1.weight, net.1.bias has" in rank["thawed"]
         assert "StochasticWeightAveraging copies whole weights" in rank["averaged"]
         assert "in predict they need equally many batches" in rank["unequal"]
+        assert "Automatic is sharded already, as fsdp leaves" in rank["left by another"]
         assert "[[3], [2]]" in rank["unequal"]
         assert rank["unequal by ddp"] == "no error"
 
