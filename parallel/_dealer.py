@@ -15,6 +15,9 @@ from ._encoder import Encoder, Parcel, Task
 from ._lane import Lane
 from ._one_go import wait_free
 
+# Tasks of a call, per worker: as many as a map has that is told no chunk size.
+_FIRST = 4
+
 
 class Dealer:
     """Sends tasks ahead while their turn is near, and takes back what was dealt to the wrong one.
@@ -55,7 +58,9 @@ class Dealer:
 
     def put(self, task: Task) -> None:
         """Take a task, and send it at once where none waits and a worker has room."""
-        if self.is_hungry and not self._backlog and self._send_now(task):
+        # Of a call of many tasks only the first go one by one: each wakes a worker.
+        is_first = task[1] < _FIRST * len(self._crew.lanes)
+        if is_first and self.is_hungry and not self._backlog and self._send_now(task):
             return
         self._backlog.put(task)
         if self.is_hungry:

@@ -96,7 +96,7 @@ def test_error_of_a_map(pool):
 
 
 def test_not_ready(pool):
-    call = pool.apply_async(work.nap, (0.5,))
+    call = pool.apply_async(work.nap, (1.0,))
     assert not call.ready()
     with pytest.raises(ValueError, match=r"the result of apply\(nap\) is not ready"):
         call.successful()

@@ -58,9 +58,9 @@ def test_close_ends_what_was_taken(make):
 def test_terminate_fails_what_is_outstanding(make):
     with nothing_left():
         pool = make()
-        running = [pool.apply_async(work.nap, (0.7,)) for _ in range(2)]
+        running = [pool.apply_async(work.nap, (2.0,)) for _ in range(2)]
         queued = pool.map_async(work.square, range(1000), 1)
-        iterator = pool.imap(work.nap, [0.7, 0.7])
+        iterator = pool.imap(work.nap, [2.0, 2.0])
         start = time.monotonic()
         pool.terminate()
         assert time.monotonic() - start < 10
