@@ -33,6 +33,7 @@ class Hook:
     epoch of events around the whole run. A resumed run starts with
     on_train_start and on_epoch_start again.
 
+    Any object with methods of these names will do as well; `order` is optional there.
     A hook with `state_dict` and `load_state_dict` is kept in checkpoints.
     """
 
@@ -40,12 +41,7 @@ class Hook:
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        for name in vars(cls):
-            if name.startswith(("on_", "before_", "after_")) and name not in EVENTS:
-                raise TypeError(
-                    f"{cls.__name__}.{name} would never be called: there is no such event"
-                    f"{did_you_mean(name, EVENTS)}; the events are {', '.join(EVENTS)}"
-                )
+        _check_events(cls, vars(cls))
 
     def ignores(self) -> Collection[str]:
         """Overridden events that are not to be called in this run after all; asked once."""
@@ -119,6 +115,27 @@ EVENTS: tuple[str, ...] = tuple(
     name for name in vars(Hook) if name.startswith("on_") or name == "collect_logs"
 )
 
+
+def _check_events(cls: type, names: Iterable[str]) -> None:
+    for name in names:
+        if name.startswith(("on_", "before_", "after_")) and name not in EVENTS:
+            raise TypeError(
+                f"{cls.__name__}.{name} would never be called: there is no such event"
+                f"{did_you_mean(name, EVENTS)}; the events are {', '.join(EVENTS)}"
+            )
+
+
+def _checked(hook: Any) -> Any:
+    """Return ``hook``; TypeError if it is no Hook and nothing like one."""
+    if not isinstance(hook, Hook):
+        _check_events(type(hook), dir(type(hook)))
+        if not any(hasattr(hook, event) for event in EVENTS):
+            raise TypeError(
+                f"{type(hook).__name__} is no hook: it has none of the events {', '.join(EVENTS)}"
+            )
+    return hook
+
+
 _OnState = tuple[Callable[[LoopState], None], ...]
 _OnBatch = tuple[Callable[[LoopState, Any], None], ...]
 
@@ -148,12 +165,14 @@ class HookList:
     on_eval_end: tuple[Callable[[LoopState, dict[str, float]], None], ...]
     on_exception: tuple[Callable[[LoopState, BaseException], None], ...]
 
-    def __init__(self, hooks: Iterable[Hook] = ()) -> None:
-        self._hooks = sorted(hooks, key=lambda hook: hook.order)
+    def __init__(self, hooks: Iterable[Any] = ()) -> None:
+        self._hooks: list[Any] = sorted(
+            map(_checked, hooks), key=lambda hook: getattr(hook, "order", Hook.order)
+        )
         for event in EVENTS:
             setattr(self, event, self._listeners(event))
 
-    def __iter__(self) -> Iterator[Hook]:
+    def __iter__(self) -> Iterator[Any]:
         return iter(self._hooks)
 
     def __len__(self) -> int:
@@ -161,5 +180,9 @@ class HookList:
 
     def _listeners(self, event: str) -> tuple[Callable[..., None], ...]:
         silent = getattr(Hook, event)
-        methods = (getattr(hook, event) for hook in self._hooks if event not in hook.ignores())
-        return tuple(m for m in methods if getattr(m, "__func__", None) is not silent)
+        methods = (
+            getattr(hook, event, silent)
+            for hook in self._hooks
+            if not hasattr(hook, "ignores") or event not in hook.ignores()
+        )
+        return tuple(m for m in methods if getattr(m, "__func__", m) is not silent)

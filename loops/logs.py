@@ -45,16 +45,25 @@ class LogBuffer:
         self._raw.clear()
         for name, values in by_name.items():
             total, count = self._sums.get(name, (None, 0))
-            new = _sum(values)
+            new = _sum(name, values)
             self._sums[name] = (new if total is None else total + new, count + len(values))
 
 
-def _sum(values: list[Any]) -> Tensor:
+def _sum(name: str, values: list[Any]) -> Tensor:
     """Return the sum of logged values; a custom step may log floats, or vectors (their mean)."""
     try:
         stacked = torch.stack(values).detach()
     except (TypeError, RuntimeError):
         # Not all are tensors of one shape, as the wrappers' own are.
-        return sum((_sum([torch.as_tensor(value)]) for value in values), torch.zeros(()))
+        return sum((_sum(name, [_tensor(name, one)]) for one in values), torch.zeros(()))
     stacked = stacked if stacked.dtype == torch.float64 else stacked.float()
     return stacked.sum() if stacked.ndim == 1 else stacked.flatten(1).mean(1).sum()
+
+
+def _tensor(name: str, value: Any) -> Tensor:
+    try:
+        return torch.as_tensor(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(
+            f"train_step must return numbers or tensors to log, got {name}={value!r}"
+        ) from error

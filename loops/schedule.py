@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -65,6 +65,35 @@ def window_of(optim_wrapper: Any) -> int | None:
     """Return the batches per update; None where members of a group differ."""
     windows = {getattr(member, "_accumulative_counts", 1) for member in members_of(optim_wrapper)}
     return windows.pop() if len(windows) == 1 else None
+
+
+def step_of(model: Any, optim_wrapper: Any) -> Callable[[Any, Any], Any]:
+    """Return the training step; where windows accumulate, one that has to count its batch once.
+
+    Else a window would hold other batches than its losses are divided by, and a
+    resume would not know its place in it.
+    """
+    train_step: Callable[[Any, Any], Any] = model.train_step
+    if isinstance(optim_wrapper, Mapping) or not hasattr(optim_wrapper, "inner_count"):
+        return train_step
+    window = window_of(optim_wrapper)
+    if window == 1:
+        return train_step
+
+    def counted_step(data: Any, optim_wrapper: Any) -> Any:
+        before = optim_wrapper.inner_count
+        logs = train_step(data, optim_wrapper)
+        count = optim_wrapper.inner_count - before
+        if count != 1:
+            raise RuntimeError(
+                f"{type(model).__name__}.train_step counted {count} micro-batches for one batch, "
+                f"which accumulative_counts={window} does not allow: do one update_params(loss), "
+                "or one backward(scale_loss(loss)) and, where should_update(), step() and "
+                "zero_grad(). To leave an update out, leave out its step() alone"
+            )
+        return logs
+
+    return counted_step
 
 
 def updates_between(done: int, last: int, window: int) -> int:

@@ -19,6 +19,7 @@ from .schedule import (
     holds_gradients,
     positive,
     start_counting,
+    step_of,
     updates_between,
     window_of,
 )
@@ -30,6 +31,9 @@ logger = logging.getLogger(__name__)
 
 # Updates after which raw log values are folded, so that a rare log costs no memory.
 _FOLD_STEPS = 256
+
+# What a loop and the wrappers' own steps call; checkpoints and schedules need more.
+_NEEDED = ("update_params", "optim_context", "should_update", "initialize_count_status")
 
 _EMPTY = "the training loader has no batches: more samples, a smaller batch_size or no drop_last"
 
@@ -62,8 +66,8 @@ class _TrainLoop:
 
     def _pass(self, state: LoopState, hooks: HookList, signals: StopSignals) -> None:
         """Train on what is left of the running epoch, or until it is time to stop."""
-        model: Any = state.model
         optim: Any = state.optim_wrapper
+        train_step = step_of(state.model, optim)
         log = self._logs.append
         batches = batches_from(self.dataloader, state.epoch, state.batch)
         if self._uneven is not None:
@@ -72,7 +76,7 @@ class _TrainLoop:
             for on_batch_start in hooks.on_batch_start:
                 on_batch_start(state, batch)
             state.in_step = True
-            logs = model.train_step(batch, optim)
+            logs = train_step(batch, optim)
             log(logs)
             for on_batch_end in hooks.on_batch_end:
                 on_batch_end(state, batch, logs)
@@ -160,10 +164,11 @@ class _TrainLoop:
         """Raise before anything happens if the parts do not fit together."""
         if state.optim_wrapper is None:
             raise ValueError("training needs an optimizer wrapper, but state.optim_wrapper is None")
-        if not hasattr(state.optim_wrapper, "update_params"):
-            name = type(state.optim_wrapper).__name__
+        missing = [name for name in _NEEDED if not hasattr(state.optim_wrapper, name)]
+        if missing:
             raise TypeError(
-                f"{name} is no optimizer wrapper; wrap it, as in OptimWrapper(optimizer)"
+                f"{type(state.optim_wrapper).__name__} is no optimizer wrapper, it has no "
+                f"{', '.join(missing)}; wrap an optimizer, as in OptimWrapper(optimizer)"
             )
         if not hasattr(state.model, "train_step"):
             raise TypeError(

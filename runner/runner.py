@@ -13,7 +13,6 @@ from torch import nn
 from ..collectives import broadcast, distributed_available, get_rank, get_world_size
 from ..loops import (
     Checkpoint,
-    Hook,
     HookList,
     LoopState,
     Stateful,
@@ -80,7 +79,7 @@ class Runner:
         optim_wrapper: Optimization | None = None,
         val_loop: EvaluationLoop | None = None,
         test_loop: EvaluationLoop | None = None,
-        hooks: Iterable[Hook] | Mapping[str, Hook] = (),
+        hooks: Iterable[Any] | Mapping[str, Any] = (),
         run_dir: str | os.PathLike[str] | None = None,
         seed: int | None = None,
         train_step: StepFunction | None = None,
@@ -240,11 +239,11 @@ def _require_group() -> None:
         )
 
 
-def _named(hooks: Iterable[Hook] | Mapping[str, Hook]) -> dict[str, Hook]:
+def _named(hooks: Iterable[Any] | Mapping[str, Any]) -> dict[str, Any]:
     """Return the hooks by name; the second of a class gets a number."""
     if isinstance(hooks, Mapping):
         return dict(hooks)
-    named: dict[str, Hook] = {}
+    named: dict[str, Any] = {}
     for hook in hooks:
         name = type(hook).__name__
         same = sum(type(other) is type(hook) for other in named.values())

@@ -35,7 +35,6 @@ def with_train_step(wrapper: type[W], function: StepFunction) -> type[W]:
     Raises:
         TypeError: no wrapper's class, or no function of three arguments. By a step: it returns no
             dict, or something in it that is no number.
-        RuntimeError: by a step, with accumulation: it did not count its batch once.
     """
     if not (isinstance(wrapper, type) and issubclass(wrapper, Steps)):
         raise TypeError(f"with_train_step needs the class of a model wrapper, got {wrapper!r}")
@@ -43,9 +42,7 @@ def with_train_step(wrapper: type[W], function: StepFunction) -> type[W]:
     check_step_function(function)
 
     def train_step(self: Any, data: Any, optim_wrapper: Any) -> dict[str, Any]:
-        before = getattr(optim_wrapper, "inner_count", 0)
         logs = function(self, data, optim_wrapper)
-        _check_counted(name, optim_wrapper, before)
         if not isinstance(logs, Mapping):
             raise TypeError(
                 f"the training step {name} must return a dict of what to log, got "
@@ -77,19 +74,6 @@ def check_step_function(function: Any) -> None:
             f"the training step {_name_of(function)} must take (wrapper, data, optim_wrapper): "
             f"{error}"
         ) from error
-
-
-def _check_counted(name: str, optim_wrapper: Any, before: int) -> None:
-    """Raise RuntimeError where a window would not be what it says, nor a resume where it was."""
-    every = getattr(optim_wrapper, "_accumulative_counts", 1)
-    if every == 1 or optim_wrapper.inner_count == before + 1:
-        return
-    raise RuntimeError(
-        f"the training step {name} counted {optim_wrapper.inner_count - before} micro-batches for "
-        f"one batch, which accumulative_counts={every} does not allow: do one update_params(loss), "
-        "or one backward(scale_loss(loss)) and, where should_update(), step() and zero_grad(). To "
-        "leave an update out, leave out its step() alone"
-    )
 
 
 def _loggable(name: str, key: str, value: Any) -> Any:

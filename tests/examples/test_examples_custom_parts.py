@@ -188,7 +188,7 @@ def test_a_part_of_ones_own(kind: Any, loop: Any, optimization: Any, train_step:
 
 
 def test_the_page_lists_what_an_optimizer_wrapper_has() -> None:
-    listed = PAGE.split("an optimizer wrapper with ")[1].split(", hooks")[0]
+    listed = PAGE.split("an optimizer wrapper with ")[1].split(", an object")[0]
     made = Optimization([nn.Parameter(torch.ones(1))])
     public = {name for name in dir(made) if not name.startswith("_")}
     assert set(re.findall(r"`(\w+)`", listed)) == public - {"optimizer"}
@@ -212,7 +212,7 @@ def test_evaluation_loops_and_metrics() -> None:
     assert evaluated["mean"] == pytest.approx(images_and_labels()[1].double().mean().item())
 
 
-class Watch(Hook):
+class Watch:
     def __init__(self) -> None:
         self.losses: list[float] = []
 
