@@ -32,8 +32,8 @@ logger = logging.getLogger(__name__)
 # Updates after which raw log values are folded, so that a rare log costs no memory.
 _FOLD_STEPS = 256
 
-# What a loop and the wrappers' own steps call; checkpoints and schedules need more.
-_NEEDED = ("update_params", "optim_context", "should_update", "initialize_count_status")
+# What a loop calls, and the sign of an optimizer wrapper; steps and checkpoints may need more.
+_NEEDED = ("update_params", "should_update", "initialize_count_status")
 
 _EMPTY = "the training loader has no batches: more samples, a smaller batch_size or no drop_last"
 

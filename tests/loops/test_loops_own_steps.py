@@ -90,5 +90,5 @@ def test_what_cannot_be_logged_is_named(value: Any) -> None:
 def test_what_an_optimizer_wrapper_lacks_is_named() -> None:
     state = make_state()
     state.optim_wrapper = SimpleNamespace(update_params=print, should_update=print)  # type: ignore[assignment]
-    with pytest.raises(TypeError, match="it has no optim_context, initialize_count_status; wrap"):
+    with pytest.raises(TypeError, match="it has no initialize_count_status; wrap"):
         EpochTrainLoop(make_loader(), max_epochs=1).run(state, HookList())
