@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -118,51 +118,6 @@ def own_module(strategy: DDPStrategy) -> LightningModule:
     """The module that the strategy trains."""
     assert strategy.lightning_module is not None
     return strategy.lightning_module
-
-
-class Trained(NamedTuple):
-    """Which parameters are to be trained, as fsdp has taken it down."""
-
-    parameters: list[tuple[str, nn.Parameter, bool]]
-
-    @classmethod
-    def of(cls, module: nn.Module) -> Trained:
-        """Take down what is so now."""
-        return cls([(name, one, one.requires_grad) for name, one in module.named_parameters()])
-
-    def refuse_changes(self) -> None:
-        """Raise RuntimeError where it has changed: torch would go on as before, without a word."""
-        changed = [name for name, one, before in self.parameters if one.requires_grad is not before]
-        if changed:
-            raise RuntimeError(
-                f"requires_grad of {', '.join(changed[:4])}{', ...' if changed[4:] else ''} has "
-                "changed since fsdp sharded the module, which has no effect on shards: freeze "
-                "before, and in place of toggle_optimizer clear the gradients before each "
-                "backward; to change it in training use the wrapper ddp (find_unused_parameters="
-                "True) or separate"
-            )
-
-
-def call_once(module: nn.Module) -> None:
-    """Let ``self(...)`` within a step of ``module`` be a part of it.
-
-    The wrapper calls the module for a step. Another forward of it inside would look as if the
-    first had raised, and what its window has gathered were to be dropped.
-    """
-    cls: Any = type(module)
-    is_running = False
-
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        nonlocal is_running
-        if is_running:
-            return self.forward(*args, **kwargs)
-        is_running = True
-        try:
-            return cls.__call__(self, *args, **kwargs)
-        finally:
-            is_running = False
-
-    module.__class__ = type(cls.__name__, (cls,), {"__module__": cls.__module__, "__call__": call})
 
 
 @contextmanager

@@ -22,10 +22,8 @@ from ._lightning_fabric import StepFabricStrategy
 from ._lightning_module import StepLightningModule
 from ._lightning_options import aside, has_own_step, read_options
 from ._lightning_shards import (
-    Trained,
     WholeStates,
     agree_on_scale,
-    call_once,
     explained,
     holds_shards,
     keep_whole,
@@ -66,7 +64,7 @@ class StepStrategy(WholeStates):
         self._shards = choice.shards
         self._keeps_process = choice.own.get("start_method", "popen") == "popen"
         self._wrapped: Any = None
-        self._trained: Trained | None = None
+        self._is_sharded = False
 
     def setup(self, trainer: Trainer) -> None:
         """Wrap the model, to train it, and where it is sharded also to evaluate it."""
@@ -112,15 +110,13 @@ class StepStrategy(WholeStates):
                 _let_children_be_called(model)
         with aside(self.root_device):
             self._wrapped = wrap_model(self.wrapper, model, **self.wrapper_options)
-        self._trained = Trained.of(model) if holds_shards(model) else None
-        if self._trained is not None and isinstance(model, LightningModule):
-            call_once(model)
+        self._is_sharded = holds_shards(model)
         return self._wrapped  # type: ignore[no-any-return]
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's step; a manual one calls what is sharded, and is not inside of it."""
         module = own_module(self)
-        if module.automatic_optimization or self._trained is None:
+        if module.automatic_optimization or not self._is_sharded:
             return super().training_step(*args, **kwargs)
         with self.precision_plugin.train_step_context(), explained():
             return module.training_step(*args, **kwargs)
@@ -129,8 +125,6 @@ class StepStrategy(WholeStates):
         self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
     ) -> Tensor:
         """Run backward; log the parameters that the loss does not reach, where that is wanted."""
-        if self._trained is not None:
-            self._trained.refuse_changes()
         if not getattr(self.model, "detect_anomalous_params", False):
             return super().backward(closure_loss, optimizer, *args, **kwargs)
         ended: list[Tensor] = []
@@ -152,7 +146,7 @@ class StepStrategy(WholeStates):
     def on_validation_start(self) -> None:
         """Give every rank the buffers of the first: statistics differ after a training step."""
         getattr(self._wrapped, "sync_buffers", lambda: None)()
-        if self._trained is not None:
+        if self._is_sharded:
             refuse_unequal(own_module(self).trainer)
 
     on_test_start = on_predict_start = on_validation_start

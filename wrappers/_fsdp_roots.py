@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 
 from ._double_backward import refuse_double_backward
+from ._fsdp_flags import Flags
 from ._held_gradients import drop_held_gradients, is_running, recover, watch_units
 
 _DOUBLE = (
@@ -33,12 +34,14 @@ class Root:
         self.units = [one for one in module.modules() if isinstance(one, FSDPModule)]
         self._holds = self._held = False
         self._gathered_once = False
-        self._inside = 0
+        self._inside = self._depth = 0
+        self._flags = Flags(self.units)
         watch_units(self.units)
         for unit in self.units:
             unit.register_forward_hook(_refuse_double_backward)
         # In front of torch's own hook, which gathers.
         module.register_forward_pre_hook(self._before_forward, prepend=True)
+        module.register_forward_hook(self._after_forward, always_call=True)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -61,10 +64,12 @@ class Root:
         if whole:
             self.module.unshard()
         self._inside += 1
+        depth = self._depth
         try:
             yield
         finally:
             self._inside -= 1
+            self._depth = depth
 
     def free(self) -> None:
         """Leave nothing gathered."""
@@ -73,16 +78,33 @@ class Root:
 
     def settle(self) -> None:
         """Let the module have its shards for parameters, unless it is being used."""
-        if not self._inside and not is_running(self.module):
+        if not self._inside and not self._depth and not is_running(self.module):
             self.free()
+
+    def leave(self) -> None:
+        """Take it that no forward runs: hooks of modules do not hear of an interrupt."""
+        self._depth = 0
 
     def recover(self) -> None:
         """Make good what a forward or a backward that raised has left."""
-        if not self._inside:
+        # A model that calls itself in its forward has not failed.
+        if not self._inside and not self._depth:
             recover(self.module)
 
     def _before_forward(self, module: nn.Module, inputs: Any) -> None:
-        self._begin()
+        try:
+            self._begin()
+            if not self._depth:
+                self._flags.before_forward()
+        finally:
+            # The hook after it is called in any case.
+            self._depth += 1
+
+    def _after_forward(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        # Another hook may have raised before the first of ours.
+        self._depth = max(0, self._depth - 1)
+        if not self._depth:
+            self._flags.after_forward()
 
     def _begin(self) -> None:
         self.recover()
@@ -141,6 +163,12 @@ def free_all(roots: Sequence[Root]) -> None:
         root.free()
 
 
+def leave_all(roots: Sequence[Root]) -> None:
+    """Take it that no forward runs."""
+    for root in roots:
+        root.leave()
+
+
 def show_shards(module: Any, roots: Sequence[Root]) -> None:
     """Let ``module.parameters()`` be the shards, and ``zero_grad`` clear all gradients.
 
@@ -168,7 +196,8 @@ def explained(step: Callable[..., Any]) -> Callable[..., Any]:
     def train_step(self: Any, *args: Any, **kwargs: Any) -> Any:
         try:
             return step(self, *args, **kwargs)
-        except Exception as error:
+        except BaseException as error:
+            leave_all(self._roots)
             for root in self._roots:
                 root.recover()
             advice = _advice(str(error))

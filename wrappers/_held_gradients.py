@@ -34,7 +34,7 @@ def drop_held_gradients(parameters: Iterable[Tensor]) -> None:
         return
     chosen = {id(one) for one in parameters}
     for unit in list(_units):
-        for group in _groups(unit):
+        for group in groups_of(unit):
             _drop(group, chosen)
 
 
@@ -48,7 +48,7 @@ def find_gathered(parameters: Iterable[Tensor]) -> Tensor | None:
     whole = {
         id(getattr(one, "_unsharded_param", None))
         for unit in list(_units)
-        for group in _groups(unit)
+        for group in groups_of(unit)
         for one in group.fsdp_params
     }
     return next((one for one in parameters if id(one) in whole), None)
@@ -67,6 +67,15 @@ def recover(root: Any) -> None:
         return
     reset()
     drop_held_gradients(root.parameters())
+
+
+def take_down_dtypes(group: Any) -> None:
+    """Let what is trained from now on be reduced in its dtype.
+
+    FSDP2 takes it down at the first forward, and nothing where all of a group is frozen then.
+    """
+    if getattr(group, "_orig_dtype", None) is None and hasattr(group, "_init_mp_dtypes"):
+        group._init_mp_dtypes()
 
 
 def is_interrupted(root: Any) -> bool:
@@ -109,8 +118,8 @@ def _drop(group: Any, chosen: set[int]) -> None:
         group._partial_reduce_output = None
 
 
-def _groups(unit: Any) -> Iterator[Any]:
-    """The parameters of ``unit`` that are gathered together."""
+def groups_of(unit: Any) -> Iterator[Any]:
+    """What torch keeps of the parameters of ``unit`` that are gathered together."""
     try:
         found = unit._get_fsdp_state()._fsdp_param_groups
     except AttributeError:

@@ -18,7 +18,7 @@ from ._first_rank import broadcast_first
 from ._fsdp_build import check_model, place_preprocessors, shard_model
 from ._fsdp_mesh import sharding_mesh
 from ._fsdp_options import FURTHER, FsdpOptions, read_options
-from ._fsdp_roots import Root, explained, free_all, gather_in, show_shards
+from ._fsdp_roots import Root, explained, free_all, gather_in, leave_all, show_shards
 from .anomalies import detect_anomalous_params, watch_gradients
 from .blocks import BlockSpec
 from .mesh import Mesh
@@ -148,7 +148,11 @@ class StepFullyShardedDataParallel(Steps, nn.Module):
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Call the model."""
-        output = self.module(*inputs, **kwargs)
+        try:
+            output = self.module(*inputs, **kwargs)
+        except BaseException:
+            leave_all(self._roots)
+            raise
         if not torch.is_grad_enabled():
             free_all(self._roots)
         return output
@@ -241,7 +245,11 @@ class StepFullyShardedDataParallel(Steps, nn.Module):
                 module.no_sync = self.no_sync  # type: ignore[assignment]
 
     def _evaluate(self, name: str, data: Any) -> Any:
-        output = super()._evaluate(name, data)
+        try:
+            output = super()._evaluate(name, data)
+        except BaseException:
+            leave_all(self._roots)
+            raise
         free_all(self._roots)
         return output
 

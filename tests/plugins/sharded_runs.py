@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from lightning_parts import (
+    BATCH,
     Automatic,
     Manual,
     distance,
@@ -15,7 +16,7 @@ from lightning_parts import (
 )
 from lightning_runs import whole_weights
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Subset
+from torch.utils.data import DataLoader, DistributedSampler, Subset
 
 from stepwrap.configs.digits import Digits
 from stepwrap.plugins.lightning import StepStrategy
@@ -87,9 +88,29 @@ def _fit(module: Any, strategy: Any, **options: Any) -> dict[str, Tensor]:
     return whole_weights(trainer)
 
 
+def _thawed_plainly() -> dict[str, Tensor]:
+    """What both ranks' batches together make of the module (DDP would not average the thawed)."""
+    module = Thawing()
+    optimizer = module.configure_optimizers()
+    data = loader().dataset
+    parts = [
+        DataLoader(data, BATCH, sampler=DistributedSampler(data, 2, rank, shuffle=False))
+        for rank in range(2)
+    ]
+    for epoch in range(2):
+        module.net[1].requires_grad_(epoch > 0)
+        for pair in zip(*parts, strict=True):
+            optimizer.zero_grad()
+            images, labels = (torch.cat(one) for one in zip(*pair, strict=True))
+            module.loss((images, labels)).backward()
+            optimizer.step()
+    return {name: one.detach() for name, one in module.state_dict().items()}
+
+
 def unusual_modules() -> dict[str, Any]:
     join_lightning()
     plain = _fit(OwnScale(), "ddp")
+    toggled = _fit(Toggling(), "ddp_find_unused_parameters_true")
     swa = lightning.callbacks.StochasticWeightAveraging(0.01, swa_epoch_start=1)
     data: Any = DataLoader(Subset(Digits("val"), range(17)), batch_size=4)
     trainer = make_trainer(StepStrategy("fsdp"))
@@ -99,8 +120,8 @@ def unusual_modules() -> dict[str, Any]:
         "left by another": _told(lambda: _fit(left, StepStrategy())),
         "own, called": distance(_fit(OwnScale(), StepStrategy("fsdp")), plain),
         "own, not called": _told(lambda: _fit(OwnScaleUncalled(), StepStrategy("fsdp"))),
-        "toggled": _told(lambda: _fit(Toggling(), StepStrategy("fsdp"))),
-        "thawed": _told(lambda: _fit(Thawing(), StepStrategy("fsdp"), max_epochs=2)),
+        "toggled": distance(_fit(Toggling(), StepStrategy("fsdp")), toggled),
+        "thawed": distance(_fit(Thawing(), StepStrategy("fsdp"), max_epochs=2), _thawed_plainly()),
         "averaged": _told(lambda: _fit(Automatic(), StepStrategy("fsdp"), callbacks=[swa])),
         # Lightning's own sampler gives the first rank a batch more.
         "unequal": _told(lambda: trainer.predict(Automatic(), data)),

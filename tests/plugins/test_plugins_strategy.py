@@ -167,8 +167,8 @@ def test_what_shards_cannot_do_is_an_error_and_nothing_is_lost() -> None:
     for rank in run_ranks(unusual_modules, 2, timeout_s=120):
         assert rank["own, called"] <= 1e-6
         assert "RuntimeError: a manual training_step under fsdp" in rank["own, not called"]
-        assert "RuntimeError: requires_grad of first." in rank["toggled"]
-        assert "RuntimeError: requires_grad of net.1.weight, net.1.bias has" in rank["thawed"]
+        assert rank["toggled"] <= 1e-6
+        assert rank["thawed"] <= 1e-6
         assert "StochasticWeightAveraging copies whole weights" in rank["averaged"]
         assert "in predict they need equally many batches" in rank["unequal"]
         assert "Automatic is sharded already, as fsdp leaves" in rank["left by another"]

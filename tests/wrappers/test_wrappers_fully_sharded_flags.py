@@ -1,0 +1,172 @@
+"""Parameters of a fully sharded model that are frozen and thawed in training."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from fsdp_runs import largest_difference, network, own_batches, whole
+from ranks import run_ranks
+from step_models import sgd
+from torch import Tensor, nn
+
+from stepwrap.wrappers import (
+    OptimWrapperDict,
+    SingleDevice,
+    StepFullyShardedDataParallel,
+    SupervisedModel,
+)
+
+RANKS = 2
+
+
+class Changing(SupervisedModel):
+    """Its forward calls `change(net, at)`, where there is one, before and after the layers."""
+
+    def __init__(self, dtype: torch.dtype = torch.float64) -> None:
+        super().__init__(network("Net", dtype), nn.CrossEntropyLoss())
+        self.at, self.first, self.last = 0, _leave, _leave
+
+    def forward(self, *inputs: Any, mode: str = "tensor", **kwargs: Any) -> Any:
+        if mode == "loss":
+            self.first(self.net, self.at)
+        result = super().forward(*inputs, mode=mode, **kwargs)
+        if mode == "loss":
+            self.last(self.net, self.at)
+        return result
+
+
+def _leave(net: Any, at: int) -> None:
+    """Change nothing."""
+
+
+def _unfreeze(net: Any, at: int) -> None:
+    """Train the head, then a block more, then all."""
+    net.head.requires_grad_(True)
+    net.blocks[1].requires_grad_(at >= 2)
+    net.blocks[0].requires_grad_(at >= 4)
+
+
+def _swap(net: Any, at: int) -> None:
+    """Train one part and then another; also within an accumulation window."""
+    if at in (1, 3):
+        net.head.requires_grad_(at == 3)
+        net.blocks[0].requires_grad_(at == 1)
+    if at == 5:
+        net.head.bias.requires_grad_(False)
+        net.blocks[1].inner.requires_grad_(False)
+
+
+def _trained(model: Any, data: list[Any], change: Any, where: str, accumulate: int) -> Any:
+    bare = model.module
+    optim = sgd(model, momentum=0.9, accumulative_counts=accumulate)
+    if where in ("first", "last"):
+        setattr(bare, where, change)
+    for at, batch in enumerate(data[:6]):
+        bare.at = at
+        if where == "gathered":
+            # A forward without a backward leaves the rest of the model gathered.
+            model(batch[0], mode="tensor")
+        if where in ("steps", "gathered"):
+            change(bare.net, at)
+        if where == "shards":
+            for one, (_, flag) in zip(
+                optim.optimizer.param_groups[0]["params"], _flags(change, at), strict=True
+            ):
+                model(batch[0], mode="tensor")
+                one.requires_grad_(flag)
+        model.train_step(batch, optim)
+    return bare
+
+
+def _flags(change: Any, at: int) -> list[tuple[str, bool]]:
+    net = network("Net", torch.float64)
+    for one in range(at + 1):
+        change(net, one)
+    return [(name, one.requires_grad) for name, one in net.named_parameters()]
+
+
+def _together(by_rank: list[Any]) -> list[Any]:
+    return [
+        [torch.cat(parts) for parts in zip(*pair, strict=True)]
+        for pair in zip(*by_rank, strict=True)
+    ]
+
+
+def _changed(change: Callable[[Any, int], None], where: str) -> list[float]:
+    by_rank = [own_batches(rank, torch.float64) for rank in range(RANKS)]
+    far = []
+    for accumulate in (1, 3):
+        plain = _trained(
+            SingleDevice(Changing()), _together(by_rank), change, where, accumulate
+        ).state_dict()
+        for options in ({}, {"shard": "Block"}, {"shard": "Block", "reshard_after_forward": False}):
+            model = StepFullyShardedDataParallel(Changing(), **options)
+            mine = _trained(model, by_rank[dist.get_rank()], change, where, accumulate)
+            far.append(largest_difference(whole(mine), plain))
+    return far
+
+
+@pytest.mark.parametrize("where", ["steps", "gathered", "shards", "first", "last"])
+@pytest.mark.parametrize("change", [_unfreeze, _swap])
+def test_what_is_trained_may_change(change: Any, where: str) -> None:
+    for far in run_ranks(_changed, RANKS, change, where):
+        assert max(far) <= 1e-12
+
+
+def _thawed(frozen: bool) -> dict[str, Tensor]:
+    """Train in mixed precision; a block is frozen before or after the first forward."""
+    bare = Changing(torch.float32)
+    policy = {"param_dtype": "bfloat16", "reduce_dtype": "float32", "output_dtype": "float32"}
+    bare.net.blocks[0].requires_grad_(not frozen)
+    model = StepFullyShardedDataParallel(bare, shard="Block", mixed_precision=policy)
+    data = own_batches(dist.get_rank(), torch.float32)
+    with torch.no_grad():
+        model(data[0][0], mode="tensor")
+    return whole(_trained(model, data, _unfreeze, "steps", 1))
+
+
+def _both_ways() -> float:
+    return largest_difference(_thawed(True), _thawed(False))
+
+
+def test_a_block_that_was_frozen_at_first_is_reduced_in_its_dtype() -> None:
+    assert run_ranks(_both_ways, RANKS) == [0.0] * RANKS
+
+
+class Toggling(SupervisedModel):
+    """Steps its children one after the other; the other one is frozen by its optimizer's list."""
+
+    def train_step(self, data: Any, optim_wrapper: OptimWrapperDict) -> dict[str, Tensor]:
+        net: Any = self.net
+        for name in optim_wrapper:
+            for other, member in optim_wrapper.items():
+                for one in member.optimizer.param_groups[0]["params"]:
+                    one.requires_grad_(other == name)
+            loss = self.loss(net(data[0]) if name == "net" else self.out(net(data[0])), data[1])
+            optim_wrapper[name].update_params(loss)
+        return {"loss": loss.detach()}
+
+
+def _toggled() -> float:
+    states = []
+    by_rank = [own_batches(rank, torch.float64) for rank in range(RANKS)]
+    for kind, data in (
+        (SingleDevice, _together(by_rank)),
+        (StepFullyShardedDataParallel, by_rank[dist.get_rank()]),
+    ):
+        bare = Toggling(network("Net", torch.float64), nn.CrossEntropyLoss())
+        bare.out = nn.Linear(3, 3).double()
+        bare.out.load_state_dict({"weight": torch.eye(3), "bias": torch.arange(3.0)})
+        model: Any = kind(bare)
+        optims = OptimWrapperDict(out=sgd(bare.out), net=sgd(bare.net))
+        for batch in data:
+            model.train_step(batch, optims)
+        states.append(whole(bare))
+    return largest_difference(*states)
+
+
+def test_children_that_take_turns() -> None:
+    """While the last child alone is trained no backward reaches the first, which stays gathered."""
+    assert max(run_ranks(_toggled, RANKS)) <= 1e-12
