@@ -92,6 +92,7 @@ class StepLightningModule(LightningModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
         """Train on one batch by the wrapper's ``train_step`` and log what it returns."""
+        getattr(self._optim, "begin_batch", lambda: None)()
         logs = self._wrapped().train_step(batch, self._optim)
         self.log_dict(dict(walk_logged(logs)))
         for one in self._schedules:

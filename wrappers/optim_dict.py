@@ -48,6 +48,8 @@ class OptimWrapperDict(Mapping[str, OptimWrapper]):
                 )
         self.optim_wrappers = dict(optim_wrappers)
         self._followers: set[str] = set()
+        # By member, the micro-batches before the running batch; None: nobody tells of batches.
+        self._before: dict[str, int] | None = None
         members = optim_wrappers.values()
         self.collective_state = any(getattr(one, "collective_state", False) for one in members)
         self.reads_parts = all(getattr(one, "reads_parts", False) for one in members)
@@ -75,9 +77,23 @@ class OptimWrapperDict(Mapping[str, OptimWrapper]):
         for wrapper in self.values():
             wrapper.zero_grad(**kwargs)
 
+    def begin_batch(self) -> None:
+        """Let `should_update` speak of the members that take part in the coming batch alone.
+
+        Called by the training loops before each training step; to be called in a loop of one's
+        own whose members do not all take part in every batch.
+        """
+        self._before = {name: wrapper._inner_count for name, wrapper in self.items()}
+
     def should_update(self) -> bool:
-        """Whether the last micro-batch of any member ended its window."""
-        return any(wrapper.should_update() for wrapper in self.values())
+        """Whether the last batch ended a window of a member that took part in it.
+
+        Without `begin_batch`: whether the last micro-batch of any member, however long ago,
+        ended its window.
+        """
+        if self._before is None:
+            return any(wrapper.should_update() for wrapper in self.values())
+        return any(_has_ended(wrapper, self._before[name]) for name, wrapper in self.items())
 
     def initialize_count_status(self, model: nn.Module, init_counts: int, max_counts: int) -> None:
         """Tell the `followers` where training starts and ends.
@@ -85,6 +101,7 @@ class OptimWrapperDict(Mapping[str, OptimWrapper]):
         The counts are those of a member that sees every batch once; a member that is updated
         at another rhythm is initialised by the caller beforehand.
         """
+        self._before = None
         for wrapper in self.followers():
             wrapper.initialize_count_status(model, init_counts, max_counts)
 
@@ -121,12 +138,21 @@ class OptimWrapperDict(Mapping[str, OptimWrapper]):
         Raises:
             AssertionError: it names something else.
         """
+        self._before = None
         for name, state in state_dict.items():
             if name not in self:
                 raise AssertionError(
                     f"the state holds an optimizer wrapper {name!r}, here are {list(self)}"
                 )
             self[name].load_state_dict(state)
+
+
+def _has_ended(wrapper: OptimWrapper, before: int) -> bool:
+    """Whether a window of ``wrapper`` has ended since it had counted to ``before``."""
+    every = wrapper._accumulative_counts
+    # Of several micro-batches in a batch an earlier one may have ended it.
+    earlier = (wrapper._inner_count - 1) // every > before // every
+    return wrapper._inner_count > before and (earlier or wrapper.should_update())
 
 
 def _by_member(group: OptimWrapperDict, method: str) -> dict[str, list[float]]:

@@ -77,6 +77,40 @@ def test_should_update_is_any_members() -> None:
     assert group.inner_count == 1
 
 
+def test_should_update_is_of_members_that_take_part() -> None:
+    """Twice the discriminator, then the generator, each with windows of two."""
+    group = _members(counts=2)
+    group["disc"]._accumulative_counts = 2
+    answers, updates = [], []
+    for step in range(10):
+        group.begin_batch()
+        assert not group.should_update()
+        name = "gen" if step % 3 == 2 else "disc"
+        before = _weight(group[name]).item()
+        group[name].update_params(_weight(group[name]).sum())
+        answers.append((group.should_update(), group.should_update()))
+        updates.append(_weight(group[name]).item() != before)
+    assert answers == [(one, one) for one in updates]
+    assert sum(updates) == 4
+
+
+def test_should_update_sees_a_window_that_ended_within_the_batch() -> None:
+    group = _members(counts=2)
+    for expected in (True, True, False):
+        group.begin_batch()
+        for _ in range(3 if expected else 0):
+            group["gen"].update_params(_weight(group["gen"]).sum())
+        assert group.should_update() is expected
+    # A state that is loaded, and counts that are set, are no batch.
+    for begin in (
+        lambda: group.load_state_dict(group.state_dict()),
+        lambda: group.initialize_count_status(nn.Linear(1, 1), 0, 8),
+    ):
+        group.begin_batch()
+        begin()
+        assert group.should_update() is True
+
+
 def test_state_by_member() -> None:
     group = _members()
     for wrapper in group.values():
