@@ -68,32 +68,41 @@ def window_of(optim_wrapper: Any) -> int | None:
 
 
 def step_of(model: Any, optim_wrapper: Any) -> Callable[[Any, Any], Any]:
-    """Return the training step; where windows accumulate, one that has to count its batch once.
+    """Return the training step; where windows accumulate, one that has to count its batch.
 
     Else a window would hold other batches than its losses are divided by, and a
-    resume would not know its place in it.
+    resume would not know its place in it. An optimizer of a group may count none.
     """
     train_step: Callable[[Any, Any], Any] = model.train_step
-    if isinstance(optim_wrapper, Mapping) or not hasattr(optim_wrapper, "inner_count"):
+    is_group = isinstance(optim_wrapper, Mapping)
+    if not hasattr(optim_wrapper, "begin_batch" if is_group else "inner_count"):
         return train_step
-    window = window_of(optim_wrapper)
-    if window == 1:
+    windows = [getattr(one, "_accumulative_counts", 1) for one in members_of(optim_wrapper)]
+    accumulates = max(windows, default=1) > 1
+    if not is_group and not accumulates:
         return train_step
 
     def counted_step(data: Any, optim_wrapper: Any) -> Any:
-        before = optim_wrapper.inner_count
+        if is_group:
+            optim_wrapper.begin_batch()
+        before = _counts_of(optim_wrapper)
         logs = train_step(data, optim_wrapper)
-        count = optim_wrapper.inner_count - before
-        if count != 1:
+        count = _counts_of(optim_wrapper) - before
+        if accumulates and (count < 1 or (count > 1 and not is_group)):
             raise RuntimeError(
                 f"{type(model).__name__}.train_step counted {count} micro-batches for one batch, "
-                f"which accumulative_counts={window} does not allow: do one update_params(loss), "
-                "or one backward(scale_loss(loss)) and, where should_update(), step() and "
-                "zero_grad(). To leave an update out, leave out its step() alone"
+                f"which accumulative_counts={max(windows)} does not allow: do one "
+                "update_params(loss), or one backward(scale_loss(loss)) and, where "
+                "should_update(), step() and zero_grad(). To leave an update out, leave out its "
+                "step() alone"
             )
         return logs
 
     return counted_step
+
+
+def _counts_of(optim_wrapper: Any) -> int:
+    return sum(one.inner_count for one in members_of(optim_wrapper))
 
 
 def updates_between(done: int, last: int, window: int) -> int:

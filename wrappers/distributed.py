@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ..registry import MODEL_WRAPPERS
 from ._averaging import AveragingWatch
 from ._double_backward import refuse_double_backward
+from ._thawed import ThawWatch
 from .comm_hooks import read_comm_hook, unannotated
 from .options import check_options, option_names
 from .step import Steps, refuse_own_train_step
@@ -71,8 +72,9 @@ class StepDistributedDataParallel(Steps, DistributedDataParallel):
         TypeError: torch's class has no such option, or the model has a ``train_step`` of its
             own.
         ValueError: no process group, or options that exclude each other.
-        RuntimeError: no parameter requires a gradient. UnusedParametersError, by a forward: the
-            loss of the step before did not depend on some parameters.
+        RuntimeError: no parameter requires a gradient. By a forward: one that was frozen at
+            construction does now; UnusedParametersError, the loss of the step before did not
+            depend on some parameters.
     """
 
     averages_ranks = True
@@ -107,6 +109,8 @@ class StepDistributedDataParallel(Steps, DistributedDataParallel):
         everyone = self.process_group is distributed.group.WORLD
         self.data_group = None if everyone else self.process_group
         self.uneven_inputs = _join_options(uneven_inputs)
+        kind, ignored = type(self).__name__, self.parameters_to_ignore
+        self._thawed = ThawWatch(kind, module, ignored, self.process_group)
         self._hook = hook
         self._install_hook()
         self._watch: AveragingWatch | None = None
@@ -115,6 +119,7 @@ class StepDistributedDataParallel(Steps, DistributedDataParallel):
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Call the model, so that the next backward averages its gradients."""
+        self._thawed.check()
         try:
             outputs = super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
         except RuntimeError as error:

@@ -89,11 +89,13 @@ class OptimWrapperDict(Mapping[str, OptimWrapper]):
         """Whether the last batch ended a window of a member that took part in it.
 
         Without `begin_batch`: whether the last micro-batch of any member, however long ago,
-        ended its window.
+        ended its window. So also after a batch that no member has counted, which is one that
+        a step of one's own does by hand, where no windows are set.
         """
-        if self._before is None:
+        before = self._before
+        if before is None or _is_by_hand(self, before):
             return any(wrapper.should_update() for wrapper in self.values())
-        return any(_has_ended(wrapper, self._before[name]) for name, wrapper in self.items())
+        return any(_has_ended(wrapper, before[name]) for name, wrapper in self.items())
 
     def initialize_count_status(self, model: nn.Module, init_counts: int, max_counts: int) -> None:
         """Tell the `followers` where training starts and ends.
@@ -145,6 +147,13 @@ class OptimWrapperDict(Mapping[str, OptimWrapper]):
                     f"the state holds an optimizer wrapper {name!r}, here are {list(self)}"
                 )
             self[name].load_state_dict(state)
+
+
+def _is_by_hand(group: OptimWrapperDict, before: Mapping[str, int]) -> bool:
+    return all(
+        wrapper._accumulative_counts == 1 and wrapper._inner_count == before[name]
+        for name, wrapper in group.items()
+    )
 
 
 def _has_ended(wrapper: OptimWrapper, before: int) -> bool:

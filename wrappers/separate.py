@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from ..registry import MODEL_WRAPPERS
+from ._thawed import ThawWatch
 from .distributed import StepDistributedDataParallel, broadcast_buffers
 from .options import check_options
 from .preprocess import device_of
@@ -87,6 +88,7 @@ class SeparateDistributedDataParallel(Steps, nn.Module):
             "find_unused_parameters": find_unused_parameters,
         }
         device = device_of(module)
+        thawed = ThawWatch(type(self).__name__, module, (), group)
         # A child may have several names.
         wrapped = {
             child: _Child(child, name, **options)
@@ -99,6 +101,9 @@ class SeparateDistributedDataParallel(Steps, nn.Module):
                 setattr(module, name, wrapped[child])
             elif child is not None:
                 child.to(device)
+        for one in wrapped.values():
+            # Also of the children that are not wrapped, since they are wholly frozen.
+            one._thawed = thawed
         self.module = module
         self.data_group = next(iter(wrapped.values())).data_group
         module.register_load_state_dict_pre_hook(  # type: ignore[no-untyped-call]

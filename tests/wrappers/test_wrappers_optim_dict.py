@@ -94,6 +94,15 @@ def test_should_update_is_of_members_that_take_part() -> None:
     assert sum(updates) == 4
 
 
+def test_should_update_of_steps_by_hand() -> None:
+    group = _members()
+    group.begin_batch()
+    group["gen"].optimizer.step()
+    assert group.should_update() is True
+    group["gen"]._accumulative_counts = 2
+    assert group.should_update() is False
+
+
 def test_should_update_sees_a_window_that_ended_within_the_batch() -> None:
     group = _members(counts=2)
     for expected in (True, True, False):
