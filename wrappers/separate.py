@@ -88,10 +88,11 @@ class SeparateDistributedDataParallel(Steps, nn.Module):
             "find_unused_parameters": find_unused_parameters,
         }
         device = device_of(module)
+        # Also of the children that get no wrapper, since they are wholly frozen.
         thawed = ThawWatch(type(self).__name__, module, (), group)
         # A child may have several names.
         wrapped = {
-            child: _Child(child, name, **options)
+            child: _Child(child, name, thawed, **options)
             for name, child in module.named_children()
             if _is_trained(child)
         }
@@ -101,9 +102,6 @@ class SeparateDistributedDataParallel(Steps, nn.Module):
                 setattr(module, name, wrapped[child])
             elif child is not None:
                 child.to(device)
-        for one in wrapped.values():
-            # Also of the children that are not wrapped, since they are wholly frozen.
-            one._thawed = thawed
         self.module = module
         self.data_group = next(iter(wrapped.values())).data_group
         module.register_load_state_dict_pre_hook(  # type: ignore[no-untyped-call]
@@ -185,8 +183,9 @@ class SeparateDistributedDataParallel(Steps, nn.Module):
 class _Child(StepDistributedDataParallel):
     """One child; it adds nothing to the names of its parameters and buffers."""
 
-    def __init__(self, module: nn.Module, name: str, **options: Any) -> None:
+    def __init__(self, module: nn.Module, name: str, thawed: ThawWatch, **options: Any) -> None:
         super().__init__(module, **options)
+        self._thawed = thawed
         self._trainable = [f"{name}.{one}" for one in self._trainable]
         self.register_load_state_dict_pre_hook(  # type: ignore[no-untyped-call]
             _rename_weights

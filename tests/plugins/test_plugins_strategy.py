@@ -15,8 +15,8 @@ from lightning_runs import (
     sent,
     whole_weights,
 )
+from lightning_shards import unusual_modules
 from ranks import run_ranks
-from sharded_runs import unusual_modules
 
 from stepwrap.plugins.lightning import StepStrategy
 from stepwrap.wrappers import StepDistributedDataParallel
