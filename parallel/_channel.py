@@ -87,6 +87,9 @@ class Channel:
                 _descriptors.send(self.writer, packed.data, packed.fds, flags)
             else:
                 self.writer.send(packed.data, flags)
+        except ConnectionResetError as error:
+            # What a socket says whose last reader has left messages unread.
+            raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE)) from error
         except OSError as error:
             _check_open(error)
             raise

@@ -131,8 +131,8 @@ class Lane:
         except OSError as error:
             if number in self.inflight:
                 self.taken(number)
-            if isinstance(error, BrokenPipeError):
-                # The worker has ended, which is soon noticed.
+            if isinstance(error, (BrokenPipeError, ConnectionResetError)):
+                # The worker has ended, perhaps with messages unread, which is soon noticed.
                 self.is_stopping = True
             elif isinstance(error, BlockingIOError) and self.inflight:
                 self._is_full = True

@@ -75,7 +75,7 @@ class Pipes:
 
         Raises:
             BlockingIOError: there is no room.
-            BrokenPipeError: the worker has ended.
+            BrokenPipeError, ConnectionResetError: the worker has ended.
             OSError: the descriptors cannot be sent.
         """
         write = partial(os.write, self._tasks, packet)

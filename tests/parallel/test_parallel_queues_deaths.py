@@ -97,12 +97,15 @@ def test_what_a_dead_writer_sent_arrives_before_the_end() -> None:
     assert ended(writer) == -signal.SIGKILL
 
 
-def test_put_to_a_dead_reader() -> None:
+@pytest.mark.parametrize("unread", [0, 3])
+def test_put_to_a_dead_reader(unread: int) -> None:
     queue: Any = SimpleP2PQueue()
     back: Any = SimpleQueue()
     reader = started(FORK, get_one_and_wait, queue, back)
     queue.put(1)
     assert back.get(30) == 1
+    for number in range(unread):
+        queue.put(number)
     _killed(reader)
     with pytest.raises(BrokenPipeError):
         queue.put(2)
