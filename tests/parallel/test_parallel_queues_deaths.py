@@ -104,6 +104,8 @@ def test_put_to_a_dead_reader(unread: int) -> None:
     reader = started(FORK, get_one_and_wait, queue, back)
     queue.put(1)
     assert back.get(30) == 1
+    os.kill(reader.pid or 0, signal.SIGSTOP)
+    os.waitpid(reader.pid or 0, os.WUNTRACED)
     for number in range(unread):
         queue.put(number)
     _killed(reader)
