@@ -1,11 +1,10 @@
 """The shipped configs do what their first lines say, on real data."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from programs import run
 
 from stepwrap.registry import check_config, load_config
 
@@ -14,17 +13,8 @@ SHIPPED = sorted(file.stem for file in (ROOT / "configs").glob("*.yaml"))
 
 
 def train(name: str, run_dir: Path, *overrides: str) -> str:
-    command = [sys.executable, "-m", "stepwrap.runner", "train", name, *overrides]
-    done = subprocess.run(
-        [*command, "--run-dir", str(run_dir)],
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-        cwd=run_dir.parent,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    words = "-m", "stepwrap.runner", "train", name, *overrides, "--run-dir", str(run_dir)
+    return run(*words, cwd=run_dir.parent)
 
 
 def last_record(run_dir: Path, phase: str) -> dict[str, float]:

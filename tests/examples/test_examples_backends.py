@@ -1,27 +1,19 @@
 """The example of metrics over back-ends runs as its first lines say."""
 
 import runpy
-import subprocess
-import sys
 from pathlib import Path
+
+from programs import run
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "metric_backends.py"
 
 
 def test_metric_backends(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, str(EXAMPLE)],
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-        cwd=tmp_path,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    out = run(str(EXAMPLE), cwd=tmp_path)
     # The same number over each back-end, and as one process has it.
     alone = runpy.run_path(str(EXAMPLE))["accuracy_of_nearest_mean"]("non_dist")
     assert 0.8 < alone < 1.0
-    assert done.stdout.splitlines() == [
+    assert out.splitlines() == [
         f"torch: {alone:.4f} on 2 ranks",
         f"torch_cpu: {alone:.4f} on 2 ranks",
         f"counting: {alone:.4f} on 2 ranks, 4 states carried",

@@ -54,16 +54,13 @@ class Stepping(Net):
         return {"loss": loss.detach()}
 
 
-class Optimization:
-    """All that a run and its checkpoints need of an optimizer wrapper, as the page lists it."""
+class BareOptimization:
+    """What a step that asks for no context needs of an optimizer wrapper."""
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         self.optimizer = torch.optim.SGD(parameters, lr=RATE)
         self.state_dict = self.optimizer.state_dict
         self.load_state_dict = self.optimizer.load_state_dict
-
-    def optim_context(self, model: Any) -> Any:
-        return nullcontext()
 
     def update_params(self, loss: Tensor) -> None:
         self.optimizer.zero_grad()
@@ -75,6 +72,13 @@ class Optimization:
 
     def initialize_count_status(self, model: nn.Module, init_counts: int, max_counts: int) -> None:
         pass
+
+
+class Optimization(BareOptimization):
+    """All that a run and its checkpoints need of an optimizer wrapper, as the page lists it."""
+
+    def optim_context(self, model: Any) -> Any:
+        return nullcontext()
 
 
 class Loop:
@@ -171,6 +175,20 @@ def once(batches: Any) -> EpochTrainLoop:
             None,
             id="optimization",
         ),
+        pytest.param(
+            Net,
+            lambda: once(data()),
+            lambda model: BareOptimization(model.parameters()),
+            partial(step, factor=1.0),
+            id="optimization-without-a-context",
+        ),
+        pytest.param(
+            Net,
+            Loop,
+            lambda model: Optimization(model.parameters()),
+            None,
+            id="optimization-and-loop",
+        ),
         pytest.param(Net, Loop, wrapped, None, id="loop"),
         pytest.param(Net, Loop, wrapped, partial(step, factor=1.0), id="partial"),
         pytest.param(Net, lambda: once(data()), wrapped, Step(), id="callable-object"),
@@ -180,11 +198,21 @@ def once(batches: Any) -> EpochTrainLoop:
         ),
     ],
 )
-def test_a_part_of_ones_own(kind: Any, loop: Any, optimization: Any, train_step: Any) -> None:
+def test_a_part_of_ones_own(
+    kind: Any, loop: Any, optimization: Any, train_step: Any, tmp_path: Path
+) -> None:
     model = net(kind)
-    runner = Runner(model, loop(), optim_wrapper=optimization(model), train_step=train_step)
+    runner = Runner(
+        model,
+        loop(),
+        optim_wrapper=optimization(model),
+        val_loop=Evaluation(),
+        run_dir=tmp_path,
+        train_step=train_step,
+    )
     assert runner.train().step == ROWS // SIZE
     assert torch.equal(model.layer.weight, by_hand())
+    assert runner.validate() == {"steps": 4.0}
 
 
 def test_the_page_lists_what_an_optimizer_wrapper_has() -> None:

@@ -1,23 +1,15 @@
 """The example that builds a model on the meta device runs as its first lines say."""
 
-import subprocess
-import sys
 from pathlib import Path
+
+from programs import run
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "meta_device_fsdp.py"
 
 
 def test_meta_device_fsdp(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, str(EXAMPLE)],
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-        cwd=tmp_path,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    lines = [line for line in done.stdout.splitlines() if line.startswith("rank ")]
+    out = run(str(EXAMPLE), cwd=tmp_path)
+    lines = [line for line in out.splitlines() if line.startswith("rank ")]
     assert [line.split()[1] for line in lines] == ["0:", "1:"]
     assert all(": 50% of the parameters" in line for line in lines)
     assert all(float(line.split()[-1]) > 0.93 for line in lines)

@@ -1,26 +1,17 @@
 """The example of placing an agent's models runs as its first lines say."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from programs import run
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "place_actor_critic.py"
 
 
 def test_place_actor_critic(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    done = subprocess.run(
-        [sys.executable, str(EXAMPLE), "placement.png"],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-        cwd=tmp_path,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    heading, *devices, crossing = done.stdout.splitlines()
+    out = run(str(EXAMPLE), "placement.png", cwd=tmp_path)
+    heading, *devices, crossing = out.splitlines()
     assert heading.split() == ["device", "size", "allowed", "computes", "should", "models"]
     assert crossing.endswith("of the connections cross")
     placed = {line.split()[0]: line for line in devices}

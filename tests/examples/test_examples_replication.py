@@ -2,27 +2,18 @@
 
 import re
 import runpy
-import subprocess
-import sys
 from pathlib import Path
 
 import torch
+from programs import run
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "replication_callback.py"
 
 
 def test_it_prints_its_result(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, str(EXAMPLE)],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-        cwd=tmp_path,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    out = run(str(EXAMPLE), cwd=tmp_path)
     line = r"accuracy (0\.\d+); (\S+) from the mean of one copy\n"
-    accuracy, difference = re.fullmatch(line, done.stdout).groups()
+    accuracy, difference = re.fullmatch(line, out).groups()
     assert float(accuracy) > 0.9
     assert float(difference) < 1e-6
     assert len(EXAMPLE.read_text().splitlines()) < 60

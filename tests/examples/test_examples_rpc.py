@@ -1,40 +1,24 @@
 """The examples of processes that call each other."""
 
 import re
-import subprocess
-import sys
 from pathlib import Path
+
+from programs import run
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 def test_the_parameter_server_under_torchrun(tmp_path: Path) -> None:
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
-    done = subprocess.run(
-        [sys.executable, *torchrun, str(EXAMPLES / "parameter_server.py")],
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-        cwd=tmp_path,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    (line,) = [line for line in done.stdout.splitlines() if "test accuracy" in line]
+    out = run(*torchrun, str(EXAMPLES / "parameter_server.py"), cwd=tmp_path)
+    (line,) = [line for line in out.splitlines() if "test accuracy" in line]
     assert float(line.split()[-1]) >= 0.95
 
 
 def test_evaluators_follow_the_trainer_of_the_model_server(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, str(EXAMPLES / "model_server.py")],
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-        cwd=tmp_path,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    out = run(str(EXAMPLES / "model_server.py"), cwd=tmp_path)
     seen: dict[str, list[tuple[int, float]]] = {"validator": [], "tester": []}
-    for line in done.stdout.splitlines():
+    for line in out.splitlines():
         name, version, accuracy = re.fullmatch(
             r"(\w+): version (\d), accuracy (\S+)", line
         ).groups()

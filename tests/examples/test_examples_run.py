@@ -1,26 +1,12 @@
 """The examples run as their first lines say."""
 
 import runpy
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from programs import run
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-
-
-def run(*command: str, cwd: Path) -> str:
-    done = subprocess.run(
-        [sys.executable, *command],
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-        cwd=cwd,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
 
 
 def test_own_loop() -> None:

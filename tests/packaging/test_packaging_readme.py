@@ -1,11 +1,10 @@
 """What the README and the docs show is true."""
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import yaml
+from programs import run
 
 from stepwrap.registry import DEFAULT_HOOKS, HOOK_TYPES
 
@@ -20,16 +19,8 @@ def blocks(file: str, language: str) -> list[str]:
 def test_the_example_of_the_readme_runs(tmp_path: Path) -> None:
     (code,) = blocks("README.md", "python")
     assert len([line for line in code.splitlines() if line.strip()]) <= 25
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-        cwd=tmp_path,
-    )
-    assert done.returncode == 0, done.stderr
-    accuracy = float(re.search(r"'accuracy': ([\d.]+)", done.stdout)[1])
+    out = run("-c", code, cwd=tmp_path)
+    accuracy = float(re.search(r"'accuracy': ([\d.]+)", out)[1])
     assert accuracy > 0.95
     assert not list(tmp_path.iterdir())
 

@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
-from page_programs import run_script
+from programs import run_script
 
 import stepwrap.parallel
 

@@ -1,8 +1,6 @@
 """Evaluation, prediction, compiled modules and launchers."""
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +18,7 @@ from lightning_parts import (
     weights,
 )
 from lightning_runs import WRAPPERS, whole_weights
+from programs import run
 from ranks import run_ranks
 from torch import nn
 
@@ -122,18 +121,10 @@ def test_the_spawn_launcher(wrapper: str, tmp_path: Path) -> None:
 
 @pytest.mark.skipif(TREE != "pytorch_lightning", reason="the example imports pytorch_lightning")
 def test_the_example_by_the_subprocess_launcher(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", str(ROOT / "examples/lightning_strategy.py"), "4"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    out = run("-W", "ignore", str(ROOT / "examples/lightning_strategy.py"), "4", cwd=tmp_path)
     accuracies = [
         float("".join(one for one in line if one in "0123456789."))
-        for line in done.stdout.splitlines()
+        for line in out.splitlines()
         if "test_accuracy" in line
     ]
     assert len(accuracies) == 2

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from page_programs import run_script
+from programs import run_script
 from ranks import run_ranks
 from torch import nn
 

@@ -1,8 +1,7 @@
-"""A plain function as the training step, in Python and in configs; plain objects for every part."""
+"""A plain function as the training step, in Python and in configs."""
 
 import logging
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +56,13 @@ def by_hand(factor: float) -> Tensor:
     return net.weight.detach()
 
 
+def bare_step(wrapper: Any, data: Any, optim_wrapper: Any) -> dict[str, Tensor]:
+    """Asks as little of the optimizer wrapper as a step can."""
+    loss = wrapper(*data, mode="loss")["loss"]
+    optim_wrapper.update_params(loss)
+    return {"loss": loss}
+
+
 def test_a_function_is_the_step_of_a_runner() -> None:
     bare = model()
     records: list[Any] = []
@@ -70,70 +76,13 @@ def test_a_function_is_the_step_of_a_runner() -> None:
         bare,
         loop,
         optim_wrapper=OptimWrapper(torch.optim.SGD(bare.parameters(), lr=0.1)),
+        hooks=[Watch()],
         train_step=doubled,
     )
-    runner._hooks.on_log = (Watch().on_log,)
     state = runner.train()
     assert torch.equal(state.model.module.net.weight, by_hand(2.0))
     assert len(records) == 3
     assert records[0]["factor"] == 2.0
-
-
-class PlainOptimization:
-    """Nothing of ours in it."""
-
-    def __init__(self, parameters: Iterator[nn.Parameter]) -> None:
-        self.optimizer = torch.optim.SGD(parameters, lr=0.1)
-
-    def update_params(self, loss: Tensor) -> None:
-        self.optimizer.zero_grad()
-        loss.backward()
-        self.optimizer.step()
-
-    def should_update(self) -> bool:
-        return True
-
-    def initialize_count_status(self, model: nn.Module, init_counts: int, max_counts: int) -> None:
-        self.counts = init_counts, max_counts
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.optimizer.state_dict()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.optimizer.load_state_dict(state_dict)
-
-
-class PlainLoop:
-    """One pass, and an evaluation that counts batches."""
-
-    def run(self, state: LoopState, hooks: Any) -> Any:
-        for batch in batches():
-            state.model.train_step(batch, state.optim_wrapper)
-            state.step += 1
-        return {"batches": float(state.step)}
-
-
-def bare_step(wrapper: Any, data: Any, optim_wrapper: Any) -> dict[str, Tensor]:
-    loss = wrapper(*data, mode="loss")["loss"]
-    optim_wrapper.update_params(loss)
-    return {"loss": loss}
-
-
-@pytest.mark.parametrize("loop", [PlainLoop(), EpochTrainLoop(batches(), max_epochs=1)])
-def test_every_part_may_be_a_plain_object(loop: Any, tmp_path: Path) -> None:
-    bare = model()
-    runner = Runner(
-        bare,
-        loop,
-        optim_wrapper=PlainOptimization(bare.parameters()),
-        val_loop=PlainLoop(),
-        run_dir=tmp_path,
-        train_step=bare_step,
-    )
-    runner.train()
-    assert torch.equal(bare.net.weight, by_hand(1.0))
-    assert runner.state.step == 3
-    assert runner.validate() == {"batches": 6.0}
 
 
 def test_what_is_no_step_is_told() -> None:
@@ -196,7 +145,7 @@ def test_a_function_in_a_config_of_two_ranks(wrapper: str, step: Any) -> None:
         (f"{HERE}.dubled", "did you mean doubled"),
         ({"type": f"{HERE}.doubled", "factr": 1}, "unexpected keyword argument 'factr'"),
         (f"{HERE}.model", "is called with"),
-        (f"{HERE}.PlainLoop", "is no function"),
+        (f"{HERE}.SingleDevice", "is no function"),
         ({"factor": 2.0}, "must be the import path of a function"),
         (["a"], "must be a section of settings or text"),
     ],
