@@ -9,6 +9,10 @@ from typing import ParamSpec, TypeVar
 import torch
 import torch.distributed as dist
 
+# Its functions keep the default group that there is when it is imported, for good: the group's
+# threads would outlive its end. torch imports it with the first DistributedDataParallel.
+import torch.distributed.nn.functional
+
 P = ParamSpec("P")
 T = TypeVar("T")
 

@@ -7,6 +7,8 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
+from ..collectives._forget import forget_meshes
+
 
 def start_collectives(
     store: Store, rank: int, world_size: int, backend: str, timeout_s: float
@@ -24,4 +26,5 @@ def start_collectives(
 def end_collectives(group: dist.ProcessGroup | None) -> None:
     """End the default group, unless its user has ended it already or made another one since."""
     if dist.is_initialized() and dist.group.WORLD is group:
+        forget_meshes()
         dist.destroy_process_group(group)

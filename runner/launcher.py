@@ -25,6 +25,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from ..collectives import synchronize
+from ..collectives._forget import forget_meshes
 from ..collectives.slurm import adopt_slurm
 from ._guard import die_with_parent, heed_signals, relay_signals
 from .failure import Failure, LaunchError, Terminated
@@ -140,6 +141,7 @@ def _ending_group() -> Iterator[None]:
         traceback.clear_frames(error.__traceback__)
         raise
     finally:
+        forget_meshes()
         gc.collect()
         if dist.is_initialized():
             dist.destroy_process_group()

@@ -62,6 +62,8 @@ def serve() -> None:
         faulthandler.register(signal.SIGUSR1, file=stack_file)
         import torch.distributed
 
+        from stepwrap.collectives._forget import forget_meshes
+
         torch.set_num_threads(1)
         _call_by_sockets()
         connection.send_bytes(_answer("ready", None))
@@ -74,7 +76,7 @@ def serve() -> None:
             gc.collect()
             if torch.distributed.is_initialized():
                 torch.distributed.destroy_process_group()
-            _forget_groups()
+            forget_meshes()
             gc.collect()
             # What is left, mostly imported modules, stays: the next collection looks at little.
             gc.freeze()
@@ -143,22 +145,6 @@ def _reset_torch() -> None:
     random.seed(0)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(0)
-
-
-def _forget_groups() -> None:
-    """Drop what still names the groups that have ended.
-
-    What is kept of one here would stay for good, and its threads wake up a hundred times a second.
-    """
-    if "torch.distributed.tensor" not in sys.modules:
-        return
-    # It remembers operations, and ways from one placement to another, with their meshes.
-    from torch.distributed.tensor import _collective_utils, _redistribute, debug
-
-    debug._clear_sharding_prop_cache()
-    _redistribute.clear_redistribute_planner_cache()
-    _redistribute._gen_transform_infos.cache_clear()
-    _collective_utils.MeshTopoInfo.build_from_mesh.cache_clear()
 
 
 def _open_group(rank: int, call: RankCall) -> None:

@@ -94,7 +94,7 @@ def wrap_model(
 
     Raises:
         TypeError: the model is wrapped already and a wrapper or options are given, or the
-            wrapper has no such argument.
+            wrapper is no class or has no such argument.
         ValueError: wrapper, mesh and preparation do not go together, or as those say; or they are
             not the same on all ranks. What is wrong on one rank is raised on all.
         RuntimeError: a wrapper with a step of its own needs a process group, and there is none.
@@ -133,6 +133,11 @@ def _prepared(
     options: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Freeze parameters and check the rest; returns what must be the same on all ranks."""
+    if not callable(wrapper):
+        raise TypeError(
+            "wrapper must be a class such as StepDistributedDataParallel, or the function auto, "
+            f"got {wrapper!r}: names and settings of wrappers are for configs"
+        )
     frozen = freeze_parameters(model, prepare.freeze)
     for check in model_checks(model, prepare, 1 if mesh is None else mesh.tensor_size).values():
         check()

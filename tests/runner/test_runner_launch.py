@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ports import free_port
+from programs import run_script
 from ranks import run_ranks
 from runner_parts import write_run
 
@@ -152,6 +153,50 @@ def test_a_group_that_exists_is_left_alone() -> None:
             assert get_world_size() == 1
         assert dist.is_initialized()
     assert not dist.is_initialized()
+
+
+# The plainest first: what the others import hides its mistake.
+KINDS = [
+    "StepDistributedDataParallel",
+    "SeparateDistributedDataParallel",
+    "StepFullyShardedDataParallel",
+]
+JOINING = """
+import os
+from pathlib import Path
+
+import torch
+from ports import free_port
+
+from stepwrap.runner import launch
+from stepwrap import wrappers
+from stepwrap.wrappers import OptimWrapper, SupervisedModel, wrap_model
+
+
+def train(kind):
+    model = SupervisedModel(torch.nn.Linear(3, 2), torch.nn.CrossEntropyLoss())
+    wrapped = wrap_model(getattr(wrappers, kind), model)
+    optim = OptimWrapper(torch.optim.SGD(wrapped.parameters(), lr=0.1))
+    wrapped.train_step([torch.ones(4, 3), torch.tensor([0, 1, 1, 0])], optim)
+    return len(os.listdir("/proc/self/task")) > 1
+
+
+os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost"}
+for kind in {kinds}:
+    os.environ["MASTER_PORT"] = str(free_port())
+    had_threads = launch(train, (kind,))[0]
+    left = [file.read_text().strip() for file in Path("/proc/self/task").glob("*/comm")]
+    print(kind, had_threads, len(left), *sorted(left))
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="the system counts no threads")
+def test_no_thread_of_a_group_outlives_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that exits with one aborts now and then."""
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    lines = run_script(JOINING.replace("{kinds}", str(KINDS)), tmp_path).splitlines()
+    assert [line.split()[:3] for line in lines] == [[kind, "True", "1"] for kind in KINDS], lines
 
 
 def torchrun(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:

@@ -67,6 +67,9 @@ def test_options_of_ddp_without_a_group() -> None:
     assert type(wrapped) is SingleDevice
     with pytest.raises(TypeError, match="did you mean find_unused_parameters"):
         wrap_model(StepDistributedDataParallel, classifier(), find_unused=True)
+    for no_class in ("ddp", {"type": "ddp"}):
+        with pytest.raises(TypeError, match=r"must be a class such as .* got .*ddp.* for configs"):
+            wrap_model(no_class, classifier())
     with pytest.raises(RuntimeError, match="OwnDDP has a train_step of its own and needs a proc"):
         wrap_model(OwnDDP, classifier())
 
