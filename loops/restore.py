@@ -267,14 +267,17 @@ def find_checkpoint(
     """
     if which not in ("latest", "best"):
         raise ValueError(f'which must be "latest" or "best", got {which!r}')
-    root = Path(run_dir)
-    folder = root / "checkpoints" if (root / "checkpoints").is_dir() else root
     first = own_rank() == 0
-    search = together(f"searching {folder}", lambda: _search(folder, which) if first else None)
+    search = together(
+        f"searching {run_dir}", lambda: search_checkpoint(run_dir, which) if first else None
+    )
     return search[0]
 
 
-def _search(folder: Path, which: str) -> Path | None:
+def search_checkpoint(run_dir: Path | str, which: str = "latest") -> Path | None:
+    """Do as `find_checkpoint`, for this process alone."""
+    root = Path(run_dir)
+    folder = root / "checkpoints" if (root / "checkpoints").is_dir() else root
     problems: list[str] = []
     for path, meta in list_checkpoints(folder, problems):
         if which == "best" and not meta["best"]:

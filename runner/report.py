@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from ..loops import find_checkpoint
+from ..loops.restore import search_checkpoint
 from ..registry import RunSections
 from .environment import describe_environment
 from .jobs import Job, Outcome
@@ -59,7 +59,7 @@ def report_environment() -> None:
 
 def _report_stop(console: Console, folder: Path, outcome: Outcome) -> int:
     name = "Ctrl-C" if outcome.signal == signal.SIGINT else signal.Signals(outcome.signal).name
-    saved = find_checkpoint(folder)
+    saved = search_checkpoint(folder)
     what = f"at step {outcome.step} (epoch {outcome.epoch + 1})"
     if saved is None:
         _say(console, f"stopped by {name}", f"{what}; nothing is saved (hooks.checkpoint is off)")
@@ -90,7 +90,7 @@ def _report_files(console: Console, folder: Path) -> None:
             _say(console, "curves", str(draw_curves(folder)))
         else:
             _say(console, "curves", "not drawn: pip install 'stepwrap[plots]'")
-    best, latest = find_checkpoint(folder, "best"), find_checkpoint(folder, "latest")
+    best, latest = search_checkpoint(folder, "best"), search_checkpoint(folder, "latest")
     if best is not None:
         _say(console, "best checkpoint", str(best))
     if latest is not None:

@@ -15,7 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from stepwrap.collectives import get_rank, get_world_size
 from stepwrap.loops import Hook, LoopState, find_checkpoint
+from stepwrap.runner.cli import main
 
 MARK = "STEPWRAP_TEST_MARK"
 TIMEOUT_S = 90.0
@@ -88,6 +90,15 @@ def write_run(folder: Path) -> Path:
     config = folder / "points.yaml"
     config.write_text(CONFIG)
     return config
+
+
+def run_command(folder: Path, *words: str) -> int:
+    """Run `stepwrap ...` in a folder, on ranks that something else has started."""
+    os.chdir(folder)
+    # A module of this name of another test's folder may have been imported here.
+    sys.modules.pop("points", None)
+    os.environ |= {"RANK": str(get_rank()), "WORLD_SIZE": str(get_world_size())}
+    return main(list(words))
 
 
 class Command:

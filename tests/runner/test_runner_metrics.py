@@ -4,8 +4,8 @@ import json
 from pathlib import Path
 
 import pytest
-
-from stepwrap.runner.cli import main
+from ranks import run_ranks
+from runner_parts import run_command
 
 METRIC = """
 from stepwrap.collectives import BaseMetric
@@ -25,7 +25,8 @@ WORDS = ("hooks.progress=false", "hooks.checkpoint.keep_best=correct", "train.ma
 def test_a_base_metric_is_listed_and_watched(run: Path, nproc: int) -> None:
     (run / "correct.py").write_text(METRIC)
     own = "metrics.correct={type: correct.Correct, dist_backend: torch_cpu}"
-    assert main(["train", "points.yaml", "--run-dir", "run", f"--nproc={nproc}", own, *WORDS]) == 0
+    words = ("train", "points.yaml", "--run-dir", "run", own, *WORDS)
+    assert run_ranks(run_command, nproc, run, *words) == [0] * nproc
     records = [json.loads(line) for line in (run / "run/metrics.jsonl").read_text().splitlines()]
     evaluations = [record for record in records if "correct" in record]
     assert len(evaluations) == 3

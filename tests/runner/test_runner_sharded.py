@@ -1,30 +1,28 @@
 """Runs with sharded checkpoints, from the command line."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from runner_parts import Command
+from ranks import run_ranks
+from runner_parts import run_command
 
 from stepwrap.loops import find_checkpoint, load_checkpoint
 from stepwrap.runner.cli import main
 
-FSDP = ("--nproc=2", "wrapper={type: fsdp}")
+FSDP = ("wrapper={type: fsdp}",)
 TENSOR = (
-    "--nproc=2",
     "mesh={data: 1, tensor: 2}",
     "tensor_parallel={plan: {net.0: colwise, net.3: rowwise}}",
 )
-EMA = "hooks.ema={decay: 0.9}"
+TRAIN = ("train", "points.yaml", "hooks.ema={decay: 0.9}")
 
 
 def test_a_sharded_run_is_tested_and_continued_elsewhere(
-    start: Callable[..., Command], run: Path, capsys: pytest.CaptureFixture[str]
+    run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """What two processes have saved, one tests, and split layers go on from."""
-    code, _, err = start("train", "points.yaml", EMA, "train.max_epochs=1", *FSDP).finish()
-    assert code == 0, err
+    assert run_ranks(run_command, 2, run, *TRAIN, "train.max_epochs=1", *FSDP) == [0, 0]
     (folder,) = (run / "runs").iterdir()
     path = find_checkpoint(folder)
     assert path is not None
@@ -39,12 +37,11 @@ def test_a_sharded_run_is_tested_and_continued_elsewhere(
     )
     assert not torch.equal(weights["net.0.weight"], averages["net.0.weight"])
 
-    assert main(["test", "points.yaml", EMA]) == 0
+    assert main(["test", *TRAIN[1:]]) == 0
     assert "accuracy" in capsys.readouterr().out
 
     resumed = ("train.max_epochs=2", "--resume", *TENSOR)
-    code, _, err = start("train", "points.yaml", EMA, *resumed).finish()
-    assert code == 0, err
+    assert run_ranks(run_command, 2, run, *TRAIN, *resumed) == [0, 0]
     path = find_checkpoint(folder)
     assert path is not None
     assert load_checkpoint(path).meta["epoch"] == 2
