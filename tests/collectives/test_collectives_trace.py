@@ -3,8 +3,6 @@
 import os
 import re
 import signal
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -14,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from calls import HERE, outcome_text, traced
+from programs import run_script
 from ranks import RanksError, run_ranks
 
 from stepwrap.collectives import (
@@ -220,18 +219,18 @@ def test_the_timeout_of_synchronize_holds_while_tracing(tmp_path: Path) -> None:
     assert re.search(r"rank 1 is in no collective but at \S+ in _synchronize_too_early", text)
 
 
-@pytest.mark.parametrize(
-    ("value", "expected"), [("1", "True"), ("true", "True"), ("0", "False"), ("", "False")]
-)
-def test_the_environment_switches_tracing_on(value: str, expected: str) -> None:
-    code = "from stepwrap.collectives import trace; print(trace.is_tracing())"
-    environment = os.environ | {"STEPWRAP_COLLECTIVE_TRACE": value}
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
-    )
-    assert done.stdout.strip() == expected
+SWITCHES = """
+import importlib
+import os
+
+from stepwrap.collectives import trace
+
+for value in ("1", "true", "0", ""):
+    os.environ["STEPWRAP_COLLECTIVE_TRACE"] = value
+    print(value, importlib.reload(trace).is_tracing())
+"""
+
+
+def test_the_environment_switches_tracing_on(tmp_path: Path) -> None:
+    lines = run_script(SWITCHES, tmp_path).splitlines()
+    assert lines == ["1 True", "true True", "0 False", " False"]

@@ -42,7 +42,7 @@ def test_digits_are_learnt(name: str, tmp_path: Path) -> None:
 
 
 def test_language_model_beats_the_unigram_entropy(tmp_path: Path) -> None:
-    out = train("source_lm", tmp_path / "run", "train.max_steps=150", "train.val_interval=75")
+    out = train("source_lm", tmp_path / "run", "train.max_steps=100", "train.val_interval=50")
     record = last_record(tmp_path / "run", "val")
     # Letters, spaces and signs of source text have an entropy of a little over 3 nats.
     assert 2.5 < record["unigram"] < 3.5

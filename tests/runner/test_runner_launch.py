@@ -13,7 +13,7 @@ import torch.distributed as dist
 from ports import free_port
 from programs import run_script
 from ranks import run_ranks
-from runner_parts import write_run
+from runner_parts import run_command, write_run
 
 from stepwrap.collectives import broadcast, get_rank, get_world_size
 from stepwrap.runner import LaunchError, _guard, launch
@@ -202,7 +202,7 @@ def test_no_thread_of_a_group_outlives_it(tmp_path: Path, monkeypatch: pytest.Mo
 def torchrun(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     starter = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone")
     return subprocess.run(
-        [*starter, "-m", "stepwrap.runner", "train", "points.yaml", "train.max_epochs=1", *words],
+        [*starter, "-m", "stepwrap.runner", "train", "points.yaml", *words],
         cwd=folder,
         env={**os.environ, "TMPDIR": str(folder)},
         capture_output=True,
@@ -214,19 +214,19 @@ def torchrun(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
 
 def test_torchrun_starts_the_command(tmp_path: Path) -> None:
     write_run(tmp_path)
-    done = torchrun(tmp_path, "launch.nproc=5")
+    done = torchrun(tmp_path, "train.max_epochs=1", "launch.nproc=5")
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("points at step 6, epoch 1") == 1
     assert len(list(tmp_path.glob("runs/points/checkpoints/step_00000006*/rank_*.pt"))) == 2
 
 
-def test_torchrun_overwrites_no_results(tmp_path: Path) -> None:
+def test_ranks_overwrite_no_results(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     write_run(tmp_path)
     results = tmp_path / "runs/points"
     (results / "checkpoints/step_00000003").mkdir(parents=True)
-    done = torchrun(tmp_path)
-    assert "already holds 1 checkpoint(s), the last step_00000003" in done.stderr
-    assert "exitcode  : 2 " in done.stderr
+    assert run_ranks(run_command, 2, tmp_path, "train", "points.yaml") == [2, 2]
+    told = "".join(capfd.readouterr())
+    assert told.count("already holds 1 checkpoint(s), the last step_00000003") == 1
     assert [path.name for path in results.iterdir()] == ["checkpoints"]
 
 
