@@ -230,22 +230,21 @@ def test_arguments_are_checked_before_anything_is_offered() -> None:
 def _full(policy: str) -> Any:
     def body(group: RpcGroup) -> Any:
         server = make_server(
-            group, secondary_reducers=["w0"], on_full=policy, max_queue_size=3, reduce_batch_size=2
+            group, secondary_reducers=["w0"], on_full=policy, max_queue_size=4, reduce_batch_size=2
         )
         seen: dict[str, Any] = {}
         if group.get_cur_name() == "w1":
             client, model = accessor(group), one_weight()
-            # Nobody reduces yet, so three find room.
-            seen["pushes"] = [told(client.push, unit_gradients(model, i))[0] for i in range(4)]
+            # Nobody reduces yet, so four find room: as many as make a step.
+            seen["pushes"] = [told(client.push, unit_gradients(model, i))[0] for i in range(5)]
             seen["told"] = client.dropped
         group.barrier(timeout=30)
         seen |= {"dropped": server.dropped, "pending": server.pending}
         group.barrier(timeout=30)
         server.start()
         if group.get_cur_name() == "w1":
-            while told(client.push, unit_gradients(model, 10.0))[0]:
-                """The queue may be full for a moment yet."""
             seen["weight"] = wait_for_version(client, 1).item()
+            seen["pushes"].append(told(client.push, unit_gradients(model))[0])
         group.barrier(timeout=30)
         server.stop()
         return seen
@@ -256,12 +255,12 @@ def _full(policy: str) -> Any:
 @pytest.mark.parametrize("policy", ["block", "drop_oldest", "error"])
 def test_full_queues(policy: str) -> None:
     primary, client, _ = run_ranks(_full, 3, policy)
-    assert primary["pending"] == 3
+    assert primary["pending"] == 4
     is_dropping = policy == "drop_oldest"
-    assert client["pushes"] == ["", "", "", "" if is_dropping else queue.Full.__name__]
+    assert client["pushes"] == [*[""] * 4, "" if is_dropping else queue.Full.__name__, ""]
     assert primary["dropped"] == client["told"] == (1 if is_dropping else 0)
-    kept = 1 + 2 + 3 if is_dropping else 0 + 1 + 2
-    assert client["weight"] == pytest.approx(1 - 0.1 * (kept + 10), abs=1e-12)
+    kept = 1 + 2 + 3 + 4 if is_dropping else 0 + 1 + 2 + 3
+    assert client["weight"] == pytest.approx(1 - 0.1 * kept, abs=1e-12)
 
 
 def _failing_step() -> Any:
