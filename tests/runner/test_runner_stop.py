@@ -47,6 +47,7 @@ def test_a_killed_run_resumes_to_the_very_same_weights(start: Start, tmp_path: P
         (signal.SIGTERM, 1, "stopped by SIGTERM"),
         (signal.SIGINT, 2, "stopped by Ctrl-C"),
         (signal.SIGHUP, 1, "stopped by SIGTERM"),
+        (signal.SIGHUP, 2, "stopped by SIGTERM"),
     ],
 )
 def test_a_signal_saves_says_where_and_leaves_no_process(
@@ -96,19 +97,19 @@ def test_a_signal_before_training_ends_it_quietly(start: Start, tmp_path: Path) 
     assert "nothing was saved" in err
 
 
-@pytest.mark.parametrize(("number", "nproc"), [(signal.SIGTERM, 1), (signal.SIGHUP, 2)])
+@pytest.mark.parametrize("nproc", [1, 2])
 def test_a_signal_in_the_final_test_tells_what_is_saved(
-    start: Start, tmp_path: Path, number: signal.Signals, nproc: int
+    start: Start, tmp_path: Path, nproc: int
 ) -> None:
     # The test would take most of a minute.
     slow_test = ("data.test.dataset.pause_s=1", "data.test.dataset.mark=tested")
     command = start(*TRAIN, f"--nproc={nproc}", "train.max_epochs=1", *slow_test)
     command.wait_until((tmp_path / "tested").exists, "no test")
-    command.process.send_signal(number)
+    command.process.send_signal(signal.SIGTERM)
     code, _, err = command.finish()
-    assert code == 128 + number
+    assert code == 128 + signal.SIGTERM
     last = f"run/checkpoints/step_{12 // nproc:08d}"
-    assert err.startswith(f"stopped by {number.name}; the last checkpoint is {last}")
+    assert err.startswith(f"stopped by SIGTERM; the last checkpoint is {last}")
 
 
 def test_a_raising_rank_ends_all_and_is_named(start: Start, tmp_path: Path) -> None:
