@@ -228,3 +228,45 @@ def test_the_names_of_the_page() -> None:
     assert {"reduce_batch_size", "max_queue_size", "on_full"} <= set(options)
     for file in re.findall(r"`(examples/\w+\.py)`", PAGE):
         assert (ROOT / file).exists()
+
+
+SHARDED = """
+import gc
+import os
+from pathlib import Path
+
+import torch
+from ports import free_port
+
+from stepwrap.rpc import World
+from stepwrap.wrappers import StepFullyShardedDataParallel
+
+
+def threads():
+    names = [file.read_text() for file in Path("/proc/self/task").glob("*/comm")]
+    return sum("gloo" in name for name in names)
+
+
+def train():
+    with World("alone", rank=0, world_size=1):
+        model = StepFullyShardedDataParallel(torch.nn.Linear(3, 2))
+        model(torch.ones(4, 3)).sum().backward()
+        del model
+        return threads()
+
+
+os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
+had = train()
+# A sharded model is in a cycle.
+gc.collect()
+print(had > 0, threads())
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="the system counts no threads")
+def test_the_group_of_a_world_ends_with_its_threads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What torch remembers of a sharded model would keep them."""
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
+    assert run_script(SHARDED, tmp_path) == "True 0\n"
