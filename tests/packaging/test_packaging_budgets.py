@@ -5,8 +5,6 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parents[2]
 FOLDERS = (
     "collectives",
@@ -20,7 +18,7 @@ FOLDERS = (
     "wrappers",
 )
 FILES = sorted(file for folder in FOLDERS for file in (ROOT / folder).rglob("*.py"))
-FILE_LINES = 350
+FILE_LINES = 600
 FUNCTION_LINES = 45
 CLASS_LINES = 300
 METHODS = 15
@@ -57,8 +55,7 @@ def test_there_are_files_to_measure() -> None:
     assert len(FILES) > 30
 
 
-@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(ROOT)))
-def test_file_keeps_the_limits(file: Path) -> None:
+def overruns(file: Path) -> list[str]:
     over = []
     if (length := len(file.read_text().splitlines())) > FILE_LINES:
         over.append(f"{length} lines in the file, {FILE_LINES} allowed")
@@ -77,7 +74,11 @@ def test_file_keeps_the_limits(file: Path) -> None:
         methods = {one.name for one in node.body if isinstance(one, ast.FunctionDef)}
         if len(methods) > METHODS and node.name not in MANY_METHODS:
             over.append(f"{node.name}: {len(methods)} methods, {METHODS} allowed")
-    assert not over
+    return [f"{file.relative_to(ROOT)}: {line}" for line in over]
+
+
+def test_files_keep_the_limits() -> None:
+    assert not [line for file in FILES for line in overruns(file)]
 
 
 def test_no_two_files_of_the_tests_have_one_name() -> None:
