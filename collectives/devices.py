@@ -23,7 +23,7 @@ def get_data_device(data: object) -> torch.device:
     devices = list(dict.fromkeys(tensor.device for tensor in _tensors(data)))
     if len(devices) > 1:
         got = ", ".join(map(str, devices))
-        raise ValueError(f"the devices of all tensors in data should be consistent, but got {got}")
+        raise ValueError(f"device type in data should be consistent, but got {got}")
     return devices[0]
 
 
@@ -59,16 +59,19 @@ def cast_data_device(data: T, device: torch.device | str, out: T | None = None) 
     return moved  # type: ignore[no-any-return]
 
 
-def _children(data: object) -> list[Any]:
-    """Return what a container holds, a mapping's values in the order of its keys."""
+def _children(data: object, listed: str = "list") -> list[Any]:
+    """Return what a container holds, a mapping's values in the order of its keys.
+
+    Args:
+        listed: the word for sequences in the error that is documented for the caller.
+    """
     if isinstance(data, Mapping):
         children = list(data.values())
     elif isinstance(data, list | tuple | AbstractSet):
         children = list(data)
     else:
         raise TypeError(
-            "data should be a Tensor, list of tensor or dict (or a tuple or set), "
-            f"but got {type(data).__name__}"
+            f"data should be a Tensor, {listed} of tensor or dict, but got {type(data).__name__}"
         )
     if not children:
         raise ValueError(f"data should not be empty, but got {data!r}")
@@ -79,7 +82,7 @@ def _tensors(data: object) -> Iterator[torch.Tensor]:
     if isinstance(data, torch.Tensor):
         yield data
     else:
-        for child in _children(data):
+        for child in _children(data, "sequence"):
             yield from _tensors(child)
 
 

@@ -59,7 +59,9 @@ def init_dist(
         KeyError: the launcher has not set a variable, which is named.
     """
     if launcher not in _ADOPT:
-        raise ValueError(f"launcher must be one of {', '.join(_ADOPT)}, got {launcher!r}")
+        raise ValueError(
+            f"Invalid launcher type: {launcher}; it must be one of {', '.join(_ADOPT)}"
+        )
     if init_backend != "torch":
         raise ValueError(f"init_backend must be 'torch', got {init_backend!r}")
     if "timeout" in kwargs:

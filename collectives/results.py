@@ -46,13 +46,13 @@ def collect_results(
         CollectiveError: see `all_gather_object_cpu`.
     """
     if device not in _DEVICES:
-        raise NotImplementedError(f"device must be one of {_DEVICES}, got {device!r}")
+        raise NotImplementedError(f"device must be 'cpu' , 'gpu' or 'npu', but got {device!r}")
     if device == "cpu":
         return collect_results_cpu(results, size, tmpdir, group, remove_tmpdir=remove_tmpdir)
     if tmpdir is not None or remove_tmpdir:
         raise AssertionError(
-            f"tmpdir and remove_tmpdir are for device='cpu', got tmpdir={tmpdir!r} and "
-            f"remove_tmpdir={remove_tmpdir} with device={device!r}"
+            f"tmpdir should be None when device is {device}, and remove_tmpdir False; "
+            f"got tmpdir={tmpdir!r} and remove_tmpdir={remove_tmpdir}"
         )
     return collect_results_gpu(results, size, group)
 

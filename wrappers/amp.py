@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from functools import wraps
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -27,11 +28,30 @@ _HALF = (torch.float16, torch.bfloat16)
 _SCALE_KEY = "loss_scaler"
 
 
+_Init = TypeVar("_Init", bound=Callable[..., None])
+
+
+def _in_either_order(init: _Init) -> _Init:
+    """Take ``(loss_scale, dtype, use_fsdp, *, optimizer, ...)``, mmengine's order, as well."""
+    names = ("loss_scale", "dtype", "use_fsdp")
+
+    @wraps(init)
+    def either(self: Any, *args: Any, **kwargs: Any) -> None:
+        if args and not hasattr(args[0], "param_groups") and len(args) <= len(names):
+            init(self, **dict(zip(names, args, strict=False)), **kwargs)
+        else:
+            init(self, *args, **kwargs)
+
+    return either  # type: ignore[return-value]
+
+
 @OPTIM_WRAPPERS.register_module()
 class AmpOptimWrapper(OptimWrapper):
     """An optimizer wrapper in mixed precision, on any device with autocast.
 
-    The loss is scaled for float16 only: bfloat16 has the exponents of float32.
+    The loss is scaled for float16 only: bfloat16 has the exponents of float32. By position the
+    arguments may come as here or as in mmengine: ``AmpOptimWrapper("dynamic", "bfloat16",
+    optimizer=optimizer)``.
 
     Args:
         optimizer: as in ``OptimWrapper``.
@@ -53,6 +73,7 @@ class AmpOptimWrapper(OptimWrapper):
 
     config_plain = ("clip_grad", "loss_scale")
 
+    @_in_either_order
     def __init__(  # noqa: PLR0913
         self,
         optimizer: Optimizer,
@@ -147,7 +168,7 @@ def _dtype(dtype: str | torch.dtype | None, device_type: str) -> torch.dtype:
         return torch.get_autocast_dtype(device_type)
     found = _DTYPES.get(dtype) if isinstance(dtype, str) else dtype
     if found is None or found not in _DTYPES.values():
-        raise ValueError(f"dtype must be one of {', '.join(_DTYPES)} or None, got {dtype!r}")
+        raise ValueError(f"dtype should be any of {tuple(_DTYPES)} or None, got {dtype!r}")
     return found
 
 
@@ -162,4 +183,6 @@ def _scaler_options(
         return dict(loss_scale), None
     if isinstance(loss_scale, (int, float)) and not isinstance(loss_scale, bool):
         return {"init_scale": float(loss_scale)}, float(loss_scale)
-    raise TypeError(f"loss_scale must be of type float, dict, or be 'dynamic', got {loss_scale!r}")
+    raise TypeError(
+        f'loss_scale must be of type float, dict, or "dynamic", but got {loss_scale!r}'
+    )

@@ -36,6 +36,8 @@ class GradClip:
     def from_settings(cls, settings: Mapping[str, Any]) -> GradClip:
         """Check ``{"type": "norm", "max_norm": 1.0, ...}``; the mapping is left as it is.
 
+        Without a type it is "value" where there is a ``clip_value``, else "norm".
+
         Raises:
             AssertionError: no mapping, or nothing in it but ``type``.
             ValueError: ``type`` is neither "norm" nor "value".
@@ -43,16 +45,18 @@ class GradClip:
         """
         if not isinstance(settings, Mapping) or not settings:
             raise AssertionError(
-                "If `clip_grad` is not None, it must be a dict of the arguments of "
-                f"torch.nn.utils.clip_grad_norm_ or clip_grad_value_, got {settings!r}"
+                "If `clip_grad` is not None, it should be a `dict` which is the arguments of "
+                "`torch.nn.utils.clip_grad_norm_` or `torch.nn.utils.clip_grad_value_`, "
+                f"got {settings!r}"
             )
         options = dict(settings)
-        kind = options.pop("type", "norm")
+        kind = options.pop("type", "value" if "clip_value" in options else "norm")
         if kind not in _OPTIONS:
-            raise ValueError(f"clip_grad type must be 'norm' or 'value', got {kind!r}")
+            raise ValueError(f'type of clip_grad should be "norm" or "value" but got {kind!r}')
         if not options:
             raise AssertionError(
-                f"`clip_grad` of type {kind!r} must hold {_OPTIONS[kind][0]!r}, got {settings!r}"
+                "`clip_grad` should contain other arguments besides `type`: "
+                f"for {kind!r} at least {_OPTIONS[kind][0]!r}"
             )
         check_options(f"clip_grad of type {kind!r}", options, _OPTIONS[kind])
         return cls(kind, options)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import operator
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -39,14 +40,11 @@ class Accumulation:
 
     Raises:
         AssertionError: ``accumulative_counts`` is below 1.
+        TypeError: it is no integer.
     """
 
     def __init__(self, accumulative_counts: int) -> None:
-        if accumulative_counts < 1:
-            raise AssertionError(
-                f"accumulative_counts must be at least 1, got {accumulative_counts!r}"
-            )
-        self._accumulative_counts = accumulative_counts
+        self._accumulative_counts = _count("accumulative_counts", accumulative_counts)
         self._inner_count = 0
         self._max_counts = -1
         self._remainder_counts = -1
@@ -151,6 +149,8 @@ class OptimWrapper(Accumulation):
 
     Raises:
         AssertionError: ``accumulative_counts`` below 1, or ``clip_grad`` says nothing.
+        TypeError: no optimizer, ``accumulative_counts`` is no integer, or ``clip_grad`` has an
+            argument that torch's function has not.
         ValueError: the optimizer cannot step these parameters because they are spread over the
             ranks; or it needs a closure and there is accumulation or clipping.
     """
@@ -273,6 +273,11 @@ class OptimWrapper(Accumulation):
         return is_spread(self.optimizer)
 
     @property
+    def defaults(self) -> dict[str, Any]:
+        """The optimizer's settings for groups that have none of their own."""
+        return self.optimizer.defaults
+
+    @property
     def param_groups(self) -> list[dict[str, Any]]:
         """The optimizer's groups; with several, a further one that carries the base settings."""
         groups = self.optimizer.param_groups
@@ -337,6 +342,20 @@ class OptimWrapper(Accumulation):
             f"{type(self).__name__}({type(self.optimizer).__name__}, "
             f"accumulative_counts={self._accumulative_counts}, clip_grad={self._clip})"
         )
+
+
+def _count(name: str, value: Any) -> int:
+    """Return ``value`` as a plain int, also from numpy's integers."""
+    try:
+        count = None if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        count = None
+    if count is None:
+        raise TypeError(f"{name} must be an int, got {value!r}")
+    if count < 1:
+        # As documented by the system that this is for.
+        raise AssertionError(f"_{name} at least greater than or equal to 1, got {value!r}")
+    return count
 
 
 def _momentum(group: Mapping[str, Any]) -> float:

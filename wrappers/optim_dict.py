@@ -14,7 +14,7 @@ from .optim import OptimWrapper
 def _refused(name: str) -> Callable[..., Any]:
     def method(self: OptimWrapperDict, *args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError(
-            f"{name} should be called by each optimizer separately, as in "
+            f"`{name}` should be called by each optimizer separately, as in "
             f"optim_wrapper[{next(iter(self), 'name')!r}].{name}(...)"
         )
 
@@ -43,8 +43,8 @@ class OptimWrapperDict(Mapping[str, OptimWrapper]):
             # mmengine's own wrapper is welcome as well, hence by its interface.
             if not (hasattr(wrapper, "optimizer") and hasattr(wrapper, "update_params")):
                 raise AssertionError(
-                    "`OptimWrapperDict` only accept OptimWrapper instances, "
-                    f"but got {name}: {type(wrapper).__name__}"
+                    "`OptimWrapperDict` only accept OptimWrapper instance, "
+                    f"but got {name}: {type(wrapper)}"
                 )
         self.optim_wrappers = dict(optim_wrappers)
         self._followers: set[str] = set()
@@ -55,7 +55,10 @@ class OptimWrapperDict(Mapping[str, OptimWrapper]):
         self.reads_parts = all(getattr(one, "reads_parts", False) for one in members)
 
     def __getitem__(self, name: str) -> OptimWrapper:
-        return self.optim_wrappers[name]
+        try:
+            return self.optim_wrappers[name]
+        except KeyError:
+            raise KeyError(f"Cannot find {name} in OptimWrapperDict, it has {list(self)}") from None
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.optim_wrappers)
@@ -144,7 +147,8 @@ class OptimWrapperDict(Mapping[str, OptimWrapper]):
         for name, state in state_dict.items():
             if name not in self:
                 raise AssertionError(
-                    f"the state holds an optimizer wrapper {name!r}, here are {list(self)}"
+                    f"Mismatched `state_dict`! cannot found {name} in OptimWrapperDict, "
+                    f"it has {list(self)}"
                 )
             self[name].load_state_dict(state)
 

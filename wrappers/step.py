@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from torch import Tensor, distributed, nn
 from torch.distributed import ProcessGroup
+from torch.nn.modules.module import _has_any_global_hook
 
 from .anomalies import detect_anomalous_params, watch_gradients
 from .layout import refusal
@@ -172,8 +173,15 @@ class Steps:
     def _preprocess(self, model: Any) -> Callable[..., Any]:
         for owner, name in ((model, "data_preprocessor"), (self, "_preprocessor")):
             preprocess = owner._modules.get(name)
-            if type(preprocess) is DataPreprocessor and not preprocess._forward_hooks:
-                # The bare method: nn.Module's call around it costs twice as much as its work.
+            if type(preprocess) is DataPreprocessor and not (
+                preprocess._forward_pre_hooks
+                or preprocess._forward_hooks
+                or preprocess._backward_pre_hooks
+                or preprocess._backward_hooks
+                or preprocess._compiled_call_impl
+                or _has_any_global_hook()
+            ):
+                # The bare method: nn.Module's call around it costs more than its work.
                 return preprocess.forward
             if preprocess is not None:
                 return preprocess  # type: ignore[no-any-return]

@@ -46,12 +46,12 @@ def test_the_device_of_nested_tensors() -> None:
         (
             [torch.ones(1), torch.ones(1, device=META)],
             ValueError,
-            "should be consistent.*cpu, meta",
+            "^device type in data should be consistent, but got cpu, meta",
         ),
         ({"a": [torch.ones(1)], "b": torch.ones(1, device=META)}, ValueError, "consistent"),
         ([], ValueError, "data should not be empty"),
         ({"a": ()}, ValueError, "data should not be empty"),
-        ("text", TypeError, "data should be a Tensor, list of tensor or dict .*but got str"),
+        ("text", TypeError, "^data should be a Tensor, sequence of tensor or dict, but got str"),
         ([torch.ones(1), 1.0], TypeError, "data should be a Tensor, .* but got float"),
         ((x for x in [torch.ones(1)]), TypeError, "data should be a Tensor, .* but got generator"),
     ],
@@ -123,7 +123,7 @@ ONE = torch.ones(1)
         ({ONE}, lambda t: {t}, TypeError, "out should not be a set"),
         ([ONE, {ONE}], lambda t: [t, {t}], TypeError, "out should not be a set"),
         ([], lambda t: [], ValueError, "data should not be empty"),
-        ("text", lambda t: "text", TypeError, "data should be a Tensor, list of tensor or dict"),
+        ("text", lambda t: "text", TypeError, "^data should be a Tensor, list of tensor or dict, but"),
     ],
 )
 def test_an_out_that_does_not_fit(

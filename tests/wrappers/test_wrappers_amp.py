@@ -1,5 +1,6 @@
 """Mixed precision on the CPU."""
 
+import inspect
 from typing import Any
 
 import pytest
@@ -125,6 +126,25 @@ def test_state_holds_the_scale() -> None:
     assert again.loss_scaler.get_scale() == 32.0
 
 
+def test_either_order_of_arguments() -> None:
+    """That of OptimWrapper, and that which mmengine documents."""
+    optimizer = torch.optim.SGD(classifier().parameters(), lr=0.1)
+    ours = AmpOptimWrapper(optimizer, 2, {"max_norm": 1.0}, loss_scale=8.0, dtype="float16")
+    theirs = AmpOptimWrapper(
+        8.0, "float16", optimizer=optimizer, accumulative_counts=2, clip_grad={"max_norm": 1.0}
+    )
+    assert repr(ours) == repr(theirs)
+    assert ours.state_dict() == theirs.state_dict()
+    assert ours.cast_dtype is theirs.cast_dtype is torch.float16
+    sharded = AmpOptimWrapper("dynamic", torch.float16, True, optimizer=optimizer)
+    assert isinstance(sharded.loss_scaler, ShardedGradScaler)
+    with pytest.raises(TypeError, match="'optimizer'"):
+        AmpOptimWrapper("dynamic")
+    with pytest.raises(TypeError, match="'loss_scale'"):
+        AmpOptimWrapper(8.0, optimizer=optimizer, loss_scale=8.0)
+    assert "accumulative_counts" in inspect.signature(AmpOptimWrapper).parameters
+
+
 def test_sharded_scaler() -> None:
     model = classifier()
     amp = _amp(model, dtype="float16", use_fsdp=True)
@@ -134,10 +154,10 @@ def test_sharded_scaler() -> None:
 @pytest.mark.parametrize(
     ("kwargs", "error", "message"),
     [
-        ({"loss_scale": "static"}, TypeError, "loss_scale must be of type float, dict"),
-        ({"loss_scale": True}, TypeError, "loss_scale must be of type float, dict"),
+        ({"loss_scale": "static"}, TypeError, "^loss_scale must be of type float, dict, or \"dynamic\", but"),
+        ({"loss_scale": True}, TypeError, "^loss_scale must be of type float, dict, or \"dynamic\", but"),
         ({"loss_scale": {"init": 1.0}}, TypeError, "loss_scale has no argument 'init'"),
-        ({"dtype": "half"}, ValueError, "dtype must be one of float16"),
+        ({"dtype": "half"}, ValueError, "^dtype should be any of .'float16'"),
         ({"dtype": torch.int8}, ValueError, "got torch.int8"),
     ],
 )

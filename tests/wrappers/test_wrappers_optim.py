@@ -4,6 +4,7 @@ import copy
 import logging
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from step_models import batches, classifier, flat, mlp, sgd
@@ -191,11 +192,15 @@ def test_state_restores_the_count_and_the_optimizer() -> None:
 @pytest.mark.parametrize(
     ("kwargs", "error", "message"),
     [
-        ({"accumulative_counts": 0}, AssertionError, "accumulative_counts must be at least 1"),
-        ({"clip_grad": {}}, AssertionError, "If `clip_grad` is not None"),
-        ({"clip_grad": 1.0}, AssertionError, "If `clip_grad` is not None"),
-        ({"clip_grad": {"type": "norm"}}, AssertionError, "must hold 'max_norm'"),
-        ({"clip_grad": {"type": "l2", "max_norm": 1}}, ValueError, "'norm' or 'value', got 'l2'"),
+        ({"accumulative_counts": 0}, AssertionError, "^_accumulative_counts at least greater than"),
+        ({"accumulative_counts": 1.5}, TypeError, "accumulative_counts must be an int, got 1.5"),
+        ({"accumulative_counts": 2.0}, TypeError, "accumulative_counts must be an int, got 2.0"),
+        ({"accumulative_counts": True}, TypeError, "accumulative_counts must be an int, got True"),
+        ({"accumulative_counts": "2"}, TypeError, "accumulative_counts must be an int, got '2'"),
+        ({"clip_grad": {}}, AssertionError, "^If `clip_grad` is not None, it should be a `dict`"),
+        ({"clip_grad": 1.0}, AssertionError, "^If `clip_grad` is not None, it should be a `dict`"),
+        ({"clip_grad": {"type": "norm"}}, AssertionError, "^`clip_grad` should contain .*'max_norm'"),
+        ({"clip_grad": {"type": "l2", "max_norm": 1}}, ValueError, "^type of clip_grad should be"),
         ({"clip_grad": {"max_nrm": 1}}, TypeError, "did you mean max_norm"),
         ({"clip_grad": {"type": "value", "max_norm": 1}}, TypeError, "no argument 'max_norm'"),
     ],
@@ -203,6 +208,23 @@ def test_state_restores_the_count_and_the_optimizer() -> None:
 def test_wrong_settings(kwargs: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         _wrapper(**kwargs)
+
+
+def test_whole_numbers_of_any_kind_are_counts() -> None:
+    assert _windows(_wrapper(accumulative_counts=np.int64(2)), 5)[1] == [2, 4]
+
+
+def test_clip_value_alone_is_clipping_by_value() -> None:
+    weight = _parameter()
+    wrapper = OptimWrapper(torch.optim.SGD([weight], lr=1.0), clip_grad={"clip_value": 0.2})
+    before = weight.detach().clone()
+    wrapper.update_params(weight.sum() * 100)
+    torch.testing.assert_close(weight.detach(), before - 0.2)
+
+
+def test_defaults_are_those_of_the_optimizer() -> None:
+    wrapper = _wrapper()
+    assert wrapper.defaults is wrapper.optimizer.defaults
 
 
 def test_a_config_is_no_optimizer() -> None:

@@ -3,12 +3,15 @@
 import collections
 import copy
 import pickle
+from typing import Any
 
 import pytest
 import torch
+from step_models import PlainModel, batches, classifier, sgd
 from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 
-from stepwrap.wrappers import DataPreprocessor, SupervisedModel
+from stepwrap.wrappers import DataPreprocessor, SingleDevice, SupervisedModel
 
 Pair = collections.namedtuple("Pair", ["image", "label"])
 
@@ -46,6 +49,36 @@ def test_what_is_in_place_is_not_copied() -> None:
     batch = [torch.ones(2), torch.ones(3)]
     moved = DataPreprocessor()(batch)
     assert all(a is b for a, b in zip(moved, batch, strict=True))
+
+
+def _doubled(module: nn.Module, args: Any, *_: Any) -> Any:
+    """Doubles the first entry of a batch, wherever a hook gets it."""
+    if not isinstance(module, DataPreprocessor):
+        return None
+    (batch, *rest) = args
+    return ([batch[0] * 2, batch[1]], *rest)
+
+
+@pytest.mark.parametrize("kind", ["pre", "forward", "global pre", "compiled"])
+@pytest.mark.parametrize("make", [classifier, PlainModel])
+def test_hooks_of_a_preprocessor_run(make: Any, kind: str) -> None:
+    """In a model's own one, and in that which a wrapper has for a model without."""
+    [batch] = batches(1)
+    plain, hooked = SingleDevice(make()), SingleDevice(make())
+    expected = plain.train_step([batch[0] * 2, batch[1]], sgd(plain))["loss"]
+    preprocess: Any = next(m for m in hooked.modules() if isinstance(m, DataPreprocessor))
+    if kind == "pre":
+        preprocess.register_forward_pre_hook(_doubled)
+    elif kind == "forward":
+        preprocess.register_forward_hook(lambda module, _, output: _doubled(module, [output])[0])
+    elif kind == "compiled":
+        preprocess._compiled_call_impl = lambda data, training: [data[0] * 2, data[1]]
+    handle = register_module_forward_pre_hook(_doubled) if kind == "global pre" else None
+    try:
+        assert hooked.train_step(batch, sgd(hooked))["loss"] == expected
+    finally:
+        if handle is not None:
+            handle.remove()
 
 
 def test_device_follows_the_modules_that_hold_it() -> None:
