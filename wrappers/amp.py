@@ -114,7 +114,8 @@ class AmpOptimWrapper(OptimWrapper):
 
     def step(self, **kwargs: Any) -> None:
         """Unscale and clip, if so configured, and update unless a gradient is infinite."""
-        self._check_first()
+        if self._first is not None:
+            self._check_first()
         if self._needs_closure:
             raise ValueError(closure_advice(self.optimizer))
         # Fused optimizers unscale by themselves, and would ask no other rank.
@@ -183,6 +184,4 @@ def _scaler_options(
         return dict(loss_scale), None
     if isinstance(loss_scale, (int, float)) and not isinstance(loss_scale, bool):
         return {"init_scale": float(loss_scale)}, float(loss_scale)
-    raise TypeError(
-        f'loss_scale must be of type float, dict, or "dynamic", but got {loss_scale!r}'
-    )
+    raise TypeError(f'loss_scale must be of type float, dict, or "dynamic", but got {loss_scale!r}')

@@ -229,7 +229,8 @@ class OptimWrapper(Accumulation):
                 training step of one's own are not the same on all ranks.
             ValueError: the optimizer needs a closure.
         """
-        self._check_first()
+        if self._first is not None:
+            self._check_first()
         if self._needs_closure:
             raise ValueError(closure_advice(self.optimizer))
         if self._clip is not None:

@@ -13,37 +13,45 @@ from ..registry import MODELS
 _FLAT = (list, tuple)
 
 
-def move(data: Any, device: torch.device) -> Any:
-    """Bring every tensor in nested ``data`` to ``device``, pinned ones without waiting.
+def move(data: Any, device: torch.device, non_blocking: bool | None = None) -> Any:
+    """Bring every tensor in nested ``data`` to ``device``.
 
     Mappings become plain dicts, sequences and namedtuples keep their type, and anything else
     with a ``to`` method (packed sequences, data elements) is moved by it. Strings, numbers,
     None and other objects come back as they are.
+
+    Args:
+        non_blocking: whether to go on while tensors are copied; None: for pinned ones.
     """
     if type(data) is list:
-        return _move_all(data, device)
+        return _move_all(data, device, non_blocking)
     if isinstance(data, Tensor):
         if data.device == device:
             return data
-        return data.to(device, non_blocking=data.is_pinned())
+        return data.to(
+            device, non_blocking=data.is_pinned() if non_blocking is None else non_blocking
+        )
     if data is None or isinstance(data, (str, bytes, bytearray, int, float)):
         return data
     if isinstance(data, Mapping):
-        return dict(zip(data, _move_all(data.values(), device), strict=True))
+        return dict(zip(data, _move_all(data.values(), device, non_blocking), strict=True))
     if callable(getattr(data, "to", None)):
-        return data.to(device)
+        # Not every such method knows of more than the device.
+        return data.to(device, non_blocking=True) if non_blocking else data.to(device)
     if isinstance(data, tuple) and hasattr(data, "_fields"):
-        return type(data)(*_move_all(data, device))
+        return type(data)(*_move_all(data, device, non_blocking))
     if isinstance(data, Sequence) and not isinstance(data, (range, memoryview)):
         rebuild: Callable[[list[Any]], Any] = type(data)
-        return rebuild(_move_all(data, device))
+        return rebuild(_move_all(data, device, non_blocking))
     return data
 
 
-def _move_all(items: Any, device: torch.device) -> list[Any]:
+def _move_all(items: Any, device: torch.device, non_blocking: bool | None) -> list[Any]:
     # A tensor that is where it should be is most of all batches: it costs no call.
     return [
-        item if isinstance(item, Tensor) and item.device == device else move(item, device)
+        item
+        if isinstance(item, Tensor) and item.device == device
+        else move(item, device, non_blocking)
         for item in items
     ]
 
@@ -65,7 +73,8 @@ class DataPreprocessor(nn.Module):
     """Moves batches to the device of the model, and may normalise their input.
 
     The device follows ``to()``, ``cuda()`` and ``cpu()`` of any module that holds this one.
-    A subclass may override ``forward(data, training=False)``::
+    A subclass may override ``cast_data(data)``, which moves a batch, or
+    ``forward(data, training=False)``::
 
         class Flip(DataPreprocessor):
             def forward(self, data, training=False):
@@ -77,6 +86,8 @@ class DataPreprocessor(nn.Module):
         std: what the difference is divided by, likewise.
         input_key: the entry to normalise; default: the first of a sequence, "inputs" of a
             mapping.
+        non_blocking: whether to go on while tensors are copied to the device; default: for those
+            in pinned memory.
     """
 
     def __init__(
@@ -85,9 +96,11 @@ class DataPreprocessor(nn.Module):
         std: float | Sequence[float] | None = None,
         *,
         input_key: int | str | None = None,
+        non_blocking: bool | None = None,
     ) -> None:
         super().__init__()
         self.input_key = input_key
+        self.non_blocking = non_blocking
         self._mean = _numbers("mean", mean)
         self._std = _numbers("std", std)
         if self._std is not None and min(self._std) <= 0:
@@ -104,15 +117,23 @@ class DataPreprocessor(nn.Module):
 
     def forward(self, data: Any, training: bool = False) -> Any:
         """Move ``data``, and normalise its input where a mean or std was given."""
+        data = self.cast_data(data)
+        if self._mean is None and self._std is None:
+            return data
+        return self._replace_input(data)
+
+    def cast_data(self, data: Any) -> Any:
+        """Move every tensor in nested ``data`` to the device.
+
+        Mappings become plain dicts, sequences and namedtuples keep their type, other objects with a
+        method ``to`` are moved by it, and everything else comes back as it is.
+        """
         device = self._device
         # Most batches are flat sequences of tensors that are where they should be already.
         for item in data if type(data) in _FLAT else (None,):
             if not (isinstance(item, Tensor) and item.device == device):
-                data = move(data, device)
-                break
-        if self._mean is None and self._std is None:
-            return data
-        return self._replace_input(data)
+                return move(data, device, self.non_blocking)
+        return data
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> DataPreprocessor:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
@@ -159,6 +180,8 @@ def _numbers(name: str, value: float | Sequence[float] | None) -> list[float] | 
     if value is None:
         return None
     numbers = [value] if isinstance(value, (int, float)) else list(value)
+    if isinstance(value, bool):
+        raise TypeError(f"{name} must be a number, got {value}; give non_blocking by its name")
     if not numbers or not all(isinstance(number, (int, float)) for number in numbers):
         raise TypeError(f"{name} must be a number or a list of numbers, got {value!r}")
     return [float(number) for number in numbers]

@@ -123,7 +123,12 @@ ONE = torch.ones(1)
         ({ONE}, lambda t: {t}, TypeError, "out should not be a set"),
         ([ONE, {ONE}], lambda t: [t, {t}], TypeError, "out should not be a set"),
         ([], lambda t: [], ValueError, "data should not be empty"),
-        ("text", lambda t: "text", TypeError, "^data should be a Tensor, list of tensor or dict, but"),
+        (
+            "text",
+            lambda t: "text",
+            TypeError,
+            "^data should be a Tensor, list of tensor or dict, but",
+        ),
     ],
 )
 def test_an_out_that_does_not_fit(

@@ -183,7 +183,12 @@ def test_the_launcher_is_inferred(
 @pytest.mark.parametrize(
     ("args", "kwargs", "error", "text"),
     [
-        (("torch",), {}, ValueError, "^Invalid launcher type: torch; it must be one of pytorch, slurm"),
+        (
+            ("torch",),
+            {},
+            ValueError,
+            "^Invalid launcher type: torch; it must be one of pytorch, slurm",
+        ),
         (("none", "gloo", "deepspeed"), {}, ValueError, "init_backend must be 'torch', got 'deep"),
         (("none",), {"timeout": "1h"}, TypeError, "timeout must be a number of seconds or a time"),
         (("none",), {"timeout": True}, TypeError, "timeout must be a number .*, got True"),

@@ -115,10 +115,14 @@ def test_what_fails_on_one_rank_raises_on_all(tmp_path: Path) -> None:
 
 
 def _check_arguments() -> None:
-    with pytest.raises(NotImplementedError, match="^device must be 'cpu' , 'gpu' or 'npu', but got 'cuda'"):
+    with pytest.raises(
+        NotImplementedError, match="^device must be 'cpu' , 'gpu' or 'npu', but got 'cuda'"
+    ):
         collect_results([1], 1, "cuda")
     for device in ("gpu", "npu"):
-        with pytest.raises(AssertionError, match=f"^tmpdir should be None when device is {device}.*'x'"):
+        with pytest.raises(
+            AssertionError, match=f"^tmpdir should be None when device is {device}.*'x'"
+        ):
             collect_results([1], 1, device, "x")
         with pytest.raises(AssertionError, match="remove_tmpdir False; .* remove_tmpdir=True"):
             collect_results([1], 1, device, remove_tmpdir=True)

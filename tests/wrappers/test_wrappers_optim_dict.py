@@ -33,7 +33,9 @@ def test_mapping() -> None:
 
 @pytest.mark.parametrize("name", ["update_params", "backward", "step", "optim_context"])
 def test_what_each_member_does_itself(name: str) -> None:
-    with pytest.raises(NotImplementedError, match=f"^`{name}` should be called by each optimizer separately"):
+    with pytest.raises(
+        NotImplementedError, match=f"^`{name}` should be called by each optimizer separately"
+    ):
         getattr(_members(), name)(torch.tensor(1.0))
 
 
@@ -128,7 +130,9 @@ def test_state_by_member() -> None:
     again.load_state_dict(group.state_dict())
     assert [wrapper.inner_count for wrapper in again.values()] == [1, 1]
     assert again["gen"].optimizer.state_dict()["state"][0]["momentum_buffer"].item() == 1.0
-    with pytest.raises(AssertionError, match=r"^Mismatched `state_dict`! cannot found other in .*gen"):
+    with pytest.raises(
+        AssertionError, match=r"^Mismatched `state_dict`! cannot found other in .*gen"
+    ):
         again.load_state_dict({"other": {}})
     with pytest.raises(KeyError, match="Cannot find other in OptimWrapperDict, it has .*'disc'"):
         again["other"]
@@ -136,7 +140,10 @@ def test_state_by_member() -> None:
 
 
 def test_only_optimizer_wrappers() -> None:
-    with pytest.raises(AssertionError, match="^`OptimWrapperDict` only accept OptimWrapper instance, but got gen: .*SGD"):
+    with pytest.raises(
+        AssertionError,
+        match="^`OptimWrapperDict` only accept OptimWrapper instance, but got gen: .*SGD",
+    ):
         OptimWrapperDict(gen=torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1))
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from step_models import PlainModel, batches, classifier, sgd
+from step_models import PlainModel, batches, classifier, mlp, sgd
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
@@ -45,6 +45,44 @@ def test_nested_data_is_moved_and_keeps_its_shape() -> None:
     assert moved["rest"][3] is other
 
 
+class _Movable:
+    """Remembers how it was asked to move."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[Any, ...]] = []
+
+    def to(self, device: torch.device, **options: Any) -> "_Movable":
+        self.asked.append((device.type, options))
+        return self
+
+
+class _Sums(DataPreprocessor):
+    """Moves batches in its own way, as mmengine's documentation has it."""
+
+    def cast_data(self, data: Any) -> Any:
+        return [one.sum() for one in super().cast_data(data)]
+
+
+def test_cast_data_moves_and_may_be_overridden() -> None:
+    batch = {"inputs": [torch.ones(2)], "data_samples": ("text", None)}
+    assert DataPreprocessor().cast_data(batch)["inputs"][0] is batch["inputs"][0]
+    moved = _on_meta().cast_data(batch)
+    assert moved["inputs"][0].is_meta
+    assert moved["data_samples"] == ("text", None)
+    assert _Sums()([torch.ones(3)]) == [3.0]
+
+
+def test_non_blocking_reaches_what_is_moved() -> None:
+    for given, options in ((None, {}), (False, {}), (True, {"non_blocking": True})):
+        movable = _Movable()
+        preprocess = _on_meta(non_blocking=given)
+        moved = preprocess({"a": [movable, torch.ones(1)]})
+        assert movable.asked == [("meta", options)]
+        assert moved["a"][1].is_meta
+    with pytest.raises(TypeError, match="mean must be a number, got True; give non_blocking by"):
+        DataPreprocessor(True)
+
+
 def test_what_is_in_place_is_not_copied() -> None:
     batch = [torch.ones(2), torch.ones(3)]
     moved = DataPreprocessor()(batch)
@@ -59,7 +97,7 @@ def _doubled(module: nn.Module, args: Any, *_: Any) -> Any:
     return ([batch[0] * 2, batch[1]], *rest)
 
 
-@pytest.mark.parametrize("kind", ["pre", "forward", "global pre", "compiled"])
+@pytest.mark.parametrize("kind", ["pre", "forward", "global pre"])
 @pytest.mark.parametrize("make", [classifier, PlainModel])
 def test_hooks_of_a_preprocessor_run(make: Any, kind: str) -> None:
     """In a model's own one, and in that which a wrapper has for a model without."""
@@ -71,14 +109,27 @@ def test_hooks_of_a_preprocessor_run(make: Any, kind: str) -> None:
         preprocess.register_forward_pre_hook(_doubled)
     elif kind == "forward":
         preprocess.register_forward_hook(lambda module, _, output: _doubled(module, [output])[0])
-    elif kind == "compiled":
-        preprocess._compiled_call_impl = lambda data, training: [data[0] * 2, data[1]]
     handle = register_module_forward_pre_hook(_doubled) if kind == "global pre" else None
     try:
         assert hooked.train_step(batch, sgd(hooked))["loss"] == expected
     finally:
         if handle is not None:
             handle.remove()
+
+
+def test_a_compiled_preprocessor_is_used() -> None:
+    graphs: list[Any] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    model = SupervisedModel(
+        mlp(), nn.CrossEntropyLoss(), data_preprocessor=DataPreprocessor(mean=1.0)
+    )
+    model.data_preprocessor.compile(backend=backend)
+    SingleDevice(model).train_step(batches(1)[0], sgd(model))
+    assert len(graphs) == 1
 
 
 def test_device_follows_the_modules_that_hold_it() -> None:
