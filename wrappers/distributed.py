@@ -99,7 +99,7 @@ class StepDistributedDataParallel(Steps, DistributedDataParallel):
             )
         hook = None if comm_hook is None else read_comm_hook(comm_hook)
         if sync_batchnorm:
-            module = convert_sync_batchnorm(module, ddp_kwargs.get("process_group"))
+            module = convert_sync_batchnorm(module, process_group=ddp_kwargs.get("process_group"))
         ddp_kwargs.setdefault("device_ids", _device_ids(module))
         super().__init__(module=module, **_renamed(ddp_kwargs))
         self._prepare_steps(detect_anomalous_params)

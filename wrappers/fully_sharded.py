@@ -118,7 +118,7 @@ class StepFullyShardedDataParallel(Steps, nn.Module):
         self.data_group, self._mesh = place.data_group, place.shards
         self.collective_eval = True
         if sync_batchnorm:
-            convert_sync_batchnorm(module, self.data_group)
+            convert_sync_batchnorm(module, process_group=self.data_group)
         roots = shard_model(module, options, place.shards)
         self.module = module
         if any(one.is_meta for one in module.parameters()):

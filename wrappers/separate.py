@@ -81,7 +81,7 @@ class SeparateDistributedDataParallel(Steps, nn.Module):
         check_children(module)
         group = ddp_kwargs.get("process_group")
         if sync_batchnorm:
-            module = convert_sync_batchnorm(module, group)
+            module = convert_sync_batchnorm(module, process_group=group)
         options = {
             **ddp_kwargs,
             "broadcast_buffers": broadcast_buffers,

@@ -179,7 +179,7 @@ class Steps:
                 or preprocess._backward_pre_hooks
                 or preprocess._backward_hooks
                 or preprocess._compiled_call_impl
-                or _has_any_global_hook()
+                or _has_any_global_hook()  # type: ignore[no-untyped-call]
             ):
                 # The bare method: nn.Module's call around it costs more than its work.
                 return preprocess.forward

@@ -140,6 +140,62 @@ def test_torchs_synchronised_layer() -> None:
     assert layer.process_group is None
 
 
+@pytest.mark.parametrize("training", [False, True])
+def test_torchs_implementation(training: bool) -> None:
+    model = _model().train(training)
+    before, classes = _tensors(model), [type(one) for one in model.modules()]
+    assert convert_sync_batchnorm(model, implementation="torch") is model
+    assert all(type(one) is nn.SyncBatchNorm for one in _norms(model))
+    assert all(one.training is training for one in model.modules())
+    assert _tensors(model) == before
+    assert all(one.process_group is None for one in _norms(model))
+    model(torch.randn(2, 3, 2, 2))
+    for implementation in ("stepwrap", "torch", "stepwrap", "torch"):
+        convert_sync_batchnorm(model, implementation)
+    assert all(type(one) is nn.SyncBatchNorm for one in _norms(model))
+    assert revert_sync_batchnorm(model) is model
+    assert [type(one) for one in model.modules()] == classes
+    assert _tensors(model) == before
+    ours = SynchronizedBatchNorm2d(3)
+    assert type(convert_sync_batchnorm(ours, "torch")) is nn.SyncBatchNorm
+    assert type(revert_sync_batchnorm(ours)) is nn.BatchNorm2d
+    with pytest.raises(ValueError, match='^sync_bn should be "torch" or "stepwrap", but got .mmcv'):
+        convert_sync_batchnorm(model, implementation="mmcv")
+
+
+@pytest.mark.parametrize("shape", [(4, 3), (4, 3, 2), (4, 3, 2, 2), (4, 3, 2, 2, 2)])
+def test_torchs_layers_become_plain(shape: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.SyncBatchNorm(3, momentum=0.3))
+    (layer,) = model
+    weight = layer.weight
+    assert revert_sync_batchnorm(model) is model
+    assert not isinstance(layer, nn.SyncBatchNorm)
+    assert model[0] is layer
+    assert layer.weight is weight
+    plain = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNorm3d}
+    expected = plain[len(shape)](3, momentum=0.3)
+    x = torch.randn(*shape)
+    assert torch.equal(layer(x), expected(x))
+    assert torch.equal(layer.running_var, expected.running_var)
+    with pytest.raises(ValueError, match="at least 2D input"):
+        layer(torch.randn(3))
+    again = copy.deepcopy(convert_sync_batchnorm(model))
+    assert torch.equal(again.eval()(x), layer.eval()(x))
+    assert type(revert_sync_batchnorm(again)[0]).__name__ == "BatchNormXd"
+
+
+def _plain_on_two_ranks() -> bool:
+    """torch's own layer trains on GPUs only; reverted, each rank has its own statistics."""
+    layer = revert_sync_batchnorm(nn.SyncBatchNorm(2))
+    x = torch.randn(4, 2) + torch.distributed.get_rank()
+    return torch.equal(layer(x), nn.BatchNorm1d(2)(x))
+
+
+def test_torchs_layers_become_plain_on_ranks() -> None:
+    assert run_ranks(_plain_on_two_ranks, 2) == [True, True]
+
+
 def test_what_cannot_be_converted(caplog: pytest.LogCaptureFixture) -> None:
     lazy = nn.Sequential(nn.LazyBatchNorm2d())
     with pytest.raises(TypeError, match=r"0 \(LazyBatchNorm2d\) has seen no input yet"):
@@ -155,6 +211,12 @@ def test_what_cannot_be_converted(caplog: pytest.LogCaptureFixture) -> None:
     assert [type(one) for one in model] == kinds
     names = ["0 (_Activated)", "1 (ParametrizedBatchNorm2d)"]
     assert [one.getMessage().split(" has")[0] for one in caplog.records] == names
+    caplog.clear()
+    layer = nn.SyncBatchNorm(3)
+    parametrize.register_parametrization(layer, "weight", nn.Softplus())
+    with caplog.at_level(logging.WARNING):
+        assert isinstance(revert_sync_batchnorm(layer), nn.SyncBatchNorm)
+    assert "stays synchronised" in caplog.text
 
 
 def test_data_parallel_gets_callbacks() -> None:
