@@ -22,6 +22,7 @@ from ..registry import (
     find_train_step,
 )
 from ..wrappers import (
+    BaseModule,
     Mesh,
     Preparation,
     StepDistributedDataParallel,
@@ -78,14 +79,24 @@ def build_model(run: RunSections, ranks: int | None = None) -> tuple[nn.Module, 
 
 
 def _initialise(model: nn.Module) -> None:
-    """Let mmengine's modules initialise themselves, which they do when they are told to."""
+    """Let modules with an `init_cfg` initialise themselves, which they do when they are told to."""
     initialise: Any = getattr(model, "init_weights", None)
-    if hasattr(model, "init_cfg") and initialise is not None:
+    if hasattr(model, "init_cfg") and initialise is not None and not _has_no_settings(model):
         # It reaches those inside by itself.
         initialise()
         return
     for child in model.children():
         _initialise(child)
+
+
+def _has_no_settings(model: nn.Module) -> bool:
+    """Whether ours has no settings: then a method `init_weights` inside may be for other things.
+
+    Models of other libraries draw their weights anew in it, also pretrained ones.
+    """
+    if not isinstance(model, BaseModule):
+        return False
+    return model.init_cfg is None and type(model).init_weights is BaseModule.init_weights
 
 
 @contextmanager

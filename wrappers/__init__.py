@@ -66,6 +66,7 @@ from .sync_conversion import (
 )
 from .sync_master import FutureResult, SlavePipe, SyncMaster
 from .unused import UnusedParametersError
+from .weight_init import BaseModule, initialize
 from .wrapping import (
     is_model_wrapper,
     is_module_wrapper,
@@ -90,6 +91,7 @@ _LATER = {
 __all__ = [
     "AmpOptimWrapper",
     "BaseModel",
+    "BaseModule",
     "CallbackContext",
     "CommHook",
     "DataPreprocessor",
@@ -135,6 +137,7 @@ __all__ = [
     "exec_data_parallel_replication_callback",
     "find_blocks",
     "freeze_parameters",
+    "initialize",
     "is_dtensor",
     "is_model_wrapper",
     "is_module_wrapper",

@@ -11,10 +11,11 @@ from ..registry import MODELS
 from .losses import parse_losses
 from .preprocess import DataPreprocessor, device_of
 from .step import OptimizerWrapper, as_call
+from .weight_init import BaseModule, InitSettings
 
 
 @MODELS.register_module()
-class BaseModel(nn.Module):
+class BaseModel(BaseModule):
     """Base of models that compute their own losses.
 
     A subclass writes ``forward(*inputs, mode="tensor")``: mode "loss" returns a dict of
@@ -38,17 +39,22 @@ class BaseModel(nn.Module):
     Args:
         data_preprocessor: module called as ``data_preprocessor(data, training)``, or a dict
             from which the registry MODELS builds it; default: ``DataPreprocessor()``.
+        init_cfg: what ``init_weights()`` does, as for ``initialize``.
     """
 
-    def __init__(self, data_preprocessor: nn.Module | Mapping[str, Any] | None = None) -> None:
-        super().__init__()
+    def __init__(
+        self,
+        data_preprocessor: nn.Module | Mapping[str, Any] | None = None,
+        init_cfg: InitSettings | None = None,
+    ) -> None:
+        super().__init__(init_cfg)
         if data_preprocessor is None:
             data_preprocessor = DataPreprocessor()
         elif isinstance(data_preprocessor, Mapping):
             data_preprocessor = MODELS.build(data_preprocessor)
         if not isinstance(data_preprocessor, nn.Module):
             raise TypeError(
-                "data_preprocessor should be an nn.Module, a dict or None, "
+                "data_preprocessor should be a `dict` or `nn.Module` instance, "
                 f"but got {type(data_preprocessor).__name__}"
             )
         self.data_preprocessor = data_preprocessor
@@ -59,21 +65,23 @@ class BaseModel(nn.Module):
     def train_step(self, data: Any, optim_wrapper: OptimizerWrapper) -> dict[str, Tensor]:
         """Train on one batch without any wrapper; returns what to log, detached."""
         with optim_wrapper.optim_context(self):
-            args, kwargs = as_call(self.data_preprocessor(data, training=True))
-            losses = self(*args, **kwargs, mode="loss")
+            losses = self._run_forward(self.data_preprocessor(data, training=True), "loss")
         total, logs = self.parse_losses(losses)
         optim_wrapper.update_params(total)
         return logs
 
     def val_step(self, data: Any) -> Any:
         """Predictions for one batch; eval mode and gradients are the caller's business."""
-        args, kwargs = as_call(self.data_preprocessor(data, training=False))
-        return self(*args, **kwargs, mode="predict")
+        return self._run_forward(self.data_preprocessor(data, training=False), "predict")
 
     def test_step(self, data: Any) -> Any:
         """Predictions for one batch; eval mode and gradients are the caller's business."""
-        args, kwargs = as_call(self.data_preprocessor(data, training=False))
-        return self(*args, **kwargs, mode="predict")
+        return self._run_forward(self.data_preprocessor(data, training=False), "predict")
+
+    def _run_forward(self, data: Any, mode: str) -> Any:
+        """Call the model with a preprocessed batch; for a ``train_step`` of one's own."""
+        args, kwargs = as_call(data)
+        return self(*args, **kwargs, mode=mode)
 
 
 @MODELS.register_module()
@@ -89,6 +97,7 @@ class SupervisedModel(BaseModel):
         input_key: index or name of the input in the batch.
         target_key: index or name of the target in the batch.
         data_preprocessor: as in ``BaseModel``.
+        init_cfg: as in ``BaseModel``.
     """
 
     _modules: dict[str, Any]
@@ -101,8 +110,9 @@ class SupervisedModel(BaseModel):
         input_key: int | str = 0,
         target_key: int | str = 1,
         data_preprocessor: nn.Module | Mapping[str, Any] | None = None,
+        init_cfg: InitSettings | None = None,
     ) -> None:
-        super().__init__(data_preprocessor)
+        super().__init__(data_preprocessor, init_cfg)
         if not callable(loss):
             raise TypeError(f"loss must be callable, got {type(loss).__name__}")
         self.net = net

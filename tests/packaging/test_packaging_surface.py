@@ -58,7 +58,7 @@ DOORS = {
     """,
     "runner": "LaunchError Runner launch",
     "wrappers": """
-        AmpOptimWrapper BaseModel CallbackContext CommHook DataPreprocessor FutureResult
+        AmpOptimWrapper BaseModel BaseModule CallbackContext CommHook DataPreprocessor FutureResult
         Layout Mesh NamedParameter OptimWrapper OptimWrapperDict PostLocalSGD Preparation
         ReplicationCallbackDataParallel ReplicationError ReplicationSession
         SeparateDistributedDataParallel SingleDevice SlavePipe StepDataParallel
@@ -69,7 +69,8 @@ DOORS = {
         compile_model
         convert_model convert_sync_batchnorm copy_whole_ detect_anomalous_params dict_gather
         drop_held_gradients
-        exec_data_parallel_replication_callback find_blocks freeze_parameters is_model_wrapper
+        exec_data_parallel_replication_callback find_blocks freeze_parameters initialize
+        is_model_wrapper
         is_module_wrapper is_sharded layout_of local_part meta_parameters model_checks
         is_dtensor named_parameters parallelize param_groups parse_losses patch_replication_callback
         patch_sync_batchnorm prepare_model reshard revert_sync_batchnorm set_sbn_eps_mode

@@ -161,6 +161,31 @@ def test_what_it_translates_runs(here: Path) -> None:
     assert runner.state.metrics == {"close/share": 1.0, "close/of": 16.0}
 
 
+@pytest.mark.parametrize(
+    ("init_cfg", "weight"),
+    [(None, 7.0), ({"type": "Constant", "val": 0.5, "layer": "Linear"}, 0.0)],
+)
+def test_models_of_ours_initialise_themselves_where_they_are_told_to(
+    here: Path, init_cfg: Any, weight: float
+) -> None:
+    """By mmengine's rules then: what has a method for it does it after the model's settings."""
+    model = {
+        "type": "SupervisedModel",
+        "net": {"type": "convert_parts.Loaded"},
+        "loss": {"type": "torch.nn.MSELoss"},
+    }
+    config = {
+        "model": model if init_cfg is None else {**model, "init_cfg": init_cfg},
+        "optimizer": {"type": "SGD", "lr": 0.1},
+        "data": {"train": {"dataset": {"type": "convert_parts.Ones", "size": 4}, "batch_size": 2}},
+        "train": {"type": "EpochTrainLoop", "max_epochs": 1},
+        "device": "cpu",
+        "run_dir": str(here / "run"),
+    }
+    net: Any = Runner.from_config(config).state.model.module.net
+    assert net.weight.item() == weight
+
+
 FOREIGN = """model = dict(type="convert_parts.Line", head=dict(type="Linear"))
 model_wrapper_cfg = dict(type="MyWrapper")
 optim_wrapper = dict(

@@ -25,7 +25,10 @@ def test_preprocessor_argument() -> None:
     built = Doubler({"type": "BaseDataPreprocessor", "mean": 1.0}).data_preprocessor
     assert type(built) is DataPreprocessor
     assert built([torch.ones(1)])[0].item() == 0
-    with pytest.raises(TypeError, match="data_preprocessor should be an nn.Module.*got int"):
+    with pytest.raises(
+        TypeError,
+        match="^data_preprocessor should be a `dict` or `nn.Module` instance, but got int",
+    ):
         Doubler(3)
 
 
