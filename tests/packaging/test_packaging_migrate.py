@@ -31,6 +31,9 @@ ARGUMENTS = {
     "start_step": "loops.EMAHook",
     "log_every_steps": "loops.EpochTrainLoop",
     "eta_min": "loops.PolyLR",
+    "mean": "wrappers.DataPreprocessor",
+    "non_blocking": "wrappers.DataPreprocessor",
+    "std": "wrappers.DataPreprocessor",
     "scatter": "wrappers.ReplicationCallbackDataParallel",
 }
 WORDS = {
@@ -47,6 +50,7 @@ WORDS = {
     "batch",
     "train_step",
     'mode="loss"',
+    'implementation="torch"',
 }
 
 

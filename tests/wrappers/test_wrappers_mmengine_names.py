@@ -1,0 +1,118 @@
+"""What mmengine documents is there, in its place; what is not, docs/migrate.md says."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stepwrap import wrappers
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    reason = "mmengine, the extra of that name, cannot be imported"
+    theirs_model = pytest.importorskip("mmengine.model", reason=reason, exc_type=ImportError)
+    theirs_optim = pytest.importorskip("mmengine.optim", reason=reason, exc_type=ImportError)
+
+PAGE = (Path(__file__).parents[2] / "docs/migrate.md").read_text()
+# Theirs by ours; MMFullyShardedDataParallel wraps torch's older class.
+CLASSES = {
+    "OptimWrapper": "OptimWrapper",
+    "AmpOptimWrapper": "AmpOptimWrapper",
+    "OptimWrapperDict": "OptimWrapperDict",
+    "BaseModule": "BaseModule",
+    "BaseModel": "BaseModel",
+    "BaseDataPreprocessor": "DataPreprocessor",
+    "MMDistributedDataParallel": "StepDistributedDataParallel",
+    "MMSeparateDistributedDataParallel": "SeparateDistributedDataParallel",
+    "MMFullyShardedDataParallel": "StepFullyShardedDataParallel",
+}
+# That of a group of members is the members' business.
+ABSENT = {
+    "AmpOptimWrapper.valid_dtypes",
+    "OptimWrapperDict.defaults",
+    "OptimWrapperDict.scale_loss",
+    "OptimWrapperDict.should_sync",
+    *(
+        f"{name}.{to}"
+        for name in ("BaseModel", "BaseDataPreprocessor")
+        for to in ("mlu", "musa", "npu")
+    ),
+}
+OTHER_ARGUMENTS = {
+    "AmpOptimWrapper.__init__",  # either order, test_wrappers_amp.py
+    "BaseDataPreprocessor.__init__",  # non_blocking by its name
+    "MMFullyShardedDataParallel.__init__",  # all by their names
+    "OptimWrapperDict.initialize_count_status",  # those of OptimWrapper
+}
+FUNCTIONS = {
+    "convert_sync_batchnorm",
+    "detect_anomalous_params",
+    "initialize",
+    "is_model_wrapper",
+    "revert_sync_batchnorm",
+}
+
+
+def theirs(name: str) -> Any:
+    return getattr(theirs_model, name, None) or getattr(theirs_optim, name)
+
+
+def arguments(function: Callable[..., Any]) -> list[str]:
+    """Names of those that may be given by position, as long as they have a name of their own."""
+    parameters = inspect.signature(function).parameters.values()
+    named = [one.name for one in parameters if one.kind is one.POSITIONAL_OR_KEYWORD]
+    return [name for name in named if name != "self"]
+
+
+def documented(cls: type) -> dict[str, Any]:
+    """Public names that a class of mmengine defines, and its constructor."""
+    names = {
+        name
+        for base in cls.__mro__
+        if base.__module__.startswith("mmengine")
+        for name in vars(base)
+    }
+    return {
+        name: getattr(cls, name) for name in names if name == "__init__" or not name.startswith("_")
+    }
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_classes_have_the_documented_members(name: str) -> None:
+    ours: Any = getattr(wrappers, CLASSES[name])
+    for member, value in documented(theirs(name)).items():
+        full = f"{name}.{member}"
+        present = hasattr(ours, member) or member in vars(_made(name))
+        assert present == (full not in ABSENT), full
+        if not present or not inspect.isfunction(value) or full in OTHER_ARGUMENTS:
+            continue
+        given = getattr(ours, member)
+        wanted, found = arguments(value), arguments(given)
+        passes = any(
+            p.kind is p.VAR_POSITIONAL for p in inspect.signature(given).parameters.values()
+        )
+        assert found[: len(wanted)] == wanted or passes, full
+
+
+def _made(name: str) -> Any:
+    """One of ours, for the attributes that instances have."""
+    return wrappers.BaseModule() if name.startswith("Base") else object
+
+
+def test_functions_have_the_documented_arguments() -> None:
+    for name in FUNCTIONS:
+        wanted, found = arguments(getattr(theirs_model, name)), arguments(getattr(wrappers, name))
+        assert found[: len(wanted)] == wanted, name
+
+
+def test_what_is_not_there_is_documented() -> None:
+    part = PAGE.partition("\n## From mmengine\n")[2].partition("\n## ")[0]
+    for name in (*CLASSES, *FUNCTIONS):
+        assert name in part
+    public = {name for name in theirs_model.__all__ if not hasattr(wrappers, name)} - set(CLASSES)
+    assert {name for name in public if name not in part} == set()
