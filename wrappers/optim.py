@@ -108,6 +108,12 @@ class Accumulation:
         """
         return 1.0
 
+    def _check_first(self) -> None:
+        """Refuse a first update by what are no gradients of the model, or not those of all."""
+        first = self._first
+        if first is not None and first.check(self._inner_count > self._resumed_at):
+            self._first = None
+
     def _window_length(self, index: int) -> int:
         """Micro-batches whose gradients meet in the update that micro-batch ``index`` feeds."""
         every = self._accumulative_counts
@@ -236,12 +242,6 @@ class OptimWrapper(Accumulation):
         if self._clip is not None:
             self.grad_norm = self._clip(self.optimizer)
         self.optimizer.step(**kwargs)
-
-    def _check_first(self) -> None:
-        """Refuse a first update by what are no gradients of the model, or not those of all."""
-        first = self._first
-        if first is not None and first.check(self._inner_count > self._resumed_at):
-            self._first = None
 
     def zero_grad(self, **kwargs: Any) -> None:
         """Clear the gradients, under fsdp also those that wait for the end of their window."""
