@@ -105,6 +105,11 @@ class LoopState:
     updated_at: tuple[int, int, int] | None = None
     restored_from: tuple[Path, int] | None = None
 
+    @property
+    def running_epoch(self) -> int:
+        """The number of the epoch that is running, or has just ended; the first is 1."""
+        return max(1, self.epoch + (self.batch > 0))
+
     def request_stop(self, reason: str) -> None:
         """Ask the loop to stop after this update; the first reason stays.
 

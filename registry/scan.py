@@ -2,6 +2,7 @@
 
 import ast
 import importlib.util
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -21,12 +22,15 @@ class Registration(NamedTuple):
         summary: the first line of the docstring, "" when there is none.
         aliases: further names of the same thing.
         source: the module or namespace that it comes from.
+        arguments: of each argument its declaration, "patience: int = 3", and what the docstring
+            says about it. Empty for what comes from a namespace.
     """
 
     name: str
     summary: str
     aliases: tuple[str, ...]
     source: str
+    arguments: tuple[tuple[str, str], ...] = ()
 
 
 def list_registrations(registry_name: str | None = None) -> dict[str, list[Registration]]:
@@ -93,28 +97,23 @@ def _registered_by(tree: ast.Module, module: str) -> Iterator[tuple[str, Registr
         for target in node.targets
         if isinstance(target, ast.Name)
     }
-    defined: dict[str, str] = {}
+    defined: dict[str, Registration] = {}
     for node in tree.body:
         if isinstance(node, ast.ClassDef | ast.FunctionDef):
-            summary = (ast.get_docstring(node) or "").partition("\n")[0]
-            defined[node.name] = summary
+            entry = defined[node.name] = _described(node, module)
             for call in node.decorator_list:
-                yield from _read_call(call, node.name, summary, constants, module)
+                yield from _read_call(call, entry, constants)
         elif isinstance(node, ast.Expr):
             target = _argument(node.value, "module", 2)
             if isinstance(target, ast.Name):
-                summary = defined.get(target.id, "")
-                yield from _read_call(node.value, target.id, summary, constants, module)
+                entry = defined.get(target.id, Registration(target.id, "", (), module))
+                yield from _read_call(node.value, entry, constants)
 
 
 def _read_call(
-    call: ast.expr,
-    own_name: str,
-    summary: str,
-    constants: Mapping[str, ast.expr],
-    module: str,
+    call: ast.expr, entry: Registration, constants: Mapping[str, ast.expr]
 ) -> Iterator[tuple[str, Registration]]:
-    """Yield the registration that `REGISTRY.register_module(...)` makes."""
+    """Yield the registration that `REGISTRY.register_module(...)` makes of an entry."""
     if not (
         isinstance(call, ast.Call)
         and isinstance(call.func, ast.Attribute)
@@ -125,14 +124,51 @@ def _read_call(
     given = _argument(call, "name", 0)
     if isinstance(given, ast.Name):
         given = constants.get(given.id)
-    names = [own_name]
+    names = [entry.name]
     if given is not None:
         try:
             literal = ast.literal_eval(given)
         except ValueError:
             return
         names = [literal] if isinstance(literal, str) else list(literal or names)
-    yield call.func.value.id, Registration(names[0], summary, tuple(names[1:]), module)
+    yield call.func.value.id, entry._replace(name=names[0], aliases=tuple(names[1:]))
+
+
+def _described(node: ast.ClassDef | ast.FunctionDef, module: str) -> Registration:
+    text = ast.get_docstring(node) or ""
+    makers = [node] if isinstance(node, ast.FunctionDef) else _methods(node, "__init__")
+    meanings = _documented_arguments(text)
+    arguments = tuple(
+        (declaration, meanings.get(declaration.partition(":")[0], ""))
+        for maker in makers
+        for declaration in _declarations(maker.args)
+    )
+    return Registration(node.name, text.partition("\n")[0], (), module, arguments)
+
+
+def _methods(node: ast.ClassDef, name: str) -> list[ast.FunctionDef]:
+    return [part for part in node.body if isinstance(part, ast.FunctionDef) and part.name == name]
+
+
+def _declarations(arguments: ast.arguments) -> Iterator[str]:
+    """Yield `name: type = default` of each argument but `self`."""
+    positional = [*arguments.posonlyargs, *arguments.args]
+    missing = [None] * (len(positional) - len(arguments.defaults))
+    pairs = [
+        *zip(positional, [*missing, *arguments.defaults], strict=True),
+        *zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True),
+    ]
+    for argument, default in pairs:
+        if argument.arg != "self":
+            kind = f": {ast.unparse(argument.annotation)}" if argument.annotation else ""
+            yield f"{argument.arg}{kind}{f' = {ast.unparse(default)}' if default else ''}"
+
+
+def _documented_arguments(docstring: str) -> dict[str, str]:
+    """Return the text about each argument in the section `Args:`."""
+    section = docstring.partition("\nArgs:\n")[2]
+    items = re.findall(r"^    (\w+): (.*(?:\n     .*)*)", section.partition("\n\n")[0], re.MULTILINE)
+    return {name: " ".join(text.split()) for name, text in items}
 
 
 def _argument(call: ast.expr, name: str, position: int) -> ast.expr | None:

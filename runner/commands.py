@@ -1,4 +1,4 @@
-"""The commands that only read and write text: show, list, plot, convert."""
+"""The commands that only read and write text: show, list, plot, convert, version."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import shutil
 import sys
 import textwrap
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import redirect_stdout
+from importlib import metadata
 from pathlib import Path
 
 from ..registry import Registration, format_config, list_registrations, load_config
@@ -43,14 +44,23 @@ def run_list(options: argparse.Namespace) -> int:
     return 0
 
 
-def _in_full(entries: Sequence[Registration]) -> list[str]:
-    names = [" = ".join((entry.name, *entry.aliases)) for entry in entries]
-    width = min(max(map(len, names), default=0), 44)
-    room = max(shutil.get_terminal_size().columns - width - 6, 30)
-    return [
-        f"{name:<{width}}  {textwrap.shorten(entry.summary or entry.source, room)}"
-        for name, entry in zip(names, entries, strict=True)
-    ]
+def _in_full(entries: Sequence[Registration]) -> Iterator[str]:
+    rows = [row for entry in entries for row in _rows(entry)]
+    width = min(max((len(name) for name, _ in rows), default=0), 40)
+    room = max(shutil.get_terminal_size().columns - width - 4, 30)
+    for name, text in rows:
+        if len(name) > width:
+            yield name
+            name = ""
+        for line in textwrap.wrap(text, room) or [""]:
+            yield f"{name:<{width}}  {line}".rstrip()
+            name = ""
+
+
+def _rows(entry: Registration) -> Iterator[tuple[str, str]]:
+    yield " = ".join((entry.name, *entry.aliases)), entry.summary or entry.source
+    for declaration, meaning in entry.arguments:
+        yield f"  {declaration}", meaning
 
 
 def _in_short(entries: Sequence[Registration]) -> list[str]:
@@ -61,8 +71,9 @@ def _in_short(entries: Sequence[Registration]) -> list[str]:
 
 
 def run_plot(options: argparse.Namespace) -> int:
-    """Draw the curves of a run folder."""
-    print(draw_curves(Path(options.words[0])))
+    """Draw the curves of each run folder."""
+    for folder in options.words:
+        print(draw_curves(Path(folder)))
     return 0
 
 
@@ -77,3 +88,9 @@ def run_convert(options: argparse.Namespace) -> int:
     for miss in conversion.misses:
         print(miss, file=sys.stderr)
     return INCOMPLETE if conversion.misses else 0
+
+
+def run_version(options: argparse.Namespace) -> int:
+    """Print the version of stepwrap."""
+    print(f"stepwrap {metadata.version('stepwrap')}")
+    return 0

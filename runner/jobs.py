@@ -46,7 +46,7 @@ class Outcome:
 
     Attributes:
         step: Optimizer updates done.
-        epoch: Finished epochs.
+        epoch: The epoch that it ended in or after; the first is 1.
         signal: Number of the signal that stopped the training; 0 for none.
         metrics: Results by phase, "val" and "test".
         checkpoint: Whose weights were evaluated last, "" for those at hand.
@@ -115,7 +115,7 @@ def _train(runner: Runner, job: Job, run: RunSections) -> Outcome:
     synchronize()
     state = runner.train(resume=job.resume)
     metrics = {"val": dict(state.metrics)} if state.evaluated_at >= 0 else {}
-    outcome = Outcome(state.step, state.epoch, state.signal, metrics)
+    outcome = Outcome(state.step, state.running_epoch, state.signal, metrics)
     if state.signal or run.data.test is None:
         return outcome
     best = find_checkpoint(folder, "best")
@@ -128,7 +128,7 @@ def _evaluate(runner: Runner, job: Job, folder: Path) -> Outcome:
     verb, phase = (runner.test, "test") if job.command == "test" else (runner.validate, "val")
     metrics = {phase: verb(path)}
     state = runner.state
-    return Outcome(state.step, state.epoch, 0, metrics, str(path or ""))
+    return Outcome(state.step, state.running_epoch, 0, metrics, str(path or ""))
 
 
 def _checkpoint(job: Job, folder: Path) -> Path:

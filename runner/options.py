@@ -19,13 +19,17 @@ class UsageError(Exception):
 
 @dataclass(frozen=True)
 class Command:
-    """One word after `stepwrap`. `home` is the module here that holds a function of that name."""
+    """One word after `stepwrap`. `home` is the module here that holds a function of that name.
+
+    It takes at least `least` and at most `most` words (None: any number) besides its options.
+    """
 
     usage: str
     help: str
     home: str
     options: tuple[str, ...] = ()
-    needs_word: bool = True
+    least: int = 1
+    most: int | None = None
 
 
 _RUNNING = ("nproc", "run-dir", "device", "dry-run")
@@ -52,15 +56,17 @@ COMMANDS = {
         _RUN, "report every mistake in a config and build its parts on the CPU", "run_commands"
     ),
     "show": Command(f"{_RUN} [--origin]", "print the resolved config", "commands", ("origin",)),
-    "list": Command("[REGISTRY]", "print what a config can name", "commands", (), False),
+    "list": Command("[REGISTRY]", "print what a config can name", "commands", (), 0, 1),
     "convert": Command(
         "MMENGINE_CONFIG.py [options]",
         "print a config of mmengine, which is executed for that, as one of ours",
         "commands",
         ("epoch-length", "keep-order"),
+        most=1,
     ),
-    "plot": Command("RUN_DIR", "draw RUN_DIR/curves.png", "commands"),
-    "env": Command("", "print versions and devices, for a bug report", "run_commands", (), False),
+    "plot": Command("RUN_DIR ...", "draw curves.png in each RUN_DIR", "commands"),
+    "env": Command("", "print versions and devices, for a bug report", "run_commands", (), 0, 0),
+    "version": Command("", "print the version; so does --version", "commands", (), 0, 0),
 }
 
 
@@ -78,20 +84,29 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     """
     if not argv or argv[0] in ("-h", "--help"):
         _top_parser().parse_args(["--help"])
-    if argv[0] not in COMMANDS:
-        raise UsageError(f"stepwrap: {_unknown('command', argv[0], COMMANDS)}")
-    command = COMMANDS[argv[0]]
-    parser = _parser(argv[0], command)
+    name = "version" if argv[0] == "--version" else argv[0]
+    if name not in COMMANDS:
+        raise UsageError(f"stepwrap: {_unknown('command', name, COMMANDS)}")
+    command = COMMANDS[name]
+    parser = _parser(name, command)
     options, rest = parser.parse_known_intermixed_args(list(argv[1:]))
     if rest:
         known = [name for name in parser._option_string_actions if name.startswith("--")]
         raise UsageError(f"{parser.prog}: {_unknown('option', rest[0].partition('=')[0], known)}")
     _give_back_words(options)
-    if command.needs_word and not options.words:
-        first = command.usage.split()[0]
-        raise UsageError(f"{parser.prog}: {first} is missing; usage: {parser.prog} {command.usage}")
-    options.command = argv[0]
+    _check_words(parser.prog, command, options.words)
+    options.command = name
     return options
+
+
+def _check_words(prog: str, command: Command, words: Sequence[str]) -> None:
+    if len(words) < command.least:
+        problem = f"{command.usage.split()[0]} is missing"
+    elif command.most is not None and len(words) > command.most:
+        problem = f"unexpected argument {words[command.most]!r}"
+    else:
+        return
+    raise UsageError(f"{prog}: {problem}; usage: {prog} {command.usage}".rstrip())
 
 
 def _unknown(kind: str, word: str, known: Sequence[str] | dict[str, Command]) -> str:

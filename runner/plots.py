@@ -50,9 +50,13 @@ def draw_curves(run_dir: Path) -> Path:
 
 
 def read_curves(run_dir: Path) -> Curves:
-    """Return {value: {phase: [(step, number), ...]}} of the records in `run_dir`."""
+    """Return {value: {phase: [(step, number), ...]}} of the records in `run_dir`.
+
+    The points are sorted by step, since `validate` and `test` add records of earlier
+    checkpoints at the end of the file; of several records of one step the last one counts.
+    """
     path = run_dir / "metrics.jsonl"
-    curves: Curves = defaultdict(lambda: defaultdict(list))
+    curves: dict[str, dict[str, dict[float, float]]] = defaultdict(lambda: defaultdict(dict))
     for line in path.read_text().splitlines() if path.exists() else ():
         try:
             record = json.loads(line)
@@ -61,8 +65,11 @@ def read_curves(run_dir: Path) -> Curves:
             continue
         for name, value in record.items():
             if name not in _NOT_CURVES and isinstance(value, int | float):
-                curves[name][str(record.get("phase", "train"))].append((record["step"], value))
-    return {name: dict(phases) for name, phases in curves.items()}
+                curves[name][str(record.get("phase", "train"))][record["step"]] = value
+    return {
+        name: {phase: sorted(points.items()) for phase, points in phases.items()}
+        for name, phases in curves.items()
+    }
 
 
 def _draw(panel: Any, name: str, phases: dict[str, list[tuple[float, float]]]) -> None:

@@ -60,7 +60,7 @@ def report_environment() -> None:
 def _report_stop(console: Console, folder: Path, outcome: Outcome) -> int:
     name = "Ctrl-C" if outcome.signal == signal.SIGINT else signal.Signals(outcome.signal).name
     saved = search_checkpoint(folder)
-    what = f"at step {outcome.step} (epoch {outcome.epoch + 1})"
+    what = f"at step {outcome.step} (epoch {outcome.epoch})"
     if saved is None:
         _say(console, f"stopped by {name}", f"{what}; nothing is saved (hooks.checkpoint is off)")
     else:

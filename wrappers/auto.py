@@ -85,7 +85,8 @@ def auto(
         memory_gib: what each rank may use for that, in 2**30 bytes. Default: 70% of the memory
             that the least endowed rank has: what is free on its CUDA device, or its share of
             what is available on its machine.
-        optimizer_states: s: 2 for Adam and its like, 1 for SGD with momentum.
+        optimizer_states: tensors that the optimizer keeps per parameter: 2 for Adam and its like,
+            1 for SGD with momentum.
         single: options of the wrapper, where it is chosen; as ``ddp`` and ``fsdp``.
 
     Raises:

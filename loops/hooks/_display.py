@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import atexit
 from collections.abc import Mapping
-from typing import TextIO
+from typing import Any, TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
@@ -70,14 +70,15 @@ class Bar(Silent):
     moves = True
 
     def __init__(self, stream: TextIO) -> None:
-        one_line = Column(no_wrap=True, overflow="ellipsis")
+        # Only the columns with a ratio shrink: however many values there are, the place stays.
+        values = Column(no_wrap=True, overflow="ellipsis", ratio=3)
         # No refreshing thread: it would compete with the training loop for the interpreter.
         self._progress = Progress(
-            TextColumn("{task.description}", table_column=one_line),
-            BarColumn(bar_width=None, table_column=Column(min_width=8, ratio=1)),
-            TextColumn("{task.fields[count]}", table_column=one_line),
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=None, table_column=Column(ratio=1)),
+            TextColumn("{task.fields[count]}"),
             TimeRemainingColumn(elapsed_when_finished=True),
-            TextColumn("{task.fields[values]}", table_column=one_line),
+            TextColumn("{task.fields[values]}", table_column=values),
             console=Console(file=stream),
             auto_refresh=False,
             expand=True,
@@ -91,7 +92,7 @@ class Bar(Silent):
 
     def advance(self, state: LoopState, eval_batches: int) -> None:
         if self._eval is not None:
-            self._progress.update(self._eval, count=f"{eval_batches} batches", refresh=True)
+            self._progress.update(self._eval, count=f"batch {eval_batches}", refresh=True)
         else:
             self._update_train(state)
 
@@ -120,18 +121,16 @@ class Bar(Silent):
         atexit.unregister(self._progress.stop)
 
     def _update_train(self, state: LoopState) -> None:
+        shown: dict[str, Any] = {
+            "description": epoch_text(state),
+            "completed": state.step,
+            "count": step_text(state),
+            "values": self._values,
+        }
         if self._train is None:
-            self._train = self._progress.add_task(
-                "", total=state.max_steps, completed=state.step, count="", values=""
-            )
-        self._progress.update(
-            self._train,
-            description=epoch_text(state),
-            completed=state.step,
-            count=step_text(state),
-            values=self._values,
-            refresh=True,
-        )
+            self._train = self._progress.add_task(total=state.max_steps, **shown)
+        else:
+            self._progress.update(self._train, refresh=True, **shown)
 
 
 def open_display(stream: TextIO, rank: int) -> Silent:

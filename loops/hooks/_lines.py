@@ -27,8 +27,8 @@ def eval_line(state: LoopState, metrics: Mapping[str, float]) -> str:
 
 def epoch_text(state: LoopState) -> str:
     """`epoch 2/10`, counting the running epoch as one."""
-    epoch = max(1, state.epoch + (state.batch > 0))
-    return f"epoch {epoch}" if state.max_epochs is None else f"epoch {epoch}/{state.max_epochs}"
+    total = "" if state.max_epochs is None else f"/{state.max_epochs}"
+    return f"epoch {state.running_epoch}{total}"
 
 
 def step_text(state: LoopState) -> str:
@@ -38,9 +38,17 @@ def step_text(state: LoopState) -> str:
 
 
 def values_text(values: Mapping[str, float]) -> str:
-    """`loss 0.123 lr 0.001`: four digits each, the figures of speed left out."""
-    shown = (item for item in values.items() if item[0] not in _SPEED_KEYS)
-    return " ".join(f"{name} {value:.4g}" for name, value in shown)
+    """`loss 0.123 lr 0.001`: four digits each, the figures of speed left out.
+
+    Of several learning rates (`lr/0`, `lr/1`, ...) only the highest is shown, as `lr`.
+    """
+    shown: dict[str, float] = {}
+    for name, value in values.items():
+        if name.startswith("lr/"):
+            shown["lr"] = max(value, shown.get("lr", value))
+        elif name not in _SPEED_KEYS:
+            shown[name] = value
+    return " ".join(f"{name} {value:.4g}" for name, value in shown.items())
 
 
 def count_text(value: float) -> str:

@@ -22,9 +22,9 @@ class LogHook(Hook):
 
     Rank 0 alone writes, into `state.run_dir` (nothing where that is None), and
     flushes after each record. A record is `{"step", "epoch", "phase", "time",
-    ...}`: `step` in optimizer updates, `epoch` in finished epochs, `phase` one
-    of "train", "val", "test", `time` in seconds since 1970, then the values by
-    name; a value named like one of the four gets a `_` behind it. NaN and
+    ...}`: `step` in optimizer updates, `epoch` from 1 (`state.running_epoch`),
+    `phase` one of "train", "val", "test", `time` in seconds since 1970, then the
+    values by name; a value named like one of the four gets a `_` behind it. NaN and
     infinities are `null` in the JSON lines and `nan` in the table. A resumed
     run drops the records that came after the restored checkpoint, so that no
     step appears twice. An evaluation alone adds to the files, also while a
@@ -81,7 +81,7 @@ class LogHook(Hook):
             return
         record: Record = {
             "step": state.step,
-            "epoch": state.epoch,
+            "epoch": state.running_epoch,
             "phase": phase,
             "time": round(time.time(), 3),
         }

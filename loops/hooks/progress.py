@@ -21,7 +21,8 @@ class ProgressHook(Hook):
 
     Writes to the standard output of rank 0; the other ranks are silent. It
     alone shows the records: `LogHook` writes them into files, and on the
-    console only if told to.
+    console only if told to. Of several learning rates it shows the highest; the
+    files hold all of them.
 
     Args:
         refresh_s: Seconds between two drawings of the bar.

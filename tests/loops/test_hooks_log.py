@@ -51,9 +51,9 @@ def test_a_record_for_each_log_and_evaluation(tmp_path: Path) -> None:
     assert steps(tmp_path) == [
         (2, "train"), (4, "train"), (4, "val"), (6, "train"), (8, "train"), (8, "val")
     ]  # fmt: skip
-    first, *_ = json_records(tmp_path)
-    assert list(first) == ["step", "epoch", "phase", "time", "loss"]
-    assert first["epoch"] == 0
+    records = json_records(tmp_path)
+    assert list(records[0]) == ["step", "epoch", "phase", "time", "loss"]
+    assert [record["epoch"] for record in records] == [1, 1, 1, 2, 2, 2]
 
 
 def test_table_and_lines_hold_the_same(tmp_path: Path) -> None:

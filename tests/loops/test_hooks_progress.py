@@ -13,7 +13,7 @@ from hook_runs import Terminal, loader, metrics, new_state, train
 from ranks import run_ranks
 
 from stepwrap.loops.evaluate import TestLoop
-from stepwrap.loops.hook import Hook, HookList
+from stepwrap.loops.hook import Hook, HookList, Scalars
 from stepwrap.loops.hooks import EarlyStopHook, ProgressHook, ThroughputHook
 from stepwrap.loops.state import LoopState
 
@@ -48,6 +48,26 @@ def test_bar_shows_epoch_step_values_and_speed(terminal: Terminal) -> None:
     assert re.search(r"\d samples/s", text)
     assert "validating" in text
     assert re.search(r"val epoch 1/2 step 4/8 error \d", text)
+
+
+def test_many_values_leave_the_place_of_the_run_on_the_bar(
+    terminal: Terminal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class RatesHook(Hook):
+        def collect_logs(self, state: LoopState, scalars: Scalars) -> None:
+            scalars |= {f"lr/{group}": 1e-4 * group for group in range(1, 31)}
+            scalars |= {f"part_{part}": 1.0 for part in range(20)}
+
+    monkeypatch.setenv("COLUMNS", "72")
+    with terminal:
+        train(new_state(), [RatesHook(), ProgressHook(refresh_s=1e-6)], val_loop=None)
+    frames = re.split(r"\r|\n", re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", terminal.text()))
+    drawn = [frame.rstrip() for frame in frames if "loss" in frame]
+    assert drawn
+    for frame in drawn:
+        where = r"epoch [12]/2 +[━╸╺]{5,} +step [2-8]/8 [\d:-]{7} "
+        assert re.fullmatch(where + r"loss [\d.]+ lr 0.003 .*…", frame), frame
+        assert len(frame) <= 72
 
 
 def test_bar_gives_the_cursor_and_stdout_back(terminal: Terminal) -> None:

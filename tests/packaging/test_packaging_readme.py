@@ -1,12 +1,15 @@
 """What the README and the docs show is true."""
 
+import inspect
+import json
 import re
 from pathlib import Path
 
+import pytest
 import yaml
 from programs import run
 
-from stepwrap.registry import DEFAULT_HOOKS, HOOK_TYPES
+from stepwrap.registry import DEFAULT_HOOKS, HOOK_TYPES, HOOKS
 
 ROOT = Path(__file__).parents[2]
 
@@ -42,3 +45,18 @@ def test_the_docs_name_every_hook() -> None:
     for name, kind in HOOK_TYPES.items():
         on = "on" if name in DEFAULT_HOOKS else "off"
         assert f"| {name} | {kind} | {on} |" in text
+
+
+@pytest.mark.parametrize(("name", "kind"), HOOK_TYPES.items())
+def test_the_page_on_hooks_lists_every_argument_and_default(name: str, kind: str) -> None:
+    page = (ROOT / "docs/hooks.md").read_text()
+    section = page.split(f"\n## {name}: {kind}\n")[1].partition("\n## ")[0]
+    shown = dict(re.findall(r"^\| `(\w+)` \| (.*?) \| .{20,} \|$", section, flags=re.MULTILINE))
+    signature = inspect.signature(HOOKS.get(kind))
+    assert shown == {
+        parameter.name: "required"
+        if parameter.default is parameter.empty
+        else f"`{json.dumps(parameter.default)}`".replace('"', "")
+        for parameter in signature.parameters.values()
+    }
+    assert shown or "No arguments." in section

@@ -1,14 +1,18 @@
 """The words, outputs and exit codes of the command line."""
 
+import inspect
 import json
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import pytest
 from runner_parts import final_weights
 
+from stepwrap.registry import HOOKS, list_registrations
 from stepwrap.runner.cli import main
+from stepwrap.runner.plots import read_curves
 
 Capture = pytest.CaptureFixture[str]
 
@@ -24,6 +28,10 @@ Capture = pytest.CaptureFixture[str]
         (["train"], "CONFIG is missing"),
         (["train", "points.yaml", "--nproc", "0"], "must be a whole number from 1, got '0'"),
         (["list", "hoks"], "did you mean HOOKS?"),
+        (["list", "hooks", "loops"], "unexpected argument 'loops'; usage: stepwrap list [REGISTRY]"),
+        (["env", "xx"], "unexpected argument 'xx'; usage: stepwrap env"),
+        (["convert", "a.py", "b.py"], "unexpected argument 'b.py'; usage: stepwrap convert MM"),
+        (["--verison"], "there is no command --verison; did you mean version?"),
         (["train", "points.yml"], "did you mean points.yaml?"),
         (["train", "points.yaml", "--resume", "--fresh"], "exclude each other"),
         (["train", "points.yaml", "--dry-run", "--resume"], "--dry-run and --resume exclude each"),
@@ -166,6 +174,49 @@ def test_plot_draws_on_demand(run: Path, capsys: Capture) -> None:
     assert (run / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_plot_draws_every_run_that_is_named(tmp_path: Path, capsys: Capture) -> None:
+    folders = [tmp_path / "a", tmp_path / "b"]
+    for folder in folders:
+        folder.mkdir()
+        (folder / "metrics.jsonl").write_text('{"step": 1, "phase": "train", "loss": 2.0}\n')
+    assert main(["plot", *map(str, folders)]) == 0
+    assert capsys.readouterr().out.splitlines() == [str(one / "curves.png") for one in folders]
+    assert all((folder / "curves.png").exists() for folder in folders)
+
+
+def test_curves_are_in_the_order_of_steps_after_an_evaluation(run: Path) -> None:
+    assert main(["train", "points.yaml"]) == 0
+    first = next((run / "runs/points/checkpoints").glob("step_*"))
+    curves = read_curves(run / "runs/points")
+    for _ in range(2):
+        assert main(["validate", "points.yaml", "--checkpoint", str(first)]) == 0
+    again = read_curves(run / "runs/points")
+    assert set(curves["accuracy"]["val"]) <= set(again["accuracy"]["val"])
+    for points in again["accuracy"].values():
+        steps = [step for step, _ in points]
+        assert steps == sorted(set(steps))
+
+
+def test_list_shows_all_of_a_hook(run: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    assert main(["list", "hooks"]) == 0
+    out = capsys.readouterr().out
+    text = " ".join(out.split())
+    for entry in list_registrations("hooks")["HOOKS"]:
+        hook = HOOKS.get(entry.name)
+        assert " ".join(inspect.getdoc(hook).partition("\n")[0].split()) in text
+        told = {declaration.partition(":")[0]: meaning for declaration, meaning in entry.arguments}
+        assert list(told) == list(inspect.signature(hook).parameters)
+        assert all(told.values()), told
+    assert " ".join(["mode: str = 'max'", '"max" when higher values of that metric']) in text
+    assert "[...]" not in out
+
+
+def test_the_version_is_that_of_the_package(capsys: Capture) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"stepwrap {metadata.version('stepwrap')}\n"
+
+
 def test_env_names_versions_and_devices(capsys: Capture) -> None:
     assert main(["env"]) == 0
     out = capsys.readouterr().out
@@ -179,6 +230,7 @@ def test_help_list_and_show_import_no_torch(run: Path) -> None:
         "from stepwrap.runner.cli import main\n"
         "with contextlib.redirect_stdout(io.StringIO()) as out:\n"
         "    codes = [main(['list']), main(['list', 'hooks']), main(['show', 'points.yaml'])]\n"
+        "    codes.append(main(['--version']))\n"
         "    with contextlib.suppress(SystemExit):\n"
         "        main(['--help'])\n"
         "print(codes, 'torch' in sys.modules, 'plot' in out.getvalue())\n"
@@ -186,7 +238,7 @@ def test_help_list_and_show_import_no_torch(run: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
     )
-    assert done.stdout.strip() == "[0, 0, 0] False True"
+    assert done.stdout.strip() == "[0, 0, 0, 0] False True"
 
 
 def test_a_resume_may_stand_before_other_words(run: Path) -> None:
