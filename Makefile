@@ -2,12 +2,15 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# Stamps in the one environment: what the demo needs is there, and what tests and checks need too.
+DEMO_READY := $(VENV)/.ready-demo
 READY := $(VENV)/.ready
+INSTALL := $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt
 export PYTHONUNBUFFERED := 1
 
 .PHONY: demo test test-lightning-versions check parity format types-link clean
 
-demo: $(READY)
+demo: $(DEMO_READY)
 	$(BIN)/stepwrap train configs/digits_ddp.yaml --fresh
 
 # Files in their order, the many short ones last: no long one is left to one process alone.
@@ -53,12 +56,17 @@ types-link:
 		ln -sfn ../../../$$folder build/types/stepwrap/$$folder; done
 
 # torch first: its CPU build must be there before a dependency asks for any build of it.
-$(READY): setup.cfg pyproject.toml constraints.txt
+$(DEMO_READY): setup.cfg pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt pip setuptools wheel
-	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt torch
-	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e ".[examples,lightning,mmengine,plots,tensorboard,test]"
-	touch $(READY)
+	$(INSTALL) pip
+	$(INSTALL) torch
+	$(INSTALL) -e ".[examples,plots]"
+	touch $@
+
+$(READY): $(DEMO_READY)
+	$(INSTALL) setuptools wheel
+	$(INSTALL) -e ".[lightning,mmengine,tensorboard,test]"
+	touch $@
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

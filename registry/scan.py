@@ -167,7 +167,9 @@ def _declarations(arguments: ast.arguments) -> Iterator[str]:
 def _documented_arguments(docstring: str) -> dict[str, str]:
     """Return the text about each argument in the section `Args:`."""
     section = docstring.partition("\nArgs:\n")[2]
-    items = re.findall(r"^    (\w+): (.*(?:\n     .*)*)", section.partition("\n\n")[0], re.MULTILINE)
+    items = re.findall(
+        r"^    (\w+): (.*(?:\n     .*)*)", section.partition("\n\n")[0], re.MULTILINE
+    )
     return {name: " ".join(text.split()) for name, text in items}
 
 

@@ -8,6 +8,9 @@ from pathlib import Path
 from typing import Any
 
 _NOT_CURVES = {"step", "epoch", "phase", "time"}
+_COLORS = {"train": "C0", "val": "C1", "test": "C2"}
+# A longer legend would hide the curves.
+_MOST_LABELS = 10
 Curves = dict[str, dict[str, list[tuple[float, float]]]]
 
 
@@ -23,7 +26,8 @@ def plots_available() -> bool:
 def draw_curves(run_dir: Path) -> Path:
     """Draw every logged value against the update number into `run_dir/curves.png`.
 
-    A value that was logged in training and in validation shares one panel.
+    A value that was logged in training and in validation has one panel, and so have the
+    learning rates of several parameter groups.
 
     Raises:
         ImportError: matplotlib is missing; the text names the extra.
@@ -36,13 +40,14 @@ def draw_curves(run_dir: Path) -> Path:
         raise FileNotFoundError(f"{run_dir} has no metrics.jsonl with records to draw")
     from matplotlib.figure import Figure
 
-    columns = min(3, len(curves))
-    rows = -(-len(curves) // columns)
+    charts = _charts(curves)
+    columns = min(3, len(charts))
+    rows = -(-len(charts) // columns)
     figure = Figure(figsize=(4.5 * columns, 3.0 * rows), layout="constrained")
     panels = list(figure.subplots(rows, columns, squeeze=False).flat)
-    for panel, (name, phases) in zip(panels, curves.items(), strict=False):
-        _draw(panel, name, phases)
-    for panel in panels[len(curves) :]:
+    for panel, (name, lines) in zip(panels, charts.items(), strict=False):
+        _draw(panel, name, lines)
+    for panel in panels[len(charts) :]:
         panel.set_visible(False)
     path = run_dir / "curves.png"
     figure.savefig(path, dpi=120)
@@ -72,12 +77,25 @@ def read_curves(run_dir: Path) -> Curves:
     }
 
 
-def _draw(panel: Any, name: str, phases: dict[str, list[tuple[float, float]]]) -> None:
-    for phase, points in phases.items():
+def _charts(curves: Curves) -> Curves:
+    """Return the lines of each panel by their labels: phases, or groups of parameters."""
+    charts: Curves = {}
+    for name, phases in curves.items():
+        title, _, group = name.partition("/")
+        if title == "lr" and group:
+            charts.setdefault("lr", {})[group] = next(iter(phases.values()))
+        else:
+            charts[name] = phases
+    return charts
+
+
+def _draw(panel: Any, name: str, lines: dict[str, list[tuple[float, float]]]) -> None:
+    for label, points in lines.items():
         steps, values = zip(*points, strict=True)
-        panel.plot(steps, values, label=phase, marker="." if len(points) < 30 else "")
+        marker = "." if len(points) < 30 else ""
+        panel.plot(steps, values, label=label, marker=marker, color=_COLORS.get(label))
     panel.set_title(name)
     panel.set_xlabel("step")
     panel.grid(alpha=0.3)
-    if len(phases) > 1:
+    if 1 < len(lines) <= _MOST_LABELS:
         panel.legend()

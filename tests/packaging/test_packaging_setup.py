@@ -2,6 +2,7 @@
 
 import configparser
 import os
+import re
 import subprocess
 import sys
 import venv
@@ -61,6 +62,37 @@ def empty_environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
     third_party = Path(pytest.__file__).parents[1]
     (site / "third_party.pth").write_text(f"{third_party}\n")
     return folder / "env" / "bin" / "python"
+
+
+def test_the_wheel_brings_its_annotations(empty_environment: Path, tmp_path: Path) -> None:
+    (site,) = (empty_environment.parents[1] / "lib").glob("python*/site-packages")
+    folders = {file.parent.name for file in (site / "stepwrap").glob("*/__init__.py")}
+    assert {file.parent.name for file in (site / "stepwrap").glob("*/py.typed")} == folders
+    (tmp_path / "theirs.py").write_text(
+        "from stepwrap.registry import load_config\n\nload_config(3)\n"
+    )
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "mypy", "--python-executable", str(empty_environment)),
+            *("--cache-dir", str(tmp_path / "cache"), "theirs.py"),
+        ],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert "[arg-type]" in done.stdout
+    assert "Found 1 error in 1 file" in done.stdout
+
+
+def test_the_demo_installs_no_more_than_it_needs() -> None:
+    def extras(target: str) -> set[str]:
+        told = run("make", "-n", "-W", "setup.cfg", target, cwd=ROOT)
+        return set(",".join(re.findall(r'-e "\.\[(.*?)\]"', told)).split(","))
+
+    assert extras("demo") == {"examples", "plots"}
+    assert extras("test") >= extras("demo") | {"lightning", "mmengine", "tensorboard", "test"}
 
 
 def test_the_wheel_trains_from_another_folder(empty_environment: Path, tmp_path: Path) -> None:

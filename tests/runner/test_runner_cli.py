@@ -28,7 +28,10 @@ Capture = pytest.CaptureFixture[str]
         (["train"], "CONFIG is missing"),
         (["train", "points.yaml", "--nproc", "0"], "must be a whole number from 1, got '0'"),
         (["list", "hoks"], "did you mean HOOKS?"),
-        (["list", "hooks", "loops"], "unexpected argument 'loops'; usage: stepwrap list [REGISTRY]"),
+        (
+            ["list", "hooks", "loops"],
+            "unexpected argument 'loops'; usage: stepwrap list [REGISTRY]",
+        ),
         (["env", "xx"], "unexpected argument 'xx'; usage: stepwrap env"),
         (["convert", "a.py", "b.py"], "unexpected argument 'b.py'; usage: stepwrap convert MM"),
         (["--verison"], "there is no command --verison; did you mean version?"),
@@ -197,7 +200,9 @@ def test_curves_are_in_the_order_of_steps_after_an_evaluation(run: Path) -> None
         assert steps == sorted(set(steps))
 
 
-def test_list_shows_all_of_a_hook(run: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_list_shows_all_of_a_hook(
+    run: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("COLUMNS", "60")
     assert main(["list", "hooks"]) == 0
     out = capsys.readouterr().out
