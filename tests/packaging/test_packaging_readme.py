@@ -1,5 +1,6 @@
 """What the README and the docs show is true."""
 
+import configparser
 import inspect
 import json
 import re
@@ -10,6 +11,7 @@ import yaml
 from programs import run
 
 from stepwrap.registry import DEFAULT_HOOKS, HOOK_TYPES, HOOKS
+from stepwrap.runner.options import COMMANDS
 
 ROOT = Path(__file__).parents[2]
 
@@ -26,6 +28,39 @@ def test_the_example_of_the_readme_runs(tmp_path: Path) -> None:
     accuracy = float(re.search(r"'accuracy': ([\d.]+)", out)[1])
     assert accuracy > 0.95
     assert not list(tmp_path.iterdir())
+
+
+def test_the_import_of_the_readme_registers_the_strategy(tmp_path: Path) -> None:
+    (code,) = blocks("README.md", "py")
+    assert "StepStrategy" in run("-c", f"{code}\nprint(type(trainer.strategy))", cwd=tmp_path)
+
+
+def test_the_links_of_the_readme_lead_somewhere() -> None:
+    text = (ROOT / "README.md").read_text()
+    links = set(re.findall(r"\]\(([^)#]+)\)", text))
+    assert {link for link in links if not (ROOT / link).exists()} == set()
+    pages = {f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md")}
+    assert pages <= links
+
+
+def test_the_extras_of_the_readme_are_those_of_the_package() -> None:
+    parser = configparser.ConfigParser()
+    parser.read(ROOT / "setup.cfg")
+    named = re.findall(r"^\| `(\w+)` \|", (ROOT / "README.md").read_text(), flags=re.MULTILINE)
+    # What developers alone need is not for users.
+    assert {*named, "test", "docs"} == set(parser["options.extras_require"])
+
+
+def test_the_page_on_the_command_names_all_of_it() -> None:
+    page = (ROOT / "docs/commands.md").read_text()
+    assert set(re.findall(r"^stepwrap (\w+) ", page, flags=re.MULTILINE)) == set(COMMANDS)
+    takers = dict(re.findall(r"^\| `--([\w-]+)\b.*?` \| (.*?) \|", page, flags=re.MULTILINE))
+    assert takers.pop("debug") == "all"
+    expected: dict[str, list[str]] = {}
+    for name, command in COMMANDS.items():
+        for option in command.options:
+            expected.setdefault(option, []).append(name)
+    assert {option: names.split(", ") for option, names in takers.items()} == expected
 
 
 def test_the_tree_of_the_readme_names_every_source_folder() -> None:

@@ -19,7 +19,6 @@ from stepwrap.rpc import PushPullGradServerImpl, RpcError, RpcGroup, World, get_
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/rpc.md").read_text()
-README = (ROOT / "README.md").read_text()
 
 
 def codes(title: str) -> list[str]:
@@ -30,13 +29,6 @@ def codes(title: str) -> list[str]:
 
 def test_the_first_world(tmp_path: Path) -> None:
     assert run_script(codes("A world")[0], tmp_path) == "42\n"
-
-
-def test_the_readme(tmp_path: Path) -> None:
-    section = README.split("\n## Processes that call each other\n")[1].split("\n## ")[0]
-    (code,) = re.findall(r"```py\w*\n(.*?)```", section, flags=re.DOTALL)
-    assert len([line for line in code.splitlines() if line.strip()]) <= 12
-    assert run_script(code, tmp_path) == "[1.0, 2.0, 3.0]\n"
 
 
 def _world_by_address(code: str, place: str) -> tuple[list[str], int]:
