@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import multiprocessing
 import os
 import weakref
 from collections.abc import Callable, Iterable, Mapping
@@ -16,6 +15,7 @@ from ._keeper import Keeper, PoolStates
 from ._worker import map_caller, starmap_caller
 from ._worker import worker as run_tasks
 from .errors import BrokenPoolError, TimeoutError
+from .processes import Process, default_context
 from .results import AsyncResult, Callback, IMapIterator, IMapUnorderedIterator, MapResult
 
 
@@ -32,7 +32,7 @@ class BasePool:
         processes: workers (default: as many as the machine has cores).
         initializer: called in each worker first, with `initargs`.
         maxtasksperchild: tasks after which a worker is replaced; None: never.
-        context: of multiprocessing; None is the platform's default.
+        context: of multiprocessing (default: its default one, or "spawn" in place of "fork").
 
     Raises:
         ValueError: a number is below 1.
@@ -64,7 +64,7 @@ class BasePool:
         self._initializer = initializer
         self._initargs = tuple(initargs)
         self._maxtasksperchild = maxtasksperchild
-        self._ctx = multiprocessing.get_context() if context is None else context
+        self._ctx = default_context() if context is None else context
         self._jobs = itertools.count()
         self._cache: dict[int, Any] = {}
         # Iterators whose input is not read to its end, and their numbers.
@@ -104,7 +104,7 @@ class BasePool:
     def repopulate_pool(self) -> None:
         """Start the workers that are missing."""
         while len(self._workers) < self._processes:
-            process = self._ctx.Process(  # type: ignore[attr-defined]
+            process = Process(
                 target=_queue_worker.main,
                 args=(
                     self.worker,
@@ -114,6 +114,7 @@ class BasePool:
                     self._initargs,
                     self._maxtasksperchild,
                 ),
+                ctx=self._ctx,
                 daemon=True,
             )
             process.start()
@@ -126,8 +127,9 @@ class BasePool:
             BrokenPoolError: one has failed.
         """
         for process in [one for one in self._workers if one.exitcode is not None]:
-            if process.exitcode:
-                raise BrokenPoolError(_queue_worker.death_text(process.pid, process.exitcode))
+            failure = process.exception
+            if failure is not None:
+                raise BrokenPoolError(f"the pool is broken: {failure}") from failure
             process.join()
             self._workers.remove(process)
         self.repopulate_pool()

@@ -118,6 +118,11 @@ class Crew:
         return min(alarms, default=None)
 
     @property
+    def has_ready(self) -> bool:
+        """Whether a worker is there that takes tasks."""
+        return any(lane.is_ready for lane in self.lanes.values())
+
+    @property
     def is_uneven(self) -> bool:
         """Whether one worker has tasks waiting and another none at all."""
         lanes = self.lanes.values()

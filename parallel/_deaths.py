@@ -7,6 +7,8 @@ import signal
 from ._remote_errors import rebuild
 from .errors import BrokenPoolError, TaskTimeoutError, WorkerDiedError
 
+# Ends of a fork server's children are not known once it has been killed: this is what they get.
+_UNKNOWN_TO_FORK_SERVER = 255
 _CRASHES = {signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL}
 
 
@@ -23,6 +25,13 @@ def how_it_ended(exitcode: int | None) -> str:
     if -exitcode in _CRASHES:
         return f"was killed by {name} (a crash in compiled code)"
     return f"was killed by {name}" + (" (out of memory?)" if name == "SIGKILL" else "")
+
+
+def ends_by_itself(exitcode: int | None, start_method: str) -> bool:
+    """Return whether a process has left, or crashed, by its own doing: a next one would as well."""
+    if exitcode is None or (start_method, exitcode) == ("forkserver", _UNKNOWN_TO_FORK_SERVER):
+        return False
+    return exitcode >= 0 or -exitcode in _CRASHES
 
 
 def death_error(
@@ -52,10 +61,10 @@ def initializer_error(worker: int, description: bytes) -> BrokenPoolError:
     return error
 
 
-def start_error(worker: int, starts: int, exitcode: int | None) -> BrokenPoolError:
+def start_error(starts: int, how: str, seconds: float) -> BrokenPoolError:
     """Return the error of a pool whose workers do not live to take a task."""
     return BrokenPoolError(
-        f"the pool is broken: {starts} workers in a row ended before they were ready; worker "
-        f"{worker}, the last, {how_it_ended(exitcode)}. Does the initializer end the process? Does "
-        'the script start pools outside of `if __name__ == "__main__":`?'
+        f"the pool is broken: within {seconds:.1f} s no worker became ready, and {starts} ended; "
+        f"the last {how}. Does the initializer end the process? Does the script start pools "
+        'outside of `if __name__ == "__main__":`?'
     )

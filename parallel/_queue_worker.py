@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ._deaths import how_it_ended
 from .errors import EncodingError
 from .processes import ExceptionWithTraceback
 
@@ -33,11 +32,6 @@ def main(
             outqueue.put((job, chunk, (False, unsent)))
 
     work(inqueue.get, put, initializer, initargs, maxtasks)
-
-
-def death_text(pid: int, exitcode: int) -> str:
-    """Return what to say of a worker whose task is not known."""
-    return f"the pool is broken: a worker (pid {pid}) {how_it_ended(exitcode)}"
 
 
 def terminate(processes: Sequence[Any]) -> None:

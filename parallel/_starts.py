@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import mmap
 import os
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.context import BaseContext
@@ -11,9 +13,18 @@ from typing import Any
 
 from . import _link as link
 from . import _worker
+from ._deaths import ends_by_itself, how_it_ended, start_error
 from ._encoder import Encoder
 from ._lane import Lane
 from ._wire import release
+from .errors import BrokenPoolError
+
+_log = logging.getLogger(__name__)
+# So many starts fail before the next is put off, or the pool gives up.
+_MOST_FAILED = 3
+_FIRST_DELAY_S, _LONGEST_DELAY_S = 0.01, 1.0
+# What a start raises for a fork server that was killed meanwhile, and at the limits of the system.
+START_ERRORS = (OSError, EOFError)
 
 
 @dataclass
@@ -31,6 +42,7 @@ class Plan:
         recurse: see `pickling.Pickler`.
         retries: how often a task that was lost is run again.
         task_timeout: seconds after which a task's worker is killed.
+        start_patience_s: see `pool.Pool`.
     """
 
     context: BaseContext
@@ -43,6 +55,64 @@ class Plan:
     recurse: bool = False
     retries: int = 0
     task_timeout: float | None = None
+    start_patience_s: float = 60.0
+
+
+class FailedStarts:
+    """Starts that have failed since a worker was ready, or was lost that had been.
+
+    What a worker does by itself, the next one would do as well. One that is killed may have been in
+    somebody's way, or memory was scarce for a moment: then the next ones are given time.
+
+    Args:
+        plan: how the workers are to be.
+
+    Attributes:
+        next_at: when the next worker is to be started (monotonic seconds), 0 for at once.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self._start_method = plan.start_method
+        self._patience_s = plan.start_patience_s
+        self.forget()
+
+    def forget(self) -> None:
+        """Begin to count anew."""
+        self.next_at = 0.0
+        # Of both causes: how many, and when the first was.
+        self._counts: dict[bool, tuple[int, float]] = {}
+
+    def add_death(self, exitcode: int | None, *, is_only: bool) -> BrokenPoolError | None:
+        """Count a worker that ended before it was ready; return what the pool is to end with.
+
+        Args:
+            is_only: no other worker is ready.
+        """
+        by_itself = ends_by_itself(exitcode, self._start_method)
+        return self._add(how_it_ended(exitcode), by_itself=by_itself, is_only=is_only)
+
+    def add_error(self, error: BaseException, *, is_only: bool) -> BrokenPoolError | None:
+        """Count a process that could not be started; return what the pool is to end with."""
+        how = f"could not be started: {error!r}"
+        broken = self._add(how, by_itself=False, is_only=is_only)
+        if broken is not None:
+            broken.__cause__ = error
+        return broken
+
+    def _add(self, how: str, *, by_itself: bool, is_only: bool) -> BrokenPoolError | None:
+        now = time.monotonic()
+        count, since = self._counts.get(by_itself, (0, now))
+        count += 1
+        self._counts[by_itself] = count, since
+        if count < _MOST_FAILED:
+            return None
+        if is_only and (by_itself or now - since >= self._patience_s):
+            return start_error(count, how, now - since)
+        if count == _MOST_FAILED:
+            _log.warning("%d workers of a pool ended while they started; the last %s", count, how)
+        delay_s = _FIRST_DELAY_S * 2 ** min(count - _MOST_FAILED, 16)
+        self.next_at = now + min(delay_s, _LONGEST_DELAY_S)
+        return None
 
 
 class Counters:

@@ -88,6 +88,16 @@ def _as_error(ending: BaseException) -> Exception:
     return error
 
 
+def use_one_thread() -> None:
+    """Have torch, where a forked process has it from its parent, work with one thread.
+
+    OpenMP waits for ever for those of the parent, which are not in this process.
+    """
+    torch: Any = sys.modules.get("torch")
+    if hasattr(torch, "set_num_threads"):
+        torch.set_num_threads(1)
+
+
 class Settings:
     """What a worker's process is told at its start.
 
@@ -133,6 +143,8 @@ def main(settings: Settings) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     link.close_all(settings.to_close)
+    if settings.start_method == "fork":
+        use_one_thread()
     end = _WorkerEnd(settings)
     os.register_at_fork(after_in_child=end.disown)
     try:

@@ -17,18 +17,17 @@ from . import _link as link
 from ._backlog import DealtBacklog, SharedBacklog
 from ._crew import Crew
 from ._dealer import Dealer
-from ._deaths import initializer_error, start_error
+from ._deaths import initializer_error
 from ._encoder import Encoder, Task
 from ._lane import Lane
 from ._one_go import wait_free
 from ._outcomes import Losses, outcome
-from ._starts import Plan
+from ._starts import START_ERRORS, FailedStarts, Plan
 from ._wire import prepare
 from .errors import BrokenPoolError, TimeoutError
 
 # How long a worker may make no progress before tasks behind its own go to one that is idle.
 _STUCK_S = 2e-3
-_MOST_FAILED_STARTS = 3
 
 Result = tuple[int, int, tuple[bool, Any]]
 
@@ -74,7 +73,8 @@ class Dispatcher:
         # Workers that have ended and are not settled yet.
         self._dying: list[Lane] = []
         self._needs_care = self._is_closing = self._is_terminating = False
-        self._failed_starts = 0
+        self._failed_starts = FailedStarts(plan)
+        self._is_up = False
         self._broken: BrokenPoolError | None = None
         self._last_job = -1
 
@@ -131,10 +131,22 @@ class Dispatcher:
         self.wake()
 
     def repopulate(self) -> None:
-        """Start the workers that are missing."""
-        if not self._is_closing and not self._is_terminating:
-            prepare()
+        """Start the workers that are missing, now or, after failures, a little later.
+
+        Raises:
+            Exception: the first ones cannot be started.
+        """
+        if self._is_closing or self._is_terminating or self._failed_starts.next_at:
+            return
+        prepare()
+        try:
             self._crew.start_missing(self._encoder)
+        except START_ERRORS as error:
+            if not self._is_up:
+                raise
+            self._needs_care = True
+            self._broken = self._failed_starts.add_error(error, is_only=not self._crew.has_ready)
+        self._is_up = True
 
     def join(self) -> None:
         """Wait until the workers have ended, and let go of all that the pool has open."""
@@ -173,14 +185,17 @@ class Dispatcher:
 
     def _alarm(self) -> float | None:
         """Return in how many seconds the clocks are to be looked at."""
-        alarm = None
+        alarms: list[float | None] = [_STUCK_S] if self._dealer.is_uneven else []
         if self._timeout is not None or self._is_terminating:
-            alarm = self._crew.alarm(self._timeout, time.monotonic())
-        if self._dealer.is_uneven:
-            return _STUCK_S if alarm is None else min(alarm, _STUCK_S)
-        return alarm
+            alarms.append(self._crew.alarm(self._timeout, time.monotonic()))
+        if self._failed_starts.next_at:
+            alarms.append(max(1e-3, self._failed_starts.next_at - time.monotonic()))
+        return min((alarm for alarm in alarms if alarm is not None), default=None)
 
     def _look_at_clocks(self, now: float) -> None:
+        if 0 < self._failed_starts.next_at <= now:
+            self._failed_starts.next_at = 0.0
+            self._needs_care = True
         self._crew.check_kills(now)
         if self._timeout is not None:
             self._crew.check_timeout(self._timeout, now)
@@ -198,7 +213,9 @@ class Dispatcher:
                     answers.append((task[0], task[1], kind, value))
                 elif kind == link.READY:
                     lane.is_ready = True
-                    self._failed_starts = 0
+                    self._failed_starts.forget()
+                    # For starts that were put off.
+                    self._needs_care = True
                 else:
                     lane.failure = value
             if answers:
@@ -224,13 +241,14 @@ class Dispatcher:
                     self._done.append((lost[0], lost[1], (False, error)))
                 else:
                     self._dealer.put_back(lane, [lost])
-            if not lane.is_ready and not self._is_terminating:
+            if lane.is_ready:
+                self._failed_starts.forget()
+            elif not self._is_terminating:
                 self._count_failed_start(lane, exitcode)
             self._needs_care = True
 
     def _count_failed_start(self, lane: Lane, exitcode: int | None) -> None:
-        self._failed_starts += 1
         if lane.failure is not None:
             self._broken = initializer_error(lane.slot, lane.failure)
-        elif self._failed_starts >= _MOST_FAILED_STARTS:
-            self._broken = start_error(lane.slot, self._failed_starts, exitcode)
+        elif self._broken is None:
+            self._broken = self._failed_starts.add_death(exitcode, is_only=not self._crew.has_ready)

@@ -30,10 +30,15 @@ class Pool(BasePool):
         is_daemon: False lets tasks start processes of their own.
         is_copy_tensor: whether workers get copies of tensors, in functions, arguments and results,
             or the same memory.
-        share_method: "cpu" or "cuda", where tensors are not copied; "cpu" forks the workers.
+        share_method: "cpu" or "cuda", where tensors are not copied.
         retries: how often a task is run again whose worker has died.
         task_timeout: seconds that a task may run; then its worker is killed and replaced.
-        start_method: "spawn", "fork" or "forkserver" (default: "spawn", unless said otherwise).
+        start_method: "spawn" (default), "forkserver" or "fork". In forked workers torch, where it
+            is loaded, keeps to one thread.
+
+    Attributes:
+        start_patience_s: seconds in which a worker has to become ready where others are killed, or
+            cannot be started, before they are; then the pool is broken. A subclass may set it.
 
     Raises:
         RuntimeError: tensors are not copied and `share_method` is neither of the two.
@@ -41,6 +46,7 @@ class Pool(BasePool):
         WorkerDiedError: (by results) the task's worker died, or took too long (`TaskTimeoutError`).
     """
 
+    start_patience_s = 60.0
     _is_woken = True
 
     def __init__(  # noqa: PLR0913
@@ -69,18 +75,16 @@ class Pool(BasePool):
             raise ValueError(f"retries must be at least 0, got {retries}")
         if task_timeout is not None and task_timeout <= 0:
             raise ValueError(f"task_timeout must be more than 0 s, got {task_timeout}")
-        if start_method is None:
-            shares = not is_copy_tensor and share_method == "cpu"
-            start_method = "fork" if shares else "spawn"
-        self._start_method = start_method
+        self._start_method = start_method or "spawn"
         self._options: dict[str, Any] = {
             "is_daemon": is_daemon,
             "copy_tensor": is_copy_tensor,
             "recurse": is_recursive,
             "retries": retries,
             "task_timeout": task_timeout,
+            "start_patience_s": self.start_patience_s,
         }
-        context = multiprocessing.get_context(start_method)
+        context = multiprocessing.get_context(self._start_method)
         super().__init__(processes, initializer, initargs, maxtasksperchild, context)
 
     def setup_queues(self) -> tuple[Any, Any]:

@@ -18,6 +18,7 @@ from multiprocessing.reduction import DupFd, ForkingPickler
 from typing import Any
 
 from ._remote_errors import ExceptionWithTraceback, describe, format_error, rebuild, shorten
+from ._worker import use_one_thread
 from .pickling import Pickler
 
 __all__ = ["ExceptionWithTraceback", "Process", "ProcessException", "Thread", "ThreadException"]
@@ -99,8 +100,9 @@ class Thread(threading.Thread):
 class Process(BaseProcess):
     """A process that reports the exceptions raised in it, and ends with a non-zero exit code then.
 
-    The object is a process of the context `ctx` as well. Where the process is spawned, functions
-    and classes that it could not import (lambdas, closures) are sent by value.
+    The object is a process of the context `ctx` as well. Functions and classes that the process
+    could not import (lambdas, closures) are sent by value. A forked process needs to be sent
+    nothing, but there torch, where it is loaded, keeps to one thread.
 
     `sys.exit()` and `sys.exit(0)` in it are no failure; `sys.exit(code)` keeps its code.
 
@@ -108,7 +110,8 @@ class Process(BaseProcess):
         target: what to run, with `args` and `kwargs`.
         cleaner: is called in the process after `target`, also when that has failed (not when a
             signal kills the process).
-        ctx: how to start it, from `multiprocessing.get_context` (default: the default one).
+        ctx: how to start it, from `multiprocessing.get_context` (default: its default
+            context, or "spawn" in place of "fork").
     """
 
     def __init__(
@@ -123,17 +126,20 @@ class Process(BaseProcess):
         *,
         daemon: bool | None = None,
     ) -> None:
-        base = (multiprocessing if ctx is None else ctx).Process
+        base = (ctx or default_context()).Process
         self.__class__ = _started_by(base, type(self))
         super().__init__(group, target, name, tuple(args), kwargs or {}, daemon=daemon)
         self._cleaner = cleaner
         self._exception: ProcessException | None = None
+        self._made_in = os.getpid()
         # A file, for it never blocks its writer as a pipe would while nobody reads.
         self._report = _report_file()
         self._close_report = weakref.finalize(self, os.close, self._report)
 
     def run(self) -> None:
         """Run the target, then the cleaner; report what they raise and raise the first."""
+        if os.getpid() != self._made_in:
+            use_one_thread()
         failures = _run_all(super().run, self._cleaner)
         if failures:
             _write_report(self._report, (_text_of(failures), describe(failures[0])))
@@ -187,6 +193,16 @@ class Process(BaseProcess):
         return f"{who} was killed by {name}{hint}"
 
 
+def default_context() -> Any:
+    """Return multiprocessing's default context, or "spawn" in place of "fork".
+
+    A forked process hangs at its first large operation on tensors once its parent has made one.
+    """
+    chosen = multiprocessing.get_start_method(allow_none=True)
+    method = chosen or multiprocessing.get_all_start_methods()[0]
+    return multiprocessing.get_context("spawn" if method == "fork" else method)
+
+
 class _SpawnPickler(Pickler):
     """Knows what may travel to a process that is being started: locks, connections, queues."""
 
@@ -206,7 +222,7 @@ def _revived(data: bytes) -> Process:
     kind, base, state = pickle.loads(data)
     made = _started_by(base, kind)
     process = made.__new__(made)
-    vars(process).update(state, _report=state["_report"].detach())
+    vars(process).update(state, _report=state["_report"].detach(), _made_in=os.getpid())
     process._close_report = weakref.finalize(process, os.close, process._report)
     return process
 

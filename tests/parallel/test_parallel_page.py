@@ -15,6 +15,7 @@ SAYS = {
     "Pool(2)": "[0, 3, 6, 9, 12]\nTrue\n",
     "CtxPool(2": r"\['0 on cuda:\d', '1 on cuda:\d', '2 on cuda:\d', '3 on cuda:\d'\]\n",
     "SimpleQueue()": "2 4\n",
+    "set_forkserver_preload": "[tensor(10.), tensor(10.)]\n",
 }
 
 

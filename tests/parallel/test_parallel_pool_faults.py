@@ -9,6 +9,7 @@ import pytest
 from pool_checks import children, wait_until
 
 from stepwrap.parallel import (
+    BasePool,
     BrokenPoolError,
     EncodingError,
     P2PPool,
@@ -23,8 +24,8 @@ from stepwrap.parallel import (
 
 # Each kind with two workers; the way of starting is another matter, and forking is quick.
 KINDS = {
-    "Pool": lambda **more: Pool(2, start_method="fork", **more),
-    "P2PPool": lambda **more: P2PPool(2, start_method="fork", **more),
+    "Pool": lambda processes=2, **more: Pool(processes, start_method="fork", **more),
+    "P2PPool": lambda processes=2, **more: P2PPool(processes, start_method="fork", **more),
 }
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 
@@ -170,10 +171,11 @@ def test_parents_exception_is_the_error_of_the_input(pool):
         next(iterator)
 
 
-@pytest.mark.parametrize("kind", ["Pool", "P2PPool", "ThreadPool"])
+@pytest.mark.parametrize("kind", [*KINDS, "ThreadPool", "BasePool"])
 def test_initializer_fails(kind):
-    pool = ThreadPool(2, work.initializer_fails) if kind == "ThreadPool" else None
-    pool = pool or KINDS[kind](initializer=work.initializer_fails)
+    make = {**KINDS, "ThreadPool": ThreadPool, "BasePool": BasePool}[kind]
+    fail = work.initializer_fails
+    pool = make(processes=2, initializer=lambda: fail())
     result_error = None
     try:
         pool.apply_async(work.square, (1,)).get(20)
@@ -186,12 +188,39 @@ def test_initializer_fails(kind):
     pool.join(20)
 
 
-def test_initializer_kills():
-    pool = Pool(2, work.kill_self, start_method="fork")
-    with pytest.raises(BrokenPoolError, match=r"[3-9] workers in a row .*SIGKILL"):
+class Impatient(Pool):
+    start_patience_s = 0.3
+
+
+@pytest.mark.parametrize(
+    ("kind", "death"), [(Impatient, "killed"), (Pool, "segfault"), (Pool, "exit")]
+)
+def test_initializer_ends_the_process(kind, death):
+    """One that leaves or crashes breaks the pool at the third time, one that is killed later."""
+    func, words = DEATHS[death]
+    pool = kind(2, func, (1,) if death == "exit" else (), start_method="fork")
+    with pytest.raises(BrokenPoolError, match=rf"no worker became ready, and \d+ ended; .*{words}"):
         pool.apply_async(work.square, (1,)).get(20)
     pool.terminate()
     pool.join(20)
+
+
+@pytest.mark.parametrize("method", ["fork", "forkserver"])
+def test_workers_are_killed_from_outside_while_they_start(method, tmp_path):
+    """However often: nothing is lost once they can start."""
+    folder, killed = tmp_path / "starting", set()
+    folder.mkdir()
+    begin = (work.begin_when_told, (folder, tmp_path / "go"))
+    with Pool(2, *begin, retries=1, start_method=method) as pool:
+        calls = [pool.apply_async(work.square, (n,)) for n in range(20)]
+        while len(killed) < 7:
+            wait_until(lambda: set(os.listdir(folder)) - killed)
+            for pid in set(os.listdir(folder)) - killed:
+                os.kill(int(pid), signal.SIGKILL)
+                killed.add(pid)
+        (tmp_path / "go").touch()
+        assert [call.get(60) for call in calls] == [n * n for n in range(20)]
+        wait_until(lambda: pool.size() == 2)
 
 
 def test_callback_raises(pool, caplog):

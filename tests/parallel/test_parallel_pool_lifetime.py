@@ -13,6 +13,7 @@ import weakref
 import pool_work as work
 import pytest
 from pool_checks import is_running, nothing_left, wait_until
+from programs import run_script
 
 from stepwrap.parallel import (
     BasePool,
@@ -303,3 +304,44 @@ def test_pool_in_a_forked_process():
             os._exit(1)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
         assert pool.apply(work.square, (3,)) == 9
+
+
+AFTER_OPENMP = """
+import multiprocessing, torch
+from stepwrap.parallel import Pool, Process, SimpleQueue
+
+LARGE, FORK = 1_000_000, multiprocessing.get_context("fork")
+
+
+def total(tensor):
+    return float((tensor + 1).sum())
+
+
+def by_queue(context):
+    given, back, scale = SimpleQueue(), SimpleQueue(), 3
+    process = Process(target=lambda: back.put(scale * total(given.get())), ctx=context, daemon=True)
+    process.start()
+    given.put(torch.ones(LARGE))
+    return back.get(60)
+
+
+def by_reference(method):
+    scale, options = 3, dict(is_copy_tensor=False, share_method="cpu", start_method=method)
+    # The second worker is started after the pool's own thread has copied a large tensor.
+    with Pool(1, print, ("begun",), 1, **options) as pool:
+        call = lambda tensor: scale * total(tensor)
+        calls = [pool.apply_async(call, (torch.ones(LARGE),)) for _ in range(2)]
+        return max(call.get(60) for call in calls)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(2)
+    assert total(torch.ones(LARGE)) == 2 * LARGE
+    assert by_queue(None) == by_queue(FORK) == 6 * LARGE
+    assert by_reference(None) == by_reference("fork") == 6 * LARGE
+"""
+
+
+def test_large_operations_after_the_parents_threads_have_run(tmp_path):
+    """By default and where fork is asked for; with lambdas and closures."""
+    assert run_script(AFTER_OPENMP, tmp_path).split() == ["begun"] * 4

@@ -111,7 +111,7 @@ def test_the_default_context_and_documented_order_of_arguments() -> None:
     process.start()
     process.join(LONG_S)
     assert here.recv() == 5
-    assert isinstance(Process(), multiprocessing.Process().__class__)
+    assert isinstance(Process(), multiprocessing.get_context("spawn").Process), "no fork by default"
 
 
 @pytest.mark.parametrize(("code", "exitcode"), [(None, 0), (0, 0), (3, 3), ("text", 1)])
