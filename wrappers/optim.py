@@ -150,6 +150,7 @@ class OptimWrapper(Accumulation):
 
     Attributes:
         reads_parts: ``load_state_dict`` takes what can be cut in place of tensors.
+        defaults: those of the optimizer, for schedulers.
         grad_norm: total norm before clipping at the last update, a tensor on the device
             of the gradients; None while nothing was clipped by norm.
 
@@ -179,6 +180,7 @@ class OptimWrapper(Accumulation):
         check_optimizer(optimizer)
         compare_first_update(optimizer)
         self.optimizer = optimizer
+        self.defaults: dict[str, Any] = getattr(optimizer, "defaults", {})
         self._needs_closure = needs_closure(type(optimizer))
         self._is_sharded = any(is_dtensor(one) for one in parameters_of(optimizer))
         self._first = FirstUpdate(optimizer)
@@ -294,11 +296,7 @@ class OptimWrapper(Accumulation):
 
     def get_momentum(self) -> dict[str, list[float]]:
         """Momentum (Adam-like: the first beta; else 0) of every group."""
-        momenta: dict[str, list[float]] = {}
-        if self.base_param_settings is not None:
-            momenta["base_momentum"] = [_momentum(self.base_param_settings)]
-        momenta["momentum"] = [_momentum(group) for group in self.optimizer.param_groups]
-        return momenta
+        return {"momentum": [_momentum(group) for group in self.optimizer.param_groups]}
 
     def state_dict(self) -> dict[str, Any]:
         """The optimizer's state with its kind and our count of micro-batches beside it.

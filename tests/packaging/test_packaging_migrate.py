@@ -3,6 +3,7 @@
 import importlib
 import re
 import shlex
+import warnings
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -107,9 +108,13 @@ def test_every_name_here_exists(code: str) -> None:
         command, *options = shlex.split(code)[1:]
         assert command in COMMANDS
         parse([command, "cfg.yaml", *options])
-    elif code.startswith("plugins.lightning"):
-        pytest.importorskip("pytorch_lightning", reason="the extra lightning is not installed")
-        load(code)
+    elif code.startswith("plugins."):
+        extra = code.split(".")[1]
+        package = {"lightning": "pytorch_lightning"}.get(extra, extra)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            pytest.importorskip(package, reason=f"no extra {extra}", exc_type=ImportError)
+            load(code)
     elif code.split(".")[0] in FOLDERS:
         load(code)
     elif ":" in code:

@@ -152,7 +152,7 @@ def test_two_groups() -> None:
     groups = [{"params": [_parameter()]}, {"params": [_parameter()], "lr": 0.2, "momentum": 0.5}]
     wrapper = OptimWrapper(torch.optim.SGD(groups, lr=0.1, momentum=0.9))
     assert wrapper.get_lr() == {"base_lr": [0.1], "lr": [0.1, 0.2]}
-    assert wrapper.get_momentum() == {"base_momentum": [0.9], "momentum": [0.9, 0.5]}
+    assert wrapper.get_momentum() == {"momentum": [0.9, 0.5]}
     assert len(wrapper.param_groups) == 3
     assert torch.equal(wrapper.param_groups[-1]["params"], torch.tensor([0.0]))
     for group in wrapper.param_groups:
