@@ -71,7 +71,10 @@ class CustomKeySection:
 
 @dataclass(frozen=True, kw_only=True)
 class ParamwiseSection:
-    """Options by kind of parameter, and by name: a custom key's go before all others."""
+    """Options by kind of parameter, and by name: a custom key's go before all others.
+
+    `as_mmengine` tells kinds apart, and takes custom keys, as mmengine's code does.
+    """
 
     custom_keys: dict[str, Any] = field(default_factory=dict)
     bias_lr_mult: float | None = field(default=None, metadata={"minimum": 0})
@@ -80,6 +83,7 @@ class ParamwiseSection:
     flat_decay_mult: float | None = field(default=None, metadata={"minimum": 0})
     dwconv_decay_mult: float | None = field(default=None, metadata={"minimum": 0})
     bypass_duplicate: bool = False
+    as_mmengine: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -117,7 +117,7 @@ def _single(draft: Draft, section: Section) -> tuple[dict[str, Any], dict[str, A
         known = {key: paramwise.take(key) for key in paramwise if key in _PARAMWISE}
         paramwise.close()
         if known:
-            optimizer["paramwise"] = known
+            optimizer["paramwise"] = {**known, "as_mmengine": True}
     return optimizer, _wrapper(draft, section)
 
 

@@ -22,10 +22,26 @@ logger = logging.getLogger(__name__)
 Options = dict[str, Any]
 
 _NORMS = (_NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
+_NORMS_OF_MMENGINE = (_NormBase, nn.GroupNorm, nn.LayerNorm)
 # Layers of the user's own, such as LlamaRMSNorm or LayerNorm2d.
 _NORM_NAME = re.compile(r"Norm(\dd)?$", re.IGNORECASE)
 # How torch's layers call theirs, attention and recurrent ones included.
 _BIAS_NAME = re.compile(r"bias|in_proj_bias|bias_[ih]h_l\d+(_reverse)?")
+# By kind of parameter, the options of which the first that is set decides its decay.
+_DECAYS = {
+    "norm": ("norm",),
+    "norm bias": ("norm",),
+    "dwconv": ("dwconv",),
+    "dwconv bias": ("dwconv",),
+    "bias": ("bias",),
+}
+# As mmengine's code has it; its docstring leaves biases of norm layers and of depthwise
+# convolutions out of `bias_decay_mult`.
+_DECAYS_OF_MMENGINE = {
+    **_DECAYS,
+    "norm bias": ("norm", "bias"),
+    "dwconv bias": ("bias", "dwconv"),
+}
 
 
 def param_groups(
@@ -51,9 +67,10 @@ def param_groups(
         weight_decay: what `decay_mult` multiplies; default: that of `optimizer`.
         paramwise: `custom_keys` ({key: {lr_mult, decay_mult}}, or absolute `lr`,
             `weight_decay` and further arguments of `optimizer`), `bias_lr_mult`,
-            `bias_decay_mult`, `norm_decay_mult`, `flat_decay_mult`, `dwconv_decay_mult`,
-            and `bypass_duplicate`: the first name of a shared parameter counts, where its
-            names would give it different options.
+            `bias_decay_mult`, `norm_decay_mult`, `flat_decay_mult`, `dwconv_decay_mult`;
+            `bypass_duplicate`: the first name of a shared parameter counts, where its
+            names would give it different options; `as_mmengine`: kinds of parameters and
+            custom keys as in mmengine's code (see docs/configs.md).
         optimizer: a class whose defaults and further arguments count.
 
     Raises:
@@ -91,33 +108,44 @@ class _Rules:
     def refuse_unmatched(self, names: Sequence[str]) -> None:
         """Raise ValueError for a custom key that no parameter has in its name."""
         for key in self.keys:
-            if not any(_matches(key, name) for name in names):
-                raise ValueError(
-                    f"paramwise.custom_keys.{key}: no parameter matches{near_names(key, names)}"
-                )
+            if any(self._matches(key, name) for name in names):
+                continue
+            said = f"paramwise.custom_keys.{key}: no parameter matches{near_names(key, names)}"
+            if not self.section.as_mmengine:
+                raise ValueError(said)
+            logger.warning("%s", said)
 
     def options_of(self, one: NamedParameter) -> tuple[str, Options]:
         """Return why a parameter has its options, and the options."""
         for key in self.keys:
-            if _matches(key, one.name):
+            if self._matches(key, one.name):
                 return key, self._custom(key)
-        leaf = one.name.rpartition(".")[2]
-        kind = _kind(one.owner, leaf)
-        lr_mult = self.section.bias_lr_mult if kind.endswith("bias") else None
-        decay_mult = {
-            "norm": self.section.norm_decay_mult,
-            "dwconv": self.section.dwconv_decay_mult,
-            "dwconv bias": self.section.dwconv_decay_mult,
-            "bias": self.section.bias_decay_mult,
-        }.get(kind)
-        if decay_mult is None and one.parameter.ndim == 1:
-            decay_mult = self.section.flat_decay_mult
-            kind = f"{kind} flat".lstrip() if decay_mult is not None else kind
+        kind = _kind(one, as_mmengine=self.section.as_mmengine)
+        lr_mult = self.section.bias_lr_mult if kind in ("bias", "dwconv bias") else None
+        kind, decay_mult = self._decay_of(kind, is_flat=one.parameter.ndim == 1)
         options = {
             "lr": self._product("lr", lr_mult, "bias_lr_mult"),
             "weight_decay": self._product("weight_decay", decay_mult, f"{kind} decay"),
         }
         return kind or "other", _without_none(options)
+
+    def _decay_of(self, kind: str, *, is_flat: bool) -> tuple[str, float | None]:
+        """Return why a parameter has its decay, and what multiplies it."""
+        decays = _DECAYS_OF_MMENGINE if self.section.as_mmengine else _DECAYS
+        why = kind.removesuffix(" bias") if kind.startswith("norm") else kind
+        for option in decays.get(kind, ()):
+            multiple = getattr(self.section, f"{option}_decay_mult")
+            if multiple is not None:
+                return why, multiple
+        if is_flat and self.section.flat_decay_mult is not None:
+            return f"{why} flat".lstrip(), self.section.flat_decay_mult
+        return why, None
+
+    def _matches(self, key: str, name: str) -> bool:
+        if self.section.as_mmengine:
+            # There a parameter of the model itself has a dot before its name.
+            return key in (name if "." in name else f".{name}")
+        return fnmatchcase(name, key) if is_pattern(key) else key in name
 
     def _custom(self, key: str) -> Options:
         given = dict(self.section.custom_keys[key])
@@ -138,18 +166,19 @@ class _Rules:
         return base * multiple
 
 
-def _matches(key: str, name: str) -> bool:
-    return fnmatchcase(name, key) if is_pattern(key) else key in name
-
-
-def _kind(owner: nn.Module, leaf: str) -> str:
-    """Return "norm", "dwconv", "dwconv bias", "bias" or ""."""
-    if isinstance(owner, _NORMS) or _named_as_norm(owner):
-        return "norm"
-    bias = "bias" if _BIAS_NAME.fullmatch(leaf) else ""
-    if isinstance(owner, _ConvNd) and owner.groups == owner.in_channels > 1:
-        return f"dwconv {bias}".rstrip()
-    return bias
+def _kind(one: NamedParameter, *, as_mmengine: bool) -> str:
+    """Return a key of the decays by kind, or ""."""
+    owner, leaf = one.owner, one.name.rpartition(".")[2]
+    if as_mmengine:
+        is_norm = isinstance(owner, _NORMS_OF_MMENGINE)
+        is_dwconv = isinstance(owner, nn.Conv2d) and owner.groups == owner.in_channels
+        is_bias = leaf == "bias"
+    else:
+        is_norm = isinstance(owner, _NORMS) or _named_as_norm(owner)
+        is_dwconv = isinstance(owner, _ConvNd) and owner.groups == owner.in_channels > 1
+        is_bias = _BIAS_NAME.fullmatch(leaf) is not None
+    parts = {"norm": is_norm, "dwconv": is_dwconv, "bias": is_bias}
+    return " ".join(part for part, holds in parts.items() if holds)
 
 
 def _named_as_norm(owner: nn.Module) -> bool:

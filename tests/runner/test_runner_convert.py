@@ -88,7 +88,12 @@ TRANSLATED: dict[str, Any] = {
         "head": {"_raw_": True, "type": "Linear"},
         "init_cfg": {"_raw_": True, "type": "Constant", "val": 0.5},
     },
-    "optimizer": {"type": "SGD", "lr": 0.1, "momentum": 0.9, "paramwise": {"bias_lr_mult": 2.0}},
+    "optimizer": {
+        "type": "SGD",
+        "lr": 0.1,
+        "momentum": 0.9,
+        "paramwise": {"bias_lr_mult": 2.0, "as_mmengine": True},
+    },
     "optim_wrapper": {
         "type": "AmpOptimWrapper",
         "accumulative_counts": 2,
