@@ -150,7 +150,6 @@ class OptimWrapper(Accumulation):
 
     Attributes:
         reads_parts: ``load_state_dict`` takes what can be cut in place of tensors.
-        defaults: those of the optimizer, for schedulers.
         grad_norm: total norm before clipping at the last update, a tensor on the device
             of the gradients; None while nothing was clipped by norm.
 
@@ -180,7 +179,6 @@ class OptimWrapper(Accumulation):
         check_optimizer(optimizer)
         compare_first_update(optimizer)
         self.optimizer = optimizer
-        self.defaults: dict[str, Any] = getattr(optimizer, "defaults", {})
         self._needs_closure = needs_closure(type(optimizer))
         self._is_sharded = any(is_dtensor(one) for one in parameters_of(optimizer))
         self._first = FirstUpdate(optimizer)
@@ -278,7 +276,7 @@ class OptimWrapper(Accumulation):
     @property
     def defaults(self) -> dict[str, Any]:
         """The optimizer's settings for groups that have none of their own."""
-        return self.optimizer.defaults
+        return getattr(self.optimizer, "defaults", {})
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
