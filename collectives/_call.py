@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import TracebackType
+from typing import NamedTuple
+
+import torch.distributed as dist
 
 from . import trace
 from ._report import failure, withdraw
-from ._story import Call
+from ._story import Call, Place, users_site
 from .errors import CollectiveError
+from .process import live_world_size
 
 _thread = threading.local()
 
@@ -51,4 +57,58 @@ class calling(Call):
         if error is None:
             withdraw(self.group)
         elif isinstance(error, RuntimeError) and not isinstance(error, CollectiveError):
-            raise failure(self, error) from error
+            raise failure(self.here(), self.group, error) from error
+
+
+class Progress(NamedTuple):
+    """What a loop is doing, such as "training", and how far it has come."""
+
+    what: str
+    where: str
+
+    def __str__(self) -> str:
+        return f"{self.what} ({self.where})"
+
+
+@contextmanager
+def in_progress(progress: Callable[[], Progress]) -> Iterator[None]:
+    """Name the ranks that are missing when the body waits for them in vain; every rank enters.
+
+    For what communicates without `calling`, as torch does in backward passes. While the body
+    runs, a thread tells the others where this rank is. Alone, nothing is done.
+
+    Args:
+        progress: returns what the body is doing; also called from another thread.
+
+    Raises:
+        CollectiveError: in place of the transport's error.
+    """
+    if live_world_size() == 1:
+        yield
+        return
+    with trace.answering(lambda: str(progress())):
+        try:
+            yield
+        except RuntimeError as error:
+            if _is_of_the_transport(error):
+                own = Place(dist.get_rank(), *progress())
+                raise failure(own, None, error, is_call=False) from error
+            raise
+
+
+def explain_transport(error: BaseException, name: str) -> None:
+    """Raise a CollectiveError that names ranks for an error of the transport, else nothing.
+
+    Args:
+        name: the function of ours in which it came. A loop that is `in_progress` tells itself.
+    """
+    if trace.is_in_progress() or not _is_of_the_transport(error) or live_world_size() == 1:
+        return
+    raise failure(Place(dist.get_rank(), name, users_site()), None, error) from error
+
+
+def _is_of_the_transport(error: BaseException) -> bool:
+    """Return whether NCCL, a store or gloo has raised the error, which for gloo its text tells."""
+    if isinstance(error, CollectiveError) or not isinstance(error, RuntimeError):
+        return False
+    return isinstance(error, dist.DistError) or "/gloo/" in str(error)

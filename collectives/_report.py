@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import time
 import weakref
@@ -12,7 +13,7 @@ from typing import TypeAlias
 import torch.distributed as dist
 
 from . import trace
-from ._story import Call, Place, tell
+from ._story import Place, tell
 from .errors import CollectiveError
 from .process import members
 
@@ -37,20 +38,24 @@ class _Past:
 _pasts: weakref.WeakKeyDictionary[dist.ProcessGroup, _Past] = weakref.WeakKeyDictionary()
 
 
-def failure(call: Call, error: BaseException) -> CollectiveError:
-    """Return the error to raise, after asking where the other ranks are."""
-    rank, ranks = dist.get_rank(), members(call.group)
-    own = call.here()
-    places, elsewhere = _ask_in_time(own, ranks, call.group)
-    transport = dist.get_backend_config(call.group)
+def failure(
+    own: Place, group: dist.ProcessGroup | None, error: BaseException, *, is_call: bool = True
+) -> CollectiveError:
+    """Return the error to raise, after asking where the other ranks are.
+
+    Args:
+        own: where this rank was when `error` came.
+        is_call: whether `own.call` is a function, rather than what a loop is doing.
+    """
+    ranks = members(group)
+    places, elsewhere = _ask_in_time(own, ranks, group)
+    said = f"The transport ({dist.get_backend_config(group)}) says: {error}"
+    title, needs = (f"{own.call}()", "must be reached by") if is_call else (own.call, "needs")
     if not elsewhere and len({(place.call, place.detail) for place in places}) == 1:
-        return CollectiveError(
-            f"{call.name}() failed on all ranks: {tell(places)}. The transport ({transport}) says: "
-            f"{error}"
-        )
+        return CollectiveError(f"{title} failed on all ranks: {tell(places)}. {said}")
     return CollectiveError(
-        f"{call.name}() must be reached by all {len(ranks)} ranks, but did not finish on rank "
-        f"{rank}: {tell(places, elsewhere)}. The transport ({transport}) says: {error}"
+        f"{title} {needs} all {len(ranks)} ranks, but did not finish on rank {own.rank}: "
+        f"{tell(places, elsewhere)}. {said}"
     )
 
 
@@ -70,7 +75,7 @@ _Known: TypeAlias = "tuple[list[Place], dict[int, str]]"
 def _ask_in_time(own: Place, ranks: list[int], group: dist.ProcessGroup | None) -> _Known:
     """Return what `_ask` does, also when the store's process has died or been stopped."""
     known: list[_Known] = []
-    question = trace.is_tracing()
+    question = trace.is_answering()
 
     def ask() -> None:
         with contextlib.suppress(RuntimeError):
@@ -81,7 +86,10 @@ def _ask_in_time(own: Place, ranks: list[int], group: dist.ProcessGroup | None) 
     asking.join(2 * _PATIENCE_S + (trace.ANSWER_S if question else 0.0))
     if known:
         return known[0]
-    return [own], {rank: "cannot be asked" for rank in ranks if rank != own.rank}
+    others = {rank: "cannot be asked" for rank in ranks if rank != own.rank}
+    if _is_served_by_rank_0() and 0 in others:
+        others[0] = "does not answer, nor does the store that it serves: it is stuck or stopped"
+    return [own], others
 
 
 def _ask(own: Place, ranks: list[int], group: dist.ProcessGroup | None) -> _Known:
@@ -92,7 +100,7 @@ def _ask(own: Place, ranks: list[int], group: dist.ProcessGroup | None) -> _Know
     past.posted.add(own_key)
     places = {own.rank: own}
     keys = {rank: _key(group, rank) for rank in ranks if rank != own.rank}
-    question = trace.ask(store) if trace.is_tracing() else None
+    question = trace.ask(store) if trace.is_answering() else None
     answers: dict[int, str] = {}
     started = time.monotonic()
     patience = _PATIENCE_S + (trace.ANSWER_S if question else 0.0)
@@ -111,7 +119,7 @@ def _ask(own: Place, ranks: list[int], group: dist.ProcessGroup | None) -> _Know
         time.sleep(_POLL_S)
     past.silent.update(waited_for)
     silent = (
-        "does not answer: it has died, is stuck or has made no collective call yet"
+        "does not answer: it has died, is stuck, has been stopped or has not begun"
         if question
         else "has not come"
     )
@@ -134,6 +142,15 @@ def _store() -> trace.Store:
     assert dist.group.WORLD is not None
     store: trace.Store = dist.group.WORLD.get_group_store()
     return store
+
+
+def _is_served_by_rank_0() -> bool:
+    """Return whether the store is as torch makes it by default, without an agent of torchrun."""
+    store = _store()
+    while isinstance(store, dist.PrefixStore):  # type: ignore[attr-defined]
+        store = store.underlying_store
+    has_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return isinstance(store, dist.TCPStore) and not has_agent  # type: ignore[attr-defined]
 
 
 def _key(group: dist.ProcessGroup | None, rank: int) -> str:

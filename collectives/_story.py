@@ -16,6 +16,11 @@ from typing import TypeAlias
 import torch.distributed as dist
 
 _FOLDER = os.path.dirname(os.path.abspath(__file__)) + os.sep
+_ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+_OURS = tuple(
+    os.path.join(_ROOT, name, "")
+    for name in ("collectives", "loops", "parallel", "plugins", "rpc", "runner", "wrappers")
+)
 # Frames of context managers stand between ours and the caller's.
 _NOT_CALLERS = _FOLDER, contextlib.__file__
 _STANDARD_LIBRARY = os.path.dirname(os.__file__) + os.sep
@@ -95,12 +100,25 @@ def call_site() -> str:
 
 def main_thread_site() -> str:
     """Return "file:line in function" of what the main thread runs, in the user's code if it can."""
-    innermost = sys._current_frames().get(threading.main_thread().ident or 0)
-    frame = innermost
-    while frame and not _is_the_users(frame.f_code.co_filename):
-        frame = frame.f_back
-    frame = frame or innermost
-    return f"{_location(frame)} in {frame.f_code.co_name}" if frame else "?"
+    return _site_from(sys._current_frames().get(threading.main_thread().ident or 0))
+
+
+def users_site() -> str:
+    """Return "file:line in function" of the user's code that has called this, if there is any."""
+    return _site_from(sys._getframe(1))
+
+
+def _site_from(innermost: FrameType | None) -> str:
+    """Return the innermost place in the user's code; without any, outside the standard library."""
+    frames = []
+    while innermost:
+        frames.append(innermost)
+        innermost = innermost.f_back
+    for is_wanted in (_is_the_users, lambda path: not path.startswith((_STANDARD_LIBRARY, "<"))):
+        for frame in frames:
+            if is_wanted(frame.f_code.co_filename):
+                return f"{_location(frame)} in {frame.f_code.co_name}"
+    return "?"
 
 
 def tell(
@@ -171,7 +189,7 @@ def _difference(places: Sequence[Place]) -> str:
 
 def _is_the_users(path: str) -> bool:
     installed = "site-packages" in path or "dist-packages" in path
-    return not installed and not path.startswith((_FOLDER, _STANDARD_LIBRARY, "<"))
+    return not installed and not path.startswith((*_OURS, _STANDARD_LIBRARY, "<"))
 
 
 def _location(frame: FrameType) -> str:

@@ -1,4 +1,4 @@
-"""Tracing: every collective is recorded, and checked to be the same on all ranks."""
+"""Where the ranks are: every collective recorded and compared, and answers for ranks that wait."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import itertools
 import os
 import threading
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -20,13 +21,15 @@ from .process import distributed_available
 
 VARIABLE = "STEPWRAP_COLLECTIVE_TRACE"
 # How often a rank looks whether another one asks where it is, and how long that one waits.
-_LOOK_S = 0.25
+_LOOK_S = 0.5
 ANSWER_S = 2.0
 _JOIN_S = 2.0
 _KEPT = 256
 _is_on = os.environ.get(VARIABLE, "").lower() not in ("", "0", "false", "no", "off")
 _records: collections.deque[CollectiveRecord] = collections.deque(maxlen=_KEPT)
 _numbers = itertools.count(1)
+# What this rank is doing, while its loop has said how to find out.
+_progress: Callable[[], str] | None = None
 
 
 class Store(Protocol):
@@ -81,6 +84,34 @@ def trace_collectives(on: bool = True) -> None:
 def is_tracing() -> bool:
     """Return whether collectives are traced."""
     return _is_on
+
+
+@contextmanager
+def answering(progress: Callable[[], str]) -> Iterator[None]:
+    """Let ranks that wait in vain learn where this one is, while the body runs.
+
+    Args:
+        progress: returns what the body is doing; called from another thread when a rank asks.
+    """
+    global _progress
+    outer, _progress = _progress, progress
+    _Watch.start_once()
+    try:
+        yield
+    finally:
+        _progress = outer
+        if outer is None and not _is_on:
+            _Watch.stop()
+
+
+def is_in_progress() -> bool:
+    """Return whether a loop of this rank has said what it is doing."""
+    return _progress is not None
+
+
+def is_answering() -> bool:
+    """Return whether this rank answers where it is, and so may ask others."""
+    return _Watch.is_running()
 
 
 def recent_collectives() -> list[CollectiveRecord]:
@@ -143,6 +174,11 @@ class _Watch(threading.Thread):
                 cls._running.start()
 
     @classmethod
+    def is_running(cls) -> bool:
+        """Return whether there is a watch of the live default group."""
+        return cls._running is not None and cls._running.world() is dist.group.WORLD
+
+    @classmethod
     def stop(cls) -> None:
         """End the watch; a thread that is in the store at exit would abort the process."""
         with cls._lock:
@@ -176,12 +212,17 @@ class _Watch(threading.Thread):
 
 
 def _whereabouts() -> str:
-    records = list(_records)
+    records = list(_records) if _is_on else []
     running = next((record for record in reversed(records) if record.state == "running"), None)
     if running:
         return f"is in {running}"
-    last = f"its last was {records[-1]}" if records else "it has made none"
-    return f"is in no collective but at {main_thread_site()}; {last}"
+    progress = _progress
+    parts = [f"is at {main_thread_site()}"]
+    if progress is not None:
+        parts.append(f", in {progress()}")
+    if records:
+        parts.append(f"; its last collective was {records[-1]}")
+    return "".join(parts)
 
 
 atexit.register(_Watch.stop)

@@ -22,6 +22,7 @@ from .rng import preserved_rng
 from .rounds import EvenRounds, Rounds
 from .signals import NoSignals, StopWatch
 from .state import LoopState, Phase
+from .together import naming_missing_ranks
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +84,7 @@ class _EvalLoop:
             )
         outer, state.phase = state.phase, self.phase
         try:
-            with preserved_rng(device_of(state.model)):
+            with naming_missing_ranks(state), preserved_rng(device_of(state.model)):
                 for announce in hooks.on_eval_start:
                     announce(state)
                 # Running statistics differ by rank; only those of the first are saved.

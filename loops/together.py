@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from contextlib import AbstractContextManager
+from typing import Any, Final, TypeVar
 
 from ..collectives import all_gather_object, distributed_available, get_rank, get_world_size
+from ..collectives._call import Progress, in_progress
+from .state import LoopState, Phase
 
 T = TypeVar("T")
+_DOING: Final = {Phase.TRAIN: "training", Phase.VAL: "validation", Phase.TEST: "test"}
 Gather = Callable[[Any], list[Any]]
 
 
@@ -33,6 +37,19 @@ def together(what: str, action: Callable[[], T], gather: Gather = all_gather_obj
         texts = failed if len(reports) > 1 else [told]
         raise CheckpointError(f"{what} failed: {'; '.join(texts)}") from cause
     return [result for _, result in reports]
+
+
+def naming_missing_ranks(state: LoopState) -> AbstractContextManager[None]:
+    """Name the ranks that do not come where the body waits for them in vain; every rank enters.
+
+    Raises:
+        CollectiveError: In place of the transport's error; says where each rank is.
+    """
+
+    def progress() -> Progress:
+        return Progress(_DOING[state.phase], f"step {state.step}, epoch {state.epoch}")
+
+    return in_progress(progress)
 
 
 def own_rank() -> int:

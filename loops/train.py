@@ -25,6 +25,7 @@ from .schedule import (
 )
 from .signals import StopSignals
 from .state import LoopState
+from .together import naming_missing_ranks
 from .uneven import UnevenInputs, longest, uneven_inputs
 
 logger = logging.getLogger(__name__)
@@ -146,16 +147,17 @@ class _TrainLoop:
         with StopSignals() as signals:
             signals.start_clock(state)
             try:
-                for on_train_start in hooks.on_train_start:
-                    on_train_start(state)
-                yield signals
-                # By a counter: all ranks must come to the same answer.
-                if self._recorded_at != state.iteration:
-                    self._record(state, hooks)
-                if not state.signal:
-                    signals.look(state)
-                for on_train_end in hooks.on_train_end:
-                    on_train_end(state)
+                with naming_missing_ranks(state):
+                    for on_train_start in hooks.on_train_start:
+                        on_train_start(state)
+                    yield signals
+                    # By a counter: all ranks must come to the same answer.
+                    if self._recorded_at != state.iteration:
+                        self._record(state, hooks)
+                    if not state.signal:
+                        signals.look(state)
+                    for on_train_end in hooks.on_train_end:
+                        on_train_end(state)
             except BaseException as error:
                 announce_failure(state, hooks, error)
                 raise

@@ -207,6 +207,7 @@ class StepDistributedDataParallel(Steps, DistributedDataParallel):
         explain_unused(error, self._trainable)
         # Its text: the error itself would keep the graph in memory.
         self._failure = self._failure or f"{type(error).__name__}: {error}"
+        super()._explain(error)
 
     @classmethod
     def check_options(cls, options: Mapping[str, Any]) -> None:

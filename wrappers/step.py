@@ -12,6 +12,7 @@ from torch import Tensor, distributed, nn
 from torch.distributed import ProcessGroup
 from torch.nn.modules.module import _has_any_global_hook
 
+from ..collectives._call import explain_transport
 from .anomalies import detect_anomalous_params, watch_gradients
 from .layout import refusal
 from .losses import parse_losses
@@ -71,8 +72,8 @@ class Steps:
             engine = model if self._direct else self
             try:
                 losses = engine(*args, **kwargs, mode="loss")
-            except TypeError as error:
-                _explain_missing_mode(model, error)
+            except (TypeError, RuntimeError) as error:
+                _explain_forward(model, error)
                 raise
         parse = getattr(model, "parse_losses", parse_losses)
         total, logs = parse(losses)
@@ -157,6 +158,7 @@ class Steps:
 
     def _explain(self, error: BaseException) -> None:
         """Raise a better error than one of an update, where the wrapper knows one."""
+        explain_transport(error, "train_step")
 
     def _evaluate(self, name: str, data: Any) -> Any:
         model = self.module
@@ -166,8 +168,8 @@ class Steps:
         args, kwargs = as_call(self._preprocess(model)(data, training=False))
         try:
             return model(*args, **kwargs, mode="predict")
-        except TypeError as error:
-            _explain_missing_mode(model, error)
+        except (TypeError, RuntimeError) as error:
+            _explain_forward(model, error)
             raise
 
     def _preprocess(self, model: Any) -> Callable[..., Any]:
@@ -235,8 +237,11 @@ def refuse_own_train_step(wrapper: type[Steps], model: nn.Module, why: str) -> N
     )
 
 
-def _explain_missing_mode(model: nn.Module, error: TypeError) -> None:
-    """Raise a better error when ``forward`` cannot be asked for losses."""
+def _explain_forward(model: nn.Module, error: TypeError | RuntimeError) -> None:
+    """Raise a better error when ranks are missing or ``forward`` cannot be asked for losses."""
+    explain_transport(error, "forward")
+    if not isinstance(error, TypeError):
+        return
     parameters = inspect.signature(model.forward).parameters.values()
     if any(one.name == "mode" or one.kind is one.VAR_KEYWORD for one in parameters):
         return

@@ -134,10 +134,10 @@ def test_a_rank_that_never_comes_is_named(on: bool, tmp_path: Path) -> None:
         assert "did not finish" in text
         assert "ranks 0, 1 wait in synchronize" in text
         if on:
+            assert re.search(r"rank 2 is at \S+_trace.py:\d+ in _never_come", text)
             assert re.search(
-                r"rank 2 is in no collective but at \S+_trace.py:\d+ in _never_come", text
+                r"; its last collective was #\d+ mean_scalars \(\S+_trace.py:\d+\)", text
             )
-            assert re.search(r"its last was #\d+ mean_scalars \(\S+_trace.py:\d+\)", text)
         else:
             assert "rank 2 has not come" in text
 
@@ -196,8 +196,8 @@ def _watches() -> list[str]:
 def test_the_thread_that_answers_ends_with_the_group() -> None:
     """It is there from the switch on, not only from the first call on."""
     assert run_ranks(traced, 2, True, _watches) == [["stepwrap-trace"]] * 2
-    time.sleep(0.5)
-    assert run_ranks(traced, 2, False, _watches) == [[], []]
+    while any(run_ranks(traced, 2, False, _watches)):
+        pass
 
 
 def _synchronize_too_early(folder: str) -> str:
@@ -216,7 +216,7 @@ def test_the_timeout_of_synchronize_holds_while_tracing(tmp_path: Path) -> None:
         traced, 2, True, _synchronize_too_early, str(tmp_path), timeout_s=40, group_timeout_s=120
     )
     assert "CollectiveError" in text
-    assert re.search(r"rank 1 is in no collective but at \S+ in _synchronize_too_early", text)
+    assert re.search(r"rank 1 is at \S+ in _synchronize_too_early", text)
 
 
 SWITCHES = """

@@ -1,0 +1,173 @@
+"""A rank that does not come is named, in training and validation, traced or not."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ports import free_port
+from ranks import run_ranks
+from torch import Tensor, nn
+from torch.distributed.distributed_c10d import _set_pg_timeout
+
+from stepwrap.collectives import all_gather_object, trace_collectives
+from stepwrap.loops import EpochTrainLoop, Hook, LoopState, ValLoop
+from stepwrap.runner import Runner
+from stepwrap.wrappers import OptimWrapper, StepDistributedDataParallel, SupervisedModel
+
+ABSENT = 1
+
+
+def wrapped() -> tuple[StepDistributedDataParallel, OptimWrapper]:
+    model = SupervisedModel(nn.Linear(4, 3), nn.CrossEntropyLoss())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return StepDistributedDataParallel(model), OptimWrapper(optimizer)
+
+
+def batches(count: int) -> list[list[Tensor]]:
+    return [[torch.ones(2, 4), torch.tensor([0, 2])] for _ in range(count)]
+
+
+def stay_away(how: str, folder: Path) -> None:
+    """Stop this process, or sleep, until both of the other ranks have given up."""
+    if how == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    while not given_up(folder):
+        time.sleep(0.01)
+
+
+def given_up(folder: Path) -> bool:
+    return len(os.listdir(folder)) >= 2
+
+
+class StayAway(Hook):
+    """Keeps one rank from going on, once, at one place."""
+
+    def __init__(self, how: str, folder: Path, place: str) -> None:
+        self.how, self.folder, self.place = how, folder, place
+
+    def on_update(self, state: LoopState) -> None:
+        self.reach("on_update", state)
+
+    def on_eval_batch_start(self, state: LoopState, batch: Any) -> None:
+        self.reach("on_eval_batch_start", state)
+
+    def reach(self, place: str, state: LoopState) -> None:
+        if (dist.get_rank(), place, state.step) == (ABSENT, self.place, 2):
+            stay_away(self.how, self.folder)
+
+
+def train(traced: bool, how: str, place: str, folder: Path) -> str:
+    model, optim = wrapped()
+    loop = EpochTrainLoop(batches(2), max_epochs=2, val_loop=ValLoop(batches(2)))
+    hooks = [StayAway(how, folder, place)]
+    return told(traced, folder, Runner(model, loop, optim_wrapper=optim, hooks=hooks).train)
+
+
+def train_by_hand(folder: Path) -> str:
+    model, optim = wrapped()
+
+    def loop() -> None:
+        for step, batch in enumerate(batches(4)):
+            if (dist.get_rank(), step) == (ABSENT, 2):
+                stay_away("sleep", folder)
+            model.train_step(batch, optim)
+
+    return told(True, folder, loop)
+
+
+def told(traced: bool, folder: Path, run: Any) -> str:
+    """Return the error in which `run` ends on this rank, and let the absent one go on."""
+    trace_collectives(traced)
+    processes = all_gather_object(os.getpid())
+    # Not for the group's whole life: on a busy machine it takes longer to form.
+    _set_pg_timeout(timedelta(seconds=2), dist.group.WORLD)
+    try:
+        run()
+    except RuntimeError as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        trace_collectives(False)
+        (folder / str(dist.get_rank())).touch()
+        if given_up(folder):
+            os.kill(processes[ABSENT], signal.SIGCONT)
+    return "no error"
+
+
+SLEEPS = r"rank 1 is at \S*test_loops_missing_ranks.py:\d+ in stay_away, in "
+
+
+@pytest.mark.parametrize(
+    ("traced", "how", "place", "waits", "absent"),
+    [
+        (
+            *(False, "stop", "on_update", r"training \(step 2, epoch 0\)"),
+            "rank 1 does not answer: it has died, is stuck, has been stopped or has not begun",
+        ),
+        (
+            *(False, "sleep", "on_eval_batch_start", r"validation \(step 2, epoch 1\)"),
+            SLEEPS + r"validation \(step 2, epoch 1\)\. ",
+        ),
+        (
+            *(True, "sleep", "on_update", r"training \(step 2, epoch 0\)"),
+            SLEEPS + r"training \(step 2, epoch 0\); its last collective was #\d+ \w+ \(",
+        ),
+    ],
+)
+def test_a_loop_names_the_rank_that_does_not_come(
+    traced: bool, how: str, place: str, waits: str, absent: str, tmp_path: Path
+) -> None:
+    texts = run_ranks(train, 3, traced, how, place, tmp_path)
+    for rank in (0, 2):
+        expected = (
+            rf"^CollectiveError: \w+ needs all 3 ranks, but did not finish on rank {rank}: "
+            rf"ranks 0, 2 wait in {waits}, {absent}"
+        )
+        assert re.search(expected, texts[rank])
+
+
+def test_a_step_by_hand_names_the_rank_that_does_not_come(tmp_path: Path) -> None:
+    texts = run_ranks(train_by_hand, 3, tmp_path)
+    for rank in (0, 2):
+        assert re.search(
+            r"^CollectiveError: train_step\(\) must be reached by all 3 ranks, but did not finish "
+            rf"on rank {rank}: "
+            r"ranks 0, 2 wait in train_step \(\S*test_loops_missing_ranks.py:\d+ in loop\), "
+            r"rank 1 is at \S*test_loops_missing_ranks.py:\d+ in stay_away",
+            texts[rank],
+        )
+
+
+def stop_the_store(port: int) -> str:
+    """Train by hand on two ranks, of which the first serves the store and is then stopped."""
+    rank = dist.get_rank()
+    processes = all_gather_object(os.getpid())
+    dist.destroy_process_group()
+    address = f"tcp://127.0.0.1:{port}"
+    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=2)
+    model, optim = wrapped()
+    _set_pg_timeout(timedelta(seconds=2), dist.group.WORLD)
+    if rank == 0:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    try:
+        model.train_step(batches(1)[0], optim)
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        os.kill(processes[0], signal.SIGCONT)
+    return "no error"
+
+
+def test_a_stopped_rank_that_serves_the_store_is_named() -> None:
+    assert (
+        "rank 0 does not answer, nor does the store that it serves: it is stuck or stopped"
+        in run_ranks(stop_the_store, 2, free_port())[1]
+    )
