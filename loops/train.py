@@ -26,7 +26,7 @@ from .schedule import (
 from .signals import StopSignals
 from .state import LoopState
 from .together import naming_missing_ranks
-from .uneven import UnevenInputs, longest, uneven_inputs
+from .uneven import UnevenInputs, even_inputs, longest, uneven_inputs
 
 logger = logging.getLogger(__name__)
 
@@ -45,8 +45,10 @@ class _TrainLoop:
     # What the iteration loop sets: the update after which to stop, and that it validates by them.
     _last_step: int | None = None
     _validates_updates = False
-    # What `_check` finds out: whether ranks may have different numbers of batches, and the most.
+    # What `_check` finds out: whether ranks may have different numbers of batches, whether they
+    # have to compare them as they go, and the most.
     _uneven: UnevenInputs | None = None
+    _compares: bool = False
     _length: int | None = None
 
     def __init__(
@@ -70,10 +72,7 @@ class _TrainLoop:
         optim: Any = state.optim_wrapper
         train_step = step_of(state.model, optim)
         log = self._logs.append
-        batches = batches_from(self.dataloader, state.epoch, state.batch)
-        if self._uneven is not None:
-            batches = self._uneven.watched(batches, state)
-        for batch in batches:
+        for batch in self._batches(state):
             for on_batch_start in hooks.on_batch_start:
                 on_batch_start(state, batch)
             state.in_step = True
@@ -96,6 +95,13 @@ class _TrainLoop:
                     return
         if not state.batch:
             raise ValueError(_EMPTY)
+
+    def _batches(self, state: LoopState) -> Iterator[Any]:
+        """Return what is left of the running epoch."""
+        batches = batches_from(self.dataloader, state.epoch, state.batch)
+        if self._uneven is not None:
+            return self._uneven.watched(batches, state)
+        return even_inputs(batches, state) if self._compares else batches
 
     def _after_update(self, state: LoopState, hooks: HookList, signals: StopSignals) -> None:
         """Log, look for signals, validate and save, each when its time has come."""
@@ -180,6 +186,7 @@ class _TrainLoop:
         lengths = all_gather_object(length_of(self.dataloader))
         self._length = longest(lengths)
         self._uneven = uneven_inputs(state, by_epoch=self._last_step is None)
+        self._compares = self._length is None and len(lengths) > 1
         if len(set(lengths)) > 1 and self._uneven is None:
             raise ValueError(
                 "every rank needs the same number of training batches, but by rank they are "
@@ -194,7 +201,8 @@ class EpochTrainLoop(_TrainLoop):
 
     Args:
         dataloader: This rank's batches; the same number on every rank, unless the model's
-            wrapper has `uneven_inputs`.
+            wrapper has `uneven_inputs`. Where the number is not known in advance, the ranks
+            compare before each batch whether all have one.
         max_epochs: Passes over the data.
         val_loop: Validates; None for never.
         val_begin: The first epoch after which it may run.
@@ -272,7 +280,8 @@ class IterTrainLoop(_TrainLoop):
     The whole run is one epoch of events; `state.epoch` counts the passes.
 
     Args:
-        dataloader: This rank's batches; the same number on every rank.
+        dataloader: This rank's batches; the same number on every rank, which is checked as for
+            `EpochTrainLoop`.
         max_steps: Optimizer updates.
         val_loop: Validates; None for never.
         val_begin: The first update after which it may run.

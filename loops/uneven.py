@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 
 from ..collectives import all_gather_object, broadcast, comm_device
+from ..collectives._story import name_ranks
 from .schedule import members_of, window_of
 from .state import LoopState
 
+_END = object()
 _PROGRESS = ("batch", "iteration", "step", "updated_at")
 
 
@@ -51,15 +53,10 @@ class UnevenInputs:
     def watched(self, batches: Iterable[Any], state: LoopState) -> Iterator[Any]:
         """Yield `batches`; clears `state.together` once a rank has no more."""
         for batch in batches:
-            state.together = state.together and self._all_have(True)
+            state.together = state.together and all(_on_all_ranks(self._group, True))
             yield batch
         if state.together:
-            state.together = self._all_have(False)
-
-    def _all_have(self, one: bool) -> bool:
-        answer = torch.tensor([one], dtype=torch.uint8, device=comm_device(self._group))
-        dist.all_reduce(answer, dist.ReduceOp.MIN, group=self._group)
-        return bool(answer.item())
+            state.together = all(_on_all_ranks(self._group, False))
 
     def _catch_up(self, state: LoopState) -> None:
         """Take over what only ranks with more batches know."""
@@ -90,6 +87,45 @@ class UnevenInputs:
             part.load_state_dict(parts[1][name])
         for name in _PROGRESS:
             setattr(state, name, ahead[name])
+
+
+def even_inputs(batches: Iterable[Any], state: LoopState) -> Iterator[Any]:
+    """Yield `batches`, and compare before each whether all ranks have one; all must iterate.
+
+    For loaders that cannot tell how many they have: a rank that trains on without another one
+    would wait for it.
+
+    Raises:
+        ValueError: On every rank, once some have no more batches and others have.
+    """
+    own = iter(batches)
+    while True:
+        batch = next(own, _END)
+        has_batch = batch is not _END
+        all_have, none_has = _on_all_ranks(None, has_batch, not has_batch)
+        if none_has:
+            return
+        if not all_have:
+            _refuse(has_batch, state)
+        yield batch
+
+
+def _refuse(has_batch: bool, state: LoopState) -> NoReturn:
+    have = all_gather_object(has_batch)
+    ended, others = ([r for r, has in enumerate(have) if has is one] for one in (False, True))
+    raise ValueError(
+        "every rank needs the same number of training batches, but "
+        f"{name_ranks(ended)} {'have' if len(ended) > 1 else 'has'} no more after {state.batch} in "
+        f"epoch {state.epoch}, and {name_ranks(others)} {'have' if len(others) > 1 else 'has'}; "
+        "StepDistributedDataParallel(uneven_inputs=True) in an EpochTrainLoop can do without"
+    )
+
+
+def _on_all_ranks(group: dist.ProcessGroup | None, *own: bool) -> list[bool]:
+    """Return which of the answers are yes on all ranks of the group; each of them must ask."""
+    answers = torch.tensor(own, dtype=torch.uint8, device=comm_device(group))
+    dist.all_reduce(answers, dist.ReduceOp.MIN, group=group)
+    return [bool(answer) for answer in answers.tolist()]
 
 
 def uneven_inputs(state: LoopState, *, by_epoch: bool) -> UnevenInputs | None:

@@ -1,5 +1,6 @@
 """Ranks with different numbers of batches, joined by the wrapper."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,12 +34,16 @@ EPOCHS = 3
 DECAY = 0.9
 
 
-def _data(rank: int) -> list[list[Tensor]]:
+def _batches(rank: int, count: int) -> list[list[Tensor]]:
     generator = torch.Generator().manual_seed(rank)
     return [
         [torch.randn(2, 4, generator=generator, dtype=torch.float64), torch.tensor([0, 2])]
-        for _ in range(COUNTS[rank])
+        for _ in range(count)
     ]
+
+
+def _data(rank: int) -> list[list[Tensor]]:
+    return _batches(rank, COUNTS[rank])
 
 
 def _net() -> nn.Sequential:
@@ -209,3 +214,52 @@ def _even_only() -> None:
 def test_without_the_option() -> None:
     with pytest.raises(RanksError, match=r"by rank they are \[5, 3\]"):
         run_ranks(_even_only, 2)
+
+
+class Unknown:
+    """Batches of which one cannot tell the number."""
+
+    def __init__(self, batches: list[list[Tensor]]) -> None:
+        self.batches = batches
+
+    def __iter__(self) -> Iterator[list[Tensor]]:
+        return iter(self.batches)
+
+
+def _train_unknown(counts: tuple[int, ...], by_epoch: bool, uneven: bool) -> tuple[str, int]:
+    """Return the error and the steps of this rank, whose loader has no length."""
+    model = SupervisedModel(_net(), nn.CrossEntropyLoss())
+    loader = Unknown(_batches(dist.get_rank(), counts[dist.get_rank()]))
+    runner = Runner(
+        StepDistributedDataParallel(model, uneven_inputs=uneven),
+        EpochTrainLoop(loader, max_epochs=2) if by_epoch else IterTrainLoop(loader, max_steps=20),
+        optim_wrapper=OptimWrapper(_optimizer(model)),
+    )
+    try:
+        runner.train()
+    except ValueError as error:
+        return str(error), runner.state.step
+    return "", runner.state.step
+
+
+@pytest.mark.parametrize("by_epoch", [True, False])
+@pytest.mark.parametrize(
+    ("counts", "told"),
+    [
+        ((5, 3, 5), "rank 1 has no more after 3 in epoch 0, and ranks 0, 2 have"),
+        ((0, 2, 0), "ranks 0, 2 have no more after 0 in epoch 0, and rank 1 has"),
+    ],
+)
+def test_loaders_without_a_length_that_end_apart(
+    counts: tuple[int, ...], told: str, by_epoch: bool
+) -> None:
+    for text, steps in run_ranks(_train_unknown, 3, counts, by_epoch, False):
+        assert told in text
+        assert steps == min(counts)
+
+
+def test_loaders_without_a_length_that_end_together_or_need_not() -> None:
+    """Several passes of a loop by steps, and a pass that the ranks end apart."""
+    assert run_ranks(_train_unknown, 2, (3, 3), False, False) == [("", 20)] * 2
+    assert run_ranks(_train_unknown, 2, (3, 3), True, False) == [("", 6)] * 2
+    assert run_ranks(_train_unknown, 2, (5, 3), True, True) == [("", 10)] * 2
