@@ -51,6 +51,8 @@ _REDUCED: Final = {
     *(torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz),
     torch.float8_e8m0fnu,
 }
+# Where sums must not wrap round, the upper and the lower 32 bits of these are summed apart.
+_SUMMED_IN_HALVES: Final = {torch.int64, torch.uint64}
 # The order of uint64 is that of int64 after a flip of the highest bit.
 _HIGHEST_BIT: Final = -(2**63)
 _LOW_BITS: Final = 2**32 - 1
@@ -163,8 +165,10 @@ class Reduction:
         """
         dtype, total = self._tensor.dtype, self._fold()
         count = live_world_size(self._group) if count is None else count
-        if dtype == torch.uint64:
-            total = _decode(total, self._op, count)
+        if self._op == "mean" and dtype in _SUMMED_IN_HALVES:
+            total = _mean_of_halves(total, count).view(dtype)
+        elif dtype == torch.uint64:
+            total = _decode(total, self._op)
         elif self._op == "mean":
             total = _mean_of_sum(total, count)
         return total.to(self._tensor.device, dtype)
@@ -178,11 +182,11 @@ class Reduction:
         dtype, total = self._tensor.dtype, self._fold()
         is_integer = not (dtype.is_floating_point or dtype.is_complex)
         is_float = is_integer and (to_float or self._op == "mean")
-        if dtype == torch.uint64 and self._op in ("min", "max"):
-            total = _decode(total, self._op, 1)
-        elif dtype == torch.uint64:
+        if dtype in _SUMMED_IN_HALVES and self._op in ("sum", "mean"):
             high, low = total.to(torch.float64) if is_float else total
             total = high * 2.0**32 + low if is_float else ((high << 32) + low).view(dtype)
+        elif dtype == torch.uint64:
+            total = _decode(total, self._op)
         if is_float:
             total = total.to(torch.float64)
         if self._op == "mean":
@@ -224,26 +228,25 @@ def carrier(dtype: torch.dtype, *, is_wide: bool) -> torch.dtype:
 
 def _encode(tensor: torch.Tensor, op: str, *, is_wide: bool) -> torch.Tensor:
     """Return the tensor in its carrier; uint64, which gloo refuses, in the bits of int64."""
+    if is_wide and op in ("sum", "mean") and tensor.dtype in _SUMMED_IN_HALVES:
+        bits = tensor.view(torch.int64)
+        high = bits >> 32
+        return torch.stack([high if tensor.dtype.is_signed else high & _LOW_BITS, bits & _LOW_BITS])
     if tensor.dtype != torch.uint64:
         return tensor.to(carrier(tensor.dtype, is_wide=is_wide))
     bits = tensor.view(torch.int64)
-    if op in ("min", "max"):
-        return bits ^ _HIGHEST_BIT
-    if is_wide:
-        # In two halves, whose sums do not wrap round.
-        return torch.stack([(bits >> 32) & _LOW_BITS, bits & _LOW_BITS])
-    return bits
+    return bits ^ _HIGHEST_BIT if op in ("min", "max") else bits
 
 
-def _decode(total: torch.Tensor, op: str, world_size: int) -> torch.Tensor:
-    """Return uint64 again, a sum modulo 2**64 as torch's own, or the mean of the ranks."""
-    if op in ("min", "max"):
-        total = total ^ _HIGHEST_BIT
-    elif op == "mean":
-        high, high_rest = _divide(total[0], world_size)
-        low, rest = _divide((high_rest << 32) + total[1], world_size)
-        total = _round((high << 32) + low, rest, world_size)
-    return total.view(torch.uint64)
+def _decode(total: torch.Tensor, op: str) -> torch.Tensor:
+    """Return uint64 again; a sum is modulo 2**64, as torch's own."""
+    return (total ^ _HIGHEST_BIT if op in ("min", "max") else total).view(torch.uint64)
+
+
+def _mean_of_halves(total: torch.Tensor, count: int) -> torch.Tensor:
+    high, high_rest = _divide(total[0], count)
+    low, rest = _divide((high_rest << 32) + total[1], count)
+    return _round((high << 32) + low, rest, count)
 
 
 def _mean_of_sum(total: torch.Tensor, world_size: int) -> torch.Tensor:

@@ -70,8 +70,8 @@ def all_reduce_dict(
 
     Args:
         reduce_op: "sum", "mean", "min" or "max".
-        to_float: make every result floating point: float64 for integers, which are reduced exactly
-            as int64, and float32 for halves. Otherwise dtypes are kept, except that the mean of
+        to_float: make every result floating point: float64 for integers, which are summed exactly
+            before, and float32 for halves. Otherwise dtypes are kept, except that the mean of
             integers is always float64. A Python float counts as float64.
 
     Raises:

@@ -2,6 +2,7 @@
 
 import functools
 import logging
+from fractions import Fraction
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from calls import outcome
 from ranks import run_ranks
 from tensors_by_rank import BITWISE, DTYPES, INTEGERS, OPS, values_of
 
+import stepwrap.collectives
 from stepwrap.collectives.dist import all_reduce
 
 
@@ -108,6 +110,34 @@ def _mean_of_three() -> list[int]:
     own = torch.tensor([[0, 0, -1], [1, 1, -1], [0, 1, 0]][dist.get_rank()])
     all_reduce(own, "mean")
     return [int(value) for value in own]
+
+
+def _means_of_large_integers(dtype: torch.dtype) -> None:
+    rank = dist.get_rank()
+    largest, least = torch.iinfo(dtype).max, torch.iinfo(dtype).min
+    for parts in (
+        [largest, largest, largest],
+        [least, least, least],
+        [largest, largest - 7, largest - 1],
+        [least, least + 1, least + 4],
+        [largest, 0, largest],
+        [largest, least, 5],
+    ):
+        # Python's integers are exact, and round() goes to the nearest.
+        exact = Fraction(sum(parts), 3)
+        own = torch.tensor([parts[rank], rank], dtype=dtype)
+        all_reduce(own, "mean")
+        assert own.tolist() == [round(exact), 1], parts
+        given = {"n": torch.tensor([parts[rank]], dtype=dtype)}
+        mean = stepwrap.collectives.all_reduce_dict(given, "mean")["n"]
+        assert mean.tolist() == [pytest.approx(float(exact), rel=1e-15, abs=1e-15)], parts
+        total = stepwrap.collectives.all_reduce_dict(given, "sum")["n"]
+        assert total.tolist() == [float(sum(parts))], parts
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.uint64])
+def test_means_and_wide_sums_of_large_integers_do_not_wrap(dtype: torch.dtype) -> None:
+    run_ranks(_means_of_large_integers, 3, dtype)
 
 
 def test_thirds_go_to_the_nearest() -> None:
