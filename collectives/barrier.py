@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from ._call import calling
-from .process import get_local_rank, live_world_size
+from .process import launched_local_rank, live_world_size
 
 
 def synchronize(timeout_s: float | None = None, group: dist.ProcessGroup | None = None) -> None:
@@ -50,7 +50,8 @@ def start_barrier(group: dist.ProcessGroup | None = None) -> dist.Work:
 
 def _barrier_device() -> int:
     """Return this rank's device, also where more ranks than devices share a host."""
-    local_rank = get_local_rank()
-    if local_rank < torch.cuda.device_count():
+    # Only what is known at once: not all ranks may be members of the group.
+    local_rank = launched_local_rank()
+    if local_rank is not None and local_rank < torch.cuda.device_count():
         return local_rank
     return torch.cuda.current_device()

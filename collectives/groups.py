@@ -127,7 +127,8 @@ def get_local_size() -> int:
 def get_local_rank() -> int:
     """Return this process's rank on its host.
 
-    Asked in this order: the local group, then what `stepwrap.collectives.get_local_rank` asks.
+    Asked in this order: the local group, then what `stepwrap.collectives.get_local_rank` asks,
+    which every rank may have to call.
     """
     group = _live_local_group()
     return process.get_local_rank() if group is None else dist.get_rank(group)

@@ -3,7 +3,11 @@
 import functools
 import logging
 import os
+import socket
+import time
+import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import ParamSpec, TypeVar
 
 import torch
@@ -13,10 +17,16 @@ import torch.distributed as dist
 # threads would outlive its end. torch imports it with the first DistributedDataParallel.
 import torch.distributed.nn.functional
 
+from .errors import CollectiveError
+
 P = ParamSpec("P")
 T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
+
+_HOST_KEY = "stepwrap/host"
+_POLL_S = 0.02
+_local_ranks: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 
 
 def distributed_available() -> bool:
@@ -52,15 +62,33 @@ def get_world_size(group: dist.ProcessGroup | None = None) -> int:
 
 
 def get_local_rank() -> int:
-    """Return this process's rank among those on its host, 0 when nothing tells.
+    """Return this process's rank among those on its host, 0 without a group and a launcher.
 
-    Asked in this order: LOCAL_RANK, SLURM_LOCALID, the live rank modulo LOCAL_WORLD_SIZE.
+    Asked in this order: LOCAL_RANK, SLURM_LOCALID, the live rank modulo LOCAL_WORLD_SIZE, the hosts
+    of the live group. Of these the ranks tell each other through the group's store, once: the
+    first call then waits until the ranks before this one have called it too.
+
+    Raises:
+        CollectiveError: some of them have not, within the store's timeout; it names them.
     """
-    local_rank = _environment_local_rank()
+    local_rank = launched_local_rank()
     if local_rank is not None:
         return local_rank
+    world = dist.group.WORLD if distributed_available() else None
+    if world is None:
+        return 0
+    if world not in _local_ranks:
+        _local_ranks[world] = _count_on_this_host(world)
+    return _local_ranks[world]
+
+
+def launched_local_rank() -> int | None:
+    """Return the local rank that the launcher's environment tells, None where it does not."""
+    local_rank = _environment_local_rank()
     per_host = _integer("LOCAL_WORLD_SIZE")
-    return get_rank() % per_host if per_host else 0
+    if local_rank is None and per_host:
+        return get_rank() % per_host
+    return local_rank
 
 
 def live_world_size(group: dist.ProcessGroup | None = None) -> int:
@@ -131,6 +159,30 @@ def rank_zero_only(func: Callable[P, T]) -> Callable[P, T | None]:
         return func(*args, **kwargs) if get_rank() == 0 else None
 
     return on_rank_zero
+
+
+def _count_on_this_host(world: dist.ProcessGroup) -> int:
+    """Return how many ranks before this one are on its host."""
+    store = world.get_group_store()
+    host = _host()
+    store.set(f"{_HOST_KEY}/{world.rank()}", host)
+    keys = [f"{_HOST_KEY}/{rank}" for rank in range(world.rank())]
+    limit = time.monotonic() + store.timeout.total_seconds()  # type: ignore[attr-defined]
+    # Not by the store's own waiting, which cannot be interrupted.
+    while missing := [rank for rank, key in enumerate(keys) if not store.check([key])]:
+        if time.monotonic() > limit:
+            raise CollectiveError(
+                "get_local_rank() without LOCAL_RANK must be called by every rank; rank "
+                f"{world.rank()} has waited in vain for that of rank {', '.join(map(str, missing))}"
+            )
+        time.sleep(_POLL_S)
+    return sum(store.get(key).decode() == host for key in keys)
+
+
+def _host() -> str:
+    """Return what is the same on two ranks of one host: containers have names of their own."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return f"{socket.gethostname()} {boot.read_text().strip() if boot.exists() else ''}"
 
 
 def _integer(variable: str) -> int | None:

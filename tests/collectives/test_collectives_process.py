@@ -66,7 +66,42 @@ def test_a_variable_that_is_no_integer_is_named(monkeypatch: pytest.MonkeyPatch)
 
 def test_the_live_group_answers_without_any_environment() -> None:
     """A-3."""
-    assert run_ranks(_identity, 2) == [(0, 2, 0, True), (1, 2, 0, True)]
+    assert run_ranks(_identity, 2) == [(0, 2, 0, True), (1, 2, 1, True)]
+
+
+def _local_rank_on(hosts: list[str]) -> tuple[int, int]:
+    rank = dist.get_rank()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("socket.gethostname", lambda: hosts[rank])
+        return get_local_rank(), get_local_rank()
+
+
+def test_the_hosts_of_the_live_group_tell_the_local_rank() -> None:
+    """As for ranks that `mp.spawn` has started: nothing is in the environment."""
+    local_ranks = run_ranks(_local_rank_on, 4, ["a", "b", "a", "a"])
+    assert local_ranks == [(0, 0), (0, 0), (1, 1), (2, 2)]
+
+
+def _call_on_ranks(callers: list[int]) -> str:
+    """Return what the call gives; the first rank never waits, whoever calls."""
+    text = ""
+    assert dist.group.WORLD is not None
+    dist.group.WORLD.get_group_store().set_timeout(timedelta(seconds=1))
+    if dist.get_rank() in callers:
+        try:
+            text = str(get_local_rank())
+        except CollectiveError as error:
+            text = str(error)
+    dist.barrier()
+    return text
+
+
+def test_ranks_that_do_not_ask_for_their_local_rank_are_named() -> None:
+    assert run_ranks(_call_on_ranks, 3, [0]) == ["0", "", ""]
+    assert run_ranks(_call_on_ranks, 3, [0, 2])[2] == (
+        "get_local_rank() without LOCAL_RANK must be called by every rank; rank 2 has waited in "
+        "vain for that of rank 1"
+    )
 
 
 class _Records(logging.Handler):
