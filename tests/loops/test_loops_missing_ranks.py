@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import threading
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -171,3 +172,29 @@ def test_a_stopped_rank_that_serves_the_store_is_named() -> None:
         "rank 0 does not answer, nor does the store that it serves: it is stuck or stopped"
         in run_ranks(stop_the_store, 2, free_port())[1]
     )
+
+
+class Threads(Hook):
+    """Notes our threads while training runs."""
+
+    def __init__(self) -> None:
+        self.seen: set[str] = set()
+
+    def on_update(self, state: LoopState) -> None:
+        self.seen |= threads_of_ours()
+
+
+def threads_of_ours() -> set[str]:
+    return {thread.name for thread in threading.enumerate() if "stepwrap" in thread.name}
+
+
+def threads_in_and_after_training() -> tuple[set[str], set[str]]:
+    model, optim = wrapped()
+    hook = Threads()
+    loop = EpochTrainLoop(batches(2), max_epochs=1, val_loop=ValLoop(batches(1)))
+    Runner(model, loop, optim_wrapper=optim, hooks=[hook]).train()
+    return hook.seen, threads_of_ours()
+
+
+def test_the_thread_that_answers_ends_with_the_loop() -> None:
+    assert run_ranks(threads_in_and_after_training, 2) == [({"stepwrap-trace"}, set())] * 2
