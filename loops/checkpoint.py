@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import math
+import re
+import reprlib
 import shutil
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import NoneType
@@ -40,7 +43,18 @@ logger = logging.getLogger(__name__)
 # Without and with tensors of which each rank writes a part.
 FORMAT, SHARDED_FORMAT = 1, 2
 META = "checkpoint.json"
-_ABANDONED = "abandoned_"
+_ABANDONED, _INCOMPLETE = "abandoned_", "incomplete_"
+# Integers in a description, with the least that they can be.
+_COUNTS = {
+    "format": 1,
+    "serial": 1,
+    "world_size": 1,
+    "data_size": 1,
+    "step": 0,
+    "epoch": 0,
+    "batch": 0,
+    "iteration": 0,
+}
 REASONS = ("interval", "signal", "exception", "end")
 
 
@@ -87,10 +101,13 @@ def save_checkpoint(
 def save_alone(folder: Path, state: LoopState, *, reason: str = "exception") -> Path | None:
     """Write what rank 0 knows, without any communication.
 
-    For the moment after an error, when the other ranks may be gone: their
-    random streams are missing from the checkpoint. Where the error came in a
-    step, or there are several ranks, the checkpoint goes back to where the
-    running accumulation window began, so that a resume repeats that window.
+    For the moment after an error, when the other ranks may be gone. The checkpoint is
+    whole where one process failed between two batches. Otherwise random streams are
+    missing from it: those of the other ranks, or as they were before the batch. It is
+    then set aside as `incomplete_step_...`, in place of an earlier one: it is not found
+    as the latest, and whoever goes on from it has other random numbers than the run
+    would have had. Such a checkpoint goes back to where the running accumulation window
+    began, so that a resume repeats that window.
 
     Returns:
         The checkpoint; None on other ranks, and, as a log line tells, where the weights
@@ -105,20 +122,31 @@ def save_alone(folder: Path, state: LoopState, *, reason: str = "exception") -> 
             state.step,
         )
         return None
-    position = (state.epoch, state.batch, state.iteration)
-    back = state.in_step or world_size() > 1
-    if back:
-        problem = _unsafe(state)
-        if problem:
-            logger.warning("no checkpoint of step %d is saved: %s", state.step, problem)
-            return None
-        position = state.updated_at or position
-    epoch, batch, iteration = position
+    if world_size() == 1 and not state.in_step:
+        meta = _about(state, reason, is_best=False)
+        path = _save(folder, state, meta, _alone, gradients=True)
+        state.restored_from = None
+        logger.info("saved checkpoint %s (after the error)", path)
+        return path
+    problem = _unsafe(state)
+    if problem or state.updated_at is None:
+        logger.warning("no checkpoint of step %d is saved: %s", state.step, problem)
+        return None
+    epoch, batch, iteration = state.updated_at
     saved = replace(state, epoch=epoch, batch=batch, iteration=iteration)
     meta = _about(saved, reason, is_best=False)
-    path = _save(folder, saved, meta, lambda mine: [mine], gradients=not back)
-    state.restored_from = None
+    path = _save(folder, saved, meta, _alone, gradients=False, finish=_set_aside)
+    logger.warning(
+        "saved %s after the error, without the random streams that belong to it: --resume goes on "
+        "from the last whole checkpoint, --resume with this path from this one",
+        path,
+    )
     return path
+
+
+def _alone(mine: Any) -> list[Any]:
+    """Gather from this rank only."""
+    return [mine]
 
 
 def _unsafe(state: LoopState) -> str:
@@ -183,19 +211,60 @@ def read_meta(path: Path) -> dict[str, Any]:
         CheckpointError: There is none, it is damaged, or of a later format.
     """
     try:
-        meta = json.loads((path / META).read_text(encoding="utf-8"))
-        number = meta["format"]
-        if not isinstance(meta["files"], dict):
-            raise TypeError("files must be a table")
-        if number > SHARDED_FORMAT:
-            raise CheckpointError(
-                f"checkpoint {path} has format {number}; this version reads up to {SHARDED_FORMAT}"
-            )
-    except FileNotFoundError as error:
+        meta = json.loads(folders.read_text(path / META))
+        problem = _problem_of(meta)
+    except (FileNotFoundError, NotADirectoryError) as error:
         raise CheckpointError(f"{path} is not a checkpoint: it has no {META}") from error
-    except (ValueError, KeyError, TypeError, OSError) as error:
+    except (ValueError, OSError, RecursionError) as error:
         raise CheckpointError(f"checkpoint {path} is damaged: {META}: {error}") from error
+    if problem:
+        raise CheckpointError(f"checkpoint {path} is damaged: {META}: {problem}")
+    if meta["format"] > SHARDED_FORMAT:
+        raise CheckpointError(
+            f"checkpoint {path} has format {meta['format']}; this version reads up to "
+            f"{SHARDED_FORMAT}"
+        )
     return dict(meta)
+
+
+def _problem_of(meta: Any) -> str:
+    """Say what keeps `meta` from being a description of a checkpoint; empty where nothing does."""
+    if not isinstance(meta, dict):
+        return f"must be a table, got {reprlib.repr(meta)}"
+    # Those of older checkpoints have no data_size and no digest.
+    counts = {"data_size": 1, **meta}
+    for name, least in _COUNTS.items():
+        count = counts.get(name)
+        if type(count) is not int or count < least:
+            return f"{name} must be an integer of at least {least}, got {reprlib.repr(count)}"
+        if name == "format" and count > SHARDED_FORMAT:
+            return ""
+    if type(meta.get("best")) is not bool:
+        return f"best must be true or false, got {reprlib.repr(meta.get('best'))}"
+    if meta.get("sha256", _digest(meta)) != _digest(meta):
+        return "it is not as it was written"
+    return _problem_of_files(meta.get("files"))
+
+
+def _problem_of_files(files: Any) -> str:
+    if not isinstance(files, dict):
+        return f"files must be a table, got {reprlib.repr(files)}"
+    missing = {"model.pt", "optim.pt", "state.pt", rank_file(0)} - files.keys()
+    if missing:
+        return f"files lacks {', '.join(sorted(missing))}"
+    for name, about in files.items():
+        # Nothing outside of the folder.
+        if not re.fullmatch(r"\w[\w.-]*", name):
+            return f"files: {name!r} is not the name of a file of a checkpoint"
+        if not isinstance(about, dict) or about.keys() != {"size", "sha256"}:
+            return f"files.{name} must have size and sha256, got {reprlib.repr(about)}"
+    return ""
+
+
+def _digest(meta: Mapping[str, Any]) -> str:
+    """Return the SHA-256 of a description but for the entry that holds it."""
+    text = json.dumps({k: v for k, v in meta.items() if k != "sha256"}, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def rank_file(rank: int) -> str:
@@ -224,8 +293,15 @@ def _about(state: LoopState, reason: str, is_best: bool) -> dict[str, Any]:
 
 
 def _save(
-    folder: Path, state: LoopState, meta: dict[str, Any], gather: Gather, *, gradients: bool
+    folder: Path,
+    state: LoopState,
+    meta: dict[str, Any],
+    gather: Gather,
+    *,
+    gradients: bool,
+    finish: Callable[[Path, dict[str, Any], LoopState], Path] | None = None,
 ) -> Path:
+    finish = finish or _finish
     what = f"saving the checkpoint of step {state.step} in {folder}"
     first = own_rank() == 0
     draft = together(what, lambda: folders.make_draft(folder) if first else None, gather)[0]
@@ -238,7 +314,7 @@ def _save(
         else:
             written = together(what, lambda: _write(draft, state, gradients), gather)
         meta["files"] = {name: about for files in written for name, about in files.items()}
-        finals = together(what, lambda: _finish(draft, meta, state) if first else draft, gather)
+        finals = together(what, lambda: finish(draft, meta, state) if first else draft, gather)
     except CheckpointError:
         if first:
             shutil.rmtree(draft, ignore_errors=True)
@@ -301,7 +377,11 @@ def _own_contents(state: LoopState, gradients: bool) -> dict[str, Any]:
     """What only this rank knows."""
     model = user_model(state.model)
     device = next((p.device for p in model.parameters()), None)
-    own = {"rng": capture_rng(device), "gradients": gradients_of(model) if gradients else {}}
+    own = {
+        "rng": capture_rng(device),
+        "gradients": gradients_of(model) if gradients else {},
+        "logs": state.logs.state_dict(state.iteration),
+    }
     carried = step_state(state) if gradients else {}
     if carried:
         own["step"] = carried
@@ -323,9 +403,23 @@ def _finish(draft: Path, meta: dict[str, Any], state: LoopState) -> Path:
         # Both exist for a moment, so that a kill here loses neither.
         final = final.with_name(f"{name}-{meta['serial']}")
         meta["serial"] += 1
-    folders.write_text(draft / META, json.dumps(meta, indent=2))
-    folders.publish(draft, final)
+    _publish(draft, meta, final)
     folders.remove_folders(path for path, _ in replaced)
+    return final
+
+
+def _set_aside(draft: Path, meta: dict[str, Any], state: LoopState) -> Path:
+    """Describe the draft and publish it where the search for the latest does not find it."""
+    others = list_checkpoints(draft.parent)
+    meta["serial"] = 1 + max((old["serial"] for _, old in others), default=0)
+    folders.remove_folders(draft.parent.glob(f"{_INCOMPLETE}*"))
+    return _publish(draft, meta, draft.with_name(f"{_INCOMPLETE}step_{meta['step']:08d}"))
+
+
+def _publish(draft: Path, meta: dict[str, Any], final: Path) -> Path:
+    described = {**meta, "sha256": _digest(meta)}
+    folders.write_text(draft / META, json.dumps(described, indent=2))
+    folders.publish(draft, final)
     return final
 
 

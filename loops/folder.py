@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import shutil
+import stat
 import uuid
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 
 _DRAFT = ".draft-"
 _CHUNK = 1 << 20
+_LONGEST_TEXT = 1 << 28
 
 
 def make_draft(parent: Path) -> Path:
@@ -46,6 +49,45 @@ def publish(draft: Path, final: Path) -> None:
     _flush_folder(draft)
     draft.rename(final)
     _flush_folder(final.parent)
+
+
+def size_of(path: Path) -> int:
+    """Return the size of a file in bytes.
+
+    Raises:
+        OSError: It is missing, or a pipe, a device or the like, of which reading might not end.
+    """
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode):
+        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+    return status.st_size
+
+
+def read_text(path: Path) -> str:
+    """Return the content of a regular file that is text.
+
+    Raises:
+        OSError: As of `size_of`, or it is too large for what is written as text here.
+    """
+    if size_of(path) > _LONGEST_TEXT:
+        raise OSError(errno.EFBIG, f"it is larger than {_LONGEST_TEXT} bytes", str(path))
+    return path.read_text(encoding="utf-8")
+
+
+def read_tensors(source: Path | IO[bytes], *, mmap: bool = False) -> Any:
+    """Return what `write_tensors` wrote, on the CPU; nothing else is unpickled.
+
+    Raises:
+        ValueError: It was written by something else.
+    """
+    try:
+        return torch.load(source, map_location="cpu", weights_only=True, mmap=mmap)
+    except Exception as error:
+        # Torch's own words advise to load it with weights_only=False.
+        raise ValueError(
+            "it is not a file of torch.save with tensors, numbers, strings, and lists, tuples, "
+            f"sets and dicts of them only ({type(error).__name__})"
+        ) from error
 
 
 def fingerprint(path: Path) -> dict[str, Any]:

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-
-from ..collectives import mean_scalars
-from .hook import HookList, Scalars
-from .state import LoopState
 
 
 class LogBuffer:
@@ -22,31 +18,101 @@ class LogBuffer:
 
     def __init__(self) -> None:
         self._raw: list[Mapping[str, Any]] = []
-        self._sums: dict[str, tuple[Tensor, int]] = {}
+        # Raw values of a checkpoint, before those in `_raw`.
+        self._earlier: dict[str, list[Any]] = {}
+        self._sums: dict[str, tuple[Tensor, float]] = {}
+        # The batch, counted over the run, with whose logs `_raw` begins.
+        self._first = 0
         self.append = self._raw.append
 
-    def flush(self, state: LoopState, hooks: HookList) -> None:
-        """Announce the means since the last record; every rank must call this."""
-        self.fold()
-        scalars: Scalars = {name: total / count for name, (total, count) in self._sums.items()}
-        self._sums.clear()
-        for collect in hooks.collect_logs:
-            collect(state, scalars)
-        record = mean_scalars(scalars)
-        for listener in hooks.on_log:
-            listener(state, record)
+    def start(self, iteration: int) -> None:
+        """Let the next logs be those of batch `iteration` of the run."""
+        self._raw.clear()
+        self._first = iteration
+
+    def means(self) -> dict[str, Tensor]:
+        """Return the means of all that was logged since `clear`, on the device."""
+        return {name: total / count for name, (total, count) in self._all_sums().items()}
 
     def fold(self) -> None:
         """Turn the raw values into sums on the device."""
-        by_name: dict[str, list[Any]] = {}
-        for logs in self._raw:
+        self._sums = self._all_sums()
+        self._drop_raw()
+
+    def clear(self) -> None:
+        """Forget what was logged so far."""
+        self._sums = {}
+        self._drop_raw()
+
+    def state_dict(self, iteration: int) -> dict[str, Any]:
+        """Return what the next record is made of, without what came after batch `iteration`.
+
+        The raw values are kept as they are: added up in two parts they would give another sum.
+        """
+        values = self._by_name(max(0, iteration - self._first))
+        return {
+            "sums": {name: (total.cpu(), count) for name, (total, count) in self._sums.items()},
+            "values": {name: _compact(name, some) for name, some in values.items()},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any], device: torch.device) -> None:
+        """Go on from a state, on the device where the logs are made."""
+        self._raw.clear()
+        self._sums = {n: (total.to(device), count) for n, (total, count) in state["sums"].items()}
+        self._earlier = {
+            name: [one.to(device) if isinstance(one, Tensor) else one for one in values]
+            for name, values in state["values"].items()
+        }
+
+    def _all_sums(self) -> dict[str, tuple[Tensor, float]]:
+        sums = dict(self._sums)
+        for name, values in self._by_name(len(self._raw)).items():
+            total, count = sums.get(name, (None, 0))
+            new = _sum(name, values)
+            sums[name] = (new if total is None else total + new, count + len(values))
+        return sums
+
+    def _drop_raw(self) -> None:
+        self._first += len(self._raw)
+        self._raw.clear()
+        self._earlier.clear()
+
+    def _by_name(self, count: int) -> dict[str, list[Any]]:
+        """The raw values, of the first `count` batches in `_raw`."""
+        by_name = {name: list(values) for name, values in self._earlier.items()}
+        for logs in self._raw[:count]:
             for name, value in logs.items():
                 by_name.setdefault(name, []).append(value)
-        self._raw.clear()
-        for name, values in by_name.items():
-            total, count = self._sums.get(name, (None, 0))
-            new = _sum(name, values)
-            self._sums[name] = (new if total is None else total + new, count + len(values))
+        return by_name
+
+
+def mean_logs(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return one state for any number of ranks to go on from: the mean of all the saved ranks."""
+    sums: dict[str, tuple[Tensor, float]] = {}
+    for state in states:
+        buffer = LogBuffer()
+        buffer.load_state_dict(state, torch.device("cpu"))
+        for name, (total, count) in buffer._all_sums().items():
+            before = sums.get(name, (torch.zeros(()), 0))
+            sums[name] = (before[0] + total, before[1] + count)
+    shares = len(states)
+    return {
+        "sums": {name: (total / shares, count / shares) for name, (total, count) in sums.items()},
+        "values": {},
+    }
+
+
+def _compact(name: str, values: list[Any]) -> Any:
+    """Values as a checkpoint takes them: as one tensor where that gives the same values back."""
+    if all(isinstance(value, Tensor) for value in values):
+        alike = {(value.shape, value.dtype, value.device) for value in values}
+        if len(alike) == 1:
+            return torch.stack(values).detach().cpu()
+    numbers = (bool, int, float)
+    return [
+        value if isinstance(value, numbers) else _tensor(name, value).detach().cpu()
+        for value in values
+    ]
 
 
 def _sum(name: str, values: list[Any]) -> Tensor:

@@ -6,6 +6,7 @@ import difflib
 import hashlib
 import io
 import logging
+import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,13 +18,14 @@ from torch import Tensor, nn
 from ..collectives import get_rank
 from ..wrappers import is_sharded, reshard
 from .checkpoint import list_checkpoints, rank_file, read_meta
-from .folder import fingerprint
+from .folder import fingerprint, read_tensors, size_of
 from .gradients import mean_gradients
+from .logs import mean_logs
 from .rng import mix_seed, restore_rng, seed_rng
 from .shards import SHARDED, TABLE, Reader, whole
 from .state import LoopState
 from .step_state import load_step_state
-from .together import CheckpointError, own_rank, together, world_size
+from .together import CheckpointError, own_rank, reading, together, world_size
 from .weights import (
     data_size,
     gradient_places,
@@ -68,15 +70,20 @@ class Checkpoint:
             shards = [other for other in self.meta["files"] if other.startswith(f"{stem}.shard_")]
             self._check(TABLE, name, *shards)
             return whole(self._reader().tree(stem))
+        files = self.meta["files"]
+        if name not in files:
+            raise CheckpointError(f"{self.path} has no file {name}, but {', '.join(files)}")
         try:
-            content = (self.path / name).read_bytes()
+            whole_size = size_of(self.path / name) == files[name]["size"]
+            content = (self.path / name).read_bytes() if whole_size else b""
         except OSError as error:
             raise CheckpointError(f"checkpoint {self.path} is damaged: {name}: {error}") from error
-        if hashlib.sha256(content).hexdigest() != self.meta["files"][name]["sha256"]:
+        if hashlib.sha256(content).hexdigest() != files[name]["sha256"]:
             raise CheckpointError(
                 f"checkpoint {self.path} is damaged: {name} is not as it was written"
             )
-        return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+        with reading(self.path, name, "the content"):
+            return read_tensors(io.BytesIO(content))
 
     def load_model(self, model: nn.Module) -> None:
         """Load the weights into a model or its wrapper; every rank must call this.
@@ -148,45 +155,52 @@ class Checkpoint:
     def _load_states(self, state: LoopState, files: _Files) -> tuple[set[str], set[str]]:
         """Load counters and parts; return the parts without a state, and the reverse."""
         content = files.tree("state")
-        state.load_state_dict(content["counters"])
-        saved = content["stateful"]
+        with reading(self.path, "state.pt", "counters"):
+            state.load_state_dict(content["counters"])
+        with reading(self.path, "state.pt", "stateful"):
+            saved = dict(content["stateful"])
         for name in state.stateful.keys() & saved.keys():
             part = state.stateful[name]
-            part.load_state_dict(_for(part, saved[name]))
+            with reading(self.path, "state.pt", f"stateful.{name}"):
+                part.load_state_dict(_for(part, saved[name]))
         return state.stateful.keys() - saved.keys(), saved.keys() - state.stateful.keys()
 
     def _load_model(self, model: nn.Module, weights: Mapping[str, Any]) -> None:
         target = user_model(model)
         wanted = {plain_name(name): value for name, value in state_of(target).items()}
-        problems = _mismatches(weights, wanted)
+        with reading(self.path, "model.pt", "the table of weights"):
+            problems = _mismatches(weights, wanted)
         if problems:
             more = len(problems) - _SHOWN
             lines = problems[:_SHOWN] + ([f"and {more} more"] if more > 0 else [])
             raise CheckpointError(
                 f"{self.path} does not fit {type(target).__name__}:\n  " + "\n  ".join(lines)
             )
-        load_weights(target, weights)
+        with reading(self.path, "model.pt", "the table of weights"):
+            load_weights(target, weights)
 
     def _load_optimizer(self, state: LoopState, files: _Files) -> None:
         optim = state.optim_wrapper
         assert optim is not None
         try:
             optim.load_state_dict(_for(optim, files.tree("optim")))
-        except (ValueError, KeyError, AssertionError) as error:
+        except CheckpointError:
+            raise
+        except Exception as error:
             raise CheckpointError(
-                f"the optimizer's state in {self.path} does not fit this run's optimizer: {error}"
+                f"the optimizer's state, optim.pt in {self.path}, does not fit this run's "
+                f"optimizer: {type(error).__name__}: {error}"
             ) from error
 
     def _restore_rank(self, state: LoopState, files: _Files) -> None:
         """Restore what only this rank knew, or the nearest thing to it."""
         saved, now = int(self.meta["world_size"]), world_size()
-        if saved != now and state.batch:
+        if saved != now:
+            inside = "; the running epoch goes on at the same share of its samples"
             logger.warning(
-                "%s was saved by %d rank(s), this run has %d: the running epoch goes on at "
-                "the same share of its samples",
-                self.path,
-                saved,
-                now,
+                "%s was saved by %d rank(s), this run has %d: batches and random numbers will not "
+                "be those of %d%s",
+                *(self.path, saved, now, saved, inside if state.batch else ""),
             )
         # Ranks that share a model's layers see the same samples.
         shares = int(self.meta.get("data_size", saved)), data_size(state.model)
@@ -196,12 +210,27 @@ class Checkpoint:
         data_rank = own_rank() if as_saved else _data_rank(state.model)
         # The ranks of a tensor group are neighbours, and go on with the same streams.
         content = self._restore_rng(model, data_rank, 1 if as_saved else saved // shares[0])
-        load_step_state(state, self.path, content, as_saved)
-        if as_saved and content and content.get("places", {}) == gradient_places(model):
-            set_gradients(model, content["gradients"])
-            return
-        names = sorted(name for name in self.meta["files"] if name.startswith("rank_"))
-        set_gradients(model, mean_gradients(model, [files.file(name) for name in names]))
+        with reading(self.path, rank_file(data_rank), "step"):
+            load_step_state(state, self.path, content, as_saved)
+        self._restore_sums(state, content if as_saved else {}, files)
+
+    def _restore_sums(self, state: LoopState, own: Mapping[str, Any], files: _Files) -> None:
+        """Restore gradients and logs: this rank's `own`, else the means over those that saved."""
+        model, every = user_model(state.model), "rank_*.pt"
+
+        def ranks() -> list[Any]:
+            names = sorted(name for name in self.meta["files"] if name.startswith("rank_"))
+            return [files.file(name) for name in names]
+
+        with reading(self.path, every, "gradients"):
+            placed = bool(own) and own.get("places", {}) == gradient_places(model)
+            set_gradients(model, own["gradients"] if placed else mean_gradients(model, ranks()))
+        with reading(self.path, every, "logs"):
+            # Older checkpoints have none.
+            nothing: dict[str, Any] = {"sums": {}, "values": {}}
+            logs = [one.get("logs", nothing) for one in ([own] if own else ranks())]
+            device = next((p.device for p in model.parameters()), torch.device("cpu"))
+            state.logs.load_state_dict(logs[0] if own else mean_logs(logs), device)
 
     def _restore_rng(self, model: nn.Module, share: int, spacing: int) -> dict[str, Any]:
         """Put back the random streams that the `share`-th of the samples was trained with.
@@ -211,11 +240,13 @@ class Checkpoint:
         name = rank_file(share * spacing)
         if name not in self.meta["files"]:
             logger.warning("%s has no random state for rank %d: derived", self.path, own_rank())
-            words = self.read(rank_file(0))["rng"]["torch"].tolist()
-            seed_rng(mix_seed(share, *words))
+            with reading(self.path, rank_file(0), "rng"):
+                words = self.read(rank_file(0))["rng"]["torch"].tolist()
+                seed_rng(mix_seed(share, *words))
             return {}
         content: dict[str, Any] = self.read(name)
-        restore_rng(content["rng"], next((p.device for p in model.parameters()), None))
+        with reading(self.path, name, "rng"):
+            restore_rng(content["rng"], next((p.device for p in model.parameters()), None))
         return content
 
 
@@ -295,7 +326,8 @@ def search_checkpoint(run_dir: Path | str, which: str = "latest") -> Path | None
 def _damage(path: Path, files: Mapping[str, Any]) -> str:
     for name, written in files.items():
         try:
-            if fingerprint(path / name) != written:
+            size = size_of(path / name)
+            if size != written["size"] or fingerprint(path / name) != written:
                 return f"{name} is not as it was written"
         except OSError as error:
             return f"{name}: {error.strerror}"
@@ -304,6 +336,8 @@ def _damage(path: Path, files: Mapping[str, Any]) -> str:
 
 def _mismatches(saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
     """Return one line for each name or shape that differs."""
+    if not isinstance(saved, Mapping):
+        return [f"model.pt must hold a table of weights, got {type(saved).__name__}"]
     surplus = [name for name in saved if name not in wanted]
     lines = []
     for name, value in wanted.items():
@@ -311,6 +345,8 @@ def _mismatches(saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str
             near = difflib.get_close_matches(name, surplus, n=1)
             hint = f" (the checkpoint has {near[0]})" if near else ""
             lines.append(f"{name}: missing in the checkpoint{hint}")
+        elif isinstance(value, Tensor) and not hasattr(saved[name], "shape"):
+            lines.append(f"{name}: a tensor in the model, got {reprlib.repr(saved[name])}")
         elif isinstance(value, Tensor) and value.shape != saved[name].shape:
             lines.append(
                 f"{name}: shape {tuple(saved[name].shape)} in the checkpoint, "

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from ..wrappers import is_dtensor, layout_of, local_part
-from .folder import write_tensors
-from .together import CheckpointError
+from .folder import read_tensors, read_text, write_tensors
+from .together import CheckpointError, reading
 
 TABLE = "shards.json"
 # The files, by their names without ending, in which tensors of parts may be.
@@ -148,21 +148,26 @@ class Reader:
 
     def __init__(self, folder: Path, names: Sequence[str]) -> None:
         self._folder = folder
+        self._names = names
         self._open: dict[str, Any] = {}
         self._table: Table = {}
         if TABLE in names:
-            self._table = json.loads((folder / TABLE).read_text(encoding="utf-8"))
+            with reading(folder, TABLE, "the table"):
+                self._table = dict(json.loads(read_text(folder / TABLE)))
 
     def tree(self, stem: str) -> Any:
         """Return the content of a file with `SavedTensor`s in the place of larger tensors."""
-        return _mapped(self.file(f"{stem}.pt"), partial(self._resolve, self._table.get(stem, {})))
+        content = self.file(f"{stem}.pt")
+        with reading(self._folder, TABLE, stem):
+            return _mapped(content, partial(self._resolve, self._table.get(stem, {})))
 
     def file(self, name: str) -> Any:
         """Return the content of a file, its tensors mapped: to be copied from."""
         if name not in self._open:
-            self._open[name] = torch.load(
-                self._folder / name, map_location="cpu", weights_only=True, mmap=True
-            )
+            with reading(self._folder, name, "the content"):
+                if name not in self._names:
+                    raise ValueError("the description does not name it")
+                self._open[name] = read_tensors(self._folder / name, mmap=True)
         return self._open[name]
 
     def _resolve(self, entries: Mapping[str, dict[str, Any]], value: Any, key: str) -> Any:
@@ -173,11 +178,20 @@ class Reader:
         return value
 
     def _saved(self, key: str, entry: Mapping[str, Any]) -> SavedTensor:
-        def reading(name: str) -> Callable[[], Tensor]:
-            return lambda: self.file(name)[key]
+        shape, dtype = entry["shape"], getattr(torch, entry["dtype"])
+        pieces = [(p["offsets"], p["sizes"], partial(self._piece, key, p)) for p in entry["pieces"]]
+        held = sum(math.prod(sizes) for _, sizes, _ in pieces)
+        if not isinstance(dtype, torch.dtype) or held != math.prod(shape):
+            raise ValueError(f"{key}: the pieces have {held} elements of the shape {shape}")
+        return SavedTensor(shape, dtype, pieces)
 
-        pieces = [(p["offsets"], p["sizes"], reading(p["file"])) for p in entry["pieces"]]
-        return SavedTensor(entry["shape"], getattr(torch, entry["dtype"]), pieces)
+    def _piece(self, key: str, piece: Mapping[str, Any]) -> Tensor:
+        part = self.file(piece["file"])
+        with reading(self._folder, piece["file"], key):
+            tensor: Tensor = part[key]
+            if list(tensor.shape) != piece["sizes"]:
+                raise ValueError(f"its shape must be {piece['sizes']}, got {list(tensor.shape)}")
+        return tensor
 
 
 def whole(tree: Any) -> Any:

@@ -9,6 +9,8 @@ from typing import Any, Protocol, runtime_checkable
 
 from torch import nn
 
+from .logs import LogBuffer
+
 _COUNTERS = ("epoch", "batch", "iteration", "step", "evaluated_at")
 
 
@@ -71,11 +73,14 @@ class LoopState:
         phase: What the running loop is doing.
         metrics: Results of the last evaluation.
         evaluated_at: `step` at which the last validation ended; -1 for never.
+        recorded_at: `step` at which the last log record of a full interval was made.
+        logs: What the training steps have logged since then, on this rank.
         clock_s: Seconds of training as of the last agreement between the
             ranks: equal on all of them, and kept over a resume.
         stop_reason: Why the loop is to stop; empty while it is not.
         signal: Number of the signal that stops the run (SIGTERM, SIGINT); 0 for none.
-        in_step: The running batch is not in the counters yet, but maybe in the weights.
+        in_step: A batch is being read or trained on: it is not in the counters yet, but maybe in
+            the random streams and the weights.
         together: All ranks are in this step. False in the last batches of a pass in which this
             rank has more than others (`uneven_inputs`): hooks must not communicate then.
         updated_at: (epoch, batch, iteration) of the last update, where the running
@@ -97,6 +102,8 @@ class LoopState:
     phase: Phase = Phase.TRAIN
     metrics: dict[str, float] = field(default_factory=dict)
     evaluated_at: int = -1
+    recorded_at: int = 0
+    logs: LogBuffer = field(default_factory=LogBuffer)
     clock_s: float = 0.0
     stop_reason: str = ""
     signal: int = 0
@@ -123,12 +130,15 @@ class LoopState:
     def state_dict(self) -> dict[str, Any]:
         """Return the counters, the clock and the last metrics."""
         counters = {name: getattr(self, name) for name in _COUNTERS}
-        return {**counters, "clock_s": self.clock_s, "metrics": dict(self.metrics)}
+        more = {"recorded_at": self.recorded_at, "clock_s": self.clock_s}
+        return {**counters, **more, "metrics": dict(self.metrics)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over the counters of a checkpoint; a request to stop is not among them."""
         for name in _COUNTERS:
             setattr(self, name, int(state[name]))
+        # Older checkpoints hold nothing of the logs since the last record.
+        self.recorded_at = int(state.get("recorded_at", self.step))
         self.updated_at = None
         self.clock_s = float(state["clock_s"])
         self.metrics = {name: float(value) for name, value in state["metrics"].items()}

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from ..collectives import all_gather_object, distributed_available, get_rank, get_world_size
@@ -50,6 +51,24 @@ def naming_missing_ranks(state: LoopState) -> AbstractContextManager[None]:
         return Progress(_DOING[state.phase], f"step {state.step}, epoch {state.epoch}")
 
     return in_progress(progress)
+
+
+@contextmanager
+def reading(checkpoint: Path, file: str, entry: str) -> Iterator[None]:
+    """Have errors in the block say which entry of which file of a checkpoint led to them.
+
+    Raises:
+        CheckpointError: In place of any other.
+    """
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except Exception as error:
+        raise CheckpointError(
+            f"checkpoint {checkpoint}: {file}: {entry} cannot be restored: "
+            f"{type(error).__name__}: {error}"
+        ) from error
 
 
 def own_rank() -> int:

@@ -8,12 +8,11 @@ from contextlib import contextmanager, nullcontext
 from time import monotonic
 from typing import Any
 
-from ..collectives import all_gather_object
+from ..collectives import all_gather_object, mean_scalars
 from ..registry import LOOPS
 from .data import batches_from, length_of
 from .evaluate import ValLoop, announce_failure
-from .hook import HookList
-from .logs import LogBuffer
+from .hook import HookList, Scalars
 from .schedule import (
     ValSchedule,
     holds_gradients,
@@ -64,18 +63,16 @@ class _TrainLoop:
         self.val_loop = val_loop
         self.schedule = schedule
         self.log_every_steps = positive("log_every_steps", log_every_steps)
-        self._logs = LogBuffer()
-        self._recorded_at = 0
 
     def _pass(self, state: LoopState, hooks: HookList, signals: StopSignals) -> None:
         """Train on what is left of the running epoch, or until it is time to stop."""
         optim: Any = state.optim_wrapper
         train_step = step_of(state.model, optim)
-        log = self._logs.append
+        log = state.logs.append
+        state.in_step = True
         for batch in self._batches(state):
             for on_batch_start in hooks.on_batch_start:
                 on_batch_start(state, batch)
-            state.in_step = True
             logs = train_step(batch, optim)
             log(logs)
             for on_batch_end in hooks.on_batch_end:
@@ -93,6 +90,8 @@ class _TrainLoop:
                 self._after_update(state, hooks, signals)
                 if state.stop_reason or state.step == self._last_step:
                     return
+            state.in_step = True
+        state.in_step = False
         if not state.batch:
             raise ValueError(_EMPTY)
 
@@ -108,9 +107,11 @@ class _TrainLoop:
         if not state.together:
             return
         if state.step % self.log_every_steps == 0:
+            state.recorded_at = state.step
             self._record(state, hooks)
+            state.logs.clear()
         elif state.step % _FOLD_STEPS == 0:
-            self._logs.fold()
+            state.logs.fold()
         if monotonic() >= signals.due_s:
             signals.poll(state)
         if self._validates_updates:
@@ -120,8 +121,12 @@ class _TrainLoop:
 
     def _record(self, state: LoopState, hooks: HookList) -> None:
         """Announce the means since the last record; every rank must call this."""
-        self._recorded_at = state.iteration
-        self._logs.flush(state, hooks)
+        scalars: Scalars = dict(state.logs.means())
+        for collect in hooks.collect_logs:
+            collect(state, scalars)
+        record = mean_scalars(scalars)
+        for listener in hooks.on_log:
+            listener(state, record)
 
     def _end_pass(self, state: LoopState) -> None:
         """Count a finished pass over the data."""
@@ -149,7 +154,8 @@ class _TrainLoop:
         state.updated_at = None
         if not holds_gradients(state.model):
             state.updated_at = (state.epoch, state.batch, state.iteration)
-        self._recorded_at = state.iteration
+        state.logs.start(state.iteration)
+        started_at = state.step
         with StopSignals() as signals:
             signals.start_clock(state)
             try:
@@ -157,11 +163,12 @@ class _TrainLoop:
                     for on_train_start in hooks.on_train_start:
                         on_train_start(state)
                     yield signals
-                    # By a counter: all ranks must come to the same answer.
-                    if self._recorded_at != state.iteration:
-                        self._record(state, hooks)
                     if not state.signal:
                         signals.look(state)
+                    # By counters: all ranks must come to the same answer. The logs are kept: a run
+                    # that goes on from here makes the record of the whole interval.
+                    if state.recorded_at != state.step != started_at:
+                        self._record(state, hooks)
                     for on_train_end in hooks.on_train_end:
                         on_train_end(state)
             except BaseException as error:

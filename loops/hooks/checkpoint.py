@@ -46,11 +46,11 @@ class CheckpointHook(Hook):
         keep_best: A metric of the validation. Each validation that improves it
             is followed by a checkpoint, and the best one stays as well.
         mode: "max" when higher values of that metric are better, "min" when lower.
-        save_on_exception: Also save when training fails, without the help of
-            other ranks: theirs is missing from that checkpoint. Not where the state is
-            spread over the ranks, not after a NonFiniteError, a KeyboardInterrupt or a
-            failure inside a training step, and never in place of a checkpoint of the
-            same update.
+        save_on_exception: Also save when training fails, without the help of other
+            ranks. What is not whole then, as it is where there are other ranks or the
+            failure is inside a batch, is set aside under another name: see `save_alone`.
+            Not where the state is spread over the ranks, not after a NonFiniteError or a
+            KeyboardInterrupt, and never in place of a checkpoint of the same update.
 
     Raises:
         ValueError: A setting is out of range; at the first validation, that it
@@ -178,13 +178,10 @@ def _save_after_error(folder: Path, state: LoopState) -> None:
         if bad:
             logger.warning("step %d is not saved after the error, because %s", state.step, bad)
             return
-        path = save_alone(folder, state)
+        save_alone(folder, state)
     except Exception:
         # The error that stopped the training is the one to be seen.
         logger.warning("could not save a checkpoint after the error", exc_info=True)
-        return
-    if path is not None:
-        logger.info("saved checkpoint %s (after the error)", path)
 
 
 @contextmanager

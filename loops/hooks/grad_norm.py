@@ -51,8 +51,19 @@ class GradNormHook(Hook):
         for key, total in self._sums.items():
             count = torch.as_tensor(self._counts[key], device=total.device)
             scalars[key] = total / count.clamp(min=1)
-        self._sums.clear()
-        self._counts.clear()
+
+    def on_log(self, state: LoopState, record: dict[str, float]) -> None:
+        if state.recorded_at == state.step:
+            self._sums.clear()
+            self._counts.clear()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the sums since the last log record."""
+        return {"sums": dict(self._sums), "counts": dict(self._counts)}
+
+    def load_state_dict(self, state: dict[str, Any], /) -> None:
+        """Go on from the sums of a checkpoint."""
+        self._sums, self._counts = dict(state["sums"]), dict(state["counts"])
 
     def on_train_end(self, state: LoopState) -> None:
         self._remove()

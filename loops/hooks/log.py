@@ -27,8 +27,9 @@ class LogHook(Hook):
     values by name; a value named like one of the four gets a `_` behind it. NaN and
     infinities are `null` in the JSON lines and `nan` in the table. A resumed
     run drops the records that came after the restored checkpoint, so that no
-    step appears twice. An evaluation alone adds to the files, also while a
-    training writes them.
+    step appears twice. Its first record replaces that of an interval which the
+    end of the earlier run cut short. An evaluation alone adds to the files, also
+    while a training writes them.
 
     Args:
         console: Also log each record as a line at INFO. Off, because
@@ -40,12 +41,21 @@ class LogHook(Hook):
     def __init__(self, *, console: bool = False) -> None:
         self._console = console
         self._files: RecordFiles | None = None
+        # The updates within which an earlier run ended inside a log interval.
+        self._cut_short = range(0)
 
     def on_train_start(self, state: LoopState) -> None:
         self._close()
         self._open(state, keep=lambda record: _is_past(record, state))
+        if state.logs.means():
+            self._cut_short = range(state.recorded_at + 1, state.step + 1)
 
     def on_log(self, state: LoopState, record: dict[str, float]) -> None:
+        if self._cut_short:
+            # Its part of the interval is in this record as well.
+            cut_short, self._cut_short = self._cut_short, range(0)
+            self._close()
+            self._open(state, keep=lambda one: not _is_of_training(one, cut_short))
         self._write(state, "train", record)
         if self._console and get_rank() == 0:
             logger.info("%s", train_line(state, record))
@@ -87,6 +97,10 @@ class LogHook(Hook):
         }
         named = {f"{k}_" if k in FIXED_COLUMNS else k: float(v) for k, v in values.items()}
         self._files.append({**record, **named})
+
+
+def _is_of_training(record: Record, steps: range) -> bool:
+    return record.get("phase") == Phase.TRAIN.value and record.get("step") in steps
 
 
 def _is_past(record: Record, state: LoopState) -> bool:

@@ -203,8 +203,11 @@ def test_an_error_inside_a_step_is_not_said_to_be_saved(
     caplog.set_level(logging.INFO)
     with pytest.raises(OSError, match="disk"):
         train(new_state(run_dir=tmp_path, net=Failing(3, 1)), [CheckpointHook()])
-    assert ("saved checkpoint" in caplog.text) == bool(saved_steps(tmp_path))
-    assert "saved checkpoint None" not in caplog.text
+    assert saved_steps(tmp_path) == []
+    place = tmp_path / "checkpoints" / "incomplete_step_00000002"
+    assert place.is_dir()
+    assert f"saved {place} after the error, without the random streams" in caplog.text
+    assert "saved checkpoint" not in caplog.text
 
 
 @pytest.mark.parametrize("trained", [False, True])
@@ -344,10 +347,11 @@ def _fail_on_rank_1(folder: Path) -> str:
     return "none"
 
 
-def test_a_rank_that_fails_alone_saves_without_the_others(tmp_path: Path) -> None:
+def test_what_a_rank_saves_without_the_others_is_not_the_latest(tmp_path: Path) -> None:
     run_ranks(_fail_on_rank_1, 2, tmp_path, timeout_s=20, group_timeout_s=2)
-    assert saved_steps(tmp_path) == [1]
-    assert sorted(saved(tmp_path)[0]["files"]) == [
+    assert saved_steps(tmp_path) == []
+    aside = tmp_path / "checkpoints" / "incomplete_step_00000001"
+    assert sorted(load_checkpoint(aside).meta["files"]) == [
         "model.pt", "optim.pt", "rank_00000.pt", "state.pt"
     ]  # fmt: skip
 

@@ -16,6 +16,7 @@ from stepwrap.loops import (
     Hook,
     HookList,
     LoopState,
+    find_checkpoint,
     load_checkpoint,
     save_alone,
 )
@@ -54,22 +55,31 @@ class Fail(Hook):
     def on_batch_end(self, state: LoopState, batch: Any, logs: Any) -> None:
         self.fail("batch_end", state)
 
+    def on_save_point(self, state: LoopState) -> None:
+        self.fail("save_point", state)
+
     def on_exception(self, state: LoopState, error: BaseException) -> None:
         self.path = save_alone(self.folder, state)
 
 
 def failed(
-    folder: Path, place: str, iteration: int, error: BaseException | None = None, *, window: int = 1
+    folder: Path,
+    place: str,
+    iteration: int,
+    error: BaseException | None = None,
+    *,
+    window: int = 1,
+    dropout: float = 0.0,
 ) -> Fail:
-    state = make_state(accumulate=window)
+    state = make_state(accumulate=window, dropout=dropout)
     hook = Fail(folder, place, iteration, error)
     with pytest.raises(type(hook.error)):
         EpochTrainLoop(make_loader(16), max_epochs=2).run(state, HookList([hook]))
     return hook
 
 
-def uninterrupted(window: int) -> dict[str, Tensor]:
-    state = make_state(accumulate=window)
+def uninterrupted(window: int, dropout: float = 0.0) -> dict[str, Tensor]:
+    state = make_state(accumulate=window, dropout=dropout)
     EpochTrainLoop(make_loader(16), max_epochs=2).run(state, HookList())
     return weights_of(state)
 
@@ -78,24 +88,41 @@ def uninterrupted(window: int) -> dict[str, Tensor]:
     ("place", "iteration", "window", "start"),
     [
         ("read", 5, 1, 5),
-        ("read", 5, 2, 5),
+        ("read", 5, 2, 4),
         ("backward", 5, 1, 5),
         ("backward", 5, 2, 4),
         ("backward", 8, 2, 8),
         ("batch_end", 4, 2, 4),
     ],
 )
-def test_a_resume_after_an_error_is_exact(
+def test_a_batch_that_failed_is_repeated_with_its_window(
     tmp_path: Path, place: str, iteration: int, window: int, start: int
 ) -> None:
-    """Nothing of the failed batch is in the checkpoint, or its whole window is repeated."""
+    """Nothing of the failed batch is in what is set aside; it is not found as the latest."""
     path = failed(tmp_path, place, iteration, window=window).path
     assert path is not None
+    assert path.name.startswith("incomplete_step_")
+    assert find_checkpoint(tmp_path) is None
     resumed = make_state(accumulate=window)
     load_checkpoint(path).restore(resumed)
     assert resumed.iteration == start
     EpochTrainLoop(make_loader(16), max_epochs=2).run(resumed, HookList())
     assert_identical(weights_of(resumed), uninterrupted(window))
+
+
+def test_an_error_between_two_batches_saves_what_resumes_exactly(tmp_path: Path) -> None:
+    path = failed(tmp_path, "save_point", 5, dropout=0.5).path
+    assert path == find_checkpoint(tmp_path)
+    resumed = make_state(dropout=0.5)
+    load_checkpoint(tmp_path / "step_00000005").restore(resumed)
+    EpochTrainLoop(make_loader(16), max_epochs=2).run(resumed, HookList())
+    assert_identical(weights_of(resumed), uninterrupted(1, dropout=0.5))
+
+
+def test_one_incomplete_checkpoint_stays(tmp_path: Path) -> None:
+    for iteration in (5, 3):
+        failed(tmp_path, "backward", iteration)
+    assert [path.name for path in tmp_path.iterdir()] == ["incomplete_step_00000003"]
 
 
 @pytest.mark.parametrize(
@@ -153,7 +180,7 @@ def test_nothing_is_saved_in_a_step_of_several_optimizers(
 def _failed_window_on_ranks(folder: Path) -> dict[str, Tensor]:
     # Between two steps of a window: each rank has gathered other gradients.
     path = failed(folder, "read", 3, window=2).path
-    paths = [folder / "step_00000001" if path is None else path]
+    paths = [folder / "incomplete_step_00000001" if path is None else path]
     torch.distributed.barrier()
     resumed = make_state(accumulate=2)
     load_checkpoint(paths[0]).restore(resumed)

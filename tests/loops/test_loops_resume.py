@@ -53,6 +53,16 @@ class SaveAll(Hook):
         self.saved.append(save_checkpoint(self.folder / str(len(self.saved)), state))
 
 
+class Records(Hook):
+    """Keeps the log records with their updates."""
+
+    def __init__(self) -> None:
+        self.made: list[tuple[int, dict[str, float]]] = []
+
+    def on_log(self, state: LoopState, record: dict[str, float]) -> None:
+        self.made.append((state.step, record))
+
+
 def make_loop(kind: str, workers: int) -> EpochTrainLoop | IterTrainLoop:
     # An odd number of batches per epoch and rank: the first epoch ends inside a window.
     samples = 20 if dist.is_initialized() else 18
@@ -62,23 +72,25 @@ def make_loop(kind: str, workers: int) -> EpochTrainLoop | IterTrainLoop:
     # Reading these draws from the streams as well, which must not matter to the training.
     val_loop = ValLoop(build_loader(Augmented(6), batch_size=4), {"loss": MeanLoss()})
     if kind == "epochs":
-        return EpochTrainLoop(loader, max_epochs=3, val_loop=val_loop, log_every_steps=2)
-    return IterTrainLoop(loader, max_steps=8, val_interval=3, val_loop=val_loop)
+        return EpochTrainLoop(loader, max_epochs=3, val_loop=val_loop, log_every_steps=3)
+    return IterTrainLoop(loader, max_steps=8, val_interval=3, val_loop=val_loop, log_every_steps=5)
 
 
 def resume_everywhere(folder: Path, kind: str, workers: int) -> int:
     """Resume from each save point of a run; return how many lay inside a window."""
     state = make_state(accumulate=2, dropout=0.5)
     random.seed(dist.get_rank() if dist.is_initialized() else 0)
-    hook = SaveAll(folder)
-    make_loop(kind, workers).run(state, HookList([hook]))
+    hook, records = SaveAll(folder), Records()
+    make_loop(kind, workers).run(state, HookList([hook, records]))
     inside = 0
     for path in hook.saved:
         resumed = make_state(accumulate=2, dropout=0.5)
         load_checkpoint(path).restore(resumed)
         inside += any(p.grad is not None for p in resumed.model.parameters())
-        make_loop(kind, workers).run(resumed, HookList())
+        first, again = resumed.step, Records()
+        make_loop(kind, workers).run(resumed, HookList([again]))
         assert_identical(weights_of(resumed), weights_of(state))
+        assert again.made == [record for record in records.made if record[0] > first]
         assert resumed.metrics == state.metrics
         assert (resumed.step, resumed.iteration) == (state.step, state.iteration)
     assert len(hook.saved) >= 8
@@ -172,6 +184,13 @@ def test_another_number_of_ranks_goes_on_at_the_same_share_of_the_epoch(
     load_checkpoint(path).restore(state)
     assert load_checkpoint(path).meta["batch"] == 4
     assert state.batch == 8
+    assert "was saved by 2 rank(s), this run has 1" in caplog.text
     assert "goes on at the same share" in caplog.text
+    logged = (
+        load_checkpoint(path).read("rank_00000.pt")["logs"],
+        load_checkpoint(path).read("rank_00001.pt")["logs"],
+    )
+    values = torch.cat([own["values"]["loss"] for own in logged])
+    assert state.logs.means()["loss"].item() == pytest.approx(values.mean().item(), rel=1e-6)
     make_loop("epochs", 0).run(state, HookList())
     assert state.epoch == 3

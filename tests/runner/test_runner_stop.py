@@ -23,11 +23,18 @@ Start = Callable[..., Command]
 TRAIN = ("train", "points.yaml", "--run-dir", "run")
 
 
-def train_here(config: Path, run_dir: Path, resume: bool) -> None:
+def train_here(config: Path, run_dir: Path, resume: bool, *overrides: str) -> None:
     """Train as the command does, on the ranks that are here."""
     sys.modules.pop("points", None)
-    settings = load_config(config, [f"run_dir={run_dir}", "hooks.progress=false"])
+    settings = load_config(config, [f"run_dir={run_dir}", "hooks.progress=false", *overrides])
     Runner.from_config(settings).train(resume=resume)
+
+
+def records(run_dir: Path) -> list[dict[str, float | str]]:
+    """Return the log records of a run without what is of the clock."""
+    of_the_clock = {"time", "samples_per_s", "steps_per_s", "data_share"}
+    lines = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
+    return [{k: v for k, v in line.items() if k not in of_the_clock} for line in lines]
 
 
 def test_a_killed_run_resumes_to_the_very_same_weights(start: Start, tmp_path: Path) -> None:
@@ -39,6 +46,7 @@ def test_a_killed_run_resumes_to_the_very_same_weights(start: Start, tmp_path: P
     run_ranks(train_here, 2, config, tmp_path / "run", resume=True)
     run_ranks(train_here, 2, config, tmp_path / "whole", resume=False)
     assert_identical(final_weights(tmp_path / "run"), final_weights(tmp_path / "whole"))
+    assert records(tmp_path / "run") == records(tmp_path / "whole")
 
 
 @pytest.mark.parametrize(
@@ -77,13 +85,15 @@ def test_the_resume_that_is_advised_ends_like_any_run(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     stop_at_7 = "hooks.stop={type: runner_parts.SignalHook, at_step: 7}"
-    assert main(["train", "points.yaml", stop_at_7]) == 128 + signal.SIGTERM
+    norms = "hooks.grad_norm={type: GradNormHook}"
+    assert main(["train", "points.yaml", norms, stop_at_7]) == 128 + signal.SIGTERM
     advice = capsys.readouterr().out.splitlines()[-1]
     words = advice.partition("stepwrap ")[2].split()
     assert main([*words, "hooks.stop=false"]) == 0
     assert "val epoch 4/4 step 48/48" in capsys.readouterr().out
-    assert main(["train", "points.yaml", "--run-dir", "whole"]) == 0
+    assert main(["train", "points.yaml", norms, "--run-dir", "whole"]) == 0
     assert_identical(final_weights(run / "runs/points"), final_weights(run / "whole"))
+    assert records(run / "runs/points") == records(run / "whole")
 
 
 def test_a_signal_before_training_ends_it_quietly(start: Start, tmp_path: Path) -> None:
@@ -112,17 +122,26 @@ def test_a_signal_in_the_final_test_tells_what_is_saved(
     assert err.startswith(f"stopped by SIGTERM; the last checkpoint is {last}")
 
 
-def test_a_raising_rank_ends_all_and_is_named(start: Start, tmp_path: Path) -> None:
-    bad = ("data.train.dataset.bad=7", "data.train.dataset.bad_rank=1")
+def test_a_raising_rank_ends_all_and_is_named_and_the_resume_is_exact(
+    start: Start, tmp_path: Path
+) -> None:
+    bad = ("data.train.dataset.bad=41", "data.train.dataset.bad_rank=1")
     command = start(*TRAIN, "--nproc=2", "data.train.shuffle=false", *bad)
     code, _, err = command.finish()
     assert code == 1
-    first, place, hint = err.splitlines()
-    assert first == "ValueError: sample 7 is broken (rank 1)"
+    first, place, hint, saved = (line for line in err.splitlines() if "incomplete_" not in line)
+    assert first == "ValueError: sample 41 is broken (rank 1)"
     assert place.startswith(f"  at {tmp_path / 'points.py'}:")
     assert place.endswith("in __getitem__")
     assert "--debug" in hint
+    assert "the last checkpoint is run/checkpoints/step_00000003" in saved
     assert command.left_over() == []
+    config = tmp_path / "points.yaml"
+    in_order = "data.train.shuffle=false"
+    run_ranks(train_here, 2, config, tmp_path / "run", True, in_order)
+    run_ranks(train_here, 2, config, tmp_path / "whole", False, in_order)
+    assert_identical(final_weights(tmp_path / "run"), final_weights(tmp_path / "whole"))
+    assert records(tmp_path / "run") == records(tmp_path / "whole")
 
 
 def test_a_killed_rank_is_named(start: Start, tmp_path: Path) -> None:
