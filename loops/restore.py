@@ -174,7 +174,8 @@ class Checkpoint:
             more = len(problems) - _SHOWN
             lines = problems[:_SHOWN] + ([f"and {more} more"] if more > 0 else [])
             raise CheckpointError(
-                f"{self.path} does not fit {type(target).__name__}:\n  " + "\n  ".join(lines)
+                f"model.pt in {self.path} does not fit {type(target).__name__}:\n  "
+                + "\n  ".join(lines)
             )
         with reading(self.path, "model.pt", "the table of weights"):
             load_weights(target, weights)

@@ -165,8 +165,6 @@ class Reader:
         """Return the content of a file, its tensors mapped: to be copied from."""
         if name not in self._open:
             with reading(self._folder, name, "the content"):
-                if name not in self._names:
-                    raise ValueError("the description does not name it")
                 self._open[name] = read_tensors(self._folder / name, mmap=True)
         return self._open[name]
 
@@ -178,19 +176,25 @@ class Reader:
         return value
 
     def _saved(self, key: str, entry: Mapping[str, Any]) -> SavedTensor:
-        shape, dtype = entry["shape"], getattr(torch, entry["dtype"])
-        pieces = [(p["offsets"], p["sizes"], partial(self._piece, key, p)) for p in entry["pieces"]]
-        held = sum(math.prod(sizes) for _, sizes, _ in pieces)
-        if not isinstance(dtype, torch.dtype) or held != math.prod(shape):
-            raise ValueError(f"{key}: the pieces have {held} elements of the shape {shape}")
+        shape, dtype = torch.Size(entry["shape"]), getattr(torch, entry["dtype"])
+        pieces = []
+        for piece in entry["pieces"]:
+            offsets, sizes = torch.Size(piece["offsets"]), torch.Size(piece["sizes"])
+            inside = zip(offsets, sizes, shape, strict=True)
+            if piece["file"] not in self._names or not all(0 <= o <= n - s for o, s, n in inside):
+                raise ValueError(f"{key}: a piece of shape {tuple(shape)} cannot be {piece}")
+            pieces.append((offsets, sizes, partial(self._piece, key, piece["file"], sizes)))
+        held = sum(sizes.numel() for _, sizes, _ in pieces)
+        if not isinstance(dtype, torch.dtype) or held != shape.numel():
+            raise ValueError(f"{key}: the pieces have {held} of {shape.numel()} elements")
         return SavedTensor(shape, dtype, pieces)
 
-    def _piece(self, key: str, piece: Mapping[str, Any]) -> Tensor:
-        part = self.file(piece["file"])
-        with reading(self._folder, piece["file"], key):
+    def _piece(self, key: str, name: str, sizes: torch.Size) -> Tensor:
+        part = self.file(name)
+        with reading(self._folder, name, key):
             tensor: Tensor = part[key]
-            if list(tensor.shape) != piece["sizes"]:
-                raise ValueError(f"its shape must be {piece['sizes']}, got {list(tensor.shape)}")
+            if tensor.shape != sizes:
+                raise ValueError(f"its shape must be {tuple(sizes)}, got {tuple(tensor.shape)}")
         return tensor
 
 

@@ -119,7 +119,10 @@ class EMAHook(Hook):
 
     def load_state_dict(self, state: dict[str, Any], /) -> None:
         """Take over the average of a checkpoint, at the next training or evaluation."""
-        self._restored = {plain_name(n): value for n, value in state["model"].items()} or None
+        average = {plain_name(name): value for name, value in state["model"].items()}
+        if not all(hasattr(value, "shape") for value in average.values()):
+            raise TypeError("the saved average must be tensors")
+        self._restored = average or None
         self._average = []
 
     def _parts(self) -> list[Tensor]:

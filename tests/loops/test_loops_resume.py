@@ -186,11 +186,8 @@ def test_another_number_of_ranks_goes_on_at_the_same_share_of_the_epoch(
     assert state.batch == 8
     assert "was saved by 2 rank(s), this run has 1" in caplog.text
     assert "goes on at the same share" in caplog.text
-    logged = (
-        load_checkpoint(path).read("rank_00000.pt")["logs"],
-        load_checkpoint(path).read("rank_00001.pt")["logs"],
-    )
-    values = torch.cat([own["values"]["loss"] for own in logged])
+    files = [load_checkpoint(path).read(f"rank_0000{rank}.pt") for rank in (0, 1)]
+    values = torch.cat([own["logs"]["values"]["loss"] for own in files])
     assert state.logs.means()["loss"].item() == pytest.approx(values.mean().item(), rel=1e-6)
     make_loop("epochs", 0).run(state, HookList())
     assert state.epoch == 3

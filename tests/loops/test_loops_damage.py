@@ -1,0 +1,254 @@
+"""Damaged checkpoints: each is named, none hangs the search, none runs code."""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from loop_parts import make_loader, make_state
+from ranks import run_ranks
+from sharded_runs import make_run, train
+
+from stepwrap.loops import (
+    CheckpointError,
+    EMAHook,
+    EpochTrainLoop,
+    GradNormHook,
+    HookList,
+    LoopState,
+    find_checkpoint,
+    load_checkpoint,
+    save_checkpoint,
+)
+from stepwrap.loops.checkpoint import _digest
+from stepwrap.loops.folder import fingerprint
+
+OTHERS = [None, True, -1, 0, 1.5, float("nan"), "x", [], {}, [[]], torch.ones(2)]
+
+
+def fresh() -> LoopState:
+    state = make_state(accumulate=2)
+    state.stateful = {"hooks.ema": EMAHook(), "hooks.grad_norm": GradNormHook()}
+    return state
+
+
+def _save_sharded(folder: Path) -> None:
+    state = make_run("fsdp")
+    train(state, range(1))
+    save_checkpoint(folder, state)
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run's checkpoint inside an accumulation window and a log interval, behind a good one."""
+    folder = tmp_path_factory.mktemp("plain")
+    state = fresh()
+    save_checkpoint(folder, state)
+    hooks: Any = [*state.stateful.values()]
+    EpochTrainLoop(make_loader(10), max_epochs=1).run(state, HookList(hooks))
+    save_checkpoint(folder, state)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def sharded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("sharded")
+    run_ranks(_save_sharded, 2, folder)
+    return folder
+
+
+def last(folder: Path) -> Path:
+    return max(folder.glob("step_*"))
+
+
+def copied(folder: Path, target: Path) -> Path:
+    """Return the last checkpoint in a new copy of a folder."""
+    shutil.rmtree(target, ignore_errors=True)
+    shutil.copytree(folder, target)
+    return last(target)
+
+
+def rewritten(path: Path, name: str, content: Any) -> None:
+    """Write other content under a right checksum."""
+    if name.endswith(".json"):
+        (path / name).write_text(json.dumps(content, default=torch.Tensor.tolist))
+    else:
+        torch.save(content, path / name)
+    meta = json.loads((path / "checkpoint.json").read_text())
+    meta["files"][name] = fingerprint(path / name)
+    meta["sha256"] = _digest(meta)
+    (path / "checkpoint.json").write_text(json.dumps(meta))
+
+
+def _other_file(make: Callable[[Path], object]) -> Callable[[Path], None]:
+    def damage(file: Path) -> None:
+        file.unlink()
+        make(file)
+
+    return damage
+
+
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "missing": Path.unlink,
+    "empty": lambda file: file.write_bytes(b""),
+    "cut": lambda file: os.truncate(file, file.stat().st_size // 2),
+    "longer": lambda file: file.write_bytes(file.read_bytes() + b" "),
+    "flipped": lambda file: file.write_bytes(
+        bytes([file.read_bytes()[0] ^ 1, *file.read_bytes()[1:]])
+    ),
+    "folder": _other_file(Path.mkdir),
+    "pipe": _other_file(os.mkfifo),
+    "endless": _other_file(lambda file: file.symlink_to("/dev/zero")),
+    "loop": _other_file(lambda file: file.symlink_to(file)),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGES)
+def test_a_damaged_file_is_named_and_the_checkpoint_before_taken(
+    plain: Path, tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    for file in last(plain).iterdir():
+        caplog.clear()
+        bad = copied(plain, tmp_path / "run")
+        DAMAGES[kind](bad / file.name)
+        found = find_checkpoint(tmp_path / "run")
+        if (file.name, kind) == ("checkpoint.json", "longer"):
+            # White space behind a description is no damage.
+            assert found == bad
+            continue
+        assert found == min(bad.parent.glob("step_*"))
+        assert f"{bad}" in caplog.text
+        assert file.name in caplog.text
+        with pytest.raises(CheckpointError, match=file.name):
+            load_checkpoint(bad).restore(fresh())
+
+
+TEXTS = ["", "null", "3", "[]", "{}", "NaN", '"x"', '{"format": NaN}', "[" * 99999, "\ud800"]
+
+
+def _descriptions(meta: dict[str, Any]) -> Iterator[str]:
+    """Yield descriptions of another shape, without the digest by which each would be found."""
+    yield from TEXTS
+    for key in meta:
+        if key == "sha256":
+            continue
+        without = {k: v for k, v in meta.items() if k not in (key, "sha256")}
+        yield json.dumps(without)
+        for other in OTHERS[:-1]:
+            yield json.dumps({**without, key: other})
+    for name in ("../model.pt", "/etc/passwd", "", "a\0b"):
+        files = {**meta["files"], name: meta["files"]["model.pt"]}
+        yield json.dumps({**meta, "files": files, "sha256": _digest({**meta, "files": files})})
+
+
+def test_a_description_of_another_shape_is_named_or_harmless(
+    plain: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    bad = copied(plain, tmp_path / "run")
+    good = min(bad.parent.glob("step_*"))
+    meta = json.loads((bad / "checkpoint.json").read_text())
+    taken = 0
+    for text in _descriptions(meta):
+        (bad / "checkpoint.json").write_bytes(text.encode(errors="surrogatepass"))
+        caplog.clear()
+        found = find_checkpoint(bad.parent)
+        named = f"{bad} is damaged: checkpoint.json" in caplog.text
+        assert (found == good) == named, text[:200]
+        if found == bad:
+            taken += 1
+            load_checkpoint(bad).restore(fresh())
+    # Where only what is told to the user differs: reason, torch, metrics, a lower serial or step.
+    assert 0 < taken < 60
+
+
+def test_an_entry_of_a_description_that_was_changed_is_found(plain: Path, tmp_path: Path) -> None:
+    bad = copied(plain, tmp_path / "run")
+    meta = json.loads((bad / "checkpoint.json").read_text())
+    for change in ({"serial": 1}, {"best": True}, {"step": 1}, {"metrics": {"loss": 0.0}}):
+        (bad / "checkpoint.json").write_text(json.dumps({**meta, **change}))
+        with pytest.raises(CheckpointError, match=r"checkpoint\.json: it is not as it was written"):
+            load_checkpoint(bad)
+
+
+def _replaced(content: Any, depth: int = 5) -> Iterator[Any]:
+    """Yield copies of nested containers with one entry missing or of another kind each."""
+    for other in OTHERS:
+        yield copy.copy(other)
+    if depth == 0 or not isinstance(content, (dict, list, tuple)):
+        return
+    keys = list(content) if isinstance(content, dict) else range(len(content))
+    for key in list(keys)[:3]:
+        for changed in _replaced(content[key], depth - 1):
+            if isinstance(content, tuple):
+                yield (*content[:key], changed, *content[key + 1 :])
+            else:
+                whole = copy.copy(content)
+                whole[key] = changed
+                yield whole
+        if isinstance(content, dict):
+            yield {k: v for k, v in content.items() if k != key}
+
+
+def _check_contents(folder: Path, target: Path, name: str, new: Callable[[], LoopState]) -> int:
+    bad = copied(folder, target)
+    content = (
+        load_checkpoint(bad).read(name)
+        if name.endswith(".pt")
+        else json.loads((bad / name).read_text())
+    )
+    told = []
+    for changed in _replaced(content):
+        rewritten(bad, name, changed)
+        try:
+            load_checkpoint(bad).restore(new())
+        except CheckpointError as error:
+            told.append(str(error))
+    # The gradients and logs of a rank are looked for in the files of all.
+    names = (name, "rank_*.pt" if name.startswith("rank_") else ".shard_")
+    unnamed = [text for text in told if str(bad) not in text or not any(n in text for n in names)]
+    assert unnamed == []
+    return len(told)
+
+
+@pytest.mark.parametrize("name", ["model.pt", "optim.pt", "state.pt", "rank_00000.pt"])
+def test_content_of_another_kind_is_named(plain: Path, tmp_path: Path, name: str) -> None:
+    assert _check_contents(plain, tmp_path / "run", name, fresh) > 20
+
+
+@pytest.mark.parametrize("name", ["shards.json", "model.shard_00000.pt"])
+def test_parts_of_another_kind_are_named(sharded: Path, tmp_path: Path, name: str) -> None:
+    assert _check_contents(sharded, tmp_path / "run", name, lambda: make_run("single")) > 20
+
+
+class Harm:
+    """What a pickle could do."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.mark,)
+
+
+def test_no_pickle_is_executed(plain: Path, tmp_path: Path) -> None:
+    mark = tmp_path / "executed"
+    for name in ("model.pt", "optim.pt", "state.pt", "rank_00000.pt"):
+        bad = copied(plain, tmp_path / "run")
+        for harmful in (Harm(mark), {"model": Harm(mark)}):
+            rewritten(bad, name, harmful)
+            with pytest.raises(CheckpointError, match=f"{name}: the content cannot be restored"):
+                load_checkpoint(bad).restore(fresh())
+    assert not mark.exists()
+
+
+@pytest.fixture(autouse=True)
+def _log(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING)
