@@ -14,12 +14,12 @@ from typing import Any
 
 from ..collectives import broadcast, get_rank, get_world_size, synchronize
 from ..loops import find_checkpoint
-from ..registry import Config, ConfigError, RunSections, dump_config
+from ..registry import Config, ConfigError, Problem, RunSections, dump_config
 from ..wrappers import auto
 from ._tracing import traced
 from .launcher import lonely_group
 from .parts import BuildError, build_parts, needs_group
-from .run_folder import clear_results, occupied, resolve_checkpoint
+from .run_folder import clear_results, in_use, occupied, resolve_checkpoint
 from .runner import Runner
 from .sections import read_sections
 
@@ -73,14 +73,20 @@ def run_job(job: Job) -> Outcome:
             return _run_here(job, run)
 
 
-def refuse_occupied(job: Job, run_dir: str) -> None:
-    """Refuse to train over the results of another run, unless that is wished.
+def refuse_occupied(job: Job, run_dir: str, *, is_held: bool = False) -> None:
+    """Refuse to train beside another run, or over its results unless that is wished.
 
-    Every rank must call this: rank 0 looks, and all raise the same ConfigError.
+    Every rank must call this: rank 0 looks, and all raise the same ConfigError. With `is_held`
+    there is no other run.
     """
-    if job.command != "train" or job.resume or job.fresh or job.dry_run:
+    if job.command != "train" or job.dry_run:
         return
-    problem = broadcast(occupied(Path(run_dir)) if get_rank() == 0 else None)
+    problem: Problem | None = None
+    if get_rank() == 0:
+        anew = not job.resume and not job.fresh
+        problem = None if is_held else in_use(Path(run_dir))
+        problem = problem or (occupied(Path(run_dir)) if anew else None)
+    problem = broadcast(problem)
     if problem is not None:
         origin = job.config.origin("run_dir") if "run_dir" in job.config else ""
         raise ConfigError([replace(problem, origin=origin)])
@@ -92,7 +98,10 @@ def _run_here(job: Job, run: RunSections) -> Outcome:
         run = replace(run, run_dir=str(folder))
         runner = Runner(**_build(job, run))
         if job.command == "train":
-            return _train(runner, job, run)
+            with runner.hold_run_dir():
+                # Another run may have come and gone meanwhile.
+                refuse_occupied(job, run.run_dir, is_held=True)
+                return _train(runner, job, run)
         return _evaluate(runner, job, folder)
 
 

@@ -2,15 +2,141 @@
 
 from __future__ import annotations
 
+import fcntl
+import json
+import logging
+import os
 import shutil
+import socket
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from ..collectives import broadcast, get_rank
 from ..loops import CheckpointError, find_checkpoint
 from ..registry import Problem, did_you_mean
 
+logger = logging.getLogger(__name__)
+
 _RECORDS = ("metrics.jsonl", "metrics.csv", "curves.png", "config.yaml")
+
+
+_LOCK = "run.lock"
+# How often a lock is asked for: whoever looks who has it holds it for a moment.
+_TRIES, _PAUSE_S = 5, 0.05
+
+
+@contextmanager
+def held(run_dir: Path) -> Iterator[None]:
+    """Keep other runs out of `run_dir`, which is made; every rank must enter.
+
+    Rank 0 holds a lock of the operating system on the file `run.lock` in it, which ends with its
+    process, however that ends. The file says who has it.
+
+    Raises:
+        BlockingIOError: Another run has it; says which. On every rank.
+        OSError: The folder or the file cannot be made. On every rank.
+    """
+    lock: _Lock | None = None
+    problem: OSError | None = None
+    if get_rank() == 0:
+        try:
+            run_dir.mkdir(parents=True, exist_ok=True)
+            lock = _Lock(run_dir / _LOCK)
+        except OSError as error:
+            problem = error
+    problem = broadcast(problem)
+    if problem is not None:
+        raise problem
+    try:
+        yield
+    finally:
+        if lock is not None:
+            lock.release()
+
+
+class _Lock:
+    """An open file that is locked, and says by whom."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        for attempt in range(_TRIES):
+            time.sleep(_PAUSE_S if attempt else 0.0)
+            self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+            if _lock(self._descriptor, fcntl.LOCK_EX) and self._is_at(path):
+                break
+            os.close(self._descriptor)
+        else:
+            raise BlockingIOError(f"{path.parent} is in use by {_owner(path)}")
+        # A process forked from this one may outlive it, and must not have the lock then.
+        os.register_at_fork(after_in_child=self._close)
+        since = time.strftime("%Y-%m-%d %H:%M:%S")
+        about = {"host": socket.gethostname(), "pid": os.getpid(), "since": since}
+        os.ftruncate(self._descriptor, 0)
+        os.write(self._descriptor, json.dumps(about).encode())
+
+    def release(self) -> None:
+        """Let others have the folder; nothing is left of the lock."""
+        if self._is_at(self._path):
+            self._path.unlink()
+        self._close()
+
+    def _close(self) -> None:
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+        self._descriptor = -1
+
+    def _is_at(self, path: Path) -> bool:
+        """Whether the locked file still is the one at `path`, not one that was removed."""
+        try:
+            return os.path.samestat(os.fstat(self._descriptor), path.stat())
+        except FileNotFoundError:
+            return False
+
+
+def _lock(descriptor: int, kind: int) -> bool:
+    """Lock an open file if nobody else has it locked."""
+    try:
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        logger.warning(
+            "the file system has no locks (%s): nothing keeps a second run out of the folder",
+            error.strerror,
+        )
+    return True
+
+
+def _owner(path: Path) -> str:
+    try:
+        about = json.loads(path.read_text())
+        return f"process {about['pid']} on {about['host']}, since {about['since']}"
+    except (OSError, ValueError, KeyError, TypeError):
+        # Not written yet.
+        return "another process"
+
+
+def user_of(run_dir: Path) -> str:
+    """Say which run has `run_dir` at the moment; empty where none has."""
+    try:
+        descriptor = os.open(run_dir / _LOCK, os.O_RDONLY)
+    except OSError:
+        return ""
+    try:
+        return "" if _lock(descriptor, fcntl.LOCK_SH) else _owner(run_dir / _LOCK)
+    finally:
+        os.close(descriptor)
+
+
+def in_use(run_dir: Path) -> Problem | None:
+    """Return what keeps any run out of `run_dir`: another one that is running."""
+    user = user_of(run_dir)
+    if not user:
+        return None
+    another = f"start another run with --run-dir {_free_name(run_dir)}"
+    return Problem("run_dir", f"{run_dir} is in use by {user}; wait for its end, or {another}")
 
 
 def occupied(run_dir: Path) -> Problem | None:
@@ -33,7 +159,12 @@ def occupied(run_dir: Path) -> Problem | None:
 def saved_checkpoints(run_dir: Path) -> list[Path]:
     """Return the checkpoints in `run_dir`, the last one last."""
     found = (run_dir / "checkpoints").glob("step_*")
-    return sorted(found, key=lambda path: path.stat().st_mtime_ns)
+    times: dict[Path, int] = {}
+    for path in found:
+        # A run may be removing it.
+        with suppress(OSError):
+            times[path] = path.stat().st_mtime_ns
+    return sorted(times, key=times.__getitem__)
 
 
 def resolve_checkpoint(run_dir: Path, which: str = "") -> Path:
@@ -94,6 +225,8 @@ def clear_results(run_dir: Path) -> None:
 
 
 def _free_name(run_dir: Path) -> Path:
+    # A name such as "." has no last part to add a number to.
+    run_dir = run_dir if run_dir.name not in ("", "..") else run_dir.resolve()
     number = 2
     while (free := run_dir.with_name(f"{run_dir.name}-{number}")).exists():
         number += 1

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -25,7 +26,7 @@ from ..registry import Config
 from ..wrappers import wrap_model
 from ._tracing import traced
 from .parts import build_parts
-from .run_folder import resolve_checkpoint, saved_checkpoints
+from .run_folder import held, resolve_checkpoint, saved_checkpoints
 from .sections import read_sections
 
 if TYPE_CHECKING:
@@ -90,6 +91,7 @@ class Runner:
         self._val_loop = val_loop or getattr(train_loop, "val_loop", None)
         self._test_loop = test_loop
         self._owns_run_dir = False
+        self._holds_run_dir = False
         self._is_traced = False
         self._hooks = HookList(named.values())
         self.state = LoopState(
@@ -130,10 +132,11 @@ class Runner:
         Raises:
             CheckpointError: There is no such checkpoint, or it is damaged.
             FileExistsError: Not to resume, and `run_dir` holds checkpoints of another run.
+            BlockingIOError: Another run is using `run_dir`; says which process on which host.
         """
         loop = _given("train", "train_loop", self._train_loop)
         _given("train", "optim_wrapper", self.state.optim_wrapper)
-        with traced(self._is_traced):
+        with traced(self._is_traced), self.hold_run_dir():
             if not resume:
                 self._refuse_overwriting()
             self._owns_run_dir = True
@@ -148,6 +151,19 @@ class Runner:
             for listener in self._hooks.on_run_end:
                 listener(self.state)
         return self.state
+
+    @contextmanager
+    def hold_run_dir(self) -> Iterator[None]:
+        """Keep other runs out of `run_dir`, as `train` does by itself; every rank must enter."""
+        if self._holds_run_dir or self.state.run_dir is None:
+            yield
+            return
+        with held(self.state.run_dir):
+            self._holds_run_dir = True
+            try:
+                yield
+            finally:
+                self._holds_run_dir = False
 
     def validate(self, checkpoint: str | os.PathLike[str] | None = None) -> dict[str, float]:
         """Evaluate on the validation data; `checkpoint` is as for `test`."""

@@ -45,7 +45,14 @@ class RecordFiles:
         self._csv = self._rewrite_csv(kept)
 
     def append(self, record: Mapping[str, Value]) -> None:
-        """Write one record to both files and flush them."""
+        """Write one record to both files and flush them.
+
+        Raises:
+            FileNotFoundError: The folder is gone.
+        """
+        if not self._json_path.parent.is_dir():
+            folder = self._json_path.parent
+            raise FileNotFoundError(f"the run folder {folder} was removed while the run used it")
         finite = {key: _finite(value) for key, value in record.items()}
         if not _is_file(self._csv, self._csv_path):
             # Another process has found a new column.

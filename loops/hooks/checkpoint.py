@@ -20,8 +20,10 @@ from ..checkpoint import (
     save_alone,
     save_checkpoint,
 )
+from ..folder import make_draft
 from ..hook import Hook
 from ..state import LoopState
+from ..together import together
 from ..weights import is_spread
 from ._metric import check_mode, is_better, pick_metric
 from .nan_guard import NonFiniteError, bad_parameter
@@ -55,7 +57,8 @@ class CheckpointHook(Hook):
     Raises:
         ValueError: A setting is out of range; at the first validation, that it
             gives no metric `keep_best`.
-        CheckpointError: Writing failed, on any rank.
+        CheckpointError: Writing failed, on any rank; at the start of the training, that
+            nothing can be written into the folder.
     """
 
     # After hooks that change what is to be saved at the same event.
@@ -88,6 +91,10 @@ class CheckpointHook(Hook):
 
     def on_train_start(self, state: LoopState) -> None:
         self._training = True
+        folder = _folder(state)
+        if folder is not None:
+            # Better now than at the first save, which may be hours away.
+            together(f"making {folder}", lambda: _try(folder) if get_rank() == 0 else None)
         if state.step:
             # What was just restored is there already.
             self._saved_at = _position(state)
@@ -148,6 +155,7 @@ class CheckpointHook(Hook):
             if get_rank() == 0:
                 logger.warning("step %d is not saved, because %s", state.step, bad)
             return
+        together(f"saving step {state.step}", lambda: _require(state.run_dir))
         path = save_checkpoint(folder, state, reason=reason, is_best=is_best)
         self._saved_at = _position(state)
         if get_rank() != 0:
@@ -159,6 +167,17 @@ class CheckpointHook(Hook):
         except OSError:
             # The new checkpoint is whole, and an error here would be rank 0's alone.
             logger.warning("could not remove old checkpoints from %s", folder, exc_info=True)
+
+
+def _try(folder: Path) -> None:
+    """Raise OSError where nothing can be saved into `folder`."""
+    make_draft(folder).rmdir()
+
+
+def _require(run_dir: Path | None) -> None:
+    # A new folder in its place would hold a part of the run only.
+    if get_rank() == 0 and run_dir is not None and not run_dir.is_dir():
+        raise CheckpointError(f"the run folder {run_dir} was removed while the run used it")
 
 
 def _bad_weights(state: LoopState) -> str:

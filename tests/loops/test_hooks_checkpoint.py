@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import shutil
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ from torchmetrics import MeanMetric
 from stepwrap.loops.checkpoint import CheckpointError, list_checkpoints
 from stepwrap.loops.evaluate import TestLoop, ValLoop
 from stepwrap.loops.hook import Hook, HookList
-from stepwrap.loops.hooks import CheckpointHook, EMAHook, NonFiniteError
+from stepwrap.loops.hooks import CheckpointHook, EMAHook, LogHook, NonFiniteError
 from stepwrap.loops.restore import load_checkpoint
 from stepwrap.loops.state import LoopState
 from stepwrap.loops.train import IterTrainLoop
@@ -261,12 +263,47 @@ def test_a_checkpoint_that_can_not_be_removed(
     assert "could not remove old checkpoints" in caplog.text
 
 
+class InTheWay(Hook):
+    """Changes the run folder at the third update."""
+
+    order = 1
+
+    def __init__(self, change: Callable[[Path], object]) -> None:
+        self._change = change
+
+    def on_update(self, state: LoopState) -> None:
+        if state.step == 3:
+            assert state.run_dir is not None
+            self._change(state.run_dir)
+
+
+def _file_for_checkpoints(run_dir: Path) -> None:
+    (run_dir / "checkpoints").rmdir()
+    (run_dir / "checkpoints").write_text("in the way")
+
+
+def test_what_is_in_the_way_is_found_at_the_start(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").write_text("in the way")
+    state = new_state(run_dir=tmp_path)
+    with pytest.raises(CheckpointError, match=r"making .*checkpoints failed: FileExistsError"):
+        train(state, [CheckpointHook()])
+    assert state.iteration == 0
+
+
+@pytest.mark.parametrize("hook", [CheckpointHook, LogHook])
+def test_a_run_folder_that_is_removed_ends_the_run(tmp_path: Path, hook: type[Hook]) -> None:
+    run_dir = tmp_path / "run"
+    with pytest.raises((CheckpointError, FileNotFoundError), match=f"{run_dir} was removed while"):
+        train(new_state(run_dir=run_dir), [hook(), InTheWay(shutil.rmtree)])
+    assert not run_dir.exists()
+
+
 def test_an_error_while_saving_after_an_error_is_told(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    (tmp_path / "checkpoints").write_text("in the way")
+    hooks = [CheckpointHook(), InTheWay(_file_for_checkpoints), FailingHook(OSError("disk"))]
     with pytest.raises(OSError, match="disk"):
-        train(new_state(run_dir=tmp_path), [CheckpointHook(), FailingHook(OSError("disk"))])
+        train(new_state(run_dir=tmp_path), hooks)
     assert "could not save a checkpoint after the error" in caplog.text
 
 

@@ -1,0 +1,71 @@
+"""Two runs and one folder: who has it, and that nobody has it any more."""
+
+import os
+import signal
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from ranks import run_ranks
+from runner_parts import Command
+from torch import nn
+
+from stepwrap.runner import Runner
+from stepwrap.runner.cli import main
+from stepwrap.wrappers import SupervisedModel
+
+
+def test_a_second_run_is_refused_until_the_first_is_gone(
+    start: Callable[..., Command],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    # Workers, which live on for some seconds, do not have the folder.
+    slow = ("data.train.dataset.pause_s=0.01", "train.max_epochs=500", "data.train.num_workers=1")
+    words = ("train", "points.yaml", "--run-dir", "run")
+    first = start(*words, *slow)
+    first.wait_for(tmp_path / "run", 2)
+    before = set((tmp_path / "run/checkpoints").glob("step_*"))
+    for how in ((), ("--resume",), ("--fresh",)):
+        assert main([*words, *how]) == 2
+        told = capsys.readouterr().err
+        owner = f"run is in use by process {first.process.pid} on {socket.gethostname()}, since "
+        assert owner in told
+        assert "or start another run with --run-dir run-2" in told
+    assert before <= set((tmp_path / "run/checkpoints").glob("step_*"))
+    first.process.send_signal(signal.SIGKILL)
+    first.process.wait()
+    assert main([*words, "--resume", "train.max_epochs=1"]) == 0
+    assert not (tmp_path / "run/run.lock").exists()
+
+
+def make_runner(run_dir: Path) -> Runner:
+    return Runner(SupervisedModel(nn.Linear(2, 2), nn.CrossEntropyLoss()), run_dir=run_dir)
+
+
+def _refused(run_dir: Path) -> str:
+    runner = make_runner(run_dir)
+    with pytest.raises(BlockingIOError) as caught, runner.hold_run_dir():
+        pass
+    return str(caught.value)
+
+
+def test_every_rank_is_refused(tmp_path: Path) -> None:
+    with make_runner(tmp_path).hold_run_dir():
+        told = f"{tmp_path} is in use by process {os.getpid()} on "
+        assert all(text.startswith(told) for text in run_ranks(_refused, 2, tmp_path))
+    with make_runner(tmp_path).hold_run_dir():
+        pass
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_folder_here(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    here = ["train", "points.yaml", "--run-dir", ".", "train.max_epochs=1"]
+    assert main(here) == 0
+    assert main(here) == 2
+    assert f"start another one with --run-dir {run}-2" in capsys.readouterr().err
