@@ -286,10 +286,20 @@ def _about(state: LoopState, reason: str, is_best: bool) -> dict[str, Any]:
         "metrics": {k: v if math.isfinite(v) else None for k, v in metrics.items()},
         "best": is_best,
         "reason": reason,
+        "evaluated": _evaluated(state),
         "world_size": world_size(),
         "data_size": data_size(state.model),
         "torch": torch.__version__,
     }
+
+
+def _evaluated(state: LoopState) -> list[str]:
+    """Where the weights lie that evaluations use in place of the model's own: file and keys."""
+    for name, part in state.stateful.items():
+        entry = getattr(part, "evaluated_entry", "")
+        if entry:
+            return ["state.pt", "stateful", name, entry]
+    return ["model.pt"]
 
 
 def _save(

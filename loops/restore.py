@@ -85,18 +85,41 @@ class Checkpoint:
         with reading(self.path, name, "the content"):
             return read_tensors(io.BytesIO(content))
 
-    def load_model(self, model: nn.Module) -> None:
+    @property
+    def evaluated(self) -> tuple[str, ...]:
+        """Where the weights lie that evaluations of the run used: a file, and keys in it."""
+        return tuple(self.meta.get("evaluated", ("model.pt",)))
+
+    def load_model(self, model: nn.Module, *, evaluated: bool = False) -> None:
         """Load the weights into a model or its wrapper; every rank must call this.
+
+        Args:
+            model: Gets the weights.
+            evaluated: Those that the run's evaluations used, as the average of an `EMAHook`,
+                in place of those that it trained.
 
         Raises:
             CheckpointError: Names or shapes differ; nothing is loaded then.
         """
         reshard(model)
         files = self._files(by_parts=any(map(is_sharded, model.parameters())))
-        together(
-            f"loading the model of {self.path}",
-            lambda: self._load_model(model, files.tree("model")),
-        )
+
+        def load() -> None:
+            weights = files.tree("model")
+            if evaluated and self.evaluated != ("model.pt",):
+                with reading(self.path, self.evaluated[0], ".".join(self.evaluated[1:])):
+                    weights.update(self._evaluated_weights(files))
+            self._load_model(model, weights)
+
+        together(f"loading the model of {self.path}", load)
+
+    def _evaluated_weights(self, files: _Files) -> Mapping[str, Any]:
+        file, *keys = self.evaluated
+        content = files.tree(file.removesuffix(".pt"))
+        for key in keys:
+            content = content[key]
+        found: Mapping[str, Any] = content
+        return found
 
     def load_states(self, state: LoopState) -> None:
         """Load counters, hooks and the other parts of `state`; every rank must call this.

@@ -24,7 +24,11 @@ class Phase(Enum):
 
 @runtime_checkable
 class Stateful(Protocol):
-    """Anything that can be written into a checkpoint and read back."""
+    """Anything that can be written into a checkpoint and read back.
+
+    One that has evaluations use other weights than the model's own tells by an attribute
+    `evaluated_entry` under which key of its state they are.
+    """
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as tensors, numbers, strings, lists and dicts."""

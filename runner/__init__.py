@@ -12,11 +12,16 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .failure import LaunchError
     from .launcher import launch
-    from .runner import Runner
+    from .runner import Runner, load_model
 
-__all__ = ["LaunchError", "Runner", "launch"]
+__all__ = ["LaunchError", "Runner", "launch", "load_model"]
 
-_HOMES = {"LaunchError": "failure", "Runner": "runner", "launch": "launcher"}
+_HOMES = {
+    "LaunchError": "failure",
+    "Runner": "runner",
+    "launch": "launcher",
+    "load_model": "runner",
+}
 
 
 def __getattr__(name: str) -> Any:

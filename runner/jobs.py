@@ -14,7 +14,7 @@ from typing import Any
 
 from ..collectives import broadcast, get_rank, get_world_size, synchronize
 from ..loops import find_checkpoint
-from ..registry import Config, ConfigError, Problem, RunSections, dump_config
+from ..registry import Config, ConfigError, Problem, RunSections, dump_config, load_config
 from ..wrappers import auto
 from ._tracing import traced
 from .launcher import lonely_group
@@ -22,6 +22,12 @@ from .parts import BuildError, build_parts, needs_group
 from .run_folder import clear_results, in_use, occupied, resolve_checkpoint
 from .runner import Runner
 from .sections import read_sections
+
+logger = logging.getLogger(__name__)
+
+# Settings of how a run is started, and those of optimizers and schedules that no state holds.
+_OF_THE_START = ("run_dir", "resume", "launch")
+_OF_THE_RUN = ("type", "fused", "foreach", "capturable", "differentiable", "by", "metric")
 
 # The loops that a command's parts are built for.
 WANTED = {"train": ("train", "val", "test"), "validate": ("val",), "test": ("test",)}
@@ -118,6 +124,8 @@ def _train(runner: Runner, job: Job, run: RunSections) -> Outcome:
     if get_rank() == 0:
         if job.fresh:
             clear_results(folder)
+        if job.resume:
+            _tell_changes(job, folder)
         folder.mkdir(parents=True, exist_ok=True)
         dump_config({**job.config.to_dict(), "resume": False}, folder / "config.yaml")
     # No rank may look for checkpoints before the old ones are gone.
@@ -130,6 +138,44 @@ def _train(runner: Runner, job: Job, run: RunSections) -> Outcome:
     best = find_checkpoint(folder, "best")
     metrics["test"] = runner.test(best)
     return replace(outcome, checkpoint=str(best or ""))
+
+
+def _tell_changes(job: Job, folder: Path) -> None:
+    """Name the settings that are not those that the run to go on from had."""
+    if isinstance(job.resume, str) and job.resume not in ("best", "latest"):
+        path = Path(job.resume)
+        folder = path if (path / "checkpoints").is_dir() else path.parent.parent
+    try:
+        before = _flat(load_config(folder / "config.yaml").to_dict())
+    except (ConfigError, OSError):
+        logger.info("%s has no config.yaml to compare the settings with", folder)
+        return
+    now = _flat(job.config.to_dict())
+    lines = [
+        f"  {key}: {before.get(key, 'not set')} -> {now.get(key, 'not set')}{_effect(key)}"
+        for key in dict.fromkeys((*before, *now))
+        if before.get(key) != now.get(key) and key.split(".")[0] not in _OF_THE_START
+    ]
+    if lines:
+        told = "\n".join(lines)
+        logger.warning("settings that differ from those the run had so far:\n%s", told)
+
+
+def _effect(key: str) -> str:
+    parts = key.split(".")
+    if parts[0] in ("optimizer", "schedulers") and parts[-1] not in _OF_THE_RUN:
+        return " (has no effect: the state in the checkpoint goes on)"
+    if key == "data.train.batch_size":
+        return " (takes effect; inside an epoch the position is counted in batches)"
+    return ""
+
+
+def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
+    """Return the values in nested dicts and lists by their dotted paths."""
+    items: Any = enumerate(value) if isinstance(value, list) else ()
+    items = value.items() if isinstance(value, dict) else items
+    flat = {k: v for key, one in items for k, v in _flat(one, f"{prefix}{key}.").items()}
+    return flat or {prefix.removesuffix("."): value}
 
 
 def _evaluate(runner: Runner, job: Job, folder: Path) -> Outcome:

@@ -78,6 +78,13 @@ def build_model(run: RunSections, ranks: int | None = None) -> tuple[nn.Module, 
     return wrapped, mesh
 
 
+def build_bare_model(run: RunSections) -> nn.Module:
+    """Return the model of a run on the CPU, not wrapped or prepared, with any weights."""
+    with building("model"):
+        model: nn.Module = build_tree(run.model, MODELS)
+    return model
+
+
 def _initialise(model: nn.Module) -> None:
     """Let modules with an `init_cfg` initialise themselves, which they do when they are told to."""
     initialise: Any = getattr(model, "init_weights", None)

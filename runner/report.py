@@ -11,6 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from ..loops.checkpoint import read_meta
 from ..loops.restore import search_checkpoint
 from ..registry import RunSections
 from .environment import describe_environment
@@ -65,6 +66,7 @@ def _report_stop(console: Console, folder: Path, outcome: Outcome) -> int:
         _say(console, f"stopped by {name}", f"{what}; nothing is saved (hooks.checkpoint is off)")
     else:
         _say(console, f"stopped by {name}", f"{what}; saved {saved}")
+        _say_evaluated(console, folder, saved)
         _say(console, "continue with", f"stepwrap train {folder / 'config.yaml'} --resume")
     return outcome.exit_code
 
@@ -95,6 +97,16 @@ def _report_files(console: Console, folder: Path) -> None:
         _say(console, "best checkpoint", str(best))
     if latest is not None:
         _say(console, "last checkpoint", str(latest))
+        _say_evaluated(console, folder, latest)
+
+
+def _say_evaluated(console: Console, folder: Path, checkpoint: Path) -> None:
+    """Tell where the evaluated weights lie, where that is not with the model's own."""
+    file, *keys = read_meta(checkpoint).get("evaluated", ["model.pt"])
+    if keys:
+        where = f"{file} of the checkpoint, under {' / '.join(keys)}; model.pt holds the plain ones"
+        load = f"stepwrap.runner.load_model({str(folder)!r})"
+        _say(console, "evaluated weights", f"in {where}; {load} returns the model with them")
 
 
 def _say(console: Console, what: str, text: str) -> None:

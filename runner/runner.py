@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
+import torch
 from torch import nn
 
 from ..collectives import broadcast, distributed_available, get_rank, get_world_size
@@ -22,10 +23,11 @@ from ..loops import (
     mix_seed,
     seed_rng,
 )
-from ..registry import Config
+from ..registry import Config, load_config
 from ..wrappers import wrap_model
 from ._tracing import traced
-from .parts import build_parts
+from .parallel import build_bare_model
+from .parts import BuildError, build_parts
 from .run_folder import held, resolve_checkpoint, saved_checkpoints
 from .sections import read_sections
 
@@ -147,7 +149,10 @@ class Runner:
                 load_checkpoint(path).restore(self.state)
                 if get_rank() == 0:
                     logger.info("continuing from %s, step %d", path, self.state.step)
+            done = self.state.iteration
             loop.run(self.state, self._hooks)
+            if path and self.state.iteration == done and get_rank() == 0:
+                logger.info("nothing was left to train: %s", _end_of(self.state))
             for listener in self._hooks.on_run_end:
                 listener(self.state)
         return self.state
@@ -236,7 +241,57 @@ class Runner:
         return self.state.run_dir
 
 
+def load_model(
+    run_dir: str | os.PathLike[str],
+    which: str | os.PathLike[str] = "",
+    *,
+    device: torch.device | str = "cpu",
+) -> nn.Module:
+    """Return the model of a run as it was evaluated, bare and in eval mode.
+
+    It is built from the run folder's `config.yaml`, on one device whatever the run was wrapped
+    in. Its weights are those that the evaluation at the checkpoint used: the averages where an
+    `EMAHook` had it use them. Files are read with `weights_only=True`. Inside a process group
+    every rank must call this.
+
+    Args:
+        run_dir: The run's folder.
+        which: "best" or "latest", or the path of a checkpoint; by default the best, else the
+            latest.
+        device: Where the model is to be.
+
+    Raises:
+        CheckpointError: There is no such checkpoint, it is damaged, or it is of another model.
+        FileNotFoundError: The folder has no `config.yaml`, as that of a `Runner` in Python: build
+            the model, and call `load_checkpoint(path).load_model(model, evaluated=True)`.
+        ConfigError: The model cannot be built.
+    """
+    folder = Path(run_dir)
+    path = resolve_checkpoint(folder, str(which))
+    settings = folder / "config.yaml"
+    if not settings.is_file():
+        raise FileNotFoundError(
+            f"{folder} has no config.yaml to build the model from: build it yourself, and call "
+            f"load_checkpoint({str(path)!r}).load_model(model, evaluated=True)"
+        )
+    config = load_config(settings, ["device=cpu"])
+    try:
+        model = build_bare_model(read_sections(config))
+    except BuildError as error:
+        raise error.as_config_error(config) from error.cause
+    load_checkpoint(path).load_model(model, evaluated=True)
+    return model.eval().to(device)
+
+
 T = TypeVar("T")
+
+
+def _end_of(state: LoopState) -> str:
+    if state.max_epochs is not None:
+        end = f"max_epochs is {state.max_epochs}, and {state.epoch} are done"
+    else:
+        end = f"max_steps is {state.max_steps}, and {state.step} are done"
+    return f"the run has come to its end ({end}); a higher number trains on"
 
 
 def _given(verb: str, name: str, part: T | None) -> T:

@@ -101,6 +101,11 @@ class EMAHook(Hook):
     def on_exception(self, state: LoopState, error: BaseException) -> None:
         self._give_back()
 
+    @property
+    def evaluated_entry(self) -> str:
+        """The key of the state under which the evaluated weights are; empty for the model's own."""
+        return "model" if self._evaluate and (self._average or self._restored) else ""
+
     def state_dict(self) -> dict[str, Any]:
         """Return `{"model": the averaged model}`, empty before the training.
 

@@ -56,7 +56,7 @@ DOORS = {
         RpcException RpcGroup RpcReference World get_cur_name get_cur_rank get_world
         is_world_initialized
     """,
-    "runner": "LaunchError Runner launch",
+    "runner": "LaunchError Runner launch load_model",
     "wrappers": """
         AmpOptimWrapper BaseModel BaseModule CallbackContext CommHook DataPreprocessor FutureResult
         Layout Mesh NamedParameter OptimWrapper OptimWrapperDict PostLocalSGD Preparation

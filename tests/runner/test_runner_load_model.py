@@ -1,0 +1,73 @@
+"""What a paused or resumed run says, and the model that it evaluated."""
+
+import json
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+from stepwrap.loops import CheckpointError, find_checkpoint, load_checkpoint
+from stepwrap.runner import load_model
+from stepwrap.runner.cli import main
+
+EMA = "hooks.ema={type: EMAHook, decay: 0.9}"
+
+
+def accuracy_on_validation(model: torch.nn.Module) -> float:
+    from points import Points  # The user's module, which the command has imported.
+
+    data = Points(20)
+    with torch.inference_mode():
+        right = model(data.inputs, mode="tensor").argmax(1) == data.labels
+    return float(right.float().mean())
+
+
+def test_the_evaluated_model_of_a_paused_run(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    stop = "hooks.stop={type: runner_parts.SignalHook, at_step: 31}"
+    assert main(["train", "points.yaml", EMA, stop]) == 128 + signal.SIGTERM
+    out = capsys.readouterr().out
+    assert "in state.pt of the checkpoint, under stateful / hooks.ema / model; model.pt" in out
+    assert "load_model('runs/points')" in out
+    for which in ("best", "latest"):
+        checkpoint = load_checkpoint(find_checkpoint("runs/points", which))
+        model = load_model("runs/points", which)
+        assert not any(module.training for module in model.modules())
+        averages = checkpoint.read("state.pt")["stateful"]["hooks.ema"]["model"]
+        plain = checkpoint.read("model.pt")
+        for name, value in model.state_dict().items():
+            assert torch.equal(value, averages[name])
+            assert not torch.equal(value, plain[name])
+    best = load_checkpoint(find_checkpoint("runs/points", "best"))
+    found = accuracy_on_validation(load_model("runs/points", "best"))
+    assert found == pytest.approx(best.meta["metrics"]["accuracy"], abs=1e-6)
+
+    assert main(["train", "points.yaml", "--resume", "optimizer.lr=0.5", EMA,
+                 "data.train.batch_size=8", "train.max_epochs=3"]) == 0  # fmt: skip
+    told = capsys.readouterr().err
+    assert "  optimizer.lr: 0.01 -> 0.5 (has no effect: the state in the checkpoint goes" in told
+    assert "  data.train.batch_size: 4 -> 8 (takes effect; inside an epoch the position" in told
+    assert "  hooks.stop.at_step: 31 -> not set" in told
+    rates = [
+        json.loads(line)
+        for line in Path("runs/points/metrics.jsonl").read_text().split("\n")
+        if '"lr"' in line
+    ]
+    assert max(rate["lr"] for rate in rates) <= 0.01
+
+    assert main(["train", "runs/points/config.yaml", "--resume"]) == 0
+    told = capsys.readouterr().err
+    assert "nothing was left to train: the run has come to its end (max_epochs is 3" in told
+    assert "differ" not in told
+
+
+def test_a_folder_without_its_config(run: Path) -> None:
+    with pytest.raises(CheckpointError, match="there is no checkpoint in runs/points"):
+        load_model("runs/points")
+    assert main(["train", "points.yaml", "train.max_epochs=1"]) == 0
+    plain = load_checkpoint(find_checkpoint("runs/points", "best")).read("model.pt")
+    loaded = load_model("runs/points").state_dict()
+    assert all(torch.equal(loaded[name], value) for name, value in plain.items())
+    Path("runs/points/config.yaml").unlink()
+    with pytest.raises(FileNotFoundError, match=r"no config\.yaml.*load_checkpoint\('runs/points"):
+        load_model("runs/points")
