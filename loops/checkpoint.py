@@ -136,11 +136,7 @@ def save_alone(folder: Path, state: LoopState, *, reason: str = "exception") -> 
     saved = replace(state, epoch=epoch, batch=batch, iteration=iteration)
     meta = _about(saved, reason, is_best=False)
     path = _save(folder, saved, meta, _alone, gradients=False, finish=_set_aside)
-    logger.warning(
-        "saved %s after the error, without the random streams that belong to it: --resume goes on "
-        "from the last whole checkpoint, --resume with this path from this one",
-        path,
-    )
+    logger.info("saved %s after the error, without the random streams that belong to it", path)
     return path
 
 

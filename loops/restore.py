@@ -108,18 +108,10 @@ class Checkpoint:
             weights = files.tree("model")
             if evaluated and self.evaluated != ("model.pt",):
                 with reading(self.path, self.evaluated[0], ".".join(self.evaluated[1:])):
-                    weights.update(self._evaluated_weights(files))
+                    weights.update(_entry(files, *self.evaluated))
             self._load_model(model, weights)
 
         together(f"loading the model of {self.path}", load)
-
-    def _evaluated_weights(self, files: _Files) -> Mapping[str, Any]:
-        file, *keys = self.evaluated
-        content = files.tree(file.removesuffix(".pt"))
-        for key in keys:
-            content = content[key]
-        found: Mapping[str, Any] = content
-        return found
 
     def load_states(self, state: LoopState) -> None:
         """Load counters, hooks and the other parts of `state`; every rank must call this.
@@ -285,6 +277,14 @@ class _Whole:
 
     def file(self, name: str) -> Any:
         return self.checkpoint.read(name)
+
+
+def _entry(files: _Files, name: str, *keys: str) -> Any:
+    """Return what lies under `keys` in a file."""
+    content = files.tree(name.removesuffix(".pt"))
+    for key in keys:
+        content = content[key]
+    return content
 
 
 def _data_rank(model: nn.Module) -> int:

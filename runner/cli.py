@@ -42,8 +42,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _tell_stop(error)
     except TrainingFailed as error:
         code = _tell_error(error.__cause__ or error, debug)
-        again = f"stepwrap train {error.config} --resume"
-        print(f"  the last checkpoint is {error.saved}; continue with: {again}", file=sys.stderr)
+        again = f"continue with: stepwrap train {error.config} --resume"
+        if error.saved is not None:
+            print(f"  the last checkpoint is {error.saved}; {again}", file=sys.stderr)
+        if error.aside is not None:
+            told = f"{error.aside} has the last update, without its random streams"
+            print(f"  {told}; {again} {error.aside}", file=sys.stderr)
         return code
     except Exception as error:
         return _tell_error(error, debug)

@@ -71,13 +71,15 @@ class LaunchError(RuntimeError):
 class TrainingFailed(RuntimeError):
     """A training failed, for its `__cause__`, and has left checkpoints to go on from.
 
-    `config` is the config that the run has written, `saved` its last checkpoint.
+    `config` is the config that the run has written, `saved` its last checkpoint and `aside` one
+    that is not whole; None where there is none.
     """
 
-    def __init__(self, config: Path, saved: Path) -> None:
-        super().__init__(f"the last checkpoint is {saved}")
+    def __init__(self, config: Path, saved: Path | None, aside: Path | None) -> None:
+        super().__init__(f"the last checkpoint is {saved or aside}")
         self.config = config
         self.saved = saved
+        self.aside = aside
 
 
 class Terminated(BaseException):

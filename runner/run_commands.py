@@ -129,16 +129,18 @@ def _try_before(job: Job, run: RunSections) -> None:
 def _telling_what_is_saved(job: Job, folder: Path) -> Iterator[None]:
     """Put the checkpoint that a run has left, or had started from, into the error of its end."""
     # Not find_checkpoint, which ranks call together: a signal may have come to one of them.
-    before = _stamped(folder)
+    before, set_aside = _stamped(folder), _stamped(folder, "incomplete_")
     try:
         yield
     except ConfigError:
         raise
     except Exception as error:
-        saved = _stamped(folder)
-        if job.command != "train" or not saved or saved == before:
+        saved, aside = _stamped(folder), _stamped(folder, "incomplete_")
+        if job.command != "train" or (saved, aside) == (before, set_aside):
             raise
-        raise TrainingFailed(folder / "config.yaml", next(reversed(saved))) from error
+        last = next(reversed(saved), None)
+        rest = next(reversed(aside), None) if aside != set_aside else None
+        raise TrainingFailed(folder / "config.yaml", last, rest) from error
     except (KeyboardInterrupt, Terminated) as error:
         number = error.number if isinstance(error, Terminated) else signal.SIGINT
         saved = _stamped(folder)
@@ -147,9 +149,9 @@ def _telling_what_is_saved(job: Job, folder: Path) -> Iterator[None]:
         raise Terminated(number, str(next(reversed(saved)))) from error
 
 
-def _stamped(folder: Path) -> dict[Path, int]:
+def _stamped(folder: Path, prefix: str = "step_") -> dict[Path, int]:
     """Return the checkpoints in a folder, the last one last, with their times."""
-    return {path: path.stat().st_mtime_ns for path in saved_checkpoints(folder)}
+    return {path: path.stat().st_mtime_ns for path in saved_checkpoints(folder, prefix)}
 
 
 def _load(options: argparse.Namespace) -> tuple[Config, RunSections]:

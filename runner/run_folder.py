@@ -156,9 +156,9 @@ def occupied(run_dir: Path) -> Problem | None:
     return Problem("run_dir", what)
 
 
-def saved_checkpoints(run_dir: Path) -> list[Path]:
-    """Return the checkpoints in `run_dir`, the last one last."""
-    found = (run_dir / "checkpoints").glob("step_*")
+def saved_checkpoints(run_dir: Path, prefix: str = "step_") -> list[Path]:
+    """Return the checkpoints in `run_dir` whose names begin so, the last one last."""
+    found = (run_dir / "checkpoints").glob(f"{prefix}*")
     times: dict[Path, int] = {}
     for path in found:
         # A run may be removing it.

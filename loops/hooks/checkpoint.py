@@ -170,8 +170,11 @@ class CheckpointHook(Hook):
 
 
 def _try(folder: Path) -> None:
-    """Raise OSError where nothing can be saved into `folder`."""
+    """Raise OSError where nothing can be saved into `folder`; the run folder is made."""
+    is_new = not folder.exists()
     make_draft(folder).rmdir()
+    if is_new:
+        folder.rmdir()
 
 
 def _require(run_dir: Path | None) -> None:

@@ -278,7 +278,6 @@ class InTheWay(Hook):
 
 
 def _file_for_checkpoints(run_dir: Path) -> None:
-    (run_dir / "checkpoints").rmdir()
     (run_dir / "checkpoints").write_text("in the way")
 
 

@@ -139,9 +139,11 @@ def test_check_builds_the_parts(run: Path, capsys: Capture) -> None:
 def test_an_error_in_the_run_is_one_message(run: Path, capsys: Capture) -> None:
     words = ["train", "points.yaml", "data.train.dataset.bad=9"]
     assert main(words) == 1
-    first, place, hint, saved = capsys.readouterr().err.splitlines()
-    assert saved.startswith("  the last checkpoint is runs/points/checkpoints/step_0")
-    assert saved.endswith("; continue with: stepwrap train runs/points/config.yaml --resume")
+    first, place, hint, aside = capsys.readouterr().err.splitlines()
+    place_aside = "runs/points/checkpoints/incomplete_step_00000001"
+    assert aside.startswith(f"  {place_aside} has the last update, without its random streams")
+    again = f"; continue with: stepwrap train runs/points/config.yaml --resume {place_aside}"
+    assert aside.endswith(again)
     assert first == "ValueError: sample 9 is broken"
     assert place.startswith(f"  at {run / 'points.py'}:")
     assert "--debug" in hint

@@ -17,29 +17,25 @@ from stepwrap.wrappers import SupervisedModel
 
 
 def test_a_second_run_is_refused_until_the_first_is_gone(
-    start: Callable[..., Command],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    start: Callable[..., Command], run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     # Workers, which live on for some seconds, do not have the folder.
     slow = ("data.train.dataset.pause_s=0.01", "train.max_epochs=500", "data.train.num_workers=1")
     words = ("train", "points.yaml", "--run-dir", "run")
     first = start(*words, *slow)
-    first.wait_for(tmp_path / "run", 2)
-    before = set((tmp_path / "run/checkpoints").glob("step_*"))
+    first.wait_for(run / "run", 2)
+    before = set((run / "run/checkpoints").glob("step_*"))
     for how in ((), ("--resume",), ("--fresh",)):
         assert main([*words, *how]) == 2
         told = capsys.readouterr().err
         owner = f"run is in use by process {first.process.pid} on {socket.gethostname()}, since "
         assert owner in told
         assert "or start another run with --run-dir run-2" in told
-    assert before <= set((tmp_path / "run/checkpoints").glob("step_*"))
+    assert before <= set((run / "run/checkpoints").glob("step_*"))
     first.process.send_signal(signal.SIGKILL)
     first.process.wait()
     assert main([*words, "--resume", "train.max_epochs=1"]) == 0
-    assert not (tmp_path / "run/run.lock").exists()
+    assert not (run / "run/run.lock").exists()
 
 
 def make_runner(run_dir: Path) -> Runner:
