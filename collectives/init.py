@@ -1,13 +1,18 @@
 """Starting the process group from what a launcher has put into the environment."""
 
+import ipaddress
 import multiprocessing
 import os
+import socket
+import sys
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any, Final
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch.distributed.constants import default_pg_timeout
 
 from .process import get_local_rank
 from .slurm import adopt_slurm
@@ -19,6 +24,7 @@ _MPI_VARIABLES: Final = {
     "LOCAL_WORLD_SIZE": "OMPI_COMM_WORLD_LOCAL_SIZE",
 }
 _DEFAULT_PORT: Final = "29500"
+_OF_MEETING: Final = ("rank", "world_size", "timeout")
 
 
 def infer_launcher() -> str:
@@ -80,7 +86,94 @@ def init_dist(
     name = backend or _default_backend()
     if "nccl" in name or "cuda" in name:
         torch.cuda.set_device(get_local_rank() % torch.cuda.device_count())
+    if "store" not in kwargs and kwargs.get("init_method") in (None, "env://"):
+        kwargs.pop("init_method", None)
+        kwargs |= meet_at_master(**{n: kwargs[n] for n in _OF_MEETING if n in kwargs})
     dist.init_process_group(name, **kwargs)
+
+
+def meet_at_master(
+    rank: int | None = None,
+    world_size: int | None = None,
+    timeout: timedelta = default_pg_timeout,
+) -> dict[str, Any]:
+    """Return store, rank and world size for `init_process_group`; every rank must call this.
+
+    The store is torchrun's, where that has one to share, else rank 0 keeps it at MASTER_ADDR and
+    MASTER_PORT. When all ranks are on this host, it listens on the loopback interface alone, and
+    so does gloo unless GLOO_SOCKET_IFNAME says otherwise.
+
+    Raises:
+        KeyError: a variable is not set, which is named.
+    """
+    names = ["MASTER_ADDR", "MASTER_PORT"]
+    names += [n for n, value in (("RANK", rank), ("WORLD_SIZE", world_size)) if value is None]
+    _require("pytorch", names)
+    env = os.environ
+    rank = int(env["RANK"]) if rank is None else rank
+    size = int(env["WORLD_SIZE"]) if world_size is None else world_size
+    host, port = env["MASTER_ADDR"], int(env["MASTER_PORT"])
+    one_host = all_on_one_host()
+    if one_host and sys.platform == "linux":
+        env.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    store: Store | None = agent_store(timeout)
+    if store is not None:
+        # What ranks of an attempt before a restart have written leads nowhere.
+        store = PrefixStore(f"attempt_{env.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+    elif one_host:
+        host = host if is_loopback(host) else "127.0.0.1"
+        options: dict[str, Any] = {"world_size": size, "timeout": timeout, "multi_tenant": True}
+        if rank == 0:
+            store = open_store(host, port, **options)
+        else:
+            store = TCPStore(host, port, is_master=False, **options)
+    else:
+        store = TCPStore(host, port, size, rank == 0, timeout, multi_tenant=True)
+    return {"store": store, "rank": rank, "world_size": size}
+
+
+def agent_store(timeout: timedelta = default_pg_timeout) -> TCPStore | None:
+    """Connect to the store that torchrun keeps for the ranks and that outlives a restart of them.
+
+    None where there is no such store: without torchrun, or where it does not share its own.
+    """
+    env = os.environ
+    if env.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return None
+    host, port = env["MASTER_ADDR"], int(env["MASTER_PORT"])
+    # It may be older than this attempt: there are no workers to wait for.
+    return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
+
+
+def all_on_one_host() -> bool:
+    """Whether the environment says that all ranks are on this host."""
+    env = os.environ
+    if env.get("LOCAL_WORLD_SIZE"):
+        return env["LOCAL_WORLD_SIZE"] == env.get("WORLD_SIZE")
+    return is_loopback(env.get("MASTER_ADDR", ""))
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a name or address stands for the loopback interface and nothing else."""
+    try:
+        addresses = {str(info[4][0]) for info in socket.getaddrinfo(host or None, 0)}
+    except OSError:
+        return False
+    return all(ipaddress.ip_address(one.split("%")[0]).is_loopback for one in addresses)
+
+
+def open_store(host: str, port: int, **options: Any) -> TCPStore:
+    """Open a store that listens at this address alone; torch's own would on all interfaces.
+
+    Raises:
+        OSError: nothing can listen there.
+    """
+    # As torch's client looks it up, so that both take the same address of several.
+    family = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][0]
+    listener = socket.create_server((host, port), family=family, backlog=1024)
+    port = listener.getsockname()[1]
+    # The store closes it in the end.
+    return TCPStore(host, port, is_master=True, master_listen_fd=listener.detach(), **options)
 
 
 def _adopt_slurm() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ipaddress
 import os
 import socket
 import time
@@ -16,6 +15,7 @@ from urllib.parse import urlparse
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
 
+from ..collectives.init import all_on_one_host, is_loopback, open_store
 from ._settings import whole_number
 from .errors import RpcError
 
@@ -37,7 +37,7 @@ class OwnPlace:
     def __init__(self, host: str, port: int, timeout_s: float) -> None:
         self.store: Store
         self.where = f"{host}:{port}"
-        self.is_local = _is_loopback(host)
+        self.is_local = is_loopback(host)
         self._host = host
         self._port = port
         self._timeout_s = timeout_s
@@ -149,7 +149,10 @@ def find_place(init_method: str | None, world_size: int, timeout_s: float) -> Me
         host, port = _environment_place()
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             store = _connect(host, port, timeout_s)
-            return SharedPlace(store, f"{host}:{port}", is_local=_is_loopback(host))
+            is_local = is_loopback(host) or all_on_one_host()
+            return SharedPlace(store, f"{host}:{port}", is_local=is_local)
+        if all_on_one_host() and not is_loopback(host):
+            host = "127.0.0.1"
         return OwnPlace(host, port, timeout_s)
     with contextlib.suppress(ValueError):
         # A port that is none raises.
@@ -165,8 +168,8 @@ def _is_store_local(store: Store) -> bool:
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     if isinstance(store, TCPStore):
-        return _is_loopback(store.host)
-    return "MASTER_ADDR" not in os.environ or _is_loopback(os.environ["MASTER_ADDR"])
+        return is_loopback(store.host)
+    return "MASTER_ADDR" not in os.environ or is_loopback(os.environ["MASTER_ADDR"])
 
 
 def _environment_place() -> tuple[str, int]:
@@ -178,42 +181,15 @@ def _environment_place() -> tuple[str, int]:
         ) from None
 
 
-def _is_loopback(host: str) -> bool:
-    try:
-        addresses = {str(info[4][0]) for info in socket.getaddrinfo(host, None)}
-    except OSError:
-        return False
-    return all(ipaddress.ip_address(one.split("%")[0]).is_loopback for one in addresses)
-
-
 def _listen(host: str, port: int, timeout_s: float) -> Store:
-    listener: socket.socket | None = None
+    timeout = timedelta(seconds=timeout_s)
     try:
-        listener = socket.socket(_family(host), socket.SOCK_STREAM)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((host, port))
-        listener.listen(1024)
+        return open_store(host, port, wait_for_workers=False, timeout=timeout)
     except OSError as error:
-        if listener is not None:
-            listener.close()
         raise RpcError(
             f"rank 0 cannot listen at {host}:{port}: {error.strerror}; give another "
             "dist_init_method"
         ) from error
-    return TCPStore(
-        host,
-        port,
-        is_master=True,
-        wait_for_workers=False,
-        timeout=timedelta(seconds=timeout_s),
-        # Listening by itself, torch's store would do so on all interfaces.
-        master_listen_fd=listener.detach(),
-    )
-
-
-def _family(host: str) -> socket.AddressFamily:
-    # As torch's client looks it up, so that both take the same address of several.
-    return socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][0]
 
 
 def _connect(host: str, port: int, timeout_s: float) -> Store:

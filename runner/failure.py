@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import re
 import signal
 import sysconfig
 import time
 import traceback
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 
 _ROOT = Path(__file__).resolve().parent.parent
@@ -42,15 +41,18 @@ class Failure:
         return cls(type(error).__name__, _message(error), location_of(error), trace, rank)
 
     @classmethod
-    def read(cls, path: Path) -> Failure:
-        """Read what `write` wrote."""
-        return cls(**json.loads(path.read_text()))
+    def of_end(cls, exitcode: int | None, rank: int) -> Failure:
+        """Describe the end of a process that has told of no error.
 
-    def write(self, path: Path) -> None:
-        """Write as JSON; the file appears whole or not at all."""
-        part = path.with_suffix(".part")
-        part.write_text(json.dumps(asdict(self)))
-        part.replace(path)
+        Its exit code may be unknown, None; -n stands for its end by signal n.
+        """
+        if exitcode is not None and exitcode < 0:
+            hint = ": is the machine out of memory?" if exitcode == -signal.SIGKILL else ""
+            text = f"the process was killed by {signal.Signals(-exitcode).name}{hint}"
+            return cls("ProcessKilled", text, "", text, rank)
+        how = "ended" if exitcode is None else f"exited with code {exitcode}"
+        text = f"the process {how} before its work was done"
+        return cls("ProcessEnded", text, "", text, rank)
 
     def lines(self) -> Iterator[str]:
         """The few lines that a user reads."""

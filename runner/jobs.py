@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from ..collectives import broadcast, get_rank, get_world_size, synchronize
+from ..collectives.init import agent_store
 from ..loops import find_checkpoint
 from ..registry import Config, ConfigError, Problem, RunSections, dump_config, load_config
 from ..wrappers import auto
 from ._tracing import traced
 from .launcher import lonely_group
 from .parts import BuildError, build_parts, needs_group
-from .run_folder import clear_results, in_use, occupied, resolve_checkpoint
+from .run_folder import clear_results, in_use, occupied, resolve_checkpoint, saved_checkpoints
 from .runner import Runner
 from .sections import read_sections
 
@@ -98,7 +99,38 @@ def refuse_occupied(job: Job, run_dir: str, *, is_held: bool = False) -> None:
         raise ConfigError([replace(problem, origin=origin)])
 
 
+def _go_on(job: Job, run_dir: Path) -> Job:
+    """Return the job for this attempt: one that torchrun has started again goes on.
+
+    Every rank must call this.
+    """
+    if job.command != "train" or job.dry_run:
+        return job
+    saved = broadcast(_saved_before_restart(run_dir) if get_rank() == 0 else None)
+    if saved is None:
+        return job
+    # Without a checkpoint the records of the attempt before would be in the way.
+    return replace(job, resume=True, fresh=False) if saved else replace(job, fresh=True)
+
+
+def _saved_before_restart(run_dir: Path) -> int | None:
+    """Return how many checkpoints an earlier attempt of the same torchrun has left; None for none.
+
+    Its store tells, not the folder: an attempt that is refused, for the results of another run that
+    the folder holds, is started again as well.
+    """
+    store = agent_store()
+    if store is None or not store.check([_begun(run_dir)]):
+        return None
+    return len(saved_checkpoints(run_dir))
+
+
+def _begun(run_dir: Path) -> str:
+    return f"stepwrap/begun/{run_dir.resolve()}"
+
+
 def _run_here(job: Job, run: RunSections) -> Outcome:
+    job = _go_on(job, Path(run.run_dir))
     refuse_occupied(job, run.run_dir)
     with _folder(job, run.run_dir) as folder:
         run = replace(run, run_dir=str(folder))
@@ -128,6 +160,8 @@ def _train(runner: Runner, job: Job, run: RunSections) -> Outcome:
             _tell_changes(job, folder)
         folder.mkdir(parents=True, exist_ok=True)
         dump_config({**job.config.to_dict(), "resume": False}, folder / "config.yaml")
+        if store := agent_store():
+            store.set(_begun(folder), "")
     # No rank may look for checkpoints before the old ones are gone.
     synchronize()
     state = runner.train(resume=job.resume)

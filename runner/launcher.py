@@ -3,42 +3,53 @@
 from __future__ import annotations
 
 import gc
-import logging
 import os
 import pickle
+import reprlib
 import shutil
 import signal
+import socket
 import sys
 import tempfile
+import time
 import traceback
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from ..collectives import synchronize
+from ..collectives import all_gather_object, get_rank, synchronize
 from ..collectives._forget import forget_meshes
+from ..collectives.init import meet_at_master
 from ..collectives.slurm import adopt_slurm
-from ._guard import die_with_parent, heed_signals, relay_signals
+from ._guard import (
+    Ranks,
+    blocking_signals,
+    die_with_parent,
+    environment,
+    heed_signals,
+    host_identity,
+    is_running,
+    receiving_signals,
+)
 from .failure import Failure, LaunchError, Terminated
 
 __all__ = ["LaunchError", "launch", "process_group", "started_outside"]
 
 T = TypeVar("T")
-logger = logging.getLogger(__name__)
+# Between the end of a process's connections and its own.
+_DYING_S = 1.0
 
 
 def launch(
     fn: Callable[..., T],
-    args: tuple[Any, ...] = (),
+    args: Sequence[Any] = (),
     *,
     nproc: int = 1,
     backend: str = "auto",
@@ -52,28 +63,35 @@ def launch(
 
     Processes started here meet over files in a private folder, whose name they have in
     `STEPWRAP_LAUNCH_DIR`, so no store listens on the network. gloo's own connections use the
-    loopback interface unless `GLOO_SOCKET_IFNAME` says otherwise. Under torchrun and `srun` the
-    TCP store listens on all interfaces: torch offers no way to bind it to one.
+    loopback interface unless `GLOO_SOCKET_IFNAME` says otherwise. So they do under torchrun and
+    `srun` when all ranks are on one host, and there a store that rank 0 keeps listens on that
+    interface as well; one that torchrun keeps, and that of several hosts, on all of them.
 
     Args:
         fn: A module-level function. On every rank the default process group is there while it
             runs, and destroyed afterwards.
-        args: Its arguments.
+        args: Its arguments, as a tuple or a list.
         nproc: How many processes to start on this machine.
         backend: What `torch.distributed.init_process_group` takes; "auto" is NCCL for CUDA
             tensors plus gloo for CPU tensors when each rank has a GPU of its own, else gloo.
         timeout_s: How long a collective may wait for a rank, in seconds.
 
     Raises:
-        LaunchError: A rank raised or died; the others were stopped.
+        LaunchError: A rank raised, died, or left with any exit code before `fn` returned; the
+            others were stopped.
+        TypeError: `args` is neither a tuple nor a list.
         KeyboardInterrupt: Ctrl-C ended the ranks before `fn` returned.
         Terminated: SIGTERM did so, or SIGHUP, which reaches the ranks as SIGTERM.
     """
     if nproc < 1:
         raise ValueError(f"nproc must be at least 1, got {nproc}")
+    if not isinstance(args, tuple | list):
+        # A string or a dict would be taken apart.
+        given = reprlib.repr(args)
+        raise TypeError(f"args must be a tuple of arguments, got {given}; one alone is ({given},)")
     if started_outside():
         with process_group(backend, timeout_s):
-            return {dist.get_rank(): fn(*args)}
+            return {dist.get_rank(): _call_beside_others(fn, args)}
     if nproc == 1:
         return {0: fn(*args)}
     return _start(fn, args, nproc=nproc, backend=backend, timeout_s=timeout_s)
@@ -86,6 +104,30 @@ def started_outside() -> bool:
     tasks = os.environ.get("SLURM_NTASKS", "1")
     interactive = os.environ.get("SLURM_JOB_NAME") == "bash"
     return bool(os.environ.get("SLURM_PROCID")) and tasks != "1" and not interactive
+
+
+def _call_beside_others(fn: Callable[..., T], args: Sequence[Any]) -> T:
+    """Call `fn`; where it fails for want of ranks of this host that are gone, name them."""
+    processes = all_gather_object((host_identity(), os.getpid()))
+    try:
+        return fn(*args)
+    except Exception as error:
+        own = Failure.of(error, get_rank())
+        gone = _wait_for_gone(processes) if _may_follow(own) else []
+        if not gone:
+            raise
+        raise LaunchError([*(Failure.of_end(None, rank) for rank in gone), own]) from error
+
+
+def _wait_for_gone(processes: Sequence[tuple[str, int]]) -> list[int]:
+    """Return the ranks of this host whose processes have ended, once there is one."""
+    here = [(rank, pid) for rank, (host, pid) in enumerate(processes) if host == host_identity()]
+    deadline = time.monotonic() + _DYING_S
+    while True:
+        gone = [rank for rank, pid in here if not is_running(pid)]
+        if gone or time.monotonic() > deadline:
+            return gone
+        time.sleep(0.02)
 
 
 @contextmanager
@@ -107,8 +149,8 @@ def process_group(
     if "nccl" in name:
         device = torch.device("cuda", local_rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
-    meeting = {} if store_file is None else _meet_over(store_file)
     timeout = timedelta(seconds=timeout_s)
+    meeting = meet_at_master(timeout=timeout) if store_file is None else _meet_over(store_file)
     dist.init_process_group(name, timeout=timeout, device_id=device, **meeting)
     with _ending_group():
         # A rank that leaves while another still connects would break its connections.
@@ -162,159 +204,102 @@ def _meet_over(store_file: Path) -> dict[str, Any]:
 
 
 def _start(
-    fn: Callable[..., T], args: tuple[Any, ...], *, nproc: int, backend: str, timeout_s: float
+    fn: Callable[..., T], args: Sequence[Any], *, nproc: int, backend: str, timeout_s: float
 ) -> dict[int, T]:
-    # For this user alone: torch unpickles what it finds in the rendezvous.
+    # For this user alone: it holds the store in which the ranks meet.
     folder = Path(tempfile.mkdtemp(prefix="stepwrap_launch_"))
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=nproc,
-        run_id=uuid.uuid4().hex,
-        rdzv_backend="c10d",
-        rdzv_endpoint=str(folder / "rendezvous"),
-        rdzv_configs={"store_type": "file"},
-        local_addr="localhost",
-        max_restarts=0,
-        monitor_interval=0.1,
-        start_method="spawn",
-        logs_specs=DefaultLogsSpecs(log_dir=str(folder / "elastic")),
-        # Ctrl-C and SIGTERM are ours: torch would give the ranks 30 s to save, then kill them.
-        signals_to_handle="SIGQUIT",
-    )
-    work = (str(folder), os.getpid(), fn, args, backend, timeout_s)
+    shared = _variables(folder, nproc)
     try:
-        with _quiet(), relay_signals(folder) as received:
-            try:
-                results = elastic_launch(config, _rank_main)(*work)
-            except ChildFailedError as error:
-                _raise_failure(folder, error, received)
-        return {rank: pickle.loads(result) for rank, result in sorted(results.items())}
+        with Ranks(folder) as ranks, receiving_signals(ranks):
+            with blocking_signals():
+                for rank in range(nproc):
+                    with environment({**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}):
+                        ranks.start(rank, _rank_main, fn, tuple(args), backend, timeout_s)
+            ranks.wait()
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+    _raise_problem(ranks)
+    return {rank: pickle.loads(result) for rank, result in sorted(ranks.results.items())}
 
 
-def _raise_failure(folder: Path, error: ChildFailedError, received: list[int]) -> NoReturn:
-    failures = [Failure.read(path) for path in folder.glob("failure_*.json")]
-    causes = [failure for failure in failures if not _lost_a_peer(failure)]
+def _variables(folder: Path, nproc: int) -> dict[str, str]:
+    """Return what torchrun would set, where to meet, and defaults for what the user has not set."""
+    with socket.create_server(("localhost", 0)) as server:
+        port = server.getsockname()[1]
+    defaults = {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    if sys.platform == "linux":
+        defaults["GLOO_SOCKET_IFNAME"] = "lo"
+    return {
+        **{name: value for name, value in defaults.items() if name not in os.environ},
+        "WORLD_SIZE": str(nproc),
+        "LOCAL_WORLD_SIZE": str(nproc),
+        "GROUP_RANK": "0",
+        # Nobody listens there: it is for what meets by these variables and opens a store itself.
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_RUN_ID": uuid.uuid4().hex,
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "STEPWRAP_LAUNCH_DIR": str(folder),
+    }
+
+
+def _raise_problem(ranks: Ranks) -> None:
+    """Raise what has ended the ranks; nothing where all have returned."""
     # After a signal the ranks that lose a peer have lost it to the signal.
-    if failures and not causes and not received:
-        spoken = {failure.rank for failure in failures}
-        silent = set(range(_rank_count(folder))) - _ended(folder) - spoken
-        causes = [_death(rank, error.failures) for rank in sorted(silent)]
-    rest = [failure for failure in failures if failure not in causes]
-    if causes or (rest and not received):
-        in_time = [sorted(some, key=lambda failure: failure.time) for some in (causes, rest)]
-        raise LaunchError(in_time[0] + in_time[1]) from error
-    if received:
-        if received[0] == signal.SIGINT:
-            raise KeyboardInterrupt from None
-        raise Terminated(received[0]) from None
-    raise LaunchError([_death(rank, error.failures) for rank in error.failures]) from error
+    if ranks.failures and not (ranks.received and all(map(_may_follow, ranks.failures))):
+        raise LaunchError(sorted(ranks.failures, key=lambda one: (_may_follow(one), one.time)))
+    if len(ranks.results) < ranks.count:
+        if ranks.received[0] == signal.SIGINT:
+            raise KeyboardInterrupt
+        raise Terminated(ranks.received[0])
 
 
-def _lost_a_peer(failure: Failure) -> bool:
-    """Whether this rank only noticed that another one had gone."""
-    return any(text in failure.message for text in ("by peer", "Broken pipe", "NCCL error"))
-
-
-def _rank_count(folder: Path) -> int:
-    return len(list(folder.glob("pid_*")))
-
-
-def _ended(folder: Path) -> set[int]:
-    """Return the ranks that have come to their end by themselves."""
-    return {int(path.name.removeprefix("ended_")) for path in folder.glob("ended_*")}
-
-
-def _death(rank: int, deaths: Mapping[int, ProcessFailure]) -> Failure:
-    exitcode = deaths[rank].exitcode if rank in deaths else -signal.SIGKILL
-    if exitcode >= 0:
-        text = f"the process ended with exit code {exitcode} and left no error"
-        return Failure("ProcessEnded", text, "", text, rank)
-    name = signal.Signals(-exitcode).name
-    hint = ": is the machine out of memory?" if exitcode == -signal.SIGKILL else ""
-    text = f"the process was killed by {name}{hint}"
-    return Failure("ProcessKilled", text, "", text, rank)
+def _may_follow(failure: Failure) -> bool:
+    """Whether another rank's failure may be the cause: a peer was lost, a collective cut short."""
+    lost = any(
+        text in failure.trace for text in ("by peer", "Broken pipe", "NCCL error", "SIGABRT")
+    )
+    return lost or failure.kind == "CollectiveError"
 
 
 def _rank_main(
-    folder: str,
     parent: int,
-    fn: Callable[..., T],
+    words: Connection,
+    fn: Callable[..., Any],
     args: tuple[Any, ...],
     backend: str,
     timeout_s: float,
-) -> bytes:
-    """What each started process runs; its error goes into a file, for the launcher to tell."""
-    rank, home = int(os.environ["RANK"]), Path(folder)
-    os.environ["STEPWRAP_LAUNCH_DIR"] = folder
+) -> None:
+    """What each started process runs; `Ranks` says what it writes into the pipe."""
     die_with_parent(parent)
-    (home / f"pid_{rank}").write_text(str(os.getpid()))
-    failed = home / f"failure_{rank}.json"
+    words.send(None)
+    rank, store = int(os.environ["RANK"]), Path(os.environ["STEPWRAP_LAUNCH_DIR"]) / "store"
     try:
-        with process_group(backend, timeout_s, store_file=home / "store"):
+        with process_group(backend, timeout_s, store_file=store):
             # Not earlier: a rank that ends while the group forms makes the others complain.
             heed_signals()
             try:
                 result = pickle.dumps(fn(*args))
             except Exception as error:
                 # Before the group goes: what the others then run into is later than this.
-                Failure.of(error, rank).write(failed)
-                _leave(home, rank)
+                _leave(error, rank, words)
     except KeyboardInterrupt:
-        # torch would take a rank that was interrupted for one that still works.
         sys.exit(128 + signal.SIGINT)
     except Exception as error:
-        Failure.of(error, rank).write(failed)
-        _leave(home, rank)
-    if _is_last(home, rank) and any(home.glob("failure_*.json")):
-        sys.exit(1)
-    return result
+        _leave(error, rank, words)
+    words.send(result)
 
 
-def _leave(folder: Path, rank: int) -> NoReturn:
-    """End this process at once after an error.
+def _leave(error: Exception, rank: int, words: Connection) -> NoReturn:
+    """Tell the launcher of an error and end this process at once.
 
     Destroying a group that has lost a rank may block, and leaving with one may abort.
     """
-    code = 1 if _is_last(folder, rank) else 0
+    words.send(Failure.of(error, rank))
+    # What ends with the frames that failed leaves nothing: the workers of data loaders do not wait
+    # to be missed, and their semaphores go. Where that blocks, the launcher ends it.
+    traceback.clear_frames(error.__traceback__)
+    gc.collect()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)
-
-
-def _is_last(folder: Path, rank: int) -> bool:
-    """Note that `rank` has ended, and whether all have.
-
-    At the first exit code other than 0 torch gives the ranks 30 s, which is too short to finish
-    saving a large model. So only the last rank to end may have one.
-    """
-    (folder / f"ended_{rank}").touch()
-    return len(_ended(folder)) == int(os.environ["WORLD_SIZE"])
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Silence torch's launcher, whose errors we tell ourselves, and set the ranks' defaults."""
-    loggers = [logging.getLogger(name) for name in ("torch.distributed", "torch.multiprocessing")]
-    kept = [(one.handlers, one.propagate) for one in loggers]
-    defaults = {
-        "OMP_NUM_THREADS": "1",
-        "TORCH_CPP_LOG_LEVEL": "ERROR",
-        # The store that torch would share with the ranks listens on all interfaces.
-        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-    }
-    if sys.platform == "linux":
-        defaults["GLOO_SOCKET_IFNAME"] = "lo"
-    added = [name for name in defaults if name not in os.environ]
-    for one in loggers:
-        one.handlers, one.propagate = [logging.NullHandler()], False
-    os.environ.update({name: defaults[name] for name in added})
-    try:
-        yield
-    finally:
-        for one, (handlers, propagate) in zip(loggers, kept, strict=True):
-            one.handlers, one.propagate = handlers, propagate
-        for name in added:
-            os.environ.pop(name, None)
+    os._exit(1)
