@@ -16,9 +16,10 @@ from multiprocessing import get_context, resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
-from .failure import Failure
+from .failure import Failure, Terminated
 
 _PR_SET_PDEATHSIG = 1
 _RELAYED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -224,6 +225,36 @@ def blocking_signals() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextmanager
+def raising_stops() -> Iterator[None]:
+    """Have SIGTERM raise `Terminated` and Ctrl-C KeyboardInterrupt, unless others handle them."""
+    received: list[int] = []
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        received.append(number)
+        raise _stop(number)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    heeded = [n for n in (signal.SIGTERM, signal.SIGINT) if signal.getsignal(n) != signal.SIG_IGN]
+    before = {number: signal.signal(number, stop) for number in heeded}
+    try:
+        yield
+    except Exception as error:
+        if not received:
+            raise
+        # Raised in the middle of an import, for instance, it may come out as another error.
+        raise _stop(received[0]) from error
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _stop(number: int) -> BaseException:
+    return KeyboardInterrupt() if number == signal.SIGINT else Terminated(number)
 
 
 @contextmanager

@@ -28,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in words
     try:
-        with _sigterm_ends():
+        with _signals_end_at_once():
             options = parse(words)
             home = import_module(f".{COMMANDS[options.command].home}", __package__)
             return int(getattr(home, f"run_{options.command}")(options))
@@ -75,11 +75,16 @@ def _tell_error(error: BaseException, debug: bool) -> int:
 
 
 @contextmanager
-def _sigterm_ends() -> Iterator[None]:
-    """Have SIGTERM end what runs, and the end of the terminal, SIGHUP, count as SIGTERM."""
+def _signals_end_at_once() -> Iterator[None]:
+    """Have Ctrl-C and SIGTERM end this process; the end of the terminal, SIGHUP, counts as SIGTERM.
+
+    Raised within an import, as `raising_stops` does it for the work, they might come out as another
+    error.
+    """
 
     def end(number: int, frame: FrameType | None) -> None:
-        raise Terminated(number)
+        os.write(2, f"{_stop_text(Terminated(number))}\n".encode())
+        os._exit(128 + number)
 
     def pass_on(number: int, frame: FrameType | None) -> None:
         # Whoever handles SIGTERM by then: a training that runs saves and stops.
@@ -89,7 +94,9 @@ def _sigterm_ends() -> Iterator[None]:
         yield
         return
     handlers: dict[int, Callable[[int, FrameType | None], None]] = {signal.SIGTERM: end}
-    # Not under nohup.
+    # Not in the background, and not under nohup.
+    if signal.getsignal(signal.SIGINT) == signal.default_int_handler:
+        handlers[signal.SIGINT] = end
     if signal.getsignal(signal.SIGHUP) == signal.SIG_DFL:
         handlers[signal.SIGHUP] = pass_on
     before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
@@ -101,10 +108,14 @@ def _sigterm_ends() -> Iterator[None]:
 
 
 def _tell_stop(stop: Terminated) -> int:
+    _tell(_stop_text(stop), "")
+    return 128 + stop.number
+
+
+def _stop_text(stop: Terminated) -> str:
     name = "Ctrl-C" if stop.number == signal.SIGINT else str(stop)
     saved = f"the last checkpoint is {stop.saved}" if stop.saved else "nothing was saved"
-    _tell(f"stopped by {name}; {saved}", "")
-    return 128 + stop.number
+    return f"stopped by {name}; {saved}"
 
 
 def _tell(text: str, trace: str) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from ..registry import Config, ConfigError, Problem, RunSections, load_config
+from ._guard import raising_stops
 from .failure import Terminated, TrainingFailed
 from .jobs import WANTED, Job, refuse_occupied, run_job
 from .launcher import launch, started_outside
@@ -41,7 +42,8 @@ def run_train(options: argparse.Namespace) -> int:
         return _run(job, options, run)
     # Asked again by the ranks; here the answer comes before any is started.
     refuse_occupied(job, run.run_dir)
-    with nullcontext() if options.dry_run else _folder_for(config, run.run_dir):
+    folder = nullcontext() if options.dry_run else _folder_for(config, run.run_dir)
+    with raising_stops(), folder:
         return _run(job, options, run)
 
 
@@ -99,7 +101,7 @@ def _run(job: Job, options: argparse.Namespace, run: RunSections) -> int:
     job = replace(job, dry_run=options.dry_run, debug=options.debug)
     settings = run.launch
     backend = "gloo" if settings.backend == "auto" and run.device == "cpu" else settings.backend
-    with _telling_what_is_saved(job, Path(run.run_dir)):
+    with _telling_what_is_saved(job, Path(run.run_dir)), raising_stops():
         if settings.nproc > 1 and not started_outside():
             _try_before(job, run)
         results = launch(
