@@ -62,7 +62,11 @@ def why_not() -> str:
     return "" if tried.returncode == 0 else f"needs namespaces: {tried.stderr.strip()}"
 
 
-@pytest.mark.parametrize("place", ["tcp://127.0.0.1:29417", "file://store"])
+# The environment is that of a launcher that names the host, and has all ranks on it.
+HERE = {"MASTER_ADDR": "otherhost", "MASTER_PORT": "29417", "WORLD_SIZE": "2"}
+
+
+@pytest.mark.parametrize("place", ["tcp://127.0.0.1:29417", "file://store", "env://"])
 def test_nothing_listens_to_the_outside(place: str, tmp_path: Path) -> None:
     reason = why_not()
     if reason:
@@ -76,7 +80,7 @@ def test_nothing_listens_to_the_outside(place: str, tmp_path: Path) -> None:
         timeout=60,
         check=False,
         cwd=tmp_path,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        env=os.environ | HERE | {"LOCAL_WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, done.stdout + done.stderr
     for rank in range(2):

@@ -33,12 +33,17 @@ from torch.utils.data import Dataset
 
 
 class Points(Dataset):
-    """Points in the plane above or below a line; reading one can take time or fail."""
+    """Points in the plane above or below a line; reading one can take time or fail.
+
+    `deadly` ends the process instead, by SIGKILL or, as "exit", with exit code 0. What torchrun has
+    started again does not fail.
+    """
 
     def __init__(self, size=48, pause_s=0.0, bad=-1, bad_rank=0, deadly=False, mark=None):
         self.size, self.pause_s, self.bad, self.deadly = size, pause_s, bad, deadly
         self.mark = mark
-        self.here = int(os.environ.get("RANK", "0")) == bad_rank
+        is_first = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
+        self.here = is_first and int(os.environ.get("RANK", "0")) == bad_rank
         generator = torch.Generator().manual_seed(1)
         self.inputs = torch.randn(size, 2, generator=generator)
         self.labels = (self.inputs.sum(1) > 0).long()
@@ -51,6 +56,8 @@ class Points(Dataset):
             open(self.mark, "a").close()
         time.sleep(self.pause_s)
         if index == self.bad and self.here:
+            if self.deadly == "exit":
+                os._exit(0)
             if self.deadly:
                 os.kill(os.getpid(), signal.SIGKILL)
             raise ValueError(f"sample {index} is broken")

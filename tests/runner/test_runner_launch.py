@@ -1,11 +1,14 @@
 """Processes started, joined and ended."""
 
 import os
+import re
 import subprocess
 import sys
+import tempfile
 import time
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,12 +16,18 @@ import torch.distributed as dist
 from ports import free_port
 from programs import run_script
 from ranks import run_ranks
-from runner_parts import run_command, write_run
+from runner_parts import assert_identical, final_weights, run_command, write_run
 
-from stepwrap.collectives import broadcast, get_rank, get_world_size
-from stepwrap.runner import LaunchError, _guard, launch
+from stepwrap.collectives import (
+    all_gather_object,
+    broadcast,
+    get_rank,
+    get_world_size,
+    synchronize,
+)
+from stepwrap.registry import load_config
+from stepwrap.runner import LaunchError, Runner, _guard, launch
 from stepwrap.runner.cli import main
-from stepwrap.runner.failure import Failure
 from stepwrap.runner.jobs import _console_log
 from stepwrap.runner.launcher import lonely_group, process_group, started_outside
 
@@ -70,6 +79,71 @@ def test_a_rank_that_saves_is_waited_for(tmp_path: Path, monkeypatch: pytest.Mon
     assert {failure.rank for failure in caught.value.failures} == {0, 1}
 
 
+def leave(in_what: str) -> None:
+    """Have rank 1 leave with exit code 0 while rank 0 waits for it, or does not notice."""
+    synchronize()
+    if get_rank() == 1:
+        os._exit(0)
+    if in_what == "a gather":
+        all_gather_object(get_rank())
+    elif in_what == "a barrier":
+        synchronize()
+    time.sleep(600)
+
+
+@pytest.mark.parametrize("in_what", ["a gather", "a barrier", "its own work"])
+def test_a_rank_that_leaves_before_its_work_is_done_is_an_error(
+    in_what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_guard, "_GRACE_S", 1.0)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    told = r"the process exited with code 0 before its work was done \(rank 1\)"
+    with pytest.raises(LaunchError, match=told):
+        launch(leave, (in_what,), nproc=2)
+    assert not list(tmp_path.iterdir())
+
+
+LEAKING = """
+import time
+from torch.utils.data import DataLoader
+from stepwrap.collectives import get_rank, synchronize
+from stepwrap.runner import launch
+
+def main():
+    batches = iter(DataLoader(range(9), num_workers=1, multiprocessing_context="spawn"))
+    next(batches)
+    synchronize()
+    if get_rank() == 0:
+        raise ValueError("no luck")
+    time.sleep(600)
+
+if __name__ == "__main__":
+    launch(main, nproc=2)
+"""
+
+
+def test_nobody_reads_of_semaphores_that_failed_ranks_leave(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(LEAKING)
+    done = subprocess.run(
+        [sys.executable, "script.py"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert "ValueError: no luck (rank 0)" in done.stderr
+    assert "resource_tracker" not in done.stderr
+
+
+@pytest.mark.parametrize("args", ["text", {"key": 1}, 3])
+def test_arguments_that_are_no_tuple_are_refused(args: Any) -> None:
+    told = re.escape(f"args must be a tuple of arguments, got {args!r}; one alone is ({args!r},)")
+    for nproc in (1, 2):
+        with pytest.raises(TypeError, match=told):
+            launch(get_world_size, args, nproc=nproc)
+
+
 def fail_alone() -> None:
     if get_rank() == 0:
         raise ValueError("no luck")
@@ -90,27 +164,48 @@ def sockets(process: int) -> set[str]:
     return {name.removeprefix("socket:[").removesuffix("]") for name in targets}
 
 
-def listening(before: set[str]) -> tuple[int, list[str]]:
-    """Return the mode of the private folder and where this rank and its launcher listen."""
-    mode = Path(os.environ["STEPWRAP_LAUNCH_DIR"]).stat().st_mode & 0o777
+def listening(before: set[str]) -> list[str]:
+    """Return where this rank and its launcher listen."""
     mine = (sockets(os.getpid()) | sockets(os.getppid())) - before
     rows = [
         line.split()
         for name in ("tcp", "tcp6")
         for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]
     ]
-    dist.barrier()
-    return mode, [row[1].partition(":")[0] for row in rows if row[3] == "0A" and row[9] in mine]
+    synchronize()
+    return [row[1].partition(":")[0] for row in rows if row[3] == "0A" and row[9] in mine]
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def folder_mode() -> int:
+    return Path(os.environ["STEPWRAP_LAUNCH_DIR"]).stat().st_mode & 0o777
+
+
+LOOPBACK = {"0100007F", "00000000000000000000000001000000"}
+reads_proc = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+
+
+@reads_proc
 def test_nothing_listens_beyond_this_machine() -> None:
-    loopback = {"0100007F", "00000000000000000000000001000000"}
     # The launcher is the process of all tests, of which an earlier one may have left a store.
     before = sockets(os.getpid())
-    for mode, addresses in launch(listening, (before,), nproc=2).values():
+    for addresses, mode in launch(both, (before,), nproc=2).values():
         assert mode == 0o700
-        assert set(addresses) <= loopback
+        assert set(addresses) <= LOOPBACK
+
+
+def both(before: set[str]) -> tuple[list[str], int]:
+    return listening(before), folder_mode()
+
+
+@reads_proc
+def test_the_ranks_of_one_host_meet_on_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
+    variables = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "MASTER_PORT": "0"}
+    # As srun says it, which names the first host.
+    for name, value in {**variables, "MASTER_ADDR": "192.0.2.1"}.items():
+        monkeypatch.setenv(name, value)
+    addresses = launch(listening, (sockets(os.getpid()) | sockets(os.getppid()),))[0]
+    assert addresses
+    assert set(addresses) <= LOOPBACK
 
 
 def test_one_process_needs_no_launch() -> None:
@@ -199,10 +294,11 @@ def test_no_thread_of_a_group_outlives_it(tmp_path: Path, monkeypatch: pytest.Mo
     assert [line.split()[:3] for line in lines] == [[kind, "True", "1"] for kind in KINDS], lines
 
 
-def torchrun(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    starter = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone")
+def torchrun(folder: Path, *words: str, restarts: int = 0) -> subprocess.CompletedProcess[str]:
+    starter = "-m torch.distributed.run --nproc-per-node=2 --standalone --monitor-interval=0.1"
     return subprocess.run(
-        [*starter, "-m", "stepwrap.runner", "train", "points.yaml", *words],
+        [sys.executable, *starter.split(), f"--max-restarts={restarts}"]
+        + ["-m", "stepwrap.runner", "train", "points.yaml", "--run-dir", "run", *words],
         cwd=folder,
         env={**os.environ, "TMPDIR": str(folder)},
         capture_output=True,
@@ -212,12 +308,53 @@ def torchrun(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_torchrun_starts_the_command(tmp_path: Path) -> None:
+# Rank 1 reads it last in the first epoch, after three updates that are saved.
+LAST = (
+    "data.train.shuffle=false",
+    "data.train.dataset.bad=47",
+    "data.train.dataset.bad_rank=1",
+    "train.max_epochs=2",
+    # The one after an error has the random state of one rank alone.
+    "hooks.checkpoint.save_on_exception=false",
+)
+
+
+def test_torchrun_starts_the_command_and_a_rank_that_is_gone_is_named(tmp_path: Path) -> None:
     write_run(tmp_path)
     done = torchrun(tmp_path, "train.max_epochs=1", "launch.nproc=5")
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("points at step 6, epoch 1") == 1
-    assert len(list(tmp_path.glob("runs/points/checkpoints/step_00000006*/rank_*.pt"))) == 2
+    assert len(list(tmp_path.glob("run/checkpoints/step_00000006*/rank_*.pt"))) == 2
+    done = torchrun(tmp_path, *LAST, "data.train.dataset.deadly=exit", "--fresh")
+    assert done.returncode == 1
+    assert "ProcessEnded: the process ended before its work was done (rank 1)" in done.stderr
+
+
+def train_to_the_end(folder: Path) -> None:
+    sys.modules.pop("points", None)
+    settings = ["run_dir=whole", "train.max_epochs=2", "data.train.shuffle=false"]
+    os.chdir(folder)
+    Runner.from_config(load_config(folder / "points.yaml", settings)).train()
+
+
+@pytest.mark.parametrize("start", ["--fresh", "--resume"])
+def test_what_torchrun_restarts_goes_on_from_the_last_checkpoint(
+    start: str, tmp_path: Path
+) -> None:
+    write_run(tmp_path)
+    done = torchrun(tmp_path, *LAST, "data.train.dataset.deadly=true", start, restarts=2)
+    assert done.returncode == 0, done.stderr
+    assert "continuing from run/checkpoints/step_00000003, step 3" in done.stderr
+    run_ranks(train_to_the_end, 2, tmp_path)
+    assert_identical(final_weights(tmp_path / "run"), final_weights(tmp_path / "whole"))
+
+
+def test_what_torchrun_restarts_takes_no_other_run_for_its_own(tmp_path: Path) -> None:
+    write_run(tmp_path)
+    (tmp_path / "run/checkpoints/step_00000003").mkdir(parents=True)
+    done = torchrun(tmp_path, restarts=1)
+    assert done.returncode == 1
+    assert done.stderr.count("already holds 1 checkpoint(s), the last step_00000003") == 2
 
 
 def test_ranks_overwrite_no_results(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -262,15 +399,3 @@ def warn() -> int:
 
 def test_only_rank_0_shows_warnings() -> None:
     assert run_ranks(warn, 2) == [1, 0]
-
-
-def test_a_failure_survives_writing(tmp_path: Path) -> None:
-    try:
-        raise KeyError("gone") from ValueError("cause")
-    except KeyError as error:
-        failure = Failure.of(error, rank=3)
-    failure.write(tmp_path / "failure.json")
-    assert Failure.read(tmp_path / "failure.json") == failure
-    assert failure.location.startswith(f"{__file__}:")
-    assert list(failure.lines())[0] == "KeyError: 'gone' (rank 3)"
-    assert "ValueError: cause" in failure.trace

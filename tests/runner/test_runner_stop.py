@@ -144,15 +144,64 @@ def test_a_raising_rank_ends_all_and_is_named_and_the_resume_is_exact(
     assert records(tmp_path / "run") == records(tmp_path / "whole")
 
 
-def test_a_killed_rank_is_named(start: Start, tmp_path: Path) -> None:
-    bad = (
-        "data.train.dataset.bad=7",
-        "data.train.dataset.bad_rank=1",
-        "data.train.dataset.deadly=true",
-    )
-    command = start(*TRAIN, "--nproc=2", "data.train.shuffle=false", *bad)
+@pytest.mark.parametrize(
+    ("part", "deadly", "told"),
+    [
+        ("train", "true", "killed by SIGKILL"),
+        ("train", "exit", "exited with code 0 before its work was done"),
+        ("val", "exit", "exited with code 0 before its work was done"),
+    ],
+)
+def test_a_rank_that_is_gone_ends_all_and_is_named(
+    start: Start, tmp_path: Path, part: str, deadly: str, told: str
+) -> None:
+    bad = (f"data.{part}.dataset.bad=7", f"data.{part}.dataset.bad_rank=1")
+    how = ("data.train.shuffle=false", f"data.{part}.dataset.deadly={deadly}")
+    command = start(*TRAIN, "--nproc=2", *bad, *how)
     code, _, err = command.finish()
     assert code == 1
-    assert "killed by SIGKILL" in err
-    assert "rank 1" in err
+    assert told in err.splitlines()[0]
+    assert err.splitlines()[0].endswith("(rank 1)")
     assert command.left_over() == []
+    assert not list(tmp_path.glob("stepwrap_*"))
+
+
+SLOW_MODULE = """
+import os, time
+
+def be_slow():
+    open(os.environ["BEGUN"], "w").close()
+    try:
+        time.sleep(60)
+    except BaseException:
+        # So does Python's import system now and then.
+        raise RecursionError("maximum recursion depth exceeded") from None
+
+class Slow:
+    def __init__(self):
+        be_slow()
+"""
+
+
+@pytest.mark.parametrize(
+    ("at_import", "number"),
+    [(True, signal.SIGTERM), (True, signal.SIGINT), (False, signal.SIGTERM)],
+)
+def test_a_signal_while_the_command_starts_ends_it_as_a_signal(
+    start: Start,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    at_import: bool,
+    number: signal.Signals,
+) -> None:
+    more = "be_slow()\n" if at_import else ""
+    (tmp_path / "slow.py").write_text(SLOW_MODULE + more)
+    monkeypatch.setenv("BEGUN", str(tmp_path / "begun"))
+    command = start(*TRAIN, "imports=[points.py, slow.py]", "data.train.dataset.type=slow.Slow")
+    command.wait_until((tmp_path / "begun").exists, "not begun")
+    command.process.send_signal(number)
+    code, _, err = command.finish()
+    assert code == 128 + number, err
+    name = "Ctrl-C" if number == signal.SIGINT else number.name
+    assert err == f"stopped by {name}; nothing was saved\n"
+    assert not (tmp_path / "run").exists()
