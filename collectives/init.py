@@ -150,13 +150,13 @@ def all_on_one_host() -> bool:
     env = os.environ
     if env.get("LOCAL_WORLD_SIZE"):
         return env["LOCAL_WORLD_SIZE"] == env.get("WORLD_SIZE")
-    return is_loopback(env.get("MASTER_ADDR", ""))
+    return "MASTER_ADDR" in env and is_loopback(env["MASTER_ADDR"])
 
 
 def is_loopback(host: str) -> bool:
     """Whether a name or address stands for the loopback interface and nothing else."""
     try:
-        addresses = {str(info[4][0]) for info in socket.getaddrinfo(host or None, 0)}
+        addresses = {str(info[4][0]) for info in socket.getaddrinfo(host, None)}
     except OSError:
         return False
     return all(ipaddress.ip_address(one.split("%")[0]).is_loopback for one in addresses)

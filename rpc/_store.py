@@ -167,9 +167,10 @@ def _is_store_local(store: Store) -> bool:
     """Whether a store, and so probably all that use it, is on the loopback interface alone."""
     while isinstance(store, PrefixStore):
         store = store.underlying_store
-    if isinstance(store, TCPStore):
-        return is_loopback(store.host)
-    return "MASTER_ADDR" not in os.environ or is_loopback(os.environ["MASTER_ADDR"])
+    if isinstance(store, TCPStore) and is_loopback(store.host):
+        return True
+    is_file = not isinstance(store, TCPStore)
+    return all_on_one_host() or (is_file and "MASTER_ADDR" not in os.environ)
 
 
 def _environment_place() -> tuple[str, int]:
