@@ -314,8 +314,6 @@ LAST = (
     "data.train.dataset.bad=47",
     "data.train.dataset.bad_rank=1",
     "train.max_epochs=2",
-    # The one after an error has the random state of one rank alone.
-    "hooks.checkpoint.save_on_exception=false",
 )
 
 
