@@ -16,7 +16,7 @@ from ..collectives import all_gather_object, distributed_available
 from ..registry import LOOPS
 from .data import length_of, size_before_padding
 from .hook import HookList
-from .metrics import AnyMetric, compute_metrics, feed_metric, merge_metrics
+from .metrics import AnyMetric, compute_metrics, directions_of, feed_metric, merge_metrics
 from .process_metric import ProcessMetric
 from .rng import preserved_rng
 from .rounds import EvenRounds, Rounds
@@ -112,6 +112,7 @@ class _EvalLoop:
         results = compute_metrics(self.metrics, size_before_padding(self.dataloader), group)
         if self.phase is Phase.VAL:
             state.metrics, state.evaluated_at = results, state.step
+            state.higher_is_better = directions_of(self.metrics)
         return dict(results)
 
     def _pass(self, state: LoopState, hooks: HookList, watch: StopWatch) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -11,7 +12,7 @@ from typing import Any, TypeAlias
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torchmetrics import Metric
+from torchmetrics import Metric, MetricCollection
 
 from ..collectives import (
     BaseMetric,
@@ -26,6 +27,12 @@ from ..registry import METRICS
 AnyMetric: TypeAlias = Metric | BaseMetric
 
 _OF_ALL_RANKS = (TorchDist, TorchCPUDist, TorchCUDADist, MPI4PyDist)
+# Words in the name of a metric, or of its class, that tell which values are better.
+_FALLING = frozenset(
+    ["err", "error", "errors", "loss", "losses", "mae", "mse", "nll", "perplexity", "rmse"]
+)
+_RISING = frozenset(["acc", "accuracy", "auc", "auroc", "f1", "iou", "precision", "recall"])
+_WORD = re.compile(r"[A-Z]?[a-z]+[0-9]*|[A-Z]+[0-9]*(?![a-z])")
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
@@ -79,6 +86,46 @@ def feed_metric(name: str, metric: AnyMetric, outputs: Any, batch: Any) -> None:
             f"returned {', '.join(map(str, outputs)) or 'nothing'}: {', '.join(missing)} missing"
         )
     update(**{key: outputs[key] for key in named if key in outputs})
+
+
+def directions_of(metrics: Mapping[str, AnyMetric]) -> dict[str, bool | None]:
+    """Say by name whether higher values are better; None where a metric does not tell.
+
+    It tells by `higher_is_better`, as those of torchmetrics do, or by words such as "loss",
+    "error" and "accuracy" in its name or its class's.
+    """
+    found: dict[str, bool | None] = {}
+    for name, metric in metrics.items():
+        found[name] = _direction(name, metric)
+        if isinstance(metric, MetricCollection):
+            parts = {f"{name}/{key}": part for key, part in metric.items()}
+            found |= {key: _direction(key, part) for key, part in parts.items()}
+    return found
+
+
+def direction_of(name: str, known: Mapping[str, bool | None]) -> bool | None:
+    """Say whether higher values of the result `name` are better, by `directions_of` the metrics."""
+    own = known.get(name)
+    if own is None:
+        own = _by_words(name.rpartition("/")[2])
+    above = name.rpartition("/")[0]
+    return direction_of(above, known) if own is None and above else own
+
+
+def _direction(name: str, metric: AnyMetric) -> bool | None:
+    # What a wrapper of torchmetrics holds tells for it.
+    parts = metric.modules() if isinstance(metric, Metric | MetricCollection) else [metric]
+    told = {getattr(part, "higher_is_better", None) for part in parts} & {True, False}
+    if told:
+        return told.pop() if len(told) == 1 else None
+    by_name = _by_words(name.rpartition("/")[2])
+    return _by_words(type(metric).__name__) if by_name is None else by_name
+
+
+def _by_words(text: str) -> bool | None:
+    words = {word.lower() for word in _WORD.findall(text)}
+    falls, rises = bool(words & _FALLING), bool(words & _RISING)
+    return None if falls == rises else rises
 
 
 def merge_metrics(metrics: Mapping[str, AnyMetric], group: dist.ProcessGroup | None = None) -> None:

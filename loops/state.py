@@ -70,6 +70,8 @@ class LoopState:
         max_steps: The run's length in updates, where known.
         phase: What the running loop is doing.
         metrics: Results of the last evaluation.
+        higher_is_better: Whether higher values of a metric of the validation are better, by its
+            name; None where neither the metric nor its name tells.
         evaluated_at: `step` at which the last validation ended; -1 for never.
         clock_s: Seconds of training as of the last agreement between the
             ranks: equal on all of them, and kept over a resume.
@@ -96,6 +98,7 @@ class LoopState:
     max_steps: int | None = None
     phase: Phase = Phase.TRAIN
     metrics: dict[str, float] = field(default_factory=dict)
+    higher_is_better: dict[str, bool | None] = field(default_factory=dict)
     evaluated_at: int = -1
     clock_s: float = 0.0
     stop_reason: str = ""

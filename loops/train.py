@@ -14,6 +14,7 @@ from .data import batches_from, length_of
 from .evaluate import ValLoop, announce_failure
 from .hook import HookList
 from .logs import LogBuffer
+from .metrics import directions_of
 from .schedule import (
     ValSchedule,
     holds_gradients,
@@ -175,6 +176,7 @@ class _TrainLoop:
                 f"{type(state.model).__name__} has no train_step; wrap the model, as in "
                 "SingleDevice(model)"
             )
+        state.higher_is_better = directions_of(getattr(self.val_loop, "metrics", {}))
         lengths = all_gather_object(length_of(self.dataloader))
         self._length = longest(lengths)
         self._uneven = uneven_inputs(state, by_epoch=self._last_step is None)

@@ -105,6 +105,19 @@ def test_test_and_validate_take_the_best_checkpoint(run: Path, capsys: Capture) 
     assert "checkpoint: runs/points/checkpoints/step_00000048" in capsys.readouterr().out
 
 
+def test_the_best_checkpoint_by_a_loss_is_the_lowest(run: Path, capsys: Capture) -> None:
+    """A high learning rate: the loss of the last epoch is the highest."""
+    words = ("hooks.checkpoint.keep_best=loss", "optimizer.lr=5", "train.max_epochs=3")
+    assert main(["train", "points.yaml", *words]) == 0
+    out = capsys.readouterr().out
+    assert "best by: lowest loss" in out
+    lines = (run / "runs/points/metrics.jsonl").read_text().splitlines()
+    losses = {one["step"]: one["loss"] for one in map(json.loads, lines) if one["phase"] == "val"}
+    best = min(losses, key=lambda step: losses[step])
+    assert losses[best] < max(losses.values())
+    assert f"best checkpoint: runs/points/checkpoints/step_{best:08}" in out
+
+
 def test_a_dry_run_does_everything_once_and_keeps_nothing(run: Path, capsys: Capture) -> None:
     before = sorted(run.rglob("*"))
     assert main(["train", "points.yaml", "--dry-run"]) == 0
