@@ -2,51 +2,95 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..collectives import mean_scalars
-from .hook import HookList, Scalars
-from .state import LoopState
-
 
 class LogBuffer:
     """Collects the logs of training steps without touching the device.
 
-    `append` takes the dict of one step: it is a list's own method, since it is
-    called for every batch.
+    `append` takes the update that a step belongs to and its dict of logs: it is a list's own
+    method, since it is called for every batch.
     """
 
     def __init__(self) -> None:
-        self._raw: list[Mapping[str, Any]] = []
+        self._raw: list[tuple[int, Mapping[str, Any]]] = []
         self._sums: dict[str, tuple[Tensor, int]] = {}
+        # By name, the first value that is not finite of those that are in `_sums`.
+        self._nonfinite: dict[str, tuple[int, str]] = {}
         self.append = self._raw.append
 
-    def flush(self, state: LoopState, hooks: HookList) -> None:
-        """Announce the means since the last record; every rank must call this."""
-        self.fold()
-        scalars: Scalars = {name: total / count for name, (total, count) in self._sums.items()}
-        self._sums.clear()
-        for collect in hooks.collect_logs:
-            collect(state, scalars)
-        record = mean_scalars(scalars)
-        for listener in hooks.on_log:
-            listener(state, record)
+    def means(self) -> dict[str, Tensor]:
+        """Return the means of all that was logged since `clear`, on the device."""
+        return {name: total / count for name, (total, count) in self._all_sums().items()}
 
     def fold(self) -> None:
-        """Turn the raw values into sums on the device."""
+        """Turn the raw values into sums on the device; waits for it."""
+        self._sums = self._all_sums()
+        if not all(are_finite([total for total, _ in self._sums.values()])):
+            for step, name, text in _not_finite(self._raw):
+                self._nonfinite.setdefault(name, (step, text))
+        self._raw.clear()
+
+    def clear(self) -> None:
+        """Forget what was logged so far."""
+        self._sums = {}
+        self._nonfinite = {}
+        self._raw.clear()
+
+    def first_nonfinite(
+        self, watches: Callable[[str], bool], after: int = -1
+    ) -> tuple[int, str] | None:
+        """Return update and text of the first value since `clear` that is not finite, or None.
+
+        Args:
+            watches: Says of a name whether its values count.
+            after: Values up to this update do not count.
+        """
+        recent = [(step, logs) for step, logs in self._raw if step > after]
+        found = [(step, name, text) for name, (step, text) in self._nonfinite.items()]
+        found += _not_finite(recent)
+        told = [(s, f"{name} is {text}") for s, name, text in found if s > after and watches(name)]
+        return min(told, key=lambda one: one[0], default=None)
+
+    def _all_sums(self) -> dict[str, tuple[Tensor, int]]:
         by_name: dict[str, list[Any]] = {}
-        for logs in self._raw:
+        for _, logs in self._raw:
             for name, value in logs.items():
                 by_name.setdefault(name, []).append(value)
-        self._raw.clear()
+        sums = dict(self._sums)
         for name, values in by_name.items():
-            total, count = self._sums.get(name, (None, 0))
+            total, count = sums.get(name, (None, 0))
             new = _sum(name, values)
-            self._sums[name] = (new if total is None else total + new, count + len(values))
+            sums[name] = (new if total is None else total + new, count + len(values))
+        return sums
+
+
+def are_finite(tensors: Sequence[Tensor]) -> list[bool]:
+    """Say of each tensor whether it is finite, waiting once for each device."""
+    by_device: dict[torch.device, list[int]] = {}
+    for index, tensor in enumerate(tensors):
+        by_device.setdefault(tensor.device, []).append(index)
+    finite = [True] * len(tensors)
+    for indices in by_device.values():
+        answers = torch.stack([tensors[index].isfinite().all() for index in indices]).tolist()
+        for index, answer in zip(indices, answers, strict=True):
+            finite[index] = answer
+    return finite
+
+
+def _not_finite(raw: Sequence[tuple[int, Mapping[str, Any]]]) -> Iterator[tuple[int, str, str]]:
+    """Yield update, name and text of the values that are not finite."""
+    values = [
+        (step, name, torch.as_tensor(value)) for step, logs in raw for name, value in logs.items()
+    ]
+    finite = are_finite([value for _, _, value in values])
+    for (step, name, value), good in zip(values, finite, strict=True):
+        if not good:
+            yield step, name, str(value.tolist())
 
 
 def _sum(name: str, values: list[Any]) -> Tensor:

@@ -9,6 +9,8 @@ from typing import Any, Protocol, runtime_checkable
 
 from torch import nn
 
+from .logs import LogBuffer
+
 _COUNTERS = ("epoch", "batch", "iteration", "step", "evaluated_at")
 
 
@@ -73,6 +75,7 @@ class LoopState:
         higher_is_better: Whether higher values of a metric of the validation are better, by its
             name; None where neither the metric nor its name tells.
         evaluated_at: `step` at which the last validation ended; -1 for never.
+        logs: What the training steps have logged since the last record, on this rank.
         clock_s: Seconds of training as of the last agreement between the
             ranks: equal on all of them, and kept over a resume.
         stop_reason: Why the loop is to stop; empty while it is not.
@@ -100,6 +103,7 @@ class LoopState:
     metrics: dict[str, float] = field(default_factory=dict)
     higher_is_better: dict[str, bool | None] = field(default_factory=dict)
     evaluated_at: int = -1
+    logs: LogBuffer = field(default_factory=LogBuffer)
     clock_s: float = 0.0
     stop_reason: str = ""
     signal: int = 0

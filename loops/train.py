@@ -8,12 +8,11 @@ from contextlib import contextmanager, nullcontext
 from time import monotonic
 from typing import Any
 
-from ..collectives import all_gather_object
+from ..collectives import all_gather_object, mean_scalars
 from ..registry import LOOPS
 from .data import batches_from, length_of
 from .evaluate import ValLoop, announce_failure
-from .hook import HookList
-from .logs import LogBuffer
+from .hook import HookList, Scalars
 from .metrics import directions_of
 from .schedule import (
     ValSchedule,
@@ -62,14 +61,13 @@ class _TrainLoop:
         self.val_loop = val_loop
         self.schedule = schedule
         self.log_every_steps = positive("log_every_steps", log_every_steps)
-        self._logs = LogBuffer()
         self._recorded_at = 0
 
     def _pass(self, state: LoopState, hooks: HookList, signals: StopSignals) -> None:
         """Train on what is left of the running epoch, or until it is time to stop."""
         optim: Any = state.optim_wrapper
         train_step = step_of(state.model, optim)
-        log = self._logs.append
+        log = state.logs.append
         batches = batches_from(self.dataloader, state.epoch, state.batch)
         if self._uneven is not None:
             batches = self._uneven.watched(batches, state)
@@ -78,7 +76,7 @@ class _TrainLoop:
                 on_batch_start(state, batch)
             state.in_step = True
             logs = train_step(batch, optim)
-            log(logs)
+            log((state.step + 1, logs))
             for on_batch_end in hooks.on_batch_end:
                 on_batch_end(state, batch, logs)
             state.iteration += 1
@@ -104,7 +102,7 @@ class _TrainLoop:
         if state.step % self.log_every_steps == 0:
             self._record(state, hooks)
         elif state.step % _FOLD_STEPS == 0:
-            self._logs.fold()
+            state.logs.fold()
         if monotonic() >= signals.due_s:
             signals.poll(state)
         if self._validates_updates:
@@ -115,7 +113,13 @@ class _TrainLoop:
     def _record(self, state: LoopState, hooks: HookList) -> None:
         """Announce the means since the last record; every rank must call this."""
         self._recorded_at = state.iteration
-        self._logs.flush(state, hooks)
+        scalars: Scalars = dict(state.logs.means())
+        for collect in hooks.collect_logs:
+            collect(state, scalars)
+        record = mean_scalars(scalars)
+        for listener in hooks.on_log:
+            listener(state, record)
+        state.logs.clear()
 
     def _end_pass(self, state: LoopState) -> None:
         """Count a finished pass over the data."""
@@ -140,6 +144,7 @@ class _TrainLoop:
     def _session(self, state: LoopState, hooks: HookList) -> Iterator[StopSignals]:
         """Start and end the run's training, heed signals, announce errors."""
         state.stop_reason, state.signal, state.in_step = "", 0, False
+        state.logs.clear()
         state.updated_at = None
         if not holds_gradients(state.model):
             state.updated_at = (state.epoch, state.batch, state.iteration)

@@ -1,12 +1,14 @@
 """The words, outputs and exit codes of the command line."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from runner_parts import final_weights
+from ranks import run_ranks
+from runner_parts import final_weights, run_command
 
 from stepwrap.runner.cli import main
 
@@ -116,6 +118,35 @@ def test_the_best_checkpoint_by_a_loss_is_the_lowest(run: Path, capsys: Capture)
     best = min(losses, key=lambda step: losses[step])
     assert losses[best] < max(losses.values())
     assert f"best checkpoint: runs/points/checkpoints/step_{best:08}" in out
+
+
+DIVERGES = (
+    "optimizer={type: SGD, lr: 1.0e+38, _delete_: true}",
+    "hooks.progress=false",
+    "schedulers=null",
+)
+
+
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_a_run_whose_weights_become_nan_ends_with_an_error(run: Path, nproc: int) -> None:
+    """Also where nothing is saved, and on every rank."""
+    words = ("train", "points.yaml", *DIVERGES, "hooks.checkpoint=false")
+    assert run_ranks(run_command, nproc, run, *words) == [1] * nproc
+
+
+def test_the_first_bad_step_is_named_and_a_setting_goes_on(run: Path, capsys: Capture) -> None:
+    words = ["train", "points.yaml", *DIVERGES]
+    assert main(words) == 1
+    err = capsys.readouterr().err
+    assert re.search(
+        r"NonFiniteError: loss is (nan|inf) at step 2 on rank 0; parameter 'net\.", err
+    )
+    assert "hooks.nan_guard.action=warn" in err
+    assert main([*words, "hooks.nan_guard.action=warn", "--fresh"]) == 0
+    out, err = capsys.readouterr()
+    assert err.count("at step 2 on rank 0") == 1
+    assert "NonFiniteError" not in err
+    assert "test" in out
 
 
 def test_a_dry_run_does_everything_once_and_keeps_nothing(run: Path, capsys: Capture) -> None:
