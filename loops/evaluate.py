@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import torch
@@ -31,8 +31,8 @@ class _EvalLoop:
 
     The model's training flags and the random streams are afterwards as they
     were: how often a run is evaluated does not change how it trains. Steps run in
-    the precision of the training where the state has an `AmpOptimWrapper`, and in
-    the model's own otherwise.
+    the precision of the training where the state has an `AmpOptimWrapper`, else in its
+    `precision`, which is the model's own unless it was set.
 
     Args:
         dataloader: This rank's batches; ranks may have different numbers of
@@ -121,7 +121,7 @@ class _EvalLoop:
         # A test may follow a training that was stopped: only what comes now counts.
         polled = 0.0 if state.stop_reason else math.inf if together else self._batches_to_poll()
         step = getattr(state.model, self.step_name)
-        precision = getattr(state.optim_wrapper, "precision_context", nullcontext)
+        precision = getattr(state.optim_wrapper, "precision_context", state.precision)
         rounds = self._rounds(state, together)
         count = 0
         for batch, counts in rounds.batches():

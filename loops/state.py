@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -62,6 +64,7 @@ class LoopState:
     Attributes:
         model: The model wrapper (`train_step`, `val_step`, `test_step`, `module`).
         optim_wrapper: The optimizer wrapper; None where nothing is trained.
+        precision: Makes the context that evaluations run in where `optim_wrapper` does not tell.
         run_dir: The run's folder; None when nothing is to be written.
         stateful: Further things that belong into a checkpoint, by name.
         epoch: Finished passes over the data.
@@ -92,6 +95,7 @@ class LoopState:
     model: nn.Module
     optim_wrapper: Optimization | None = None
     run_dir: Path | None = None
+    precision: Callable[[], AbstractContextManager[Any]] = nullcontext
     stateful: dict[str, Stateful] = field(default_factory=dict)
     epoch: int = 0
     batch: int = 0

@@ -12,6 +12,14 @@ from runner_parts import final_weights, run_command
 
 from stepwrap.runner.cli import main
 
+BY_NAME = """
+
+def step(wrapper, data, optim_wrapper):
+    with optim_wrapper["net"].optim_context(wrapper):
+        losses = wrapper(*data, mode="loss")
+    optim_wrapper["net"].update_params(losses["loss"])
+    return {"loss": losses["loss"].detach()}
+"""
 Capture = pytest.CaptureFixture[str]
 
 
@@ -118,6 +126,28 @@ def test_the_best_checkpoint_by_a_loss_is_the_lowest(run: Path, capsys: Capture)
     best = min(losses, key=lambda step: losses[step])
     assert losses[best] < max(losses.values())
     assert f"best checkpoint: runs/points/checkpoints/step_{best:08}" in out
+
+
+AMP = "{type: AmpOptimWrapper, dtype: bfloat16}"
+
+
+@pytest.mark.parametrize("wrapper", [AMP, f"{{net: {AMP}}}"])
+def test_test_and_validate_run_in_the_precision_of_the_training(run: Path, wrapper: str) -> None:
+    words = ["points.yaml", f"optim_wrapper={wrapper}", "hooks.checkpoint.keep_best=null"]
+    if "net:" in wrapper:
+        (run / "points.py").write_text((run / "points.py").read_text() + BY_NAME)
+        words += ["optimizer={_delete_: true, net: {type: AdamW, params: [net]}}", "schedulers=null"]
+        words += ["train_step=points.step"]
+    assert main(["train", *words, "hooks.checkpoint.every_epochs=1"]) == 0
+    assert main(["validate", *words]) == 0
+    assert main(["test", *words, "--checkpoint", "latest"]) == 0
+    lines = (run / "runs/points/metrics.jsonl").read_text().splitlines()
+    for phase in ("val", "test"):
+        losses = [one["loss"] for one in map(json.loads, lines) if one["phase"] == phase]
+        assert losses[-1] == losses[-2]
+    assert main(["test", "points.yaml", "--checkpoint", "latest"]) == 0
+    last = json.loads((run / "runs/points/metrics.jsonl").read_text().splitlines()[-1])
+    assert last["loss"] != losses[-1]
 
 
 DIVERGES = (
