@@ -8,10 +8,17 @@ from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    Sampler,
+    default_collate,
+)
 
 from ..collectives import get_rank, get_world_size
-from ._workers import WorkerStart
+from ._workers import WorkerCollate, WorkerStart
 from .rng import mix_seed, preserved_rng, seed_rng
 
 logger = logging.getLogger(__name__)
@@ -196,6 +203,7 @@ def build_loader(
     if num_workers:
         options.setdefault("persistent_workers", True)
         options["worker_init_fn"] = WorkerStart(options.get("worker_init_fn"))
+        collate = WorkerCollate(collate or default_collate)
     # Its own generator: making an iterator must not move the global stream.
     generator = torch.Generator().manual_seed(mix_seed(seed, rank))
     options.update(num_workers=num_workers, collate_fn=collate, generator=generator)

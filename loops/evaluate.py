@@ -17,6 +17,7 @@ from ..registry import LOOPS
 from .data import length_of, size_before_padding
 from .hook import HookList
 from .metrics import AnyMetric, compute_metrics, directions_of, feed_metric, merge_metrics
+from .notes import note_failure
 from .process_metric import ProcessMetric
 from .rng import preserved_rng
 from .rounds import EvenRounds, Rounds
@@ -94,6 +95,9 @@ class _EvalLoop:
                     results = self._measure(state, hooks, watch)
                 for announce_end in hooks.on_eval_end:
                     announce_end(state, results)
+        except Exception as error:
+            note_failure(error, state, self.dataloader, self.step_name)
+            raise
         finally:
             state.phase = outer
         return results

@@ -23,6 +23,7 @@ from ..collectives import (
     all_gather_object,
 )
 from ..registry import METRICS
+from .notes import add_note, describe, name_of
 
 AnyMetric: TypeAlias = Metric | BaseMetric
 
@@ -66,17 +67,30 @@ def feed_metric(name: str, metric: AnyMetric, outputs: Any, batch: Any) -> None:
     A mapping is passed by keyword, each metric taking the arguments that its
     `update` (a BaseMetric's `add`) knows; anything else as `update(outputs, batch)`.
 
+    An error of the metric's own gets a note with its name and the shapes it was given.
+
     Raises:
         ValueError: `outputs` lacks an argument that the metric needs.
     """
     update: Callable[..., None] = metric.add if isinstance(metric, BaseMetric) else metric.update
+    args, kwargs = _arguments(name, metric, update, outputs, batch)
+    try:
+        update(*args, **kwargs)
+    except Exception as error:
+        given = describe(kwargs or args)
+        add_note(error, f"in metric {name!r} ({name_of(metric)}), which was given {given}")
+        raise
+
+
+def _arguments(
+    name: str, metric: AnyMetric, update: Callable[..., None], outputs: Any, batch: Any
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return what `update` takes of the outputs of a step."""
     if not isinstance(outputs, Mapping):
-        update(outputs, batch)
-        return
+        return (outputs, batch), {}
     parameters = inspect.signature(update).parameters
     if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
-        update(**outputs)
-        return
+        return (), dict(outputs)
     named = {key: p for key, p in parameters.items() if p.kind not in _VARIADIC}
     needed = [key for key, p in named.items() if p.default is inspect.Parameter.empty]
     missing = [key for key in needed if key not in outputs]
@@ -85,7 +99,7 @@ def feed_metric(name: str, metric: AnyMetric, outputs: Any, batch: Any) -> None:
             f"metric {name!r} ({type(metric).__name__}) needs {', '.join(needed)}, but the step "
             f"returned {', '.join(map(str, outputs)) or 'nothing'}: {', '.join(missing)} missing"
         )
-    update(**{key: outputs[key] for key in named if key in outputs})
+    return (), {key: outputs[key] for key in named if key in outputs}
 
 
 def directions_of(metrics: Mapping[str, AnyMetric]) -> dict[str, bool | None]:
@@ -167,13 +181,21 @@ def compute_metrics(
         # A rank may have had no batch of its own.
         warnings.filterwarnings("ignore", message=r"The ``compute`` method of metric")
         for name, metric in metrics.items():
-            if isinstance(metric, BaseMetric):
-                with _gathering_from(metric, group):
-                    value = metric.compute(size)
-            else:
-                value = metric.compute()
-            _flatten(name, value, results)
+            try:
+                _flatten(name, _computed(metric, size, group), results)
+            except Exception as error:
+                add_note(
+                    error, f"in metric {name!r} ({name_of(metric)}), as it computed its result"
+                )
+                raise
     return results
+
+
+def _computed(metric: AnyMetric, size: int | None, group: dist.ProcessGroup | None) -> Any:
+    if not isinstance(metric, BaseMetric):
+        return metric.compute()
+    with _gathering_from(metric, group):
+        return metric.compute(size)
 
 
 @contextmanager

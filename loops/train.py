@@ -14,6 +14,7 @@ from .data import batches_from, length_of
 from .evaluate import ValLoop, announce_failure
 from .hook import HookList, Scalars
 from .metrics import directions_of
+from .notes import note_failure
 from .schedule import (
     ValSchedule,
     holds_gradients,
@@ -163,6 +164,7 @@ class _TrainLoop:
                 for on_train_end in hooks.on_train_end:
                     on_train_end(state)
             except BaseException as error:
+                note_failure(error, state, self.dataloader, "train_step")
                 announce_failure(state, hooks, error)
                 raise
 

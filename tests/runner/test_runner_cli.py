@@ -136,7 +136,10 @@ def test_test_and_validate_run_in_the_precision_of_the_training(run: Path, wrapp
     words = ["points.yaml", f"optim_wrapper={wrapper}", "hooks.checkpoint.keep_best=null"]
     if "net:" in wrapper:
         (run / "points.py").write_text((run / "points.py").read_text() + BY_NAME)
-        words += ["optimizer={_delete_: true, net: {type: AdamW, params: [net]}}", "schedulers=null"]
+        words += [
+            "optimizer={_delete_: true, net: {type: AdamW, params: [net]}}",
+            "schedulers=null",
+        ]
         words += ["train_step=points.step"]
     assert main(["train", *words, "hooks.checkpoint.every_epochs=1"]) == 0
     assert main(["validate", *words]) == 0
@@ -202,11 +205,14 @@ def test_check_builds_the_parts(run: Path, capsys: Capture) -> None:
 def test_an_error_in_the_run_is_one_message(run: Path, capsys: Capture) -> None:
     words = ["train", "points.yaml", "data.train.dataset.bad=9"]
     assert main(words) == 1
-    first, place, hint, saved = capsys.readouterr().err.splitlines()
+    first, place, note, hint, saved = capsys.readouterr().err.splitlines()
     assert saved.startswith("  the last checkpoint is runs/points/checkpoints/step_0")
     assert saved.endswith("; continue with: stepwrap train runs/points/config.yaml --resume")
     assert first == "ValueError: sample 9 is broken"
     assert place.startswith(f"  at {run / 'points.py'}:")
+    assert re.fullmatch(
+        r"  while reading batch \d+ of epoch 1 from Points at .*points\.py:11", note
+    )
     assert "--debug" in hint
     assert main([*words, "--fresh", "--debug"]) == 1
     err = capsys.readouterr().err
