@@ -6,7 +6,8 @@ import inspect
 import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from copy import copy, deepcopy
 from typing import Any, TypeAlias
 
 import torch
@@ -100,6 +101,20 @@ def _arguments(
             f"returned {', '.join(map(str, outputs)) or 'nothing'}: {', '.join(missing)} missing"
         )
     return (), {key: outputs[key] for key in named if key in outputs}
+
+
+def empty_copies(metrics: Mapping[str, AnyMetric]) -> dict[str, AnyMetric]:
+    """Return copies without results, whose updates `metrics` do not see.
+
+    A metric that cannot be copied is left out.
+    """
+    copies: dict[str, AnyMetric] = {}
+    for name, metric in metrics.items():
+        # A BaseMetric may hold a process group, which cannot be copied; its results are a new list.
+        with suppress(Exception):
+            copies[name] = copy(metric) if isinstance(metric, BaseMetric) else deepcopy(metric)
+            copies[name].reset()
+    return copies
 
 
 def directions_of(metrics: Mapping[str, AnyMetric]) -> dict[str, bool | None]:

@@ -55,12 +55,14 @@ class _TrainLoop:
         schedule: ValSchedule,
         val_loop: ValLoop | None,
         log_every_steps: int,
+        sanity_val: bool,
     ) -> None:
         if length_of(dataloader) == 0:
             raise ValueError(_EMPTY)
         self.dataloader = dataloader
         self.val_loop = val_loop
         self.schedule = schedule
+        self.sanity_val = sanity_val
         self.log_every_steps = positive("log_every_steps", log_every_steps)
         self._recorded_at = 0
 
@@ -193,6 +195,8 @@ class _TrainLoop:
                 f"{lengths}; build_loader(..., train=True) shares them out, and "
                 "StepDistributedDataParallel(uneven_inputs=True) can do without"
             )
+        if self.sanity_val and isinstance(self.val_loop, ValLoop):
+            self.val_loop.try_batch(state)
 
 
 @LOOPS.register_module(name=["EpochTrainLoop", "EpochBasedTrainLoop"])
@@ -208,6 +212,8 @@ class EpochTrainLoop(_TrainLoop):
         val_interval: Epochs between two validations; the last epoch has one anyway.
         dynamic_intervals: (epoch, val_interval) pairs: from that epoch on, another interval.
         log_every_steps: Updates between two log records.
+        sanity_val: Run one batch of the validation before training, to find mistakes in it; see
+            `ValLoop.try_batch`.
     """
 
     def __init__(
@@ -220,11 +226,12 @@ class EpochTrainLoop(_TrainLoop):
         val_interval: int = 1,
         dynamic_intervals: Sequence[tuple[int, int]] | None = None,
         log_every_steps: int = 50,
+        sanity_val: bool = True,
     ) -> None:
         schedule = ValSchedule(
             "epochs", max_epochs, begin=val_begin, interval=val_interval, dynamic=dynamic_intervals
         )
-        super().__init__(dataloader, schedule, val_loop, log_every_steps)
+        super().__init__(dataloader, schedule, val_loop, log_every_steps, sanity_val)
         self.max_epochs = schedule.last
 
     def run(self, state: LoopState, hooks: HookList) -> LoopState:
@@ -286,6 +293,8 @@ class IterTrainLoop(_TrainLoop):
         val_interval: Updates between two validations; the last update has one anyway.
         dynamic_intervals: (step, val_interval) pairs: from that update on, another interval.
         log_every_steps: Updates between two log records.
+        sanity_val: Run one batch of the validation before training, to find mistakes in it; see
+            `ValLoop.try_batch`.
     """
 
     def __init__(
@@ -298,11 +307,12 @@ class IterTrainLoop(_TrainLoop):
         val_interval: int = 1000,
         dynamic_intervals: Sequence[tuple[int, int]] | None = None,
         log_every_steps: int = 50,
+        sanity_val: bool = True,
     ) -> None:
         schedule = ValSchedule(
             "steps", max_steps, begin=val_begin, interval=val_interval, dynamic=dynamic_intervals
         )
-        super().__init__(dataloader, schedule, val_loop, log_every_steps)
+        super().__init__(dataloader, schedule, val_loop, log_every_steps, sanity_val)
         self.max_steps = self._last_step = schedule.last
         self._validates_updates = val_loop is not None
 

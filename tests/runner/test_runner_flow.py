@@ -71,7 +71,11 @@ def trace(tmp_path_factory: pytest.TempPathFactory) -> Tracer:
     runner = Runner(
         model,
         EpochTrainLoop(
-            loader, max_epochs=1, val_loop=ValLoop(build_loader(points, batch_size=64, train=False))
+            loader,
+            max_epochs=1,
+            val_loop=ValLoop(build_loader(points, batch_size=64, train=False)),
+            # Its forward is not one of a training step.
+            sanity_val=False,
         ),
         optim_wrapper=OptimWrapper(optimizer),
         hooks=[ProgressHook(), LogHook(), CheckpointHook(), ThroughputHook(), NanGuardHook()],

@@ -117,7 +117,7 @@ def test_a_raising_rank_ends_all_and_is_named(start: Start, tmp_path: Path) -> N
     command = start(*TRAIN, "--nproc=2", "data.train.shuffle=false", *bad)
     code, _, err = command.finish()
     assert code == 1
-    first, place, hint = err.splitlines()
+    first, place, _, hint = err.splitlines()
     assert first == "ValueError: sample 7 is broken (rank 1)"
     assert place.startswith(f"  at {tmp_path / 'points.py'}:")
     assert place.endswith("in __getitem__")
