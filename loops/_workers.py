@@ -8,6 +8,9 @@ import os
 import signal
 from collections.abc import Callable
 from types import FrameType
+from typing import Any
+
+from .notes import add_note, describe_samples, name_of
 
 
 class WorkerStart:
@@ -35,6 +38,24 @@ class WorkerStart:
             signal.signal(signal.SIGTERM, terminate)
         if self.user_start is not None:
             self.user_start(worker)
+
+
+class WorkerCollate:
+    """Makes batches in a worker; an error of that tells the samples, which no other process has.
+
+    Args:
+        collate: The function that makes a batch of a list of samples.
+    """
+
+    def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
+        self.collate = collate
+
+    def __call__(self, samples: list[Any]) -> Any:
+        try:
+            return self.collate(samples)
+        except Exception as error:
+            add_note(error, f"{name_of(self.collate)} was given {describe_samples(samples)}")
+            raise
 
 
 # By process id: one byte, shared with the workers, that is set when the process exits.

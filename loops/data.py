@@ -5,14 +5,22 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from copy import copy
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    Sampler,
+    default_collate,
+)
 
 from ..collectives import get_rank, get_world_size
-from ._workers import WorkerStart
-from .rng import mix_seed, preserved_rng, seed_rng
+from ._workers import WorkerCollate, WorkerStart
+from .rng import mix_seed, preserved_generators, preserved_rng, seed_rng
 
 logger = logging.getLogger(__name__)
 
@@ -196,6 +204,7 @@ def build_loader(
     if num_workers:
         options.setdefault("persistent_workers", True)
         options["worker_init_fn"] = WorkerStart(options.get("worker_init_fn"))
+        collate = WorkerCollate(collate or default_collate)
     # Its own generator: making an iterator must not move the global stream.
     generator = torch.Generator().manual_seed(mix_seed(seed, rank))
     options.update(num_workers=num_workers, collate_fn=collate, generator=generator)
@@ -305,19 +314,55 @@ def _repeatable(batch_sampler: Any, told: bool) -> bool:
     return told or isinstance(order, torch.utils.data.SequentialSampler)
 
 
+def first_batch_apart(loader: Iterable[Any]) -> Iterator[Any] | None:
+    """Return an iterator over the first batch alone, read so that `loader` does not notice.
+
+    None where that cannot be known: it is neither a sequence nor a plain DataLoader of
+    a map-style data set. Of workers one is started, which ends with the batch.
+    """
+    if isinstance(loader, Sequence):
+        return itertools.islice(loader, 1)
+    if not isinstance(loader, DataLoader) or type(loader).__iter__ is not DataLoader.__iter__:
+        return None
+    if isinstance(loader.dataset, IterableDataset) or loader.batch_sampler is None:
+        return None
+    return _first_of(loader)
+
+
+def _first_of(loader: DataLoader[Any]) -> Iterator[Any]:
+    sampler = copy(loader.batch_sampler)
+    order = getattr(sampler, "sampler", None)
+    if sampler is not None and order is not None:
+        vars(sampler)["sampler"] = copy(order)
+    if isinstance(sampler, ShardedBatchSampler):
+        sampler.set_position(0)
+    dataset: Any = loader.dataset
+    datasets = [dataset]
+    while (dataset := getattr(dataset, "dataset", None)) is not None and len(datasets) < 9:
+        datasets.append(dataset)
+    with preserved_generators([loader, loader.batch_sampler, order, *datasets]):
+        indices = list(itertools.islice(sampler or (), 1))
+        batches = list(_like(loader, indices, min(1, loader.num_workers)))
+    yield from batches
+
+
 def _rest_of(loader: DataLoader[Any], batch: int) -> DataLoader[Any]:
     """Return a loader like `loader` that begins with batch `batch` once."""
+    return _like(loader, list(loader.batch_sampler or ())[batch:], loader.num_workers)
+
+
+def _like(loader: DataLoader[Any], indices: list[Any], num_workers: int) -> DataLoader[Any]:
+    """Return a loader like `loader` that reads the batches of these indices."""
     workers: dict[str, Any] = {}
-    if loader.num_workers:
+    if num_workers:
         workers = {
             "prefetch_factor": loader.prefetch_factor,
             "multiprocessing_context": loader.multiprocessing_context,
         }
-    indices = list(loader.batch_sampler or ())[batch:]
     return DataLoader(
         loader.dataset,
         batch_sampler=indices,
-        num_workers=loader.num_workers,
+        num_workers=num_workers,
         collate_fn=loader.collate_fn,
         pin_memory=loader.pin_memory,
         timeout=loader.timeout,

@@ -4,25 +4,38 @@ from __future__ import annotations
 
 import logging
 import math
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from copy import copy
+from itertools import chain
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torchmetrics import Metric
 
 from ..collectives import all_gather_object, distributed_available
 from ..registry import LOOPS
-from .data import length_of, size_before_padding
+from .data import first_batch_apart, length_of, size_before_padding
 from .hook import HookList
-from .metrics import AnyMetric, compute_metrics, feed_metric, merge_metrics
+from .metrics import (
+    AnyMetric,
+    compute_metrics,
+    directions_of,
+    empty_copies,
+    feed_metric,
+    merge_metrics,
+)
+from .notes import note_failure
 from .process_metric import ProcessMetric
 from .rng import preserved_rng
-from .rounds import EvenRounds, Rounds
+from .rounds import EvenRounds, Rounds, raise_everywhere
 from .signals import NoSignals, StopWatch
 from .state import LoopState, Phase
 from .together import naming_missing_ranks
+from .weights import user_model
 
 logger = logging.getLogger(__name__)
 
@@ -32,8 +45,8 @@ class _EvalLoop:
 
     The model's training flags and the random streams are afterwards as they
     were: how often a run is evaluated does not change how it trains. Steps run in
-    the precision of the training where the state has an `AmpOptimWrapper`, and in
-    the model's own otherwise.
+    the precision of the training where the state has an `AmpOptimWrapper`, else in its
+    `precision`, which is the model's own unless it was set.
 
     Args:
         dataloader: This rank's batches; ranks may have different numbers of
@@ -95,16 +108,54 @@ class _EvalLoop:
                     results = self._measure(state, hooks, watch)
                 for announce_end in hooks.on_eval_end:
                     announce_end(state, results)
+        except Exception as error:
+            note_failure(error, state, self.dataloader, self.step_name)
+            raise
         finally:
             state.phase = outer
         return results
 
-    def _measure(self, state: LoopState, hooks: HookList, watch: StopWatch) -> dict[str, float]:
-        device = device_of(state.model)
+    def try_batch(self, state: LoopState) -> None:
+        """Run the first batch, to find mistakes before training; every rank must call this.
+
+        It leaves no trace: random streams, buffers and plain attributes of the model's modules,
+        metrics and loader are afterwards as they were, and hooks hear nothing of it. Nothing is
+        tried where that cannot be known: with lazy parameters, an `evaluate` of a subclass, or
+        a loader that is neither a sequence nor a plain DataLoader of a map-style data set.
+        """
+        batches = first_batch_apart(self.dataloader)
+        tensors = chain(state.model.parameters(), state.model.buffers())
+        is_own = type(self).evaluate is _EvalLoop.evaluate
+        if batches is None or not is_own or any(map(is_lazy, tensors)):
+            return
+        trial, device = copy(self), device_of(state.model)
+        trial.dataloader, trial.metrics = batches, empty_copies(self.metrics)
+        trial._polled_batches = 0.0
+        outer, state.phase = state.phase, self.phase
+        failure: Exception | None = None
+        try:
+            # What a model keeps of inference mode could not be trained with.
+            with preserved_rng(device), _unchanged(state.model), torch.no_grad():
+                trial._place_metrics(device)
+                trial._pass(state, HookList(), NoSignals())
+        except Exception as error:
+            note_failure(error, state, self.dataloader, self.step_name)
+            failure = error
+            # Where steps need all ranks, the others have heard of it, or wait in the step.
+            if getattr(state.model, "collective_eval", False):
+                raise
+        finally:
+            state.phase = outer
+        raise_everywhere(failure)
+
+    def _place_metrics(self, device: torch.device) -> None:
         for metric in self.metrics.values():
             if isinstance(metric, Metric):
                 metric.to(device)
             metric.reset()
+
+    def _measure(self, state: LoopState, hooks: HookList, watch: StopWatch) -> dict[str, float]:
+        self._place_metrics(device_of(state.model))
         if not self._pass(state, hooks, watch):
             return {}
         # Ranks that share one model have seen the same samples, and count them once.
@@ -113,6 +164,7 @@ class _EvalLoop:
         results = compute_metrics(self.metrics, size_before_padding(self.dataloader), group)
         if self.phase is Phase.VAL:
             state.metrics, state.evaluated_at = results, state.step
+            state.higher_is_better = directions_of(self.metrics)
         return dict(results)
 
     def _pass(self, state: LoopState, hooks: HookList, watch: StopWatch) -> bool:
@@ -121,7 +173,7 @@ class _EvalLoop:
         # A test may follow a training that was stopped: only what comes now counts.
         polled = 0.0 if state.stop_reason else math.inf if together else self._batches_to_poll()
         step = getattr(state.model, self.step_name)
-        precision = getattr(state.optim_wrapper, "precision_context", nullcontext)
+        precision = getattr(state.optim_wrapper, "precision_context", state.precision)
         rounds = self._rounds(state, together)
         count = 0
         for batch, counts in rounds.batches():
@@ -200,6 +252,38 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
     finally:
         for module, training in flags:
             module.training = training
+
+
+@contextmanager
+def _unchanged(model: nn.Module) -> Iterator[None]:
+    """Evaluate `model` inside; its buffers and its modules' plain attributes stay as they are."""
+    modules = list(user_model(model).modules())
+    buffers = [
+        (module._buffers, name, buffer, buffer.detach().clone())
+        for module in modules
+        for name, buffer in module._buffers.items()
+        if buffer is not None
+    ]
+    plain = [(vars(module), name, value) for module in modules for name, value in _plain_in(module)]
+    # Compiled for a batch of the validation first, it would be compiled otherwise for training.
+    compiles = "torch._dynamo" in sys.modules
+    try:
+        with (
+            evaluation_mode(model),
+            torch.compiler.set_stance("force_eager") if compiles else nullcontext(),
+        ):
+            yield
+    finally:
+        for attributes, name, value in plain:
+            attributes[name] = value
+        with torch.no_grad():
+            for owner, name, buffer, value in buffers:
+                owner[name] = buffer.copy_(value)
+
+
+def _plain_in(module: nn.Module) -> list[tuple[str, Any]]:
+    kinds = (bool, int, float, str, type(None))
+    return [(name, value) for name, value in vars(module).items() if type(value) in kinds]
 
 
 def announce_failure(state: LoopState, hooks: HookList, error: BaseException) -> None:

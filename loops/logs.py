@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,15 +12,18 @@ from torch import Tensor
 class LogBuffer:
     """Collects the logs of training steps without touching the device.
 
-    `append` takes the dict of one step: it is a list's own method, since it is
-    called for every batch.
+    `append` takes the update that a step belongs to and its dict of logs: it is a list's own
+    method, since it is called for every batch.
     """
 
     def __init__(self) -> None:
-        self._raw: list[Mapping[str, Any]] = []
+        # Of each batch the update that it belongs to, and its logs.
+        self._raw: list[tuple[int, Mapping[str, Any]]] = []
         # Raw values of a checkpoint, before those in `_raw`.
         self._earlier: dict[str, list[Any]] = {}
         self._sums: dict[str, tuple[Tensor, float]] = {}
+        # By name, the first value that is not finite of those that are in `_sums`.
+        self._nonfinite: dict[str, tuple[int, str]] = {}
         # The batch, counted over the run, with whose logs `_raw` begins.
         self._first = 0
         self.append = self._raw.append
@@ -35,14 +38,33 @@ class LogBuffer:
         return {name: total / count for name, (total, count) in self._all_sums().items()}
 
     def fold(self) -> None:
-        """Turn the raw values into sums on the device."""
+        """Turn the raw values into sums on the device; waits for it."""
         self._sums = self._all_sums()
+        if not all(are_finite([total for total, _ in self._sums.values()])):
+            for step, name, text in _not_finite(self._raw):
+                self._nonfinite.setdefault(name, (step, text))
         self._drop_raw()
 
     def clear(self) -> None:
         """Forget what was logged so far."""
         self._sums = {}
+        self._nonfinite = {}
         self._drop_raw()
+
+    def first_nonfinite(
+        self, watches: Callable[[str], bool], after: int = -1
+    ) -> tuple[int, str] | None:
+        """Return update and text of the first value since `clear` that is not finite, or None.
+
+        Args:
+            watches: Says of a name whether its values count.
+            after: Values up to this update do not count.
+        """
+        recent = [(step, logs) for step, logs in self._raw if step > after]
+        found = [(step, name, text) for name, (step, text) in self._nonfinite.items()]
+        found += _not_finite(recent)
+        told = [(s, f"{name} is {text}") for s, name, text in found if s > after and watches(name)]
+        return min(told, key=lambda one: one[0], default=None)
 
     def state_dict(self, iteration: int) -> dict[str, Any]:
         """Return what the next record is made of, without what came after batch `iteration`.
@@ -80,7 +102,7 @@ class LogBuffer:
     def _by_name(self, count: int) -> dict[str, list[Any]]:
         """The raw values, of the first `count` batches in `_raw`."""
         by_name = {name: list(values) for name, values in self._earlier.items()}
-        for logs in self._raw[:count]:
+        for _, logs in self._raw[:count]:
             for name, value in logs.items():
                 by_name.setdefault(name, []).append(value)
         return by_name
@@ -113,6 +135,30 @@ def _compact(name: str, values: list[Any]) -> Any:
         value if isinstance(value, numbers) else _tensor(name, value).detach().cpu()
         for value in values
     ]
+
+
+def are_finite(tensors: Sequence[Tensor]) -> list[bool]:
+    """Say of each tensor whether it is finite, waiting once for each device."""
+    by_device: dict[torch.device, list[int]] = {}
+    for index, tensor in enumerate(tensors):
+        by_device.setdefault(tensor.device, []).append(index)
+    finite = [True] * len(tensors)
+    for indices in by_device.values():
+        answers = torch.stack([tensors[index].isfinite().all() for index in indices]).tolist()
+        for index, answer in zip(indices, answers, strict=True):
+            finite[index] = answer
+    return finite
+
+
+def _not_finite(raw: Sequence[tuple[int, Mapping[str, Any]]]) -> Iterator[tuple[int, str, str]]:
+    """Yield update, name and text of the values that are not finite."""
+    values = [
+        (step, name, torch.as_tensor(value)) for step, logs in raw for name, value in logs.items()
+    ]
+    finite = are_finite([value for _, _, value in values])
+    for (step, name, value), good in zip(values, finite, strict=True):
+        if not good:
+            yield step, name, str(value.tolist())
 
 
 def _sum(name: str, values: list[Any]) -> Tensor:

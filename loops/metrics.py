@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import inspect
+import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from copy import copy, deepcopy
 from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torchmetrics import Metric
+from torchmetrics import Metric, MetricCollection
 
 from ..collectives import (
     BaseMetric,
@@ -22,10 +24,17 @@ from ..collectives import (
     all_gather_object,
 )
 from ..registry import METRICS
+from .notes import add_note, describe, name_of
 
 AnyMetric: TypeAlias = Metric | BaseMetric
 
 _OF_ALL_RANKS = (TorchDist, TorchCPUDist, TorchCUDADist, MPI4PyDist)
+# Words in the name of a metric, or of its class, that tell which values are better.
+_FALLING = frozenset(
+    ["err", "error", "errors", "loss", "losses", "mae", "mse", "nll", "perplexity", "rmse"]
+)
+_RISING = frozenset(["acc", "accuracy", "auc", "auroc", "f1", "iou", "precision", "recall"])
+_WORD = re.compile(r"[A-Z]?[a-z]+[0-9]*|[A-Z]+[0-9]*(?![a-z])")
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
@@ -59,17 +68,30 @@ def feed_metric(name: str, metric: AnyMetric, outputs: Any, batch: Any) -> None:
     A mapping is passed by keyword, each metric taking the arguments that its
     `update` (a BaseMetric's `add`) knows; anything else as `update(outputs, batch)`.
 
+    An error of the metric's own gets a note with its name and the shapes it was given.
+
     Raises:
         ValueError: `outputs` lacks an argument that the metric needs.
     """
     update: Callable[..., None] = metric.add if isinstance(metric, BaseMetric) else metric.update
+    args, kwargs = _arguments(name, metric, update, outputs, batch)
+    try:
+        update(*args, **kwargs)
+    except Exception as error:
+        given = describe(kwargs or args)
+        add_note(error, f"in metric {name!r} ({name_of(metric)}), which was given {given}")
+        raise
+
+
+def _arguments(
+    name: str, metric: AnyMetric, update: Callable[..., None], outputs: Any, batch: Any
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return what `update` takes of the outputs of a step."""
     if not isinstance(outputs, Mapping):
-        update(outputs, batch)
-        return
+        return (outputs, batch), {}
     parameters = inspect.signature(update).parameters
     if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
-        update(**outputs)
-        return
+        return (), dict(outputs)
     named = {key: p for key, p in parameters.items() if p.kind not in _VARIADIC}
     needed = [key for key, p in named.items() if p.default is inspect.Parameter.empty]
     missing = [key for key in needed if key not in outputs]
@@ -78,7 +100,61 @@ def feed_metric(name: str, metric: AnyMetric, outputs: Any, batch: Any) -> None:
             f"metric {name!r} ({type(metric).__name__}) needs {', '.join(needed)}, but the step "
             f"returned {', '.join(map(str, outputs)) or 'nothing'}: {', '.join(missing)} missing"
         )
-    update(**{key: outputs[key] for key in named if key in outputs})
+    return (), {key: outputs[key] for key in named if key in outputs}
+
+
+def empty_copies(metrics: Mapping[str, AnyMetric]) -> dict[str, AnyMetric]:
+    """Return copies without results, whose updates `metrics` do not see.
+
+    A metric that cannot be copied is left out.
+    """
+    copies: dict[str, AnyMetric] = {}
+    for name, metric in metrics.items():
+        # A BaseMetric may hold a process group, which cannot be copied; its results are a new list.
+        with suppress(Exception):
+            copies[name] = copy(metric) if isinstance(metric, BaseMetric) else deepcopy(metric)
+            copies[name].reset()
+    return copies
+
+
+def directions_of(metrics: Mapping[str, AnyMetric]) -> dict[str, bool | None]:
+    """Say by name whether higher values are better; None where a metric does not tell.
+
+    It tells by `higher_is_better`, as those of torchmetrics do, or by words such as "loss",
+    "error" and "accuracy" in its name or its class's.
+    """
+    found: dict[str, bool | None] = {}
+    for name, metric in metrics.items():
+        found[name] = _direction(name, metric)
+        if isinstance(metric, MetricCollection):
+            parts = {f"{name}/{key}": part for key, part in metric.items()}
+            found |= {key: _direction(key, part) for key, part in parts.items()}
+    return found
+
+
+def direction_of(name: str, known: Mapping[str, bool | None]) -> bool | None:
+    """Say whether higher values of the result `name` are better, by `directions_of` the metrics."""
+    own = known.get(name)
+    if own is None:
+        own = _by_words(name.rpartition("/")[2])
+    above = name.rpartition("/")[0]
+    return direction_of(above, known) if own is None and above else own
+
+
+def _direction(name: str, metric: AnyMetric) -> bool | None:
+    # What a wrapper of torchmetrics holds tells for it.
+    parts = metric.modules() if isinstance(metric, Metric | MetricCollection) else [metric]
+    told = {getattr(part, "higher_is_better", None) for part in parts} & {True, False}
+    if told:
+        return told.pop() if len(told) == 1 else None
+    by_name = _by_words(name.rpartition("/")[2])
+    return _by_words(type(metric).__name__) if by_name is None else by_name
+
+
+def _by_words(text: str) -> bool | None:
+    words = {word.lower() for word in _WORD.findall(text)}
+    falls, rises = bool(words & _FALLING), bool(words & _RISING)
+    return None if falls == rises else rises
 
 
 def merge_metrics(metrics: Mapping[str, AnyMetric], group: dist.ProcessGroup | None = None) -> None:
@@ -120,13 +196,21 @@ def compute_metrics(
         # A rank may have had no batch of its own.
         warnings.filterwarnings("ignore", message=r"The ``compute`` method of metric")
         for name, metric in metrics.items():
-            if isinstance(metric, BaseMetric):
-                with _gathering_from(metric, group):
-                    value = metric.compute(size)
-            else:
-                value = metric.compute()
-            _flatten(name, value, results)
+            try:
+                _flatten(name, _computed(metric, size, group), results)
+            except Exception as error:
+                add_note(
+                    error, f"in metric {name!r} ({name_of(metric)}), as it computed its result"
+                )
+                raise
     return results
+
+
+def _computed(metric: AnyMetric, size: int | None, group: dist.ProcessGroup | None) -> Any:
+    if not isinstance(metric, BaseMetric):
+        return metric.compute()
+    with _gathering_from(metric, group):
+        return metric.compute(size)
 
 
 @contextmanager

@@ -39,6 +39,7 @@ class ProcessMetric(BaseMetric):
     def __init__(self, metric: Processor, dataset_meta: Mapping[str, Any] | None = None) -> None:
         super().__init__(dataset_meta)
         self._metric = metric
+        self.higher_is_better: bool | None = getattr(metric, "higher_is_better", None)
         if dataset_meta is not None:
             metric.dataset_meta = dataset_meta
 

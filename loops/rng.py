@@ -5,8 +5,10 @@ from __future__ import annotations
 import hashlib
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from copy import deepcopy
+from functools import partial
 from typing import Any
 
 import torch
@@ -88,6 +90,36 @@ def preserved_rng(device: torch.device | None = None) -> Iterator[None]:
         yield
     finally:
         restore_rng(streams, device)
+
+
+@contextmanager
+def preserved_generators(owners: Iterable[Any]) -> Iterator[None]:
+    """Leave the random generators that objects have as attributes as they were."""
+    restore = [
+        restorer
+        for owner in owners
+        for value in getattr(owner, "__dict__", {}).values()
+        if (restorer := _restorer_of(value)) is not None
+    ]
+    try:
+        yield
+    finally:
+        for put_back in restore:
+            put_back()
+
+
+def _restorer_of(value: Any) -> Callable[[], Any] | None:
+    """Return what puts a generator back to its present state; None for anything else."""
+    if isinstance(value, torch.Generator):
+        return partial(value.set_state, value.get_state())
+    if isinstance(value, random.Random):
+        return partial(value.setstate, value.getstate())
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and isinstance(value, numpy.random.RandomState):
+        return partial(value.set_state, value.get_state())
+    if numpy is not None and isinstance(value, numpy.random.Generator):
+        return partial(setattr, value.bit_generator, "state", deepcopy(value.bit_generator.state))
+    return None
 
 
 def _cuda(device: torch.device | None) -> torch.device:

@@ -97,7 +97,7 @@ class EvenRounds(Rounds):
         dist.all_reduce(flag, op=dist.ReduceOp.MAX)
         told = int(flag.item())
         if told == _FAILED:
-            self._fail()
+            raise_everywhere(self._failure)
         return told == _GOES_ON
 
     def _next(self, own: Iterator[Any]) -> Any:
@@ -120,11 +120,16 @@ class EvenRounds(Rounds):
         lent = ranks.broadcast_object(batch if self._has_batch else None, has.index(True))
         return batch if self._has_batch else lent
 
-    def _fail(self) -> None:
-        error = self._failure
-        own = None if error is None else f"{type(error).__name__}: {error}"
-        everyone = enumerate(all_gather_object(own))
-        if error is not None:
-            raise error
-        told = "; ".join(f"rank {rank}: {text}" for rank, text in everyone if text is not None)
+
+def raise_everywhere(error: Exception | None) -> None:
+    """Raise `error` here and a RuntimeError that names it elsewhere; every rank must call this.
+
+    Nothing happens where no rank has one.
+    """
+    own = None if error is None else f"{type(error).__name__}: {error}"
+    everyone = enumerate(all_gather_object(own))
+    if error is not None:
+        raise error
+    told = "; ".join(f"rank {rank}: {text}" for rank, text in everyone if text is not None)
+    if told:
         raise RuntimeError(f"the evaluation failed on {told}")

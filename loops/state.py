@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -66,6 +68,7 @@ class LoopState:
     Attributes:
         model: The model wrapper (`train_step`, `val_step`, `test_step`, `module`).
         optim_wrapper: The optimizer wrapper; None where nothing is trained.
+        precision: Makes the context that evaluations run in where `optim_wrapper` does not tell.
         run_dir: The run's folder; None when nothing is to be written.
         stateful: Further things that belong into a checkpoint, by name.
         epoch: Finished passes over the data.
@@ -76,6 +79,8 @@ class LoopState:
         max_steps: The run's length in updates, where known.
         phase: What the running loop is doing.
         metrics: Results of the last evaluation.
+        higher_is_better: Whether higher values of a metric of the validation are better, by its
+            name; None where neither the metric nor its name tells.
         evaluated_at: `step` at which the last validation ended; -1 for never.
         recorded_at: `step` at which the last log record of a full interval was made.
         logs: What the training steps have logged since then, on this rank.
@@ -96,6 +101,7 @@ class LoopState:
     model: nn.Module
     optim_wrapper: Optimization | None = None
     run_dir: Path | None = None
+    precision: Callable[[], AbstractContextManager[Any]] = nullcontext
     stateful: dict[str, Stateful] = field(default_factory=dict)
     epoch: int = 0
     batch: int = 0
@@ -105,6 +111,7 @@ class LoopState:
     max_steps: int | None = None
     phase: Phase = Phase.TRAIN
     metrics: dict[str, float] = field(default_factory=dict)
+    higher_is_better: dict[str, bool | None] = field(default_factory=dict)
     evaluated_at: int = -1
     recorded_at: int = 0
     logs: LogBuffer = field(default_factory=LogBuffer)

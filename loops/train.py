@@ -13,6 +13,8 @@ from ..registry import LOOPS
 from .data import batches_from, length_of
 from .evaluate import ValLoop, announce_failure
 from .hook import HookList, Scalars
+from .metrics import directions_of
+from .notes import note_failure
 from .schedule import (
     ValSchedule,
     holds_gradients,
@@ -56,12 +58,14 @@ class _TrainLoop:
         schedule: ValSchedule,
         val_loop: ValLoop | None,
         log_every_steps: int,
+        sanity_val: bool,
     ) -> None:
         if length_of(dataloader) == 0:
             raise ValueError(_EMPTY)
         self.dataloader = dataloader
         self.val_loop = val_loop
         self.schedule = schedule
+        self.sanity_val = sanity_val
         self.log_every_steps = positive("log_every_steps", log_every_steps)
 
     def _pass(self, state: LoopState, hooks: HookList, signals: StopSignals) -> None:
@@ -74,7 +78,7 @@ class _TrainLoop:
             for on_batch_start in hooks.on_batch_start:
                 on_batch_start(state, batch)
             logs = train_step(batch, optim)
-            log(logs)
+            log((state.step + 1, logs))
             for on_batch_end in hooks.on_batch_end:
                 on_batch_end(state, batch, logs)
             state.iteration += 1
@@ -151,6 +155,7 @@ class _TrainLoop:
     def _session(self, state: LoopState, hooks: HookList) -> Iterator[StopSignals]:
         """Start and end the run's training, heed signals, announce errors."""
         state.stop_reason, state.signal, state.in_step = "", 0, False
+        state.logs.clear()
         state.updated_at = None
         if not holds_gradients(state.model):
             state.updated_at = (state.epoch, state.batch, state.iteration)
@@ -172,6 +177,7 @@ class _TrainLoop:
                     for on_train_end in hooks.on_train_end:
                         on_train_end(state)
             except BaseException as error:
+                note_failure(error, state, self.dataloader, "train_step")
                 announce_failure(state, hooks, error)
                 raise
 
@@ -190,6 +196,7 @@ class _TrainLoop:
                 f"{type(state.model).__name__} has no train_step; wrap the model, as in "
                 "SingleDevice(model)"
             )
+        state.higher_is_better = directions_of(getattr(self.val_loop, "metrics", {}))
         lengths = all_gather_object(length_of(self.dataloader))
         self._length = longest(lengths)
         self._uneven = uneven_inputs(state, by_epoch=self._last_step is None)
@@ -200,6 +207,8 @@ class _TrainLoop:
                 f"{lengths}; build_loader(..., train=True) shares them out, and "
                 "StepDistributedDataParallel(uneven_inputs=True) can do without"
             )
+        if self.sanity_val and isinstance(self.val_loop, ValLoop):
+            self.val_loop.try_batch(state)
 
 
 @LOOPS.register_module(name=["EpochTrainLoop", "EpochBasedTrainLoop"])
@@ -216,6 +225,8 @@ class EpochTrainLoop(_TrainLoop):
         val_interval: Epochs between two validations; the last epoch has one anyway.
         dynamic_intervals: (epoch, val_interval) pairs: from that epoch on, another interval.
         log_every_steps: Updates between two log records.
+        sanity_val: Run one batch of the validation before training, to find mistakes in it; see
+            `ValLoop.try_batch`.
     """
 
     def __init__(
@@ -228,11 +239,12 @@ class EpochTrainLoop(_TrainLoop):
         val_interval: int = 1,
         dynamic_intervals: Sequence[tuple[int, int]] | None = None,
         log_every_steps: int = 50,
+        sanity_val: bool = True,
     ) -> None:
         schedule = ValSchedule(
             "epochs", max_epochs, begin=val_begin, interval=val_interval, dynamic=dynamic_intervals
         )
-        super().__init__(dataloader, schedule, val_loop, log_every_steps)
+        super().__init__(dataloader, schedule, val_loop, log_every_steps, sanity_val)
         self.max_epochs = schedule.last
 
     def run(self, state: LoopState, hooks: HookList) -> LoopState:
@@ -295,6 +307,8 @@ class IterTrainLoop(_TrainLoop):
         val_interval: Updates between two validations; the last update has one anyway.
         dynamic_intervals: (step, val_interval) pairs: from that update on, another interval.
         log_every_steps: Updates between two log records.
+        sanity_val: Run one batch of the validation before training, to find mistakes in it; see
+            `ValLoop.try_batch`.
     """
 
     def __init__(
@@ -307,11 +321,12 @@ class IterTrainLoop(_TrainLoop):
         val_interval: int = 1000,
         dynamic_intervals: Sequence[tuple[int, int]] | None = None,
         log_every_steps: int = 50,
+        sanity_val: bool = True,
     ) -> None:
         schedule = ValSchedule(
             "steps", max_steps, begin=val_begin, interval=val_interval, dynamic=dynamic_intervals
         )
-        super().__init__(dataloader, schedule, val_loop, log_every_steps)
+        super().__init__(dataloader, schedule, val_loop, log_every_steps, sanity_val)
         self.max_steps = self._last_step = schedule.last
         self._validates_updates = val_loop is not None
 

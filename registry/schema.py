@@ -20,7 +20,7 @@ HOOK_TYPES = {
     "nan_guard": "NanGuardHook",
     "tensorboard": "TensorBoardHook",
 }
-DEFAULT_HOOKS = ("progress", "log", "checkpoint", "throughput")
+DEFAULT_HOOKS = ("progress", "log", "checkpoint", "throughput", "nan_guard")
 
 
 @dataclass(frozen=True, kw_only=True)

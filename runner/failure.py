@@ -20,12 +20,19 @@ _LIBRARIES = tuple(
     for name, path in sysconfig.get_paths().items()
     if name in ("stdlib", "platstdlib", "purelib", "platlib")
 )
+# What torch puts above the traceback of a data-loading worker.
+_OF_WORKER = "Original Traceback (most recent call last)"
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<name>\S+)')
 
 
 @dataclass(frozen=True)
 class Failure:
-    """One rank's error. `location` is the user's innermost "file:line in function", or empty."""
+    """One rank's error.
+
+    Attributes:
+        location: the user's innermost "file:line in function", or empty.
+        notes: what was noted on it: which part of the model, which batch.
+    """
 
     kind: str
     message: str
@@ -33,12 +40,14 @@ class Failure:
     trace: str
     rank: int | None = None
     time: float = field(default_factory=time.time)
+    notes: list[str] = field(default_factory=list)
 
     @classmethod
     def of(cls, error: BaseException, rank: int | None = None) -> Failure:
         """Describe `error`, with the place in the user's own files that led to it."""
         trace = "".join(traceback.format_exception(error))
-        return cls(type(error).__name__, _message(error), location_of(error), trace, rank)
+        location, notes = location_of(error), _notes(error)
+        return cls(type(error).__name__, _message(error), location, trace, rank, notes=notes)
 
     @classmethod
     def of_end(cls, exitcode: int | None, rank: int) -> Failure:
@@ -60,6 +69,8 @@ class Failure:
         yield f"{self.kind}: {self.message}{where}" if self.message else f"{self.kind}{where}"
         if self.location:
             yield f"  at {self.location}"
+        for note in self.notes:
+            yield f"  {note}"
 
 
 class LaunchError(RuntimeError):
@@ -129,8 +140,19 @@ def location_of(error: BaseException) -> str:
 
 def _message(error: BaseException) -> str:
     text = str(error).strip()
-    if "Original Traceback (most recent call last)" not in text:
+    if _OF_WORKER not in text:
         return text
-    first, *_, last = text.splitlines()
-    told = last.strip().removeprefix(f"{type(error).__name__}: ")
-    return f"{told} ({first.strip().rstrip('.')})"
+    told = _last_lines(text)[0].removeprefix(f"{type(error).__name__}: ")
+    return f"{told} ({text.splitlines()[0].strip().rstrip('.')})"
+
+
+def _notes(error: BaseException) -> list[str]:
+    of_worker = _last_lines(str(error))[1:] if _OF_WORKER in str(error) else []
+    return [*of_worker, *(note for one in _chain(error) for note in getattr(one, "__notes__", []))]
+
+
+def _last_lines(text: str) -> list[str]:
+    """The lines of a printed error that follow its traceback, in which all are indented."""
+    lines = text.strip().splitlines()
+    last = max(at for at, line in enumerate(lines) if line.startswith((" ", "Original Traceback")))
+    return lines[last + 1 :] or lines[-1:]

@@ -14,7 +14,7 @@ from typing import Any
 
 from ..collectives import broadcast, get_rank, get_world_size, synchronize
 from ..collectives.init import agent_store
-from ..loops import find_checkpoint
+from ..loops import CheckpointHook, find_checkpoint
 from ..registry import Config, ConfigError, Problem, RunSections, dump_config, load_config
 from ..wrappers import auto
 from ._tracing import traced
@@ -57,6 +57,7 @@ class Outcome:
         signal: Number of the signal that stopped the training; 0 for none.
         metrics: Results by phase, "val" and "test".
         checkpoint: Whose weights were evaluated last, "" for those at hand.
+        best_by: What the best checkpoint has, such as "lowest loss"; "" where none is kept.
     """
 
     step: int
@@ -64,6 +65,7 @@ class Outcome:
     signal: int = 0
     metrics: dict[str, dict[str, float]] = field(default_factory=dict)
     checkpoint: str = ""
+    best_by: str = ""
 
     @property
     def exit_code(self) -> int:
@@ -166,7 +168,9 @@ def _train(runner: Runner, job: Job, run: RunSections) -> Outcome:
     synchronize()
     state = runner.train(resume=job.resume)
     metrics = {"val": dict(state.metrics)} if state.evaluated_at >= 0 else {}
-    outcome = Outcome(state.step, state.running_epoch, state.signal, metrics)
+    savers = [one for one in state.stateful.values() if isinstance(one, CheckpointHook)]
+    best_by = next((one.best_by(state) for one in savers if metrics), "")
+    outcome = Outcome(state.step, state.running_epoch, state.signal, metrics, best_by=best_by)
     if state.signal or run.data.test is None:
         return outcome
     best = find_checkpoint(folder, "best")

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
 from torch import nn
 from torch.distributed import ProcessGroup
-from torch.optim import Optimizer
+from torch.optim import SGD, Optimizer
 
 from ..loops import Hook, SchedulerHook, ScheduleWindow
 from ..registry import (
@@ -56,6 +57,25 @@ def build_optimization(run: RunSections, model: nn.Module) -> tuple[Any, dict[st
             refuse_without_closure(wrappers[name], model)
     wrapper = OptimWrapperDict(**wrappers) if several else wrappers[""]
     return wrapper, _scheduler_hook(run, optimizers)
+
+
+def evaluation_precision(
+    run: RunSections, model: nn.Module
+) -> Callable[[], AbstractContextManager[Any]]:
+    """Return what the training evaluates `model` in, for a run that builds no optimizer.
+
+    The optimizer wrappers know it, so they are built, around an optimizer that is never used.
+    """
+    sections = optim_wrapper_sections(run.optim_wrapper, run.optimizer)
+    kinds = [OPTIM_WRAPPERS.resolve(one["type"]) for one in sections.values()]
+    parameters = list(model.parameters())
+    if not parameters or not any(hasattr(kind, "precision_context") for kind in kinds):
+        return nullcontext
+    supplied = {"optimizer": SGD(parameters, lr=0.0)}
+    built = {name: build_tree(one, OPTIM_WRAPPERS, supplied) for name, one in sections.items()}
+    wrapper = built[""] if "" in built else OptimWrapperDict(**built)
+    context: Callable[[], AbstractContextManager[Any]] = wrapper.precision_context
+    return context
 
 
 def works_over_ranks(settings: Mapping[str, Any] | None) -> bool:

@@ -27,7 +27,7 @@ from ..registry import (
 from ._building import Attempts, building
 from ._building import BuildError as BuildError
 from .launcher import lonely_group
-from .optimizers import build_optimization
+from .optimizers import build_optimization, evaluation_precision
 from .parallel import build_model
 from .parallel import needs_group as needs_group
 
@@ -80,6 +80,9 @@ def build_parts(
         train = partial(_build_training, feed, parts["val_loop"])
         parts["train_loop"] = attempts.make("train", train)
         hooks = {**schedules, **(hooks or {})}
+    elif model is not None:
+        precision = attempts.make("optim_wrapper", partial(evaluation_precision, run, model))
+        parts["precision"] = precision or nullcontext
     attempts.finish()
     parts["hooks"] = hooks
     return parts

@@ -32,7 +32,7 @@ def report_outcome(job: Job, run: RunSections, outcome: Outcome) -> int:
     if job.dry_run:
         _say(console, "dry run", "every part has worked for one step; nothing was kept")
     elif job.command == "train":
-        _report_files(console, folder)
+        _report_files(console, folder, outcome.best_by)
     return 0
 
 
@@ -86,7 +86,7 @@ def _table(job: Job, run: RunSections, outcome: Outcome) -> Table:
     return table
 
 
-def _report_files(console: Console, folder: Path) -> None:
+def _report_files(console: Console, folder: Path, best_by: str) -> None:
     if read_curves(folder):
         if plots_available():
             _say(console, "curves", str(draw_curves(folder)))
@@ -95,6 +95,8 @@ def _report_files(console: Console, folder: Path) -> None:
     best, latest = search_checkpoint(folder, "best"), search_checkpoint(folder, "latest")
     if best is not None:
         _say(console, "best checkpoint", str(best))
+        if best_by:
+            _say(console, "best by", best_by)
     if latest is not None:
         _say(console, "last checkpoint", str(latest))
         _say_evaluated(console, folder, latest)

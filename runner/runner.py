@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -69,6 +69,8 @@ class Runner:
         seed: Starts this rank's own random streams; None leaves them as they are.
         train_step: A function(wrapper, batch, optim_wrapper) that trains on one batch and returns
             what to log, in place of the wrapper's own `train_step`; for a bare model.
+        precision: Makes the context that evaluations run in, such as `partial(torch.autocast,
+            "cuda", dtype=torch.bfloat16)`; default: that of an `AmpOptimWrapper`, if there is one.
 
     Attributes:
         state: What the loops remember.
@@ -86,6 +88,7 @@ class Runner:
         run_dir: str | os.PathLike[str] | None = None,
         seed: int | None = None,
         train_step: StepFunction | None = None,
+        precision: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
         _require_group()
         named = _named(hooks)
@@ -100,6 +103,7 @@ class Runner:
             model=wrap_model(None, model, train_step=train_step),
             optim_wrapper=optim_wrapper,
             run_dir=None if run_dir is None else Path(run_dir),
+            precision=precision,
             stateful={f"hooks.{n}": h for n, h in named.items() if isinstance(h, Stateful)},
         )
         if seed is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch import nn
@@ -74,6 +75,16 @@ class OptimWrapperDict(Mapping[str, OptimWrapper]):
     backward = _refused("backward")
     step = _refused("step")
     optim_context = _refused("optim_context")
+
+    def precision_context(self) -> AbstractContextManager[Any]:
+        """What an evaluation of the model in training runs in, where it is the same for all."""
+        casts = {
+            (getattr(one, "device_type", None), getattr(one, "cast_dtype", None))
+            for one in self.values()
+        }
+        context = getattr(next(iter(self.values()), None), "precision_context", nullcontext)
+        made: AbstractContextManager[Any] = context() if len(casts) == 1 else nullcontext()
+        return made
 
     def zero_grad(self, **kwargs: Any) -> None:
         """Clear the gradients of all."""

@@ -25,7 +25,7 @@ from ..hook import Hook
 from ..state import LoopState
 from ..together import together
 from ..weights import is_spread
-from ._metric import check_mode, is_better, pick_metric
+from ._metric import WatchedMetric
 from .nan_guard import NonFiniteError, bad_parameter
 
 logger = logging.getLogger(__name__)
@@ -47,7 +47,8 @@ class CheckpointHook(Hook):
         keep_last: How many of the latest checkpoints stay; None for all.
         keep_best: A metric of the validation. Each validation that improves it
             is followed by a checkpoint, and the best one stays as well.
-        mode: "max" when higher values of that metric are better, "min" when lower.
+        mode: "max" when higher values of that metric are better, "min" when lower; default: as
+            the metric tells by `higher_is_better` or by its name ("loss", "error", "accuracy").
         save_on_exception: Also save when training fails, without the help of other
             ranks. What is not whole then, as it is where there are other ranks or the
             failure is inside a batch, is set aside under another name: see `save_alone`.
@@ -55,8 +56,8 @@ class CheckpointHook(Hook):
             KeyboardInterrupt, and never in place of a checkpoint of the same update.
 
     Raises:
-        ValueError: A setting is out of range; at the first validation, that it
-            gives no metric `keep_best`.
+        ValueError: A setting is out of range; when training starts, that the metric does not
+            tell its direction; at the first validation, that it gives no metric `keep_best`.
         CheckpointError: Writing failed, on any rank; at the start of the training, that
             nothing can be written into the folder.
     """
@@ -72,7 +73,7 @@ class CheckpointHook(Hook):
         every_secs: float | None = 1800.0,
         keep_last: int | None = 3,
         keep_best: str | None = None,
-        mode: str = "max",
+        mode: str | None = None,
         save_on_exception: bool = True,
     ) -> None:
         if keep_last is not None and keep_last < 1:
@@ -81,8 +82,8 @@ class CheckpointHook(Hook):
         # Asked after every update: inside an epoch only the clock is to be looked at then.
         self._counts_steps = every_steps is not None
         self._keep_last = keep_last
-        self._keep_best = keep_best
-        self._mode = check_mode(mode, setting="CheckpointHook: mode")
+        self._has_best = keep_best is not None
+        self._watched = WatchedMetric(keep_best or "", mode, setting="CheckpointHook: keep_best")
         self._save_on_exception = save_on_exception
         self._best: float | None = None
         self._judged_at = -1
@@ -90,6 +91,7 @@ class CheckpointHook(Hook):
         self._training = False
 
     def on_train_start(self, state: LoopState) -> None:
+        self._watched.start(state)
         self._training = True
         folder = _folder(state)
         if folder is not None:
@@ -125,6 +127,12 @@ class CheckpointHook(Hook):
         with _launcher_waits():
             _save_after_error(folder, state)
 
+    def best_by(self, state: LoopState) -> str:
+        """Return what the best checkpoint has, such as "lowest loss"; empty while there is none."""
+        if self._best is None:
+            return ""
+        return f"{self._watched.extreme(state)} {self._watched.name}"
+
     def state_dict(self) -> dict[str, Any]:
         """Return the best value of the metric so far and when it was last looked at."""
         return {"best": self._best, "judged_at": self._judged_at}
@@ -137,11 +145,11 @@ class CheckpointHook(Hook):
     def _is_best(self, state: LoopState) -> bool:
         """Say whether a validation has just ended with the best value so far."""
         new = state.evaluated_at == state.step and self._judged_at != state.step
-        if self._keep_best is None or not new:
+        if not self._has_best or not new:
             return False
         self._judged_at = state.step
-        value = pick_metric(state.metrics, self._keep_best, setting="CheckpointHook: keep_best")
-        better = is_better(value, self._best, self._mode)
+        value = self._watched.value_in(state.metrics)
+        better = self._watched.improves(value, self._best, state)
         if better:
             self._best = value
         return better
@@ -160,7 +168,8 @@ class CheckpointHook(Hook):
         self._saved_at = _position(state)
         if get_rank() != 0:
             return
-        logger.info("saved checkpoint %s%s", path, " (the best so far)" if is_best else "")
+        so_far = f" ({self.best_by(state)} so far)" if is_best else ""
+        logger.info("saved checkpoint %s%s", path, so_far)
         best = [kept for kept, meta in list_checkpoints(folder) if meta["best"]][:1]
         try:
             prune_checkpoints(folder, self._keep_last, best)

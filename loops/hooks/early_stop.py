@@ -7,7 +7,7 @@ from typing import Any
 from ...registry import HOOKS
 from ..hook import Hook
 from ..state import LoopState, Phase
-from ._metric import check_mode, is_better, pick_metric
+from ._metric import WatchedMetric
 
 
 @HOOKS.register_module()
@@ -19,38 +19,39 @@ class EarlyStopHook(Hook):
     Args:
         metric: Name of a metric of the validation.
         patience: Validations without improvement to wait for.
-        mode: "min" when lower values are better, "max" when higher ones are.
+        mode: "min" when lower values are better, "max" when higher ones are; default: as the
+            metric tells by `higher_is_better` or by its name ("loss", "error", "accuracy").
         min_delta: A smaller improvement than this does not count. NaN never counts.
 
     Raises:
-        ValueError: A setting is out of range; at the first validation, that it
-            gives no such metric.
+        ValueError: A setting is out of range; when training starts, that the metric does not
+            tell its direction; at the first validation, that it gives no such metric.
     """
 
     def __init__(
-        self, metric: str, patience: int, *, mode: str = "min", min_delta: float = 0.0
+        self, metric: str, patience: int, *, mode: str | None = None, min_delta: float = 0.0
     ) -> None:
         if patience < 1:
             raise ValueError(f"patience must be at least 1, got {patience}")
         if min_delta < 0:
             raise ValueError(f"min_delta must be at least 0, got {min_delta}")
-        self._metric = metric
+        self._watched = WatchedMetric(metric, mode, setting="EarlyStopHook: metric")
         self._patience = patience
-        self._mode = check_mode(mode, setting="EarlyStopHook: mode")
         self._min_delta = min_delta
         self._best: float | None = None
         self._best_step = 0
         self._waited = 0
 
     def on_train_start(self, state: LoopState) -> None:
+        self._watched.start(state)
         self._stop_if_due(state)
 
     def on_eval_end(self, state: LoopState, metrics: dict[str, float]) -> None:
         cut_short = not metrics and bool(state.stop_reason)
         if state.phase is not Phase.VAL or cut_short:
             return
-        value = pick_metric(metrics, self._metric, setting="EarlyStopHook: metric")
-        if is_better(value, self._best, self._mode, min_delta=self._min_delta):
+        value = self._watched.value_in(metrics)
+        if self._watched.improves(value, self._best, state, min_delta=self._min_delta):
             self._best, self._best_step, self._waited = value, state.step, 0
             return
         self._waited += 1
@@ -68,11 +69,13 @@ class EarlyStopHook(Hook):
 
     def _stop_if_due(self, state: LoopState) -> None:
         if self._waited >= self._patience:
-            state.request_stop(self._reason())
+            state.request_stop(self._reason(state))
 
-    def _reason(self) -> str:
-        best = "has been NaN only" if self._best is None else f"was best at {self._best:.4g}"
+    def _reason(self, state: LoopState) -> str:
+        best = "has been NaN only"
+        if self._best is not None:
+            best = f"was {self._watched.extreme(state)} at {self._best:.4g}"
         return (
-            f"{self._metric} {best} (step {self._best_step}) and has not improved "
+            f"{self._watched.name} {best} (step {self._best_step}) and has not improved "
             f"in {self._waited} validations (patience {self._patience})"
         )

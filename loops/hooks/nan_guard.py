@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections import deque
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from collections.abc import Collection
 
-import torch
 from torch import Tensor
 
 from ...collectives import all_gather_object, get_rank, mean_scalars
@@ -16,16 +13,13 @@ from ...registry import HOOKS
 from ...wrappers import local_part, reshard, total_norm
 from ..cadence import Cadence
 from ..hook import Hook, Scalars
+from ..logs import are_finite
 from ..state import LoopState
 from ..weights import plain_name, user_model
 
 logger = logging.getLogger(__name__)
 
-_Finding = tuple[int, int, str]  # step, rank, what is wrong: the smallest is the first one
-
-# Batches whose values are kept for telling which was the first bad one.
-_REMEMBERED = 4096
-_CHECKS = ("loss", "all")
+_CHECKS = ("weights", "loss", "all")
 _ACTIONS = ("raise", "warn")
 
 
@@ -40,11 +34,13 @@ class NanGuardHook(Hook):
     The message names the first bad value, its step and its rank. The steps in
     between are not synchronised with the device: their values are looked at
     together: with each log record, or at a cadence of their own (one small
-    collective each time).
+    collective each time); the parameters also when training ends.
 
     Args:
-        check: "loss" looks at the log values with "loss" in their names, "all"
-            at all log values and at the model's parameters; it adds `param_norm`,
+        check: "weights" looks at the model's parameters, with the records only where a loss is
+            not finite: a loss alone may be so, as where a loss scaler skips the update.
+            "loss" looks at the log values with "loss" in their names, "all"
+            at all log values and at the parameters; it adds `param_norm`,
             their L2 norm, to the log records.
         action: "raise", or "warn" to log a warning and go on.
         every_steps: Optimizer updates between two looks, instead of with the records.
@@ -62,7 +58,7 @@ class NanGuardHook(Hook):
     def __init__(
         self,
         *,
-        check: str = "loss",
+        check: str = "weights",
         action: str = "raise",
         every_steps: int | None = None,
         every_epochs: int | None = None,
@@ -71,22 +67,27 @@ class NanGuardHook(Hook):
         for name, value, allowed in (("check", check, _CHECKS), ("action", action, _ACTIONS)):
             if value not in allowed:
                 raise ValueError(f"NanGuardHook: {name} must be one of {allowed}, got {value!r}")
-        self._all = check == "all"
+        self._check = check
         self._raise = action == "raise"
         self._cadence = Cadence(every_steps, every_epochs, every_secs)
         self._ignored = {
             "on_update": every_steps is None and every_secs is None,
             "on_save_point": every_epochs is None,
-            "on_log": (every_steps, every_epochs, every_secs) != (None, None, None),
+            "on_train_end": check == "loss",
+            "collect_logs": check != "all",
         }
-        self._seen: deque[tuple[int, Mapping[str, Tensor]]] = deque(maxlen=_REMEMBERED)
+        self._with_records = (every_steps, every_epochs, every_secs) == (None, None, None)
+        self._looked_at = -1
+        # What a record has shown since then.
+        self._found: tuple[int, str] | None = None
+        self._warned = False
 
     def ignores(self) -> Collection[str]:
-        """Without a cadence of its own it looks at the records, else at the cadence's events."""
+        """Return the events that neither the cadence nor what is looked at needs."""
         return [event for event, ignored in self._ignored.items() if ignored]
 
-    def on_batch_end(self, state: LoopState, batch: Any, logs: Mapping[str, Tensor]) -> None:
-        self._seen.append((state.step + 1, logs))
+    def on_train_start(self, state: LoopState) -> None:
+        self._looked_at, self._found, self._warned = state.step, None, False
 
     def on_update(self, state: LoopState) -> None:
         if state.together and self._cadence.due_step(state):
@@ -96,55 +97,67 @@ class NanGuardHook(Hook):
         if self._cadence.due_epoch(state):
             self._look_together(state)
 
+    def on_train_end(self, state: LoopState) -> None:
+        self._look_together(state)
+
     def collect_logs(self, state: LoopState, scalars: Scalars) -> None:
-        if self._all:
-            # Every rank does this: of sharded parameters each has a part.
-            scalars["param_norm"] = total_norm([p for _, p in _named_parameters(state)])
+        # Every rank does this: of sharded parameters each has a part.
+        scalars["param_norm"] = total_norm([p for _, p in _named_parameters(state)])
 
     def on_log(self, state: LoopState, record: dict[str, float]) -> None:
         bad = [k for k, v in record.items() if self._watches(k) and not math.isfinite(v)]
-        if bad:
-            self._report(state, self._look(state), f"{bad[0]} is {record[bad[0]]}")
-        self._seen.clear()
+        if bad and self._with_records:
+            self._report(state, f"{bad[0]} is {record[bad[0]]}")
+        elif bad:
+            # After the record its values are gone.
+            self._found = self._first_value(state)
+        if self._with_records:
+            self._looked_at = state.step
 
     def _watches(self, name: str) -> bool:
-        return self._all or "loss" in name
+        return self._check == "all" or "loss" in name
 
     def _look_together(self, state: LoopState) -> None:
         """Look and let the other ranks know; every rank must call this."""
-        found = self._look(state)
-        bad_here = 0.0 if found is None else 1.0
-        if mean_scalars({"nan_guard": bad_here})["nan_guard"] > 0:
-            self._report(state, found, "a value that is not finite")
-        self._seen.clear()
+        values, weights = self._look(state)
+        bad_here = weights or (values and self._check != "weights")
+        if mean_scalars({"nan_guard": 1.0 if bad_here else 0.0})["nan_guard"] > 0:
+            self._report(state, "a value that is not finite")
+        self._looked_at, self._found = state.step, None
 
-    def _look(self, state: LoopState) -> _Finding | None:
-        """Return the first thing of this rank that is not finite."""
-        values = [
-            (step, name, torch.as_tensor(value))
-            for step, logs in self._seen
-            for name, value in logs.items()
-            if self._watches(name)
-        ]
-        finite = _finite([value for _, _, value in values])
-        for (step, name, value), good in zip(values, finite, strict=True):
-            if not good:
-                return step, get_rank(), f"{name} is {value.tolist()}"
-        bad = bad_parameter(state) if self._all else ""
-        return (state.step, get_rank(), bad) if bad else None
+    def _look(self, state: LoopState) -> tuple[tuple[int, str] | None, str]:
+        """Return what of this rank is not finite: the first value, with its step; a parameter."""
+        return self._first_value(state), "" if self._check == "loss" else bad_parameter(state)
 
-    def _report(self, state: LoopState, found: _Finding | None, else_text: str) -> None:
+    def _first_value(self, state: LoopState) -> tuple[int, str] | None:
+        return self._found or state.logs.first_nonfinite(self._watches, after=self._looked_at)
+
+    def _report(self, state: LoopState, else_text: str) -> None:
         """Raise or warn with the same text on every rank; every rank must call this."""
-        findings = [part for part in all_gather_object(found) if part is not None]
-        step, rank, what = min(findings, default=(state.step, 0, else_text))
+        by_rank = list(enumerate(all_gather_object(self._look(state))))
+        values = [(*value, rank) for rank, (value, _) in by_rank if value is not None]
+        weights = [(state.step, text, rank) for rank, (_, text) in by_rank if text]
+        if self._check == "weights" and not weights:
+            return
+        # Of the same step the value comes first: it tells more.
+        found = sorted(values, key=_step_and_rank) + weights
+        step, what, rank = min(found, key=lambda one: one[0], default=(state.step, else_text, 0))
         text = f"{what} at step {step} on rank {rank}"
+        if weights and what != weights[0][1]:
+            text = f"{text}; {weights[0][1]}"
         if self._raise:
             raise NonFiniteError(
                 f"{text}; lower the learning rate, clip the gradients, or look at the data of "
-                "that step (NanGuardHook: action 'warn' goes on)"
+                "that step (hooks.nan_guard.action=warn, or NanGuardHook(action='warn'), goes on)"
             )
-        if get_rank() == 0:
+        if get_rank() == 0 and not self._warned:
             logger.warning("%s", text)
+        # Weights that are not finite stay so.
+        self._warned = self._check == "weights"
+
+
+def _step_and_rank(found: tuple[int, str, int]) -> tuple[int, int]:
+    return found[0], found[2]
 
 
 def bad_parameter(state: LoopState) -> str:
@@ -153,25 +166,12 @@ def bad_parameter(state: LoopState) -> str:
     Of sharded parameters it looks at this rank's parts.
     """
     named = [(name, local_part(param)) for name, param in _named_parameters(state)]
-    finite = _finite([part for _, part in named])
+    finite = are_finite([part for _, part in named])
     for (name, part), good in zip(named, finite, strict=True):
         if not good:
             count = int((~part.isfinite()).sum())
             return f"parameter {name!r} has {count} of {part.numel()} values not finite"
     return ""
-
-
-def _finite(tensors: Sequence[Tensor]) -> list[bool]:
-    """Say of each tensor whether it is finite, waiting once for each device."""
-    by_device: dict[torch.device, list[int]] = {}
-    for index, tensor in enumerate(tensors):
-        by_device.setdefault(tensor.device, []).append(index)
-    finite = [True] * len(tensors)
-    for indices in by_device.values():
-        answers = torch.stack([tensors[index].isfinite().all() for index in indices]).tolist()
-        for index, answer in zip(indices, answers, strict=True):
-            finite[index] = answer
-    return finite
 
 
 def _named_parameters(state: LoopState) -> list[tuple[str, Tensor]]:

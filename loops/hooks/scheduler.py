@@ -15,7 +15,7 @@ from ...registry import HOOKS
 from ..hook import Hook, Scalars
 from ..state import LoopState, Phase
 from ..window import ScheduleWindow
-from ._metric import pick_metric
+from ._metric import WatchedMetric
 
 By = Literal["batch", "step", "epoch"]
 
@@ -34,7 +34,8 @@ class SchedulerHook(Hook):
             each batch, also within an accumulation window) or "epoch" (after each pass over
             the data). `ReduceLROnPlateau` is stepped at the end of each validation whatever
             stands beside it.
-        metric: Metric of the validation that `ReduceLROnPlateau` watches.
+        metric: Metric of the validation that `ReduceLROnPlateau` watches; a warning tells where
+            that one's `mode` is not the metric's direction.
         optimizers: Several optimizers by their names in the records, where also those
             without a scheduler are; default: those of the schedulers, in their order.
 
@@ -63,7 +64,7 @@ class SchedulerHook(Hook):
         self._schedulers = [scheduler for scheduler, _ in schedulers]
         self._optimizers = dict(optimizers or {})
         self._plateau = plateau
-        self._metric = metric or ""
+        self._watched = WatchedMetric(metric or "", None, setting="ReduceLROnPlateau: metric")
         timed = [(_Delayed(s), by) for s, by in schedulers if s not in plateau]
         self._by_batch = [delayed for delayed, by in timed if by == "batch"]
         self._by_step = [delayed for delayed, by in timed if by == "step"]
@@ -76,6 +77,8 @@ class SchedulerHook(Hook):
         return () if self._by_batch else ("on_batch_end",)
 
     def on_train_start(self, state: LoopState) -> None:
+        for scheduler in self._plateau:
+            self._watched.warn_unless(scheduler.mode, state)
         if self._epochs is None:
             self._epochs = state.epoch
         self._finish_epochs(state.epoch)
@@ -101,7 +104,7 @@ class SchedulerHook(Hook):
         cut_short = not metrics and bool(state.stop_reason)
         if state.phase is not Phase.VAL or not self._plateau or cut_short:
             return
-        value = pick_metric(metrics, self._metric, setting="ReduceLROnPlateau: metric")
+        value = self._watched.value_in(metrics)
         for scheduler in self._plateau:
             scheduler.step(value)
 

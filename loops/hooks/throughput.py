@@ -8,10 +8,10 @@ from typing import Any
 
 from torch import Tensor
 
-from ...collectives import get_world_size
 from ...registry import HOOKS
 from ..hook import Hook, Scalars
 from ..state import LoopState
+from ..weights import data_size
 
 _Path = tuple[Any, ...]
 
@@ -20,10 +20,10 @@ _Path = tuple[Any, ...]
 class ThroughputHook(Hook):
     """Adds speed to the log records.
 
-    `samples_per_s` (of all ranks together), `steps_per_s` (optimizer updates)
-    and `data_share`, the part of the time, between 0 and 1, in which the loop
-    waited for its next batch. Time spent in evaluations is left out. Nothing is
-    synchronised: on an accelerator the figures are right over an interval,
+    `samples_per_s` (of all ranks together; those of a tensor axis share theirs),
+    `steps_per_s` (optimizer updates) and `data_share`, the part of the time, between 0 and 1,
+    in which the loop waited for its next batch. Time spent in evaluations is left out. Nothing
+    is synchronised: on an accelerator the figures are right over an interval,
     because every log record waits for the device, not within one step.
 
     The size of a batch is the first dimension of the first tensor in it.
@@ -63,8 +63,9 @@ class ThroughputHook(Hook):
     def collect_logs(self, state: LoopState, scalars: Scalars) -> None:
         elapsed_s = perf_counter() - self._since_s - self._evaluating_s
         steps = state.step - self._first_step
-        # The reduction over the ranks is a mean, and samples are to be summed.
-        scalars["samples_per_s"] = self._samples * get_world_size() / elapsed_s
+        # The reduction over the ranks is a mean, and samples are to be summed; ranks that share
+        # a model's layers see the same ones.
+        scalars["samples_per_s"] = self._samples * data_size(state.model) / elapsed_s
         scalars["steps_per_s"] = steps / elapsed_s
         scalars["data_share"] = min(1.0, self._waited_s / elapsed_s)
         self._start_interval(state.step)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from hook_runs import loader, metrics, new_state, train, weights
+from hook_runs import loader, metrics, new_state, scripted, train, weights
 from ranks import run_ranks
 from torch import Tensor, nn
 from torchmetrics import MeanMetric
@@ -115,18 +115,40 @@ def test_the_best_one_stays(tmp_path: Path, mode: str, best: int) -> None:
     assert [meta["best"] for meta in saved(tmp_path)] == [False, True]
 
 
+@pytest.mark.parametrize(("metric", "best"), [("loss", 4), ("accuracy", 8)])
+def test_the_best_one_by_the_direction_of_the_metric(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, metric: str, best: int
+) -> None:
+    """Neither metric says itself which values are better: their names do."""
+    caplog.set_level(logging.INFO)
+    kept = CheckpointHook(keep_last=1, keep_best=metric)
+    val = ValLoop(loader(8), {metric: scripted(0.1, 0.9, 0.5, 0.2)})
+    train(new_state(run_dir=tmp_path), [kept], epochs=4, val_loop=val)
+    assert saved_steps(tmp_path) == [16, best]
+    extreme = "lowest" if metric == "loss" else "highest"
+    assert f"CheckpointHook: the best {metric} is the {extreme}" in caplog.messages
+    place = tmp_path / "checkpoints" / f"step_{best:08}"
+    assert f"saved checkpoint {place} ({extreme} {metric} so far)" in caplog.messages
+
+
+def test_a_direction_that_nothing_tells_is_asked_for(tmp_path: Path) -> None:
+    val = ValLoop(loader(8), {"score": scripted(1)})
+    with pytest.raises(ValueError, match="CheckpointHook: mode must be given, 'max' when higher"):
+        train(new_state(run_dir=tmp_path), [CheckpointHook(keep_best="score")], val_loop=val)
+
+
 def test_an_improvement_is_saved_between_the_intervals(tmp_path: Path) -> None:
-    hook = CheckpointHook(every_epochs=None, keep_best="score", keep_last=None)
+    hook = CheckpointHook(every_epochs=None, keep_best="score", mode="max", keep_last=None)
     train(new_state(run_dir=tmp_path), [GivenMetric(0.1, float("nan"), 0.5, 0.2), hook], epochs=4)
     assert saved_steps(tmp_path) == [16, 12, 4]
 
 
 def test_a_resumed_run_knows_the_best_value(tmp_path: Path) -> None:
-    hook = CheckpointHook(keep_best="score")
+    hook = CheckpointHook(keep_best="score", mode="max")
     state = new_state(run_dir=tmp_path)
     state.stateful["hooks.checkpoint"] = hook
     train(state, [GivenMetric(0.9), hook], epochs=1)
-    hook = CheckpointHook(keep_best="score")
+    hook = CheckpointHook(keep_best="score", mode="max")
     state = new_state(run_dir=tmp_path)
     state.stateful["hooks.checkpoint"] = hook
     load_checkpoint(list_checkpoints(tmp_path / "checkpoints")[0][0]).restore(state)
@@ -311,7 +333,7 @@ def test_the_place_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -
     hook = CheckpointHook(keep_best="error", mode="min")
     train(new_state(run_dir=tmp_path), [hook], epochs=1)
     place = tmp_path / "checkpoints" / "step_00000004"
-    assert f"saved checkpoint {place} (the best so far)" in caplog.text
+    assert f"saved checkpoint {place} (lowest error so far)" in caplog.text
 
 
 def test_no_folder_no_checkpoints() -> None:

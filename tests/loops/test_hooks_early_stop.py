@@ -5,15 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hook_runs import new_state, train
+from hook_runs import loader, new_state, scripted, train
+from torchmetrics import MetricCollection
 
+from stepwrap.loops.evaluate import ValLoop
 from stepwrap.loops.hooks import EarlyStopHook
 from stepwrap.loops.state import LoopState, Phase
 
 
 def stopped_after(values: list[float], **settings: Any) -> int | None:
     """Return after how many validations with these values the hook asks to stop."""
-    hook = EarlyStopHook("score", **settings)
+    hook = EarlyStopHook("score", **{"mode": "min", **settings})
     state = LoopState(model=new_state().model, phase=Phase.VAL)
     for count, value in enumerate(values, start=1):
         state.step = count * 10
@@ -45,7 +47,7 @@ def test_patience(values: list[float], settings: dict[str, Any], expected: int |
 def test_training_stops_with_a_reason() -> None:
     state = train(new_state(lr=0.0), [EarlyStopHook("error", patience=2)], epochs=9)
     assert state.epoch == 3
-    assert state.stop_reason.startswith("error was best at ")
+    assert state.stop_reason.startswith("error was lowest at ")
     assert state.stop_reason.endswith("(step 4) and has not improved in 2 validations (patience 2)")
 
 
@@ -56,7 +58,7 @@ def test_a_metric_that_does_not_exist() -> None:
 
 
 def test_a_test_run_does_not_count() -> None:
-    hook = EarlyStopHook("score", patience=1)
+    hook = EarlyStopHook("score", patience=1, mode="max")
     state = LoopState(model=new_state().model, phase=Phase.TEST)
     hook.on_eval_end(state, {"score": 1.0})
     hook.on_eval_end(state, {"other": 1.0})
@@ -69,6 +71,36 @@ def test_a_resumed_run_goes_on_waiting() -> None:
     second = EarlyStopHook("error", patience=3)
     second.load_state_dict(first.state_dict())
     assert train(new_state(lr=0.0), [second], epochs=9).epoch == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "higher", "epochs"),
+    [
+        ("score", True, 4),
+        ("score", False, 3),
+        ("val_loss", None, 3),
+        ("top1_error", None, 3),
+        ("accuracy", None, 4),
+        ("error", True, 4),
+        ("all/score", True, 4),
+        ("all/score", False, 3),
+    ],
+)
+def test_the_direction_is_the_metrics_own(name: str, higher: bool | None, epochs: int) -> None:
+    group, _, key = name.rpartition("/")
+    metric = {key: scripted(1, 2, 3, 4, higher_is_better=higher)}
+    val = ValLoop(loader(8), {group: MetricCollection(metric)} if group else metric)
+    state = train(new_state(), [EarlyStopHook(name, patience=2)], epochs=4, val_loop=val)
+    assert state.epoch == epochs
+    assert ("was lowest at 1 " in state.stop_reason) == (epochs == 3)
+
+
+def test_a_direction_that_nothing_tells_is_asked_for_before_training() -> None:
+    state, val = new_state(), ValLoop(loader(8), {"score": scripted(1)})
+    text = "EarlyStopHook: mode must be given, 'max' when higher values of 'score' are better"
+    with pytest.raises(ValueError, match=text):
+        train(state, [EarlyStopHook("score", patience=2)], val_loop=val)
+    assert state.step == 0
 
 
 @pytest.mark.parametrize(

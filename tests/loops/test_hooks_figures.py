@@ -7,15 +7,24 @@ from typing import Any
 
 import pytest
 import torch
-from hook_runs import loader, new_state, train
+from hook_runs import data, loader, new_state, train
 from ranks import run_ranks
 from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 
+from stepwrap.loops.data import build_loader
 from stepwrap.loops.hook import Hook, Scalars
 from stepwrap.loops.hooks import GradNormHook, ThroughputHook
 from stepwrap.loops.state import LoopState
-from stepwrap.wrappers import AmpOptimWrapper, OptimWrapper, OptimWrapperDict
+from stepwrap.wrappers import (
+    AmpOptimWrapper,
+    OptimWrapper,
+    OptimWrapperDict,
+    Preparation,
+    SupervisedModel,
+    build_mesh,
+    wrap_model,
+)
 
 
 class RecordsHook(Hook):
@@ -216,3 +225,19 @@ def test_samples_are_summed_over_ranks_and_norms_equal_one_process() -> None:
     pairs = batches()
     windows = [tuple(map(torch.cat, zip(*pairs[i : i + 2], strict=True))) for i in (0, 2)]
     assert [r["grad_norm"] for r in first] == pytest.approx(norms_by_hand(windows), rel=1e-5)
+
+
+def _records_of_a_split_model() -> list[dict[str, float]]:
+    seen = RecordsHook()
+    model = SupervisedModel(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1)), nn.MSELoss())
+    plan = Preparation(tensor_parallel={"net.0": "colwise", "net.1": "rowwise"})
+    wrapped = wrap_model(None, model, mesh=build_mesh({"tensor": 2}), prepare=plan)
+    state = LoopState(wrapped, OptimWrapper(torch.optim.SGD(wrapped.parameters(), lr=0.1)))
+    loader_of_all = build_loader(data(), batch_size=4, shard=(0, 1))
+    train(state, [ThroughputHook(), seen], epochs=1, val_loop=None, dataloader=loader_of_all)
+    return seen.records
+
+
+def test_samples_that_ranks_of_a_tensor_axis_share_count_once() -> None:
+    for record in run_ranks(_records_of_a_split_model, 2)[0]:
+        assert record["samples_per_s"] == pytest.approx(4 * record["steps_per_s"])

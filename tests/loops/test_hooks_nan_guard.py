@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hook_runs import new_state, train
+from hook_runs import loader, new_state, train
 from ranks import run_ranks
 from torch import Tensor, nn
 
@@ -17,6 +17,7 @@ from stepwrap.collectives import get_rank
 from stepwrap.loops.hook import Hook, Scalars
 from stepwrap.loops.hooks import CheckpointHook, LogHook, NanGuardHook, NonFiniteError
 from stepwrap.loops.state import LoopState
+from stepwrap.wrappers import AmpOptimWrapper
 
 
 class PoisonHook(Hook):
@@ -37,6 +38,14 @@ class PoisonHook(Hook):
         return step == self._step and get_rank() == self._rank
 
 
+class WithSpare(nn.Linear):
+    """Has a parameter that no output depends on."""
+
+    def __init__(self, *sizes: int) -> None:
+        super().__init__(*sizes)
+        self.spare = nn.Parameter(torch.zeros(2))
+
+
 class LoggedHook(Hook):
     """Adds a log value."""
 
@@ -48,9 +57,40 @@ class LoggedHook(Hook):
 
 
 def test_the_first_bad_loss_is_named() -> None:
-    text = "loss is nan at step 3 on rank 0; lower the learning rate"
+    text = "loss is nan at step 3 on rank 0; parameter 'net.weight' has 3 of 3 values not finite; "
     with pytest.raises(NonFiniteError, match=text):
         train(new_state(), [NanGuardHook(), PoisonHook(step=3)], log_every_steps=4)
+
+
+def test_the_first_bad_step_is_named_long_before_the_next_record() -> None:
+    state = new_state()
+    with pytest.raises(NonFiniteError, match="^loss is nan at step 3 on rank 0; parameter"):
+        train(
+            state,
+            [NanGuardHook(), PoisonHook(step=3)],
+            epochs=1,
+            dataloader=loader(1200),
+            log_every_steps=1000,
+        )
+    assert state.step == 300
+
+
+def test_weights_that_no_loss_shows_are_found_at_the_end() -> None:
+    state = new_state(net=WithSpare(3, 1))
+    text = r"^parameter 'net.spare' has 1 of 2 values not finite at step 8 on rank 0; lower"
+    with pytest.raises(NonFiniteError, match=text):
+        train(state, [NanGuardHook(), PoisonHook(step=2, param="net.spare")])
+    assert state.epoch == 2
+
+
+def test_a_bad_loss_whose_update_a_scaler_skips_is_no_fault() -> None:
+    state = new_state()
+    optimizer = torch.optim.SGD(state.model.parameters(), lr=0.01)
+    state.optim_wrapper = AmpOptimWrapper(optimizer, dtype="float16", device="cpu")
+    train(state, [NanGuardHook(), PoisonHook(step=3)], log_every_steps=1)
+    assert state.step == 8
+    with pytest.raises(NonFiniteError, match="loss is nan at step 3 on rank 0; lower"):
+        train(new_state(), [NanGuardHook(check="loss"), PoisonHook(step=3)], log_every_steps=1)
 
 
 def test_nothing_is_said_of_a_healthy_run() -> None:
@@ -99,10 +139,11 @@ def test_masks_with_infinities_are_no_fault() -> None:
 
 
 def test_going_on_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
-    state = train(new_state(), [NanGuardHook(action="warn"), PoisonHook(step=8)])
+    state = train(new_state(), [NanGuardHook(action="warn"), PoisonHook(step=3)])
     assert state.step == 8
     assert [r.levelno for r in caplog.records] == [logging.WARNING]
-    assert caplog.messages == ["loss is nan at step 8 on rank 0"]
+    told = "loss is nan at step 3 on rank 0; parameter 'net.weight' has 3 of 3 values not finite"
+    assert caplog.messages == [told]
 
 
 def test_the_bad_record_is_on_file_and_no_bad_checkpoint(tmp_path: Path) -> None:
@@ -116,7 +157,7 @@ def test_the_bad_record_is_on_file_and_no_bad_checkpoint(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("settings", "text"),
     [
-        ({"check": "losses"}, r"check must be one of \('loss', 'all'\), got 'losses'"),
+        ({"check": "losses"}, r"check must be one of \('weights', 'loss', 'all'\), got 'losses'"),
         ({"action": "stop"}, r"action must be one of \('raise', 'warn'\), got 'stop'"),
         ({"every_steps": 0}, "every_steps must be a whole number >= 1"),
         ({"every_secs": 0}, "every_secs must be > 0"),
@@ -164,7 +205,7 @@ def test_values_on_several_devices() -> None:
     state = LoopState(model=nn.Sequential(nn.Linear(2, 1), nn.Linear(1, 1).cuda()), step=1)
     guard.collect_logs(state, {})
     logs = {"ratio": torch.tensor(1.0), "loss": torch.tensor(float("nan"), device="cuda")}
-    guard.on_batch_end(state, None, logs)
+    state.logs.append((1, logs))
     with pytest.raises(NonFiniteError, match="loss is nan"):
         guard.on_update(state)
     state.model[1].bias.data[0] = float("inf")

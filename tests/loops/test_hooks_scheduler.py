@@ -101,6 +101,16 @@ def test_plateau_follows_the_metric() -> None:
     assert optimizer_of(state).param_groups[0]["lr"] == pytest.approx(1e-32)
 
 
+def test_a_plateau_against_the_direction_of_its_metric_is_told(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    state = new_state()
+    plateaus = [ReduceLROnPlateau(optimizer_of(state), mode=mode) for mode in ("min", "max")]
+    train(state, [SchedulerHook([(one, "epoch") for one in plateaus], metric="error")])
+    told = "ReduceLROnPlateau: mode is 'max', but lower values of 'error' are better"
+    assert caplog.messages == [told]
+
+
 def test_plateau_needs_a_metric_that_exists() -> None:
     state = new_state()
     plateau = ReduceLROnPlateau(optimizer_of(state))

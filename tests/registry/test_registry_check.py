@@ -76,6 +76,7 @@ def test_a_good_config_gives_typed_sections(good: str) -> None:
         "log": {"type": "LogHook"},
         "checkpoint": {"type": "CheckpointHook", "keep_last": 3},
         "throughput": {"type": "ThroughputHook"},
+        "nan_guard": {"type": "NanGuardHook"},
         "mine": {"type": "EMAHook", "decay": 0.9},
     }
 

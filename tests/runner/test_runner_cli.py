@@ -2,18 +2,28 @@
 
 import inspect
 import json
+import re
 import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
 
 import pytest
-from runner_parts import final_weights
+from ranks import run_ranks
+from runner_parts import final_weights, run_command
 
 from stepwrap.registry import HOOKS, list_registrations
 from stepwrap.runner.cli import main
 from stepwrap.runner.plots import read_curves
 
+BY_NAME = """
+
+def step(wrapper, data, optim_wrapper):
+    with optim_wrapper["net"].optim_context(wrapper):
+        losses = wrapper(*data, mode="loss")
+    optim_wrapper["net"].update_params(losses["loss"])
+    return {"loss": losses["loss"].detach()}
+"""
 Capture = pytest.CaptureFixture[str]
 
 
@@ -116,6 +126,73 @@ def test_test_and_validate_take_the_best_checkpoint(run: Path, capsys: Capture) 
     assert "checkpoint: runs/points/checkpoints/step_00000048" in capsys.readouterr().out
 
 
+def test_the_best_checkpoint_by_a_loss_is_the_lowest(run: Path, capsys: Capture) -> None:
+    """A high learning rate: the loss of the last epoch is the highest."""
+    words = ("hooks.checkpoint.keep_best=loss", "optimizer.lr=5", "train.max_epochs=3")
+    assert main(["train", "points.yaml", *words]) == 0
+    out = capsys.readouterr().out
+    assert "best by: lowest loss" in out
+    lines = (run / "runs/points/metrics.jsonl").read_text().splitlines()
+    losses = {one["step"]: one["loss"] for one in map(json.loads, lines) if one["phase"] == "val"}
+    best = min(losses, key=lambda step: losses[step])
+    assert losses[best] < max(losses.values())
+    assert f"best checkpoint: runs/points/checkpoints/step_{best:08}" in out
+
+
+AMP = "{type: AmpOptimWrapper, dtype: bfloat16}"
+
+
+@pytest.mark.parametrize("wrapper", [AMP, f"{{net: {AMP}}}"])
+def test_test_and_validate_run_in_the_precision_of_the_training(run: Path, wrapper: str) -> None:
+    words = ["points.yaml", f"optim_wrapper={wrapper}", "hooks.checkpoint.keep_best=null"]
+    if "net:" in wrapper:
+        (run / "points.py").write_text((run / "points.py").read_text() + BY_NAME)
+        words += [
+            "optimizer={_delete_: true, net: {type: AdamW, params: [net]}}",
+            "schedulers=null",
+        ]
+        words += ["train_step=points.step"]
+    assert main(["train", *words, "hooks.checkpoint.every_epochs=1"]) == 0
+    assert main(["validate", *words]) == 0
+    assert main(["test", *words, "--checkpoint", "latest"]) == 0
+    lines = (run / "runs/points/metrics.jsonl").read_text().splitlines()
+    for phase in ("val", "test"):
+        losses = [one["loss"] for one in map(json.loads, lines) if one["phase"] == phase]
+        assert losses[-1] == losses[-2]
+    assert main(["test", "points.yaml", "--checkpoint", "latest"]) == 0
+    last = json.loads((run / "runs/points/metrics.jsonl").read_text().splitlines()[-1])
+    assert last["loss"] != losses[-1]
+
+
+DIVERGES = (
+    "optimizer={type: SGD, lr: 1.0e+38, _delete_: true}",
+    "hooks.progress=false",
+    "schedulers=null",
+)
+
+
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_a_run_whose_weights_become_nan_ends_with_an_error(run: Path, nproc: int) -> None:
+    """Also where nothing is saved, and on every rank."""
+    words = ("train", "points.yaml", *DIVERGES, "hooks.checkpoint=false")
+    assert run_ranks(run_command, nproc, run, *words) == [1] * nproc
+
+
+def test_the_first_bad_step_is_named_and_a_setting_goes_on(run: Path, capsys: Capture) -> None:
+    words = ["train", "points.yaml", *DIVERGES]
+    assert main(words) == 1
+    err = capsys.readouterr().err
+    assert re.search(
+        r"NonFiniteError: loss is (nan|inf) at step 2 on rank 0; parameter 'net\.", err
+    )
+    assert "hooks.nan_guard.action=warn" in err
+    assert main([*words, "hooks.nan_guard.action=warn", "--fresh"]) == 0
+    out, err = capsys.readouterr()
+    assert err.count("at step 2 on rank 0") == 1
+    assert "NonFiniteError" not in err
+    assert "test" in out
+
+
 def test_a_dry_run_does_everything_once_and_keeps_nothing(run: Path, capsys: Capture) -> None:
     before = sorted(run.rglob("*"))
     assert main(["train", "points.yaml", "--dry-run"]) == 0
@@ -139,13 +216,16 @@ def test_check_builds_the_parts(run: Path, capsys: Capture) -> None:
 def test_an_error_in_the_run_is_one_message(run: Path, capsys: Capture) -> None:
     words = ["train", "points.yaml", "data.train.dataset.bad=9"]
     assert main(words) == 1
-    first, place, hint, aside = capsys.readouterr().err.splitlines()
+    first, place, note, hint, aside = capsys.readouterr().err.splitlines()
     place_aside = "runs/points/checkpoints/incomplete_step_00000001"
     assert aside.startswith(f"  {place_aside} has the last update, without its random streams")
     again = f"; continue with: stepwrap train runs/points/config.yaml --resume {place_aside}"
     assert aside.endswith(again)
     assert first == "ValueError: sample 9 is broken"
     assert place.startswith(f"  at {run / 'points.py'}:")
+    assert re.fullmatch(
+        r"  while reading batch \d+ of epoch 1 from Points at .*points\.py:11", note
+    )
     assert "--debug" in hint
     assert main([*words, "--fresh", "--debug"]) == 1
     err = capsys.readouterr().err

@@ -15,6 +15,7 @@ from stepwrap.loops import (
     CheckpointHook,
     EpochTrainLoop,
     LogHook,
+    NanGuardHook,
     ProgressHook,
     ThroughputHook,
     ValLoop,
@@ -70,10 +71,14 @@ def trace(tmp_path_factory: pytest.TempPathFactory) -> Tracer:
     runner = Runner(
         model,
         EpochTrainLoop(
-            loader, max_epochs=1, val_loop=ValLoop(build_loader(points, batch_size=64, train=False))
+            loader,
+            max_epochs=1,
+            val_loop=ValLoop(build_loader(points, batch_size=64, train=False)),
+            # Its forward is not one of a training step.
+            sanity_val=False,
         ),
         optim_wrapper=OptimWrapper(optimizer),
-        hooks=[ProgressHook(), LogHook(), CheckpointHook(), ThroughputHook()],
+        hooks=[ProgressHook(), LogHook(), CheckpointHook(), ThroughputHook(), NanGuardHook()],
         run_dir=tmp_path_factory.mktemp("run"),
     )
     tracer = Tracer()

@@ -18,7 +18,11 @@ class Correct(BaseMetric):
     def compute_metric(self, results):
         return sum(results) / len(results)
 """
-WORDS = ("hooks.progress=false", "hooks.checkpoint.keep_best=correct", "train.max_epochs=2")
+WORDS = (
+    "hooks.progress=false",
+    "hooks.checkpoint={keep_best: correct, mode: max}",
+    "train.max_epochs=2",
+)
 
 
 @pytest.mark.parametrize("nproc", [1, 2])

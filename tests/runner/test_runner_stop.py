@@ -129,7 +129,7 @@ def test_a_raising_rank_ends_all_and_is_named_and_the_resume_is_exact(
     command = start(*TRAIN, "--nproc=2", "data.train.shuffle=false", *bad)
     code, _, err = command.finish()
     assert code == 1
-    first, place, hint, saved = (line for line in err.splitlines() if "incomplete_" not in line)
+    first, place, _, hint, saved = (line for line in err.splitlines() if "incomplete_" not in line)
     assert first == "ValueError: sample 41 is broken (rank 1)"
     assert place.startswith(f"  at {tmp_path / 'points.py'}:")
     assert place.endswith("in __getitem__")

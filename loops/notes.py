@@ -1,0 +1,160 @@
+"""Notes on the errors of a run: which part of the user's code, and which batch."""
+
+from __future__ import annotations
+
+import inspect
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import islice
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .state import LoopState, Phase
+from .weights import plain_name, user_model
+
+# Entries of a batch, or kinds of samples, that are shown.
+_SHOWN = 6
+# Where a user does not look for a mistake.
+_LIBRARIES = ("builtins", "stepwrap", "torch", "torchmetrics")
+_NOTED = "_stepwrap_noted"
+
+
+def add_note(error: BaseException, text: str) -> None:
+    """Add a line to what is shown of `error`, as its `add_note` does from Python 3.11 on."""
+    vars(error).setdefault("__notes__", []).append(text)
+
+
+def note_failure(error: BaseException, state: LoopState, loader: Any, step: str) -> None:
+    """Note on an error of a step, or of reading its batch, where and with what it happened.
+
+    Its traceback tells both, so that nothing has to be kept while all goes well. An error from
+    elsewhere, and one that is noted already, stays as it is.
+
+    Args:
+        loader: What the loop reads.
+        step: Name of the wrapper's step that the loop calls.
+    """
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    loop = next((one for one in reversed(frames) if one.f_code.co_name == "_pass"), None)
+    if loop is None or vars(error).get(_NOTED) or not isinstance(error, Exception):
+        return
+    if any(one.f_code.co_name == step and _first(one) is state.model for one in frames):
+        notes = _of_step(frames, state.model, _place(state, loop), loop)
+    else:
+        notes = _of_reading(error, frames, loader, _place(state, loop))
+    for text in notes:
+        add_note(error, text)
+        vars(error)[_NOTED] = True
+
+
+def describe(data: Any, *, ranges: bool = True, depth: int = 3) -> str:
+    """Return types and shapes in nested data, in a line.
+
+    Args:
+        ranges: Also tell numbers, and the least and greatest in tensors of integers on the CPU.
+        depth: How many levels of lists and mappings are looked into.
+    """
+    try:
+        return _described(data, partial(describe, ranges=ranges, depth=depth - 1), ranges, depth)
+    except Exception:  # noqa: BLE001 - a user's own type; the error to be noted on must be seen
+        return type(data).__name__
+
+
+def _described(data: Any, below: Callable[[Any], str], ranges: bool, depth: int) -> str:
+    if hasattr(data, "shape") and hasattr(data, "dtype"):
+        kind = str(data.dtype).removeprefix("torch.")
+        return f"{kind} {tuple(data.shape)}{_range(data) if ranges else ''}"
+    if isinstance(data, Mapping) and depth:
+        items = [f"{key}: {below(value)}" for key, value in islice(data.items(), _SHOWN)]
+        return f"{{{_listed(items, len(data))}}}"
+    if isinstance(data, Sequence) and not isinstance(data, (str, bytes)) and depth:
+        return f"[{_listed([below(one) for one in data[:_SHOWN]], len(data))}]"
+    is_number = isinstance(data, (bool, int, float))
+    return repr(data) if ranges and is_number else type(data).__name__
+
+
+def describe_samples(samples: Any) -> str:
+    """Return how many samples there are of each kind, in a line."""
+    if not isinstance(samples, Sequence):
+        return describe(samples)
+    kinds = Counter(describe(one, ranges=False) for one in samples)
+    told = [f"{count} x {kind}" for kind, count in kinds.most_common(_SHOWN)]
+    return _listed(told, len(kinds))
+
+
+def name_of(thing: Any) -> str:
+    """Return the name of an object's class, or of a function, and its place in the user's code."""
+    kind = thing if inspect.isroutine(thing) or isinstance(thing, type) else type(thing)
+    name = str(getattr(kind, "__name__", type(thing).__name__))
+    if str(getattr(kind, "__module__", "")).partition(".")[0] in _LIBRARIES:
+        return name
+    try:
+        return f"{name} at {inspect.getsourcefile(kind)}:{inspect.getsourcelines(kind)[1]}"
+    except (OSError, TypeError):
+        return name
+
+
+def _of_step(
+    frames: Sequence[FrameType], wrapper: nn.Module, place: str, loop: FrameType
+) -> Iterator[str]:
+    model = user_model(wrapper)
+    paths = {id(module): plain_name(path) for path, module in model.named_modules()}
+    running = [one for one in map(_first, frames) if id(one) in paths]
+    inner = running[-1] if running else model
+    told = f"{paths[id(inner)]} ({name_of(inner)}) of " if paths[id(inner)] else ""
+    parts = [(name, getattr(model, name, None)) for name in ("net", "loss")]
+    whose = [f"{name} {name_of(part)}" for name, part in parts if callable(part)]
+    yield f"in {told}{name_of(model)}" + (f" with {' and '.join(whose)}" if whose else "")
+    yield f"{place}: {describe(loop.f_locals.get('batch'))}"
+
+
+def _of_reading(
+    error: BaseException, frames: Sequence[FrameType], loader: Any, place: str
+) -> Iterator[str]:
+    dataset, collate = getattr(loader, "dataset", None), getattr(loader, "collate_fn", None)
+    readers = [one for one in (loader, dataset) if one is not None]
+    code = getattr(collate, "__code__", None)
+    collating = [frame for frame in frames if code is not None and frame.f_code is code]
+    is_read = any(_first(frame) is one for frame in frames for one in readers)
+    if not (collating or is_read or "in DataLoader worker process" in str(error)):
+        return
+    if type(dataset).__module__.startswith(f"{__package__}."):
+        # What build_loader lays around a data set that workers read.
+        dataset = getattr(dataset, "samples", dataset)
+    yield f"while reading {place} from {name_of(readers[-1] if dataset is None else dataset)}"
+    if collating:
+        yield f"{name_of(collate)} was given {describe_samples(_first(collating[0]))}"
+
+
+def _place(state: LoopState, loop: FrameType) -> str:
+    """Say which batch the loop is at."""
+    if state.phase is Phase.TRAIN:
+        return f"batch {state.batch + 1} of epoch {state.epoch + 1}"
+    which = "validation" if state.phase is Phase.VAL else "test"
+    return f"batch {loop.f_locals.get('count', 0) + 1} of the {which}"
+
+
+def _first(frame: FrameType) -> Any:
+    """Return the first argument of a call, such as self."""
+    names = frame.f_code.co_varnames[: frame.f_code.co_argcount]
+    return frame.f_locals.get(names[0]) if names else None
+
+
+def _range(tensor: Any) -> str:
+    # On an accelerator this would wait for a device that may have failed.
+    if not isinstance(tensor, Tensor) or tensor.device.type != "cpu" or not tensor.numel():
+        return ""
+    if tensor.dtype not in (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64):
+        return ""
+    low, high = tensor.aminmax()
+    return f" from {low.item()} to {high.item()}"
+
+
+def _listed(items: Sequence[str], count: int) -> str:
+    more = [f"... ({count} in all)"] if count > len(items) else []
+    return ", ".join([*items, *more])
