@@ -137,7 +137,7 @@ def test_lines_on_a_dumb_terminal(terminal: Terminal, monkeypatch: pytest.Monkey
 def test_the_reason_for_stopping_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     state = new_state(lr=0.0)
     train(state, [ProgressHook(), EarlyStopHook("error", patience=1)], epochs=5)
-    assert "stopped at step 8: error was best at" in capsys.readouterr().out
+    assert "stopped at step 8: error was lowest at" in capsys.readouterr().out
 
 
 def test_an_evaluation_alone_is_shown(terminal: Terminal) -> None:
