@@ -71,7 +71,11 @@ def shown_value(value: object) -> str:
     """Return a setting as messages show it: null and true as in YAML, not too long."""
     if value is None or isinstance(value, bool):
         return "null" if value is None else str(value).lower()
-    text = repr(value)
+    return shortened(repr(value))
+
+
+def shortened(text: str) -> str:
+    """Return a text of at most 80 characters."""
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 

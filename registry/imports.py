@@ -72,6 +72,7 @@ class ModuleSources:
         self.namespaces = tuple(namespaces)
         self.failures: dict[str, str] = {}
         self._modules: dict[str, ModuleType | None] = {}
+        self._names: dict[str, list[str]] = {}
 
     def load_locations(self) -> None:
         """Import what has not been imported; failures are kept, not raised."""
@@ -88,12 +89,11 @@ class ModuleSources:
 
     def names(self) -> list[str]:
         """Return the names of the public classes of all namespaces."""
-        found = [
-            name
-            for namespace in self.namespaces
-            for name, value in inspect.getmembers(self._load(namespace))
-            if self._offers(namespace, name, value)
-        ]
+        for namespace in self.namespaces:
+            if namespace not in self._names:
+                members = inspect.getmembers(self._load(namespace))
+                self._names[namespace] = [n for n, v in members if self._offers(namespace, n, v)]
+        found = (name for namespace in self.namespaces for name in self._names[namespace])
         return list(dict.fromkeys(found))
 
     def _offers(self, namespace: str, name: str, value: object) -> bool:

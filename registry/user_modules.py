@@ -5,7 +5,7 @@ import os
 import sys
 from pathlib import Path
 
-from .errors import describe
+from .errors import describe, shortened
 from .imports import IMPORT_FAILURES
 
 
@@ -18,9 +18,10 @@ def anchored(entry: str, folder: Path) -> str:
     if entry.endswith(".py"):
         return os.path.abspath(folder / entry)
     beside = folder / f"{entry}.py"
-    if folder.resolve() != Path.cwd().resolve() and beside.is_file():
+    # os.path's: a name that no path can have is that of no file.
+    if folder.resolve() != Path.cwd().resolve() and os.path.isfile(beside):
         in_cwd = [Path.cwd() / f"{entry}.py", Path.cwd() / entry]
-        if not any(path.exists() for path in in_cwd):
+        if not any(os.path.exists(path) for path in in_cwd):
             return os.path.abspath(beside)
     return entry
 
@@ -33,9 +34,9 @@ def import_entry(entry: str) -> None:
     """
     name, path = entry, None
     if entry.endswith(".py"):
+        if not os.path.isfile(entry):
+            raise ImportError(f"there is no file {shortened(entry)}")
         path = Path(entry).resolve()
-        if not path.is_file():
-            raise ImportError(f"there is no file {entry}")
         root, name = _package_root(path)
         make_importable(root)
     try:
