@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from .errors import ConfigError, Problem, describe, did_you_mean, nearest, one_of, shortened
+from .errors import ConfigError, Problem, describe, did_you_mean, nearest, one_of, shortened, shown
 from .imports import IMPORT_FAILURES
 from .nodes import Node, Origin, from_plain, merge
 from .yaml_text import parse
@@ -72,13 +72,6 @@ def read_config(path: Path, including: tuple[Path, ...] = ()) -> Node:
             raise ConfigError([Problem(_BASE, what, origin)])
         base = merge(base, read_config(parent, chain))
     return merge(base, own)
-
-
-def shown(path: Path) -> str:
-    """Return a path as a user would write it: relative when it is under the cwd."""
-    absolute = Path(os.path.abspath(path))
-    cwd = Path.cwd()
-    return str(absolute.relative_to(cwd) if absolute.is_relative_to(cwd) else absolute)
 
 
 def _base_names(node: Node) -> list[tuple[str, str]]:

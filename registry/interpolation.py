@@ -31,7 +31,9 @@ def resolve(root: Node) -> Node:
         if leaf.value == _MISSING
     ]
     waiting = [(path, leaf) for path, leaf in leaves if _OPEN in str(leaf.value)]
-    wrong = {text: why for text in {str(leaf.value) for _, leaf in waiting} if (why := _fault(text))}
+    wrong = {
+        text: why for text in {str(leaf.value) for _, leaf in waiting} if (why := _fault(text))
+    }
     problems += [
         Problem(dotted(path), wrong[str(leaf.value)], leaf.origin.text)
         for path, leaf in waiting

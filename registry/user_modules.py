@@ -1,12 +1,13 @@
 """Modules of the user that a config names in `imports`."""
 
 import importlib
+import importlib.util
 import os
 import sys
 from pathlib import Path
 
-from .errors import describe, shortened
-from .imports import IMPORT_FAILURES
+from .errors import describe_at, shortened
+from .imports import IMPORT_FAILURES, FailedImportError
 
 
 def anchored(entry: str, folder: Path) -> str:
@@ -26,6 +27,18 @@ def anchored(entry: str, folder: Path) -> str:
     return entry
 
 
+def find_entry(entry: str) -> None:
+    """Raise ImportError where the file of an entry, or its top module, is not there."""
+    if entry.endswith(".py"):
+        if not os.path.isfile(entry):
+            raise ImportError(f"there is no file {shortened(entry)}")
+        return
+    top = entry.partition(".")[0]
+    # Of a module above all others nothing is imported for that.
+    if top not in sys.modules and not (top and importlib.util.find_spec(top)):
+        raise ImportError(_no_module(entry))
+
+
 def import_entry(entry: str) -> None:
     """Import a module by name, or a .py file under its name within its package.
 
@@ -34,8 +47,7 @@ def import_entry(entry: str) -> None:
     """
     name, path = entry, None
     if entry.endswith(".py"):
-        if not os.path.isfile(entry):
-            raise ImportError(f"there is no file {shortened(entry)}")
+        find_entry(entry)
         path = Path(entry).resolve()
         root, name = _package_root(path)
         make_importable(root)
@@ -43,10 +55,14 @@ def import_entry(entry: str) -> None:
         module = importlib.import_module(name)
     except IMPORT_FAILURES as error:
         if isinstance(error, ModuleNotFoundError) and error.name == name:
-            raise ImportError(f"there is no module {name} in {Path.cwd()}") from error
-        raise ImportError(f"{entry} failed to import: {describe(error)}") from error
+            raise ImportError(_no_module(name)) from error
+        raise FailedImportError(f"{entry} failed to import: {describe_at(error)}") from error
     if path is not None and Path(module.__file__ or "").resolve() != path:
         raise ImportError(f"{path} cannot be imported as {name}: that is {module.__file__}")
+
+
+def _no_module(name: str) -> str:
+    return f"there is no module {shortened(name)} in {Path.cwd()}"
 
 
 def make_importable(folder: Path) -> None:

@@ -172,9 +172,7 @@ class _Reader:
         """Return the mappings that a `<<` names, the one that wins last."""
         return node.value[::-1] if isinstance(node, yaml.SequenceNode) else [node]
 
-    def _merge_source(
-        self, loader: _Loader, node: Any, above: tuple[int, ...]
-    ) -> dict[Key, Node]:
+    def _merge_source(self, loader: _Loader, node: Any, above: tuple[int, ...]) -> dict[Key, Node]:
         line = node.start_mark.line
         found = self._node(loader, node, self._at(line), above).value
         if not isinstance(found, dict):
@@ -188,7 +186,9 @@ class _Reader:
             what = f"a key must be text or a whole number, got {key!r}; put it in quotes"
             raise self._error(line, what)
         if len(node.value) > _MAX_KEY:
-            raise self._error(line, f"a key of {len(node.value):,} characters, at most {_MAX_KEY:,}")
+            raise self._error(
+                line, f"a key of {len(node.value):,} characters, at most {_MAX_KEY:,}"
+            )
         return key
 
     def _scalar(self, loader: _Loader, node: Any) -> Any:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from ..registry import nearest
+from ..registry import Config, ConfigError, Problem, load_config, name_problems, nearest
 
 _RUN = "CONFIG [key=value ...]"
 
@@ -19,13 +20,19 @@ class UsageError(Exception):
 
 @dataclass(frozen=True)
 class Command:
-    """One word after `stepwrap`. `home` is the module here that holds a function of that name."""
+    """One word after `stepwrap`.
+
+    Attributes:
+        home: the module here that holds a function of that name.
+        section: of the config of a run, which the command cannot do without; "" for any.
+    """
 
     usage: str
     help: str
     home: str
     options: tuple[str, ...] = ()
     needs_word: bool = True
+    section: str | None = None
 
 
 _RUNNING = ("nproc", "run-dir", "device", "dry-run")
@@ -35,21 +42,27 @@ COMMANDS = {
         "train, validate and, where data.test is given, test",
         "run_commands",
         (*_RUNNING, "resume", "fresh"),
+        section="train",
     ),
     "validate": Command(
         f"{_RUN} [options]",
         "evaluate a checkpoint on data.val",
         "run_commands",
         (*_RUNNING, "checkpoint"),
+        section="data.val",
     ),
     "test": Command(
         f"{_RUN} [options]",
         "evaluate a checkpoint on data.test",
         "run_commands",
         (*_RUNNING, "checkpoint"),
+        section="data.test",
     ),
     "check": Command(
-        _RUN, "report every mistake in a config and build its parts on the CPU", "run_commands"
+        _RUN,
+        "report every mistake in a config and build its parts on the CPU",
+        "run_commands",
+        section="",
     ),
     "show": Command(f"{_RUN} [--origin]", "print the resolved config", "commands", ("origin",)),
     "list": Command("[REGISTRY]", "print what a config can name", "commands", (), False),
@@ -92,6 +105,30 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         raise UsageError(f"{parser.prog}: {first} is missing; usage: {parser.prog} {command.usage}")
     options.command = argv[0]
     return options
+
+
+def read_run(options: argparse.Namespace) -> Config | None:
+    """Return the config of a command that runs one, with the options laid upon it.
+
+    Raises:
+        ConfigError: it cannot be read, or has mistakes that can be told without any class: with
+            torch not imported yet, these are told at once.
+    """
+    needed = COMMANDS[options.command].section
+    if needed is None:
+        return None
+    overrides = list(options.words[1:])
+    for name, key in (("nproc", "launch.nproc"), ("run_dir", "run_dir"), ("device", "device")):
+        value = getattr(options, name, None)
+        if value is not None:
+            overrides.append(f"{key}={json.dumps(value)}")
+    config = load_config(options.words[0], overrides)
+    problems = name_problems(config)
+    if needed and config.select(needed) is None:
+        problems.append(Problem(needed, f"{options.command} needs this section, it is missing"))
+    if problems:
+        raise ConfigError(problems)
+    return config
 
 
 def _unknown(kind: str, word: str, known: Sequence[str] | dict[str, Command]) -> str:
