@@ -86,10 +86,10 @@ def _call_problems(
     where: str,
     runtime_args: Collection[str],
 ) -> Iterator[Problem]:
-    given = [str(key) for key in cfg if key not in _FLAGS]
+    given = {str(key): value for key, value in cfg.items() if key not in _FLAGS}
     for problem in argument_problems(target, given, runtime_args):
         yield Problem(f"{where}.{problem.name}", problem.what)
-    for problem in value_problems(target, {key: cfg[key] for key in given}):
+    for problem in value_problems(target, given):
         yield Problem(f"{where}.{problem.name}", problem.what)
     for key, value in cfg.items():
         if key not in _FLAGS and key not in plain_names(target):

@@ -12,6 +12,7 @@ from .nodes import MAX_DEPTH, MAX_REPEATED, TOO_DEEP, KeyPath, Node, dotted, fro
 
 _OPEN = "${"
 _MISSING = "???"
+_MAX_TEXT = 10_000
 
 
 def resolve(root: Node) -> Node:
@@ -84,6 +85,8 @@ def _doubled(piece: str) -> str:
 
 def _fault(text: str) -> str:
     """Return what is wrong with the syntax of an interpolation, "" when nothing is."""
+    if len(text) > _MAX_TEXT:
+        return f"{shortened(text)} is no valid interpolation: longer than {_MAX_TEXT:,} characters"
     try:
         OmegaConf.create([text])
     except (OmegaConfBaseException, RecursionError) as error:
