@@ -129,7 +129,8 @@ def _why(error: BaseException, leaf: Node, root: Node) -> str:
         return f"{shortened(text)} refers to itself, or through too many others to a value"
     hint = ""
     inner = text[text.find(_OPEN) + 2 :].partition("}")[0]
-    if ":" not in inner and "${" not in inner and not inner.startswith("."):
+    plain = ":" not in inner and "${" not in inner and not inner.startswith(".")
+    if plain and isinstance(error, OmegaConfBaseException):
         hint = did_you_mean(inner, _paths(root))
     return f"{shortened(text)} cannot be resolved: {_first_line(error)}{hint}"
 

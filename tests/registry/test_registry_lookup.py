@@ -9,7 +9,16 @@ from typing import Any
 import pytest
 import torch
 
-from stepwrap.registry import HOOKS, METRICS, MODEL_WRAPPERS, MODELS, OPTIMIZERS, Registry
+from stepwrap.registry import (
+    DATASETS,
+    HOOKS,
+    METRICS,
+    MODEL_WRAPPERS,
+    MODELS,
+    OPTIMIZERS,
+    Registry,
+    build_tree,
+)
 
 Write = Callable[[str, str], Path]
 
@@ -108,6 +117,29 @@ def test_aliases_name_what_is_registered() -> None:
 def test_scope_is_the_package_that_creates_the_registry() -> None:
     assert MODELS.scope == "stepwrap"
     assert Registry("things").scope == __name__.partition(".")[0]
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "said"),
+    [
+        ({"scope": 1}, TypeError, "scope must be a str, got 1 of type int"),
+        ({"scope": "a.b"}, ValueError, "scope must be a name without dots, got 'a.b'"),
+        ({"scope": ""}, ValueError, "scope must be a name without dots, got ''"),
+        ({"parent": "MODELS"}, TypeError, "parent must be a Registry or None, got str"),
+        ({"parent": Registry}, TypeError, "parent must be a Registry or None, got type"),
+    ],
+)
+def test_wrong_scopes_and_parents_are_refused_at_once(
+    options: dict[str, Any], kind: type[Exception], said: str
+) -> None:
+    with pytest.raises(kind, match=said):
+        Registry("things", **options)
+
+
+def test_a_refused_registry_is_nobodys_child(family: dict[str, Registry]) -> None:
+    with pytest.raises(ValueError, match="without dots"):
+        Registry("animals", parent=family["root"], scope="a.b")
+    assert set(family["root"].children) == {"hound", "samoyed"}
 
 
 def test_children_need_different_scopes(family: dict[str, Registry]) -> None:
@@ -212,6 +244,16 @@ def test_a_miss_answers_itself(registry: Registry, key: str, said: str) -> None:
     with pytest.raises(KeyError) as caught:
         registry.resolve(key)
     assert said in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["determinism", "functional", "SequentialSample", "net"])
+def test_only_what_is_near_and_of_the_kind_is_offered(name: str) -> None:
+    """torch.utils.data also has samplers, and names that hold others by chance."""
+    with pytest.raises(KeyError) as caught:
+        build_tree({"type": "SupervisedModel", "net": {"type": name}, "loss": None}, MODELS)
+    assert "did you mean" not in str(caught.value).partition("DATASETS")[2]
+    assert "ampler" not in miss(DATASETS, name).partition("registry")[2]
+    assert "guaranteed" not in miss(DATASETS, name).partition("registry")[2]
 
 
 def test_a_miss_names_the_scopes_and_the_relative_that_has_it(
