@@ -64,6 +64,27 @@ def test_all_mistakes_of_a_kind_are_told_at_once(
         assert right in line
 
 
+def test_an_own_module_that_fails_is_told_with_its_place(run: Path, capsys: Capture) -> None:
+    (run / "mine.py").write_text("def make():\n    return [][1]\n\n\nmake()\n")
+    words = ["check", "points.yaml", "hooks.mine.type=mine.Hook"]
+    assert main(words) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    told = (
+        "hooks.mine.type: mine cannot be imported: IndexError: list index out of range (mine.py:2)"
+    )
+    assert told in line
+    assert main([*words, "--debug"]) == 2
+    trace = capsys.readouterr().err
+    assert f'{run / "mine.py"}", line 5, in <module>' in trace
+    assert f'{run / "mine.py"}", line 2, in make' in trace
+
+
+def test_a_part_that_ends_the_program_is_a_mistake(run: Path, capsys: Capture) -> None:
+    (run / "ends.py").write_text("import sys\n\n\ndef net():\n    sys.exit('no licence')\n")
+    assert main(["check", "points.yaml", "model.net={type: ends.net}"]) == 2
+    assert "model: cannot be built: SystemExit: no licence" in capsys.readouterr().err
+
+
 def test_mistakes_that_need_no_class_are_told_without_torch(run: Path) -> None:
     script = (
         "import sys\n"
