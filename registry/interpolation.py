@@ -12,6 +12,7 @@ from .nodes import MAX_DEPTH, MAX_REPEATED, TOO_DEEP, KeyPath, Node, dotted, fro
 
 _OPEN = "${"
 _MISSING = "???"
+_REFERENCE = re.compile(r"\$\{([^${}:]+)\}")
 _MAX_TEXT = 10_000
 
 
@@ -44,11 +45,11 @@ def resolve(root: Node) -> Node:
         raise ConfigError(problems)
     if not waiting:
         return root
-    expansion = _Expansion(OmegaConf.create(root.plain()))
+    expansion = _Expansion(root)
     resolved: dict[KeyPath, Node] = {}
     for path, leaf in waiting:
         try:
-            resolved[path] = from_plain(expansion.value_at(path), leaf.origin, path)
+            resolved[path] = from_plain(expansion.value_at(path, leaf), leaf.origin, path)
         except (OmegaConfBaseException, RecursionError, TypeError, ValueError) as error:
             problems.append(Problem(dotted(path), _why(error, leaf, root), leaf.origin.text))
     if problems:
@@ -99,21 +100,40 @@ def _fault(text: str) -> str:
 class _Expansion:
     """Values with their interpolations resolved, as many as may be repeated."""
 
-    def __init__(self, conf: Any) -> None:
-        self._conf = conf
+    def __init__(self, root: Node) -> None:
+        self._root = root
+        self._conf = OmegaConf.create(root.plain())
         self._repeated = 0
+        self._sizes: dict[int, int] = {}
 
-    def value_at(self, path: KeyPath) -> Any:
+    def value_at(self, path: KeyPath, leaf: Node) -> Any:
         """Return the value at a path as plain dicts, lists and scalars."""
+        # Before OmegaConf is asked: it evaluates what a text repeats as often as it does.
+        self._repeated += self._size(leaf)
+        if self._repeated > MAX_REPEATED:
+            raise ValueError(f"interpolations that repeat more than {MAX_REPEATED:,} values")
         value = self._conf
         for key in path:
             value = value[key]
         return self._plain(value, len(path))
 
+    def _size(self, node: Node) -> int:
+        """Return how many values are evaluated for a node."""
+        if id(node) not in self._sizes:
+            # Of one that refers to itself OmegaConf tells.
+            self._sizes[id(node)] = 0
+            self._sizes[id(node)] = 1 + sum(map(self._size, self._below(node)))
+        return self._sizes[id(node)]
+
+    def _below(self, node: Node) -> list[Node]:
+        if isinstance(node.value, dict):
+            return list(node.value.values())
+        if isinstance(node.value, list):
+            return node.value
+        paths = [path.split(".") for path in _REFERENCE.findall(str(node.value))]
+        return [found for found, exists in map(self._root.find, paths) if exists]
+
     def _plain(self, value: Any, depth: int) -> Any:
-        self._repeated += 1
-        if self._repeated > MAX_REPEATED:
-            raise ValueError(f"interpolations that repeat more than {MAX_REPEATED:,} values")
         if depth > MAX_DEPTH:
             raise ValueError(TOO_DEEP)
         if isinstance(value, DictConfig):

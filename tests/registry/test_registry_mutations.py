@@ -120,8 +120,9 @@ def bomb(first: str, line: str, copy: str) -> str:
         bomb("b0: &b0 [1, 1, 1, 1, 1, 1, 1, 1, 1, 1]", "b{at}: &b{at} [{copies}]", "*b{at}"),
         bomb("b0: &b0 {k: 1}", "b{at}: &b{at} {{<<: [{copies}]}}", "*b{at}"),
         bomb("b0: [1, 1, 1, 1, 1, 1, 1, 1, 1, 1]", "b{at}: [{copies}]", "'${{b{at}}}'"),
+        bomb("b0: x", "b{at}: '{copies}'", "${{b{at}}}"),
     ],
-    ids=["lists", "merges", "interpolations"],
+    ids=["lists", "merges", "interpolations", "texts"],
 )
 def test_copies_of_copies_are_bounded(write: Write, text: str) -> None:
     """Neither memory nor time is spent on 10 ** 9 values: without a bound this would not end."""
