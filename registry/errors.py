@@ -20,7 +20,7 @@ _LIBRARIES = tuple(
     if name in ("stdlib", "platstdlib", "purelib", "platlib")
 )
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<name>\S+)')
-# Of a longer name so much must be what was written, for it to be offered.
+# Of a longer name that does not begin with it so much must be what was written.
 _PART = 0.4
 
 
@@ -72,7 +72,11 @@ def nearest(name: str, candidates: Iterable[str], limit: int = 3) -> list[str]:
     close = difflib.get_close_matches(wanted, by_lower, n=limit, cutoff=0.6)
     if len(wanted) >= 3:
         longest = len(wanted) / _PART
-        parts = (low for low in by_lower if wanted in low and len(low) <= longest)
+        parts = (
+            low
+            for low in by_lower
+            if low.startswith(wanted) or (wanted in low and len(low) <= longest)
+        )
         containing = sorted(parts, key=len)
         close += [low for low in containing if low not in close]
     return [by_lower[low] for low in close[:limit]]
