@@ -16,13 +16,18 @@ from .catalog import (
     PARAM_SCHEDULERS,
 )
 from .check_component import check_component
-from .check_config import check_config, examine_config
+from .check_config import check_config, examine_config, name_problems
 from .config import Config, config_from_dict, dump_config, format_config, load_config
-from .errors import ConfigError, Problem, did_you_mean, nearest
+from .errors import ConfigError, Problem, causes, did_you_mean, nearest, user_frame
 from .optimizer_sections import named_optimizers, optim_wrapper_sections, stepping_class
 from .paramwise import check_paramwise, default_of
 from .registry import Registry
-from .scan import Registration, list_registrations
+from .scan import (
+    Registration,
+    count_registered_modules,
+    list_registrations,
+    traverse_registry_tree,
+)
 from .schema import (
     DEFAULT_HOOKS,
     HOOK_TYPES,
@@ -65,10 +70,12 @@ __all__ = [
     "build_from_cfg",
     "build_model_from_cfg",
     "build_tree",
+    "causes",
     "check_component",
     "check_config",
     "check_paramwise",
     "config_from_dict",
+    "count_registered_modules",
     "default_of",
     "did_you_mean",
     "dump_config",
@@ -77,9 +84,12 @@ __all__ = [
     "format_config",
     "list_registrations",
     "load_config",
+    "name_problems",
     "named_optimizers",
     "nearest",
     "optim_wrapper_sections",
     "stepping_class",
     "supply_where_taken",
+    "traverse_registry_tree",
+    "user_frame",
 ]

@@ -5,8 +5,8 @@ from collections.abc import Iterable, Iterator
 from typing import Protocol
 
 from .definitions import find_definitions
-from .errors import did_you_mean
-from .imports import ModuleSources, import_path
+from .errors import RegistryKeyError, did_you_mean, shortened
+from .imports import FailedImportError, ModuleSources, import_path
 
 _FEW = 12
 
@@ -24,7 +24,7 @@ class Table(Protocol):
         ...
 
     def names(self) -> list[str]:
-        """Return what can be looked up."""
+        """Return what can be looked up and is of the registry's kind."""
         ...
 
     def family(self) -> Iterable["Table"]:
@@ -32,47 +32,62 @@ class Table(Protocol):
         ...
 
 
-def explain_miss(registry: Table, key: str) -> str:
-    """Return one line: what was looked for and where, near names, failed imports, definitions."""
-    parts = [_looked_for(registry, key), *_import_failure(registry, key)]
-    for member in _asked(registry):
-        parts += [
-            f"{name} failed to import: {why}" for name, why in member.sources.failures.items()
-        ]
-    parts += [definition.advice() for definition in find_definitions(key.rpartition(".")[2])]
-    return "; ".join(parts)
+def missed(registry: Table, key: str) -> RegistryKeyError:
+    """Return the error that says on one line what was looked for and where.
+
+    A module that fails to import comes first, and is the cause: nothing else may be wrong. Else
+    near names follow, and where something of that name is defined.
+    """
+    first: list[ImportError] = []
+    remarks: list[str] = []
+    if _may_be_path(registry, key):
+        try:
+            import_path(key)
+        except FailedImportError as error:
+            first = [error]
+        except ImportError as error:
+            remarks = [shortened(str(error), 200)]
+        else:
+            remarks = [f"{shortened(key)} can be imported but is neither a class nor a function"]
+    looked_for = _looked_for(registry, key) + ("" if first else near_names(registry, key))
+    for member in (registry, *ancestors(registry)):
+        for name, failure in member.sources.failures.items():
+            # What is to register itself must be there; the packages behind a namespace may lack.
+            first += [failure] if name in member.sources.locations else []
+            remarks += [] if name in member.sources.locations else [str(failure)]
+    definitions = [one.advice() for one in find_definitions(key.rpartition(".")[2])]
+    missing = RegistryKeyError("; ".join([*map(str, first), looked_for, *remarks, *definitions]))
+    missing.__cause__ = first[0] if first else None
+    return missing
 
 
-def _looked_for(registry: Table, key: str) -> str:
-    family, asked = list(registry.family()), _asked(registry)
+def near_names(registry: Table, key: str) -> str:
+    """Return "; did you mean A or B?", or all names where they are few, or ""."""
+    asked = [registry, *ancestors(registry)]
     candidates = [name for member in asked for name in member.names()]
-    for member in family:
+    for member in registry.family():
         if member not in asked:
             candidates += [f"{member.scope}.{name}" for name in member.names()]
-    scopes = ", ".join(member.scope for member in family)
-    label = f"scope {scopes}" if len(family) == 1 else f"scopes {scopes}"
-    text = f"{key} is not in the registry {registry.name} ({label})"
     hint = did_you_mean(key, candidates) or did_you_mean(key.rpartition(".")[2], candidates)
     if not hint and 0 < len(candidates) <= _FEW:
         hint = f"; it has {', '.join(candidates)}"
-    return text + hint
+    return hint
 
 
-def _import_failure(registry: Table, key: str) -> Iterator[str]:
-    package = key.partition(".")[0]
+def ancestors(registry: Table) -> Iterator[Table]:
+    """Yield the parent of a registry, its parent, and so on up to the root."""
+    while (parent := registry.parent) is not None:
+        registry = parent
+        yield registry
+
+
+def _looked_for(registry: Table, key: str) -> str:
+    scopes = [member.scope for member in registry.family()]
+    related = f" (scopes {', '.join(scopes)})" if len(scopes) > 1 else ""
+    return f"{shortened(key)} is not in the {registry.scope}::{registry.name} registry{related}"
+
+
+def _may_be_path(registry: Table, key: str) -> bool:
+    package, dot, _ = key.partition(".")
     scopes = {member.scope for member in registry.family()}
-    if "." not in key or (package in scopes and package not in sys.modules):
-        return
-    try:
-        import_path(key)
-    except ImportError as error:
-        yield str(error)
-    else:
-        yield f"{key} can be imported but is neither a class nor a function"
-
-
-def _asked(registry: Table) -> list[Table]:
-    chain = [registry]
-    while (parent := chain[-1].parent) is not None:
-        chain.append(parent)
-    return chain
+    return bool(dot) and (package not in scopes or package in sys.modules)

@@ -1,6 +1,7 @@
 """From a dict with a `type` to the object that it describes."""
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from importlib import import_module
 from typing import Any, Protocol, runtime_checkable
 
@@ -22,6 +23,10 @@ class NameTable(Protocol):
         """Return the registry of the family that has that scope."""
         ...
 
+    def switch_scope_and_registry(self, scope: str | None) -> AbstractContextManager["NameTable"]:
+        """Return a context in which names are looked up from the registry of that scope."""
+        ...
+
 
 def build_from_cfg(
     cfg: Mapping[str, Any], registry: NameTable, default_args: Mapping[str, Any] | None = None
@@ -29,7 +34,9 @@ def build_from_cfg(
     """Build the object that `cfg` describes: its `type`, called with the other keys.
 
     Nested dicts are passed as they are. Neither `cfg` nor `default_args` is changed; where both
-    have a key, `cfg` wins. `_scope_` in `cfg` looks the type up from the registry of that scope.
+    have a key, `cfg` wins. Both may be any mapping, and mmengine's `Config` and `ConfigDict`.
+    `_scope_` in `cfg` looks the type up from the registry of that scope, and so what the
+    constructor builds in its turn.
 
     Raises:
         TypeError: `cfg` is no mapping, `type` neither a name nor something to call, or the
@@ -41,10 +48,11 @@ def build_from_cfg(
     if not isinstance(registry, NameTable):
         raise TypeError(f"registry must be a Registry, got {type(registry).__name__}")
     scope = args.pop("_scope_", None)
-    table = registry if scope is None else registry.at_scope(scope)
-    target = find_type(args.pop("type"), table)
-    check_arguments(target, args)
-    return target(**args)
+    start = registry if scope is None else registry.at_scope(scope)
+    with start.switch_scope_and_registry(scope) as table:
+        target = find_type(args.pop("type"), table)
+        check_arguments(target, args)
+        return target(**args)
 
 
 def build_model_from_cfg(
@@ -80,12 +88,20 @@ def check_arguments(target: Any, args: Mapping[str, Any]) -> None:
         raise TypeError(f"{'; '.join(lines)}; the signature is {signature_text(target)}")
 
 
+def is_dict_like(cfg: Any) -> bool:
+    """Whether `cfg` is a mapping or has what building needs of one, as mmengine's `Config`."""
+    return isinstance(cfg, Mapping) or (
+        hasattr(type(cfg), "__getitem__") and callable(getattr(cfg, "items", None))
+    )
+
+
 def _merged(cfg: Mapping[str, Any], default_args: Mapping[str, Any] | None) -> dict[str, Any]:
-    if not isinstance(cfg, Mapping):
+    if not is_dict_like(cfg):
         raise TypeError(f"cfg must be a dict with a type, got {type(cfg).__name__}")
-    if default_args is not None and not isinstance(default_args, Mapping):
+    if default_args is not None and not is_dict_like(default_args):
         raise TypeError(f"default_args must be a dict or None, got {type(default_args).__name__}")
-    args = {**(default_args or {}), **cfg}
+    # By items(): a config of mmengine that imports lazily imports its types there.
+    args = {**dict((default_args or {}).items()), **dict(cfg.items())}
     if "type" not in args:
         given = ", ".join(str(key) for key in args) or "nothing"
         raise RegistryKeyError(f'cfg or default_args must contain the key "type", got {given}')

@@ -9,7 +9,13 @@ from .registry import Registry
 _WRAPPERS = ("stepwrap.wrappers",)
 _LOOPS = ("stepwrap.loops",)
 
-MODELS = Registry("MODELS", build_model_from_cfg, locations=_WRAPPERS, namespaces=("torch.nn",))
+MODELS = Registry(
+    "MODELS",
+    build_model_from_cfg,
+    locations=_WRAPPERS,
+    namespaces=("torch.nn",),
+    kind="torch.nn.Module",
+)
 MODEL_WRAPPERS = Registry(
     "MODEL_WRAPPERS",
     locations=_WRAPPERS,
@@ -26,12 +32,16 @@ OPTIMIZERS = Registry(
     "OPTIMIZERS",
     locations=_WRAPPERS,
     namespaces=("torch.optim", "stepwrap.wrappers.post_local_sgd"),
+    kind="torch.optim.Optimizer",
 )
 OPTIM_WRAPPERS = Registry("OPTIM_WRAPPERS", locations=_WRAPPERS)
 PARAM_SCHEDULERS = Registry(
-    "PARAM_SCHEDULERS", locations=_LOOPS, namespaces=("torch.optim.lr_scheduler",)
+    "PARAM_SCHEDULERS",
+    locations=_LOOPS,
+    namespaces=("torch.optim.lr_scheduler",),
+    kind="torch.optim.lr_scheduler.LRScheduler",
 )
-DATASETS = Registry("DATASETS", namespaces=("torch.utils.data",))
+DATASETS = Registry("DATASETS", namespaces=("torch.utils.data",), kind="torch.utils.data.Dataset")
 DATALOADERS = Registry("DATALOADERS", locations=_LOOPS)
 METRICS = Registry(
     "METRICS",
@@ -43,6 +53,7 @@ METRICS = Registry(
         "torchmetrics.aggregation",
         "torchmetrics",
     ),
+    kind="torchmetrics.Metric",
 )
 LOOPS = Registry("LOOPS", locations=_LOOPS)
 HOOKS = Registry("HOOKS", locations=_LOOPS)

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,17 +16,16 @@ from .catalog import (
     MODEL_WRAPPERS,
     MODELS,
 )
-from .check_component import check_component
+from .check_component import check_component, type_problem, with_type
 from .config import Config, config_from_dict
-from .config_files import shown
-from .errors import ConfigError, Problem, did_you_mean, shown_value
+from .errors import ConfigError, Problem, did_you_mean, shown, shown_value
 from .imports import import_path
 from .optimizer_sections import optimization_problems, with_wrapper_type
 from .registry import Registry
 from .schema import DEFAULT_HOOKS, HOOK_TYPES, Component, RunSections, SchedulerSection
 from .step_function import find_train_step
 from .typed import check_section
-from .user_modules import import_entry, make_importable
+from .user_modules import find_entry, import_entry, make_importable
 
 _LOOP_ARGS = ("dataloader", "metrics")
 # Section -> its registry and the arguments that the run supplies.
@@ -38,7 +38,17 @@ _PARTS: dict[str, tuple[Registry, tuple[str, ...]]] = {
 }
 _IMPLIED_TYPES = {"val": "ValLoop", "test": "TestLoop"}
 _LOADERS = ("train", "val", "test")
+_WATCHING = ("metric", "keep_best")
 _SCHEDULER_KEYS = ("by", "after", "until", "metric", "optimizer")
+
+
+def name_problems(cfg: Mapping[str, Any]) -> list[Problem]:
+    """Return the mistakes in a run config that can be told without any class, located.
+
+    Those are keys, values of the sections, and names of what the config itself has. Neither the
+    modules named in `imports` nor torch are imported for that: it takes milliseconds.
+    """
+    return _examined(cfg, imports=False).problems
 
 
 def check_config(cfg: Mapping[str, Any]) -> RunSections:
@@ -71,6 +81,10 @@ class Examination(NamedTuple):
 
 def examine_config(cfg: Mapping[str, Any]) -> Examination:
     """Check as `check_config` does, and return also what is right beside the mistakes."""
+    return _examined(cfg, imports=True)
+
+
+def _examined(cfg: Mapping[str, Any], *, imports: bool) -> Examination:
     config = cfg if isinstance(cfg, Config) else config_from_dict(cfg)
     values = config.to_dict()
     problems: list[Problem] = []
@@ -80,8 +94,8 @@ def examine_config(cfg: Mapping[str, Any]) -> Examination:
     typed: list[Problem] = []
     sections = check_section(RunSections, values, "", typed)
     problems += typed
-    problems += _import_problems(values.get("imports"), config.path.parent)
-    problems += _part_problems(values, hooks, schedulers)
+    failed = list(_import_problems(values.get("imports"), config.path.parent, imports=imports))
+    problems += _part_problems(values, hooks, schedulers, imports=imports)
     problems += _need_problems(values)
     if sections is None:
         sections = _readable(values, typed)
@@ -92,8 +106,12 @@ def examine_config(cfg: Mapping[str, Any]) -> Examination:
             schedulers=list(schedulers.values()),
             run_dir=sections.run_dir or f"runs/{sections.name}",
         )
-    faulty = frozenset(problem.key.partition(".")[0] for problem in problems)
-    return Examination(sections, _located(problems, config), faulty)
+    faulty = frozenset(problem.key.partition(".")[0] for problem in [*failed, *problems])
+    if sections is not None and not faulty & {"metrics", "hooks", "schedulers"}:
+        problems += _metric_problems(sections)
+    # What cannot be imported comes first: names may be missing for that reason alone.
+    located = [*_located(failed, config), *_located(problems, config)]
+    return Examination(sections, located, faulty)
 
 
 def _readable(values: Mapping[str, Any], problems: list[Problem]) -> RunSections | None:
@@ -111,7 +129,7 @@ def _with_implied(values: Mapping[str, Any]) -> dict[str, Any]:
         wanted = isinstance(data, dict) and data.get(key) is not None
         given = full.get(key, {} if wanted else None)
         if isinstance(given, dict):
-            full[key] = {"type": kind, **given}
+            full[key] = with_type(given, kind)
     optim_wrapper = full.get("optim_wrapper", {})
     if isinstance(optim_wrapper, dict):
         full["optim_wrapper"] = with_wrapper_type(optim_wrapper, full.get("optimizer"))
@@ -131,6 +149,8 @@ def _hooks(given: Any, problems: list[Problem]) -> dict[str, Component]:
         if not isinstance(own, dict):
             what = f"must be true, false or the hook's settings, got {shown_value(settings)}"
             problems.append(Problem(f"hooks.{name}", what))
+        elif (misspelt := type_problem(own, f"hooks.{name}")) is not None:
+            problems.append(misspelt)
         elif "type" not in own and name not in HOOK_TYPES:
             hint = did_you_mean(name, HOOK_TYPES)
             what = f"needs a type, only {', '.join(HOOK_TYPES)} go without{hint}"
@@ -160,53 +180,63 @@ def _schedulers(given: Any, problems: list[Problem]) -> dict[str, SchedulerSecti
     return found
 
 
-def _import_problems(entries: Any, folder: Path) -> Iterator[Problem]:
+def _import_problems(entries: Any, folder: Path, *, imports: bool) -> Iterator[Problem]:
     make_importable(folder)
     make_importable(Path.cwd())
     for at, entry in enumerate(entries if isinstance(entries, list) else []):
         if isinstance(entry, str):
             try:
-                import_entry(entry)
+                import_entry(entry) if imports else find_entry(entry)
             except ImportError as error:
-                yield Problem(f"imports.{at}", str(error))
+                yield Problem(f"imports.{at}", str(error), cause=error)
 
 
 def _part_problems(
     values: Mapping[str, Any],
     hooks: Mapping[str, Component],
     schedulers: Mapping[str, SchedulerSection],
+    *,
+    imports: bool,
 ) -> Iterator[Problem]:
+    check = partial(check_component, imports=imports)
     for key, (registry, runtime_args) in _PARTS.items():
         if isinstance(values.get(key), dict):
-            yield from check_component(values[key], registry, key, runtime_args)
-    yield from optimization_problems(values, schedulers)
+            yield from check(values[key], registry, key, runtime_args)
+    yield from optimization_problems(values, schedulers, imports=imports)
     for name, hook in hooks.items():
-        yield from check_component(hook, HOOKS, f"hooks.{name}")
-    if isinstance(values.get("train_step"), str | dict):
-        try:
-            find_train_step(values["train_step"])
-        except (ImportError, TypeError) as error:
-            yield Problem("train_step", str(error))
+        yield from check(hook, HOOKS, f"hooks.{name}")
+    yield from _train_step_problems(values.get("train_step"), imports=imports)
     metrics = values.get("metrics")
     for name, metric in metrics.items() if isinstance(metrics, dict) else ():
-        yield from check_component(metric, METRICS, f"metrics.{name}")
+        yield from check(metric, METRICS, f"metrics.{name}")
     data = values.get("data")
     for name in _LOADERS:
         loader = data.get(name) if isinstance(data, dict) else None
         if isinstance(loader, dict) and "type" in loader:
-            yield from check_component(loader, DATALOADERS, f"data.{name}")
+            yield from check(loader, DATALOADERS, f"data.{name}")
         elif isinstance(loader, dict):
-            yield from _loader_problems(loader, f"data.{name}")
+            yield from _loader_problems(loader, f"data.{name}", imports=imports)
 
 
-def _loader_problems(loader: Mapping[str, Any], where: str) -> Iterator[Problem]:
+def _train_step_problems(setting: Any, *, imports: bool) -> Iterator[Problem]:
+    misspelt = type_problem(setting, "train_step") if isinstance(setting, dict) else None
+    if misspelt is not None:
+        yield misspelt
+    elif imports and isinstance(setting, str | dict):
+        try:
+            find_train_step(setting)
+        except (ImportError, TypeError) as error:
+            yield Problem("train_step", str(error), cause=error)
+
+
+def _loader_problems(loader: Mapping[str, Any], where: str, *, imports: bool) -> Iterator[Problem]:
     if isinstance(loader.get("dataset"), dict):
-        yield from check_component(loader["dataset"], DATASETS, f"{where}.dataset")
-    if isinstance(loader.get("collate"), str):
+        yield from check_component(loader["dataset"], DATASETS, f"{where}.dataset", imports=imports)
+    if imports and isinstance(loader.get("collate"), str):
         try:
             import_path(loader["collate"])
         except ImportError as error:
-            yield Problem(f"{where}.collate", str(error))
+            yield Problem(f"{where}.collate", str(error), cause=error)
 
 
 def _need_problems(values: Mapping[str, Any]) -> Iterator[Problem]:
@@ -221,6 +251,29 @@ def _need_problems(values: Mapping[str, Any]) -> Iterator[Problem]:
         yield Problem("optimizer", "this setting is missing: train needs an optimizer")
     if not loops:
         yield Problem("", "nothing to run: set train, or data for val or test")
+
+
+def _metric_problems(run: RunSections) -> Iterator[Problem]:
+    """Yield the metrics that hooks and schedulers watch and the run does not have."""
+    watched = {
+        f"hooks.{name}.{key}": settings.get(key)
+        for name, settings in run.hooks.items()
+        for key in _WATCHING
+    }
+    several = len(run.schedulers) > 1
+    for at, one in enumerate(run.schedulers):
+        where = f"schedulers.{at}" if several else "schedulers"
+        watched[f"{where}.metric"] = one.metric
+        if one.metric is None and one.scheduler["type"] == "ReduceLROnPlateau":
+            yield Problem(f"{where}.metric", "is missing: ReduceLROnPlateau watches a metric")
+    if len({one.metric for one in run.schedulers} - {None}) > 1:
+        yield Problem("schedulers", "all that watch a metric must watch the same one")
+    for where, metric in watched.items():
+        # A metric with several results is "name/part" in the records.
+        if isinstance(metric, str) and metric.split("/")[0] not in run.metrics:
+            known = ", ".join(run.metrics) or "none"
+            what = f"there is no metric {metric!r}{did_you_mean(metric, run.metrics)}"
+            yield Problem(where, f"{what}; the run's metrics are: {known}")
 
 
 def _located(problems: list[Problem], config: Config) -> list[Problem]:

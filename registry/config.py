@@ -5,8 +5,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from .config_files import find_config, read_config, shown
-from .errors import ConfigError, Problem
+from .config_files import find_config, read_config
+from .errors import ConfigError, Problem, shown
 from .interpolation import escaped, resolve
 from .nodes import Key, Node, Origin, from_plain, replaced
 from .overrides import apply_overrides

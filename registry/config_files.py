@@ -8,13 +8,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from .errors import ConfigError, Problem, describe, did_you_mean, nearest, one_of
+from .errors import ConfigError, Problem, describe, did_you_mean, nearest, one_of, shortened, shown
 from .imports import IMPORT_FAILURES
 from .nodes import Node, Origin, from_plain, merge
 from .yaml_text import parse
 
 _BASE = "_base_"
 _SHIPPED = "stepwrap.configs"
+_MAX_CHAIN = 50
 
 
 def find_config(name: str | os.PathLike[str], folder: Path, origin: str = "") -> Path:
@@ -23,13 +24,14 @@ def find_config(name: str | os.PathLike[str], folder: Path, origin: str = "") ->
     Raises:
         ConfigError: there is no such file.
     """
-    path = folder / Path(name).expanduser()
-    if path.is_file():
+    path = folder / os.path.expanduser(name)
+    # os.path's: a name that no path can have is that of no file.
+    if os.path.isfile(path):
         return path
     shipped = _shipped_configs()
     if str(name) in shipped:
         return shipped[str(name)]
-    if path.is_dir():
+    if os.path.isdir(path):
         what = f"{name} is a folder, not a config file"
     else:
         # The suffix is the same for all, so only the stems are compared.
@@ -39,7 +41,7 @@ def find_config(name: str | os.PathLike[str], folder: Path, origin: str = "") ->
         hint = f"; did you mean {one_of(near)}?" if near else ""
         if not hint and not path.suffix and shipped:
             hint = f"; shipped configs: {', '.join(shipped)}"
-        what = f"there is no config file {name}{hint}"
+        what = f"there is no config file {shortened(str(name))}{hint}"
     raise ConfigError([Problem("", what, origin)])
 
 
@@ -65,15 +67,11 @@ def read_config(path: Path, including: tuple[Path, ...] = ()) -> Node:
         if Path(os.path.abspath(parent)) in chain:
             loop = " -> ".join(shown(one) for one in (*chain, parent))
             raise ConfigError([Problem(_BASE, f"the files include each other: {loop}", origin)])
+        if len(chain) > _MAX_CHAIN:
+            what = f"more than {_MAX_CHAIN} files that build on one another"
+            raise ConfigError([Problem(_BASE, what, origin)])
         base = merge(base, read_config(parent, chain))
     return merge(base, own)
-
-
-def shown(path: Path) -> str:
-    """Return a path as a user would write it: relative when it is under the cwd."""
-    absolute = Path(os.path.abspath(path))
-    cwd = Path.cwd()
-    return str(absolute.relative_to(cwd) if absolute.is_relative_to(cwd) else absolute)
 
 
 def _base_names(node: Node) -> list[tuple[str, str]]:
@@ -137,7 +135,7 @@ def _error(path: Path, what: str, line: int | None = None) -> ConfigError:
 
 
 def _sources_in(folder: Path) -> list[Path]:
-    if not folder.is_dir():
+    if not os.path.isdir(folder):
         return []
     return sorted(p for p in folder.iterdir() if p.suffix in (".yaml", ".yml", ".py"))
 

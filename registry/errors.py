@@ -1,8 +1,27 @@
 """What is said about a wrong name or a wrong setting."""
 
 import difflib
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+import os
+import re
+import sysconfig
+import traceback
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+_ROOT = Path(__file__).resolve().parent.parent
+_OWN = tuple(
+    f"{_ROOT / name}/" for name in ("collectives", "loops", "registry", "runner", "wrappers")
+)
+_LIBRARIES = tuple(
+    f"{Path(path).resolve()}/"
+    for name, path in sysconfig.get_paths().items()
+    if name in ("stdlib", "platstdlib", "purelib", "platlib")
+)
+_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<name>\S+)')
+# Of a longer name that does not begin with it so much must be what was written.
+_PART = 0.4
 
 
 @dataclass(frozen=True)
@@ -13,11 +32,13 @@ class Problem:
         key: dotted path of the setting, "" for the file as a whole.
         what: the sentence for the user, without file and key.
         origin: "file:line" or "override a.b=1", "" where unknown.
+        cause: the error that told of it, with its traceback.
     """
 
     key: str
     what: str
     origin: str = ""
+    cause: BaseException | None = field(default=None, compare=False, repr=False)
 
     def __str__(self) -> str:
         return ": ".join(part for part in (self.origin, self.key, self.what) if part)
@@ -29,6 +50,7 @@ class ConfigError(Exception):
     def __init__(self, problems: Sequence[Problem]) -> None:
         super().__init__(list(problems))
         self.problems = list(problems)
+        self.__cause__ = next((one.cause for one in self.problems if one.cause), None)
 
     def __str__(self) -> str:
         return "\n".join(str(problem) for problem in self.problems)
@@ -49,7 +71,13 @@ def nearest(name: str, candidates: Iterable[str], limit: int = 3) -> list[str]:
     wanted = name.lower()
     close = difflib.get_close_matches(wanted, by_lower, n=limit, cutoff=0.6)
     if len(wanted) >= 3:
-        containing = sorted((low for low in by_lower if wanted in low), key=len)
+        longest = len(wanted) / _PART
+        parts = (
+            low
+            for low in by_lower
+            if low.startswith(wanted) or (wanted in low and len(low) <= longest)
+        )
+        containing = sorted(parts, key=len)
         close += [low for low in containing if low not in close]
     return [by_lower[low] for low in close[:limit]]
 
@@ -71,11 +99,79 @@ def shown_value(value: object) -> str:
     """Return a setting as messages show it: null and true as in YAML, not too long."""
     if value is None or isinstance(value, bool):
         return "null" if value is None else str(value).lower()
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
+    return shortened(repr(value))
+
+
+def shortened(text: str, most: int = 80) -> str:
+    """Return a text of at most so many characters."""
+    return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
 def describe(error: BaseException) -> str:
     """Return "TypeError: text" on one line."""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def describe_at(error: BaseException) -> str:
+    """Return "TypeError: text (my_file.py:3)" on one line, with the user's own file and line."""
+    frame = user_frame(error)
+    if frame is None:
+        return describe(error)
+    if isinstance(error, SyntaxError):
+        text = f"{type(error).__name__}: {error.msg}"
+    else:
+        text = describe(error)
+    return f"{text} ({shown(frame.file)}:{frame.line})"
+
+
+def shown(path: str | os.PathLike[str]) -> str:
+    """Return a path as a user would write it: relative when it is under the cwd."""
+    absolute = Path(os.path.abspath(path))
+    cwd = Path.cwd()
+    return str(absolute.relative_to(cwd) if absolute.is_relative_to(cwd) else absolute)
+
+
+class UserFrame(NamedTuple):
+    """A place in a file that is neither ours nor of an installed package."""
+
+    file: str
+    line: int
+    function: str
+
+
+def user_frame(error: BaseException) -> UserFrame | None:
+    """Return the innermost place in the user's own files that led to `error`."""
+    for one in causes(error):
+        for frame in reversed(list(_frames(one))):
+            if _is_users(frame.file):
+                return frame
+    return None
+
+
+def _frames(error: BaseException) -> Iterator[UserFrame]:
+    """Yield where an error was raised, outermost first."""
+    for frame in traceback.extract_tb(error.__traceback__):
+        yield UserFrame(frame.filename, frame.lineno or 0, frame.name)
+    if isinstance(error, SyntaxError):
+        yield UserFrame(error.filename or "<unknown>", error.lineno or 0, "<module>")
+    # An error of a data-loading worker carries its traceback as text.
+    for match in _FRAME.finditer(str(error)):
+        yield UserFrame(match["file"], int(match["line"]), match["name"])
+
+
+def causes(error: BaseException) -> Iterator[BaseException]:
+    """Yield an error, then what led to it, as a printed traceback has them."""
+    seen: set[int] = set()
+    current: BaseException | None = error
+    while current is not None and id(current) not in seen:
+        seen.add(id(current))
+        yield current
+        current = current.__cause__ or (
+            None if current.__suppress_context__ else current.__context__
+        )
+
+
+def _is_users(file: str) -> bool:
+    path = str(Path(file).resolve())
+    return not file.startswith("<") and not path.startswith((*_OWN, *_LIBRARIES))

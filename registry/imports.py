@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from types import ModuleType
 from typing import Any
 
-from .errors import describe, did_you_mean
+from .errors import describe_at, did_you_mean
 
 # An import runs foreign code, which may also call sys.exit().
 IMPORT_FAILURES = (Exception, SystemExit)
@@ -50,13 +50,17 @@ class _AbsentError(ImportError):
     """There is no module of that name."""
 
 
+class FailedImportError(ImportError):
+    """A module is there and fails when it is imported; what it raised is the cause."""
+
+
 def _import(name: str, text_if_absent: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     except IMPORT_FAILURES as error:
         if isinstance(error, ModuleNotFoundError) and error.name == name:
             raise _AbsentError(text_if_absent) from error
-        raise ImportError(f"{name} cannot be imported: {describe(error)}") from error
+        raise FailedImportError(f"{name} cannot be imported: {describe_at(error)}") from error
 
 
 class ModuleSources:
@@ -65,13 +69,21 @@ class ModuleSources:
     Args:
         locations: modules that register things when they are imported.
         namespaces: modules whose public classes are found by their bare names.
+        kind: the import path of the base class of what `names` returns of the namespaces.
     """
 
-    def __init__(self, locations: Iterable[str] = (), namespaces: Iterable[str] = ()) -> None:
+    def __init__(
+        self,
+        locations: Iterable[str] = (),
+        namespaces: Iterable[str] = (),
+        kind: str | None = None,
+    ) -> None:
         self.locations = tuple(locations)
         self.namespaces = tuple(namespaces)
-        self.failures: dict[str, str] = {}
+        self.kind = kind
+        self.failures: dict[str, FailedImportError] = {}
         self._modules: dict[str, ModuleType | None] = {}
+        self._names: dict[str, list[str]] = {}
 
     def load_locations(self) -> None:
         """Import what has not been imported; failures are kept, not raised."""
@@ -87,13 +99,17 @@ class ModuleSources:
         return None
 
     def names(self) -> list[str]:
-        """Return the names of the public classes of all namespaces."""
-        found = [
-            name
-            for namespace in self.namespaces
-            for name, value in inspect.getmembers(self._load(namespace))
-            if self._offers(namespace, name, value)
-        ]
+        """Return the names of the public classes of all namespaces that are of the kind."""
+        for namespace in self.namespaces:
+            if namespace not in self._names:
+                members = inspect.getmembers(self._load(namespace), inspect.isclass)
+                base = object if self.kind is None else import_path(self.kind)
+                self._names[namespace] = [
+                    name
+                    for name, value in members
+                    if self._offers(namespace, name, value) and issubclass(value, base)
+                ]
+        found = (name for namespace in self.namespaces for name in self._names[namespace])
         return list(dict.fromkeys(found))
 
     def _offers(self, namespace: str, name: str, value: object) -> bool:
@@ -112,5 +128,7 @@ class ModuleSources:
             try:
                 self._modules[name] = importlib.import_module(name)
             except IMPORT_FAILURES as error:
-                self.failures[name] = describe(error)
+                failure = FailedImportError(f"{name} failed to import: {describe_at(error)}")
+                failure.__cause__ = error
+                self.failures[name] = failure
         return self._modules[name]

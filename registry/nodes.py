@@ -1,7 +1,9 @@
 """Settings as a tree in which every value remembers what set it."""
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -10,6 +12,11 @@ Key: TypeAlias = str | int
 KeyPath: TypeAlias = tuple[Key | int, ...]
 
 DELETE = "_delete_"
+# Each level takes several frames of Python's stack in whatever walks through a config.
+MAX_DEPTH = 50
+TOO_DEEP = f"nested more than {MAX_DEPTH} levels deep"
+# How many values aliases and interpolations may add by repeating others.
+MAX_REPEATED = 10_000
 
 
 @dataclass(frozen=True)
@@ -41,19 +48,33 @@ class Node:
     def child(self, key: Key) -> "Node | None":
         """Return the node under a key or at a list position, None when there is none."""
         if isinstance(self.value, dict):
-            if key in self.value:
-                return self.value[key]
-            return next((node for name, node in self.value.items() if str(name) == str(key)), None)
+            return self.value.get(self.own_key(key))
         if isinstance(self.value, list) and str(key).isdecimal() and int(key) < len(self.value):
             return self.value[int(key)]
         return None
+
+    def own_key(self, key: Key) -> Key:
+        """Return a key of a mapping as the mapping has it: a path's "1" may be its 1."""
+        assert isinstance(self.value, dict)
+        if key in self.value:
+            return key
+        if isinstance(key, int):
+            return str(key)
+        number = int(key) if re.fullmatch(r"-?[0-9]{1,30}", key) else None
+        return number if number in self.value and str(number) == key else key
+
+    @cached_property
+    def _dots(self) -> int:
+        """How many dots the keys have at most."""
+        keys = self.value if isinstance(self.value, dict) else ()
+        return max((str(key).count(".") for key in keys), default=0)
 
     def find(self, path: Sequence[Key]) -> tuple["Node", bool]:
         """Return the node at `path`, or its nearest ancestor, and whether all of it exists."""
         node, rest = self, list(path)
         while rest:
             # A key may have dots itself: the longest that exists is taken.
-            ends = range(len(rest), 0, -1)
+            ends = range(min(len(rest), node._dots + 1), 0, -1)
             keys = ((rest[0] if end == 1 else dotted(rest[:end]), end) for end in ends)
             found = next(((c, end) for key, end in keys if (c := node.child(key))), None)
             if found is None:
@@ -116,7 +137,7 @@ def replaced(root: Node, path: Sequence[Key], new: Node) -> Node:
         items[int(key)] = replaced(items[int(key)], rest, new)
         return Node(items, root.origin)
     below = dict(root.value) if isinstance(root.value, dict) else {}
-    name = next((own for own in below if str(own) == str(key)), key)
+    name = root.own_key(key) if below else key
     below[name] = replaced(below.get(name, Node({}, new.origin)), rest, new)
     return Node(below, root.origin)
 
@@ -129,6 +150,8 @@ def from_plain(value: Any, origin: Origin, path: KeyPath = ()) -> Node:
     Raises:
         TypeError: a value or key that a config cannot hold; the text names its path.
     """
+    if len(path) > MAX_DEPTH:
+        raise TypeError(f"{dotted(path[:3])}: {TOO_DEEP}")
     if isinstance(value, Mapping):
         for key in value:
             if isinstance(key, bool) or not isinstance(key, str | int):

@@ -1,11 +1,12 @@
 """The sections `optimizer`, `optim_wrapper` and `schedulers`, of one optimizer or several."""
 
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
 from .build import find_type
 from .catalog import OPTIM_WRAPPERS, OPTIMIZERS, PARAM_SCHEDULERS
-from .check_component import check_component
+from .check_component import check_component, with_type
 from .errors import Problem, did_you_mean, one_of, shown_value
 from .paramwise import check_paramwise
 from .schema import SchedulerSection
@@ -41,7 +42,7 @@ def with_wrapper_type(optim_wrapper: Mapping[str, Any], optimizer: Any) -> dict[
     """Return the settings of an optimizer wrapper with their type, or those by name as they are."""
     if _by_name(optim_wrapper, named_optimizers(optimizer)):
         return dict(optim_wrapper)
-    return {"type": _WRAPPER, **optim_wrapper}
+    return with_type(optim_wrapper, _WRAPPER)
 
 
 def optim_wrapper_sections(optim_wrapper: Mapping[str, Any], optimizer: Any) -> dict[str, Any]:
@@ -51,42 +52,49 @@ def optim_wrapper_sections(optim_wrapper: Mapping[str, Any], optimizer: Any) -> 
     """
     names = named_optimizers(optimizer)
     if not _by_name(optim_wrapper, names):
-        common = {"type": _WRAPPER, **optim_wrapper}
+        common = with_type(optim_wrapper, _WRAPPER)
         return dict.fromkeys(names, common) or {"": common}
     own = {name: optim_wrapper.get(name) or {} for name in (*names, *optim_wrapper)}
     return {
-        name: {"type": _WRAPPER, **one} if isinstance(one, Mapping) else one
+        name: with_type(one, _WRAPPER) if isinstance(one, Mapping) else one
         for name, one in own.items()
     }
 
 
 def optimization_problems(
-    values: Mapping[str, Any], schedulers: Mapping[str, SchedulerSection]
+    values: Mapping[str, Any], schedulers: Mapping[str, SchedulerSection], *, imports: bool
 ) -> Iterator[Problem]:
-    """Yield what is wrong with the three sections of a run config."""
+    """Yield what is wrong with the three sections of a run config.
+
+    Args:
+        imports: False looks only at what needs no class.
+    """
     optimizer = values.get("optimizer")
     names = named_optimizers(optimizer)
     for name, one in names.items():
-        yield from _optimizer_problems(one, f"optimizer.{name}", several=True)
+        yield from _optimizer_problems(one, f"optimizer.{name}", several=True, imports=imports)
     if not names and isinstance(optimizer, Mapping):
-        yield from _optimizer_problems(optimizer, "optimizer", several=False)
+        yield from _optimizer_problems(optimizer, "optimizer", several=False, imports=imports)
     optim_wrapper = values.get("optim_wrapper")
     if isinstance(optim_wrapper, Mapping):
-        yield from _wrapper_problems(optim_wrapper, names, optimizer)
+        yield from _wrapper_problems(optim_wrapper, names, optimizer, imports)
     for where, section in schedulers.items():
-        yield from check_component(section.scheduler, PARAM_SCHEDULERS, where, ("optimizer",))
+        scheduler, supplied = section.scheduler, ("optimizer",)
+        yield from check_component(scheduler, PARAM_SCHEDULERS, where, supplied, imports=imports)
         yield from _choice_problems(section, where, names)
         if section.until is not None and section.until <= section.after:
             what = f"must be greater than after ({section.after}), got {section.until}"
             yield Problem(f"{where}.until", what)
 
 
-def _optimizer_problems(settings: Any, where: str, *, several: bool) -> Iterator[Problem]:
+def _optimizer_problems(
+    settings: Any, where: str, *, several: bool, imports: bool
+) -> Iterator[Problem]:
     ours = ("paramwise", "params") if several else ("paramwise",)
     bare = settings
     if isinstance(settings, Mapping):
         bare = {name: value for name, value in settings.items() if name not in ours}
-    yield from check_component(bare, OPTIMIZERS, where, ("params",))
+    yield from check_component(bare, OPTIMIZERS, where, ("params",), imports=imports)
     if not isinstance(settings, Mapping):
         return
     params = settings.get("params")
@@ -95,10 +103,13 @@ def _optimizer_problems(settings: Any, where: str, *, several: bool) -> Iterator
         yield Problem(f"{where}.params", f"{what} {shown_value(params)}")
     if settings.get("paramwise") is not None:
         found: list[Problem] = []
-        check_paramwise(
-            settings["paramwise"], stepping_class(settings), f"{where}.paramwise", found
-        )
+        stepping = stepping_class(settings) if imports else _any_class
+        check_paramwise(settings["paramwise"], stepping, f"{where}.paramwise", found)
         yield from found
+
+
+def _any_class(**options: Any) -> None:
+    """Stand for an optimizer whose options are not known yet."""
 
 
 def _by_name(optim_wrapper: Mapping[str, Any], names: Mapping[str, Any]) -> bool:
@@ -111,16 +122,18 @@ def _by_name(optim_wrapper: Mapping[str, Any], names: Mapping[str, Any]) -> bool
 
 
 def _wrapper_problems(
-    optim_wrapper: Mapping[str, Any], names: Mapping[str, Any], optimizer: Any
+    optim_wrapper: Mapping[str, Any], names: Mapping[str, Any], optimizer: Any, imports: bool
 ) -> Iterator[Problem]:
+    check = partial(
+        check_component, registry=OPTIM_WRAPPERS, runtime_args=("optimizer",), imports=imports
+    )
     sections = optim_wrapper_sections(optim_wrapper, optimizer)
     if not _by_name(optim_wrapper, names):
-        common = next(iter(sections.values()))
-        yield from check_component(common, OPTIM_WRAPPERS, "optim_wrapper", ("optimizer",))
+        yield from check(next(iter(sections.values())), where="optim_wrapper")
         return
     for name, one in sections.items():
         if name in names:
-            yield from check_component(one, OPTIM_WRAPPERS, f"optim_wrapper.{name}", ("optimizer",))
+            yield from check(one, where=f"optim_wrapper.{name}")
             continue
         hint = did_you_mean(name, names) or f"; there are {one_of(list(names))}"
         yield Problem(f"optim_wrapper.{name}", f"there is no such optimizer{hint}")

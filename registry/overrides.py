@@ -3,8 +3,8 @@
 from collections.abc import Iterable
 from pathlib import Path
 
-from .errors import ConfigError, Problem
-from .nodes import Node, Origin, dotted, replaced, without_flags
+from .errors import ConfigError, Problem, shown_value
+from .nodes import MAX_DEPTH, TOO_DEEP, Node, Origin, dotted, replaced, without_flags
 from .yaml_text import parse_value, scalar_text
 
 _QUOTES = "'\"`"
@@ -33,7 +33,7 @@ def _apply(root: Node, text: str) -> Node:
     origin = Origin(f"override {text}", Path.cwd())
     path, value_text = _split(text, origin)
     try:
-        value = parse_value(value_text, origin)
+        value = parse_value(value_text, origin, len(path))
     except ConfigError as error:
         why = error.problems[0].what.removeprefix("not valid YAML: ").partition(" (")[0]
         what = (
@@ -54,7 +54,9 @@ def _split(text: str, origin: Origin) -> tuple[list[str], str]:
     elif any(quote in key for quote in _QUOTES):
         what = f"the key {key} must not be in quotes, only the value may be"
     elif not all(part and part == part.strip() for part in path):
-        what = f"{key!r} is no key path such as optimizer.lr"
+        what = f"{shown_value(key)} is no key path such as optimizer.lr"
+    elif len(path) > MAX_DEPTH:
+        what = f"{shown_value(key)} is {TOO_DEEP}"
     if what:
         raise ConfigError([Problem("", what, origin.text)])
     return path, value

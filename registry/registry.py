@@ -1,34 +1,64 @@
 """Names to classes: a registry per kind of part, in families with scopes."""
 
 import inspect
+import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, TypeVar, overload
 
-from ._explain import explain_miss
+from ._explain import missed
 from .build import build_from_cfg
 from .errors import RegistryKeyError
 from .imports import ModuleSources, import_path
 
 T = TypeVar("T", bound=Callable[..., Any])
+_log = logging.getLogger(__name__)
+# Where the innermost `switch_scope_and_registry` has switched to.
+_switched_to: ContextVar[str | None] = ContextVar("stepwrap_registry_scope", default=None)
+
+
+def _calling_package() -> str:
+    """Return the top package of the module that calls: the scope of a registry made there."""
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_globals.get("__name__") == __name__:
+        frame = frame.f_back
+    module = frame.f_globals.get("__name__", "__main__") if frame else "__main__"
+    return str(module).partition(".")[0]
 
 
 class Registry:
     """A table of classes and functions that a config names by `type`.
 
     Names are looked up in the table itself, then in its `locations` and `namespaces`, then in
-    its ancestors. "scope.Name" asks the member of the family with that scope, and a name that
-    no registry knows is tried as an import path ("torch.optim.SGD").
+    its ancestors. "scope.Name" asks this registry alone where that is its scope, else the child
+    with that scope, else from the root: the root or one of its children. A name that no registry
+    knows is tried as an import path ("torch.optim.SGD").
 
     Args:
         name: what the registry is called in messages.
         build_func: `build_func(cfg, registry=self)`; default: the parent's, else `build_from_cfg`.
         parent: the registry asked next for what is not found here.
-        scope: prefix of the names of this registry; default: the package that creates it.
+        scope: prefix of the names of this registry, without dots; default: the package that
+            creates it.
         locations: modules that register things; imported when a name is first missed.
         namespaces: modules whose public classes are found by bare name, such as "torch.optim".
         aliases: other names, mapped to the registered ones.
+        kind: the import path of the base class of what is offered from the namespaces where a
+            name is not found.
+
+    Attributes:
+        children: the registries whose parent this is, by their scopes.
+        module_dict: what is registered, by name.
+
+    Raises:
+        TypeError: `scope` is no str, or `parent` no registry.
+        ValueError: `scope` is empty or has a dot, which would end it in a name.
+        AssertionError: the parent has another child with that scope.
     """
+
+    infer_scope = staticmethod(_calling_package)
 
     def __init__(  # noqa: PLR0913
         self,
@@ -40,13 +70,16 @@ class Registry:
         *,
         namespaces: Sequence[str] = (),
         aliases: Mapping[str, str] | None = None,
+        kind: str | None = None,
     ) -> None:
         self.name = name
-        self.scope = _calling_package() if scope is None else scope
+        self.scope = _checked_scope(self.infer_scope() if scope is None else scope)
+        if not isinstance(parent, Registry | None):
+            raise TypeError(f"parent must be a Registry or None, got {type(parent).__name__}")
         self.parent = parent
         self.children: dict[str, Registry] = {}
         self.module_dict: dict[str, Any] = {}
-        self.sources = ModuleSources(locations, namespaces)
+        self.sources = ModuleSources(locations, namespaces, kind)
         self.aliases = dict(aliases or {})
         inherited = build_from_cfg if parent is None else parent.build_func
         self.build_func: Callable[..., Any] = build_func or inherited
@@ -55,6 +88,17 @@ class Registry:
                 f"{parent.name} already has a child registry with the scope {self.scope!r}"
             )
             parent.children[self.scope] = self
+
+    @property
+    def root(self) -> "Registry":
+        """The registry at the top of the family."""
+        return self if self.parent is None else self.parent.root
+
+    @staticmethod
+    def split_scope_key(key: str) -> tuple[str | None, str]:
+        """Return the scope in front of the first dot, None where there is none, and the rest."""
+        scope, dot, rest = key.partition(".")
+        return (scope, rest) if dot else (None, key)
 
     @overload
     def register_module(
@@ -98,7 +142,7 @@ class Registry:
         """
         if not isinstance(key, str):
             raise TypeError(f"key must be a str, got {key!r} of type {type(key).__name__}")
-        found = self._find(key, imports)
+        found = _find(self, key, imports)
         if found is None and imports and "." in key:
             try:
                 found = import_path(key)
@@ -111,7 +155,7 @@ class Registry:
         """Return what `key` names or raise a KeyError that says why there is nothing."""
         found = self.get(key)
         if found is None:
-            raise RegistryKeyError(self.explain_miss(key))
+            raise missed(self, key)
         return found
 
     def build(self, cfg: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
@@ -126,6 +170,24 @@ class Registry:
                 return member
         scopes = ", ".join(member.scope for member in family)
         raise RegistryKeyError(f"{self.name} has no scope {scope!r}; its scopes are {scopes}")
+
+    @contextmanager
+    def switch_scope_and_registry(self, scope: str | None) -> Iterator["Registry"]:
+        """Look names up from the member of the family with that scope, and yield it, within `with`.
+
+        So does what is built in there from a registry of any family that has the scope. Without
+        such a member, or where `scope` is None and no outer `with` has switched, this registry is
+        yielded.
+        """
+        wanted = _switched_to.get() if scope is None else scope
+        found = next((member for member in self.family() if member.scope == wanted), None)
+        if found is None and scope is not None:
+            _log.warning("%s has no scope %r: %s is used", self.name, scope, self.scope)
+        token = _switched_to.set(wanted)
+        try:
+            yield found or self
+        finally:
+            _switched_to.reset(token)
 
     def family(self) -> Iterator["Registry"]:
         """Yield this registry, its ancestors, then all others below the root."""
@@ -142,12 +204,11 @@ class Registry:
                 seen.append(member)
         yield from seen
 
-    def explain_miss(self, key: str) -> str:
-        """Return one line that says why `key` is not found and what may have been meant."""
-        return explain_miss(self, key)
-
     def names(self) -> list[str]:
-        """Return every bare name that can be looked up here, aliases included, sorted."""
+        """Return the bare names that can be looked up here, aliases included, sorted.
+
+        Of the namespaces only those of the registry's kind.
+        """
         self.sources.load_locations()
         return sorted({*self.module_dict, *self.aliases, *self.sources.names()})
 
@@ -165,32 +226,40 @@ class Registry:
     def __repr__(self) -> str:
         return f"Registry({self.name!r}, scope={self.scope!r}, names={list(self.module_dict)})"
 
-    def _find(self, key: str, imports: bool) -> Any:
-        scope, dot, rest = key.partition(".")
-        if not dot:
-            found = self._own(key, imports)
-            if found is None and self.parent is not None:
-                return self.parent._find(key, imports)
-            return found
-        if scope == self.scope:
-            return self._own(rest, imports)
-        if scope in self.children:
-            return self.children[scope]._find(rest, imports)
-        root = self
-        while root.parent is not None:
-            root = root.parent
-        if root is self or scope not in {root.scope, *root.children}:
-            return None
-        return root._find(key, imports)
 
-    def _own(self, name: str, imports: bool) -> Any:
-        if imports and name not in self.module_dict:
-            self.sources.load_locations()
-        name = name if name in self.module_dict else self.aliases.get(name, name)
-        found = self.module_dict.get(name)
-        if found is None and imports:
-            found = self.sources.find(name)
+def _checked_scope(scope: str) -> str:
+    if not isinstance(scope, str):
+        raise TypeError(f"scope must be a str, got {scope!r} of type {type(scope).__name__}")
+    if not scope or "." in scope:
+        raise ValueError(f"scope must be a name without dots, got {scope!r}")
+    return scope
+
+
+def _find(registry: Registry, key: str, imports: bool) -> Any:
+    scope, rest = registry.split_scope_key(key)
+    if scope is None:
+        found = _own(registry, key, imports)
+        if found is None and registry.parent is not None:
+            return _find(registry.parent, key, imports)
         return found
+    if scope == registry.scope:
+        return _own(registry, rest, imports)
+    if scope in registry.children:
+        return _find(registry.children[scope], rest, imports)
+    root = registry.root
+    if root is registry or scope not in {root.scope, *root.children}:
+        return None
+    return _find(root, key, imports)
+
+
+def _own(registry: Registry, name: str, imports: bool) -> Any:
+    if imports and name not in registry.module_dict:
+        registry.sources.load_locations()
+    name = name if name in registry.module_dict else registry.aliases.get(name, name)
+    found = registry.module_dict.get(name)
+    if found is None and imports:
+        found = registry.sources.find(name)
+    return found
 
 
 def _add(registry: Registry, target: T, names: Sequence[str] | None, force: bool) -> T:
@@ -231,13 +300,3 @@ def _as_names(name: str | Sequence[str] | None) -> Sequence[str] | None:
             f"of type {type(name).__name__}"
         )
     return names
-
-
-def _calling_package() -> str:
-    """Return the top package of the module that creates the registry."""
-    frame = inspect.currentframe()
-    own = __name__
-    while frame is not None and frame.f_globals.get("__name__") == own:
-        frame = frame.f_back
-    module = frame.f_globals.get("__name__", "__main__") if frame else sys.modules["__main__"]
-    return str(module).partition(".")[0]

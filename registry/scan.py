@@ -1,11 +1,15 @@
-"""What the registries hold, read from source files without importing them."""
+"""What the registries hold: read from source files without importing them, and counted."""
 
 import ast
 import importlib.util
+import json
+import logging
+import os
 import re
 from collections.abc import Iterator, Mapping
+from datetime import datetime
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ._namespace_scan import NamespaceReader
 from .catalog import REGISTRIES
@@ -13,6 +17,8 @@ from .errors import RegistryKeyError, did_you_mean
 from .registry import Registry
 
 _REGISTER = "register_module"
+_STATISTICS = "modules_statistic_results.json"
+_log = logging.getLogger(__name__)
 
 
 class Registration(NamedTuple):
@@ -56,6 +62,52 @@ def list_registrations(registry_name: str | None = None) -> dict[str, list[Regis
     found = [pair for place in sorted(locations) for pair in _registered_in(place)]
     reader = NamespaceReader()
     return {name: _entries(registry, found, reader) for name, registry in wanted.items()}
+
+
+def traverse_registry_tree(registry: Registry, verbose: bool = True) -> list[dict[str, Any]]:
+    """Return what is registered in each member of a family, parents before their children.
+
+    Args:
+        registry: any member; its root is where the list begins.
+        verbose: log a line for each member.
+
+    Returns:
+        `scope`, `num_modules`, and the names by the folder of their classes' modules
+        ("my_package/models"). The locations are imported for that; classes that are found in a
+        namespace, such as those of torch.optim, are registered nowhere.
+    """
+    counted: list[dict[str, Any]] = []
+    waiting = [registry.root]
+    while waiting:
+        member = waiting.pop(0)
+        waiting = [*member.children.values(), *waiting]
+        by_folder: dict[str, list[str]] = {}
+        for name in member:
+            package = str(getattr(member.module_dict[name], "__module__", "")).rpartition(".")[0]
+            by_folder.setdefault(package.replace(".", "/"), []).append(name)
+        counted.append({"num_modules": len(member), "scope": member.scope, **by_folder})
+        if verbose:
+            _log.info("%s of %s has %d registered", member.name, member.scope, len(member))
+    return counted
+
+
+def count_registered_modules(
+    save_path: str | os.PathLike[str] | None = None, verbose: bool = True
+) -> dict[str, Any]:
+    """Return what is registered in each registry and its family, as `traverse_registry_tree` does.
+
+    Args:
+        save_path: a folder to write it to, as modules_statistic_results.json; None writes nothing.
+        verbose: log a line for each registry.
+
+    Returns:
+        `scan_date`, and in `registries` the list of each by its name.
+    """
+    found = {name: traverse_registry_tree(one, verbose) for name, one in REGISTRIES.items()}
+    counted = {"scan_date": f"{datetime.now():%Y-%m-%d %H:%M:%S}", "registries": found}
+    if save_path is not None:
+        Path(save_path, _STATISTICS).write_text(json.dumps(counted, indent=2), encoding="utf-8")
+    return counted
 
 
 def _entries(

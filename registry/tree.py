@@ -3,8 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
+from ._explain import missed, near_names
 from .arguments import plain_names, required_names, signature_of
-from .build import check_arguments, find_type
+from .build import check_arguments, find_type, is_dict_like
 from .catalog import COMM_HOOKS, DATASETS, MODEL_WRAPPERS, MODELS
 from .errors import RegistryKeyError
 from .imports import import_path
@@ -27,8 +28,9 @@ def build_tree(
         TypeError, KeyError: as `build_from_cfg`.
         Exception: whatever a constructor raises, unchanged.
     """
-    if not isinstance(cfg, Mapping):
+    if not is_dict_like(cfg):
         raise TypeError(f"cfg must be a dict with a type, got {type(cfg).__name__}")
+    cfg = dict(cfg.items())
     defaults = dict(default_args or {})
     if "type" not in cfg and "type" not in defaults:
         raise RegistryKeyError('cfg or default_args must contain the key "type"')
@@ -45,20 +47,29 @@ def find_nested(wanted: Any, registry: Registry) -> tuple[Any, bool]:
     """
     if not isinstance(wanted, str):
         return find_type(wanted, registry), False
-    found = registry.get(wanted)
+    found = look_up_nested(wanted, registry)
     if found is not None:
-        return found, True
-    around = (COMM_HOOKS,) if registry is MODEL_WRAPPERS else ()
-    others = [other for other in (*around, MODELS, DATASETS) if other is not registry]
-    for other in others:
-        found = other.get(wanted)
+        return found
+    missing = missed(registry, wanted)
+    text = str(missing)
+    for other in _looked_in_next(registry):
+        near = near_names(other, wanted) if missing.__cause__ is None else ""
+        text += f"; nor is it in {other.name}{near if 'did you mean' in near else ''}"
+    raise RegistryKeyError(text) from missing.__cause__
+
+
+def look_up_nested(wanted: str, registry: Registry) -> tuple[Any, bool] | None:
+    """Return what `find_nested` does of a name, or None."""
+    for table in (registry, *_looked_in_next(registry)):
+        found = table.get(wanted)
         if found is not None:
-            return found, False
-    text = registry.explain_miss(wanted)
-    for other in others:
-        near = other.explain_miss(wanted).partition("; ")[2]
-        text += f"; nor is it in {other.name}{'; ' + near if 'did you mean' in near else ''}"
-    raise RegistryKeyError(text)
+            return found, table is registry
+    return None
+
+
+def _looked_in_next(registry: Registry) -> list[Registry]:
+    around = (COMM_HOOKS,) if registry is MODEL_WRAPPERS else ()
+    return [other for other in (*around, MODELS, DATASETS) if other is not registry]
 
 
 def find_reference(wanted: Any, registry: Registry) -> Any:
@@ -115,7 +126,8 @@ def _call(
         key: _unmarked(value) if key in plain else _built(value, registry, runtime)
         for key, value in own.items()
     }
-    return target(**{**runtime, **built})
+    with registry.switch_scope_and_registry(cfg.get("_scope_")):
+        return target(**{**runtime, **built})
 
 
 def _built(value: Any, registry: Registry, runtime: Mapping[str, Any]) -> Any:

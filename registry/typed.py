@@ -20,11 +20,20 @@ _KINDS: dict[Any, str] = {
 }
 
 
-def check_section(section: type[T], values: Any, where: str, problems: list[Problem]) -> T | None:
+def check_section(
+    section: type[T],
+    values: Any,
+    where: str,
+    problems: list[Problem],
+    also: Collection[str] = (),
+) -> T | None:
     """Return `values` as a `section` dataclass, None when something is wrong with them.
 
     Unknown keys, wrong types, values that are not allowed and missing keys are added to
     `problems`. A field's metadata may have `minimum` (a number must not be below it).
+
+    Args:
+        also: keys that would have made it something else than this section.
     """
     if not isinstance(values, Mapping):
         problems.append(Problem(where, f"must be a section of settings, got {shown_value(values)}"))
@@ -34,10 +43,11 @@ def check_section(section: type[T], values: Any, where: str, problems: list[Prob
     unknown = [str(key) for key in values if key not in known]
     free = [name for name in known if name not in values]
     for key in unknown:
-        hint = did_you_mean(key, free) or did_you_mean(key, known)
+        hint = did_you_mean(key, free) or did_you_mean(key, [*known, *also])
         hint = hint or f"; allowed are {', '.join(known)}"
         problems.append(Problem(joined(where, key), f"there is no such setting{hint}"))
-    problems += _missing(known.values(), values, unknown, where)
+    if not any(near in also for key in unknown for near in nearest(key, [*known, *also], 1)):
+        problems += _missing(known.values(), values, unknown, where)
     hints = get_type_hints(section)
     checked = {
         name: _checked(values[name], hints[name], field, joined(where, name), problems)
@@ -70,7 +80,8 @@ def _checked(value: Any, hint: Any, field: Field[Any], where: str, problems: lis
     section = next((option for option in options if is_dataclass(option)), None)
     if section is not None and not _goes_without(value, options):
         assert isinstance(section, type)
-        return check_section(section, value, where, problems)
+        also = ("type",) if any(get_origin(option) is dict for option in options) else ()
+        return check_section(section, value, where, problems, also)
     if not any(fits(value, option) for option in options):
         problems.append(
             Problem(

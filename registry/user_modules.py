@@ -1,12 +1,13 @@
 """Modules of the user that a config names in `imports`."""
 
 import importlib
+import importlib.util
 import os
 import sys
 from pathlib import Path
 
-from .errors import describe
-from .imports import IMPORT_FAILURES
+from .errors import describe_at, shortened
+from .imports import IMPORT_FAILURES, FailedImportError
 
 
 def anchored(entry: str, folder: Path) -> str:
@@ -18,11 +19,24 @@ def anchored(entry: str, folder: Path) -> str:
     if entry.endswith(".py"):
         return os.path.abspath(folder / entry)
     beside = folder / f"{entry}.py"
-    if folder.resolve() != Path.cwd().resolve() and beside.is_file():
+    # os.path's: a name that no path can have is that of no file.
+    if folder.resolve() != Path.cwd().resolve() and os.path.isfile(beside):
         in_cwd = [Path.cwd() / f"{entry}.py", Path.cwd() / entry]
-        if not any(path.exists() for path in in_cwd):
+        if not any(os.path.exists(path) for path in in_cwd):
             return os.path.abspath(beside)
     return entry
+
+
+def find_entry(entry: str) -> None:
+    """Raise ImportError where the file of an entry, or its top module, is not there."""
+    if entry.endswith(".py"):
+        if not os.path.isfile(entry):
+            raise ImportError(f"there is no file {shortened(entry)}")
+        return
+    top = entry.partition(".")[0]
+    # Of a module above all others nothing is imported for that.
+    if top not in sys.modules and not (top and importlib.util.find_spec(top)):
+        raise ImportError(_no_module(entry))
 
 
 def import_entry(entry: str) -> None:
@@ -33,19 +47,22 @@ def import_entry(entry: str) -> None:
     """
     name, path = entry, None
     if entry.endswith(".py"):
+        find_entry(entry)
         path = Path(entry).resolve()
-        if not path.is_file():
-            raise ImportError(f"there is no file {entry}")
         root, name = _package_root(path)
         make_importable(root)
     try:
         module = importlib.import_module(name)
     except IMPORT_FAILURES as error:
         if isinstance(error, ModuleNotFoundError) and error.name == name:
-            raise ImportError(f"there is no module {name} in {Path.cwd()}") from error
-        raise ImportError(f"{entry} failed to import: {describe(error)}") from error
+            raise ImportError(_no_module(name)) from error
+        raise FailedImportError(f"{entry} failed to import: {describe_at(error)}") from error
     if path is not None and Path(module.__file__ or "").resolve() != path:
         raise ImportError(f"{path} cannot be imported as {name}: that is {module.__file__}")
+
+
+def _no_module(name: str) -> str:
+    return f"there is no module {shortened(name)} in {Path.cwd()}"
 
 
 def make_importable(folder: Path) -> None:

@@ -6,14 +6,15 @@ from typing import Any
 
 import yaml
 
-from .errors import ConfigError, Problem
-from .nodes import Key, Node, Origin
+from .errors import ConfigError, Problem, shown_value
+from .nodes import MAX_DEPTH, MAX_REPEATED, TOO_DEEP, Key, Node, Origin
 
 _TAG = "tag:yaml.org,2002:"
 _SCALAR_TAGS = {_TAG + name for name in ("str", "int", "float", "bool", "null")}
 # A plain "=" or "<<" that is a value is text.
 _TEXT_TAGS = {_TAG + name for name in ("value", "merge")}
-_MAX_NODES = 200_000
+# As long as YAML lets a key be that is written without a question mark.
+_MAX_KEY = 1024
 _HINTS = {
     "mapping values are not allowed": "is it indented too far, or text that needs quotes?",
     "'\\t' that cannot start": "indent with spaces, not with tabs",
@@ -65,9 +66,13 @@ def parse(text: str, shown: str, folder: Path) -> Node:
     return _Reader(text, Origin(shown, folder), numbered=True).read()
 
 
-def parse_value(text: str, origin: Origin) -> Node:
-    """Return the nodes of a value given outside a file, all with the same origin."""
-    return _Reader(text, origin, numbered=False).read()
+def parse_value(text: str, origin: Origin, depth: int) -> Node:
+    """Return the nodes of a value given outside a file, all with the same origin.
+
+    Args:
+        depth: how many levels above it the value will have.
+    """
+    return _Reader(text, origin, numbered=False, depth=depth).read()
 
 
 def scalar_text(value: Any) -> str:
@@ -88,11 +93,13 @@ def scalar_text(value: Any) -> str:
 class _Reader:
     """Reads one YAML document."""
 
-    def __init__(self, text: str, origin: Origin, *, numbered: bool) -> None:
+    def __init__(self, text: str, origin: Origin, *, numbered: bool, depth: int = 0) -> None:
         self._text = text
         self._origin = origin
         self._numbered = numbered
-        self._count = 0
+        self._depth = depth
+        self._seen: set[int] = set()
+        self._repeated = 0
 
     def read(self) -> Node:
         try:
@@ -109,7 +116,7 @@ class _Reader:
             mark = error.problem_mark or error.context_mark
             raise self._error(mark.line if mark else 0, _syntax_text(error)) from error
         except RecursionError as error:
-            raise self._error(0, "nested too deeply") from error
+            raise self._error(0, TOO_DEEP) from error
 
     def _at(self, line: int) -> Origin:
         if not self._numbered:
@@ -120,12 +127,16 @@ class _Reader:
         return ConfigError([Problem(key, what, self._at(line).text)])
 
     def _node(self, loader: _Loader, node: Any, origin: Origin, above: tuple[int, ...]) -> Node:
-        self._count += 1
         line = node.start_mark.line
         if id(node) in above:
             raise self._error(line, "an alias that contains itself")
-        if self._count > _MAX_NODES:
-            raise self._error(line, f"more than {_MAX_NODES:,} values: too many aliases of aliases")
+        if self._depth + len(above) > MAX_DEPTH:
+            raise self._error(line, TOO_DEEP)
+        self._repeated += id(node) in self._seen
+        self._seen.add(id(node))
+        if self._repeated > MAX_REPEATED:
+            what = f"aliases of aliases that repeat more than {MAX_REPEATED:,} values"
+            raise self._error(line, what)
         above = (*above, id(node))
         if isinstance(node, yaml.MappingNode) and node.tag == _TAG + "map":
             return Node(self._mapping(loader, node, above), origin)
@@ -141,27 +152,43 @@ class _Reader:
         self, loader: _Loader, node: yaml.MappingNode, above: tuple[int, ...]
     ) -> dict[Key, Node]:
         lines: dict[str, int] = {}
-        for key_node, _ in node.value:
+        merged: dict[Key, Node] = {}
+        own: dict[Key, Node] = {}
+        for key_node, value in node.value:
             line = key_node.start_mark.line
             if key_node.tag == _TAG + "merge":
+                for source in self._merge_sources(value):
+                    merged |= self._merge_source(loader, source, above)
                 continue
             key = self._key(loader, key_node)
             if str(key) in lines:
                 first = lines[str(key)] + 1
                 raise self._error(line, f"this key is already set in line {first}", str(key))
             lines[str(key)] = line
-        loader.flatten_mapping(node)
-        found: dict[Key, Node] = {}
-        for key_node, value in node.value:
-            origin = self._at(key_node.start_mark.line)
-            found[self._key(loader, key_node)] = self._node(loader, value, origin, above)
+            own[key] = self._node(loader, value, self._at(line), above)
+        return merged | own
+
+    def _merge_sources(self, node: Any) -> list[Any]:
+        """Return the mappings that a `<<` names, the one that wins last."""
+        return node.value[::-1] if isinstance(node, yaml.SequenceNode) else [node]
+
+    def _merge_source(self, loader: _Loader, node: Any, above: tuple[int, ...]) -> dict[Key, Node]:
+        line = node.start_mark.line
+        found = self._node(loader, node, self._at(line), above).value
+        if not isinstance(found, dict):
+            raise self._error(line, "`<<` takes a section, or a list of sections, by alias")
         return found
 
     def _key(self, loader: _Loader, node: Any) -> Key:
         key = self._scalar(loader, node)
+        line = node.start_mark.line
         if isinstance(key, bool) or not isinstance(key, str | int):
             what = f"a key must be text or a whole number, got {key!r}; put it in quotes"
-            raise self._error(node.start_mark.line, what)
+            raise self._error(line, what)
+        if len(node.value) > _MAX_KEY:
+            raise self._error(
+                line, f"a key of {len(node.value):,} characters, at most {_MAX_KEY:,}"
+            )
         return key
 
     def _scalar(self, loader: _Loader, node: Any) -> Any:
@@ -172,9 +199,12 @@ class _Reader:
             kind = node.tag.replace(_TAG, "!!")
             raise self._error(line, f"a config cannot hold a value of the kind {kind}")
         try:
+            # A text may have halves of surrogate pairs, by escapes: no file could hold it.
+            node.value.encode()
             return loader.construct_object(node)
         except (ValueError, KeyError) as error:
-            raise self._error(line, f"not valid YAML: {node.value!r} is no value") from error
+            what = f"not valid YAML: {shown_value(node.value)} is no value"
+            raise self._error(line, what) from error
 
 
 def _syntax_text(error: yaml.MarkedYAMLError) -> str:

@@ -22,7 +22,7 @@ class BuildError(RuntimeError):
         others: What else could not be built.
     """
 
-    def __init__(self, section: str, cause: Exception) -> None:
+    def __init__(self, section: str, cause: BaseException) -> None:
         super().__init__(section, cause)
         self.section = section
         self.cause = cause
@@ -85,7 +85,7 @@ def building(section: str, options: Iterable[str] = ()) -> Iterator[None]:
         yield
     except (BuildError, ConfigError):
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         words = re.findall(r"\w+", str(error))
         blamed = next((word for word in words if word in options), None)
         raise BuildError(f"{section}.{blamed}" if blamed else section, error) from error

@@ -13,7 +13,7 @@ from types import FrameType
 
 from ..registry import ConfigError
 from .failure import Failure, LaunchError, Terminated, TrainingFailed
-from .options import COMMANDS, UsageError, parse
+from .options import COMMANDS, UsageError, parse, read_run
 
 OK, FAILED, MISTAKE = 0, 1, 2
 
@@ -30,6 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with _signals_end_at_once():
             options = parse(words)
+            options.config = read_run(options)
             home = import_module(f".{COMMANDS[options.command].home}", __package__)
             return int(getattr(home, f"run_{options.command}")(options))
     except BrokenPipeError:

@@ -2,27 +2,17 @@
 
 from __future__ import annotations
 
-import re
 import signal
-import sysconfig
 import time
 import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-_ROOT = Path(__file__).resolve().parent.parent
-_OWN = tuple(
-    f"{_ROOT / name}/" for name in ("collectives", "loops", "registry", "runner", "wrappers")
-)
-_LIBRARIES = tuple(
-    f"{Path(path).resolve()}/"
-    for name, path in sysconfig.get_paths().items()
-    if name in ("stdlib", "platstdlib", "purelib", "platlib")
-)
+from ..registry import causes, user_frame
+
 # What torch puts above the traceback of a data-loading worker.
 _OF_WORKER = "Original Traceback (most recent call last)"
-_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<name>\S+)')
 
 
 @dataclass(frozen=True)
@@ -107,35 +97,10 @@ class Terminated(BaseException):
         self.saved = saved
 
 
-def _is_users(file: str) -> bool:
-    path = str(Path(file).resolve())
-    return not file.startswith("<") and not path.startswith((*_OWN, *_LIBRARIES))
-
-
-def _chain(error: BaseException) -> Iterator[BaseException]:
-    seen: set[int] = set()
-    current: BaseException | None = error
-    while current is not None and id(current) not in seen:
-        seen.add(id(current))
-        yield current
-        current = current.__cause__ or (
-            None if current.__suppress_context__ else current.__context__
-        )
-
-
 def location_of(error: BaseException) -> str:
     """Return the user's innermost "file:line in function" that led to `error`, or ""."""
-    for one in _chain(error):
-        # An error of a data-loading worker carries its traceback as text.
-        frames = [match.group("file", "line", "name") for match in _FRAME.finditer(str(one))]
-        own = [
-            (frame.filename, str(frame.lineno), frame.name)
-            for frame in traceback.extract_tb(one.__traceback__)
-        ]
-        for file, line, name in reversed(own + frames):
-            if _is_users(file):
-                return f"{file}:{line} in {name}"
-    return ""
+    frame = user_frame(error)
+    return "" if frame is None else f"{frame.file}:{frame.line} in {frame.function}"
 
 
 def _message(error: BaseException) -> str:
@@ -148,7 +113,7 @@ def _message(error: BaseException) -> str:
 
 def _notes(error: BaseException) -> list[str]:
     of_worker = _last_lines(str(error))[1:] if _OF_WORKER in str(error) else []
-    return [*of_worker, *(note for one in _chain(error) for note in getattr(one, "__notes__", []))]
+    return [*of_worker, *(note for one in causes(error) for note in getattr(one, "__notes__", []))]
 
 
 def _last_lines(text: str) -> list[str]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from ..registry import nearest
+from ..registry import Config, ConfigError, Problem, load_config, name_problems, nearest
 
 _RUN = "CONFIG [key=value ...]"
 
@@ -19,9 +20,13 @@ class UsageError(Exception):
 
 @dataclass(frozen=True)
 class Command:
-    """One word after `stepwrap`. `home` is the module here that holds a function of that name.
+    """One word after `stepwrap`.
 
     It takes at least `least` and at most `most` words (None: any number) besides its options.
+
+    Attributes:
+        home: the module here that holds a function of that name.
+        section: of the config of a run, which the command cannot do without; "" for any.
     """
 
     usage: str
@@ -30,6 +35,7 @@ class Command:
     options: tuple[str, ...] = ()
     least: int = 1
     most: int | None = None
+    section: str | None = None
 
 
 _RUNNING = ("nproc", "run-dir", "device", "dry-run")
@@ -39,21 +45,27 @@ COMMANDS = {
         "train, validate and, where data.test is given, test",
         "run_commands",
         (*_RUNNING, "resume", "fresh"),
+        section="train",
     ),
     "validate": Command(
         f"{_RUN} [options]",
         "evaluate a checkpoint on data.val",
         "run_commands",
         (*_RUNNING, "checkpoint"),
+        section="data.val",
     ),
     "test": Command(
         f"{_RUN} [options]",
         "evaluate a checkpoint on data.test",
         "run_commands",
         (*_RUNNING, "checkpoint"),
+        section="data.test",
     ),
     "check": Command(
-        _RUN, "report every mistake in a config and build its parts on the CPU", "run_commands"
+        _RUN,
+        "report every mistake in a config and build its parts on the CPU",
+        "run_commands",
+        section="",
     ),
     "show": Command(f"{_RUN} [--origin]", "print the resolved config", "commands", ("origin",)),
     "list": Command("[REGISTRY]", "print what a config can name", "commands", (), 0, 1),
@@ -107,6 +119,30 @@ def _check_words(prog: str, command: Command, words: Sequence[str]) -> None:
     else:
         return
     raise UsageError(f"{prog}: {problem}; usage: {prog} {command.usage}".rstrip())
+
+
+def read_run(options: argparse.Namespace) -> Config | None:
+    """Return the config of a command that runs one, with the options laid upon it.
+
+    Raises:
+        ConfigError: it cannot be read, or has mistakes that can be told without any class: with
+            torch not imported yet, these are told at once.
+    """
+    needed = COMMANDS[options.command].section
+    if needed is None:
+        return None
+    overrides = list(options.words[1:])
+    for name, key in (("nproc", "launch.nproc"), ("run_dir", "run_dir"), ("device", "device")):
+        value = getattr(options, name, None)
+        if value is not None:
+            overrides.append(f"{key}={json.dumps(value)}")
+    config = load_config(options.words[0], overrides)
+    problems = name_problems(config)
+    if needed and config.select(needed) is None:
+        problems.append(Problem(needed, f"{options.command} needs this section, it is missing"))
+    if problems:
+        raise ConfigError(problems)
+    return config
 
 
 def _unknown(kind: str, word: str, known: Sequence[str] | dict[str, Command]) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import signal
 import warnings
@@ -15,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ..registry import Config, ConfigError, Problem, RunSections, load_config
+from ..registry import Config, ConfigError, Problem, RunSections
 from ._guard import raising_stops
 from .failure import Terminated, TrainingFailed
 from .jobs import WANTED, Job, refuse_occupied, run_job
@@ -24,8 +23,6 @@ from .parts import ALL, BuildError, rehearse
 from .report import report_check, report_environment, report_outcome
 from .run_folder import new_folder, saved_checkpoints
 from .sections import read_sections
-
-_NEEDED = {"train": "train", "validate": "data.val", "test": "data.test"}
 
 
 def run_train(options: argparse.Namespace) -> int:
@@ -72,7 +69,7 @@ def run_test(options: argparse.Namespace) -> int:
 
 def run_check(options: argparse.Namespace) -> int:
     """Report every mistake in a config, then build its parts on the CPU."""
-    config = load_config(options.words[0], options.words[1:])
+    config = options.config
     run = read_sections(config)
     report_check(options.words[0], run, _rehearsed(config, run, ALL))
     return 0
@@ -157,19 +154,6 @@ def _stamped(folder: Path, prefix: str = "step_") -> dict[Path, int]:
 
 
 def _load(options: argparse.Namespace) -> tuple[Config, RunSections]:
-    """Read the config with the options laid upon it, and check all of it."""
-    overrides = list(options.words[1:])
-    if options.nproc is not None:
-        overrides.append(f"launch.nproc={options.nproc}")
-    if options.run_dir is not None:
-        overrides.append(f"run_dir={json.dumps(options.run_dir)}")
-    if options.device is not None:
-        overrides.append(f"device={options.device}")
-    config = load_config(options.words[0], overrides)
+    """Return the config, and all of it checked."""
     world_size = int(os.environ.get("WORLD_SIZE") or 1) if started_outside() else None
-    run = read_sections(config, world_size)
-    needed = _NEEDED[options.command]
-    section = getattr(run.data, needed.split(".")[1]) if "." in needed else run.train
-    if section is None:
-        raise ConfigError([Problem(needed, f"{options.command} needs this section, it is missing")])
-    return config, run
+    return options.config, read_sections(options.config, world_size)

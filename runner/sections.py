@@ -17,7 +17,6 @@ from ..registry import (
     Problem,
     RunSections,
     config_from_dict,
-    did_you_mean,
     examine_config,
     load_config,
     optim_wrapper_sections,
@@ -25,7 +24,6 @@ from ..registry import (
 from .optimizers import works_over_ranks
 from .parallel import layout_problems, preparation_problems, tables_with
 
-_WATCHING = ("metric", "keep_best")
 _LAYOUT = {"mesh", "tensor_parallel", "wrapper", "launch", "init_device"}
 
 
@@ -68,33 +66,8 @@ def _misfits(run: RunSections, ranks: int, faulty: frozenset[str]) -> Iterator[P
     if not faulty & _LAYOUT:
         yield from layout_problems(run, ranks)
     yield from preparation_problems(run)
-    if not faulty & {"metrics", "hooks", "schedulers"}:
-        yield from _unknown_metrics(run)
     if not faulty & {"wrapper", "optimizer", "optim_wrapper", "train"}:
         yield from _uneven_problems(run)
-
-
-def _unknown_metrics(run: RunSections) -> Iterator[Problem]:
-    """Yield the metrics that hooks and schedulers watch and the run does not have."""
-    watched = {
-        f"hooks.{name}.{key}": settings.get(key)
-        for name, settings in run.hooks.items()
-        for key in _WATCHING
-    }
-    several = len(run.schedulers) > 1
-    for at, one in enumerate(run.schedulers):
-        where = f"schedulers.{at}" if several else "schedulers"
-        watched[f"{where}.metric"] = one.metric
-        if one.metric is None and one.scheduler["type"] == "ReduceLROnPlateau":
-            yield Problem(f"{where}.metric", "is missing: ReduceLROnPlateau watches a metric")
-    if len({one.metric for one in run.schedulers} - {None}) > 1:
-        yield Problem("schedulers", "all that watch a metric must watch the same one")
-    for where, metric in watched.items():
-        # A metric with several results is "name/part" in the records.
-        if isinstance(metric, str) and metric.split("/")[0] not in run.metrics:
-            known = ", ".join(run.metrics) or "none"
-            what = f"there is no metric {metric!r}{did_you_mean(metric, run.metrics)}"
-            yield Problem(where, f"{what}; the run's metrics are: {known}")
 
 
 def _uneven_problems(run: RunSections) -> Iterator[Problem]:

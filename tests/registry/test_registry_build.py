@@ -170,7 +170,7 @@ def test_a_nested_miss_tells_about_both_registries(parts: Registry) -> None:
     with pytest.raises(KeyError) as caught:
         build_tree({"type": "Part", "width": 1, "inner": {"type": "Liner"}}, parts)
     text = str(caught.value)
-    assert text.startswith("Liner is not in the registry PARTS")
+    assert text.startswith("Liner is not in the parts::PARTS registry")
     assert "nor is it in MODELS; did you mean Linear" in text
 
 

@@ -1,11 +1,13 @@
 """The whole check of a run config."""
 
+import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from stepwrap.registry import ConfigError, check_config, load_config
+from stepwrap.registry import ConfigError, check_config, load_config, name_problems
 
 Write = Callable[[str, str], Path]
 
@@ -123,7 +125,7 @@ def test_all_problems_come_at_once_with_their_places(good: str, write: Write) ->
         ("optimizer.params=[]", "optimizer.params: is supplied by the run itself"),
         ("optimizer=null", "optimizer: this setting is missing: train needs an optimizer"),
         ("model=null", "model: this setting is required and missing"),
-        ("model.net.type=Nett", "model.net.type: Nett is not in the registry MODELS"),
+        ("model.net.type=Nett", "model.net.type: Nett is not in the stepwrap::MODELS registry"),
         ("model.net={type: nets.Net}", "model.net.width: is missing, Net needs it"),
         ("schedulers.by=steps", "schedulers.by: must be batch, step or epoch, got 'steps'"),
         ("schedulers.until=0", "schedulers.until: must be at least 1, got 0"),
@@ -146,7 +148,10 @@ def test_all_problems_come_at_once_with_their_places(good: str, write: Write) ->
         ("train.epochs=1", "train.epochs: EpochTrainLoop has no such argument; did you mean max"),
         ("metrics=accuracy", "metrics: must be a section of settings, got 'accuracy'"),
         ("metrics.x=1", "metrics.x: must be a dict with a type, got 1"),
-        ("metrics.x.type=Acuracy", "metrics.x.type: Acuracy is not in the registry METRICS"),
+        (
+            "metrics.x.type=Acuracy",
+            "metrics.x.type: Acuracy is not in the stepwrap::METRICS registry",
+        ),
         ("hooks=3", "hooks: must be hooks by name, got 3"),
         ("hooks.log=3", "hooks.log: must be true, false or the hook's settings, got 3"),
         ("hooks.checkpoint.keep_lst=1", "hooks.checkpoint.keep_lst: CheckpointHook has no such"),
@@ -178,10 +183,92 @@ def test_what_a_base_left_behind_is_explained(good: str, write: Write) -> None:
     )
 
 
-def test_a_user_module_with_an_error_is_told(good: str, write: Write) -> None:
-    write("nets.py", "import nothing_like_this\n")
+TYPED = """\
+model:
+  type: SupervisedModel
+  net: {type: Identity}
+  loss: {type: CrossEntropyLoss}
+optimizer: {type: AdamW}
+optim_wrapper: {type: AmpOptimWrapper, accumulative_counts: 2}
+schedulers: [{type: StepLR, step_size: 1}]
+data:
+  train: {dataset: {type: nets.digits, part: train}, batch_size: 4}
+  val: {type: nets.loader}
+train: {type: EpochTrainLoop, max_epochs: 3}
+val: {type: ValLoop}
+metrics: {loss: {type: MeanLoss}}
+hooks: {mine: {type: EMAHook}, log: {type: LogHook}}
+train_step: {type: nets.step}
+"""
+
+
+LOADER_AND_STEP = """
+
+def loader():
+    return []
+
+
+def step(wrapper, data, optim_wrapper):
+    return {}
+"""
+
+
+def test_the_config_with_all_types_is_right(write: Write) -> None:
+    write("nets.py", MODULE + LOADER_AND_STEP)
+    write("a.yaml", TYPED)
+    check_config(load_config("a.yaml"))
+
+
+@pytest.mark.parametrize("at", range(TYPED.count("type: ")))
+@pytest.mark.parametrize("wrong", ["typezq", "Type", "tpye"])
+def test_a_misspelt_type_is_named_at_its_line(write: Write, at: int, wrong: str) -> None:
+    pieces = TYPED.split("type: ")
+    text = f"{'type: '.join(pieces[: at + 1])}{wrong}: {'type: '.join(pieces[at + 1 :])}"
+    write("nets.py", MODULE + LOADER_AND_STEP)
+    write("a.yaml", text)
+    line = text[: text.index(f"{wrong}:")].count("\n") + 1
+    found = problems("a.yaml")
+    assert [
+        one for one in found if f".{wrong}: there is no such setting; did you mean type?" in one
+    ]
+    assert all(one.startswith(f"a.yaml:{line}: ") for one in found)
+
+
+def test_a_key_that_is_only_like_type_is_none(write: Write) -> None:
+    write("a.yaml", "model: {dtype: float32}\n")
+    assert any("model: needs a type" in one for one in problems("a.yaml"))
+
+
+def test_mistakes_that_need_no_class_are_found_without_the_classes(good: str, write: Write) -> None:
+    wrong = ["optimizer.lrr=1", "seed=x", "model.net.type=Nett", "imports=[nets, netts]"]
+    found = name_problems(load_config(good, [*wrong, "hooks.checkpoint.keep_best=lost"]))
+    assert [one.key for one in found] == ["imports.1", "hooks.checkpoint.keep_best", "seed"]
+    assert "nets" not in sys.modules
+
+
+def test_a_module_that_fails_is_told_first_with_the_users_line(good: str, write: Write) -> None:
+    write("own_hooks.py", "import own_parts\n")
+    write("own_parts.py", "def make():\n    return 1 / 0\n\n\nmake()\n")
+    failed = "ZeroDivisionError: division by zero (own_parts.py:2)"
+    with pytest.raises(ConfigError) as caught:
+        check_config(load_config(good, ["hooks.mine.type=own_hooks.Mine"]))
+    assert str(caught.value).partition("hooks.mine.type: ")[2] == (
+        f"own_hooks cannot be imported: {failed}; "
+        "own_hooks.Mine is not in the stepwrap::HOOKS registry"
+    )
+    told = "".join(traceback.format_exception(caught.value))
+    assert 'own_parts.py", line 2, in make' in told
+    wrong = ["hooks.mine.type=Mine", "imports=[nets, own_hooks]"]
+    first, second = problems(good, *wrong)
+    assert first.endswith(f"imports.1: own_hooks failed to import: {failed}")
+    assert "hooks.mine.type: Mine is not in the stepwrap::HOOKS registry" in second
+
+
+def test_a_module_with_wrong_syntax_is_told_with_its_line(good: str, write: Write) -> None:
+    write("nets.py", "x = 1\ndef f(:\n")
     first = problems(good)[0]
-    assert first.startswith("good.yaml:1: imports.0: nets failed to import: ModuleNotFoundError")
+    told = "good.yaml:1: imports.0: nets failed to import: SyntaxError: invalid syntax (nets.py:2)"
+    assert first == told
 
 
 def test_a_class_that_was_not_imported_is_located(good: str) -> None:

@@ -9,7 +9,16 @@ from typing import Any
 import pytest
 import torch
 
-from stepwrap.registry import HOOKS, METRICS, MODEL_WRAPPERS, MODELS, OPTIMIZERS, Registry
+from stepwrap.registry import (
+    DATASETS,
+    HOOKS,
+    METRICS,
+    MODEL_WRAPPERS,
+    MODELS,
+    OPTIMIZERS,
+    Registry,
+    build_tree,
+)
 
 Write = Callable[[str, str], Path]
 
@@ -20,6 +29,12 @@ class Thing:
 
 class Other:
     """Another one."""
+
+
+def miss(registry: Registry, key: str) -> str:
+    with pytest.raises(KeyError) as caught:
+        registry.resolve(key)
+    return str(caught.value)
 
 
 @pytest.fixture
@@ -85,7 +100,7 @@ def test_a_module_that_failed_half_way_keeps_its_own_error(write: Write) -> None
     )
     write("half.py", text)
     for _ in range(2):
-        assert "half cannot be imported: ZeroDivisionError" in MODELS.explain_miss("half.Whole")
+        assert "half cannot be imported: ZeroDivisionError" in miss(MODELS, "half.Whole")
     write("half.py", text.replace("1 / 0", ""))
     assert MODELS.get("half.Half") is MODELS.get("Half") is sys.modules["half"].Half
     MODELS.module_dict.pop("Half")
@@ -102,6 +117,29 @@ def test_aliases_name_what_is_registered() -> None:
 def test_scope_is_the_package_that_creates_the_registry() -> None:
     assert MODELS.scope == "stepwrap"
     assert Registry("things").scope == __name__.partition(".")[0]
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "said"),
+    [
+        ({"scope": 1}, TypeError, "scope must be a str, got 1 of type int"),
+        ({"scope": "a.b"}, ValueError, "scope must be a name without dots, got 'a.b'"),
+        ({"scope": ""}, ValueError, "scope must be a name without dots, got ''"),
+        ({"parent": "MODELS"}, TypeError, "parent must be a Registry or None, got str"),
+        ({"parent": Registry}, TypeError, "parent must be a Registry or None, got type"),
+    ],
+)
+def test_wrong_scopes_and_parents_are_refused_at_once(
+    options: dict[str, Any], kind: type[Exception], said: str
+) -> None:
+    with pytest.raises(kind, match=said):
+        Registry("things", **options)
+
+
+def test_a_refused_registry_is_nobodys_child(family: dict[str, Registry]) -> None:
+    with pytest.raises(ValueError, match="without dots"):
+        Registry("animals", parent=family["root"], scope="a.b")
+    assert set(family["root"].children) == {"hound", "samoyed"}
 
 
 def test_children_need_different_scopes(family: dict[str, Registry]) -> None:
@@ -193,7 +231,7 @@ def test_a_broken_location_is_told_with_its_error(write: Write) -> None:
 @pytest.mark.parametrize(
     ("registry", "key", "said"),
     [
-        (OPTIMIZERS, "AdamX", "AdamX is not in the registry OPTIMIZERS (scope stepwrap); did you"),
+        (OPTIMIZERS, "AdamX", "AdamX is not in the stepwrap::OPTIMIZERS registry; did you"),
         (METRICS, "Acuracy", "did you mean Accuracy"),
         (MODELS, "mmdet.RetinaNet", "package mmdet is not installed"),
         (MODELS, "torch.nn.Linearr", "torch.nn has no Linearr; did you mean Linear"),
@@ -208,17 +246,27 @@ def test_a_miss_answers_itself(registry: Registry, key: str, said: str) -> None:
     assert said in str(caught.value)
 
 
+@pytest.mark.parametrize("name", ["determinism", "functional", "SequentialSample", "net"])
+def test_only_what_is_near_and_of_the_kind_is_offered(name: str) -> None:
+    """torch.utils.data also has samplers, and names that hold others by chance."""
+    with pytest.raises(KeyError) as caught:
+        build_tree({"type": "SupervisedModel", "net": {"type": name}, "loss": None}, MODELS)
+    assert "did you mean" not in str(caught.value).partition("DATASETS")[2]
+    assert "ampler" not in miss(DATASETS, name).partition("registry")[2]
+    assert "guaranteed" not in miss(DATASETS, name).partition("registry")[2]
+
+
 def test_a_miss_names_the_scopes_and_the_relative_that_has_it(
     family: dict[str, Registry],
 ) -> None:
-    text = family["hound"].explain_miss("In_samoyed")
+    text = miss(family["hound"], "In_samoyed")
     assert "(scopes hound, root, samoyed, little_hound, little_samoyed)" in text
     assert "did you mean samoyed.In_samoyed" in text
 
 
 def test_a_failing_module_is_told_with_its_error(write: Write) -> None:
     write("faulty.py", "import nothing_like_this\n")
-    text = MODELS.explain_miss("faulty.Net")
+    text = miss(MODELS, "faulty.Net")
     assert "faulty cannot be imported: ModuleNotFoundError: No module named 'nothing_like_t" in text
 
 
@@ -229,7 +277,7 @@ def test_a_definition_that_was_never_imported_is_found(write: Write) -> None:
     write("env2/pyvenv.cfg", "")
     write("env2/models.py", decorated)
     write("odd.py", "class Seen(:\n")
-    seen, plain = MODELS.explain_miss("Seen"), MODELS.explain_miss("other.Plain")
+    seen, plain = miss(MODELS, "Seen"), miss(MODELS, "other.Plain")
     where = str(Path("zoo/models.py"))
     assert seen.endswith(
         f"class Seen is defined in {where}:3 but was never imported: add zoo.models to imports"
@@ -240,7 +288,7 @@ def test_a_definition_that_was_never_imported_is_found(write: Write) -> None:
 def test_a_definition_that_is_not_registered_is_named_by_its_path(write: Write) -> None:
     write("shapes.py", "class Square:\n    pass\n")
     __import__("shapes")
-    text = MODELS.explain_miss("Square")
+    text = miss(MODELS, "Square")
     assert "in shapes.py:1 but is not registered here: write type: shapes.Square" in text
 
 

@@ -146,7 +146,7 @@ def test_looking_up_any_text_gives_none_or_a_key_error(key: str) -> None:
     assert key not in registry
     with pytest.raises(KeyError) as caught:
         build_from_cfg({"type": key}, registry)
-    assert str(caught.value).startswith(f"{key} is not in the registry EMPTY")
+    assert str(caught.value).startswith(key[:77])
 
 
 @shared_folder

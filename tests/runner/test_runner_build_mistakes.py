@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from stepwrap.registry import ConfigError, config_from_dict
+from stepwrap.registry import ConfigError, config_from_dict, load_config
 from stepwrap.runner.cli import main
 from stepwrap.runner.sections import read_sections
 
@@ -112,17 +112,21 @@ def test_what_does_not_fit_the_model_is_told_together(nets: Path, capsys: Captur
 
 
 def test_mistakes_of_all_sections_are_told_together(nets: Path, capsys: Capture) -> None:
-    err = mistakes(
-        capsys,
-        "check",
+    wrong = [
         "optimizer.lrr=1",
         "seed=x",
         "mesh={dat: 2}",
         "compile={fulgraph: true}",
         "tensor_parallel={plan: {net.0: columnwise}}",
         "hooks.checkpoint.keep_best=acuracy",
-    )
+    ]
+    with pytest.raises(ConfigError) as caught:
+        read_sections(load_config("points.yaml", wrong))
+    err = str(caught.value)
     assert len(err.splitlines()) == 7
+    # The command tells those first that it finds without importing anything.
+    first = [line for line in err.splitlines() if ": seed: " in line or ".keep_best: " in line]
+    assert mistakes(capsys, "check", *wrong).splitlines() == first
     for told in (
         "optimizer.lrr: AdamW has no such argument",
         "seed: must be a whole number",

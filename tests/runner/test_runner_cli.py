@@ -66,15 +66,67 @@ def test_mistakes_exit_with_2_and_one_line(
     assert not (run / "runs").exists()
 
 
-def test_all_mistakes_of_a_config_are_told_at_once(run: Path, capsys: Capture) -> None:
-    wrong = ["optimzer.lr=1", "model.net.widht=3", "hooks.chekpoint.keep_last=2"]
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"optimzer.lr=1": "optimizer", "hooks.chekpoint.keep_last=2": "checkpoint"},
+        {"model.net.widht=3": "width", "optimizer.lrr=2": "lr"},
+    ],
+    ids=["names", "arguments"],
+)
+def test_all_mistakes_of_a_kind_are_told_at_once(
+    run: Path, capsys: Capture, wrong: dict[str, str]
+) -> None:
     assert main(["train", "points.yaml", *wrong]) == 2
     lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == 3
-    for name, right in (("optimzer", "optimizer"), ("widht", "width"), ("chekpoint", "checkpoint")):
-        (line,) = [line for line in lines if f"{name}:" in line]
+    assert len(lines) == len(wrong)
+    for override, right in wrong.items():
+        (line,) = [line for line in lines if line.startswith(f"override {override}: ")]
         assert right in line
-        assert "override" in line
+
+
+def test_an_own_module_that_fails_is_told_with_its_place(run: Path, capsys: Capture) -> None:
+    (run / "mine.py").write_text("def make():\n    return [][1]\n\n\nmake()\n")
+    words = ["check", "points.yaml", "hooks.mine.type=mine.Hook"]
+    assert main(words) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    told = (
+        "hooks.mine.type: mine cannot be imported: IndexError: list index out of range (mine.py:2)"
+    )
+    assert told in line
+    assert main([*words, "--debug"]) == 2
+    trace = capsys.readouterr().err
+    assert f'{run / "mine.py"}", line 5, in <module>' in trace
+    assert f'{run / "mine.py"}", line 2, in make' in trace
+
+
+def test_a_part_that_ends_the_program_is_a_mistake(run: Path, capsys: Capture) -> None:
+    (run / "ends.py").write_text("import sys\n\n\ndef net():\n    sys.exit('no licence')\n")
+    assert main(["check", "points.yaml", "model.net={type: ends.net}"]) == 2
+    assert "model: cannot be built: SystemExit: no licence" in capsys.readouterr().err
+
+
+def test_mistakes_that_need_no_class_are_told_without_torch(run: Path) -> None:
+    script = (
+        "import sys\n"
+        "from stepwrap.runner.cli import main\n"
+        "code = main(sys.argv[1:])\n"
+        "sys.exit('torch was imported' if 'torch' in sys.modules else code)\n"
+    )
+    wrong = [
+        "optimzer.lr=1",
+        "seed=zero",
+        "model={typezq: SupervisedModel}",
+        "hooks.checkpoint.keep_best=acuracy",
+        "imports=[my_modls]",
+        "data.val.batchsize=1",
+        "train=null",
+    ]
+    for words in wrong:
+        command = [sys.executable, "-c", script, "train", "points.yaml", words]
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        assert ended.returncode == 2, ended.stderr
+        assert len(ended.stderr.splitlines()) == 1
 
 
 def test_train_writes_the_run_folder_and_ends_with_test_metrics(run: Path, capsys: Capture) -> None:

@@ -1,0 +1,166 @@
+"""Configs with mistakes of every kind, large and small: each is loaded, or told in words."""
+
+import copy
+from collections.abc import Callable, Iterator
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from stepwrap.registry import ConfigError, config_from_dict, load_config, name_problems
+
+Write = Callable[[str, str], Path]
+
+SHIPPED = {
+    path.name: yaml.safe_load(path.read_text())
+    for path in map(Path, files("stepwrap.configs").iterdir())  # type: ignore[arg-type]
+    if path.suffix == ".yaml"
+}
+NAMES = st.sampled_from(
+    ["typezq", "type", "_ref_", "_raw_", "_scope_", "_delete_", "_base_", "imports", "name"]
+) | st.text(max_size=8)
+TEXTS = st.sampled_from(
+    ["x" * 5000, "a." * 600, "é/" * 3000, "\u202e", "${seed}", "${model}", "${a", "${" * 300, "~x"]
+)
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=6) | TEXTS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(NAMES, inner, max_size=3),
+    max_leaves=5,
+)
+
+
+def paths(tree: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    pairs = tree.items() if isinstance(tree, dict) else enumerate(tree)
+    for key, below in pairs:
+        yield (*at, key)
+        if isinstance(below, dict | list):
+            yield from paths(below, (*at, key))
+
+
+@st.composite
+def mutated(draw: st.DrawFn) -> dict[str, Any]:
+    """Return a shipped config with up to three keys dropped, renamed, moved or set otherwise."""
+    tree = copy.deepcopy(draw(st.sampled_from(list(SHIPPED.values()))))
+    for _ in range(draw(st.integers(1, 3))):
+        *above, key = draw(st.sampled_from([*paths(tree)] or [("name",)]))
+        section = tree
+        for one in above:
+            section = section[one]
+        kind = draw(st.sampled_from(["drop", "rename", "value", "deep"]))
+        value = section.pop(key) if key in section or isinstance(section, list) else None
+        if kind == "deep":
+            for _ in range(draw(st.sampled_from([48, 60, 120]))):
+                value = {"a": value}
+        new = draw(VALUES) if kind == "value" else value
+        if isinstance(section, list):
+            section.insert(key, new)
+        elif kind != "drop":
+            section[draw(NAMES) if kind == "rename" else key] = new
+    return tree
+
+
+@settings(
+    max_examples=100,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+@given(tree=mutated())
+def test_any_mutation_is_loaded_or_told(tree: dict[str, Any], tmp_path: Path) -> None:
+    path = tmp_path / "a.yaml"
+    text = yaml.safe_dump(tree, allow_unicode=True, sort_keys=False)
+    path.write_text(text.replace("_base_: digits_single.yaml", "_base_: digits_single"))
+    try:
+        problems = name_problems(load_config(path))
+    except ConfigError as error:
+        problems = error.problems
+        assert problems
+    for problem in problems:
+        assert problem.origin.partition(":")[0].endswith(".yaml") or problem.key == ""
+        assert problem.what
+
+
+def nested(depth: int) -> str:
+    return "a: " + "{a: " * depth + "1" + "}" * depth
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (nested(60), "a.yaml:1: nested more than 50 levels deep"),
+        (nested(5000), "a.yaml:1: nested more than 50 levels deep"),
+        ("_base_: " + "x" * 5000, "a.yaml:1: there is no config file xxx"),
+        ("? " + "k" * 1100 + "\n: 1", "a.yaml:1: a key of 1,100 characters, at most 1,024"),
+        ('a: "\\ud800"', "a.yaml:1: not valid YAML: "),
+        ("a: " + "${" * 400 + "b" + "}" * 400, "no valid interpolation: nested more than 50"),
+        ("a: &a {b: 1}\nc: {<<: 3}", "a.yaml:2: `<<` takes a section, or a list of sections"),
+    ],
+)
+def test_what_no_config_holds_is_told_at_its_line(write: Write, text: str, said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(write("a.yaml", text))
+    assert said in str(caught.value)
+    assert len(str(caught.value)) < 500
+
+
+def bomb(first: str, line: str, copy: str) -> str:
+    """Return YAML that has 10 ** 9 values once each copy stands for what it repeats."""
+    lines = [first]
+    for at in range(1, 9):
+        lines.append(line.format(at=at, copies=", ".join([copy.format(at=at - 1)] * 10)))
+    return "\n".join(lines)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        bomb("b0: &b0 [1, 1, 1, 1, 1, 1, 1, 1, 1, 1]", "b{at}: &b{at} [{copies}]", "*b{at}"),
+        bomb("b0: &b0 {k: 1}", "b{at}: &b{at} {{<<: [{copies}]}}", "*b{at}"),
+        bomb("b0: [1, 1, 1, 1, 1, 1, 1, 1, 1, 1]", "b{at}: [{copies}]", "'${{b{at}}}'"),
+        bomb("b0: x", "b{at}: '{copies}'", "${{b{at}}}"),
+    ],
+    ids=["lists", "merges", "interpolations", "texts"],
+)
+def test_copies_of_copies_are_bounded(write: Write, text: str) -> None:
+    """Neither memory nor time is spent on 10 ** 9 values: without a bound this would not end."""
+    with pytest.raises(ConfigError, match="repeat more than 10,000 values"):
+        load_config(write("a.yaml", text))
+
+
+def test_merges_keep_what_is_written_beside_them(write: Write) -> None:
+    text = "a: &a {x: 1, y: 1}\nb: &b {x: 2, z: 2}\nc: {y: 3, <<: [*a, *b]}\nd: {<<: *b, x: 4}\n"
+    config = load_config(write("a.yaml", text)).to_dict()
+    assert config["c"] == {"x": 1, "y": 3, "z": 2}
+    assert config["d"] == {"x": 4, "z": 2}
+
+
+def test_overrides_and_dicts_are_bounded_as_files_are(write: Write) -> None:
+    path = write("a.yaml", "a: {b: 1}\n")
+    deep: dict[str, Any] = {}
+    deep["a"] = deep
+    for override in ("a." * 1000 + "b=1", "a." * 40 + "b=" + "[" * 40 + "]" * 40):
+        with pytest.raises(ConfigError, match="nested more than 50 levels deep"):
+            load_config(path, [override])
+    with pytest.raises(ConfigError, match=r"a\.a\.a: nested more than 50 levels deep"):
+        config_from_dict(deep)
+
+
+def test_files_that_build_on_one_another_without_end_are_told(write: Write) -> None:
+    for at in range(60):
+        write(f"c{at}.yaml", f"_base_: c{at + 1}.yaml\n")
+    with pytest.raises(ConfigError, match="more than 50 files that build on one another"):
+        load_config("c0.yaml")
+
+
+def test_long_keys_with_dots_are_found_in_no_time(write: Write) -> None:
+    """A path is looked up by its parts: trying every way to join them would take minutes."""
+    sections = "".join(f"s{at}: {{{'.'.join('x' * 400)}: 1}}\n" for at in range(30))
+    config = load_config(write("a.yaml", sections))
+    for at in range(30):
+        path = f"s{at}.{'.'.join('x' * 400)}"
+        assert config.has(path)
+        assert config.origin(path) == f"a.yaml:{at + 1}"
+        assert not config.has(".".join(["q"] * 5000))
