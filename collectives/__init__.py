@@ -1,24 +1,25 @@
 """Who am I among the ranks, and what do all of them know together?"""
 
-from ._handle import CollectiveHandle
-from .backend_registry import (
+from .backends.base import BaseDistBackend, TensorBaseDistBackend
+from .backends.metric import BaseMetric, metric_sync
+from .backends.mpi import MPI4PyDist
+from .backends.registry import (
     get_dist_backend,
     list_all_backends,
     register_dist_backend,
     set_default_dist_backend,
     unregister_dist_backend,
 )
-from .backends import BaseDistBackend, TensorBaseDistBackend
-from .barrier import synchronize
-from .builtin_backends import NonDist, TorchCPUDist, TorchCUDADist, TorchDist
+from .backends.torch_backends import NonDist, TorchCPUDist, TorchCUDADist, TorchDist
 from .errors import CollectiveError
-from .files import all_gather_object_cpu, all_gather_object_gpu, create_tmpdir
-from .group import CollectiveGroup
-from .metric import BaseMetric, metric_sync
-from .mpi import MPI4PyDist
-from .objects import all_gather_object, broadcast, gather_object, pad_to_largest_tensor
-from .picklable import PicklableWrapper
-from .process import (
+from .groups.group import CollectiveGroup
+from .groups.handle import CollectiveHandle
+from .objects.files import all_gather_object_cpu, all_gather_object_gpu, create_tmpdir
+from .objects.objects import all_gather_object, broadcast, gather_object, pad_to_largest_tensor
+from .objects.picklable import PicklableWrapper
+from .objects.results import collect_results
+from .objects.seed import sync_random_seed
+from .process.ranks import (
     comm_device,
     distributed_available,
     get_local_rank,
@@ -26,13 +27,12 @@ from .process import (
     get_world_size,
     rank_zero_only,
 )
-from .reduce import all_reduce_dict, reduce_mean
-from .results import collect_results
-from .scalars import mean_scalars
-from .seed import sync_random_seed
-from .serialize import obj2tensor, serialize_to_tensor, tensor2obj
-from .tensors import all_gather, all_reduce, gather
-from .trace import CollectiveRecord, recent_collectives, trace_collectives
+from .tensors.barrier import synchronize
+from .tensors.reduce import all_reduce_dict, reduce_mean
+from .tensors.scalars import mean_scalars
+from .tensors.tensors import all_gather, all_reduce, gather
+from .trace.tracing import CollectiveRecord, recent_collectives, trace_collectives
+from .transport.serialize import obj2tensor, serialize_to_tensor, tensor2obj
 
 __all__ = [
     "BaseDistBackend",

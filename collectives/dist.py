@@ -9,9 +9,7 @@ from typing import TypeVar
 
 from torch import distributed
 
-from . import objects, results
-from .devices import cast_data_device, get_comm_device, get_data_device
-from .groups import (
+from .groups.local_group import (
     barrier,
     get_backend,
     get_default_group,
@@ -23,13 +21,15 @@ from .groups import (
     is_distributed,
     is_main_process,
 )
-from .init import infer_launcher, init_dist
-from .params import all_reduce_dict, all_reduce_params, broadcast_object_list
-from .process import get_rank, get_world_size
-from .process import rank_zero_only as master_only
-from .results import collect_results
-from .seed import sync_random_seed
-from .tensors import all_gather, all_reduce, broadcast, gather
+from .objects import objects, results
+from .objects.results import collect_results
+from .objects.seed import sync_random_seed
+from .process.devices import cast_data_device, get_comm_device, get_data_device
+from .process.init import infer_launcher, init_dist
+from .process.ranks import get_rank, get_world_size
+from .process.ranks import rank_zero_only as master_only
+from .tensors.params import all_reduce_dict, all_reduce_params, broadcast_object_list
+from .tensors.tensors import all_gather, all_reduce, broadcast, gather
 
 _T = TypeVar("_T")
 

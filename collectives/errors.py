@@ -1,5 +1,205 @@
-"""The error of this folder: a collective that failed or could not finish."""
+"""The error of this folder, and its words: which ranks, calls and lines."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from types import FrameType
+from typing import TypeAlias
+
+import torch.distributed as dist
 
 
 class CollectiveError(RuntimeError):
     """A collective failed on some rank, or a rank died, left or did not arrive in time."""
+
+
+_FOLDER = os.path.dirname(os.path.abspath(__file__)) + os.sep
+_ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+_OURS = tuple(
+    os.path.join(_ROOT, name, "")
+    for name in ("collectives", "loops", "parallel", "plugins", "rpc", "runner", "wrappers")
+)
+# Frames of context managers stand between ours and the caller's.
+_NOT_CALLERS = _FOLDER, contextlib.__file__
+_STANDARD_LIBRARY = os.path.dirname(os.__file__) + os.sep
+
+
+Describe: TypeAlias = "Callable[[], str | Iterable[object]]"
+
+
+@dataclass
+class Call:
+    """A call of a collective: what it is named, among whom, and what is passed.
+
+    Attributes:
+        detail: what else must be the same on all ranks, such as "from rank 0".
+        describe: returns what is passed, as a text or as a dict's keys; called when needed. It
+            must be equal on all ranks, unless `meets`.
+        meets: whether the call itself begins with a meeting.
+    """
+
+    name: str
+    group: dist.ProcessGroup | None = None
+    describe: Describe | None = None
+    detail: str = ""
+    meets: bool = False
+
+    def structure(self) -> str | list[str]:
+        """Return what this rank passes; never raises, since the others are waiting."""
+        try:
+            described = self.describe() if self.describe else ""
+            return described if isinstance(described, str) else [str(key) for key in described]
+        # What is wrong with it, the call itself will find out.
+        except Exception as error:
+            return f"what cannot be described ({type(error).__name__})"
+
+    def here(self, problem: str = "") -> Place:
+        """Return where this rank is: in this call."""
+        return Place(
+            dist.get_rank(), self.name, call_site(), self.detail, self.structure(), problem
+        )
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where one rank is.
+
+    Attributes:
+        structure: what it passes: a text, or the keys of a dict.
+        problem: what is wrong there, if anything.
+        when: seconds since the epoch.
+    """
+
+    rank: int
+    call: str
+    site: str
+    detail: str = ""
+    structure: str | list[str] = ""
+    problem: str = ""
+    when: float = field(default_factory=time.time)
+
+    def encode(self) -> bytes:
+        """Return the place as bytes that `decode` reads; no pickle, it is read when all fails."""
+        return json.dumps(asdict(self)).encode()
+
+    @classmethod
+    def decode(cls, data: bytes) -> Place:
+        """Return the place that `encode` wrote."""
+        return cls(**json.loads(data))
+
+
+def call_site() -> str:
+    """Return "file:line" of the nearest caller outside this folder."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame and frame.f_back and frame.f_code.co_filename.startswith(_NOT_CALLERS):
+        frame = frame.f_back
+    return _location(frame) if frame else "?"
+
+
+def main_thread_site() -> str:
+    """Return "file:line in function" of what the main thread runs, in the user's code if it can."""
+    return _site_from(sys._current_frames().get(threading.main_thread().ident or 0))
+
+
+def users_site() -> str:
+    """Return "file:line in function" of the user's code that has called this, if there is any."""
+    return _site_from(sys._getframe(1))
+
+
+def _site_from(innermost: FrameType | None) -> str:
+    """Return the innermost place in the user's code; without any, outside the standard library."""
+    frames = []
+    while innermost:
+        frames.append(innermost)
+        innermost = innermost.f_back
+    for is_wanted in (_is_the_users, lambda path: not path.startswith((_STANDARD_LIBRARY, "<"))):
+        for frame in frames:
+            if is_wanted(frame.f_code.co_filename):
+                return f"{_location(frame)} in {frame.f_code.co_name}"
+    return "?"
+
+
+def tell(
+    places: Iterable[Place], elsewhere: Mapping[int, str] | None = None, *, compare: bool = True
+) -> str:
+    """Return one sentence on where each rank is.
+
+    Args:
+        elsewhere: what is known of the ranks that are in no collective.
+        compare: say what differs in the data that they pass, too.
+    """
+    places = sorted(places, key=lambda place: place.rank)
+    has_details = len({place.call for place in places}) == 1
+    has_details = has_details and len({place.detail for place in places}) > 1
+    by_call: dict[tuple[str, str], list[Place]] = {}
+    for place in places:
+        name = f"{place.call} {place.detail}" if has_details else place.call
+        by_call.setdefault((name, place.site), []).append(place)
+    # The few first: they are most likely the culprits.
+    groups = sorted(by_call.items(), key=lambda item: len(item[1]))
+    parts = []
+    for index, ((call, site), group) in enumerate(groups):
+        is_last = index == len(groups) - 1
+        verb = "wait" if is_last else "are"
+        if len(group) == 1:
+            verb = "waits" if is_last else "is"
+        parts.append(f"{name_ranks(p.rank for p in group)} {verb} in {call} ({site})")
+    for text in dict.fromkeys((elsewhere or {}).values()):
+        ranks = [rank for rank, other in (elsewhere or {}).items() if other == text]
+        parts.append(f"{name_ranks(ranks)} {text}")
+    sentence = ", ".join(parts)
+    difference = _difference(places) if compare else ""
+    return f"{sentence}; {difference}" if difference else sentence
+
+
+def text_of(error: BaseException) -> str:
+    """Return type and text of an error, also of one whose text cannot be had."""
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception:
+        return f"{type(error).__name__} (without a text: its __str__ fails)"
+
+
+def name_ranks(ranks: Iterable[int]) -> str:
+    """Return "rank 2" or "ranks 0, 1, 3"."""
+    listed = sorted(ranks)
+    return f"rank{'s' if len(listed) > 1 else ''} {', '.join(map(str, listed))}"
+
+
+def _difference(places: Sequence[Place]) -> str:
+    """Return what differs in the data that the ranks pass."""
+    with_keys = [place for place in places if isinstance(place.structure, list)]
+    union = dict.fromkeys(key for place in with_keys for key in place.structure)
+    missing: dict[str, list[int]] = {}
+    for place in with_keys:
+        lacking = [key for key in union if key not in place.structure]
+        if lacking:
+            missing.setdefault(", ".join(lacking), []).append(place.rank)
+    parts = [f"keys missing on {name_ranks(ranks)}: {keys}" for keys, ranks in missing.items()]
+    texts: dict[str, list[int]] = {}
+    for place in places:
+        if isinstance(place.structure, str) and place.structure:
+            texts.setdefault(place.structure, []).append(place.rank)
+    if len(texts) > 1:
+        parts += [f"{name_ranks(ranks)}: {text}" for text, ranks in texts.items()]
+    return "; ".join(parts)
+
+
+def _is_the_users(path: str) -> bool:
+    installed = "site-packages" in path or "dist-packages" in path
+    return not installed and not path.startswith((*_OURS, _STANDARD_LIBRARY, "<"))
+
+
+def _location(frame: FrameType) -> str:
+    path = frame.f_code.co_filename
+    # The job's directory may have been removed.
+    with contextlib.suppress(OSError):
+        path = path.removeprefix(os.getcwd() + os.sep)
+    return f"{path}:{frame.f_lineno}"

@@ -1,13 +1,10 @@
 """Training, validation and test loops; hooks; checkpoints; the order of the data."""
 
 from .cadence import Cadence
-from .checkpoint import (
-    list_checkpoints,
-    prune_checkpoints,
-    save_alone,
-    save_checkpoint,
-)
-from .data import ShardedBatchSampler, build_loader
+from .checkpoints.checkpoint import list_checkpoints, prune_checkpoints, save_alone, save_checkpoint
+from .checkpoints.restore import Checkpoint, find_checkpoint, load_checkpoint
+from .checkpoints.together import CheckpointError
+from .data.loaders import ShardedBatchSampler, build_loader
 from .evaluate import TestLoop, ValLoop
 from .hook import Hook, HookList
 from .hooks import (
@@ -23,15 +20,11 @@ from .hooks import (
     TensorBoardHook,
     ThroughputHook,
 )
-from .metrics import MeanLoss
-from .poly import PolyLR
-from .process_metric import ProcessMetric
-from .restore import Checkpoint, find_checkpoint, load_checkpoint
+from .lr_schedules import PolyLR, ScheduleWindow
+from .metrics import MeanLoss, ProcessMetric
 from .rng import mix_seed, seed_rng
 from .state import LoopState, Phase, Stateful
-from .together import CheckpointError
 from .train import EpochTrainLoop, IterTrainLoop
-from .window import ScheduleWindow
 
 __all__ = [
     "Cadence",

@@ -18,10 +18,14 @@ from torchmetrics import Metric
 
 from ..collectives import all_gather_object, distributed_available
 from ..registry import LOOPS
-from .data import first_batch_apart, length_of, size_before_padding
+from .checkpoints.together import naming_missing_ranks
+from .checkpoints.weights import user_model
+from .data.loaders import first_batch_apart, length_of, size_before_padding
+from .data.rounds import EvenRounds, Rounds, raise_everywhere
 from .hook import HookList
 from .metrics import (
     AnyMetric,
+    ProcessMetric,
     compute_metrics,
     directions_of,
     empty_copies,
@@ -29,13 +33,9 @@ from .metrics import (
     merge_metrics,
 )
 from .notes import note_failure
-from .process_metric import ProcessMetric
 from .rng import preserved_rng
-from .rounds import EvenRounds, Rounds, raise_everywhere
 from .signals import NoSignals, StopWatch
 from .state import LoopState, Phase
-from .together import naming_missing_ranks
-from .weights import user_model
 
 logger = logging.getLogger(__name__)
 

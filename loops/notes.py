@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .checkpoints.weights import plain_name, user_model
 from .state import LoopState, Phase
-from .weights import plain_name, user_model
 
 # Entries of a batch, or kinds of samples, that are shown.
 _SHOWN = 6

@@ -10,7 +10,8 @@ from typing import Any
 
 from ..collectives import all_gather_object, mean_scalars
 from ..registry import LOOPS
-from .data import batches_from, length_of
+from .checkpoints.together import naming_missing_ranks
+from .data.loaders import batches_from, length_of
 from .evaluate import ValLoop, announce_failure
 from .hook import HookList, Scalars
 from .metrics import directions_of
@@ -26,7 +27,6 @@ from .schedule import (
 )
 from .signals import StopSignals
 from .state import LoopState
-from .together import naming_missing_ranks
 from .uneven import UnevenInputs, even_inputs, longest, uneven_inputs
 
 logger = logging.getLogger(__name__)

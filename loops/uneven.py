@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from ..collectives import all_gather_object, broadcast, comm_device
-from ..collectives._story import name_ranks
+from ..collectives.errors import name_ranks
 from .schedule import members_of, window_of
 from .state import LoopState
 

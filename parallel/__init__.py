@@ -14,7 +14,6 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
-    from .assigner import ModelAssigner
     from .context_pool import CtxPool, CtxPoolStorage, proxy_ctx_caller
     from .errors import (
         BrokenPoolError,
@@ -26,9 +25,9 @@ if TYPE_CHECKING:
         TimeoutError,
         WorkerDiedError,
     )
-    from .estimators import ModelComplexityEstimator, ModelSizeEstimator
     from .events import AndEvent, OrEvent
-    from .pickling import Pickler, dumps, loads, mark_static_module
+    from .placement.assigner import ModelAssigner
+    from .placement.estimators import ModelComplexityEstimator, ModelSizeEstimator
     from .pool import BasePool, P2PPool, Pool, PoolStates
     from .processes import (
         ExceptionWithTraceback,
@@ -37,9 +36,10 @@ if TYPE_CHECKING:
         Thread,
         ThreadException,
     )
-    from .queues import MultiP2PQueue, SimpleP2PQueue, SimpleQueue
     from .results import AsyncResult, IMapIterator, IMapUnorderedIterator, MapResult
     from .thread_pool import CtxThreadPool, ThreadPool
+    from .transport.pickling import Pickler, dumps, loads, mark_static_module
+    from .transport.queues import MultiP2PQueue, SimpleP2PQueue, SimpleQueue
 
 __all__ = [
     "AndEvent",
@@ -85,16 +85,16 @@ __all__ = [
 ]
 
 _HOMES = {
-    "assigner": "ModelAssigner",
+    "placement.assigner": "ModelAssigner",
     "context_pool": "CtxPool CtxPoolStorage proxy_ctx_caller",
     "errors": "BrokenPoolError EncodingError PoolTerminatedError RemoteError RemoteTraceback "
     "TaskTimeoutError TimeoutError WorkerDiedError",
-    "estimators": "ModelComplexityEstimator ModelSizeEstimator",
+    "placement.estimators": "ModelComplexityEstimator ModelSizeEstimator",
     "events": "AndEvent OrEvent",
-    "pickling": "Pickler dumps loads mark_static_module",
+    "transport.pickling": "Pickler dumps loads mark_static_module",
     "pool": "BasePool P2PPool Pool PoolStates",
     "processes": "ExceptionWithTraceback Process ProcessException Thread ThreadException",
-    "queues": "MultiP2PQueue SimpleP2PQueue SimpleQueue",
+    "transport.queues": "MultiP2PQueue SimpleP2PQueue SimpleQueue",
     "results": "AsyncResult IMapIterator IMapUnorderedIterator MapResult",
     "thread_pool": "CtxThreadPool ThreadPool",
 }

@@ -85,7 +85,7 @@ class BasePool:
 
     def setup_queues(self) -> tuple[Any, Any]:
         """Return the queue of tasks and the queue of results, each with `put` and `get`."""
-        from .queues import SimpleQueue
+        from .transport.queues import SimpleQueue
 
         return SimpleQueue(ctx=self._ctx), SimpleQueue(ctx=self._ctx)
 

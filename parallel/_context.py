@@ -42,7 +42,7 @@ def proxy_ctx_caller(
     if args is None:
         call, args, kwargs = call
     if isinstance(call, bytes):
-        from .pickling import loads
+        from .transport.pickling import loads
 
         call = loads(call)
     return call(CtxPoolStorage.storage, *(args or ()), **(kwargs or {}))

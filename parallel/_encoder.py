@@ -8,8 +8,8 @@ from types import FunctionType
 from typing import Any, NamedTuple
 
 from . import _link as link
-from ._wire import Packed, pack, release
 from ._worker import map_caller, starmap_caller
+from .transport.wire import Packed, pack, release
 
 # job, chunk, function, arguments, keyword arguments
 Task = tuple[int, int, Any, Any, Any]

@@ -15,7 +15,7 @@ import struct
 from collections.abc import Sequence
 from multiprocessing import reduction
 
-from . import _descriptors
+from .transport import descriptors as _descriptors
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ from ._deaths import death_error
 from ._encoder import Task
 from ._lane import Lane
 from ._remote_errors import rebuild
-from ._wire import unpack
 from .errors import EncodingError, RemoteError
+from .transport.wire import unpack
 
 
 def outcome(kind: int, value: Any) -> tuple[bool, Any]:

@@ -10,10 +10,10 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-from . import _descriptors
 from . import _link as link
 from ._one_go import in_one_go
-from ._wire import Packed
+from .transport import descriptors as _descriptors
+from .transport.wire import Packed
 
 # Linux; the module fcntl names them from Python 3.10 on some systems only.
 _F_SETPIPE_SZ = 1031

@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Any, NamedTuple, cast
 
 from .errors import RemoteError, RemoteTraceback
-from .pickling import dumps, loads
+from .transport.pickling import dumps, loads
 
 # Of a text, in characters. The first quarter is kept and the end, where a traceback tells most.
 TEXT_LIMIT = 64 * 1024

@@ -16,8 +16,8 @@ from . import _worker
 from ._deaths import ends_by_itself, how_it_ended, start_error
 from ._encoder import Encoder
 from ._lane import Lane
-from ._wire import release
 from .errors import BrokenPoolError
+from .transport.wire import release
 
 _log = logging.getLogger(__name__)
 # So many starts fail before the next is put off, or the pool gives up.

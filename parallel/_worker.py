@@ -315,7 +315,7 @@ class _WorkerEnd:
             data = pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
             if len(data) <= _INLINE_BYTES:
                 return data, False
-        from ._wire import pack, release
+        from .transport.wire import pack, release
 
         packed = pack(value, copy_tensor=self._copy_tensor, recurse=self._recurse)
         if not packed.fds:
@@ -330,7 +330,7 @@ class _WorkerEnd:
 def _decoded(data: Any, fds: Any) -> Any:
     if not fds and data[0] == link.PICKLE:
         return pickle.loads(data)
-    from ._wire import unpack
+    from .transport.wire import unpack
 
     return unpack(data, fds)
 

@@ -23,8 +23,8 @@ from ._lane import Lane
 from ._one_go import wait_free
 from ._outcomes import Losses, outcome
 from ._starts import START_ERRORS, FailedStarts, Plan
-from ._wire import prepare
 from .errors import BrokenPoolError, TimeoutError
+from .transport.wire import prepare
 
 # How long a worker may make no progress before tasks behind its own go to one that is idle.
 _STUCK_S = 2e-3

@@ -19,7 +19,7 @@ from typing import Any
 
 from ._remote_errors import ExceptionWithTraceback, describe, format_error, rebuild, shorten
 from ._worker import use_one_thread
-from .pickling import Pickler
+from .transport.pickling import Pickler
 
 __all__ = ["ExceptionWithTraceback", "Process", "ProcessException", "Thread", "ThreadException"]
 

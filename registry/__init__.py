@@ -15,20 +15,11 @@ from .catalog import (
     OPTIMIZERS,
     PARAM_SCHEDULERS,
 )
-from .check_component import check_component
-from .check_config import check_config, examine_config, name_problems
-from .config import Config, config_from_dict, dump_config, format_config, load_config
-from .errors import ConfigError, Problem, causes, did_you_mean, nearest, user_frame
-from .optimizer_sections import named_optimizers, optim_wrapper_sections, stepping_class
-from .paramwise import check_paramwise, default_of
-from .registry import Registry
-from .scan import (
-    Registration,
-    count_registered_modules,
-    list_registrations,
-    traverse_registry_tree,
-)
-from .schema import (
+from .checks.check_component import check_component
+from .checks.check_config import check_config, examine_config, name_problems
+from .checks.optimizer_sections import named_optimizers, optim_wrapper_sections, stepping_class
+from .checks.paramwise import check_paramwise, default_of
+from .checks.schema import (
     DEFAULT_HOOKS,
     HOOK_TYPES,
     DataSection,
@@ -38,7 +29,11 @@ from .schema import (
     RunSections,
     SchedulerSection,
 )
-from .step_function import find_train_step
+from .checks.step_function import find_train_step
+from .errors import ConfigError, Problem, causes, did_you_mean, nearest, user_frame
+from .registry import Registry
+from .scan import Registration, count_registered_modules, list_registrations, traverse_registry_tree
+from .text.config import Config, config_from_dict, dump_config, format_config, load_config
 from .tree import build_tree, supply_where_taken
 
 __all__ = [

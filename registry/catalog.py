@@ -20,7 +20,7 @@ MODEL_WRAPPERS = Registry(
     "MODEL_WRAPPERS",
     locations=_WRAPPERS,
     # Not with the others, since it imports much of torch.
-    namespaces=("stepwrap.wrappers.fully_sharded",),
+    namespaces=("stepwrap.wrappers.fsdp.fully_sharded",),
     aliases={
         "MMFullyShardedDataParallel": "StepFullyShardedDataParallel",
         "FullyShardedDataParallel": "StepFullyShardedDataParallel",
@@ -31,7 +31,7 @@ COMM_HOOKS = Registry("COMM_HOOKS", locations=_WRAPPERS)
 OPTIMIZERS = Registry(
     "OPTIMIZERS",
     locations=_WRAPPERS,
-    namespaces=("torch.optim", "stepwrap.wrappers.post_local_sgd"),
+    namespaces=("torch.optim", "stepwrap.wrappers.optimizers.post_local_sgd"),
     kind="torch.optim.Optimizer",
 )
 OPTIM_WRAPPERS = Registry("OPTIM_WRAPPERS", locations=_WRAPPERS)
@@ -59,7 +59,10 @@ LOOPS = Registry("LOOPS", locations=_LOOPS)
 HOOKS = Registry("HOOKS", locations=_LOOPS)
 DIST_BACKENDS = Registry(
     "DIST_BACKENDS",
-    namespaces=("stepwrap.collectives.builtin_backends", "stepwrap.collectives.mpi"),
+    namespaces=(
+        "stepwrap.collectives.backends.torch_backends",
+        "stepwrap.collectives.backends.mpi",
+    ),
     aliases={
         "non_dist": "NonDist",
         "mpi4py": "MPI4PyDist",

@@ -1,13 +1,13 @@
 """A world of named processes that call each other, and servers for models and gradients."""
 
+from .calls.group import RpcGroup
+from .calls.reference import RpcReference
 from .errors import RpcError, RpcException
-from .gradient_client import PushPullGradServer
-from .gradient_server import PushPullGradServerImpl, ReduceType
-from .group import RpcGroup
-from .model_server import PushPullModelServer, PushPullModelServerImpl
-from .ordered_server import OrderedServerBase, OrderedServerSimple, OrderedServerSimpleImpl
-from .reference import RpcReference
-from .world import World, get_cur_name, get_cur_rank, get_world, is_world_initialized
+from .servers.gradient_client import PushPullGradServer
+from .servers.gradient_server import PushPullGradServerImpl, ReduceType
+from .servers.model_server import PushPullModelServer, PushPullModelServerImpl
+from .servers.ordered_server import OrderedServerBase, OrderedServerSimple, OrderedServerSimpleImpl
+from .world.world import World, get_cur_name, get_cur_rank, get_world, is_world_initialized
 
 __all__ = [
     "OrderedServerBase",

@@ -13,16 +13,16 @@ from pathlib import Path
 from typing import Any
 
 from ..collectives import broadcast, get_rank, get_world_size, synchronize
-from ..collectives.init import agent_store
+from ..collectives.process.init import agent_store
 from ..loops import CheckpointHook, find_checkpoint
 from ..registry import Config, ConfigError, Problem, RunSections, dump_config, load_config
 from ..wrappers import auto
-from ._tracing import traced
+from .build.parts import BuildError, build_parts, needs_group
+from .build.sections import read_sections
 from .launcher import lonely_group
-from .parts import BuildError, build_parts, needs_group
 from .run_folder import clear_results, in_use, occupied, resolve_checkpoint, saved_checkpoints
 from .runner import Runner
-from .sections import read_sections
+from .tracing import traced
 
 logger = logging.getLogger(__name__)
 

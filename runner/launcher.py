@@ -25,10 +25,11 @@ import torch
 import torch.distributed as dist
 
 from ..collectives import all_gather_object, get_rank, synchronize
-from ..collectives._forget import forget_meshes
-from ..collectives.init import meet_at_master
-from ..collectives.slurm import adopt_slurm
-from ._guard import (
+from ..collectives.process.forget import forget_meshes
+from ..collectives.process.init import meet_at_master
+from ..collectives.process.slurm import adopt_slurm
+from .failure import Failure, LaunchError, Terminated
+from .guard import (
     Ranks,
     blocking_signals,
     die_with_parent,
@@ -38,7 +39,6 @@ from ._guard import (
     is_running,
     receiving_signals,
 )
-from .failure import Failure, LaunchError, Terminated
 
 __all__ = ["LaunchError", "launch", "process_group", "started_outside"]
 

@@ -25,15 +25,15 @@ from ..loops import (
 )
 from ..registry import Config, load_config
 from ..wrappers import wrap_model
-from ._tracing import traced
-from .parallel import build_bare_model
-from .parts import BuildError, build_parts
+from .build.parallelism import build_bare_model
+from .build.parts import BuildError, build_parts
+from .build.sections import read_sections
 from .run_folder import held, resolve_checkpoint, saved_checkpoints
-from .sections import read_sections
+from .tracing import traced
 
 if TYPE_CHECKING:
     from ..loops.state import Optimization
-    from ..wrappers.step_function import StepFunction
+    from ..wrappers.steps.step_function import StepFunction
 
 logger = logging.getLogger(__name__)
 

@@ -3,20 +3,48 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from ._closures import refuse_without_closure
-from ._dtensors import is_dtensor
-from ._held_gradients import drop_held_gradients
-from .activation_checkpointing import checkpoint_activations
-from .amp import AmpOptimWrapper
-from .anomalies import detect_anomalous_params
 from .auto import auto
-from .blocks import find_blocks
-from .comm_hooks import CommHook
-from .compiling import compile_model
-from .data_parallel import ReplicationCallbackDataParallel
-from .distributed import StepDistributedDataParallel
-from .fused import build_optimizer
-from .layout import (
+from .batchnorm.conversion import (
+    convert_model,
+    convert_sync_batchnorm,
+    patch_sync_batchnorm,
+    revert_sync_batchnorm,
+)
+from .batchnorm.sync_batchnorm import (
+    SynchronizedBatchNorm1d,
+    SynchronizedBatchNorm2d,
+    SynchronizedBatchNorm3d,
+    set_sbn_eps_mode,
+)
+from .blocks.activation_checkpointing import checkpoint_activations
+from .blocks.blocks import find_blocks
+from .blocks.compiling import compile_model
+from .ddp.comm_hooks import CommHook
+from .ddp.distributed import StepDistributedDataParallel
+from .ddp.separate import SeparateDistributedDataParallel
+from .ddp.unused import UnusedParametersError
+from .optimizers.amp import AmpOptimWrapper
+from .optimizers.closures import refuse_without_closure
+from .optimizers.fused import build_optimizer
+from .optimizers.optim import OptimWrapper
+from .optimizers.optim_dict import OptimWrapperDict
+from .optimizers.param_groups import param_groups
+from .optimizers.param_names import (
+    NamedParameter,
+    named_parameters,
+    refuse_single_step,
+    share_parameters,
+)
+from .prepare import Preparation, check_preparation, freeze_parameters, model_checks, prepare_model
+from .replicas.data_parallel import ReplicationCallbackDataParallel
+from .replicas.patched_parallel import patch_replication_callback
+from .replicas.replicate import CallbackContext, exec_data_parallel_replication_callback
+from .replicas.scatter_gather import dict_gather, user_scattered
+from .replicas.session import ReplicationError, ReplicationSession
+from .replicas.sync_master import FutureResult, SlavePipe, SyncMaster
+from .sharding.dtensors import is_dtensor
+from .sharding.held_gradients import drop_held_gradients
+from .sharding.layout import (
     Layout,
     as_global,
     copy_whole_,
@@ -27,46 +55,16 @@ from .layout import (
     take_part,
     total_norm,
 )
-from .losses import parse_losses
-from .mesh import Mesh, build_mesh, check_axes
-from .meta_init import meta_parameters
-from .model import BaseModel, SupervisedModel
-from .optim import OptimWrapper
-from .optim_dict import OptimWrapperDict
-from .param_groups import param_groups
-from .param_names import NamedParameter, named_parameters
-from .param_shares import refuse_single_step, share_parameters
-from .patched_parallel import patch_replication_callback
-from .prepare import (
-    Preparation,
-    check_preparation,
-    freeze_parameters,
-    model_checks,
-    prepare_model,
-)
-from .preprocess import DataPreprocessor
-from .replicate import CallbackContext, exec_data_parallel_replication_callback
-from .scatter_gather import dict_gather, user_scattered
-from .separate import SeparateDistributedDataParallel
-from .session import ReplicationError, ReplicationSession
-from .single import SingleDevice
+from .sharding.mesh import Mesh, build_mesh, check_axes
+from .sharding.meta_init import meta_parameters
 from .step_data_parallel import StepDataParallel
-from .step_function import check_step_function, with_train_step
-from .sync_batchnorm import (
-    SynchronizedBatchNorm1d,
-    SynchronizedBatchNorm2d,
-    SynchronizedBatchNorm3d,
-    set_sbn_eps_mode,
-)
-from .sync_conversion import (
-    convert_model,
-    convert_sync_batchnorm,
-    patch_sync_batchnorm,
-    revert_sync_batchnorm,
-)
-from .sync_master import FutureResult, SlavePipe, SyncMaster
-from .unused import UnusedParametersError
-from .weight_init import BaseModule, initialize
+from .steps.anomalies import detect_anomalous_params
+from .steps.losses import parse_losses
+from .steps.model import BaseModel, SupervisedModel
+from .steps.preprocess import DataPreprocessor
+from .steps.single import SingleDevice
+from .steps.step_function import check_step_function, with_train_step
+from .steps.weight_init import BaseModule, initialize
 from .wrapping import (
     is_model_wrapper,
     is_module_wrapper,
@@ -76,16 +74,16 @@ from .wrapping import (
 )
 
 if TYPE_CHECKING:
-    from .fully_sharded import StepFullyShardedDataParallel
-    from .post_local_sgd import PostLocalSGD, ZeroRedundancyOptimizer
-    from .tensor_parallel import parallelize
+    from .fsdp.fully_sharded import StepFullyShardedDataParallel
+    from .optimizers.post_local_sgd import PostLocalSGD, ZeroRedundancyOptimizer
+    from .sharding.tensor_parallel import parallelize
 
 # Imported when they are asked for: what they need of torch takes as long as half of torch.
 _LATER = {
-    "PostLocalSGD": "post_local_sgd",
-    "StepFullyShardedDataParallel": "fully_sharded",
-    "ZeroRedundancyOptimizer": "post_local_sgd",
-    "parallelize": "tensor_parallel",
+    "PostLocalSGD": "optimizers.post_local_sgd",
+    "StepFullyShardedDataParallel": "fsdp.fully_sharded",
+    "ZeroRedundancyOptimizer": "optimizers.post_local_sgd",
+    "parallelize": "sharding.tensor_parallel",
 }
 
 __all__ = [

@@ -14,10 +14,10 @@ from torch import nn
 
 from ..collectives import all_gather_object, get_rank, get_world_size
 from ..registry import MODEL_WRAPPERS
-from .distributed import StepDistributedDataParallel
-from .options import check_options, option_names
-from .preprocess import device_of
-from .single import SingleDevice
+from .ddp.distributed import StepDistributedDataParallel
+from .steps.preprocess import device_of
+from .steps.single import SingleDevice
+from .torch_functions import check_options, option_names
 
 logger = logging.getLogger(__name__)
 
@@ -120,7 +120,7 @@ def choose_wrapper(model: nn.Module, around: Surroundings, **options: Any) -> Ch
 def _wrapper(name: str) -> type[nn.Module]:
     if name == "fsdp":
         # Where it is not used, what it needs of torch is not imported.
-        from .fully_sharded import StepFullyShardedDataParallel
+        from .fsdp.fully_sharded import StepFullyShardedDataParallel
 
         return StepFullyShardedDataParallel
     return SingleDevice if name == "single" else StepDistributedDataParallel

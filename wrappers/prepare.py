@@ -11,17 +11,17 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from ..registry import did_you_mean
-from .activation_checkpointing import (
+from .blocks.activation_checkpointing import (
     CheckpointingSpec,
     checkpoint_activations,
     find_checkpointed,
     read_checkpointing,
 )
-from .compiling import CompileSpec, compile_model, find_compiled, read_compile
-from .mesh import Mesh
+from .blocks.compiling import CompileSpec, compile_model, find_compiled, read_compile
+from .sharding.mesh import Mesh
 
 if TYPE_CHECKING:
-    from .tensor_parallel import Style
+    from .sharding.tensor_parallel import Style
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +53,7 @@ def check_preparation(preparation: Preparation) -> list[tuple[str, str]]:
     ]
     for name, style in (preparation.tensor_parallel or {}).items():
         # Where nothing is split, what that needs of torch is not imported.
-        from .tensor_parallel import check_styles
+        from .sharding.tensor_parallel import check_styles
 
         error = _raised(partial(check_styles, {name: style}))
         if error is not None:
@@ -70,7 +70,7 @@ def model_checks(
     }
     plan = preparation.tensor_parallel
     if plan is not None:
-        from .tensor_parallel import check_plan
+        from .sharding.tensor_parallel import check_plan
 
         checks["tensor_parallel.plan"] = lambda: check_plan(model, plan, tensor_size)
     blocks = preparation.activation_checkpointing
@@ -85,7 +85,7 @@ def _check_compiled(model: nn.Module, preparation: Preparation) -> None:
     inside = {id(part) for one in compiled for part in one.modules()}
     if not inside or not preparation.tensor_parallel:
         return
-    from .tensor_parallel import row_split_tables
+    from .sharding.tensor_parallel import row_split_tables
 
     for path in row_split_tables(model, preparation.tensor_parallel):
         if id(model.get_submodule(path)) in inside:
@@ -162,7 +162,7 @@ def split_layers(
         return model
     if mesh is None:
         raise ValueError("tensor_parallel needs a mesh with a tensor axis")
-    from .tensor_parallel import parallelize
+    from .sharding.tensor_parallel import parallelize
 
     return parallelize(model, mesh, plan, localise=localise)
 
@@ -188,7 +188,7 @@ def split_paths(model: nn.Module, preparation: Preparation) -> list[str]:
     """Paths of the modules that the plan names; what it gets wrong is not looked at."""
     if not preparation.tensor_parallel:
         return []
-    from .tensor_parallel import planned_layers
+    from .sharding.tensor_parallel import planned_layers
 
     return planned_layers(model, preparation.tensor_parallel)
 

@@ -11,13 +11,12 @@ import torch
 from torch import Tensor, distributed, nn
 
 from ..registry import MODEL_WRAPPERS
-from ._compiled import uncompiled
-from .data_parallel import ReplicationCallbackDataParallel
-from .options import check_options
-from .preprocess import move
-from .scatter_gather import dict_gather, join, share_of_each
-from .step import Steps, refuse_own_train_step
-from .sync_conversion import convert_sync_batchnorm
+from .batchnorm.conversion import convert_sync_batchnorm
+from .replicas.data_parallel import ReplicationCallbackDataParallel
+from .replicas.scatter_gather import dict_gather, join, share_of_each
+from .steps.preprocess import move
+from .steps.step import Steps, refuse_own_train_step
+from .torch_functions import check_options, uncompiled
 
 _OPTIONS = {
     name: option

@@ -13,12 +13,9 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from ..collectives import get_world_size
 from ..registry import MODEL_WRAPPERS, Registry
-from ._agreement import agree
-from ._first_rank import broadcast_first
 from .auto import Surroundings, auto, choose_wrapper
-from .distributed import StepDistributedDataParallel
-from .mesh import Mesh
-from .options import option_names
+from .ddp.distributed import StepDistributedDataParallel
+from .ddp.separate import SeparateDistributedDataParallel
 from .prepare import (
     Preparation,
     chosen_blocks,
@@ -28,10 +25,13 @@ from .prepare import (
     split_layers,
     split_paths,
 )
-from .separate import SeparateDistributedDataParallel
-from .single import SingleDevice
-from .step import Steps
-from .step_function import StepFunction, check_step_function, with_train_step
+from .sharding.agreement import agree
+from .sharding.first_rank import broadcast_first
+from .sharding.mesh import Mesh
+from .steps.single import SingleDevice
+from .steps.step import Steps
+from .steps.step_function import StepFunction, check_step_function, with_train_step
+from .torch_functions import option_names
 
 # They average gradients over a group; without one SingleDevice does the same.
 _IN_GROUPS = (StepDistributedDataParallel, SeparateDistributedDataParallel)

@@ -9,12 +9,7 @@ import torch
 from torch import Tensor
 
 from stepwrap.registry import MODEL_WRAPPERS
-from stepwrap.wrappers import (
-    OptimWrapper,
-    StepDistributedDataParallel,
-    parse_losses,
-    total_norm,
-)
+from stepwrap.wrappers import OptimWrapper, StepDistributedDataParallel, parse_losses, total_norm
 
 RHO = 0.05
 

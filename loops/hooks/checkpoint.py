@@ -13,18 +13,18 @@ from ...collectives import all_gather_object, broadcast, get_rank
 from ...registry import HOOKS
 from ...wrappers import reshard
 from ..cadence import Cadence
-from ..checkpoint import (
+from ..checkpoints.checkpoint import (
     CheckpointError,
     list_checkpoints,
     prune_checkpoints,
     save_alone,
     save_checkpoint,
 )
-from ..folder import make_draft
+from ..checkpoints.folder import make_draft
+from ..checkpoints.together import together
+from ..checkpoints.weights import is_spread
 from ..hook import Hook
 from ..state import LoopState
-from ..together import together
-from ..weights import is_spread
 from ._metric import WatchedMetric
 from .nan_guard import NonFiniteError, bad_parameter
 

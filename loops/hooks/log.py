@@ -1,17 +1,169 @@
-"""The record files of a run."""
+"""The record files of a run: JSON lines, and the same records as a CSV table."""
 
 from __future__ import annotations
 
+import csv
+import json
 import logging
+import math
+import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TextIO
 
 from ...collectives import get_rank
 from ...registry import HOOKS
 from ..hook import Hook
 from ..state import LoopState, Phase
 from ._lines import eval_line, train_line
-from ._records import FIXED_COLUMNS, Record, RecordFiles
+
+Value = float | int | str | None
+Record = dict[str, Value]
+
+FIXED_COLUMNS = ("step", "epoch", "phase", "time")
+
+
+class RecordFiles:
+    """`metrics.jsonl` and `metrics.csv` in one folder, always with the same records.
+
+    The JSON lines are the truth; the table is derived from them. Numbers that are not finite
+    become `null` in the JSON lines (JSON has no NaN) and `nan` in the table.
+
+    Several processes may append to the same files, one writing each record at once.
+
+    Args:
+        folder: Created when it does not exist.
+        keep: Records already there for which it is false are dropped, and so are
+            those of other processes from now on; None to leave all as it is.
+    """
+
+    def __init__(self, folder: Path, *, keep: Callable[[Record], bool] | None = None) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._json_path = folder / "metrics.jsonl"
+        self._csv_path = folder / "metrics.csv"
+        self._columns = list(FIXED_COLUMNS)
+        if keep is None:
+            self._json = _open_whole(self._json_path)
+            self._csv = self._open_csv()
+            return
+        kept = [record for record in read_records(self._json_path) if keep(record)]
+        _replace(self._json_path, (_json_line(record) for record in kept))
+        self._json = self._json_path.open("a", encoding="utf-8")
+        self._csv = self._rewrite_csv(kept)
+
+    def append(self, record: Mapping[str, Value]) -> None:
+        """Write one record to both files and flush them.
+
+        Raises:
+            FileNotFoundError: The folder is gone.
+        """
+        if not self._json_path.parent.is_dir():
+            folder = self._json_path.parent
+            raise FileNotFoundError(f"the run folder {folder} was removed while the run used it")
+        finite = {key: _finite(value) for key, value in record.items()}
+        if not _is_file(self._csv, self._csv_path):
+            # Another process has found a new column.
+            self._csv.close()
+            self._csv = self._open_csv()
+        self._json.write(_json_line(finite))
+        self._json.flush()
+        if self._add_columns([finite]):
+            self._csv.close()
+            # As a whole: the other process's records are in the lines too.
+            self._csv = self._rewrite_csv(read_records(self._json_path))
+            return
+        csv.writer(self._csv).writerow(self._cells(finite))
+        self._csv.flush()
+
+    def close(self) -> None:
+        """Close both files; further calls do nothing."""
+        self._json.close()
+        self._csv.close()
+
+    def _add_columns(self, records: Iterable[Mapping[str, Value]]) -> bool:
+        new = [k for k in dict.fromkeys(k for r in records for k in r) if k not in self._columns]
+        self._columns += new
+        return bool(new)
+
+    def _cells(self, record: Mapping[str, Value]) -> list[Value]:
+        values = (record.get(column, "") for column in self._columns)
+        return ["nan" if value is None else value for value in values]
+
+    def _open_csv(self) -> TextIO:
+        """Open the table that is there for appending, or make it."""
+        file = _open_whole(self._csv_path, newline="")
+        with self._csv_path.open(encoding="utf-8", errors="replace", newline="") as table:
+            columns = next(csv.reader(table), [])
+        if columns:
+            self._columns = columns
+            return file
+        file.close()
+        return self._rewrite_csv(read_records(self._json_path))
+
+    def _rewrite_csv(self, records: Sequence[Record]) -> TextIO:
+        """Write the whole table under another name, put it in place and open it for appending."""
+        self._add_columns(records)
+        temporary = self._csv_path.with_name(self._csv_path.name + ".tmp")
+        with temporary.open("w", encoding="utf-8", newline="") as file:
+            writer = csv.writer(file)
+            writer.writerow(self._columns)
+            writer.writerows(self._cells(record) for record in records)
+        os.replace(temporary, self._csv_path)
+        return self._csv_path.open("a", encoding="utf-8", newline="")
+
+
+def read_records(path: Path) -> list[Record]:
+    """Read a `metrics.jsonl`; a last line cut off by a crash is left out.
+
+    Returns:
+        The records in file order, an empty list when there is no such file.
+    """
+    if not path.exists():
+        return []
+    records: list[Record] = []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError:
+            continue
+        if isinstance(record, dict):
+            records.append(record)
+    return records
+
+
+def _replace(path: Path, lines: Iterable[str]) -> None:
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text("".join(lines), encoding="utf-8")
+    os.replace(temporary, path)
+
+
+def _open_whole(path: Path, *, newline: str | None = None) -> TextIO:
+    """Open for appending, on a new line also where a crash cut off the last one."""
+    file = path.open("a", encoding="utf-8", newline=newline)
+    with path.open("rb") as written:
+        if written.seek(0, os.SEEK_END):
+            written.seek(-1, os.SEEK_END)
+            if written.read() != b"\n":
+                file.write("\n")
+                file.flush()
+    return file
+
+
+def _is_file(file: TextIO, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    except FileNotFoundError:
+        return False
+
+
+def _json_line(record: Mapping[str, Value]) -> str:
+    return json.dumps(record, allow_nan=False) + "\n"
+
+
+def _finite(value: Value) -> Value:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
 
 logger = logging.getLogger(__name__)
 

@@ -12,10 +12,9 @@ from ...collectives import all_gather_object, get_rank, mean_scalars
 from ...registry import HOOKS
 from ...wrappers import local_part, reshard, total_norm
 from ..cadence import Cadence
+from ..checkpoints.weights import plain_name, user_model
 from ..hook import Hook, Scalars
-from ..logs import are_finite
-from ..state import LoopState
-from ..weights import plain_name, user_model
+from ..state import LoopState, are_finite
 
 logger = logging.getLogger(__name__)
 

@@ -13,8 +13,8 @@ from torch.utils.hooks import RemovableHandle
 
 from ...registry import HOOKS
 from ..hook import Hook, Scalars
+from ..lr_schedules import ScheduleWindow
 from ..state import LoopState, Phase
-from ..window import ScheduleWindow
 from ._metric import WatchedMetric
 
 By = Literal["batch", "step", "epoch"]

@@ -9,9 +9,9 @@ from typing import Any
 from torch import Tensor
 
 from ...registry import HOOKS
+from ..checkpoints.weights import data_size
 from ..hook import Hook, Scalars
 from ..state import LoopState
-from ..weights import data_size
 
 _Path = tuple[Any, ...]
 

@@ -23,7 +23,7 @@ from stepwrap.collectives import (
     pad_to_largest_tensor,
     synchronize,
 )
-from stepwrap.collectives._call import calling
+from stepwrap.collectives.trace.calling import calling
 
 
 class _Pair:

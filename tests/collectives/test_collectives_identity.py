@@ -31,7 +31,7 @@ from stepwrap.collectives import (
     sync_random_seed,
     synchronize,
 )
-from stepwrap.collectives.process import live_world_size, members, place_in_group
+from stepwrap.collectives.process.ranks import live_world_size, members, place_in_group
 
 BACKENDS = (None, "gloo", "cpu:gloo")
 

@@ -15,7 +15,7 @@ from calls import outcome
 from ranks import RanksError, run_ranks
 
 from stepwrap.collectives import all_gather_object, collect_results, sync_random_seed
-from stepwrap.collectives.results import collect_results_cpu, collect_results_gpu
+from stepwrap.collectives.objects.results import collect_results_cpu, collect_results_gpu
 
 
 def _collect_every_way(parts: list[list[Any]], size: int, tmpdir: str) -> list[Any]:

@@ -17,7 +17,7 @@ from torch import Tensor
 from stepwrap.loops import LoopState, load_checkpoint, save_checkpoint
 from stepwrap.registry import load_config
 from stepwrap.runner import Runner
-from stepwrap.runner.cli import main
+from stepwrap.runner.command.cli import main
 from stepwrap.runner.launcher import lonely_group
 from stepwrap.wrappers import SingleDevice
 

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanSquaredError, Metric
 
 from stepwrap.collectives import get_world_size
-from stepwrap.loops.data import build_loader
+from stepwrap.loops.data.loaders import build_loader
 from stepwrap.loops.evaluate import ValLoop
 from stepwrap.loops.hook import Hook, HookList
 from stepwrap.loops.state import LoopState

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from stepwrap.loops import EMAHook, LoopState
-from stepwrap.loops.weights import weights_of
+from stepwrap.loops.checkpoints.weights import weights_of
 from stepwrap.wrappers import (
     OptimWrapper,
     Preparation,
@@ -24,7 +24,7 @@ from stepwrap.wrappers import (
     layout_of,
     wrap_model,
 )
-from stepwrap.wrappers.layout import placed_as
+from stepwrap.wrappers.sharding.layout import placed_as
 
 # Kind and number of ranks.
 CASES = [

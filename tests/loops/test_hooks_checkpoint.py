@@ -16,11 +16,11 @@ from hook_runs import loader, metrics, new_state, scripted, train, weights
 from ranks import run_ranks
 from torch import Tensor, nn
 
-from stepwrap.loops.checkpoint import CheckpointError, list_checkpoints
+from stepwrap.loops.checkpoints.checkpoint import CheckpointError, list_checkpoints
+from stepwrap.loops.checkpoints.restore import load_checkpoint
 from stepwrap.loops.evaluate import TestLoop, ValLoop
 from stepwrap.loops.hook import Hook, HookList
 from stepwrap.loops.hooks import CheckpointHook, EMAHook, LogHook, NonFiniteError
-from stepwrap.loops.restore import load_checkpoint
 from stepwrap.loops.state import LoopState
 from stepwrap.loops.train import IterTrainLoop
 

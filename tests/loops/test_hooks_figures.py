@@ -12,7 +12,7 @@ from ranks import run_ranks
 from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 
-from stepwrap.loops.data import build_loader
+from stepwrap.loops.data.loaders import build_loader
 from stepwrap.loops.hook import Hook, Scalars
 from stepwrap.loops.hooks import GradNormHook, ThroughputHook
 from stepwrap.loops.state import LoopState

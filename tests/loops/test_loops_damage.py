@@ -29,8 +29,8 @@ from stepwrap.loops import (
     load_checkpoint,
     save_checkpoint,
 )
-from stepwrap.loops.checkpoint import _digest
-from stepwrap.loops.folder import fingerprint
+from stepwrap.loops.checkpoints.checkpoint import _digest
+from stepwrap.loops.checkpoints.folder import fingerprint
 
 OTHERS = [None, True, -1, 0, 1.5, float("nan"), "x", [], {}, [[]], torch.ones(2)]
 

@@ -24,8 +24,8 @@ from stepwrap.loops import (
     save_alone,
     save_checkpoint,
 )
+from stepwrap.loops.checkpoints.shards import SavedTensor
 from stepwrap.loops.schedule import start_counting
-from stepwrap.loops.shards import SavedTensor
 
 TARGETS = [("single", 1), ("ddp", 2), ("fsdp", 2), ("tensor", 2), ("fsdp x tensor", 4)]
 
@@ -171,7 +171,7 @@ def _lost_window(folder: Path) -> tuple[list[int], str]:
     records: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: records.append(record.getMessage())
-    logging.getLogger("stepwrap.loops.gradients").addHandler(handler)
+    logging.getLogger("stepwrap.loops.checkpoints.gradients").addHandler(handler)
     try:
         state = make_run("fsdp", accumulative_counts=2)
         train(state, range(3))
@@ -179,7 +179,7 @@ def _lost_window(folder: Path) -> tuple[list[int], str]:
         state.epoch, state.batch = 1, 0
         later = load_checkpoint(save_checkpoint(folder, state)).meta
     finally:
-        logging.getLogger("stepwrap.loops.gradients").removeHandler(handler)
+        logging.getLogger("stepwrap.loops.checkpoints.gradients").removeHandler(handler)
     return [meta["iteration"], later["iteration"], later["epoch"]], "\n".join(records)
 
 
@@ -219,14 +219,14 @@ def _alone(folder: Path) -> list[str]:
     records: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: records.append(record.getMessage())
-    logging.getLogger("stepwrap.loops.checkpoint").addHandler(handler)
+    logging.getLogger("stepwrap.loops.checkpoints.checkpoint").addHandler(handler)
     try:
         for kind in ("fsdp", "tensor"):
             state = make_run(kind)
             train(state, range(1))
             assert save_alone(folder, state) is None
     finally:
-        logging.getLogger("stepwrap.loops.checkpoint").removeHandler(handler)
+        logging.getLogger("stepwrap.loops.checkpoints.checkpoint").removeHandler(handler)
     return records
 
 

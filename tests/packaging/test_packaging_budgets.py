@@ -30,12 +30,12 @@ PARAMETERS = 8
 MANY_METHODS = {"BasePool", "CollectiveGroup", "Hook", "OptimWrapperDict", "RpcGroup"}
 # Documented signatures of the systems whose names we keep; Runner takes each part by its name.
 MANY_PARAMETERS = {
-    "parallel/assigner.py:__init__",
-    "parallel/assigner.py:optimize_placement",
+    "parallel/placement/assigner.py:__init__",
+    "parallel/placement/assigner.py:optimize_placement",
     "parallel/context_pool.py:__init__",
     "parallel/pool.py:__init__",
-    "rpc/gradient_server.py:__init__",
-    "rpc/world.py:__init__",
+    "rpc/servers/gradient_server.py:__init__",
+    "rpc/world/world.py:__init__",
     "runner/runner.py:__init__",
 }
 

@@ -99,7 +99,8 @@ def test_front_door(folder: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["stepwrap.parallel", "stepwrap.registry", "stepwrap.runner", "stepwrap.runner.cli"]
+    "name",
+    ["stepwrap.parallel", "stepwrap.registry", "stepwrap.runner", "stepwrap.runner.command.cli"],
 )
 def test_import_without_torch(name: str) -> None:
     code = f"import sys, {name}; sys.exit('torch' in sys.modules)"

@@ -8,7 +8,8 @@ import torch
 from placed import Placed, overflows, written_out
 from torch import Tensor
 
-from stepwrap.parallel import ModelAssigner, _placement_search
+from stepwrap.parallel import ModelAssigner
+from stepwrap.parallel.placement import search as _placement_search
 
 CASES = 200
 SHAPES = [(2, 6), (3, 8), (4, 7), (5, 6), (6, 5), (10, 2), (7, 3)]

@@ -18,7 +18,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stepwrap.parallel import Pickler, _wire, dumps, loads, mark_static_module
+from stepwrap.parallel import Pickler, dumps, loads, mark_static_module
+from stepwrap.parallel.transport import wire as _wire
 
 _SCALARS = (
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary()

@@ -25,7 +25,8 @@ from shared_work import (
 from tensor_families import families, numbers, touch
 from torch import nn
 
-from stepwrap.parallel import SimpleQueue, _wire, dumps, loads
+from stepwrap.parallel import SimpleQueue, dumps, loads
+from stepwrap.parallel.transport import wire as _wire
 
 METHODS = ["spawn", "fork", "forkserver"]
 Sent = Callable[[Any], Any]

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from tensor_families import bases, families, numbers, touch, views
 from torch import Tensor, nn
 
-from stepwrap.parallel import _wire, dumps, loads
+from stepwrap.parallel import dumps, loads
+from stepwrap.parallel.transport import wire as _wire
 
 
 def _by_bytes(value: Any) -> Any:

@@ -22,8 +22,8 @@ from ranks import run_ranks
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from stepwrap.plugins._lightning_tree import DDPStrategy
-from stepwrap.plugins.lightning import StepStrategy
+from stepwrap.plugins.lightning.strategy import StepStrategy
+from stepwrap.plugins.lightning.tree import DDPStrategy
 
 WRAPPERS = ("ddp", "fsdp", "separate")
 MIXED = f"{lightning.__name__}.plugins.precision"

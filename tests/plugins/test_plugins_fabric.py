@@ -11,8 +11,8 @@ from lightning_runs import Messages, sent
 from ranks import run_ranks
 from torch import nn
 
-from stepwrap.plugins._lightning_tree import FabricDDPStrategy
-from stepwrap.plugins.lightning import StepFabricStrategy
+from stepwrap.plugins.lightning.strategy import StepFabricStrategy
+from stepwrap.plugins.lightning.tree import FabricDDPStrategy
 
 pytestmark = [pytest.mark.filterwarnings(one) for one in QUIET]
 Fabric = import_module(FabricDDPStrategy.__module__.partition(".strategies")[0]).Fabric
@@ -58,7 +58,7 @@ def _both(folder: str) -> dict[str, Any]:
             theirs = _train("ddp", every, precision=precision)
             found[f"{every}, {precision}"] = distance(ours, theirs)
     strategy = StepFabricStrategy(detect_anomalous_params=True, find_unused_parameters=True)
-    with Messages("stepwrap.wrappers.anomalies") as texts:
+    with Messages("stepwrap.wrappers.steps.anomalies") as texts:
         _train(strategy, net=Spare())
     kinds = {"reduced": "c10d::allreduce_"}
     counts = [sent(lambda k=k: _train("stepwrap", k), kinds)["reduced"] for k in (1, 2)]

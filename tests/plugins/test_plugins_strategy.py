@@ -18,7 +18,7 @@ from lightning_runs import (
 from lightning_shards import unusual_modules
 from ranks import run_ranks
 
-from stepwrap.plugins.lightning import StepStrategy
+from stepwrap.plugins.lightning.strategy import StepStrategy
 from stepwrap.wrappers import StepDistributedDataParallel
 
 KINDS = {"reduced": "c10d::allreduce_", "scattered": "c10d::_reduce_scatter_base_"}
@@ -112,7 +112,7 @@ def _other_options() -> dict[str, Any]:
     for wrapper in ("ddp", "fsdp"):
         unused = {"find_unused_parameters": True} if wrapper == "ddp" else {}
         strategy = StepStrategy(wrapper, detect_anomalous_params=True, **unused)
-        with Messages("stepwrap.wrappers.anomalies") as texts:
+        with Messages("stepwrap.wrappers.steps.anomalies") as texts:
             make_trainer(strategy).fit(Automatic(spare=True), loader())
         found["anomalies", wrapper] = texts
     calls: list[int] = []

@@ -44,7 +44,7 @@ def test_summaries_are_the_first_lines_of_docstrings() -> None:
     }
     ddp = wrappers["StepDistributedDataParallel"]
     assert {"ddp", "MMDistributedDataParallel"} <= set(ddp.aliases)
-    assert ddp.source == "stepwrap.wrappers.distributed"
+    assert ddp.source == "stepwrap.wrappers.ddp.distributed"
     for registry in (OPTIMIZERS, MODELS, METRICS):
         for entry in list_registrations(registry.name)[registry.name][:40]:
             doc = registry.get(entry.name).__doc__ or ""

@@ -11,8 +11,7 @@ from ranks import run_ranks
 from torch import Tensor, nn
 
 from stepwrap.rpc import PushPullGradServerImpl, World
-from stepwrap.rpc._push_queue import PushQueue
-from stepwrap.rpc._reduction import ReduceSettings, Reduction
+from stepwrap.rpc.servers.reduction import PushQueue, ReduceSettings, Reduction
 
 UPDATES = 8
 CLIENTS = 4

@@ -295,7 +295,7 @@ def _references(world: World, group: RpcGroup) -> None:
 
 
 def _kept_count() -> int:
-    from stepwrap.rpc import _node
+    from stepwrap.rpc.calls import node as _node
 
     return len(_node.current().kept)
 

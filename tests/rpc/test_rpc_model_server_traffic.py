@@ -12,7 +12,8 @@ import torch.distributed as dist
 from ranks import run_ranks
 from torch import Tensor, nn
 
-from stepwrap.rpc import PushPullModelServerImpl, World, _calls
+from stepwrap.rpc import PushPullModelServerImpl, World
+from stepwrap.rpc.calls import calls as _calls
 
 MEGABYTE = 2**20
 LITTLE = 2000

@@ -13,11 +13,11 @@ from ranks import run_ranks
 from test_rpc_calls import in_group, told
 
 from stepwrap.rpc import RpcException, RpcGroup, World
-from stepwrap.rpc._transport import transport_error
+from stepwrap.rpc.calls.calls import transport_error
 
 
 def _num_kept() -> int:
-    from stepwrap.rpc import _node
+    from stepwrap.rpc.calls import node as _node
 
     return len(_node.current().kept)
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from stepwrap.collectives import get_rank, get_world_size
 from stepwrap.loops import Hook, LoopState, find_checkpoint
-from stepwrap.runner.cli import main
+from stepwrap.runner.command.cli import main
 
 MARK = "STEPWRAP_TEST_MARK"
 TIMEOUT_S = 90.0

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from stepwrap.registry import ConfigError, config_from_dict, load_config
-from stepwrap.runner.cli import main
-from stepwrap.runner.sections import read_sections
+from stepwrap.runner.build.sections import read_sections
+from stepwrap.runner.command.cli import main
 
 Capture = pytest.CaptureFixture[str]
 

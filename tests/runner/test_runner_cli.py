@@ -13,8 +13,8 @@ from ranks import run_ranks
 from runner_parts import final_weights, run_command
 
 from stepwrap.registry import HOOKS, list_registrations
-from stepwrap.runner.cli import main
-from stepwrap.runner.plots import read_curves
+from stepwrap.runner.command.cli import main
+from stepwrap.runner.command.plots import read_curves
 
 BY_NAME = """
 
@@ -109,7 +109,7 @@ def test_a_part_that_ends_the_program_is_a_mistake(run: Path, capsys: Capture) -
 def test_mistakes_that_need_no_class_are_told_without_torch(run: Path) -> None:
     script = (
         "import sys\n"
-        "from stepwrap.runner.cli import main\n"
+        "from stepwrap.runner.command.cli import main\n"
         "code = main(sys.argv[1:])\n"
         "sys.exit('torch was imported' if 'torch' in sys.modules else code)\n"
     )
@@ -366,7 +366,7 @@ def test_env_names_versions_and_devices(capsys: Capture) -> None:
 def test_help_list_and_show_import_no_torch(run: Path) -> None:
     code = (
         "import contextlib, io, sys\n"
-        "from stepwrap.runner.cli import main\n"
+        "from stepwrap.runner.command.cli import main\n"
         "with contextlib.redirect_stdout(io.StringIO()) as out:\n"
         "    codes = [main(['list']), main(['list', 'hooks']), main(['show', 'points.yaml'])]\n"
         "    codes.append(main(['--version']))\n"

@@ -7,9 +7,9 @@ import torch
 
 from stepwrap.registry import ConfigError
 from stepwrap.runner import Runner
-from stepwrap.runner.cli import main
-from stepwrap.runner.parts import build_parts
-from stepwrap.runner.sections import read_sections
+from stepwrap.runner.build.parts import build_parts
+from stepwrap.runner.build.sections import read_sections
+from stepwrap.runner.command.cli import main
 
 LOADERS = """
 from torch.utils.data import DataLoader

@@ -25,8 +25,8 @@ from mmengine_parts import PARAM_SCHEDULERS, note_rates, train_theirs
 
 from stepwrap.registry import load_config
 from stepwrap.runner import Runner
-from stepwrap.runner.cli import main
-from stepwrap.runner.convert import convert_config
+from stepwrap.runner.command.cli import main
+from stepwrap.runner.convert.convert import convert_config
 
 EPOCHS = """
 custom_imports = dict(imports=["mmengine_parts"], allow_failed_imports=False)

@@ -18,7 +18,7 @@ import torch
 from mmengine_parts import train_theirs
 
 from stepwrap.runner import Runner
-from stepwrap.runner.convert import convert_config
+from stepwrap.runner.convert.convert import convert_config
 
 CONFIG = """
 custom_imports = dict(imports=["mmengine_parts"], allow_failed_imports=False)

@@ -20,7 +20,7 @@ with warnings.catch_warnings():
     pytest.importorskip("mmengine.runner", reason=reason, exc_type=ImportError)
     from mmengine.optim import build_optim_wrapper
 
-from stepwrap.runner.convert import convert_config
+from stepwrap.runner.convert.convert import convert_config
 from stepwrap.wrappers import SynchronizedBatchNorm2d, param_groups
 
 

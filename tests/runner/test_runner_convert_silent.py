@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from stepwrap.runner.convert import convert_config
+from stepwrap.runner.convert.convert import convert_config
 
 SCHEDULES: list[dict[str, Any]] = [
     {"type": "LinearLR", "start_factor": 0.1, "end_factor": 0.9, "begin": 0, "end": 10,

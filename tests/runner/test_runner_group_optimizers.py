@@ -9,7 +9,7 @@ from parallel_runs import OPTIMIZERS, PLAN, by_hand, difference, settings, train
 from ranks import RanksError, run_ranks
 
 from stepwrap.runner import Runner
-from stepwrap.runner._building import BuildError
+from stepwrap.runner.build.errors import BuildError
 
 TP = {"tensor_parallel": {"plan": PLAN}}
 MESHES: list[tuple[int, dict[str, int]]] = [(2, {"tensor": 2}), (4, {"data": 2, "tensor": 2})]

@@ -18,16 +18,11 @@ from programs import run_script
 from ranks import run_ranks
 from runner_parts import assert_identical, final_weights, run_command, write_run
 
-from stepwrap.collectives import (
-    all_gather_object,
-    broadcast,
-    get_rank,
-    get_world_size,
-    synchronize,
-)
+from stepwrap.collectives import all_gather_object, broadcast, get_rank, get_world_size, synchronize
 from stepwrap.registry import load_config
-from stepwrap.runner import LaunchError, Runner, _guard, launch
-from stepwrap.runner.cli import main
+from stepwrap.runner import LaunchError, Runner, launch
+from stepwrap.runner import guard as _guard
+from stepwrap.runner.command.cli import main
 from stepwrap.runner.jobs import _console_log
 from stepwrap.runner.launcher import lonely_group, process_group, started_outside
 

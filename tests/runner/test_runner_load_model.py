@@ -9,7 +9,7 @@ import torch
 
 from stepwrap.loops import CheckpointError, find_checkpoint, load_checkpoint
 from stepwrap.runner import load_model
-from stepwrap.runner.cli import main
+from stepwrap.runner.command.cli import main
 
 EMA = "hooks.ema={type: EMAHook, decay: 0.9}"
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from stepwrap.runner.cli import main
+from stepwrap.runner.command.cli import main
 
 MODULE = '''
 import torch

@@ -12,7 +12,7 @@ from runner_parts import Command
 from torch import nn
 
 from stepwrap.runner import Runner
-from stepwrap.runner.cli import main
+from stepwrap.runner.command.cli import main
 from stepwrap.wrappers import SupervisedModel
 
 

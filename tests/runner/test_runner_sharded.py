@@ -8,7 +8,7 @@ from ranks import run_ranks
 from runner_parts import run_command
 
 from stepwrap.loops import find_checkpoint, load_checkpoint
-from stepwrap.runner.cli import main
+from stepwrap.runner.command.cli import main
 
 FSDP = ("wrapper={type: fsdp}",)
 TENSOR = (

@@ -15,7 +15,7 @@ from runner_parts import Command, assert_identical, final_weights
 
 from stepwrap.registry import load_config
 from stepwrap.runner import Runner
-from stepwrap.runner.cli import main
+from stepwrap.runner.command.cli import main
 
 SLOW = "data.train.dataset.pause_s=0.005"
 

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from stepwrap.loops import LoopState, save_checkpoint
-from stepwrap.loops.weights import user_model
+from stepwrap.loops.checkpoints.weights import user_model
 from stepwrap.registry import MODEL_WRAPPERS
 from stepwrap.wrappers import (
     AmpOptimWrapper,

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from stepwrap.wrappers.layout import layout_of, placed_as
+from stepwrap.wrappers.sharding.layout import layout_of, placed_as
 
 # By world size: FSDP2 alone, tensor-parallel alone, both, both kinds of replicas.
 KINDS = {2: ("fsdp", "tensor"), 4: ("fsdp", "hsdp", "tensor", "fsdp x tensor", "data x tensor")}

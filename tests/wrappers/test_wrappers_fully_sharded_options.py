@@ -26,8 +26,8 @@ from torch.distributed.fsdp.wrap import (
 
 from stepwrap.registry.arguments import argument_problems
 from stepwrap.wrappers import StepFullyShardedDataParallel
-from stepwrap.wrappers._fsdp_options import FURTHER, read_options
-from stepwrap.wrappers._fsdp_units import find_units
+from stepwrap.wrappers.fsdp.options import FURTHER, read_options
+from stepwrap.wrappers.fsdp.units import find_units
 
 HALF = torch.bfloat16
 NO_PIN = CPUOffloadPolicy(pin_memory=torch.accelerator.is_available())

@@ -14,7 +14,7 @@ from step_models import sgd
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from stepwrap.loops.weights import set_gradients
+from stepwrap.loops.checkpoints.weights import set_gradients
 from stepwrap.wrappers import (
     OptimWrapper,
     SingleDevice,

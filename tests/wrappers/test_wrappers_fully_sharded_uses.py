@@ -253,7 +253,7 @@ def _ignored() -> list[Any]:
     records: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("stepwrap.wrappers._fsdp_units").addHandler(handler)
+    logging.getLogger("stepwrap.wrappers.fsdp.units").addHandler(handler)
     kinds = []
     for option in (
         {"ignored_modules": ["net.head"]},
@@ -265,7 +265,7 @@ def _ignored() -> list[Any]:
         kinds.append({isinstance(one, DTensor) for one in model.module.net.head.parameters()})
     with pytest.raises(ValueError, match="is called 'net.heat'; did you mean net.head"):
         _wrapped("Net", ignored_parameters=["net.heat"])
-    logging.getLogger("stepwrap.wrappers._fsdp_units").removeHandler(handler)
+    logging.getLogger("stepwrap.wrappers.fsdp.units").removeHandler(handler)
     return [kinds, "net.head.weight, net.head.bias: ignored" in records[0]]
 
 

@@ -13,7 +13,7 @@ from sharded_models import KINDS, data, net, spread, whole, whole_gradient
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from stepwrap.wrappers.layout import (
+from stepwrap.wrappers.sharding.layout import (
     as_global,
     copy_whole_,
     has_placed,
@@ -141,7 +141,7 @@ def _norms(kind: str) -> list[list[float]]:
         reduced.append(tensor.numel())
         return real(tensor, *args, **kwargs)
 
-    import stepwrap.wrappers.layout as module
+    import stepwrap.wrappers.sharding.layout as module
 
     module.all_reduce = counted
     results = []

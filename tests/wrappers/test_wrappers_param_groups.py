@@ -11,12 +11,7 @@ from param_runs import grouped, small_net, train
 from torch import nn
 from torch.optim import SGD, AdamW, Rprop
 
-from stepwrap.wrappers import (
-    OptimWrapper,
-    SynchronizedBatchNorm2d,
-    build_optimizer,
-    param_groups,
-)
+from stepwrap.wrappers import OptimWrapper, SynchronizedBatchNorm2d, build_optimizer, param_groups
 
 
 class ScaleRMSNorm(nn.Module):

@@ -15,11 +15,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from stepwrap.wrappers import AmpOptimWrapper, OptimWrapper, OptimWrapperDict
-from stepwrap.wrappers.layout import is_sharded, layout_of, local_part
 
 # torch's own classes, imported without its warning.
-from stepwrap.wrappers.post_local_sgd import PostLocalSGDOptimizer
-from stepwrap.wrappers.post_local_sgd import TorchZeroRedundancyOptimizer as ZeroRedundancyOptimizer
+from stepwrap.wrappers.optimizers.post_local_sgd import PostLocalSGDOptimizer
+from stepwrap.wrappers.optimizers.post_local_sgd import (
+    TorchZeroRedundancyOptimizer as ZeroRedundancyOptimizer,
+)
+from stepwrap.wrappers.sharding.layout import is_sharded, layout_of, local_part
 
 CASES = [(size, kind) for size, kinds in KINDS.items() for kind in kinds]
 

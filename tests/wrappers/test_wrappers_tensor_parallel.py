@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from stepwrap.wrappers import Preparation, build_mesh, parallelize, prepare_model
-from stepwrap.wrappers.tensor_parallel import check_plan
+from stepwrap.wrappers.sharding.tensor_parallel import check_plan
 
 
 class Net(nn.Module):

@@ -1,0 +1,176 @@
+"""Metrics over any back-end: one's own by BaseMetric, those of torchmetrics by metric_sync."""
+
+import copy
+import functools
+import itertools
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+
+from ..objects.agree import raise_first, retell
+from .base import BaseDistBackend
+from .registry import BackendLike, get_dist_backend
+
+T = TypeVar("T")
+
+_MODES = ("cat", "unzip")
+_ABSENT = object()
+
+
+class BaseMetric(ABC):
+    """A metric that keeps one result per sample and computes from the results of all ranks.
+
+    A subclass writes `add`, which appends to `self._results`, and `compute_metric`.
+
+    Args:
+        dataset_meta: what the metric must know of the data set, such as class names.
+        dist_collect_mode: the order in which results of the ranks come together: "unzip" one from
+            each rank in turn, as a distributed sampler has dealt them; "cat" rank by rank.
+        dist_backend: a name, a class or an instance, as `get_dist_backend` takes them.
+        logger: default: one of this module.
+
+    Raises:
+        AssertionError: there is no such mode or back-end.
+    """
+
+    def __init__(
+        self,
+        dataset_meta: Mapping[str, Any] | None = None,
+        dist_collect_mode: str = "unzip",
+        dist_backend: BackendLike = None,
+        logger: logging.Logger | None = None,
+    ) -> None:
+        if dist_collect_mode not in _MODES:
+            expected = " or ".join(_MODES)
+            raise AssertionError(f"dist_collect_mode must be {expected}, got {dist_collect_mode!r}")
+        self.dataset_meta = dataset_meta
+        self.dist_collect_mode = dist_collect_mode
+        self.dist_backend = get_dist_backend(dist_backend)
+        self.logger = logger or logging.getLogger(__name__)
+        self._results: list[Any] = []
+
+    @abstractmethod
+    def add(self, *args: Any, **kwargs: Any) -> None:
+        """Append the results of one batch to `self._results`, one for each sample."""
+
+    @abstractmethod
+    def compute_metric(self, results: list[Any]) -> Any:
+        """Return the metric of these results."""
+
+    @property
+    def dataset_meta(self) -> Mapping[str, Any] | None:
+        """What the metric knows of the data set; a shallow copy, when set and when read."""
+        return copy.copy(self._dataset_meta)
+
+    @dataset_meta.setter
+    def dataset_meta(self, dataset_meta: Mapping[str, Any] | None) -> None:
+        self._dataset_meta = copy.copy(dataset_meta)
+
+    def reset(self) -> None:
+        """Forget all results; `compute` does not."""
+        self._results = []
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the metric of one batch, on this rank, and leave the results as they are."""
+        kept, self._results = self._results, []
+        try:
+            self.add(*args, **kwargs)
+            return self.compute_metric(self._results)
+        finally:
+            self._results = kept
+
+    def compute(self, size: int | None = None) -> Any:
+        """Return the metric of the results of all ranks; every rank must call this.
+
+        The results stay until `reset`. The back-end's rank 0 computes; the others get a copy.
+
+        Args:
+            size: how many results count, from the first on: the length of the data set where a
+                sampler has added samples to make it even.
+
+        Raises:
+            ValueError: on every rank, when `size` is negative on one.
+            CollectiveError: on every rank, when results cannot be sent.
+            Exception: on every rank what `compute_metric` raises on rank 0; a CollectiveError
+                where that cannot be made again from its type and text.
+        """
+        problem: Exception | None = None
+        if size is not None and size < 0:
+            problem = ValueError(f"size must not be negative, got {size}")
+        backend = self.dist_backend
+        if not _has_peers(backend):
+            if problem is not None:
+                raise problem
+            return self.compute_metric(self._results[:size])
+        results = self._collect(_gather(backend, self._results, problem, "compute() "))[:size]
+        return _run_on_first(backend, lambda: self.compute_metric(results))
+
+    def _collect(self, by_rank: Sequence[list[Any]]) -> list[Any]:
+        if self.dist_collect_mode == "cat":
+            return list(itertools.chain.from_iterable(by_rank))
+        # Not zip(), which drops the results that a rank has more than the shortest.
+        rounds = itertools.zip_longest(*by_rank, fillvalue=_ABSENT)
+        return [result for each in rounds for result in each if result is not _ABSENT]
+
+
+def metric_sync(backend: BackendLike = None) -> dict[str, Callable[..., Any]]:
+    """Return the keyword arguments that make a torchmetrics metric use a back-end.
+
+        accuracy = MulticlassAccuracy(num_classes=10, **metric_sync("torch_cpu"))
+
+    The ranks' states must match as torchmetrics asks for: as many tensors on every rank.
+
+    Args:
+        backend: a name, a class or an instance, as `get_dist_backend` takes them.
+    """
+    resolved = get_dist_backend(backend)
+    return {
+        "dist_sync_fn": functools.partial(_gather_state, resolved),
+        "distributed_available_fn": functools.partial(_has_peers, resolved),
+    }
+
+
+def _gather_state(
+    backend: BaseDistBackend, state: torch.Tensor, group: object = None
+) -> list[torch.Tensor]:
+    problem: Exception | None = None
+    if group is not None:
+        problem = ValueError(
+            f"process_group must be None with metric_sync(), got {group}; name the group in the "
+            f"back-end: metric_sync(TorchDist(group))"
+        )
+    parts = _gather(backend, state.detach(), problem, "metric_sync() ")
+    return [part.to(state.device) for part in parts]
+
+
+def _gather(backend: BaseDistBackend, own: T, problem: Exception | None, what: str) -> list[T]:
+    """Return all ranks' objects, or raise on every rank the problem of the first that has one."""
+    told = None if problem is None else retell(problem)
+    gathered = backend.all_gather_object((told, own))
+    raise_first(dict(enumerate(told for told, _ in gathered)), problem, what)
+    return [part for _, part in gathered]
+
+
+def _has_peers(backend: BaseDistBackend) -> bool:
+    return backend.is_initialized and backend.world_size > 1
+
+
+def _run_on_first(backend: BaseDistBackend, compute: Callable[[], Any]) -> Any:
+    """Return on every rank what `compute` returns on rank 0, or raise what it raises."""
+    value: Any = None
+    error: Exception | None = None
+    if backend.rank == 0:
+        try:
+            value = compute()
+        # Whatever it is, the other ranks wait for an answer.
+        except Exception as raised:
+            error = raised
+    told = None if error is None else retell(error)
+    value, told = backend.broadcast_object((value, told), 0)
+    if error is not None and told is not None and told.kind is type(error):
+        raise error
+    raise_first({0: told}, error, "compute_metric() ")
+    return value

@@ -1,0 +1,153 @@
+"""The back-ends of torch, and the one of a single process."""
+
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from ..objects.objects import all_gather_object, broadcast
+from ..process.ranks import comm_device, distributed_available, live_world_size, members
+from ..trace.calling import calling
+from ..transport.serialize import obj2tensor, tensor2obj
+from .base import BaseDistBackend, TensorBaseDistBackend
+
+# What a config can name.
+__all__ = ["NonDist", "TorchCPUDist", "TorchCUDADist", "TorchDist"]
+
+T = TypeVar("T")
+
+
+class NonDist(BaseDistBackend):
+    """One process, whatever else is running."""
+
+    @property
+    def is_initialized(self) -> bool:
+        """False: there is nobody to talk to."""
+        return False
+
+    @property
+    def rank(self) -> int:
+        """0."""
+        return 0
+
+    @property
+    def world_size(self) -> int:
+        """1."""
+        return 1
+
+    def all_gather_object(self, obj: T) -> list[T]:
+        """Return the object itself in a list."""
+        return [obj]
+
+    def broadcast_object(self, obj: T, src: int = 0) -> T:
+        """Return the object itself, for any `src`."""
+        return obj
+
+
+class TorchDist(BaseDistBackend):
+    """The ranks of a torch process group; without one, a process of its own.
+
+    The fast one: it is `stepwrap.collectives.all_gather_object` and `broadcast`, which choose the
+    device and the way. In a sub-group its numbers are those of the members in group order, not
+    global ranks: `rank` is the own place in what `all_gather_object` returns.
+
+    Args:
+        group: default: the default group, also one that is made later.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        self.group = group
+
+    @property
+    def is_initialized(self) -> bool:
+        """Whether there is a process group."""
+        return distributed_available()
+
+    @property
+    def rank(self) -> int:
+        """The place in the group, a ValueError where this is no member; 0 without a group."""
+        live_world_size(self.group)
+        return dist.get_rank(self.group) if distributed_available() else 0
+
+    @property
+    def world_size(self) -> int:
+        """The number of members of the group; 1 without one."""
+        return live_world_size(self.group)
+
+    def all_gather_object(self, obj: T) -> list[T]:
+        """Return the objects of all members, in group order; every member must call this."""
+        return all_gather_object(obj, self.group)
+
+    def broadcast_object(self, obj: T, src: int = 0) -> T:
+        """Return the object of the group's rank `src`; every member must call this."""
+        ranks = members(self.group)
+        if src not in range(len(ranks)):
+            raise ValueError(f"src must be a rank below {len(ranks)}, got {src!r}")
+        return broadcast(obj, ranks[src], self.group)
+
+
+class TorchCPUDist(TensorBaseDistBackend):
+    """The ranks of the default group, with pickles in plain tensors on the CPU.
+
+    A group that has no back-end for the CPU carries them on its own device. Nothing but torch's
+    `all_gather` and `broadcast` is used.
+    """
+
+    @property
+    def is_initialized(self) -> bool:
+        """Whether there is a default group."""
+        return distributed_available()
+
+    @property
+    def rank(self) -> int:
+        """The rank in the default group; 0 without one."""
+        return dist.get_rank() if distributed_available() else 0
+
+    @property
+    def world_size(self) -> int:
+        """The size of the default group; 1 without one."""
+        return live_world_size()
+
+    def _device(self) -> torch.device:
+        return comm_device(prefer=torch.device("cpu"))
+
+    def _object_to_tensor(self, obj: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        tensor = obj2tensor(obj, self._device())
+        return tensor, torch.tensor(tensor.numel(), device=tensor.device)
+
+    def _tensor_to_object(self, tensor: torch.Tensor, size: int) -> Any:
+        return tensor2obj(tensor[:size])
+
+    def _pad_tensor(self, tensor: torch.Tensor, max_size: int) -> torch.Tensor:
+        return torch.nn.functional.pad(tensor, (0, max_size - tensor.numel()))
+
+    def _all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        parts = [torch.empty_like(tensor) for _ in range(self.world_size)]
+        with calling("all_gather"):
+            dist.all_gather(parts, tensor)
+        return parts
+
+    def _broadcast(self, tensor: torch.Tensor, src: int) -> torch.Tensor:
+        with calling("broadcast"):
+            dist.broadcast(tensor, src)
+        return tensor
+
+
+class TorchCUDADist(TorchCPUDist):
+    """The ranks of the default group, with pickles in tensors on the current CUDA device.
+
+    Without a back-end for CUDA in the group, on the device of the group.
+
+    Raises:
+        RuntimeError: at construction, when this torch has no NCCL.
+    """
+
+    def __init__(self) -> None:
+        if not dist.is_nccl_available():
+            raise RuntimeError(
+                f"TorchCUDADist needs a torch that is built with NCCL, and {torch.__version__} is "
+                f"not; 'torch' and 'torch_cpu' work without"
+            )
+
+    def _device(self) -> torch.device:
+        return comm_device(prefer=torch.device("cuda", torch.cuda.current_device()))

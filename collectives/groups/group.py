@@ -1,0 +1,289 @@
+"""A group of ranks as one object: messages, tensors and Python objects among its members."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Sequence
+from typing import TypeAlias, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from ..objects import objects
+from ..objects.scatter_objects import scatter_object
+from ..tensors.barrier import synchronize
+from ..trace.calling import calling
+from . import group_reductions as _group_reductions
+from . import group_tensors as _group_tensors
+from . import multi_device as _multi_device
+from .group_reductions import ReduceOp
+from .handle import CollectiveHandle, begin, complete, run
+from .new_group import new_group
+
+T = TypeVar("T")
+_Tensors: TypeAlias = "Sequence[torch.Tensor]"
+_Handle: TypeAlias = "CollectiveHandle[None] | None"
+_SUM = dist.ReduceOp.SUM
+
+
+class CollectiveGroup:
+    """Some ranks, and what they can do together; made by `create` or by a `World`.
+
+    Except for messages, every member must make each call, in the same order. `src` and `dst` are
+    global ranks. Tensors may have any dense layout, dtype and device; those of different ranks
+    must agree. Reductions are sum, product, min, max, band, bor, bxor and mean, by these names or
+    those of torch; complex numbers have sum, product and mean, the mean of integers is rounded.
+
+    With `async_op` a call returns a handle: after its `wait()` everything is done, else it is
+    when the call returns, with None.
+
+    What is wrong with the arguments is a TypeError or ValueError of this rank, before anything is
+    sent; a transport that fails, or a group's timeout, is a CollectiveError that names the ranks
+    that have not come. A group that was destroyed and a process that is no member get a
+    RuntimeError from everything but `destroy`, and but `size` on a rank that is no member.
+
+    The group lives until `destroy()`, or the end of the default group: it does not end with this
+    object, which others may not know to have been the last one.
+
+    Attributes:
+        group: torch's group; None for the default one, on ranks that are no members, and once
+            destroyed.
+        current_rank: this process's place in the group; None on ranks that are no members.
+        destroyed: whether it has been.
+
+    Args:
+        group: None is the default group, which `destroy()` leaves to whoever has made it.
+        current_relative_rank: None on ranks that are no members.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, current_relative_rank: int | None) -> None:
+        is_member = current_relative_rank is not None
+        # torch gives those that are no members a number instead of a group.
+        self.group = group if is_member else None
+        self.current_rank = current_relative_rank
+        self.destroyed = False
+        if is_member and dist.get_rank(group) != current_relative_rank:
+            raise ValueError(
+                "current_relative_rank must be this process's place in the group, "
+                f"{dist.get_rank(group)}, got {current_relative_rank}"
+            )
+
+    @classmethod
+    def create(
+        cls,
+        ranks: Iterable[int] | None = None,
+        *,
+        timeout_s: float = 60,
+        backend: str | None = None,
+    ) -> CollectiveGroup:
+        """Return a new group; every rank of the default group must call this, members or not.
+
+        Args:
+            ranks: global ranks of its members, None for all; they are numbered in sorted order.
+            timeout_s: of its calls.
+            backend: None takes that of the default group.
+
+        Raises:
+            RuntimeError: there is no default group.
+            TypeError, ValueError: on every rank, when the arguments of one are wrong or differ.
+        """
+        return cls(*new_group(ranks, timeout_s, backend))
+
+    def size(self) -> int:
+        """Return the number of members; -1 on ranks that are none, until they destroy it.
+
+        Raises:
+            RuntimeError: the group has been destroyed here.
+        """
+        if self.current_rank is None and not self.destroyed:
+            return -1
+        return dist.get_world_size(self._live())
+
+    def destroy(self) -> None:
+        """End the group on this rank; again and after the default group it does nothing.
+
+        For after the last call of all members: whoever still waits for this rank fails.
+        """
+        group, self.group = self.group, None
+        self.destroyed = True
+        if group is not None and group is not dist.group.WORLD:
+            # The default group has been destroyed, and all groups with it.
+            with contextlib.suppress(ValueError):
+                dist.destroy_process_group(group)
+
+    def send(self, tensor: torch.Tensor, dst: int, tag: int = 0) -> None:
+        """Send a message to rank `dst`, which receives it by a tensor of the same size."""
+        complete(_group_tensors.send(self._live(), "group.send", tensor, dst, tag))
+
+    def isend(self, tensor: torch.Tensor, dst: int, tag: int = 0) -> CollectiveHandle[None]:
+        """Begin to send a message; its handle must be waited for."""
+        return begin(_group_tensors.send(self._live(), "group.isend", tensor, dst, tag))
+
+    def recv(self, tensor: torch.Tensor, src: int | None = None, tag: int = 0) -> int:
+        """Receive a message of rank `src`, or of any; return the sender's global rank."""
+        return complete(_group_tensors.recv(self._live(), "group.recv", tensor, src, tag))
+
+    def irecv(
+        self, tensor: torch.Tensor, src: int | None = None, tag: int = 0
+    ) -> CollectiveHandle[int]:
+        """Begin to receive; `wait()` returns the sender's global rank.
+
+        On ranks that are no members it raises a RuntimeError as all calls do, and never returns -1.
+        """
+        return begin(_group_tensors.recv(self._live(), "group.irecv", tensor, src, tag))
+
+    def broadcast(self, tensor: torch.Tensor, src: int, async_op: bool = False) -> _Handle:
+        """Overwrite the tensor with that of rank `src`."""
+        return run(_group_tensors.broadcast(self._live(), tensor, src), async_op)
+
+    def all_reduce(
+        self, tensor: torch.Tensor, op: ReduceOp = _SUM, async_op: bool = False
+    ) -> _Handle:
+        """Reduce the tensor in place on all ranks."""
+        return run(_group_reductions.all_reduce(self._live(), tensor, op), async_op)
+
+    def reduce(
+        self, tensor: torch.Tensor, dst: int, op: ReduceOp = _SUM, async_op: bool = False
+    ) -> _Handle:
+        """Reduce the tensor in place on rank `dst`; those of the other ranks keep their values."""
+        return run(_group_reductions.reduce(self._live(), tensor, dst, op), async_op)
+
+    def all_gather(
+        self, tensor_list: _Tensors, tensor: torch.Tensor, async_op: bool = False
+    ) -> _Handle:
+        """Fill the list with the tensors of all ranks, by place; their shapes may differ."""
+        return run(_group_tensors.all_gather(self._live(), tensor_list, tensor), async_op)
+
+    def gather(
+        self,
+        tensor: torch.Tensor,
+        gather_list: _Tensors | None = None,
+        dst: int = 0,
+        async_op: bool = False,
+    ) -> _Handle:
+        """Fill the list of rank `dst` with the tensors of all ranks; others pass None."""
+        return run(_group_tensors.gather(self._live(), tensor, gather_list, dst), async_op)
+
+    def scatter(
+        self,
+        tensor: torch.Tensor,
+        scatter_list: _Tensors | None = None,
+        src: int = 0,
+        async_op: bool = False,
+    ) -> _Handle:
+        """Overwrite the tensor with that at this place in the list of rank `src` alone."""
+        return run(_group_tensors.scatter(self._live(), tensor, scatter_list, src), async_op)
+
+    def reduce_scatter(
+        self,
+        output: torch.Tensor,
+        input_list: _Tensors,
+        op: ReduceOp = _SUM,
+        async_op: bool = False,
+    ) -> _Handle:
+        """Overwrite `output` with the reduction of what all lists have at this rank's place."""
+        return run(_group_reductions.reduce_scatter(self._live(), output, input_list, op), async_op)
+
+    def all_to_all(
+        self,
+        output_tensor_list: _Tensors,
+        input_tensor_list: _Tensors,
+        async_op: bool = False,
+    ) -> _Handle:
+        """Fill the outputs with what each rank has for this one; the shapes may differ."""
+        lists = output_tensor_list, input_tensor_list
+        return run(_group_tensors.all_to_all(self._live(), *lists), async_op)
+
+    def barrier(self, async_op: bool = False) -> _Handle:
+        """Wait until all members have come here."""
+        return run(_group_tensors.barrier(self._live()), async_op)
+
+    def monitored_barrier(self, timeout_s: float | None = None) -> None:
+        """Wait as `barrier` does, with a timeout of its own; the error names who is late."""
+        group = self._live()
+        with calling("group.monitored_barrier", group, meets=True):
+            synchronize(timeout_s, group)
+
+    def broadcast_multigpu(
+        self, tensor_list: _Tensors, src: int, async_op: bool = False, src_tensor: int = 0
+    ) -> _Handle:
+        """Overwrite all tensors of all lists with one of the list of rank `src`.
+
+        The lists may be of different lengths, on any devices; so may those of the calls below.
+        """
+        operation = _multi_device.broadcast(self._live(), tensor_list, src, src_tensor)
+        return run(operation, async_op)
+
+    def all_reduce_multigpu(
+        self, tensor_list: _Tensors, op: ReduceOp = _SUM, async_op: bool = False
+    ) -> _Handle:
+        """Reduce all tensors of all lists into each of them, with the same bits everywhere.
+
+        Each list is reduced in its order, then the ranks are. A mean is over all tensors.
+        """
+        return run(_multi_device.all_reduce(self._live(), tensor_list, op), async_op)
+
+    def reduce_multigpu(
+        self,
+        tensor_list: _Tensors,
+        dst: int,
+        op: ReduceOp = _SUM,
+        async_op: bool = False,
+        dst_tensor: int = 0,
+    ) -> _Handle:
+        """Reduce all tensors of all lists into one of rank `dst`; the others keep their values."""
+        operation = _multi_device.reduce(self._live(), tensor_list, dst, op, dst_tensor)
+        return run(operation, async_op)
+
+    def all_gather_multigpu(
+        self,
+        output_tensor_lists: Sequence[_Tensors],
+        input_tensor_list: _Tensors,
+        async_op: bool = False,
+    ) -> _Handle:
+        """Fill each of the output lists, one for each input, with the inputs of all ranks.
+
+        They come rank by rank: input `j` of place `k` is at `k * len(input_tensor_list) + j` where
+        all ranks have equally many. How many they have they tell each other first, also with
+        `async_op`: lists that do not fit are a ValueError on every rank.
+        """
+        lists = output_tensor_lists, input_tensor_list
+        return run(_multi_device.all_gather(self._live(), *lists), async_op)
+
+    def broadcast_object(self, obj: T, src: int) -> T:
+        """Return the object of rank `src`; see `stepwrap.collectives.broadcast`."""
+        return objects.broadcast(obj, src, self._live())
+
+    def all_gather_object(self, obj: T) -> list[T]:
+        """Return the objects of all ranks, by place."""
+        return objects.all_gather_object(obj, self._live())
+
+    def gather_object(self, obj: T, dst: int = 0) -> list[T] | None:
+        """Return the objects of all ranks on rank `dst`, None on the others."""
+        return objects.gather_object(obj, dst, self._live())
+
+    def scatter_object(self, objs: Sequence[T] | None, src: int = 0) -> T:
+        """Return what the list of rank `src` has at this rank's place; others pass None.
+
+        Raises:
+            CollectiveError: on every rank, when the list has another length than the group, or an
+                object cannot be pickled or unpickled.
+        """
+        return scatter_object(objs, src, self._live())
+
+    def _live(self) -> dist.ProcessGroup:
+        """Return torch's group; RuntimeError unless it is there and this process is a member."""
+        if self.destroyed:
+            raise RuntimeError("the group must not be used any more: it has been destroyed")
+        if self.current_rank is None:
+            raise RuntimeError("this process must be a member of the group to use it; it is none")
+        group = self.group or dist.group.WORLD
+        try:
+            dist.get_rank(group)
+        except ValueError as error:
+            raise RuntimeError(
+                "the group must not be used any more: the default process group, and with it this "
+                "one, has been destroyed"
+            ) from error
+        assert group is not None
+        return group

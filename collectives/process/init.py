@@ -1,0 +1,240 @@
+"""Starting the process group from what a launcher has put into the environment."""
+
+import ipaddress
+import multiprocessing
+import os
+import socket
+import sys
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch.distributed.constants import default_pg_timeout
+
+from .ranks import get_local_rank
+from .slurm import adopt_slurm
+
+_MPI_VARIABLES: Final = {
+    "RANK": "OMPI_COMM_WORLD_RANK",
+    "WORLD_SIZE": "OMPI_COMM_WORLD_SIZE",
+    "LOCAL_RANK": "OMPI_COMM_WORLD_LOCAL_RANK",
+    "LOCAL_WORLD_SIZE": "OMPI_COMM_WORLD_LOCAL_SIZE",
+}
+_DEFAULT_PORT: Final = "29500"
+_OF_MEETING: Final = ("rank", "world_size", "timeout")
+
+
+def infer_launcher() -> str:
+    """Return which launcher has started this process, by the environment.
+
+    "pytorch" when WORLD_SIZE is set, "slurm" for SLURM_NTASKS (but not in the shell of an
+    interactive job), "mpi" for Open MPI's local rank, else "none".
+    """
+    env = os.environ
+    if env.get("WORLD_SIZE"):
+        return "pytorch"
+    if env.get("SLURM_NTASKS") and env.get("SLURM_JOB_NAME") != "bash":
+        return "slurm"
+    return "mpi" if env.get("OMPI_COMM_WORLD_LOCAL_RANK") else "none"
+
+
+def init_dist(
+    launcher: str, backend: str | None = None, init_backend: str = "torch", **kwargs: Any
+) -> None:
+    """Start the default process group; every rank must call this.
+
+    Sets multiprocessing's start method to "spawn" where none is set, and RANK, WORLD_SIZE,
+    LOCAL_RANK, MASTER_ADDR and MASTER_PORT for "slurm" and "mpi" where they are not set. Makes the
+    local rank's GPU the current one, unless the backend is for CPUs only.
+
+    Args:
+        launcher: "pytorch" (torchrun), "slurm", "mpi" (Open MPI) or "none", which starts nothing.
+            `infer_launcher()` tells which one it is.
+        backend: what `torch.distributed.init_process_group` takes. None is NCCL for CUDA tensors
+            plus gloo for CPU tensors where each rank of this host has a GPU, else gloo.
+        init_backend: "torch" is the only one.
+        kwargs: `timeout` in seconds or as a timedelta; `port` for "slurm"; the rest goes to
+            `torch.distributed.init_process_group`.
+
+    Raises:
+        ValueError: another launcher or init_backend, NCCL without a GPU, no positive timeout.
+        TypeError: a timeout that is no number of seconds.
+        KeyError: the launcher has not set a variable, which is named.
+    """
+    if launcher not in _ADOPT:
+        raise ValueError(
+            f"Invalid launcher type: {launcher}; it must be one of {', '.join(_ADOPT)}"
+        )
+    if init_backend != "torch":
+        raise ValueError(f"init_backend must be 'torch', got {init_backend!r}")
+    if "timeout" in kwargs:
+        kwargs["timeout"] = _to_timedelta(kwargs["timeout"])
+    if backend is not None and "nccl" in backend and not torch.cuda.is_available():
+        raise ValueError(f"backend {backend!r} needs a CUDA device, and there is none; use 'gloo'")
+    if launcher == "none":
+        return
+    port = kwargs.pop("port", None) if launcher == "slurm" else None
+    if port is not None:
+        os.environ["MASTER_PORT"] = str(port)
+    _ADOPT[launcher]()
+    _check_variables(launcher, kwargs)
+    if multiprocessing.get_start_method(allow_none=True) is None:
+        multiprocessing.set_start_method("spawn")
+    name = backend or _default_backend()
+    if "nccl" in name or "cuda" in name:
+        torch.cuda.set_device(get_local_rank() % torch.cuda.device_count())
+    if "store" not in kwargs and kwargs.get("init_method") in (None, "env://"):
+        kwargs.pop("init_method", None)
+        kwargs |= meet_at_master(**{n: kwargs[n] for n in _OF_MEETING if n in kwargs})
+    dist.init_process_group(name, **kwargs)
+
+
+def meet_at_master(
+    rank: int | None = None,
+    world_size: int | None = None,
+    timeout: timedelta = default_pg_timeout,
+) -> dict[str, Any]:
+    """Return store, rank and world size for `init_process_group`; every rank must call this.
+
+    The store is torchrun's, where that has one to share, else rank 0 keeps it at MASTER_ADDR and
+    MASTER_PORT. When all ranks are on this host, it listens on the loopback interface alone, and
+    so does gloo unless GLOO_SOCKET_IFNAME says otherwise.
+
+    Raises:
+        KeyError: a variable is not set, which is named.
+    """
+    names = ["MASTER_ADDR", "MASTER_PORT"]
+    names += [n for n, value in (("RANK", rank), ("WORLD_SIZE", world_size)) if value is None]
+    _require("pytorch", names)
+    env = os.environ
+    rank = int(env["RANK"]) if rank is None else rank
+    size = int(env["WORLD_SIZE"]) if world_size is None else world_size
+    host, port = env["MASTER_ADDR"], int(env["MASTER_PORT"])
+    one_host = all_on_one_host()
+    if one_host and sys.platform == "linux":
+        env.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    store: Store | None = agent_store(timeout)
+    if store is not None:
+        # What ranks of an attempt before a restart have written leads nowhere.
+        store = PrefixStore(f"attempt_{env.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+    elif one_host:
+        host = host if is_loopback(host) else "127.0.0.1"
+        options: dict[str, Any] = {"world_size": size, "timeout": timeout, "multi_tenant": True}
+        if rank == 0:
+            store = open_store(host, port, **options)
+        else:
+            store = TCPStore(host, port, is_master=False, **options)
+    else:
+        store = TCPStore(host, port, size, rank == 0, timeout, multi_tenant=True)
+    return {"store": store, "rank": rank, "world_size": size}
+
+
+def agent_store(timeout: timedelta = default_pg_timeout) -> TCPStore | None:
+    """Connect to the store that torchrun keeps for the ranks and that outlives a restart of them.
+
+    None where there is no such store: without torchrun, or where it does not share its own.
+    """
+    env = os.environ
+    if env.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return None
+    host, port = env["MASTER_ADDR"], int(env["MASTER_PORT"])
+    # It may be older than this attempt: there are no workers to wait for.
+    return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
+
+
+def all_on_one_host() -> bool:
+    """Whether the environment says that all ranks are on this host."""
+    env = os.environ
+    if env.get("LOCAL_WORLD_SIZE"):
+        return env["LOCAL_WORLD_SIZE"] == env.get("WORLD_SIZE")
+    return "MASTER_ADDR" in env and is_loopback(env["MASTER_ADDR"])
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a name or address stands for the loopback interface and nothing else."""
+    try:
+        addresses = {str(info[4][0]) for info in socket.getaddrinfo(host, None)}
+    except OSError:
+        return False
+    return all(ipaddress.ip_address(one.split("%")[0]).is_loopback for one in addresses)
+
+
+def open_store(host: str, port: int, **options: Any) -> TCPStore:
+    """Open a store that listens at this address alone; torch's own would on all interfaces.
+
+    Raises:
+        OSError: nothing can listen there.
+    """
+    # As torch's client looks it up, so that both take the same address of several.
+    family = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][0]
+    listener = socket.create_server((host, port), family=family, backlog=1024)
+    port = listener.getsockname()[1]
+    # The store closes it in the end.
+    return TCPStore(host, port, is_master=True, master_listen_fd=listener.detach(), **options)
+
+
+def _adopt_slurm() -> None:
+    _require("slurm", ["SLURM_PROCID", "SLURM_NTASKS"])
+    adopt_slurm(os.environ)
+
+
+def _adopt_mpi() -> None:
+    _require("mpi", ["OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"])
+    env = os.environ
+    for name, source in _MPI_VARIABLES.items():
+        if env.get(source):
+            env.setdefault(name, env[source])
+    if env.get("LOCAL_WORLD_SIZE") == env["WORLD_SIZE"]:
+        env.setdefault("MASTER_ADDR", "127.0.0.1")
+    env.setdefault("MASTER_PORT", _DEFAULT_PORT)
+
+
+def _adopt_nothing() -> None:
+    pass
+
+
+_ADOPT: Final[Mapping[str, Callable[[], None]]] = {
+    "pytorch": _adopt_nothing,
+    "slurm": _adopt_slurm,
+    "mpi": _adopt_mpi,
+    "none": _adopt_nothing,
+}
+
+
+def _require(launcher: str, names: list[str]) -> None:
+    missing = [name for name in names if not os.environ.get(name)]
+    if missing:
+        raise KeyError(
+            f"the launcher {launcher!r} must set {', '.join(names)}, but the environment variable "
+            f"{' and '.join(missing)} is not set"
+        )
+
+
+def _check_variables(launcher: str, kwargs: Mapping[str, Any]) -> None:
+    """Check what torch will read, but for what the caller gives instead."""
+    names = []
+    if "store" not in kwargs and kwargs.get("init_method") in (None, "env://"):
+        names += ["MASTER_ADDR", "MASTER_PORT"]
+    names += [name for name in ("RANK", "WORLD_SIZE") if name.lower() not in kwargs]
+    _require(launcher, names)
+
+
+def _to_timedelta(timeout: object) -> timedelta:
+    if isinstance(timeout, timedelta):
+        return timeout
+    if isinstance(timeout, bool) or not isinstance(timeout, int | float):
+        raise TypeError(f"timeout must be a number of seconds or a timedelta, got {timeout!r}")
+    if timeout <= 0:
+        raise ValueError(f"timeout must be positive, got {timeout}")
+    return timedelta(seconds=timeout)
+
+
+def _default_backend() -> str:
+    if not (torch.cuda.is_available() and dist.is_nccl_available()):
+        return "gloo"
+    # Nothing that differs between ranks may decide this.
+    here = int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
+    return "cpu:gloo,cuda:nccl" if here <= torch.cuda.device_count() else "gloo"

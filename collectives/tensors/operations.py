@@ -1,0 +1,280 @@
+"""The reduce operations by name, for every dtype, also where the transport cannot do them."""
+
+import difflib
+import functools
+import logging
+from collections.abc import Callable, Sequence
+from typing import Final
+
+import torch
+import torch.distributed as dist
+
+from ..process.ranks import comm_device, live_world_size, members
+
+BITWISE: Final = {
+    "band": torch.bitwise_and,
+    "bor": torch.bitwise_or,
+    "bxor": torch.bitwise_xor,
+}
+_TORCH_OPS: Final = {
+    "sum": dist.ReduceOp.SUM,
+    "product": dist.ReduceOp.PRODUCT,
+    "min": dist.ReduceOp.MIN,
+    "max": dist.ReduceOp.MAX,
+    "band": dist.ReduceOp.BAND,
+    "bor": dist.ReduceOp.BOR,
+    "bxor": dist.ReduceOp.BXOR,
+    "mean": dist.ReduceOp.SUM,
+}
+_COMBINE: Final[dict[str, Callable[..., torch.Tensor]]] = {
+    **BITWISE,
+    "sum": torch.add,
+    "mean": torch.add,
+    "product": torch.mul,
+    "min": torch.minimum,
+    "max": torch.maximum,
+}
+# A sum of many True must not wrap round to 0, so it is their maximum.
+_BOOL_OPS: Final = {"sum": "max", "product": "min"}
+_CARRIERS: Final = {
+    torch.bool: torch.uint8,
+    torch.int16: torch.int32,
+    torch.uint16: torch.int32,
+    torch.uint32: torch.int64,
+}
+# The others have no arithmetic in torch: fewer than 8 bits, bits without a meaning, quantized.
+_REDUCED: Final = {
+    *_CARRIERS,
+    *(torch.uint8, torch.int8, torch.int32, torch.int64, torch.uint64),
+    *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
+    *(torch.complex32, torch.complex64, torch.complex128),
+    *(torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz),
+    torch.float8_e8m0fnu,
+}
+# Where sums must not wrap round, the upper and the lower 32 bits of these are summed apart.
+_SUMMED_IN_HALVES: Final = {torch.int64, torch.uint64}
+# The order of uint64 is that of int64 after a flip of the highest bit.
+_HIGHEST_BIT: Final = -(2**63)
+_LOW_BITS: Final = 2**32 - 1
+
+logger = logging.getLogger(__name__)
+
+
+def checked_op(op: str, *dtypes: torch.dtype) -> str:
+    """Return the operation in lower case.
+
+    Raises:
+        ValueError: it is unknown, or not defined for one of the dtypes.
+    """
+    name = str(op).lower()
+    if name not in _TORCH_OPS:
+        near = difflib.get_close_matches(name, _TORCH_OPS, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ValueError(f"op must be one of {', '.join(_TORCH_OPS)}, got {op!r}{hint}")
+    for dtype in dtypes:
+        check_reduced(dtype)
+        if dtype.is_complex and name not in ("sum", "product", "mean"):
+            raise ValueError(f"op must be sum, product or mean for {dtype}, got {op!r}")
+        if dtype.is_floating_point and name in BITWISE:
+            raise ValueError(f"op must not be bitwise for {dtype}, got {op!r}")
+    return name
+
+
+def check_reduced(dtype: torch.dtype) -> None:
+    """Raise a ValueError for a dtype that cannot be reduced."""
+    if dtype not in _REDUCED:
+        raise ValueError(f"{dtype} cannot be reduced: torch has no arithmetic for it")
+
+
+def as_sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return the tensor, or a copy of it, as plain contiguous memory on the device."""
+    return tensor.detach().to(device).resolve_conj().resolve_neg().contiguous()
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the memory of a contiguous tensor as flat uint8, which every transport carries."""
+    # Not view(-1), which keeps any stride that a single element may have.
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
+class Reduction:
+    """A tensor on its way over the ranks: made before the call, run in it, read after it.
+
+    Args:
+        tensor: detached.
+        op: as `checked_op` returned it.
+        is_wide: sums neither overflow nor are they rounded to the tensor's own dtype.
+        others: more tensors of this rank, like the first one, on any devices; they are reduced in
+            their order first.
+        dst: the only global rank that gets the result; the others' tensors are left alone.
+    """
+
+    def __init__(
+        self,
+        tensor: torch.Tensor,
+        op: str,
+        group: dist.ProcessGroup | None = None,
+        *,
+        is_wide: bool = False,
+        others: Sequence[torch.Tensor] = (),
+        dst: int | None = None,
+    ) -> None:
+        self._tensor, self._op, self._group, self._dst = tensor, op, group, dst
+        # In halves the sum before the division could overflow.
+        self._is_wide = is_wide or op == "mean"
+        device = comm_device(group, prefer=tensor.device)
+        # NCCL has no bitwise operations, and no transport multiplies complex numbers.
+        has_no_transport = op in BITWISE and device.type != "cpu"
+        self._is_gathered = has_no_transport or (op == "product" and tensor.is_complex())
+        is_flag = tensor.dtype == torch.bool and not self._is_wide
+        self._sent_op = _BOOL_OPS.get(op, op) if is_flag else op
+        self._parts = [
+            as_sent(_encode(part, op, is_wide=self._is_wide), device) for part in (tensor, *others)
+        ]
+
+    def run(self) -> None:
+        """Communicate; every rank must call this."""
+        self.start().wait()
+
+    def start(self) -> dist.Work:
+        """Begin to communicate; every rank must call this, and the result is read after it."""
+        total = self._fold()
+        if self._is_gathered:
+            self._parts = [torch.empty_like(total) for _ in members(self._group)]
+            memory = [as_bytes(part) for part in self._parts]
+            work: dist.Work = dist.all_gather(memory, as_bytes(total), self._group, async_op=True)
+            return work
+        is_elsewhere = self._dst is not None and self._dst != dist.get_rank()
+        if is_elsewhere and total.data_ptr() == self._tensor.data_ptr():
+            # gloo leaves sums of some ranks in the memory of those that get no result.
+            total = total.clone()
+        self._parts = [total]
+        sent = torch.view_as_real(total) if total.is_complex() else total
+        op = _TORCH_OPS[self._sent_op]
+        if self._dst is None:
+            work = dist.all_reduce(sent, op, self._group, async_op=True)
+        else:
+            work = dist.reduce(sent, self._dst, op, self._group, async_op=True)
+        return work
+
+    def result(self, count: int | None = None) -> torch.Tensor:
+        """Return the reduction in the tensor's own dtype, which may be its memory, changed.
+
+        Args:
+            count: how many tensors a mean is over; default: one for each rank.
+        """
+        dtype, total = self._tensor.dtype, self._fold()
+        count = live_world_size(self._group) if count is None else count
+        if self._op == "mean" and dtype in _SUMMED_IN_HALVES:
+            total = _mean_of_halves(total, count).view(dtype)
+        elif dtype == torch.uint64:
+            total = _decode(total, self._op)
+        elif self._op == "mean":
+            total = _mean_of_sum(total, count)
+        return total.to(self._tensor.device, dtype)
+
+    def wide_result(self, to_float: bool) -> torch.Tensor:
+        """Return the reduction of sum, mean, min or max in a dtype that can hold it.
+
+        It is float64 for a mean of integers; for other integers that too with `to_float`, and
+        their own dtype without; float32 with `to_float` for what is narrower.
+        """
+        dtype, total = self._tensor.dtype, self._fold()
+        is_integer = not (dtype.is_floating_point or dtype.is_complex)
+        is_float = is_integer and (to_float or self._op == "mean")
+        if dtype in _SUMMED_IN_HALVES and self._op in ("sum", "mean"):
+            high, low = total.to(torch.float64) if is_float else total
+            total = high * 2.0**32 + low if is_float else ((high << 32) + low).view(dtype)
+        elif dtype == torch.uint64:
+            total = _decode(total, self._op)
+        if is_float:
+            total = total.to(torch.float64)
+        if self._op == "mean":
+            total = total / live_world_size(self._group)
+        keeps_dtype = not to_float and not is_float
+        return total.to(self._tensor.device, dtype if keeps_dtype else total.dtype)
+
+    def _fold(self) -> torch.Tensor:
+        return functools.reduce(_COMBINE[self._sent_op], self._parts)
+
+
+def reduce_over(
+    tensor: torch.Tensor, op: str, group: dist.ProcessGroup | None = None
+) -> torch.Tensor:
+    """Return the tensor reduced over the ranks, which may be the same memory, changed.
+
+    Args:
+        tensor: detached.
+        op: as `checked_op` returned it.
+    """
+    reduction = Reduction(tensor, op, group)
+    reduction.run()
+    return reduction.result()
+
+
+def carrier(dtype: torch.dtype, *, is_wide: bool) -> torch.dtype:
+    """Return a dtype that every transport reduces, for all but uint64.
+
+    Args:
+        is_wide: one in which sums of small types neither overflow nor are rounded to them.
+    """
+    if dtype.is_complex:
+        return torch.promote_types(dtype, torch.complex64)
+    if dtype.is_floating_point:
+        is_sent_as_it_is = dtype.itemsize >= (4 if is_wide else 2)
+        return dtype if is_sent_as_it_is else torch.float32
+    return torch.int64 if is_wide else _CARRIERS.get(dtype, dtype)
+
+
+def _encode(tensor: torch.Tensor, op: str, *, is_wide: bool) -> torch.Tensor:
+    """Return the tensor in its carrier; uint64, which gloo refuses, in the bits of int64."""
+    if is_wide and op in ("sum", "mean") and tensor.dtype in _SUMMED_IN_HALVES:
+        bits = tensor.view(torch.int64)
+        high = bits >> 32
+        return torch.stack([high if tensor.dtype.is_signed else high & _LOW_BITS, bits & _LOW_BITS])
+    if tensor.dtype != torch.uint64:
+        return tensor.to(carrier(tensor.dtype, is_wide=is_wide))
+    bits = tensor.view(torch.int64)
+    return bits ^ _HIGHEST_BIT if op in ("min", "max") else bits
+
+
+def _decode(total: torch.Tensor, op: str) -> torch.Tensor:
+    """Return uint64 again; a sum is modulo 2**64, as torch's own."""
+    return (total ^ _HIGHEST_BIT if op in ("min", "max") else total).view(torch.uint64)
+
+
+def _mean_of_halves(total: torch.Tensor, count: int) -> torch.Tensor:
+    high, high_rest = _divide(total[0], count)
+    low, rest = _divide((high_rest << 32) + total[1], count)
+    return _round((high << 32) + low, rest, count)
+
+
+def _mean_of_sum(total: torch.Tensor, world_size: int) -> torch.Tensor:
+    """Return the sum divided by the number of ranks, in the same memory where possible."""
+    if total.is_floating_point() or total.is_complex():
+        return total.div_(world_size)
+    return _round(*_divide(total, world_size), world_size)
+
+
+def _divide(total: torch.Tensor, world_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    quotient = total.div(world_size, rounding_mode="floor")
+    return quotient, total - quotient * world_size
+
+
+def _round(quotient: torch.Tensor, rest: torch.Tensor, world_size: int) -> torch.Tensor:
+    """Return the nearest integers, halves to the even one.
+
+    The first time that this loses something there is a warning.
+    """
+    if rest.any():
+        _warn_of_rounding()
+    is_half, is_odd = 2 * rest == world_size, quotient % 2 == 1
+    return quotient + ((2 * rest > world_size) | (is_half & is_odd)).to(quotient.dtype)
+
+
+@functools.cache
+def _warn_of_rounding() -> None:
+    logger.warning(
+        "the mean of integers over the ranks keeps their dtype, and was rounded to the nearest "
+        "integer; reduce floating-point tensors to have it exactly"
+    )

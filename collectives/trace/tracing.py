@@ -1,0 +1,228 @@
+"""Where the ranks are: every collective recorded and compared, and answers for ranks that wait."""
+
+from __future__ import annotations
+
+import atexit
+import collections
+import itertools
+import os
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch.distributed as dist
+
+from ..errors import Call, call_site, main_thread_site
+from ..process.ranks import distributed_available
+from ..transport.first_message import digest, meet, raise_disagreement
+
+VARIABLE = "STEPWRAP_COLLECTIVE_TRACE"
+# How often a rank looks whether another one asks where it is, and how long that one waits.
+_LOOK_S = 0.5
+ANSWER_S = 2.0
+_JOIN_S = 2.0
+_KEPT = 256
+_is_on = os.environ.get(VARIABLE, "").lower() not in ("", "0", "false", "no", "off")
+_records: collections.deque[CollectiveRecord] = collections.deque(maxlen=_KEPT)
+_numbers = itertools.count(1)
+# What this rank is doing, while its loop has said how to find out.
+_progress: Callable[[], str] | None = None
+
+
+class Store(Protocol):
+    """A group's key-value store, as far as it is used here; torch does not export its type."""
+
+    def check(self, keys: list[str]) -> bool:
+        """Return at once whether all the keys are set."""
+
+    def get(self, key: str) -> bytes:
+        """Return the key's value."""
+
+    def set(self, key: str, value: str) -> None:
+        """Set the key."""
+
+    def delete_key(self, key: str) -> bool:
+        """Remove the key."""
+
+
+@dataclass
+class CollectiveRecord:
+    """One collective call of this rank.
+
+    Attributes:
+        number: 1 for the first one since tracing began.
+        structure: what was passed: a text, or the keys of a dict.
+        state: "running", "finished" or "failed".
+    """
+
+    number: int
+    name: str
+    site: str
+    structure: str | list[str]
+    state: str = "running"
+
+    def __str__(self) -> str:
+        return f"#{self.number} {self.name} ({self.site})"
+
+
+def trace_collectives(on: bool = True) -> None:
+    """Switch the tracing of collectives on or off; every rank must do the same.
+
+    While it is on, each collective first compares call and structure over the ranks (one small
+    exchange more), keeps a record, and tells in its errors where ranks are that did not come. The
+    environment variable STEPWRAP_COLLECTIVE_TRACE=1 switches it on from the start.
+    """
+    global _is_on
+    _is_on = on
+    if on and distributed_available():
+        _Watch.start_once()
+
+
+def is_tracing() -> bool:
+    """Return whether collectives are traced."""
+    return _is_on
+
+
+@contextmanager
+def answering(progress: Callable[[], str]) -> Iterator[None]:
+    """Let ranks that wait in vain learn where this one is, while the body runs.
+
+    Args:
+        progress: returns what the body is doing; called from another thread when a rank asks.
+    """
+    global _progress
+    outer, _progress = _progress, progress
+    _Watch.start_once()
+    try:
+        yield
+    finally:
+        _progress = outer
+        if outer is None and not _is_on:
+            _Watch.stop()
+
+
+def is_in_progress() -> bool:
+    """Return whether a loop of this rank has said what it is doing."""
+    return _progress is not None
+
+
+def is_answering() -> bool:
+    """Return whether this rank answers where it is, and so may ask others."""
+    return _Watch.is_running()
+
+
+def recent_collectives() -> list[CollectiveRecord]:
+    """Return the last 256 traced collectives of this rank, the oldest first."""
+    return list(_records)
+
+
+def enter(call: Call) -> CollectiveRecord:
+    """Record a call, after making sure that every rank of its group is in it."""
+    structure = call.structure()
+    record = CollectiveRecord(next(_numbers), call.name, call_site(), structure)
+    _records.append(record)
+    _Watch.start_once()
+    if not call.meets:
+        agreed = repr(structure)
+        if any(header.agreed != digest(agreed) for header in meet(call, agreed=agreed)):
+            raise_disagreement(call)
+    return record
+
+
+def ask(store: Store) -> str:
+    """Ask all ranks of the default group where they are; returns the question's key."""
+    question = next(key for key in _questions() if not store.check([key]))
+    store.set(question, "?")
+    return question
+
+
+def answers(store: Store, question: str, ranks: Iterable[int]) -> dict[int, str]:
+    """Return what those of the ranks said that have answered by now."""
+    keys = {rank: f"{question}/{rank}" for rank in ranks}
+    return {rank: store.get(key).decode() for rank, key in keys.items() if store.check([key])}
+
+
+def _questions() -> Iterable[str]:
+    return (f"stepwrap/where/{number}" for number in itertools.count())
+
+
+class _Watch(threading.Thread):
+    """Answers for this rank, also while its main thread computes, sleeps or waits."""
+
+    _running: _Watch | None = None
+    _lock = threading.Lock()
+
+    def __init__(self, world: dist.ProcessGroup) -> None:
+        super().__init__(name="stepwrap-trace", daemon=True)
+        # Weakly: a group that has been destroyed must be able to go.
+        self.world = weakref.ref(world)
+        self.rank, self.store = world.rank(), world.get_group_store()
+        self.ended = threading.Event()
+
+    @classmethod
+    def start_once(cls) -> None:
+        """Start the watch of the live default group, unless it runs."""
+        world = dist.group.WORLD
+        assert world is not None
+        with cls._lock:
+            if cls._running is None or cls._running.world() is not world:
+                cls._end()
+                cls._running = cls(world)
+                cls._running.start()
+
+    @classmethod
+    def is_running(cls) -> bool:
+        """Return whether there is a watch of the live default group."""
+        return cls._running is not None and cls._running.world() is dist.group.WORLD
+
+    @classmethod
+    def stop(cls) -> None:
+        """End the watch; a thread that is in the store at exit would abort the process."""
+        with cls._lock:
+            cls._end()
+
+    @classmethod
+    def _end(cls) -> None:
+        if cls._running is not None:
+            cls._running.ended.set()
+            # The process that serves the store may have been stopped.
+            cls._running.join(_JOIN_S)
+            cls._running = None
+
+    def run(self) -> None:
+        """Look for questions until the group has gone."""
+        questions = iter(_questions())
+        question = next(questions)
+        try:
+            while not self.ended.wait(_LOOK_S) and self._is_live():
+                while self.store.check([question]):
+                    self.store.set(f"{question}/{self.rank}", _whereabouts())
+                    question = next(questions)
+        # The process that served the store has gone: nobody asks any more.
+        except RuntimeError:
+            pass
+        finally:
+            del self.store
+
+    def _is_live(self) -> bool:
+        return dist.group.WORLD is not None and dist.group.WORLD is self.world()
+
+
+def _whereabouts() -> str:
+    records = list(_records) if _is_on else []
+    running = next((record for record in reversed(records) if record.state == "running"), None)
+    if running:
+        return f"is in {running}"
+    progress = _progress
+    parts = [f"is at {main_thread_site()}"]
+    if progress is not None:
+        parts.append(f", in {progress()}")
+    if records:
+        parts.append(f"; its last collective was {records[-1]}")
+    return "".join(parts)
+
+
+atexit.register(_Watch.stop)

@@ -1,0 +1,270 @@
+"""Objects as bytes: pickle protocol 5, with tensors and large arrays kept out of the pickle."""
+
+import gc
+import io
+import logging
+import pickle
+import struct
+import types
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..process.ranks import comm_device, distributed_available, get_rank
+
+logger = logging.getLogger(__name__)
+
+_WARN_FROM = 2**30
+# Smaller buffers are cheaper inside the pickle than as entries of their own.
+_APART_FROM = 16 * 1024
+_ALIGNMENT = 64
+_COUNTS = struct.Struct("<QQ")
+_DTYPES = {
+    str(dtype): dtype
+    for dtype in (
+        *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
+        *(torch.complex32, torch.complex64, torch.complex128, torch.bool),
+        *(torch.uint8, torch.uint16, torch.uint32, torch.uint64),
+        *(torch.int8, torch.int16, torch.int32, torch.int64),
+        *(torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz),
+    )
+}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_WITHOUT_NUMPY = {
+    dtype
+    for dtype in _NAMES
+    if dtype in (torch.bfloat16, torch.complex32) or str(dtype).startswith("torch.float8")
+}
+# What every rank has, since it runs this package.
+_EVERYWHERE = {
+    "builtins",
+    "collections",
+    "datetime",
+    "decimal",
+    "numpy",
+    "pathlib",
+    "stepwrap",
+    "torch",
+}
+
+
+def serialize_to_tensor(data: object) -> torch.Tensor:
+    """Return the object's pickle as a uint8 tensor (bytes,) on the group's communication device.
+
+    On the CPU without a process group. More than 1 GiB is logged as a warning.
+
+    Raises:
+        AssertionError: the group's back-end is neither gloo nor nccl.
+    """
+    if distributed_available():
+        backends = {pair.split(":")[-1] for pair in dist.get_backend_config().split(",")}
+        if not backends <= {"gloo", "nccl"}:
+            raise AssertionError(
+                f"serialize_to_tensor() needs a gloo or nccl group, got {dist.get_backend_config()}"
+            )
+    tensor = obj2tensor(data)
+    if tensor.numel() > _WARN_FROM:
+        logger.warning(
+            "rank %d serialises %.2f GB to %s", get_rank(), tensor.numel() / 2**30, tensor.device
+        )
+    return tensor
+
+
+def obj2tensor(pyobj: object, device: torch.device | str | None = None) -> torch.Tensor:
+    """Return the object's pickle as a uint8 tensor (bytes,).
+
+    Args:
+        device: where the tensor lies (default: the group's communication device, else the CPU).
+    """
+    data = io.BytesIO()
+    _Pickler(data).dump(pyobj)
+    return torch.frombuffer(data.getbuffer(), dtype=torch.uint8).to(device or comm_device())
+
+
+def tensor2obj(tensor: torch.Tensor) -> Any:
+    """Return the object in a uint8 tensor from `obj2tensor`; what follows the pickle is ignored.
+
+    Tensors inside are on the CPU. Only for tensors from ranks of one's own process group: loading
+    a pickle runs what it says.
+
+    Raises:
+        TypeError: the tensor is not uint8.
+        ValueError: the tensor is empty.
+    """
+    if tensor.dtype != torch.uint8:
+        raise TypeError(f"tensor must be of dtype torch.uint8, got {tensor.dtype}")
+    if tensor.numel() == 0:
+        raise ValueError("tensor must hold the bytes of a pickle, got an empty one")
+    return _load(io.BytesIO(tensor.reshape(-1).cpu().numpy().tobytes()))
+
+
+@dataclass(frozen=True)
+class Parcel:
+    """An object as one pickle and the large buffers that it refers to, not copied.
+
+    Layout in memory: number of buffers and size of the pickle (two uint64, little-endian), the
+    buffers' sizes (uint64 each), the pickle, then each buffer at the next multiple of 64 bytes.
+
+    Attributes:
+        is_foreign: whether unpickling needs classes that another rank may lack.
+    """
+
+    stream: memoryview = field(default_factory=lambda: memoryview(b""))
+    buffers: Sequence[memoryview] = ()
+    is_foreign: bool = False
+
+    @property
+    def size(self) -> int:
+        """Bytes in memory; 0 for a parcel with nothing in it."""
+        return sum(len(piece) for piece in self.pieces())
+
+    def pieces(self) -> list[memoryview]:
+        """Return what lies in memory one after the other."""
+        if not self.stream:
+            return []
+        sizes = [len(buffer) for buffer in self.buffers]
+        index = _COUNTS.pack(len(sizes), len(self.stream)) + struct.pack(f"<{len(sizes)}Q", *sizes)
+        pieces = [memoryview(index), self.stream]
+        end = len(index) + len(self.stream)
+        for buffer in self.buffers:
+            padding = -end % _ALIGNMENT
+            pieces += [memoryview(bytes(padding)), buffer]
+            end += padding + len(buffer)
+        return pieces
+
+
+def pack(obj: object) -> Parcel:
+    """Return the object as a parcel; raises whatever pickling it raises."""
+    apart: list[memoryview] = []
+
+    def keep(buffer: pickle.PickleBuffer) -> bool:
+        raw = buffer.raw()
+        if len(raw) < _APART_FROM:
+            return True
+        apart.append(raw)
+        return False
+
+    data = io.BytesIO()
+    pickler = _Pickler(data, buffer_callback=keep)
+    pickler.dump(obj)
+    return Parcel(data.getbuffer(), apart, pickler.is_foreign)
+
+
+def unpack(memory: memoryview) -> Any:
+    """Return the object of a parcel, whose large tensors and arrays use this very memory."""
+    count, stream_size = _COUNTS.unpack_from(memory)
+    sizes = struct.unpack_from(f"<{count}Q", memory, _COUNTS.size)
+    start = _COUNTS.size + 8 * count
+    end = start + stream_size
+    stream = io.BytesIO(memory[start:end])
+    buffers = []
+    for size in sizes:
+        end += -end % _ALIGNMENT
+        buffers.append(memory[end : end + size])
+        end += size
+    return _load(stream, buffers)
+
+
+def _load(stream: io.BytesIO, buffers: Sequence[memoryview] | None = None) -> Any:
+    """Unpickle without the collections of garbage that so many new objects would set off."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        return _Unpickler(stream, buffers=buffers).load()
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+_BY_NAME = (type, types.FunctionType, types.BuiltinFunctionType)
+
+
+class _Pickler(pickle.Pickler):
+    """Writes tensors as buffers, where torch would pickle a copy of their whole storage."""
+
+    def __init__(self, file: io.BytesIO, buffer_callback: Any = None) -> None:
+        super().__init__(file, protocol=5, buffer_callback=buffer_callback)
+        self.is_foreign = False
+
+    def reducer_override(self, obj: Any) -> Any:
+        kind = type(obj)
+        if kind is torch.Tensor:
+            return _reduce_tensor(obj)
+        if not self.is_foreign and obj is not _rebuild_tensor:
+            holder = obj if isinstance(obj, _BY_NAME) else kind
+            is_known = str(holder.__module__) in _EVERYWHERE
+            self.is_foreign = not is_known or isinstance(obj, BaseException)
+        return NotImplemented
+
+
+class _Unpickler(pickle.Unpickler):
+    """Loads what torch pickled itself onto the CPU: the sender's device may not exist here."""
+
+    def find_class(self, module_name: str, global_name: str) -> Any:
+        if (module_name, global_name) == ("torch.storage", "_load_from_bytes"):
+            return _load_storage
+        return super().find_class(module_name, global_name)
+
+
+def _load_storage(data: bytes) -> Any:
+    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)
+
+
+def _reduce_tensor(tensor: torch.Tensor) -> Any:
+    name = _NAMES.get(tensor.dtype)
+    if (
+        name is None
+        or tensor.layout is not torch.strided
+        or tensor.is_meta
+        or tensor.is_nested
+        or tensor.__dict__
+        or tensor._backward_hooks
+    ):
+        return NotImplemented
+    plain = tensor.detach().cpu().resolve_conj().resolve_neg()
+    order = None
+    if not plain.is_contiguous():
+        order, plain = _in_memory_order(plain)
+    if tensor.dtype in _WITHOUT_NUMPY:
+        # Not reshape(-1), which keeps any stride that a single element may have.
+        plain_bytes = plain.as_strided((plain.numel(),), (1,)).view(torch.uint8).numpy()
+    else:
+        plain_bytes = plain.numpy()
+    content = pickle.PickleBuffer(plain_bytes.data)
+    arguments: tuple[Any, ...] = (content, name, tuple(plain.shape))
+    if order is not None or tensor.requires_grad:
+        arguments += (tensor.requires_grad, order)
+    return _rebuild_tensor, arguments
+
+
+def _in_memory_order(tensor: torch.Tensor) -> tuple[Sequence[int] | None, torch.Tensor]:
+    """Return the order of dimensions in which the tensor is contiguous, and it in that order.
+
+    That keeps channels_last and transposed tensors as they are; others are made contiguous.
+    """
+    order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
+    permuted = tensor.permute(order)
+    return (order, permuted) if permuted.is_contiguous() else (None, tensor.contiguous())
+
+
+def _rebuild_tensor(
+    content: Any,
+    name: str,
+    shape: tuple[int, ...],
+    requires_grad: bool = False,
+    order: Sequence[int] | None = None,
+) -> torch.Tensor:
+    dtype = _DTYPES[name]
+    if 0 in shape:
+        tensor = torch.empty(shape, dtype=dtype, device="cpu")
+    else:
+        tensor = torch.frombuffer(content, dtype=dtype).reshape(shape)
+    if order is not None:
+        inverse = [0] * len(order)
+        for place, dim in enumerate(order):
+            inverse[dim] = place
+        tensor = tensor.permute(inverse)
+    return tensor.requires_grad_() if requires_grad else tensor

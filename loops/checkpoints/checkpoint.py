@@ -1,0 +1,437 @@
+"""Checkpoints: one folder each, written whole or not at all, checked when read."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import math
+import re
+import reprlib
+import shutil
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from types import NoneType
+from typing import Any
+
+import torch
+
+from ...collectives import all_gather_object
+from ...wrappers import reshard
+from ..rng import capture_rng
+from ..state import LoopState
+from . import folder as folders
+from .gradients import savable
+from .plain import plain
+from .shards import TABLE, Parts, Places, make_table
+from .step_state import step_state
+from .together import CheckpointError as CheckpointError
+from .together import Gather, own_rank, together, world_size
+from .weights import data_size, gradient_places, gradients_of, is_spread, weights_of
+from .weights import user_model as user_model
+
+logger = logging.getLogger(__name__)
+
+# Without and with tensors of which each rank writes a part.
+FORMAT, SHARDED_FORMAT = 1, 2
+META = "checkpoint.json"
+_ABANDONED, _INCOMPLETE = "abandoned_", "incomplete_"
+# Integers in a description, with the least that they can be.
+_COUNTS = {
+    "format": 1,
+    "serial": 1,
+    "world_size": 1,
+    "data_size": 1,
+    "step": 0,
+    "epoch": 0,
+    "batch": 0,
+    "iteration": 0,
+}
+REASONS = ("interval", "signal", "exception", "end")
+
+
+def save_checkpoint(
+    folder: Path | str, state: LoopState, *, reason: str = "interval", is_best: bool = False
+) -> Path:
+    """Write a checkpoint into `folder` and return its path; every rank must call this.
+
+    It holds the user's model under the user's names, the optimizer wrapper, the
+    counters, everything in `state.stateful`, the random streams of every rank,
+    what its training step carries on (`step_state` of the wrapper) and, inside an
+    accumulation window, the gradients gathered so far. An earlier checkpoint of
+    the same step is replaced. The first one after the run
+    went back to an older checkpoint gives those saved after that another name,
+    `abandoned_step_...`: they are found no more and stay until somebody removes
+    them.
+
+    Where the model is sharded, each rank writes its own parts and none has the
+    whole. FSDP2 does not give out the gradients of an unfinished window: there
+    the checkpoint goes back to where the window began, as a log line tells, and
+    where that was in the epoch before, the window starts anew without them.
+
+    Args:
+        folder: Holds the run's checkpoints, `state.run_dir / "checkpoints"`;
+            the same place for all ranks.
+        state: Where the counters are up to date, as in `on_save_point`.
+        reason: "interval", "signal", "exception" or "end".
+        is_best: Its metrics are the best so far.
+
+    Raises:
+        CheckpointError: A rank failed; nothing of the checkpoint is left.
+    """
+    folder = Path(folder)
+    reshard(state.model)
+    saved = savable(state)
+    # What a step carries has gone on since the window began.
+    gradients = saved.iteration == state.iteration
+    meta = _about(saved, reason, is_best)
+    path = _save(folder, saved, meta, all_gather_object, gradients=gradients)
+    state.restored_from = None
+    return path
+
+
+def save_alone(folder: Path, state: LoopState, *, reason: str = "exception") -> Path | None:
+    """Write what rank 0 knows, without any communication.
+
+    For the moment after an error, when the other ranks may be gone. The checkpoint is
+    whole where one process failed between two batches. Otherwise random streams are
+    missing from it: those of the other ranks, or as they were before the batch. It is
+    then set aside as `incomplete_step_...`, in place of an earlier one: it is not found
+    as the latest, and whoever goes on from it has other random numbers than the run
+    would have had. Such a checkpoint goes back to where the running accumulation window
+    began, so that a resume repeats that window.
+
+    Returns:
+        The checkpoint; None on other ranks, and, as a log line tells, where the weights
+        may have gone further than the counters, or the state is spread over the ranks.
+    """
+    if own_rank() != 0:
+        return None
+    if is_spread(state):
+        logger.warning(
+            "no checkpoint of step %d is saved: its state is spread over the ranks, of which "
+            "the others may be gone",
+            state.step,
+        )
+        return None
+    if world_size() == 1 and not state.in_step:
+        meta = _about(state, reason, is_best=False)
+        path = _save(folder, state, meta, _alone, gradients=True)
+        state.restored_from = None
+        logger.info("saved checkpoint %s (after the error)", path)
+        return path
+    problem = _unsafe(state)
+    if problem or state.updated_at is None:
+        logger.warning("no checkpoint of step %d is saved: %s", state.step, problem)
+        return None
+    epoch, batch, iteration = state.updated_at
+    saved = replace(state, epoch=epoch, batch=batch, iteration=iteration)
+    meta = _about(saved, reason, is_best=False)
+    path = _save(folder, saved, meta, _alone, gradients=False, finish=_set_aside)
+    logger.info("saved %s after the error, without the random streams that belong to it", path)
+    return path
+
+
+def _alone(mine: Any) -> list[Any]:
+    """Gather from this rank only."""
+    return [mine]
+
+
+def _unsafe(state: LoopState) -> str:
+    """Say why weights and counters cannot be brought to the last update; empty if they can."""
+    if state.updated_at is None:
+        return "it is not known where the running accumulation window began"
+    if state.updated_at[0] != state.epoch:
+        return "the running accumulation window began in the epoch before"
+    if not state.in_step:
+        return ""
+    if not isinstance(sys.exc_info()[1], (Exception, NoneType)):
+        return "the training step was interrupted, maybe while it changed the weights"
+    optim: Any = state.optim_wrapper
+    if isinstance(optim, Mapping):
+        return "the error came in a step of several optimizers, some may have moved the weights"
+    # Wrappers count a micro-batch after its backward and before they move the weights.
+    count = getattr(optim, "inner_count", getattr(optim, "_inner_count", None))
+    unmoved = count == state.iteration
+    gathered = count == state.iteration + 1 and not optim.should_update()
+    if unmoved or gathered:
+        return ""
+    return "the error came after the weights had moved and before the step was counted"
+
+
+def prune_checkpoints(folder: Path, keep_last: int | None, keep: Iterable[Path] = ()) -> list[Path]:
+    """Remove all but the latest `keep_last` checkpoints and those in `keep`.
+
+    Only rank 0 removes anything; None keeps all. Returns what was removed.
+    """
+    if keep_last is None or own_rank() != 0:
+        return []
+    spared = {path.resolve() for path in keep}
+    olds = [path for path, _ in list_checkpoints(folder)][keep_last:]
+    doomed = [path for path in olds if path.resolve() not in spared]
+    folders.remove_folders(doomed)
+    return doomed
+
+
+def list_checkpoints(
+    folder: Path, problems: list[str] | None = None
+) -> list[tuple[Path, dict[str, Any]]]:
+    """Return the checkpoints in `folder` with their descriptions, the latest first.
+
+    One without a readable description is named in the log, added to `problems`
+    and left out.
+    """
+    found = []
+    for path in folder.glob("step_*"):
+        try:
+            found.append((path, read_meta(path)))
+        except CheckpointError as error:
+            logger.warning("%s; passed over", error)
+            if problems is not None:
+                problems.append(str(error))
+    return sorted(found, key=lambda item: item[1]["serial"], reverse=True)
+
+
+def read_meta(path: Path) -> dict[str, Any]:
+    """Return the description in a checkpoint's folder.
+
+    Raises:
+        CheckpointError: There is none, it is damaged, or of a later format.
+    """
+    try:
+        meta = json.loads(folders.read_text(path / META))
+        problem = _problem_of(meta)
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise CheckpointError(f"{path} is not a checkpoint: it has no {META}") from error
+    except (ValueError, OSError, RecursionError) as error:
+        raise CheckpointError(f"checkpoint {path} is damaged: {META}: {error}") from error
+    if problem:
+        raise CheckpointError(f"checkpoint {path} is damaged: {META}: {problem}")
+    if meta["format"] > SHARDED_FORMAT:
+        raise CheckpointError(
+            f"checkpoint {path} has format {meta['format']}; this version reads up to "
+            f"{SHARDED_FORMAT}"
+        )
+    return dict(meta)
+
+
+def _problem_of(meta: Any) -> str:
+    """Say what keeps `meta` from being a description of a checkpoint; empty where nothing does."""
+    if not isinstance(meta, dict):
+        return f"must be a table, got {reprlib.repr(meta)}"
+    # Those of older checkpoints have no data_size and no digest.
+    counts = {"data_size": 1, **meta}
+    for name, least in _COUNTS.items():
+        count = counts.get(name)
+        if type(count) is not int or count < least:
+            return f"{name} must be an integer of at least {least}, got {reprlib.repr(count)}"
+        if name == "format" and count > SHARDED_FORMAT:
+            return ""
+    if type(meta.get("best")) is not bool:
+        return f"best must be true or false, got {reprlib.repr(meta.get('best'))}"
+    if meta.get("sha256", _digest(meta)) != _digest(meta):
+        return "it is not as it was written"
+    return _problem_of_files(meta.get("files"))
+
+
+def _problem_of_files(files: Any) -> str:
+    if not isinstance(files, dict):
+        return f"files must be a table, got {reprlib.repr(files)}"
+    missing = {"model.pt", "optim.pt", "state.pt", rank_file(0)} - files.keys()
+    if missing:
+        return f"files lacks {', '.join(sorted(missing))}"
+    for name, about in files.items():
+        # Nothing outside of the folder.
+        if not re.fullmatch(r"\w[\w.-]*", name):
+            return f"files: {name!r} is not the name of a file of a checkpoint"
+        if not isinstance(about, dict) or about.keys() != {"size", "sha256"}:
+            return f"files.{name} must have size and sha256, got {reprlib.repr(about)}"
+    return ""
+
+
+def _digest(meta: Mapping[str, Any]) -> str:
+    """Return the SHA-256 of a description but for the entry that holds it."""
+    text = json.dumps({k: v for k, v in meta.items() if k != "sha256"}, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def rank_file(rank: int) -> str:
+    """Return the name of the file with what only one rank knows."""
+    return f"rank_{rank:05d}.pt"
+
+
+def _about(state: LoopState, reason: str, is_best: bool) -> dict[str, Any]:
+    if reason not in REASONS:
+        raise ValueError(f"reason must be one of {', '.join(REASONS)}, got {reason!r}")
+    # Results of an older evaluation are not those of these weights.
+    metrics = state.metrics if state.evaluated_at == state.step else {}
+    return {
+        "format": FORMAT,
+        "step": state.step,
+        "epoch": state.epoch,
+        "batch": state.batch,
+        "iteration": state.iteration,
+        "metrics": {k: v if math.isfinite(v) else None for k, v in metrics.items()},
+        "best": is_best,
+        "reason": reason,
+        "evaluated": _evaluated(state),
+        "world_size": world_size(),
+        "data_size": data_size(state.model),
+        "torch": torch.__version__,
+    }
+
+
+def _evaluated(state: LoopState) -> list[str]:
+    """Where the weights lie that evaluations use in place of the model's own: file and keys."""
+    for name, part in state.stateful.items():
+        entry = getattr(part, "evaluated_entry", "")
+        if entry:
+            return ["state.pt", "stateful", name, entry]
+    return ["model.pt"]
+
+
+def _save(
+    folder: Path,
+    state: LoopState,
+    meta: dict[str, Any],
+    gather: Gather,
+    *,
+    gradients: bool,
+    finish: Callable[[Path, dict[str, Any], LoopState], Path] | None = None,
+) -> Path:
+    finish = finish or _finish
+    what = f"saving the checkpoint of step {state.step} in {folder}"
+    first = own_rank() == 0
+    draft = together(what, lambda: folders.make_draft(folder) if first else None, gather)[0]
+    if draft is None:
+        raise AssertionError("rank 0 makes the draft")
+    try:
+        if is_spread(state):
+            written = _write_parts(what, draft, state, gradients)
+            meta["format"] = SHARDED_FORMAT if any(TABLE in files for files in written) else FORMAT
+        else:
+            written = together(what, lambda: _write(draft, state, gradients), gather)
+        meta["files"] = {name: about for files in written for name, about in files.items()}
+        finals = together(what, lambda: finish(draft, meta, state) if first else draft, gather)
+    except CheckpointError:
+        if first:
+            shutil.rmtree(draft, ignore_errors=True)
+        raise
+    return finals[0]
+
+
+def _write(draft: Path, state: LoopState, gradients: bool) -> dict[str, dict[str, Any]]:
+    """Write this rank's files into the draft; return their fingerprints."""
+    trees = Parts(_contents(state)).trees if own_rank() == 0 else {}
+    files = {f"{stem}.pt": tree for stem, tree in trees.items()}
+    files[rank_file(own_rank())] = _own_contents(state, gradients)
+    for name, content in files.items():
+        folders.write_tensors(draft / name, content)
+    return {name: folders.fingerprint(draft / name) for name in files}
+
+
+def _write_parts(
+    what: str, draft: Path, state: LoopState, gradients: bool
+) -> list[dict[str, dict[str, Any]]]:
+    """Write the draft's files where no rank knows everything; every rank must call this."""
+    made: list[Parts] = []
+
+    def collect() -> Places:
+        made.append(Parts(_contents(state)))
+        return made[0].places
+
+    places = together(what, collect)
+
+    def write() -> dict[str, dict[str, Any]]:
+        parts, table, rank = made[0], make_table(places), own_rank()
+        names = [rank_file(rank), *parts.write(draft, rank, table)]
+        folders.write_tensors(draft / names[0], _own_contents(state, gradients))
+        if rank == 0:
+            for stem, tree in parts.trees.items():
+                folders.write_tensors(draft / f"{stem}.pt", tree)
+                names.append(f"{stem}.pt")
+            if any(table.values()):
+                folders.write_text(draft / TABLE, json.dumps(table))
+                names.append(TABLE)
+        return {name: folders.fingerprint(draft / name) for name in names}
+
+    return together(what, write)
+
+
+def _contents(state: LoopState) -> dict[str, Any]:
+    """What is the same whichever rank tells it, or told by each for its parts of tensors."""
+    optim: Any = state.optim_wrapper
+    # First, since it may need every rank: an error before it would leave the others waiting.
+    optim_state = {} if optim is None else plain(optim.state_dict(), "optimizer")
+    stateful = {name: plain(part.state_dict(), name) for name, part in state.stateful.items()}
+    return {
+        "model": weights_of(user_model(state.model)),
+        "optim": optim_state,
+        "state": {"counters": state.state_dict(), "stateful": stateful},
+    }
+
+
+def _own_contents(state: LoopState, gradients: bool) -> dict[str, Any]:
+    """What only this rank knows."""
+    model = user_model(state.model)
+    device = next((p.device for p in model.parameters()), None)
+    own = {
+        "rng": capture_rng(device),
+        "gradients": gradients_of(model) if gradients else {},
+        "logs": state.logs.state_dict(state.iteration),
+    }
+    carried = step_state(state) if gradients else {}
+    if carried:
+        own["step"] = carried
+    places = gradient_places(model)
+    return {**own, "places": places} if places else own
+
+
+def _finish(draft: Path, meta: dict[str, Any], state: LoopState) -> Path:
+    """Describe the draft and publish it in place of older ones of the same step."""
+    if state.restored_from is not None and state.restored_from[0] == draft.parent.resolve():
+        _abandon(draft.parent, after=state.restored_from[1])
+    others = list_checkpoints(draft.parent)
+    replaced = [(path, old) for path, old in others if old["step"] == meta["step"]]
+    meta["serial"] = 1 + max((old["serial"] for _, old in others), default=0)
+    meta["best"] = meta["best"] or any(old["best"] for _, old in replaced)
+    name = f"step_{meta['step']:08d}"
+    final = draft.parent / name
+    while final.exists():
+        # Both exist for a moment, so that a kill here loses neither.
+        final = final.with_name(f"{name}-{meta['serial']}")
+        meta["serial"] += 1
+    _publish(draft, meta, final)
+    folders.remove_folders(path for path, _ in replaced)
+    return final
+
+
+def _set_aside(draft: Path, meta: dict[str, Any], state: LoopState) -> Path:
+    """Describe the draft and publish it where the search for the latest does not find it."""
+    others = list_checkpoints(draft.parent)
+    meta["serial"] = 1 + max((old["serial"] for _, old in others), default=0)
+    folders.remove_folders(draft.parent.glob(f"{_INCOMPLETE}*"))
+    return _publish(draft, meta, draft.with_name(f"{_INCOMPLETE}step_{meta['step']:08d}"))
+
+
+def _publish(draft: Path, meta: dict[str, Any], final: Path) -> Path:
+    described = {**meta, "sha256": _digest(meta)}
+    folders.write_text(draft / META, json.dumps(described, indent=2))
+    folders.publish(draft, final)
+    return final
+
+
+def _abandon(folder: Path, *, after: int) -> None:
+    """Rename the checkpoints saved after number `after`: the run went back to before them."""
+    for path, meta in list_checkpoints(folder):
+        if meta["serial"] <= after:
+            continue
+        target = path.with_name(f"{_ABANDONED}{path.name}")
+        number = 1
+        while target.exists():
+            target = path.with_name(f"{_ABANDONED}{path.name}-{number}")
+            number += 1
+        path.rename(target)
+        logger.warning("%s is of a course that the run has gone back on; now %s", path, target.name)

@@ -1,0 +1,242 @@
+"""Tensors of which every rank writes and reads its own part.
+
+The parts lie in files of their own, and a table says where. Torch's distributed checkpoint
+would keep that table as a pickle, and reading one can run code.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from ...wrappers import is_dtensor, layout_of, local_part
+from .folder import read_tensors, read_text, write_tensors
+from .together import CheckpointError, reading
+
+TABLE = "shards.json"
+# The files, by their names without ending, in which tensors of parts may be.
+SHARDED = ("model", "optim", "state")
+# Stands, as the key of a dict, where a tensor of parts was.
+_MARK = "stepwrap.sharded"
+# Elements up to which a whole tensor is read at once.
+_SMALL = 1024
+
+# By tensor: shape, dtype, and where the part begins and how large it is.
+Place: TypeAlias = tuple[tuple[int, ...], str, tuple[int, ...], tuple[int, ...]]
+Places: TypeAlias = dict[str, dict[str, Place]]
+Table: TypeAlias = dict[str, dict[str, dict[str, Any]]]
+
+
+class Parts:
+    """What one rank knows of the contents of a checkpoint: trees, and parts of tensors."""
+
+    def __init__(self, contents: Mapping[str, Any]) -> None:
+        self._parts: dict[str, dict[str, Tensor]] = {}
+        self.places: Places = {}
+        self.trees: dict[str, Any] = {}
+        for stem, content in contents.items():
+            self._parts[stem], self.places[stem] = {}, {}
+            self.trees[stem] = _mapped(content, partial(self._mark, stem))
+
+    def write(self, folder: Path, rank: int, table: Table) -> list[str]:
+        """Write the parts that `table` wants of this rank; return the names of the files."""
+        names = []
+        for stem, parts in self._parts.items():
+            name = shard_file(stem, rank)
+            wanted = {
+                key: parts[key]
+                for key, entry in table.get(stem, {}).items()
+                if any(piece["file"] == name for piece in entry["pieces"])
+            }
+            if wanted:
+                write_tensors(folder / name, {key: _compact(t) for key, t in wanted.items()})
+                names.append(name)
+        return names
+
+    def _mark(self, stem: str, tensor: Any, key: str) -> Any:
+        """Put a mark in the place of a sharded tensor."""
+        if not is_dtensor(tensor):
+            return tensor
+        layout = layout_of(tensor)
+        part = local_part(tensor)
+        if not layout.sharded_over:
+            return part
+        if key in self._parts[stem]:
+            raise ValueError(f"two tensors of {stem} have the name {key}")
+        self._parts[stem][key] = part
+        dtype = str(part.dtype).removeprefix("torch.")
+        self.places[stem][key] = (layout.shape, dtype, layout.offsets, layout.sizes)
+        return {_MARK: key}
+
+
+def shard_file(stem: str, rank: int) -> str:
+    """Return the name of the file with the parts that `rank` writes."""
+    return f"{stem}.shard_{rank:05d}.pt"
+
+
+def make_table(places: Sequence[Places]) -> Table:
+    """Decide, from all ranks' places, who writes what: the first that holds a part.
+
+    Raises:
+        CheckpointError: Parts of a tensor are missing.
+    """
+    table: Table = {}
+    for rank, stems in enumerate(places):
+        for stem, tensors in stems.items():
+            for key, (shape, dtype, offsets, sizes) in tensors.items():
+                new = {"shape": list(shape), "dtype": dtype, "pieces": []}
+                pieces = table.setdefault(stem, {}).setdefault(key, new)["pieces"]
+                known = any(piece["offsets"] == list(offsets) for piece in pieces)
+                if math.prod(sizes) and not known:
+                    piece = {"offsets": list(offsets), "sizes": list(sizes)}
+                    pieces.append({"file": shard_file(stem, rank), **piece})
+    for stem, entries in table.items():
+        for key, entry in entries.items():
+            held = sum(math.prod(piece["sizes"]) for piece in entry["pieces"])
+            if held != math.prod(entry["shape"]):
+                raise CheckpointError(
+                    f"the ranks hold {held} of the {math.prod(entry['shape'])} elements of "
+                    f"{key} in {stem}"
+                )
+    return table
+
+
+class SavedTensor:
+    """A tensor in files, of which any part can be read: `saved[slices]`, `saved[...]`.
+
+    Attributes:
+        shape: Of the whole.
+        dtype: Of its elements.
+    """
+
+    def __init__(
+        self,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        pieces: Sequence[tuple[Sequence[int], Sequence[int], Callable[[], Tensor]]],
+    ) -> None:
+        self.shape = torch.Size(shape)
+        self.dtype = dtype
+        self._pieces = pieces
+
+    def __getitem__(self, index: Any) -> Tensor:
+        """Read a part into new memory; `index` is `...` or one slice per dimension."""
+        slices = [slice(None)] * len(self.shape) if index is ... else index
+        bounds = [s.indices(size)[:2] for s, size in zip(slices, self.shape, strict=True)]
+        part = torch.empty([stop - start for start, stop in bounds], dtype=self.dtype)
+        for offsets, sizes, read in self._pieces:
+            lows = [max(start, o) for (start, _), o in zip(bounds, offsets, strict=True)]
+            highs = [
+                min(stop, o + s) for (_, stop), o, s in zip(bounds, offsets, sizes, strict=True)
+            ]
+            if all(low < high for low, high in zip(lows, highs, strict=True)):
+                starts = [start for start, _ in bounds]
+                part[_shifted(lows, highs, starts)] = read()[_shifted(lows, highs, offsets)]
+        return part
+
+
+class Reader:
+    """Reads the files of a checkpoint by parts, through memory maps."""
+
+    def __init__(self, folder: Path, names: Sequence[str]) -> None:
+        self._folder = folder
+        self._names = names
+        self._open: dict[str, Any] = {}
+        self._table: Table = {}
+        if TABLE in names:
+            with reading(folder, TABLE, "the table"):
+                self._table = dict(json.loads(read_text(folder / TABLE)))
+
+    def tree(self, stem: str) -> Any:
+        """Return the content of a file with `SavedTensor`s in the place of larger tensors."""
+        content = self.file(f"{stem}.pt")
+        with reading(self._folder, TABLE, stem):
+            return _mapped(content, partial(self._resolve, self._table.get(stem, {})))
+
+    def file(self, name: str) -> Any:
+        """Return the content of a file, its tensors mapped: to be copied from."""
+        if name not in self._open:
+            with reading(self._folder, name, "the content"):
+                self._open[name] = read_tensors(self._folder / name, mmap=True)
+        return self._open[name]
+
+    def _resolve(self, entries: Mapping[str, dict[str, Any]], value: Any, key: str) -> Any:
+        if isinstance(value, Tensor):
+            return _saved_whole(value)
+        if isinstance(value, Mapping) and _MARK in value:
+            return self._saved(value[_MARK], entries[value[_MARK]])
+        return value
+
+    def _saved(self, key: str, entry: Mapping[str, Any]) -> SavedTensor:
+        shape, dtype = torch.Size(entry["shape"]), getattr(torch, entry["dtype"])
+        pieces = []
+        for piece in entry["pieces"]:
+            offsets, sizes = torch.Size(piece["offsets"]), torch.Size(piece["sizes"])
+            inside = zip(offsets, sizes, shape, strict=True)
+            if piece["file"] not in self._names or not all(0 <= o <= n - s for o, s, n in inside):
+                raise ValueError(f"{key}: a piece of shape {tuple(shape)} cannot be {piece}")
+            pieces.append((offsets, sizes, partial(self._piece, key, piece["file"], sizes)))
+        held = sum(sizes.numel() for _, sizes, _ in pieces)
+        if not isinstance(dtype, torch.dtype) or held != shape.numel():
+            raise ValueError(f"{key}: the pieces have {held} of {shape.numel()} elements")
+        return SavedTensor(shape, dtype, pieces)
+
+    def _piece(self, key: str, name: str, sizes: torch.Size) -> Tensor:
+        part = self.file(name)
+        with reading(self._folder, name, key):
+            tensor: Tensor = part[key]
+            if tensor.shape != sizes:
+                raise ValueError(f"its shape must be {tuple(sizes)}, got {tuple(tensor.shape)}")
+        return tensor
+
+
+def whole(tree: Any) -> Any:
+    """Return `tree` with the whole of each `SavedTensor` in its place."""
+    return _mapped(tree, lambda value, _: value[...] if isinstance(value, SavedTensor) else value)
+
+
+def _mapped(value: Any, change: Callable[[Any, str], Any], key: str = "") -> Any:
+    """Copy nested containers with `change(item, its path)` in the place of what it changes."""
+    changed = change(value, key)
+    if changed is not value:
+        return changed
+    prefix = f"{key}." if key else ""
+    if isinstance(value, Mapping):
+        items = {k: _mapped(v, change, f"{prefix}{k}") for k, v in value.items()}
+        kind: Any = type(value)
+        copied = kind(items)
+        if isinstance(value, OrderedDict):
+            # The versions of the modules, which torch keeps beside the weights.
+            vars(copied).update(vars(value))
+        return copied
+    if type(value) in (list, tuple):
+        return type(value)(_mapped(v, change, f"{prefix}{i}") for i, v in enumerate(value))
+    return value
+
+
+def _saved_whole(tensor: Tensor) -> Any:
+    """A mapped tensor as one that is read by parts; small ones at once."""
+    if tensor.numel() <= _SMALL:
+        return tensor.clone()
+    return SavedTensor(
+        tensor.shape, tensor.dtype, [([0] * tensor.ndim, list(tensor.shape), lambda: tensor)]
+    )
+
+
+def _compact(tensor: Tensor) -> Tensor:
+    """`tensor` on the CPU with no more memory than its own: all of it would be written."""
+    tensor = tensor.detach().cpu()
+    own = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+    return tensor if own else tensor.clone()
+
+
+def _shifted(lows: Sequence[int], highs: Sequence[int], origin: Sequence[int]) -> tuple[slice, ...]:
+    return tuple(slice(low - o, high - o) for low, high, o in zip(lows, highs, origin, strict=True))

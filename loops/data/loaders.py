@@ -1,0 +1,442 @@
+"""The order of the data and its shards: pure functions of (seed, epoch)."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import mmap
+import multiprocessing.util
+import os
+import signal
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from copy import copy
+from types import FrameType
+from typing import Any
+
+import torch
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    Sampler,
+    default_collate,
+)
+
+from ...collectives import get_rank, get_world_size
+from ..notes import add_note, describe_samples, name_of
+from ..rng import mix_seed, preserved_generators, preserved_rng, seed_rng
+
+logger = logging.getLogger(__name__)
+
+
+# Batches whose indices are made at once, so that a batch costs no call.
+_RUN_OF_BATCHES = 64
+
+
+class BatchIndices(list[int]):
+    """Indices of one batch, and what the randomness in making it is a function of."""
+
+    key: tuple[int, ...] = ()
+
+
+class ShardedBatchSampler(Sampler[list[int]]):
+    """One rank's batches, a pure function of (seed, epoch, batch).
+
+    Global batch k of W ranks is the positions k*B*W to (k+1)*B*W of the epoch's
+    order; rank r takes every W-th of them, from the r-th.
+
+    Args:
+        num_samples: Samples in the whole data set.
+        batch_size: Samples per batch and rank.
+        shuffle: A new permutation for each epoch instead of the natural order.
+        seed: The same on all ranks.
+        rank: Which shard; the ranks together have all samples.
+        world_size: How many shards.
+        drop_last: Leave out a last global batch that is not full.
+        even: Give every rank the same number of batches and samples, by starting
+            again from the epoch's first samples at its end (training). Without
+            it each sample comes exactly once on exactly one rank, and a rank may
+            have fewer batches than others, or none (evaluation).
+
+    Attributes:
+        pads: whether some samples come twice in an epoch.
+
+    Raises:
+        ValueError: A number is out of range, or `drop_last` leaves no batch.
+    """
+
+    def __init__(
+        self,
+        num_samples: int,
+        batch_size: int,
+        *,
+        shuffle: bool,
+        seed: int = 0,
+        rank: int = 0,
+        world_size: int = 1,
+        drop_last: bool = False,
+        even: bool = True,
+    ) -> None:
+        if batch_size < 1:
+            raise ValueError(f"batch_size must be >= 1, got {batch_size}")
+        if not 0 <= rank < world_size:
+            raise ValueError(f"rank must be in 0..{world_size - 1}, got {rank}")
+        if drop_last and 0 < num_samples < batch_size * world_size:
+            raise ValueError(
+                f"drop_last leaves no batch: {num_samples} samples are fewer than batch_size "
+                f"{batch_size} on {world_size} rank(s)"
+            )
+        self.num_samples = num_samples
+        self.batch_size = batch_size
+        self.shuffle = shuffle
+        self.seed = seed
+        self.rank = rank
+        self.world_size = world_size
+        self.pads = even and not drop_last and num_samples % world_size != 0
+        self._own_samples = self._count(drop_last, even)
+        self._epoch = 0
+        self._first = 0
+
+    def _count(self, drop_last: bool, even: bool) -> int:
+        """How many samples this rank has in an epoch, repeated ones counted."""
+        if drop_last:
+            return self.num_samples // (self.batch_size * self.world_size) * self.batch_size
+        if even:
+            return -(-self.num_samples // self.world_size)
+        return max(0, -(-(self.num_samples - self.rank) // self.world_size))
+
+    def __len__(self) -> int:
+        return -(-self._own_samples // self.batch_size)
+
+    def set_position(self, epoch: int, batch: int = 0) -> None:
+        """Let the next iteration begin with batch `batch` of epoch `epoch`."""
+        self._epoch = epoch
+        self._first = batch
+
+    def __iter__(self) -> Iterator[list[int]]:
+        # Not a generator: the position counts as of now, not of the first next().
+        starts = range(self._first, len(self), _RUN_OF_BATCHES)
+        return itertools.chain.from_iterable(map(self._batches(self._epoch), starts))
+
+    def _batches(self, epoch: int) -> Callable[[int], list[BatchIndices]]:
+        own = torch.arange(self._own_samples) * self.world_size + self.rank
+        samples = self._order(epoch)[own % self.num_samples] if len(own) else own
+
+        def batches(first: int) -> list[BatchIndices]:
+            made = []
+            for index in range(first, min(first + _RUN_OF_BATCHES, len(self))):
+                start = index * self.batch_size
+                indices = BatchIndices(samples[start : start + self.batch_size].tolist())
+                indices.key = (self.seed, epoch, index, self.rank)
+                made.append(indices)
+            return made
+
+        return batches
+
+    def _order(self, epoch: int) -> torch.Tensor:
+        if not self.shuffle:
+            return torch.arange(self.num_samples)
+        generator = torch.Generator().manual_seed(mix_seed(self.seed, epoch))
+        return torch.randperm(self.num_samples, generator=generator)
+
+
+class SeededSamples(Dataset[Any]):
+    """A map-style data set whose randomness in a worker depends on the batch alone.
+
+    Before a batch of `BatchIndices` is read, the worker's random streams are
+    seeded from the batch's key, so that augmentations are the same for one worker
+    or many and after any resume. Without workers the samples are read by the
+    training process, from whose own streams they draw: other augmentations, and
+    as repeatable, since checkpoints hold those streams.
+    """
+
+    def __init__(self, samples: Dataset[Any]) -> None:
+        self.samples = samples
+
+    def __len__(self) -> int:
+        return len(self.samples)  # type: ignore[arg-type]
+
+    def __getitem__(self, index: int) -> Any:
+        return self.samples[index]
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        """Read one batch."""
+        if isinstance(indices, BatchIndices):
+            seed_rng(mix_seed(*indices.key))
+        many = getattr(self.samples, "__getitems__", None)
+        if many is not None:
+            return list(many(indices))
+        return [self.samples[index] for index in indices]
+
+
+def build_loader(
+    dataset: Dataset[Any],
+    *,
+    batch_size: int,
+    train: bool = False,
+    shuffle: bool = False,
+    num_workers: int = 0,
+    collate: Callable[[list[Any]], Any] | None = None,
+    seed: int = 0,
+    **options: Any,
+) -> DataLoader[Any]:
+    """Return this rank's loader.
+
+    Args:
+        dataset: Map-style, or an iterable one that shards itself.
+        batch_size: Samples per batch and rank.
+        train: Give every rank the same number of batches; without it every
+            sample comes exactly once, as an exact evaluation needs.
+        shuffle: A new order in each epoch, the same for any number of workers.
+        num_workers: Worker processes; 0 reads in this process. Forked ones ignore
+            SIGTERM and SIGINT, which often reach a whole group of processes: they
+            end when this process does.
+        collate: Makes a batch of a list of samples; None for torch's own.
+        seed: Of the order and of the workers' randomness; the same on all ranks.
+        **options: `drop_last` (leave out a last global batch that is not full),
+            `shard` (rank and number of ranks; by default the process group's),
+            `pin_memory` ("auto": where there is CUDA) and the remaining
+            arguments of `torch.utils.data.DataLoader`.
+
+    Raises:
+        ValueError: The data set is empty, or an iterable one is to be shuffled.
+    """
+    rank, world_size = options.pop("shard", None) or (get_rank(), get_world_size())
+    drop_last = options.pop("drop_last", False)
+    if options.setdefault("pin_memory", "auto") == "auto":
+        options["pin_memory"] = torch.cuda.is_available()
+    if num_workers:
+        options.setdefault("persistent_workers", True)
+        options["worker_init_fn"] = WorkerStart(options.get("worker_init_fn"))
+        collate = WorkerCollate(collate or default_collate)
+    # Its own generator: making an iterator must not move the global stream.
+    generator = torch.Generator().manual_seed(mix_seed(seed, rank))
+    options.update(num_workers=num_workers, collate_fn=collate, generator=generator)
+    if isinstance(dataset, IterableDataset):
+        if shuffle:
+            raise ValueError(
+                f"shuffle must be false for {type(dataset).__name__}: an iterable data set "
+                "has its own order"
+            )
+        return DataLoader(dataset, batch_size=batch_size, drop_last=drop_last, **options)
+    size = len(dataset)  # type: ignore[arg-type]
+    if not size:
+        raise ValueError(f"the data set {type(dataset).__name__} is empty")
+    sampler = ShardedBatchSampler(
+        size,
+        batch_size,
+        shuffle=shuffle,
+        seed=seed,
+        rank=rank,
+        world_size=world_size,
+        drop_last=drop_last,
+        even=train,
+    )
+    samples = SeededSamples(dataset) if num_workers else dataset
+    return DataLoader(samples, batch_sampler=sampler, **options)
+
+
+def length_of(loader: Iterable[Any]) -> int | None:
+    """Return the number of batches in a pass over `loader`; None where it cannot tell."""
+    if not isinstance(loader, Sized):
+        return None
+    try:
+        return len(loader)
+    except TypeError:
+        return None
+
+
+def size_before_padding(loader: Iterable[Any]) -> int | None:
+    """Return the data set's size where ranks get samples twice to be even, None where they do not.
+
+    Known of `ShardedBatchSampler` and torch's `DistributedSampler`, which deal samples in turn and
+    repeat some at the end.
+    """
+    sampler = getattr(loader, "batch_sampler", None)
+    if isinstance(sampler, ShardedBatchSampler):
+        return sampler.num_samples if sampler.pads else None
+    sampler = getattr(loader, "sampler", None)
+    if isinstance(sampler, DistributedSampler):
+        size = len(sampler.dataset)  # type: ignore[arg-type]
+        return size if size < sampler.total_size else None
+    return None
+
+
+def batches_from(loader: Iterable[Any], epoch: int, batch: int = 0) -> Iterator[Any]:
+    """Return the batches of pass `epoch` from batch `batch` on.
+
+    Skipped by index where the loader is a sequence or its sampler's order is a
+    function of the epoch; otherwise batches are read and thrown away, and one
+    log line says so.
+    """
+    sampler = getattr(loader, "batch_sampler", None)
+    if isinstance(sampler, ShardedBatchSampler):
+        sampler.set_position(epoch, batch)
+        return iter(loader)
+    told = _set_epoch(loader, epoch)
+    if not batch:
+        return iter(loader)
+    if isinstance(loader, Sequence):
+        return map(loader.__getitem__, range(batch, len(loader)))
+    # The random streams come from the checkpoint: finding the place must not move them.
+    with preserved_rng():
+        if isinstance(loader, DataLoader) and sampler is not None and _repeatable(sampler, told):
+            return iter(_rest_of(loader, batch))
+        return _read_past(loader, batch)
+
+
+def _read_past(loader: Iterable[Any], batch: int) -> Iterator[Any]:
+    logger.warning(
+        "resuming at batch %d of %s by reading and discarding: its order cannot be indexed, and "
+        "what it shuffles may differ; build_loader gives an exact and immediate resume",
+        batch,
+        type(loader).__name__,
+    )
+    batches = iter(loader)
+    next(itertools.islice(batches, batch, batch), None)
+    return batches
+
+
+def _set_epoch(loader: Iterable[Any], epoch: int) -> bool:
+    """Tell every sampler of `loader` that asks for it which epoch begins."""
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    parts: dict[int, Any] = {
+        id(part): part
+        for part in (
+            loader,
+            getattr(loader, "sampler", None),
+            batch_sampler,
+            getattr(batch_sampler, "sampler", None),
+        )
+    }
+    told = [part.set_epoch(epoch) for part in parts.values() if hasattr(part, "set_epoch")]
+    return bool(told)
+
+
+def _repeatable(batch_sampler: Any, told: bool) -> bool:
+    order = getattr(batch_sampler, "sampler", None)
+    return told or isinstance(order, torch.utils.data.SequentialSampler)
+
+
+def first_batch_apart(loader: Iterable[Any]) -> Iterator[Any] | None:
+    """Return an iterator over the first batch alone, read so that `loader` does not notice.
+
+    None where that cannot be known: it is neither a sequence nor a plain DataLoader of
+    a map-style data set. Of workers one is started, which ends with the batch.
+    """
+    if isinstance(loader, Sequence):
+        return itertools.islice(loader, 1)
+    if not isinstance(loader, DataLoader) or type(loader).__iter__ is not DataLoader.__iter__:
+        return None
+    if isinstance(loader.dataset, IterableDataset) or loader.batch_sampler is None:
+        return None
+    return _first_of(loader)
+
+
+def _first_of(loader: DataLoader[Any]) -> Iterator[Any]:
+    sampler = copy(loader.batch_sampler)
+    order = getattr(sampler, "sampler", None)
+    if sampler is not None and order is not None:
+        vars(sampler)["sampler"] = copy(order)
+    if isinstance(sampler, ShardedBatchSampler):
+        sampler.set_position(0)
+    dataset: Any = loader.dataset
+    datasets = [dataset]
+    while (dataset := getattr(dataset, "dataset", None)) is not None and len(datasets) < 9:
+        datasets.append(dataset)
+    with preserved_generators([loader, loader.batch_sampler, order, *datasets]):
+        indices = list(itertools.islice(sampler or (), 1))
+        batches = list(_like(loader, indices, min(1, loader.num_workers)))
+    yield from batches
+
+
+def _rest_of(loader: DataLoader[Any], batch: int) -> DataLoader[Any]:
+    """Return a loader like `loader` that begins with batch `batch` once."""
+    return _like(loader, list(loader.batch_sampler or ())[batch:], loader.num_workers)
+
+
+def _like(loader: DataLoader[Any], indices: list[Any], num_workers: int) -> DataLoader[Any]:
+    """Return a loader like `loader` that reads the batches of these indices."""
+    workers: dict[str, Any] = {}
+    if num_workers:
+        workers = {
+            "prefetch_factor": loader.prefetch_factor,
+            "multiprocessing_context": loader.multiprocessing_context,
+        }
+    return DataLoader(
+        loader.dataset,
+        batch_sampler=indices,
+        num_workers=num_workers,
+        collate_fn=loader.collate_fn,
+        pin_memory=loader.pin_memory,
+        timeout=loader.timeout,
+        worker_init_fn=loader.worker_init_fn,
+        generator=loader.generator,
+        **workers,
+    )
+
+
+class WorkerStart:
+    """Prepares a worker process, then calls the user's own preparation.
+
+    A forked worker ignores SIGINT, and SIGTERM until the process that started
+    it exits: at its exit multiprocessing ends the workers by SIGTERM and waits
+    for them. A spawned worker cannot see that moment and ignores SIGINT only.
+    """
+
+    def __init__(self, user_start: Callable[[int], None] | None) -> None:
+        self.user_start = user_start
+        _exit_of_this_process()
+
+    def __call__(self, worker: int) -> None:
+        # Handlers and no SIG_IGN, which programs started by the worker would inherit.
+        signal.signal(signal.SIGINT, _ignore)
+        leaving = _worker_exits.get(os.getppid())
+        if leaving is not None:
+
+            def terminate(number: int, frame: FrameType | None) -> None:
+                if leaving[0]:
+                    os._exit(0)
+
+            signal.signal(signal.SIGTERM, terminate)
+        if self.user_start is not None:
+            self.user_start(worker)
+
+
+class WorkerCollate:
+    """Makes batches in a worker; an error of that tells the samples, which no other process has.
+
+    Args:
+        collate: The function that makes a batch of a list of samples.
+    """
+
+    def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
+        self.collate = collate
+
+    def __call__(self, samples: list[Any]) -> Any:
+        try:
+            return self.collate(samples)
+        except Exception as error:
+            add_note(error, f"{name_of(self.collate)} was given {describe_samples(samples)}")
+            raise
+
+
+# By process id: one byte, shared with the workers, that is set when the process exits.
+_worker_exits: dict[int, mmap.mmap] = {}
+
+
+def _exit_of_this_process() -> None:
+    if os.getpid() in _worker_exits:
+        return
+    leaving = _worker_exits[os.getpid()] = mmap.mmap(-1, 1)
+
+    def leave() -> None:
+        leaving[0] = 1
+
+    # Of those, the ones with a priority come before the workers' end.
+    multiprocessing.util.Finalize(None, leave, exitpriority=1000)
+
+
+def _ignore(number: int, frame: FrameType | None) -> None:
+    """Do nothing."""

@@ -1,0 +1,1 @@
+"""Which model goes to which device. Start with assigner.py."""

@@ -1,0 +1,175 @@
+"""The picture of a placement: who sits where, and what crosses."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .devices import Room
+from .problem import Problem, share
+from .text import in_mib, percent
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_CROSSES, _STAYS, _MODEL, _FRAME = "#d1495b", "#9aa5b1", "#cfe3f5", "#5b6b7b"
+_WIDTH, _GAP = 2.3, 1.1
+_LINES = 120
+_LABEL = 14
+
+
+class _Box(NamedTuple):
+    """Where a model is drawn."""
+
+    left: float
+    middle: float
+    device: int
+
+
+def draw(problem: Problem, rooms: Sequence[Room], names: Sequence[str], placed: Tensor) -> Figure:
+    """Draw the models in their devices, and how much crosses from device to device.
+
+    Raises:
+        ImportError: matplotlib is missing; the text names the extra.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError("drawing needs matplotlib: pip install 'stepwrap[plots]'") from error
+    rows = max(3, int(torch.bincount(placed).max()))
+    wide, side = 1.75 * len(rooms) + 0.5, 0.45 * len(rooms) + 1.6
+    figure = Figure(figsize=(wide + side, max(3.6, 0.3 * rows + 2.0)), layout="constrained")
+    left, right = figure.subplots(1, 2, width_ratios=[wide, side])
+    boxes = _draw_devices(left, problem, rooms, names, placed, rows)
+    _draw_connections(left, problem, boxes)
+    _draw_crossing(right, problem, rooms, placed)
+    return figure
+
+
+def _draw_devices(
+    axes: Any,
+    problem: Problem,
+    rooms: Sequence[Room],
+    names: Sequence[str],
+    placed: Tensor,
+    rows: int,
+) -> list[_Box]:
+    """Draw each device as a column of its models; return where the models are."""
+    from matplotlib.patches import FancyBboxPatch, Rectangle
+
+    used = problem.used(placed).tolist()
+    boxes: dict[int, _Box] = {}
+    for index, (room, full) in enumerate(zip(rooms, used, strict=True)):
+        left, allowed = index * (_WIDTH + _GAP), float(problem.capacities[index])
+        frame = FancyBboxPatch(
+            (left, -rows), _WIDTH, rows + 1.9, boxstyle="round,pad=0.12", fc="#f6f8fa", ec=_FRAME
+        )
+        axes.add_patch(frame)
+        middle = left + _WIDTH / 2
+        axes.text(middle, 1.55, str(room.device), ha="center", va="center", weight="bold")
+        axes.text(
+            middle, 0.95, f"{in_mib(full)} of {in_mib(allowed)}", ha="center", va="center", size=7.5
+        )
+        part = full / allowed if allowed else 0.0
+        axes.add_patch(Rectangle((left, 0.4), _WIDTH, 0.22, fc="white", ec=_FRAME, lw=0.6))
+        axes.add_patch(Rectangle((left, 0.4), _WIDTH * part, 0.22, fc=_FRAME, ec="none"))
+        for row, model in enumerate((placed == index).nonzero().flatten().tolist()):
+            boxes[model] = _Box(left, -row - 0.3, index)
+            _draw_model(axes, boxes[model], names[model], float(problem.sizes[model]))
+    axes.set_xlim(-0.5, len(rooms) * (_WIDTH + _GAP) - _GAP + 0.5)
+    axes.set_ylim(-rows - 0.3, 2.2)
+    axes.set_axis_off()
+    return [boxes[model] for model in range(len(names))]
+
+
+def _draw_model(axes: Any, box: _Box, name: str, size: float) -> None:
+    from matplotlib.patches import FancyBboxPatch
+
+    axes.add_patch(
+        FancyBboxPatch(
+            (box.left + 0.15, box.middle - 0.3),
+            _WIDTH - 0.3,
+            0.6,
+            boxstyle="round,pad=0.06",
+            fc=_MODEL,
+            ec=_FRAME,
+            lw=0.6,
+            zorder=3,
+        )
+    )
+    short = name if len(name) <= _LABEL else f"{name[: _LABEL - 1]}…"
+    axes.text(
+        box.left + _WIDTH / 2,
+        box.middle,
+        f"{short} · {in_mib(size)}",
+        ha="center",
+        va="center",
+        size=6.5,
+        zorder=4,
+    )
+
+
+def _draw_connections(axes: Any, problem: Problem, boxes: Sequence[_Box]) -> None:
+    """Draw the strongest connections; those that cross between columns stand out."""
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import FancyArrowPatch
+
+    both = (problem.connection + problem.connection.T).triu(1)
+    pairs = sorted(both.nonzero().tolist(), key=lambda pair: -float(both[pair[0], pair[1]]))
+    for first, second in pairs[:_LINES]:
+        start, end = sorted((boxes[first], boxes[second]))
+        strength = float(both[first, second] / both.max())
+        crosses = start.device != end.device
+        edge = start.left + _WIDTH - 0.1
+        # A straight line behind other columns would seem to end in them.
+        bend = -0.12 * (end.device - start.device - 1) if crosses else 0.5
+        axes.add_patch(
+            FancyArrowPatch(
+                (edge, start.middle),
+                (end.left + 0.1 if crosses else edge, end.middle),
+                connectionstyle=f"arc3,rad={bend}",
+                arrowstyle="-",
+                color=_CROSSES if crosses else _STAYS,
+                lw=0.5 + 2.5 * strength,
+                alpha=0.75,
+                zorder=2,
+            )
+        )
+    more = f", the strongest {_LINES} of {len(pairs)}" if len(pairs) > _LINES else ""
+    axes.set_title(f"who sits where{more}", size=10)
+    lines = [Line2D([], [], color=_CROSSES, lw=2), Line2D([], [], color=_STAYS, lw=2)]
+    axes.legend(
+        lines,
+        ["crosses", "stays"],
+        loc="upper center",
+        bbox_to_anchor=(0.5, 0),
+        ncols=2,
+        fontsize=8,
+    )
+
+
+def _draw_crossing(axes: Any, problem: Problem, rooms: Sequence[Room], placed: Tensor) -> None:
+    """Draw how much of all connection strength is between each two devices."""
+    where = problem.one_hot(placed)
+    between = where.T @ share(problem.connection) @ where
+    both = between + between.T - torch.diag(between.diagonal())
+    lower = both.tril()
+    apart = lower - torch.diag(lower.diagonal())
+    shown = apart.masked_fill(apart == 0, torch.nan)
+    axes.imshow(shown.tolist(), cmap="Reds", vmin=0, vmax=max(0.01, float(apart.max())) * 1.6)
+    for row, column in lower.nonzero().tolist():
+        color = _FRAME if row == column else "black"
+        text = percent(float(lower[row, column]))
+        axes.text(column, row, text, ha="center", va="center", size=8, color=color)
+    labels = [str(room.device) for room in rooms]
+    axes.set_xticks(range(len(rooms)), labels, rotation=90, size=8)
+    axes.set_yticks(range(len(rooms)), labels, size=8)
+    axes.spines[:].set_visible(False)
+    axes.set_title(
+        f"what crosses: {percent(float(apart.sum()))} of all connections\n"
+        "(on the diagonal what stays)",
+        size=10,
+    )

@@ -1,0 +1,1 @@
+"""Values between processes: pickling, tensors in shared memory, queues. Start with queues.py."""

@@ -1,0 +1,194 @@
+"""Objects as bytes: functions and classes of any origin, tensors by copy or by reference.
+
+Objects of plain data take the C pickler's path; torch is needed only where a tensor is at hand.
+Loading runs what the bytes say: only for bytes from one's own processes.
+"""
+
+from __future__ import annotations
+
+import copyreg
+import importlib
+import io
+import pickle
+import sys
+from collections.abc import Callable
+from multiprocessing.reduction import ForkingPickler
+from types import FunctionType, ModuleType
+from typing import IO, Any
+
+import cloudpickle
+
+from . import script as _script
+from .shared_storages import APART_FROM, divider
+
+_LARGE = 64 * 1024
+
+_static_modules: set[str] = set()
+
+
+def dumps(obj: object, recurse: bool = False, copy_tensor: bool = True) -> bytes:
+    """Return the object as bytes, for `loads`; see `Pickler` for the arguments."""
+    pickler = _take(Pickler, recurse, copy_tensor)
+    data = pickler.message(obj)
+    _give_back(pickler, len(data))
+    return data
+
+
+def loads(data: bytes | bytearray | memoryview) -> Any:
+    """Return the object of bytes from `dumps` or of a file written by `Pickler`.
+
+    Raises:
+        OSError: a tensor passed by reference is no longer in shared memory.
+    """
+    return pickle.loads(data)
+
+
+def mark_static_module(module: ModuleType) -> None:
+    """From now on pickle the module as its name, whatever it holds and wherever it came from.
+
+    So are the functions and classes that are found in it. The receiver must be able to import it,
+    or have put it into `sys.modules`.
+
+    Raises:
+        TypeError: `module` is not a module.
+    """
+    if not isinstance(module, ModuleType):
+        raise TypeError(f"mark_static_module() takes a module, got {type(module).__name__}")
+    _static_modules.add(module.__name__)
+
+
+class _Reducers(dict[type, Callable[[Any], Any]]):
+    """How to pickle single types; those that copyreg has got to know later are found too."""
+
+    def __missing__(self, kind: type) -> Callable[[Any], Any]:
+        return copyreg.dispatch_table[kind]
+
+
+class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+    """Writes objects to a file, each `dump` a message of its own.
+
+    Functions and classes that cannot be imported elsewhere (lambdas, local ones) go by value with
+    exactly the globals that they refer to. Those of the script are found by name in a process that
+    has loaded the script, as multiprocessing's spawned workers do, else they go by value.
+
+    Args:
+        file: has `write(bytes)`.
+        recurse: send the script's functions by value too, so that globals travel that the
+            receiver does not have (those set under `if __name__ == "__main__"`).
+        copy_tensor: True writes the tensors' bytes, as far as they are viewed; the receiver owns a
+            tensor on the same device. False moves CPU tensors into shared memory, where sender and
+            receiver see the same numbers, and passes CUDA tensors as handles; a process must keep
+            the tensors until they are loaded. Either way those that overlap still do afterwards.
+
+    Raises:
+        RuntimeError: from `dump` without `copy_tensor`: a tensor is the result of a computation
+            that autograd records.
+    """
+
+    # With what multiprocessing can send besides: connections, sockets.
+    dispatch_table = _Reducers(
+        {**ForkingPickler._extra_reducers, **cloudpickle.Pickler._dispatch_table}  # type: ignore[attr-defined]
+    )
+    # Buffers of arrays from this size on stand outside of the pickle.
+    _apart_from = sys.maxsize
+
+    def __init__(self, file: IO[bytes], recurse: bool = False, copy_tensor: bool = False) -> None:
+        self._file = file
+        self._stream = io.BytesIO()
+        self._recurse = recurse
+        self._copy_tensor = copy_tensor
+        self._parts: list[Any] = []
+        # Not a method of this object: that cycle would keep all tensors until it is collected.
+        super().__init__(self._stream, 5, divider(self._parts, self._apart_from))
+
+    def dump(self, obj: object) -> None:
+        """Write the object; raises whatever pickling it raises."""
+        self._file.write(self.message(obj))
+
+    def message(self, obj: object) -> bytes:
+        """Return what `dump` writes."""
+        stream, parts = self.split(obj)
+        if not parts:
+            return stream
+        # Imports torch, which only an object with tensors needs.
+        from . import reducers as _reducers
+
+        return _reducers.message(stream, parts, self._copy_tensor)
+
+    def split(self, obj: object) -> tuple[bytes, list[Any]]:
+        """Return a pickle of the object, and its tensors, storages and large buffers in order."""
+        try:
+            super().dump(obj)
+            return self._stream.getvalue(), self._parts.copy()
+        finally:
+            self._stream.seek(0)
+            self._stream.truncate()
+            self._parts.clear()
+            # The next message may not refer to what this one holds.
+            self.clear_memo()
+            self.globals_ref.clear()
+
+    def reducer_override(self, obj: Any) -> Any:
+        """Return how to pickle functions, classes, modules and tensors."""
+        kind = type(obj)
+        if kind is FunctionType or issubclass(kind, type):
+            return self._reduced_definition(obj)
+        if kind is ModuleType and obj.__name__ in _static_modules:
+            return importlib.import_module, (obj.__name__,)
+        if "torch" in sys.modules:
+            from . import reducers as _reducers
+
+            if isinstance(obj, _reducers.KINDS):
+                return _reducers.reduced(obj, self._parts, copy_tensor=self._copy_tensor)
+        return NotImplemented
+
+    def _reduced_definition(self, obj: Any) -> Any:
+        module = obj.__module__
+        if module in _static_modules and _is_found(obj):
+            # By name, which is what pickle itself does.
+            return NotImplemented
+        found = None
+        if module == _script.NAME:
+            found = _script.reduced(obj, by_value=self._recurse)
+        return super().reducer_override(obj) if found is None else found
+
+
+class _ApartPickler(Pickler):
+    """Keeps large buffers out of the pickle."""
+
+    _apart_from = APART_FROM
+
+
+def split(obj: object, *, recurse: bool, copy_tensor: bool) -> tuple[bytes, list[Any]]:
+    """Return a pickle of the object, and its tensors, storages and large buffers in order."""
+    pickler = _take(_ApartPickler, recurse, copy_tensor)
+    parted = pickler.split(obj)
+    _give_back(pickler, len(parted[0]))
+    return parted
+
+
+# Making one takes longer than pickling a small object.
+_idle: dict[tuple[type[Pickler], bool, bool], list[Pickler]] = {}
+
+
+def _take(kind: type[Pickler], recurse: bool, copy_tensor: bool) -> Pickler:
+    """Return a pickler that no other thread, and no caller further up, is using."""
+    try:
+        return _idle[kind, recurse, copy_tensor].pop()
+    except (KeyError, IndexError):
+        return kind(io.BytesIO(), recurse, copy_tensor)
+
+
+def _give_back(pickler: Pickler, size: int) -> None:
+    # One that has seen many objects keeps a large memo, which takes time to clear.
+    if size < _LARGE:
+        _idle.setdefault((type(pickler), pickler._recurse, pickler._copy_tensor), []).append(
+            pickler
+        )
+
+
+def _is_found(obj: Any) -> bool:
+    found: Any = sys.modules.get(obj.__module__)
+    for part in obj.__qualname__.split("."):
+        found = getattr(found, part, None)
+    return found is obj

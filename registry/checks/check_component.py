@@ -1,0 +1,133 @@
+"""Would these dicts build? Checked by name, nothing is built."""
+
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+from ..arguments import argument_problems, plain_names
+from ..build import find_type
+from ..errors import Problem, nearest, shown_value
+from ..registry import Registry
+from ..tree import find_nested, find_reference, look_up_nested, nested_runtime
+from .values import value_problems
+
+_FLAGS = ("type", "_scope_")
+
+
+def check_component(
+    cfg: Any,
+    registry: Registry,
+    where: str,
+    runtime_args: Collection[str] = (),
+    *,
+    imports: bool = True,
+) -> list[Problem]:
+    """Return what would keep `build_tree` from building `cfg`, nested parts included.
+
+    Args:
+        cfg: the dict with a `type`.
+        registry: where the type is looked up.
+        where: the key path of `cfg`, for the problems.
+        runtime_args: names of arguments that the caller will supply, as an optimizer's `params`.
+        imports: False looks only at what needs no class, and imports nothing.
+    """
+    shape = _shape_problem(cfg, registry, where)
+    if shape is not None or not imports:
+        return [shape] if shape is not None else []
+    try:
+        table = registry.at_scope(cfg["_scope_"]) if "_scope_" in cfg else registry
+        target = find_type(cfg["type"], table)
+    except (KeyError, TypeError) as error:
+        return [Problem(f"{where}.type", str(error), cause=error)]
+    taken = [
+        Problem(f"{where}.{name}", "is supplied by the run itself and cannot be set")
+        for name in cfg
+        if name in runtime_args
+    ]
+    return taken + list(_call_problems(target, cfg, table, where, runtime_args))
+
+
+def _shape_problem(cfg: Any, registry: Registry, where: str) -> Problem | None:
+    if not isinstance(cfg, Mapping):
+        hint = f"; write {{type: {cfg}}}" if isinstance(cfg, str) else ""
+        return Problem(where, f"must be a dict with a type, got {shown_value(cfg)}{hint}")
+    if "type" not in cfg:
+        what = f"needs a type: a name of {registry.name} or an import path"
+        return type_problem(cfg, where) or Problem(where, what)
+    return None
+
+
+def type_problem(cfg: Mapping[str, Any], where: str) -> Problem | None:
+    """Return the problem that a key of `cfg`, which has no `type`, is a misspelt one."""
+    near = misspelt_type(cfg)
+    if near is None:
+        return None
+    return Problem(f"{where}.{near}", "there is no such setting; did you mean type?")
+
+
+def misspelt_type(cfg: Mapping[str, Any]) -> str | None:
+    """Return the key of `cfg` that is meant for `type`; None when it has one, or nothing near."""
+    # Of what torch itself has as an argument, dtype is nearest.
+    names = [
+        k for k, v in cfg.items() if isinstance(k, str) and isinstance(v, str) and k != "dtype"
+    ]
+    near = nearest("type", names, limit=1)
+    return near[0] if near and "type" not in cfg else None
+
+
+def with_type(cfg: Mapping[str, Any], kind: str) -> dict[str, Any]:
+    """Return `cfg` with the type that goes without saying, unless one is misspelt there."""
+    return {**cfg} if misspelt_type(cfg) is not None else {"type": kind, **cfg}
+
+
+def _call_problems(
+    target: Any,
+    cfg: Mapping[str, Any],
+    registry: Registry,
+    where: str,
+    runtime_args: Collection[str],
+) -> Iterator[Problem]:
+    given = {str(key): value for key, value in cfg.items() if key not in _FLAGS}
+    for problem in argument_problems(target, given, runtime_args):
+        yield Problem(f"{where}.{problem.name}", problem.what)
+    for problem in value_problems(target, given):
+        yield Problem(f"{where}.{problem.name}", problem.what)
+    for key, value in cfg.items():
+        if key not in _FLAGS and key not in plain_names(target):
+            yield from _value_problems(value, registry, f"{where}.{key}", runtime_args)
+
+
+def _value_problems(
+    value: Any, registry: Registry, where: str, runtime_args: Collection[str]
+) -> Iterator[Problem]:
+    if isinstance(value, list | tuple):
+        for at, item in enumerate(value):
+            yield from _value_problems(item, registry, f"{where}.{at}", runtime_args)
+    elif not isinstance(value, Mapping) or value.get("_raw_") is True:
+        return
+    elif "type" not in value and set(value) != {"_ref_"}:
+        near = misspelt_type(value)
+        if near is not None and look_up_nested(value[near], registry) is not None:
+            yield Problem(f"{where}.{near}", "there is no such setting; did you mean type?")
+            return
+        for key, inner in value.items():
+            yield from _value_problems(inner, registry, f"{where}.{key}", runtime_args)
+    elif "type" in value:
+        yield from _nested_problems(value, registry, where, runtime_args)
+    else:
+        try:
+            find_reference(value["_ref_"], registry)
+        except (KeyError, TypeError) as error:
+            yield Problem(f"{where}._ref_", str(error), cause=error)
+
+
+def _nested_problems(
+    cfg: Mapping[str, Any], registry: Registry, where: str, runtime_args: Collection[str]
+) -> Iterator[Problem]:
+    try:
+        table = registry.at_scope(cfg["_scope_"]) if "_scope_" in cfg else registry
+        target, same = find_nested(cfg["type"], table)
+    except (KeyError, TypeError) as error:
+        yield Problem(f"{where}.type", str(error), cause=error)
+        return
+    supplied = nested_runtime(target, dict.fromkeys(runtime_args), same)
+    yield from _call_problems(target, cfg, table, where, supplied)

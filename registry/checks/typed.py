@@ -1,0 +1,154 @@
+"""Dicts checked against typed dataclasses; every problem is collected."""
+
+import types
+from collections.abc import Collection, Mapping
+from dataclasses import MISSING, Field, fields, is_dataclass
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from ..errors import Problem, did_you_mean, nearest, one_of, shown_value
+
+T = TypeVar("T")
+
+_KINDS: dict[Any, str] = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "text",
+    list: "a list",
+    dict: "a section of settings",
+    type(None): "null",
+}
+
+
+def check_section(
+    section: type[T],
+    values: Any,
+    where: str,
+    problems: list[Problem],
+    also: Collection[str] = (),
+) -> T | None:
+    """Return `values` as a `section` dataclass, None when something is wrong with them.
+
+    Unknown keys, wrong types, values that are not allowed and missing keys are added to
+    `problems`. A field's metadata may have `minimum` (a number must not be below it).
+
+    Args:
+        also: keys that would have made it something else than this section.
+    """
+    if not isinstance(values, Mapping):
+        problems.append(Problem(where, f"must be a section of settings, got {shown_value(values)}"))
+        return None
+    before = len(problems)
+    known = {field.name: field for field in fields(section)}  # type: ignore[arg-type]
+    unknown = [str(key) for key in values if key not in known]
+    free = [name for name in known if name not in values]
+    for key in unknown:
+        hint = did_you_mean(key, free) or did_you_mean(key, [*known, *also])
+        hint = hint or f"; allowed are {', '.join(known)}"
+        problems.append(Problem(joined(where, key), f"there is no such setting{hint}"))
+    if not any(near in also for key in unknown for near in nearest(key, [*known, *also], 1)):
+        problems += _missing(known.values(), values, unknown, where)
+    hints = get_type_hints(section)
+    checked = {
+        name: _checked(values[name], hints[name], field, joined(where, name), problems)
+        for name, field in known.items()
+        if name in values
+    }
+    return section(**checked) if len(problems) == before else None
+
+
+def joined(where: str, key: str) -> str:
+    """Return the key path of `key` in the section at `where`."""
+    return f"{where}.{key}" if where else key
+
+
+def _missing(
+    known: Collection[Field[Any]], values: Mapping[str, Any], unknown: list[str], where: str
+) -> list[Problem]:
+    required = [f.name for f in known if f.default is MISSING and f.default_factory is MISSING]
+    names = [field.name for field in known]
+    meant = {near for key in unknown for near in nearest(key, names)}
+    return [
+        Problem(joined(where, name), "this setting is required and missing")
+        for name in required
+        if name not in values and name not in meant
+    ]
+
+
+def _checked(value: Any, hint: Any, field: Field[Any], where: str, problems: list[Problem]) -> Any:
+    options = options_of(hint)
+    section = next((option for option in options if is_dataclass(option)), None)
+    if section is not None and not _goes_without(value, options):
+        assert isinstance(section, type)
+        also = ("type",) if any(get_origin(option) is dict for option in options) else ()
+        return check_section(section, value, where, problems, also)
+    if not any(fits(value, option) for option in options):
+        problems.append(
+            Problem(
+                where,
+                f"must be {allowed_text(options)}, got {shown_value(value)}{_near(value, options)}",
+            )
+        )
+    minimum = field.metadata.get("minimum")
+    if isinstance(value, int | float) and minimum is not None and value < minimum:
+        problems.append(Problem(where, f"must be at least {minimum}, got {shown_value(value)}"))
+    return value
+
+
+def _goes_without(value: Any, options: tuple[Any, ...]) -> bool:
+    """Whether `value` is null or a component where a section could stand."""
+    if isinstance(value, Mapping):
+        return "type" in value and any(get_origin(option) is dict for option in options)
+    return any(fits(value, option) for option in options)
+
+
+def is_plain(hint: Any) -> bool:
+    """Whether `hint` means numbers, texts, truth values, null or literals of them alone."""
+    return hint in (bool, int, float, str, type(None)) or get_origin(hint) is Literal
+
+
+def options_of(hint: Any) -> tuple[Any, ...]:
+    """Return the members of a union, or the hint alone."""
+    return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+
+
+def fits(value: Any, hint: Any) -> bool:
+    """Whether `value` is of the kind that `hint` means; whole numbers are numbers too."""
+    if hint is Any:
+        return True
+    if get_origin(hint) is Literal:
+        return any(value == allowed and type(value) is type(allowed) for allowed in get_args(hint))
+    if hint is float:
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    if hint is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    if is_dataclass(hint):
+        return False
+    if get_origin(hint) is list:
+        return isinstance(value, list) and all(fits(item, get_args(hint)[0]) for item in value)
+    if get_origin(hint) is dict:
+        return isinstance(value, Mapping) and all(isinstance(key, str) for key in value)
+    return isinstance(value, hint)
+
+
+def allowed_text(options: tuple[Any, ...]) -> str:
+    """Return "a number or null" for the hints."""
+    words: list[str] = []
+    for option in options:
+        if get_origin(option) is Literal:
+            words += [str(value) for value in get_args(option)]
+        elif get_origin(option) is list:
+            words.append(f"a list of {_KINDS[get_args(option)[0]]}")
+        elif option is not type(None) or len(options) == 1:
+            words.append(_KINDS[get_origin(option) or option])
+    return one_of(words)
+
+
+def _near(value: Any, options: tuple[Any, ...]) -> str:
+    if not isinstance(value, str):
+        return ""
+    if dict[str, Any] in options:
+        return f"; write {{type: {value}}}"
+    return did_you_mean(
+        value, [str(a) for o in options if get_origin(o) is Literal for a in get_args(o)]
+    )

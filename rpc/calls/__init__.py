@@ -1,0 +1,3 @@
+"""Calls between processes, references to what stays in another one, and groups with values by key.
+Start with group.py.
+"""

@@ -1,0 +1,285 @@
+"""A group of named processes that share values and services by key."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable
+from functools import partial
+from typing import Any
+
+from torch._C._distributed_rpc import WorkerInfo
+from torch.futures import Future
+
+from ..settings import did_you_mean
+from . import calls as _calls
+from . import node as _node
+from .directory import barrier_place
+from .keys import Keys
+from .node import Node
+from .reference import RpcReference, call_remote
+
+__all__ = ["RpcGroup"]
+
+
+class RpcGroup:
+    """Named processes that call each other and find values and services by key.
+
+    Made by `World.create_rpc_group`. Sending it to another process gives the group that lives
+    there, else a handle with which calls and lookups work.
+
+    Times are in seconds; a timeout of -1 is the world's default, 0 waits as long as it takes.
+
+    Args:
+        group_name: unique among the living groups of its members.
+        group_members: their names.
+        first_create: kept for callers that give it; a group is alive in a process that has met
+            the others in `World.create_rpc_group`, and a handle everywhere else.
+    """
+
+    def __init__(
+        self, group_name: str, group_members: Iterable[str], first_create: bool = True
+    ) -> None:
+        self.group_name = group_name
+        self.group_members = sorted(group_members)
+        self.destroyed = False
+        # Which group of that name; set when the members have met.
+        self.generation = 0
+        self._keys = Keys(group_name)
+
+    def rpc_sync(
+        self,
+        to: str | int | WorkerInfo,
+        func: Callable[..., Any],
+        timeout: float = -1,
+        args: Iterable[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Call `func` on a member and return its result.
+
+        Args:
+            to: a member's name, its rank in the world, or torch's description of it.
+            func: any function, lambdas and local ones included; tensors among the arguments and
+                results are moved by torch.
+
+        Raises:
+            RpcError: the member is gone, or has not answered in time.
+            RuntimeError: `to` is no member.
+            Exception: what `func` raised: of its own type, the remote traceback in its text;
+                `RpcException` where that type cannot be had here.
+        """
+        return _calls.call_sync(self._member(to), func, args, kwargs, timeout)
+
+    def rpc_async(
+        self,
+        to: str | int | WorkerInfo,
+        func: Callable[..., Any],
+        timeout: float = -1,
+        args: Iterable[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Future[Any]:
+        """Like `rpc_sync`, but return a future, whose `wait()` returns the result or raises."""
+        return _calls.call_async(self._member(to), func, args, kwargs, timeout)
+
+    def remote(
+        self,
+        to: str | int | WorkerInfo,
+        func: Callable[..., Any],
+        timeout: float = -1,
+        args: Iterable[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> RpcReference:
+        """Like `rpc_sync`, but leave the result there and return a reference to it at once."""
+        return call_remote(self._member(to), func, args, kwargs, timeout)
+
+    def pair(self, key: Hashable, value: Any) -> None:
+        """Offer a value of this process to all, under `key`.
+
+        Raises:
+            KeyError: the key is taken.
+            RuntimeError: this process is no member, or has destroyed the group.
+        """
+        if not self._keys.hold(self._own_end(), "value", key, value):
+            raise KeyError(f"Value [{key}] already paired to Group [{self.group_name}]")
+
+    def unpair(self, key: Hashable) -> None:
+        """Withdraw a value that this process has paired.
+
+        Raises:
+            KeyError: it has not.
+        """
+        if not self._keys.release(self._own_end(), "value", key):
+            raise KeyError(f"Value [{key}] not paired to Group [{self.group_name}]")
+
+    def is_paired(self, key: Hashable) -> bool:
+        """Return whether any member has paired a value under `key`."""
+        return self._keys.find("value", key) is not None
+
+    def get_paired(self, key: Hashable) -> RpcReference:
+        """Return a reference to the value paired under `key`; its holder owns it.
+
+        Raises:
+            KeyError: nobody has paired it.
+        """
+        return self._keys.reference(key)
+
+    def register(self, key: Hashable, service: Callable[..., Any]) -> None:
+        """Offer a function of this process to all, under `key`.
+
+        A service decorated by `torch.distributed.rpc.functions.async_execution` returns a future
+        and occupies no thread while it waits.
+
+        Raises:
+            KeyError: the key is taken.
+            RuntimeError: this process is no member, or has destroyed the group.
+        """
+        if not self._keys.hold(self._own_end(), "service", key, service):
+            raise KeyError(f"Service [{key}] already registered in Group [{self.group_name}]")
+
+    def deregister(self, key: Hashable) -> None:
+        """Withdraw a service that this process has registered.
+
+        Raises:
+            KeyError: it has not.
+        """
+        if not self._keys.release(self._own_end(), "service", key):
+            raise KeyError(f"Service [{key}] not registered in Group [{self.group_name}]")
+
+    def is_registered(self, key: Hashable) -> bool:
+        """Return whether any member has registered a service under `key`."""
+        return self._keys.find("service", key) is not None
+
+    def registered_sync(
+        self,
+        key: Hashable,
+        args: Iterable[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+        timeout: float = -1,
+    ) -> Any:
+        """Call a registered service where it lives and return its result.
+
+        Raises:
+            KeyError: nobody has registered it.
+            RpcError: its holder is gone, or has not answered in time.
+            Exception: what the service raised, as for `rpc_sync`.
+        """
+        return self._keys.call_sync(key, args, kwargs, timeout)
+
+    def registered_async(
+        self,
+        key: Hashable,
+        args: Iterable[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+        timeout: float = -1,
+    ) -> Future[Any]:
+        """Like `registered_sync`, but return a future."""
+        call = partial(_calls.call_async, what=f"{key}()")
+        answer: Future[Any] = self._keys.call_by(call, key, args, kwargs, timeout)
+        return answer
+
+    def registered_remote(
+        self,
+        key: Hashable,
+        args: Iterable[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+        timeout: float = -1,
+    ) -> RpcReference:
+        """Like `registered_sync`, but leave the result there and return a reference at once."""
+        result: RpcReference = self._keys.call_by(call_remote, key, args, kwargs, timeout)
+        return result
+
+    def barrier(self, timeout: float = -1) -> None:
+        """Wait until every member has come here.
+
+        Raises:
+            RpcError: members are gone or have not come in time; they are named.
+            RuntimeError: this process is no member, or has destroyed the group.
+        """
+        node = self._own_end()
+        what = f"barrier of group {self.group_name!r}"
+        limit = node.rpc_timeout if timeout == -1 else timeout
+        place = barrier_place(self.group_name, self.generation)
+        node.meet_all(place, tuple(self.group_members), what, limit)
+
+    def destroy(self) -> None:
+        """Leave the group: withdraw what this process holds in it, and forget it here.
+
+        Never waits and may be called again. The name can be used again once all members have
+        destroyed the group.
+        """
+        self.destroyed = True
+        if not _node.is_there():
+            # The world has ended, and its groups with it.
+            return
+        node = _node.current()
+        with node.lock:
+            if node.groups.get(self.group_name) is not self:
+                return
+            del node.groups[self.group_name]
+            for table in node.tables.values():
+                for place in [place for place in table if place[0] == self.group_name]:
+                    del table[place]
+        node.withdraw(self.group_name, self.generation)
+
+    def size(self) -> int:
+        """Return the number of members."""
+        return len(self.group_members)
+
+    def is_member(self, target: str | int | WorkerInfo | None = None) -> bool:
+        """Return whether a process, None for this one, is a member."""
+        return _name_of(target) in self.group_members
+
+    def get_group_name(self) -> str:
+        """Return the group's name."""
+        return self.group_name
+
+    def get_group_members(self) -> list[str]:
+        """Return the names of the members, sorted."""
+        return list(self.group_members)
+
+    @staticmethod
+    def get_cur_name() -> str:
+        """Return the name of this process."""
+        return _node.current().name
+
+    def __reduce__(self) -> Any:
+        return _group_here, (self.group_name, tuple(self.group_members))
+
+    def __repr__(self) -> str:
+        return f"RpcGroup({self.group_name!r}, {self.group_members})"
+
+    def _member(self, to: str | int | WorkerInfo) -> str:
+        name = _name_of(to)
+        if name not in self.group_members:
+            raise RuntimeError(
+                f"RPC target is not a member of group. {to!r} is none of "
+                f"{', '.join(map(repr, self.group_members))} of group {self.group_name!r}"
+                f"{did_you_mean(name, self.group_members)}"
+            )
+        return str(name)
+
+    def _own_end(self) -> Node:
+        """Return the node, where this process is a member of the living group."""
+        node = _node.current()
+        if not self.is_member():
+            raise RuntimeError(
+                f"{node.name!r} is not a member of group {self.group_name!r}: "
+                f"{', '.join(map(repr, self.group_members))}"
+            )
+        if self.destroyed or self.group_name not in node.groups:
+            raise RuntimeError(f"group {self.group_name!r} has been destroyed in {node.name!r}")
+        return node
+
+
+def _name_of(target: str | int | WorkerInfo | None) -> str | None:
+    if target is None:
+        return _node.current().name
+    if isinstance(target, WorkerInfo):
+        return str(target.name)
+    return target if isinstance(target, str) else _node.current().names.get(target)
+
+
+def _group_here(name: str, members: tuple[str, ...]) -> RpcGroup:
+    """Return the living group of that name, where this process has it, else a handle."""
+    group = _node.live_group(name)
+    if group is not None and tuple(group.group_members) == members:
+        return group
+    return RpcGroup(name, members, first_create=False)

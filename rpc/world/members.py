@@ -1,0 +1,292 @@
+"""Who belongs to a world: names and settings, agreed on before anything else begins.
+
+Rank 0 opens a world, reads what the others write there, and decides alone whether it begins: its
+verdict is the last word. So a world that was given up, or whose rank 0 has died, is never joined.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple, NoReturn
+
+from torch._C._distributed_c10d import Store
+
+from ..errors import RpcError
+from ..settings import fault_of_name
+from .store import MeetingPlace, is_there, naming_rank_zero
+
+# How long rank 0 keeps the store of a world that could not begin, so that all can read why.
+_LINGER_S = 3.0
+# How much later than the first of the living the last one may fail in a step of all.
+_LAST_S = 1.0
+_RETRY_S = 0.05
+# How often those who wait look whether another world has been opened.
+_LOOK_S = 0.1
+
+_VERDICT = "verdict"
+
+
+class Member(NamedTuple):
+    """What a process comes with.
+
+    Attributes:
+        name: its name, which may be one that cannot be.
+        rank: its number.
+        settings: what must be the same everywhere.
+    """
+
+    name: object
+    rank: int
+    settings: Mapping[str, Any]
+
+    @property
+    def fault(self) -> str | None:
+        """Why it cannot belong to any world."""
+        return fault_of_name(self.name)
+
+    def as_text(self) -> str:
+        """Return what the others read."""
+        settings = dict(self.settings)
+        name = self.name if self.fault is None else repr(self.name)[:80]
+        return json.dumps({"name": name, "fault": self.fault, "settings": settings})
+
+
+def agree_on_members(
+    place: MeetingPlace, own: Member, world_size: int, timeout_s: float
+) -> dict[int, str]:
+    """Return the names of all members by rank; every member must call this.
+
+    Raises:
+        ValueError: in all members: a rank or a name given twice, a name that cannot be, different
+            settings.
+        RpcError: members have not come in time; their ranks are named.
+    """
+    with naming_rank_zero(place, "the world cannot begin"):
+        attempt = _Attempt(place, own, world_size, timeout_s)
+        return attempt.lead() if own.rank == 0 else attempt.follow()
+
+
+class _Attempt:
+    def __init__(self, place: MeetingPlace, own: Member, world_size: int, timeout_s: float) -> None:
+        self._place = place
+        self._own = own
+        self._world_size = world_size
+        self._timeout_s = timeout_s
+        self._deadline = time.monotonic() + timeout_s
+
+    def lead(self) -> dict[int, str]:
+        """Open a world and decide on it."""
+        self._place.enter(0, self._deadline)
+        store = self._place.store
+        store.set("member_0", self._own.as_text())
+        try:
+            names = self._collect(store)
+        except BaseException as error:
+            kind = "ValueError" if isinstance(error, ValueError) else "RpcError"
+            text = str(error) or f"rank 0 was stopped by {type(error).__name__}"
+            store.set(_VERDICT, json.dumps({"error": kind, "text": text}))
+            if isinstance(error, ValueError):
+                linger(store, self._world_size)
+            elif isinstance(error, RpcError):
+                here = [key for key in self._keys() if store.check([key])]
+                linger(store, len(here))
+            raise
+        store.set(_VERDICT, json.dumps({"names": names}))
+        return names
+
+    def follow(self) -> dict[int, str]:
+        """Join the world that rank 0 has opened, and not one of before."""
+        last = ""
+        while True:
+            if self._place.enter(self._own.rank, self._deadline):
+                try:
+                    verdict = _read(self._place.store, _VERDICT)
+                except RuntimeError:
+                    # The store of the world before, which went while it was asked.
+                    verdict = {"text": "its store has gone"}
+                names = self._take_part(verdict)
+                if names is not None:
+                    return names
+                last = f"; the last one ended: {verdict['text']}" if "text" in verdict else ""
+            if self._left() == 0:
+                raise RpcError(
+                    f"rank 0 has opened no world at {self._place.where} within "
+                    f"{self._timeout_s:g} s that this process, rank {self._own.rank}, could "
+                    f"join{last}"
+                )
+            time.sleep(_RETRY_S)
+
+    def _collect(self, store: Store) -> dict[int, str]:
+        names: dict[int, str] = {}
+        for rank, key in enumerate(self._keys()):
+            other = _read(store, key) if self._wait_for(store, key) else {}
+            if not other:
+                if not self._place.is_current():
+                    raise ValueError(f"another rank 0 has opened a world at {self._place.where}")
+                self._raise_missing(store)
+            if other["fault"]:
+                raise ValueError(f"rank {rank}: {other['fault']}")
+            self._compare(rank, other)
+            if other["name"] in names.values():
+                first = next(one for one, known in names.items() if known == other["name"])
+                raise ValueError(
+                    f"names must differ: ranks {first} and {rank} are both called {other['name']!r}"
+                )
+            names[rank] = other["name"]
+        return names
+
+    def _compare(self, rank: int, other: dict[str, Any]) -> None:
+        for setting, ours in self._own.settings.items():
+            theirs = other["settings"][setting]
+            if theirs != ours:
+                raise ValueError(
+                    f"{setting} must be the same everywhere: it is {ours!r} in rank 0 "
+                    f"({self._own.name!r}), {theirs!r} in rank {rank} ({other['name']!r})"
+                )
+
+    def _take_part(self, verdict: dict[str, Any]) -> dict[int, str] | None:
+        """Join the world that was found; None where it has begun or ended without this process."""
+        store, rank = self._place.store, self._own.rank
+        if verdict:
+            # This one has not been told yet, and where it asks rank 0 is still there to tell it.
+            is_error = verdict.get("error") == "ValueError"
+            is_news = (
+                is_error and not self._place.outlives_world and not store.check([f"claims_{rank}"])
+            )
+            if is_news:
+                store.add("seen", 1)
+                raise ValueError(verdict["text"])
+            return None
+        # A rank claims its place once; a second one finds what the first one has written.
+        if store.add(f"claims_{rank}", 1) > 1:
+            self._wait_for_other(store)
+            return None
+        store.set(f"member_{rank}", self._own.as_text())
+        if self._own.fault:
+            store.add("seen", 1)
+            raise ValueError(f"rank {rank}: {self._own.fault}")
+        try:
+            is_decided = self._wait_for(store, _VERDICT)
+            if not is_decided and self._place.is_current():
+                self._raise_missing(store)
+        except BaseException:
+            # It may come again before rank 0 has given up.
+            with contextlib.suppress(RuntimeError):
+                for key in (f"member_{rank}", f"claims_{rank}"):
+                    store.delete_key(key)
+            raise
+        return self._obey(store) if is_decided else None
+
+    def _obey(self, store: Store) -> dict[int, str]:
+        verdict = _read(store, _VERDICT)
+        if "error" in verdict:
+            store.add("seen", 1)
+            raise (ValueError if verdict["error"] == "ValueError" else RpcError)(verdict["text"])
+        names = {int(rank): name for rank, name in verdict["names"].items()}
+        if len(names) != self._world_size:
+            raise ValueError(
+                f"world_size must be the same everywhere: it is {len(names)} in rank 0 "
+                f"({names[0]!r}), {self._world_size} here"
+            )
+        return names
+
+    def _wait_for_other(self, store: Store) -> None:
+        """See whether a place that is taken belongs to a world whose rank 0 has died."""
+        if self._place.outlives_world:
+            is_decided = self._wait_for(store, _VERDICT)
+            if not is_decided and not self._place.is_current():
+                return
+        # It is written just after the place has been taken.
+        self._wait_for(store, f"member_{self._own.rank}")
+        other = _read(store, f"member_{self._own.rank}").get("name", "another process")
+        raise ValueError(
+            f"rank {self._own.rank} of the world is {other!r}, so {self._own.name!r} cannot be it"
+        )
+
+    def _wait_for(self, store: Store, key: str) -> bool:
+        """Wait for a key; False at the deadline, or where another world has been opened."""
+        while not is_there(store, key, min(_LOOK_S, self._left())):
+            if self._left() == 0 or not self._place.is_current():
+                return False
+        return True
+
+    def _raise_missing(self, store: Store) -> NoReturn:
+        here, missing = [], []
+        for rank, key in enumerate(self._keys()):
+            member = _read(store, key)
+            if member:
+                here.append(f"{rank} ({member['name']!r})")
+            else:
+                missing.append(str(rank))
+        if not missing:
+            raise RpcError(
+                f"the world is not complete: rank 0 at {self._place.where} has not answered "
+                f"within {self._timeout_s:g} s"
+            )
+        raise RpcError(
+            f"the world is not complete: rank {', '.join(missing)} of {self._world_size} has not "
+            f"come within {self._timeout_s:g} s; here: {', '.join(here)}"
+        )
+
+    def _keys(self) -> list[str]:
+        return [f"member_{rank}" for rank in range(self._world_size)]
+
+    def _left(self) -> float:
+        return max(0.0, self._deadline - time.monotonic())
+
+
+def _read(store: Store, key: str) -> dict[str, Any]:
+    """Return what is written under a key; nothing where it is not there."""
+    if not store.check([key]):
+        return {}
+    # Empty where its writer has taken it back meanwhile.
+    content: dict[str, Any] = json.loads(store.get(key) or "{}")
+    return content
+
+
+def linger(store: Store, count: int) -> None:
+    """Have rank 0, with whom the store goes, wait until `count` have read it, itself included."""
+    store.add("seen", 1)
+    deadline = time.monotonic() + _LINGER_S
+    while store.add("seen", 0) < count and time.monotonic() < deadline:
+        time.sleep(0.01)
+
+
+@contextlib.contextmanager
+def together(place: MeetingPlace, step: str, rank: int, names: Mapping[int, str]) -> Iterator[None]:
+    """Do a step that all members must do; an error of torch's names those who have not come.
+
+    Raises:
+        RpcError: the step has failed, for instance by its time-out.
+    """
+    over = f"{step}_{rank}"
+    try:
+        yield
+        place.store.set(over, "1")
+    except RpcError:
+        raise
+    except (RuntimeError, OSError) as error:
+        what = f"the world cannot begin its {step}"
+        with naming_rank_zero(place, what):
+            place.store.set(over, "1")
+            missing = _without_end(place.store, step, rank, names)
+        who = f"{', '.join(map(repr, missing))} not come; " if missing else ""
+        reason = str(error).strip().partition("\n")[0]
+        raise RpcError(f"{what}: {who}{reason}") from error
+
+
+def _without_end(store: Store, step: str, rank: int, names: Mapping[int, str]) -> list[str]:
+    """Return who has neither done a step nor failed in it; the living all do at about one time."""
+    deadline = time.monotonic() + _LAST_S
+    missing = dict(names)
+    while missing and time.monotonic() < deadline:
+        missing = {one: name for one, name in missing.items() if not store.check([f"{step}_{one}"])}
+        time.sleep(0.01)
+    if rank == 0:
+        linger(store, len(names) - len(missing))
+    else:
+        store.add("seen", 1)
+    return list(missing.values())

@@ -1,0 +1,1 @@
+"""The command line and what it prints. Start with cli.py."""

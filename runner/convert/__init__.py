@@ -1,0 +1,1 @@
+"""Configs of mmengine as configs of ours. Start with convert.py."""

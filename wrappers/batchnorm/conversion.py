@@ -1,0 +1,222 @@
+"""Turn the batch normalisation of a model into the synchronised one, and back."""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Literal, TypeVar, get_args
+
+from torch import Tensor, distributed, nn
+from torch.nn.modules.batchnorm import (
+    BatchNorm1d,
+    BatchNorm2d,
+    BatchNorm3d,
+    SyncBatchNorm,
+    _BatchNorm,
+)
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.nn.utils.parametrize import is_parametrized
+
+from ..replicas.patched_parallel import patch_replication_callback
+from .sync_batchnorm import (
+    SynchronizedBatchNorm,
+    SynchronizedBatchNorm1d,
+    SynchronizedBatchNorm2d,
+    SynchronizedBatchNorm3d,
+)
+
+logger = logging.getLogger(__name__)
+
+_M = TypeVar("_M", bound=nn.Module)
+Implementation = Literal["stepwrap", "torch"]
+
+
+class BatchNormXd(_BatchNorm):
+    """Batch normalisation of inputs of any dimension: what a ``SyncBatchNorm`` is alone."""
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        if input.dim() < 2:
+            raise ValueError(f"expected at least 2D input (got {input.dim()}D input)")
+
+
+# Kept from before `patch_sync_batchnorm` can replace the names in torch.nn.
+_PAIRS: list[tuple[type[_BatchNorm], type[SynchronizedBatchNorm]]] = [
+    (BatchNorm1d, SynchronizedBatchNorm1d),
+    (BatchNorm2d, SynchronizedBatchNorm2d),
+    (BatchNorm3d, SynchronizedBatchNorm3d),
+    (BatchNormXd, SynchronizedBatchNorm),
+    (SyncBatchNorm, SynchronizedBatchNorm),
+]
+_FORWARDS = (_BatchNorm.forward, SyncBatchNorm.forward, SynchronizedBatchNorm.forward)
+# The class that a layer had before it was first converted.
+_ORIGIN = "_converted_from"
+
+
+def convert_sync_batchnorm(
+    module: _M,
+    implementation: Implementation = "stepwrap",
+    *,
+    process_group: distributed.ProcessGroup | None = None,
+) -> _M:
+    """Make all BatchNorm layers of a model synchronised, in place; returns the model.
+
+    The layers change their class and stay the same objects: parameters, buffers, hooks, flags and
+    what else refers to them are untouched, and so are optimizers made before. Layers of the other
+    implementation are converted too and keep their group. A ``DataParallel`` begins to run
+    replication callbacks, which ours need. Layers that override ``forward``, or are parametrized,
+    cannot be converted and are named in a warning of the log.
+
+    Args:
+        implementation: "stepwrap": ``SynchronizedBatchNorm1d`` and so on, on any device. "torch":
+            ``torch.nn.SyncBatchNorm``, which trains on GPUs only.
+        process_group: the ranks to synchronise over; default: all, or the group that a layer has.
+
+    Raises:
+        ValueError: another implementation; or the model is, contains or is inside a
+            DistributedDataParallel: convert first, wrap then.
+        TypeError: a lazy layer that has seen no input.
+    """
+    if implementation not in get_args(Implementation):
+        raise ValueError(
+            f'sync_bn should be "torch" or "stepwrap", but got {implementation!r} for '
+            "implementation; a process_group is given by its name"
+        )
+    layers = [(path, one) for path, one in module.named_modules() if isinstance(one, _BatchNorm)]
+    chosen = {path: (layer, _synchronised(path, layer, implementation)) for path, layer in layers}
+    if any(kind not in (None, type(layer)) for layer, kind in chosen.values()):
+        _refuse_wrapped(module)
+    for layer, kind in chosen.values():
+        if kind is not None:
+            _convert(layer, kind, process_group)
+    for one in module.modules():
+        if isinstance(one, DataParallel) and implementation == "stepwrap":
+            patch_replication_callback(one)
+    return module
+
+
+def revert_sync_batchnorm(module: _M) -> _M:
+    """Give every synchronised layer, ours or torch's, its class of before, in place.
+
+    Layers that were made as synchronised ones become plain: ``BatchNorm1d`` and so on, or
+    ``BatchNormXd`` for inputs of any dimension in the place of torch's ``SyncBatchNorm``. Those
+    that override ``forward``, or are parametrized, stay. Returns the model.
+    """
+    for path, layer in module.named_modules():
+        if not isinstance(layer, SynchronizedBatchNorm | SyncBatchNorm):
+            continue
+        if _is_own(layer):
+            name = f"{path or 'the model itself'} ({type(layer).__name__})"
+            logger.warning("%s has a forward or parameters of its own and stays synchronised", name)
+            continue
+        _change(layer, layer.__dict__.pop(_ORIGIN, None) or _plain(layer))
+    return module
+
+
+convert_model = convert_sync_batchnorm
+
+
+@contextmanager
+def patch_sync_batchnorm() -> Iterator[None]:
+    """Let ``nn.BatchNorm1d``, ``2d`` and ``3d`` be the synchronised classes inside a ``with``.
+
+    For models whose code makes the layers by these names; afterwards, also after an error, the
+    names are what they were.
+    """
+    names = ("BatchNorm1d", "BatchNorm2d", "BatchNorm3d")
+    before = {name: getattr(nn, name) for name in names}
+    try:
+        for name in names:
+            setattr(nn, name, globals()[f"Synchronized{name}"])
+        yield
+    finally:
+        for name, kind in before.items():
+            setattr(nn, name, kind)
+
+
+def _synchronised(
+    path: str, layer: _BatchNorm, implementation: Implementation
+) -> type[_BatchNorm] | None:
+    """The class that a layer is to have; None: it cannot be converted."""
+    if isinstance(layer, SyncBatchNorm if implementation == "torch" else SynchronizedBatchNorm):
+        return type(layer)
+    name = f"{path or 'the model itself'} ({type(layer).__name__})"
+    if isinstance(layer, nn.modules.lazy.LazyModuleMixin):
+        raise TypeError(f"{name} has seen no input yet: run the model once, then convert it")
+    kinds = [kind for plain, kind in _PAIRS if isinstance(layer, (plain, kind))]
+    if not kinds or _is_own(layer):
+        logger.warning("%s has a forward or parameters of its own and stays unsynchronised", name)
+        return None
+    return SyncBatchNorm if implementation == "torch" else kinds[0]
+
+
+def _is_own(layer: _BatchNorm) -> bool:
+    """Whether the class of ``layer`` cannot be changed without losing what it does."""
+    own_forward = type(layer).forward not in _FORWARDS or "forward" in layer.__dict__
+    return own_forward or is_parametrized(layer)
+
+
+def _plain(layer: _BatchNorm) -> type[_BatchNorm]:
+    """The class without synchronisation for a layer that was made as a synchronised one."""
+    return next((plain for plain, kind in _PAIRS if isinstance(layer, kind)), BatchNormXd)
+
+
+def _convert(
+    layer: Any, kind: type[_BatchNorm], process_group: distributed.ProcessGroup | None
+) -> None:
+    if type(layer) is not kind:
+        made = isinstance(layer, SynchronizedBatchNorm)
+        layer.__dict__.setdefault(_ORIGIN, _plain(layer) if made else type(layer))
+        _change(layer, kind)
+    if process_group is not None:
+        layer.process_group = process_group
+
+
+def _change(layer: _BatchNorm, kind: type[_BatchNorm]) -> None:
+    """Give ``layer`` another class; its group stays where that has one."""
+    state = layer.__dict__
+    for name in ("eps_mode", "_place", "_agreed"):
+        state.pop(name, None)
+    group = state.pop("process_group", None)
+    layer.__class__ = kind
+    if issubclass(kind, SynchronizedBatchNorm | SyncBatchNorm):
+        layer.process_group = group
+
+
+def _refuse_wrapped(module: nn.Module) -> None:
+    """Raise ValueError when it is too late to convert ``module``."""
+    for path, one in module.named_modules():
+        if isinstance(one, DistributedDataParallel):
+            where = f"{path!r} of the model" if path else "the model"
+            raise ValueError(
+                f"{where} is wrapped in {type(one).__name__} already: convert the bare model "
+                "first and wrap it then, or wrap it with sync_batchnorm=True"
+            )
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return
+    if _wrapper_of(module) is None:
+        return
+    # A wrapper that nobody uses any more may still be there: it is part of cycles.
+    gc.collect()
+    wrapper = _wrapper_of(module)
+    if wrapper is not None:
+        raise ValueError(
+            f"{type(module).__name__} is inside {type(wrapper).__name__} already: convert the "
+            "model first and wrap it then, or wrap it with sync_batchnorm=True"
+        )
+
+
+def _wrapper_of(module: nn.Module) -> DistributedDataParallel | None:
+    """The live wrapper that ``module`` is inside of.
+
+    Modules do not know what they are in, so all objects are looked through (0.1 s).
+    """
+    for one in gc.get_objects():
+        # Not isinstance: that runs the code of proxies.
+        if not issubclass(type(one), DistributedDataParallel):
+            continue
+        wrapped = one.__dict__.get("_modules", {}).get("module")
+        if wrapped is not None and any(part is module for part in wrapped.modules()):
+            return one  # type: ignore[no-any-return]
+    return None

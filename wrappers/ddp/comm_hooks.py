@@ -1,0 +1,220 @@
+"""How the gradients of the ranks are combined, by name."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, distributed
+from torch.distributed import GradBucket, ProcessGroup  # type: ignore[attr-defined]
+from torch.distributed.algorithms.ddp_comm_hooks import (
+    default_hooks,
+    post_localSGD_hook,
+    powerSGD_hook,
+)
+from torch.futures import Future
+
+from ...registry import COMM_HOOKS, build_tree, did_you_mean
+
+# What torch calls with the state and one bucket of gradients.
+HookFunction = Callable[[Any, GradBucket], Any]
+
+
+class CommHook:
+    """A communication hook with its options; ``bind`` makes it for a group of ranks."""
+
+    def bind(self, group: ProcessGroup) -> tuple[Any, HookFunction]:
+        """Return the state and the function that torch's ``register_comm_hook`` takes.
+
+        Every rank of ``group`` must call this.
+        """
+        raise NotImplementedError(f"{type(self).__name__} must override bind(group)")
+
+
+@COMM_HOOKS.register_module(name=["allreduce", "AllReduce"])
+@dataclass(frozen=True)
+class AllReduce(CommHook):
+    """The mean in the precision of the gradients, as without any hook."""
+
+    def bind(self, group: ProcessGroup) -> tuple[Any, HookFunction]:
+        return group, default_hooks.allreduce_hook
+
+
+@COMM_HOOKS.register_module(name=["fp16_compress", "FP16Compress"])
+@dataclass(frozen=True)
+class FP16Compress(CommHook):
+    """The mean in float16: half the bytes of float32; gradients beyond 65504 overflow."""
+
+    def bind(self, group: ProcessGroup) -> tuple[Any, HookFunction]:
+        return group, default_hooks.fp16_compress_hook
+
+
+@COMM_HOOKS.register_module(name=["bf16_compress", "BF16Compress"])
+@dataclass(frozen=True)
+class BF16Compress(CommHook):
+    """The mean in bfloat16: half the bytes of float32 and its range, with 8 bits of precision."""
+
+    def bind(self, group: ProcessGroup) -> tuple[Any, HookFunction]:
+        return group, _mean_in_bfloat16
+
+
+@COMM_HOOKS.register_module(name=["powerSGD", "PowerSGD"])
+@dataclass(frozen=True)
+class PowerSGD(CommHook):
+    """Low-rank approximations of the gradients after some exact steps; torch's ``PowerSGDState``.
+
+    Vogels, Karimireddy, Jaggi, "PowerSGD: Practical Low-Rank Gradient Compression", 2019. What
+    error feedback remembers is in no checkpoint: a resumed run begins with exact steps again.
+    """
+
+    matrix_approximation_rank: int = 1
+    start_powerSGD_iter: int = 1000  # noqa: N815 torch's own spelling
+    min_compression_rate: float = 2
+    use_error_feedback: bool = True
+    warm_start: bool = True
+    orthogonalization_epsilon: float = 0
+    random_seed: int = 0
+    compression_stats_logging_frequency: int = 10000
+    batch_tensors_with_same_shape: bool = False
+
+    def bind(self, group: ProcessGroup) -> tuple[Any, HookFunction]:
+        state = powerSGD_hook.PowerSGDState(process_group=group, **vars(self))
+        return state, powerSGD_hook.powerSGD_hook
+
+
+@COMM_HOOKS.register_module(name=["post_localSGD", "PostLocalSGD"])
+@dataclass(frozen=True)
+class PostLocalSGD(CommHook):
+    """The mean over all ranks at first, over subgroups of neighbouring ranks later on.
+
+    The optimizer ``PostLocalSGD`` brings the subgroups together from time to time; its
+    ``warmup_steps`` should equal ``start_localSGD_iter``.
+
+    Attributes:
+        start_localSGD_iter: backward passes with the mean over all ranks.
+        subgroup_size: ranks that go on averaging their gradients; 1: none does.
+    """
+
+    start_localSGD_iter: int  # noqa: N815 torch's own spelling
+    subgroup_size: int = 1
+
+    def bind(self, group: ProcessGroup) -> tuple[Any, HookFunction]:
+        subgroup = self._subgroup(group) if self.subgroup_size > 1 else None
+        state = post_localSGD_hook.PostLocalSGDState(  # type: ignore[no-untyped-call]
+            process_group=group,
+            subgroup=subgroup,
+            start_localSGD_iter=self.start_localSGD_iter,
+            post_local_gradient_allreduce=self.subgroup_size > 1,
+        )
+        return state, post_localSGD_hook.post_localSGD_hook
+
+    def _subgroup(self, group: ProcessGroup) -> ProcessGroup:
+        """Every rank's neighbours; all ranks of the run must make all subgroups of the run."""
+        ranks = distributed.get_process_group_ranks(group)
+        if len(ranks) % self.subgroup_size:
+            raise ValueError(
+                f"comm_hook: subgroup_size={self.subgroup_size} does not divide the "
+                f"{len(ranks)} ranks of the group"
+            )
+        everyone: list[list[int] | None] = [None] * distributed.get_world_size()
+        distributed.all_gather_object(everyone, ranks)
+        mine: ProcessGroup | None = None
+        for members in sorted({tuple(one) for one in everyone if one is not None}):
+            for start in range(0, len(members), self.subgroup_size):
+                part = list(members[start : start + self.subgroup_size])
+                made = distributed.new_group(part)
+                if distributed.get_rank() in part:
+                    mine = made
+        assert mine is not None
+        return mine
+
+
+def read_comm_hook(setting: Any) -> CommHook:
+    """Return the hook that ``setting`` names or is, with its options checked.
+
+    Args:
+        setting: a registered name, ``{"type": name, **options}``, the import path of a function,
+            a function ``hook(state, bucket)``, a pair ``(state, hook)`` or a ``CommHook``. A
+            function without a state gets the process group as its state; a state that is a dict
+            with a type is built.
+
+    Raises:
+        ValueError: there is no hook of that name.
+        TypeError: it has no such option, or is nothing of the above.
+    """
+    if isinstance(setting, CommHook):
+        return setting
+    if isinstance(setting, Mapping):
+        kind = setting.get("type")
+        target = _find(kind) if isinstance(kind, str) else kind
+        if not (isinstance(target, type) and issubclass(target, CommHook)):
+            raise TypeError(f"comm_hook: {kind!r} takes no options; name it without a dict")
+        hook: CommHook = COMM_HOOKS.build({**setting, "type": target})
+        return hook
+    if isinstance(setting, str):
+        target = _find(setting)
+        return target() if isinstance(target, type) else _Function(_checked(target))
+    if isinstance(setting, Sequence) and len(setting) == 2:
+        state, function = setting
+        if isinstance(state, Mapping) and "type" in state:
+            state = build_tree(state, COMM_HOOKS)
+        function = _find(function) if isinstance(function, str) else function
+        return _Function(_checked(function), state, given_state=True)
+    return _Function(_checked(setting))
+
+
+def unannotated(function: HookFunction) -> HookFunction:
+    """Return ``function`` as torch takes it, which refuses annotations that are strings."""
+
+    def hook(state, bucket):  # type: ignore[no-untyped-def]
+        return function(state, bucket)
+
+    # What torch writes into its logs.
+    hook.__qualname__ = getattr(function, "__qualname__", type(function).__name__)
+    return hook
+
+
+@dataclass(frozen=True)
+class _Function(CommHook):
+    """A user's function."""
+
+    function: HookFunction
+    state: Any = None
+    given_state: bool = False
+
+    def bind(self, group: ProcessGroup) -> tuple[Any, HookFunction]:
+        return (self.state if self.given_state else group), self.function
+
+
+def _find(name: str) -> Any:
+    found = COMM_HOOKS.get(name)
+    if found is None:
+        known = ", ".join(COMM_HOOKS)
+        hint = did_you_mean(name, list(COMM_HOOKS))
+        raise ValueError(f"comm_hook: there is no {name!r}{hint}; give one of {known}, or a path")
+    return found
+
+
+def _checked(function: Any) -> HookFunction:
+    if not callable(function) or "bucket" not in inspect.signature(function).parameters:
+        raise TypeError(
+            "comm_hook must be a name, a dict with a type, hook(state, bucket) or a pair "
+            f"(state, hook), got {function!r}"
+        )
+    return function  # type: ignore[no-any-return]
+
+
+def _mean_in_bfloat16(group: ProcessGroup, bucket: GradBucket) -> Future[Tensor]:
+    """torch's own hook of this kind refuses gloo."""
+    gradients = bucket.buffer()
+    small = gradients.to(torch.bfloat16).div_(group.size())
+    work = distributed.all_reduce(small, group=group, async_op=True)
+    assert work is not None
+
+    def widen(done: Future[Any]) -> Tensor:
+        return gradients.copy_(done.value()[0])
+
+    return work.get_future().then(widen)  # type: ignore[no-any-return]

@@ -1,0 +1,270 @@
+"""The wrapper for one replica per process, gradients averaged."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import distributed, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ...registry import MODEL_WRAPPERS
+from ..batchnorm.conversion import convert_sync_batchnorm
+from ..steps.step import Steps, refuse_own_train_step
+from ..torch_functions import check_options, option_names, refuse_double_backward
+from .comm_hooks import read_comm_hook, unannotated
+from .unused import explain_unused, trainable_names
+from .watches import AveragingWatch, ThawWatch
+
+_NAMES = [
+    "StepDistributedDataParallel",
+    "MMDistributedDataParallel",
+    "DistributedDataParallel",
+    "ddp",
+]
+_STATIC = (
+    "loses a part under static_graph, which averages the gradients when the inner backward is "
+    "done; leave static_graph out"
+)
+_TORCH_OPTIONS = inspect.signature(DistributedDataParallel.__init__).parameters
+
+
+@MODEL_WRAPPERS.register_module(name=_NAMES)
+class StepDistributedDataParallel(Steps, DistributedDataParallel):
+    """torch's ``DistributedDataParallel`` with the three steps.
+
+    Needs a process group, and every rank must construct it. For another optimization step
+    override ``train_step(data, optim_wrapper)`` in a subclass; it must compute its losses by
+    ``self(...)``, because ``self.module(...)`` leaves the gradients of the ranks apart. So does,
+    as in torch's class, a second backward of one forward (``retain_graph``): sum the losses. A
+    step that does either raises RuntimeError in its first backwards::
+
+        @MODEL_WRAPPERS.register_module()
+        class PenalisedDDP(StepDistributedDataParallel):
+            def train_step(self, data, optim_wrapper):
+                with optim_wrapper.optim_context(self):
+                    losses = self(*self.module.data_preprocessor(data, True), mode="loss")
+                loss = losses["loss"] + penalty(self.module)
+                optim_wrapper.update_params(loss)
+                return {"loss": loss.detach()}
+
+    Args:
+        module: the model, on the device where it is to be trained.
+        detect_anomalous_params: log the parameters that the loss does not reach, on every step;
+            costs some microseconds per parameter and step, so for the search of a mistake only.
+        sync_batchnorm: make the model's BatchNorm layers train with the statistics of all ranks,
+            by ``convert_sync_batchnorm``; without a process group it has no effect.
+        comm_hook: how the gradients are combined: "allreduce", "fp16_compress", "bf16_compress",
+            ``{"type": "powerSGD", **options}``, ``{"type": "post_localSGD", **options}``, or
+            one's own, as for ``read_comm_hook``.
+        uneven_inputs: for the training loop: ranks may have different numbers of batches. A dict
+            holds arguments of ``join``. In a loop of one's own use ``with model.join():``.
+        ddp_kwargs: every option of torch's class. ``device_ids`` is by default the CUDA
+            device of the parameters, and none on the CPU.
+
+    Raises:
+        TypeError: torch's class has no such option, or the model has a ``train_step`` of its
+            own.
+        ValueError: no process group, or options that exclude each other.
+        RuntimeError: no parameter requires a gradient. By a forward: one that was frozen at
+            construction does now; UnusedParametersError, the loss of the step before did not
+            depend on some parameters.
+    """
+
+    averages_ranks = True
+
+    def __init__(
+        self,
+        module: nn.Module,
+        detect_anomalous_params: bool = False,
+        *,
+        sync_batchnorm: bool = False,
+        comm_hook: Any = None,
+        uneven_inputs: bool | Mapping[str, Any] = False,
+        **ddp_kwargs: Any,
+    ) -> None:
+        # Not by the class: a subclass may take other arguments and pass on these.
+        StepDistributedDataParallel.check_options(ddp_kwargs)
+        refuse_own_train_step(type(self), module, "skips the averaging of the gradients")
+        if sync_batchnorm and uneven_inputs:
+            raise ValueError(
+                "uneven_inputs and sync_batchnorm exclude each other: a rank without a batch has "
+                "no statistics to give"
+            )
+        hook = None if comm_hook is None else read_comm_hook(comm_hook)
+        if sync_batchnorm:
+            module = convert_sync_batchnorm(module, process_group=ddp_kwargs.get("process_group"))
+        ddp_kwargs.setdefault("device_ids", _device_ids(module))
+        super().__init__(module=module, **_renamed(ddp_kwargs))
+        self._prepare_steps(detect_anomalous_params)
+        self._graph_recorded = False
+        self._failure = ""
+        self._trainable = trainable_names(module, self.parameters_to_ignore)
+        everyone = self.process_group is distributed.group.WORLD
+        self.data_group = None if everyone else self.process_group
+        self.uneven_inputs = _join_options(uneven_inputs)
+        kind, ignored = type(self).__name__, self.parameters_to_ignore
+        self._thawed = ThawWatch(kind, module, ignored, self.process_group)
+        self._hook = hook
+        self._install_hook()
+        self._watch: AveragingWatch | None = None
+        if type(self).train_step is not Steps.train_step:
+            self._watch = AveragingWatch(self)
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Call the model, so that the next backward averages its gradients."""
+        self._thawed.check()
+        try:
+            outputs = super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
+        except RuntimeError as error:
+            explain_unused(error, self._trainable, self._failure)
+            raise
+        if self._watch is not None and torch.is_grad_enabled():
+            self._watch.note_forward()
+        if self.static_graph:
+            refuse_double_backward(outputs, _STATIC)
+        if self._failure and self.require_backward_grad_sync and torch.is_grad_enabled():
+            # torch has found the backward before to be complete.
+            self._failure = ""
+        return outputs
+
+    @contextmanager
+    def join(
+        self,
+        divide_by_initial_world_size: bool = True,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+    ) -> Iterator[None]:
+        """Train inside with as many batches as this rank has; the ranks leave together.
+
+        Every rank must enter. One that is done takes part in the averaging with gradients of
+        zero, and at the end all get the weights of the rank that trained longest. Its optimizer's
+        state remains that rank's own, and so do schedulers and counters.
+
+        Args:
+            divide_by_initial_world_size: every sample weighs the same; False: divide by the
+                number of ranks that still have batches.
+            enable: False if the numbers of batches are known to be equal.
+            throw_on_early_termination: raise RuntimeError on all ranks as soon as one is done.
+        """
+        # torch changes the filters at the end, and leaves the wrapper as if it were still inside.
+        with warnings.catch_warnings():
+            try:
+                with super().join(divide_by_initial_world_size, enable, throw_on_early_termination):
+                    yield
+            finally:
+                super().join(enable=False)
+
+    def sync_buffers(self) -> None:
+        """Give every rank the buffers of the first, before evaluation.
+
+        Every rank must call this: torch does it at the start of a forward only, and training
+        ends with one after which the running statistics differ.
+        """
+        broadcast_buffers(self.module, self.process_group)
+
+    def no_sync(self) -> AbstractContextManager[Any]:  # type: ignore[override]
+        """Leave the gradients of the forwards inside on their ranks."""
+        # A static graph is recorded by a first backward that must synchronise, else torch fails
+        # an internal assertion; averaging that one early changes no sum of gradients.
+        if self.static_graph and not self._graph_recorded:
+            self._graph_recorded = True
+            return nullcontext()
+        context: AbstractContextManager[Any] = super().no_sync()
+        return context
+
+    def __getstate__(self) -> dict[str, Any]:
+        group, everyone = self.process_group, distributed.group.WORLD
+        assert everyone is not None
+        # torch refuses every other one, which a pickle cannot hold. A copy can.
+        self.process_group = everyone
+        try:
+            state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
+        finally:
+            self.process_group = group
+        kept = {} if self.data_group is None else {"process_group": group}
+        # With the process group inside, like the three that torch leaves out.
+        return {**state, **kept, "_comm_hooks": [], "_watch": None}
+
+    def __setstate__(self, state: Any) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._graph_recorded = False
+        self._failure = ""
+        self._install_hook()
+
+    def _install_hook(self) -> None:
+        if self._hook is not None:
+            state, function = self._hook.bind(self.process_group)
+            self.register_comm_hook(state, unannotated(function))
+
+    def _explain(self, error: BaseException) -> None:
+        explain_unused(error, self._trainable)
+        # Its text: the error itself would keep the graph in memory.
+        self._failure = self._failure or f"{type(error).__name__}: {error}"
+        super()._explain(error)
+
+    @classmethod
+    def check_options(cls, options: Mapping[str, Any]) -> None:
+        """Raise TypeError or ValueError for an option that this class does not take."""
+        names = [name for name in cls.config_signature().parameters if name != "module"]
+        check_options(cls.__name__, options, names)
+        if options.get("comm_hook") is not None:
+            read_comm_hook(options["comm_hook"])
+        _join_options(options.get("uneven_inputs", False))
+
+    @classmethod
+    def config_signature(cls) -> inspect.Signature:
+        """The arguments with torch's options in place of ``**ddp_kwargs``."""
+        own = inspect.signature(cls.__init__).parameters.values()
+        kept = [one for one in own if one.name != "self" and one.kind is not one.VAR_KEYWORD]
+        if not any(one.kind is one.VAR_KEYWORD for one in own):
+            return inspect.Signature(kept)
+        mine = {"self", *(one.name for one in kept)}
+        kept += [
+            one.replace(kind=inspect.Parameter.KEYWORD_ONLY)
+            for name, one in _TORCH_OPTIONS.items()
+            if name not in mine
+        ]
+        return inspect.Signature(kept)
+
+
+def broadcast_buffers(module: nn.Module, group: distributed.ProcessGroup | None) -> None:
+    """Give every rank of ``group`` (None: of all) the buffers of its first."""
+    source = 0 if group is None else distributed.get_global_rank(group, 0)
+    works = [
+        distributed.broadcast(buffer, source, group=group, async_op=True)
+        for buffer in module.buffers()
+    ]
+    for work in works:
+        work.wait()
+
+
+def _join_options(setting: bool | Mapping[str, Any]) -> dict[str, Any] | None:
+    """Arguments of ``join``; None where all ranks have equally many batches."""
+    if isinstance(setting, bool):
+        return {} if setting else None
+    allowed = [name for name in option_names(DistributedDataParallel.join) if name != "enable"]
+    check_options("uneven_inputs", setting, allowed)
+    return dict(setting)
+
+
+def _renamed(options: dict[str, Any]) -> dict[str, Any]:
+    """``broadcast_buffers`` under its name in newer versions of torch, which warn of the old."""
+    new = "forward_sync_buffers"
+    old = options.get("broadcast_buffers")
+    if old is None or options.get(new) is not None or new not in _TORCH_OPTIONS:
+        return options
+    return {**{k: v for k, v in options.items() if k != "broadcast_buffers"}, new: old}
+
+
+def _device_ids(module: nn.Module) -> list[Any] | None:
+    devices = {parameter.device for parameter in module.parameters()}
+    if len(devices) == 1:
+        (device,) = devices
+        if device.type == "cuda":
+            return [device]
+    return None

@@ -1,0 +1,1 @@
+"""Parameters spread over the ranks. Start with fully_sharded.py."""

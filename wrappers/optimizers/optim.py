@@ -1,0 +1,361 @@
+"""How a loss becomes new weights."""
+
+from __future__ import annotations
+
+import logging
+import operator
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.optim import Optimizer
+
+from ...registry import OPTIM_WRAPPERS
+from ..sharding.dtensors import is_dtensor
+from ..sharding.held_gradients import drop_held_gradients
+from ..sharding.tensor_ranks import compare_first_update
+from .clip import GradClip
+from .closures import check_closure, closure_advice, step_by_closure
+from .first_update import FirstUpdate, parameters_of
+from .optim_state import is_spread, kind_of, load_state, state_of
+from .optimizer_fit import check_optimizer, needs_closure
+
+logger = logging.getLogger(__name__)
+
+_COUNT_KEY = "stepwrap.inner_count"
+_KIND_KEY = "stepwrap.optimizer"
+_BASE_KEY = "base_param_settings"
+# Entering this costs a tenth of a generator-based context, on every step.
+_NOTHING = nullcontext()
+
+
+class Accumulation:
+    """Counts micro-batches; base of the optimizer wrappers.
+
+    Args:
+        accumulative_counts: micro-batches per update.
+
+    Raises:
+        AssertionError: ``accumulative_counts`` is below 1.
+        TypeError: it is no integer.
+    """
+
+    def __init__(self, accumulative_counts: int) -> None:
+        self._accumulative_counts = _count("accumulative_counts", accumulative_counts)
+        self._inner_count = 0
+        self._max_counts = -1
+        self._remainder_counts = -1
+        self._resumed_at = 0
+        self._first: FirstUpdate | None = None
+
+    @property
+    def inner_count(self) -> int:
+        """Micro-batches so far."""
+        return self._inner_count
+
+    def initialize_count_status(self, model: nn.Module, init_counts: int, max_counts: int) -> None:
+        """Tell where training starts and ends, in micro-batches.
+
+        With ``max_counts`` known, a last window that is shorter than the others still ends
+        in an update and its losses are averaged over its own length.
+        """
+        if self._first is not None:
+            self._first.note(model)
+        every = self._accumulative_counts
+        self._inner_count = self._resumed_at = init_counts
+        self._max_counts = max_counts
+        self._remainder_counts = max_counts % every if max_counts > 0 else -1
+        if init_counts % every:
+            logger.warning(
+                "Resumed iteration number is not divisible by accumulative_counts "
+                "(%d and %d): the first update sees %d micro-batches only.",
+                init_counts,
+                every,
+                self._window_length(init_counts),
+            )
+        if every > 1 and any(isinstance(part, _BatchNorm) for part in model.modules()):
+            logger.warning(
+                "Gradient accumulative may slightly decrease the performance of models with "
+                "BatchNorm: its statistics come from single micro-batches."
+            )
+
+    def should_update(self) -> bool:
+        """Whether the micro-batch just counted ends its window."""
+        count = self._inner_count
+        return count % self._accumulative_counts == 0 or count == self._max_counts
+
+    def should_sync(self) -> bool:
+        """Whether the coming micro-batch ends its window (asked before its backward)."""
+        count = self._inner_count + 1
+        return count % self._accumulative_counts == 0 or count == self._max_counts
+
+    def scale_loss(self, loss: Tensor) -> Tensor:
+        """Divide ``loss`` by the number of micro-batches in its window."""
+        if self._accumulative_counts == 1:
+            return loss
+        length = self._window_length(self._inner_count)
+        return loss if length == 1 else loss / length
+
+    @property
+    def loss_scale(self) -> float | Tensor:
+        """The factor of this window's gradients, for a backward beside that of ``backward``.
+
+        ``(loss * loss_scale).backward()`` keeps small gradients from vanishing in float16; what
+        it leaves is divided by the same.
+        """
+        return 1.0
+
+    def _check_first(self) -> None:
+        """Refuse a first update by what are no gradients of the model, or not those of all."""
+        first = self._first
+        if first is not None and first.check(self._inner_count > self._resumed_at):
+            self._first = None
+
+    def _window_length(self, index: int) -> int:
+        """Micro-batches whose gradients meet in the update that micro-batch ``index`` feeds."""
+        every = self._accumulative_counts
+        start = index - index % every
+        end = start + every
+        if self._max_counts > 0:
+            if index >= self._max_counts:
+                return every
+            end = min(end, self._max_counts)
+        # Gradients gathered before a restart are lost, so they must not be averaged over.
+        return end - max(start, self._resumed_at)
+
+
+@OPTIM_WRAPPERS.register_module()
+class OptimWrapper(Accumulation):
+    """An optimizer with gradient accumulation and clipping.
+
+    ``update_params(loss)`` scales the loss, runs backward and, at the end of a window,
+    clips, steps and then clears the gradients. A subclass may override ``backward`` and
+    ``step`` (another precision), ``optim_context`` (what the forward runs in) or
+    ``update_params`` as a whole. An optimizer that needs a closure, as LBFGS, is updated by
+    ``update_by_closure``, from a training step of one's own::
+
+        class TwiceNoisy(OptimWrapper):
+            def backward(self, loss, **kwargs):
+                super().backward(loss, **kwargs)
+                add_noise(self.optimizer)
+
+    Args:
+        optimizer: any ``torch.optim.Optimizer``.
+        accumulative_counts: micro-batches per update.
+        clip_grad: ``{"max_norm": 1.0}``, or ``{"type": "value", "clip_value": 0.5}``;
+            further keys are arguments of torch's clipping functions.
+
+    Attributes:
+        reads_parts: ``load_state_dict`` takes what can be cut in place of tensors.
+        grad_norm: total norm before clipping at the last update, a tensor on the device
+            of the gradients; None while nothing was clipped by norm.
+
+    Raises:
+        AssertionError: ``accumulative_counts`` below 1, or ``clip_grad`` says nothing.
+        TypeError: no optimizer, ``accumulative_counts`` is no integer, or ``clip_grad`` has an
+            argument that torch's function has not.
+        ValueError: the optimizer cannot step these parameters because they are spread over the
+            ranks; or it needs a closure and there is accumulation or clipping.
+    """
+
+    # How to clip may have a type, but is no part of its own.
+    config_plain: tuple[str, ...] = ("clip_grad",)
+    reads_parts = True
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        accumulative_counts: int = 1,
+        clip_grad: Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__(accumulative_counts)
+        if not hasattr(optimizer, "param_groups"):
+            raise TypeError(
+                f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}"
+            )
+        check_optimizer(optimizer)
+        compare_first_update(optimizer)
+        self.optimizer = optimizer
+        self._needs_closure = needs_closure(type(optimizer))
+        self._is_sharded = any(is_dtensor(one) for one in parameters_of(optimizer))
+        self._first = FirstUpdate(optimizer)
+        self.grad_norm: Tensor | None = None
+        self._clip = None if clip_grad is None else GradClip.from_settings(clip_grad)
+        if self._needs_closure:
+            check_closure(self)
+        self.base_param_settings: dict[str, Any] | None = None
+        if len(optimizer.param_groups) > 1:
+            self.base_param_settings = {"params": torch.tensor([0.0]), **optimizer.defaults}
+
+    def update_params(
+        self,
+        loss: Tensor,
+        step_kwargs: Mapping[str, Any] | None = None,
+        zero_kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Backward, and at the end of a window step and clear the gradients."""
+        self.backward(self.scale_loss(loss))
+        if self.should_update():
+            self.step(**(step_kwargs or {}))
+            self.zero_grad(**(zero_kwargs or {}))
+
+    def update_by_closure(self, closure: Callable[[], Tensor], model: Any) -> Tensor:
+        """Update by a loss that the optimizer may ask for several times (LBFGS).
+
+        Counts one micro-batch. Every rank must call this: what the optimizer sees is the mean of
+        the ranks' losses, so that all of them decide alike.
+
+        Args:
+            closure: computes the loss of the batch, without backward; runs in ``optim_context``.
+            model: the wrapper, which knows the ranks.
+
+        Returns:
+            The loss before the update, detached.
+
+        Raises:
+            TypeError: ``model`` is no wrapper.
+            ValueError: with accumulation, clipping, a loss scale or ranks of unequal lengths.
+        """
+        return step_by_closure(self, closure, model)
+
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        """Run backward and count the micro-batch."""
+        loss.backward(**kwargs)  # type: ignore[no-untyped-call]
+        self._inner_count += 1
+
+    def step(self, **kwargs: Any) -> None:
+        """Clip, if so configured, and update the parameters.
+
+        Raises:
+            RuntimeError: none of them has ever had a gradient, though `backward` has run; the
+                model has other parameters in the place of some; or the first gradients of a
+                training step of one's own are not the same on all ranks.
+            ValueError: the optimizer needs a closure.
+        """
+        if self._first is not None:
+            self._check_first()
+        if self._needs_closure:
+            raise ValueError(closure_advice(self.optimizer))
+        if self._clip is not None:
+            self.grad_norm = self._clip(self.optimizer)
+        self.optimizer.step(**kwargs)
+
+    def zero_grad(self, **kwargs: Any) -> None:
+        """Clear the gradients, under fsdp also those that wait for the end of their window."""
+        optimizer = self.optimizer
+        if self._is_sharded:
+            drop_held_gradients(parameters_of(optimizer))
+        if kwargs or getattr(optimizer.zero_grad, "__func__", None) is not Optimizer.zero_grad:
+            optimizer.zero_grad(**kwargs)
+            return
+        # What torch does by default, without its profiler entry: 5 us on a small step.
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = None
+
+    def optim_context(self, model: nn.Module) -> AbstractContextManager[Any]:
+        """What the forward of the coming micro-batch runs in.
+
+        That is ``model.no_sync()`` when the micro-batch does not end its window.
+        """
+        if self._first is not None:
+            self._first.note(model)
+        if self._accumulative_counts == 1 or self.should_sync():
+            return _NOTHING
+        no_sync: Callable[[], AbstractContextManager[Any]] | None = getattr(model, "no_sync", None)
+        return _NOTHING if no_sync is None else no_sync()
+
+    @property
+    def collective_state(self) -> bool:
+        """Whether the state is spread over the ranks, so that all must call ``state_dict``."""
+        return is_spread(self.optimizer)
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """The optimizer's settings for groups that have none of their own."""
+        return getattr(self.optimizer, "defaults", {})
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The optimizer's groups; with several, a further one that carries the base settings."""
+        groups = self.optimizer.param_groups
+        return groups if self.base_param_settings is None else [*groups, self.base_param_settings]
+
+    def get_lr(self) -> dict[str, list[float]]:
+        """Learning rate of every group, and ``base_lr`` when there are several."""
+        rates: dict[str, list[float]] = {}
+        if self.base_param_settings is not None:
+            rates["base_lr"] = [self.base_param_settings["lr"]]
+        rates["lr"] = [group["lr"] for group in self.optimizer.param_groups]
+        return rates
+
+    def get_momentum(self) -> dict[str, list[float]]:
+        """Momentum (Adam-like: the first beta; else 0) of every group."""
+        return {"momentum": [_momentum(group) for group in self.optimizer.param_groups]}
+
+    def state_dict(self) -> dict[str, Any]:
+        """The optimizer's state with its kind and our count of micro-batches beside it.
+
+        State of sharded parameters appears as ``DTensor``s. Every rank must call this where
+        `collective_state`; under ``ZeroRedundancyOptimizer`` the first rank alone gets the state
+        of the parameters.
+        """
+        state = state_of(self.optimizer)
+        if self.base_param_settings is not None:
+            state[_BASE_KEY] = dict(self.base_param_settings)
+        state[_KIND_KEY] = kind_of(self.optimizer)
+        state[_COUNT_KEY] = self._inner_count
+        return state
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Restore ``state_dict()``, or the state of the bare optimizer.
+
+        Also that saved under another kind of parallelism: where this rank has a part of a
+        parameter, a whole tensor, or anything with ``shape`` and ``[slices]`` that returns
+        tensors, may stand for it.
+
+        Raises:
+            ValueError: it is the state of another kind of optimizer, or of other parameters.
+        """
+        state = dict(state_dict)
+        own = kind_of(self.optimizer)
+        kind = state.pop(_KIND_KEY, own)
+        if kind != own:
+            # torch would take it and fail at the next step for want of a setting.
+            raise ValueError(f"it is the state of {kind}, but the optimizer is {own}")
+        base = state.pop(_BASE_KEY, None)
+        if base is not None and self.base_param_settings is not None:
+            self.base_param_settings = dict(base)
+        count = state.pop(_COUNT_KEY, None)
+        if count is not None:
+            self._inner_count = self._resumed_at = count
+        load_state(self.optimizer, state)
+
+    def __repr__(self) -> str:
+        return (
+            f"{type(self).__name__}({type(self.optimizer).__name__}, "
+            f"accumulative_counts={self._accumulative_counts}, clip_grad={self._clip})"
+        )
+
+
+def _count(name: str, value: Any) -> int:
+    """Return ``value`` as a plain int, also from numpy's integers."""
+    try:
+        count = None if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        count = None
+    if count is None:
+        raise TypeError(f"{name} must be an int, got {value!r}")
+    if count < 1:
+        # As documented by the system that this is for.
+        raise AssertionError(f"_{name} at least greater than or equal to 1, got {value!r}")
+    return count
+
+
+def _momentum(group: Mapping[str, Any]) -> float:
+    if "momentum" in group:
+        return float(group["momentum"])
+    return float(group["betas"][0]) if "betas" in group else 0.0

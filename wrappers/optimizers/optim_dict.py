@@ -1,0 +1,187 @@
+"""Several optimizer wrappers under one name, for models that step them one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from torch import nn
+
+from ...registry import OPTIM_WRAPPERS
+from .optim import OptimWrapper
+
+
+def _refused(name: str) -> Callable[..., Any]:
+    def method(self: OptimWrapperDict, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError(
+            f"`{name}` should be called by each optimizer separately, as in "
+            f"optim_wrapper[{next(iter(self), 'name')!r}].{name}(...)"
+        )
+
+    method.__name__ = name
+    method.__doc__ = "Not for a group: raises NotImplementedError."
+    return method
+
+
+@OPTIM_WRAPPERS.register_module()
+class OptimWrapperDict(Mapping[str, OptimWrapper]):
+    """Named optimizer wrappers, as a mapping.
+
+    The model's or wrapper's ``train_step`` picks its optimizers by name; what concerns all
+    of them (clearing, counters, state, rates) is forwarded to each.
+
+    Attributes:
+        collective_state: every rank must call ``state_dict``, since a member's is spread.
+        reads_parts: ``load_state_dict`` takes what can be cut in place of tensors.
+
+    Raises:
+        AssertionError: a value is no optimizer wrapper.
+    """
+
+    def __init__(self, **optim_wrappers: OptimWrapper) -> None:
+        for name, wrapper in optim_wrappers.items():
+            # mmengine's own wrapper is welcome as well, hence by its interface.
+            if not (hasattr(wrapper, "optimizer") and hasattr(wrapper, "update_params")):
+                raise AssertionError(
+                    "`OptimWrapperDict` only accept OptimWrapper instance, "
+                    f"but got {name}: {type(wrapper)}"
+                )
+        self.optim_wrappers = dict(optim_wrappers)
+        self._followers: set[str] = set()
+        # By member, the micro-batches before the running batch; None: nobody tells of batches.
+        self._before: dict[str, int] | None = None
+        members = optim_wrappers.values()
+        self.collective_state = any(getattr(one, "collective_state", False) for one in members)
+        self.reads_parts = all(getattr(one, "reads_parts", False) for one in members)
+
+    def __getitem__(self, name: str) -> OptimWrapper:
+        try:
+            return self.optim_wrappers[name]
+        except KeyError:
+            raise KeyError(f"Cannot find {name} in OptimWrapperDict, it has {list(self)}") from None
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.optim_wrappers)
+
+    def __len__(self) -> int:
+        return len(self.optim_wrappers)
+
+    def __repr__(self) -> str:
+        lines = (f"  {name}={wrapper!r}," for name, wrapper in self.items())
+        return "\n".join((f"{type(self).__name__}(", *lines, ")"))
+
+    update_params = _refused("update_params")
+    backward = _refused("backward")
+    step = _refused("step")
+    optim_context = _refused("optim_context")
+
+    def precision_context(self) -> AbstractContextManager[Any]:
+        """What an evaluation of the model in training runs in, where it is the same for all."""
+        casts = {
+            (getattr(one, "device_type", None), getattr(one, "cast_dtype", None))
+            for one in self.values()
+        }
+        context = getattr(next(iter(self.values()), None), "precision_context", nullcontext)
+        made: AbstractContextManager[Any] = context() if len(casts) == 1 else nullcontext()
+        return made
+
+    def zero_grad(self, **kwargs: Any) -> None:
+        """Clear the gradients of all."""
+        for wrapper in self.values():
+            wrapper.zero_grad(**kwargs)
+
+    def begin_batch(self) -> None:
+        """Let `should_update` speak of the members that take part in the coming batch alone.
+
+        Called by the training loops before each training step; to be called in a loop of one's
+        own whose members do not all take part in every batch.
+        """
+        self._before = {name: wrapper._inner_count for name, wrapper in self.items()}
+
+    def should_update(self) -> bool:
+        """Whether the last batch ended a window of a member that took part in it.
+
+        Without `begin_batch`: whether the last micro-batch of any member, however long ago,
+        ended its window. So also after a batch that no member has counted, which is one that
+        a step of one's own does by hand, where no windows are set.
+        """
+        before = self._before
+        if before is None or _is_by_hand(self, before):
+            return any(wrapper.should_update() for wrapper in self.values())
+        return any(_has_ended(wrapper, before[name]) for name, wrapper in self.items())
+
+    def initialize_count_status(self, model: nn.Module, init_counts: int, max_counts: int) -> None:
+        """Tell the `followers` where training starts and ends.
+
+        The counts are those of a member that sees every batch once; a member that is updated
+        at another rhythm is initialised by the caller beforehand.
+        """
+        self._before = None
+        for wrapper in self.followers():
+            wrapper.initialize_count_status(model, init_counts, max_counts)
+
+    def followers(self) -> list[OptimWrapper]:
+        """The members that the caller has not initialised: they follow the run's counts."""
+        self._followers.update(n for n, wrapper in self.items() if wrapper._max_counts < 0)
+        return [wrapper for name, wrapper in self.items() if name in self._followers]
+
+    @property
+    def inner_count(self) -> int:
+        """Micro-batches so far, of the member that has seen most."""
+        return max((wrapper._inner_count for wrapper in self.values()), default=0)
+
+    @property
+    def param_groups(self) -> dict[str, list[dict[str, Any]]]:
+        """Parameter groups by member."""
+        return {name: wrapper.param_groups for name, wrapper in self.items()}
+
+    def get_lr(self) -> dict[str, list[float]]:
+        """Learning rates as ``name.lr`` (and ``name.base_lr``)."""
+        return _by_member(self, "get_lr")
+
+    def get_momentum(self) -> dict[str, list[float]]:
+        """Momenta as ``name.momentum``."""
+        return _by_member(self, "get_momentum")
+
+    def state_dict(self) -> dict[str, Any]:
+        """State by member; every rank must call this where `collective_state`."""
+        return {name: wrapper.state_dict() for name, wrapper in self.items()}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Restore the members that ``state_dict`` names.
+
+        Raises:
+            AssertionError: it names something else.
+        """
+        self._before = None
+        for name, state in state_dict.items():
+            if name not in self:
+                raise AssertionError(
+                    f"Mismatched `state_dict`! cannot found {name} in OptimWrapperDict, "
+                    f"it has {list(self)}"
+                )
+            self[name].load_state_dict(state)
+
+
+def _is_by_hand(group: OptimWrapperDict, before: Mapping[str, int]) -> bool:
+    return all(
+        wrapper._accumulative_counts == 1 and wrapper._inner_count == before[name]
+        for name, wrapper in group.items()
+    )
+
+
+def _has_ended(wrapper: OptimWrapper, before: int) -> bool:
+    """Whether a window of ``wrapper`` has ended since it had counted to ``before``."""
+    every = wrapper._accumulative_counts
+    # Of several micro-batches in a batch an earlier one may have ended it.
+    earlier = (wrapper._inner_count - 1) // every > before // every
+    return wrapper._inner_count > before and (earlier or wrapper.should_update())
+
+
+def _by_member(group: OptimWrapperDict, method: str) -> dict[str, list[float]]:
+    return {
+        f"{name}.{key}": value
+        for name, wrapper in group.items()
+        for key, value in getattr(wrapper, method)().items()
+    }

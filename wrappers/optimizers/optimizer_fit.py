@@ -1,0 +1,169 @@
+"""Which optimizers can step parameters that are spread over the ranks.
+
+Most step each element by itself, so that the parts of a tensor can be stepped apart. What is
+said here of torch's others was found by comparing them with one process.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.distributed import ProcessGroup, get_process_group_ranks
+from torch.optim import Optimizer
+
+from ..sharding.dtensors import is_dtensor
+from ..sharding.held_gradients import find_gathered
+from ..sharding.layout import is_placed, layout_of, local_part
+
+_INSTEAD = "use AdamW, SGD or another optimizer that steps each element by itself"
+
+
+def walkable(params: Iterable[Any]) -> list[Any]:
+    """Return parameters, pairs or groups, as torch takes them, so that they can be walked twice."""
+    return [_walkable_group(item) if isinstance(item, dict) else item for item in params]
+
+
+def tensors_of(items: Iterable[Any]) -> list[Tensor]:
+    """Return the parameters in what `walkable` returned."""
+    found: list[Tensor] = []
+    for item in items:
+        if isinstance(item, dict):
+            params = item["params"]
+            found += [params] if isinstance(params, Tensor) else tensors_of(params)
+        else:
+            found.append(item if isinstance(item, Tensor) else item[1])
+    return found
+
+
+def needs_closure(cls: Any) -> bool:
+    """Whether a step of ``cls`` must be given a function that computes the loss again."""
+    step: Any = getattr(cls, "step", None)
+    try:
+        closure = inspect.signature(step).parameters.get("closure")
+    except (TypeError, ValueError):
+        return False
+    return closure is not None and closure.default is closure.empty
+
+
+def check_fit(cls: Any, tensors: Sequence[Tensor]) -> None:
+    """Raise ValueError where ``cls`` would step these parameters wrongly, or not at all."""
+    gathered = find_gathered(tensors)
+    if gathered is not None:
+        raise ValueError(
+            f"a parameter of shape {tuple(gathered.shape)} is there for a forward of fsdp only, "
+            "and no step would change its shards: make the optimizer of wrapper.parameters(), or "
+            "after reshard(wrapper)"
+        )
+    placed = [one for one in tensors if is_placed(one)]
+    if not placed:
+        return
+    for base in getattr(cls, "__mro__", ()):
+        # By name: importing some of these takes half a second.
+        if base.__module__.startswith(("torch.optim", "torch.distributed.optim")):
+            why, misfit = _MISFITS.get(base.__name__, ("", None))
+            told = None if misfit is None else misfit(placed)
+            if told is not None:
+                raise ValueError(f"{cls.__name__} {why}, but {told}; {_INSTEAD}")
+
+
+def check_group(cls: Any, tensors: Iterable[Tensor], group: ProcessGroup | None) -> None:
+    """Raise ValueError where ranks that are to work together have different parameters.
+
+    Args:
+        cls: the optimizer that works together.
+        tensors: its parameters.
+        group: the ranks; None for all.
+    """
+    known: dict[ProcessGroup, bool] = {}
+    for tensor in tensors:
+        for over in layout_of(tensor).sharded_over if is_placed(tensor) else ():
+            if over not in known:
+                ranks = set(get_process_group_ranks(group))
+                known[over] = len(ranks & set(get_process_group_ranks(over))) > 1
+            if known[over]:
+                raise ValueError(
+                    f"{cls.__name__} works together over ranks that hold different parts of a "
+                    f"parameter of shape {layout_of(tensor).shape}: give "
+                    "process_group=wrapper.data_group (build_mesh(...).data_group), the ranks "
+                    "that hold the same part"
+                )
+
+
+def group_of(optimizer: Any) -> ProcessGroup | None:
+    """Return the ranks over which one of torch's optimizers works together; None for all."""
+    owner = getattr(optimizer, "averager", optimizer)
+    group: ProcessGroup | None = getattr(owner, "process_group", None)
+    return group
+
+
+def check_optimizer(optimizer: Optimizer) -> None:
+    """Raise ValueError for an optimizer that an optimizer wrapper cannot step."""
+    inner: Any = getattr(optimizer, "optim", optimizer)
+    kinds = dict.fromkeys((type(optimizer), type(inner)))
+    for cls in kinds:
+        if inner is not optimizer and hasattr(cls, "step") and needs_closure(cls):
+            raise ValueError(
+                f"{type(optimizer).__name__} cannot step by {cls.__name__}, which needs a closure "
+                "and takes all parameters as one vector"
+            )
+    tensors = tensors_of(optimizer.param_groups)
+    for cls in kinds:
+        check_fit(cls, tensors)
+    if inner is not optimizer:
+        check_group(type(optimizer), tensors, group_of(optimizer))
+
+
+def _walkable_group(group: dict[str, Any]) -> dict[str, Any]:
+    params = group["params"]
+    return {**group, "params": params if isinstance(params, Tensor) else list(params)}
+
+
+def _split(tensors: Sequence[Tensor]) -> str | None:
+    for one in tensors:
+        if not is_dtensor(one) and layout_of(one).sharded_over:
+            return f"a parameter of shape {layout_of(one).shape} is split by tensor_parallel"
+    return None
+
+
+def _dtensor(tensors: Sequence[Tensor]) -> str | None:
+    for one in tensors:
+        if is_dtensor(one):
+            return f"a parameter of shape {tuple(one.shape)} is a DTensor (fsdp)"
+    return None
+
+
+def _uneven(tensors: Sequence[Tensor]) -> str | None:
+    for one in tensors:
+        if is_dtensor(one):
+            pairs = zip(one.placements, one.device_mesh.shape, strict=True)
+            count = math.prod(size for placement, size in pairs if not placement.is_replicate())
+            if local_part(one).numel() * count != one.numel():
+                shape = tuple(one.shape)
+                return (
+                    f"a parameter of shape {shape} cannot be shared out evenly over {count} ranks"
+                )
+    return None
+
+
+def _two_meshes(tensors: Sequence[Tensor]) -> str | None:
+    meshes = {one.device_mesh for one in tensors if is_dtensor(one)}
+    return "parameters are spread over different ranks" if len(meshes) > 1 else None
+
+
+def _any_of(*misfits: Callable[[Sequence[Tensor]], str | None]) -> Callable[..., str | None]:
+    return lambda tensors: next((told for one in misfits if (told := one(tensors))), None)
+
+
+_MISFITS: dict[str, tuple[str, Callable[[Sequence[Tensor]], str | None]]] = {
+    "Adafactor": ("scales by norms of whole tensors and of their rows", _any_of(_split, _dtensor)),
+    "LBFGS": ("takes all parameters as one vector", _any_of(_split, _uneven, _two_meshes)),
+    "Muon": ("orthogonalises whole matrices", _any_of(_split, _uneven)),
+    "PostLocalSGDOptimizer": ("averages copies of parameters, and fsdp keeps none", _dtensor),
+    "Rprop": ("picks elements by signs, which torch cannot do in DTensors", _dtensor),
+    "SparseAdam": ("needs sparse gradients, which no part has", _any_of(_split, _dtensor)),
+    "ZeroRedundancyOptimizer": ("shares out the state, as fsdp does without it", _dtensor),
+}

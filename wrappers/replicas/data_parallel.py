@@ -1,0 +1,229 @@
+"""The wrapper for several copies of a model in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DataParallel
+
+from ...registry import MODEL_WRAPPERS
+from ..torch_functions import uncompiled
+from .copies import run_copies
+from .replicate import parts_of, refuse_compiled, replicate, run_callbacks
+from .scatter_gather import Gather, Scatter, Scattered, dict_gather, scatter_batch, user_scattered
+from .session import ReplicationSession
+
+_CPU = torch.device("cpu")
+_SESSION = "_replication_session"
+# By the names that a config can give.
+_STRATEGIES = {"user_scattered": user_scattered, "dict_gather": dict_gather}
+
+
+@MODEL_WRAPPERS.register_module(
+    name=["ReplicationCallbackDataParallel", "DataParallelWithCallback", "JacDataParallel"]
+)
+class ReplicationCallbackDataParallel(DataParallel[nn.Module]):
+    """torch's ``DataParallel`` that tells the submodules of their copies, on any devices.
+
+    Every forward splits the batch, copies the module to as many devices as there are chunks,
+    calls ``__data_parallel_replicate__(ctx, copy_id)`` of every submodule that has it (see
+    ``exec_data_parallel_replication_callback``; with one copy too), runs the copies at the same
+    time, and joins their outputs. Gradients sum into the parameters of ``module``. Copies live
+    for one forward; there is no way to keep them, since kept copies go stale with every step.
+
+    On the CPU only the forwards run at the same time, autograd has one thread there for the
+    backward: copies on the CPU are for trying out, not for speed. They draw their random
+    numbers (dropout) from one generator, in no fixed order.
+
+    Copies run in threads, copy 0 of a small model in the calling one. Of what is set for the
+    calling thread they have grad and inference mode, autocast, the default device, hooks on saved
+    tensors and context variables. ``torch.profiler`` sees them with ``profile_all_threads``.
+
+    The model must not be compiled, and no CUDA graph can be captured: the copies are new
+    modules in other threads. Both are refused. ``torch.compile`` around this wrapper leaves
+    its forward uncompiled.
+
+    Args:
+        module: the model, on the first of the devices.
+        device_ids: one entry per copy: CUDA ids or devices, "cpu", repeated at will, such as
+            ``["cpu", "cpu"]``; default: all CUDA devices for a module on CUDA, else one copy
+            on the CPU.
+        output_device: where the outputs are joined; default: the first device.
+        dim: the dimension of the samples, in inputs and outputs.
+        scatter: called as ``scatter(inputs, kwargs, devices, dim)``; returns the positional
+            and the keyword arguments of every copy; default: ``torch.chunk`` of every tensor,
+            another one is ``user_scattered``, also by its name.
+        gather: called as ``gather(outputs, output_device, dim)``; default: ``dict_gather``.
+            With one device the output of the copy is returned as it is.
+        timeout_s: how long copies wait for each other inside a layer that synchronises them;
+            a slow forward that no copy waits for has no limit.
+
+    Raises:
+        ValueError: a CUDA device that is not there, or no device.
+        TypeError: a part of the module is compiled.
+    """
+
+    dim: int = 0
+    output_device: Any = None
+    scatter_strategy: Scatter | None = None
+    gather_strategy: Gather | None = None
+    timeout_s: float = 60.0
+
+    def __init__(
+        self,
+        module: nn.Module,
+        device_ids: Sequence[int | str | torch.device] | None = None,
+        output_device: int | str | torch.device | None = None,
+        dim: int = 0,
+        *,
+        scatter: Scatter | str | None = None,
+        gather: Gather | str | None = None,
+        timeout_s: float = 60.0,
+    ) -> None:
+        # Not DataParallel's own: it refuses the CPU, and forgets its arguments without a GPU.
+        nn.Module.__init__(self)
+        if device_ids is not None and not device_ids:
+            raise ValueError("device_ids must name a device; leave it out for the default")
+        self.module = module
+        self.device_ids: Any = [_device(one, "device_ids") for one in device_ids or ()]
+        self.output_device = None
+        if output_device is not None:
+            self.output_device = _device(output_device, "output_device")
+        self.dim = dim
+        self.scatter_strategy = _callable(scatter, "scatter")
+        self.gather_strategy = _callable(gather, "gather")
+        self.timeout_s = timeout_s
+        refuse_compiled(module)
+
+    @uncompiled("its copies are new modules in other threads")
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Call the copies on their parts of the batch; returns their outputs, joined.
+
+        Raises:
+            RuntimeError: a parameter or buffer is not on the first device, or a CUDA graph is
+                being captured.
+            BaseException: the error of the copy that failed first, with the copy and its
+                device in a note.
+        """
+        with torch.autograd.profiler.record_function("DataParallel.forward"):
+            outputs, _ = self._outputs(inputs, kwargs)
+            if len(self._devices()) == 1:
+                return outputs[0]
+            return self.gather(outputs, self._output_device())
+
+    def replicate(self, module: nn.Module, device_ids: Sequence[Any]) -> list[nn.Module]:
+        """Copy ``module`` to the devices and run the callbacks of the copies."""
+        copies = replicate(module, [_device(one, "device_ids") for one in device_ids])
+        return self._called_back(copies)
+
+    def scatter(self, inputs: Any, kwargs: Any, device_ids: Sequence[Any]) -> Any:
+        """Split positional and keyword arguments over the devices."""
+        strategy = self.scatter_strategy or scatter_batch
+        devices = [_device(one, "device_ids") for one in device_ids]
+        return strategy(tuple(inputs), dict(kwargs or {}), devices, self.dim)
+
+    def parallel_apply(self, replicas: Sequence[Any], inputs: Sequence[Any], kwargs: Any) -> Any:
+        """Call every copy in a thread of its own; returns the list of their outputs."""
+        # Taken out: the first copy may be a module that outlives the forward.
+        session = replicas[0].__dict__.pop(_SESSION, None)
+        if session is None:
+            session = ReplicationSession(len(replicas), self.timeout_s)
+        devices = self._devices()[: len(replicas)]
+        return run_copies(replicas, inputs, kwargs, devices=devices, session=session)
+
+    def gather(self, outputs: Any, output_device: Any) -> Any:
+        """Join the outputs of the copies on the output device."""
+        strategy = self.gather_strategy or dict_gather
+        return strategy(outputs, _device(output_device, "output_device"), self.dim)
+
+    def _outputs(self, inputs: Any, kwargs: Any) -> tuple[list[Any], Scattered]:
+        """What the copies return, and the arguments that each of them had."""
+        devices = self._devices()
+        if _is_capturing():
+            raise RuntimeError(
+                f"{type(self).__name__} cannot be captured in a CUDA graph: its copies are new "
+                "modules and threads on every forward; capture the model itself, on one device"
+            )
+        _check_placement(self.module, devices[0])
+        chunks, named = self.scatter(inputs, kwargs, devices)
+        if not chunks and not named:
+            chunks, named = [()], [{}]
+        copies = self.replicate(self.module, devices[: len(chunks)])
+        outputs = self.parallel_apply(copies, chunks, named)
+        return outputs, (chunks, named)
+
+    def _called_back(self, copies: list[nn.Module]) -> list[nn.Module]:
+        if _SESSION not in copies[0].__dict__:
+            session = ReplicationSession(len(copies), self.timeout_s)
+            run_callbacks(copies, session)
+            copies[0].__dict__[_SESSION] = session
+        return copies
+
+    def _devices(self) -> list[torch.device]:
+        if self.device_ids:
+            return [_device(one, "device_ids") for one in self.device_ids]
+        tensor = next(_tensors(self.module), None)
+        if tensor is None or not tensor.is_cuda:
+            return [_CPU]
+        return [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
+
+    def _output_device(self) -> torch.device:
+        if self.output_device is None:
+            return self._devices()[0]
+        return _device(self.output_device, "output_device")
+
+
+def _device(given: Any, setting: str) -> torch.device:
+    """``given`` (a number is a CUDA device) as a device that exists."""
+    if given == _CPU:
+        return _CPU
+    device = torch.device("cuda", given) if isinstance(given, int) else torch.device(given)
+    if device.type == "cuda":
+        count = torch.cuda.device_count()
+        if (device.index or 0) >= count:
+            raise ValueError(
+                f"{setting} names {device}, but there are {count} CUDA devices"
+                + ("" if count else '; several copies on the CPU are ["cpu", "cpu"]')
+            )
+        if device.index is None:
+            return torch.device("cuda", torch.cuda.current_device())
+    elif device.type != "cpu":
+        raise ValueError(f"{setting} must name CUDA devices or cpu, got {device}")
+    return _CPU if device.type == "cpu" else device
+
+
+def _callable(given: Any, setting: str) -> Any:
+    if isinstance(given, str):
+        if given not in _STRATEGIES:
+            allowed = " or ".join(_STRATEGIES)
+            raise ValueError(f"{setting} must be a function, or {allowed}, got {given!r}")
+        return _STRATEGIES[given]
+    if given is not None and not callable(given):
+        raise TypeError(f"{setting} must be a function, got {type(given).__name__}")
+    return given
+
+
+def _tensors(module: nn.Module) -> Iterator[Tensor]:
+    """Parameters and buffers, those that occur twice as often."""
+    for part in parts_of(module):
+        for tensor in chain(part._parameters.values(), part._buffers.values()):
+            if tensor is not None:
+                yield tensor
+
+
+def _is_capturing() -> bool:
+    started: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return started and torch.cuda.is_current_stream_capturing()
+
+
+def _check_placement(module: nn.Module, first: torch.device) -> None:
+    for tensor in _tensors(module):
+        if tensor.device != first:
+            raise RuntimeError(
+                "module must have its parameters and buffers on device "
+                f"{first} (device_ids[0]) but found one of them on device: {tensor.device}"
+            )

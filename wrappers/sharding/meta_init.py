@@ -1,0 +1,300 @@
+"""Models that are too large for one device: built without memory, filled shard by shard."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, distributed, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from .first_rank import broadcast_first
+from .layout import copy_whole_
+
+Initialiser: TypeAlias = Callable[[nn.Module], Any]
+Slot: TypeAlias = tuple[nn.Module, str]
+
+
+@contextmanager
+def meta_parameters() -> Iterator[None]:
+    """Put the parameters of modules that are constructed inside onto the meta device.
+
+    They have shapes but no memory. Buffers are real, other than under ``torch.device("meta")``,
+    because nothing could compute them again. Random streams do not move, so a wrapper that
+    builds the model right after gives it the weights that the same seed gives an ordinary one.
+    It holds for all threads. Weights that a constructor sets by itself, outside of
+    ``reset_parameters``, are lost.
+    """
+    handle = register_module_parameter_registration_hook(_to_meta)  # type: ignore[arg-type]
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def check_no_meta_buffers(model: nn.Module) -> None:
+    """Raise ValueError where a buffer has no memory."""
+    for name, buffer in model.named_buffers():
+        if buffer.is_meta:
+            raise ValueError(
+                f"the buffer {name} is on the meta device and nothing can compute its values: "
+                "construct the model inside stepwrap.wrappers.meta_parameters(), which leaves "
+                'buffers real, instead of torch.device("meta")'
+            )
+
+
+def materialise(model: nn.Module, mesh: DeviceMesh, init: Initialiser | None = None) -> None:
+    """Give the parameters on the meta device memory and values; every rank must call this.
+
+    To be called after ``fully_shard``. Memory: the shards, and the whole parameters of one module
+    at a time; where a module's ``reset_parameters`` also writes parameters of the modules inside
+    it, those as well. Modules come in the order in which an ordinary construction fills them:
+    those inside a module before itself. A tied parameter is made by the first one that has it.
+
+    All ranks draw from the random state of the mesh's first rank, and a rank whose own stream
+    stood there is left where an ordinary construction would leave it; any other gets its own
+    state back.
+
+    Args:
+        mesh: all ranks that hold parts of the model.
+        init: called with every module that has such parameters; default: ``reset_parameters``
+            (or ``_reset_parameters``, as in ``nn.MultiheadAttention``).
+
+    Raises:
+        ValueError: a parameter that nothing has written.
+    """
+    jobs = _plan(model, init)
+    device = torch.device(mesh.device_type)
+    # Not `to_empty`, which would empty the buffers too.
+    model._apply(  # type: ignore[no-untyped-call]
+        lambda one: torch.empty_like(one, device=device) if one.is_meta else one
+    )
+    with _random_state_of_first(mesh, device):
+        _Builder(model, jobs, device).run()
+
+
+@dataclass
+class _Job:
+    """One module to fill.
+
+    Attributes:
+        slots: the places (module, name) of the parameters that its initialiser may write.
+    """
+
+    module: nn.Module
+    init: Callable[[], Any] | None
+    slots: list[Slot]
+
+
+class _Builder:
+    """Fills the modules one after the other, with whole parameters only while they are needed."""
+
+    def __init__(self, model: nn.Module, jobs: Sequence[_Job], device: torch.device) -> None:
+        self._names = {id(p): name for name, p in model.named_parameters()}
+        self._jobs = jobs
+        self._device = device
+        # All by the shard: tied parameters have several slots.
+        self._whole: dict[nn.Parameter, nn.Parameter] = {}
+        self._written: set[nn.Parameter] = set()
+        self._makers: dict[nn.Parameter, nn.Module] = {}
+        for job in jobs:
+            for slot in job.slots:
+                if slot[0] is job.module and job.init is not None:
+                    self._makers.setdefault(_shard_in(slot), job.module)
+        self._last = {
+            _shard_in(slot): at
+            for at, job in enumerate(jobs)
+            for slot in job.slots
+            if not self._is_tied_copy(job, slot)
+        }
+
+    def run(self) -> None:
+        for at, job in enumerate(self._jobs):
+            shards = [_shard_in(slot) for slot in job.slots]
+            try:
+                self._fill(job, shards)
+            finally:
+                for (owner, name), shard in zip(job.slots, shards, strict=True):
+                    owner._parameters[name] = shard
+            for shard in dict.fromkeys(shards):
+                if self._last[shard] == at:
+                    self._keep(shard)
+
+    def _fill(self, job: _Job, shards: Sequence[nn.Parameter]) -> None:
+        mine = [not self._is_tied_copy(job, slot) for slot in job.slots]
+        wholes = []
+        for slot, shard, kept in zip(job.slots, shards, mine, strict=True):
+            whole = self._whole.get(shard) if kept else None
+            if whole is None:
+                memory = torch.empty(shard.shape, dtype=shard.dtype, device=self._device)
+                whole = nn.Parameter(memory, shard.requires_grad)
+            if kept:
+                self._whole[shard] = whole
+            slot[0]._parameters[slot[1]] = whole
+            wholes.append(whole)
+        with _Writes() as writes, torch.no_grad():
+            if job.init is not None:
+                job.init()
+        for slot, shard, whole, kept in zip(job.slots, shards, wholes, mine, strict=True):
+            now = _shard_in(slot)
+            if kept and (now is not whole or writes.reached(now)):
+                self._whole[shard] = now
+                self._written.add(shard)
+
+    def _is_tied_copy(self, job: _Job, slot: Slot) -> bool:
+        """Whether a module that came before has made the parameter: this one draws in vain."""
+        maker = self._makers.get(_shard_in(slot))
+        return slot[0] is job.module and maker not in (None, job.module)
+
+    def _keep(self, shard: nn.Parameter) -> None:
+        whole = self._whole.pop(shard)
+        if shard not in self._written:
+            raise ValueError(
+                f"nothing initialises the parameter {self._names[id(shard)]}, which is on the "
+                "meta device: let its module have a reset_parameters() that does, or give "
+                "param_init_fn(module) to the wrapper"
+            )
+        copy_whole_(shard, whole)
+
+
+class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes into which memory operations write."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._seen: dict[int, Tensor] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        named = kwargs or {}
+        for at, argument in enumerate(func._schema.arguments):
+            if argument.is_write:
+                value = args[at] if at < len(args) else named.get(argument.name)
+                for one in value if isinstance(value, (list, tuple)) else [value]:
+                    if isinstance(one, Tensor):
+                        # It is kept, so that its memory is not given to another one.
+                        self._seen[one.untyped_storage()._cdata] = one
+        return func(*args, **named)
+
+    def reached(self, tensor: Tensor) -> bool:
+        """Whether something was written into the memory of ``tensor``."""
+        return tensor.untyped_storage()._cdata in self._seen
+
+
+def _shard_in(slot: Slot) -> nn.Parameter:
+    found = slot[0]._parameters[slot[1]]
+    assert found is not None
+    return found
+
+
+def _plan(model: nn.Module, init: Initialiser | None) -> list[_Job]:
+    """The modules to fill in order, each with what its initialiser writes."""
+    jobs = []
+    for module in _inside_out(model):
+        slots: list[Slot] = [(module, name) for name, _ in _meta_parameters(module)]
+        start = _reset_of(module) if init is None else functools.partial(_call, init, module)
+        if init is None and start is not None:
+            slots += [slot for slot in _rehearse(module, start) if slot not in slots]
+        if slots:
+            jobs.append(_Job(module, start, slots))
+    return jobs
+
+
+def _call(init: Initialiser, module: nn.Module) -> None:
+    # Functions for torch's older wrapper begin with `to_empty`, but the memory is there already.
+    vars(module)["to_empty"] = lambda **_: module
+    try:
+        init(module)
+    finally:
+        del vars(module)["to_empty"]
+
+
+def _inside_out(module: nn.Module, seen: set[int] | None = None) -> Iterator[nn.Module]:
+    seen = set() if seen is None else seen
+    if id(module) in seen:
+        return
+    seen.add(id(module))
+    for child in module.children():
+        yield from _inside_out(child, seen)
+    yield module
+
+
+def _meta_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    own = module.named_parameters(recurse=False, remove_duplicate=False)
+    return [(name, one) for name, one in own if one.is_meta]
+
+
+def _reset_of(module: nn.Module) -> Callable[[], Any] | None:
+    for name in ("reset_parameters", "_reset_parameters"):
+        reset: Callable[[], Any] | None = getattr(module, name, None)
+        if reset is not None:
+            return reset
+    return None
+
+
+def _rehearse(module: nn.Module, init: Callable[[], Any]) -> list[tuple[nn.Module, str]]:
+    """Run ``init`` on the meta device, where it costs nothing, to see what it writes."""
+    slots = [(one, name, p) for one in module.modules() for name, p in _meta_parameters(one)]
+    if all(owner is module for owner, _, _ in slots):
+        return []
+    state = torch.get_rng_state()
+    kept = [(buffer, buffer.clone()) for buffer in module.buffers()]
+    stand_ins = {
+        id(p): nn.Parameter(torch.empty(p.shape, dtype=p.dtype, device="meta"), p.requires_grad)
+        for _, _, p in slots
+    }
+    try:
+        for owner, name, p in slots:
+            owner._parameters[name] = stand_ins[id(p)]
+        with _Writes() as writes, torch.no_grad():
+            init()
+        return [
+            (owner, name)
+            for owner, name, p in slots
+            if owner._parameters[name] is not stand_ins[id(p)] or writes.reached(stand_ins[id(p)])
+        ]
+    except (RuntimeError, NotImplementedError):
+        # It reads values, which do not exist there: it may write whatever is inside.
+        return [(owner, name) for owner, name, _ in slots]
+    finally:
+        for owner, name, p in slots:
+            owner._parameters[name] = p
+        for buffer, values in kept:
+            buffer.copy_(values)
+        torch.set_rng_state(state)
+
+
+def _to_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
+    if parameter is None or parameter.is_meta or is_lazy(parameter):
+        return None
+    twin: nn.Parameter | None = parameter.__dict__.get("_on_meta")
+    if twin is None:
+        twin = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
+        # The same parameter may be registered again by another module.
+        parameter._on_meta = twin  # type: ignore[attr-defined]
+    return twin
+
+
+@contextmanager
+def _random_state_of_first(mesh: DeviceMesh, device: torch.device) -> Iterator[None]:
+    kinds: list[Any] = [torch.random]
+    if device.type != "cpu":
+        kinds.append(torch.get_device_module(device))
+    own = [kind.get_rng_state() for kind in kinds]
+    first = [state.clone() for state in own]
+    if distributed.is_initialized():
+        broadcast_first(first, mesh)
+    for kind, state in zip(kinds, first, strict=True):
+        kind.set_rng_state(state)
+    try:
+        yield
+    finally:
+        for kind, before, state in zip(kinds, own, first, strict=True):
+            if not torch.equal(before, state):
+                kind.set_rng_state(before)

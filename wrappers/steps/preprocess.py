@@ -1,0 +1,187 @@
+"""Batches onto the device of the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...registry import MODELS
+
+_FLAT = (list, tuple)
+
+
+def move(data: Any, device: torch.device, non_blocking: bool | None = None) -> Any:
+    """Bring every tensor in nested ``data`` to ``device``.
+
+    Mappings become plain dicts, sequences and namedtuples keep their type, and anything else
+    with a ``to`` method (packed sequences, data elements) is moved by it. Strings, numbers,
+    None and other objects come back as they are.
+
+    Args:
+        non_blocking: whether to go on while tensors are copied; None: for pinned ones.
+    """
+    if type(data) is list:
+        return _move_all(data, device, non_blocking)
+    if isinstance(data, Tensor):
+        if data.device == device:
+            return data
+        return data.to(
+            device, non_blocking=data.is_pinned() if non_blocking is None else non_blocking
+        )
+    if data is None or isinstance(data, (str, bytes, bytearray, int, float)):
+        return data
+    if isinstance(data, Mapping):
+        return dict(zip(data, _move_all(data.values(), device, non_blocking), strict=True))
+    if callable(getattr(data, "to", None)):
+        # Not every such method knows of more than the device.
+        return data.to(device, non_blocking=True) if non_blocking else data.to(device)
+    if isinstance(data, tuple) and hasattr(data, "_fields"):
+        return type(data)(*_move_all(data, device, non_blocking))
+    if isinstance(data, Sequence) and not isinstance(data, (range, memoryview)):
+        rebuild: Callable[[list[Any]], Any] = type(data)
+        return rebuild(_move_all(data, device, non_blocking))
+    return data
+
+
+def _move_all(items: Any, device: torch.device, non_blocking: bool | None) -> list[Any]:
+    # A tensor that is where it should be is most of all batches: it costs no call.
+    return [
+        item
+        if isinstance(item, Tensor) and item.device == device
+        else move(item, device, non_blocking)
+        for item in items
+    ]
+
+
+def device_of(module: nn.Module) -> torch.device:
+    """Device of the first parameter (else buffer) of ``module``, torch's default without one."""
+    for tensor in _tensors(module):
+        return tensor.device
+    return torch.get_default_device()
+
+
+def _tensors(module: nn.Module) -> Iterator[Tensor]:
+    yield from module.parameters()
+    yield from module.buffers()
+
+
+@MODELS.register_module(name=["DataPreprocessor", "BaseDataPreprocessor"])
+class DataPreprocessor(nn.Module):
+    """Moves batches to the device of the model, and may normalise their input.
+
+    The device follows ``to()``, ``cuda()`` and ``cpu()`` of any module that holds this one.
+    A subclass may override ``cast_data(data)``, which moves a batch, or
+    ``forward(data, training=False)``::
+
+        class Flip(DataPreprocessor):
+            def forward(self, data, training=False):
+                image, target = super().forward(data, training)
+                return (image.flip(-1) if training else image), target
+
+    Args:
+        mean: subtracted from the input: one number, or one for each channel (dimension 1).
+        std: what the difference is divided by, likewise.
+        input_key: the entry to normalise; default: the first of a sequence, "inputs" of a
+            mapping.
+        non_blocking: whether to go on while tensors are copied to the device; default: for those
+            in pinned memory.
+    """
+
+    def __init__(
+        self,
+        mean: float | Sequence[float] | None = None,
+        std: float | Sequence[float] | None = None,
+        *,
+        input_key: int | str | None = None,
+        non_blocking: bool | None = None,
+    ) -> None:
+        super().__init__()
+        self.input_key = input_key
+        self.non_blocking = non_blocking
+        self._mean = _numbers("mean", mean)
+        self._std = _numbers("std", std)
+        if self._std is not None and min(self._std) <= 0:
+            raise ValueError(f"std must be positive, got {std!r}")
+        # Not buffers: DDP would broadcast them on every step, a checkpoint would hold them.
+        self._shift: Tensor | None = None
+        self._scale: Tensor | None = None
+        self._place(torch.empty(0))
+
+    @property
+    def device(self) -> torch.device:
+        """Where batches are brought to."""
+        return self._device
+
+    def forward(self, data: Any, training: bool = False) -> Any:
+        """Move ``data``, and normalise its input where a mean or std was given."""
+        data = self.cast_data(data)
+        if self._mean is None and self._std is None:
+            return data
+        return self._replace_input(data)
+
+    def cast_data(self, data: Any) -> Any:
+        """Move every tensor in nested ``data`` to the device.
+
+        Mappings become plain dicts, sequences and namedtuples keep their type, other objects with a
+        method ``to`` are moved by it, and everything else comes back as it is.
+        """
+        device = self._device
+        # Most batches are flat sequences of tensors that are where they should be already.
+        for item in data if type(data) in _FLAT else (None,):
+            if not (isinstance(item, Tensor) and item.device == device):
+                return move(data, device, self.non_blocking)
+        return data
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> DataPreprocessor:
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        # Every move of a module, whoever starts it, ends in a call of this method.
+        self._place(fn(torch.empty(0, dtype=self._dtype, device=self._device)))
+        return self
+
+    def _place(self, probe: Tensor) -> None:
+        self._device, self._dtype = probe.device, probe.dtype
+        if self._mean is not None:
+            self._shift = torch.tensor(self._mean, dtype=self._dtype, device=self._device)
+        if self._std is not None:
+            self._scale = torch.tensor(self._std, dtype=self._dtype, device=self._device)
+
+    def _replace_input(self, data: Any) -> Any:
+        if isinstance(data, Tensor):
+            return self._normalise(data)
+        key = self.input_key
+        if isinstance(data, dict):
+            key = "inputs" if key is None else key
+            if key not in data:
+                raise KeyError(f"input_key {key!r} is not in the batch; it has {list(data)}")
+            return {**data, key: self._normalise(data[key])}
+        index = 0 if key is None else key
+        if not isinstance(index, int) or not isinstance(data, (list, tuple)):
+            raise TypeError(
+                f"cannot normalise entry {index!r} of a batch of type {type(data).__name__}; "
+                "input_key must be an index of a list or tuple, or a key of a dict"
+            )
+        items = list(data)
+        items[index] = self._normalise(items[index])
+        return type(data)(*items) if hasattr(data, "_fields") else type(data)(items)
+
+    def _normalise(self, inputs: Tensor) -> Tensor:
+        shape = (-1, *(1,) * (inputs.ndim - 2))
+        if self._shift is not None:
+            inputs = inputs - self._shift.view(shape)
+        if self._scale is not None:
+            inputs = inputs / self._scale.view(shape)
+        return inputs
+
+
+def _numbers(name: str, value: float | Sequence[float] | None) -> list[float] | None:
+    if value is None:
+        return None
+    numbers = [value] if isinstance(value, (int, float)) else list(value)
+    if isinstance(value, bool):
+        raise TypeError(f"{name} must be a number, got {value}; give non_blocking by its name")
+    if not numbers or not all(isinstance(number, (int, float)) for number in numbers):
+        raise TypeError(f"{name} must be a number or a list of numbers, got {value!r}")
+    return [float(number) for number in numbers]

@@ -1,0 +1,286 @@
+"""Initial weights by settings: ``init_cfg``, as mmengine documents it."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pickle import UnpicklingError
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import init
+
+from ...registry import nearest
+from ..torch_functions import check_options
+
+logger = logging.getLogger(__name__)
+
+InitSettings = Mapping[str, Any] | Sequence[Mapping[str, Any]]
+
+
+class BaseModule(nn.Module):
+    """A module that may be told how to initialise its weights.
+
+    Args:
+        init_cfg: see ``initialize``. An attribute: a subclass may also set it.
+
+    Attributes:
+        is_init: whether ``init_weights`` has been called.
+    """
+
+    # Its settings have a type, but are no parts of a config.
+    config_plain: tuple[str, ...] = ("init_cfg",)
+
+    def __init__(self, init_cfg: InitSettings | None = None) -> None:
+        super().__init__()
+        if init_cfg is not None:
+            _read(init_cfg)
+        self.init_cfg = init_cfg
+        self.is_init = False
+
+    def init_weights(self) -> None:
+        """Initialise by ``init_cfg``, then by the ``init_weights`` of the modules inside.
+
+        Pretrained weights are loaded last. A second call does nothing but a warning in the log.
+
+        Raises:
+            TypeError, ValueError, FileNotFoundError: as ``initialize``.
+        """
+        if self.is_init:
+            logger.warning("init_weights of %s has been called more than once", type(self).__name__)
+            return
+        entries = [] if self.init_cfg is None else _read(self.init_cfg)
+        for entry in entries:
+            if entry.kind != _PRETRAINED:
+                entry.apply(self)
+        for module in _initialising(self):
+            module.init_weights()
+        for entry in entries:
+            if entry.kind == _PRETRAINED:
+                entry.apply(self)
+        self.is_init = True
+
+
+def initialize(module: nn.Module, init_cfg: InitSettings) -> None:
+    """Initialise weights and biases inside ``module``.
+
+    Args:
+        init_cfg: one mapping or several, applied in order. ``type`` is Constant (``val``), Normal
+            (``mean``, ``std``), TruncNormal (and ``a``, ``b``), Uniform (``a``, ``b``), Xavier
+            (``gain``, ``distribution``), Kaiming (``a``, ``mode``, ``nonlinearity``,
+            ``distribution``) or Caffe2Xavier, each with ``bias`` (0) or ``bias_prob``; ``layer``:
+            names of the classes to initialise, or of their bases; ``override``: mappings with the
+            ``name`` of a submodule, all of which is initialised by their own ``type``, else by the
+            outer one. Or Pretrained with ``checkpoint``, a file of weights alone, and ``prefix``,
+            that of the names to take.
+
+    Raises:
+        TypeError: it is no mapping, or has an argument that the type does not know.
+        ValueError: an unknown type or submodule; or the file holds no weights of the module.
+        FileNotFoundError: there is no such file.
+    """
+    for entry in _read(init_cfg):
+        entry.apply(module)
+
+
+@torch.no_grad()
+def _trunc_normal(
+    weight: Tensor, mean: float = 0.0, std: float = 1.0, a: float = -2.0, b: float = 2.0
+) -> Tensor:
+    # By the inverse of the distribution function: torch's function draws until all fit, which takes
+    # minutes where few do.
+    low, high = (math.erf((bound - mean) / (std * math.sqrt(2))) for bound in (a, b))
+    weight.uniform_(low, high).erfinv_()
+    return weight.mul_(std * math.sqrt(2)).add_(mean).clamp_(a, b)
+
+
+def _xavier(weight: Tensor, gain: float = 1.0, distribution: str = "normal") -> Tensor:
+    fill = _of_distribution(distribution, init.xavier_normal_, init.xavier_uniform_)
+    return fill(weight, gain=gain)
+
+
+def _kaiming(
+    weight: Tensor,
+    a: float = 0.0,
+    mode: str = "fan_out",
+    nonlinearity: str = "relu",
+    distribution: str = "normal",
+) -> Tensor:
+    fill = _of_distribution(distribution, init.kaiming_normal_, init.kaiming_uniform_)
+    return fill(weight, a=a, mode=mode, nonlinearity=nonlinearity)
+
+
+def _caffe2_xavier(weight: Tensor) -> Tensor:
+    # The bound is sqrt(3 / fan_in).
+    return init.kaiming_uniform_(weight, a=1, mode="fan_in", nonlinearity="leaky_relu")
+
+
+def _of_distribution(
+    name: str, normal: Callable[..., Tensor], uniform: Callable[..., Tensor]
+) -> Callable[..., Tensor]:
+    if name not in ("normal", "uniform"):
+        raise ValueError(f"distribution must be 'normal' or 'uniform', got {name!r}")
+    return normal if name == "normal" else uniform
+
+
+_PRETRAINED = "Pretrained"
+_ARGUMENTS: dict[str, tuple[str, ...]] = {
+    "Constant": ("val",),
+    "Normal": ("mean", "std"),
+    "TruncNormal": ("mean", "std", "a", "b"),
+    "Uniform": ("a", "b"),
+    "Xavier": ("gain", "distribution"),
+    "Kaiming": ("a", "mode", "nonlinearity", "distribution"),
+    "Caffe2Xavier": (),
+    _PRETRAINED: ("checkpoint", "prefix", "map_location"),
+}
+_FILLS: dict[str, Callable[..., Tensor]] = {
+    "Constant": init.constant_,
+    "Normal": init.normal_,
+    "TruncNormal": _trunc_normal,
+    "Uniform": init.uniform_,
+    "Xavier": _xavier,
+    "Kaiming": _kaiming,
+    "Caffe2Xavier": _caffe2_xavier,
+}
+_REQUIRED = {"Constant": "val", _PRETRAINED: "checkpoint"}
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """One mapping of ``init_cfg``, checked."""
+
+    kind: str
+    options: Mapping[str, Any]
+    bias: float = 0.0
+    layers: frozenset[str] = frozenset()
+    # By the name of a submodule.
+    overrides: tuple[tuple[str, _Entry], ...] = ()
+
+    def apply(self, module: nn.Module) -> None:
+        if self.kind == _PRETRAINED:
+            _load(module, **self.options)
+            return
+        for one in module.modules():
+            if self.layers & {base.__name__ for base in type(one).__mro__}:
+                self._fill(one)
+        for name, entry in self.overrides:
+            try:
+                inner = module.get_submodule(name)
+            except AttributeError:
+                known = [child for child, _ in module.named_children()]
+                raise ValueError(
+                    f"module did not have attribute {name}, the name of an override in init_cfg; "
+                    f"{type(module).__name__} has {known}"
+                ) from None
+            for one in inner.modules():
+                entry._fill(one)
+
+    def _fill(self, module: nn.Module) -> None:
+        weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
+        if isinstance(weight, Tensor):
+            _FILLS[self.kind](weight, **self.options)
+        if isinstance(bias, Tensor):
+            init.constant_(bias, self.bias)
+
+
+def _read(init_cfg: InitSettings) -> list[_Entry]:
+    return [_read_one(one) for one in _mappings("init_cfg", init_cfg)]
+
+
+def _mappings(name: str, given: Any) -> list[Mapping[str, Any]]:
+    entries = [given] if isinstance(given, Mapping) else given
+    listed = isinstance(entries, Sequence) and not isinstance(entries, str)
+    if not listed or not all(isinstance(one, Mapping) for one in entries):
+        raise TypeError(f"{name} must be a dict or a list of dict, but got {given!r}")
+    return list(entries)
+
+
+def _read_one(cfg: Mapping[str, Any]) -> _Entry:
+    given = dict(cfg)
+    kind = given.pop("type", None)
+    if kind not in _ARGUMENTS:
+        near = nearest(str(kind), list(_ARGUMENTS))
+        hint = f"did you mean {near[0]}?" if near else f"it is one of {', '.join(_ARGUMENTS)}"
+        raise ValueError(f"type {kind!r} of init_cfg is no initializer; {hint}")
+    if kind == _PRETRAINED:
+        return _Entry(kind, _checked(kind, given, _ARGUMENTS[kind]))
+    layers, overrides = given.pop("layer", ()), given.pop("override", ())
+    layers = (layers,) if isinstance(layers, str) else layers or ()
+    if not isinstance(layers, Sequence) or not all(isinstance(name, str) for name in layers):
+        raise TypeError(f"layer must be a str or a list of str, but got {layers!r}")
+    options = _checked(kind, given, (*_ARGUMENTS[kind], "bias", "bias_prob"))
+    bias = _bias(options)
+    outer = _Entry(kind, options, bias, frozenset(layers))
+    inner = [_read_override(one, outer) for one in _mappings("override", overrides or ())]
+    return _Entry(kind, options, bias, outer.layers, tuple(inner))
+
+
+def _read_override(cfg: Mapping[str, Any], outer: _Entry) -> tuple[str, _Entry]:
+    given = dict(cfg)
+    name = given.pop("name", None)
+    if not isinstance(name, str):
+        raise ValueError(f'`override` must contain the key "name", but got {dict(cfg)}')
+    if not given:
+        return name, outer
+    if "type" not in given:
+        raise ValueError(f'`override` need "type" key, but got {given}')
+    return name, _read_one(given)
+
+
+def _checked(kind: str, given: dict[str, Any], allowed: Sequence[str]) -> dict[str, Any]:
+    check_options(f"init_cfg of type {kind!r}", given, allowed)
+    if kind in _REQUIRED and _REQUIRED[kind] not in given:
+        raise TypeError(f"init_cfg of type {kind!r} needs {_REQUIRED[kind]!r}")
+    return given
+
+
+def _bias(options: dict[str, Any]) -> float:
+    """Take ``bias`` or ``bias_prob``, that of a sigmoid's output, out of ``options``."""
+    bias, share = options.pop("bias", 0.0), options.pop("bias_prob", None)
+    if not isinstance(bias, (int, float)):
+        raise TypeError(f"bias must be a number, but got {bias!r}")
+    if share is None:
+        return bias
+    if not isinstance(share, float) or not 0 < share < 1:
+        raise ValueError(f"bias_prob must be between 0 and 1, got {share!r}")
+    return -math.log((1 - share) / share)
+
+
+def _initialising(module: nn.Module) -> Iterator[Any]:
+    """The outermost modules inside that initialise themselves."""
+    for child in module.children():
+        if callable(getattr(child, "init_weights", None)):
+            yield child
+        else:
+            yield from _initialising(child)
+
+
+def _load(
+    module: nn.Module, checkpoint: str, prefix: str | None = None, map_location: Any = "cpu"
+) -> None:
+    try:
+        loaded = torch.load(checkpoint, map_location=map_location, weights_only=True)
+    except UnpicklingError as error:
+        raise ValueError(
+            f"{checkpoint} holds more than weights and is not read: of a file that you trust save "
+            'torch.load(path, weights_only=False)["state_dict"] to another one'
+        ) from error
+    weights: Any = loaded.get("state_dict", loaded) if isinstance(loaded, Mapping) else {}
+    if prefix:
+        start = prefix.rstrip(".") + "."
+        weights = {
+            name[len(start) :]: one for name, one in weights.items() if name.startswith(start)
+        }
+    own = module.state_dict()
+    if not any(name in own for name in weights):
+        where = f" under {prefix!r}" if prefix else ""
+        raise ValueError(f"{checkpoint} has no weights of {type(module).__name__}{where}")
+    missing, further = module.load_state_dict(weights, strict=False)
+    if missing or further:
+        logger.warning(
+            "%s: not in the file: %s; not in the model: %s", checkpoint, missing, further
+        )
