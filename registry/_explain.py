@@ -40,6 +40,7 @@ def missed(registry: Table, key: str) -> RegistryKeyError:
     """
     first: list[ImportError] = []
     remarks: list[str] = []
+    is_other_kind = False
     if _may_be_path(registry, key):
         try:
             import_path(key)
@@ -48,8 +49,11 @@ def missed(registry: Table, key: str) -> RegistryKeyError:
         except ImportError as error:
             remarks = [shortened(str(error), 200)]
         else:
+            is_other_kind = True
             remarks = [f"{shortened(key)} can be imported but is neither a class nor a function"]
-    looked_for = _looked_for(registry, key) + ("" if first else near_names(registry, key))
+    looked_for = _looked_for(registry, key)
+    if not first and not is_other_kind:
+        looked_for += _near_names(registry, key)
     for member in (registry, *ancestors(registry)):
         for name, failure in member.sources.failures.items():
             # What is to register itself must be there; the packages behind a namespace may lack.
@@ -61,7 +65,7 @@ def missed(registry: Table, key: str) -> RegistryKeyError:
     return missing
 
 
-def near_names(registry: Table, key: str) -> str:
+def _near_names(registry: Table, key: str) -> str:
     """Return "; did you mean A or B?", or all names where they are few, or ""."""
     asked = [registry, *ancestors(registry)]
     candidates = [name for member in asked for name in member.names()]

@@ -20,8 +20,6 @@ _LIBRARIES = tuple(
     if name in ("stdlib", "platstdlib", "purelib", "platlib")
 )
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<name>\S+)')
-# Of a longer name that does not begin with it so much must be what was written.
-_PART = 0.4
 
 
 @dataclass(frozen=True)
@@ -63,15 +61,22 @@ class RegistryKeyError(KeyError):
         return str(self.args[0]) if self.args else ""
 
 
-def nearest(name: str, candidates: Iterable[str], limit: int = 3) -> list[str]:
-    """Candidates that a user who wrote `name` may have meant, best first."""
+def nearest(
+    name: str, candidates: Iterable[str], limit: int = 3, *, cutoff: float = 0.6
+) -> list[str]:
+    """Candidates that a user who wrote `name` may have meant, best first.
+
+    Args:
+        cutoff: how alike they must be, from 0 to 1; 1 is equal.
+    """
     by_lower: dict[str, str] = {}
     for candidate in candidates:
         by_lower.setdefault(candidate.lower(), candidate)
     wanted = name.lower()
-    close = difflib.get_close_matches(wanted, by_lower, n=limit, cutoff=0.6)
+    close = difflib.get_close_matches(wanted, by_lower, n=limit, cutoff=cutoff)
     if len(wanted) >= 3:
-        longest = len(wanted) / _PART
+        # Of a longer name that does not begin with it so much must be what was written.
+        longest = len(wanted) / (cutoff - 0.2)
         parts = (
             low
             for low in by_lower
@@ -82,9 +87,9 @@ def nearest(name: str, candidates: Iterable[str], limit: int = 3) -> list[str]:
     return [by_lower[low] for low in close[:limit]]
 
 
-def did_you_mean(name: str, candidates: Iterable[str]) -> str:
+def did_you_mean(name: str, candidates: Iterable[str], *, cutoff: float = 0.6) -> str:
     """Return "; did you mean A or B?", or "" when nothing is near."""
-    close = nearest(name, candidates)
+    close = nearest(name, candidates, cutoff=cutoff)
     return f"; did you mean {one_of(close)}?" if close else ""
 
 

@@ -3,11 +3,11 @@
 from collections.abc import Mapping
 from typing import Any
 
-from ._explain import missed, near_names
+from ._explain import missed
 from .arguments import plain_names, required_names, signature_of
 from .build import check_arguments, find_type, is_dict_like
 from .catalog import COMM_HOOKS, DATASETS, MODEL_WRAPPERS, MODELS
-from .errors import RegistryKeyError
+from .errors import RegistryKeyError, did_you_mean
 from .imports import import_path
 from .registry import Registry
 
@@ -53,8 +53,9 @@ def find_nested(wanted: Any, registry: Registry) -> tuple[Any, bool]:
     missing = missed(registry, wanted)
     text = str(missing)
     for other in _looked_in_next(registry):
-        near = near_names(other, wanted) if missing.__cause__ is None else ""
-        text += f"; nor is it in {other.name}{near if 'did you mean' in near else ''}"
+        # Of a kind that need not be the one that is wanted, only what is very near.
+        near = "" if missing.__cause__ else did_you_mean(wanted, other.names(), cutoff=0.8)
+        text += f"; nor is it in {other.name}{near}"
     raise RegistryKeyError(text) from missing.__cause__
 
 
