@@ -84,6 +84,7 @@ class LogBuffer:
     def load_state_dict(self, state: Mapping[str, Any], device: torch.device) -> None:
         """Go on from a state, on the device where the logs are made."""
         self._raw.clear()
+        self._nonfinite = {}
         self._sums = {n: (total.to(device), count) for n, (total, count) in state["sums"].items()}
         self._earlier = {
             name: [one.to(device) if isinstance(one, Tensor) else one for one in values]

@@ -155,7 +155,6 @@ class _TrainLoop:
     def _session(self, state: LoopState, hooks: HookList) -> Iterator[StopSignals]:
         """Start and end the run's training, heed signals, announce errors."""
         state.stop_reason, state.signal, state.in_step = "", 0, False
-        state.logs.clear()
         state.updated_at = None
         if not holds_gradients(state.model):
             state.updated_at = (state.epoch, state.batch, state.iteration)

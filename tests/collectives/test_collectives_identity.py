@@ -202,7 +202,7 @@ def _local_ranks() -> list[int]:
 def test_local_ranks_of_a_live_group() -> None:
     """A-1: what the launcher says, else the place among the processes of the host."""
     told = run_ranks(_local_ranks, 4)
-    assert told == [[0, rank % 2, 6, 5, 0] for rank in range(4)]
+    assert told == [[rank, rank % 2, 6, 5, rank] for rank in range(4)]
 
 
 @rank_zero_only
