@@ -17,7 +17,7 @@ from pytorch_lightning import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 
 from stepwrap.configs.digits import Digits, SmallCNN
-from stepwrap.plugins.lightning.strategy import StepStrategy
+from stepwrap.plugins.lightning import StepStrategy
 
 
 class Module(LightningModule):

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 from torchmetrics.classification import MulticlassAccuracy
 
 from stepwrap.configs.digits import Digits, SmallCNN
-from stepwrap.plugins.lightning.strategy import StepLightningModule, StepStrategy
+from stepwrap.plugins.lightning import StepLightningModule, StepStrategy
 from stepwrap.wrappers import OptimWrapper, SupervisedModel
 
 

@@ -1,3 +1,9 @@
 """Our wrappers inside Lightning: importing this room registers `Trainer(strategy="stepwrap")`. Only
 here Lightning is imported. Start with strategy.py.
 """
+
+from .fabric import StepFabricStrategy
+from .module import StepLightningModule
+from .strategy import StepStrategy
+
+__all__ = ["StepFabricStrategy", "StepLightningModule", "StepStrategy"]

@@ -24,7 +24,7 @@ def _choose() -> str:
         if find_spec(name.partition(".")[0]) is not None:
             return name
     raise ImportError(
-        "stepwrap.plugins.lightning.strategy needs pytorch-lightning >= 2.4 (or lightning >= 2.4): "
+        "stepwrap.plugins.lightning needs pytorch-lightning >= 2.4 (or lightning >= 2.4): "
         "pip install 'stepwrap[lightning]'"
     )
 

@@ -16,7 +16,7 @@ if find_spec("lightning") is not None:
     # It brings pytorch_lightning along, which is taken where neither is imported.
     import_module("lightning.pytorch")
 
-from stepwrap.plugins.lightning.strategy import StepStrategy
+from stepwrap.plugins.lightning import StepStrategy
 from stepwrap.plugins.lightning.tree import TREE, LightningModule, Trainer
 
 lightning = import_module(TREE)

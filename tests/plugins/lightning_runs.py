@@ -22,7 +22,7 @@ from ranks import run_ranks
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from stepwrap.plugins.lightning.strategy import StepStrategy
+from stepwrap.plugins.lightning import StepStrategy
 from stepwrap.plugins.lightning.tree import DDPStrategy
 
 WRAPPERS = ("ddp", "fsdp", "separate")

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, Subset
 
 from stepwrap.configs.digits import Digits
-from stepwrap.plugins.lightning.strategy import StepStrategy
+from stepwrap.plugins.lightning import StepStrategy
 
 
 class OwnScale(Automatic):

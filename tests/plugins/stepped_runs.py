@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torchmetrics.classification import MulticlassAccuracy
 
 from stepwrap.loops import EpochTrainLoop, ValLoop
-from stepwrap.plugins.lightning.strategy import StepLightningModule, StepStrategy
+from stepwrap.plugins.lightning import StepLightningModule, StepStrategy
 from stepwrap.registry import MODEL_WRAPPERS
 from stepwrap.runner import Runner
 from stepwrap.wrappers import (

@@ -19,7 +19,7 @@ from lightning_parts import (
 from lightning_runs import WRAPPERS, whole_weights
 from ranks import run_ranks
 
-from stepwrap.plugins.lightning.strategy import StepStrategy
+from stepwrap.plugins.lightning import StepStrategy
 
 pytestmark = [pytest.mark.filterwarnings(one) for one in QUIET]
 EPOCHS = 3

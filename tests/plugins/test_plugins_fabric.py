@@ -11,7 +11,7 @@ from lightning_runs import Messages, sent
 from ranks import run_ranks
 from torch import nn
 
-from stepwrap.plugins.lightning.strategy import StepFabricStrategy
+from stepwrap.plugins.lightning import StepFabricStrategy
 from stepwrap.plugins.lightning.tree import FabricDDPStrategy
 
 pytestmark = [pytest.mark.filterwarnings(one) for one in QUIET]

@@ -7,7 +7,7 @@ import torch
 from lightning_parts import QUIET, Automatic, distance, loader, make_trainer, weights
 from stepped_runs import supervised
 
-from stepwrap.plugins.lightning.strategy import StepLightningModule, StepStrategy
+from stepwrap.plugins.lightning import StepLightningModule, StepStrategy
 from stepwrap.wrappers import AmpOptimWrapper, build_optimizer
 
 pytestmark = [pytest.mark.gpu, *(pytest.mark.filterwarnings(one) for one in QUIET)]

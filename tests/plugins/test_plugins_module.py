@@ -21,7 +21,7 @@ from stepped_runs import (
 from torch.utils.data import DataLoader
 
 from stepwrap.configs.digits import Digits
-from stepwrap.plugins.lightning.strategy import StepLightningModule
+from stepwrap.plugins.lightning import StepLightningModule
 from stepwrap.wrappers import OptimWrapper
 
 pytestmark = [pytest.mark.filterwarnings(one) for one in QUIET]

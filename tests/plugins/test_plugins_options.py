@@ -9,7 +9,7 @@ import pytest
 from lightning_parts import QUIET
 from torch import nn
 
-from stepwrap.plugins.lightning.strategy import StepFabricStrategy, StepStrategy
+from stepwrap.plugins.lightning import StepFabricStrategy, StepStrategy
 from stepwrap.plugins.lightning.tree import FABRIC_REGISTRY, TREE, StrategyRegistry
 from stepwrap.wrappers import SeparateDistributedDataParallel, StepDistributedDataParallel
 
@@ -90,7 +90,7 @@ def test_fabric_refuses_unknown_options() -> None:
 
 
 def test_the_front_door() -> None:
-    door = importlib.import_module("stepwrap.plugins.lightning.strategy")
+    door = importlib.import_module("stepwrap.plugins.lightning")
     assert door.__all__ == ["StepFabricStrategy", "StepLightningModule", "StepStrategy"]
 
 
@@ -113,4 +113,4 @@ def _without(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
 def test_without_lightning_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     _without(monkeypatch, "pytorch_lightning", "lightning_fabric", "lightning")
     with pytest.raises(ImportError, match=r"stepwrap\[lightning\]"):
-        importlib.import_module("stepwrap.plugins.lightning.strategy")
+        importlib.import_module("stepwrap.plugins.lightning")

@@ -18,7 +18,7 @@ from lightning_runs import (
 from lightning_shards import unusual_modules
 from ranks import run_ranks
 
-from stepwrap.plugins.lightning.strategy import StepStrategy
+from stepwrap.plugins.lightning import StepStrategy
 from stepwrap.wrappers import StepDistributedDataParallel
 
 KINDS = {"reduced": "c10d::allreduce_", "scattered": "c10d::_reduce_scatter_base_"}

@@ -1,0 +1,236 @@
+"""The model of a run: built, prepared and wrapped for the ranks as the config lays them out."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...collectives import get_local_rank, get_world_size
+from ...registry import MODEL_WRAPPERS, MODELS, Problem, RunSections, build_tree, check_component, find_train_step
+from ...wrappers import BaseModule, Mesh, Preparation, StepDistributedDataParallel, auto, build_mesh, check_axes, check_preparation, find_blocks, freeze_parameters, meta_parameters, model_checks, steps_in_group_only, wrap_model, wrapper_misfits
+from .errors import Attempts, building
+from .optimizers import works_over_ranks
+
+AUTO_TABLES = ("single", "ddp", "fsdp")
+
+
+def build_model(run: RunSections, ranks: int | None = None) -> tuple[nn.Module, Mesh | None]:
+    """Return the wrapped model on this rank's device, and how the ranks are laid out.
+
+    Args:
+        ranks: where one process tries what so many are to run, their number.
+    """
+    device = _device(run.device)
+    if device.type == "cuda":
+        # What a model or a loss puts on "cuda" must come to this rank's own device.
+        torch.cuda.set_device(device)
+    mesh = _lay_out(run, device)
+    preparation = _preparation(run)
+    is_meta = run.init_device == "meta"
+    place: AbstractContextManager[None] = meta_parameters() if is_meta else nullcontext()
+    with building("model"), place:
+        model = build_tree(run.model, MODELS)
+        if not is_meta:
+            with _without_lists():
+                _initialise(model)
+    _check_model(run, model, preparation, _tensor_size(run, mesh))
+    options = {k: v for k, v in (run.wrapper or {}).items() if k not in ("type", "_scope_")}
+    with building("wrapper", options):
+        wrapped = wrap_model(
+            _wrapper_for(run, ranks),
+            model,
+            device=device,
+            mesh=mesh,
+            prepare=preparation,
+            train_step=find_train_step(run.train_step),
+            **options,
+        )
+    return wrapped, mesh
+
+
+def build_bare_model(run: RunSections) -> nn.Module:
+    """Return the model of a run on the CPU, not wrapped or prepared, with any weights."""
+    with building("model"):
+        model: nn.Module = build_tree(run.model, MODELS)
+    return model
+
+
+def _initialise(model: nn.Module) -> None:
+    """Let modules with an `init_cfg` initialise themselves, which they do when they are told to."""
+    initialise: Any = getattr(model, "init_weights", None)
+    if hasattr(model, "init_cfg") and initialise is not None and not _has_no_settings(model):
+        # It reaches those inside by itself.
+        initialise()
+        return
+    for child in model.children():
+        _initialise(child)
+
+
+def _has_no_settings(model: nn.Module) -> bool:
+    """Whether ours has no settings: then a method `init_weights` inside may be for other things.
+
+    Models of other libraries draw their weights anew in it, also pretrained ones.
+    """
+    if not isinstance(model, BaseModule):
+        return False
+    return model.init_cfg is None and type(model).init_weights is BaseModule.init_weights
+
+
+@contextmanager
+def _without_lists() -> Iterator[None]:
+    """Keep mmengine's modules from printing lines about each of their parameters."""
+    module = sys.modules.get("mmengine.logging")
+    if module is None:
+        yield
+        return
+    # Its own runner has a file for them.
+    logger = module.MMLogger.get_current_instance()
+    level = logger.level
+    logger.setLevel("WARNING")
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+def needs_group(run: RunSections) -> bool:
+    """Whether wrapper or optimizer can only work inside a process group, even of one process."""
+    if works_over_ranks(run.optimizer):
+        return True
+    wrapper = wrapper_class(run)
+    if wrapper is auto:
+        return run.init_device == "meta" or "shard" in run.mesh
+    return wrapper is not None and steps_in_group_only(wrapper)
+
+
+def layout_problems(run: RunSections, ranks: int) -> Iterator[Problem]:
+    """Yield what does not fit together in how the ranks work together."""
+    wrapper = wrapper_class(run)
+    axes = run.mesh
+    if run.mesh:
+        try:
+            axes = check_axes(run.mesh, ranks)
+        except ValueError as error:
+            yield Problem("mesh", _told_of_launch(str(error), run, ranks))
+    data_size = _data_size(axes, ranks)
+    is_meta = run.init_device == "meta"
+    for key, told in wrapper_misfits(wrapper, data_size, axes, is_meta=is_meta).items():
+        yield Problem(key, told)
+    if run.tensor_parallel is not None and "tensor" not in axes:
+        what = "needs a tensor axis in mesh, such as {data: -1, tensor: 2}"
+        yield Problem("tensor_parallel", what)
+    if run.tensor_parallel is None and axes.get("tensor", 1) != 1:
+        what = "is more than one rank, but no tensor_parallel.plan says what is split over it"
+        yield Problem("mesh.tensor", what)
+    if wrapper is auto:
+        yield from _table_problems(run.wrapper or {})
+
+
+def preparation_problems(run: RunSections) -> Iterator[Problem]:
+    """Yield what is wrong with what is to be done to the model, whatever the model."""
+    for key, told in check_preparation(_preparation(run)):
+        name = key.removeprefix("tensor_parallel.plan.")
+        yield Problem(key, told.removeprefix(f"{name}: "))
+
+
+def tables_with(name: str) -> list[str]:
+    """Return the key paths at which `auto` takes an option of the wrappers it chooses from."""
+    return [
+        f"wrapper.{table}.{name}"
+        for table in AUTO_TABLES
+        if not check_component({"type": table, name: None}, MODEL_WRAPPERS, "", ("module",))
+    ]
+
+
+def wrapper_class(run: RunSections) -> Any:
+    """The class, or function, that the wrapper's type names; None for the default."""
+    return None if run.wrapper is None else MODEL_WRAPPERS.resolve(run.wrapper["type"])
+
+
+def _check_model(
+    run: RunSections, model: nn.Module, preparation: Preparation, tensor_size: int
+) -> None:
+    """Raise all that does not fit the model at once."""
+    attempts = Attempts()
+    checks = model_checks(model, preparation, tensor_size)
+    where, options = "wrapper", run.wrapper or {}
+    if wrapper_class(run) is auto:
+        where, options = "wrapper.fsdp", options.get("fsdp") or {}
+    if "shard" in options:
+        checks[f"{where}.shard"] = lambda: find_blocks(model, options.get("shard"))
+    for key, check in checks.items():
+        attempts.make(key, check)
+    attempts.finish()
+    if run.train is not None and run.freeze:
+        with building("freeze"):
+            freeze_parameters(model, run.freeze)
+            if not any(one.requires_grad for one in model.parameters()):
+                raise ValueError("every parameter is frozen, nothing is left to train")
+
+
+def _wrapper_for(run: RunSections, ranks: int | None) -> Any:
+    """The wrapper, where one process tries what several are to run that of theirs."""
+    wrapper = wrapper_class(run)
+    if wrapper is not None or ranks is None:
+        return wrapper
+    axes = check_axes(run.mesh, ranks) if run.mesh else {}
+    return StepDistributedDataParallel if _data_size(axes, ranks) > 1 else None
+
+
+def _data_size(axes: Mapping[str, int], ranks: int) -> int:
+    sizes = [size for name, size in axes.items() if name != "tensor"]
+    return abs(math.prod(sizes)) if axes else ranks
+
+
+def _told_of_launch(told: str, run: RunSections, ranks: int) -> str:
+    if ranks == run.launch.nproc:
+        return told.replace(f"there are {ranks}", f"launch.nproc is {ranks}")
+    return told
+
+
+def _table_problems(settings: Mapping[str, Any]) -> Iterator[Problem]:
+    """Yield what the wrappers that may be chosen do not take."""
+    for name in AUTO_TABLES:
+        table = settings.get(name)
+        if isinstance(table, Mapping):
+            where = f"wrapper.{name}"
+            yield from check_component({"type": name, **table}, MODEL_WRAPPERS, where, ("module",))
+        elif table is not None:
+            yield Problem(f"wrapper.{name}", f"must be options of {name}, got {table!r}")
+
+
+def _preparation(run: RunSections) -> Preparation:
+    return Preparation(
+        freeze=run.freeze,
+        tensor_parallel=None if run.tensor_parallel is None else run.tensor_parallel.plan,
+        activation_checkpointing=run.activation_checkpointing,
+        compile=run.compile,
+    )
+
+
+def _lay_out(run: RunSections, device: torch.device) -> Mesh | None:
+    if not run.mesh:
+        return None
+    # `stepwrap check` builds in one process what several are to run.
+    axes = dict.fromkeys(run.mesh, 1) if get_world_size() == 1 else run.mesh
+    with building("mesh"):
+        return build_mesh(axes, device.type)
+
+
+def _tensor_size(run: RunSections, mesh: Mesh | None) -> int:
+    wanted = run.mesh.get("tensor", 1)
+    if wanted > 0:
+        return wanted
+    return 1 if mesh is None else mesh.tensor_size
+
+
+def _device(wanted: str) -> torch.device:
+    if wanted == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", get_local_rank() % torch.cuda.device_count())

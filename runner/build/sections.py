@@ -1,0 +1,96 @@
+"""The settings of a run, read and checked whole: each section, and all of them together."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from ...loops import IterTrainLoop
+from ...registry import LOOPS, Config, ConfigError, Problem, RunSections, config_from_dict, examine_config, load_config, optim_wrapper_sections
+from .optimizers import works_over_ranks
+from .parallelism import layout_problems, preparation_problems, tables_with
+
+_LAYOUT = {"mesh", "tensor_parallel", "wrapper", "launch", "init_device"}
+
+
+def read_sections(
+    config: Config | Mapping[str, Any] | str | os.PathLike[str], world_size: int | None = None
+) -> RunSections:
+    """Check the settings of a run whole and return them.
+
+    Args:
+        config: A `Config`, a dict, a file or the name of a shipped config.
+        world_size: How many ranks will run; default: `launch.nproc` of the config.
+
+    Raises:
+        ConfigError: Everything that is wrong with them.
+    """
+    if isinstance(config, str | os.PathLike):
+        config = load_config(config)
+    elif not isinstance(config, Config):
+        config = config_from_dict(config)
+    run, problems, faulty = examine_config(config)
+    problems = [_with_table_hint(problem, config) for problem in problems]
+    if run is not None:
+        ranks = run.launch.nproc if world_size is None else world_size
+        problems += [
+            replace(problem, origin=config.origin(problem.key))
+            for problem in _misfits(run, ranks, faulty)
+        ]
+    if run is None or problems:
+        raise ConfigError(problems)
+    return run
+
+
+def _misfits(run: RunSections, ranks: int, faulty: frozenset[str]) -> Iterator[Problem]:
+    """Yield what does not fit together although each section is right in itself.
+
+    Of the sections in `faulty` nothing is asked.
+    """
+    if run.device == "cuda" and not torch.cuda.is_available():
+        yield Problem("device", "is cuda, but torch finds no CUDA device on this machine")
+    if not faulty & _LAYOUT:
+        yield from layout_problems(run, ranks)
+    yield from preparation_problems(run)
+    if not faulty & {"wrapper", "optimizer", "optim_wrapper", "train"}:
+        yield from _uneven_problems(run)
+
+
+def _uneven_problems(run: RunSections) -> Iterator[Problem]:
+    """Yield what does not go together with ranks that have different numbers of batches."""
+    options = run.wrapper or {}
+    if not options.get("uneven_inputs") or run.train is None:
+        return
+    where = "wrapper.uneven_inputs"
+    if options.get("sync_batchnorm"):
+        what = "excludes sync_batchnorm: a rank without a batch has no statistics to give"
+        yield Problem(where, what)
+    if works_over_ranks(run.optimizer):
+        what = "does not go together with an optimizer that communicates at each update"
+        yield Problem(where, what)
+    sections = optim_wrapper_sections(run.optim_wrapper, run.optimizer).values()
+    if any(one.get("accumulative_counts", 1) != 1 for one in sections):
+        what = "needs accumulative_counts=1: a rank that runs out of batches inside a window"
+        yield Problem(where, f"{what} would lose its gradients")
+    loop = LOOPS.resolve(run.train["type"])
+    if isinstance(loop, type) and issubclass(loop, IterTrainLoop):
+        what = "needs an EpochTrainLoop: updates that only some ranks make cannot be counted"
+        yield Problem(where, what)
+
+
+def _with_table_hint(problem: Problem, config: Config) -> Problem:
+    """Say where `auto` takes an option of the wrappers that it chooses from."""
+    section, _, name = problem.key.partition(".")
+    if section != "wrapper" or config.select("wrapper.type") != "auto" or "." in name:
+        return problem
+    if "has no such argument" not in problem.what:
+        return problem
+    tables = tables_with(name)
+    if not tables:
+        return problem
+    what = f"auto has no such argument; did you mean {' or '.join(tables)}?"
+    return replace(problem, what=what)
