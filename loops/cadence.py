@@ -10,8 +10,8 @@ from .state import LoopState
 class Cadence:
     """Every so many updates, epochs or seconds; several may be given.
 
-    Ask `due_step` after each update and `due_epoch` after each epoch, as a rule
-    in `on_save_point`. The answer is the same on all ranks.
+    Ask `due_step` after each update and `due_epoch` after each epoch, usually
+    in `on_save_point`. The answer is the same on every rank.
 
     Args:
         every_steps: Optimizer updates between two times; None for never.

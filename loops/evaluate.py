@@ -1,4 +1,4 @@
-"""Validation and test, readable top to bottom."""
+"""The validation and test loops."""
 
 from __future__ import annotations
 
@@ -43,18 +43,19 @@ logger = logging.getLogger(__name__)
 class _EvalLoop:
     """One pass over the data under inference mode; each sample counts once.
 
-    The model's training flags and the random streams are afterwards as they
-    were: how often a run is evaluated does not change how it trains. Steps run in
-    the precision of the training where the state has an `AmpOptimWrapper`, else in its
-    `precision`, which is the model's own unless it was set.
+    The model's training flags and the random streams are restored afterwards, so
+    evaluations do not affect training. Steps run in the precision of the training if
+    the state has an `AmpOptimWrapper`, otherwise in its `precision`, which is the
+    model's own unless it was set.
 
     Args:
         dataloader: This rank's batches; ranks may have different numbers of
-            them, also none. Where steps need all ranks at once (the model's
-            `collective_eval`), one that has run out goes on with a batch that counts nothing.
+            them, including none. If steps must be called by every rank (the model's
+            `collective_eval`), a rank that has run out continues with a batch that is not
+            counted.
         metrics: torchmetrics objects, or those of a `BaseMetric`, by name, in the
-            same order on all ranks. A step that returns a mapping feeds each metric
-            by its argument names, any other result is passed as
+            same order on every rank. If a step returns a mapping, each metric gets
+            the values named by its arguments; any other result is passed as
             `update(outputs, batch)`, or `add(outputs, batch)`.
     """
 
@@ -80,15 +81,15 @@ class _EvalLoop:
             raise
 
     def evaluate(self, state: LoopState, hooks: HookList, watch: StopWatch) -> dict[str, float]:
-        """Evaluate inside another loop; empty when `watch` cuts it short.
+        """Evaluate inside another loop; empty if `watch` stops it early.
 
         Every rank must call this.
 
         Raises:
             TypeError: The model lacks the step.
             ValueError: There is no batch on any rank, or a metric's input is missing.
-            RuntimeError: Steps need all ranks at once, and the loader, a metric or a hook of
-                another one has raised an error, which is named.
+            RuntimeError: Steps must be called by every rank, and the loader, a metric or a hook
+                of another rank has raised an error, which is named.
         """
         if not hasattr(state.model, self.step_name):
             raise TypeError(

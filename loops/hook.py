@@ -33,8 +33,8 @@ class Hook:
     epoch of events around the whole run. A resumed run starts with
     on_train_start and on_epoch_start again.
 
-    Any object with methods of these names will do as well; `order` is optional there.
-    A hook with `state_dict` and `load_state_dict` is kept in checkpoints.
+    Any object with methods of these names works as well; `order` is optional there.
+    A hook with `state_dict` and `load_state_dict` is saved in checkpoints.
     """
 
     order: int = 50
@@ -44,17 +44,17 @@ class Hook:
         _check_events(cls, vars(cls))
 
     def ignores(self) -> Collection[str]:
-        """Overridden events that are not to be called in this run after all; asked once."""
+        """Overridden events that should not be called in this run; queried once."""
         return ()
 
     def on_run_start(self, state: LoopState) -> None:
-        """Everything is built; no checkpoint has been restored yet."""
+        """All parts are built; no checkpoint has been restored yet."""
 
     def on_run_end(self, state: LoopState) -> None:
-        """Nothing more will happen; not called after an error."""
+        """The run is over; not called after an error."""
 
     def on_train_start(self, state: LoopState) -> None:
-        """Training starts or goes on after a resume; the counters are restored."""
+        """Training starts, or continues after a resume; the counters are restored."""
 
     def on_train_end(self, state: LoopState) -> None:
         """Training has ended or was stopped: see `state.stop_reason`, `state.signal`."""
@@ -63,7 +63,7 @@ class Hook:
         """A pass over the data starts; `state.epoch` is its index."""
 
     def on_epoch_end(self, state: LoopState) -> None:
-        """A pass over the data is done; `state.epoch` still is its index."""
+        """A pass over the data is done; `state.epoch` is still its index."""
 
     def on_batch_start(self, state: LoopState, batch: Any) -> None:
         """A training batch was read; `state.iteration` is its index."""
@@ -81,12 +81,12 @@ class Hook:
         """
 
     def on_log(self, state: LoopState, record: dict[str, float]) -> None:
-        """A log record is there: means over the interval and ranks, equal on all ranks."""
+        """A log record is complete: means over interval and ranks, equal on every rank."""
 
     def on_save_point(self, state: LoopState) -> None:
-        """Everything due at this update or epoch end is done: the place to save.
+        """Everything due at this update or end of an epoch is done: the place to save.
 
-        Comes after `on_update` and its log and validation, and once more after
+        Called after `on_update` and its log and validation, and once more after
         each pass over the data and its validation (`state.batch` is 0 there).
         """
 
@@ -100,7 +100,7 @@ class Hook:
         """An evaluation step is done; runs under inference mode."""
 
     def on_eval_end(self, state: LoopState, metrics: dict[str, float]) -> None:
-        """An evaluation has ended; `metrics` are equal on all ranks.
+        """An evaluation has ended; `metrics` are equal on every rank.
 
         Called exactly once for each `on_eval_start` unless an error was raised.
         `metrics` is empty when the evaluation was cut short by a request to
@@ -108,7 +108,7 @@ class Hook:
         """
 
     def on_exception(self, state: LoopState, error: BaseException) -> None:
-        """A loop failed with `error`, maybe on this rank only: must not communicate."""
+        """A loop failed with `error`, possibly only on this rank: must not communicate."""
 
 
 EVENTS: tuple[str, ...] = tuple(
@@ -143,8 +143,8 @@ _OnBatch = tuple[Callable[[LoopState, Any], None], ...]
 class HookList:
     """Hooks in calling order; one tuple of listeners for each event.
 
-    An event that nobody listens to is an empty tuple, so that announcing it,
-    `for f in hooks.on_update: f(state)`, costs next to nothing.
+    An event without listeners is an empty tuple, so that announcing it,
+    `for f in hooks.on_update: f(state)`, costs almost nothing.
     """
 
     on_run_start: _OnState

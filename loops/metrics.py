@@ -119,9 +119,9 @@ def empty_copies(metrics: Mapping[str, AnyMetric]) -> dict[str, AnyMetric]:
 
 
 def directions_of(metrics: Mapping[str, AnyMetric]) -> dict[str, bool | None]:
-    """Say by name whether higher values are better; None where a metric does not tell.
+    """Return by name whether higher values are better; None where that is not known.
 
-    It tells by `higher_is_better`, as those of torchmetrics do, or by words such as "loss",
+    It is determined by `higher_is_better`, as torchmetrics has it, or by words such as "loss",
     "error" and "accuracy" in its name or its class's.
     """
     found: dict[str, bool | None] = {}

@@ -253,7 +253,7 @@ class LoopState:
         phase: What the running loop is doing.
         metrics: Results of the last evaluation.
         higher_is_better: Whether higher values of a metric of the validation are better, by its
-            name; None where neither the metric nor its name tells.
+            name; None where that is not known.
         evaluated_at: `step` at which the last validation ended; -1 for never.
         recorded_at: `step` at which the last log record of a full interval was made.
         logs: What the training steps have logged since then, on this rank.

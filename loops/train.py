@@ -1,4 +1,4 @@
-"""Training: the story of a run, readable top to bottom."""
+"""The training loops."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ class _TrainLoop:
         return even_inputs(batches, state) if self._compares else batches
 
     def _after_update(self, state: LoopState, hooks: HookList, signals: StopSignals) -> None:
-        """Log, look for signals, validate and save, each when its time has come."""
+        """Log, poll signals, validate and save, each when it is due."""
         if not state.together:
             return
         if state.step % self.log_every_steps == 0:
@@ -140,12 +140,12 @@ class _TrainLoop:
             state.updated_at = (state.epoch, 0, state.iteration)
 
     def _validate(self, done: int, state: LoopState, hooks: HookList, signals: StopSignals) -> None:
-        """Validate if that is due after `done` units; a stop puts it off to the resume."""
+        """Validate if due after `done` units; after a stop, the resumed run does it."""
         if self.val_loop is not None and self.schedule.due(done) and not state.stop_reason:
             self.val_loop.evaluate(state, hooks, signals)
 
     def _catch_up(self, done: int, state: LoopState, hooks: HookList, signals: StopSignals) -> None:
-        """Do the validation that an earlier run was stopped before or in."""
+        """Do the validation before or during which an earlier run was stopped."""
         if done and self.schedule.due(done) and state.evaluated_at != state.step:
             self._validate(done, state, hooks, signals)
             for on_save_point in hooks.on_save_point:
@@ -153,7 +153,7 @@ class _TrainLoop:
 
     @contextmanager
     def _session(self, state: LoopState, hooks: HookList) -> Iterator[StopSignals]:
-        """Start and end the run's training, heed signals, announce errors."""
+        """Start and end the training of the run, handle signals, announce errors."""
         state.stop_reason, state.signal, state.in_step = "", 0, False
         state.updated_at = None
         if not holds_gradients(state.model):
@@ -181,7 +181,7 @@ class _TrainLoop:
                 raise
 
     def _check(self, state: LoopState) -> None:
-        """Raise before anything happens if the parts do not fit together."""
+        """Raise at the start if the parts do not fit together."""
         if state.optim_wrapper is None:
             raise ValueError("training needs an optimizer wrapper, but state.optim_wrapper is None")
         missing = [name for name in _NEEDED if not hasattr(state.optim_wrapper, name)]
@@ -221,7 +221,7 @@ class EpochTrainLoop(_TrainLoop):
         max_epochs: Passes over the data.
         val_loop: Validates; None for never.
         val_begin: The first epoch after which it may run.
-        val_interval: Epochs between two validations; the last epoch has one anyway.
+        val_interval: Epochs between two validations; there is always one after the last epoch.
         dynamic_intervals: (epoch, val_interval) pairs: from that epoch on, another interval.
         log_every_steps: Updates between two log records.
         sanity_val: Run one batch of the validation before training, to find mistakes in it; see
@@ -303,7 +303,7 @@ class IterTrainLoop(_TrainLoop):
         max_steps: Optimizer updates.
         val_loop: Validates; None for never.
         val_begin: The first update after which it may run.
-        val_interval: Updates between two validations; the last update has one anyway.
+        val_interval: Updates between two validations; there is always one after the last update.
         dynamic_intervals: (step, val_interval) pairs: from that update on, another interval.
         log_every_steps: Updates between two log records.
         sanity_val: Run one batch of the validation before training, to find mistakes in it; see
@@ -332,8 +332,8 @@ class IterTrainLoop(_TrainLoop):
     def run(self, state: LoopState, hooks: HookList) -> LoopState:
         """Train until `max_steps` or a stop; every rank must call this.
 
-        Goes on where `state` is, also inside a pass over the data; a validation
-        that the last run had no time for comes first.
+        Continues at the position of `state`, also inside a pass over the data; a validation
+        that the previous run was stopped before comes first.
         """
         self._check(state)
         self._count(state)

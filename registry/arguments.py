@@ -22,7 +22,7 @@ def title(target: object) -> str:
 
 
 def signature_of(target: Callable[..., Any]) -> inspect.Signature | None:
-    """Return what `target` accepts from a config, None where Python cannot tell.
+    """Return what `target` accepts from a config, None if Python does not know its signature.
 
     A class that passes `**kwargs` on to something known may offer the class method
     `config_signature() -> inspect.Signature`, so that those names are checked too.

@@ -35,13 +35,13 @@ def build_from_cfg(
 
     Nested dicts are passed as they are. Neither `cfg` nor `default_args` is changed; where both
     have a key, `cfg` wins. Both may be any mapping, and mmengine's `Config` and `ConfigDict`.
-    `_scope_` in `cfg` looks the type up from the registry of that scope, and so what the
-    constructor builds in its turn.
+    With `_scope_` in `cfg` the type, and everything that the constructor builds, is looked up from
+    the registry of that scope.
 
     Raises:
-        TypeError: `cfg` is no mapping, `type` neither a name nor something to call, or the
-            arguments are not those of the class (unknown names are looked for first).
-        KeyError: there is no `type`, or nothing is registered under it.
+        TypeError: `cfg` is not a mapping, `type` is neither a name nor callable, or the arguments
+            are not those of the class (unknown names are reported first).
+        KeyError: there is no `type`, or its name is not registered.
         Exception: whatever the constructor itself raises, unchanged.
     """
     args = _merged(cfg, default_args)
@@ -60,7 +60,7 @@ def build_model_from_cfg(
     registry: NameTable,
     default_args: Mapping[str, Any] | None = None,
 ) -> Any:
-    """Build a model as `build_from_cfg` does, or of a list of them a `torch.nn.Sequential`."""
+    """Build a model like `build_from_cfg`, or a `torch.nn.Sequential` from a list of configs."""
     if not isinstance(cfg, list):
         return build_from_cfg(cfg, registry, default_args)
     parts = [build_from_cfg(part, registry, default_args) for part in cfg]

@@ -24,7 +24,7 @@ class Definition(NamedTuple):
     registers: bool
 
     def advice(self) -> str:
-        """Return the sentence that tells how to make the definition reachable."""
+        """Return the sentence that says how to make the definition importable."""
         where = f"{self.kind} {self.name} is defined in {self.path}:{self.line}"
         module = ".".join(self.path.with_suffix("").parts)
         if _is_imported(self.path):

@@ -30,7 +30,7 @@ class Problem:
         key: dotted path of the setting, "" for the file as a whole.
         what: the sentence for the user, without file and key.
         origin: "file:line" or "override a.b=1", "" where unknown.
-        cause: the error that told of it, with its traceback.
+        cause: the error that revealed it, with its traceback.
     """
 
     key: str
@@ -55,7 +55,7 @@ class ConfigError(Exception):
 
 
 class RegistryKeyError(KeyError):
-    """A KeyError whose text is printed as it is (KeyError itself prints the repr of it)."""
+    """A KeyError whose text is printed unchanged (KeyError itself prints its repr)."""
 
     def __str__(self) -> str:
         return str(self.args[0]) if self.args else ""
@@ -166,7 +166,7 @@ def _frames(error: BaseException) -> Iterator[UserFrame]:
 
 
 def causes(error: BaseException) -> Iterator[BaseException]:
-    """Yield an error, then what led to it, as a printed traceback has them."""
+    """Yield an error and then its causes, in the order of a printed traceback."""
     seen: set[int] = set()
     current: BaseException | None = error
     while current is not None and id(current) not in seen:

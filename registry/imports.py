@@ -51,7 +51,7 @@ class _AbsentError(ImportError):
 
 
 class FailedImportError(ImportError):
-    """A module is there and fails when it is imported; what it raised is the cause."""
+    """A module exists but fails to import; the error that it raised is the cause."""
 
 
 def _import(name: str, text_if_absent: str) -> ModuleType:

@@ -32,29 +32,29 @@ class Registry:
     """A table of classes and functions that a config names by `type`.
 
     Names are looked up in the table itself, then in its `locations` and `namespaces`, then in
-    its ancestors. "scope.Name" asks this registry alone where that is its scope, else the child
-    with that scope, else from the root: the root or one of its children. A name that no registry
-    knows is tried as an import path ("torch.optim.SGD").
+    its ancestors. "scope.Name" is looked up only in this registry if that is its scope, else in the
+    child with that scope, else in the root or one of its children. A name that is not registered
+    is tried as an import path ("torch.optim.SGD").
 
     Args:
         name: what the registry is called in messages.
         build_func: `build_func(cfg, registry=self)`; default: the parent's, else `build_from_cfg`.
-        parent: the registry asked next for what is not found here.
+        parent: where names that are not found here are looked up next.
         scope: prefix of the names of this registry, without dots; default: the package that
             creates it.
-        locations: modules that register things; imported when a name is first missed.
+        locations: modules that register classes; imported when a name is first not found.
         namespaces: modules whose public classes are found by bare name, such as "torch.optim".
         aliases: other names, mapped to the registered ones.
-        kind: the import path of the base class of what is offered from the namespaces where a
-            name is not found.
+        kind: the import path of the base class of the classes of the namespaces that are suggested
+            if a name is not found.
 
     Attributes:
         children: the registries whose parent this is, by their scopes.
         module_dict: what is registered, by name.
 
     Raises:
-        TypeError: `scope` is no str, or `parent` no registry.
-        ValueError: `scope` is empty or has a dot, which would end it in a name.
+        TypeError: `scope` is not a str, or `parent` not a registry.
+        ValueError: `scope` is empty or contains a dot.
         AssertionError: the parent has another child with that scope.
     """
 

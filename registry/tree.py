@@ -19,10 +19,9 @@ def build_tree(
 
     A nested type is looked up in the same registry, as an import path, then in MODELS and
     DATASETS, for a model wrapper in COMM_HOOKS before these. One from the same registry gets
-    those of `default_args` that it cannot be built without (schedulers in a SequentialLR get the
-    optimizer). `{_ref_: torch.nn.ReLU}` is the object itself, uncalled; a dict with
-    `_raw_: true` is passed as a plain dict, and so is any for an argument that the class names
-    in `config_plain`.
+    those of `default_args` that it requires (schedulers in a SequentialLR get the optimizer).
+    `{_ref_: torch.nn.ReLU}` is the object itself, not called; a dict with `_raw_: true` is passed
+    as a plain dict, and so is every dict for an argument that the class lists in `config_plain`.
 
     Raises:
         TypeError, KeyError: as `build_from_cfg`.

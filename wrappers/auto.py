@@ -43,7 +43,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What a choice depends on beside the model.
+    """What the choice depends on besides the model.
 
     Attributes:
         data_size: among how many ranks the batches are shared out.

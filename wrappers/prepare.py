@@ -185,7 +185,7 @@ def _told(entry: tuple[str, Any]) -> tuple[str, str]:
 
 
 def split_paths(model: nn.Module, preparation: Preparation) -> list[str]:
-    """Paths of the modules that the plan names; what it gets wrong is not looked at."""
+    """Paths of the modules that the plan names; mistakes in it are not checked."""
     if not preparation.tensor_parallel:
         return []
     from .sharding.tensor_parallel import planned_layers

@@ -55,7 +55,7 @@ def is_module_wrapper(module: nn.Module, extra: Iterable[type[nn.Module]] = ()) 
     """Whether ``module`` or any module inside it is a DataParallel or DistributedDataParallel.
 
     Subclasses count; FullyShardedDataParallel and other wrappers count only when they are given.
-    ``is_model_wrapper`` looks at the module itself alone.
+    ``is_model_wrapper`` considers only the module itself.
 
     Args:
         extra: further classes that count as wrappers.
@@ -84,7 +84,7 @@ def wrap_model(
         wrapper: a wrapper class, or ``auto``. Default: StepDistributedDataParallel where several
             ranks see different batches, else SingleDevice. Without a group, SingleDevice stands
             in for StepDistributedDataParallel and SeparateDistributedDataParallel.
-        model: the model, or a wrapped model, which comes back as it is.
+        model: the model, or a wrapped model, which is returned unchanged.
         device: where to move the model first; default: it stays. A model on the meta device is
             built there by the wrapper.
         mesh: how the ranks are laid out; default: all see different batches.
@@ -96,7 +96,7 @@ def wrap_model(
         TypeError: the model is wrapped already and a wrapper or options are given, or the
             wrapper is no class or has no such argument.
         ValueError: wrapper, mesh and preparation do not go together, or as those say; or they are
-            not the same on all ranks. What is wrong on one rank is raised on all.
+            not the same on every rank. A mistake on one rank is raised on every rank.
         RuntimeError: a wrapper with a step of its own needs a process group, and there is none.
     """
     if is_model_wrapper(model):

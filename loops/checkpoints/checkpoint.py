@@ -57,29 +57,29 @@ def save_checkpoint(
 ) -> Path:
     """Write a checkpoint into `folder` and return its path; every rank must call this.
 
-    It holds the user's model under the user's names, the optimizer wrapper, the
-    counters, everything in `state.stateful`, the random streams of every rank,
-    what its training step carries on (`step_state` of the wrapper) and, inside an
-    accumulation window, the gradients gathered so far. An earlier checkpoint of
-    the same step is replaced. The first one after the run
-    went back to an older checkpoint gives those saved after that another name,
-    `abandoned_step_...`: they are found no more and stay until somebody removes
-    them.
+    It contains the user's model under the user's names, the optimizer wrapper, the
+    counters, everything in `state.stateful`, the random streams of every rank, the
+    state of the training step (`step_state` of the wrapper) and, inside an
+    accumulation window, the gradients accumulated so far. An earlier checkpoint of
+    the same step is replaced. After a run has been resumed from an older checkpoint,
+    the first save renames later ones to `abandoned_step_...`: they are no longer
+    found, and are kept until they are removed by hand.
 
-    Where the model is sharded, each rank writes its own parts and none has the
-    whole. FSDP2 does not give out the gradients of an unfinished window: there
-    the checkpoint goes back to where the window began, as a log line tells, and
-    where that was in the epoch before, the window starts anew without them.
+    If the model is sharded, each rank writes its own parts and no rank gathers the
+    whole. FSDP2 does not expose the gradients of an unfinished window: the
+    checkpoint is then one of the start of the window, as a log line says. If that
+    was in the previous epoch, the window starts again without them.
 
     Args:
         folder: Holds the run's checkpoints, `state.run_dir / "checkpoints"`;
-            the same place for all ranks.
+            the same folder on every rank.
         state: Where the counters are up to date, as in `on_save_point`.
         reason: "interval", "signal", "exception" or "end".
         is_best: Its metrics are the best so far.
 
     Raises:
-        CheckpointError: A rank failed; nothing of the checkpoint is left.
+        CheckpointError: Saving failed on some rank; raised on every rank, and nothing of the
+            checkpoint is left.
     """
     folder = Path(folder)
     reshard(state.model)
@@ -95,17 +95,17 @@ def save_checkpoint(
 def save_alone(folder: Path, state: LoopState, *, reason: str = "exception") -> Path | None:
     """Write what rank 0 knows, without any communication.
 
-    For the moment after an error, when the other ranks may be gone. The checkpoint is
-    whole where one process failed between two batches. Otherwise random streams are
-    missing from it: those of the other ranks, or as they were before the batch. It is
-    then set aside as `incomplete_step_...`, in place of an earlier one: it is not found
-    as the latest, and whoever goes on from it has other random numbers than the run
-    would have had. Such a checkpoint goes back to where the running accumulation window
-    began, so that a resume repeats that window.
+    To be used after an error, when the other ranks may be gone. The checkpoint is
+    complete if a single process failed between two batches. Otherwise random streams are
+    missing: those of the other ranks, or their state before the batch. It is then saved
+    as `incomplete_step_...`, replacing an earlier one: it is not found as the latest, and
+    a run that continues from it draws other random numbers than the original would have.
+    Such a checkpoint is one of the start of the current accumulation window, which a
+    resume repeats.
 
     Returns:
-        The checkpoint; None on other ranks, and, as a log line tells, where the weights
-        may have gone further than the counters, or the state is spread over the ranks.
+        The checkpoint; None on other ranks and, with a log line, if the weights may be ahead
+        of the counters or the state is sharded.
     """
     if own_rank() != 0:
         return None

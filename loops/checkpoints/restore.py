@@ -1,4 +1,4 @@
-"""Finding checkpoints and going on from them."""
+"""Finding checkpoints and continuing from them."""
 
 from __future__ import annotations
 
@@ -124,11 +124,11 @@ class Checkpoint:
         together(f"restoring {self.path}", lambda: self._load_states(state, files))
 
     def restore(self, state: LoopState) -> None:
-        """Put a run back to where the checkpoint was saved; every rank must call this.
+        """Restore a run to the state at the checkpoint; every rank must call this.
 
-        Works across wrappers and numbers of ranks; where the number has changed,
-        log lines say what cannot be the same. No rank reads more of a sharded
-        tensor than its own part.
+        Works across wrappers and numbers of ranks; if the number has changed, log lines
+        say what cannot be the same. Of a sharded tensor each rank reads only its own
+        part.
 
         Raises:
             CheckpointError: Something does not fit the run, on any rank.

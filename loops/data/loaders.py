@@ -50,7 +50,7 @@ class ShardedBatchSampler(Sampler[list[int]]):
         num_samples: Samples in the whole data set.
         batch_size: Samples per batch and rank.
         shuffle: A new permutation for each epoch instead of the natural order.
-        seed: The same on all ranks.
+        seed: The same on every rank.
         rank: Which shard; the ranks together have all samples.
         world_size: How many shards.
         drop_last: Leave out a last global batch that is not full.
@@ -142,7 +142,7 @@ class ShardedBatchSampler(Sampler[list[int]]):
 
 
 class SeededSamples(Dataset[Any]):
-    """A map-style data set whose randomness in a worker depends on the batch alone.
+    """A map-style data set whose randomness in a worker depends only on the batch.
 
     Before a batch of `BatchIndices` is read, the worker's random streams are
     seeded from the batch's key, so that augmentations are the same for one worker
@@ -193,7 +193,7 @@ def build_loader(
             SIGTERM and SIGINT, which often reach a whole group of processes: they
             end when this process does.
         collate: Makes a batch of a list of samples; None for torch's own.
-        seed: Of the order and of the workers' randomness; the same on all ranks.
+        seed: Of the order and of the workers' randomness; the same on every rank.
         **options: `drop_last` (leave out a last global batch that is not full),
             `shard` (rank and number of ranks; by default the process group's),
             `pin_memory` ("auto": where there is CUDA) and the remaining
@@ -238,7 +238,7 @@ def build_loader(
 
 
 def length_of(loader: Iterable[Any]) -> int | None:
-    """Return the number of batches in a pass over `loader`; None where it cannot tell."""
+    """Return the number of batches in a pass over `loader`; None if it is unknown."""
     if not isinstance(loader, Sized):
         return None
     try:

@@ -19,8 +19,8 @@ class EarlyStopHook(Hook):
     Args:
         metric: Name of a metric of the validation.
         patience: Validations without improvement to wait for.
-        mode: "min" when lower values are better, "max" when higher ones are; default: as the
-            metric tells by `higher_is_better` or by its name ("loss", "error", "accuracy").
+        mode: "min" when lower values are better, "max" when higher ones are; default: by the
+            metric's `higher_is_better`, or by its name ("loss", "error", "accuracy").
         min_delta: A smaller improvement than this does not count. NaN never counts.
 
     Raises:

@@ -172,7 +172,7 @@ logger = logging.getLogger(__name__)
 class LogHook(Hook):
     """Writes each log record and evaluation into `metrics.jsonl` and `metrics.csv`.
 
-    Rank 0 alone writes, into `state.run_dir` (nothing where that is None), and
+    Only rank 0 writes, into `state.run_dir` (nothing if that is None), and
     flushes after each record. A record is `{"step", "epoch", "phase", "time",
     ...}`: `step` in optimizer updates, `epoch` from 1 (`state.running_epoch`),
     `phase` one of "train", "val", "test", `time` in seconds since 1970, then the

@@ -28,7 +28,7 @@ class NonFiniteError(ArithmeticError):
 
 @HOOKS.register_module()
 class NanGuardHook(Hook):
-    """Raises NonFiniteError on all ranks when a value of any rank is not finite.
+    """Raises NonFiniteError on every rank when a value of any rank is not finite.
 
     The message names the first bad value, its step and its rank. The steps in
     between are not synchronised with the device: their values are looked at
@@ -41,7 +41,7 @@ class NanGuardHook(Hook):
             "loss" looks at the log values with "loss" in their names, "all"
             at all log values and at the parameters; it adds `param_norm`,
             their L2 norm, to the log records.
-        action: "raise", or "warn" to log a warning and go on.
+        action: "raise", or "warn" to log a warning and continue.
         every_steps: Optimizer updates between two looks, instead of with the records.
         every_epochs: Passes over the data between two looks, instead of with the records.
         every_secs: Seconds of training between two looks, instead of with the records.

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 class TensorBoardHook(Hook):
     """Writes `train/...`, `val/...` and `test/...` scalars into `<run_dir>/tensorboard`.
 
-    Rank 0 alone writes; nothing where `state.run_dir` is None. The horizontal
+    Only rank 0 writes; nothing if `state.run_dir` is None. The horizontal
     axis is the optimizer update. A resumed run hides what an earlier one wrote
     after the restored checkpoint.
 

@@ -21,14 +21,14 @@ def check_component(
     *,
     imports: bool = True,
 ) -> list[Problem]:
-    """Return what would keep `build_tree` from building `cfg`, nested parts included.
+    """Return the problems that would prevent `build_tree` from building `cfg` and its nested parts.
 
     Args:
         cfg: the dict with a `type`.
         registry: where the type is looked up.
         where: the key path of `cfg`, for the problems.
         runtime_args: names of arguments that the caller will supply, as an optimizer's `params`.
-        imports: False looks only at what needs no class, and imports nothing.
+        imports: False checks only what needs no class, and imports nothing.
     """
     shape = _shape_problem(cfg, registry, where)
     if shape is not None or not imports:

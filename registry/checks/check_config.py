@@ -35,7 +35,7 @@ _SCHEDULER_KEYS = ("by", "after", "until", "metric", "optimizer")
 
 
 def name_problems(cfg: Mapping[str, Any]) -> list[Problem]:
-    """Return the mistakes in a run config that can be told without any class, located.
+    """Return the mistakes in a run config that can be found without any class, located.
 
     Those are keys, values of the sections, and names of what the config itself has. Neither the
     modules named in `imports` nor torch are imported for that: it takes milliseconds.
@@ -72,7 +72,7 @@ class Examination(NamedTuple):
 
 
 def examine_config(cfg: Mapping[str, Any]) -> Examination:
-    """Check as `check_config` does, and return also what is right beside the mistakes."""
+    """Check like `check_config`, and also return the sections without mistakes."""
     return _examined(cfg, imports=True)
 
 

@@ -43,7 +43,7 @@ class LoaderSection:
 
 @dataclass(frozen=True, kw_only=True)
 class DataSection:
-    """The loaders of the three loops; one with a `type` is a loader of the user's own."""
+    """The loaders of the three loops; one with a `type` is a custom loader."""
 
     train: LoaderSection | Component | None = None
     val: LoaderSection | Component | None = None
@@ -71,9 +71,9 @@ class CustomKeySection:
 
 @dataclass(frozen=True, kw_only=True)
 class ParamwiseSection:
-    """Options by kind of parameter, and by name: a custom key's go before all others.
+    """Options by kind of parameter, and by name: those of a custom key take precedence.
 
-    `as_mmengine` tells kinds apart, and takes custom keys, as mmengine's code does.
+    `as_mmengine` classifies parameters and matches custom keys as mmengine's code does.
     """
 
     custom_keys: dict[str, Any] = field(default_factory=dict)
@@ -124,7 +124,7 @@ class RunSections:
         train_step: the import path of a function that is the training step, or that as a `type`
             with options of its own.
         mesh: sizes of the axes along which the ranks are laid out.
-        trace_collectives: compare every collective over the ranks, and say who waits where.
+        trace_collectives: compare every collective across ranks; errors say which rank waits where.
     """
 
     model: Component

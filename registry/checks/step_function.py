@@ -17,7 +17,7 @@ def find_train_step(setting: Any) -> Callable[..., Any] | None:
 
     Raises:
         ImportError: there is no such function.
-        TypeError: it is no function of these arguments.
+        TypeError: it is not a function of these arguments.
     """
     if setting is None:
         return None

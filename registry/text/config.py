@@ -107,7 +107,7 @@ def config_from_dict(values: Mapping[str, Any], name: str = "run") -> Config:
     """Return the config for settings that were made in Python, `${...}` resolved.
 
     Raises:
-        ConfigError: a value is of a kind that a config cannot hold, or cannot be resolved.
+        ConfigError: the type of a value is not allowed in a config, or a value cannot be resolved.
     """
     root = _without_origins({"name": name, **values})
     return Config(_with_anchored_imports(resolve(root)), Path.cwd() / f"{name}.yaml")
@@ -127,7 +127,7 @@ def format_config(cfg: Mapping[str, Any], origins: bool = False) -> str:
 
     Args:
         cfg: a Config, or dicts.
-        origins: end each line that sets a value with a comment that tells its origin.
+        origins: end each line that sets a value with a comment with its origin.
     """
     root = cfg._node if isinstance(cfg, Config) else _without_origins(cfg)
     lines = list(_lines(root))

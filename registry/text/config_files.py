@@ -46,7 +46,7 @@ def find_config(name: str | os.PathLike[str], folder: Path, origin: str = "") ->
 
 
 def read_config(path: Path, including: tuple[Path, ...] = ()) -> Node:
-    """Return the settings of a file, laid upon those of its `_base_` files.
+    """Return the settings of a file, merged over those of its `_base_` files.
 
     Raises:
         ConfigError: one of the files cannot be read.

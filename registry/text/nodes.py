@@ -100,7 +100,7 @@ def dotted(path: Sequence[Key]) -> str:
 
 
 def merge(base: Node, over: Node) -> Node:
-    """Return `over` laid upon `base`: mappings are joined, all else is replaced.
+    """Return `over` merged over `base`: mappings are merged, everything else is replaced.
 
     A mapping in `over` with `_delete_: true` replaces the one in `base` as a whole.
     """

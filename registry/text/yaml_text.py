@@ -61,7 +61,7 @@ def parse(text: str, shown: str, folder: Path) -> Node:
     """Return the nodes of a YAML text, each with the origin "shown:line".
 
     Raises:
-        ConfigError: it is no valid YAML, has a key twice, or holds what a config cannot.
+        ConfigError: invalid YAML, a duplicate key, or a value that a config cannot hold.
     """
     return _Reader(text, Origin(shown, folder), numbered=True).read()
 

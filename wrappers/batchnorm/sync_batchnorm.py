@@ -276,7 +276,7 @@ class SynchronizedBatchNorm2d(SynchronizedBatchNorm):
     Raises:
         ValueError: another dimension of the input, or only one value per channel.
         AssertionError: another number of channels.
-        CollectiveError: a rank failed, on all ranks; it names rank and reason.
+        CollectiveError: a rank failed; raised on every rank, with the rank and the reason.
         ReplicationError: a replica does not come to the layer.
     """
 

@@ -25,7 +25,7 @@ _made: dict[tuple[type[nn.Module], bool], type[nn.Module]] = {}
 
 
 def checkpoint_activations(model: nn.Module, spec: CheckpointingSpec) -> nn.Module:
-    """Let blocks keep their inputs alone, and run again in the backward, in place.
+    """Have blocks keep only their inputs and run again in the backward; changes them in place.
 
     Losses and gradients stay the same, with one more forward of the blocks as the price. Each
     block gets a subclass of its class, so that names, attributes, ``isinstance``, copies and

@@ -95,7 +95,7 @@ class PostLocalSGD(CommHook):
 
     Attributes:
         start_localSGD_iter: backward passes with the mean over all ranks.
-        subgroup_size: ranks that go on averaging their gradients; 1: none does.
+        subgroup_size: ranks that continue to average their gradients; 1: none.
     """
 
     start_localSGD_iter: int  # noqa: N815 torch's own spelling

@@ -62,7 +62,7 @@ class StepDistributedDataParallel(Steps, DistributedDataParallel):
             ``{"type": "powerSGD", **options}``, ``{"type": "post_localSGD", **options}``, or
             one's own, as for ``read_comm_hook``.
         uneven_inputs: for the training loop: ranks may have different numbers of batches. A dict
-            holds arguments of ``join``. In a loop of one's own use ``with model.join():``.
+            holds arguments of ``join``. In a loop of your own use ``with model.join():``.
         ddp_kwargs: every option of torch's class. ``device_ids`` is by default the CUDA
             device of the parameters, and none on the CPU.
 
@@ -141,15 +141,15 @@ class StepDistributedDataParallel(Steps, DistributedDataParallel):
     ) -> Iterator[None]:
         """Train inside with as many batches as this rank has; the ranks leave together.
 
-        Every rank must enter. One that is done takes part in the averaging with gradients of
-        zero, and at the end all get the weights of the rank that trained longest. Its optimizer's
-        state remains that rank's own, and so do schedulers and counters.
+        Must be entered by every rank. A rank that is done contributes gradients of zero, and at the
+        end every rank gets the weights of the rank that trained longest. Optimizer state,
+        schedulers and counters are not synchronised.
 
         Args:
             divide_by_initial_world_size: every sample weighs the same; False: divide by the
                 number of ranks that still have batches.
             enable: False if the numbers of batches are known to be equal.
-            throw_on_early_termination: raise RuntimeError on all ranks as soon as one is done.
+            throw_on_early_termination: raise RuntimeError on every rank as soon as one is done.
         """
         # torch changes the filters at the end, and leaves the wrapper as if it were still inside.
         with warnings.catch_warnings():

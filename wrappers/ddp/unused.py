@@ -45,7 +45,7 @@ def explain_unused(error: BaseException, names: Sequence[str], failure: str = ""
 
     Args:
         names: what ``trainable_names`` gave when the module was wrapped.
-        failure: the error of the update before, which is then the cause that is told.
+        failure: the error of the previous update, which is then reported as the cause.
     """
     text = str(error)
     if _CHANGED in text:

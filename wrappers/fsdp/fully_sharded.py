@@ -83,7 +83,7 @@ class StepFullyShardedDataParallel(Steps, nn.Module):
             of torch's older ``FullyShardedDataParallel``, as objects or as names.
 
     Raises:
-        TypeError: there is no such option, or a value is of another kind.
+        TypeError: an option is unknown, or a value has the wrong type.
         ValueError: no process group; an option has no counterpart or contradicts another one; a
             parameter cannot be sharded or initialised; models or options differ between ranks.
     """
@@ -141,8 +141,8 @@ class StepFullyShardedDataParallel(Steps, nn.Module):
     def train_step(self, data: Any, optim_wrapper: OptimizerWrapper) -> dict[str, Tensor]:
         """Train on one batch; returns what to log, detached.
 
-        Every rank must call this. After an error, ``zero_grad()`` and go on: what the failed step
-        and its window have gathered is gone.
+        Every rank must call this. After an error, call ``zero_grad()`` and continue: the gradients
+        of the failed step and of its window are lost.
         """
         return super().train_step(data, optim_wrapper)
 

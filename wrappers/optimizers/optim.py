@@ -101,7 +101,7 @@ class Accumulation:
 
     @property
     def loss_scale(self) -> float | Tensor:
-        """The factor of this window's gradients, for a backward beside that of ``backward``.
+        """The factor of this window's gradients, for backwards other than that of ``backward``.
 
         ``(loss * loss_scale).backward()`` keeps small gradients from vanishing in float16; what
         it leaves is divided by the same.
@@ -135,7 +135,7 @@ class OptimWrapper(Accumulation):
     clips, steps and then clears the gradients. A subclass may override ``backward`` and
     ``step`` (another precision), ``optim_context`` (what the forward runs in) or
     ``update_params`` as a whole. An optimizer that needs a closure, as LBFGS, is updated by
-    ``update_by_closure``, from a training step of one's own::
+    ``update_by_closure``, from a training step of your own::
 
         class TwiceNoisy(OptimWrapper):
             def backward(self, loss, **kwargs):
@@ -216,7 +216,7 @@ class OptimWrapper(Accumulation):
             The loss before the update, detached.
 
         Raises:
-            TypeError: ``model`` is no wrapper.
+            TypeError: ``model`` is not a wrapper.
             ValueError: with accumulation, clipping, a loss scale or ranks of unequal lengths.
         """
         return step_by_closure(self, closure, model)
@@ -232,7 +232,7 @@ class OptimWrapper(Accumulation):
         Raises:
             RuntimeError: none of them has ever had a gradient, though `backward` has run; the
                 model has other parameters in the place of some; or the first gradients of a
-                training step of one's own are not the same on all ranks.
+                custom training step differ between ranks.
             ValueError: the optimizer needs a closure.
         """
         if self._first is not None:

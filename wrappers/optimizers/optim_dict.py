@@ -36,7 +36,7 @@ class OptimWrapperDict(Mapping[str, OptimWrapper]):
         reads_parts: ``load_state_dict`` takes what can be cut in place of tensors.
 
     Raises:
-        AssertionError: a value is no optimizer wrapper.
+        AssertionError: a value is not an optimizer wrapper.
     """
 
     def __init__(self, **optim_wrappers: OptimWrapper) -> None:
@@ -92,7 +92,7 @@ class OptimWrapperDict(Mapping[str, OptimWrapper]):
             wrapper.zero_grad(**kwargs)
 
     def begin_batch(self) -> None:
-        """Let `should_update` speak of the members that take part in the coming batch alone.
+        """Make `should_update` consider only the members that take part in the coming batch.
 
         Called by the training loops before each training step; to be called in a loop of one's
         own whose members do not all take part in every batch.

@@ -27,7 +27,7 @@ _STRATEGIES = {"user_scattered": user_scattered, "dict_gather": dict_gather}
     name=["ReplicationCallbackDataParallel", "DataParallelWithCallback", "JacDataParallel"]
 )
 class ReplicationCallbackDataParallel(DataParallel[nn.Module]):
-    """torch's ``DataParallel`` that tells the submodules of their copies, on any devices.
+    """torch's ``DataParallel`` that notifies submodules of their copies, on any devices.
 
     Every forward splits the batch, copies the module to as many devices as there are chunks,
     calls ``__data_parallel_replicate__(ctx, copy_id)`` of every submodule that has it (see
@@ -58,7 +58,7 @@ class ReplicationCallbackDataParallel(DataParallel[nn.Module]):
             and the keyword arguments of every copy; default: ``torch.chunk`` of every tensor,
             another one is ``user_scattered``, also by its name.
         gather: called as ``gather(outputs, output_device, dim)``; default: ``dict_gather``.
-            With one device the output of the copy is returned as it is.
+            With one device the output of the copy is returned unchanged.
         timeout_s: how long copies wait for each other inside a layer that synchronises them;
             a slow forward that no copy waits for has no limit.
 

@@ -23,7 +23,7 @@ _PLAIN = frozenset({bool, int, float, str, tuple, list, dict, set, OrderedDict, 
 class CallbackContext:
     """What the copies of one submodule share during one replication: attributes, freely set.
 
-    Made anew for every replication. Before any callback it has ``num_copies``, ``session``
+    Created for every replication. Before any callback it has ``num_copies``, ``session``
     (where the copies meet during the forward) and ``layer``, the path of the submodule in the
     model ("" for the model itself).
     """

@@ -33,7 +33,7 @@ class _Round:
 
 
 class ReplicationSession:
-    """The meetings of a fixed number of copies during one forward; made anew for each.
+    """The meetings of a fixed number of copies during one forward; created for each forward.
 
     Every copy calls from one thread at a time; no thread is started. A copy that waits is
     always woken: by the last one to arrive, by the end or the error of a copy it waits for,

@@ -191,7 +191,7 @@ def reshard(model: nn.Module) -> None:
 def total_norm(
     tensors: Iterable[Tensor], norm_type: float = 2.0, *, like: Iterable[Tensor] | None = None
 ) -> Tensor:
-    """Return the norm of all ``tensors`` as one vector: a plain 0-d tensor, equal on all ranks.
+    """Return the norm of all ``tensors`` as one vector: a plain 0-d tensor, equal on every rank.
 
     Every rank must call this where a tensor is sharded, each with the same tensors in the
     same order.

@@ -22,7 +22,7 @@ AXES = ("data", "replicate", "shard", "tensor")
 class Mesh:
     """The ranks of a run, laid out along axes.
 
-    Ranks that differ on the tensor axis alone see the same batches; all others see their own.
+    Ranks that differ only on the tensor axis see the same batches; all others see their own.
 
     Attributes:
         axes: size of every axis, from the outermost to the innermost.

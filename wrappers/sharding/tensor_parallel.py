@@ -152,7 +152,7 @@ def check_styles(plan: Mapping[str, Style]) -> dict[str, ParallelStyle]:
 
 
 def planned_layers(model: nn.Module, plan: Mapping[str, Style]) -> list[str]:
-    """Paths of the modules that a plan names; what it gets wrong is not looked at."""
+    """Paths of the modules that a plan names; mistakes in it are not checked."""
     return list(_planned(model, plan, []))
 
 

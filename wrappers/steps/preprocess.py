@@ -21,7 +21,7 @@ def move(data: Any, device: torch.device, non_blocking: bool | None = None) -> A
     None and other objects come back as they are.
 
     Args:
-        non_blocking: whether to go on while tensors are copied; None: for pinned ones.
+        non_blocking: whether to continue while tensors are copied; None: for pinned ones.
     """
     if type(data) is list:
         return _move_all(data, device, non_blocking)
@@ -86,7 +86,7 @@ class DataPreprocessor(nn.Module):
         std: what the difference is divided by, likewise.
         input_key: the entry to normalise; default: the first of a sequence, "inputs" of a
             mapping.
-        non_blocking: whether to go on while tensors are copied to the device; default: for those
+        non_blocking: whether to continue while tensors are copied to the device; default: for those
             in pinned memory.
     """
 
@@ -126,7 +126,7 @@ class DataPreprocessor(nn.Module):
         """Move every tensor in nested ``data`` to the device.
 
         Mappings become plain dicts, sequences and namedtuples keep their type, other objects with a
-        method ``to`` are moved by it, and everything else comes back as it is.
+        method ``to`` are moved by it, and everything else is returned unchanged.
         """
         device = self._device
         # Most batches are flat sequences of tensors that are where they should be already.

@@ -115,10 +115,10 @@ class Steps:
         return mean
 
     def step_state(self) -> dict[str, Any]:
-        """What a training step of one's own carries from batch to batch, for checkpoints.
+        """The state that a custom training step keeps from batch to batch, for checkpoints.
 
         To be overridden together with ``load_step_state``: tensors, numbers, lists and dicts of
-        this rank alone. It is given back to the same rank of a run with as many.
+        this rank. It is restored on the same rank of a run with as many ranks.
         """
         return {}
 
@@ -144,8 +144,8 @@ class Steps:
     def update_and_detect(self, total: Tensor, optim_wrapper: OptimizerWrapper) -> None:
         """Update by ``total`` and log the parameters that it does not reach.
 
-        For who steps a wrapper without ``train_step``; of ``optim_wrapper`` it needs
-        ``update_params`` alone.
+        For callers that do not use ``train_step``; of ``optim_wrapper`` it only needs
+        ``update_params``.
         """
         model: Any = self
         with watch_gradients(model) as received:

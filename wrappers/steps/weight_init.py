@@ -22,7 +22,7 @@ InitSettings = Mapping[str, Any] | Sequence[Mapping[str, Any]]
 
 
 class BaseModule(nn.Module):
-    """A module that may be told how to initialise its weights.
+    """A module whose weight initialisation can be configured.
 
     Args:
         init_cfg: see ``initialize``. An attribute: a subclass may also set it.
@@ -78,7 +78,7 @@ def initialize(module: nn.Module, init_cfg: InitSettings) -> None:
             that of the names to take.
 
     Raises:
-        TypeError: it is no mapping, or has an argument that the type does not know.
+        TypeError: it is not a mapping, or has an argument that the type does not take.
         ValueError: an unknown type or submodule; or the file holds no weights of the module.
         FileNotFoundError: there is no such file.
     """
