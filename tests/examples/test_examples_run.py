@@ -22,6 +22,7 @@ def test_own_loop_under_torchrun(tmp_path: Path) -> None:
     assert out.count("epoch 1:") == 1
 
 
+@pytest.mark.slow
 def test_own_train_step(tmp_path: Path) -> None:
     config = str(EXAMPLES / "own_train_step.yaml")
     words = ("train", config, "--nproc", "2", "train.max_epochs=3")
