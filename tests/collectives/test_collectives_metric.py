@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from marks import slow
 from ranks import run_ranks
 from torchmetrics import CatMetric, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy
@@ -97,7 +96,8 @@ def _collect_forty(backend: str) -> None:
         assert metric([rank]) == [rank]
 
 
-@pytest.mark.parametrize("backend", ["torch", *slow("torch_cpu")])
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["torch", "torch_cpu"])
 def test_four_ranks(backend: str) -> None:
     """B-7."""
     run_ranks(_collect_forty, 4, backend)

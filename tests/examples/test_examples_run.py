@@ -14,6 +14,7 @@ def test_own_loop() -> None:
     assert main(epochs=4) > 0.9
 
 
+@pytest.mark.slow
 def test_own_loop_under_torchrun(tmp_path: Path) -> None:
     torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone")
     out = run(*torchrun, str(EXAMPLES / "own_loop.py"), cwd=tmp_path)

@@ -65,6 +65,7 @@ def _by_launch() -> tuple[tuple[str, float], int]:
         return call_around(world), os.getpid()
 
 
+@pytest.mark.slow
 def test_by_launch() -> None:
     results = launch(_by_launch, nproc=3)
     assert [answer for answer, _ in results.values()] == [("w1", 3.0), ("w2", 3.0), ("w0", 3.0)]

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from marks import slow
 from ranks import run_ranks
-from sharded_models import KINDS, data, net, spread, whole, whole_gradient
+from sharded_models import CASES, data, net, spread, whole, whole_gradient
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -24,8 +24,6 @@ from stepwrap.wrappers.sharding.layout import (
     take_part,
     total_norm,
 )
-
-CASES = [(size, kind) for size, kinds in KINDS.items() for kind in kinds]
 
 
 class Readable:

@@ -24,7 +24,7 @@ ROWS = [
     ("fsdp x tp", 4),
     ("separate", 2),
 ]
-QUICK = {("single", 1), ("ddp", 2), ("fsdp", 2), ("tp 2", 2)}
+QUICK = {("single", 1), ("ddp", 2), ("fsdp", 2)}
 CASES = [row for one in ROWS for row in ([one] if one in QUICK else slow(one))]
 RECIPES = [
     Recipe(model, *how, steps=STEPS)

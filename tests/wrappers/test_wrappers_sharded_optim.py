@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from marks import slow
 from ranks import run_ranks
-from sharded_models import KINDS, data, net, spread, whole, whole_gradient
+from sharded_models import CASES, KINDS, data, net, spread, whole, whole_gradient
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -23,8 +23,6 @@ from stepwrap.wrappers.optimizers.post_local_sgd import (
     TorchZeroRedundancyOptimizer as ZeroRedundancyOptimizer,
 )
 from stepwrap.wrappers.sharding.layout import is_sharded, layout_of, local_part
-
-CASES = [(size, kind) for size, kinds in KINDS.items() for kind in kinds]
 
 
 def _twins(kind: str, dtype: torch.dtype = torch.float64) -> tuple[nn.Module, nn.Module]:
@@ -97,7 +95,7 @@ def _not_finite(kind: str) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("kind", KINDS[2])
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_norm_that_is_not_finite_is_everyones_error(kind: str) -> None:
     first, second = run_ranks(_not_finite, 2, kind)
     assert first == second
@@ -129,7 +127,7 @@ def _overflow(kind: str, fused: bool, clip: bool) -> list[float]:
 
 @pytest.mark.parametrize("clip", [False, True])
 @pytest.mark.parametrize("fused", [False, *slow(True)])
-@pytest.mark.parametrize("kind", KINDS[2])
+@pytest.mark.parametrize("kind", KINDS)
 def test_an_infinity_in_one_ranks_part_stops_all(kind: str, fused: bool, clip: bool) -> None:
     assert run_ranks(_overflow, 2, kind, fused, clip) == [[32.0, 32.0], [32.0, 32.0]]
 
