@@ -17,3 +17,13 @@ def slow(*cases: Any) -> list[Any]:
         pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.slow)
         for case in cases
     ]
+
+
+def selected(request: pytest.FixtureRequest, argument: str) -> set[Any]:
+    """Return the values of an argument of the tests that run with a fixture of a module."""
+    return {
+        item.callspec.params[argument]
+        for item in request.session.items
+        if request.fixturename in getattr(item, "fixturenames", ())
+        and argument in getattr(getattr(item, "callspec", None), "params", ())
+    }
