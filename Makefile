@@ -8,17 +8,19 @@ READY := $(VENV)/.ready
 INSTALL := $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt
 export PYTHONUNBUFFERED := 1
 
-.PHONY: demo test test-lightning-versions check parity format types-link clean
+.PHONY: demo test test-all test-lightning-versions check parity format types-link clean
 
 demo: $(DEMO_READY)
 	$(BIN)/stepwrap train configs/digits_ddp.yaml --fresh
 
-# Files in their order, the many short ones last: no long one is left to one process alone.
-test: $(READY) types-link
+# `test` leaves out what is marked slow. Files in their order, the many short ones last: no long one
+# is left to one process alone.
+test: SELECTED := -m "not slow"
+test test-all: $(READY) types-link
 	$(BIN)/ruff check -q .
 	$(BIN)/ruff format -q --check .
 	PYTHONPATH=build/types $(BIN)/lint-imports --no-logo --no-cache
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(SELECTED)
 
 check: $(READY) types-link
 	$(BIN)/ruff format --check .

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from calls import outcome
+from marks import slow
 from ranks import run_ranks
 from tensors_by_rank import BITWISE, DTYPES, INTEGERS, OPS, values_of
 
@@ -48,7 +49,7 @@ def _reduce_every_dtype() -> None:
         assert own.tolist() == [world_size - 1, 65_535]
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [2, *slow(3)])
 def test_every_dtype_is_reduced_by_every_operation(world_size: int) -> None:
     """C-24."""
     run_ranks(_reduce_every_dtype, world_size)

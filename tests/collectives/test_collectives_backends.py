@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from calls import outcome
+from marks import slow
 from ranks import run_ranks
 
 from stepwrap.collectives import (
@@ -266,7 +267,7 @@ def _use(kind: Callable[[], BaseDistBackend]) -> list[tuple[str, str]]:
     return _fail_then_go_on(backend)
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [2, *slow(4)])
 @pytest.mark.parametrize("kind", [TorchDist, TorchCPUDist])
 def test_gloo(kind: type[BaseDistBackend], world_size: int) -> None:
     """B-2, B-3, B-4, X-5."""

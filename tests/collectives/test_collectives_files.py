@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from calls import outcome
+from marks import slow
 from ranks import RanksError, run_ranks
 
 from stepwrap.collectives import (
@@ -95,7 +96,7 @@ def _tell(received: dict[str, Any]) -> tuple[Any, ...]:
     return received["rank"], received["none"], len(received["text"]), tensor.sum().item()
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [2, *slow(4)])
 def test_every_way_gives_the_same(world_size: int, tmp_path: Path) -> None:
     """A-8, A-10, A-13."""
     expected = [(r, None, 10**r, torch.arange(r * 9_000.0).sum().item()) for r in range(world_size)]
@@ -270,7 +271,7 @@ def _lose_a_rank(tmpdir: str, when: str, everywhere: bool) -> None:
 
 
 # When the first rank reads, it is the first rank that dies.
-@pytest.mark.parametrize(("when", "dead"), [("entering", 1), ("writing", 1), ("reading", 0)])
+@pytest.mark.parametrize(("when", "dead"), [("entering", 1), ("reading", 0), *slow(("writing", 1))])
 def test_a_killed_rank_leaves_no_file_behind(when: str, dead: int, tmp_path: Path) -> None:
     (tmp_path / "foreign").touch()
     with pytest.raises(RanksError) as caught:

@@ -88,6 +88,7 @@ def _spawned(rank: int, folder: str) -> None:
     Path(folder, f"told_{rank}").write_text(json.dumps(told))
 
 
+@pytest.mark.slow
 def test_spawned_processes_without_any_environment(tmp_path: Path) -> None:
     """A-3, A-8, A-20, X-1, X-3."""
     torch.multiprocessing.spawn(_spawned, (str(tmp_path),), nprocs=2)

@@ -96,6 +96,7 @@ def _collect_forty(backend: str) -> None:
         assert metric([rank]) == [rank]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["torch", "torch_cpu"])
 def test_four_ranks(backend: str) -> None:
     """B-7."""

@@ -3,6 +3,7 @@
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
@@ -60,6 +61,7 @@ def test_any_object_comes_through_every_object_collective(sent: list[Any], tmp_p
     assert run_ranks(_failures, 2, sent, str(tmp_path)) == [[], []]
 
 
+@pytest.mark.slow
 @settings(
     max_examples=4, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )

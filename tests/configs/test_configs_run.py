@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from marks import slow
 from programs import run
 
 from stepwrap.registry import check_config, load_config
@@ -32,7 +33,7 @@ def test_config_has_no_mistakes(name: str) -> None:
     assert check_config(load_config(name)).name == name
 
 
-@pytest.mark.parametrize("name", ["digits_ddp", "digits_single", "digits_accumulate_bf16"])
+@pytest.mark.parametrize("name", ["digits_single", *slow("digits_ddp", "digits_accumulate_bf16")])
 def test_digits_are_learnt(name: str, tmp_path: Path) -> None:
     out = train(name, tmp_path / "run")
     assert last_record(tmp_path / "run", "test")["accuracy"] >= 0.97
@@ -41,6 +42,7 @@ def test_digits_are_learnt(name: str, tmp_path: Path) -> None:
     assert "best checkpoint: " in out
 
 
+@pytest.mark.slow
 def test_language_model_beats_the_unigram_entropy(tmp_path: Path) -> None:
     out = train("source_lm", tmp_path / "run", "train.max_steps=100", "train.val_interval=50")
     record = last_record(tmp_path / "run", "val")

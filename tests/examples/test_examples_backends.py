@@ -3,11 +3,13 @@
 import runpy
 from pathlib import Path
 
+import pytest
 from programs import run
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "metric_backends.py"
 
 
+@pytest.mark.slow
 def test_metric_backends(tmp_path: Path) -> None:
     out = run(str(EXAMPLE), cwd=tmp_path)
     # The same number over each back-end, and as one process has it.

@@ -2,11 +2,13 @@
 
 from pathlib import Path
 
+import pytest
 from programs import run
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "meta_device_fsdp.py"
 
 
+@pytest.mark.slow
 def test_meta_device_fsdp(tmp_path: Path) -> None:
     out = run(str(EXAMPLE), cwd=tmp_path)
     lines = [line for line in out.splitlines() if line.startswith("rank ")]

@@ -8,6 +8,7 @@ from programs import run
 EXAMPLE = Path(__file__).parents[2] / "examples" / "place_actor_critic.py"
 
 
+@pytest.mark.slow
 def test_place_actor_critic(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     out = run(str(EXAMPLE), "placement.png", cwd=tmp_path)

@@ -4,12 +4,14 @@ import re
 import runpy
 from pathlib import Path
 
+import pytest
 import torch
 from programs import run
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "replication_callback.py"
 
 
+@pytest.mark.slow
 def test_it_prints_its_result(tmp_path: Path) -> None:
     out = run(str(EXAMPLE), cwd=tmp_path)
     line = r"accuracy (0\.\d+); (\S+) from the mean of one copy\n"

@@ -3,11 +3,13 @@
 import re
 from pathlib import Path
 
+import pytest
 from programs import run
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
+@pytest.mark.slow
 def test_the_parameter_server_under_torchrun(tmp_path: Path) -> None:
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
     out = run(*torchrun, str(EXAMPLES / "parameter_server.py"), cwd=tmp_path)
@@ -15,6 +17,7 @@ def test_the_parameter_server_under_torchrun(tmp_path: Path) -> None:
     assert float(line.split()[-1]) >= 0.95
 
 
+@pytest.mark.slow
 def test_evaluators_follow_the_trainer_of_the_model_server(tmp_path: Path) -> None:
     out = run(str(EXAMPLES / "model_server.py"), cwd=tmp_path)
     seen: dict[str, list[tuple[int, float]]] = {"validator": [], "tester": []}

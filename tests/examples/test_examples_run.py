@@ -14,6 +14,7 @@ def test_own_loop() -> None:
     assert main(epochs=4) > 0.9
 
 
+@pytest.mark.slow
 def test_own_loop_under_torchrun(tmp_path: Path) -> None:
     torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone")
     out = run(*torchrun, str(EXAMPLES / "own_loop.py"), cwd=tmp_path)
@@ -22,6 +23,7 @@ def test_own_loop_under_torchrun(tmp_path: Path) -> None:
     assert out.count("epoch 1:") == 1
 
 
+@pytest.mark.slow
 def test_own_train_step(tmp_path: Path) -> None:
     config = str(EXAMPLES / "own_train_step.yaml")
     words = ("train", config, "--nproc", "2", "train.max_epochs=3")

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from marks import slow
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -28,13 +29,8 @@ from stepwrap.wrappers.sharding.layout import placed_as
 
 # Kind and number of ranks.
 CASES = [
-    ("ddp", 2),
-    ("fsdp", 2),
-    ("tensor", 2),
-    ("fsdp", 4),
-    ("hsdp", 4),
-    ("fsdp x tensor", 4),
-    ("ddp x tensor", 4),
+    *(("ddp", 2), ("fsdp", 2), ("tensor", 2), ("fsdp x tensor", 4)),
+    *slow(("fsdp", 4), ("hsdp", 4), ("ddp x tensor", 4)),
 ]
 _PLAN = {"net.0": "colwise", "net.2": "rowwise"}
 WIDTH = 512

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from marks import slow
 from ranks import run_ranks
 from sharded_runs import batch, contents, make_net, make_run, train
 from torch import nn
@@ -16,7 +17,10 @@ from torch.distributed.tensor import DTensor
 from stepwrap.loops import EMAHook, GradNormHook, LoopState, NanGuardHook, NonFiniteError
 from stepwrap.wrappers import OptimWrapper, SingleDevice, SupervisedModel, is_sharded, local_part
 
-KINDS = [("fsdp", 2), ("tensor", 2), ("hsdp", 4), ("fsdp x tensor", 4), ("ddp x tensor", 4)]
+KINDS = [
+    *(("fsdp", 2), ("tensor", 2)),
+    *slow(("hsdp", 4), ("fsdp x tensor", 4), ("ddp x tensor", 4)),
+]
 
 
 def _scores(state: LoopState) -> torch.Tensor:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from marks import slow
 from ranks import run_ranks
 from sharded_runs import contents, make_run, train
 from torch import Tensor, nn
@@ -44,11 +45,13 @@ def _resume(kind: str, path: Path) -> tuple[float, dict[str, Tensor]]:
     ("before", "after", "ranks", "taken"),
     [
         (("ddp", 2), "tensor", 2, [0, 0]),
-        (("ddp", 4), "ddp x tensor", 4, [0, 0, 1, 1]),
-        (("ddp", 2), "fsdp x tensor", 4, [0, 0, 1, 1]),
         (("ddp x tensor", 4), "ddp", 2, [0, 2]),
-        (("ddp x tensor", 4), "ddp x tensor", 4, [0, 1, 2, 3]),
-        (("tensor", 2), "ddp x tensor", 4, [0, 0, None, None]),
+        *slow(
+            (("ddp", 4), "ddp x tensor", 4, [0, 0, 1, 1]),
+            (("ddp", 2), "fsdp x tensor", 4, [0, 0, 1, 1]),
+            (("ddp x tensor", 4), "ddp x tensor", 4, [0, 1, 2, 3]),
+            (("tensor", 2), "ddp x tensor", 4, [0, 0, None, None]),
+        ),
     ],
 )
 def test_tensor_groups_draw_alike(

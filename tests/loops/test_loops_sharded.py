@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from loop_parts import make_state
+from marks import slow
 from ranks import run_ranks
 from sharded_runs import CASES, batch, contents, gradients, make_run, same, train
 from torch import Tensor
@@ -131,7 +132,7 @@ def _resume(kind: str, folder: Path, stop: int) -> list[bool]:
     return [same(contents(second), contents(whole_run)), second.step == 3, second.iteration == 6]
 
 
-@pytest.mark.parametrize("stop", [2, 3])
+@pytest.mark.parametrize("stop", [3, *slow(2)])
 @pytest.mark.parametrize(("kind", "size"), CASES)
 def test_goes_on_exactly_at_the_same_size(
     kind: str, size: int, stop: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]

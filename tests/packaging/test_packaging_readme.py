@@ -21,6 +21,7 @@ def blocks(file: str, language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", text, flags=re.DOTALL)
 
 
+@pytest.mark.slow
 def test_the_example_of_the_readme_runs(tmp_path: Path) -> None:
     (code,) = blocks("README.md", "python")
     assert len([line for line in code.splitlines() if line.strip()]) <= 25
@@ -69,6 +70,13 @@ def test_the_tree_of_the_readme_names_every_source_folder() -> None:
     assert {folder for folder in folders if f"\n{folder}/ " not in text} == set()
 
 
+def test_the_commands_of_the_readme_are_there() -> None:
+    (commands,) = [text for text in blocks("README.md", "") if "make demo" in text]
+    named = set(re.findall(r"\bmake ([\w-]+)", commands))
+    targets = re.findall(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
+    assert {"demo", "test", "test-all"} <= named <= set(" ".join(targets).split())
+
+
 def test_the_yaml_of_the_docs_is_yaml() -> None:
     whole, *sections = blocks("docs/configs.md", "yaml")
     assert "model" in yaml.safe_load(whole)
@@ -82,16 +90,23 @@ def test_the_docs_name_every_hook() -> None:
         assert f"| {name} | {kind} | {on} |" in text
 
 
-@pytest.mark.parametrize(("name", "kind"), HOOK_TYPES.items())
-def test_the_page_on_hooks_lists_every_argument_and_default(name: str, kind: str) -> None:
-    page = (ROOT / "docs/hooks.md").read_text()
-    section = page.split(f"\n## {name}: {kind}\n")[1].partition("\n## ")[0]
+def shown_arguments(page: str, name: str, kind: str) -> dict[str, str]:
+    """Return the arguments and defaults that the page on hooks lists for a hook."""
+    section = page.partition(f"\n## {name}: {kind}\n")[2].partition("\n## ")[0]
     shown = dict(re.findall(r"^\| `(\w+)` \| (.*?) \| .{20,} \|$", section, flags=re.MULTILINE))
-    signature = inspect.signature(HOOKS.get(kind))
+    assert shown or "No arguments." in section, f"{name}: no list of arguments"
+    return shown
+
+
+def test_the_page_on_hooks_lists_every_argument_and_default() -> None:
+    page = (ROOT / "docs/hooks.md").read_text()
+    shown = {name: shown_arguments(page, name, kind) for name, kind in HOOK_TYPES.items()}
     assert shown == {
-        parameter.name: "required"
-        if parameter.default is parameter.empty
-        else f"`{json.dumps(parameter.default)}`".replace('"', "")
-        for parameter in signature.parameters.values()
+        name: {
+            parameter.name: "required"
+            if parameter.default is parameter.empty
+            else f"`{json.dumps(parameter.default)}`".replace('"', "")
+            for parameter in inspect.signature(HOOKS.get(kind)).parameters.values()
+        }
+        for name, kind in HOOK_TYPES.items()
     }
-    assert shown or "No arguments." in section

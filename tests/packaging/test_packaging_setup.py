@@ -64,6 +64,7 @@ def empty_environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "env" / "bin" / "python"
 
 
+@pytest.mark.slow
 def test_the_wheel_brings_its_annotations(empty_environment: Path, tmp_path: Path) -> None:
     (site,) = (empty_environment.parents[1] / "lib").glob("python*/site-packages")
     folders = {file.parent.name for file in (site / "stepwrap").glob("*/__init__.py")}
@@ -95,6 +96,21 @@ def test_the_demo_installs_no_more_than_it_needs() -> None:
     assert extras("test") >= extras("demo") | {"lightning", "mmengine", "tensorboard", "test"}
 
 
+def test_slow_tests_are_left_out_of_make_test_alone() -> None:
+    def tests_run(target: str) -> str:
+        (line,) = [
+            line for line in run("make", "-n", target, cwd=ROOT).splitlines() if "-m pytest" in line
+        ]
+        return line
+
+    assert tests_run("test").split() == [*tests_run("test-all").split(), "-m", '"not', 'slow"']
+    assert re.findall(r"^make (.*)$", (ROOT / ".ci/run").read_text(), flags=re.MULTILINE) == [
+        "check",
+        "test-all",
+    ]
+
+
+@pytest.mark.slow
 def test_the_wheel_trains_from_another_folder(empty_environment: Path, tmp_path: Path) -> None:
     where = run(
         str(empty_environment),

@@ -6,6 +6,7 @@ import sys
 import types
 
 import pytest
+from marks import slow
 
 DOORS = {
     "collectives": """
@@ -107,7 +108,7 @@ def test_import_without_torch(name: str) -> None:
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
 
 
-@pytest.mark.parametrize("more", ["", "stepwrap.registry.MODEL_WRAPPERS.get('ddp')"])
+@pytest.mark.parametrize("more", ["stepwrap.registry.MODEL_WRAPPERS.get('ddp')", *slow("")])
 def test_wrappers_without_what_shards(more: str) -> None:
     """What only sharded and split models need of torch is not imported for the others."""
     code = (

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from marks import slow
 from placed import Placed, overflows, written_out
 from torch import Tensor
 
@@ -55,7 +56,7 @@ def every_cost(case: dict[str, Any]) -> Tensor:
     return written_out(every, sizes, compute, connection, distance, weights)
 
 
-@pytest.mark.parametrize("exhaustive", [True, False])
+@pytest.mark.parametrize("exhaustive", [True, *slow(False)])
 def test_random_cases_against_every_placement(
     exhaustive: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -342,6 +342,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_large_operations_after_the_parents_threads_have_run(tmp_path):
     """By default and where fork is asked for; with lambdas and closures."""
     assert run_script(AFTER_OPENMP, tmp_path).split() == ["begun"] * 4

@@ -1,7 +1,7 @@
 """Runs of the Trainer in the rank processes: ours and Lightning's own, side by side."""
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from importlib import import_module
 from typing import Any
 
@@ -99,9 +99,9 @@ def _compare(settings: tuple[str, ...]) -> dict[tuple[str, str], Any]:
     return found
 
 
-def compare() -> list[dict[tuple[str, str], Any]]:
+def compare(settings: Iterable[str]) -> list[dict[tuple[str, str], Any]]:
     """For each rank by setting and wrapper: distances of weights and logs to Lightning's ddp."""
-    return run_ranks(_compare, 2, tuple(SETTINGS), timeout_s=300)
+    return run_ranks(_compare, 2, tuple(settings), timeout_s=300)
 
 
 class Messages(logging.Handler):

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from lightning_parts import QUIET, distance, lightning, loader, make_trainer, weights
+from marks import selected, slow
 from ranks import RanksError, run_ranks
 from stepped_runs import (
     CASES,
@@ -27,12 +28,16 @@ from stepwrap.wrappers import OptimWrapper
 pytestmark = [pytest.mark.filterwarnings(one) for one in QUIET]
 
 
+QUICK = ("custom step", "accumulation", "fp16", "fsdp", "separate")
+ROWS = [*QUICK, *slow(*(case for case in CASES if case not in QUICK))]
+
+
 @pytest.fixture(scope="module")
-def results() -> list[dict[str, Any]]:
-    return run_ranks(both_ways, 2, timeout_s=120)
+def results(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+    return run_ranks(both_ways, 2, sorted({*QUICK, *selected(request, "case")}), timeout_s=120)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", ROWS)
 def test_the_trainer_reaches_the_runners_weights(case: str, results: list[dict[str, Any]]) -> None:
     for rank in results:
         assert rank[case]["distance"] <= 1e-6

@@ -16,6 +16,7 @@ from lightning_runs import (
     whole_weights,
 )
 from lightning_shards import unusual_modules
+from marks import selected, slow
 from ranks import run_ranks
 
 from stepwrap.plugins.lightning import StepStrategy
@@ -25,12 +26,16 @@ KINDS = {"reduced": "c10d::allreduce_", "scattered": "c10d::_reduce_scatter_base
 pytestmark = [pytest.mark.filterwarnings(one) for one in QUIET]
 
 
+QUICK = ("automatic", "manual", "accumulation", "norm")
+ROWS = [*QUICK, *slow(*(setting for setting in SETTINGS if setting not in QUICK))]
+
+
 @pytest.fixture(scope="module")
-def compared() -> list[dict[tuple[str, str], Any]]:
-    return compare()
+def compared(request: pytest.FixtureRequest) -> list[dict[tuple[str, str], Any]]:
+    return compare(sorted(selected(request, "setting")))
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("setting", ROWS)
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_weights_and_logs_are_those_of_lightnings_ddp(
     wrapper: str, setting: str, compared: list[dict[tuple[str, str], Any]]
@@ -42,7 +47,7 @@ def test_weights_and_logs_are_those_of_lightnings_ddp(
         assert same_names_and_steps
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("setting", ROWS)
 @pytest.mark.parametrize("option", DDP_OPTIONS)
 def test_options_of_ddp_change_no_weights(
     option: str, setting: str, compared: list[dict[tuple[str, str], Any]]

@@ -18,6 +18,7 @@ from lightning_parts import (
     weights,
 )
 from lightning_runs import WRAPPERS, whole_weights
+from marks import slow
 from programs import run
 from ranks import run_ranks
 from torch import nn
@@ -101,7 +102,7 @@ class Seen(Automatic):
         Path(f"rank{rank}").write_text(f"{name} {torch.distributed.get_backend()}")
 
 
-@pytest.mark.parametrize("wrapper", ["ddp", "fsdp"])
+@pytest.mark.parametrize("wrapper", ["ddp", *slow("fsdp")])
 def test_the_spawn_launcher(wrapper: str, tmp_path: Path) -> None:
     os.chdir(tmp_path)
     os.environ["PYTHONWARNINGS"] = "ignore"
@@ -119,6 +120,7 @@ def test_the_spawn_launcher(wrapper: str, tmp_path: Path) -> None:
     assert all(type(one) is torch.Tensor for one in after.values())
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(TREE != "pytorch_lightning", reason="the example imports pytorch_lightning")
 def test_the_example_by_the_subprocess_launcher(tmp_path: Path) -> None:
     out = run("-W", "ignore", str(ROOT / "examples/lightning_strategy.py"), "4", cwd=tmp_path)

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from marks import slow
 from ports import free_port
 from torch import nn
 
@@ -124,7 +125,7 @@ def push_50_and_wait(server: PushPullGradServerImpl, group: RpcGroup, folder: Pa
     serve(server, group, folder)
 
 
-@pytest.mark.parametrize("secondaries", [["w1", "w2"], ["w1"]])
+@pytest.mark.parametrize("secondaries", [["w1"], *slow(["w1", "w2"])])
 def test_a_dead_secondary_loses_nothing(secondaries: list[str], tmp_path: Path) -> None:
     """The other secondary takes over; with no other one the primary's process does."""
     roles = [serve, serve, serve, push_150, push_50_and_wait]
@@ -151,6 +152,7 @@ def be_shut_out(server: PushPullGradServerImpl, group: RpcGroup, folder: Path) -
     until((folder / "end").exists)
 
 
+@pytest.mark.slow
 def test_a_frozen_secondary_is_shut_out(tmp_path: Path) -> None:
     """It wakes up with pushes that others have applied by then, and cannot apply them again."""
     roles = [serve, be_shut_out, serve, push_150, push_50_and_wait]
@@ -188,6 +190,7 @@ def push_until_dead(server: PushPullGradServerImpl, group: RpcGroup, folder: Pat
     note(folder / "end")
 
 
+@pytest.mark.slow
 def test_a_dead_client_loses_nothing_that_was_acknowledged(tmp_path: Path) -> None:
     roles = [serve, serve, push_for_ever, push_until_dead]
     with members(roles, tmp_path, secondary_reducers=["w1"]) as processes:
@@ -237,7 +240,7 @@ def watch_until_error(server: PushPullGradServerImpl, group: RpcGroup, folder: P
     os._exit(0)
 
 
-@pytest.mark.parametrize("primary", [0, 1])
+@pytest.mark.parametrize("primary", [1, *slow(0)])
 def test_a_dead_primary_is_told_to_every_client(primary: int, tmp_path: Path) -> None:
     """Rank 0 also keeps the tables of all groups; both deaths are told."""
     roles: list[Role] = [watch_until_error] * 2 + [push_until_error] * 2

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from marks import slow
 from ranks import run_ranks
 from torch import Tensor, nn
 
@@ -77,7 +78,7 @@ def _train_in_step(optimizer_name: str, dtype: torch.dtype) -> list[Tensor]:
         return [parameter.detach().clone() for parameter in model.parameters()]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.float64, *slow(torch.float32)])
 @pytest.mark.parametrize("optimizer_name", list(OPTIMIZERS))
 def test_clients_in_step_equal_plain_training(optimizer_name: str, dtype: torch.dtype) -> None:
     expected = plain_training(optimizer_name, dtype)

@@ -155,6 +155,7 @@ def hosts() -> Iterator[Hosts]:
         hosts.remove()
 
 
+@pytest.mark.slow
 def test_two_hosts_by_torchrun(hosts: Hosts, tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(PROGRAM.replace("WORK", USE))
     torchrun = ["-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"]

@@ -27,6 +27,7 @@ def codes(title: str) -> list[str]:
     return re.findall(r"```python\n(.*?)```", section, flags=re.DOTALL)
 
 
+@pytest.mark.slow
 def test_the_first_world(tmp_path: Path) -> None:
     assert run_script(codes("A world")[0], tmp_path) == "42\n"
 
@@ -49,6 +50,7 @@ def test_a_world_by_its_address(tmp_path: Path) -> None:
     assert results == [(["actor1", "actor2", "learner"], rank) for rank in range(3)]
 
 
+@pytest.mark.slow
 def test_processes_that_outlive_each_other(tmp_path: Path) -> None:
     (code,) = codes("What goes wrong, and what you are told")
     told = run_script(code.replace("tcp://127.0.0.1:29400", f"file://{tmp_path}/store"), tmp_path)
@@ -255,6 +257,7 @@ print(had > 0, threads())
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="the system counts no threads")
 def test_the_group_of_a_world_ends_with_its_threads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

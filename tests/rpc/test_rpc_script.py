@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 SCRIPT = """
 import dataclasses, sys
 import multiprocessing as mp
@@ -95,6 +97,7 @@ def run(*commands: list[str]) -> None:
     assert [process.returncode for process in running] == [0] * len(commands), texts
 
 
+@pytest.mark.slow
 def test_processes_of_one_script_use_their_own_globals(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from marks import slow
 from ports import free_port
 
 from stepwrap.collectives import get_rank
@@ -64,13 +65,14 @@ def _by_launch() -> tuple[tuple[str, float], int]:
         return call_around(world), os.getpid()
 
 
+@pytest.mark.slow
 def test_by_launch() -> None:
     results = launch(_by_launch, nproc=3)
     assert [answer for answer, _ in results.values()] == [("w1", 3.0), ("w2", 3.0), ("w0", 3.0)]
     assert not any(is_alive(pid) for _, pid in results.values())
 
 
-@pytest.mark.parametrize("killed", ["0", "2"])
+@pytest.mark.parametrize("killed", ["0", *slow("2")])
 def test_by_torchrun_which_starts_all_again_when_one_is_killed(killed: str, tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(PROGRAM)
     torchrun = "-m torch.distributed.run --standalone --nproc-per-node 3 --max-restarts 1"

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from marks import slow
 from ports import free_port
 from ranks import run_ranks
 from torch.distributed.rpc.functions import async_execution
@@ -71,7 +72,7 @@ def _die_after_meeting(rank: int, url: str, folder: Path) -> None:
     (folder / str(rank)).write_text(": ".join(told(World, f"w{rank}", rank, 3, **options)))
 
 
-@pytest.mark.parametrize("step", ["collectives", "calls"])
+@pytest.mark.parametrize("step", ["calls", *slow("collectives")])
 def test_a_member_that_dies_after_the_meeting_is_named(step: str, tmp_path: Path) -> None:
     folder = tmp_path / ("dist" if step == "collectives" else "rpc")
     folder.mkdir()
@@ -151,6 +152,7 @@ def _come_early(rank: int, url: str, folder: Path) -> None:
     (folder / str(rank)).write_text("made")
 
 
+@pytest.mark.slow
 def test_what_a_killed_world_has_left_in_a_file_is_not_joined(tmp_path: Path) -> None:
     url = f"file://{tmp_path}/store"
     run_and_expect([-signal.SIGKILL], _die_alone, url, tmp_path)

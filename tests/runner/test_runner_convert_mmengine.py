@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from marks import slow
 from ranks import run_ranks
 from torch import Tensor
 from torch.optim import SGD
@@ -329,7 +330,7 @@ def their_rates(schedules: list[dict[str, Any]], steps: int) -> list[float]:
 @pytest.mark.parametrize(
     "schedules", [*([one] for one in SCHEDULES), *PAIRS], ids=lambda one: one[-1]["type"]
 )
-@pytest.mark.parametrize("by_epoch", [True, False])
+@pytest.mark.parametrize("by_epoch", [True, *slow(False)])
 def test_the_rates_of_every_step(
     tmp_path: Path, schedules: list[dict[str, Any]], by_epoch: bool
 ) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from marks import slow
 from ranks import run_ranks
 from torch import Tensor, nn
 from torch.distributed import GradBucket
@@ -139,14 +140,16 @@ def alone(net: nn.Module | None = None) -> Tensor:
 EXACT: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"static_graph": True}, {"static_graph": True}),
     ({"find_unused_parameters": True}, {"find_unused_parameters": True}),
-    ({"gradient_as_bucket_view": True}, {"gradient_as_bucket_view": True}),
-    ({"broadcast_buffers": False}, {"forward_sync_buffers": False}),
-    ({"comm_hook": "allreduce"}, {}),
-    ({"comm_hook": f"{HERE}.mean"}, {}),
     ({"comm_hook": [{"type": f"{HERE}.Factor", "value": 1.0}, f"{HERE}.scaled"]}, {}),
     ({"uneven_inputs": True}, {"uneven_inputs": {}}),
     ({"type": "separate"}, {}),
-    ({"type": "separate", "comm_hook": "allreduce", "find_unused_parameters": True}, {}),
+    *slow(
+        ({"gradient_as_bucket_view": True}, {"gradient_as_bucket_view": True}),
+        ({"broadcast_buffers": False}, {"forward_sync_buffers": False}),
+        ({"comm_hook": "allreduce"}, {}),
+        ({"comm_hook": f"{HERE}.mean"}, {}),
+        ({"type": "separate", "comm_hook": "allreduce", "find_unused_parameters": True}, {}),
+    ),
 ]
 
 

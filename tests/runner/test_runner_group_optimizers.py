@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from marks import slow
 from parallel_runs import OPTIMIZERS, PLAN, by_hand, difference, settings, trained
 from ranks import RanksError, run_ranks
 
@@ -12,7 +13,7 @@ from stepwrap.runner import Runner
 from stepwrap.runner.build.errors import BuildError
 
 TP = {"tensor_parallel": {"plan": PLAN}}
-MESHES: list[tuple[int, dict[str, int]]] = [(2, {"tensor": 2}), (4, {"data": 2, "tensor": 2})]
+MESHES = [(2, {"tensor": 2}), *slow((4, {"data": 2, "tensor": 2}))]
 ZERO = {"type": "ZeroRedundancyOptimizer", "optimizer_class": "AdamW", **OPTIMIZERS["AdamW"]}
 LOCAL = {"type": "PostLocalSGD", "optimizer_class": "SGD", "period": 2, **OPTIMIZERS["SGD"]}
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from marks import slow
 from ports import free_port
 from programs import run_script
 from ranks import run_ranks
@@ -86,7 +87,7 @@ def leave(in_what: str) -> None:
     time.sleep(600)
 
 
-@pytest.mark.parametrize("in_what", ["a gather", "a barrier", "its own work"])
+@pytest.mark.parametrize("in_what", ["its own work", *slow("a gather", "a barrier")])
 def test_a_rank_that_leaves_before_its_work_is_done_is_an_error(
     in_what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -117,6 +118,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_nobody_reads_of_semaphores_that_failed_ranks_leave(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(LEAKING)
     done = subprocess.run(
@@ -144,6 +146,7 @@ def fail_alone() -> None:
         raise ValueError("no luck")
 
 
+@pytest.mark.slow
 def test_ranks_that_succeed_do_not_hide_the_one_that_fails() -> None:
     with pytest.raises(LaunchError, match=r"ValueError: no luck \(rank 0\)"):
         launch(fail_alone, nproc=2)
@@ -312,6 +315,7 @@ LAST = (
 )
 
 
+@pytest.mark.slow
 def test_torchrun_starts_the_command_and_a_rank_that_is_gone_is_named(tmp_path: Path) -> None:
     write_run(tmp_path)
     done = torchrun(tmp_path, "train.max_epochs=1", "launch.nproc=5")
@@ -330,7 +334,7 @@ def train_to_the_end(folder: Path) -> None:
     Runner.from_config(load_config(folder / "points.yaml", settings)).train()
 
 
-@pytest.mark.parametrize("start", ["--fresh", "--resume"])
+@pytest.mark.parametrize("start", ["--resume", *slow("--fresh")])
 def test_what_torchrun_restarts_goes_on_from_the_last_checkpoint(
     start: str, tmp_path: Path
 ) -> None:
@@ -342,6 +346,7 @@ def test_what_torchrun_restarts_goes_on_from_the_last_checkpoint(
     assert_identical(final_weights(tmp_path / "run"), final_weights(tmp_path / "whole"))
 
 
+@pytest.mark.slow
 def test_what_torchrun_restarts_takes_no_other_run_for_its_own(tmp_path: Path) -> None:
     write_run(tmp_path)
     (tmp_path / "run/checkpoints/step_00000003").mkdir(parents=True)

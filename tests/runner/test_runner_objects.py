@@ -51,6 +51,7 @@ def make_runner(model: nn.Module | None = None, **others: Any) -> Runner:
     )
 
 
+@pytest.mark.slow
 def test_objects_train_like_a_loop_by_hand() -> None:
     state = make_runner().train()
     torch.manual_seed(0)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from marks import slow
 from parallel_runs import (
     OPTIMIZERS,
     PLAN,
@@ -48,14 +49,14 @@ def with_(optimizer: str, data_size: int, dtype: str = "float64", **sections: An
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize(("dtype", "limit"), [("float64", 1e-12), ("float32", 2e-6)])
+@pytest.mark.parametrize(("dtype", "limit"), [("float64", 1e-12), *slow(("float32", 2e-6))])
 def test_split_over_two_ranks(optimizer: str, dtype: str, limit: float) -> None:
     assert worst(2, with_(optimizer, 1, dtype, mesh={"tensor": 2}, **TP)) <= limit
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("wrapper", ["ddp", "fsdp"])
-@pytest.mark.parametrize(("dtype", "limit"), [("float64", 1e-12), ("float32", 2e-6)])
+@pytest.mark.parametrize(("dtype", "limit"), [("float64", 1e-12), *slow(("float32", 2e-6))])
 def test_split_and_replicated_or_sharded(
     wrapper: str, optimizer: str, dtype: str, limit: float
 ) -> None:
@@ -116,18 +117,20 @@ def prepared(form: str, **sections: Any) -> tuple[int, Any]:
     "section",
     [
         CHECKPOINTED,
-        {"activation_checkpointing": {"blocks": ["net.blocks.*"], "preserve_rng_state": False}},
         COMPILED,
-        {"compile": {"backend": "eager", "dynamic": False}},
-        {**CHECKPOINTED, "compile": {"backend": "aot_eager"}},
+        *slow(
+            {"activation_checkpointing": {"blocks": ["net.blocks.*"], "preserve_rng_state": False}},
+            {"compile": {"backend": "eager", "dynamic": False}},
+            {**CHECKPOINTED, "compile": {"backend": "aot_eager"}},
+        ),
     ],
 )
 def test_prepared_models(form: str, section: dict[str, Any]) -> None:
     assert worst(*prepared(form, **section)) <= 1e-12
 
 
-@pytest.mark.parametrize("form", ["separate", "tensor", "ddp x tensor"])
-@pytest.mark.parametrize("section", [CHECKPOINTED, COMPILED, {**CHECKPOINTED, **COMPILED}])
+@pytest.mark.parametrize("form", ["separate", "tensor", *slow("ddp x tensor")])
+@pytest.mark.parametrize("section", [CHECKPOINTED, COMPILED, *slow({**CHECKPOINTED, **COMPILED})])
 def test_prepared_models_in_parts(form: str, section: dict[str, Any]) -> None:
     assert worst(*prepared(form, **section)) <= 1e-12
 
@@ -136,6 +139,7 @@ def test_checkpointed_copies() -> None:
     assert worst(*prepared("dp", **CHECKPOINTED)) <= 1e-12
 
 
+@pytest.mark.slow
 def test_compiled_by_inductor() -> None:
     config = with_("AdamW", 1, compile=True)
     assert difference(trained(config), by_hand(config)) <= 1e-12

@@ -16,6 +16,7 @@ from stepwrap.runner.command.cli import main
 from stepwrap.wrappers import SupervisedModel
 
 
+@pytest.mark.slow
 def test_a_second_run_is_refused_until_the_first_is_gone(
     start: Callable[..., Command], run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

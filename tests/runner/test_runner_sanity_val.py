@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from marks import slow
 from parallel_runs import BATCH, PLAN, Sentences, settings, whole_weights
 from ranks import run_ranks
 from torch import Tensor
@@ -33,7 +34,7 @@ def _weights_by_rank(place: str, tried: bool) -> dict[str, Tensor]:
     return {**found, "loss": torch.tensor(runner.state.metrics["loss"])}
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", ["ddp", *slow("fsdp", "tensor")])
 def test_weights_of_parallel_runs_do_not_depend_on_it(place: str) -> None:
     plain = run_ranks(_weights_by_rank, 2, place, False)
     tried = run_ranks(_weights_by_rank, 2, place, True)

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from marks import slow
 from ranks import run_ranks
 from runner_parts import Command, assert_identical, final_weights
 
@@ -37,6 +38,7 @@ def records(run_dir: Path) -> list[dict[str, float | str]]:
     return [{k: v for k, v in line.items() if k not in of_the_clock} for line in lines]
 
 
+@pytest.mark.slow
 def test_a_killed_run_resumes_to_the_very_same_weights(start: Start, tmp_path: Path) -> None:
     killed = start(*TRAIN, "--nproc=2", SLOW)
     killed.wait_for(tmp_path / "run", random.randint(1, 5))
@@ -52,10 +54,12 @@ def test_a_killed_run_resumes_to_the_very_same_weights(start: Start, tmp_path: P
 @pytest.mark.parametrize(
     ("number", "nproc", "told"),
     [
-        (signal.SIGTERM, 1, "stopped by SIGTERM"),
         (signal.SIGINT, 2, "stopped by Ctrl-C"),
-        (signal.SIGHUP, 1, "stopped by SIGTERM"),
-        (signal.SIGHUP, 2, "stopped by SIGTERM"),
+        *slow(
+            (signal.SIGTERM, 1, "stopped by SIGTERM"),
+            (signal.SIGHUP, 1, "stopped by SIGTERM"),
+            (signal.SIGHUP, 2, "stopped by SIGTERM"),
+        ),
     ],
 )
 def test_a_signal_saves_says_where_and_leaves_no_process(
@@ -81,6 +85,7 @@ def test_a_signal_saves_says_where_and_leaves_no_process(
     assert "continue with: stepwrap train run/config.yaml --resume" in out
 
 
+@pytest.mark.slow
 def test_the_resume_that_is_advised_ends_like_any_run(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -96,6 +101,7 @@ def test_the_resume_that_is_advised_ends_like_any_run(
     assert records(run / "runs/points") == records(run / "whole")
 
 
+@pytest.mark.slow
 def test_a_signal_before_training_ends_it_quietly(start: Start, tmp_path: Path) -> None:
     command = start(*TRAIN, "--nproc=2")
     while len(command.left_over()) < 3:
@@ -107,7 +113,7 @@ def test_a_signal_before_training_ends_it_quietly(start: Start, tmp_path: Path) 
     assert "nothing was saved" in err
 
 
-@pytest.mark.parametrize("nproc", [1, 2])
+@pytest.mark.parametrize("nproc", [1, *slow(2)])
 def test_a_signal_in_the_final_test_tells_what_is_saved(
     start: Start, tmp_path: Path, nproc: int
 ) -> None:
@@ -122,6 +128,7 @@ def test_a_signal_in_the_final_test_tells_what_is_saved(
     assert err.startswith(f"stopped by SIGTERM; the last checkpoint is {last}")
 
 
+@pytest.mark.slow
 def test_a_raising_rank_ends_all_and_is_named_and_the_resume_is_exact(
     start: Start, tmp_path: Path
 ) -> None:
@@ -148,8 +155,10 @@ def test_a_raising_rank_ends_all_and_is_named_and_the_resume_is_exact(
     ("part", "deadly", "told"),
     [
         ("train", "true", "killed by SIGKILL"),
-        ("train", "exit", "exited with code 0 before its work was done"),
-        ("val", "exit", "exited with code 0 before its work was done"),
+        *slow(
+            ("train", "exit", "exited with code 0 before its work was done"),
+            ("val", "exit", "exited with code 0 before its work was done"),
+        ),
     ],
 )
 def test_a_rank_that_is_gone_ends_all_and_is_named(
@@ -185,7 +194,7 @@ class Slow:
 
 @pytest.mark.parametrize(
     ("at_import", "number"),
-    [(True, signal.SIGTERM), (True, signal.SIGINT), (False, signal.SIGTERM)],
+    [(True, signal.SIGTERM), *slow((True, signal.SIGINT), (False, signal.SIGTERM))],
 )
 def test_a_signal_while_the_command_starts_ends_it_as_a_signal(
     start: Start,

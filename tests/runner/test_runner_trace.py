@@ -32,6 +32,7 @@ def settings(folder: Path, run_dir: str, *words: str) -> list[str]:
     return [f"run_dir={folder / run_dir}", "hooks.progress=false", "train.max_epochs=2", *words]
 
 
+@pytest.mark.slow
 def test_a_rank_in_another_call_is_named_with_its_line(
     start: Callable[..., Command], tmp_path: Path
 ) -> None:

@@ -27,12 +27,13 @@ pytestmark = [
 
 
 def blocks(language: str) -> list[Any]:
-    """Return the page's code in a language, each named by the section that it is in."""
+    """Return the page's code in a language, each named by its section; the first one is quick."""
     found = []
     for section in PAGE.split("\n## ")[1:]:
         title = section.partition("\n")[0].partition(":")[0]
         for code in re.findall(rf"```{language}\n(.*?)```", section, flags=re.DOTALL):
-            found.append(pytest.param(code, id=title.replace(" ", "_")))
+            marks = [pytest.mark.slow] if found else []
+            found.append(pytest.param(code, id=title.replace(" ", "_"), marks=marks))
     return found
 
 

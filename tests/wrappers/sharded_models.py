@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from marks import slow
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -15,7 +16,12 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from stepwrap.wrappers.sharding.layout import layout_of, placed_as
 
 # By world size: FSDP2 alone, tensor-parallel alone, both, both kinds of replicas.
-KINDS = {2: ("fsdp", "tensor"), 4: ("fsdp", "hsdp", "tensor", "fsdp x tensor", "data x tensor")}
+KINDS = ("fsdp", "tensor")
+# Ranks and kind.
+CASES = [
+    *((2, "fsdp"), (2, "tensor"), (4, "fsdp x tensor")),
+    *slow((4, "fsdp"), (4, "hsdp"), (4, "tensor"), (4, "data x tensor")),
+]
 
 
 def net(dtype: torch.dtype = torch.float64, seed: int = 0, width: int = 6) -> nn.Sequential:

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from fsdp_runs import Block, largest_difference, network, own_batches, train, train_plainly
+from marks import slow
 from ranks import run_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -26,9 +27,9 @@ def _agrees(results: list[dict[str, Tensor]], expected: dict[str, Tensor], bound
 
 
 @pytest.mark.parametrize("dtype", BOUNDS)
-@pytest.mark.parametrize("optimizer", ["momentum", "adamw"])
+@pytest.mark.parametrize("optimizer", ["adamw", *slow("momentum")])
 @pytest.mark.parametrize("accumulate", [1, 3])
-@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("ranks", [1, 2, *slow(4)])
 def test_equals_plain_pytorch(
     dtype: torch.dtype, optimizer: str, accumulate: int, ranks: int
 ) -> None:
@@ -77,7 +78,7 @@ OPTIONS: list[tuple[str, dict[str, Any]]] = [
 UNEVEN = [OPTIONS[3], OPTIONS[7], *(one for one in OPTIONS if one[0] != "Net")]
 
 
-@pytest.mark.parametrize(("ranks", "cases"), [(2, OPTIONS), (4, UNEVEN)], ids=["2", "4"])
+@pytest.mark.parametrize(("ranks", "cases"), [(2, OPTIONS), *slow((4, UNEVEN))], ids=["2", "4"])
 def test_options_change_no_number(ranks: int, cases: list[tuple[str, dict[str, Any]]]) -> None:
     results = run_ranks(_each, ranks, cases)
     for at, (kind, options) in enumerate(cases):
@@ -110,6 +111,7 @@ def _meshes() -> list[dict[str, Tensor]]:
     return [train(shard=["Block"], **options) for options in wanted]
 
 
+@pytest.mark.slow
 def test_meshes_change_no_number() -> None:
     once = train_plainly(ranks=4)
     accumulated = train_plainly(ranks=4, accumulate=3)

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from fsdp_runs import largest_difference, network, own_batches, whole
+from marks import slow
 from ranks import run_ranks
 from step_models import sgd
 from torch import Tensor, nn
@@ -108,7 +109,7 @@ def _changed(change: Callable[[Any, int], None], where: str) -> list[float]:
     return far
 
 
-@pytest.mark.parametrize("where", ["steps", "gathered", "shards", "first", "last"])
+@pytest.mark.parametrize("where", ["steps", "shards", *slow("gathered", "first", "last")])
 @pytest.mark.parametrize("change", [_unfreeze, _swap])
 def test_what_is_trained_may_change(change: Any, where: str) -> None:
     for far in run_ranks(_changed, RANKS, change, where):

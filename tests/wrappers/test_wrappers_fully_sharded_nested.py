@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from fsdp_runs import Block, largest_difference, own_batches, whole
+from marks import slow
 from ranks import run_ranks
 from step_models import sgd
 from torch import Tensor, nn
@@ -111,7 +112,7 @@ def _nested(way: str) -> list[float]:
 # What torch itself warns of while it traces.
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
-@pytest.mark.parametrize("way", ["once", "twice", "sum", "caught", "error", "interrupt"])
+@pytest.mark.parametrize("way", ["once", "error", *slow("twice", "sum", "caught", "interrupt")])
 def test_gradients_of_a_window_are_kept(way: str) -> None:
     for far in run_ranks(_nested, RANKS, way):
         assert max(far) <= 1e-12

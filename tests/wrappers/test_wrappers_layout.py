@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from marks import slow
 from ranks import run_ranks
-from sharded_models import KINDS, data, net, spread, whole, whole_gradient
+from sharded_models import CASES, data, net, spread, whole, whole_gradient
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -23,8 +24,6 @@ from stepwrap.wrappers.sharding.layout import (
     take_part,
     total_norm,
 )
-
-CASES = [(size, kind) for size, kinds in KINDS.items() for kind in kinds]
 
 
 class Readable:
@@ -70,7 +69,7 @@ def _places(kind: str, width: int) -> list[dict[str, Any]]:
     return found
 
 
-@pytest.mark.parametrize("width", [8, 6, 2])
+@pytest.mark.parametrize("width", [6, *slow(8, 2)])
 @pytest.mark.parametrize(("size", "kind"), CASES)
 def test_every_part_is_where_it_says(size: int, kind: str, width: int) -> None:
     """Also uneven and empty parts, and those of FSDP2 over a dimension split already."""

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from marks import slow
 from parity_cells import BOUNDS, KINDS, make_mesh, train, weights_apart, whole_weights
 from parity_models import PLANS, make_parts
 from parity_plain import MAX_NORM, OPTIMIZERS, Recipe, train_plain
@@ -94,10 +95,8 @@ def train_theirs(kind: str, recipe: Recipe) -> tuple[Any, dict[str, Any], int]:
     [
         ("single", 1, True),
         ("ddp", 2, True),
-        ("separate", 2, True),
         ("fsdp", 2, True),
-        ("tp 2", 2, False),
-        ("ddp x tp", 4, False),
+        *slow(("separate", 2, True), ("tp 2", 2, False), ("ddp x tp", 4, False)),
     ],
 )
 @pytest.mark.parametrize("accumulate", [1, 3])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -82,13 +82,14 @@ def documented(cls: type) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("name", CLASSES)
-def test_classes_have_the_documented_members(name: str) -> None:
+def differences(name: str) -> Iterator[str]:
+    """Members of a class that are missing here, or that take other arguments."""
     ours: Any = getattr(wrappers, CLASSES[name])
     for member, value in documented(theirs(name)).items():
         full = f"{name}.{member}"
         present = hasattr(ours, member) or member in vars(_made(name))
-        assert present == (full not in ABSENT), full
+        if present == (full in ABSENT):
+            yield f"{full} is there: {present}"
         if not present or not inspect.isfunction(value) or full in OTHER_ARGUMENTS:
             continue
         given = getattr(ours, member)
@@ -96,7 +97,12 @@ def test_classes_have_the_documented_members(name: str) -> None:
         passes = any(
             p.kind is p.VAR_POSITIONAL for p in inspect.signature(given).parameters.values()
         )
-        assert found[: len(wanted)] == wanted or passes, full
+        if found[: len(wanted)] != wanted and not passes:
+            yield f"{full} takes {found}, not {wanted}"
+
+
+def test_classes_have_the_documented_members() -> None:
+    assert not [line for name in CLASSES for line in differences(name)]
 
 
 def _made(name: str) -> Any:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from marks import slow
 from parity_cells import BOUNDS, KINDS, WORLDS, Outcome
 from parity_checkpoints import load_all
 from parity_matrix import empty, filled, run_row, write_references
@@ -23,6 +24,8 @@ ROWS = [
     ("fsdp x tp", 4),
     ("separate", 2),
 ]
+QUICK = {("single", 1), ("ddp", 2), ("fsdp", 2)}
+CASES = [row for one in ROWS for row in ([one] if one in QUICK else slow(one))]
 RECIPES = [
     Recipe(model, *how, steps=STEPS)
     for model in ("transformer", "cnn")
@@ -54,7 +57,7 @@ def recipes_of(kind: str) -> list[Recipe]:
     return [replace(one, separate=separate) for one in RECIPES]
 
 
-@pytest.mark.parametrize(("kind", "world"), ROWS)
+@pytest.mark.parametrize(("kind", "world"), CASES)
 def test_training_equals_plain_pytorch(
     kind: str,
     world: int,
@@ -69,7 +72,7 @@ def test_training_equals_plain_pytorch(
     assert [text for text, one in zip(far, cells, strict=True) if not one.is_within] == []
 
 
-@pytest.mark.parametrize(("kind", "world"), ROWS)
+@pytest.mark.parametrize(("kind", "world"), CASES)
 def test_every_checkpoint_loads_under_every_wrapper(
     kind: str, world: int, saved: dict[str, list[Outcome]]
 ) -> None:

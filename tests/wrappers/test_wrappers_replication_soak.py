@@ -121,6 +121,7 @@ def _soak() -> dict[tuple[str, int], int]:
     return seen
 
 
+@pytest.mark.slow
 def test_soak() -> None:
     """Copies fail, skip layers and call them too often; callbacks raise; chunks vary."""
     before = set(threading.enumerate())

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from marks import slow
 from ranks import run_ranks
-from sharded_models import KINDS, data, net, spread, whole, whole_gradient
+from sharded_models import CASES, KINDS, data, net, spread, whole, whole_gradient
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -22,8 +23,6 @@ from stepwrap.wrappers.optimizers.post_local_sgd import (
     TorchZeroRedundancyOptimizer as ZeroRedundancyOptimizer,
 )
 from stepwrap.wrappers.sharding.layout import is_sharded, layout_of, local_part
-
-CASES = [(size, kind) for size, kinds in KINDS.items() for kind in kinds]
 
 
 def _twins(kind: str, dtype: torch.dtype = torch.float64) -> tuple[nn.Module, nn.Module]:
@@ -68,7 +67,7 @@ def _clipped(kind: str, clip: dict[str, Any]) -> list[float]:
     return norms
 
 
-@pytest.mark.parametrize("norm_type", [2.0, 1.0, math.inf])
+@pytest.mark.parametrize("norm_type", [2.0, *slow(1.0, math.inf)])
 @pytest.mark.parametrize(("size", "kind"), CASES)
 def test_clipping_by_norm_is_that_of_one_process(size: int, kind: str, norm_type: float) -> None:
     """The norm is large enough to be clipped, and has the same bits on every rank."""
@@ -96,7 +95,7 @@ def _not_finite(kind: str) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("kind", KINDS[2])
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_norm_that_is_not_finite_is_everyones_error(kind: str) -> None:
     first, second = run_ranks(_not_finite, 2, kind)
     assert first == second
@@ -127,13 +126,13 @@ def _overflow(kind: str, fused: bool, clip: bool) -> list[float]:
 
 
 @pytest.mark.parametrize("clip", [False, True])
-@pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("kind", KINDS[2])
+@pytest.mark.parametrize("fused", [False, *slow(True)])
+@pytest.mark.parametrize("kind", KINDS)
 def test_an_infinity_in_one_ranks_part_stops_all(kind: str, fused: bool, clip: bool) -> None:
     assert run_ranks(_overflow, 2, kind, fused, clip) == [[32.0, 32.0], [32.0, 32.0]]
 
 
-@pytest.mark.parametrize("kind", ["hsdp", "fsdp x tensor", "data x tensor"])
+@pytest.mark.parametrize("kind", ["fsdp x tensor", *slow("hsdp", "data x tensor")])
 def test_an_infinity_on_a_mesh_stops_all(kind: str) -> None:
     run_ranks(_overflow, 4, kind, False, False)
 
@@ -198,7 +197,7 @@ def _states(kind: str, optim: str) -> None:
     _assert_same(model, plain)
 
 
-@pytest.mark.parametrize("optim", ["sgd", "adam"])
+@pytest.mark.parametrize("optim", ["adam", *slow("sgd")])
 @pytest.mark.parametrize(("size", "kind"), CASES)
 def test_a_plain_state_goes_on_in_parts(size: int, kind: str, optim: str) -> None:
     run_ranks(_states, size, kind, optim)

@@ -25,6 +25,7 @@ from batchnorm_cases import (
     train,
     with_parameters,
 )
+from marks import slow
 from torch import Tensor, nn
 
 from stepwrap.wrappers import (
@@ -68,7 +69,7 @@ def _halves(kind: str) -> list[int]:
 
 
 @pytest.mark.parametrize("dtype", BOUNDS)
-@pytest.mark.parametrize("replicas", [1, 2, 4])
+@pytest.mark.parametrize("replicas", [2, *slow(1, 4)])
 @pytest.mark.parametrize("kind", SHAPES)
 def test_equals_the_full_batch(kind: str, replicas: int, dtype: torch.dtype) -> None:
     """D-13."""
@@ -450,6 +451,7 @@ assert torch.allclose(whole, plain.eval()(x).relu(), atol=1e-6)
 """
 
 
+@pytest.mark.slow
 def test_compiled_models() -> None:
     """The layer is left out of compiled graphs in training, and part of them in evaluation.
 

@@ -1,0 +1,29 @@
+"""Marks for single cases of parametrized tests."""
+
+from typing import Any
+
+import pytest
+
+
+def slow(*cases: Any) -> list[Any]:
+    """Return cases of `parametrize` that `make test` leaves out.
+
+    A tuple is the values of several arguments:
+
+        @pytest.mark.parametrize("wrapper", ["ddp", *slow("fsdp", "separate")])
+        @pytest.mark.parametrize(("size", "kind"), [(2, "fsdp"), *slow((4, "fsdp"), (4, "hsdp"))])
+    """
+    return [
+        pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.slow)
+        for case in cases
+    ]
+
+
+def selected(request: pytest.FixtureRequest, argument: str) -> set[Any]:
+    """Return the values of an argument of the tests that run with a fixture of a module."""
+    return {
+        item.callspec.params[argument]
+        for item in request.session.items
+        if request.fixturename in getattr(item, "fixturenames", ())
+        and argument in getattr(getattr(item, "callspec", None), "params", ())
+    }
