@@ -41,6 +41,7 @@ _NOT_LOADED = (
     "a checkpoint of mmengine is no run of ours; its weights can be loaded by"
     " init_cfg=dict(type='Pretrained', ...): docs/migrate.md"
 )
+_BUILDER = "mmengine.runner.Runner.build_dataloader"
 _PASSES = "the last batch of each pass over the data may be smaller here: see --keep-order"
 _BY_CHILDREN = "here each optimizer has the parameters of the child of its name"
 
@@ -51,10 +52,6 @@ _BY_CHILDREN = "here each optimizer has the parameters of the child of its name"
 def _given(section: Section, key: str) -> Any:
     """Take what is not None; that is listed."""
     return NOTHING if section[key] is None else section.pop(key)
-
-
-def _true(section: Section, key: str) -> Any:
-    return True if section.pop(key) else NOTHING
 
 
 def _usual(theirs: str, table: str, usual: str, refusal: str, *rows: Row) -> Row:
@@ -276,12 +273,7 @@ def _loader(section: Section, key: str) -> Any:
         # All of it as mmengine builds it: its samplers, its order, its batches.
         plain = draft.plain({"type": "", **given})
         del plain["type"]
-        seed = draft.sections.get("seed", 0)
-        return {
-            "type": "mmengine.runner.Runner.build_dataloader",
-            "dataloader": plain,
-            "seed": seed,
-        }
+        return {"type": _BUILDER, "dataloader": plain, "seed": draft.sections.get("seed", 0)}
     loader = walk(given, _LOADER)
     endless = draft.known_as(given["sampler"].get("type"), "DATA_SAMPLERS") == "InfiniteSampler"
     if train and endless and not loader.get("drop_last"):
@@ -320,10 +312,7 @@ def _collate(section: Section, key: str) -> str:
 
 _LOADER = (
     Row("dataset", "dataset", _dataset),
-    Row("batch_size", "batch_size", _given),
-    Row("num_workers", "num_workers", _given),
-    Row("drop_last", "drop_last", _given),
-    Row("pin_memory", "pin_memory", _given),
+    *(Row(key, key, _given) for key in ("batch_size", "num_workers", "drop_last", "pin_memory")),
     Row("prefetch_factor", "prefetch_factor", same=(None,)),
 )
 _ORDER = (
@@ -336,8 +325,8 @@ _ORDER = (
     Row("collate_fn", "collate", _collate, default=None),
     # Workers stay anyway.
     Row("persistent_workers"),
-    *only(worker_init_fn=None, batch_sampler=None, timeout=0, multiprocessing_context=None),
-    *only(num_batch_per_epoch=None),
+    *only(worker_init_fn=None, batch_sampler=None, timeout=0, num_batch_per_epoch=None),
+    *only(multiprocessing_context=None),
 )  # fmt: skip
 
 
@@ -550,7 +539,7 @@ MAPPING = (
     Row("work_dir", "run_dir", same=(None,)),
     Row("randomness", "", (
         Row("seed", "seed", same=(None,)),
-        Row("deterministic", "deterministic", _true),
+        Row("deterministic", "deterministic", lambda one, key: True if one.pop(key) else NOTHING),
         # Ranks draw different numbers anyway, once the model is built.
         Row("diff_rank_seed"),
     )),
