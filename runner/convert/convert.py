@@ -9,12 +9,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ...registry import RunSections, format_config
-from .data import convert_data, convert_loops, convert_metrics
-from .draft import Draft, Miss, Section
-from .hooks import convert_hooks
-from .model import convert_model, convert_optimization, convert_wrapper
-from .run import convert_run
-from .schedulers import convert_schedulers
+from .draft import Draft, Miss, Row, Section, walk
+from .mapping import MAPPING
 from .source import read_source
 
 _FIRST = ("name", "imports", "seed", "deterministic", "run_dir")
@@ -31,18 +27,6 @@ _THERE = {
     "schedulers": "param_scheduler",
     "wrapper": "model_wrapper_cfg",
 }
-# What they translate depends on what those before have found.
-_STEPS = (
-    convert_run,
-    convert_model,
-    convert_wrapper,
-    convert_optimization,
-    convert_loops,
-    convert_data,
-    convert_metrics,
-    convert_schedulers,
-    convert_hooks,
-)
 
 
 class Conversion(NamedTuple):
@@ -88,10 +72,8 @@ def convert_config(
         sections={"name": Path(path).stem},
     )
     top = Section(draft, source.settings)
-    for step in _STEPS:
-        step(draft, top)
     # Variables that other settings are made of are no settings.
-    top.drop(*source.read, "_base_")
+    walk(top, (*MAPPING, *map(Row, source.read), Row("_base_")), draft.sections)
     top.close("no setting of this name is known")
     order = dict.fromkeys((*_FIRST, *(one.name for one in fields(RunSections))))
     config = {key: _held(draft, draft.sections[key], key) for key in order if key in draft.sections}

@@ -1,9 +1,9 @@
-"""What a conversion has made so far, and what it found no counterpart for."""
+"""What a conversion has made so far, and the walk along the rows of the mapping."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -14,6 +14,10 @@ from ...registry import Registry
 from .source import Source
 
 RULES = {"greater": "max", "less": "min"}
+_NO_DICT = "is no dict, and only dicts are translated"
+NO_COUNTERPART = "has no counterpart here"
+# No value: neither given, nor to be written.
+NOTHING: Any = object()
 
 
 class Miss(NamedTuple):
@@ -53,16 +57,13 @@ class Draft:
     log_interval: int = 10
     metric_names: dict[str, str] = field(default_factory=dict)
 
-    def miss(self, key: str, what: str = "has no counterpart here") -> None:
+    def miss(self, key: str, what: str = NO_COUNTERPART) -> None:
         """Note a setting that is not translated, or not wholly."""
         self.misses.append(Miss(key, what, self.source.origin(key)))
 
-    def prefix_of(self, wanted: Any) -> str | None:
-        """Return the prefix that a metric's class gives to its figures."""
-        prefix: str | None = getattr(
-            _look_up(wanted, "METRICS", self.scope), "default_prefix", None
-        )
-        return prefix
+    def prefix_of(self, wanted: Any) -> Any:
+        """Return the prefix that a metric's class gives to its figures, if any."""
+        return getattr(_look_up(wanted, "METRICS", self.scope), "default_prefix", None)
 
     def metric(self, wanted: str, key: str) -> str | None:
         """Return the name here of a metric in mmengine's records; None, and noted, if unknown."""
@@ -133,66 +134,122 @@ class Draft:
 
     def part(self, section: Section, kind: str, ours: Registry) -> dict[str, Any]:
         """Return a part by its type, with all that is left of its section as arguments."""
-        wanted, scope = section.take("type"), section.take("_scope_")
+        wanted, scope = section.pop("type", None), section.pop("_scope_", None)
         name = self.name_of(wanted, kind, ours, section.at("type"), scope)
-        return {"type": name, **{key: self.plain(section.take(key)) for key in section}}
+        return {"type": name, **{key: self.plain(value) for key, value in section.items()}}
 
 
-class Section:
-    """A dict of the old config; what nobody takes from it is listed in the end."""
+class Section(dict[str, Any]):
+    """A dict of the old config; what no row takes from it is listed in the end."""
 
     def __init__(self, draft: Draft, values: Mapping[str, Any], path: str = "") -> None:
-        self._draft = draft
-        self._values = dict(values)
+        super().__init__(values)
+        self.draft = draft
         self.path = path
-
-    def __iter__(self) -> Iterator[str]:
-        # Of a copy: what comes is taken meanwhile.
-        return iter(list(self._values))
-
-    def __contains__(self, key: str) -> bool:
-        return key in self._values
 
     def at(self, key: str) -> str:
         """Return the key path of one of the settings."""
         return f"{self.path}.{key}" if self.path else key
 
-    def take(self, key: str, default: Any = None) -> Any:
-        """Return a setting, which is dealt with by that."""
-        return self._values.pop(key, default)
-
-    def peek(self, key: str) -> Any:
-        """Return a setting and leave it."""
-        return self._values.get(key)
-
-    def put(self, key: str, value: Any) -> None:
-        """Change a setting."""
-        self._values[key] = value
-
     def below(self, key: str) -> Section | None:
-        """Take a dict as a section of its own; None where there is none."""
-        return _section(self._draft, self.take(key), self.at(key))
+        """Take a dict as a section of its own; None, and noted, where it is none."""
+        value = self.pop(key, None)
+        if value is not None and not isinstance(value, Mapping):
+            self.draft.miss(self.at(key), _NO_DICT)
+        return Section(self.draft, value, self.at(key)) if isinstance(value, Mapping) else None
 
     def kind(self, table: str, default: str = "") -> str:
         """Take the type and return what it is known as: see `Draft.known_as`."""
-        return self._draft.known_as(self.take("type", default), table)
+        return self.draft.known_as(self.pop("type", default), table)
 
-    def accept(self, **defaults: Any) -> None:
-        """Take the settings that have these values, which need nothing here."""
-        for key, value in defaults.items():
-            if key in self._values and self._values[key] == value:
-                del self._values[key]
-
-    def drop(self, *keys: str) -> None:
-        """Take settings that need nothing here whatever they are."""
-        for key in keys:
-            self._values.pop(key, None)
-
-    def close(self, what: str = "has no counterpart here") -> None:
+    def close(self, refusal: str = NO_COUNTERPART) -> None:
         """List what is left."""
         for key in self:
-            self.take(key)
-            self._draft.miss(self.at(key), what)
+            self.draft.miss(self.at(key), refusal)
+
+
+class Row(NamedTuple):
+    """One line of the mapping: what becomes of a setting.
+
+    Attributes:
+        theirs: its key.
+        ours: its key path here; "" where it needs nothing here.
+        to: makes our value of it, else it is taken as it is: the rows of the section that it is,
+            or a function that takes it from its section by its key, and returns `NOTHING` where
+            nothing is to be written.
+        default: what mmengine has where it is not given; without one the row is skipped then.
+        same: the only values that need nothing here.
+        refusal: what is said of others; "" lists them with what has no row.
+    """
+
+    theirs: str
+    ours: str = ""
+    to: Callable[[Section, str], Any] | tuple[Row, ...] | None = None
+    default: Any = NOTHING
+    same: tuple[Any, ...] = ()
+    refusal: str = ""
+
+
+def kept(*keys: str, **defaults: Any) -> tuple[Row, ...]:
+    """Return rows of settings that are the same here, and of those with mmengine's defaults."""
+    with_default = (Row(key, key, default=one) for key, one in defaults.items())
+    return (*(Row(key, key) for key in keys), *with_default)
+
+
+def only(**values: Any) -> tuple[Row, ...]:
+    """Return rows of settings of which one value alone needs nothing here."""
+    return tuple(Row(key, same=(value,)) for key, value in values.items())
+
+
+def dropped(*keys: str) -> tuple[Row, ...]:
+    """Return rows of settings that need nothing here whatever they are."""
+    return tuple(map(Row, keys))
+
+
+def walk(
+    section: Section, rows: Iterable[Row], made: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """Take from a section what the rows say, and return what they make of it, added to `made`."""
+    made = {} if made is None else made
+    for row in rows:
+        value = section.get(row.theirs, row.default)
+        if value is NOTHING:
+            continue
+        if value in row.same:
+            section.pop(row.theirs, None)
+        elif row.to is not None:
+            _write(made, row.ours, _made(section, row))
+        elif row.ours or not row.same:
+            section.pop(row.theirs, None)
+            _write(made, row.ours, value if row.ours else NOTHING)
+        elif row.refusal:
+            del section[row.theirs]
+            section.draft.miss(section.at(row.theirs), row.refusal)
+    return made
+
+
+def _made(section: Section, row: Row) -> Any:
+    if callable(row.to):
+        return row.to(section, row.theirs)
+    below = section.below(row.theirs)
+    if below is None:
+        return NOTHING
+    made = walk(below, row.to or ())
+    below.close(row.refusal or NO_COUNTERPART)
+    return made or NOTHING
+
+
+def _write(made: dict[str, Any], path: str, value: Any) -> None:
+    """Write a value by its key path, or the keys of one with no path."""
+    if value is NOTHING:
+        return
+    above, _, key = path.rpartition(".")
+    if above:
+        made = made.setdefault(above, {})
+    if key and not isinstance(made.get(key), dict):
+        made[key] = value
+    else:
+        (made[key] if key else made).update(value)
 
 
 def bare_name(wanted: Any) -> str:
@@ -205,17 +262,11 @@ def sections(draft: Draft, given: Any, path: str) -> Iterator[Section]:
     """Yield the dicts of a list, or one alone, as sections, and note what is none."""
     listed = isinstance(given, (list, tuple))
     for at, one in enumerate(given if listed else [given]):
-        section = _section(draft, one, f"{path}.{at}" if listed else path)
-        if section is not None:
-            yield section
-
-
-def _section(draft: Draft, value: Any, path: str) -> Section | None:
-    if isinstance(value, Mapping):
-        return Section(draft, value, path)
-    if value is not None:
-        draft.miss(path, "is no dict, and only dicts are translated")
-    return None
+        where = f"{path}.{at}" if listed else path
+        if isinstance(one, Mapping):
+            yield Section(draft, one, where)
+        elif one is not None:
+            draft.miss(where, _NO_DICT)
 
 
 def _look_up(wanted: Any, kind: str, scope: str | None) -> Any:

@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from stepwrap.registry import ConfigError
 from stepwrap.runner.command.cli import main
 from stepwrap.runner.convert.convert import convert_config
-from stepwrap.runner.convert.lines import Lines
-from stepwrap.runner.convert.source import read_source
+from stepwrap.runner.convert.source import Lines, read_source
 
 KEYS = st.text("abcxyz", min_size=1, max_size=4)
 TREES = st.recursive(
