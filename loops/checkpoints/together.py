@@ -7,8 +7,14 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
-from ...collectives import all_gather_object, distributed_available, get_rank, get_world_size
-from ...collectives.trace.calling import Progress, in_progress
+from ...collectives import (
+    Progress,
+    all_gather_object,
+    distributed_available,
+    get_rank,
+    get_world_size,
+    in_progress,
+)
 from ..state import LoopState, Phase
 
 T = TypeVar("T")
