@@ -14,6 +14,7 @@ from .backends.torch_backends import NonDist, TorchCPUDist, TorchCUDADist, Torch
 from .errors import CollectiveError, name_ranks
 from .groups.group import CollectiveGroup
 from .groups.handle import CollectiveHandle
+from .objects.agree import failure_of, run_together
 from .objects.files import all_gather_object_cpu, all_gather_object_gpu, create_tmpdir
 from .objects.objects import all_gather_object, broadcast, gather_object, pad_to_largest_tensor
 from .objects.picklable import PicklableWrapper
@@ -75,6 +76,7 @@ __all__ = [
     "create_tmpdir",
     "distributed_available",
     "explain_transport",
+    "failure_of",
     "forget_meshes",
     "gather",
     "gather_object",
@@ -97,6 +99,7 @@ __all__ = [
     "recent_collectives",
     "reduce_mean",
     "register_dist_backend",
+    "run_together",
     "serialize_to_tensor",
     "set_default_dist_backend",
     "sync_random_seed",
