@@ -11,14 +11,23 @@ from .backends.registry import (
     unregister_dist_backend,
 )
 from .backends.torch_backends import NonDist, TorchCPUDist, TorchCUDADist, TorchDist
-from .errors import CollectiveError
+from .errors import CollectiveError, name_ranks
 from .groups.group import CollectiveGroup
 from .groups.handle import CollectiveHandle
+from .objects.agree import failure_of, run_together
 from .objects.files import all_gather_object_cpu, all_gather_object_gpu, create_tmpdir
 from .objects.objects import all_gather_object, broadcast, gather_object, pad_to_largest_tensor
 from .objects.picklable import PicklableWrapper
 from .objects.results import collect_results
 from .objects.seed import sync_random_seed
+from .process.forget import forget_meshes
+from .process.init import (
+    agent_store,
+    all_on_one_host,
+    is_loopback,
+    meet_at_master,
+    open_store,
+)
 from .process.ranks import (
     comm_device,
     distributed_available,
@@ -27,11 +36,13 @@ from .process.ranks import (
     get_world_size,
     rank_zero_only,
 )
+from .process.slurm import adopt_slurm
 from .tensors.barrier import synchronize
 from .tensors.reduce import all_reduce_dict, reduce_mean
 from .tensors.scalars import mean_scalars
 from .tensors.tensors import all_gather, all_reduce, gather
-from .trace.tracing import CollectiveRecord, recent_collectives, trace_collectives
+from .trace.calling import Progress, calling, explain_transport, in_progress
+from .trace.tracing import CollectiveRecord, is_tracing, recent_collectives, trace_collectives
 from .transport.serialize import obj2tensor, serialize_to_tensor, tensor2obj
 
 __all__ = [
@@ -44,36 +55,51 @@ __all__ = [
     "MPI4PyDist",
     "NonDist",
     "PicklableWrapper",
+    "Progress",
     "TensorBaseDistBackend",
     "TorchCPUDist",
     "TorchCUDADist",
     "TorchDist",
+    "adopt_slurm",
+    "agent_store",
     "all_gather",
     "all_gather_object",
     "all_gather_object_cpu",
     "all_gather_object_gpu",
+    "all_on_one_host",
     "all_reduce",
     "all_reduce_dict",
     "broadcast",
+    "calling",
     "collect_results",
     "comm_device",
     "create_tmpdir",
     "distributed_available",
+    "explain_transport",
+    "failure_of",
+    "forget_meshes",
     "gather",
     "gather_object",
     "get_dist_backend",
     "get_local_rank",
     "get_rank",
     "get_world_size",
+    "in_progress",
+    "is_loopback",
+    "is_tracing",
     "list_all_backends",
     "mean_scalars",
+    "meet_at_master",
     "metric_sync",
+    "name_ranks",
     "obj2tensor",
+    "open_store",
     "pad_to_largest_tensor",
     "rank_zero_only",
     "recent_collectives",
     "reduce_mean",
     "register_dist_backend",
+    "run_together",
     "serialize_to_tensor",
     "set_default_dist_backend",
     "sync_random_seed",

@@ -23,7 +23,7 @@ from .hooks import (
 from .lr_schedules import PolyLR, ScheduleWindow
 from .metrics import MeanLoss, ProcessMetric
 from .rng import mix_seed, seed_rng
-from .state import LoopState, Phase, Stateful
+from .state import LoopState, Optimization, Phase, Stateful
 from .train import EpochTrainLoop, IterTrainLoop
 
 __all__ = [
@@ -43,6 +43,7 @@ __all__ = [
     "MeanLoss",
     "NanGuardHook",
     "NonFiniteError",
+    "Optimization",
     "Phase",
     "PolyLR",
     "ProcessMetric",

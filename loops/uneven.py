@@ -9,8 +9,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from ..collectives import all_gather_object, broadcast, comm_device
-from ..collectives.errors import name_ranks
+from ..collectives import all_gather_object, broadcast, comm_device, name_ranks
 from .schedule import members_of, window_of
 from .state import LoopState
 

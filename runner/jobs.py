@@ -12,8 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ..collectives import broadcast, get_rank, get_world_size, synchronize
-from ..collectives.process.init import agent_store
+from ..collectives import agent_store, broadcast, get_rank, get_world_size, synchronize
 from ..loops import CheckpointHook, find_checkpoint
 from ..registry import Config, ConfigError, Problem, RunSections, dump_config, load_config
 from ..wrappers import auto

@@ -24,10 +24,14 @@ from typing import Any, NoReturn, TypeVar
 import torch
 import torch.distributed as dist
 
-from ..collectives import all_gather_object, get_rank, synchronize
-from ..collectives.process.forget import forget_meshes
-from ..collectives.process.init import meet_at_master
-from ..collectives.process.slurm import adopt_slurm
+from ..collectives import (
+    adopt_slurm,
+    all_gather_object,
+    forget_meshes,
+    get_rank,
+    meet_at_master,
+    synchronize,
+)
 from .failure import Failure, LaunchError, Terminated
 from .guard import (
     Ranks,

@@ -32,8 +32,8 @@ from .run_folder import held, resolve_checkpoint, saved_checkpoints
 from .tracing import traced
 
 if TYPE_CHECKING:
-    from ..loops.state import Optimization
-    from ..wrappers.steps.step_function import StepFunction
+    from ..loops import Optimization
+    from ..wrappers import StepFunction
 
 logger = logging.getLogger(__name__)
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from ..collectives import trace_collectives
-from ..collectives.trace.tracing import is_tracing
+from ..collectives import is_tracing, trace_collectives
 
 
 @contextmanager

@@ -63,7 +63,7 @@ from .steps.losses import parse_losses
 from .steps.model import BaseModel, SupervisedModel
 from .steps.preprocess import DataPreprocessor
 from .steps.single import SingleDevice
-from .steps.step_function import check_step_function, with_train_step
+from .steps.step_function import StepFunction, check_step_function, with_train_step
 from .steps.weight_init import BaseModule, initialize
 from .wrapping import (
     is_model_wrapper,
@@ -110,6 +110,7 @@ __all__ = [
     "StepDataParallel",
     "StepDistributedDataParallel",
     "StepFullyShardedDataParallel",
+    "StepFunction",
     "SupervisedModel",
     "SyncMaster",
     "SynchronizedBatchNorm1d",

@@ -1,11 +1,21 @@
 """What a back-end is: the ranks and the two object collectives, over whatever carries them."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 from ..errors import CollectiveError
 
 T = TypeVar("T")
+
+
+def raise_not_sent(texts: Sequence[str | None], own: Exception | None) -> None:
+    """Raise CollectiveError where there are texts of problems, one for each rank."""
+    failed = [f"rank {rank}: {text}" for rank, text in enumerate(texts) if text is not None]
+    if failed:
+        raise CollectiveError(
+            f"an object cannot be sent or received on {'; '.join(failed)}"
+        ) from own
 
 
 class BaseDistBackend(ABC):
@@ -136,9 +146,4 @@ class TensorBaseDistBackend(BaseDistBackend):
     def _raise_together(self, problem: Exception | None) -> None:
         text = None if problem is None else f"{type(problem).__name__}: {problem}"
         answers = self._gather(self._object_to_tensor(text))
-        texts = [self._tensor_to_object(*answer) for answer in answers]
-        failed = [f"rank {rank}: {text}" for rank, text in enumerate(texts) if text is not None]
-        if failed:
-            raise CollectiveError(
-                f"an object cannot be sent or received on {'; '.join(failed)}"
-            ) from problem
+        raise_not_sent([self._tensor_to_object(*answer) for answer in answers], problem)

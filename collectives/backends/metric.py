@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from ..objects.agree import raise_first, retell
+from ..objects.agree import attempt, failure_of, raise_first
 from .base import BaseDistBackend
 from .registry import BackendLike, get_dist_backend
 
@@ -148,9 +148,8 @@ def _gather_state(
 
 def _gather(backend: BaseDistBackend, own: T, problem: Exception | None, what: str) -> list[T]:
     """Return all ranks' objects, or raise on every rank the problem of the first that has one."""
-    told = None if problem is None else retell(problem)
-    gathered = backend.all_gather_object((told, own))
-    raise_first(dict(enumerate(told for told, _ in gathered)), problem, what)
+    gathered = backend.all_gather_object((failure_of(problem, backend.rank), own))
+    raise_first([failure for failure, _ in gathered], problem, what)
     return [part for _, part in gathered]
 
 
@@ -160,17 +159,9 @@ def _has_peers(backend: BaseDistBackend) -> bool:
 
 def _run_on_first(backend: BaseDistBackend, compute: Callable[[], Any]) -> Any:
     """Return on every rank what `compute` returns on rank 0, or raise what it raises."""
-    value: Any = None
-    error: Exception | None = None
-    if backend.rank == 0:
-        try:
-            value = compute()
-        # Whatever it is, the other ranks wait for an answer.
-        except Exception as raised:
-            error = raised
-    told = None if error is None else retell(error)
-    value, told = backend.broadcast_object((value, told), 0)
-    if error is not None and told is not None and told.kind is type(error):
+    value, error = attempt(compute) if backend.rank == 0 else (None, None)
+    value, failure = backend.broadcast_object((value, failure_of(error, 0)), 0)
+    if error is not None and failure is not None and failure.kind is type(error):
         raise error
-    raise_first({0: told}, error, "compute_metric() ")
+    raise_first([failure], error, "compute_metric() ")
     return value

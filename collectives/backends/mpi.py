@@ -1,13 +1,12 @@
 """The back-end over MPI."""
 
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 
-from ..errors import CollectiveError
 from ..transport.serialize import obj2tensor, tensor2obj
-from .base import BaseDistBackend
+from .base import BaseDistBackend, raise_not_sent
 
 # What a config can name.
 __all__ = ["MPI4PyDist"]
@@ -126,9 +125,4 @@ def _pack(obj: object) -> tuple[torch.Tensor, Exception | None]:
 
 def _raise_together(problem: Exception | None) -> None:
     text = None if problem is None else f"{type(problem).__name__}: {problem}"
-    texts: list[Any] = _load_mpi().COMM_WORLD.allgather(text)
-    failed = [f"rank {rank}: {text}" for rank, text in enumerate(texts) if text is not None]
-    if failed:
-        raise CollectiveError(
-            f"an object cannot be sent or received on {'; '.join(failed)}"
-        ) from problem
+    raise_not_sent(_load_mpi().COMM_WORLD.allgather(text), problem)

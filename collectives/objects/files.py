@@ -14,7 +14,7 @@ import torch.distributed as dist
 from ..errors import CollectiveError
 from ..process.ranks import distributed_available, live_world_size, members
 from ..transport.serialize import pack, unpack
-from .agree import raise_together
+from .agree import attempt, raise_together
 from .objects import all_gather_object, broadcast, gather_object
 
 T = TypeVar("T")
@@ -129,11 +129,11 @@ def gather_through_files(
     folder = Path(tmpdir, f"stepwrap_{token}")
     gathered: list[T] | None = None
     try:
-        digest, problem = _attempt(lambda: _write(data, folder))
+        digest, problem = attempt(lambda: _write(data, folder))
         raise_together(problem, group, call)
         digests = dict(zip(members(group), all_gather_object(digest, group), strict=True))
         if everywhere or dist.get_rank() == members(group)[0]:
-            gathered, problem = _attempt(lambda: _read_all(folder, digests))
+            gathered, problem = attempt(lambda: _read_all(folder, digests))
         # Also the barrier before which no rank may remove what another still reads.
         raise_together(problem, group, call)
     finally:
@@ -152,20 +152,12 @@ def _parent(use_system_tmp: bool) -> str:
     return tempfile.gettempdir() if use_system_tmp else os.getcwd()
 
 
-def _attempt(work: Callable[[], T]) -> tuple[T | None, Exception | None]:
-    """Return the result, or the error for the other ranks, which are waiting to hear of it."""
-    try:
-        return work(), None
-    except Exception as error:
-        return None, error
-
-
 def _from_first_rank(make: Callable[[], str], group: dist.ProcessGroup | None, call: str) -> str:
     """Return what the group's first rank makes; its error is raised on every rank."""
     if live_world_size(group) == 1:
         return make()
     first = members(group)[0]
-    made, problem = _attempt(make) if dist.get_rank() == first else (None, None)
+    made, problem = attempt(make) if dist.get_rank() == first else (None, None)
     raise_together(problem, group, call)
     shared = broadcast(made, first, group)
     assert shared is not None

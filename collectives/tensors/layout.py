@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import Call, Place, call_site, name_ranks, tell, text_of
-from ..objects.agree import raise_first, retell
+from ..objects.agree import failure_of, raise_first
 from ..objects.objects import all_gather_object
 from ..process.ranks import members
 from ..trace.calling import calling
@@ -142,11 +142,10 @@ def agree_on_entries(
     headers = meet(call, agreed=content if is_clear else uuid.uuid4().hex)
     if len({header.agreed for header in headers}) == 1:
         return [texts[text] for text in in_order]
-    told = None if problem is None else retell(problem)
     shown = {} if problem else dict(entries)
-    answers = all_gather_object((shown, setting, told, call_site()), call.group)
+    answers = all_gather_object((shown, setting, failure_of(problem), call_site()), call.group)
     by_rank = dict(zip(members(call.group), answers, strict=True))
-    raise_first({r: answer[2] for r, answer in by_rank.items()}, problem, f"{call.name}() ")
+    raise_first([answer[2] for answer in answers], problem, f"{call.name}() ")
     sites = {rank: answer[3] for rank, answer in by_rank.items()}
     _compare(call.name, "arguments", {r: {"op": a[1]} for r, a in by_rank.items()}, sites)
     _compare(call.name, "keys, shapes and dtypes", {r: a[0] for r, a in by_rank.items()}, sites)

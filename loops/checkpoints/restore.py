@@ -322,13 +322,11 @@ def find_checkpoint(
     if which not in ("latest", "best"):
         raise ValueError(f'which must be "latest" or "best", got {which!r}')
     first = own_rank() == 0
-    search = together(
-        f"searching {run_dir}", lambda: search_checkpoint(run_dir, which) if first else None
-    )
-    return search[0]
+    found = together(f"searching {run_dir}", lambda: _search(run_dir, which) if first else None)
+    return found[0]
 
 
-def search_checkpoint(run_dir: Path | str, which: str = "latest") -> Path | None:
+def _search(run_dir: Path | str, which: str = "latest") -> Path | None:
     """Do as `find_checkpoint`, for this process alone."""
     root = Path(run_dir)
     folder = root / "checkpoints" if (root / "checkpoints").is_dir() else root

@@ -7,8 +7,15 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
-from ...collectives import all_gather_object, distributed_available, get_rank, get_world_size
-from ...collectives.trace.calling import Progress, in_progress
+from ...collectives import (
+    Progress,
+    all_gather_object,
+    distributed_available,
+    get_rank,
+    get_world_size,
+    in_progress,
+    run_together,
+)
 from ..state import LoopState, Phase
 
 T = TypeVar("T")
@@ -26,18 +33,14 @@ def together(what: str, action: Callable[[], T], gather: Gather = all_gather_obj
     Raises:
         CheckpointError: With the text of every rank that failed.
     """
-    result, cause = None, None
-    try:
-        result = action()
-    except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks must hear of it
-        cause = error
-    told = f"{cause}" if isinstance(cause, CheckpointError) else f"{type(cause).__name__}: {cause}"
-    reports = gather((None if cause is None else told, result))
-    failed = [f"rank {rank}: {text}" for rank, (text, _) in enumerate(reports) if text is not None]
-    if failed:
-        texts = failed if len(reports) > 1 else [told]
+    results, failures, cause = run_together(action, gather)
+    texts = []
+    for failure in filter(None, failures):
+        text = failure.text if issubclass(failure.kind, CheckpointError) else failure.told
+        texts.append(f"rank {failure.rank}: {text}" if len(failures) > 1 else text)
+    if texts:
         raise CheckpointError(f"{what} failed: {'; '.join(texts)}") from cause
-    return [result for _, result in reports]
+    return results
 
 
 def naming_missing_ranks(state: LoopState) -> AbstractContextManager[None]:

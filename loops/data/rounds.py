@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ...collectives import TorchDist, all_gather_object, comm_device
+from ...collectives import TorchDist, all_gather_object, comm_device, failure_of
 from .loaders import batches_from
 
 _END = object()
@@ -126,10 +126,9 @@ def raise_everywhere(error: Exception | None) -> None:
 
     Nothing happens where no rank has one.
     """
-    own = None if error is None else f"{type(error).__name__}: {error}"
-    everyone = enumerate(all_gather_object(own))
+    failures = all_gather_object(failure_of(error))
     if error is not None:
         raise error
-    told = "; ".join(f"rank {rank}: {text}" for rank, text in everyone if text is not None)
+    told = "; ".join(f"rank {one.rank}: {one.told}" for one in failures if one)
     if told:
         raise RuntimeError(f"the evaluation failed on {told}")

@@ -7,7 +7,7 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from ...collectives.process.forget import forget_meshes
+from ...collectives import forget_meshes
 
 
 def start_collectives(

@@ -15,7 +15,7 @@ from urllib.parse import urlparse
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
 
-from ...collectives.process.init import all_on_one_host, is_loopback, open_store
+from ...collectives import all_on_one_host, is_loopback, open_store
 from ..errors import RpcError
 from ..settings import whole_number
 

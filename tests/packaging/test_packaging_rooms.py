@@ -4,6 +4,7 @@ import ast
 from collections import Counter
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
+from importlib import import_module
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -30,19 +31,25 @@ def module_of(file: Path) -> tuple[str, ...]:
 MODULES = {module_of(file): file for file in FILES}
 
 
-def imported(module: tuple[str, ...], file: Path) -> Iterator[tuple[str, ...]]:
-    """Modules of ours that a module imports, in functions and for type checkers too."""
+def relative_imports(
+    module: tuple[str, ...], file: Path
+) -> Iterator[tuple[tuple[str, ...], list[str]]]:
+    """Where a module imports from and which names, in functions and for type checkers too."""
     package = module if file.name == "__init__.py" else module[:-1]
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.ImportFrom) and node.level:
             base = package[: len(package) - node.level + 1]
             base += tuple(node.module.split(".")) if node.module else ()
-            for alias in node.names:
-                found = next(
-                    one for one in ((*base, alias.name), base, ()) if one in MODULES or not one
-                )
-                if found and found != module:
-                    yield found
+            yield base, [alias.name for alias in node.names]
+
+
+def imported(module: tuple[str, ...], file: Path) -> Iterator[tuple[str, ...]]:
+    """Modules of ours that a module imports."""
+    for base, names in relative_imports(module, file):
+        for name in names:
+            found = next(one for one in ((*base, name), base, ()) if one in MODULES or not one)
+            if found and found != module:
+                yield found
 
 
 def test_a_folder_has_few_files() -> None:
@@ -58,6 +65,18 @@ def test_a_folder_is_at_most_two_levels_below_the_root() -> None:
 def test_every_room_says_what_it_is_for() -> None:
     rooms = [file for module, file in MODULES.items() if file.name == "__init__.py"]
     assert not [file for file in rooms if not ast.get_docstring(ast.parse(file.read_text()))]
+
+
+def test_a_folder_imports_others_by_their_front_doors() -> None:
+    reaching = [
+        f"{'.'.join(module)}: from {'.'.join(base)} import {name}"
+        for module, file in MODULES.items()
+        for base, names in relative_imports(module, file)
+        if base and base[0] != module[0]
+        for name in names
+        if len(base) > 1 or name not in import_module(f"stepwrap.{base[0]}").__all__
+    ]
+    assert not reaching
 
 
 def test_no_module_imports_itself_by_way_of_others() -> None:

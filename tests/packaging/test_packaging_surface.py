@@ -11,7 +11,7 @@ from marks import slow
 DOORS = {
     "collectives": """
         BaseDistBackend BaseMetric CollectiveError CollectiveGroup CollectiveHandle
-        CollectiveRecord MPI4PyDist NonDist PicklableWrapper TensorBaseDistBackend
+        CollectiveRecord MPI4PyDist NonDist PicklableWrapper Progress TensorBaseDistBackend
         TorchCPUDist TorchCUDADist TorchDist all_gather all_gather_object all_gather_object_cpu
         all_gather_object_gpu all_reduce all_reduce_dict broadcast collect_results
         comm_device create_tmpdir distributed_available gather gather_object
@@ -20,12 +20,14 @@ DOORS = {
         recent_collectives reduce_mean register_dist_backend serialize_to_tensor
         set_default_dist_backend sync_random_seed synchronize tensor2obj
         trace_collectives unregister_dist_backend
+        adopt_slurm agent_store all_on_one_host calling explain_transport forget_meshes in_progress
+        is_loopback is_tracing meet_at_master name_ranks open_store failure_of run_together
     """,
     "loops": """
         Cadence Checkpoint CheckpointError CheckpointHook EMAHook EarlyStopHook EpochTrainLoop
         GradNormHook Hook HookList IterTrainLoop LogHook LoopState MeanLoss NanGuardHook
-        NonFiniteError Phase PolyLR ProcessMetric ProgressHook ScheduleWindow SchedulerHook
-        ShardedBatchSampler Stateful
+        NonFiniteError Optimization Phase PolyLR ProcessMetric ProgressHook ScheduleWindow
+        SchedulerHook ShardedBatchSampler Stateful
         TensorBoardHook TestLoop ThroughputHook ValLoop build_loader find_checkpoint
         list_checkpoints load_checkpoint mix_seed prune_checkpoints save_alone save_checkpoint
         seed_rng
@@ -63,7 +65,8 @@ DOORS = {
         Layout Mesh NamedParameter OptimWrapper OptimWrapperDict PostLocalSGD Preparation
         ReplicationCallbackDataParallel ReplicationError ReplicationSession
         SeparateDistributedDataParallel SingleDevice SlavePipe StepDataParallel
-        StepDistributedDataParallel StepFullyShardedDataParallel SupervisedModel SyncMaster
+        StepDistributedDataParallel StepFullyShardedDataParallel StepFunction SupervisedModel
+        SyncMaster
         SynchronizedBatchNorm1d SynchronizedBatchNorm2d SynchronizedBatchNorm3d
         UnusedParametersError ZeroRedundancyOptimizer as_global auto build_mesh
         build_optimizer check_axes check_preparation check_step_function checkpoint_activations

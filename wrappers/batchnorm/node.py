@@ -11,8 +11,7 @@ from torch import Tensor, distributed
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from ...collectives import CollectiveError, comm_device
-from ...collectives.trace.calling import calling
+from ...collectives import CollectiveError, calling, comm_device
 from .statistics import Statistics, gradient_sums, input_gradient
 
 

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, distributed
 
-from ...collectives import CollectiveError, all_gather_object, comm_device
-from ...collectives.trace.calling import calling
+from ...collectives import CollectiveError, all_gather_object, calling, comm_device
 from .statistics import Moments, merge
 
 # A rank's flags: its output is part of a graph, the gradient of its input is wanted, it gave up.

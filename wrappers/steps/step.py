@@ -12,7 +12,7 @@ from torch import Tensor, distributed, nn
 from torch.distributed import ProcessGroup
 from torch.nn.modules.module import _has_any_global_hook
 
-from ...collectives.trace.calling import explain_transport
+from ...collectives import explain_transport
 from ..sharding.layout import refusal
 from .anomalies import detect_anomalous_params, watch_gradients
 from .losses import parse_losses
