@@ -19,6 +19,8 @@ from typing import Any
 import cloudpickle
 
 NAME = "__main__"
+# A process that multiprocessing has spawned has the script under the second name.
+_NAMES = (NAME, "__mp_main__")
 
 # By value, for workers that lack them; a class may be sent with each of its instances.
 _values: weakref.WeakKeyDictionary[type, bytes] = weakref.WeakKeyDictionary()
@@ -38,6 +40,30 @@ def reduced(obj: FunctionType | type, *, by_value: bool) -> Any:
         return None
     is_there = obj.__qualname__.split(".")[0] in _names_when_imported(path)
     return _found, (path, obj.__qualname__, None if is_there else _value(obj))
+
+
+def reduced_for_any(obj: Any) -> Any:
+    """Like `reduced`, for a receiver that may run another script: what can be sent goes by value.
+
+    Any other object gives None. A receiver of this script takes what it has by that name.
+    """
+    if not isinstance(obj, FunctionType | type) or obj.__module__ not in _NAMES:
+        return None
+    module = sys.modules.get(obj.__module__)
+    path = _path(module)
+    if module is None or path is None or _attribute(module, obj.__qualname__) is not obj:
+        return None
+    if (
+        module.__name__ != NAME
+        and module.__name__ not in cloudpickle.list_registry_pickle_by_value()
+    ):
+        # Only the processes of this script have a module of that name.
+        cloudpickle.register_pickle_by_value(module)
+    try:
+        return _found, (path, obj.__qualname__, _dumped(obj))
+    except Exception as error:
+        # It need not be sent where the script is the same.
+        return _found, (path, obj.__qualname__, None, str(error))
 
 
 def _value(obj: FunctionType | type) -> bytes | None:
@@ -72,11 +98,13 @@ def _names_when_imported(path: str) -> frozenset[str]:
     return frozenset(statement.name for statement in body if isinstance(statement, kinds))
 
 
-def _found(path: str, name: str, value: bytes | None) -> Any:
-    module = sys.modules.get(NAME)
-    own = _attribute(module, name) if _path(module) == path else None
-    if own is not None:
-        return own
+def _found(path: str, name: str, value: bytes | None, reason: str = "") -> Any:
+    for module in map(sys.modules.get, _NAMES):
+        own = _attribute(module, name) if _path(module) == path else None
+        if own is not None:
+            return own
+    if reason:
+        raise TypeError(f"{name} of {path} cannot be sent to another script: {reason}")
     if value is None:
         raise AttributeError(f"{name} of {path} is not in this process, which runs another script")
     return pickle.loads(value)

@@ -280,6 +280,6 @@ def _name_of(target: str | int | WorkerInfo | None) -> str | None:
 def _group_here(name: str, members: tuple[str, ...]) -> RpcGroup:
     """Return the living group of that name, where this process has it, else a handle."""
     group = _node.live_group(name)
-    if group is not None and tuple(group.group_members) == members:
+    if isinstance(group, RpcGroup) and tuple(group.group_members) == members:
         return group
     return RpcGroup(name, members, first_create=False)

@@ -8,18 +8,24 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Hashable, Mapping
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import Any
 
 from torch.futures import Future
 
 from ..errors import RpcError
-from .calls import answered_later, call_async, call_sync, never_waits
+from .calls import (
+    answered_later,
+    call_async,
+    call_sync,
+    devices,
+    fail_by,
+    never_waits,
+    own_name,
+)
 from .directory import Directory, Kind
 from .meetings import Late, Met
-
-if TYPE_CHECKING:
-    from .group import RpcGroup
-    from .reference import Kept
+from .remote_errors import Failure, describe, rebuild
 
 Place = tuple[str, Hashable]
 
@@ -29,13 +35,60 @@ _ASK_S = 2.0
 _tokens = itertools.count()
 
 
+class Kept:
+    """What a reference refers to, on its owner.
+
+    Attributes:
+        holders: the numbers of the references; the first one has the value's own.
+        is_begun: whether the call has come.
+    """
+
+    def __init__(self, number: str) -> None:
+        self.holders = {number}
+        self.is_begun = False
+        self._value: Any = None
+        self._failure: Failure | None = None
+        # Not of the value: which devices that may be on is not known yet.
+        self._end: Future[None] = Future()
+
+    def settle(self, value: Any) -> None:
+        """Note what the call has returned."""
+        self._value = value
+        self._end.set_result(None)
+
+    def fail(self, error: BaseException) -> None:
+        """Note what the call has raised."""
+        self._failure = describe(error, own_name())
+        self._end.set_result(None)
+
+    def value(self) -> Future[Any]:
+        """Return a future of the value, or of the error."""
+        told: Future[Any] = Future(devices=devices())
+
+        def tell(_: Future[None]) -> None:
+            if self._failure is not None:
+                fail_by(told, partial(_raise_again, self._failure))
+                return
+            try:
+                told.set_result(self._value)
+            except Exception as error:
+                fail_by(told, partial(_raise_again, describe(error, own_name())))
+
+        self._end.add_done_callback(tell)
+        return told
+
+
+def _raise_again(failure: Failure) -> None:
+    raise rebuild(failure)
+
+
 class Node:
     """Names and tables.
 
     Attributes:
         tables: what this process holds, values and services, by group and key.
         kept: the results that references of other processes refer to, by their numbers.
-        groups: the groups that were made here and not destroyed, by name.
+        groups: the `RpcGroup`s that were made here and not destroyed, by name.
         left: completed when this process leaves the world; the manager waits for it.
         directory: the manager's tables, None on all others.
     """
@@ -48,7 +101,7 @@ class Node:
         self.rpc_timeout = rpc_timeout
         self.tables: dict[Kind, dict[Place, Any]] = {"value": {}, "service": {}}
         self.kept: dict[str, Kept] = {}
-        self.groups: dict[str, RpcGroup] = {}
+        self.groups: dict[str, object] = {}
         self.lock = threading.RLock()
         self._withdrawals: dict[str, Future[None]] = {}
         self.left: Future[None] = Future()
@@ -163,8 +216,8 @@ def is_there() -> bool:
     return _current is not None
 
 
-def live_group(name: str) -> RpcGroup | None:
-    """Return this process's living group of that name, if it has one."""
+def live_group(name: str) -> object:
+    """Return this process's living `RpcGroup` of that name, None where it has none."""
     return None if _current is None else _current.groups.get(name)
 
 

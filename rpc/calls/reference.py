@@ -31,8 +31,8 @@ from .calls import (
     never_waits,
     own_name,
 )
+from .node import Kept
 from .payload import Parcel, if_not_sent, pack, unpack
-from .remote_errors import Failure, describe, rebuild
 
 _numbers = itertools.count()
 
@@ -169,53 +169,6 @@ def _unless_failed(fetched: Future[Any], made: Future[None]) -> Future[Any]:
     fetched.add_done_callback(partial(finish, is_made=False))
     made.add_done_callback(partial(finish, is_made=True))
     return first
-
-
-class Kept:
-    """What a reference refers to, on its owner.
-
-    Attributes:
-        holders: the numbers of the references; the first one has the value's own.
-        is_begun: whether the call has come.
-    """
-
-    def __init__(self, number: str) -> None:
-        self.holders = {number}
-        self.is_begun = False
-        self._value: Any = None
-        self._failure: Failure | None = None
-        # Not of the value: which devices that may be on is not known yet.
-        self._end: Future[None] = Future()
-
-    def settle(self, value: Any) -> None:
-        """Note what the call has returned."""
-        self._value = value
-        self._end.set_result(None)
-
-    def fail(self, error: BaseException) -> None:
-        """Note what the call has raised."""
-        self._failure = describe(error, own_name())
-        self._end.set_result(None)
-
-    def value(self) -> Future[Any]:
-        """Return a future of the value, or of the error."""
-        told: Future[Any] = Future(devices=devices())
-
-        def tell(_: Future[None]) -> None:
-            if self._failure is not None:
-                fail_by(told, partial(_raise_again, self._failure))
-                return
-            try:
-                told.set_result(self._value)
-            except Exception as error:
-                fail_by(told, partial(_raise_again, describe(error, own_name())))
-
-        self._end.add_done_callback(tell)
-        return told
-
-
-def _raise_again(failure: Failure) -> None:
-    raise rebuild(failure)
 
 
 def _find(number: str, holder: str) -> Kept:

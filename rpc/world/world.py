@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import Iterable, Mapping
 from functools import partial
 from types import TracebackType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch.distributed as dist
 
@@ -124,7 +124,7 @@ class World:
     @property
     def groups(self) -> dict[str, RpcGroup]:
         """The living groups that this process has made, by name."""
-        return {} if self._node is None else dict(self._node.groups)
+        return {} if self._node is None else cast(dict[str, RpcGroup], dict(self._node.groups))
 
     @property
     def lut_manager(self) -> str:
