@@ -17,11 +17,16 @@ from multiprocessing.process import BaseProcess
 from multiprocessing.reduction import DupFd, ForkingPickler
 from typing import Any
 
-from ._remote_errors import ExceptionWithTraceback, describe, format_error, rebuild, shorten
-from ._worker import use_one_thread
+from .start_methods import default_context, use_one_thread
 from .transport.pickling import Pickler
+from .transport.remote_errors import (
+    describe,
+    format_error,
+    rebuild,
+    shorten,
+)
 
-__all__ = ["ExceptionWithTraceback", "Process", "ProcessException", "Thread", "ThreadException"]
+__all__ = ["Process", "ProcessException", "Thread", "ThreadException"]
 
 logger = logging.getLogger(__name__)
 
@@ -157,7 +162,7 @@ class Process(BaseProcess):
                 self._exception = ProcessException(text)
                 self._exception.__cause__ = _without_traceback(rebuild(described))
             elif exitcode:
-                self._exception = ProcessException(self._obituary(exitcode))
+                self._exception = ProcessException(self._exit_text(exitcode))
         return self._exception
 
     def watch(self) -> None:
@@ -181,7 +186,7 @@ class Process(BaseProcess):
         _SpawnPickler(file).dump((*type(self).__bases__, state))
         return _revived, (file.getvalue(),)
 
-    def _obituary(self, exitcode: int) -> str:
+    def _exit_text(self, exitcode: int) -> str:
         who = f"process {self.name!r} (pid {self.pid})"
         if exitcode > 0:
             return f"{who} left with exit code {exitcode} and without a report (os._exit?)"
@@ -191,16 +196,6 @@ class Process(BaseProcess):
             name = f"signal {-exitcode}"
         hint = " (out of memory?)" if -exitcode == signal.SIGKILL else ""
         return f"{who} was killed by {name}{hint}"
-
-
-def default_context() -> Any:
-    """Return multiprocessing's default context, or "spawn" in place of "fork".
-
-    A forked process hangs at its first large operation on tensors once its parent has made one.
-    """
-    chosen = multiprocessing.get_start_method(allow_none=True)
-    method = chosen or multiprocessing.get_all_start_methods()[0]
-    return multiprocessing.get_context("spawn" if method == "fork" else method)
 
 
 class _SpawnPickler(Pickler):

@@ -9,9 +9,9 @@ import traceback
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from ._base_pool import BasePool
-from .context_pool import contexts_of
-from .errors import BrokenPoolError
+from ..errors import BrokenPoolError
+from .base_pool import BasePool
+from .pool import contexts_of
 
 __all__ = ["CtxThreadPool", "ThreadPool"]
 
@@ -83,8 +83,8 @@ class ThreadPool(BasePool):
 
         Does not wait for tasks that are running: `join` does.
         """
-        self._keeper.stop()
-        self._keeper.wait_failed()
+        self._monitor.stop()
+        self._monitor.wait_failed()
 
     def _started(self, slot: int) -> _Thread:
         initializer, initargs = self._initializer_of(slot)
