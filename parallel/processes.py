@@ -33,6 +33,7 @@ logger = logging.getLogger(__name__)
 # A process that has reported goes on to its exit handlers, which may wait for its threads.
 _EXIT_S = 5.0
 _LENGTH = struct.Struct("!Q")
+CRASHES = {signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL}
 
 
 class ProcessException(RuntimeError):
@@ -188,14 +189,23 @@ class Process(BaseProcess):
 
     def _exit_text(self, exitcode: int) -> str:
         who = f"process {self.name!r} (pid {self.pid})"
-        if exitcode > 0:
-            return f"{who} left with exit code {exitcode} and without a report (os._exit?)"
-        try:
-            name = signal.Signals(-exitcode).name
-        except ValueError:
-            name = f"signal {-exitcode}"
-        hint = " (out of memory?)" if -exitcode == signal.SIGKILL else ""
-        return f"{who} was killed by {name}{hint}"
+        without = " and without a report (os._exit?)" if exitcode > 0 else ""
+        return f"{who} {how_it_ended(exitcode)}{without}"
+
+
+def how_it_ended(exitcode: int | None) -> str:
+    """Return in words how a process ended."""
+    if exitcode is None:
+        return "is gone"
+    if exitcode >= 0:
+        return f"left with exit code {exitcode}"
+    try:
+        name = signal.Signals(-exitcode).name
+    except ValueError:
+        name = f"signal {-exitcode}"
+    if -exitcode in CRASHES:
+        return f"was killed by {name} (a crash in compiled code)"
+    return f"was killed by {name}" + (" (out of memory?)" if name == "SIGKILL" else "")
 
 
 class _SpawnPickler(Pickler):

@@ -318,7 +318,8 @@ class BasePool:
         """Take note that a call has ended other than by its last result."""
 
     def _waker(self) -> Callable[[], None]:
-        return _nothing
+        # Nothing to wake: the thread looks by itself now and then.
+        return lambda: None
 
     def _ender(self) -> Callable[[], None]:
         workers = self._workers
@@ -336,10 +337,6 @@ def _weakly(pool: BasePool, method: str) -> Callable[..., Any]:
         return getattr(pool, method)(timeout)
 
     return call
-
-
-def _nothing() -> None:
-    """Where there is nothing to wake: the thread looks by itself now and then."""
 
 
 # Items that an iterator reads ahead, per worker.

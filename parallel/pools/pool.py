@@ -10,7 +10,7 @@ from typing import Any
 from .base_pool import BasePool
 from .dispatcher import Dispatcher
 from .scheduler import PerWorkerBacklog, SharedBacklog
-from .worker import WithContext, enter
+from .worker import CtxPoolStorage, WithContext, enter
 from .workers import Plan
 
 __all__ = ["CtxPool", "P2PPool", "Pool", "contexts_of"]
@@ -201,7 +201,9 @@ class CtxPool(Pool):
 
     def _initializers(self) -> list[tuple[Callable[..., object] | None, Sequence[Any]]]:
         contexts = contexts_of(self._contexts, self._processes)
-        return [(enter, (one, self._initializer, self._initargs)) for one in contexts]
+        return [
+            (enter, (CtxPoolStorage, one, self._initializer, self._initargs)) for one in contexts
+        ]
 
     def _prepared(self, func: Callable[..., Any]) -> Callable[..., Any]:
         return WithContext(func)

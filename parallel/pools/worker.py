@@ -347,13 +347,19 @@ class CtxPoolStorage:
 
 
 class WithContext:
-    """A function that is called with the worker's context before its own arguments."""
+    """A function that is called with the worker's context before its own arguments.
 
-    def __init__(self, func: Callable[..., Any]) -> None:
+    Args:
+        func: the function.
+        holder: has the context as its `storage`, in each process or in each thread.
+    """
+
+    def __init__(self, func: Callable[..., Any], holder: Any = CtxPoolStorage) -> None:
         self.func = func
+        self._holder = holder
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.func(CtxPoolStorage.storage, *args, **kwargs)
+        return self.func(self._holder.storage, *args, **kwargs)
 
 
 def proxy_ctx_caller(
@@ -375,8 +381,13 @@ def proxy_ctx_caller(
     return call(CtxPoolStorage.storage, *(args or ()), **(kwargs or {}))
 
 
-def enter(context: Any, initializer: Callable[..., object] | None, initargs: Sequence[Any]) -> None:
-    """Begin as a worker with a context."""
-    CtxPoolStorage.storage = context
+def enter(
+    holder: Any,
+    context: Any,
+    initializer: Callable[..., object] | None,
+    initargs: Sequence[Any],
+) -> None:
+    """Begin as a worker with a context, which `WithContext` finds in the holder."""
+    holder.storage = context
     if initializer is not None:
         initializer(*initargs)

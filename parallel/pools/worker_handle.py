@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from functools import partial
 from multiprocessing.process import BaseProcess
-from typing import Any, NamedTuple
+from typing import Any
 
 from ..interrupts import in_one_go
 from ..transport import descriptors as _descriptors
@@ -260,14 +260,6 @@ _SPARE_SLOTS = 4
 _READ_BYTES = 1 << 18
 
 
-class Theirs(NamedTuple):
-    """The descriptors that the worker's process is given."""
-
-    tasks: int
-    results: int
-    beside: int
-
-
 class Pipes:
     """Both pipes and the socket. Not for two threads at once, except `take_back`."""
 
@@ -288,7 +280,8 @@ class Pipes:
         self.most_ahead = max(1, slots - _SPARE_SLOTS)
         # The last one is for the command to stop.
         self.most_commands = max(0, slots - self.most_ahead - 1)
-        self.theirs = Theirs(reading, writing, theirs.detach())
+        # What the worker's process is given: for tasks, for results, and the socket.
+        self.theirs = (reading, writing, theirs.detach())
         self._buffer = b""
 
     @property

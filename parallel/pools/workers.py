@@ -16,6 +16,7 @@ from multiprocessing.context import BaseContext
 from typing import Any
 
 from ..errors import BrokenPoolError, TaskTimeoutError, WorkerDiedError
+from ..processes import CRASHES, how_it_ended
 from ..transport.remote_errors import rebuild
 from ..transport.wire import release
 from . import protocol
@@ -305,29 +306,13 @@ def start_worker(
 
 # Ends of a fork server's children are not known once it has been killed: this is what they get.
 _UNKNOWN_TO_FORK_SERVER = 255
-_CRASHES = {signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL}
-
-
-def how_it_ended(exitcode: int | None) -> str:
-    """Return in words how a process ended."""
-    if exitcode is None:
-        return "is gone"
-    if exitcode >= 0:
-        return f"left with exit code {exitcode}"
-    try:
-        name = signal.Signals(-exitcode).name
-    except ValueError:
-        name = f"signal {-exitcode}"
-    if -exitcode in _CRASHES:
-        return f"was killed by {name} (a crash in compiled code)"
-    return f"was killed by {name}" + (" (out of memory?)" if name == "SIGKILL" else "")
 
 
 def ends_by_itself(exitcode: int | None, start_method: str) -> bool:
     """Return whether a process has left, or crashed, by its own doing: a next one would as well."""
     if exitcode is None or (start_method, exitcode) == ("forkserver", _UNKNOWN_TO_FORK_SERVER):
         return False
-    return exitcode >= 0 or -exitcode in _CRASHES
+    return exitcode >= 0 or -exitcode in CRASHES
 
 
 def death_error(
