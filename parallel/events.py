@@ -94,7 +94,7 @@ class AndEvent(MultiEvent):
 
 
 class _Waiter:
-    """Rung by the thread that sets the event, heard by the one that waits for it."""
+    """Notified by the thread that sets the event; the one that waits for it wakes."""
 
     def __init__(self, event: MultiEvent) -> None:
         self._event = event

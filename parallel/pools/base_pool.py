@@ -498,7 +498,7 @@ def _name_of(func: object) -> str:
     return getattr(inner, "__qualname__", None) or type(inner).__qualname__
 
 
-_QUEUE_GRACE_S = 1.0
+_GRACE_S = 1.0
 
 
 def run_queue_worker(
@@ -529,7 +529,7 @@ def terminate_processes(processes: Sequence[Any]) -> None:
     for process in processes:
         process.terminate()
     for process in processes:
-        process.join(_QUEUE_GRACE_S)
+        process.join(_GRACE_S)
         if process.exitcode is None:
             process.kill()
             process.join()

@@ -143,9 +143,9 @@ class Pool(BasePool):
 
 
 class P2PPool(Pool):
-    """A pool whose tasks are given to workers when they come, each having a line of its own.
+    """A pool whose tasks are assigned to workers when they are submitted; each has its own queue.
 
-    Arguments and behaviour are those of `Pool`; a worker whose line is empty takes from others.
+    Arguments and behaviour are those of `Pool`; a worker whose queue is empty takes from others.
     """
 
     def _backlog(self) -> PerWorkerBacklog:

@@ -27,9 +27,9 @@ class Scheduler:
     Args:
         workers: the workers.
         backlog: where tasks wait.
-        encoder: makes encoded tasks of them.
-        lock: guards the workers and the backlog. It is not held while tasks are pickled and sent: a
-            worker is claimed for that.
+        encoder: encodes them.
+        lock: guards the workers and the backlog. It is not held while tasks are pickled and sent:
+            the worker's `sending` is held for that.
         refuse: takes the result of a task that cannot be sent.
 
     Attributes:
@@ -205,7 +205,7 @@ def _load(worker: WorkerHandle) -> int:
 
 
 class SharedBacklog:
-    """One line for all workers: the next task goes to whichever has room."""
+    """One queue for all workers: the next task goes to whichever has room."""
 
     def __init__(self) -> None:
         self._tasks: deque[Task] = deque()
@@ -221,7 +221,7 @@ class SharedBacklog:
         return [tasks.popleft() for _ in range(min(share, len(tasks)))]
 
     def put_back(self, slot: int, tasks: Sequence[Task]) -> None:
-        """Put tasks that a worker was given to the front again."""
+        """Put tasks that a worker was given back to the front."""
         self._tasks.extendleft(reversed(tasks))
 
     def clear(self) -> None:
@@ -230,9 +230,9 @@ class SharedBacklog:
 
 
 class PerWorkerBacklog:
-    """A line for each worker: a task goes to the shortest when it comes.
+    """A queue for each worker: a task goes to the shortest when it is submitted.
 
-    A worker that has nothing left takes from the longest line.
+    A worker that has nothing left takes from the longest queue.
     """
 
     def __init__(self, slots: int) -> None:
@@ -243,27 +243,27 @@ class PerWorkerBacklog:
         return sum(map(len, self._queues))
 
     def put(self, task: Task) -> None:
-        """Add a task to the shortest line; needs no lock."""
-        lines = self._queues
+        """Add a task to the shortest queue; needs no lock."""
+        queues = self._queues
         # Not always the first of equals.
-        self._next = first = (self._next + 1) % len(lines)
-        line = lines[first]
-        if line:
-            line = min(lines, key=len)
-        line.append(task)
+        self._next = first = (self._next + 1) % len(queues)
+        queue = queues[first]
+        if queue:
+            queue = min(queues, key=len)
+        queue.append(task)
 
     def take(self, slot: int, share: int) -> list[Task]:
         """Return some of a worker's next tasks, or of another's where it has none."""
-        line = self._queues[slot]
-        if not line:
-            line = max(self._queues, key=len)
-        return [line.popleft() for _ in range(min(share, len(line)))]
+        queue = self._queues[slot]
+        if not queue:
+            queue = max(self._queues, key=len)
+        return [queue.popleft() for _ in range(min(share, len(queue)))]
 
     def put_back(self, slot: int, tasks: Iterable[Task]) -> None:
-        """Put tasks that a worker was given to the front of its line again."""
+        """Put tasks that a worker was given to the front of its queue again."""
         self._queues[slot].extendleft(reversed(list(tasks)))
 
     def clear(self) -> None:
         """Drop all tasks."""
-        for line in self._queues:
-            line.clear()
+        for queue in self._queues:
+            queue.clear()

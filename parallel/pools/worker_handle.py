@@ -194,7 +194,7 @@ class WorkerHandle:
         return task
 
     def answered(self, count: int, now: float) -> None:
-        """Keep the books after some tasks were answered; a worker that has done all is stopped."""
+        """Count tasks that were answered; a worker that has done all is stopped."""
         self._pace = max(1e-7, (self._pace + (now - self.last_event) / count) / 2)
         self.last_event = now
         self._is_full = False
