@@ -14,7 +14,6 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
-    from .context_pool import CtxPool, CtxPoolStorage, proxy_ctx_caller
     from .errors import (
         BrokenPoolError,
         EncodingError,
@@ -28,18 +27,16 @@ if TYPE_CHECKING:
     from .events import AndEvent, OrEvent
     from .placement.assigner import ModelAssigner
     from .placement.estimators import ModelComplexityEstimator, ModelSizeEstimator
-    from .pool import BasePool, P2PPool, Pool, PoolStates
-    from .processes import (
-        ExceptionWithTraceback,
-        Process,
-        ProcessException,
-        Thread,
-        ThreadException,
-    )
-    from .results import AsyncResult, IMapIterator, IMapUnorderedIterator, MapResult
-    from .thread_pool import CtxThreadPool, ThreadPool
+    from .pools.base_pool import BasePool
+    from .pools.monitor import PoolStates
+    from .pools.pool import CtxPool, P2PPool, Pool
+    from .pools.results import AsyncResult, IMapIterator, IMapUnorderedIterator, MapResult
+    from .pools.thread_pool import CtxThreadPool, ThreadPool
+    from .pools.worker import CtxPoolStorage, proxy_ctx_caller
+    from .processes import Process, ProcessException, Thread, ThreadException
     from .transport.pickling import Pickler, dumps, loads, mark_static_module
     from .transport.queues import MultiP2PQueue, SimpleP2PQueue, SimpleQueue
+    from .transport.remote_errors import ExceptionWithTraceback
 
 __all__ = [
     "AndEvent",
@@ -85,18 +82,21 @@ __all__ = [
 ]
 
 _HOMES = {
-    "placement.assigner": "ModelAssigner",
-    "context_pool": "CtxPool CtxPoolStorage proxy_ctx_caller",
     "errors": "BrokenPoolError EncodingError PoolTerminatedError RemoteError RemoteTraceback "
     "TaskTimeoutError TimeoutError WorkerDiedError",
-    "placement.estimators": "ModelComplexityEstimator ModelSizeEstimator",
     "events": "AndEvent OrEvent",
+    "placement.assigner": "ModelAssigner",
+    "placement.estimators": "ModelComplexityEstimator ModelSizeEstimator",
+    "pools.base_pool": "BasePool",
+    "pools.monitor": "PoolStates",
+    "pools.pool": "CtxPool P2PPool Pool",
+    "pools.results": "AsyncResult IMapIterator IMapUnorderedIterator MapResult",
+    "pools.thread_pool": "CtxThreadPool ThreadPool",
+    "pools.worker": "CtxPoolStorage proxy_ctx_caller",
+    "processes": "Process ProcessException Thread ThreadException",
     "transport.pickling": "Pickler dumps loads mark_static_module",
-    "pool": "BasePool P2PPool Pool PoolStates",
-    "processes": "ExceptionWithTraceback Process ProcessException Thread ThreadException",
     "transport.queues": "MultiP2PQueue SimpleP2PQueue SimpleQueue",
-    "results": "AsyncResult IMapIterator IMapUnorderedIterator MapResult",
-    "thread_pool": "CtxThreadPool ThreadPool",
+    "transport.remote_errors": "ExceptionWithTraceback",
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
 

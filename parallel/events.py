@@ -24,7 +24,7 @@ class MultiEvent:
                     f"got {type(event).__name__}"
                 )
         self._events = events
-        self._ringers = {_ringer_of(leaf) for leaf in self._leaves()}
+        self._conditions = {_notifying_condition(leaf) for leaf in self._leaves()}
 
     def is_set(self) -> bool:
         """Return whether the members are set as is asked for: any of them, or all."""
@@ -45,15 +45,15 @@ class MultiEvent:
             return True
         if timeout is not None and timeout <= 0:
             return False
-        bell = _Bell(self)
-        for ringer in self._ringers:
-            ringer.bells.add(bell)
+        waiter = _Waiter(self)
+        for condition in self._conditions:
+            condition.waiters.add(waiter)
         try:
-            # What was set before the bell was there has not rung it.
-            return self.is_set() or bell.wait(timeout)
+            # What was set before the waiter was there has not notified it.
+            return self.is_set() or waiter.wait(timeout)
         finally:
-            for ringer in self._ringers:
-                ringer.bells.discard(bell)
+            for condition in self._conditions:
+                condition.waiters.discard(waiter)
 
     def _leaves(self) -> Iterator[threading.Event]:
         for event in self._events:
@@ -93,42 +93,42 @@ class AndEvent(MultiEvent):
         return all(event.is_set() for event in self._events)
 
 
-class _Bell:
-    """Rung by the thread that sets the event, heard by the one that waits for it."""
+class _Waiter:
+    """Notified by the thread that sets the event; the one that waits for it wakes."""
 
     def __init__(self, event: MultiEvent) -> None:
         self._event = event
         # Unlike a condition it may be put to by a signal handler of the very thread that waits.
-        self._rings: SimpleQueue[None] = SimpleQueue()
+        self._notices: SimpleQueue[None] = SimpleQueue()
 
-    def ring(self) -> None:
+    def notify(self) -> None:
         if self._event.is_set():
-            self._rings.put(None)
+            self._notices.put(None)
 
     def wait(self, timeout: float | None) -> bool:
         try:
-            self._rings.get(timeout=timeout)
+            self._notices.get(timeout=timeout)
         except Empty:
             return self._event.is_set()
         return True
 
 
-class _Ringer(threading.Condition):
+class _NotifyingCondition(threading.Condition):
     """The condition that `threading.Event.set` notifies once its flag is changed."""
 
-    bells: set[_Bell]
+    waiters: set[_Waiter]
 
     def notify_all(self) -> None:
         super().notify_all()
-        for bell in tuple(self.bells):
-            bell.ring()
+        for waiter in tuple(self.waiters):
+            waiter.notify()
 
 
-def _ringer_of(leaf: threading.Event) -> _Ringer:
+def _notifying_condition(leaf: threading.Event) -> _NotifyingCondition:
     # Its class changes, not its method `set`, which others may hold already (a timer, say); what
     # waits for it goes on to do so.
-    condition: Any = vars(leaf)["_cond"]
-    vars(condition).setdefault("bells", set())
-    condition.__class__ = _Ringer
-    ringer: _Ringer = condition
-    return ringer
+    found: Any = vars(leaf)["_cond"]
+    vars(found).setdefault("waiters", set())
+    found.__class__ = _NotifyingCondition
+    condition: _NotifyingCondition = found
+    return condition

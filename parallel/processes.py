@@ -17,17 +17,23 @@ from multiprocessing.process import BaseProcess
 from multiprocessing.reduction import DupFd, ForkingPickler
 from typing import Any
 
-from ._remote_errors import ExceptionWithTraceback, describe, format_error, rebuild, shorten
-from ._worker import use_one_thread
+from .start_methods import default_context, use_one_thread
 from .transport.pickling import Pickler
+from .transport.remote_errors import (
+    describe,
+    format_error,
+    rebuild,
+    shorten,
+)
 
-__all__ = ["ExceptionWithTraceback", "Process", "ProcessException", "Thread", "ThreadException"]
+__all__ = ["Process", "ProcessException", "Thread", "ThreadException"]
 
 logger = logging.getLogger(__name__)
 
 # A process that has reported goes on to its exit handlers, which may wait for its threads.
 _EXIT_S = 5.0
 _LENGTH = struct.Struct("!Q")
+CRASHES = {signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL}
 
 
 class ProcessException(RuntimeError):
@@ -157,7 +163,7 @@ class Process(BaseProcess):
                 self._exception = ProcessException(text)
                 self._exception.__cause__ = _without_traceback(rebuild(described))
             elif exitcode:
-                self._exception = ProcessException(self._obituary(exitcode))
+                self._exception = ProcessException(self._exit_text(exitcode))
         return self._exception
 
     def watch(self) -> None:
@@ -181,26 +187,25 @@ class Process(BaseProcess):
         _SpawnPickler(file).dump((*type(self).__bases__, state))
         return _revived, (file.getvalue(),)
 
-    def _obituary(self, exitcode: int) -> str:
+    def _exit_text(self, exitcode: int) -> str:
         who = f"process {self.name!r} (pid {self.pid})"
-        if exitcode > 0:
-            return f"{who} left with exit code {exitcode} and without a report (os._exit?)"
-        try:
-            name = signal.Signals(-exitcode).name
-        except ValueError:
-            name = f"signal {-exitcode}"
-        hint = " (out of memory?)" if -exitcode == signal.SIGKILL else ""
-        return f"{who} was killed by {name}{hint}"
+        without = " and without a report (os._exit?)" if exitcode > 0 else ""
+        return f"{who} {how_it_ended(exitcode)}{without}"
 
 
-def default_context() -> Any:
-    """Return multiprocessing's default context, or "spawn" in place of "fork".
-
-    A forked process hangs at its first large operation on tensors once its parent has made one.
-    """
-    chosen = multiprocessing.get_start_method(allow_none=True)
-    method = chosen or multiprocessing.get_all_start_methods()[0]
-    return multiprocessing.get_context("spawn" if method == "fork" else method)
+def how_it_ended(exitcode: int | None) -> str:
+    """Return in words how a process ended."""
+    if exitcode is None:
+        return "is gone"
+    if exitcode >= 0:
+        return f"left with exit code {exitcode}"
+    try:
+        name = signal.Signals(-exitcode).name
+    except ValueError:
+        name = f"signal {-exitcode}"
+    if -exitcode in CRASHES:
+        return f"was killed by {name} (a crash in compiled code)"
+    return f"was killed by {name}" + (" (out of memory?)" if name == "SIGKILL" else "")
 
 
 class _SpawnPickler(Pickler):

@@ -1,1 +1,3 @@
-"""Values between processes: pickling, tensors in shared memory, queues. Start with queues.py."""
+"""Values between processes: pickling, tensors in shared memory, exceptions, queues. Imports only
+`parallel/errors.py`. Start with queues.py.
+"""

@@ -19,7 +19,7 @@ from typing import IO, Any
 import cloudpickle
 
 from . import script as _script
-from .shared_storages import APART_FROM, divider
+from .buffers import APART_FROM, divider
 
 _LARGE = 64 * 1024
 

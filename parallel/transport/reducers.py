@@ -18,7 +18,7 @@ from torch.utils.hooks import warn_if_has_hooks
 
 from . import shared_storages as _shared_storages
 from . import tensor_bytes as _tensor_bytes
-from .shared_storages import MARK, take
+from .buffers import MARK, take
 
 # What `reduced` is for.
 KINDS = (Tensor, TypedStorage, UntypedStorage, torch.cuda.Event)

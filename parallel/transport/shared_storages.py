@@ -1,4 +1,8 @@
-"""Parts of an object that stand outside of its pickle, in the order of their marks in it."""
+"""CPU storages in shared memory, as torch keeps it: by descriptor or by the name of a file.
+
+A storage that is shared stays where it is, since others may see the same memory. What comes back
+to a process that has it already is found in torch's cache.
+"""
 
 from __future__ import annotations
 
@@ -6,44 +10,14 @@ import contextlib
 import errno
 import mmap
 import os
-import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from torch import UntypedStorage
 from torch.multiprocessing import get_sharing_strategy, reductions
 
+from .buffers import MARK
 from .descriptors import Received, explaining
-
-# Stands where a part is put in at loading: pickle gives the next of its `buffers`, whatever that
-# is. Writable, because pickle makes a view of what is not.
-MARK = pickle.PickleBuffer(bytearray())
-# Buffers of this many bytes are worth a place of their own.
-APART_FROM = 16 * 1024
-
-
-def take(part: Any) -> Any:
-    """Return the part; pickled with MARK, it is the next one."""
-    return part
-
-
-def divider(parts: list[Any], apart_from: int) -> Callable[[pickle.PickleBuffer], bool]:
-    """Return a buffer callback for a pickler.
-
-    It leaves out marks, whose parts are in the list already, and buffers of `apart_from` bytes and
-    more, which it adds to the list.
-    """
-
-    def is_inside(buffer: pickle.PickleBuffer) -> bool:
-        if buffer is MARK:
-            return False
-        if buffer.raw().nbytes < apart_from:
-            return True
-        parts.append(buffer)
-        return False
-
-    return is_inside
-
 
 Content = tuple[Any, ...]
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from . import descriptors as _descriptors
 from . import memory as _memory
-from .shared_storages import APART_FROM, divider
+from .buffers import APART_FROM, divider
 
 # The most bytes that go beside descriptors.
 INLINE_BYTES = 32768

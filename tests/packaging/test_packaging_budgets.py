@@ -32,8 +32,7 @@ MANY_METHODS = {"BasePool", "CollectiveGroup", "Hook", "OptimWrapperDict", "RpcG
 MANY_PARAMETERS = {
     "parallel/placement/assigner.py:__init__",
     "parallel/placement/assigner.py:optimize_placement",
-    "parallel/context_pool.py:__init__",
-    "parallel/pool.py:__init__",
+    "parallel/pools/pool.py:__init__",
     "rpc/servers/gradient_server.py:__init__",
     "rpc/world/world.py:__init__",
     "runner/runner.py:__init__",

@@ -14,15 +14,17 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 
-from . import _link as link
+from ..start_methods import use_one_thread
+from . import protocol
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
     Task = tuple[int, int, Callable[..., Any], Any, dict[str, Any]]
+
 
 _PR_SET_PDEATHSIG = 1
 _PLAIN = {type(None), bool, int, float, str, bytes}
@@ -81,21 +83,11 @@ def worker(
 
 def _as_error(ending: BaseException) -> Exception:
     """Return what the caller gets for a SystemExit or KeyboardInterrupt, meant for the task."""
-    from .errors import RemoteError
+    from ..errors import RemoteError
 
     error = RemoteError(type(ending).__qualname__, str(ending)).with_traceback(ending.__traceback__)
     error.__cause__ = ending
     return error
-
-
-def use_one_thread() -> None:
-    """Have torch, where a forked process has it from its parent, work with one thread.
-
-    OpenMP waits for ever for those of the parent, which are not in this process.
-    """
-    torch: Any = sys.modules.get("torch")
-    if hasattr(torch, "set_num_threads"):
-        torch.set_num_threads(1)
 
 
 class Settings:
@@ -122,7 +114,8 @@ class Settings:
         work: Callable[..., None],
         maxtasks: int | None,
     ) -> None:
-        self.handles = [link.Handle(fd) for fd in (tasks, results, beside, counters)]
+        fds = (tasks, results, beside, counters)
+        self.descriptors = [protocol.InheritedDescriptor(fd) for fd in fds]
         self.slot = slot
         self.work = work
         self.maxtasks = maxtasks
@@ -142,7 +135,7 @@ def main(settings: Settings) -> None:
     _end_with_the_pool(settings)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    link.close_all(settings.to_close)
+    protocol.close_all(settings.to_close)
     if settings.start_method == "fork":
         use_one_thread()
     end = _WorkerEnd(settings)
@@ -152,9 +145,9 @@ def main(settings: Settings) -> None:
         if initializer is not None:
             initializer(*initargs)
     except BaseException as error:
-        end.send_error(0, link.NOT_STARTED, error)
+        end.send_error(0, protocol.NOT_STARTED, error)
         sys.exit(1)
-    end.send(0, link.READY)
+    end.send(0, protocol.READY)
     settings.work(end.get, end.put, None, (), settings.maxtasks)
 
 
@@ -187,11 +180,11 @@ class _WorkerEnd:
     """The worker's end of the channel: takes tasks and gives results, one at a time."""
 
     def __init__(self, settings: Settings) -> None:
-        self._tasks, self._results, beside, counters = (one.fd for one in settings.handles)
+        self._tasks, self._results, beside, counters = (one.fd for one in settings.descriptors)
         self._beside = socket.socket(fileno=beside)
         self._counters = mmap.mmap(counters, 0)
         os.close(counters)
-        self._place = settings.slot * link.COUNTER.size
+        self._place = settings.slot * protocol.COUNTER.size
         self._is_timed = settings.is_timed
         self._copy_tensor = settings.copy_tensor
         self._recurse = settings.recurse
@@ -207,45 +200,45 @@ class _WorkerEnd:
         """Return the function that the worker begins with, and its arguments."""
         if settings.initializer is not None:
             return settings.initializer
-        packet = os.read(self._tasks, link.PACKET_BYTES)
+        packet = os.read(self._tasks, protocol.PACKET_BYTES)
         if not packet:
             os._exit(1)
-        _, _, _, _, flags = link.TASK.unpack_from(packet)
+        _, _, _, _, flags = protocol.TASK.unpack_from(packet)
         pair: tuple[Callable[..., object] | None, Any] = self._body(packet, 0, flags, 0)
         return pair
 
     def get(self) -> Task | None:
         """Return the next task that could be made from its pickle, None at the end."""
         while True:
-            packet = os.read(self._tasks, link.PACKET_BYTES)
+            packet = os.read(self._tasks, protocol.PACKET_BYTES)
             if not packet:
                 return None
-            number, job, size, kind, flags = link.TASK.unpack_from(packet)
-            if kind == link.STOP:
+            number, job, size, kind, flags = protocol.TASK.unpack_from(packet)
+            if kind == protocol.STOP:
                 return None
-            if kind == link.FORGET:
+            if kind == protocol.FORGET:
                 self._functions.pop(job, None)
                 continue
             # From here on the task is lost if this process ends.
             if self._is_timed:
                 # First: who finds the number already there takes the time to be its own.
-                since = self._place + link.NUMBER.size
-                link.SINCE.pack_into(self._counters, since, time.monotonic())
-            link.NUMBER.pack_into(self._counters, self._place, number)
+                since = self._place + protocol.NUMBER.size
+                protocol.SINCE.pack_into(self._counters, since, time.monotonic())
+            protocol.NUMBER.pack_into(self._counters, self._place, number)
             self._number = number
             func: Any = None
             body: Any = None
             try:
                 func = self._function(packet, job, size, flags)
                 body = self._body(packet, size, flags, number)
-                if kind == link.CALL_PLAIN:
+                if kind == protocol.CALL_PLAIN:
                     return job, number, func, body, {}
-                if kind == link.CALL:
+                if kind == protocol.CALL:
                     return job, number, func, *body
-                caller = map_caller if kind == link.MAP else starmap_caller
+                caller = map_caller if kind == protocol.MAP else starmap_caller
                 return job, number, caller, ((func, body),), {}
             except BaseException as error:
-                self.send_error(number, link.ERROR, error)
+                self.send_error(number, protocol.ERROR, error)
             # Not kept while waiting for the next one.
             del packet
             func = body = None
@@ -257,32 +250,32 @@ class _WorkerEnd:
             os._exit(1)
         _, _, (success, value) = result
         if not success:
-            self.send_error(self._number, link.ERROR, value)
+            self.send_error(self._number, protocol.ERROR, value)
             return
         try:
             data, is_beside = self._encoded(value)
         except BaseException as reason:
             texts = f"{type(reason).__name__}: {reason}"[:_TEXT_LIMIT], _short_repr(value)
-            self.send(self._number, link.NOT_ENCODED, pickle.dumps(texts))
+            self.send(self._number, protocol.NOT_ENCODED, pickle.dumps(texts))
         else:
-            self.send(self._number, link.VALUE, data, beside=is_beside)
+            self.send(self._number, protocol.VALUE, data, beside=is_beside)
 
     def send(self, number: int, kind: int, data: bytes = b"", *, beside: bool = False) -> None:
         """Write one result."""
-        left = link.RESULT.pack(number, len(data), kind, beside) + data
+        left = protocol.RESULT.pack(number, len(data), kind, beside) + data
         while left:
             left = left[os.write(self._results, left) :]
 
     def send_error(self, number: int, kind: int, error: BaseException) -> None:
         """Write an error as the result."""
         try:
-            from ._remote_errors import describe
+            from ..transport.remote_errors import describe
 
             data = describe(error)
         # There may be too little memory for it.
         except BaseException:
             texts = type(error).__qualname__, str(error)[:_TEXT_LIMIT]
-            self.send(number, link.BARE_ERROR, pickle.dumps(texts))
+            self.send(number, protocol.BARE_ERROR, pickle.dumps(texts))
             return
         self.send(number, kind, data)
 
@@ -290,22 +283,22 @@ class _WorkerEnd:
         # It may come again with tasks that were sent before this one was answered.
         if job in self._functions:
             return self._functions[job]
-        if flags & link.FUNCTION_BESIDE:
+        if flags & protocol.FUNCTION_BESIDE:
             func = self._from_beside(self._number)
         else:
-            func = _decoded(packet[link.TASK.size : link.TASK.size + size], ())
-        if flags & link.STORE:
+            func = _decoded(packet[protocol.TASK.size : protocol.TASK.size + size], ())
+        if flags & protocol.STORE:
             self._functions[job] = func
         made: Callable[..., Any] = func
         return made
 
     def _body(self, packet: bytes, size: int, flags: int, number: int) -> Any:
-        if flags & link.BODY_BESIDE:
+        if flags & protocol.BODY_BESIDE:
             return self._from_beside(number)
-        return _decoded(memoryview(packet)[link.TASK.size + size :], ())
+        return _decoded(memoryview(packet)[protocol.TASK.size + size :], ())
 
     def _from_beside(self, number: int) -> Any:
-        return _decoded(*link.receive_beside(self._beside, number))
+        return _decoded(*protocol.receive_beside(self._beside, number))
 
     def _encoded(self, value: Any) -> tuple[bytes, bool]:
         """Return a value as bytes, and whether descriptors belong to it, which are sent."""
@@ -315,22 +308,22 @@ class _WorkerEnd:
             data = pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
             if len(data) <= _INLINE_BYTES:
                 return data, False
-        from .transport.wire import pack, release
+        from ..transport.wire import pack, release
 
         packed = pack(value, copy_tensor=self._copy_tensor, recurse=self._recurse)
         if not packed.fds:
             return packed.data, False
         try:
-            link.send_beside(self._beside, self._number, b"-", packed.fds)
+            protocol.send_beside(self._beside, self._number, b"-", packed.fds)
         finally:
             release(packed)
         return packed.data, True
 
 
 def _decoded(data: Any, fds: Any) -> Any:
-    if not fds and data[0] == link.PICKLE:
+    if not fds and data[0] == protocol.PICKLE:
         return pickle.loads(data)
-    from .transport.wire import unpack
+    from ..transport.wire import unpack
 
     return unpack(data, fds)
 
@@ -341,3 +334,60 @@ def _short_repr(value: object) -> str:
     except BaseException as error:
         text = f"of type {type(value).__qualname__} (its repr failed: {type(error).__name__})"
     return text if len(text) <= _TEXT_LIMIT else f"{text[:_TEXT_LIMIT]}..."
+
+
+class CtxPoolStorage:
+    """Holds the context of this worker process.
+
+    Attributes:
+        storage: the context; None in a process that is no worker of a `CtxPool`.
+    """
+
+    storage: Any = None
+
+
+class WithContext:
+    """A function that is called with the worker's context before its own arguments.
+
+    Args:
+        func: the function.
+        holder: has the context as its `storage`, in each process or in each thread.
+    """
+
+    def __init__(self, func: Callable[..., Any], holder: Any = CtxPoolStorage) -> None:
+        self.func = func
+        self._holder = holder
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.func(self._holder.storage, *args, **kwargs)
+
+
+def proxy_ctx_caller(
+    call: Any, args: Sequence[Any] | None = None, kwargs: Mapping[str, Any] | None = None
+) -> Any:
+    """Run a function with this worker's context before its own arguments.
+
+    Args:
+        call: the function, or its `pickling.dumps`; alone, the triple of it, args and kwargs.
+        args: its further arguments.
+        kwargs: its keyword arguments.
+    """
+    if args is None:
+        call, args, kwargs = call
+    if isinstance(call, bytes):
+        from ..transport.pickling import loads
+
+        call = loads(call)
+    return call(CtxPoolStorage.storage, *(args or ()), **(kwargs or {}))
+
+
+def enter(
+    holder: Any,
+    context: Any,
+    initializer: Callable[..., object] | None,
+    initargs: Sequence[Any],
+) -> None:
+    """Begin as a worker with a context, which `WithContext` finds in the holder."""
+    holder.storage = context
+    if initializer is not None:
+        initializer(*initargs)

@@ -9,9 +9,10 @@ import traceback
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from ._base_pool import BasePool
-from .context_pool import contexts_of
-from .errors import BrokenPoolError
+from ..errors import BrokenPoolError
+from .base_pool import BasePool
+from .pool import contexts_of
+from .worker import WithContext, enter
 
 __all__ = ["CtxThreadPool", "ThreadPool"]
 
@@ -83,8 +84,8 @@ class ThreadPool(BasePool):
 
         Does not wait for tasks that are running: `join` does.
         """
-        self._keeper.stop()
-        self._keeper.wait_failed()
+        self._monitor.stop()
+        self._monitor.wait_failed()
 
     def _started(self, slot: int) -> _Thread:
         initializer, initargs = self._initializer_of(slot)
@@ -136,30 +137,10 @@ class CtxThreadPool(ThreadPool):
 
     def _initializer_of(self, slot: int) -> tuple[Callable[..., object] | None, Sequence[Any]]:
         context = None if self._contexts is None else self._contexts[slot]
-        return _enter, (self._local, context, self._initializer, self._initargs)
+        return enter, (self._local, context, self._initializer, self._initargs)
 
     def _prepared(self, func: Callable[..., Any]) -> Callable[..., Any]:
-        return _WithContext(func, self._local)
-
-
-class _WithContext:
-    def __init__(self, func: Callable[..., Any], local: threading.local) -> None:
-        self.func = func
-        self._local = local
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.func(self._local.context, *args, **kwargs)
-
-
-def _enter(
-    local: threading.local,
-    context: Any,
-    initializer: Callable[..., object] | None,
-    initargs: Sequence[Any],
-) -> None:
-    local.context = context
-    if initializer is not None:
-        initializer(*initargs)
+        return WithContext(func, self._local)
 
 
 class _Thread(threading.Thread):

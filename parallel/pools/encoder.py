@@ -7,9 +7,9 @@ import pickle
 from types import FunctionType
 from typing import Any, NamedTuple
 
-from . import _link as link
-from ._worker import map_caller, starmap_caller
-from .transport.wire import Packed, pack, release
+from ..transport.wire import Packed, pack, release
+from . import protocol
+from .worker import map_caller, starmap_caller
 
 # job, chunk, function, arguments, keyword arguments
 Task = tuple[int, int, Any, Any, Any]
@@ -21,10 +21,10 @@ _PLAIN = frozenset({type(None), bool, int, float, str, bytes})
 _SEQUENCES = (list, tuple)
 _SHORT = 16
 _NONE = Packed(b"", ())
-_INLINE_BYTES = link.PACKET_BYTES - link.TASK.size
+_INLINE_BYTES = protocol.PACKET_BYTES - protocol.TASK.size
 
 
-class Parcel(NamedTuple):
+class EncodedTask(NamedTuple):
     """A task on its way: bytes of function, kind and flags; what follows; what lies beside."""
 
     size: int
@@ -40,7 +40,7 @@ class Parcel(NamedTuple):
 
 
 class Encoder:
-    """Makes parcels of tasks.
+    """Makes encoded tasks of tasks.
 
     Args:
         copy_tensor: whether tensors are copied, or passed by reference.
@@ -63,19 +63,19 @@ class Encoder:
                 return Packed(data, ())
         return pack(value, copy_tensor=self._copy_tensor, recurse=self._recurse)
 
-    def encode(self, task: Task, known: set[int]) -> Parcel:
-        """Return the parcel of a task for a worker that knows the functions of some jobs."""
+    def encode(self, task: Task, known: set[int]) -> EncodedTask:
+        """Return the encoded of a task for a worker that knows the functions of some jobs."""
         job, _, func, args, kwargs = task
         if func is map_caller or func is starmap_caller:
-            kind = link.MAP if func is map_caller else link.STARMAP
+            kind = protocol.MAP if func is map_caller else protocol.STARMAP
             ((func, body),) = args
             packed = self.pack(body)
             if job in known:
-                return _parcel(kind, None, packed)
-            return _parcel(kind, self._function(job, func), packed)
+                return _encoded(kind, None, packed)
+            return _encoded(kind, self._function(job, func), packed)
         body = self.pack((args, kwargs) if kwargs else args)
-        kind = link.CALL if kwargs else link.CALL_PLAIN
-        return _parcel(kind, self._named(func), body)
+        kind = protocol.CALL if kwargs else protocol.CALL_PLAIN
+        return _encoded(kind, self._named(func), body)
 
     def forget(self, job: int) -> bool:
         """Drop the function of a job; return whether there was one."""
@@ -102,20 +102,20 @@ class Encoder:
         return packed
 
 
-def _parcel(kind: int, function: Packed | None, body: Packed) -> Parcel:
+def _encoded(kind: int, function: Packed | None, body: Packed) -> EncodedTask:
     flags, size, inline = 0, 0, b""
     beside: tuple[Packed, ...] = ()
     if function is not None:
-        flags = link.STORE if kind in (link.MAP, link.STARMAP) else 0
+        flags = protocol.STORE if kind in (protocol.MAP, protocol.STARMAP) else 0
         if function.fds or len(function.data) > _SMALL_FUNCTION:
-            flags |= link.FUNCTION_BESIDE
+            flags |= protocol.FUNCTION_BESIDE
             beside = (function,)
         else:
             inline = function.data
             size = len(inline)
     if body.fds or size + len(body.data) > _INLINE_BYTES:
-        flags |= link.BODY_BESIDE
+        flags |= protocol.BODY_BESIDE
         beside = (*beside, body)
     else:
         inline += body.data
-    return Parcel(size, kind, flags, inline, beside)
+    return EncodedTask(size, kind, flags, inline, beside)

@@ -12,16 +12,13 @@ import time
 import weakref
 from collections.abc import Callable
 from multiprocessing import util
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from ._one_go import wait_free
-from .errors import BrokenPoolError, PoolTerminatedError
-
-if TYPE_CHECKING:
-    from ._base_pool import BasePool
+from ..errors import BrokenPoolError, PoolTerminatedError
+from ..interrupts import wait_free
 
 _log = logging.getLogger(__name__)
-_CARE_S = 0.1
+_CHECK_S = 0.1
 _EXIT_S = 5.0
 # All that queues raise when there is nothing.
 _NOTHING = (TimeoutError, multiprocessing.TimeoutError, queue.Empty)
@@ -35,11 +32,11 @@ class PoolStates(enum.Enum):
     TERMINATE = 2
 
 
-class Keeper:
+class Monitor:
     """A pool's thread and what it needs, which is not the pool: that may be collected.
 
     Args:
-        pool: the pool.
+        pool: a `BasePool`.
         get: returns the next result within some seconds.
         wake: makes `get` return soon.
         end_workers: ends the workers of a pool that is no longer there.
@@ -49,7 +46,7 @@ class Keeper:
 
     def __init__(
         self,
-        pool: BasePool,
+        pool: Any,
         *,
         get: Callable[..., Any],
         wake: Callable[[], None],
@@ -67,7 +64,7 @@ class Keeper:
         self._end_workers = end_workers
         self.is_waited = is_waited
         self._process = os.getpid()
-        self._patience = None if is_woken else _CARE_S
+        self._patience = None if is_woken else _CHECK_S
         self._start_error: BaseException | None = None
         # Locks that the thread lets go: a thread that is interrupted waiting for an Event may stop
         # others from setting it.
@@ -76,7 +73,7 @@ class Keeper:
             lock.acquire()
         self._thread = threading.Thread(target=self._run, name="stepwrap-pool", daemon=True)
         # Also at the end of the program: before multiprocessing waits for its children.
-        util.Finalize(pool, _let_go, args=(self,), exitpriority=15)
+        util.Finalize(pool, _stop_at_exit, args=(self,), exitpriority=15)
 
     def start(self) -> None:
         """Start the thread, and through it the workers; raise what keeps them from starting."""
@@ -126,11 +123,11 @@ class Keeper:
 
     def _run(self) -> None:
         try:
-            self._live()
+            self._supervise()
         finally:
             self._running.release()
 
-    def _live(self) -> None:
+    def _supervise(self) -> None:
         try:
             self._call("repopulate_pool")
         except BaseException as error:
@@ -153,14 +150,14 @@ class Keeper:
     def _settle(self) -> bool:
         """Bring results to their calls until the pool needs care; return whether it goes on."""
         # Nobody tells that a call was interrupted which a closed pool waits for.
-        patience = self._patience if self.phase is PoolStates.RUN else _CARE_S
+        patience = self._patience if self.phase is PoolStates.RUN else _CHECK_S
         get, cache = self._get, self.cache
-        until = time.monotonic() + _CARE_S
+        until = time.monotonic() + _CHECK_S
         while True:
             try:
                 job, chunk, outcome = get(timeout=patience)
             except _NOTHING:
-                return self._care()
+                return self._maintain()
             call = cache.get(job)
             if call is not None:
                 call.set(chunk, outcome)
@@ -170,11 +167,11 @@ class Keeper:
             if self.phase is not PoolStates.RUN and (
                 not cache or self.phase is PoolStates.TERMINATE
             ):
-                return self._care()
+                return self._maintain()
             if patience is not None and time.monotonic() > until:
-                return self._care()
+                return self._maintain()
 
-    def _care(self) -> bool:
+    def _maintain(self) -> bool:
         pool = self._pool()
         if pool is None or self.phase is PoolStates.TERMINATE:
             del pool
@@ -219,8 +216,8 @@ class Keeper:
             getattr(pool, method)()
 
 
-def _let_go(keeper: Keeper) -> None:
-    keeper.stop()
+def _stop_at_exit(monitor: Monitor) -> None:
+    monitor.stop()
     # Not where a pool is collected: that may be in the middle of anything.
-    if keeper.is_waited and util.is_exiting():
-        keeper.join(_EXIT_S)
+    if monitor.is_waited and util.is_exiting():
+        monitor.join(_EXIT_S)

@@ -4,19 +4,28 @@ from __future__ import annotations
 
 import itertools
 import os
+import threading
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from multiprocessing.context import BaseContext
 from typing import Any
 
-from . import _queue_worker
-from . import _submission as submit
-from ._keeper import Keeper, PoolStates
-from ._worker import map_caller, starmap_caller
-from ._worker import worker as run_tasks
-from .errors import BrokenPoolError, TimeoutError
-from .processes import Process, default_context
-from .results import AsyncResult, Callback, IMapIterator, IMapUnorderedIterator, MapResult
+from ..errors import BrokenPoolError, EncodingError, TimeoutError
+from ..processes import Process
+from ..start_methods import default_context
+from ..transport.remote_errors import ExceptionWithTraceback
+from .monitor import Monitor, PoolStates
+from .results import (
+    AsyncResult,
+    Bar,
+    Callback,
+    IMapIterator,
+    IMapUnorderedIterator,
+    MapResult,
+    chunks_of,
+)
+from .worker import map_caller, starmap_caller
+from .worker import worker as run_tasks
 
 
 class BasePool:
@@ -73,7 +82,7 @@ class BasePool:
         self._workers: list[Any] = []
         self._inqueue, self._outqueue = self.setup_queues()
         is_plain = type(self).pool_outqueue_get is BasePool.pool_outqueue_get
-        self._keeper = Keeper(
+        self._monitor = Monitor(
             self,
             get=self._outqueue.get if is_plain else _weakly(self, "pool_outqueue_get"),
             wake=self._waker(),
@@ -81,11 +90,11 @@ class BasePool:
             is_woken=is_plain and self._is_woken,
             is_waited=self._is_waited,
         )
-        self._keeper.start()
+        self._monitor.start()
 
     def setup_queues(self) -> tuple[Any, Any]:
         """Return the queue of tasks and the queue of results, each with `put` and `get`."""
-        from .transport.queues import SimpleQueue
+        from ..transport.queues import SimpleQueue
 
         return SimpleQueue(ctx=self._ctx), SimpleQueue(ctx=self._ctx)
 
@@ -105,7 +114,7 @@ class BasePool:
         """Start the workers that are missing."""
         while len(self._workers) < self._processes:
             process = Process(
-                target=_queue_worker.main,
+                target=run_queue_worker,
                 args=(
                     self.worker,
                     self._inqueue,
@@ -136,7 +145,7 @@ class BasePool:
 
     def terminate_workers(self) -> None:
         """Make the workers end now."""
-        _queue_worker.terminate(self._workers)
+        terminate_processes(self._workers)
 
     def join_workers(self) -> None:
         """Wait until the workers have ended."""
@@ -171,7 +180,7 @@ class BasePool:
         Raises:
             ValueError: the pool is closed.
         """
-        return submit.once(self, func, args, kwds, (callback, error_callback))
+        return submit_call(self, func, args, kwds, (callback, error_callback))
 
     def map(
         self,
@@ -201,7 +210,7 @@ class BasePool:
     ) -> MapResult:
         """As `map`, but return at once; a callback takes the whole list."""
         calls = (callback, error_callback)
-        return submit.over_items(self, map_caller, func, iterable, chunksize, calls, progress)
+        return submit_items(self, map_caller, func, iterable, chunksize, calls, progress)
 
     def starmap(
         self,
@@ -226,7 +235,7 @@ class BasePool:
     ) -> MapResult:
         """As `starmap`, but return at once; a callback takes the whole list."""
         calls = (callback, error_callback)
-        return submit.over_items(self, starmap_caller, func, iterable, chunksize, calls, progress)
+        return submit_items(self, starmap_caller, func, iterable, chunksize, calls, progress)
 
     def imap(
         self,
@@ -246,7 +255,7 @@ class BasePool:
             lookahead: items read ahead (default: 32 per worker).
             progress: show a bar.
         """
-        return submit.lazily(self, IMapIterator, func, iterable, chunksize, lookahead, progress)
+        return submit_lazily(self, IMapIterator, func, iterable, chunksize, lookahead, progress)
 
     def imap_unordered(
         self,
@@ -259,18 +268,18 @@ class BasePool:
     ) -> IMapIterator:
         """As `imap`, but values come as they are ready."""
         kind = IMapUnorderedIterator
-        return submit.lazily(self, kind, func, iterable, chunksize, lookahead, progress)
+        return submit_lazily(self, kind, func, iterable, chunksize, lookahead, progress)
 
     def close(self) -> None:
         """Take no more calls; the workers end when all that was taken is done."""
-        if self._keeper.phase is PoolStates.RUN:
-            self._keeper.phase = PoolStates.CLOSE
-            self._keeper.wake()
+        if self._monitor.phase is PoolStates.RUN:
+            self._monitor.phase = PoolStates.CLOSE
+            self._monitor.wake()
 
     def terminate(self) -> None:
         """End the workers now; results that are not there fail with `PoolTerminatedError`."""
-        self._keeper.stop()
-        self._keeper.join()
+        self._monitor.stop()
+        self._monitor.join()
 
     def join(self, timeout: float | None = None) -> None:
         """Wait until the workers have ended, after `close` or `terminate`.
@@ -279,12 +288,12 @@ class BasePool:
             ValueError: the pool still takes calls.
             TimeoutError: they have not ended within `timeout` seconds.
         """
-        if self._keeper.phase is PoolStates.RUN:
+        if self._monitor.phase is PoolStates.RUN:
             raise ValueError("Pool is still running: call close() or terminate() before join()")
         for iterator in list(self._open_inputs):
             iterator.read_all()
-        self._keeper.wake()
-        if not self._keeper.join(timeout):
+        self._monitor.wake()
+        if not self._monitor.join(timeout):
             raise TimeoutError(f"the pool's workers have not ended within {timeout} s")
 
     def size(self) -> int:
@@ -292,7 +301,7 @@ class BasePool:
         return sum(worker.is_alive() for worker in self._workers)
 
     def __enter__(self) -> Any:
-        self._keeper.check()
+        self._monitor.check()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -309,11 +318,12 @@ class BasePool:
         """Take note that a call has ended other than by its last result."""
 
     def _waker(self) -> Callable[[], None]:
-        return _nothing
+        # Nothing to wake: the thread looks by itself now and then.
+        return lambda: None
 
     def _ender(self) -> Callable[[], None]:
         workers = self._workers
-        return lambda: _queue_worker.terminate(workers)
+        return lambda: terminate_processes(workers)
 
 
 def _weakly(pool: BasePool, method: str) -> Callable[..., Any]:
@@ -329,5 +339,197 @@ def _weakly(pool: BasePool, method: str) -> Callable[..., Any]:
     return call
 
 
-def _nothing() -> None:
-    """Where there is nothing to wake: the thread looks by itself now and then."""
+# Items that an iterator reads ahead, per worker.
+_LOOKAHEAD = 32
+
+
+def submit_call(
+    pool: BasePool,
+    func: Callable[..., Any],
+    args: Iterable[Any],
+    kwargs: Mapping[str, Any] | None,
+    callbacks: tuple[Callback, Callback],
+) -> AsyncResult:
+    """Submit one call of a function."""
+    pool._monitor.check()
+    call = pool._prepared(func), tuple(args), dict(kwargs or {})
+    job = next(pool._jobs)
+    name = f"apply({_name_of(func)})"
+    handing_over = threading.Lock()
+    try:
+        with handing_over:
+            result = AsyncResult(
+                job, pool._cache, *callbacks, name=name, keep=pool, submission=handing_over
+            )
+            _put(pool, result, (job, 0, *call))
+            result.is_whole = True
+    except BaseException:
+        _withdraw(pool, job)
+        raise
+    _fail_if_ended(pool, result)
+    return result
+
+
+def submit_items(
+    pool: BasePool,
+    caller: Callable[..., Any],
+    func: Callable[..., Any],
+    iterable: Iterable[Any],
+    chunksize: int | None,
+    callbacks: tuple[Callback, Callback],
+    progress: bool,
+) -> MapResult:
+    """Submit a call for each item, in chunks that `caller` runs."""
+    pool._monitor.check()
+    items: Sequence[Any] = iterable if isinstance(iterable, list) else list(iterable)
+    if chunksize is None:
+        chunksize = max(1, -(-len(items) // (4 * pool._processes)))
+    _check_chunksize(chunksize)
+    name = f"{caller.__name__.removesuffix('_caller')}({_name_of(func)})"
+    bar = Bar(name, len(items)) if progress else None
+    job = next(pool._jobs)
+    sizes = (chunksize, len(items))
+    prepared = pool._prepared(func)
+    handing_over = threading.Lock()
+    more: dict[str, Any] = {"name": name, "keep": pool, "bar": bar, "submission": handing_over}
+    try:
+        with handing_over:
+            result = MapResult(job, pool._cache, *sizes, *callbacks, **more)
+            for chunk, begin in enumerate(range(0, len(items), chunksize)):
+                part = items[begin : begin + chunksize]
+                _put(pool, result, (job, chunk, caller, ((prepared, part),), {}))
+            result.is_whole = True
+    except BaseException:
+        _withdraw(pool, job, bar)
+        raise
+    _fail_if_ended(pool, result)
+    return result
+
+
+def submit_lazily(
+    pool: BasePool,
+    kind: type[IMapIterator],
+    func: Callable[[Any], Any],
+    iterable: Iterable[Any],
+    chunksize: int,
+    lookahead: int | None,
+    progress: bool,
+) -> IMapIterator:
+    """Return an iterator that submits a call for each item when it reads the item."""
+    pool._monitor.check()
+    _check_chunksize(chunksize)
+    ahead = _ahead(lookahead, chunksize, pool._processes)
+    name = f"imap({_name_of(func)})"
+    total = len(iterable) if progress and isinstance(iterable, Sized) else None
+    job = next(pool._jobs)
+    prepared = pool._prepared(func)
+
+    def submit(chunk: int, items: list[Any]) -> None:
+        _put(pool, iterator, (job, chunk, map_caller, ((prepared, items),), {}))
+        _fail_if_ended(pool, iterator)
+
+    def end_input(iterator: IMapIterator) -> None:
+        pool._open_inputs.discard(iterator)
+        pool._open_jobs.discard(job)
+        if job not in pool._cache:
+            pool._job_over(job)
+
+    pool._open_jobs.add(job)
+    iterator = kind(
+        job,
+        pool._cache,
+        chunks_of(iterable, chunksize),
+        submit,
+        shape=(ahead, chunksize),
+        name=name,
+        on_end=end_input,
+        bar=Bar(name, total) if progress else None,
+    )
+    pool._open_inputs.add(iterator)
+    try:
+        iterator.feed()
+    except BaseException as error:
+        iterator.fail(error)
+        raise
+    return iterator
+
+
+def _ahead(lookahead: int | None, chunksize: int, workers: int) -> int:
+    """Return how many chunks of an input may be out or not yet taken."""
+    if lookahead is None:
+        # Of large chunks still one for each worker, and one to follow.
+        return max(-(-_LOOKAHEAD * workers // chunksize), 2 * workers)
+    if lookahead < 1:
+        raise ValueError(f"lookahead must be at least 1, got {lookahead}")
+    return -(-lookahead // chunksize)
+
+
+def _put(pool: BasePool, call: Any, task: tuple[Any, ...]) -> None:
+    try:
+        pool.pool_inqueue_put(task)
+    except Exception as error:
+        call.set(task[1], (False, error))
+
+
+def _withdraw(pool: BasePool, job: int, bar: Bar | None = None) -> None:
+    """Forget a call that could not be submitted whole (Ctrl-C): nobody has its result.
+
+    Where this is interrupted as well, `join` does it.
+    """
+    pool._cache.pop(job, None)
+    pool._job_over(job)
+    if bar is not None:
+        bar.stop()
+
+
+def _fail_if_ended(pool: BasePool, call: Any) -> None:
+    # The pool may have ended since the call was let in.
+    if pool._monitor.is_ended:
+        call.fail(pool._monitor.end_error())
+
+
+def _check_chunksize(chunksize: int) -> None:
+    if chunksize < 1:
+        raise ValueError(f"chunksize must be at least 1, got {chunksize}")
+
+
+def _name_of(func: object) -> str:
+    inner = getattr(func, "func", func)
+    return getattr(inner, "__qualname__", None) or type(inner).__qualname__
+
+
+_GRACE_S = 1.0
+
+
+def run_queue_worker(
+    work: Callable[..., None],
+    inqueue: Any,
+    outqueue: Any,
+    initializer: Callable[..., object] | None,
+    initargs: Sequence[Any],
+    maxtasks: int | None,
+) -> None:
+    """Run a worker's process: `work` between the queues."""
+
+    def put(result: tuple[int, int, tuple[bool, Any]]) -> None:
+        job, chunk, (success, value) = result
+        if not success:
+            value = ExceptionWithTraceback(value)
+        try:
+            outqueue.put((job, chunk, (success, value)))
+        except Exception as error:
+            unsent = EncodingError(f"{type(error).__name__}: {error}", repr(value))
+            outqueue.put((job, chunk, (False, unsent)))
+
+    work(inqueue.get, put, initializer, initargs, maxtasks)
+
+
+def terminate_processes(processes: Sequence[Any]) -> None:
+    """End processes: SIGTERM, and SIGKILL to those that stay."""
+    for process in processes:
+        process.terminate()
+    for process in processes:
+        process.join(_GRACE_S)
+        if process.exitcode is None:
+            process.kill()
+            process.join()

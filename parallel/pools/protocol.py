@@ -15,7 +15,7 @@ import struct
 from collections.abc import Sequence
 from multiprocessing import reduction
 
-from .transport import descriptors as _descriptors
+from ..transport import descriptors as _descriptors
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ PICKLE = 0x80
 _MESSAGE_BYTES = 1 << 17
 
 
-class Handle:
+class InheritedDescriptor:
     """A descriptor that a process is given at its start, whichever way it is started."""
 
     def __init__(self, fd: int) -> None:
@@ -52,10 +52,10 @@ class Handle:
         return _adopted, (reduction.DupFd(self.fd),)
 
 
-def _adopted(duplicate: Any) -> Handle:
+def _adopted(duplicate: Any) -> InheritedDescriptor:
     fd: int = duplicate.detach()
     os.set_inheritable(fd, False)
-    return Handle(fd)
+    return InheritedDescriptor(fd)
 
 
 def send_beside(beside: socket.socket, number: int, data: bytes, fds: Sequence[int]) -> None:

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, NamedTuple, cast
 
-from .errors import RemoteError, RemoteTraceback
-from .transport.pickling import dumps, loads
+from ..errors import RemoteError, RemoteTraceback
+from .pickling import dumps, loads
 
 # Of a text, in characters. The first quarter is kept and the end, where a traceback tells most.
 TEXT_LIMIT = 64 * 1024

@@ -7,13 +7,13 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from ._backlog import DealtBacklog, SharedBacklog
-from ._base_pool import BasePool
-from ._keeper import PoolStates
-from ._starts import Plan
+from .base_pool import BasePool
 from .dispatcher import Dispatcher
+from .scheduler import PerWorkerBacklog, SharedBacklog
+from .worker import CtxPoolStorage, WithContext, enter
+from .workers import Plan
 
-__all__ = ["BasePool", "P2PPool", "Pool", "PoolStates"]
+__all__ = ["CtxPool", "P2PPool", "Pool", "contexts_of"]
 
 
 class Pool(BasePool):
@@ -123,7 +123,7 @@ class Pool(BasePool):
     def _initializers(self) -> list[tuple[Callable[..., object] | None, Sequence[Any]]]:
         return [(self._initializer, self._initargs)] * self._processes
 
-    def _backlog(self) -> SharedBacklog | DealtBacklog:
+    def _backlog(self) -> SharedBacklog | PerWorkerBacklog:
         return SharedBacklog()
 
     def _job_over(self, job: int) -> None:
@@ -143,10 +143,83 @@ class Pool(BasePool):
 
 
 class P2PPool(Pool):
-    """A pool whose tasks are dealt to workers when they come, each having a line of its own.
+    """A pool whose tasks are assigned to workers when they are submitted; each has its own queue.
 
-    Arguments and behaviour are those of `Pool`; a worker whose line is empty takes from others.
+    Arguments and behaviour are those of `Pool`; a worker whose queue is empty takes from others.
     """
 
-    def _backlog(self) -> DealtBacklog:
-        return DealtBacklog(self._processes)
+    def _backlog(self) -> PerWorkerBacklog:
+        return PerWorkerBacklog(self._processes)
+
+
+class CtxPool(Pool):
+    """A pool whose workers call functions with their context first: `func(ctx, *args, **kwargs)`.
+
+    Args:
+        processes: workers.
+        initializer: called in each worker first, with `initargs`; it finds the context in
+            `CtxPoolStorage.storage`.
+        worker_contexts: one for each worker (default: None for all). A worker that is replaced
+            leaves its place to one that gets the same context afresh.
+
+    The other arguments, and the errors, are those of `Pool`.
+
+    Raises:
+        ValueError: there are more contexts than workers, or fewer.
+    """
+
+    def __init__(  # noqa: PLR0913
+        self,
+        processes: int | None,
+        initializer: Callable[..., object] | None = None,
+        initargs: Iterable[Any] = (),
+        maxtasksperchild: int | None = None,
+        worker_contexts: Sequence[Any] | None = None,
+        is_recursive: bool = False,
+        is_daemon: bool = True,
+        is_copy_tensor: bool = True,
+        share_method: str | None = None,
+        *,
+        retries: int = 0,
+        task_timeout: float | None = None,
+        start_method: str | None = None,
+    ) -> None:
+        self._contexts = worker_contexts
+        super().__init__(
+            processes,
+            initializer,
+            initargs,
+            maxtasksperchild,
+            is_recursive,
+            is_daemon,
+            is_copy_tensor,
+            share_method,
+            retries=retries,
+            task_timeout=task_timeout,
+            start_method=start_method,
+        )
+
+    def _initializers(self) -> list[tuple[Callable[..., object] | None, Sequence[Any]]]:
+        contexts = contexts_of(self._contexts, self._processes)
+        return [
+            (enter, (CtxPoolStorage, one, self._initializer, self._initargs)) for one in contexts
+        ]
+
+    def _prepared(self, func: Callable[..., Any]) -> Callable[..., Any]:
+        return WithContext(func)
+
+
+def contexts_of(contexts: Sequence[Any] | None, workers: int) -> list[Any]:
+    """Return a context for each worker.
+
+    Raises:
+        ValueError: they are not as many.
+    """
+    if contexts is None:
+        return [None] * workers
+    if len(contexts) != workers:
+        raise ValueError(
+            "Context number is not equal to the number of pool workers. There are "
+            f"{len(contexts)} contexts, {workers} workers"
+        )
+    return list(contexts)
