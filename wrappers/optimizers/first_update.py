@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
-import torch
 from torch import Tensor, distributed
-from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
-from ...collectives import comm_device
 from ..sharding.dtensors import is_dtensor
+from ..sharding.tensor_ranks import compare_gradients
 
 # Relative to the gradient: the means that the ranks get are the same to the last bit.
 _TOLERANCE = 1e-3
@@ -95,12 +93,9 @@ def _is_shared(optimizer: Optimizer, model: Any) -> bool:
     parameters = list(parameters_of(optimizer))
     if not _is_averaged(model) or any(map(is_dtensor, parameters)):
         return True
-    digests = _gathered(parameters, group)
-    norms = digests[..., 0].amax(0)
-    if not norms.isfinite().all():
+    differs, is_finite = compare_gradients(parameters, group, tolerance=_TOLERANCE, noise=_NOISE)
+    if not is_finite:
         return False
-    apart = (digests - digests[0]).abs().amax((0, 2))
-    differs = (apart > _TOLERANCE * norms) & (norms > _NOISE * norms.max())
     if differs.any():
         _fail(parameters[int(differs.nonzero()[0])], model)
     return True
@@ -115,24 +110,6 @@ def _is_averaged(model: Any) -> bool:
         getattr(one, "_comm_hooks", None) or getattr(one, "parameters_to_ignore", None)
         for one in model.modules()
     )
-
-
-@torch.no_grad()
-def _gathered(parameters: Iterable[Tensor], group: ProcessGroup | None) -> Tensor:
-    """Norm and sum of each gradient on each rank, (ranks, parameters, 2); collective."""
-    own = torch.stack([_digest(one.grad) for one in parameters]).to(comm_device(group))
-    everywhere = [torch.empty_like(own) for _ in range(distributed.get_world_size(group))]
-    distributed.all_gather(everywhere, own, group=group)
-    return torch.stack(everywhere).cpu()
-
-
-def _digest(gradient: Tensor | None) -> Tensor:
-    if gradient is None:
-        return torch.zeros(2, dtype=torch.float64)
-    values = gradient.coalesce().values() if gradient.is_sparse else gradient
-    flat = (torch.view_as_real(values) if values.is_complex() else values).flatten()
-    norm = torch.linalg.vector_norm(flat, dtype=torch.float64)
-    return torch.stack([norm, flat.sum(dtype=torch.float64)]).cpu()
 
 
 def _fail(parameter: Tensor, model: Any) -> None:

@@ -6,6 +6,7 @@ of that part. Nothing fails then: the ranks' weights drift apart, and so do the 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -77,18 +78,9 @@ def _is_split(parameter: Tensor, group: ProcessGroup) -> bool:
     return any(distributed.get_process_group_ranks(one) == ranks for one in over)
 
 
-@torch.no_grad()
 def _compare(named: dict[str, nn.Parameter], group: ProcessGroup, everywhere: bool) -> None:
-    device = comm_device(group)
-    own = torch.stack([torch.zeros(4, dtype=torch.float64), *map(_digest, named.values())])
-    own = own.to(device)
-    all_ = [torch.empty_like(own) for _ in range(group.size())]
-    distributed.all_gather(all_, own, group=group)
-    digests = torch.stack(all_).cpu()
     # Of what is infinite or no number nothing can be said; it is found elsewhere.
-    norms = digests[..., 0].amax(0).nan_to_num(0.0, 0.0)
-    apart = (digests - digests[0]).abs().amax((0, 2))
-    differs = (apart > _TOLERANCE * norms) & (norms > _NOISE * norms.max())
+    differs, _ = compare_gradients(named.values(), group, tolerance=_TOLERANCE, noise=_NOISE)
     # As many as there are from the first one on, so that the greatest number is the first of all.
     wrong = differs.nonzero()
     left = torch.tensor(len(differs) - int(wrong[0]) if len(wrong) else 0)
@@ -99,12 +91,37 @@ def _compare(named: dict[str, nn.Parameter], group: ProcessGroup, everywhere: bo
         _fail(list(named)[-int(left.item())], group)
 
 
-def _digest(parameter: nn.Parameter) -> Tensor:
-    """The norm of the gradient and sums over three of its parts; zeros where there is none."""
-    if parameter.grad is None:
+@torch.no_grad()
+def compare_gradients(
+    parameters: Iterable[Tensor], group: ProcessGroup | None, *, tolerance: float, noise: float
+) -> tuple[Tensor, bool]:
+    """Return which gradients differ between the ranks, and whether all are finite; collective.
+
+    Args:
+        tolerance: what may differ, relative to the gradient.
+        noise: what is too small to be compared, relative to the largest gradient.
+    """
+    # One more, so that there is something to send.
+    own = torch.stack([_digest(None), *(_digest(one.grad) for one in parameters)])
+    own = own.to(comm_device(group))
+    everywhere = [torch.empty_like(own) for _ in range(distributed.get_world_size(group))]
+    distributed.all_gather(everywhere, own, group=group)
+    digests = torch.stack(everywhere).cpu()[:, 1:]
+    norms = digests[..., 0].amax(0)
+    is_finite = bool(norms.isfinite().all())
+    norms = norms.nan_to_num(0.0, 0.0)
+    apart = (digests - digests[0]).abs().amax((0, 2))
+    largest = norms.max() if len(norms) else 0.0
+    return (apart > tolerance * norms) & (norms > noise * largest), is_finite
+
+
+def _digest(gradient: Tensor | None) -> Tensor:
+    """The norm of a gradient and sums over three of its parts; zeros where there is none."""
+    if gradient is None:
         return torch.zeros(4, dtype=torch.float64)
-    gradient = local_part(parameter.grad)
-    flat = (gradient.coalesce().values() if gradient.is_sparse else gradient).reshape(-1)
+    own = local_part(gradient)
+    values = own.coalesce().values() if own.is_sparse else own
+    flat = (torch.view_as_real(values) if values.is_complex() else values).reshape(-1)
     middle = len(flat) // 2
     parts = (flat[:middle], flat[middle:], flat[::2])
     sums = [part.sum(dtype=torch.float64) for part in parts]
