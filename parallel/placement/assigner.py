@@ -9,24 +9,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from .descent import descend_once
+from .devices import DeviceName, PerDevice, Room, find_rooms
 from .estimators import ModelComplexityEstimator, ModelSizeEstimator, OptimizerOf
-from .inputs import (
-    DeviceName,
-    PerDevice,
-    PerModel,
-    Room,
-    connection_matrix,
-    find_rooms,
-    held_mib,
-    move,
-    name_models,
-    number,
-    per_model,
-    sharing,
-)
+from .inputs import PerModel, connection_matrix, name_models, number, per_model
+from .models import held_mib, move, sharing
 from .problem import Problem, Weights
-from .report import does_not_fit, draw, placement_table
 from .search import search
+from .text import does_not_fit, placement_table
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -90,7 +80,7 @@ class ModelAssigner:
             cpu_weight: compute capacity of the CPU; an idle GPU has 1.
             connection_weight: of the connection term; the three others likewise.
             iterations: steps of the descents that some starts of the search come from.
-            update_rate: how far such a step goes, against the sign of the gradient.
+            update_rate: learning rate of these steps.
             gpu_gpu_distance: between any two devices that are not the CPU.
             cpu_gpu_distance: between the CPU and any other device.
             free_mib: free memory by device, or in the order of `devices`. What is not given is
@@ -169,6 +159,8 @@ class ModelAssigner:
         Raises:
             ImportError: matplotlib is missing; the text names the extra.
         """
+        from .plot import draw
+
         figure = draw(self._problem, self.rooms, self.names, self._placed)
         if path is not None:
             figure.savefig(path, dpi=120)
@@ -202,22 +194,14 @@ class ModelAssigner:
             device_distance: `(devices, devices)`, zero diagonal.
             connection_weight: of the connection term; the three others likewise.
         """
-        problem = Problem(
-            sizes=model_size.flatten(),
-            capacities=size_capacity.flatten(),
-            complexities=model_complexity.flatten(),
-            compute=complexity_capacity.flatten(),
-            connection=model_connection,
-            distance=device_distance,
-            weights=Weights(
-                connection_weight, size_match_weight, complexity_match_weight, entropy_weight
-            ),
+        return descend_once(
+            optimizer,
+            placement,
+            (model_size.flatten(), size_capacity.flatten()),
+            (model_complexity.flatten(), complexity_capacity.flatten()),
+            (model_connection, device_distance),
+            Weights(connection_weight, size_match_weight, complexity_match_weight, entropy_weight),
         )
-        optimizer.zero_grad()
-        cost = problem.soft_cost(placement)
-        cost.backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-        return cost.detach()
 
     def _sizes(
         self,

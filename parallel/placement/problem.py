@@ -39,7 +39,7 @@ class Terms(NamedTuple):
 
 @dataclass(frozen=True)
 class Problem:
-    """Models, devices and what counts; the search has all tensors in float64 on the CPU.
+    """Models, devices and what counts; all tensors float64 on the CPU.
 
     Attributes:
         sizes: MiB, `(models,)`.
@@ -65,22 +65,13 @@ class Problem:
         return len(self.sizes), len(self.capacities)
 
     def terms(self, shares: Tensor) -> Terms:
-        """Return the terms of placements, `(..., models, devices)`, rows summing to one.
-
-        The formulas are those of machin's `ModelAssigner`; only the connection term is summed over
-        the pairs of models, not averaged: averaged, it fades with the square of their number.
-        """
-        between, apart = share(self.connection), share(self.distance).to(shares)
-        between = (between - torch.diag(between.diagonal())).to(shares)
-        crossing = (shares * (between @ shares @ apart.T)).sum((-2, -1))
-        too_much = torch.relu(self.sizes @ shares - self.capacities).mean(-1)
-        uneven = share(self.complexities) @ shares - share(self.compute)
-        undecided = torch.special.entr(shares).sum(-1).mean(-1)
-        return Terms(crossing, too_much, uneven.square().mean(-1), undecided)
-
-    def soft_cost(self, logits: Tensor) -> Tensor:
-        """Return the objective of soft placements, logits `(..., models, devices)`."""
-        return self.terms(logits.softmax(-1)).total(self.weights)
+        """Return the terms of placements, `(..., models, devices)`, rows summing to one."""
+        return terms(
+            shares,
+            (self.sizes, self.capacities),
+            (self.complexities, self.compute),
+            (self.connection, self.distance),
+        )
 
     def cost(self, assignment: Tensor) -> Tensor:
         """Return the objective of `assignment`, device indices `(..., models)`."""
@@ -125,3 +116,30 @@ def share(values: Tensor) -> Tensor:
     """Return `values` divided by their sum; zeros where that is zero."""
     total = values.sum()
     return values / total if total > 0 else torch.zeros_like(values)
+
+
+def terms(
+    shares: Tensor,
+    size: tuple[Tensor, Tensor],
+    complexity: tuple[Tensor, Tensor],
+    connection: tuple[Tensor, Tensor],
+) -> Terms:
+    """Return the four terms of placements.
+
+    The formulas are those of machin's `ModelAssigner`; only the connection term is summed over the
+    pairs of models, not averaged: averaged, it fades with the square of the number of models.
+
+    Args:
+        shares: how much of each model is on each device, `(..., models, devices)`.
+        size: sizes of the models, capacities of the devices.
+        complexity: complexities of the models, compute of the devices.
+        connection: between models, and the distance between devices.
+    """
+    between = share(connection[0])
+    apart = share(connection[1]).to(shares)
+    between = (between - torch.diag(between.diagonal())).to(shares)
+    crossing = (shares * (between @ shares @ apart.T)).sum((-2, -1))
+    too_much = torch.relu(size[0] @ shares - size[1]).mean(-1)
+    uneven = (share(complexity[0]) @ shares - share(complexity[1])).square().mean(-1)
+    undecided = torch.special.entr(shares).sum(-1).mean(-1)
+    return Terms(crossing, too_much, uneven, undecided)

@@ -1,0 +1,208 @@
+"""The devices that models may go to: what is free there, and how much they compute."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple, TypeAlias
+
+import torch
+
+from .inputs import number
+
+_MIB = 1024**2
+_log = logging.getLogger(__name__)
+
+DeviceName: TypeAlias = "str | torch.device"
+PerDevice: TypeAlias = "Mapping[DeviceName, float] | Mapping[str, float] | Sequence[float]"
+
+
+class Room(NamedTuple):
+    """One device.
+
+    Attributes:
+        device: a single one: a GPU has its index.
+        free_mib: free memory.
+        compute: relative to the other devices.
+    """
+
+    device: torch.device
+    free_mib: float
+    compute: float
+
+
+def find_rooms(
+    devices: Sequence[DeviceName] | None,
+    free_mib: PerDevice | None,
+    compute: PerDevice | None,
+    cpu_weight: float,
+    resident: Mapping[torch.device, float],
+) -> list[Room]:
+    """Return the devices to be used; what is not given of them is measured.
+
+    Args:
+        devices: None takes those of `free_mib`, where it is a dict, else every GPU, else the CPU.
+        free_mib: a dict, or a list as long as `devices`.
+        compute: likewise.
+        cpu_weight: compute of the CPU where not given.
+        resident: MiB that may be counted as free where free memory is measured.
+    """
+    if devices is None:
+        names = list(free_mib) if isinstance(free_mib, Mapping) else _gpus()
+    else:
+        names = list(devices)
+    named = [one_device(name, "devices") for name in names]
+    for device in named:
+        if named.count(device) > 1:
+            raise ValueError(f"devices: {device} is there more than once")
+    free = _per_device("free_mib", free_mib, named)
+    computing = _per_device("compute", compute, named)
+    weight = number("cpu_weight", cpu_weight)
+    present = [device for device in named if device in free or _is_present(device)]
+    rooms = []
+    for device in present or [torch.device("cpu")]:
+        space = free[device] if device in free else _free(device) + resident.get(device, 0.0)
+        speed = computing[device] if device in computing else _compute(device, weight)
+        rooms.append(Room(device, space, speed))
+    return rooms
+
+
+def one_device(name: object, setting: str) -> torch.device:
+    """Return the device that `name` means.
+
+    Raises:
+        ValueError: there is no such kind, or a GPU without an index is meant.
+    """
+    allowed = f'allowed are "cpu" and "cuda:<index>" (GPUs here: {torch.cuda.device_count()})'
+    if not isinstance(name, str | torch.device):
+        raise TypeError(f"{setting}: {name!r} is no device; {allowed}")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ValueError(f"{setting}: {name!r} is no device; {allowed}") from error
+    if device.type == "cpu":
+        return torch.device("cpu")
+    if device.type == "meta":
+        raise ValueError(f"{setting}: the meta device holds no values; {allowed}")
+    if device.index is None:
+        raise ValueError(f"{setting}: {name!r} is not one device, it has no index; {allowed}")
+    return device
+
+
+def _gpus() -> list[str]:
+    return [f"cuda:{index}" for index in range(torch.cuda.device_count())]
+
+
+def _per_device(
+    setting: str, given: PerDevice | None, devices: list[torch.device]
+) -> dict[torch.device, float]:
+    if given is None:
+        return {}
+    if isinstance(given, Mapping):
+        values = {one_device(name, setting): value for name, value in given.items()}
+    elif len(given) == len(devices):
+        values = dict(zip(devices, given, strict=True))
+    else:
+        raise ValueError(
+            f"{setting} must be a dict or have one number per device: got {len(given)} numbers "
+            f"and {len(devices)} devices"
+        )
+    for device, value in values.items():
+        if device not in devices:
+            held = ", ".join(map(str, devices))
+            raise ValueError(f"{setting}: {device} is none of the devices ({held})")
+        number(f"{setting} of {device}", value)
+    return values
+
+
+def _is_present(device: torch.device) -> bool:
+    if device.type == "cpu":
+        return True
+    if device.type != "cuda":
+        raise ValueError(f"the free memory of {device} is not known: give free_mib for it")
+    present = device.index < torch.cuda.device_count()
+    if not present:
+        _log.warning(
+            "%s is left out: %d GPUs are available here", device, torch.cuda.device_count()
+        )
+    return present
+
+
+def _free(device: torch.device) -> float:
+    if device.type == "cpu":
+        return _free_ram() / _MIB
+    free, _ = torch.cuda.mem_get_info(device)
+    # What the allocator of this process keeps but does not use is free to us.
+    kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return (free + kept) / _MIB
+
+
+def _compute(device: torch.device, cpu_weight: float) -> float:
+    if device.type != "cuda":
+        return cpu_weight if device.type == "cpu" else 1.0
+    if device.index >= torch.cuda.device_count():
+        return 1.0
+    try:
+        return 1.0 - torch.cuda.utilization(device) / 100
+    except Exception as error:
+        # Without pynvml, or where the driver does not tell: taken as idle.
+        _log.debug("the load of %s is not known: %r", device, error)
+        return 1.0
+
+
+def _free_ram() -> float:
+    """Return the bytes of RAM that this process could take."""
+    free = next((bytes_ for ask in _ASKED if (bytes_ := ask()) is not None), None)
+    if free is None:
+        raise RuntimeError(
+            'the free memory of the CPU is not known here: give free_mib={"cpu": ...}, or install '
+            "psutil"
+        )
+    limit = _room_of_container()
+    return free if limit is None else min(free, limit)
+
+
+def _by_psutil() -> float | None:
+    try:
+        psutil = importlib.import_module("psutil")
+    except ImportError:
+        return None
+    return float(psutil.virtual_memory().available)
+
+
+def _by_meminfo() -> float | None:
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    kib = [line.split()[1] for line in lines if line.startswith("MemAvailable:")]
+    return float(kib[0]) * 1024 if kib else None
+
+
+def _by_sysconf() -> float | None:
+    try:
+        return float(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    except (AttributeError, OSError, ValueError):
+        return None
+
+
+_ASKED: tuple[Callable[[], float | None], ...] = (_by_psutil, _by_meminfo, _by_sysconf)
+
+
+def _room_of_container() -> float | None:
+    """Return what the limit of the container leaves; MemAvailable is that of the whole host."""
+    group = Path("/sys/fs/cgroup")
+    try:
+        limit = (group / "memory.max").read_text().strip()
+        used = float((group / "memory.current").read_text())
+        stat = (group / "memory.stat").read_text().split()
+    except OSError:
+        return None
+    if limit == "max":
+        return None
+    # Cached files are given back when memory is wanted.
+    cached = float(stat[stat.index("inactive_file") + 1]) if "inactive_file" in stat else 0.0
+    return max(0.0, float(limit) - used + cached)
