@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from .transport.pickling import Pickler, dumps, loads, mark_static_module
     from .transport.queues import MultiP2PQueue, SimpleP2PQueue, SimpleQueue
     from .transport.remote_errors import ExceptionWithTraceback
+    from .transport.script import reduce_for_any_script
 
 __all__ = [
     "AndEvent",
@@ -79,6 +80,7 @@ __all__ = [
     "loads",
     "mark_static_module",
     "proxy_ctx_caller",
+    "reduce_for_any_script",
 ]
 
 _HOMES = {
@@ -97,6 +99,7 @@ _HOMES = {
     "transport.pickling": "Pickler dumps loads mark_static_module",
     "transport.queues": "MultiP2PQueue SimpleP2PQueue SimpleQueue",
     "transport.remote_errors": "ExceptionWithTraceback",
+    "transport.script": "reduce_for_any_script",
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
 

@@ -42,7 +42,7 @@ def reduced(obj: FunctionType | type, *, by_value: bool) -> Any:
     return _found, (path, obj.__qualname__, None if is_there else _value(obj))
 
 
-def reduced_for_any(obj: Any) -> Any:
+def reduce_for_any_script(obj: Any) -> Any:
     """Like `reduced`, for a receiver that may run another script: what can be sent goes by value.
 
     Any other object gives None. A receiver of this script takes what it has by that name.

@@ -14,7 +14,7 @@ import cloudpickle
 import torch
 from torch import Tensor
 
-from ...parallel.transport import script as _script
+from ...parallel import reduce_for_any_script
 
 Parcel = tuple[bytes, list[Any]]
 
@@ -109,5 +109,5 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         if type(obj) is _Parts:
             # A parcel in a parcel.
             self._parts.undo += obj.undo
-        found = _script.reduced_for_any(obj)
+        found = reduce_for_any_script(obj)
         return super().reducer_override(obj) if found is None else found

@@ -147,7 +147,11 @@ _SCHEDULES: dict[str, tuple[Row, ...]] = {
     ),
     "ExponentialLR": (_named("ExponentialLR"), *kept(gamma=None)),
     "LinearLR": (_named("LinearLR"), *kept(start_factor=1.0 / 3, end_factor=1.0), _TOTAL),
-    "MultiStepLR": (_named("MultiStepLR"), *kept(milestones=None, gamma=0.1)),
+    "MultiStepLR": (
+        _named("MultiStepLR"),
+        Row("milestones", "milestones", lambda section, key: list(section.pop(key))),
+        *kept(gamma=0.1),
+    ),
     "OneCycleLR": (
         _named("OneCycleLR"),
         Row("eta_max", "max_lr", default=None),

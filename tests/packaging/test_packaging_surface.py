@@ -39,7 +39,7 @@ DOORS = {
         Pickler Pool PoolStates PoolTerminatedError Process ProcessException RemoteError
         RemoteTraceback SimpleP2PQueue SimpleQueue TaskTimeoutError Thread ThreadException
         ThreadPool TimeoutError WorkerDiedError dumps get_context get_start_method loads
-        mark_static_module proxy_ctx_caller
+        mark_static_module proxy_ctx_caller reduce_for_any_script
     """,
     "plugins": "",
     "registry": """
