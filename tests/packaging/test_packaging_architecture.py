@@ -1,12 +1,10 @@
 """The page on the architecture speaks of the code as it is."""
 
 import re
-from pathlib import Path
 
 import pytest
-from test_packaging_rooms import FILES, FOLDERS
+from source_tree import FILES, FOLDERS, ROOT
 
-ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/architecture.md").read_text()
 WAYS = ("batch", "config value", "checkpoint", "pool task", "rpc call")
 

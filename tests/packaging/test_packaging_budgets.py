@@ -5,19 +5,8 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
-FOLDERS = (
-    "collectives",
-    "configs",
-    "loops",
-    "parallel",
-    "plugins",
-    "registry",
-    "rpc",
-    "runner",
-    "wrappers",
-)
-FILES = sorted(file for folder in FOLDERS for file in (ROOT / folder).rglob("*.py"))
+from source_tree import FILES, ROOT
+
 FILE_LINES = 600
 FUNCTION_LINES = 45
 CLASS_LINES = 300

@@ -7,19 +7,8 @@ from graphlib import TopologicalSorter
 from importlib import import_module
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
-FOLDERS = (
-    "collectives",
-    "configs",
-    "loops",
-    "parallel",
-    "plugins",
-    "registry",
-    "rpc",
-    "runner",
-    "wrappers",
-)
-FILES = sorted(file for folder in FOLDERS for file in (ROOT / folder).rglob("*.py"))
+from source_tree import FILES, ROOT
+
 MOST_FILES = 12
 
 
