@@ -1,8 +1,14 @@
 """Training, validation and test loops; hooks; checkpoints; the order of the data."""
 
 from .cadence import Cadence
-from .checkpoints.checkpoint import list_checkpoints, prune_checkpoints, save_alone, save_checkpoint
-from .checkpoints.restore import Checkpoint, find_checkpoint, load_checkpoint
+from .checkpoints.checkpoint import (
+    list_checkpoints,
+    prune_checkpoints,
+    read_meta,
+    save_alone,
+    save_checkpoint,
+)
+from .checkpoints.restore import Checkpoint, find_checkpoint, load_checkpoint, search_checkpoint
 from .checkpoints.together import CheckpointError
 from .data.loaders import ShardedBatchSampler, build_loader
 from .evaluate import TestLoop, ValLoop
@@ -62,7 +68,9 @@ __all__ = [
     "load_checkpoint",
     "mix_seed",
     "prune_checkpoints",
+    "read_meta",
     "save_alone",
     "save_checkpoint",
+    "search_checkpoint",
     "seed_rng",
 ]

@@ -322,11 +322,13 @@ def find_checkpoint(
     if which not in ("latest", "best"):
         raise ValueError(f'which must be "latest" or "best", got {which!r}')
     first = own_rank() == 0
-    found = together(f"searching {run_dir}", lambda: _search(run_dir, which) if first else None)
+    found = together(
+        f"searching {run_dir}", lambda: search_checkpoint(run_dir, which) if first else None
+    )
     return found[0]
 
 
-def _search(run_dir: Path | str, which: str = "latest") -> Path | None:
+def search_checkpoint(run_dir: Path | str, which: str = "latest") -> Path | None:
     """Do as `find_checkpoint`, for this process alone."""
     root = Path(run_dir)
     folder = root / "checkpoints" if (root / "checkpoints").is_dir() else root

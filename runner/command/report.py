@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from ...loops import find_checkpoint, load_checkpoint
+from ...loops import read_meta, search_checkpoint
 from ...registry import RunSections
 from ..jobs import Job, Outcome
 from .environment import describe_environment
@@ -59,7 +59,7 @@ def report_environment() -> None:
 
 def _report_stop(console: Console, folder: Path, outcome: Outcome) -> int:
     name = "Ctrl-C" if outcome.signal == signal.SIGINT else signal.Signals(outcome.signal).name
-    saved = find_checkpoint(folder)
+    saved = search_checkpoint(folder)
     what = f"at step {outcome.step} (epoch {outcome.epoch})"
     if saved is None:
         _say(console, f"stopped by {name}", f"{what}; nothing is saved (hooks.checkpoint is off)")
@@ -91,7 +91,7 @@ def _report_files(console: Console, folder: Path, best_by: str) -> None:
             _say(console, "curves", str(draw_curves(folder)))
         else:
             _say(console, "curves", "not drawn: pip install 'stepwrap[plots]'")
-    best, latest = find_checkpoint(folder, "best"), find_checkpoint(folder, "latest")
+    best, latest = search_checkpoint(folder, "best"), search_checkpoint(folder, "latest")
     if best is not None:
         _say(console, "best checkpoint", str(best))
         if best_by:
@@ -103,7 +103,7 @@ def _report_files(console: Console, folder: Path, best_by: str) -> None:
 
 def _say_evaluated(console: Console, folder: Path, checkpoint: Path) -> None:
     """Tell where the evaluated weights lie, where that is not with the model's own."""
-    file, *keys = load_checkpoint(checkpoint).evaluated
+    file, *keys = read_meta(checkpoint).get("evaluated", ["model.pt"])
     if keys:
         where = f"{file} of the checkpoint, under {' / '.join(keys)}; model.pt holds the plain ones"
         load = f"stepwrap.runner.load_model({str(folder)!r})"

@@ -223,11 +223,11 @@ SWITCHES = """
 import importlib
 import os
 
-from stepwrap.collectives import trace
+from stepwrap.collectives.trace import tracing
 
 for value in ("1", "true", "0", ""):
     os.environ["STEPWRAP_COLLECTIVE_TRACE"] = value
-    print(value, importlib.reload(trace).is_tracing())
+    print(value, importlib.reload(tracing).is_tracing())
 """
 
 

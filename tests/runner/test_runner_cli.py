@@ -347,7 +347,7 @@ def test_list_shows_all_of_a_hook(
         told = {declaration.partition(":")[0]: meaning for declaration, meaning in entry.arguments}
         assert list(told) == list(inspect.signature(hook).parameters)
         assert all(told.values()), told
-    assert " ".join(["mode: str | None = None", '"max" when higher values of that metric']) in text
+    assert " ".join(["mode: str | None = None", '"max" if higher values of that']) in text
     assert "[...]" not in out
 
 
