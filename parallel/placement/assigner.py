@@ -9,31 +9,63 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from .descent import descend_once
 from .devices import DeviceName, PerDevice, Room, find_rooms
+from .display import does_not_fit, draw, placement_table
 from .estimators import ModelComplexityEstimator, ModelSizeEstimator, OptimizerOf
-from .inputs import PerModel, connection_matrix, name_models, number, per_model
-from .models import held_mib, move, sharing
-from .problem import Problem, Weights
-from .search import search
-from .text import does_not_fit, placement_table
+from .inputs import (
+    PerModel,
+    connection_matrix,
+    held_mib,
+    move,
+    name_models,
+    number,
+    per_model,
+    sharing,
+)
+from .search import Problem, search
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-__all__ = ["ModelAssigner", "ModelSizeEstimator"]
 
 
 class ModelAssigner:
     """Places models on devices: they fit, and what four terms count is small.
 
     The terms: connected models are near each other; no device is overfull; devices compute in
-    proportion to their compute capacity; soft placements, which the search begins with, get hard.
-    docs/placement.md has the formulas, which are those of machin's `ModelAssigner` with the
-    connection term summed. Models that share parameters stay together.
+    proportion to their compute capacity; a soft placement (`optimize_placement`) gets hard.
+    docs/placement.md has the formulas. Models that share parameters stay together. A placement
+    that does not fit is never returned. The same arguments give the same placement, whatever the
+    global random state, which stays as it is.
 
-    A placement that does not fit is never returned. The same arguments give the same placement,
-    whatever the global random state, which stays as it is.
+    Args:
+        models: a list or dict of modules (or of anything with `to`, if `sizes_mib` is given).
+        model_connection: {(model, model): strength}, models by index or by name; strengths in any
+            one unit, such as bytes per step.
+        devices: None is every GPU, else the CPU. A GPU that is not there is left out, with a line
+            in the log, unless `free_mib` has it.
+        model_size_multiplier: of parameters and buffers; 2 is weights and gradients.
+        max_mem_ratio: the part of a device's free memory that the models may take.
+        cpu_weight: compute capacity of the CPU; an idle GPU has 1.
+        connection_weight: of the connection term; the three others likewise.
+        iterations: rounds of the local search at most.
+        update_rate: accepted and checked, without effect: the local search has no rate.
+        gpu_gpu_distance: between any two devices that are not the CPU.
+        cpu_gpu_distance: between the CPU and any other device.
+        move_models: move the models to their devices, or only say where to.
+        free_mib: free memory by device, or in the order of `devices`. What is not given is
+            measured: `torch.cuda.mem_get_info`; RAM by psutil, if installed, or /proc/meminfo.
+        compute: compute capacity by device, or in the order of `devices`. For a GPU it is 1 less
+            its load, which is known where pynvml is installed.
+        sizes_mib: sizes of the models, taken as they are; otherwise they are estimated.
+        complexities: of the models, in any one unit; otherwise their sizes, as documented.
+        example_inputs: of the models: complexities are then the operations of one forward.
+        optimizer: its state counts as size: see `ModelSizeEstimator`.
+        seed: of the search.
+
+    Raises:
+        RuntimeError: nothing that fits was found; the text has needed and free bytes of each
+            device.
+        TypeError, ValueError: a setting cannot be; the text says what is allowed.
 
     Attributes:
         names: of the models: the keys of a dict; "0", "1", ... for a list.
@@ -67,44 +99,20 @@ class ModelAssigner:
         optimizer: OptimizerOf | None = None,
         seed: int = 0,
     ) -> None:
-        """Find the placement, and move the models unless told not to.
-
-        Args:
-            models: a list or dict of modules (or of anything with `to`, if `sizes_mib` is given).
-            model_connection: {(model, model): strength}, models by index or by name; strengths in
-                any one unit, such as bytes per step.
-            devices: None is every GPU, else the CPU. A GPU that is not there is left out, with a
-                line in the log, unless `free_mib` has it.
-            model_size_multiplier: of parameters and buffers; 2 is weights and gradients.
-            max_mem_ratio: the part of a device's free memory that the models may take.
-            cpu_weight: compute capacity of the CPU; an idle GPU has 1.
-            connection_weight: of the connection term; the three others likewise.
-            iterations: steps of the descents that some starts of the search come from.
-            update_rate: learning rate of these steps.
-            gpu_gpu_distance: between any two devices that are not the CPU.
-            cpu_gpu_distance: between the CPU and any other device.
-            free_mib: free memory by device, or in the order of `devices`. What is not given is
-                measured: `torch.cuda.mem_get_info`; RAM by psutil, if installed, or /proc/meminfo.
-            compute: compute capacity by device, or in the order of `devices`. For a GPU it is 1
-                less its load, which is known where pynvml is installed.
-            sizes_mib: sizes of the models, taken as they are; otherwise they are estimated.
-            complexities: of the models, in any one unit; otherwise their sizes, as documented.
-            example_inputs: of the models: complexities are then the operations of one forward.
-            optimizer: its state counts as size: see `ModelSizeEstimator`.
-            seed: of the search.
-
-        Raises:
-            RuntimeError: nothing that fits was found; the text has needed and free bytes of each
-                device.
-            TypeError, ValueError: a setting cannot be; the text says what is allowed.
-        """
         self._models = name_models(models)
         self.names = list(self._models)
         self._max_mem_ratio = number("max_mem_ratio", max_mem_ratio, most=1)
         self.rooms = find_rooms(devices, free_mib, compute, cpu_weight, held_mib(self._models))
         groups = sharing(self._models)
         self.sizes_mib = self._sizes(sizes_mib, groups, model_size_multiplier, optimizer)
-        weights = (connection_weight, size_match_weight, complexity_match_weight, entropy_weight)
+        number("update_rate", update_rate)
+        weights = {
+            "connection_weight": connection_weight,
+            "size_match_weight": size_match_weight,
+            "complexity_match_weight": complexity_match_weight,
+            "entropy_weight": entropy_weight,
+        }
+        connection, size, complexity, entropy = (number(*item) for item in weights.items())
         self._problem = Problem(
             sizes=_floats(self.sizes_mib),
             capacities=_floats([room.free_mib * self._max_mem_ratio for room in self.rooms]),
@@ -112,9 +120,9 @@ class ModelAssigner:
             compute=_floats([room.compute for room in self.rooms]),
             connection=connection_matrix(model_connection, self.names),
             distance=_distances(self.rooms, gpu_gpu_distance, cpu_gpu_distance),
-            weights=_weights(*weights),
+            weights=(connection, size, complexity, entropy),
         )
-        self._placed = self._search(groups, iterations, update_rate, seed)
+        self._placed = self._search(groups, iterations, seed)
         if move_models:
             move(self._models, self.assignment)
 
@@ -131,9 +139,9 @@ class ModelAssigner:
     @property
     def costs(self) -> dict[str, float]:
         """The terms of the objective, unweighted, and "total", their weighted sum."""
-        terms = self._problem.terms(self._problem.one_hot(self._placed))
-        named = {name: float(value) for name, value in terms._asdict().items()}
-        return {**named, "total": float(terms.total(self._problem.weights))}
+        shares = self._problem.one_hot(self._placed)
+        named = {name: float(value) for name, value in self._problem.terms(shares).items()}
+        return {**named, "total": float(self._problem.cost(shares))}
 
     @property
     def crossing(self) -> dict[tuple[str, str], float]:
@@ -159,8 +167,6 @@ class ModelAssigner:
         Raises:
             ImportError: matplotlib is missing; the text names the extra.
         """
-        from .plot import draw
-
         figure = draw(self._problem, self.rooms, self.names, self._placed)
         if path is not None:
             figure.savefig(path, dpi=120)
@@ -194,14 +200,20 @@ class ModelAssigner:
             device_distance: `(devices, devices)`, zero diagonal.
             connection_weight: of the connection term; the three others likewise.
         """
-        return descend_once(
-            optimizer,
-            placement,
-            (model_size.flatten(), size_capacity.flatten()),
-            (model_complexity.flatten(), complexity_capacity.flatten()),
-            (model_connection, device_distance),
-            Weights(connection_weight, size_match_weight, complexity_match_weight, entropy_weight),
+        problem = Problem(
+            model_size.flatten(),
+            size_capacity.flatten(),
+            model_complexity.flatten(),
+            complexity_capacity.flatten(),
+            model_connection,
+            device_distance,
+            (connection_weight, size_match_weight, complexity_match_weight, entropy_weight),
         )
+        optimizer.zero_grad()
+        cost = problem.cost(placement.softmax(-1))
+        cost.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        return cost.detach()
 
     def _sizes(
         self,
@@ -210,10 +222,20 @@ class ModelAssigner:
         multiplier: float,
         optimizer: OptimizerOf | None,
     ) -> list[float]:
+        """Return MiB of each model; shared parameters count with the first model that has them."""
         if given is not None:
             return self._numbers("sizes_mib", given)
         number("model_size_multiplier", multiplier)
-        return _estimated(list(self._models.values()), groups, multiplier, optimizer)
+        models = list(self._models.values())
+        sizes = [0.0] * len(models)
+        for group in groups:
+            before = 0.0
+            for count, index in enumerate(group, start=1):
+                parts = [models[one] for one in group[:count]]
+                together = parts[0] if count == 1 else nn.ModuleList(parts)
+                size = ModelSizeEstimator(together, multiplier, optimizer=optimizer).estimate_size()
+                sizes[index], before = size - before, size
+        return sizes
 
     def _numbers(self, setting: str, given: PerModel[float]) -> list[float]:
         pairs = zip(self.names, per_model(setting, given, self.names), strict=True)
@@ -232,16 +254,19 @@ class ModelAssigner:
         pairs = zip(self._models.values(), inputs, strict=True)
         return [float(ModelComplexityEstimator(*pair).estimate_complexity()) for pair in pairs]
 
-    def _search(
-        self, groups: list[list[int]], iterations: int, update_rate: float, seed: int
-    ) -> Tensor:
+    def _search(self, groups: list[list[int]], iterations: int, seed: int) -> Tensor:
         """Return the index of the device of each model."""
         if isinstance(iterations, bool) or not isinstance(iterations, int) or iterations < 0:
             raise ValueError(f"iterations must be a whole number, 0 or more, got {iterations!r}")
         merged = self._problem.merged(groups)
-        found = search(merged, iterations, number("update_rate", update_rate), seed)
+        found = search(merged, iterations, seed)
         if not found.fits:
-            units = [_called([self.names[index] for index in group]) for group in groups]
+            units = [
+                f"model {names[0]}"
+                if len(names) == 1
+                else f"models {', '.join(names)} that share parameters"
+                for names in ([self.names[index] for index in group] for group in groups)
+            ]
             raise RuntimeError(does_not_fit(merged, self.rooms, units, found, self._max_mem_ratio))
         placed = torch.empty(len(self.names), dtype=torch.long)
         for group, device in zip(groups, found.assignment, strict=True):
@@ -249,38 +274,8 @@ class ModelAssigner:
         return placed
 
 
-def _estimated(
-    models: list[Any],
-    groups: list[list[int]],
-    multiplier: float,
-    optimizer: OptimizerOf | None,
-) -> list[float]:
-    """Return the MiB of each model; shared parameters are those of the first that has them."""
-    options = {} if optimizer is None else {"optimizer": optimizer}
-    sizes = [0.0] * len(models)
-    for group in groups:
-        before = 0.0
-        for count, index in enumerate(group, start=1):
-            parts = [models[one] for one in group[:count]]
-            together = parts[0] if count == 1 else nn.ModuleList(parts)
-            size = ModelSizeEstimator(together, multiplier, **options).estimate_size()
-            sizes[index], before = size - before, size
-    return sizes
-
-
-def _called(names: list[str]) -> str:
-    if len(names) == 1:
-        return f"model {names[0]}"
-    return f"models {', '.join(names)} that share parameters"
-
-
 def _floats(values: Sequence[float]) -> Tensor:
     return torch.tensor(values, dtype=torch.float64)
-
-
-def _weights(*weights: float) -> Weights:
-    names = ("connection_weight", "size_match_weight", "complexity_match_weight", "entropy_weight")
-    return Weights(*(number(*pair) for pair in zip(names, weights, strict=True)))
 
 
 def _distances(rooms: Sequence[Room], gpu_gpu: float, cpu_gpu: float) -> Tensor:

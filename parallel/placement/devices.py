@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import importlib
 import logging
-import os
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
@@ -51,10 +51,11 @@ def find_rooms(
         resident: MiB that may be counted as free where free memory is measured.
     """
     if devices is None:
-        names = list(free_mib) if isinstance(free_mib, Mapping) else _gpus()
+        gpus = [f"cuda:{index}" for index in range(torch.cuda.device_count())]
+        names = list(free_mib) if isinstance(free_mib, Mapping) else gpus
     else:
         names = list(devices)
-    named = [one_device(name, "devices") for name in names]
+    named = [_one_device(name, "devices") for name in names]
     for device in named:
         if named.count(device) > 1:
             raise ValueError(f"devices: {device} is there more than once")
@@ -70,12 +71,7 @@ def find_rooms(
     return rooms
 
 
-def one_device(name: object, setting: str) -> torch.device:
-    """Return the device that `name` means.
-
-    Raises:
-        ValueError: there is no such kind, or a GPU without an index is meant.
-    """
+def _one_device(name: object, setting: str) -> torch.device:
     allowed = f'allowed are "cpu" and "cuda:<index>" (GPUs here: {torch.cuda.device_count()})'
     if not isinstance(name, str | torch.device):
         raise TypeError(f"{setting}: {name!r} is no device; {allowed}")
@@ -92,17 +88,13 @@ def one_device(name: object, setting: str) -> torch.device:
     return device
 
 
-def _gpus() -> list[str]:
-    return [f"cuda:{index}" for index in range(torch.cuda.device_count())]
-
-
 def _per_device(
     setting: str, given: PerDevice | None, devices: list[torch.device]
 ) -> dict[torch.device, float]:
     if given is None:
         return {}
     if isinstance(given, Mapping):
-        values = {one_device(name, setting): value for name, value in given.items()}
+        values = {_one_device(name, setting): value for name, value in given.items()}
     elif len(given) == len(devices):
         values = dict(zip(devices, given, strict=True))
     else:
@@ -155,14 +147,15 @@ def _compute(device: torch.device, cpu_weight: float) -> float:
 
 def _free_ram() -> float:
     """Return the bytes of RAM that this process could take."""
-    free = next((bytes_ for ask in _ASKED if (bytes_ := ask()) is not None), None)
+    free = _by_psutil()
+    if free is None:
+        free = _by_meminfo()
     if free is None:
         raise RuntimeError(
             'the free memory of the CPU is not known here: give free_mib={"cpu": ...}, or install '
             "psutil"
         )
-    limit = _room_of_container()
-    return free if limit is None else min(free, limit)
+    return min(free, _room_of_container())
 
 
 def _by_psutil() -> float | None:
@@ -182,17 +175,7 @@ def _by_meminfo() -> float | None:
     return float(kib[0]) * 1024 if kib else None
 
 
-def _by_sysconf() -> float | None:
-    try:
-        return float(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
-    except (AttributeError, OSError, ValueError):
-        return None
-
-
-_ASKED: tuple[Callable[[], float | None], ...] = (_by_psutil, _by_meminfo, _by_sysconf)
-
-
-def _room_of_container() -> float | None:
+def _room_of_container() -> float:
     """Return what the limit of the container leaves; MemAvailable is that of the whole host."""
     group = Path("/sys/fs/cgroup")
     try:
@@ -200,9 +183,9 @@ def _room_of_container() -> float | None:
         used = float((group / "memory.current").read_text())
         stat = (group / "memory.stat").read_text().split()
     except OSError:
-        return None
+        return math.inf
     if limit == "max":
-        return None
+        return math.inf
     # Cached files are given back when memory is wanted.
     cached = float(stat[stat.index("inactive_file") + 1]) if "inactive_file" in stat else 0.0
     return max(0.0, float(limit) - used + cached)

@@ -157,12 +157,8 @@ def _bytes(tensor: Tensor) -> int:
 
 
 def _state_bytes(optimizer: Optimizer, parameters: list[nn.Parameter]) -> int:
-    states = (optimizer.state.get(one, {}) for one in parameters)
-    return sum(_bytes(value) for state in states for value in state.values() if _is_tensor(value))
-
-
-def _is_tensor(value: object) -> bool:
-    return isinstance(value, Tensor)
+    values = [value for one in parameters for value in optimizer.state.get(one, {}).values()]
+    return sum(_bytes(value) for value in values if isinstance(value, Tensor))
 
 
 def _stepped(optimizer: Optimizer, parameters: list[nn.Parameter]) -> Optimizer:

@@ -1,28 +1,25 @@
-"""What a caller says of models and their connections, checked."""
+"""The models to place and what is said of them: checked, grouped by what they share, moved."""
 
 from __future__ import annotations
 
 import difflib
 import math
 import numbers
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 T = TypeVar("T")
+_MIB = 1024**2
 # One value per model: by name, or in the order of the models.
 PerModel: TypeAlias = "Mapping[str, T] | Sequence[T]"
 
 
 def number(setting: str, value: object, *, most: float = math.inf) -> float:
-    """Return `value` as a float.
-
-    Raises:
-        TypeError: it is no number.
-        ValueError: it is negative, not finite, or more than `most`.
-    """
+    """Return `value` as a float."""
     # NumPy's too.
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{setting} must be a number, got {value!r}")
@@ -34,12 +31,7 @@ def number(setting: str, value: object, *, most: float = math.inf) -> float:
 
 
 def name_models(models: Mapping[str, Any] | Sequence[Any]) -> dict[str, Any]:
-    """Return models by name; those of a list are named by their index.
-
-    Raises:
-        ValueError: there are none, or two of one name.
-        TypeError: one of them cannot be moved, having no `to`.
-    """
+    """Return models by name; those of a list are named by their index."""
     if isinstance(models, nn.Module) and not isinstance(models, nn.ModuleList | nn.ModuleDict):
         raise TypeError("models must be a list or dict of models, got one model")
     if isinstance(models, Mapping | nn.ModuleDict):
@@ -57,11 +49,7 @@ def name_models(models: Mapping[str, Any] | Sequence[Any]) -> dict[str, Any]:
 
 
 def per_model(setting: str, given: PerModel[T], names: list[str]) -> list[T]:
-    """Return one value per model, in the order of `names`.
-
-    Raises:
-        ValueError: there are too few or too many.
-    """
+    """Return one value per model, in the order of `names`."""
     if isinstance(given, Mapping):
         for name in given:
             _index(setting, name, names)
@@ -78,12 +66,7 @@ def per_model(setting: str, given: PerModel[T], names: list[str]) -> list[T]:
 
 
 def connection_matrix(connection: Mapping[Any, float], names: list[str]) -> Tensor:
-    """Return how strongly model i is connected with model j, `(models, models)`.
-
-    Raises:
-        TypeError: it is no dict from pairs to numbers.
-        ValueError: a model is not there, or a strength is negative.
-    """
+    """Return how strongly model i is connected with model j, `(models, models)`."""
     matrix = torch.zeros(len(names), len(names), dtype=torch.float64)
     if not isinstance(connection, Mapping):
         raise TypeError(
@@ -111,3 +94,56 @@ def _index(setting: str, model: object, names: list[str]) -> int:
     if not 0 <= model < len(names):
         raise ValueError(f"{setting}: there is no model {model}; allowed are 0..{len(names) - 1}")
     return model
+
+
+def sharing(models: Mapping[str, Any]) -> list[list[int]]:
+    """Return groups of models that share parameters, directly or by others; most have one model."""
+    groups: list[tuple[set[int], list[int]]] = []
+    for index, model in enumerate(models.values()):
+        held = model.parameters() if isinstance(model, nn.Module) else ()
+        parts, members = {id(one) for one in held}, [index]
+        joined = [group for group in groups if not parts.isdisjoint(group[0])]
+        groups = [group for group in groups if parts.isdisjoint(group[0])]
+        for their_parts, others in joined:
+            parts |= their_parts
+            members += others
+        groups.append((parts, sorted(members)))
+    return sorted(members for _, members in groups)
+
+
+def held_mib(models: Mapping[str, Any]) -> dict[torch.device, float]:
+    """Return what the modules among `models` take now, by device, in MiB.
+
+    They will leave that place or stay in it, so for them it is free.
+    """
+    sizes: dict[torch.device, float] = defaultdict(float)
+    for tensor in {id(one): one for one in _tensors(models)}.values():
+        size = tensor.numel() * tensor.element_size() / _MIB
+        sizes[torch.device("cpu") if tensor.device.type == "cpu" else tensor.device] += size
+    return dict(sizes)
+
+
+def move(models: Mapping[str, Any], devices: Sequence[torch.device]) -> None:
+    """Move each model to its device."""
+    gpus = torch.cuda.device_count()
+    for (name, model), device in zip(models.items(), devices, strict=True):
+        if isinstance(model, nn.Module) and device.type == "cuda" and device.index >= gpus:
+            raise ValueError(
+                f"model {name} cannot be moved to {device}: {gpus} GPUs are available here; "
+                "move_models=False makes the placement alone"
+            )
+    for (name, model), device in zip(models.items(), devices, strict=True):
+        try:
+            model.to(device)
+        except Exception as error:
+            raise RuntimeError(
+                f"model {name} could not be moved to {device}: {error}; move_models=False makes "
+                "the placement alone"
+            ) from error
+
+
+def _tensors(models: Mapping[str, Any]) -> Iterator[Tensor]:
+    for model in models.values():
+        if isinstance(model, nn.Module):
+            yield from (one for one in model.parameters() if not nn.parameter.is_lazy(one))
+            yield from (one for one in model.buffers() if not nn.parameter.is_lazy(one))

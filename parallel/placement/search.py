@@ -1,28 +1,126 @@
-"""The search for the best placement: all of them, or many starts and local search."""
+"""What a placement costs, and the search for the best: all of them, or local search with kicks."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from .descent import relaxed_starts
-from .moves import improve
-from .packing import pack
-from .problem import Problem
-
 # Up to here every placement is looked at.
 EXHAUSTIVE_PLACEMENTS = 100_000
 _CHUNK = 20_000
-_STARTS = 16
+_STARTS = 20
 # The best starts go on and are kicked. A round costs what its rows times pairs of models cost, so
 # few models have many rows and few rounds, many models the reverse.
-_ROUNDS = 8
+_ROUNDS = 12
 _PAIRS_IN_ROUND = 10_000
-_PAIRS_IN_ALL = 200_000
-# Two costs that differ by less are the same cost, rounded.
+_PAIRS_IN_ALL = 300_000
+# Rows are improved in parts, so that the pairs of all models stay in the cache.
+_PAIRS = 50_000
+# Costs that differ by less are equal but for rounding.
 _SAME = 1e-12
+# Sums of rounded sizes may exceed a capacity that they just fill by this fraction of it.
+_ROUNDING = 1e-9
+# Where something overflows, this much of the total size outweighs any cost.
+_OVERFLOW = 1e6
+# Steps of the packing, forward and back: about a third of a second.
+_TRIES = 100_000
+# In MiB: a tenth of a byte.
+_NOTHING = 1e-7
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Models, devices and what counts. In the search all tensors are float64 on the CPU.
+
+    The formulas are those of machin's `ModelAssigner`; only the connection term is summed over the
+    pairs of models, not averaged: averaged, it fades with the square of the number of models.
+
+    Attributes:
+        sizes: MiB, `(models,)`.
+        capacities: MiB that may be used, `(devices,)`.
+        complexities: in any one unit, `(models,)`.
+        compute: in any one unit, `(devices,)`.
+        connection: `(models, models)`.
+        distance: symmetric, zero diagonal, `(devices, devices)`.
+        weights: of the four terms, in the order of `terms`.
+    """
+
+    sizes: Tensor
+    capacities: Tensor
+    complexities: Tensor
+    compute: Tensor
+    connection: Tensor
+    distance: Tensor
+    weights: tuple[float, float, float, float]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """How many models and how many devices there are."""
+        return len(self.sizes), len(self.capacities)
+
+    def terms(self, shares: Tensor) -> dict[str, Tensor]:
+        """Return the terms, each `(...)`, of placements `(..., models, devices)`.
+
+        Each row of `shares` says how much of a model is on each device, and sums to one.
+        """
+        between = share(self.connection)
+        between = between - torch.diag(between.diagonal())
+        apart, work = share(self.distance), share(self.complexities) @ shares
+        return {
+            "connection": (shares * (between @ shares @ apart.T)).sum((-2, -1)),
+            "size": torch.relu(self.sizes @ shares - self.capacities).mean(-1),
+            "complexity": (work - share(self.compute)).square().mean(-1),
+            "entropy": torch.special.entr(shares).sum(-1).mean(-1),
+        }
+
+    def cost(self, shares: Tensor) -> Tensor:
+        """Return the weighted sum of the terms, `(...)`."""
+        terms = self.terms(shares).values()
+        weighed = [weight * term for weight, term in zip(self.weights, terms, strict=True)]
+        return torch.stack(weighed).sum(0)
+
+    def one_hot(self, assignment: Tensor) -> Tensor:
+        """Return device indices `(..., models)` as shares."""
+        return torch.nn.functional.one_hot(assignment, len(self.capacities)).double()
+
+    def used(self, assignment: Tensor) -> Tensor:
+        """Return the MiB that each device holds, `(..., devices)`."""
+        return self.sizes @ self.one_hot(assignment)
+
+    def overflow(self, assignment: Tensor) -> Tensor:
+        """Return the MiB by which devices are too small, `(...)`; 0 where all fits."""
+        return beyond(self.used(assignment), self.capacities).sum(-1)
+
+    def merged(self, groups: list[list[int]]) -> Problem:
+        """Return the problem whose models are `groups` of these, which stay together.
+
+        Nothing crosses within a group, so every placement costs what it costs here.
+        """
+        member = torch.zeros(self.shape[0], len(groups), dtype=torch.float64)
+        for column, group in enumerate(groups):
+            member[group, column] = 1.0
+        return replace(
+            self,
+            sizes=self.sizes @ member,
+            complexities=self.complexities @ member,
+            connection=member.T @ self.connection @ member,
+        )
+
+
+def beyond(used: Tensor, capacities: Tensor) -> Tensor:
+    """Return by how much `used` exceeds `capacities`, rounding aside."""
+    over = used - capacities
+    return torch.where(over > capacities * _ROUNDING, over, 0.0)
+
+
+def share(values: Tensor) -> Tensor:
+    """Return `values` divided by their sum; zeros where that is zero."""
+    total = values.sum()
+    return values / total if total > 0 else torch.zeros_like(values)
 
 
 class Found(NamedTuple):
@@ -39,42 +137,36 @@ class Found(NamedTuple):
     certain: bool
 
 
-def search(problem: Problem, iterations: int, update_rate: float, seed: int) -> Found:
-    """Return the best placement found; the same for the same arguments."""
+def search(problem: Problem, iterations: int, seed: int) -> Found:
+    """Return the best placement found, after at most `iterations` rounds of kicks."""
     models, devices = problem.shape
     if devices**models <= EXHAUSTIVE_PLACEMENTS:
-        return _best(problem, [_numbered(problem)], certain=True)
+        number = torch.arange(devices**models)[:, None]
+        every = number // devices ** torch.arange(models - 1, -1, -1) % devices
+        return _best(problem, every, certain=True)
     generator = torch.Generator().manual_seed(seed)
     packed, certain = pack(problem.sizes.tolist(), problem.capacities.tolist())
     starts = [
-        relaxed_starts(problem, iterations, update_rate, generator),
         torch.randint(devices, (_STARTS, models), generator=generator),
         torch.arange(devices)[:, None].expand(devices, models),
+        torch.tensor([] if packed is None else [packed], dtype=torch.long).reshape(-1, models),
     ]
-    if packed is not None:
-        starts.append(torch.tensor([packed]))
-    tried = improve(problem, torch.cat(starts))
-    elite = tried[_ranking(problem, tried)[: max(4, min(_STARTS, _PAIRS_IN_ROUND // models**2))]]
+    moves = _Moves(problem)
+    tried = moves.improve(torch.cat(starts))
+    rows = max(4, min(_STARTS, _PAIRS_IN_ROUND // models**2))
+    elite = tried[_ranking(problem, tried)[:rows]]
     hopeless = packed is None and certain
     rounds = max(_ROUNDS, min(2 * models, _PAIRS_IN_ALL // models**2))
-    for _ in range(0 if hopeless else rounds):
-        kicked = improve(problem, _kick(elite, devices, generator))
+    for _ in range(0 if hopeless else min(iterations, rounds)):
+        kicked = moves.improve(_kick(elite, devices, generator))
         elite = _better(problem, elite, kicked)
-    found = _best(problem, [elite], certain=False)
-    return found._replace(certain=hopeless)
+    return _best(problem, elite, certain=hopeless)
 
 
-def _numbered(problem: Problem) -> Tensor:
-    """Return every placement, `(devices ** models, models)`, the first devices first."""
-    models, devices = problem.shape
-    number = torch.arange(devices**models)[:, None]
-    return number // devices ** torch.arange(models - 1, -1, -1) % devices
-
-
-def _best(problem: Problem, candidates: list[Tensor], *, certain: bool) -> Found:
-    every = torch.cat(candidates)
-    costs = torch.cat([problem.cost(part) for part in torch.split(every, _CHUNK)])
-    lacking = torch.cat([problem.overflow(part) for part in torch.split(every, _CHUNK)])
+def _best(problem: Problem, every: Tensor, *, certain: bool) -> Found:
+    parts = torch.split(every, _CHUNK)
+    costs = torch.cat([problem.cost(problem.one_hot(part)) for part in parts])
+    lacking = torch.cat([problem.overflow(part) for part in parts])
     least = lacking.min()
     costs = costs.masked_fill(lacking > least, torch.inf)
     # The first of equals, so that rounding does not choose among them.
@@ -84,23 +176,163 @@ def _best(problem: Problem, candidates: list[Tensor], *, certain: bool) -> Found
 
 def _ranking(problem: Problem, assignments: Tensor) -> Tensor:
     """Return the rows of `assignments`, best first."""
-    by_cost = problem.cost(assignments).argsort(stable=True)
+    by_cost = problem.cost(problem.one_hot(assignments)).argsort(stable=True)
     return by_cost[problem.overflow(assignments)[by_cost].argsort(stable=True)]
 
 
 def _kick(assignments: Tensor, devices: int, generator: torch.Generator) -> Tensor:
-    """Return `assignments` with some models thrown somewhere."""
+    """Return `assignments` with some models on random devices."""
     rows, models = assignments.shape
     part = torch.rand(rows, 1, generator=generator) * 0.15 + 1.5 / models
-    thrown = torch.rand(rows, models, generator=generator) < part
-    return torch.where(
-        thrown, torch.randint(devices, (rows, models), generator=generator), assignments
-    )
+    kicked = torch.rand(rows, models, generator=generator) < part
+    anywhere = torch.randint(devices, (rows, models), generator=generator)
+    return torch.where(kicked, anywhere, assignments)
 
 
 def _better(problem: Problem, old: Tensor, new: Tensor) -> Tensor:
     """Return row by row the better one of `old` and `new`."""
     both = torch.stack([old, new])
-    (old_cost, new_cost), (old_lacks, new_lacks) = problem.cost(both), problem.overflow(both)
+    old_cost, new_cost = problem.cost(problem.one_hot(both))
+    old_lacks, new_lacks = problem.overflow(both)
     wins = (new_lacks < old_lacks) | ((new_lacks == old_lacks) & (new_cost < old_cost))
     return torch.where(wins[:, None], new, old)
+
+
+class _Moves:
+    """Local search on hard placements: one model moves, or two are exchanged."""
+
+    def __init__(self, problem: Problem) -> None:
+        # The parts of the problem as the changes of cost need them, weights worked in.
+        self._shape = problem.shape
+        connection, _, complexity, _ = problem.weights
+        between = share(problem.connection)
+        self._pairs = ((between + between.T) * connection).fill_diagonal_(0.0)
+        self._apart = share(problem.distance)
+        self._sizes, self._capacities = problem.sizes, problem.capacities
+        per_device = (complexity / problem.shape[1]) ** 0.5
+        self._loads = share(problem.complexities) * per_device
+        self._compute = share(problem.compute) * per_device
+        self._unit = _OVERFLOW / max(float(problem.sizes.sum()), 1e-12)
+
+    def improve(self, assignments: Tensor) -> Tensor:
+        """Return `assignments`, `(rows, models)`, each improved until no step helps.
+
+        A row that fits keeps fitting.
+        """
+        rows = max(1, _PAIRS // self._shape[0] ** 2)
+        return torch.cat([self._descend(part) for part in torch.split(assignments, rows)])
+
+    def _descend(self, assignments: Tensor) -> Tensor:
+        done = assignments.clone()
+        active = torch.arange(len(done))
+        for _ in range(10 * self._shape[0] + 100):
+            gain, changed = self._best_step(done[active])
+            better = gain < -_SAME
+            if not better.any():
+                break
+            active = active[better]
+            done[active] = changed[better]
+        return done
+
+    def _best_step(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Return how the best step of each row changes its cost, and the row after it."""
+        models, devices = self._shape
+        moves, swaps = self._changes(rows)
+        move_gain, move = moves.flatten(1).min(1)
+        swap_gain, swap = swaps.flatten(1).min(1)
+        at = torch.arange(len(rows))
+        moved, swapped = rows.clone(), rows.clone()
+        moved[at, move // devices] = move % devices
+        first, second = swap // models, swap % models
+        swapped[at, first], swapped[at, second] = rows[at, second], rows[at, first]
+        swap_wins = swap_gain < move_gain
+        return torch.minimum(move_gain, swap_gain), torch.where(swap_wins[:, None], swapped, moved)
+
+    def _changes(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the change of cost of moves `(rows, models, devices)` and of swaps.
+
+        Swaps are `(rows, models, models)`.
+        """
+        shares = torch.nn.functional.one_hot(rows, self._shape[1]).double()
+        uneven = self._loads @ shares - self._compute
+        pull = self._pairs @ shares @ self._apart
+        here = pull.gather(2, rows[:, :, None])
+        moves = pull - here
+        there = pull.gather(2, rows[:, None, :].expand(-1, self._shape[0], -1)) - here
+        distances = self._apart[rows[:, :, None], rows[:, None, :]]
+        swaps = there + there.mT + 2 * self._pairs * distances
+        loads, uneven_here = self._loads, uneven.gather(1, rows)
+        gap = uneven[:, None, :] - uneven_here[:, :, None]
+        moves += 2 * loads[:, None] * (gap + loads[:, None])
+        more = loads[None, :] - loads[:, None]
+        swaps += 2 * more * (uneven_here[:, :, None] - uneven_here[:, None, :] + more)
+        moves, swaps = self._weighed(moves, swaps, rows, self._sizes @ shares)
+        moves.scatter_(2, rows[:, :, None], torch.inf)
+        swaps.masked_fill_(rows[:, :, None] == rows[:, None, :], torch.inf)
+        return moves, swaps
+
+    def _weighed(
+        self, moves: Tensor, swaps: Tensor, rows: Tensor, used: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Return the changes with what they add in overflow; a row that fits may not overflow."""
+        sizes, room = self._sizes, self._capacities[rows]
+        over = beyond(used, self._capacities)
+        over_here, used_here = over.gather(1, rows), used.gather(1, rows)
+        leaves = beyond(used_here - sizes, room) - over_here
+        enters = beyond(used[:, None, :] + sizes[:, None], self._capacities) - over[:, None, :]
+        there = beyond(used_here[:, :, None] + sizes[None, :] - sizes[:, None], room[:, :, None])
+        there = there - over_here[:, :, None]
+        lacks = (over.sum(1) > 0)[:, None, None]
+        added = (leaves[:, :, None] + enters, there + there.mT)
+        moves, swaps = (
+            torch.where(lacks, cost + self._unit * more, cost.masked_fill(more > 0, torch.inf))
+            for cost, more in zip((moves, swaps), added, strict=True)
+        )
+        return moves, swaps
+
+
+def pack(sizes: list[float], capacities: list[float]) -> tuple[list[int] | None, bool]:
+    """Return the device of each model in some placement that fits, and whether that is certain.
+
+    Largest first, each into the fullest device that takes it; at a dead end the last choices are
+    undone. None with True means that nothing fits; None with False that the search was given up.
+    """
+    order = sorted(range(len(sizes)), key=lambda model: -sizes[model])
+    wanted = [sizes[model] for model in order]
+    spare = sum(capacities) - sum(sizes)
+    if spare < -_NOTHING:
+        return None, True
+    free = list(capacities)
+    chosen: list[int] = []
+    choices = [_choices(wanted, 0, free, spare)]
+    for _ in range(_TRIES):
+        device = next(choices[-1], None)
+        if device is not None:
+            free[device] -= wanted[len(chosen)]
+            chosen.append(device)
+            if len(chosen) == len(order):
+                placed = dict(zip(order, chosen, strict=True))
+                return [placed[model] for model in range(len(sizes))], True
+            choices.append(_choices(wanted, len(chosen), free, spare))
+            continue
+        choices.pop()
+        if not chosen:
+            return None, True
+        undone = chosen.pop()
+        free[undone] += wanted[len(chosen)]
+    return None, False
+
+
+def _choices(wanted: list[float], model: int, free: list[float], spare: float) -> Iterator[int]:
+    """Yield the devices that take a model, fullest first, one of those that are equally full."""
+    size, least = wanted[model], wanted[-1] - _NOTHING
+    # Space that no remaining model fits into is lost, and no more than the spare may be lost.
+    lost = sum(room for room in free if room < least)
+    fitting = {}
+    for device, room in enumerate(free):
+        rest = room - size
+        gone = rest if rest < least and model < len(wanted) - 1 else 0.0
+        if rest >= -_NOTHING and lost + gone <= spare + _NOTHING:
+            # Undoing leaves rounding errors.
+            fitting[round(room, 7)] = device
+    return iter([fitting[room] for room in sorted(fitting)])

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from stepwrap.parallel.placement.packing import pack
+from stepwrap.parallel.placement.search import pack
 
 
 def fits(placed: tuple[int, ...], sizes: list[float], room: list[float]) -> bool:
