@@ -34,10 +34,9 @@ if TYPE_CHECKING:
     from .pools.thread_pool import CtxThreadPool, ThreadPool
     from .pools.worker import CtxPoolStorage, proxy_ctx_caller
     from .processes import Process, ProcessException, Thread, ThreadException
-    from .transport.pickling import Pickler, dumps, loads, mark_static_module
+    from .transport.pickling import Pickler, dumps, loads, mark_static_module, reduce_for_any_script
     from .transport.queues import MultiP2PQueue, SimpleP2PQueue, SimpleQueue
     from .transport.remote_errors import ExceptionWithTraceback
-    from .transport.script import reduce_for_any_script
 
 __all__ = [
     "AndEvent",
@@ -96,10 +95,9 @@ _HOMES = {
     "pools.thread_pool": "CtxThreadPool ThreadPool",
     "pools.worker": "CtxPoolStorage proxy_ctx_caller",
     "processes": "Process ProcessException Thread ThreadException",
-    "transport.pickling": "Pickler dumps loads mark_static_module",
+    "transport.pickling": "Pickler dumps loads mark_static_module reduce_for_any_script",
     "transport.queues": "MultiP2PQueue SimpleP2PQueue SimpleQueue",
     "transport.remote_errors": "ExceptionWithTraceback",
-    "transport.script": "reduce_for_any_script",
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
 

@@ -106,13 +106,6 @@ class ModelAssigner:
         groups = sharing(self._models)
         self.sizes_mib = self._sizes(sizes_mib, groups, model_size_multiplier, optimizer)
         number("update_rate", update_rate)
-        weights = {
-            "connection_weight": connection_weight,
-            "size_match_weight": size_match_weight,
-            "complexity_match_weight": complexity_match_weight,
-            "entropy_weight": entropy_weight,
-        }
-        connection, size, complexity, entropy = (number(*item) for item in weights.items())
         self._problem = Problem(
             sizes=_floats(self.sizes_mib),
             capacities=_floats([room.free_mib * self._max_mem_ratio for room in self.rooms]),
@@ -120,7 +113,9 @@ class ModelAssigner:
             compute=_floats([room.compute for room in self.rooms]),
             connection=connection_matrix(model_connection, self.names),
             distance=_distances(self.rooms, gpu_gpu_distance, cpu_gpu_distance),
-            weights=(connection, size, complexity, entropy),
+            weights=_weights(
+                connection_weight, size_match_weight, complexity_match_weight, entropy_weight
+            ),
         )
         self._placed = self._search(groups, iterations, seed)
         if move_models:
@@ -272,6 +267,11 @@ class ModelAssigner:
         for group, device in zip(groups, found.assignment, strict=True):
             placed[group] = device
         return placed
+
+
+def _weights(*weights: float) -> list[float]:
+    names = ("connection_weight", "size_match_weight", "complexity_match_weight", "entropy_weight")
+    return [number(*pair) for pair in zip(names, weights, strict=True)]
 
 
 def _floats(values: Sequence[float]) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -55,7 +55,7 @@ class Problem:
     compute: Tensor
     connection: Tensor
     distance: Tensor
-    weights: tuple[float, float, float, float]
+    weights: Sequence[float]
 
     @property
     def shape(self) -> tuple[int, int]:

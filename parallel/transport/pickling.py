@@ -6,19 +6,22 @@ Loading runs what the bytes say: only for bytes from one's own processes.
 
 from __future__ import annotations
 
+import ast
 import copyreg
 import importlib
 import io
+import os
 import pickle
 import sys
+import weakref
 from collections.abc import Callable
+from functools import cache
 from multiprocessing.reduction import ForkingPickler
 from types import FunctionType, ModuleType
 from typing import IO, Any
 
 import cloudpickle
 
-from . import script as _script
 from .buffers import APART_FROM, divider
 
 _LARGE = 64 * 1024
@@ -111,9 +114,9 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         if not parts:
             return stream
         # Imports torch, which only an object with tensors needs.
-        from . import reducers as _reducers
+        from . import tensors as _tensors
 
-        return _reducers.message(stream, parts, self._copy_tensor)
+        return _tensors.message(stream, parts, self._copy_tensor)
 
     def split(self, obj: object) -> tuple[bytes, list[Any]]:
         """Return a pickle of the object, and its tensors, storages and large buffers in order."""
@@ -136,10 +139,10 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         if kind is ModuleType and obj.__name__ in _static_modules:
             return importlib.import_module, (obj.__name__,)
         if "torch" in sys.modules:
-            from . import reducers as _reducers
+            from . import tensors as _tensors
 
-            if isinstance(obj, _reducers.KINDS):
-                return _reducers.reduced(obj, self._parts, copy_tensor=self._copy_tensor)
+            if isinstance(obj, _tensors.KINDS):
+                return _tensors.reduced(obj, self._parts, copy_tensor=self._copy_tensor)
         return NotImplemented
 
     def _reduced_definition(self, obj: Any) -> Any:
@@ -148,8 +151,8 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             # By name, which is what pickle itself does.
             return NotImplemented
         found = None
-        if module == _script.NAME:
-            found = _script.reduced(obj, by_value=self._recurse)
+        if module == _MAIN:
+            found = _reduced_of_script(obj, by_value=self._recurse)
         return super().reducer_override(obj) if found is None else found
 
 
@@ -192,3 +195,112 @@ def _is_found(obj: Any) -> bool:
     for part in obj.__qualname__.split("."):
         found = getattr(found, part, None)
     return found is obj
+
+
+_MAIN = "__main__"
+# A process that multiprocessing has spawned has the script under the second name.
+_NAMES = (_MAIN, "__mp_main__")
+
+# By value, for workers that lack them; a class may be sent with each of its instances.
+_values: weakref.WeakKeyDictionary[type, bytes] = weakref.WeakKeyDictionary()
+
+
+def _reduced_of_script(obj: FunctionType | type, *, by_value: bool) -> Any:
+    """Return how an object of the script is to be pickled, None where pickle does well itself.
+
+    Args:
+        by_value: functions take along the globals that they use, as they are now.
+    """
+    module = sys.modules.get(_MAIN)
+    path = _path(module)
+    if path is None or _attribute(module, obj.__qualname__) is not obj:
+        return None
+    if by_value and isinstance(obj, FunctionType):
+        return None
+    is_there = obj.__qualname__.split(".")[0] in _names_when_imported(path)
+    return _found, (path, obj.__qualname__, None if is_there else _value(obj))
+
+
+def reduce_for_any_script(obj: Any) -> Any:
+    """Reduce an object of the script for a receiver that may run another one: by value if possible.
+
+    None for any other object. A receiver that runs this script takes its own of that name.
+    """
+    if not isinstance(obj, FunctionType | type) or obj.__module__ not in _NAMES:
+        return None
+    module = sys.modules.get(obj.__module__)
+    path = _path(module)
+    if module is None or path is None or _attribute(module, obj.__qualname__) is not obj:
+        return None
+    if (
+        module.__name__ != _MAIN
+        and module.__name__ not in cloudpickle.list_registry_pickle_by_value()
+    ):
+        # Only the processes of this script have a module of that name.
+        cloudpickle.register_pickle_by_value(module)
+    try:
+        return _found, (path, obj.__qualname__, _dumped(obj))
+    except Exception as error:
+        # It need not be sent where the script is the same.
+        return _found, (path, obj.__qualname__, None, str(error))
+
+
+def _value(obj: FunctionType | type) -> bytes | None:
+    if isinstance(obj, FunctionType):
+        return _dumped(obj)
+    if obj not in _values:
+        _values[obj] = _dumped(obj)
+    return _values[obj]
+
+
+def _dumped(obj: FunctionType | type) -> bytes:
+    data: bytes = cloudpickle.dumps(obj)
+    return data
+
+
+@cache
+def _names_when_imported(path: str) -> frozenset[str]:
+    """Return what the script surely defines in a worker, where it is not the main program.
+
+    Not what stands under a condition, such as `if __name__ == "__main__"`.
+    """
+    spec = getattr(sys.modules[_MAIN], "__spec__", None)
+    # multiprocessing imports no package's __main__ in its workers, since that would run it.
+    if os.path.basename(path) == "__main__.py" or getattr(spec, "name", "") == "__main__":
+        return frozenset()
+    try:
+        with open(path, "rb") as file:
+            body = ast.parse(file.read()).body
+    except (OSError, SyntaxError, ValueError):
+        return frozenset()
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    return frozenset(statement.name for statement in body if isinstance(statement, kinds))
+
+
+def _found(path: str, name: str, value: bytes | None, reason: str = "") -> Any:
+    for module in map(sys.modules.get, _NAMES):
+        own = _attribute(module, name) if _path(module) == path else None
+        if own is not None:
+            return own
+    if reason:
+        raise TypeError(f"{name} of {path} cannot be sent to another script: {reason}")
+    if value is None:
+        raise AttributeError(f"{name} of {path} is not in this process, which runs another script")
+    return pickle.loads(value)
+
+
+def _path(module: ModuleType | None) -> str | None:
+    file = getattr(module, "__file__", None)
+    return None if file is None else _real(file)
+
+
+@cache
+def _real(file: str) -> str:
+    return os.path.realpath(file)
+
+
+def _attribute(module: ModuleType | None, name: str) -> Any:
+    found: Any = module
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    return found

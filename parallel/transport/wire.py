@@ -15,7 +15,6 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from . import descriptors as _descriptors
-from . import memory as _memory
 from .buffers import APART_FROM, divider
 
 # The most bytes that go beside descriptors.
@@ -75,7 +74,7 @@ def unpack(data: bytes | memoryview, fds: Sequence[int] = ()) -> Any:
         if not flags & _IN_MEMORY:
             return load(memoryview(data)[_HEADER.size :], buffers=descriptors)
         with contextlib.closing(descriptors.pop(0)) as memory, _descriptors.explaining():
-            buffers = _memory.read(memory.number, to_keep=bool(flags & _WITH_BUFFERS))
+            buffers = _descriptors.read_memory(memory.number, to_keep=bool(flags & _WITH_BUFFERS))
         return load(buffers[0], buffers=[*buffers[1:], *descriptors])
 
 
@@ -91,7 +90,7 @@ def prepare() -> None:
     of other threads for ever.
     """
     if "torch" in sys.modules:
-        from . import reducers as _reducers  # noqa: F401
+        from . import tensors as _tensors  # noqa: F401
 
 
 @cache
@@ -113,7 +112,7 @@ def _packed(
     if parts or len(stream) > INLINE_BYTES - _HEADER.size:
         flags |= _IN_MEMORY | (_WITH_BUFFERS if parts else 0)
         buffers = [memoryview(stream), *(part.raw() for part in parts)]
-        descriptors.insert(0, _memory.write(buffers))
+        descriptors.insert(0, _descriptors.write_memory(buffers))
         stream = b""
     if len(descriptors) > _descriptors.MOST:
         descriptors[:] = [_descriptors.bundled(descriptors)]
@@ -128,14 +127,13 @@ def _around_tensors(
 
     At loading they are followed by the descriptors of tensors passed by reference.
     """
-    # Both import torch, which is here where tensors are.
-    from . import reducers as _reducers
-    from . import shared_storages as _shared_storages
+    # Imports torch, which is here where tensors are.
+    from . import tensors as _tensors
 
     def share(storage: Any) -> Any:
-        return _shared_storages.by_descriptor(storage, descriptors)
+        return _tensors.by_descriptor(storage, descriptors)
 
-    slots, contents = _reducers.lay_out(parts, None if copy_tensor else share)
+    slots, contents = _tensors.lay_out(parts, None if copy_tensor else share)
     buffers: list[Any] = []
     inside = divider(buffers, APART_FROM)
     whole = (pickle.PickleBuffer(stream), slots, contents)
@@ -143,6 +141,6 @@ def _around_tensors(
 
 
 def _load_parts(data: memoryview, *, buffers: Sequence[Any]) -> Any:
-    from . import reducers as _reducers
+    from . import tensors as _tensors
 
-    return _reducers.load(*pickle.loads(data, buffers=buffers))
+    return _tensors.load(*pickle.loads(data, buffers=buffers))

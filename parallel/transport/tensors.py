@@ -1,0 +1,417 @@
+"""Tensors beside a pickle: where each lies in which storage, and the storages' contents."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import mmap
+import os
+import pickle
+from collections.abc import Callable, Iterable, Iterator
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, TypedStorage, UntypedStorage
+from torch.multiprocessing import get_sharing_strategy, reductions
+from torch.utils.hooks import warn_if_has_hooks
+
+from .buffers import MARK, take
+from .descriptors import Received, explaining
+
+# No element is larger, so that all views still begin at a multiple of theirs.
+_ALIGNMENT = 16
+
+# (its number, offset in elements, stride or None where that is as it was)
+Place = tuple[int, int, tuple[int, ...] | None]
+# A storage's rebuilding function and its arguments.
+Content = tuple[Any, ...]
+
+
+def whole(storage: UntypedStorage) -> Content:
+    """Return all of the storage."""
+    return _content(as_bytes(storage))
+
+
+def viewed(storage: UntypedStorage, views: list[Tensor]) -> Iterator[tuple[Content, list[Place]]]:
+    """Give storages for views of one: those that may overlap stay together, gaps are left out.
+
+    Where other views lie in the gaps of one, the gaps are written too.
+    """
+    for start, stop, numbers in _ranges(views):
+        compact = _compact(storage, [views[number] for number in numbers])
+        if compact is not None:
+            tensor, stride = compact
+            yield (
+                _content(as_bytes(tensor.untyped_storage())),
+                [(number, 0, stride) for number in numbers],
+            )
+            continue
+        start -= start % _ALIGNMENT
+        content = _content(as_bytes(storage)[start:stop])
+        places: list[Place] = []
+        for number in numbers:
+            view = views[number]
+            offset = int(view.storage_offset()) - start // view.itemsize if view.numel() else 0
+            places.append((number, offset, None))
+        yield content, places
+
+
+def as_bytes(storage: UntypedStorage) -> Tensor:
+    """Return the storage as a tensor uint8 (bytes,) on its device."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def rebuild(data: Any, device: torch.device | None) -> UntypedStorage:
+    """Return a storage that uses the buffer, or on another device a copy."""
+    if not memoryview(data).nbytes:
+        return torch.empty(0, dtype=torch.uint8, device=device or "cpu").untyped_storage()
+    tensor = torch.frombuffer(data, dtype=torch.uint8)
+    return (tensor if device is None else tensor.to(device)).untyped_storage()
+
+
+def _content(data: Tensor) -> Content:
+    device = None if data.device.type == "cpu" else data.device
+    return rebuild, pickle.PickleBuffer(data.cpu().numpy().data), device
+
+
+def _range(view: Tensor) -> tuple[int, int]:
+    start = int(view.storage_offset()) * view.itemsize
+    if not view.numel():
+        return start, start
+    last = sum((size - 1) * step for size, step in zip(view.shape, view.stride(), strict=True))
+    return start, start + int(last + 1) * view.itemsize
+
+
+def _ranges(views: list[Tensor]) -> list[tuple[int, int, list[int]]]:
+    """Return the ranges of bytes that views span, those that overlap as one, with their numbers."""
+    merged: list[tuple[int, int, list[int]]] = []
+    for start, stop, number in sorted((*_range(view), number) for number, view in enumerate(views)):
+        if merged and start < merged[-1][1]:
+            first, last, numbers = merged[-1]
+            merged[-1] = (first, max(last, stop), [*numbers, number])
+        else:
+            merged.append((start, stop, [number]))
+    return merged
+
+
+def _compact(storage: UntypedStorage, views: list[Tensor]) -> tuple[Tensor, tuple[int, ...]] | None:
+    """Return a copy without gaps and the views' stride in it; None where that does not help."""
+    view = views[0]
+    stride = view.stride()
+    if any(
+        (other.dtype, other.storage_offset(), other.shape, other.stride())
+        != (view.dtype, view.storage_offset(), view.shape, stride)
+        for other in views[1:]
+    ):
+        return None
+    # Along the others all elements are the same one.
+    order = [dim for dim in range(view.dim()) if view.shape[dim] > 1 and stride[dim] > 0]
+    order.sort(key=lambda dim: stride[dim])
+    reach = 1
+    for dim in order:
+        if stride[dim] < reach:
+            return None
+        reach += (view.shape[dim] - 1) * stride[dim]
+    sizes = [view.shape[dim] for dim in order]
+    if not view.numel() or prod(sizes) == reach:
+        return None
+    source = torch.empty(0, dtype=view.dtype, device=view.device)
+    source.set_(storage, view.storage_offset(), sizes[::-1], [stride[dim] for dim in order[::-1]])
+    dense, step = list(stride), 1
+    for dim, size in zip(order, sizes, strict=True):
+        dense[dim], step = step, step * size
+    return source.contiguous(), tuple(dense)
+
+
+def by_name(storage: UntypedStorage) -> Content:
+    """Return the shared memory of a storage by the name of a file: good also without the sender.
+
+    Only of a storage that is shared by descriptor already, the sender must keep it until then.
+    """
+    if not storage.nbytes():
+        return (_empty,)
+    if storage.is_shared() and not _has_name(storage):
+        descriptor, size = _shared(storage)
+        inode, device = reductions.fd_id(descriptor)  # type: ignore[no-untyped-call]
+        return _of_process, os.getpid(), descriptor, inode, device, size
+    manager, name, size = storage._share_filename_cpu_()
+    # The file stays for the receiver, who takes this back.
+    storage._shared_incref()  # type: ignore[no-untyped-call]
+    _remember(name, storage)
+    return _of_file, manager, name, size
+
+
+def by_descriptor(storage: UntypedStorage, descriptors: list[int]) -> Content:
+    """Return the shared memory of a storage; a descriptor of it, to be closed, joins the list.
+
+    By name where it has one, or where the user has chosen torch's strategy "file_system".
+    """
+    if not storage.nbytes():
+        return (_empty,)
+    has_name = get_sharing_strategy() == "file_system"  # type: ignore[no-untyped-call]
+    if _has_name(storage) if storage.is_shared() else has_name:
+        return by_name(storage)
+    descriptor, size = _shared(storage)
+    _remember(reductions.fd_id(descriptor), storage)  # type: ignore[no-untyped-call]
+    descriptors.append(os.dup(descriptor))
+    return _of_descriptor, MARK, size
+
+
+def _has_name(storage: UntypedStorage) -> bool:
+    # torch counts the users of a file with a name at its beginning, before the numbers.
+    return storage.data_ptr() % mmap.PAGESIZE != 0
+
+
+def _shared(storage: UntypedStorage) -> tuple[int, int]:
+    with explaining():
+        descriptor, size = storage._share_fd_cpu_()
+    if descriptor < 0:
+        raise ValueError(
+            "a tensor in a file that is mapped (torch.from_file, torch.load(mmap=True)) cannot be "
+            "passed by reference; clone() it, or pass it by copy"
+        )
+    return descriptor, size
+
+
+def _remember(key: Any, storage: UntypedStorage) -> None:
+    reductions.shared_cache[key] = reductions.StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+
+
+def _empty() -> UntypedStorage:
+    return UntypedStorage(0)  # type: ignore[no-untyped-call]
+
+
+def _of_descriptor(descriptor: Received, size: int) -> UntypedStorage:
+    with explaining():
+        storage: UntypedStorage = reductions.rebuild_storage_fd(  # type: ignore[no-untyped-call]
+            UntypedStorage, descriptor, size
+        )
+    return storage
+
+
+def _of_file(manager: bytes, name: bytes, size: int) -> UntypedStorage:
+    try:
+        storage: UntypedStorage = reductions.rebuild_storage_filename(  # type: ignore[no-untyped-call]
+            UntypedStorage, manager, name, size
+        )
+    except RuntimeError as error:
+        raise _gone(f"the file {os.fsdecode(name)}") from error
+    return storage
+
+
+def _of_process(process: int, number: int, inode: int, device: int, size: int) -> UntypedStorage:
+    key = inode, device
+    known: UntypedStorage | None = reductions.storage_from_cache(UntypedStorage, key)  # type: ignore[no-untyped-call]
+    if known is not None:
+        return known
+    # The sender may have ended, and this process may be the one that it had the memory from.
+    for path in (f"/proc/{process}/fd/{number}", *_own_descriptors()):
+        with contextlib.suppress(FileNotFoundError), explaining():
+            if _key(os.stat(path)) == key:
+                return _of_descriptor(Received(os.open(path, os.O_RDWR | os.O_CLOEXEC)), size)
+    raise _gone(f"a descriptor of process {process}")
+
+
+def _key(status: os.stat_result) -> tuple[int, int]:
+    return status.st_ino, status.st_dev
+
+
+def _own_descriptors() -> Iterator[str]:
+    yield from (f"/proc/self/fd/{number}" for number in os.listdir("/proc/self/fd"))
+
+
+def _gone(place: str) -> OSError:
+    return OSError(
+        errno.ESTALE,
+        f"the memory of a tensor passed by reference is gone: it was shared by {place}, and the "
+        "processes that had it have ended or dropped the tensor",
+    )
+
+
+# What `reduced` is for.
+KINDS = (Tensor, TypedStorage, UntypedStorage, torch.cuda.Event)
+
+_SPARSE = {
+    torch.sparse_coo,
+    torch.sparse_csr,
+    torch.sparse_csc,
+    torch.sparse_bsr,
+    torch.sparse_bsc,
+}
+Share = Callable[[UntypedStorage], Content]
+
+
+def reduced(obj: Any, parts: list[Any], *, copy_tensor: bool) -> Any:
+    """Return how to pickle a tensor, storage or CUDA event; what is to stand apart joins `parts`.
+
+    Raises:
+        RuntimeError: by reference: a tensor that autograd has recorded.
+    """
+    if isinstance(obj, Tensor):
+        return _reduced_tensor(obj, parts, copy_tensor=copy_tensor)
+    if isinstance(obj, UntypedStorage):
+        return _reduced_storage(obj, parts, copy_tensor=copy_tensor)
+    if type(obj) is TypedStorage:
+        return reductions.rebuild_typed_storage, (obj._untyped_storage, obj.dtype)
+    if isinstance(obj, TypedStorage):
+        return reductions.rebuild_typed_storage_child, (obj._untyped_storage, type(obj))
+    return reductions.reduce_event(obj)  # type: ignore[no-untyped-call]
+
+
+def message(stream: bytes, parts: list[Any], copy_tensor: bool) -> bytes:
+    """Return a pickle that holds another one and its parts."""
+    return pickle.dumps(_Message(stream, parts, copy_tensor), 5)
+
+
+class _Message:
+    def __init__(self, stream: bytes, parts: list[Any], copy_tensor: bool) -> None:
+        self._stream = stream
+        self._layout = lay_out(parts, None if copy_tensor else by_name)
+
+    def __reduce__(self) -> Any:
+        return load, (self._stream, *self._layout)
+
+
+def load(stream: bytes | memoryview, slots: Iterable[Any], contents: Iterable[Content]) -> Any:
+    """Return the object of a pickle and its parts as `lay_out` wrote them."""
+    storages = [rebuild(*arguments) for rebuild, *arguments in contents]
+    return pickle.loads(stream, buffers=[_part(slot, storages) for slot in slots])
+
+
+def lay_out(parts: list[Any], share: Share | None) -> tuple[list[Any], list[Content]]:
+    """Return for each part where it is found, and the contents of the storages.
+
+    Args:
+        share: puts a storage into shared memory; None writes the bytes that are viewed.
+    """
+    slots, contents = list(parts), list[Content]()
+    owners: dict[int, tuple[UntypedStorage, list[int]]] = {}
+    for index, part in enumerate(parts):
+        if not isinstance(part, pickle.PickleBuffer):
+            storage = part.untyped_storage() if isinstance(part, Tensor) else part
+            owners.setdefault(storage._cdata, (storage, []))[1].append(index)
+    for storage, indices in owners.values():
+        views = [parts[index] for index in indices if isinstance(parts[index], Tensor)]
+        if share is not None or len(views) < len(indices):
+            written = share(storage) if share else whole(storage)
+            for index in indices:
+                slots[index] = _slot(parts[index], len(contents))
+            contents.append(written)
+            continue
+        for content, places in viewed(storage, views):
+            for number, offset, stride in places:
+                slots[indices[number]] = _slot(views[number], len(contents), offset, stride)
+            contents.append(content)
+    return slots, contents
+
+
+def _slot(part: Any, number: int, offset: int | None = None, stride: Any = None) -> Any:
+    if not isinstance(part, Tensor):
+        return number
+    return (
+        number,
+        part.dtype,
+        part.storage_offset() if offset is None else offset,
+        tuple(part.shape),
+        part.stride() if stride is None else stride,
+        part.requires_grad,
+        part.is_conj(),
+        part.is_neg(),
+    )
+
+
+def _part(slot: Any, storages: list[UntypedStorage]) -> Any:
+    if isinstance(slot, int):
+        return storages[slot]
+    if not isinstance(slot, tuple):
+        return slot
+    number, dtype, offset, size, stride, requires_grad, is_conj, is_neg = slot
+    storage = storages[number]
+    tensor = torch.empty(0, dtype=dtype, device=storage.device)
+    tensor.set_(storage, offset, size, stride)
+    if is_conj:
+        tensor = tensor.conj()
+    if is_neg:
+        tensor = torch._neg_view(tensor)
+    return tensor.requires_grad_() if requires_grad else tensor
+
+
+def _reduced_tensor(tensor: Tensor, parts: list[Any], *, copy_tensor: bool) -> Any:
+    if not copy_tensor and tensor.requires_grad and not tensor.is_leaf:
+        raise RuntimeError(
+            f"a tensor of shape {tuple(tensor.shape)} cannot be passed by reference: autograd has "
+            f"recorded it ({type(tensor.grad_fn).__name__}), which ends at the process; "
+            "detach() it, or pass it with copy_tensor=True"
+        )
+    if not _is_bare(tensor):
+        # Not left to pickle: it would find what torch registers for multiprocessing.
+        return tensor.__reduce_ex__(5)  # type: ignore[no-untyped-call]
+    if tensor.layout in _SPARSE:
+        parts_of = _parts_of_sparse(tensor.detach())
+        return _sparse, (tensor.layout, tuple(tensor.shape), tensor.requires_grad, parts_of)
+    if not _has_plain_storage(tensor):
+        return tensor.__reduce_ex__(5)  # type: ignore[no-untyped-call]
+    if tensor.is_cuda and not copy_tensor:
+        if tensor.is_conj() or tensor.is_neg():
+            return tensor.__reduce_ex__(5)  # type: ignore[no-untyped-call]
+        return reductions.reduce_tensor(tensor)  # type: ignore[no-untyped-call]
+    warn_if_has_hooks(tensor)
+    parts.append(tensor)
+    return take, (MARK,)
+
+
+def _is_bare(tensor: Tensor) -> bool:
+    return type(tensor) is Tensor and not tensor.__dict__ and not tensor.is_nested
+
+
+def _has_plain_storage(tensor: Tensor) -> bool:
+    return (
+        tensor.device.type in ("cpu", "cuda")
+        and tensor.layout is torch.strided
+        and not tensor.is_quantized
+    )
+
+
+def _reduced_storage(storage: UntypedStorage, parts: list[Any], *, copy_tensor: bool) -> Any:
+    if storage.device.type == "meta":
+        return _meta_storage, (storage.nbytes(),)
+    if storage.is_cuda and not copy_tensor:
+        return _storage_of, (as_bytes(storage),)
+    parts.append(storage)
+    return take, (MARK,)
+
+
+def _parts_of_sparse(tensor: Tensor) -> tuple[Any, ...]:
+    if tensor.layout is torch.sparse_coo:
+        return tensor._indices(), None, tensor._values(), tensor.is_coalesced()
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return tensor.crow_indices(), tensor.col_indices(), tensor.values(), True
+    return tensor.ccol_indices(), tensor.row_indices(), tensor.values(), True
+
+
+def _sparse(
+    layout: torch.layout,
+    size: tuple[int, ...],
+    requires_grad: bool,
+    parts: tuple[Tensor, Tensor | None, Tensor, bool],
+) -> Tensor:
+    """Return a sparse tensor; torch's own function keeps each one in a list for ever."""
+    first, second, values, is_coalesced = parts
+    if second is None:
+        tensor = torch.sparse_coo_tensor(
+            first, values, size, check_invariants=False, is_coalesced=is_coalesced
+        )
+    else:
+        tensor = torch.sparse_compressed_tensor(
+            first, second, values, size, layout=layout, check_invariants=False
+        )
+    return tensor.requires_grad_() if requires_grad else tensor
+
+
+def _storage_of(tensor: Tensor) -> UntypedStorage:
+    return tensor.untyped_storage()
+
+
+def _meta_storage(size: int) -> UntypedStorage:
+    return UntypedStorage(size, device="meta")  # type: ignore[no-untyped-call]
