@@ -105,7 +105,7 @@ class ModelAssigner:
         self.rooms = find_rooms(devices, free_mib, compute, cpu_weight, held_mib(self._models))
         groups = sharing(self._models)
         self.sizes_mib = self._sizes(sizes_mib, groups, model_size_multiplier, optimizer)
-        number("update_rate", update_rate)
+        weights = (connection_weight, size_match_weight, complexity_match_weight, entropy_weight)
         self._problem = Problem(
             sizes=_floats(self.sizes_mib),
             capacities=_floats([room.free_mib * self._max_mem_ratio for room in self.rooms]),
@@ -113,11 +113,9 @@ class ModelAssigner:
             compute=_floats([room.compute for room in self.rooms]),
             connection=connection_matrix(model_connection, self.names),
             distance=_distances(self.rooms, gpu_gpu_distance, cpu_gpu_distance),
-            weights=_weights(
-                connection_weight, size_match_weight, complexity_match_weight, entropy_weight
-            ),
+            weights=_weights(*weights),
         )
-        self._placed = self._search(groups, iterations, seed)
+        self._placed = self._search(groups, iterations, update_rate, seed)
         if move_models:
             move(self._models, self.assignment)
 
@@ -249,8 +247,11 @@ class ModelAssigner:
         pairs = zip(self._models.values(), inputs, strict=True)
         return [float(ModelComplexityEstimator(*pair).estimate_complexity()) for pair in pairs]
 
-    def _search(self, groups: list[list[int]], iterations: int, seed: int) -> Tensor:
+    def _search(
+        self, groups: list[list[int]], iterations: int, update_rate: float, seed: int
+    ) -> Tensor:
         """Return the index of the device of each model."""
+        number("update_rate", update_rate)
         if isinstance(iterations, bool) or not isinstance(iterations, int) or iterations < 0:
             raise ValueError(f"iterations must be a whole number, 0 or more, got {iterations!r}")
         merged = self._problem.merged(groups)
