@@ -52,7 +52,7 @@ def test_a_world_by_its_address(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_processes_that_outlive_each_other(tmp_path: Path) -> None:
-    (code,) = codes("What goes wrong, and what you are told")
+    (code,) = codes("Errors")
     told = run_script(code.replace("tcp://127.0.0.1:29400", f"file://{tmp_path}/store"), tmp_path)
     names = [f"worker{rank}" for rank in range(3)]
     assert all(f"{name} is one of {names}" in told for name in names)
@@ -199,7 +199,7 @@ def _mistakes(place: str) -> list[str]:
 
 
 def test_the_texts_of_errors(tmp_path: Path) -> None:
-    section = PAGE.split("\n## What goes wrong")[1].split("\n## ")[0]
+    section = PAGE.split("\n## Errors")[1].split("\n## ")[0]
     shown = re.findall(r"`(RpcError: .+?)`", section)
     assert len(shown) == 4
     texts = run_ranks(_mistakes, 3, f"file://{tmp_path}/store")[0]
