@@ -25,29 +25,29 @@ _COLUMNS: list[tuple[str, str, Callable[[Outcome], float]]] = [
 
 _HEAD = """# Parity
 
-Every wrapper trains the same models as PyTorch written by hand: `torch.nn` and `torch.optim` on the
-whole batch, in one process, without any code of this project. Written by `make parity` (torch
-{torch}, gloo, CPU, {minutes:.0f} minutes); the tests run a part of it.
+Every wrapper reaches the same numbers as the same models trained by hand with `torch.nn` and
+`torch.optim`, on the whole batch, in one process, without any code of this project. `make parity`
+wrote this page (torch {torch}, gloo, CPU, {minutes:.0f} minutes); the tests run a part of it.
 
-- **A cell** is a wrapper, a number of ranks, a model, a dtype, accumulation 1 or 3, clipping off or
-  by norm, and an optimizer: {cells} cells, {within} of them within their bounds.
-- **Training**: {steps} steps each, micro-batches of {batch} samples out of {samples}, shared out to
-  the ranks that see different data. The ranks start with different weights: rank 0's must count.
+- **Cell**: a wrapper, a number of ranks, a model, a dtype, accumulation 1 or 3, with or without
+  clipping by norm, and an optimizer. Of {cells} cells, {within} are within the bounds.
+- **Training**: {steps} steps each. Micro-batches of {batch} of the {samples} samples are split over
+  the ranks that see different data. The ranks start with different weights; rank 0's must be used.
 - **Parameters**: the largest difference of any parameter or running statistic at the end, on any
   rank. Bounds: {fp64} in fp64, {fp32} in fp32.
-- **Loss**: the largest difference of any micro-batch's loss, the mean over the ranks. Same bounds;
-  in bf16 {bf16} of the loss. bf16 is autocast over weights in fp32, on both sides.
-- **BatchNorm** layers are synchronised (`sync_batchnorm: true`) where ranks or replicas see
-  different samples. With accumulation their statistics are of one micro-batch, on both sides.
-- **Optimizers**: SGD ({sgd}) and AdamW ({adamw}). Clipping: to a norm of {norm}.
-- **separate** has an optimizer, and a norm, for each of the two parts of a model; so has the plain
-  side.
+- **Loss**: the largest difference of the loss of any micro-batch (mean over the ranks). The same
+  bounds; in bf16 {bf16} of the loss. bf16 means autocast with fp32 weights, on both sides.
+- **BatchNorm** layers are synchronised (`sync_batchnorm: true`) if ranks or replicas see different
+  samples. With accumulation, their statistics are those of one micro-batch, on both sides.
+- **Optimizers**: SGD ({sgd}) and AdamW ({adamw}). Gradients are clipped to a norm of {norm}.
+- **separate** has one optimizer, and one norm, for each of the two parts of a model; the
+  hand-written side does the same.
 
-No parameter of the models has a gradient that is zero but for rounding, as a bias before BatchNorm
-or a bias of attention keys has: AdamW divides by the size of the gradient, so it takes whole steps
-in the direction of rounding errors there, and two equally right programs go apart. For the same
-reason its eps is {eps} and not torch's 1e-8, at which an element whose gradient is of the size of
-its own rounding error moves as fast as any other."""
+No parameter of the models has a gradient that is zero except for rounding, as the bias before a
+BatchNorm layer or the bias of attention keys has. AdamW divides by the size of the gradient, so it
+would take full steps in the direction of rounding errors, and two equally correct programs would
+diverge. For the same reason eps is {eps} instead of torch's 1e-8, with which an element whose
+gradient is as small as its rounding error would move as fast as any other."""
 
 
 def page(cells: list[Outcome], loads: list[Load], failures: list[str], *, minutes: float) -> str:
@@ -81,7 +81,7 @@ def _head(cells: list[Outcome], minutes: float) -> str:
 def _model(name: str, cells: list[Outcome]) -> str:
     lines = [
         f"## {MODELS[name]}\n",
-        "Worst over accumulation, clipping and optimizers.\n",
+        "The largest differences over accumulation, clipping and optimizers.\n",
         "| Wrapper | Ranks | " + " | ".join(title for title, _, _ in _COLUMNS) + " |",
         "|---|---|" + "---|" * len(_COLUMNS),
     ]
@@ -125,7 +125,7 @@ def _settings(cells: list[Outcome]) -> str:
     }
     lines = [
         "## By setting\n",
-        "The same cells: worst over all wrappers and both models.\n",
+        "The largest differences over all wrappers and both models.\n",
         "| | Cells | " + " | ".join(title for title, _, _ in _COLUMNS) + " |",
         "|---|---|" + "---|" * len(_COLUMNS),
     ]
@@ -137,14 +137,16 @@ def _settings(cells: list[Outcome]) -> str:
 
 
 def _empty() -> str:
-    lines = ["## Cells that cannot be\n", "| Wrapper | Ranks | Why |", "|---|---|---|"]
+    lines = ["## Impossible cells\n", "| Wrapper | Ranks | Why |", "|---|---|---|"]
     grouped: dict[tuple[str, str], list[int]] = {}
     for kind, world, reason in empty():
         grouped.setdefault((kind, reason), []).append(world)
     for (kind, reason), worlds in grouped.items():
         lines.append(f"| {kind} | {', '.join(map(str, worlds))} | {reason} |")
     lines.append("")
-    lines.append("hsdp: one copy of one shard on one rank, two copies of one shard on two ranks,")
+    lines.append(
+        "hsdp: one copy of one shard on one rank, two copies of one shard on two ranks,"
+    )
     lines.append("two copies of two shards on four.")
     return "\n".join(lines)
 
@@ -157,15 +159,15 @@ def _checkpoints(loads: list[Load]) -> str:
         f"{dtype} {bound:.0e}" for dtype, bound in LOAD_BOUNDS.items() if dtype in DTYPES
     )
     loaded = (
-        f"{len(sources)}\ncheckpoints, {len(loads)} loads, {elsewhere} of them elsewhere than "
-        f"where they were saved,\n{within} of them within the bounds ({bounds})"
+        f"{len(sources)}\ncheckpoints, {len(loads)} loads, {elsewhere} of them under another "
+        f"setup,\n{within} of them within the bounds ({bounds})"
     )
     lines = [
         "## Checkpoints\n",
-        f"Every cell saves a checkpoint, and every wrapper and number of ranks loads it: {loaded}.",
-        "The figure is the relative difference of the loss on validation data",
-        f"({VALIDATION} samples) to that in the run that saved the checkpoint. Weights trained",
-        "under bf16 are in fp32, and are evaluated so.\n",
+        f"Every cell saves a checkpoint; every wrapper and rank count loads it: {loaded}.",
+        "The figures are relative differences between the loss on validation data",
+        f"({VALIDATION} samples) and that in the run that saved the checkpoint. Weights trained",
+        "under bf16 are fp32, and are evaluated in fp32.\n",
         "| Loaded under | Ranks | Loads | " + " | ".join(DTYPES) + " |",
         "|---|---|---|" + "---|" * len(DTYPES),
     ]
