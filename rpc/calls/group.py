@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable
-from functools import partial
 from typing import Any
 
 from torch._C._distributed_rpc import WorkerInfo
 from torch.futures import Future
 
-from ..settings import did_you_mean
+from ..errors import RpcError
 from . import calls as _calls
 from . import node as _node
-from .directory import barrier_place
-from .keys import Keys
+from .directory import Kind, barrier_place, did_you_mean
 from .node import Node
 from .reference import RpcReference, call_remote
 
-__all__ = ["RpcGroup"]
+_HELD = {"value": "paired to", "service": "registered in"}
 
 
 class RpcGroup:
@@ -43,7 +41,8 @@ class RpcGroup:
         self.destroyed = False
         # Which group of that name; set when the members have met.
         self.generation = 0
-        self._keys = Keys(group_name)
+        # Who holds a service, as far as known here: asked once, and again after a miss.
+        self._holders: dict[Hashable, str] = {}
 
     def rpc_sync(
         self,
@@ -97,8 +96,7 @@ class RpcGroup:
             KeyError: the key is taken.
             RuntimeError: this process is no member, or has destroyed the group.
         """
-        if not self._keys.hold(self._own_end(), "value", key, value):
-            raise KeyError(f"Value [{key}] already paired to Group [{self.group_name}]")
+        self._hold("value", key, value)
 
     def unpair(self, key: Hashable) -> None:
         """Withdraw a value that this process has paired.
@@ -106,12 +104,11 @@ class RpcGroup:
         Raises:
             KeyError: it has not.
         """
-        if not self._keys.release(self._own_end(), "value", key):
-            raise KeyError(f"Value [{key}] not paired to Group [{self.group_name}]")
+        self._release("value", key)
 
     def is_paired(self, key: Hashable) -> bool:
         """Return whether any member has paired a value under `key`."""
-        return self._keys.find("value", key) is not None
+        return self._find("value", key) is not None
 
     def get_paired(self, key: Hashable) -> RpcReference:
         """Return a reference to the value paired under `key`; its holder owns it.
@@ -119,7 +116,8 @@ class RpcGroup:
         Raises:
             KeyError: nobody has paired it.
         """
-        return self._keys.reference(key)
+        holder = self._find_or_raise("value", key)
+        return RpcReference(holder, held, ("value", self.group_name, key))
 
     def register(self, key: Hashable, service: Callable[..., Any]) -> None:
         """Offer a function of this process to all, under `key`.
@@ -131,8 +129,7 @@ class RpcGroup:
             KeyError: the key is taken.
             RuntimeError: this process is no member, or has destroyed the group.
         """
-        if not self._keys.hold(self._own_end(), "service", key, service):
-            raise KeyError(f"Service [{key}] already registered in Group [{self.group_name}]")
+        self._hold("service", key, service)
 
     def deregister(self, key: Hashable) -> None:
         """Withdraw a service that this process has registered.
@@ -140,12 +137,11 @@ class RpcGroup:
         Raises:
             KeyError: it has not.
         """
-        if not self._keys.release(self._own_end(), "service", key):
-            raise KeyError(f"Service [{key}] not registered in Group [{self.group_name}]")
+        self._release("service", key)
 
     def is_registered(self, key: Hashable) -> bool:
         """Return whether any member has registered a service under `key`."""
-        return self._keys.find("service", key) is not None
+        return self._find("service", key) is not None
 
     def registered_sync(
         self,
@@ -161,7 +157,17 @@ class RpcGroup:
             RpcError: its holder is gone, or has not answered in time.
             Exception: what the service raised, as for `rpc_sync`.
         """
-        return self._keys.call_sync(key, args, kwargs, timeout)
+        known = self._holders.get(key)
+        if known is not None:
+            given = self.group_name, key, tuple(args), dict(kwargs or {})
+            try:
+                answer = _calls.call_sync(known, _try_held, given, None, timeout, what=f"{key}()")
+            except RpcError:
+                self._holders.pop(key, None)
+                raise
+            if answer is not _NotHeld:
+                return answer
+        return self._call_held(_calls.call_sync, key, args, kwargs, timeout)
 
     def registered_async(
         self,
@@ -171,8 +177,7 @@ class RpcGroup:
         timeout: float = -1,
     ) -> Future[Any]:
         """Like `registered_sync`, but return a future."""
-        call = partial(_calls.call_async, what=f"{key}()")
-        answer: Future[Any] = self._keys.call_by(call, key, args, kwargs, timeout)
+        answer: Future[Any] = self._call_held(_calls.call_async, key, args, kwargs, timeout)
         return answer
 
     def registered_remote(
@@ -182,8 +187,8 @@ class RpcGroup:
         kwargs: dict[str, Any] | None = None,
         timeout: float = -1,
     ) -> RpcReference:
-        """Like `registered_sync`, but leave the result there and return a reference at once."""
-        result: RpcReference = self._keys.call_by(call_remote, key, args, kwargs, timeout)
+        """Like `registered_sync`, but leave the result there and return a reference to it."""
+        result: RpcReference = self._call_held(call_remote, key, args, kwargs, timeout)
         return result
 
     def barrier(self, timeout: float = -1) -> None:
@@ -197,19 +202,18 @@ class RpcGroup:
         what = f"barrier of group {self.group_name!r}"
         limit = node.rpc_timeout if timeout == -1 else timeout
         place = barrier_place(self.group_name, self.generation)
-        node.meet_all(place, tuple(self.group_members), what, limit)
+        node.meet(place, tuple(self.group_members), what, limit)
 
     def destroy(self) -> None:
-        """Leave the group: withdraw what this process holds in it, and forget it here.
+        """Leave the group and withdraw what this process holds in it; never waits.
 
-        Never waits and may be called again. The name can be used again once all members have
-        destroyed the group.
+        The name can be used again once all members have destroyed the group.
         """
         self.destroyed = True
-        if not _node.is_there():
+        node = _node.current_or_none()
+        if node is None:
             # The world has ended, and its groups with it.
             return
-        node = _node.current()
         with node.lock:
             if node.groups.get(self.group_name) is not self:
                 return
@@ -257,7 +261,7 @@ class RpcGroup:
         return str(name)
 
     def _own_end(self) -> Node:
-        """Return the node, where this process is a member of the living group."""
+        """Return the node; raise RuntimeError where this process has no such living group."""
         node = _node.current()
         if not self.is_member():
             raise RuntimeError(
@@ -267,6 +271,57 @@ class RpcGroup:
         if self.destroyed or self.group_name not in node.groups:
             raise RuntimeError(f"group {self.group_name!r} has been destroyed in {node.name!r}")
         return node
+
+    def _hold(self, kind: Kind, key: Hashable, held: Any) -> None:
+        """Offer a value or service of this process."""
+        node, place = self._own_end(), (self.group_name, key)
+        table = node.tables[kind]
+        with node.lock:
+            if place in table:
+                raise _key_error(self.group_name, kind, key, f"already {_HELD[kind]}")
+            # Before the manager tells anyone, so that no call comes too early.
+            table[place] = held
+        is_added = False
+        try:
+            is_added = node.ask("add", kind, self.group_name, key, node.name)
+        finally:
+            if not is_added:
+                table.pop(place, None)
+        if not is_added:
+            raise _key_error(self.group_name, kind, key, f"already {_HELD[kind]}")
+
+    def _release(self, kind: Kind, key: Hashable) -> None:
+        """Withdraw what this process holds."""
+        node, place = self._own_end(), (self.group_name, key)
+        table = node.tables[kind]
+        is_held = place in table and node.ask("remove", kind, self.group_name, key, node.name)
+        table.pop(place, None)
+        if not is_held:
+            raise _key_error(self.group_name, kind, key, f"not {_HELD[kind]}")
+
+    def _find(self, kind: Kind, key: Hashable) -> str | None:
+        holder: str | None = _node.current().ask("find", kind, self.group_name, key)
+        return holder
+
+    def _find_or_raise(self, kind: Kind, key: Hashable) -> str:
+        holder = self._find(kind, key)
+        if holder is None:
+            hint = _node.current().ask("hint", kind, self.group_name, key)
+            raise _key_error(self.group_name, kind, key, "not found on", hint)
+        return holder
+
+    def _call_held(
+        self, call: Callable[..., Any], key: Hashable, args: Any, kwargs: Any, timeout: float
+    ) -> Any:
+        """Call a service by `call`, where it is now."""
+        self._holders.pop(key, None)
+        holder = self._holders[key] = self._find_or_raise("service", key)
+        given = self.group_name, key, tuple(args), dict(kwargs or {})
+        return call(holder, call_held, given, None, timeout, what=f"{key}()")
+
+
+def _key_error(group: str, kind: Kind, key: Hashable, state: str, hint: str = "") -> KeyError:
+    return KeyError(f"{kind.capitalize()} [{key}] {state} Group [{group}]{hint}")
 
 
 def _name_of(target: str | int | WorkerInfo | None) -> str | None:
@@ -279,7 +334,40 @@ def _name_of(target: str | int | WorkerInfo | None) -> str | None:
 
 def _group_here(name: str, members: tuple[str, ...]) -> RpcGroup:
     """Return the living group of that name, where this process has it, else a handle."""
-    group = _node.live_group(name)
+    node = _node.current_or_none()
+    group = None if node is None else node.groups.get(name)
     if isinstance(group, RpcGroup) and tuple(group.group_members) == members:
         return group
     return RpcGroup(name, members, first_create=False)
+
+
+class _NotHeld:
+    """The answer of a process that does not hold the key, which has called nothing then."""
+
+
+def held_or_none(kind: Kind, group: str, key: Hashable) -> Any:
+    """Return the value or service that this process holds, None where it holds none."""
+    return _node.current().tables[kind].get((group, key))
+
+
+def held(kind: Kind, group: str, key: Hashable) -> Any:
+    """Return the value or service that this process holds.
+
+    Raises:
+        KeyError: it holds none.
+    """
+    node = _node.current()
+    try:
+        return node.tables[kind][group, key]
+    except KeyError:
+        raise _key_error(group, kind, key, "not found on", f" in {node.name!r}") from None
+
+
+def call_held(group: str, key: Hashable, args: Any, kwargs: Any) -> Any:
+    """Call the service that this process holds."""
+    return held("service", group, key)(*args, **(kwargs or {}))
+
+
+def _try_held(group: str, key: Hashable, args: Any, kwargs: Any) -> Any:
+    service = held_or_none("service", group, key)
+    return _NotHeld if service is None else service(*args, **kwargs)

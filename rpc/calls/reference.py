@@ -1,15 +1,15 @@
-"""A reference to an object that stays in another process.
+"""References to values that stay in another process.
 
-Not torch's RRef: in the second world of a process those still belong to the first one's agent, and
-a dead owner fills the log. Here the owner keeps a value until its holders are gone: the reference
-that the caller got, and every copy of it that was sent on.
+torch's RRef does not survive a world: in the second one of a process it still belongs to the agent
+of the first. Here the owner keeps a value until its holders are gone: the reference that the caller
+got, and every copy of it that was sent on.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
-import threading
+import queue
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -22,17 +22,16 @@ from torch.futures import Future
 from ..errors import RpcError
 from . import node as _node
 from .calls import (
-    answered_later,
+    AnyFuture,
     call_async,
     call_sync,
+    called,
     devices,
     fail_by,
-    is_async,
     never_waits,
     own_name,
 )
-from .node import Kept
-from .payload import Parcel, if_not_sent, pack, unpack
+from .payload import Parcel, if_not_sent, pack, pack_error, unpack, unpack_error
 
 _numbers = itertools.count()
 
@@ -81,8 +80,12 @@ class RpcReference:
             return self.local_value()
         if self._made is None:
             return call_sync(self._owner, self._fetch, self._args, timeout=timeout)
-        fetched = call_async(self._owner, self._fetch, self._args, timeout=timeout)
-        return _unless_failed(fetched, self._made).wait()
+        ended: queue.SimpleQueue[Future[Any]] = queue.SimpleQueue()
+        self._made.add_done_callback(partial(_put_failed, ended))
+        call_async(self._owner, self._fetch, self._args, timeout=timeout).add_done_callback(
+            ended.put
+        )
+        return ended.get().wait()
 
     def local_value(self) -> Any:
         """Return the value itself.
@@ -96,7 +99,7 @@ class RpcReference:
                 "to_here() brings a copy"
             )
         value = self._fetch(*self._args)
-        return value.wait() if is_async(self._fetch) else value
+        return value.wait() if self._fetch is _kept_value else value
 
     def is_owner(self) -> bool:
         """Return whether this process owns the value."""
@@ -130,14 +133,19 @@ class RpcReference:
 
 
 def call_remote(
-    to: str, func: Callable[..., Any], args: Any = (), kwargs: Any = None, timeout: float = -1
+    to: str,
+    func: Callable[..., Any],
+    args: Any = (),
+    kwargs: Any = None,
+    timeout: float = -1,
+    *,
+    what: str | None = None,
 ) -> RpcReference:
     """Call `func` on `to` and return at once a reference to its result, which stays there."""
     number = _new_number()
     # A parcel of its own: that the owner cannot open it is then an error of the value too.
     call = pack((func, tuple(args), dict(kwargs or {})))
-    keep = _keep_async if is_async(func) else _keep
-    made = call_async(to, keep, (number, call), timeout=timeout, what=f"{_name(func)}()")
+    made = call_async(to, _keep, (number, call), timeout=timeout, what=what or called(func))
     return RpcReference(to, _kept_value, (number, number), made)
 
 
@@ -145,86 +153,94 @@ def _new_number() -> str:
     return f"{_node.current().name}/{next(_numbers)}"
 
 
-def _name(func: Callable[..., Any]) -> str:
-    return getattr(func, "__qualname__", repr(func))
+def _put_failed(ended: queue.SimpleQueue[Future[Any]], made: Future[None]) -> None:
+    try:
+        made.wait()
+    except Exception:
+        ended.put(made)
 
 
-def _unless_failed(fetched: Future[Any], made: Future[None]) -> Future[Any]:
-    """Return a future of the fetched value that ends too when the value is not made."""
-    first: Future[Any] = Future(devices=devices())
-    lock = threading.Lock()
+class _Kept:
+    """What a reference refers to, on its owner."""
 
-    def finish(done: Future[Any], is_made: bool) -> None:
-        try:
-            value = done.wait()
-        except Exception:
-            with lock:
-                if not first.done():
-                    fail_by(first, done.wait)
-            return
-        with lock:
-            if not is_made and not first.done():
-                first.set_result(value)
+    def __init__(self, number: str) -> None:
+        # The numbers of the references; the first one has the value's own.
+        self.holders = {number}
+        self.is_begun = False
+        self._value: Any = None
+        self._failure: Parcel | None = None
+        # Not of the value: which devices that may be on is not known yet.
+        self._end: Future[None] = Future()
 
-    fetched.add_done_callback(partial(finish, is_made=False))
-    made.add_done_callback(partial(finish, is_made=True))
-    return first
+    def settle(self, value: Any = None, error: BaseException | None = None) -> None:
+        """Note what the call has returned or raised."""
+        self._value = value
+        self._failure = None if error is None else pack_error(error, own_name())
+        self._end.set_result(None)
+
+    def value(self) -> Future[Any]:
+        """Return a future of the value, or of the error."""
+        value: Future[Any] = Future(devices=devices())
+        self._end.add_done_callback(lambda _: self._complete(value))
+        return value
+
+    def _complete(self, value: Future[Any]) -> None:
+        failure = self._failure
+        if failure is None:
+            try:
+                value.set_result(self._value)
+                return
+            except Exception as error:
+                failure = pack_error(error, own_name())
+        fail_by(value, partial(_raise_again, failure))
 
 
-def _find(number: str, holder: str) -> Kept:
+def _raise_again(failure: Parcel) -> None:
+    raise unpack_error(failure)
+
+
+def _find(number: str, holder: str) -> _Kept:
     kept = _node.current().kept
     # Messages may overtake each other: that of the first holder may come before the call.
     if number not in kept and holder == number:
-        kept[number] = Kept(number)
+        kept[number] = _Kept(number)
     if number not in kept:
         raise RpcError(f"{own_name()!r} has forgotten the value: all references to it were gone")
-    return kept[number]
+    found: _Kept = kept[number]
+    return found
 
 
-def _forget_unheld(number: str, kept: Kept) -> None:
+def _forget_unheld(number: str, kept: _Kept) -> None:
     if kept.is_begun and not kept.holders:
         _node.current().kept.pop(number, None)
 
 
-def _begin(number: str) -> Kept:
+def _keep(number: str, call: Parcel) -> Any:
+    """Carry a call out and keep what comes of it; of one that is answered later, later."""
     with _node.current().lock:
         kept = _find(number, number)
         kept.is_begun = True
         _forget_unheld(number, kept)
-    return kept
-
-
-def _keep(number: str, call: Parcel) -> None:
-    kept = _begin(number)
     try:
         func, args, kwargs = unpack(call)
-        kept.settle(func(*args, **kwargs))
+        value = func(*args, **kwargs)
     except BaseException as error:
-        kept.fail(error)
+        kept.settle(error=error)
+        return None
+    if isinstance(value, AnyFuture):
+        return value.then(partial(_keep_later, kept))
+    kept.settle(value)
+    return None
 
 
-@answered_later
-def _keep_async(number: str, call: Parcel) -> Future[None]:
-    kept, told = _begin(number), Future[None]()
-
-    def finish(done: Future[Any]) -> None:
-        try:
-            kept.settle(done.wait())
-        except BaseException as error:
-            kept.fail(error)
-        told.set_result(None)
-
+def _keep_later(kept: _Kept, done: Future[Any]) -> None:
     try:
-        func, args, kwargs = unpack(call)
-        func(*args, **kwargs).add_done_callback(finish)
+        kept.settle(done.wait())
     except BaseException as error:
-        kept.fail(error)
-        told.set_result(None)
-    return told
+        kept.settle(error=error)
 
 
 @never_waits
-@answered_later
 def _kept_value(number: str, holder: str) -> Future[Any]:
     with _node.current().lock:
         kept = _find(number, holder)

@@ -10,8 +10,7 @@ from typing import Any
 from torch.futures import Future
 
 from ..calls import node as _node
-from ..calls.calls import answered_later
-from ..calls.group import RpcGroup
+from ..calls.group import RpcGroup, call_held
 from ..errors import RpcError
 from .primary import Primary
 from .reduction import Batch, Layout, Push, Receipt
@@ -24,7 +23,6 @@ Services = dict[str, Callable[..., Any]]
 def services_of_secondary(prefix: str, secondary: Secondary) -> Services:
     """Return what clients call, by key."""
 
-    @answered_later
     def push(
         push: Push, must_run: bool, wanted: Wanted | None = None
     ) -> Future[tuple[Receipt, Update | None]]:
@@ -37,13 +35,9 @@ def services_of_secondary(prefix: str, secondary: Secondary) -> Services:
 
         return secondary.push(push, must_run).then(answer)
 
-    @answered_later
-    def alive() -> Future[bool]:
-        return secondary.watchers.alive()
-
     return {
         f"{prefix}/_push_service": push,
-        f"{prefix}/_alive_service": alive,
+        f"{prefix}/_alive_service": secondary.watchers.alive,
         f"{prefix}/_withdraw_service": secondary.withdraw,
         f"{prefix}/_shut_out_service": lambda text: secondary.lose("fenced", text),
         f"{prefix}/_is_running_service": lambda: secondary.is_running,
@@ -53,12 +47,8 @@ def services_of_secondary(prefix: str, secondary: Secondary) -> Services:
 def services_of_primary(prefix: str, primary: Primary) -> Services:
     """Return what secondary reducers call, and clients when one of those has died."""
 
-    @answered_later
-    def take(batch: Batch) -> Future[Receipt]:
-        return primary.take(batch)
-
     return {
-        f"{prefix}/_reduce_service": take,
+        f"{prefix}/_reduce_service": primary.take,
         f"{prefix}/_fence_service": primary.fence,
         f"{prefix}/_layout_service": primary.layout,
     }
@@ -81,8 +71,9 @@ class RemotePrimary:
     def take(self, batch: Batch) -> Future[Receipt]:
         """Hand over a batch. Has no time limit: a primary that dies breaks the call."""
         # `registered_async` would ask the manager where it is, before every batch.
-        given = self._group.get_group_name(), f"{self._prefix}/_reduce_service", batch
-        return self._group.rpc_async(self._name, _take_here, timeout=0, args=given)
+        key = f"{self._prefix}/_reduce_service"
+        given = self._group.get_group_name(), key, (batch,), None
+        return self._group.rpc_async(self._name, call_held, timeout=0, args=given)
 
     def layout(self) -> Layout | None:
         """Return what gradients must look like, None while the primary does not know."""
@@ -100,15 +91,6 @@ class RemotePrimary:
 
         alive = self._group.registered_async(f"{self._prefix}/_alive_service", timeout=0)
         alive.add_done_callback(note)
-
-
-@answered_later
-def _take_here(group: str, key: str, batch: Batch) -> Future[Receipt]:
-    service = _node.current().tables["service"].get((group, key))
-    if service is None:
-        raise KeyError(f"Service [{key}] not found on Group [{group}]")
-    answer: Future[Receipt] = service(batch)
-    return answer
 
 
 def shut_out(server_name: str, group: RpcGroup, reducer: str, text: str) -> None:

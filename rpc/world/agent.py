@@ -12,6 +12,7 @@ import uuid
 import warnings
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch.distributed.rpc as rpc
@@ -22,9 +23,8 @@ from torch.distributed.rpc import constants
 from torch.futures import Future
 
 from ..calls import node as _node
-from ..calls.calls import serve_at_once
+from ..calls.calls import SPARE_THREADS, call_async, serve_at_once
 from ..calls.node import Node
-from ..calls.slots import SPARE_THREADS
 from ..errors import RpcError
 
 logger = logging.getLogger(__name__)
@@ -138,7 +138,8 @@ class Agent:
             RpcError: members have not come in time; they are named.
         """
         deadline = time.monotonic() + timeout_s
-        gone = self._node.meet(("end",), self._node.members, "end of the world", timeout_s)
+        end, members = "end of the world", self._node.members
+        gone = self._node.meet(("end",), members, end, timeout_s, is_whole=False).gone
         self._is_stopping = True
         if gone:
             logger.warning("%s ended before the world did", ", ".join(map(repr, gone)))
@@ -190,11 +191,11 @@ class Agent:
         """Have one call at every member that is answered when it leaves and breaks if it dies."""
         for name in self._node.members:
             if name != self._node.name:
-                watch = rpc.rpc_async(name, _node.wait_for_leave, timeout=0)
-                watch.add_done_callback(lambda done, name=name: self._note_end(done, name))
+                watch = call_async(name, _node.wait_for_leave, timeout=0)
+                watch.add_done_callback(partial(self._note_end, name))
                 self._watches.append(watch)
 
-    def _note_end(self, done: Future[None], name: str) -> None:
+    def _note_end(self, name: str, done: Future[None]) -> None:
         try:
             done.wait()
         except RuntimeError:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import time
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple, NoReturn
@@ -15,7 +16,6 @@ from typing import Any, NamedTuple, NoReturn
 from torch._C._distributed_c10d import Store
 
 from ..errors import RpcError
-from ..settings import fault_of_name
 from .store import MeetingPlace, is_there, naming_rank_zero
 
 # How long rank 0 keeps the store of a world that could not begin, so that all can read why.
@@ -28,15 +28,12 @@ _LOOK_S = 0.1
 
 _VERDICT = "verdict"
 
+# What torch's RPC takes as a name.
+_NAME = re.compile(r"[A-Za-z0-9_:-]{1,127}")
+
 
 class Member(NamedTuple):
-    """What a process comes with.
-
-    Attributes:
-        name: its name, which may be one that cannot be.
-        rank: its number.
-        settings: what must be the same everywhere.
-    """
+    """What a process comes with: `settings` must be the same everywhere."""
 
     name: object
     rank: int
@@ -44,14 +41,21 @@ class Member(NamedTuple):
 
     @property
     def fault(self) -> str | None:
-        """Why it cannot belong to any world."""
-        return fault_of_name(self.name)
+        """Why it cannot belong to any world: it has a name that cannot be."""
+        if isinstance(self.name, str) and _NAME.fullmatch(self.name):
+            return None
+        shown = repr(self.name)
+        if len(shown) >= 80:
+            shown = f"{shown[:60]}... ({len(str(self.name))} long)"
+        return (
+            "a name must be 1 to 127 of the letters a-z and A-Z, digits, underscores, colons and "
+            f"dashes, got {shown}"
+        )
 
     def as_text(self) -> str:
         """Return what the others read."""
-        settings = dict(self.settings)
         name = self.name if self.fault is None else repr(self.name)[:80]
-        return json.dumps({"name": name, "fault": self.fault, "settings": settings})
+        return json.dumps({"name": name, "fault": self.fault, "settings": dict(self.settings)})
 
 
 def agree_on_members(
@@ -290,3 +294,35 @@ def _without_end(store: Store, step: str, rank: int, names: Mapping[int, str]) -
     else:
         store.add("seen", 1)
     return list(missing.values())
+
+
+def leave_together(place: MeetingPlace, rank: int, names: dict[int, str], timeout_s: float) -> None:
+    """Wait until every member has come to the end of a world without calls.
+
+    Raises:
+        RpcError: members have not come in time; they are named.
+    """
+    store = place.store
+    deadline = time.monotonic() + timeout_s
+    with naming_rank_zero(place, "end of the world"):
+        store.set(f"left_{rank}", "1")
+        try:
+            for one in names:
+                if not is_there(store, f"left_{one}", deadline - time.monotonic()):
+                    missing = [name for one, name in names.items() if not _has_left(store, one)]
+                    verb = "has" if len(missing) == 1 else "have"
+                    raise RpcError(
+                        f"end of the world: {', '.join(map(repr, missing))} {verb} not come "
+                        f"within {timeout_s:g} s"
+                    )
+        finally:
+            if rank == 0:
+                linger(store, sum(_has_left(store, one) for one in names))
+            else:
+                # Rank 0 may be gone already: what it had to say has been read.
+                with contextlib.suppress(RuntimeError):
+                    store.add("seen", 1)
+
+
+def _has_left(store: Store, rank: int) -> bool:
+    return store.check([f"left_{rank}"])

@@ -1,4 +1,4 @@
-"""The store in which the members of a world meet: whose it is, and where it listens."""
+"""Which rank this process is, and the store in which the members of a world meet."""
 
 from __future__ import annotations
 
@@ -17,10 +17,47 @@ from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
 
 from ...collectives import all_on_one_host, is_loopback, open_store
 from ..errors import RpcError
-from ..settings import whole_number
 
 _DEFAULT_PLACE = "tcp://localhost:9100"
 _RETRY_S = 0.05
+
+
+def own_place(rank: int, world_size: int) -> tuple[int, int]:
+    """Return rank and world size, where not given (-1) those of the launcher."""
+    rank, world_size = _whole_number("rank", rank), _whole_number("world_size", world_size)
+    if dist.is_initialized():
+        there = [dist.get_rank(), dist.get_world_size()]
+    else:
+        there = [_whole_number(one, os.environ.get(one) or "-1") for one in ("RANK", "WORLD_SIZE")]
+    rank = there[0] if rank == -1 else rank
+    world_size = there[1] if world_size == -1 else world_size
+    if rank == -1 or world_size == -1:
+        raise ValueError(
+            "rank and world_size must be given where no launcher has set RANK and WORLD_SIZE, got "
+            f"rank={rank}, world_size={world_size}"
+        )
+    if dist.is_initialized() and [rank, world_size] != there:
+        raise ValueError(
+            f"this process is rank {there[0]} of {there[1]} in its process group, got "
+            f"rank={rank}, world_size={world_size}"
+        )
+    if world_size < 1:
+        raise ValueError(f"world_size must be at least 1, got {world_size}")
+    if not 0 <= rank < world_size:
+        raise ValueError(f"rank must be in 0..{world_size - 1}, got {rank}")
+    return rank, world_size
+
+
+def _whole_number(setting: str, value: object) -> int:
+    """Return what a setting of the caller (a number) or the environment (its digits) says."""
+    if isinstance(value, str) and setting.isupper():
+        try:
+            return int(value)
+        except ValueError:
+            pass
+    elif isinstance(value, int) and not isinstance(value, bool):
+        return value
+    raise ValueError(f"{setting} must be a whole number, got {value!r}")
 
 
 class OwnPlace:
@@ -175,7 +212,7 @@ def _is_store_local(store: Store) -> bool:
 
 def _environment_place() -> tuple[str, int]:
     try:
-        return os.environ["MASTER_ADDR"], whole_number("MASTER_PORT", os.environ["MASTER_PORT"])
+        return os.environ["MASTER_ADDR"], _whole_number("MASTER_PORT", os.environ["MASTER_PORT"])
     except KeyError as error:
         raise ValueError(
             f"env:// needs MASTER_ADDR and MASTER_PORT; {error.args[0]} is not set"
