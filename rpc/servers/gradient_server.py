@@ -8,7 +8,6 @@ import threading
 import uuid
 from collections.abc import Iterable
 from enum import Enum
-from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -18,19 +17,10 @@ from torch.optim import Optimizer
 from ..calls.group import RpcGroup
 from ..errors import RpcError
 from .gradient_client import PushPullGradServer
-from .gradient_services import (
-    RemotePrimary,
-    leave_with_world,
-    services_of_primary,
-    services_of_secondary,
-    shut_out,
-)
-from .managed_model import ManagedModel
-from .ordered_server import OrderedServerBase, hold
-from .primary import Primary
+from .ordered_server import OrderedServerBase, offer
+from .reducers import ManagedModel, Primary, RemotePrimary, Secondary, leave_with_world
 from .reduction import OnFull, ReduceSettings
-from .secondary import Secondary
-from .state_server import StateServer, StateServerImpl
+from .state_server import own_state_server
 
 logger = logging.getLogger(__name__)
 
@@ -113,13 +103,14 @@ class PushPullGradServerImpl:
         self._is_stopping = False
         self._failure: BaseException | None = None
         is_primary = self._name == self.primary_reducer
-        tell = partial(shut_out, server_name, group)
-        self._primary = Primary(self._name, settings, self._changed, tell) if is_primary else None
-        link = self._primary or RemotePrimary(server_name, group, self.primary_reducer)
-        self._secondary = Secondary(self._name, settings, self._changed, link)
+        self._primary = (
+            Primary(self._name, settings, self._changed, self._shut_out) if is_primary else None
+        )
+        primary = self._primary or RemotePrimary(server_name, group, self.primary_reducer)
+        self._secondary = Secondary(self._name, settings, self._changed, primary)
         with contextlib.ExitStack() as undo:
             self._offer(undo)
-            self._held = undo.pop_all()
+            self._offers = undo.pop_all()
         leave_with_world(self._secondary)
 
     @property
@@ -131,7 +122,7 @@ class PushPullGradServerImpl:
     def pending(self) -> int:
         """How many pushes are in this process and in no step yet."""
         with self._changed:
-            at_secondary = self._secondary.intake.pending
+            at_secondary = len(self._secondary.intake.pushes)
             return at_secondary + (self._primary.pending if self._primary else 0)
 
     def manage_model(
@@ -206,8 +197,8 @@ class PushPullGradServerImpl:
     def close(self) -> None:
         """Stop and withdraw this part of the server; may be called again."""
         self.stop()
-        self._held.close()
-        self._secondary.watchers.leave()
+        self._offers.close()
+        self._secondary.leave()
 
     def _run(self) -> None:
         levels: list[Primary | Secondary] = [self._secondary]
@@ -232,20 +223,17 @@ class PushPullGradServerImpl:
             return not self._is_stopping
 
     def _offer(self, undo: contextlib.ExitStack) -> None:
-        own = f"{self.server_name}/{self._name}"
-        services = services_of_secondary(own, self._secondary)
+        services = self._secondary.services(f"{self.server_name}/{self._name}")
         if self._primary is not None:
             # When no other reducer can, this process takes pushes under the server's own name.
-            services |= services_of_secondary(self.server_name, self._secondary)
-            services |= services_of_primary(self.server_name, self._primary)
+            services |= self._secondary.services(self.server_name)
+            services |= self._primary.services(self.server_name)
         for key, service in services.items():
-            hold(undo, self.group, "service", key, service)
+            offer(undo, self.group, "service", key, service)
         if self._primary is None:
             return
         if self.o_server is None:
-            name = f"{self.server_name}_o_server"
-            undo.callback(StateServerImpl(name, self.group).close)
-            self.o_server = StateServer(name, self.group)
+            self.o_server = own_state_server(undo, self.server_name, self.group)
         accessor = PushPullGradServer(
             self.server_name,
             self.group,
@@ -254,7 +242,14 @@ class PushPullGradServerImpl:
             self.o_server,
             token=uuid.uuid4().hex,
         )
-        hold(undo, self.group, "value", self.server_name, accessor)
+        offer(undo, self.group, "value", self.server_name, accessor)
+
+    def _shut_out(self, reducer: str, text: str) -> None:
+        """Tell a reducer that it is held dead; one that sleeps finds it when it wakes."""
+        key = f"{self.server_name}/{reducer}/_shut_out_service"
+        # It mostly is dead.
+        with contextlib.suppress(KeyError, RpcError):
+            self.group.registered_async(key, (text,), timeout=0)
 
 
 def _checked_settings(

@@ -10,8 +10,14 @@ from torch import nn
 
 from ..calls.group import RpcGroup
 from .model_state import check_model, load_snapshot, snapshot, state_of, unwrap
-from .ordered_server import OrderedServerBase, hold
-from .state_server import KnownState, NothingKeptError, StateServer, StateServerImpl, Update
+from .ordered_server import OrderedServerBase, offer
+from .state_server import (
+    KnownState,
+    NothingKeptError,
+    StateServer,
+    own_state_server,
+    pull_update,
+)
 
 
 class PushPullModelServer:
@@ -123,7 +129,7 @@ class PushPullModelServer:
         known = self._known.get(inner)
         if known is None or known.version != _version_of(model):
             known = KnownState()
-        update = self._update(version, known)
+        update = pull_update(self._server(), self.model_name, version, known)
         if update is None:
             return False
         if update.state is not None:
@@ -134,17 +140,6 @@ class PushPullModelServer:
             if known.mark is not None:
                 self._known[inner] = known
         return True
-
-    def _update(self, version: int | None, known: KnownState) -> Update | None:
-        server = self._server()
-        if isinstance(server, StateServer):
-            return server.pull_changes(self.model_name, version, known.mark, known.lacking)
-        found = server.pull(self.model_name)
-        if found is None:
-            return None
-        state, newest = found
-        is_newer = version is None or newest > version
-        return Update(newest, None, is_whole=True, state=state if is_newer else None)
 
     def _server(self) -> OrderedServerBase:
         if self.o_server is None:
@@ -184,16 +179,14 @@ class PushPullModelServerImpl:
         self.model_name = model_name
         with contextlib.ExitStack() as undo:
             if o_server is None:
-                name = f"{server_name}_o_server"
-                undo.callback(StateServerImpl(name, group).close)
-                o_server = StateServer(name, group)
+                o_server = own_state_server(undo, server_name, group)
             self.o_server = o_server
-            hold(undo, group, "value", server_name, PushPullModelServer(model_name, o_server))
-            self._held = undo.pop_all()
+            offer(undo, group, "value", server_name, PushPullModelServer(model_name, o_server))
+            self._offers = undo.pop_all()
 
     def close(self) -> None:
         """Withdraw the server, and forget the model where it was kept here; may be called again."""
-        self._held.close()
+        self._offers.close()
 
 
 def _version_of(model: nn.Module) -> int | None:

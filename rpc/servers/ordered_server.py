@@ -55,14 +55,11 @@ class OrderedServerSimple(OrderedServerBase):
         return accepted
 
     def pull(self, key: Hashable, version: Any = None) -> tuple[Any, Any] | None:
-        """Return a copy of a value, and its version.
+        """Return a copy of a value and its version; None if there is no such key or version.
 
         Args:
             key: any key.
             version: which one, None for the newest.
-
-        Returns:
-            None, if there is no such key or the version is not kept.
 
         Raises:
             KeyError: there is no such server.
@@ -96,19 +93,21 @@ class OrderedServerSimpleImpl:
         self.server_name = server_name
         self.group = group
         self.version_depth = version_depth
-        self._chains: dict[Hashable, VersionChain] = {}
-        self._lock = threading.Lock()
+        # Of each key its versions, the newest last. Values are never changed, so nothing is copied.
+        self._versions: dict[Hashable, dict[Any, Any]] = {}
+        # Held for a few dictionary operations.
+        self._lock = threading.RLock()
         with contextlib.ExitStack() as undo:
             # The accessor last: who finds it may call at once.
             for name, service in self._services().items():
-                hold(undo, group, "service", f"{server_name}/{name}", service)
-            hold(undo, group, "value", server_name, self._accessor())
-            self._held = undo.pop_all()
+                offer(undo, group, "service", f"{server_name}/{name}", service)
+            offer(undo, group, "value", server_name, self._accessor())
+            self._offers = undo.pop_all()
 
     def close(self) -> None:
         """Withdraw the server and forget its values; may be called again."""
-        self._held.close()
-        self._chains.clear()
+        self._offers.close()
+        self._versions.clear()
 
     def _services(self) -> dict[str, Callable[..., Any]]:
         return {"_push_service": self._push_service, "_pull_service": self._pull_service}
@@ -117,65 +116,38 @@ class OrderedServerSimpleImpl:
         return OrderedServerSimple(self.server_name, self.group)
 
     def _push_service(self, key: Hashable, value: Any, version: Any, prev_version: Any) -> bool:
-        with self._lock:
-            chain = self._chains.get(key) or self._chains.setdefault(
-                key, VersionChain(self.version_depth)
-            )
-        return chain.push(value, version, prev_version)
-
-    def _pull_service(self, key: Hashable, version: Any = None) -> tuple[Any, Any] | None:
-        chain = self._chains.get(key)
-        return None if chain is None else chain.pull(version)
-
-
-class VersionChain:
-    """The last versions of one key. Its values are never changed, so nothing is copied here.
-
-    Args:
-        depth: how many are kept behind the newest.
-    """
-
-    def __init__(self, depth: int) -> None:
-        self._depth = depth
-        self._values: dict[Any, Any] = {}
-        self._newest: Any = None
-        self._lock = threading.Lock()
-
-    def push(self, value: Any, version: Any, prev_version: Any) -> bool:
-        """Add a version; see `OrderedServerSimple.push`."""
         # What is replaced or dropped may be large: it is freed after the lock.
-        dropped = []
+        freed = []
         with self._lock:
-            if self._values:
-                if prev_version != self._newest:
+            versions = self._versions.setdefault(key, {})
+            if versions:
+                newest = next(reversed(versions))
+                if prev_version != newest or (version in versions and version != newest):
                     return False
-                if version in self._values and version != self._newest:
-                    return False
-                dropped.append(self._values.get(version))
-            self._values[version] = value
-            self._newest = version
-            if len(self._values) > self._depth + 1:
-                dropped.append(self._values.pop(next(iter(self._values))))
-        dropped.clear()
+                freed.append(versions.get(version))
+            versions[version] = value
+            if len(versions) > self.version_depth + 1:
+                freed.append(versions.pop(next(iter(versions))))
         return True
 
-    def pull(self, version: Any = None) -> tuple[Any, Any] | None:
-        """Return value and version, None where it is not kept."""
+    def _pull_service(self, key: Hashable, version: Any = None) -> tuple[Any, Any] | None:
         with self._lock:
-            wanted = self._newest if version is None else version
-            return (self._values[wanted], wanted) if wanted in self._values else None
+            versions = self._versions.get(key)
+            if not versions:
+                return None
+            wanted = next(reversed(versions)) if version is None else version
+            return (versions[wanted], wanted) if wanted in versions else None
 
 
-def hold(undo: contextlib.ExitStack, group: RpcGroup, kind: str, key: Hashable, held: Any) -> None:
+def offer(
+    undo: contextlib.ExitStack, group: RpcGroup, kind: str, key: Hashable, offered: Any
+) -> None:
     """Offer a value or service under `key`, until `undo` is closed.
 
     Raises:
         KeyError: the key is taken.
     """
-    if kind == "value":
-        group.pair(key, held)
-    else:
-        group.register(key, held)
+    (group.pair if kind == "value" else group.register)(key, offered)
 
     def withdraw() -> None:
         # A destroyed group and an ended world have withdrawn it already.

@@ -1,15 +1,18 @@
-"""Gradients of many pushes become one: what travels, what is checked, and the running sum."""
+"""Gradients of many pushes become one: what travels, what is checked, and one level of reducing."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import Generic, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 from torch.futures import Future
+
+from .model_state import named
 
 Gradients = dict[str, Tensor]
 Layout = dict[str, tuple[int, ...]]
@@ -40,15 +43,17 @@ class Push(NamedTuple):
     asked: tuple[int, ...] = ()
     is_again: bool = False
 
+    @property
+    def ids(self) -> list[PushId]:
+        return [(self.client, self.number)]
+
+    @property
+    def lows(self) -> dict[str, int]:
+        return {self.client: self.low}
+
 
 class Batch(NamedTuple):
-    """What a secondary reducer has made of several pushes.
-
-    Attributes:
-        reducer: whose it is.
-        ids: the pushes in it.
-        lows: `Push.low` of the clients in it.
-    """
+    """What a secondary reducer has made of several pushes, and `Push.low` of their clients."""
 
     reducer: str
     gradients: Gradients
@@ -74,8 +79,8 @@ class Receipt(NamedTuple):
 Answer = tuple[Future[Receipt], Receipt]
 
 
-def tell(answers: Iterable[Answer]) -> None:
-    """Give answers to those who wait. Not under a lock: completing a future sends the answer."""
+def answer_all(answers: Iterable[Answer]) -> None:
+    """Give those who wait their receipts. Not under a lock: completing a future sends it."""
     for answer, receipt in answers:
         answer.set_result(receipt)
 
@@ -95,9 +100,6 @@ class Reduction:
     """The sum or mean of a number of gradients, added one by one.
 
     Half types are added in float32: a sum of many would lose or overflow.
-
-    Args:
-        settings: `method`, `device` and `batch_size` are used.
     """
 
     def __init__(self, settings: ReduceSettings) -> None:
@@ -151,9 +153,9 @@ def check_gradients(gradients: Mapping[str, Tensor], layout: Layout) -> None:
     extra = gradients.keys() - layout.keys()
     parts = []
     if missing:
-        parts.append(f"none for {_named(missing)}, which the managed model trains")
+        parts.append(f"none for {named(missing)}, which the managed model trains")
     if extra:
-        parts.append(f"some for {_named(extra)}, which it does not train")
+        parts.append(f"some for {named(extra)}, which it does not train")
     parts += [
         f"{name!r} has shape {tuple(gradients[name].shape)} instead of {shape}"
         for name, shape in layout.items()
@@ -163,14 +165,8 @@ def check_gradients(gradients: Mapping[str, Tensor], layout: Layout) -> None:
         raise ValueError(f"gradients must fit the managed model: {'; '.join(parts)}")
 
 
-def _named(names: Iterable[str]) -> str:
-    in_order = sorted(names)
-    more = len(in_order) - _SHOWN
-    shown = ", ".join(map(repr, in_order[:_SHOWN]))
-    return f"{shown} and {more} more" if more > 0 else shown
-
-
 T = TypeVar("T")
+Item = TypeVar("Item", bound=Push | Batch)
 
 
 class PushQueue(Generic[T]):
@@ -188,38 +184,25 @@ class PushQueue(Generic[T]):
         self.items: deque[T] = deque()
         self.waiting: deque[tuple[T, Future[Receipt]]] = deque()
 
-    def offer(self, item: T, answer: Future[Receipt], *, is_forced: bool) -> tuple[bool, list[T]]:
-        """Take an item, or let it wait.
-
-        Args:
-            is_forced: takes it whatever the limit.
+    def offer(
+        self, item: T, answer: Future[Receipt], *, is_forced: bool = False
+    ) -> tuple[State | None, list[T]]:
+        """Take an item, whatever the limit where `is_forced`; else refuse it or let it wait.
 
         Returns:
-            Whether it was not refused, and what was dropped for it.
+            "taken", "full", or None where it waits; and what was dropped for it.
         """
         is_full = len(self.items) >= self._limit and not is_forced
         if is_full and self._on_full == "error":
-            return False, []
+            return "full", []
         if is_full and self._on_full == "block":
             self.waiting.append((item, answer))
-            return True, []
+            return None, []
         self.items.append(item)
-        return True, [self.items.popleft()] if is_full else []
-
-    def is_waiting(self, item: T) -> bool:
-        """Return whether an item that was offered just now waits."""
-        return bool(self.waiting) and self.waiting[-1][0] is item
-
-    def wait(self, item: T, answer: Future[Receipt]) -> None:
-        """Let an item wait, whatever room there is."""
-        self.waiting.append((item, answer))
-
-    def take(self) -> T:
-        """Return the oldest item and remove it."""
-        return self.items.popleft()
+        return "taken", [self.items.popleft()] if is_full else []
 
     def admit(self) -> list[tuple[T, Future[Receipt]]]:
-        """Give those that wait the free places; return them, to be told."""
+        """Give those that wait the free places; return them, to be answered."""
         admitted = []
         while self.waiting and len(self.items) < self._limit:
             item, answer = self.waiting.popleft()
@@ -228,7 +211,63 @@ class PushQueue(Generic[T]):
         return admitted
 
     def withdraw(self, is_meant: Callable[[T], bool]) -> list[tuple[T, Future[Receipt]]]:
-        """Send away those that wait and are meant; return them, to be told."""
+        """Send away those that wait and are meant; return them, to be answered."""
         leaving = [one for one in self.waiting if is_meant(one[0])]
         self.waiting = deque(one for one in self.waiting if not is_meant(one[0]))
         return leaving
+
+
+class Level(PushQueue[Item]):
+    """One level of the reduction: a queue, and the sum of what was taken out of it.
+
+    Everything but `add` is to be called under the reducer's lock.
+    """
+
+    def __init__(self, settings: ReduceSettings, on_full: OnFull) -> None:
+        super().__init__(settings.max_queue_size, on_full)
+        self.dropped = 0
+        self._reduction = Reduction(settings)
+        # Of the pushes in the sum, and how many items they came in.
+        self._ids: list[PushId] = []
+        self._lows: dict[str, int] = {}
+        self.num_taken = 0
+
+    def offer(
+        self, item: Item, answer: Future[Receipt], *, is_forced: bool = False
+    ) -> tuple[State | None, list[Item]]:
+        state, dropped = super().offer(item, answer, is_forced=is_forced)
+        self.dropped += sum(len(one.ids) for one in dropped)
+        return state, dropped
+
+    @property
+    def pushes(self) -> list[PushId]:
+        """The pushes in the queue and in the sum."""
+        return [*chain.from_iterable(item.ids for item in self.items), *self._ids]
+
+    def take(self) -> Item:
+        """Take the oldest item out of the queue, to be added."""
+        item = self.items.popleft()
+        self.num_taken += 1
+        self._ids += item.ids
+        for client, low in item.lows.items():
+            self._lows[client] = max(low, self._lows.get(client, 0))
+        return item
+
+    def add(self, item: Item) -> Gradients | None:
+        """Add what was taken; return a full sum. Not under the lock: it may be large."""
+        return self._reduction.add(item.gradients)
+
+    def finish(self) -> tuple[list[PushId], dict[str, int]]:
+        """Begin the next sum; return the pushes in the last one, and the lows of their clients."""
+        finished = self._ids, self._lows
+        self._ids, self._lows, self.num_taken = [], {}, 0
+        return finished
+
+    def drop_broken(self) -> int:
+        """Forget the sum where an error has left it half done; return how many pushes are lost."""
+        if self._reduction.count == self.num_taken:
+            return 0
+        self._reduction.clear()
+        count = len(self.finish()[0])
+        self.dropped += count
+        return count

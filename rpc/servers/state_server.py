@@ -7,8 +7,8 @@ anew counts from the beginning.
 
 from __future__ import annotations
 
+import contextlib
 import secrets
-import threading
 from collections.abc import Callable, Hashable, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -17,21 +17,17 @@ import torch
 from torch import Tensor
 from torch.futures import Future
 
-from ..calls import node as _node
-from ..calls.group import RpcGroup
+from ..calls.group import RpcGroup, held_or_none
 from .model_state import copied, on_cpu
-from .ordered_server import OrderedServerSimple, OrderedServerSimpleImpl
+from .ordered_server import OrderedServerBase, OrderedServerSimple, OrderedServerSimpleImpl
 
 State = Mapping[str, Any]
+# A service and its arguments, to be called along with another call: group, key, arguments.
+Wanted = tuple[str, str, tuple[Any, ...]]
 
 
 class Mark(NamedTuple):
-    """One state under one key of one server.
-
-    Attributes:
-        server: of the server that was started here, not of its name.
-        number: of the push that made it.
-    """
+    """One state under one key: the server that was started, not its name, and a push there."""
 
     server: str
     number: int
@@ -51,22 +47,6 @@ class Update(NamedTuple):
     mark: Mark | None
     is_whole: bool = False
     state: State | None = None
-
-
-class Wanted(NamedTuple):
-    """What `StateServer.pull_changes` asks, to be sent along with another call.
-
-    Attributes:
-        group: the server's.
-        server: its name.
-        key: as for `pull_changes`.
-        mark: likewise.
-    """
-
-    group: str
-    server: str
-    key: Hashable
-    mark: Mark | None
 
 
 class NothingKeptError(KeyError):
@@ -107,26 +87,32 @@ class StateServer(OrderedServerSimple):
             lacking: names to be told, changed or not.
         """
         given = key, version, mark, set(lacking)
-        found: Update | None = self.group.registered_sync(
-            f"{self.server_name}/_pull_changes", given
-        )
+        service = f"{self.server_name}/_pull_changes"
+        found: Update | None = self.group.registered_sync(service, given)
         return found
+
+    def wanted(self, key: Hashable, mark: Mark | None) -> Wanted:
+        """Return what asks for the newest state, for `pull_here`."""
+        service = f"{self.server_name}/_pull_changes"
+        return self.group.get_group_name(), service, (key, None, mark, frozenset())
+
+
+def pull_here(wanted: Wanted) -> Update | None:
+    """Return what leads to the newest state; None where there is none in this process.
+
+    The state's tensors are the server's: they are for sending.
+    """
+    group, key, args = wanted
+    service = held_or_none("service", group, key)
+    return None if service is None else service(*args)
 
 
 class StateServerImpl(OrderedServerSimpleImpl):
-    """An ordered server of states that knows when each of their tensors was last changed.
-
-    Args:
-        server_name: as for `OrderedServerSimpleImpl`, like the others.
-        group: likewise.
-        version_depth: likewise.
-    """
+    """An ordered server of states that knows when each of their tensors was last changed."""
 
     def __init__(self, server_name: str, group: RpcGroup, version_depth: int = 1) -> None:
         self._name = secrets.token_hex(8)
         self._ledgers: dict[Hashable, _Ledger] = {}
-        # Held for a few dictionary operations; tensors are neither copied nor compared here.
-        self._order = threading.Lock()
         super().__init__(server_name, group, version_depth)
 
     def _services(self) -> dict[str, Callable[..., Any]]:
@@ -147,7 +133,8 @@ class StateServerImpl(OrderedServerSimpleImpl):
     ) -> Mark | None:
         if not isinstance(state, Mapping):
             raise TypeError(f"a state is a mapping from names to tensors, not {type(state)}")
-        with self._order:
+        # Tensors are neither copied nor compared under the lock.
+        with self._lock:
             ledger = self._ledgers.get(key) or _Ledger()
             newest = super()._pull_service(key)
             old: State = {} if newest is None else newest[0]
@@ -166,7 +153,7 @@ class StateServerImpl(OrderedServerSimpleImpl):
     def _pull_changes(
         self, key: Hashable, version: Any, mark: Mark | None, lacking: Set[str]
     ) -> Update | None:
-        with self._order:
+        with self._lock:
             newest = super()._pull_service(key)
             if newest is None:
                 return None
@@ -179,19 +166,33 @@ class StateServerImpl(OrderedServerSimpleImpl):
                 return update
             if mark is None or not is_ours or mark.number < ledger.whole:
                 return update._replace(is_whole=True, state=state)
-            names = ledger.changed_since(mark.number) | lacking
-            return update._replace(state={name: state[name] for name in names})
+            changed = {name for name, number in ledger.changes.items() if number > mark.number}
+            return update._replace(state={name: state[name] for name in changed | lacking})
 
 
-def pull_here(wanted: Wanted) -> Update | None:
-    """Return what leads to the newest state; None where there is none in this process.
+def pull_update(
+    server: OrderedServerBase, key: Hashable, version: Any, known: KnownState
+) -> Update | None:
+    """Return what leads to the newest state on any ordered server; None without one.
 
-    The state's tensors are the server's: they are for sending.
+    Args:
+        version: of the caller's state, None to ask for the newest in any case.
     """
-    place = wanted.group, f"{wanted.server}/_pull_changes"
-    service = _node.current().tables["service"].get(place)
-    found: Update | None = service and service(wanted.key, None, wanted.mark, frozenset())
-    return found
+    if isinstance(server, StateServer):
+        return server.pull_changes(key, version, known.mark, known.lacking)
+    found = server.pull(key)
+    if found is None:
+        return None
+    state, newest = found
+    is_newer = version is None or newest > version
+    return Update(newest, None, is_whole=True, state=state if is_newer else None)
+
+
+def own_state_server(undo: contextlib.ExitStack, server_name: str, group: RpcGroup) -> StateServer:
+    """Keep the states of another server here, until `undo` is closed; return what calls it."""
+    name = f"{server_name}_o_server"
+    undo.callback(StateServerImpl(name, group).close)
+    return StateServer(name, group)
 
 
 @dataclass
@@ -215,9 +216,6 @@ class _Ledger:
             self.changes.clear()
         self.changes.update(dict.fromkeys(names, self.number))
 
-    def changed_since(self, number: int) -> set[str]:
-        return {name for name, changed in self.changes.items() if changed > number}
-
 
 # An integer of the same size, by which tensors are compared: NaN is itself, and -0 is not 0.
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -239,18 +237,18 @@ class KnownState:
     state: dict[str, Any] = field(default_factory=dict)
     lacking: set[str] = field(default_factory=set)
 
-    def belongs_to(self, own: Mapping[str, Any]) -> bool:
+    def belongs_to(self, own: State) -> bool:
         """Return whether a model's state has the same names."""
         return own.keys() == self.state.keys() | self.lacking
 
-    def changes(self, own: Mapping[str, Any]) -> dict[str, Any]:
+    def changes(self, own: State) -> dict[str, Any]:
         """Return what of a model's state differs, on the CPU; not copied where it is there."""
         here = {name: on_cpu(value) for name, value in own.items()}
         return {
             name: value for name, value in here.items() if not _is_same(self.state.get(name), value)
         }
 
-    def keep(self, changes: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+    def keep(self, changes: State, own: State) -> None:
         """Copy what was sent into what is known, without new memory where there is some."""
         for name, value in changes.items():
             kept = self.state.get(name)
@@ -261,7 +259,7 @@ class KnownState:
             else:
                 self.state[name] = copied(value)
 
-    def forget(self, names: Mapping[str, Any]) -> None:
+    def forget(self, names: State) -> None:
         """Note that what is known under these names is not the server's."""
         self.lacking |= names.keys()
         for name in names:
@@ -284,6 +282,4 @@ def _is_same(one: Any, other: Any) -> bool:
     if not _is_alike(one, other):
         return False
     bits = _BITS.get(one.element_size())
-    return (
-        torch.equal(one, other) if bits is None else torch.equal(one.view(bits), other.view(bits))
-    )
+    return torch.equal(one, other) if bits is None else one.view(bits).equal(other.view(bits))

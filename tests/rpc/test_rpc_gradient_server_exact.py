@@ -124,13 +124,11 @@ def test_queue_loses_nothing_untold(moves: list[str], policy: Any) -> None:
     offered, refused, lost, taken = 0, 0, 0, []
     for move in moves:
         if move == "take" and queue.items:
-            taken.append(queue.take())
+            taken.append(queue.items.popleft())
             queue.admit()
         elif move != "take":
-            is_accepted, dropped = queue.offer(
-                offered, torch.futures.Future(), is_forced=move == "force"
-            )
-            offered, refused, lost = offered + 1, refused + (not is_accepted), lost + len(dropped)
+            state, dropped = queue.offer(offered, torch.futures.Future(), is_forced=move == "force")
+            offered, refused, lost = offered + 1, refused + (state == "full"), lost + len(dropped)
             assert len(queue.items) <= 3 or "force" in moves
     here = len(queue.items) + len(queue.waiting)
     assert offered == len(taken) + here + refused + lost
