@@ -49,14 +49,7 @@ _store: Store | None = None
 
 
 class Agent:
-    """The transport of one world.
-
-    Args:
-        node: what calls find in this process.
-        rank: this process's number.
-        world_size: how many there are.
-        join_timeout_s: how long to wait for the others in `start`.
-    """
+    """The transport of one world."""
 
     def __init__(self, node: Node, rank: int, world_size: int, join_timeout_s: float) -> None:
         self._node = node
@@ -79,7 +72,13 @@ class Agent:
             RpcError: a call is still being served for the world before.
             RuntimeError: others have not come in time, as torch says it.
         """
-        _wait_for_ending(self._join_timeout_s)
+        if _ending is not None:
+            _ending.join(self._join_timeout_s)
+            if _ending.is_alive():
+                raise RpcError(
+                    "a call of the world before is still being served here after "
+                    f"{self._join_timeout_s:g} s: there can be no other world before it returns"
+                )
         serve_at_once(threads)
         self._has_begun = True
         if self._rank == 0:
@@ -157,11 +156,9 @@ class Agent:
         if not self._has_begun:
             return
         self._is_stopping = True
-        together = self._is_complete and self._have_one_past and timeout_s > _LEAST_S
-        grace_s = min(_SHUTDOWN_S, timeout_s / 2)
         # torch waits for the functions that it runs, and nothing can end those.
         _ending = threading.Thread(
-            target=self._end, args=(together, grace_s), name="stepwrap-rpc-end", daemon=True
+            target=self._end, args=(timeout_s,), name="stepwrap-rpc-end", daemon=True
         )
         _ending.start()
         try:
@@ -173,19 +170,20 @@ class Agent:
             self._watches.clear()
             _node.set_current(None)
 
-    def _end(self, together: bool, grace_s: float) -> None:
+    def _end(self, timeout_s: float) -> None:
         global _past
+        is_together = self._is_complete and self._have_one_past and timeout_s > _LEAST_S
         try:
             try:
-                if together:
-                    _part_quietly(grace_s)
+                if is_together:
+                    _part_quietly(min(_SHUTDOWN_S, timeout_s / 2))
             finally:
                 rpc.shutdown(graceful=False)
-            _past = self._world if together else _past
+            _past = self._world if is_together else _past
         except RuntimeError as error:
             # A member that died just now, or an agent that has never come up.
             logger.debug("the transport ended with %s", error)
-            _past = uuid.uuid4().hex if together else _past
+            _past = uuid.uuid4().hex if is_together else _past
 
     def _watch(self) -> None:
         """Have one call at every member that is answered when it leaves and breaks if it dies."""
@@ -203,16 +201,6 @@ class Agent:
                 logger.warning("%r has ended without leaving the world", name)
                 assert self._node.directory is not None
                 self._node.directory.note_gone(name)
-
-
-def _wait_for_ending(timeout_s: float) -> None:
-    if _ending is not None:
-        _ending.join(timeout_s)
-        if _ending.is_alive():
-            raise RpcError(
-                f"a call of the world before is still being served here after {timeout_s:g} s: "
-                "there can be no other world before it returns"
-            )
 
 
 def _part_quietly(grace_s: float) -> None:
@@ -236,11 +224,7 @@ def _part_quietly(grace_s: float) -> None:
 
 
 def check_rank(rank: int) -> None:
-    """Check that this process has the rank of its first world, which torch does not forget.
-
-    Raises:
-        ValueError: it has another one.
-    """
+    """Raise ValueError where this process had another rank in its first world."""
     if _rank is not None and _rank != rank:
         raise ValueError(
             f"this process was rank {_rank} in its first world and cannot be rank {rank} now: "
@@ -254,15 +238,14 @@ def on_loopback(is_local: bool) -> Iterator[None]:
     missing = [name for name in _INTERFACES if name not in os.environ]
     given = next((os.environ[name] for name in _INTERFACES if name in os.environ), None)
     interface = given or ("lo" if is_local and sys.platform == "linux" else None)
-    if interface is None:
-        yield
-        return
-    os.environ.update(dict.fromkeys(missing, interface))
+    if interface is not None:
+        os.environ.update(dict.fromkeys(missing, interface))
     try:
         yield
     finally:
-        for name in missing:
-            os.environ.pop(name, None)
+        if interface is not None:
+            for name in missing:
+                os.environ.pop(name, None)
 
 
 def _own_store(url: str, **options: Any) -> Iterator[tuple[Store, int, int]]:

@@ -40,26 +40,19 @@ class World:
             group = world.create_rpc_group("all", world.get_members())
 
     Every member must make it, and stop it: leaving the `with` block does. It is ready for calls
-    before any other member can make one.
+    before any other member can make one. docs/rpc.md describes each argument.
 
     Args:
-        name: this process's name, unique in the world: up to 127 of letters, digits, underscores,
-            colons and dashes.
-        rank: its number; -1 takes that of the default process group, else RANK.
-        world_size: how many members there are; -1 as for `rank`, with WORLD_SIZE.
+        name: unique in the world: up to 127 of letters, digits, underscores, colons and dashes.
+        rank: -1 takes that of the default process group, else RANK; `world_size` likewise.
         init_dist: whether there are collectives. A default process group that exists already is
             used, and left alone in the end.
-        init_rpc: whether there are calls.
-        dist_backend: of the default process group, where the world makes it.
         dist_init_method: where the members meet: tcp://host:port, env:// or file:///path.
-        rpc_init_method: where they meet if `dist_init_method` is not given; there is one place for
-            both.
+        rpc_init_method: where they meet if `dist_init_method` is not given.
         dist_timeout: how long to wait for the others while the world begins, and the time-out of
             collectives of a default process group that the world makes; in seconds, more than 0.
         rpc_timeout: of calls, in seconds; 0 waits as long as it takes.
-        device_maps: by the name of a member, which of its devices each of ours becomes, for
-            tensors that travel from GPU to GPU.
-        rpc_threads: how many calls are served at once.
+        device_maps: by the name of a member, which of its devices each of ours becomes.
 
     Raises:
         RuntimeError: there is a world in this process, or this one was stopped while it was made.
@@ -142,13 +135,8 @@ class World:
         """Make a group for collectives; every process of the world must call it, in one order.
 
         Args:
-            ranks: of its members.
             timeout: of its collectives, in seconds.
             backend: default: that of the world.
-
-        Raises:
-            RuntimeError: the world has no collectives, or has been stopped.
-            ValueError: a rank that there is not.
         """
         _check_started(self)
         if not dist.is_initialized():
@@ -167,7 +155,6 @@ class World:
 
         Args:
             group_name: unique among the living groups of each member.
-            members: their names.
             timeout: how long to wait for the others, in seconds; -1 is the world's.
 
         Raises:
@@ -389,20 +376,12 @@ def is_world_initialized() -> bool:
 
 
 def get_cur_rank() -> int:
-    """Return this process's rank in its world.
-
-    Raises:
-        RuntimeError: there is no world.
-    """
+    """Return this process's rank in its world; raise RuntimeError without one."""
     return _living_world().rank
 
 
 def get_cur_name() -> str:
-    """Return this process's name in its world.
-
-    Raises:
-        RuntimeError: there is no world.
-    """
+    """Return this process's name in its world; raise RuntimeError without one."""
     return _living_world().name
 
 
