@@ -56,8 +56,7 @@ def call_sync(
 ) -> Any:
     """Call `func` on `to` and return its result, or raise what it raised.
 
-    Args:
-        what: what is called, for errors of the transport, where `func` only leads there.
+    Errors of the transport name `what` is called, where `func` only leads there.
     """
     sent, lost = _send(to, func, args, kwargs, timeout, what)
     try:
@@ -265,12 +264,7 @@ _SHORTEST, _LONGEST = 0.001, 2e6
 
 
 def checked_timeout(timeout: float) -> float:
-    """Return a timeout as torch takes it: -1, 0, or at least what it can count.
-
-    Raises:
-        TypeError: it is no number.
-        ValueError: it is negative, other than -1, or not finite.
-    """
+    """Return a timeout as torch takes it: -1, 0, or at least what it can count."""
     if timeout == -1:
         return -1
     if not isinstance(timeout, Real) or isinstance(timeout, bool):

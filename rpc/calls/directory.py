@@ -36,11 +36,7 @@ class Late(NamedTuple):
 
 
 class Directory:
-    """The tables and meetings of a world.
-
-    Args:
-        names: all members.
-    """
+    """The tables and meetings of a world."""
 
     def __init__(self, names: Iterable[str]) -> None:
         self._holders: dict[tuple[Kind, str, Hashable], str] = {}
@@ -104,14 +100,9 @@ class Directory:
     ) -> Future[Met]:
         """Arrive at a place; the future is complete when all living members have arrived.
 
-        A name that arrives twice is counted in the next round.
-
-        Args:
-            token: tells this arrival from later ones of the same member.
-            is_whole: end at once when a member has died, since nobody can take its place.
-
-        Raises:
-            ValueError: in all who are there, when they expect different members.
+        A name that arrives twice is counted in the next round; `token` tells its arrivals apart.
+        All who are there get a ValueError when they expect different members. A meeting that must
+        be whole ends at once when a member has died, since nobody can take its place.
         """
         arrival: Future[Met] = Future()
         with self._lock:

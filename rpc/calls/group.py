@@ -25,12 +25,12 @@ class RpcGroup:
     there, else a handle with which calls and lookups work.
 
     Times are in seconds; a timeout of -1 is the world's default, 0 waits as long as it takes.
+    A key that is taken, or that nobody (for `unpair` and `deregister`: not this process) holds, is
+    a KeyError; offering keys and `barrier` are a RuntimeError in a process that is no member or has
+    destroyed the group; a process that is gone or late is an RpcError that names it.
 
     Args:
-        group_name: unique among the living groups of its members.
-        group_members: their names.
-        first_create: kept for callers that give it; a group is alive in a process that has met
-            the others in `World.create_rpc_group`, and a handle everywhere else.
+        first_create: kept for callers that give it, without effect.
     """
 
     def __init__(
@@ -60,7 +60,6 @@ class RpcGroup:
                 results are moved by torch.
 
         Raises:
-            RpcError: the member is gone, or has not answered in time.
             RuntimeError: `to` is no member.
             Exception: what `func` raised: of its own type, the remote traceback in its text;
                 `RpcException` where that type cannot be had here.
@@ -90,20 +89,11 @@ class RpcGroup:
         return call_remote(self._member(to), func, args, kwargs, timeout)
 
     def pair(self, key: Hashable, value: Any) -> None:
-        """Offer a value of this process to all, under `key`.
-
-        Raises:
-            KeyError: the key is taken.
-            RuntimeError: this process is no member, or has destroyed the group.
-        """
+        """Offer a value of this process to all, under `key`."""
         self._hold("value", key, value)
 
     def unpair(self, key: Hashable) -> None:
-        """Withdraw a value that this process has paired.
-
-        Raises:
-            KeyError: it has not.
-        """
+        """Withdraw a value that this process has paired."""
         self._release("value", key)
 
     def is_paired(self, key: Hashable) -> bool:
@@ -111,11 +101,7 @@ class RpcGroup:
         return self._find("value", key) is not None
 
     def get_paired(self, key: Hashable) -> RpcReference:
-        """Return a reference to the value paired under `key`; its holder owns it.
-
-        Raises:
-            KeyError: nobody has paired it.
-        """
+        """Return a reference to the value paired under `key`; its holder owns it."""
         holder = self._find_or_raise("value", key)
         return RpcReference(holder, held, ("value", self.group_name, key))
 
@@ -124,19 +110,11 @@ class RpcGroup:
 
         A service decorated by `torch.distributed.rpc.functions.async_execution` returns a future
         and occupies no thread while it waits.
-
-        Raises:
-            KeyError: the key is taken.
-            RuntimeError: this process is no member, or has destroyed the group.
         """
         self._hold("service", key, service)
 
     def deregister(self, key: Hashable) -> None:
-        """Withdraw a service that this process has registered.
-
-        Raises:
-            KeyError: it has not.
-        """
+        """Withdraw a service that this process has registered."""
         self._release("service", key)
 
     def is_registered(self, key: Hashable) -> bool:
@@ -150,13 +128,7 @@ class RpcGroup:
         kwargs: dict[str, Any] | None = None,
         timeout: float = -1,
     ) -> Any:
-        """Call a registered service where it lives and return its result.
-
-        Raises:
-            KeyError: nobody has registered it.
-            RpcError: its holder is gone, or has not answered in time.
-            Exception: what the service raised, as for `rpc_sync`.
-        """
+        """Call a registered service where it lives; return its result or raise what it raised."""
         known = self._holders.get(key)
         if known is not None:
             given = self.group_name, key, tuple(args), dict(kwargs or {})
@@ -192,12 +164,7 @@ class RpcGroup:
         return result
 
     def barrier(self, timeout: float = -1) -> None:
-        """Wait until every member has come here.
-
-        Raises:
-            RpcError: members are gone or have not come in time; they are named.
-            RuntimeError: this process is no member, or has destroyed the group.
-        """
+        """Wait until every member has come here."""
         node = self._own_end()
         what = f"barrier of group {self.group_name!r}"
         limit = node.rpc_timeout if timeout == -1 else timeout
@@ -351,11 +318,7 @@ def held_or_none(kind: Kind, group: str, key: Hashable) -> Any:
 
 
 def held(kind: Kind, group: str, key: Hashable) -> Any:
-    """Return the value or service that this process holds.
-
-    Raises:
-        KeyError: it holds none.
-    """
+    """Return the value or service that this process holds; raise KeyError where it holds none."""
     node = _node.current()
     try:
         return node.tables[kind][group, key]

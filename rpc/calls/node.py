@@ -23,15 +23,7 @@ _tokens = itertools.count()
 
 
 class Node:
-    """Names and tables.
-
-    Attributes:
-        tables: what this process holds, values and services, by group and key.
-        kept: the results that references of other processes refer to, by their numbers.
-        groups: the `RpcGroup`s that were made here and not destroyed, by name.
-        left: completed when this process leaves the world; the manager waits for it.
-        directory: the manager's tables, None on all others.
-    """
+    """Names and tables."""
 
     def __init__(self, name: str, names: Mapping[int, str], rpc_timeout: float) -> None:
         self.name = name
@@ -39,10 +31,14 @@ class Node:
         self.members = tuple(sorted(names.values()))
         self.manager = names[0]
         self.rpc_timeout = rpc_timeout
+        # What this process holds, values and services, by group and key.
         self.tables: dict[Kind, dict[tuple[str, Hashable], Any]] = {"value": {}, "service": {}}
+        # The results that references of other processes refer to, by their numbers.
         self.kept: dict[str, Any] = {}
+        # The `RpcGroup`s that were made here and not destroyed, by name.
         self.groups: dict[str, Any] = {}
         self.lock = threading.RLock()
+        # Completed when this process leaves the world; the manager waits for it.
         self.left: Future[None] = Future()
         self.directory = Directory(self.members) if name == self.manager else None
         self._withdrawals: dict[str, Future[None]] = {}
@@ -62,15 +58,10 @@ class Node:
         *,
         is_whole: bool = True,
     ) -> Met:
-        """Wait until all living `members` have come to `place`.
-
-        Args:
-            what: what the meeting is, for errors.
-            timeout: in seconds; 0 waits as long as it takes.
-            is_whole: whether it is an error when a member is gone.
+        """Wait until all living `members` have come to `place`; errors name `what` that is for.
 
         Raises:
-            RpcError: members are gone or have not come in time; they are named.
+            RpcError: members have not come in time or, where `is_whole`, are gone; they are named.
             ValueError: others expect other members.
         """
         token = f"{self.name}/{next(_tokens)}"
@@ -127,11 +118,7 @@ def set_current(node: Node | None) -> None:
 
 
 def current() -> Node:
-    """Return this process's node.
-
-    Raises:
-        RuntimeError: there is no world here, or one without RPC.
-    """
+    """Return this process's node; raise RuntimeError where it is in no world with RPC."""
     if _current is None:
         raise RuntimeError("there is no world with RPC in this process: make a World first")
     return _current

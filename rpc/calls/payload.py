@@ -29,11 +29,7 @@ _open = threading.local()
 
 
 def pack(value: Any) -> Parcel:
-    """Return `value` as a parcel.
-
-    Raises:
-        TypeError: something in it cannot be pickled; the text says what.
-    """
+    """Return `value` as a parcel; raise TypeError where something in it cannot be pickled."""
     if type(value) in _PLAIN:
         return pickle.dumps(value, protocol=5), []
     file, parts = io.BytesIO(), _Parts()

@@ -39,13 +39,8 @@ _numbers = itertools.count()
 class RpcReference:
     """A value that stays in the process that owns it; the reference can be sent to other members.
 
-    Made by `RpcGroup.remote`, `registered_remote` and `get_paired`.
-
-    Args:
-        owner: the owner's name.
-        fetch: what returns the value, called in the owner's process.
-        args: its arguments.
-        made: completes when the value is there; None where it is there already.
+    Made by `RpcGroup.remote`, `registered_remote` and `get_paired`: `fetch(*args)`, called in the
+    owner's process, returns the value; `made` completes when it is there, None where it is already.
     """
 
     def __init__(
@@ -63,15 +58,11 @@ class RpcReference:
             weakref.finalize(self, _release, owner, *args).atexit = False
 
     def to_here(self, timeout: float = -1) -> Any:
-        """Return a copy of the value; on its owner, the value itself.
+        """Return a copy of the value, or raise what making it raised; on its owner, the value.
 
         Args:
             timeout: in seconds; -1 is the world's default, 0 waits as long as it takes, as the
                 owner always does.
-
-        Raises:
-            RpcError: the owner is gone, or has not answered in time.
-            Exception: what the call that makes the value raised, of its own type.
         """
         if self._made is not None and self._made.done():
             # It tells at once of a call that never reached the owner.
@@ -82,17 +73,12 @@ class RpcReference:
             return call_sync(self._owner, self._fetch, self._args, timeout=timeout)
         ended: queue.SimpleQueue[Future[Any]] = queue.SimpleQueue()
         self._made.add_done_callback(partial(_put_failed, ended))
-        call_async(self._owner, self._fetch, self._args, timeout=timeout).add_done_callback(
-            ended.put
-        )
+        fetched = call_async(self._owner, self._fetch, self._args, timeout=timeout)
+        fetched.add_done_callback(ended.put)
         return ended.get().wait()
 
     def local_value(self) -> Any:
-        """Return the value itself.
-
-        Raises:
-            RuntimeError: this process is not the owner.
-        """
+        """Return the value itself; raise RuntimeError in other processes than the owner's."""
         if not self.is_owner():
             raise RuntimeError(
                 f"the value belongs to {self._owner!r}: local_value() works there, "
@@ -172,27 +158,34 @@ class _Kept:
         # Not of the value: which devices that may be on is not known yet.
         self._end: Future[None] = Future()
 
-    def settle(self, value: Any = None, error: BaseException | None = None) -> None:
-        """Note what the call has returned or raised."""
-        self._value = value
-        self._failure = None if error is None else pack_error(error, own_name())
+    def settle(self, make: Callable[[], Any]) -> Any:
+        """Keep what `make` returns or raises; of a call that is answered later, later."""
+        try:
+            value = make()
+            if isinstance(value, AnyFuture):
+                return value.then(lambda done: self.settle(done.wait))
+            self._value = value
+        except BaseException as error:
+            self._failure = pack_error(error, own_name())
         self._end.set_result(None)
+        return None
 
     def value(self) -> Future[Any]:
         """Return a future of the value, or of the error."""
         value: Future[Any] = Future(devices=devices())
-        self._end.add_done_callback(lambda _: self._complete(value))
-        return value
 
-    def _complete(self, value: Future[Any]) -> None:
-        failure = self._failure
-        if failure is None:
-            try:
-                value.set_result(self._value)
-                return
-            except Exception as error:
-                failure = pack_error(error, own_name())
-        fail_by(value, partial(_raise_again, failure))
+        def complete(_: Future[None]) -> None:
+            failure = self._failure
+            if failure is None:
+                try:
+                    value.set_result(self._value)
+                    return
+                except Exception as error:
+                    failure = pack_error(error, own_name())
+            fail_by(value, partial(_raise_again, failure))
+
+        self._end.add_done_callback(complete)
+        return value
 
 
 def _raise_again(failure: Parcel) -> None:
@@ -216,28 +209,17 @@ def _forget_unheld(number: str, kept: _Kept) -> None:
 
 
 def _keep(number: str, call: Parcel) -> Any:
-    """Carry a call out and keep what comes of it; of one that is answered later, later."""
+    """Carry a call out and keep what comes of it."""
     with _node.current().lock:
         kept = _find(number, number)
         kept.is_begun = True
         _forget_unheld(number, kept)
-    try:
+
+    def make() -> Any:
         func, args, kwargs = unpack(call)
-        value = func(*args, **kwargs)
-    except BaseException as error:
-        kept.settle(error=error)
-        return None
-    if isinstance(value, AnyFuture):
-        return value.then(partial(_keep_later, kept))
-    kept.settle(value)
-    return None
+        return func(*args, **kwargs)
 
-
-def _keep_later(kept: _Kept, done: Future[Any]) -> None:
-    try:
-        kept.settle(done.wait())
-    except BaseException as error:
-        kept.settle(error=error)
+    return kept.settle(make)
 
 
 @never_waits

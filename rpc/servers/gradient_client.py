@@ -27,9 +27,8 @@ from ..calls.group import RpcGroup
 from ..calls.node import Node
 from ..errors import RpcError
 from .model_state import check_model, copied, load_snapshot, state_of, unwrap
-from .ordered_server import OrderedServerBase
+from .ordered_server import KnownState, OrderedServerBase, StateServer, Update, Wanted, pull_update
 from .reduction import Gradients, Push, Receipt
-from .state_server import KnownState, StateServer, Update, Wanted, pull_update
 
 logger = logging.getLogger(__name__)
 
@@ -75,16 +74,11 @@ class PushPullGradServer:
         return self._sender().dropped
 
     def push(self, model: nn.Module) -> bool:
-        """Send a model's gradients to a reducer, then `pull`.
+        """Send a model's gradients to a reducer, then `pull`; return what that returns.
 
-        A push that has returned is applied once, or told as dropped, unless both its reducer and
-        this process die. Until then this process keeps a copy of the gradients.
-
-        Args:
-            model: like the managed one; parameters that require no gradient are left out.
-
-        Returns:
-            What `pull` does: False says that there has been no step yet, not that it was refused.
+        A push that has returned is applied once, or counted as dropped, unless both its reducer and
+        this process die. Until then this process keeps a copy of the gradients. Parameters that
+        require no gradient are left out.
 
         Raises:
             RuntimeError: a parameter has no gradient.
@@ -107,13 +101,8 @@ class PushPullGradServer:
     def pull(self, model: nn.Module) -> bool:
         """Set a model's gradients to zero and its parameters to the newest published ones.
 
-        Buffers stay as they are: the managed model sees no data.
-
-        Returns:
-            False where nothing has been published.
-
-        Raises:
-            RpcError: the server is gone, or has not answered in time.
+        Buffers stay as they are: the managed model sees no data. Returns False where nothing has
+        been published, since there has been no step yet.
         """
         check_model(model)
         model.zero_grad(set_to_none=False)
@@ -208,16 +197,7 @@ class _Sender:
         return sum(self._dropped.values())
 
     def push(self, gradients: Gradients, wanted: Wanted | None = None) -> Update | None:
-        """Deliver gradients to a living reducer.
-
-        Returns:
-            What is `wanted`, where the reducer has it at hand.
-
-        Raises:
-            ValueError: they do not fit the managed model.
-            queue.Full: the reducer's queue is full.
-            RpcError: the primary reducer is gone or has failed.
-        """
+        """Deliver gradients to a living reducer; return what is `wanted`, where that has it."""
         with self._lock:
             pending = _Pending(self._next_number, gradients, wanted=wanted)
             self._next_number += 1
@@ -313,11 +293,7 @@ class _Sender:
             return pending.number not in self._pushes
 
     def _recover(self, reducer: str, reason: Exception | None = None) -> None:
-        """Send again, through others, what a dead reducer has not handed over.
-
-        Raises:
-            RpcError: the primary reducer is gone.
-        """
+        """Send again, through others, what a dead reducer has not handed over."""
         if reducer == _STAND_IN:
             raise self._primary_is_gone(reason) from reason
         with self._recovering:

@@ -17,10 +17,9 @@ from torch.optim import Optimizer
 from ..calls.group import RpcGroup
 from ..errors import RpcError
 from .gradient_client import PushPullGradServer
-from .ordered_server import OrderedServerBase, offer
+from .ordered_server import OrderedServerBase, offer, own_state_server
 from .reducers import ManagedModel, Primary, RemotePrimary, Secondary, leave_with_world
 from .reduction import OnFull, ReduceSettings
-from .state_server import own_state_server
 
 logger = logging.getLogger(__name__)
 
@@ -131,12 +130,8 @@ class PushPullGradServerImpl:
         """Train a model by what is reduced; only on the primary reducer, and before `start`.
 
         The model gets `pp_version`, 0, which counts the steps that were published. Its first state
-        is not published. Without a model, gradients are reduced and forgotten.
-
-        Args:
-            model: its parameters that require a gradient are trained.
-            optimizer: of its parameters.
-            lr_scheduler: stepped once after each step of the optimizer.
+        is not published. `lr_scheduler` is stepped once after each step of the optimizer. Without
+        a model, gradients are reduced and forgotten.
 
         Raises:
             RuntimeError: this is not the primary reducer, or it is running.

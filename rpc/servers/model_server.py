@@ -10,11 +10,12 @@ from torch import nn
 
 from ..calls.group import RpcGroup
 from .model_state import check_model, load_snapshot, snapshot, state_of, unwrap
-from .ordered_server import OrderedServerBase, offer
-from .state_server import (
+from .ordered_server import (
     KnownState,
     NothingKeptError,
+    OrderedServerBase,
     StateServer,
+    offer,
     own_state_server,
     pull_update,
 )
@@ -31,6 +32,9 @@ class PushPullModelServer:
     Of a model that this object has pushed or pulled before, only the tensors that changed since
     travel, if the server is that of `PushPullModelServerImpl`; for that a copy of the state is kept
     as long as the model lives.
+
+    Another model than the one that is kept is a KeyError (names) or a ValueError (shapes), and
+    nothing is loaded. A server that is gone or does not answer in time is an RpcError.
 
     Args:
         model_name: the key under which the server keeps the model.
@@ -55,10 +59,7 @@ class PushPullModelServer:
             Whether it was accepted: nobody else has pushed since the model was pulled.
 
         Raises:
-            TypeError: it is no `torch.nn.Module`.
             RuntimeError: it was refused, and there is nothing to pull.
-            KeyError: another model is kept there: names differ. Nothing was loaded.
-            ValueError: likewise: shapes differ.
             RpcError: the server is gone or has not answered in time; it may have accepted.
         """
         check_model(model)
@@ -81,11 +82,6 @@ class PushPullModelServer:
 
         Returns:
             False where nothing was pushed yet; True otherwise, also when nothing is newer.
-
-        Raises:
-            KeyError: another model is kept there: names differ. Nothing was loaded.
-            ValueError: likewise: shapes differ.
-            RpcError: the server is gone or has not answered in time.
         """
         check_model(model)
         return self._load(model, _version_of(model))

@@ -81,11 +81,8 @@ def on_cpu(value: Any) -> Any:
 def load_snapshot(model: nn.Module, state: Mapping[str, Any]) -> None:
     """Copy a state into a model's own tensors, on their devices and in their types.
 
-    Gradients are left alone.
-
-    Raises:
-        KeyError: the names differ; they are told, and nothing was loaded.
-        ValueError: shapes differ; likewise.
+    Other names are a KeyError, other shapes a ValueError, and nothing is loaded then. Gradients are
+    left alone.
     """
     inner = unwrap(model)
     is_usual = not torch.__future__.get_swap_module_params_on_conversion() and all(

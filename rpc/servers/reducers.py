@@ -17,7 +17,7 @@ from ..calls import node as _node
 from ..calls.group import RpcGroup, call_held, held_or_none
 from ..errors import RpcError
 from .model_state import snapshot, unwrap
-from .ordered_server import OrderedServerBase, OrderedServerSimple
+from .ordered_server import OrderedServerBase, OrderedServerSimple, Update, Wanted, pull_here
 from .reduction import (
     Answer,
     Batch,
@@ -33,7 +33,6 @@ from .reduction import (
     check_gradients,
     layout_of,
 )
-from .state_server import Update, Wanted, pull_here
 
 logger = logging.getLogger(__name__)
 
@@ -104,11 +103,8 @@ class Primary:
 
     It knows which pushes have arrived: a client whose secondary reducer has died asks `fence`, and
     sends the others again. All methods may be called from any thread, `step` from one at a time.
-
-    Args:
-        name: this process's.
-        changed: guards this object; notified when there may be something to do.
-        shut_out: tells a reducer, by its name and without waiting, why it is shut out.
+    `changed` guards it, and is notified when there may be something to do; `shut_out` tells a
+    reducer, by its name and without waiting, why it is shut out.
     """
 
     def __init__(
@@ -339,12 +335,8 @@ class Intake(Level[Push]):
 class Secondary:
     """Takes pushes, adds them up and hands over each full batch.
 
-    All methods may be called from any thread, `step` from one at a time.
-
-    Args:
-        name: this process's.
-        changed: guards this object; notified when there may be something to do.
-        primary: where batches go.
+    All methods may be called from any thread, `step` from one at a time. `changed` guards it, and
+    is notified when there may be something to do.
     """
 
     def __init__(
@@ -405,10 +397,7 @@ class Secondary:
         }
 
     def push(self, push: Push, must_run: bool) -> Future[Receipt]:
-        """Take a push.
-
-        Args:
-            must_run: send it away, where nobody reduces at the moment.
+        """Take a push, where it `must_run` not while nobody reduces here.
 
         Raises:
             ValueError: its content does not fit; nothing was taken.

@@ -27,20 +27,16 @@ _SHOWN = 5
 
 
 class Push(NamedTuple):
-    """The gradients of a client.
-
-    Attributes:
-        low: the client remembers no push of a lower number, and will never ask for one.
-        asked: earlier pushes to the same reducer of which it wants to know whether they are still
-            there.
-        is_again: taken whatever the queue's limit, because it has been acknowledged before.
-    """
+    """The gradients of a client."""
 
     client: str
     number: int
+    # The client remembers no push of a lower number, and will never ask for one.
     low: int
     gradients: Gradients
+    # Earlier pushes to the same reducer of which it wants to know whether they are still there.
     asked: tuple[int, ...] = ()
+    # Taken whatever the queue's limit, because it has been acknowledged before.
     is_again: bool = False
 
     @property
@@ -62,17 +58,13 @@ class Batch(NamedTuple):
 
 
 class Receipt(NamedTuple):
-    """What a reducer answers to a push or a batch.
-
-    Attributes:
-        text: why it was not taken.
-        held: those of the asked pushes that the primary reducer does not have yet.
-        dropped: how many pushes each reducer has dropped, as far as known there.
-    """
+    """What a reducer answers to a push or a batch: whether it was taken, or why not."""
 
     state: State
     text: str = ""
+    # Those of the asked pushes that the primary reducer does not have yet.
     held: tuple[int, ...] = ()
+    # How many pushes each reducer has dropped, as far as known there.
     dropped: Mapping[str, int] = {}
 
 
@@ -144,11 +136,7 @@ def layout_of(gradients: Mapping[str, Tensor]) -> Layout:
 
 
 def check_gradients(gradients: Mapping[str, Tensor], layout: Layout) -> None:
-    """Check names and shapes.
-
-    Raises:
-        ValueError: they are not those of `layout`.
-    """
+    """Raise ValueError where names and shapes are not those of `layout`."""
     missing = layout.keys() - gradients.keys()
     extra = gradients.keys() - layout.keys()
     parts = []
@@ -170,13 +158,7 @@ Item = TypeVar("Item", bound=Push | Batch)
 
 
 class PushQueue(Generic[T]):
-    """Items in the order of their arrival, and those that wait for a place.
-
-    Args:
-        limit: how many items it holds.
-        on_full: "block" lets new items wait, "drop_oldest" drops the oldest one for each, "error"
-            refuses them.
-    """
+    """Items in the order of their arrival, and those that wait for a place."""
 
     def __init__(self, limit: int, on_full: OnFull) -> None:
         self._limit = limit
@@ -189,8 +171,7 @@ class PushQueue(Generic[T]):
     ) -> tuple[State | None, list[T]]:
         """Take an item, whatever the limit where `is_forced`; else refuse it or let it wait.
 
-        Returns:
-            "taken", "full", or None where it waits; and what was dropped for it.
+        Returns "taken", "full", or None where it waits; and what was dropped for it.
         """
         is_full = len(self.items) >= self._limit and not is_forced
         if is_full and self._on_full == "error":
