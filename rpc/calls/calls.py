@@ -23,7 +23,8 @@ from torch.futures import Future
 from ..errors import RpcError
 from .payload import Parcel, pack, pack_error, take_back, unpack, unpack_error
 
-F = TypeVar("F", bound=Callable[..., Any])
+Func = Callable[..., Any]
+F = TypeVar("F", bound=Func)
 
 # What the callee answers: whether the parcel holds a value, not an exception.
 Answer = tuple[bool, Parcel]
@@ -46,13 +47,7 @@ def never_waits(func: F) -> F:
 
 
 def call_sync(
-    to: str,
-    func: Callable[..., Any],
-    args: Any = (),
-    kwargs: Any = None,
-    timeout: float = -1,
-    *,
-    what: str | None = None,
+    to: str, func: Func, args: Any = (), kwargs: Any = None, timeout: float = -1, *, what: str = ""
 ) -> Any:
     """Call `func` on `to` and return its result, or raise what it raised.
 
@@ -67,13 +62,7 @@ def call_sync(
 
 
 def call_async(
-    to: str,
-    func: Callable[..., Any],
-    args: Any = (),
-    kwargs: Any = None,
-    timeout: float = -1,
-    *,
-    what: str | None = None,
+    to: str, func: Func, args: Any = (), kwargs: Any = None, timeout: float = -1, *, what: str = ""
 ) -> Future[Any]:
     """Like `call_sync`, but return a future, whose `wait()` returns the result or raises."""
     sent, lost = _send(to, func, args, kwargs, timeout, what)
@@ -96,7 +85,7 @@ def call_async(
 
 
 def _send(
-    to: str, func: Callable[..., Any], args: Any, kwargs: Any, timeout: float, what: str | None
+    to: str, func: Func, args: Any, kwargs: Any, timeout: float, what: str
 ) -> tuple[Future[Answer], Callable[[RuntimeError], RpcError]]:
     """Return the future answer, and what makes an error of the transport ours."""
     timeout = checked_timeout(timeout)
@@ -276,12 +265,12 @@ def checked_timeout(timeout: float) -> float:
     return min(max(float(timeout), _SHORTEST), _LONGEST) if timeout else 0
 
 
-def called(func: Callable[..., Any]) -> str:
+def called(func: Func) -> str:
     """Return how errors name a call of `func`."""
     return f"{getattr(func, '__qualname__', repr(func))}()"
 
 
-def transport_error(error: RuntimeError, to: str, func: Callable[..., Any] | str) -> RpcError:
+def transport_error(error: RuntimeError, to: str, func: Func | str) -> RpcError:
     """Return the error for a message to `to` that torch could not deliver or get answered."""
     what = func if isinstance(func, str) else called(func)
     text = str(error)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Hashable, Iterable
 from typing import Any
 
 from torch._C._distributed_rpc import WorkerInfo
@@ -11,9 +11,15 @@ from torch.futures import Future
 from ..errors import RpcError
 from . import calls as _calls
 from . import node as _node
+from .calls import Func
 from .directory import Kind, barrier_place, did_you_mean
 from .node import Node
 from .reference import RpcReference, call_remote
+
+# A member's name, its rank in the world, or torch's description of it.
+Target = str | int | WorkerInfo
+Args = Iterable[Any]
+Kwargs = dict[str, Any] | None
 
 _HELD = {"value": "paired to", "service": "registered in"}
 
@@ -45,12 +51,7 @@ class RpcGroup:
         self._holders: dict[Hashable, str] = {}
 
     def rpc_sync(
-        self,
-        to: str | int | WorkerInfo,
-        func: Callable[..., Any],
-        timeout: float = -1,
-        args: Iterable[Any] = (),
-        kwargs: dict[str, Any] | None = None,
+        self, to: Target, func: Func, timeout: float = -1, args: Args = (), kwargs: Kwargs = None
     ) -> Any:
         """Call `func` on a member and return its result.
 
@@ -67,23 +68,13 @@ class RpcGroup:
         return _calls.call_sync(self._member(to), func, args, kwargs, timeout)
 
     def rpc_async(
-        self,
-        to: str | int | WorkerInfo,
-        func: Callable[..., Any],
-        timeout: float = -1,
-        args: Iterable[Any] = (),
-        kwargs: dict[str, Any] | None = None,
+        self, to: Target, func: Func, timeout: float = -1, args: Args = (), kwargs: Kwargs = None
     ) -> Future[Any]:
         """Like `rpc_sync`, but return a future, whose `wait()` returns the result or raises."""
         return _calls.call_async(self._member(to), func, args, kwargs, timeout)
 
     def remote(
-        self,
-        to: str | int | WorkerInfo,
-        func: Callable[..., Any],
-        timeout: float = -1,
-        args: Iterable[Any] = (),
-        kwargs: dict[str, Any] | None = None,
+        self, to: Target, func: Func, timeout: float = -1, args: Args = (), kwargs: Kwargs = None
     ) -> RpcReference:
         """Like `rpc_sync`, but leave the result there and return a reference to it at once."""
         return call_remote(self._member(to), func, args, kwargs, timeout)
@@ -105,7 +96,7 @@ class RpcGroup:
         holder = self._find_or_raise("value", key)
         return RpcReference(holder, held, ("value", self.group_name, key))
 
-    def register(self, key: Hashable, service: Callable[..., Any]) -> None:
+    def register(self, key: Hashable, service: Func) -> None:
         """Offer a function of this process to all, under `key`.
 
         A service decorated by `torch.distributed.rpc.functions.async_execution` returns a future
@@ -122,11 +113,7 @@ class RpcGroup:
         return self._find("service", key) is not None
 
     def registered_sync(
-        self,
-        key: Hashable,
-        args: Iterable[Any] = (),
-        kwargs: dict[str, Any] | None = None,
-        timeout: float = -1,
+        self, key: Hashable, args: Args = (), kwargs: Kwargs = None, timeout: float = -1
     ) -> Any:
         """Call a registered service where it lives; return its result or raise what it raised."""
         known = self._holders.get(key)
@@ -142,22 +129,14 @@ class RpcGroup:
         return self._call_held(_calls.call_sync, key, args, kwargs, timeout)
 
     def registered_async(
-        self,
-        key: Hashable,
-        args: Iterable[Any] = (),
-        kwargs: dict[str, Any] | None = None,
-        timeout: float = -1,
+        self, key: Hashable, args: Args = (), kwargs: Kwargs = None, timeout: float = -1
     ) -> Future[Any]:
         """Like `registered_sync`, but return a future."""
         answer: Future[Any] = self._call_held(_calls.call_async, key, args, kwargs, timeout)
         return answer
 
     def registered_remote(
-        self,
-        key: Hashable,
-        args: Iterable[Any] = (),
-        kwargs: dict[str, Any] | None = None,
-        timeout: float = -1,
+        self, key: Hashable, args: Args = (), kwargs: Kwargs = None, timeout: float = -1
     ) -> RpcReference:
         """Like `registered_sync`, but leave the result there and return a reference to it."""
         result: RpcReference = self._call_held(call_remote, key, args, kwargs, timeout)
@@ -194,7 +173,7 @@ class RpcGroup:
         """Return the number of members."""
         return len(self.group_members)
 
-    def is_member(self, target: str | int | WorkerInfo | None = None) -> bool:
+    def is_member(self, target: Target | None = None) -> bool:
         """Return whether a process, None for this one, is a member."""
         return _name_of(target) in self.group_members
 
@@ -217,7 +196,7 @@ class RpcGroup:
     def __repr__(self) -> str:
         return f"RpcGroup({self.group_name!r}, {self.group_members})"
 
-    def _member(self, to: str | int | WorkerInfo) -> str:
+    def _member(self, to: Target) -> str:
         name = _name_of(to)
         if name not in self.group_members:
             raise RuntimeError(
@@ -277,9 +256,7 @@ class RpcGroup:
             raise _key_error(self.group_name, kind, key, "not found on", hint)
         return holder
 
-    def _call_held(
-        self, call: Callable[..., Any], key: Hashable, args: Any, kwargs: Any, timeout: float
-    ) -> Any:
+    def _call_held(self, call: Func, key: Hashable, args: Any, kwargs: Any, timeout: float) -> Any:
         """Call a service by `call`, where it is now."""
         self._holders.pop(key, None)
         holder = self._holders[key] = self._find_or_raise("service", key)
@@ -291,7 +268,7 @@ def _key_error(group: str, kind: Kind, key: Hashable, state: str, hint: str = ""
     return KeyError(f"{kind.capitalize()} [{key}] {state} Group [{group}]{hint}")
 
 
-def _name_of(target: str | int | WorkerInfo | None) -> str | None:
+def _name_of(target: Target | None) -> str | None:
     if target is None:
         return _node.current().name
     if isinstance(target, WorkerInfo):

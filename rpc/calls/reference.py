@@ -23,6 +23,7 @@ from ..errors import RpcError
 from . import node as _node
 from .calls import (
     AnyFuture,
+    Func,
     call_async,
     call_sync,
     called,
@@ -44,11 +45,7 @@ class RpcReference:
     """
 
     def __init__(
-        self,
-        owner: str,
-        fetch: Callable[..., Any],
-        args: tuple[Any, ...],
-        made: Future[None] | None = None,
+        self, owner: str, fetch: Func, args: tuple[Any, ...], made: Future[None] | None = None
     ) -> None:
         self._owner = owner
         self._fetch = fetch
@@ -119,13 +116,7 @@ class RpcReference:
 
 
 def call_remote(
-    to: str,
-    func: Callable[..., Any],
-    args: Any = (),
-    kwargs: Any = None,
-    timeout: float = -1,
-    *,
-    what: str | None = None,
+    to: str, func: Func, args: Any = (), kwargs: Any = None, timeout: float = -1, *, what: str = ""
 ) -> RpcReference:
     """Call `func` on `to` and return at once a reference to its result, which stays there."""
     number = _new_number()

@@ -23,8 +23,6 @@ from .reduction import OnFull, ReduceSettings
 
 logger = logging.getLogger(__name__)
 
-_POLICIES = ("block", "drop_oldest", "error")
-
 
 class ReduceType(Enum):
     """The levels of the reduction."""
@@ -83,9 +81,8 @@ class PushPullGradServerImpl:
         *,
         on_full: OnFull = "block",
     ) -> None:
-        settings = _checked_settings(
-            reduce_method, reduce_device, reduce_batch_size, max_queue_size, on_full
-        )
+        device = torch.device(reduce_device)
+        settings = ReduceSettings(reduce_method, device, reduce_batch_size, max_queue_size, on_full)
         members = group.get_group_members()
         self.server_name = server_name
         self.group = group
@@ -101,12 +98,15 @@ class PushPullGradServerImpl:
         self._thread: threading.Thread | None = None
         self._is_stopping = False
         self._failure: BaseException | None = None
-        is_primary = self._name == self.primary_reducer
-        self._primary = (
-            Primary(self._name, settings, self._changed, self._shut_out) if is_primary else None
-        )
+        self._primary: Primary | None = None
+        # The upper one first, so that what it waits for on the other has room to go to.
+        self._levels: list[Primary | Secondary] = []
+        if self._name == self.primary_reducer:
+            self._primary = Primary(self._name, settings, self._changed, self._shut_out)
+            self._levels.append(self._primary)
         primary = self._primary or RemotePrimary(server_name, group, self.primary_reducer)
         self._secondary = Secondary(self._name, settings, self._changed, primary)
+        self._levels.append(self._secondary)
         with contextlib.ExitStack() as undo:
             self._offer(undo)
             self._offers = undo.pop_all()
@@ -115,14 +115,13 @@ class PushPullGradServerImpl:
     @property
     def dropped(self) -> int:
         """How many pushes were dropped in this process, on both levels."""
-        return self._secondary.intake.dropped + (self._primary.dropped if self._primary else 0)
+        return sum(one.level.dropped for one in self._levels)
 
     @property
     def pending(self) -> int:
         """How many pushes are in this process and in no step yet."""
         with self._changed:
-            at_secondary = len(self._secondary.intake.pushes)
-            return at_secondary + (self._primary.pending if self._primary else 0)
+            return sum(len(one.level.pushes) for one in self._levels)
 
     def manage_model(
         self, model: nn.Module, optimizer: Optimizer, lr_scheduler: Any = None
@@ -152,9 +151,8 @@ class PushPullGradServerImpl:
         if self._thread is not None:
             return
         self._is_stopping, self._failure = False, None
-        if self._primary is not None:
-            self._primary.run()
-        self._secondary.run()
+        for level in self._levels:
+            level.run()
         name = f"reducer of {self.server_name}"
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
@@ -196,24 +194,20 @@ class PushPullGradServerImpl:
         self._secondary.leave()
 
     def _run(self) -> None:
-        levels: list[Primary | Secondary] = [self._secondary]
-        if self._primary is not None:
-            # First, so that what it waits for on the other level has room to go to.
-            levels.insert(0, self._primary)
         try:
-            while self._wait_for_work(levels):
-                any(level.step() for level in levels)
+            while self._wait_for_work():
+                any(level.step() for level in self._levels)
         except BaseException as error:
             self._failure = error
             logger.exception("the reducer %r of %r has failed", self._name, self.server_name)
             text = f"the reducer {self._name!r} has failed: {type(error).__name__}: {error}"
-            for level in levels:
+            for level in self._levels:
                 level.fail(text)
 
-    def _wait_for_work(self, levels: list[Primary | Secondary]) -> bool:
+    def _wait_for_work(self) -> bool:
         with self._changed:
             self._changed.wait_for(
-                lambda: self._is_stopping or any(level.has_work for level in levels)
+                lambda: self._is_stopping or any(level.has_work for level in self._levels)
             )
             return not self._is_stopping
 
@@ -245,21 +239,6 @@ class PushPullGradServerImpl:
         # It mostly is dead.
         with contextlib.suppress(KeyError, RpcError):
             self.group.registered_async(key, (text,), timeout=0)
-
-
-def _checked_settings(
-    method: str, device: str | torch.device, batch_size: int, max_queue_size: int, on_full: OnFull
-) -> ReduceSettings:
-    assert method in ("mean", "sum"), f"reduce_method must be 'mean' or 'sum', got {method!r}"
-    assert max_queue_size > 1, f"max_queue_size must be greater than 1, got {max_queue_size}"
-    assert batch_size > 1, f"reduce_batch_size must be greater than 1, got {batch_size}"
-    assert max_queue_size > batch_size, (
-        f"max_queue_size must be greater than reduce_batch_size, got {max_queue_size} and "
-        f"{batch_size}"
-    )
-    if on_full not in _POLICIES:
-        raise ValueError(f"on_full must be one of {', '.join(_POLICIES)}, got {on_full!r}")
-    return ReduceSettings(method, torch.device(device), batch_size, max_queue_size, on_full)
 
 
 def _check_reducers(members: list[str], primary: str, secondaries: list[str]) -> None:

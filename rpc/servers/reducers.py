@@ -19,7 +19,6 @@ from ..errors import RpcError
 from .model_state import snapshot, unwrap
 from .ordered_server import OrderedServerBase, OrderedServerSimple, Update, Wanted, pull_here
 from .reduction import (
-    Answer,
     Batch,
     Gradients,
     Layout,
@@ -115,30 +114,21 @@ class Primary:
         shut_out: Callable[[str, str], None],
     ) -> None:
         self.model: ManagedModel | None = None
-        self._name = name
         self._changed = changed
         self._shut_out = shut_out
         # Between reducers a full queue cannot be an error: who pushed has gone on.
         drops = settings.on_full == "drop_oldest"
-        self._level = Level[Batch](settings, "drop_oldest" if drops else "block")
+        self.level = Level[Batch](
+            f"{name} (primary)", settings, "drop_oldest" if drops else "block"
+        )
         self._failure = ""
         self._fenced: set[str] = set()
         self._arrived: dict[str, set[int]] = {}
 
     @property
-    def dropped(self) -> int:
-        """How many pushes were dropped here."""
-        return self._level.dropped
-
-    @property
-    def pending(self) -> int:
-        """How many pushes have arrived and are in no step yet."""
-        return len(self._level.pushes)
-
-    @property
     def has_work(self) -> bool:
         """Whether `step` would do something."""
-        return bool(self._level.items) and not self._failure
+        return bool(self.level.items) and not self._failure
 
     def services(self, prefix: str) -> dict[str, Callable[..., Any]]:
         """Return what secondary reducers call, and clients when one of those has died."""
@@ -153,7 +143,7 @@ class Primary:
         answer: Future[Receipt] = Future()
         with self._changed:
             state, text = self._accept(batch, answer)
-            receipt = None if state is None else self._receipt(state, text)
+            receipt = None if state is None else self.level.receipt(batch, state, text)
             self._changed.notify_all()
         if receipt is not None:
             answer.set_result(receipt)
@@ -189,11 +179,10 @@ class Primary:
         """Refuse batches until `run`; what was being reduced is lost."""
         with self._changed:
             self._failure = text
-            answers: list[Answer] = []
-            for batch, answer in self._level.withdraw(lambda batch: True):
+            for batch, _ in self.level.waiting:
                 self._note(batch.ids, has_arrived=False)
-                answers.append((answer, self._receipt("failed", text)))
-            lost = self._level.drop_broken()
+            answers = self.level.dismiss("failed", text)
+            lost = self.level.drop_broken()
         if lost:
             logger.warning("%d pushes were lost in a step that failed", lost)
         answer_all(answers)
@@ -203,16 +192,16 @@ class Primary:
         with self._changed:
             if not self.has_work:
                 return False
-            batch = self._level.take()
-            answers = [(answer, self._receipt("taken")) for _, answer in self._level.admit()]
+            batch = self.level.take()
+            answers = self.level.admit()
         answer_all(answers)
         # Not under the lock: a step may be long.
-        total = self._level.add(batch)
+        total = self.level.add(batch)
         if total is not None:
             if self.model is not None:
                 self.model.step(total)
             with self._changed:
-                self._level.finish()
+                self.level.finish()
             if self.model is not None:
                 self.model.publish()
         return True
@@ -234,15 +223,12 @@ class Primary:
             self._arrived[client] = {number for number in known if number >= low}
         # Those that wait too: they are here, whatever becomes of their reducer.
         self._note(batch.ids, has_arrived=True)
-        return self._level.offer(batch, answer)[0], ""
+        return self.level.offer(batch, answer), ""
 
     def _note(self, ids: Iterable[PushId], has_arrived: bool) -> None:
         for client, number in ids:
             known = self._arrived.setdefault(client, set())
             (known.add if has_arrived else known.discard)(number)
-
-    def _receipt(self, state: State, text: str = "") -> Receipt:
-        return Receipt(state, text, dropped={f"{self._name} (primary)": self._level.dropped})
 
 
 def _why_fenced(reducer: str) -> str:
@@ -286,12 +272,11 @@ class Intake(Level[Push]):
     """The pushes that a secondary reducer holds until the primary has them."""
 
     def __init__(self, name: str, settings: ReduceSettings) -> None:
-        super().__init__(settings, settings.on_full)
+        super().__init__(name, settings, settings.on_full)
         self.unsent: Batch | None = None
         self.is_sending = False
         # By reducer: clients learn what the primary has dropped too.
         self.dropped_by: dict[str, int] = {}
-        self._name = name
         self._batch_size = settings.batch_size
 
     @property
@@ -310,26 +295,10 @@ class Intake(Level[Push]):
         has_room = self.unsent is None or self.num_taken + 1 < self._batch_size
         return bool(self.items) and has_room
 
-    def finish_batch(self, total: Gradients) -> None:
-        """Have a full sum sent, and begin with the next one."""
-        self.unsent = Batch(self._name, total, *self.finish())
-
-    def receipt(self, push: Push, state: State, text: str = "") -> Receipt:
-        """Return the answer to a push."""
-        held = {number for client, number in self.pushes if client == push.client}
-        dropped = {**self.dropped_by, self._name: self.dropped}
-        return Receipt(state, text, tuple(held.intersection(push.asked)), dropped)
-
-    def admit_all(self) -> list[Answer]:
-        """Give those that wait the free places."""
-        return [(answer, self.receipt(push, "taken")) for push, answer in self.admit()]
-
-    def dismiss(
-        self, state: State, text: str, is_meant: Callable[[Push], bool] = lambda push: True
-    ) -> list[Answer]:
-        """Send away those that wait."""
-        leaving = self.withdraw(is_meant)
-        return [(answer, self.receipt(push, state, text)) for push, answer in leaving]
+    def receipt(self, item: Push, state: State, text: str = "") -> Receipt:
+        held = {number for client, number in self.pushes if client == item.client}
+        dropped = {**self.dropped_by, self.name: self.dropped}
+        return Receipt(state, text, tuple(held.intersection(item.asked)), dropped)
 
 
 class Secondary:
@@ -346,7 +315,7 @@ class Secondary:
         changed: threading.Condition,
         primary: Primary | RemotePrimary,
     ) -> None:
-        self.intake = Intake(name, settings)
+        self.level = Intake(name, settings)
         self.is_running = False
         # Set once and for all: the primary is gone ("failed") or has shut this reducer out.
         self.lost: tuple[State, str] | None = None
@@ -365,7 +334,7 @@ class Secondary:
         """Whether `step` would do something."""
         if self.lost or self._failure or self._trouble:
             return False
-        return self.intake.can_send or self.intake.can_take
+        return self.level.can_send or self.level.can_take
 
     def services(self, prefix: str) -> dict[str, Callable[..., Any]]:
         """Return what clients call; the primary too, to shut this reducer out."""
@@ -412,11 +381,11 @@ class Secondary:
             layout = self._layout
             if layout is None:
                 # Without a model all must at least be like the one before.
-                before = self.intake.items[-1] if self.intake.items else push
+                before = self.level.items[-1] if self.level.items else push
                 layout = layout_of(before.gradients)
             check_gradients(push.gradients, layout)
             state, text = self._accept(push, answer, must_run)
-            receipt = None if state is None else self.intake.receipt(push, state, text)
+            receipt = None if state is None else self.level.receipt(push, state, text)
             self._changed.notify_all()
         if receipt is not None:
             answer.set_result(receipt)
@@ -425,7 +394,7 @@ class Secondary:
     def withdraw(self, client: str, number: int) -> bool:
         """Send away a push that waits; False where it does not wait any more."""
         with self._changed:
-            answers = self.intake.dismiss("full", "", lambda push: push[:2] == (client, number))
+            answers = self.level.dismiss("full", "", lambda push: push[:2] == (client, number))
         answer_all(answers)
         return bool(answers)
 
@@ -439,15 +408,15 @@ class Secondary:
         """Keep what is here and send those that wait elsewhere."""
         with self._changed:
             self.is_running = False
-            answers = self.intake.dismiss("idle", f"the reducer {self._name!r} was stopped")
+            answers = self.level.dismiss("idle", f"the reducer {self._name!r} was stopped")
         answer_all(answers)
 
     def fail(self, text: str) -> None:
         """Answer every push by an error until `run`; what was being added is lost."""
         with self._changed:
             self._failure = text
-            lost = self.intake.drop_broken()
-            answers = self.intake.dismiss("failed", text)
+            lost = self.level.drop_broken()
+            answers = self.level.dismiss("failed", text)
         if lost:
             logger.warning("%d pushes at the reducer %r could not be reduced", lost, self._name)
         answer_all(answers)
@@ -457,23 +426,23 @@ class Secondary:
         with self._changed:
             if not self.has_work:
                 return False
-            batch = self.intake.unsent if self.intake.can_send else None
-            push = self.intake.take() if batch is None else None
-            self.intake.is_sending = self.intake.is_sending or batch is not None
-            answers = self.intake.admit_all()
+            batch = self.level.unsent if self.level.can_send else None
+            push = self.level.take() if batch is None else None
+            self.level.is_sending = self.level.is_sending or batch is not None
+            answers = self.level.admit()
         answer_all(answers)
         if batch is not None:
             self._send(batch)
-        if push is not None and (total := self.intake.add(push)) is not None:
+        if push is not None and (total := self.level.add(push)) is not None:
             with self._changed:
-                self.intake.finish_batch(total)
+                self.level.unsent = Batch(self._name, total, *self.level.finish())
         return True
 
     def lose(self, state: State, text: str) -> None:
         """Take nothing any more: the primary is gone ("failed") or takes nothing ("fenced")."""
         with self._changed:
             self.lost = self.lost or (state, text)
-            answers = self.intake.dismiss(*self.lost)
+            answers = self.level.dismiss(*self.lost)
             self._changed.notify_all()
         answer_all(answers)
         if state == "fenced":
@@ -494,7 +463,7 @@ class Secondary:
             self.lose("failed", f"the primary reducer is gone: {error}")
 
     def _on_answer(self, done: Future[Receipt]) -> None:
-        intake = self.intake
+        level = self.level
         try:
             receipt = done.wait()
         except Exception as error:
@@ -504,19 +473,19 @@ class Secondary:
             self.lose("fenced", receipt.text)
             return
         with self._changed:
-            intake.is_sending = False
-            intake.dropped_by.update(receipt.dropped)
+            level.is_sending = False
+            level.dropped_by.update(receipt.dropped)
             if receipt.state == "failed":
                 self._trouble = receipt.text
-                answers = intake.dismiss("failed", receipt.text)
+                answers = level.dismiss("failed", receipt.text)
             else:
-                if receipt.state == "refused" and intake.unsent is not None:
-                    count, self._layout = len(intake.unsent.ids), None
-                    intake.dropped += count
+                if receipt.state == "refused" and level.unsent is not None:
+                    count, self._layout = len(level.unsent.ids), None
+                    level.dropped += count
                     text = "%d pushes at the reducer %r were refused: %s"
                     logger.warning(text, count, self._name, receipt.text)
-                intake.unsent = None
-                answers = intake.admit_all()
+                level.unsent = None
+                answers = level.admit()
             self._changed.notify_all()
         answer_all(answers)
 
@@ -540,13 +509,13 @@ class Secondary:
         if must_run and not self.is_running:
             return "idle", f"the reducer {self._name!r} is not running"
         if not self._trouble:
-            state, _ = self.intake.offer(push, answer, is_forced=push.is_again)
+            state = self.level.offer(push, answer, is_forced=push.is_again)
             return state, f"the queue of {self._name!r} is full" if state == "full" else ""
-        if not self.intake.can_send:
+        if not self.level.can_send:
             return "failed", self._trouble
         # The primary may work again: the answer to the batch decides.
         self._trouble = ""
-        self.intake.waiting.append((push, answer))
+        self.level.waiting.append((push, answer))
         return None, ""
 
 

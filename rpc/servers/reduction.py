@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import chain
-from typing import Generic, Literal, NamedTuple, TypeVar
+from typing import Generic, Literal, NamedTuple, TypeVar, get_args
 
 import torch
 from torch import Tensor
@@ -87,6 +87,19 @@ class ReduceSettings:
     max_queue_size: int
     on_full: OnFull
 
+    def __post_init__(self) -> None:
+        method, batch_size, max_queue_size = self.method, self.batch_size, self.max_queue_size
+        assert method in ("mean", "sum"), f"reduce_method must be 'mean' or 'sum', got {method!r}"
+        assert max_queue_size > 1, f"max_queue_size must be greater than 1, got {max_queue_size}"
+        assert batch_size > 1, f"reduce_batch_size must be greater than 1, got {batch_size}"
+        assert max_queue_size > batch_size, (
+            f"max_queue_size must be greater than reduce_batch_size, got {max_queue_size} and "
+            f"{batch_size}"
+        )
+        policies = get_args(OnFull)
+        if self.on_full not in policies:
+            raise ValueError(f"on_full must be one of {', '.join(policies)}, got {self.on_full!r}")
+
 
 class Reduction:
     """The sum or mean of a number of gradients, added one by one.
@@ -153,72 +166,63 @@ def check_gradients(gradients: Mapping[str, Tensor], layout: Layout) -> None:
         raise ValueError(f"gradients must fit the managed model: {'; '.join(parts)}")
 
 
-T = TypeVar("T")
 Item = TypeVar("Item", bound=Push | Batch)
 
 
-class PushQueue(Generic[T]):
-    """Items in the order of their arrival, and those that wait for a place."""
-
-    def __init__(self, limit: int, on_full: OnFull) -> None:
-        self._limit = limit
-        self._on_full = on_full
-        self.items: deque[T] = deque()
-        self.waiting: deque[tuple[T, Future[Receipt]]] = deque()
-
-    def offer(
-        self, item: T, answer: Future[Receipt], *, is_forced: bool = False
-    ) -> tuple[State | None, list[T]]:
-        """Take an item, whatever the limit where `is_forced`; else refuse it or let it wait.
-
-        Returns "taken", "full", or None where it waits; and what was dropped for it.
-        """
-        is_full = len(self.items) >= self._limit and not is_forced
-        if is_full and self._on_full == "error":
-            return "full", []
-        if is_full and self._on_full == "block":
-            self.waiting.append((item, answer))
-            return None, []
-        self.items.append(item)
-        return "taken", [self.items.popleft()] if is_full else []
-
-    def admit(self) -> list[tuple[T, Future[Receipt]]]:
-        """Give those that wait the free places; return them, to be answered."""
-        admitted = []
-        while self.waiting and len(self.items) < self._limit:
-            item, answer = self.waiting.popleft()
-            self.items.append(item)
-            admitted.append((item, answer))
-        return admitted
-
-    def withdraw(self, is_meant: Callable[[T], bool]) -> list[tuple[T, Future[Receipt]]]:
-        """Send away those that wait and are meant; return them, to be answered."""
-        leaving = [one for one in self.waiting if is_meant(one[0])]
-        self.waiting = deque(one for one in self.waiting if not is_meant(one[0]))
-        return leaving
-
-
-class Level(PushQueue[Item]):
-    """One level of the reduction: a queue, and the sum of what was taken out of it.
+class Level(Generic[Item]):
+    """One level of the reduction: a queue, those that wait for a place in it, and a sum.
 
     Everything but `add` is to be called under the reducer's lock.
     """
 
-    def __init__(self, settings: ReduceSettings, on_full: OnFull) -> None:
-        super().__init__(settings.max_queue_size, on_full)
+    def __init__(self, name: str, settings: ReduceSettings, on_full: OnFull) -> None:
+        self.name = name
         self.dropped = 0
-        self._reduction = Reduction(settings)
-        # Of the pushes in the sum, and how many items they came in.
+        self.items: deque[Item] = deque()
+        self.waiting: deque[tuple[Item, Future[Receipt]]] = deque()
+        # How many items are in the sum, and the pushes in them.
+        self.num_taken = 0
         self._ids: list[PushId] = []
         self._lows: dict[str, int] = {}
-        self.num_taken = 0
+        self._reduction = Reduction(settings)
+        self._limit = settings.max_queue_size
+        self._on_full = on_full
 
     def offer(
         self, item: Item, answer: Future[Receipt], *, is_forced: bool = False
-    ) -> tuple[State | None, list[Item]]:
-        state, dropped = super().offer(item, answer, is_forced=is_forced)
-        self.dropped += sum(len(one.ids) for one in dropped)
-        return state, dropped
+    ) -> State | None:
+        """Take an item, whatever the limit where `is_forced`; "full" refuses it, None: it waits."""
+        is_full = len(self.items) >= self._limit and not is_forced
+        if is_full and self._on_full == "error":
+            return "full"
+        if is_full and self._on_full == "block":
+            self.waiting.append((item, answer))
+            return None
+        if is_full:
+            self.dropped += len(self.items.popleft().ids)
+        self.items.append(item)
+        return "taken"
+
+    def admit(self) -> list[Answer]:
+        """Give those that wait the free places."""
+        answers = []
+        while self.waiting and len(self.items) < self._limit:
+            item, answer = self.waiting.popleft()
+            self.items.append(item)
+            answers.append((answer, self.receipt(item, "taken")))
+        return answers
+
+    def dismiss(
+        self, state: State, text: str = "", is_meant: Callable[[Item], bool] = lambda item: True
+    ) -> list[Answer]:
+        """Send away those that wait and are meant."""
+        leaving = [one for one in self.waiting if is_meant(one[0])]
+        self.waiting = deque(one for one in self.waiting if not is_meant(one[0]))
+        return [(answer, self.receipt(item, state, text)) for item, answer in leaving]
+
+    def receipt(self, item: Item, state: State, text: str = "") -> Receipt:
+        """Return the answer to an item."""
+        return Receipt(state, text, dropped={self.name: self.dropped})
 
     @property
     def pushes(self) -> list[PushId]:
