@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import math
 import re
+import threading
+from collections import deque
 from collections.abc import Callable
 from functools import partial
 from numbers import Real
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed.rpc as rpc
@@ -19,19 +21,20 @@ from torch.distributed.rpc.functions import async_execution
 from torch.futures import Future
 
 from ..errors import RpcError
-from .payload import Parcel, pack, take_back, unpack
-from .remote_errors import Failure, describe, rebuild
-from .slots import Slots
+from .payload import Parcel, pack, pack_error, take_back, unpack, unpack_error
 
-F = TypeVar("F", bound=Callable[..., Any])
+Func = Callable[..., Any]
+F = TypeVar("F", bound=Func)
 
-# What the callee answers: whether the parcel holds a value, not a failure.
+# What the callee answers: whether the parcel holds a value, not an exception.
 Answer = tuple[bool, Parcel]
 
+# Of torch's own futures too. A function that returns one is answered when that is complete, and
+# occupies no thread meanwhile.
+AnyFuture = torch._C.Future
 
-def answered_later(func: F) -> F:
-    """Have a function answer by the future that it returns, and hold no thread meanwhile."""
-    return cast(F, async_execution(func))  # type: ignore[no-untyped-call]
+# Threads that torch gets beyond those for services: for answers, time-outs and errors.
+SPARE_THREADS = 4
 
 
 def never_waits(func: F) -> F:
@@ -43,62 +46,34 @@ def never_waits(func: F) -> F:
     return func
 
 
-def serve_at_once(count: int) -> None:
-    """Set how many calls this process serves at once, from now on."""
-    global _slots
-    _slots = Slots(count)
-
-
-_slots = Slots(16)
-
-
 def call_sync(
-    to: str,
-    func: Callable[..., Any],
-    args: Any = (),
-    kwargs: Any = None,
-    timeout: float = -1,
-    *,
-    what: str | None = None,
+    to: str, func: Func, args: Any = (), kwargs: Any = None, timeout: float = -1, *, what: str = ""
 ) -> Any:
     """Call `func` on `to` and return its result, or raise what it raised.
 
-    Args:
-        what: what is called, as errors of the transport tell it, where `func` only leads there.
+    Errors of the transport name `what` is called, where `func` only leads there.
     """
-    timeout = checked_timeout(timeout)
-    entry, parcel = _prepare(func, args, kwargs)
+    sent, lost = _send(to, func, args, kwargs, timeout, what)
     try:
-        answer = rpc.rpc_sync(to, entry, args=(parcel,), timeout=timeout)
+        answer = sent.wait()
     except RuntimeError as error:
-        raise _lost(parcel, error, to, what or func) from error
+        raise lost(error) from error
     return _open(answer)
 
 
 def call_async(
-    to: str,
-    func: Callable[..., Any],
-    args: Any = (),
-    kwargs: Any = None,
-    timeout: float = -1,
-    *,
-    what: str | None = None,
+    to: str, func: Func, args: Any = (), kwargs: Any = None, timeout: float = -1, *, what: str = ""
 ) -> Future[Any]:
     """Like `call_sync`, but return a future, whose `wait()` returns the result or raises."""
-    timeout = checked_timeout(timeout)
-    entry, parcel = _prepare(func, args, kwargs)
-    try:
-        sent = rpc.rpc_async(to, entry, args=(parcel,), timeout=timeout)
-    except RuntimeError as error:
-        raise _lost(parcel, error, to, what or func) from error
+    sent, lost = _send(to, func, args, kwargs, timeout, what)
     result: Future[Any] = Future(devices=devices())
 
     def finish(done: Future[Answer]) -> None:
         try:
             answer = done.wait()
         except RuntimeError as error:
-            cause, lost = error.with_traceback(None), _lost(parcel, error, to, what or func)
-            fail_by(result, partial(_raise, type(lost), str(lost), cause))
+            cause, failure = error.with_traceback(None), lost(error)
+            fail_by(result, partial(_raise, type(failure), str(failure), cause))
             return
         try:
             result.set_result(_open(answer))
@@ -107,6 +82,26 @@ def call_async(
 
     sent.add_done_callback(finish)
     return result
+
+
+def _send(
+    to: str, func: Func, args: Any, kwargs: Any, timeout: float, what: str
+) -> tuple[Future[Answer], Callable[[RuntimeError], RpcError]]:
+    """Return the future answer, and what makes an error of the transport ours."""
+    timeout = checked_timeout(timeout)
+    entry = _serve_now if hasattr(func, "_never_waits") else _serve
+    parcel = pack((func, tuple(args), dict(kwargs or {})))
+
+    def lost(error: RuntimeError) -> RpcError:
+        if not _TIME_OUT.search(str(error)):
+            # After a time-out the message may have arrived, or may arrive yet.
+            take_back(parcel)
+        return transport_error(error, to, what or func)
+
+    try:
+        return rpc.rpc_async(to, entry, args=(parcel,), timeout=timeout), lost
+    except RuntimeError as error:
+        raise lost(error) from error
 
 
 def fail_by(future: Future[Any], fail: Callable[[], Any]) -> None:
@@ -123,69 +118,93 @@ def _raise(kind: type[Exception], text: str, cause: Exception) -> None:
     raise kind(text) from cause
 
 
-def is_async(func: Callable[..., Any]) -> bool:
-    """Whether `func` answers by a future: decorated by torch's `async_execution`."""
-    return hasattr(func, "_wrapped_async_rpc_function")
-
-
-def _prepare(func: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, Parcel]:
-    entry = _serve_now if hasattr(func, "_never_waits") else _serve
-    return entry, pack((func, tuple(args), dict(kwargs or {})))
-
-
-def _lost(parcel: Parcel, error: RuntimeError, to: str, func: Callable[..., Any] | str) -> RpcError:
-    if not is_late(error):
-        take_back(parcel)
-    return transport_error(error, to, func)
-
-
 def own_name() -> str:
     """Return the name under which this process takes calls."""
     return str(rpc.get_worker_info().name)
 
 
-@answered_later
+class _Slots:
+    """How many calls this process serves at once; the others wait, but not in torch's threads.
+
+    torch completes time-outs, errors and answers in the threads that run services. Were all of them
+    in services that wait for other processes, nothing could reach those any more, deaths included.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._free = count
+        self._waiting: deque[tuple[Parcel, Future[Answer]]] = deque()
+        self._lock = threading.Lock()
+
+    def enter(self, parcel: Parcel) -> Future[Answer] | None:
+        """Take a free slot; without one, have the call carried out later and return its answer."""
+        with self._lock:
+            if self._free:
+                self._free -= 1
+                return None
+            later: Future[Answer] = Future(devices=devices())
+            self._waiting.append((parcel, later))
+            return later
+
+    def leave(self) -> None:
+        """Give the slot back, or to those that wait for one."""
+        work = self._next()
+        if work is not None:
+            # The caller's own answer is sent when it returns, so it cannot work on itself.
+            threading.Thread(target=self._work_on, args=(work,), daemon=True).start()
+
+    def _work_on(self, work: tuple[Parcel, Future[Answer]] | None) -> None:
+        while work is not None:
+            parcel, later = work
+            _carry_out(parcel).add_done_callback(partial(_pass_on, later))
+            work = self._next()
+
+    def _next(self) -> tuple[Parcel, Future[Answer]] | None:
+        with self._lock:
+            if self._waiting:
+                return self._waiting.popleft()
+            self._free += 1
+            return None
+
+
+_slots = _Slots(16)
+
+
+def serve_at_once(count: int) -> None:
+    """Set how many calls this process serves at once, from now on."""
+    global _slots
+    _slots = _Slots(count)
+
+
+@async_execution  # type: ignore[untyped-decorator]
 def _serve_now(parcel: Parcel) -> Future[Answer]:
     return _carry_out(parcel)
 
 
-@answered_later
+@async_execution  # type: ignore[untyped-decorator]
 def _serve(parcel: Parcel) -> Future[Answer]:
     slots = _slots
-    if not slots.take():
-        later: Future[Answer] = Future(devices=devices())
-        if not slots.enter(partial(_serve_later, parcel, later)):
-            return later
+    later = slots.enter(parcel)
+    if later is not None:
+        return later
     try:
         return _carry_out(parcel)
     finally:
         slots.leave()
 
 
-def _serve_later(parcel: Parcel, told: Future[Answer]) -> None:
-    def tell(done: Future[Answer]) -> None:
-        try:
-            told.set_result(done.wait())
-        except BaseException as error:
-            # Of a device that was not in use when the call came, for one.
-            told.set_result(_failed(error))
-
-    _carry_out(parcel).add_done_callback(tell)
-
-
 def _carry_out(parcel: Parcel) -> Future[Answer]:
     try:
         func, args, kwargs = unpack(parcel)
         value = func(*args, **kwargs)
-        if is_async(func):
-            later: Future[Answer] = value.then(_answer_of)
+        if isinstance(value, AnyFuture):
+            later: Future[Answer] = value.then(_answer_of)  # type: ignore[assignment]
             return later
         answer = True, pack(value)
     except BaseException as error:
         answer = _failed(error)
-    told: Future[Answer] = Future(devices=devices())
-    told.set_result(answer)
-    return told
+    done: Future[Answer] = Future(devices=devices())
+    done.set_result(answer)
+    return done
 
 
 def _answer_of(done: Future[Any]) -> Answer:
@@ -197,16 +216,23 @@ def _answer_of(done: Future[Any]) -> Answer:
         return answer
 
 
+def _pass_on(later: Future[Answer], done: Future[Answer]) -> None:
+    try:
+        later.set_result(done.wait())
+    except BaseException as error:
+        # Of a device that was not in use when the call came, for one.
+        later.set_result(_failed(error))
+
+
 def _failed(error: BaseException) -> Answer:
-    return False, pack(describe(error, own_name()))
+    return False, pack_error(error, own_name())
 
 
 def _open(answer: Answer) -> Any:
     is_value, parcel = answer
-    content = unpack(parcel)
     if is_value:
-        return content
-    raise rebuild(Failure(*content))
+        return unpack(parcel)
+    raise unpack_error(parcel)
 
 
 def devices() -> list[int | str | torch.device]:
@@ -227,12 +253,7 @@ _SHORTEST, _LONGEST = 0.001, 2e6
 
 
 def checked_timeout(timeout: float) -> float:
-    """Return a timeout as torch takes it: -1, 0, or at least what it can count.
-
-    Raises:
-        TypeError: it is no number.
-        ValueError: it is negative, other than -1, or not finite.
-    """
+    """Return a timeout as torch takes it: -1, 0, or at least what it can count."""
     if timeout == -1:
         return -1
     if not isinstance(timeout, Real) or isinstance(timeout, bool):
@@ -244,18 +265,14 @@ def checked_timeout(timeout: float) -> float:
     return min(max(float(timeout), _SHORTEST), _LONGEST) if timeout else 0
 
 
-def is_late(error: RuntimeError) -> bool:
-    """Whether torch tells of a time-out: the message may have arrived, or may arrive yet."""
-    return _TIME_OUT.search(str(error)) is not None
+def called(func: Func) -> str:
+    """Return how errors name a call of `func`."""
+    return f"{getattr(func, '__qualname__', repr(func))}()"
 
 
-def transport_error(error: RuntimeError, to: str, func: Callable[..., Any] | str) -> RpcError:
-    """Return the error for a message to `to` that torch could not deliver or get answered.
-
-    Args:
-        func: what was called; a text is told as it is.
-    """
-    what = func if isinstance(func, str) else f"{getattr(func, '__qualname__', repr(func))}()"
+def transport_error(error: RuntimeError, to: str, func: Func | str) -> RpcError:
+    """Return the error for a message to `to` that torch could not deliver or get answered."""
+    what = func if isinstance(func, str) else called(func)
     text = str(error)
     late = _TIME_OUT.search(text)
     if late:

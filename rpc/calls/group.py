@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
-from functools import partial
+from collections.abc import Hashable, Iterable
 from typing import Any
 
 from torch._C._distributed_rpc import WorkerInfo
 from torch.futures import Future
 
-from ..settings import did_you_mean
+from ..errors import RpcError
 from . import calls as _calls
 from . import node as _node
-from .directory import barrier_place
-from .keys import Keys
+from .calls import Func
+from .directory import Kind, barrier_place, did_you_mean
 from .node import Node
 from .reference import RpcReference, call_remote
 
-__all__ = ["RpcGroup"]
+# A member's name, its rank in the world, or torch's description of it.
+Target = str | int | WorkerInfo
+Args = Iterable[Any]
+Kwargs = dict[str, Any] | None
+
+_HELD = {"value": "paired to", "service": "registered in"}
 
 
 class RpcGroup:
@@ -27,12 +31,12 @@ class RpcGroup:
     there, else a handle with which calls and lookups work.
 
     Times are in seconds; a timeout of -1 is the world's default, 0 waits as long as it takes.
+    A key that is taken, or that nobody (for `unpair` and `deregister`: not this process) holds, is
+    a KeyError; offering keys and `barrier` are a RuntimeError in a process that is no member or has
+    destroyed the group; a process that is gone or late is an RpcError that names it.
 
     Args:
-        group_name: unique among the living groups of its members.
-        group_members: their names.
-        first_create: kept for callers that give it; a group is alive in a process that has met
-            the others in `World.create_rpc_group`, and a handle everywhere else.
+        first_create: kept for callers that give it, without effect.
     """
 
     def __init__(
@@ -43,15 +47,11 @@ class RpcGroup:
         self.destroyed = False
         # Which group of that name; set when the members have met.
         self.generation = 0
-        self._keys = Keys(group_name)
+        # Who holds a service, as far as known here: asked once, and again after a miss.
+        self._holders: dict[Hashable, str] = {}
 
     def rpc_sync(
-        self,
-        to: str | int | WorkerInfo,
-        func: Callable[..., Any],
-        timeout: float = -1,
-        args: Iterable[Any] = (),
-        kwargs: dict[str, Any] | None = None,
+        self, to: Target, func: Func, timeout: float = -1, args: Args = (), kwargs: Kwargs = None
     ) -> Any:
         """Call `func` on a member and return its result.
 
@@ -61,7 +61,6 @@ class RpcGroup:
                 results are moved by torch.
 
         Raises:
-            RpcError: the member is gone, or has not answered in time.
             RuntimeError: `to` is no member.
             Exception: what `func` raised: of its own type, the remote traceback in its text;
                 `RpcException` where that type cannot be had here.
@@ -69,147 +68,98 @@ class RpcGroup:
         return _calls.call_sync(self._member(to), func, args, kwargs, timeout)
 
     def rpc_async(
-        self,
-        to: str | int | WorkerInfo,
-        func: Callable[..., Any],
-        timeout: float = -1,
-        args: Iterable[Any] = (),
-        kwargs: dict[str, Any] | None = None,
+        self, to: Target, func: Func, timeout: float = -1, args: Args = (), kwargs: Kwargs = None
     ) -> Future[Any]:
         """Like `rpc_sync`, but return a future, whose `wait()` returns the result or raises."""
         return _calls.call_async(self._member(to), func, args, kwargs, timeout)
 
     def remote(
-        self,
-        to: str | int | WorkerInfo,
-        func: Callable[..., Any],
-        timeout: float = -1,
-        args: Iterable[Any] = (),
-        kwargs: dict[str, Any] | None = None,
+        self, to: Target, func: Func, timeout: float = -1, args: Args = (), kwargs: Kwargs = None
     ) -> RpcReference:
         """Like `rpc_sync`, but leave the result there and return a reference to it at once."""
         return call_remote(self._member(to), func, args, kwargs, timeout)
 
     def pair(self, key: Hashable, value: Any) -> None:
-        """Offer a value of this process to all, under `key`.
-
-        Raises:
-            KeyError: the key is taken.
-            RuntimeError: this process is no member, or has destroyed the group.
-        """
-        if not self._keys.hold(self._own_end(), "value", key, value):
-            raise KeyError(f"Value [{key}] already paired to Group [{self.group_name}]")
+        """Offer a value of this process to all, under `key`."""
+        self._hold("value", key, value)
 
     def unpair(self, key: Hashable) -> None:
-        """Withdraw a value that this process has paired.
-
-        Raises:
-            KeyError: it has not.
-        """
-        if not self._keys.release(self._own_end(), "value", key):
-            raise KeyError(f"Value [{key}] not paired to Group [{self.group_name}]")
+        """Withdraw a value that this process has paired."""
+        self._release("value", key)
 
     def is_paired(self, key: Hashable) -> bool:
         """Return whether any member has paired a value under `key`."""
-        return self._keys.find("value", key) is not None
+        return self._find("value", key) is not None
 
     def get_paired(self, key: Hashable) -> RpcReference:
-        """Return a reference to the value paired under `key`; its holder owns it.
+        """Return a reference to the value paired under `key`; its holder owns it."""
+        holder = self._find_or_raise("value", key)
+        return RpcReference(holder, held, ("value", self.group_name, key))
 
-        Raises:
-            KeyError: nobody has paired it.
-        """
-        return self._keys.reference(key)
-
-    def register(self, key: Hashable, service: Callable[..., Any]) -> None:
+    def register(self, key: Hashable, service: Func) -> None:
         """Offer a function of this process to all, under `key`.
 
         A service decorated by `torch.distributed.rpc.functions.async_execution` returns a future
         and occupies no thread while it waits.
-
-        Raises:
-            KeyError: the key is taken.
-            RuntimeError: this process is no member, or has destroyed the group.
         """
-        if not self._keys.hold(self._own_end(), "service", key, service):
-            raise KeyError(f"Service [{key}] already registered in Group [{self.group_name}]")
+        self._hold("service", key, service)
 
     def deregister(self, key: Hashable) -> None:
-        """Withdraw a service that this process has registered.
-
-        Raises:
-            KeyError: it has not.
-        """
-        if not self._keys.release(self._own_end(), "service", key):
-            raise KeyError(f"Service [{key}] not registered in Group [{self.group_name}]")
+        """Withdraw a service that this process has registered."""
+        self._release("service", key)
 
     def is_registered(self, key: Hashable) -> bool:
         """Return whether any member has registered a service under `key`."""
-        return self._keys.find("service", key) is not None
+        return self._find("service", key) is not None
 
     def registered_sync(
-        self,
-        key: Hashable,
-        args: Iterable[Any] = (),
-        kwargs: dict[str, Any] | None = None,
-        timeout: float = -1,
+        self, key: Hashable, args: Args = (), kwargs: Kwargs = None, timeout: float = -1
     ) -> Any:
-        """Call a registered service where it lives and return its result.
-
-        Raises:
-            KeyError: nobody has registered it.
-            RpcError: its holder is gone, or has not answered in time.
-            Exception: what the service raised, as for `rpc_sync`.
-        """
-        return self._keys.call_sync(key, args, kwargs, timeout)
+        """Call a registered service where it lives; return its result or raise what it raised."""
+        known = self._holders.get(key)
+        if known is not None:
+            given = self.group_name, key, tuple(args), dict(kwargs or {})
+            try:
+                answer = _calls.call_sync(known, _try_held, given, None, timeout, what=f"{key}()")
+            except RpcError:
+                self._holders.pop(key, None)
+                raise
+            if answer is not _NotHeld:
+                return answer
+        return self._call_held(_calls.call_sync, key, args, kwargs, timeout)
 
     def registered_async(
-        self,
-        key: Hashable,
-        args: Iterable[Any] = (),
-        kwargs: dict[str, Any] | None = None,
-        timeout: float = -1,
+        self, key: Hashable, args: Args = (), kwargs: Kwargs = None, timeout: float = -1
     ) -> Future[Any]:
         """Like `registered_sync`, but return a future."""
-        call = partial(_calls.call_async, what=f"{key}()")
-        answer: Future[Any] = self._keys.call_by(call, key, args, kwargs, timeout)
+        answer: Future[Any] = self._call_held(_calls.call_async, key, args, kwargs, timeout)
         return answer
 
     def registered_remote(
-        self,
-        key: Hashable,
-        args: Iterable[Any] = (),
-        kwargs: dict[str, Any] | None = None,
-        timeout: float = -1,
+        self, key: Hashable, args: Args = (), kwargs: Kwargs = None, timeout: float = -1
     ) -> RpcReference:
-        """Like `registered_sync`, but leave the result there and return a reference at once."""
-        result: RpcReference = self._keys.call_by(call_remote, key, args, kwargs, timeout)
+        """Like `registered_sync`, but leave the result there and return a reference to it."""
+        result: RpcReference = self._call_held(call_remote, key, args, kwargs, timeout)
         return result
 
     def barrier(self, timeout: float = -1) -> None:
-        """Wait until every member has come here.
-
-        Raises:
-            RpcError: members are gone or have not come in time; they are named.
-            RuntimeError: this process is no member, or has destroyed the group.
-        """
+        """Wait until every member has come here."""
         node = self._own_end()
         what = f"barrier of group {self.group_name!r}"
         limit = node.rpc_timeout if timeout == -1 else timeout
         place = barrier_place(self.group_name, self.generation)
-        node.meet_all(place, tuple(self.group_members), what, limit)
+        node.meet(place, tuple(self.group_members), what, limit)
 
     def destroy(self) -> None:
-        """Leave the group: withdraw what this process holds in it, and forget it here.
+        """Leave the group and withdraw what this process holds in it; never waits.
 
-        Never waits and may be called again. The name can be used again once all members have
-        destroyed the group.
+        The name can be used again once all members have destroyed the group.
         """
         self.destroyed = True
-        if not _node.is_there():
+        node = _node.current_or_none()
+        if node is None:
             # The world has ended, and its groups with it.
             return
-        node = _node.current()
         with node.lock:
             if node.groups.get(self.group_name) is not self:
                 return
@@ -223,7 +173,7 @@ class RpcGroup:
         """Return the number of members."""
         return len(self.group_members)
 
-    def is_member(self, target: str | int | WorkerInfo | None = None) -> bool:
+    def is_member(self, target: Target | None = None) -> bool:
         """Return whether a process, None for this one, is a member."""
         return _name_of(target) in self.group_members
 
@@ -246,7 +196,7 @@ class RpcGroup:
     def __repr__(self) -> str:
         return f"RpcGroup({self.group_name!r}, {self.group_members})"
 
-    def _member(self, to: str | int | WorkerInfo) -> str:
+    def _member(self, to: Target) -> str:
         name = _name_of(to)
         if name not in self.group_members:
             raise RuntimeError(
@@ -257,7 +207,7 @@ class RpcGroup:
         return str(name)
 
     def _own_end(self) -> Node:
-        """Return the node, where this process is a member of the living group."""
+        """Return the node; raise RuntimeError where this process has no such living group."""
         node = _node.current()
         if not self.is_member():
             raise RuntimeError(
@@ -268,8 +218,57 @@ class RpcGroup:
             raise RuntimeError(f"group {self.group_name!r} has been destroyed in {node.name!r}")
         return node
 
+    def _hold(self, kind: Kind, key: Hashable, held: Any) -> None:
+        """Offer a value or service of this process."""
+        node, place = self._own_end(), (self.group_name, key)
+        table = node.tables[kind]
+        with node.lock:
+            if place in table:
+                raise _key_error(self.group_name, kind, key, f"already {_HELD[kind]}")
+            # Before the manager tells anyone, so that no call comes too early.
+            table[place] = held
+        is_added = False
+        try:
+            is_added = node.ask("add", kind, self.group_name, key, node.name)
+        finally:
+            if not is_added:
+                table.pop(place, None)
+        if not is_added:
+            raise _key_error(self.group_name, kind, key, f"already {_HELD[kind]}")
 
-def _name_of(target: str | int | WorkerInfo | None) -> str | None:
+    def _release(self, kind: Kind, key: Hashable) -> None:
+        """Withdraw what this process holds."""
+        node, place = self._own_end(), (self.group_name, key)
+        table = node.tables[kind]
+        is_held = place in table and node.ask("remove", kind, self.group_name, key, node.name)
+        table.pop(place, None)
+        if not is_held:
+            raise _key_error(self.group_name, kind, key, f"not {_HELD[kind]}")
+
+    def _find(self, kind: Kind, key: Hashable) -> str | None:
+        holder: str | None = _node.current().ask("find", kind, self.group_name, key)
+        return holder
+
+    def _find_or_raise(self, kind: Kind, key: Hashable) -> str:
+        holder = self._find(kind, key)
+        if holder is None:
+            hint = _node.current().ask("hint", kind, self.group_name, key)
+            raise _key_error(self.group_name, kind, key, "not found on", hint)
+        return holder
+
+    def _call_held(self, call: Func, key: Hashable, args: Any, kwargs: Any, timeout: float) -> Any:
+        """Call a service by `call`, where it is now."""
+        self._holders.pop(key, None)
+        holder = self._holders[key] = self._find_or_raise("service", key)
+        given = self.group_name, key, tuple(args), dict(kwargs or {})
+        return call(holder, call_held, given, None, timeout, what=f"{key}()")
+
+
+def _key_error(group: str, kind: Kind, key: Hashable, state: str, hint: str = "") -> KeyError:
+    return KeyError(f"{kind.capitalize()} [{key}] {state} Group [{group}]{hint}")
+
+
+def _name_of(target: Target | None) -> str | None:
     if target is None:
         return _node.current().name
     if isinstance(target, WorkerInfo):
@@ -279,7 +278,36 @@ def _name_of(target: str | int | WorkerInfo | None) -> str | None:
 
 def _group_here(name: str, members: tuple[str, ...]) -> RpcGroup:
     """Return the living group of that name, where this process has it, else a handle."""
-    group = _node.live_group(name)
+    node = _node.current_or_none()
+    group = None if node is None else node.groups.get(name)
     if isinstance(group, RpcGroup) and tuple(group.group_members) == members:
         return group
     return RpcGroup(name, members, first_create=False)
+
+
+class _NotHeld:
+    """The answer of a process that does not hold the key, which has called nothing then."""
+
+
+def held_or_none(kind: Kind, group: str, key: Hashable) -> Any:
+    """Return the value or service that this process holds, None where it holds none."""
+    return _node.current().tables[kind].get((group, key))
+
+
+def held(kind: Kind, group: str, key: Hashable) -> Any:
+    """Return the value or service that this process holds; raise KeyError where it holds none."""
+    node = _node.current()
+    try:
+        return node.tables[kind][group, key]
+    except KeyError:
+        raise _key_error(group, kind, key, "not found on", f" in {node.name!r}") from None
+
+
+def call_held(group: str, key: Hashable, args: Any, kwargs: Any) -> Any:
+    """Call the service that this process holds."""
+    return held("service", group, key)(*args, **(kwargs or {}))
+
+
+def _try_held(group: str, key: Hashable, args: Any, kwargs: Any) -> Any:
+    service = held_or_none("service", group, key)
+    return _NotHeld if service is None else service(*args, **kwargs)

@@ -1,15 +1,15 @@
-"""A reference to an object that stays in another process.
+"""References to values that stay in another process.
 
-Not torch's RRef: in the second world of a process those still belong to the first one's agent, and
-a dead owner fills the log. Here the owner keeps a value until its holders are gone: the reference
-that the caller got, and every copy of it that was sent on.
+torch's RRef does not survive a world: in the second one of a process it still belongs to the agent
+of the first. Here the owner keeps a value until its holders are gone: the reference that the caller
+got, and every copy of it that was sent on.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
-import threading
+import queue
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -22,17 +22,17 @@ from torch.futures import Future
 from ..errors import RpcError
 from . import node as _node
 from .calls import (
-    answered_later,
+    AnyFuture,
+    Func,
     call_async,
     call_sync,
+    called,
     devices,
     fail_by,
-    is_async,
     never_waits,
     own_name,
 )
-from .node import Kept
-from .payload import Parcel, if_not_sent, pack, unpack
+from .payload import Parcel, if_not_sent, pack, pack_error, unpack, unpack_error
 
 _numbers = itertools.count()
 
@@ -40,21 +40,12 @@ _numbers = itertools.count()
 class RpcReference:
     """A value that stays in the process that owns it; the reference can be sent to other members.
 
-    Made by `RpcGroup.remote`, `registered_remote` and `get_paired`.
-
-    Args:
-        owner: the owner's name.
-        fetch: what returns the value, called in the owner's process.
-        args: its arguments.
-        made: completes when the value is there; None where it is there already.
+    Made by `RpcGroup.remote`, `registered_remote` and `get_paired`: `fetch(*args)`, called in the
+    owner's process, returns the value; `made` completes when it is there, None where it is already.
     """
 
     def __init__(
-        self,
-        owner: str,
-        fetch: Callable[..., Any],
-        args: tuple[Any, ...],
-        made: Future[None] | None = None,
+        self, owner: str, fetch: Func, args: tuple[Any, ...], made: Future[None] | None = None
     ) -> None:
         self._owner = owner
         self._fetch = fetch
@@ -64,15 +55,11 @@ class RpcReference:
             weakref.finalize(self, _release, owner, *args).atexit = False
 
     def to_here(self, timeout: float = -1) -> Any:
-        """Return a copy of the value; on its owner, the value itself.
+        """Return a copy of the value, or raise what making it raised; on its owner, the value.
 
         Args:
             timeout: in seconds; -1 is the world's default, 0 waits as long as it takes, as the
                 owner always does.
-
-        Raises:
-            RpcError: the owner is gone, or has not answered in time.
-            Exception: what the call that makes the value raised, of its own type.
         """
         if self._made is not None and self._made.done():
             # It tells at once of a call that never reached the owner.
@@ -81,22 +68,21 @@ class RpcReference:
             return self.local_value()
         if self._made is None:
             return call_sync(self._owner, self._fetch, self._args, timeout=timeout)
+        ended: queue.SimpleQueue[Future[Any]] = queue.SimpleQueue()
+        self._made.add_done_callback(partial(_put_failed, ended))
         fetched = call_async(self._owner, self._fetch, self._args, timeout=timeout)
-        return _unless_failed(fetched, self._made).wait()
+        fetched.add_done_callback(ended.put)
+        return ended.get().wait()
 
     def local_value(self) -> Any:
-        """Return the value itself.
-
-        Raises:
-            RuntimeError: this process is not the owner.
-        """
+        """Return the value itself; raise RuntimeError in other processes than the owner's."""
         if not self.is_owner():
             raise RuntimeError(
                 f"the value belongs to {self._owner!r}: local_value() works there, "
                 "to_here() brings a copy"
             )
         value = self._fetch(*self._args)
-        return value.wait() if is_async(self._fetch) else value
+        return value.wait() if self._fetch is _kept_value else value
 
     def is_owner(self) -> bool:
         """Return whether this process owns the value."""
@@ -130,14 +116,13 @@ class RpcReference:
 
 
 def call_remote(
-    to: str, func: Callable[..., Any], args: Any = (), kwargs: Any = None, timeout: float = -1
+    to: str, func: Func, args: Any = (), kwargs: Any = None, timeout: float = -1, *, what: str = ""
 ) -> RpcReference:
     """Call `func` on `to` and return at once a reference to its result, which stays there."""
     number = _new_number()
     # A parcel of its own: that the owner cannot open it is then an error of the value too.
     call = pack((func, tuple(args), dict(kwargs or {})))
-    keep = _keep_async if is_async(func) else _keep
-    made = call_async(to, keep, (number, call), timeout=timeout, what=f"{_name(func)}()")
+    made = call_async(to, _keep, (number, call), timeout=timeout, what=what or called(func))
     return RpcReference(to, _kept_value, (number, number), made)
 
 
@@ -145,86 +130,90 @@ def _new_number() -> str:
     return f"{_node.current().name}/{next(_numbers)}"
 
 
-def _name(func: Callable[..., Any]) -> str:
-    return getattr(func, "__qualname__", repr(func))
+def _put_failed(ended: queue.SimpleQueue[Future[Any]], made: Future[None]) -> None:
+    try:
+        made.wait()
+    except Exception:
+        ended.put(made)
 
 
-def _unless_failed(fetched: Future[Any], made: Future[None]) -> Future[Any]:
-    """Return a future of the fetched value that ends too when the value is not made."""
-    first: Future[Any] = Future(devices=devices())
-    lock = threading.Lock()
+class _Kept:
+    """What a reference refers to, on its owner."""
 
-    def finish(done: Future[Any], is_made: bool) -> None:
+    def __init__(self, number: str) -> None:
+        # The numbers of the references; the first one has the value's own.
+        self.holders = {number}
+        self.is_begun = False
+        self._value: Any = None
+        self._failure: Parcel | None = None
+        # Not of the value: which devices that may be on is not known yet.
+        self._end: Future[None] = Future()
+
+    def settle(self, make: Callable[[], Any]) -> Any:
+        """Keep what `make` returns or raises; of a call that is answered later, later."""
         try:
-            value = done.wait()
-        except Exception:
-            with lock:
-                if not first.done():
-                    fail_by(first, done.wait)
-            return
-        with lock:
-            if not is_made and not first.done():
-                first.set_result(value)
+            value = make()
+            if isinstance(value, AnyFuture):
+                return value.then(lambda done: self.settle(done.wait))
+            self._value = value
+        except BaseException as error:
+            self._failure = pack_error(error, own_name())
+        self._end.set_result(None)
+        return None
 
-    fetched.add_done_callback(partial(finish, is_made=False))
-    made.add_done_callback(partial(finish, is_made=True))
-    return first
+    def value(self) -> Future[Any]:
+        """Return a future of the value, or of the error."""
+        value: Future[Any] = Future(devices=devices())
+
+        def complete(_: Future[None]) -> None:
+            failure = self._failure
+            if failure is None:
+                try:
+                    value.set_result(self._value)
+                    return
+                except Exception as error:
+                    failure = pack_error(error, own_name())
+            fail_by(value, partial(_raise_again, failure))
+
+        self._end.add_done_callback(complete)
+        return value
 
 
-def _find(number: str, holder: str) -> Kept:
+def _raise_again(failure: Parcel) -> None:
+    raise unpack_error(failure)
+
+
+def _find(number: str, holder: str) -> _Kept:
     kept = _node.current().kept
     # Messages may overtake each other: that of the first holder may come before the call.
     if number not in kept and holder == number:
-        kept[number] = Kept(number)
+        kept[number] = _Kept(number)
     if number not in kept:
         raise RpcError(f"{own_name()!r} has forgotten the value: all references to it were gone")
-    return kept[number]
+    found: _Kept = kept[number]
+    return found
 
 
-def _forget_unheld(number: str, kept: Kept) -> None:
+def _forget_unheld(number: str, kept: _Kept) -> None:
     if kept.is_begun and not kept.holders:
         _node.current().kept.pop(number, None)
 
 
-def _begin(number: str) -> Kept:
+def _keep(number: str, call: Parcel) -> Any:
+    """Carry a call out and keep what comes of it."""
     with _node.current().lock:
         kept = _find(number, number)
         kept.is_begun = True
         _forget_unheld(number, kept)
-    return kept
 
-
-def _keep(number: str, call: Parcel) -> None:
-    kept = _begin(number)
-    try:
+    def make() -> Any:
         func, args, kwargs = unpack(call)
-        kept.settle(func(*args, **kwargs))
-    except BaseException as error:
-        kept.fail(error)
+        return func(*args, **kwargs)
 
-
-@answered_later
-def _keep_async(number: str, call: Parcel) -> Future[None]:
-    kept, told = _begin(number), Future[None]()
-
-    def finish(done: Future[Any]) -> None:
-        try:
-            kept.settle(done.wait())
-        except BaseException as error:
-            kept.fail(error)
-        told.set_result(None)
-
-    try:
-        func, args, kwargs = unpack(call)
-        func(*args, **kwargs).add_done_callback(finish)
-    except BaseException as error:
-        kept.fail(error)
-        told.set_result(None)
-    return told
+    return kept.settle(make)
 
 
 @never_waits
-@answered_later
 def _kept_value(number: str, holder: str) -> Future[Any]:
     with _node.current().lock:
         kept = _find(number, holder)

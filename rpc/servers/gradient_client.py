@@ -1,19 +1,39 @@
-"""The accessor of a gradient server: pushes gradients, pulls the model that they have trained."""
+"""The accessor of a gradient server: pushes gradients, pulls the model that they have trained.
+
+A client keeps its pushes until a secondary reducer has told it that the primary has them. When a
+reducer dies it asks the primary which of them have arrived, and sends the others again. The primary
+takes nothing more from that reducer from then on, so none can arrive twice.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import queue
+import random
+import threading
+import uuid
+import weakref
 from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
+from torch.futures import Future
 
+from ..calls import node as _node
 from ..calls.group import RpcGroup
+from ..calls.node import Node
 from ..errors import RpcError
 from .model_state import check_model, copied, load_snapshot, state_of, unwrap
-from .ordered_server import OrderedServerBase
-from .reduction import Gradients
-from .sender import Sender, sender_to
-from .state_server import KnownState, StateServer, Update, Wanted
+from .ordered_server import KnownState, OrderedServerBase, StateServer, Update, Wanted, pull_update
+from .reduction import Gradients, Push, Receipt
+
+logger = logging.getLogger(__name__)
+
+# The reducer that takes pushes when no other one can: that of the primary's process.
+_STAND_IN = ""
 
 
 class PushPullGradServer:
@@ -54,16 +74,11 @@ class PushPullGradServer:
         return self._sender().dropped
 
     def push(self, model: nn.Module) -> bool:
-        """Send a model's gradients to a reducer, then `pull`.
+        """Send a model's gradients to a reducer, then `pull`; return what that returns.
 
-        A push that has returned is applied once, or told as dropped, unless both its reducer and
-        this process die. Until then this process keeps a copy of the gradients.
-
-        Args:
-            model: like the managed one; parameters that require no gradient are left out.
-
-        Returns:
-            What `pull` does: False says that there has been no step yet, not that it was refused.
+        A push that has returned is applied once, or counted as dropped, unless both its reducer and
+        this process die. Until then this process keeps a copy of the gradients. Parameters that
+        require no gradient are left out.
 
         Raises:
             RuntimeError: a parameter has no gradient.
@@ -75,8 +90,7 @@ class PushPullGradServer:
         check_model(model)
         known, wanted = self._known, None
         if isinstance(self.o_server, StateServer):
-            group = self.o_server.group.get_group_name()
-            wanted = Wanted(group, self.o_server.server_name, self.model_name, known.mark)
+            wanted = self.o_server.wanted(self.model_name, known.mark)
         update = self._sender().push(_gradients_of(model), wanted)
         if update is None:
             return self.pull(model)
@@ -87,46 +101,40 @@ class PushPullGradServer:
     def pull(self, model: nn.Module) -> bool:
         """Set a model's gradients to zero and its parameters to the newest published ones.
 
-        Buffers stay as they are: the managed model sees no data.
-
-        Returns:
-            False where nothing has been published.
-
-        Raises:
-            RpcError: the server is gone, or has not answered in time.
+        Buffers stay as they are: the managed model sees no data. Returns False where nothing has
+        been published, since there has been no step yet.
         """
         check_model(model)
         model.zero_grad(set_to_none=False)
+        # Once, and replaced as a whole: other threads may pull.
+        known = self._known
         try:
-            state = self._newest()
+            update = pull_update(self.o_server, self.model_name, None, known)
         except KeyError as error:
             raise RpcError(f"the ordered server of {self.server_name!r} is gone") from error
-        if state is None:
+        if update is None:
             return False
-        _load(model, state)
+        _load(model, self._updated(known, update))
         return True
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_known": KnownState()}
 
-    def _newest(self) -> dict[str, Any] | None:
-        if not isinstance(self.o_server, StateServer):
-            found = self.o_server.pull(self.model_name)
-            return None if found is None else dict(found[0])
-        # Once, and replaced as a whole: other threads may pull.
-        known = self._known
-        update = self.o_server.pull_changes(self.model_name, None, known.mark)
-        if update is None:
-            return None
-        return self._updated(known, update)
-
     def _updated(self, known: KnownState, update: Update) -> dict[str, Any]:
         if update.state is not None:
-            known = self._known = known.updated(update)
+            known = known.updated(update)
+            if known.mark is not None:
+                self._known = known
         return known.state
 
-    def _sender(self) -> Sender:
-        return sender_to(self.server_name, self.group, self.secondary_reducers, self._token)
+    def _sender(self) -> _Sender:
+        """Return this process's sender to the server: all accessors of a process are one client."""
+        key = self.group.get_group_name(), self.server_name, self._token
+        with _senders_lock:
+            senders = _senders.setdefault(_node.current(), {})
+            if key not in senders:
+                senders[key] = _Sender(self.server_name, self.group, self.secondary_reducers)
+            return senders[key]
 
 
 def _load(model: nn.Module, state: dict[str, Any]) -> None:
@@ -145,3 +153,217 @@ def _gradients_of(model: nn.Module) -> Gradients:
             raise RuntimeError(f"Parameter {name} doesn't have gradient to push!")
         gradients[name] = copied(parameter.grad).to_dense()
     return gradients
+
+
+@dataclass
+class _Pending:
+    """A push that the primary may not have yet."""
+
+    number: int
+    gradients: Gradients
+    # Where it was sent last.
+    reducer: str = ""
+    is_acknowledged: bool = False
+    # Asked along with it while its caller waits, and the answer to that.
+    wanted: Wanted | None = None
+    news: Update | None = None
+
+
+class _Sender:
+    """Sends the pushes of this process to one server. Any thread may push."""
+
+    def __init__(self, server_name: str, group: RpcGroup, reducers: Iterable[str]) -> None:
+        self._server_name = server_name
+        self._group = group
+        own_name = group.get_cur_name()
+        self._client = f"{own_name}/{uuid.uuid4().hex[:12]}"
+        self._own = [name for name in reducers if name == own_name]
+        self._others = [name for name in reducers if name != own_name]
+        # Guards what follows; nothing is sent under it.
+        self._lock = threading.Lock()
+        self._next_number = 0
+        self._pushes: dict[int, _Pending] = {}
+        self._dropped: dict[str, int] = {}
+        self._met: set[str] = set()
+        # The reducers that are shut out.
+        self._lost: set[str] = set()
+        # Held while the pushes of a dead reducer go elsewhere; that may find another one dead.
+        self._recovering = threading.RLock()
+        self._idle: set[str] = set()
+
+    @property
+    def dropped(self) -> int:
+        """How many pushes reducers have dropped, those of other clients included."""
+        return sum(self._dropped.values())
+
+    def push(self, gradients: Gradients, wanted: Wanted | None = None) -> Update | None:
+        """Deliver gradients to a living reducer; return what is `wanted`, where that has it."""
+        with self._lock:
+            pending = _Pending(self._next_number, gradients, wanted=wanted)
+            self._next_number += 1
+            self._pushes[pending.number] = pending
+        try:
+            self._deliver(pending)
+        except BaseException:
+            with self._lock:
+                self._pushes.pop(pending.number, None)
+            raise
+        # The push is kept until the primary has it; what was pulled is not.
+        news, pending.news, pending.wanted = pending.news, None, None
+        return news
+
+    def _deliver(self, pending: _Pending, is_again: bool = False) -> None:
+        """Try one reducer after the other until one has the push."""
+        while True:
+            # Other processes first, so that one death is no loss.
+            others = random.sample(self._others, len(self._others))
+            for reducer in [*others, *self._own, _STAND_IN]:
+                if self._try(reducer, pending, is_again):
+                    return
+
+    def _try(self, reducer: str, pending: _Pending, is_again: bool) -> bool:
+        """Send a push to a reducer; True when it, or the primary, has it."""
+        with self._lock:
+            if reducer in self._lost:
+                return False
+            there = (one for one in self._pushes.values() if one.reducer == reducer)
+            asked = tuple(one.number for one in there if one.is_acknowledged)
+            pending.reducer = reducer
+            low, content = min(self._pushes), pending.gradients
+            push = Push(self._client, pending.number, low, content, asked, is_again)
+        receipt = self._ask(reducer, push, pending)
+        if receipt is None:
+            return self._has_arrived(pending)
+        self._note(reducer, push, receipt)
+        if receipt.state == "taken":
+            with self._lock:
+                pending.is_acknowledged = pending.reducer not in self._lost
+            return pending.is_acknowledged or self._has_arrived(pending)
+        if receipt.state == "idle":
+            self._idle.add(reducer)
+            return False
+        if receipt.state == "fenced":
+            self._recover(reducer)
+            return self._has_arrived(pending)
+        raise (queue.Full if receipt.state == "full" else RpcError)(receipt.text)
+
+    def _ask(self, reducer: str, push: Push, pending: _Pending) -> Receipt | None:
+        """Return the reducer's answer, None where it is dead."""
+        receipt: Receipt
+        try:
+            if reducer in self._idle and not self._call(reducer, "_is_running_service"):
+                return Receipt("idle", held=push.asked)
+            self._idle.discard(reducer)
+            given = push, reducer != _STAND_IN, pending.wanted
+            receipt, pending.news = self._call(reducer, "_push_service", *given)
+            self._watch(reducer)
+            return receipt
+        except KeyError as error:
+            if reducer != _STAND_IN and reducer not in self._met:
+                # It has not been made yet.
+                return Receipt("idle", held=push.asked)
+            self._recover(reducer, error)
+            return None
+        except RpcError as error:
+            # What became of the push?
+            try:
+                is_back = self._call(reducer, "_withdraw_service", push.client, push.number)
+            except (KeyError, RpcError):
+                self._recover(reducer, error)
+                return None
+            where = repr(reducer or "the primary")
+            text = f"the queue of {where} has been full for too long: {error}"
+            return Receipt("full" if is_back else "taken", text, held=push.asked)
+
+    def _note(self, reducer: str, push: Push, receipt: Receipt) -> None:
+        """Forget the pushes that a reducer does not hold any more."""
+        with self._lock:
+            before = self.dropped
+            for name, count in receipt.dropped.items():
+                self._dropped[name] = max(count, self._dropped.get(name, 0))
+            for number in set(push.asked).difference(receipt.held):
+                if number in self._pushes and self._pushes[number].reducer == reducer:
+                    del self._pushes[number]
+        if self.dropped > before:
+            logger.warning("%r has dropped %d pushes by now", self._server_name, self.dropped)
+
+    def _has_arrived(self, pending: _Pending) -> bool:
+        # After a recovery that may be going on.
+        with self._recovering, self._lock:
+            return pending.number not in self._pushes
+
+    def _recover(self, reducer: str, reason: Exception | None = None) -> None:
+        """Send again, through others, what a dead reducer has not handed over."""
+        if reducer == _STAND_IN:
+            raise self._primary_is_gone(reason) from reason
+        with self._recovering:
+            with self._lock:
+                if reducer in self._lost:
+                    return
+                # From here on nothing is sent there, so the list is complete.
+                self._lost.add(reducer)
+                there = [one for one in self._pushes.values() if one.reducer == reducer]
+            numbers = [one.number for one in there]
+            try:
+                arrived = self._call(_STAND_IN, "_fence_service", reducer, self._client, numbers)
+            except (KeyError, RpcError) as error:
+                with self._lock:
+                    self._lost.discard(reducer)
+                raise self._primary_is_gone(error) from error
+            with self._lock:
+                for number in arrived:
+                    self._pushes.pop(number, None)
+                # Those that are not acknowledged somebody is about to send.
+                lacking = (one for one in there if one.number not in arrived)
+                again = [one for one in lacking if one.is_acknowledged]
+                for one in again:
+                    one.is_acknowledged = False
+            for one in again:
+                self._deliver(one, is_again=True)
+        logger.warning("reducer %r is gone: %d pushes were sent again", reducer, len(again))
+
+    def _primary_is_gone(self, reason: Exception | None) -> RpcError:
+        return RpcError(f"the primary reducer of {self._server_name!r} is gone: {reason}")
+
+    def _watch(self, reducer: str) -> None:
+        """Have the pushes at a reducer recovered when it dies, even if nothing is pushed then."""
+        with self._lock:
+            if reducer in self._met or reducer == _STAND_IN:
+                return
+            self._met.add(reducer)
+        key = f"{self._server_name}/{reducer}/_alive_service"
+        alive: Future[bool] = self._group.registered_async(key, timeout=0)
+        alive.add_done_callback(partial(_note_end, weakref.ref(self), reducer))
+
+    def recover_in_thread(self, reducer: str) -> None:
+        """Recover what was sent to a reducer; sending again may take a while."""
+        with self._lock:
+            is_used = any(one.reducer == reducer for one in self._pushes.values())
+        if is_used:
+            threading.Thread(target=self._recover_quietly, args=(reducer,), daemon=True).start()
+
+    def _recover_quietly(self, reducer: str) -> None:
+        # That the primary is gone will be told by the next push.
+        with contextlib.suppress(RuntimeError):
+            self._recover(reducer)
+
+    def _call(self, reducer: str, service: str, *args: Any) -> Any:
+        prefix = f"{self._server_name}/{reducer}" if reducer else self._server_name
+        return self._group.registered_sync(f"{prefix}/{service}", args)
+
+
+def _note_end(own: weakref.ref[_Sender], reducer: str, done: Future[bool]) -> None:
+    try:
+        is_in_order = done.wait()
+    except RuntimeError:
+        is_in_order = False
+    sender = own()
+    if sender is not None and not is_in_order:
+        sender.recover_in_thread(reducer)
+
+
+# By world and server. A world that ends takes its part along.
+_senders: weakref.WeakKeyDictionary[Node, dict[tuple[str, ...], _Sender]] = (
+    weakref.WeakKeyDictionary()
+)
+_senders_lock = threading.Lock()

@@ -8,7 +8,6 @@ import threading
 import uuid
 from collections.abc import Iterable
 from enum import Enum
-from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -18,23 +17,11 @@ from torch.optim import Optimizer
 from ..calls.group import RpcGroup
 from ..errors import RpcError
 from .gradient_client import PushPullGradServer
-from .gradient_services import (
-    RemotePrimary,
-    leave_with_world,
-    services_of_primary,
-    services_of_secondary,
-    shut_out,
-)
-from .managed_model import ManagedModel
-from .ordered_server import OrderedServerBase, hold
-from .primary import Primary
+from .ordered_server import OrderedServerBase, offer, own_state_server
+from .reducers import ManagedModel, Primary, RemotePrimary, Secondary, leave_with_world
 from .reduction import OnFull, ReduceSettings
-from .secondary import Secondary
-from .state_server import StateServer, StateServerImpl
 
 logger = logging.getLogger(__name__)
-
-_POLICIES = ("block", "drop_oldest", "error")
 
 
 class ReduceType(Enum):
@@ -94,9 +81,8 @@ class PushPullGradServerImpl:
         *,
         on_full: OnFull = "block",
     ) -> None:
-        settings = _checked_settings(
-            reduce_method, reduce_device, reduce_batch_size, max_queue_size, on_full
-        )
+        device = torch.device(reduce_device)
+        settings = ReduceSettings(reduce_method, device, reduce_batch_size, max_queue_size, on_full)
         members = group.get_group_members()
         self.server_name = server_name
         self.group = group
@@ -112,27 +98,30 @@ class PushPullGradServerImpl:
         self._thread: threading.Thread | None = None
         self._is_stopping = False
         self._failure: BaseException | None = None
-        is_primary = self._name == self.primary_reducer
-        tell = partial(shut_out, server_name, group)
-        self._primary = Primary(self._name, settings, self._changed, tell) if is_primary else None
-        link = self._primary or RemotePrimary(server_name, group, self.primary_reducer)
-        self._secondary = Secondary(self._name, settings, self._changed, link)
+        self._primary: Primary | None = None
+        # The upper one first, so that what it waits for on the other has room to go to.
+        self._levels: list[Primary | Secondary] = []
+        if self._name == self.primary_reducer:
+            self._primary = Primary(self._name, settings, self._changed, self._shut_out)
+            self._levels.append(self._primary)
+        primary = self._primary or RemotePrimary(server_name, group, self.primary_reducer)
+        self._secondary = Secondary(self._name, settings, self._changed, primary)
+        self._levels.append(self._secondary)
         with contextlib.ExitStack() as undo:
             self._offer(undo)
-            self._held = undo.pop_all()
+            self._offers = undo.pop_all()
         leave_with_world(self._secondary)
 
     @property
     def dropped(self) -> int:
         """How many pushes were dropped in this process, on both levels."""
-        return self._secondary.intake.dropped + (self._primary.dropped if self._primary else 0)
+        return sum(one.level.dropped for one in self._levels)
 
     @property
     def pending(self) -> int:
         """How many pushes are in this process and in no step yet."""
         with self._changed:
-            at_secondary = self._secondary.intake.pending
-            return at_secondary + (self._primary.pending if self._primary else 0)
+            return sum(len(one.level.pushes) for one in self._levels)
 
     def manage_model(
         self, model: nn.Module, optimizer: Optimizer, lr_scheduler: Any = None
@@ -140,12 +129,8 @@ class PushPullGradServerImpl:
         """Train a model by what is reduced; only on the primary reducer, and before `start`.
 
         The model gets `pp_version`, 0, which counts the steps that were published. Its first state
-        is not published. Without a model, gradients are reduced and forgotten.
-
-        Args:
-            model: its parameters that require a gradient are trained.
-            optimizer: of its parameters.
-            lr_scheduler: stepped once after each step of the optimizer.
+        is not published. `lr_scheduler` is stepped once after each step of the optimizer. Without
+        a model, gradients are reduced and forgotten.
 
         Raises:
             RuntimeError: this is not the primary reducer, or it is running.
@@ -166,9 +151,8 @@ class PushPullGradServerImpl:
         if self._thread is not None:
             return
         self._is_stopping, self._failure = False, None
-        if self._primary is not None:
-            self._primary.run()
-        self._secondary.run()
+        for level in self._levels:
+            level.run()
         name = f"reducer of {self.server_name}"
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
@@ -206,46 +190,39 @@ class PushPullGradServerImpl:
     def close(self) -> None:
         """Stop and withdraw this part of the server; may be called again."""
         self.stop()
-        self._held.close()
-        self._secondary.watchers.leave()
+        self._offers.close()
+        self._secondary.leave()
 
     def _run(self) -> None:
-        levels: list[Primary | Secondary] = [self._secondary]
-        if self._primary is not None:
-            # First, so that what it waits for on the other level has room to go to.
-            levels.insert(0, self._primary)
         try:
-            while self._wait_for_work(levels):
-                any(level.step() for level in levels)
+            while self._wait_for_work():
+                any(level.step() for level in self._levels)
         except BaseException as error:
             self._failure = error
             logger.exception("the reducer %r of %r has failed", self._name, self.server_name)
             text = f"the reducer {self._name!r} has failed: {type(error).__name__}: {error}"
-            for level in levels:
+            for level in self._levels:
                 level.fail(text)
 
-    def _wait_for_work(self, levels: list[Primary | Secondary]) -> bool:
+    def _wait_for_work(self) -> bool:
         with self._changed:
             self._changed.wait_for(
-                lambda: self._is_stopping or any(level.has_work for level in levels)
+                lambda: self._is_stopping or any(level.has_work for level in self._levels)
             )
             return not self._is_stopping
 
     def _offer(self, undo: contextlib.ExitStack) -> None:
-        own = f"{self.server_name}/{self._name}"
-        services = services_of_secondary(own, self._secondary)
+        services = self._secondary.services(f"{self.server_name}/{self._name}")
         if self._primary is not None:
             # When no other reducer can, this process takes pushes under the server's own name.
-            services |= services_of_secondary(self.server_name, self._secondary)
-            services |= services_of_primary(self.server_name, self._primary)
+            services |= self._secondary.services(self.server_name)
+            services |= self._primary.services(self.server_name)
         for key, service in services.items():
-            hold(undo, self.group, "service", key, service)
+            offer(undo, self.group, "service", key, service)
         if self._primary is None:
             return
         if self.o_server is None:
-            name = f"{self.server_name}_o_server"
-            undo.callback(StateServerImpl(name, self.group).close)
-            self.o_server = StateServer(name, self.group)
+            self.o_server = own_state_server(undo, self.server_name, self.group)
         accessor = PushPullGradServer(
             self.server_name,
             self.group,
@@ -254,22 +231,14 @@ class PushPullGradServerImpl:
             self.o_server,
             token=uuid.uuid4().hex,
         )
-        hold(undo, self.group, "value", self.server_name, accessor)
+        offer(undo, self.group, "value", self.server_name, accessor)
 
-
-def _checked_settings(
-    method: str, device: str | torch.device, batch_size: int, max_queue_size: int, on_full: OnFull
-) -> ReduceSettings:
-    assert method in ("mean", "sum"), f"reduce_method must be 'mean' or 'sum', got {method!r}"
-    assert max_queue_size > 1, f"max_queue_size must be greater than 1, got {max_queue_size}"
-    assert batch_size > 1, f"reduce_batch_size must be greater than 1, got {batch_size}"
-    assert max_queue_size > batch_size, (
-        f"max_queue_size must be greater than reduce_batch_size, got {max_queue_size} and "
-        f"{batch_size}"
-    )
-    if on_full not in _POLICIES:
-        raise ValueError(f"on_full must be one of {', '.join(_POLICIES)}, got {on_full!r}")
-    return ReduceSettings(method, torch.device(device), batch_size, max_queue_size, on_full)
+    def _shut_out(self, reducer: str, text: str) -> None:
+        """Tell a reducer that it is held dead; one that sleeps finds it when it wakes."""
+        key = f"{self.server_name}/{reducer}/_shut_out_service"
+        # It mostly is dead.
+        with contextlib.suppress(KeyError, RpcError):
+            self.group.registered_async(key, (text,), timeout=0)
 
 
 def _check_reducers(members: list[str], primary: str, secondaries: list[str]) -> None:

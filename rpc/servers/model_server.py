@@ -10,8 +10,15 @@ from torch import nn
 
 from ..calls.group import RpcGroup
 from .model_state import check_model, load_snapshot, snapshot, state_of, unwrap
-from .ordered_server import OrderedServerBase, hold
-from .state_server import KnownState, NothingKeptError, StateServer, StateServerImpl, Update
+from .ordered_server import (
+    KnownState,
+    NothingKeptError,
+    OrderedServerBase,
+    StateServer,
+    offer,
+    own_state_server,
+    pull_update,
+)
 
 
 class PushPullModelServer:
@@ -25,6 +32,9 @@ class PushPullModelServer:
     Of a model that this object has pushed or pulled before, only the tensors that changed since
     travel, if the server is that of `PushPullModelServerImpl`; for that a copy of the state is kept
     as long as the model lives.
+
+    Another model than the one that is kept is a KeyError (names) or a ValueError (shapes), and
+    nothing is loaded. A server that is gone or does not answer in time is an RpcError.
 
     Args:
         model_name: the key under which the server keeps the model.
@@ -49,10 +59,7 @@ class PushPullModelServer:
             Whether it was accepted: nobody else has pushed since the model was pulled.
 
         Raises:
-            TypeError: it is no `torch.nn.Module`.
             RuntimeError: it was refused, and there is nothing to pull.
-            KeyError: another model is kept there: names differ. Nothing was loaded.
-            ValueError: likewise: shapes differ.
             RpcError: the server is gone or has not answered in time; it may have accepted.
         """
         check_model(model)
@@ -75,11 +82,6 @@ class PushPullModelServer:
 
         Returns:
             False where nothing was pushed yet; True otherwise, also when nothing is newer.
-
-        Raises:
-            KeyError: another model is kept there: names differ. Nothing was loaded.
-            ValueError: likewise: shapes differ.
-            RpcError: the server is gone or has not answered in time.
         """
         check_model(model)
         return self._load(model, _version_of(model))
@@ -123,7 +125,7 @@ class PushPullModelServer:
         known = self._known.get(inner)
         if known is None or known.version != _version_of(model):
             known = KnownState()
-        update = self._update(version, known)
+        update = pull_update(self._server(), self.model_name, version, known)
         if update is None:
             return False
         if update.state is not None:
@@ -134,17 +136,6 @@ class PushPullModelServer:
             if known.mark is not None:
                 self._known[inner] = known
         return True
-
-    def _update(self, version: int | None, known: KnownState) -> Update | None:
-        server = self._server()
-        if isinstance(server, StateServer):
-            return server.pull_changes(self.model_name, version, known.mark, known.lacking)
-        found = server.pull(self.model_name)
-        if found is None:
-            return None
-        state, newest = found
-        is_newer = version is None or newest > version
-        return Update(newest, None, is_whole=True, state=state if is_newer else None)
 
     def _server(self) -> OrderedServerBase:
         if self.o_server is None:
@@ -184,16 +175,14 @@ class PushPullModelServerImpl:
         self.model_name = model_name
         with contextlib.ExitStack() as undo:
             if o_server is None:
-                name = f"{server_name}_o_server"
-                undo.callback(StateServerImpl(name, group).close)
-                o_server = StateServer(name, group)
+                o_server = own_state_server(undo, server_name, group)
             self.o_server = o_server
-            hold(undo, group, "value", server_name, PushPullModelServer(model_name, o_server))
-            self._held = undo.pop_all()
+            offer(undo, group, "value", server_name, PushPullModelServer(model_name, o_server))
+            self._offers = undo.pop_all()
 
     def close(self) -> None:
         """Withdraw the server, and forget the model where it was kept here; may be called again."""
-        self._held.close()
+        self._offers.close()
 
 
 def _version_of(model: nn.Module) -> int | None:

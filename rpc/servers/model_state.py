@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Mapping
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -13,28 +14,43 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 # What makes a module with a `module` inside a wrapper that steps it.
 _STEPS = ("train_step", "val_step", "test_step")
 _SHOWN = 5
+# What a module overrides that has its own way of saving or loading.
+_METHODS = (
+    "state_dict",
+    "load_state_dict",
+    "_save_to_state_dict",
+    "_load_from_state_dict",
+    "get_extra_state",
+    "set_extra_state",
+)
+_HOOKS = (
+    "_state_dict_hooks",
+    "_state_dict_pre_hooks",
+    "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+)
+# What these do beyond the usual is to load states of before a buffer was added, which lack it.
+_OLD_STATES = nn.BatchNorm1d._load_from_state_dict
 
 
 def check_model(model: object) -> None:
-    """Check that it is a model.
-
-    Raises:
-        TypeError: it is something else.
-    """
+    """Raise TypeError where `model` is no module."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
 
 
 def unwrap(model: nn.Module) -> nn.Module:
     """Return the user's model inside of wrappers for parallelism and compilation."""
-    while True:
-        inner = _inside(model)
-        if inner is None:
-            return model
-        model = inner
+    inner = getattr(model, "_orig_mod", None)
+    if not isinstance(inner, nn.Module):
+        is_wrapper = isinstance(model, DataParallel | DistributedDataParallel) or all(
+            hasattr(model, step) for step in _STEPS
+        )
+        inner = getattr(model, "module", None) if is_wrapper else None
+    return unwrap(inner) if isinstance(inner, nn.Module) else model
 
 
-def snapshot(model: nn.Module) -> dict[str, Tensor]:
+def snapshot(model: nn.Module) -> dict[str, Any]:
     """Return copies of a model's parameters and buffers on the CPU, under the user's own names.
 
     Of a sharded model they are whole: all ranks that share it must call this.
@@ -62,42 +78,57 @@ def on_cpu(value: Any) -> Any:
     return value if is_there and not _is_sharded(value) else copied(value)
 
 
-def load_snapshot(model: nn.Module, state: Mapping[str, Tensor]) -> None:
+def load_snapshot(model: nn.Module, state: Mapping[str, Any]) -> None:
     """Copy a state into a model's own tensors, on their devices and in their types.
 
-    Gradients are left alone.
-
-    Raises:
-        KeyError: the names differ; they are told, and nothing was loaded.
-        ValueError: shapes differ; likewise.
+    Other names are a KeyError, other shapes a ValueError, and nothing is loaded then. Gradients are
+    left alone.
     """
     inner = unwrap(model)
-    tensors = own_tensors(inner)
-    own: Mapping[str, Any] = inner.state_dict() if tensors is None else tensors
-    _check(own, state)
-    if tensors is not None and all(map(is_plain, state.values())):
-        fill(tensors, state)
-        return
-    placed = {name: _placed_like(own[name], value) for name, value in state.items()}
-    inner.load_state_dict(placed)
-
-
-def _inside(model: nn.Module) -> nn.Module | None:
-    compiled = getattr(model, "_orig_mod", None)
-    if isinstance(compiled, nn.Module):
-        return compiled
-    module = getattr(model, "module", None)
-    is_wrapper = isinstance(model, DataParallel | DistributedDataParallel) or all(
-        hasattr(model, step) for step in _STEPS
+    is_usual = not torch.__future__.get_swap_module_params_on_conversion() and all(
+        map(_is_usual, inner.modules())
     )
-    return module if is_wrapper and isinstance(module, nn.Module) else None
+    own = inner.state_dict(keep_vars=True) if is_usual else inner.state_dict()
+    _check(own, state)
+    if not is_usual or not all(map(_is_plain, [*own.values(), *state.values()])):
+        inner.load_state_dict({name: _placed_like(own[name], state[name]) for name in state})
+        return
+    # Many times as fast as `load_state_dict`. By tensor: of one with two names the last value
+    # counts, as there.
+    pairs = {id(tensor): (tensor, state[name]) for name, tensor in own.items()}
+    if pairs:
+        targets, values = zip(*pairs.values(), strict=True)
+        with torch.no_grad():
+            torch._foreach_copy_(targets, values)
+
+
+def _is_usual(module: nn.Module) -> bool:
+    """Return whether a module saves and loads as nn.Module does."""
+    attributes = vars(module)
+    if any(attributes[hooks] for hooks in _HOOKS) or not attributes.keys().isdisjoint(_METHODS):
+        return False
+    kind: Any = type(module)
+    return _has_usual_methods(kind)
+
+
+@lru_cache(maxsize=256)
+def _has_usual_methods(kind: Any) -> bool:
+    usual = {name: getattr(nn.Module, name) for name in _METHODS}
+    return all(getattr(kind, name) in (usual[name], _OLD_STATES) for name in _METHODS)
+
+
+def _is_plain(value: Any) -> bool:
+    """Return whether something is a tensor of no special kind, on any device that has memory."""
+    if type(value) not in (Tensor, nn.Parameter) or value.is_meta:
+        return False
+    return value.layout is torch.strided and not value.is_quantized
 
 
 def _check(own: Mapping[str, Any], state: Mapping[str, Any]) -> None:
     if own.keys() != state.keys():
         missing, extra = own.keys() - state.keys(), state.keys() - own.keys()
-        parts = [f"lacks {_named(missing)}, which the model has"] if missing else []
-        parts += [f"has {_named(extra)}, which the model lacks"] if extra else []
+        parts = [f"lacks {named(missing)}, which the model has"] if missing else []
+        parts += [f"has {named(extra)}, which the model lacks"] if extra else []
         raise KeyError(f"another model's state: it {' and '.join(parts)}")
     wrong = [
         f"{name!r} is {tuple(state[name].shape)} in it and {tuple(value.shape)} in the model"
@@ -123,7 +154,8 @@ def _is_sharded(value: Any) -> bool:
     return hasattr(value, "full_tensor")
 
 
-def _named(names: Iterable[str]) -> str:
+def named(names: Iterable[str]) -> str:
+    """Return names for an error: the first ones, and how many more there are."""
     return _listed(map(repr, sorted(names)))
 
 
@@ -131,86 +163,3 @@ def _listed(parts: Iterable[str]) -> str:
     all_parts = list(parts)
     more = len(all_parts) - _SHOWN
     return ", ".join(all_parts[:_SHOWN]) + (f" and {more} more" if more > 0 else "")
-
-
-_METHODS = (
-    "state_dict",
-    "load_state_dict",
-    "_save_to_state_dict",
-    "_load_from_state_dict",
-    "get_extra_state",
-    "set_extra_state",
-)
-_HOOKS = (
-    "_state_dict_hooks",
-    "_state_dict_pre_hooks",
-    "_load_state_dict_pre_hooks",
-    "_load_state_dict_post_hooks",
-)
-_OWN_TYPES = frozenset({Tensor, nn.Parameter})
-# What these do beyond the usual is to load states of before a buffer was added, which lack it.
-_OLD_STATES = nn.BatchNorm1d._load_from_state_dict
-
-
-def own_tensors(model: nn.Module) -> dict[str, Tensor] | None:
-    """Return parameters and persistent buffers under the names of `state_dict`.
-
-    None where a module has its own way of saving or loading, or a tensor its own type.
-    """
-    if torch.__future__.get_swap_module_params_on_conversion():
-        return None
-    found: dict[str, Tensor] = {}
-    return found if _collect(model, "", found, set()) else None
-
-
-def is_plain(value: Any) -> bool:
-    """Return whether something is a tensor of no special kind, on any device that has memory."""
-    if type(value) not in _OWN_TYPES or value.is_meta:
-        return False
-    return value.layout is torch.strided and not value.is_quantized
-
-
-def fill(own: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
-    """Copy tensors of the same names and shapes into a model's own."""
-    # By tensor: of one with two names the last value counts, as in `load_state_dict`.
-    pairs = {id(tensor): (tensor, state[name]) for name, tensor in own.items()}
-    targets = [tensor for tensor, _ in pairs.values()]
-    if targets:
-        with torch.no_grad():
-            torch._foreach_copy_(targets, [value for _, value in pairs.values()])
-
-
-def _collect(module: nn.Module, prefix: str, found: dict[str, Tensor], seen: set[type]) -> bool:
-    """Add a module's tensors; False where there is more to its state."""
-    if not _is_usual(module, seen):
-        return False
-    transient = module._non_persistent_buffers_set
-    for tensors, left_out in ((module._parameters, ()), (module._buffers, transient)):
-        for name, tensor in tensors.items():
-            if tensor is None or name in left_out:
-                continue
-            if not is_plain(tensor):
-                return False
-            found[prefix + name] = tensor
-    return all(
-        child is None or _collect(child, f"{prefix}{name}.", found, seen)
-        for name, child in module._modules.items()
-    )
-
-
-def _is_usual(module: nn.Module, seen: set[type]) -> bool:
-    """Return whether a module saves and loads as nn.Module does."""
-    attributes = vars(module)
-    if any(attributes[hooks] for hooks in _HOOKS):
-        return False
-    if not attributes.keys().isdisjoint(_METHODS):
-        return False
-    kind = type(module)
-    if kind in seen:
-        return True
-    for name in _METHODS:
-        method = getattr(kind, name)
-        if method is not getattr(nn.Module, name) and method is not _OLD_STATES:
-            return False
-    seen.add(kind)
-    return True

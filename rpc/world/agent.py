@@ -12,6 +12,7 @@ import uuid
 import warnings
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch.distributed.rpc as rpc
@@ -22,9 +23,8 @@ from torch.distributed.rpc import constants
 from torch.futures import Future
 
 from ..calls import node as _node
-from ..calls.calls import serve_at_once
+from ..calls.calls import SPARE_THREADS, call_async, serve_at_once
 from ..calls.node import Node
-from ..calls.slots import SPARE_THREADS
 from ..errors import RpcError
 
 logger = logging.getLogger(__name__)
@@ -49,14 +49,7 @@ _store: Store | None = None
 
 
 class Agent:
-    """The transport of one world.
-
-    Args:
-        node: what calls find in this process.
-        rank: this process's number.
-        world_size: how many there are.
-        join_timeout_s: how long to wait for the others in `start`.
-    """
+    """The transport of one world."""
 
     def __init__(self, node: Node, rank: int, world_size: int, join_timeout_s: float) -> None:
         self._node = node
@@ -79,7 +72,13 @@ class Agent:
             RpcError: a call is still being served for the world before.
             RuntimeError: others have not come in time, as torch says it.
         """
-        _wait_for_ending(self._join_timeout_s)
+        if _ending is not None:
+            _ending.join(self._join_timeout_s)
+            if _ending.is_alive():
+                raise RpcError(
+                    "a call of the world before is still being served here after "
+                    f"{self._join_timeout_s:g} s: there can be no other world before it returns"
+                )
         serve_at_once(threads)
         self._has_begun = True
         if self._rank == 0:
@@ -138,7 +137,8 @@ class Agent:
             RpcError: members have not come in time; they are named.
         """
         deadline = time.monotonic() + timeout_s
-        gone = self._node.meet(("end",), self._node.members, "end of the world", timeout_s)
+        end, members = "end of the world", self._node.members
+        gone = self._node.meet(("end",), members, end, timeout_s, is_whole=False).gone
         self._is_stopping = True
         if gone:
             logger.warning("%s ended before the world did", ", ".join(map(repr, gone)))
@@ -156,11 +156,9 @@ class Agent:
         if not self._has_begun:
             return
         self._is_stopping = True
-        together = self._is_complete and self._have_one_past and timeout_s > _LEAST_S
-        grace_s = min(_SHUTDOWN_S, timeout_s / 2)
         # torch waits for the functions that it runs, and nothing can end those.
         _ending = threading.Thread(
-            target=self._end, args=(together, grace_s), name="stepwrap-rpc-end", daemon=True
+            target=self._end, args=(timeout_s,), name="stepwrap-rpc-end", daemon=True
         )
         _ending.start()
         try:
@@ -172,29 +170,30 @@ class Agent:
             self._watches.clear()
             _node.set_current(None)
 
-    def _end(self, together: bool, grace_s: float) -> None:
+    def _end(self, timeout_s: float) -> None:
         global _past
+        is_together = self._is_complete and self._have_one_past and timeout_s > _LEAST_S
         try:
             try:
-                if together:
-                    _part_quietly(grace_s)
+                if is_together:
+                    _part_quietly(min(_SHUTDOWN_S, timeout_s / 2))
             finally:
                 rpc.shutdown(graceful=False)
-            _past = self._world if together else _past
+            _past = self._world if is_together else _past
         except RuntimeError as error:
             # A member that died just now, or an agent that has never come up.
             logger.debug("the transport ended with %s", error)
-            _past = uuid.uuid4().hex if together else _past
+            _past = uuid.uuid4().hex if is_together else _past
 
     def _watch(self) -> None:
         """Have one call at every member that is answered when it leaves and breaks if it dies."""
         for name in self._node.members:
             if name != self._node.name:
-                watch = rpc.rpc_async(name, _node.wait_for_leave, timeout=0)
-                watch.add_done_callback(lambda done, name=name: self._note_end(done, name))
+                watch = call_async(name, _node.wait_for_leave, timeout=0)
+                watch.add_done_callback(partial(self._note_end, name))
                 self._watches.append(watch)
 
-    def _note_end(self, done: Future[None], name: str) -> None:
+    def _note_end(self, name: str, done: Future[None]) -> None:
         try:
             done.wait()
         except RuntimeError:
@@ -202,16 +201,6 @@ class Agent:
                 logger.warning("%r has ended without leaving the world", name)
                 assert self._node.directory is not None
                 self._node.directory.note_gone(name)
-
-
-def _wait_for_ending(timeout_s: float) -> None:
-    if _ending is not None:
-        _ending.join(timeout_s)
-        if _ending.is_alive():
-            raise RpcError(
-                f"a call of the world before is still being served here after {timeout_s:g} s: "
-                "there can be no other world before it returns"
-            )
 
 
 def _part_quietly(grace_s: float) -> None:
@@ -235,11 +224,7 @@ def _part_quietly(grace_s: float) -> None:
 
 
 def check_rank(rank: int) -> None:
-    """Check that this process has the rank of its first world, which torch does not forget.
-
-    Raises:
-        ValueError: it has another one.
-    """
+    """Raise ValueError where this process had another rank in its first world."""
     if _rank is not None and _rank != rank:
         raise ValueError(
             f"this process was rank {_rank} in its first world and cannot be rank {rank} now: "
@@ -253,15 +238,14 @@ def on_loopback(is_local: bool) -> Iterator[None]:
     missing = [name for name in _INTERFACES if name not in os.environ]
     given = next((os.environ[name] for name in _INTERFACES if name in os.environ), None)
     interface = given or ("lo" if is_local and sys.platform == "linux" else None)
-    if interface is None:
-        yield
-        return
-    os.environ.update(dict.fromkeys(missing, interface))
+    if interface is not None:
+        os.environ.update(dict.fromkeys(missing, interface))
     try:
         yield
     finally:
-        for name in missing:
-            os.environ.pop(name, None)
+        if interface is not None:
+            for name in missing:
+                os.environ.pop(name, None)
 
 
 def _own_store(url: str, **options: Any) -> Iterator[tuple[Store, int, int]]:

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, NoReturn
 
 from torch._C._distributed_c10d import Store
 
 from ..errors import RpcError
-from ..settings import fault_of_name
 from .store import MeetingPlace, is_there, naming_rank_zero
 
 # How long rank 0 keeps the store of a world that could not begin, so that all can read why.
@@ -28,15 +28,12 @@ _LOOK_S = 0.1
 
 _VERDICT = "verdict"
 
+# What torch's RPC takes as a name.
+_NAME = re.compile(r"[A-Za-z0-9_:-]{1,127}")
+
 
 class Member(NamedTuple):
-    """What a process comes with.
-
-    Attributes:
-        name: its name, which may be one that cannot be.
-        rank: its number.
-        settings: what must be the same everywhere.
-    """
+    """What a process comes with: `settings` must be the same everywhere."""
 
     name: object
     rank: int
@@ -44,14 +41,21 @@ class Member(NamedTuple):
 
     @property
     def fault(self) -> str | None:
-        """Why it cannot belong to any world."""
-        return fault_of_name(self.name)
+        """Why it cannot belong to any world: it has a name that cannot be."""
+        if isinstance(self.name, str) and _NAME.fullmatch(self.name):
+            return None
+        shown = repr(self.name)
+        if len(shown) >= 80:
+            shown = f"{shown[:60]}... ({len(str(self.name))} long)"
+        return (
+            "a name must be 1 to 127 of the letters a-z and A-Z, digits, underscores, colons and "
+            f"dashes, got {shown}"
+        )
 
     def as_text(self) -> str:
         """Return what the others read."""
-        settings = dict(self.settings)
         name = self.name if self.fault is None else repr(self.name)[:80]
-        return json.dumps({"name": name, "fault": self.fault, "settings": settings})
+        return json.dumps({"name": name, "fault": self.fault, "settings": dict(self.settings)})
 
 
 def agree_on_members(
@@ -76,6 +80,7 @@ class _Attempt:
         self._world_size = world_size
         self._timeout_s = timeout_s
         self._deadline = time.monotonic() + timeout_s
+        self._keys = [f"member_{rank}" for rank in range(world_size)]
 
     def lead(self) -> dict[int, str]:
         """Open a world and decide on it."""
@@ -91,8 +96,7 @@ class _Attempt:
             if isinstance(error, ValueError):
                 linger(store, self._world_size)
             elif isinstance(error, RpcError):
-                here = [key for key in self._keys() if store.check([key])]
-                linger(store, len(here))
+                linger(store, sum(store.check([key]) for key in self._keys))
             raise
         store.set(_VERDICT, json.dumps({"names": names}))
         return names
@@ -121,7 +125,7 @@ class _Attempt:
 
     def _collect(self, store: Store) -> dict[int, str]:
         names: dict[int, str] = {}
-        for rank, key in enumerate(self._keys()):
+        for rank, key in enumerate(self._keys):
             other = _read(store, key) if self._wait_for(store, key) else {}
             if not other:
                 if not self._place.is_current():
@@ -129,36 +133,29 @@ class _Attempt:
                 self._raise_missing(store)
             if other["fault"]:
                 raise ValueError(f"rank {rank}: {other['fault']}")
-            self._compare(rank, other)
-            if other["name"] in names.values():
-                first = next(one for one, known in names.items() if known == other["name"])
+            for setting, ours in self._own.settings.items():
+                theirs = other["settings"][setting]
+                if theirs != ours:
+                    raise ValueError(
+                        f"{setting} must be the same everywhere: it is {ours!r} in rank 0 "
+                        f"({self._own.name!r}), {theirs!r} in rank {rank} ({other['name']!r})"
+                    )
+            first = next((one for one, name in names.items() if name == other["name"]), None)
+            if first is not None:
                 raise ValueError(
                     f"names must differ: ranks {first} and {rank} are both called {other['name']!r}"
                 )
             names[rank] = other["name"]
         return names
 
-    def _compare(self, rank: int, other: dict[str, Any]) -> None:
-        for setting, ours in self._own.settings.items():
-            theirs = other["settings"][setting]
-            if theirs != ours:
-                raise ValueError(
-                    f"{setting} must be the same everywhere: it is {ours!r} in rank 0 "
-                    f"({self._own.name!r}), {theirs!r} in rank {rank} ({other['name']!r})"
-                )
-
     def _take_part(self, verdict: dict[str, Any]) -> dict[int, str] | None:
         """Join the world that was found; None where it has begun or ended without this process."""
-        store, rank = self._place.store, self._own.rank
+        place, store, rank = self._place, self._place.store, self._own.rank
         if verdict:
-            # This one has not been told yet, and where it asks rank 0 is still there to tell it.
-            is_error = verdict.get("error") == "ValueError"
-            is_news = (
-                is_error and not self._place.outlives_world and not store.check([f"claims_{rank}"])
-            )
-            if is_news:
-                store.add("seen", 1)
-                raise ValueError(verdict["text"])
+            is_error = verdict.get("error") == "ValueError" and not place.outlives_world
+            if is_error and not store.check([f"claims_{rank}"]):
+                # Rank 0 is still there to tell this one too.
+                _raise_verdict(store, verdict)
             return None
         # A rank claims its place once; a second one finds what the first one has written.
         if store.add(f"claims_{rank}", 1) > 1:
@@ -166,11 +163,12 @@ class _Attempt:
             return None
         store.set(f"member_{rank}", self._own.as_text())
         if self._own.fault:
-            store.add("seen", 1)
-            raise ValueError(f"rank {rank}: {self._own.fault}")
+            _raise_verdict(
+                store, {"error": "ValueError", "text": f"rank {rank}: {self._own.fault}"}
+            )
         try:
             is_decided = self._wait_for(store, _VERDICT)
-            if not is_decided and self._place.is_current():
+            if not is_decided and place.is_current():
                 self._raise_missing(store)
         except BaseException:
             # It may come again before rank 0 has given up.
@@ -183,8 +181,7 @@ class _Attempt:
     def _obey(self, store: Store) -> dict[int, str]:
         verdict = _read(store, _VERDICT)
         if "error" in verdict:
-            store.add("seen", 1)
-            raise (ValueError if verdict["error"] == "ValueError" else RpcError)(verdict["text"])
+            _raise_verdict(store, verdict)
         names = {int(rank): name for rank, name in verdict["names"].items()}
         if len(names) != self._world_size:
             raise ValueError(
@@ -200,8 +197,9 @@ class _Attempt:
             if not is_decided and not self._place.is_current():
                 return
         # It is written just after the place has been taken.
-        self._wait_for(store, f"member_{self._own.rank}")
-        other = _read(store, f"member_{self._own.rank}").get("name", "another process")
+        key = self._keys[self._own.rank]
+        self._wait_for(store, key)
+        other = _read(store, key).get("name", "another process")
         raise ValueError(
             f"rank {self._own.rank} of the world is {other!r}, so {self._own.name!r} cannot be it"
         )
@@ -214,13 +212,9 @@ class _Attempt:
         return True
 
     def _raise_missing(self, store: Store) -> NoReturn:
-        here, missing = [], []
-        for rank, key in enumerate(self._keys()):
-            member = _read(store, key)
-            if member:
-                here.append(f"{rank} ({member['name']!r})")
-            else:
-                missing.append(str(rank))
+        members = {str(rank): _read(store, key) for rank, key in enumerate(self._keys)}
+        here = [f"{rank} ({one['name']!r})" for rank, one in members.items() if one]
+        missing = [rank for rank, one in members.items() if not one]
         if not missing:
             raise RpcError(
                 f"the world is not complete: rank 0 at {self._place.where} has not answered "
@@ -230,9 +224,6 @@ class _Attempt:
             f"the world is not complete: rank {', '.join(missing)} of {self._world_size} has not "
             f"come within {self._timeout_s:g} s; here: {', '.join(here)}"
         )
-
-    def _keys(self) -> list[str]:
-        return [f"member_{rank}" for rank in range(self._world_size)]
 
     def _left(self) -> float:
         return max(0.0, self._deadline - time.monotonic())
@@ -245,6 +236,11 @@ def _read(store: Store, key: str) -> dict[str, Any]:
     # Empty where its writer has taken it back meanwhile.
     content: dict[str, Any] = json.loads(store.get(key) or "{}")
     return content
+
+
+def _raise_verdict(store: Store, verdict: dict[str, Any]) -> NoReturn:
+    store.add("seen", 1)
+    raise (ValueError if verdict["error"] == "ValueError" else RpcError)(verdict["text"])
 
 
 def linger(store: Store, count: int) -> None:
@@ -262,31 +258,61 @@ def together(place: MeetingPlace, step: str, rank: int, names: Mapping[int, str]
     Raises:
         RpcError: the step has failed, for instance by its time-out.
     """
-    over = f"{step}_{rank}"
+    store = place.store
     try:
         yield
-        place.store.set(over, "1")
+        store.set(f"{step}_{rank}", "1")
     except RpcError:
         raise
     except (RuntimeError, OSError) as error:
         what = f"the world cannot begin its {step}"
         with naming_rank_zero(place, what):
-            place.store.set(over, "1")
-            missing = _without_end(place.store, step, rank, names)
-        who = f"{', '.join(map(repr, missing))} not come; " if missing else ""
+            store.set(f"{step}_{rank}", "1")
+            # The living all end or fail at about one time.
+            deadline = time.monotonic() + _LAST_S
+            while (missing := _missing(store, step, names)) and time.monotonic() < deadline:
+                time.sleep(0.01)
+            if rank == 0:
+                linger(store, len(names) - len(missing))
+            else:
+                store.add("seen", 1)
+        who = f"{_named(missing)} not come; " if missing else ""
         reason = str(error).strip().partition("\n")[0]
         raise RpcError(f"{what}: {who}{reason}") from error
 
 
-def _without_end(store: Store, step: str, rank: int, names: Mapping[int, str]) -> list[str]:
-    """Return who has neither done a step nor failed in it; the living all do at about one time."""
-    deadline = time.monotonic() + _LAST_S
-    missing = dict(names)
-    while missing and time.monotonic() < deadline:
-        missing = {one: name for one, name in missing.items() if not store.check([f"{step}_{one}"])}
-        time.sleep(0.01)
-    if rank == 0:
-        linger(store, len(names) - len(missing))
-    else:
-        store.add("seen", 1)
-    return list(missing.values())
+def leave_together(
+    place: MeetingPlace, rank: int, names: Mapping[int, str], timeout_s: float
+) -> None:
+    """Wait until every member has come to the end of a world without calls.
+
+    Raises:
+        RpcError: members have not come in time; they are named.
+    """
+    store = place.store
+    deadline = time.monotonic() + timeout_s
+    with naming_rank_zero(place, "end of the world"):
+        store.set(f"left_{rank}", "1")
+        try:
+            for one in names:
+                if not is_there(store, f"left_{one}", deadline - time.monotonic()):
+                    missing = _missing(store, "left", names)
+                    verb = "has" if len(missing) == 1 else "have"
+                    text = f"{_named(missing)} {verb} not come within {timeout_s:g} s"
+                    raise RpcError(f"end of the world: {text}")
+        finally:
+            if rank == 0:
+                linger(store, len(names) - len(_missing(store, "left", names)))
+            else:
+                # Rank 0 may be gone already: what it had to say has been read.
+                with contextlib.suppress(RuntimeError):
+                    store.add("seen", 1)
+
+
+def _missing(store: Store, step: str, names: Mapping[int, str]) -> list[str]:
+    """Return who has not noted that it has done a step."""
+    return [name for rank, name in names.items() if not store.check([f"{step}_{rank}"])]
+
+
+def _named(names: Iterable[str]) -> str:
+    return ", ".join(map(repr, names))

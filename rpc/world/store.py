@@ -1,4 +1,4 @@
-"""The store in which the members of a world meet: whose it is, and where it listens."""
+"""Which rank this process is, and the store in which the members of a world meet."""
 
 from __future__ import annotations
 
@@ -17,10 +17,47 @@ from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
 
 from ...collectives import all_on_one_host, is_loopback, open_store
 from ..errors import RpcError
-from ..settings import whole_number
 
 _DEFAULT_PLACE = "tcp://localhost:9100"
 _RETRY_S = 0.05
+
+
+def own_place(rank: int, world_size: int) -> tuple[int, int]:
+    """Return rank and world size, where not given (-1) those of the launcher."""
+    rank, world_size = _whole_number("rank", rank), _whole_number("world_size", world_size)
+    if dist.is_initialized():
+        there = [dist.get_rank(), dist.get_world_size()]
+    else:
+        there = [_whole_number(one, os.environ.get(one) or "-1") for one in ("RANK", "WORLD_SIZE")]
+    rank = there[0] if rank == -1 else rank
+    world_size = there[1] if world_size == -1 else world_size
+    if rank == -1 or world_size == -1:
+        raise ValueError(
+            "rank and world_size must be given where no launcher has set RANK and WORLD_SIZE, got "
+            f"rank={rank}, world_size={world_size}"
+        )
+    if dist.is_initialized() and [rank, world_size] != there:
+        raise ValueError(
+            f"this process is rank {there[0]} of {there[1]} in its process group, got "
+            f"rank={rank}, world_size={world_size}"
+        )
+    if world_size < 1:
+        raise ValueError(f"world_size must be at least 1, got {world_size}")
+    if not 0 <= rank < world_size:
+        raise ValueError(f"rank must be in 0..{world_size - 1}, got {rank}")
+    return rank, world_size
+
+
+def _whole_number(setting: str, value: object) -> int:
+    """Return what a setting of the caller (a number) or the environment (its digits) says."""
+    if isinstance(value, str) and setting.isupper():
+        try:
+            return int(value)
+        except ValueError:
+            pass
+    elif isinstance(value, int) and not isinstance(value, bool):
+        return value
+    raise ValueError(f"{setting} must be a whole number, got {value!r}")
 
 
 class OwnPlace:
@@ -38,45 +75,55 @@ class OwnPlace:
         self.store: Store
         self.where = f"{host}:{port}"
         self.is_local = is_loopback(host)
-        self._host = host
-        self._port = port
+        self._address = host, port
         self._timeout_s = timeout_s
         # torch keeps what it is given for as long as the process lives, so it never gets this one,
         # with which the port is freed.
         self._server: Store | None = None
 
     def enter(self, rank: int, deadline: float) -> bool:
-        """Open a world as rank 0, else connect to the one that is there.
-
-        Raises:
-            RpcError: rank 0 is not there, or something else is.
-        """
+        """Open a world as rank 0, else connect to the one that is there."""
         if rank == 0:
-            self._server = _listen(self._host, self._port, self._timeout_s)
-        _wait_for_listener(self._host, self._port, deadline, self._timeout_s)
-        self.store = _connect(self._host, self._port, self._timeout_s)
+            try:
+                timeout = timedelta(seconds=self._timeout_s)
+                self._server = open_store(*self._address, wait_for_workers=False, timeout=timeout)
+            except OSError as error:
+                raise RpcError(
+                    f"rank 0 cannot listen at {self.where}: {error.strerror}; give another "
+                    "dist_init_method"
+                ) from error
+        self._wait_for_listener(deadline)
+        self.store = _connect(*self._address, self._timeout_s)
         return True
 
     def is_current(self) -> bool:
         """Whether no other world has been opened here: it would need the port."""
         return True
 
+    def _wait_for_listener(self, deadline: float) -> None:
+        """Wait until somebody listens; torch's client would do so with a page of stack frames."""
+        while True:
+            try:
+                socket.create_connection(self._address, timeout=max(self._timeout_s, 1.0)).close()
+                return
+            except OSError as error:
+                if time.monotonic() > deadline:
+                    raise RpcError(
+                        f"rank 0 has not opened the world at {self.where} within "
+                        f"{self._timeout_s:g} s: {error.strerror or error}"
+                    ) from error
+            time.sleep(_RETRY_S)
+
 
 class SharedPlace:
-    """A store that outlives its worlds: rank 0 writes which one is open.
-
-    Args:
-        store: the one in which the worlds have theirs.
-        where: for errors.
-        is_local: whether all connections stay on this machine's loopback interface.
-    """
+    """A store that outlives its worlds: rank 0 writes in it which one is open."""
 
     outlives_world = True
 
-    def __init__(self, store: Store, where: str, *, is_local: bool) -> None:
+    def __init__(self, store: Store, where: str) -> None:
         self.store: Store
         self.where = where
-        self.is_local = is_local
+        self.is_local = _is_store_local(store)
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         self._worlds = PrefixStore(f"stepwrap/world/{attempt}", store)
         self._open = b""
@@ -99,6 +146,64 @@ class SharedPlace:
 MeetingPlace: TypeAlias = OwnPlace | SharedPlace
 
 
+def _is_store_local(store: Store) -> bool:
+    """Whether a store, and so probably all that use it, is on the loopback interface alone."""
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    if isinstance(store, TCPStore):
+        return is_loopback(store.host) or all_on_one_host()
+    return all_on_one_host() or "MASTER_ADDR" not in os.environ
+
+
+def _connect(host: str, port: int, timeout_s: float) -> Store:
+    timeout = timedelta(seconds=max(timeout_s, 1.0))
+    try:
+        return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
+    except RuntimeError as error:
+        raise RpcError(f"what listens at {host}:{port} is not the store of rank 0") from error
+
+
+def find_place(init_method: str | None, world_size: int, timeout_s: float) -> MeetingPlace:
+    """Return where a new world meets.
+
+    Its store is kept by the default process group, where there is one, by torchrun, or by rank 0 at
+    the address of `init_method`; there it listens on that address alone.
+
+    Raises:
+        ValueError: an address that is none of tcp://host:port, env:// and file:///path.
+        RpcError: torchrun's store is not there.
+    """
+    if dist.is_initialized() and init_method is None:
+        store = dist.distributed_c10d._get_default_store()
+        return SharedPlace(store, "the default process group")
+    url = init_method or ("env://" if os.environ.get("MASTER_ADDR") else _DEFAULT_PLACE)
+    parsed = urlparse(url)
+    if parsed.scheme == "file" and parsed.path:
+        return SharedPlace(FileStore(parsed.path, world_size), parsed.path)
+    if parsed.scheme == "env":
+        return _place_of_environment(timeout_s)
+    with contextlib.suppress(ValueError):
+        # A port that is none raises.
+        if parsed.scheme == "tcp" and parsed.hostname and parsed.port:
+            return OwnPlace(parsed.hostname, parsed.port, timeout_s)
+    raise ValueError(
+        f"dist_init_method must be tcp://host:port, env:// or file:///path, got {url!r}"
+    )
+
+
+def _place_of_environment(timeout_s: float) -> MeetingPlace:
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        if name not in os.environ:
+            raise ValueError(f"env:// needs MASTER_ADDR and MASTER_PORT; {name} is not set")
+    host = os.environ["MASTER_ADDR"]
+    port = _whole_number("MASTER_PORT", os.environ["MASTER_PORT"])
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return SharedPlace(_connect(host, port, timeout_s), f"{host}:{port}")
+    if all_on_one_host() and not is_loopback(host):
+        host = "127.0.0.1"
+    return OwnPlace(host, port, timeout_s)
+
+
 def is_there(store: Store, key: str, timeout_s: float) -> bool:
     """Wait until somebody has written `key`; return whether that has happened."""
     # Asked again and again: torch's own wait logs every time-out, and a signal has to wait for it.
@@ -119,103 +224,9 @@ def naming_rank_zero(place: MeetingPlace, what: str) -> Iterator[None]:
         yield
     except RpcError:
         raise
-    except (dist.DistError, OSError, RuntimeError) as error:
+    except (OSError, RuntimeError) as error:
         reason = str(error).strip().partition("\n")[0]
         raise RpcError(
             f"{what}: rank 0, which keeps the store of the world at {place.where}, is gone or "
             f"cannot be reached: {reason}"
         ) from error
-
-
-def find_place(init_method: str | None, world_size: int, timeout_s: float) -> MeetingPlace:
-    """Return where a new world meets.
-
-    Its store is kept by the default process group, where there is one, by torchrun, or by rank 0 at
-    the address of `init_method`; there it listens on that address alone.
-
-    Raises:
-        ValueError: an address that is none of tcp://host:port, env:// and file:///path.
-        RpcError: torchrun's store is not there.
-    """
-    if dist.is_initialized() and init_method is None:
-        store = dist.distributed_c10d._get_default_store()
-        return SharedPlace(store, "the default process group", is_local=_is_store_local(store))
-    url = init_method or ("env://" if os.environ.get("MASTER_ADDR") else _DEFAULT_PLACE)
-    parsed = urlparse(url)
-    if parsed.scheme == "file" and parsed.path:
-        store = FileStore(parsed.path, world_size)
-        return SharedPlace(store, parsed.path, is_local=_is_store_local(store))
-    if parsed.scheme == "env":
-        host, port = _environment_place()
-        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-            store = _connect(host, port, timeout_s)
-            is_local = is_loopback(host) or all_on_one_host()
-            return SharedPlace(store, f"{host}:{port}", is_local=is_local)
-        if all_on_one_host() and not is_loopback(host):
-            host = "127.0.0.1"
-        return OwnPlace(host, port, timeout_s)
-    with contextlib.suppress(ValueError):
-        # A port that is none raises.
-        if parsed.scheme == "tcp" and parsed.hostname and parsed.port:
-            return OwnPlace(parsed.hostname, parsed.port, timeout_s)
-    raise ValueError(
-        f"dist_init_method must be tcp://host:port, env:// or file:///path, got {url!r}"
-    )
-
-
-def _is_store_local(store: Store) -> bool:
-    """Whether a store, and so probably all that use it, is on the loopback interface alone."""
-    while isinstance(store, PrefixStore):
-        store = store.underlying_store
-    if isinstance(store, TCPStore) and is_loopback(store.host):
-        return True
-    is_file = not isinstance(store, TCPStore)
-    return all_on_one_host() or (is_file and "MASTER_ADDR" not in os.environ)
-
-
-def _environment_place() -> tuple[str, int]:
-    try:
-        return os.environ["MASTER_ADDR"], whole_number("MASTER_PORT", os.environ["MASTER_PORT"])
-    except KeyError as error:
-        raise ValueError(
-            f"env:// needs MASTER_ADDR and MASTER_PORT; {error.args[0]} is not set"
-        ) from None
-
-
-def _listen(host: str, port: int, timeout_s: float) -> Store:
-    timeout = timedelta(seconds=timeout_s)
-    try:
-        return open_store(host, port, wait_for_workers=False, timeout=timeout)
-    except OSError as error:
-        raise RpcError(
-            f"rank 0 cannot listen at {host}:{port}: {error.strerror}; give another "
-            "dist_init_method"
-        ) from error
-
-
-def _connect(host: str, port: int, timeout_s: float) -> Store:
-    try:
-        return TCPStore(
-            host,
-            port,
-            is_master=False,
-            wait_for_workers=False,
-            timeout=timedelta(seconds=max(timeout_s, 1.0)),
-        )
-    except RuntimeError as error:
-        raise RpcError(f"what listens at {host}:{port} is not the store of rank 0") from error
-
-
-def _wait_for_listener(host: str, port: int, deadline: float, timeout_s: float) -> None:
-    """Wait until somebody listens; torch's client would do so with a page of stack frames."""
-    while True:
-        try:
-            socket.create_connection((host, port), timeout=max(timeout_s, 1.0)).close()
-            return
-        except OSError as error:
-            if time.monotonic() > deadline:
-                raise RpcError(
-                    f"rank 0 has not opened the world at {host}:{port} within {timeout_s:g} s: "
-                    f"{error.strerror or error}"
-                ) from error
-        time.sleep(_RETRY_S)

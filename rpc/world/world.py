@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import threading
+import time
 from collections.abc import Iterable, Mapping
+from datetime import timedelta
 from functools import partial
 from types import TracebackType
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
 
-from ...collectives import CollectiveGroup
+from ...collectives import CollectiveGroup, forget_meshes
+from ..calls.directory import did_you_mean
 from ..calls.group import RpcGroup
 from ..calls.node import Node
-from ..settings import check_members, check_times, own_place
 from .agent import Agent, check_rank, on_loopback
-from .collectives import end_collectives, start_collectives
-from .ending import Ending, leave_together
-from .members import Member, agree_on_members, together
-from .store import MeetingPlace, find_place
+from .members import Member, agree_on_members, leave_together, together
+from .store import MeetingPlace, find_place, own_place
+
+# How long the end may take of a process that does not wait for the others.
+_AT_ONCE_S = 1.0
 
 
 class World:
@@ -35,26 +40,19 @@ class World:
             group = world.create_rpc_group("all", world.get_members())
 
     Every member must make it, and stop it: leaving the `with` block does. It is ready for calls
-    before any other member can make one.
+    before any other member can make one. docs/rpc.md describes each argument.
 
     Args:
-        name: this process's name, unique in the world: up to 127 of letters, digits, underscores,
-            colons and dashes.
-        rank: its number; -1 takes that of the default process group, else RANK.
-        world_size: how many members there are; -1 as for `rank`, with WORLD_SIZE.
+        name: unique in the world: up to 127 of letters, digits, underscores, colons and dashes.
+        rank: -1 takes that of the default process group, else RANK; `world_size` likewise.
         init_dist: whether there are collectives. A default process group that exists already is
             used, and left alone in the end.
-        init_rpc: whether there are calls.
-        dist_backend: of the default process group, where the world makes it.
         dist_init_method: where the members meet: tcp://host:port, env:// or file:///path.
-        rpc_init_method: where they meet if `dist_init_method` is not given; there is one place for
-            both.
+        rpc_init_method: where they meet if `dist_init_method` is not given.
         dist_timeout: how long to wait for the others while the world begins, and the time-out of
             collectives of a default process group that the world makes; in seconds, more than 0.
         rpc_timeout: of calls, in seconds; 0 waits as long as it takes.
-        device_maps: by the name of a member, which of its devices each of ours becomes, for
-            tensors that travel from GPU to GPU.
-        rpc_threads: how many calls are served at once.
+        device_maps: by the name of a member, which of its devices each of ours becomes.
 
     Raises:
         RuntimeError: there is a world in this process, or this one was stopped while it was made.
@@ -83,7 +81,7 @@ class World:
         device_maps: Mapping[str, Mapping[int, int]] | None = None,
         rpc_threads: int = 16,
     ) -> None:
-        check_times(dist_timeout, rpc_timeout)
+        _check_times(dist_timeout, rpc_timeout)
         self.name = name
         self.rank, self.world_size = own_place(rank, world_size)
         self.rpc_timeout = rpc_timeout
@@ -91,7 +89,7 @@ class World:
         self.started = False
         # Bound once: what is unregistered must be what was registered.
         self._leave = partial(self.stop, graceful=False)
-        self._ending = Ending()
+        self._ending = _Ending()
         self._ends: contextlib.ExitStack | None = None
         self._meeting: MeetingPlace | None = None
         self._node: Node | None = None
@@ -107,7 +105,7 @@ class World:
                 if init_dist and not dist.is_initialized():
                     _start_collectives(self, meeting, dist_backend, undo)
                 if init_rpc:
-                    _start_rpc(self, rpc_threads, device_maps or {}, undo)
+                    _start_rpc(self, meeting, rpc_threads, device_maps or {}, undo)
             self._ending.check_wanted(name)
             self._ends = undo.pop_all()
         self.started = True
@@ -124,7 +122,7 @@ class World:
     @property
     def groups(self) -> dict[str, RpcGroup]:
         """The living groups that this process has made, by name."""
-        return {} if self._node is None else cast(dict[str, RpcGroup], dict(self._node.groups))
+        return {} if self._node is None else dict(self._node.groups)
 
     @property
     def lut_manager(self) -> str:
@@ -137,13 +135,8 @@ class World:
         """Make a group for collectives; every process of the world must call it, in one order.
 
         Args:
-            ranks: of its members.
             timeout: of its collectives, in seconds.
             backend: default: that of the world.
-
-        Raises:
-            RuntimeError: the world has no collectives, or has been stopped.
-            ValueError: a rank that there is not.
         """
         _check_started(self)
         if not dist.is_initialized():
@@ -162,7 +155,6 @@ class World:
 
         Args:
             group_name: unique among the living groups of each member.
-            members: their names.
             timeout: how long to wait for the others, in seconds; -1 is the world's.
 
         Raises:
@@ -176,18 +168,23 @@ class World:
         if node is None:
             raise RuntimeError("this world has no calls: it was made with init_rpc=False")
         names = tuple(sorted(set(members)))
-        check_members(names, node.members)
+        for name in names:
+            if name not in node.members:
+                known = ", ".join(map(repr, node.members))
+                hint = did_you_mean(name, node.members)
+                raise ValueError(f"{name!r} is no member of the world: {known}{hint}")
         if self.name not in names:
             raise RuntimeError(f"Creator Process [{self.name}] not in Group [{group_name}]")
         group = RpcGroup(group_name, names)
         with node.lock:
-            if node.groups.setdefault(group_name, group) is not group:
-                raise RuntimeError(f"Group {group_name} already exists!")
+            is_new = node.groups.setdefault(group_name, group) is group
+        if not is_new:
+            raise RuntimeError(f"Group {group_name} already exists!")
         try:
             node.wait_for_withdrawal(group_name)
             limit = self.rpc_timeout if timeout == -1 else timeout
             what = f"group {group_name!r}"
-            group.generation = node.meet_all(("group", group_name), names, what, limit)
+            group.generation = node.meet(("group", group_name), names, what, limit).number
         except BaseException:
             group.destroy()
             raise
@@ -213,12 +210,13 @@ class World:
         limit = timeout or self.rpc_timeout or 60.0
         if self._ends is None:
             # A signal's handler or another thread, while the world is made.
-            self._ending.cancel()
+            self._ending.is_cancelled = True
             return
         if not self._ending.claim(limit):
             return
         self.started = False
-        self._ending.begin(limit if graceful else timeout)
+        at_once_s = _AT_ONCE_S if timeout is None else timeout
+        self._ending.begin(limit if graceful else at_once_s)
         try:
             if graceful and self._agent is not None:
                 self._agent.part(limit)
@@ -229,7 +227,7 @@ class World:
             try:
                 self._ends.close()
             finally:
-                self._ending.finish()
+                self._ending.is_over.set()
 
     def __enter__(self) -> World:
         return self
@@ -281,27 +279,85 @@ class World:
             del World._claims["world"]
 
 
+class _Ending:
+    """Who ends a world, and by when."""
+
+    def __init__(self) -> None:
+        self.is_cancelled = False
+        self.is_over = threading.Event()
+        self._claims: dict[str, tuple[int, object]] = {}
+        self.begin(_AT_ONCE_S)
+
+    def check_wanted(self, name: str) -> None:
+        """Raise RuntimeError where somebody has stopped the world while it was made."""
+        if self.is_cancelled:
+            raise RuntimeError(f"the world of {name!r} was stopped while it was made")
+
+    def claim(self, timeout_s: float) -> bool:
+        """Return whether the caller is the one to end the world; else wait until it has ended.
+
+        There is no lock that a signal's handler could find held by the thread that it has
+        interrupted; what this thread itself has begun, it does not wait for.
+        """
+        own = threading.get_ident(), object()
+        first = self._claims.setdefault("first", own)
+        if first is not own and first[0] != own[0]:
+            self.is_over.wait(timeout_s)
+        return first is own
+
+    def begin(self, timeout_s: float) -> None:
+        """Set the time for all that follows."""
+        self._deadline = time.monotonic() + timeout_s
+
+    def left(self) -> float:
+        """Return how much time there is, in seconds."""
+        return max(0.0, self._deadline - time.monotonic())
+
+
 def _start_collectives(
     world: World, meeting: MeetingPlace, backend: str, undo: contextlib.ExitStack
 ) -> None:
     with together(meeting, "collectives", world.rank, world.rank_name_map):
-        start_collectives(meeting.store, world.rank, world.world_size, backend, world.dist_timeout)
-    undo.callback(end_collectives, dist.group.WORLD)
+        dist.init_process_group(
+            backend,
+            store=PrefixStore("dist", meeting.store),
+            rank=world.rank,
+            world_size=world.world_size,
+            timeout=timedelta(seconds=world.dist_timeout),
+        )
+    undo.callback(_end_collectives, dist.group.WORLD)
+
+
+def _end_collectives(group: dist.ProcessGroup | None) -> None:
+    """End the default group, unless its user has ended it already or made another one since."""
+    if dist.is_initialized() and dist.group.WORLD is group:
+        forget_meshes()
+        dist.destroy_process_group(group)
 
 
 def _start_rpc(
     world: World,
+    meeting: MeetingPlace,
     threads: int,
     device_maps: Mapping[str, Mapping[int, int]],
     undo: contextlib.ExitStack,
 ) -> None:
-    assert world._meeting is not None
     world._node = Node(world.name, world.rank_name_map, world.rpc_timeout)
     agent = Agent(world._node, world.rank, world.world_size, world.dist_timeout)
     undo.callback(lambda: agent.stop(world._ending.left()))
-    with together(world._meeting, "calls", world.rank, world.rank_name_map):
-        agent.start(world._meeting.store, threads, device_maps)
+    with together(meeting, "calls", world.rank, world.rank_name_map):
+        agent.start(meeting.store, threads, device_maps)
     world._agent = agent
+
+
+def _check_times(dist_timeout: float, rpc_timeout: float) -> None:
+    for setting, value in (("dist_timeout", dist_timeout), ("rpc_timeout", rpc_timeout)):
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise ValueError(f"{setting} must be a number of seconds, got {value!r}")
+    if not 0 < dist_timeout < float("inf"):
+        raise ValueError(f"dist_timeout must be more than 0 seconds, got {dist_timeout}")
+    if not 0 <= rpc_timeout < float("inf"):
+        raise ValueError(f"rpc_timeout must be at least 0 seconds, got {rpc_timeout}")
 
 
 def _check_started(world: World) -> None:
@@ -320,20 +376,12 @@ def is_world_initialized() -> bool:
 
 
 def get_cur_rank() -> int:
-    """Return this process's rank in its world.
-
-    Raises:
-        RuntimeError: there is no world.
-    """
+    """Return this process's rank in its world; raise RuntimeError without one."""
     return _living_world().rank
 
 
 def get_cur_name() -> str:
-    """Return this process's name in its world.
-
-    Raises:
-        RuntimeError: there is no world.
-    """
+    """Return this process's name in its world; raise RuntimeError without one."""
     return _living_world().name
 
 

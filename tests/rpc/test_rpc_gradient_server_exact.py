@@ -12,7 +12,7 @@ from ranks import run_ranks
 from torch import Tensor, nn
 
 from stepwrap.rpc import PushPullGradServerImpl, World
-from stepwrap.rpc.servers.reduction import PushQueue, ReduceSettings, Reduction
+from stepwrap.rpc.servers.reduction import Level, Push, ReduceSettings, Reduction
 
 UPDATES = 8
 CLIENTS = 4
@@ -120,20 +120,19 @@ def test_running_sum_equals_stacking(
     policy=st.sampled_from(["block", "drop_oldest", "error"]),
 )
 def test_queue_loses_nothing_untold(moves: list[str], policy: Any) -> None:
-    queue = PushQueue[int](3, policy)
-    offered, refused, lost, taken = 0, 0, 0, []
+    queue = Level[Push]("queue", ReduceSettings("sum", torch.device("cpu"), 2, 3, policy), policy)
+    offered, refused, taken = 0, 0, []
     for move in moves:
         if move == "take" and queue.items:
-            taken.append(queue.take())
+            taken.append(queue.take().number)
             queue.admit()
         elif move != "take":
-            is_accepted, dropped = queue.offer(
-                offered, torch.futures.Future(), is_forced=move == "force"
-            )
-            offered, refused, lost = offered + 1, refused + (not is_accepted), lost + len(dropped)
+            push = Push("client", offered, 0, {})
+            state = queue.offer(push, torch.futures.Future(), is_forced=move == "force")
+            offered, refused = offered + 1, refused + (state == "full")
             assert len(queue.items) <= 3 or "force" in moves
     here = len(queue.items) + len(queue.waiting)
-    assert offered == len(taken) + here + refused + lost
+    assert offered == len(taken) + here + refused + queue.dropped
     assert taken == sorted(taken) or "force" in moves
     assert refused == 0 or policy == "error"
-    assert lost == 0 or policy == "drop_oldest"
+    assert queue.dropped == 0 or policy == "drop_oldest"

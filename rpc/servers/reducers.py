@@ -1,0 +1,531 @@
+"""The two levels of a gradient server: pushes become batches, and batches become steps."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import weakref
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+from torch import nn
+from torch.futures import Future
+from torch.optim import Optimizer
+
+from ..calls import node as _node
+from ..calls.group import RpcGroup, call_held, held_or_none
+from ..errors import RpcError
+from .model_state import snapshot, unwrap
+from .ordered_server import OrderedServerBase, OrderedServerSimple, Update, Wanted, pull_here
+from .reduction import (
+    Batch,
+    Gradients,
+    Layout,
+    Level,
+    Push,
+    PushId,
+    Receipt,
+    ReduceSettings,
+    State,
+    answer_all,
+    check_gradients,
+    layout_of,
+)
+
+logger = logging.getLogger(__name__)
+
+
+class ManagedModel:
+    """The model that a gradient server trains, with its optimizer; gets `pp_version`, 0."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        lr_scheduler: Any,
+        *,
+        o_server: OrderedServerBase,
+        model_name: str,
+    ) -> None:
+        self._model: Any = model
+        self._optimizer = optimizer
+        self._lr_scheduler = lr_scheduler
+        self._o_server = o_server
+        self._model_name = model_name
+        self._trained = {
+            name: parameter
+            for name, parameter in unwrap(model).named_parameters()
+            if parameter.requires_grad
+        }
+        self.layout = layout_of(self._trained)
+        model.pp_version = 0  # type: ignore[assignment]
+
+    def step(self, gradients: Gradients) -> None:
+        """Train one step."""
+        for name, parameter in self._trained.items():
+            parameter.grad = gradients[name].to(parameter.device, parameter.dtype)
+        self._optimizer.step()
+        if self._lr_scheduler is not None:
+            self._lr_scheduler.step()
+
+    def publish(self) -> None:
+        """Make the state the newest version on the ordered server."""
+        state, version = snapshot(self._model), self._model.pp_version
+        if self._push(state, version):
+            return
+        found = self._o_server.pull(self._model_name)
+        newest = None if found is None else found[1]
+        logger.warning(
+            "version %r of model %r was refused by its ordered server, which has %r: somebody "
+            "else publishes under that name, or has done so before",
+            *(version + 1, self._model_name, newest),
+        )
+        if isinstance(newest, int):
+            self._push(state, newest)
+
+    def _push(self, state: Gradients, version: int) -> bool:
+        server: Any = self._o_server
+        push = server.push
+        if type(server).push is OrderedServerSimple.push:
+            # A call would copy the state, which is a copy already that nobody changes.
+            service = f"{server.server_name}/_push_service"
+            push = held_or_none("service", server.group.get_group_name(), service) or push
+        is_accepted: bool = push(self._model_name, state, version + 1, version)
+        if is_accepted:
+            self._model.pp_version = version + 1
+        return is_accepted
+
+
+class Primary:
+    """Takes batches, adds them up and has the model step at each full sum.
+
+    It knows which pushes have arrived: a client whose secondary reducer has died asks `fence`, and
+    sends the others again. All methods may be called from any thread, `step` from one at a time.
+    `changed` guards it, and is notified when there may be something to do; `shut_out` tells a
+    reducer, by its name and without waiting, why it is shut out.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        settings: ReduceSettings,
+        changed: threading.Condition,
+        shut_out: Callable[[str, str], None],
+    ) -> None:
+        self.model: ManagedModel | None = None
+        self._changed = changed
+        self._shut_out = shut_out
+        # Between reducers a full queue cannot be an error: who pushed has gone on.
+        drops = settings.on_full == "drop_oldest"
+        self.level = Level[Batch](
+            f"{name} (primary)", settings, "drop_oldest" if drops else "block"
+        )
+        self._failure = ""
+        self._fenced: set[str] = set()
+        self._arrived: dict[str, set[int]] = {}
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `step` would do something."""
+        return bool(self.level.items) and not self._failure
+
+    def services(self, prefix: str) -> dict[str, Callable[..., Any]]:
+        """Return what secondary reducers call, and clients when one of those has died."""
+        return {
+            f"{prefix}/_reduce_service": self.take,
+            f"{prefix}/_fence_service": self.fence,
+            f"{prefix}/_layout_service": self.layout,
+        }
+
+    def take(self, batch: Batch) -> Future[Receipt]:
+        """Take a batch; complete when there is room for it."""
+        answer: Future[Receipt] = Future()
+        with self._changed:
+            state, text = self._accept(batch, answer)
+            receipt = None if state is None else self.level.receipt(batch, state, text)
+            self._changed.notify_all()
+        if receipt is not None:
+            answer.set_result(receipt)
+        return answer
+
+    def layout(self) -> Layout | None:
+        """Return what gradients must look like, None without a model."""
+        return None if self.model is None else self.model.layout
+
+    def watch(self, on_end: Callable[[], None]) -> None:
+        """Watch nothing: a reducer in the primary's process ends with it."""
+
+    def fence(self, reducer: str, client: str, numbers: Iterable[int]) -> list[int]:
+        """Take no more batches of a reducer; return which pushes of a client have arrived."""
+        with self._changed:
+            is_new = reducer not in self._fenced
+            self._fenced.add(reducer)
+            known = self._arrived.get(client, set())
+            arrived = [number for number in numbers if number in known]
+        if is_new:
+            logger.warning("the reducer %r is held dead, and shut out, for %r", reducer, client)
+            # It may live, with pushes that are no full batch: their clients must learn of it.
+            self._shut_out(reducer, _why_fenced(reducer))
+        return arrived
+
+    def run(self) -> None:
+        """Begin, or go on after `fail`."""
+        with self._changed:
+            self._failure = ""
+            self._changed.notify_all()
+
+    def fail(self, text: str) -> None:
+        """Refuse batches until `run`; what was being reduced is lost."""
+        with self._changed:
+            self._failure = text
+            for batch, _ in self.level.waiting:
+                self._note(batch.ids, has_arrived=False)
+            answers = self.level.dismiss("failed", text)
+            lost = self.level.drop_broken()
+        if lost:
+            logger.warning("%d pushes were lost in a step that failed", lost)
+        answer_all(answers)
+
+    def step(self) -> bool:
+        """Do one piece of work; False where there is none."""
+        with self._changed:
+            if not self.has_work:
+                return False
+            batch = self.level.take()
+            answers = self.level.admit()
+        answer_all(answers)
+        # Not under the lock: a step may be long.
+        total = self.level.add(batch)
+        if total is not None:
+            if self.model is not None:
+                self.model.step(total)
+            with self._changed:
+                self.level.finish()
+            if self.model is not None:
+                self.model.publish()
+        return True
+
+    def _accept(self, batch: Batch, answer: Future[Receipt]) -> tuple[State | None, str]:
+        """Take a batch, or say why not; None where it has to wait."""
+        if batch.reducer in self._fenced:
+            return "fenced", _why_fenced(batch.reducer)
+        if self._failure:
+            return "failed", self._failure
+        layout = self.layout()
+        try:
+            if layout is not None:
+                check_gradients(batch.gradients, layout)
+        except ValueError as error:
+            return "refused", str(error)
+        for client, low in batch.lows.items():
+            known = self._arrived.get(client, set())
+            self._arrived[client] = {number for number in known if number >= low}
+        # Those that wait too: they are here, whatever becomes of their reducer.
+        self._note(batch.ids, has_arrived=True)
+        return self.level.offer(batch, answer), ""
+
+    def _note(self, ids: Iterable[PushId], has_arrived: bool) -> None:
+        for client, number in ids:
+            known = self._arrived.setdefault(client, set())
+            (known.add if has_arrived else known.discard)(number)
+
+
+def _why_fenced(reducer: str) -> str:
+    return f"the primary reducer has shut out {reducer!r}, which a client held to be dead"
+
+
+class RemotePrimary:
+    """The primary reducer, from the process of a secondary one."""
+
+    def __init__(self, prefix: str, group: RpcGroup, name: str) -> None:
+        self._prefix = prefix
+        self._group = group
+        self._name = name
+
+    def take(self, batch: Batch) -> Future[Receipt]:
+        """Hand over a batch. Has no time limit: a primary that dies breaks the call."""
+        # `registered_async` would ask the manager where it is, before every batch.
+        key = f"{self._prefix}/_reduce_service"
+        given = self._group.get_group_name(), key, (batch,), None
+        return self._group.rpc_async(self._name, call_held, timeout=0, args=given)
+
+    def layout(self) -> Layout | None:
+        """Return what gradients must look like, None while the primary does not know."""
+        layout: Layout | None = self._group.registered_sync(f"{self._prefix}/_layout_service")
+        return layout
+
+    def watch(self, on_end: Callable[[], None]) -> None:
+        """Have `on_end` called when the primary dies."""
+
+        def note(done: Future[bool]) -> None:
+            try:
+                done.wait()
+            except RuntimeError:
+                on_end()
+
+        alive = self._group.registered_async(f"{self._prefix}/_alive_service", timeout=0)
+        alive.add_done_callback(note)
+
+
+class Intake(Level[Push]):
+    """The pushes that a secondary reducer holds until the primary has them."""
+
+    def __init__(self, name: str, settings: ReduceSettings) -> None:
+        super().__init__(name, settings, settings.on_full)
+        self.unsent: Batch | None = None
+        self.is_sending = False
+        # By reducer: clients learn what the primary has dropped too.
+        self.dropped_by: dict[str, int] = {}
+        self._batch_size = settings.batch_size
+
+    @property
+    def pushes(self) -> list[PushId]:
+        return [*super().pushes, *(self.unsent.ids if self.unsent is not None else ())]
+
+    @property
+    def can_send(self) -> bool:
+        """Whether a batch is full and not on its way."""
+        return self.unsent is not None and not self.is_sending
+
+    @property
+    def can_take(self) -> bool:
+        """Whether the sum can go on with a push from the queue."""
+        # While a batch is on its way the next one may grow, but not become full.
+        has_room = self.unsent is None or self.num_taken + 1 < self._batch_size
+        return bool(self.items) and has_room
+
+    def receipt(self, item: Push, state: State, text: str = "") -> Receipt:
+        held = {number for client, number in self.pushes if client == item.client}
+        dropped = {**self.dropped_by, self.name: self.dropped}
+        return Receipt(state, text, tuple(held.intersection(item.asked)), dropped)
+
+
+class Secondary:
+    """Takes pushes, adds them up and hands over each full batch.
+
+    All methods may be called from any thread, `step` from one at a time. `changed` guards it, and
+    is notified when there may be something to do.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        settings: ReduceSettings,
+        changed: threading.Condition,
+        primary: Primary | RemotePrimary,
+    ) -> None:
+        self.level = Intake(name, settings)
+        self.is_running = False
+        # Set once and for all: the primary is gone ("failed") or has shut this reducer out.
+        self.lost: tuple[State, str] | None = None
+        self._name = name
+        self._changed = changed
+        self._primary = primary
+        # Why the thread of this process has ended, and why the primary takes nothing.
+        self._failure = ""
+        self._trouble = ""
+        self._layout: Layout | None = None
+        self._is_watching = False
+        self._watchers: list[Future[bool]] = []
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `step` would do something."""
+        if self.lost or self._failure or self._trouble:
+            return False
+        return self.level.can_send or self.level.can_take
+
+    def services(self, prefix: str) -> dict[str, Callable[..., Any]]:
+        """Return what clients call; the primary too, to shut this reducer out."""
+
+        def push(
+            push: Push, must_run: bool, wanted: Wanted | None = None
+        ) -> Future[tuple[Receipt, Update | None]]:
+            def answer(done: Future[Receipt]) -> tuple[Receipt, Update | None]:
+                receipt = done.wait()
+                if wanted is None or receipt.state != "taken":
+                    return receipt, None
+                # Spares the client a second call, where the states are in this process.
+                return receipt, pull_here(wanted)
+
+            return self.push(push, must_run).then(answer)
+
+        def alive() -> Future[bool]:
+            watcher: Future[bool] = Future()
+            with self._changed:
+                self._watchers.append(watcher)
+            return watcher
+
+        return {
+            f"{prefix}/_push_service": push,
+            f"{prefix}/_alive_service": alive,
+            f"{prefix}/_withdraw_service": self.withdraw,
+            f"{prefix}/_shut_out_service": partial(self.lose, "fenced"),
+            f"{prefix}/_is_running_service": lambda: self.is_running,
+        }
+
+    def push(self, push: Push, must_run: bool) -> Future[Receipt]:
+        """Take a push, where it `must_run` not while nobody reduces here.
+
+        Raises:
+            ValueError: its content does not fit; nothing was taken.
+        """
+        answer: Future[Receipt] = Future()
+        try:
+            self._connect()
+        except (RpcError, KeyError) as error:
+            answer.set_result(Receipt("failed", f"the primary reducer cannot be asked: {error}"))
+            return answer
+        with self._changed:
+            layout = self._layout
+            if layout is None:
+                # Without a model all must at least be like the one before.
+                before = self.level.items[-1] if self.level.items else push
+                layout = layout_of(before.gradients)
+            check_gradients(push.gradients, layout)
+            state, text = self._accept(push, answer, must_run)
+            receipt = None if state is None else self.level.receipt(push, state, text)
+            self._changed.notify_all()
+        if receipt is not None:
+            answer.set_result(receipt)
+        return answer
+
+    def withdraw(self, client: str, number: int) -> bool:
+        """Send away a push that waits; False where it does not wait any more."""
+        with self._changed:
+            answers = self.level.dismiss("full", "", lambda push: push[:2] == (client, number))
+        answer_all(answers)
+        return bool(answers)
+
+    def run(self) -> None:
+        """Begin, or go on after `halt` or `fail`."""
+        with self._changed:
+            self.is_running, self._failure, self._trouble = True, "", ""
+            self._changed.notify_all()
+
+    def halt(self) -> None:
+        """Keep what is here and send those that wait elsewhere."""
+        with self._changed:
+            self.is_running = False
+            answers = self.level.dismiss("idle", f"the reducer {self._name!r} was stopped")
+        answer_all(answers)
+
+    def fail(self, text: str) -> None:
+        """Answer every push by an error until `run`; what was being added is lost."""
+        with self._changed:
+            self._failure = text
+            lost = self.level.drop_broken()
+            answers = self.level.dismiss("failed", text)
+        if lost:
+            logger.warning("%d pushes at the reducer %r could not be reduced", lost, self._name)
+        answer_all(answers)
+
+    def step(self) -> bool:
+        """Do one piece of work; False where there is none."""
+        with self._changed:
+            if not self.has_work:
+                return False
+            batch = self.level.unsent if self.level.can_send else None
+            push = self.level.take() if batch is None else None
+            self.level.is_sending = self.level.is_sending or batch is not None
+            answers = self.level.admit()
+        answer_all(answers)
+        if batch is not None:
+            self._send(batch)
+        if push is not None and (total := self.level.add(push)) is not None:
+            with self._changed:
+                self.level.unsent = Batch(self._name, total, *self.level.finish())
+        return True
+
+    def lose(self, state: State, text: str) -> None:
+        """Take nothing any more: the primary is gone ("failed") or takes nothing ("fenced")."""
+        with self._changed:
+            self.lost = self.lost or (state, text)
+            answers = self.level.dismiss(*self.lost)
+            self._changed.notify_all()
+        answer_all(answers)
+        if state == "fenced":
+            # Those who watch send their pushes again, through others.
+            self.leave(is_in_order=False)
+
+    def leave(self, is_in_order: bool = True) -> None:
+        """Answer those who watch whether this reducer leaves in good order."""
+        with self._changed:
+            watchers, self._watchers = self._watchers, []
+        for watcher in watchers:
+            watcher.set_result(is_in_order)
+
+    def _send(self, batch: Batch) -> None:
+        try:
+            self._primary.take(batch).add_done_callback(self._on_answer)
+        except (RpcError, KeyError) as error:
+            self.lose("failed", f"the primary reducer is gone: {error}")
+
+    def _on_answer(self, done: Future[Receipt]) -> None:
+        level = self.level
+        try:
+            receipt = done.wait()
+        except Exception as error:
+            self.lose("failed", f"the primary reducer is gone: {error}")
+            return
+        if receipt.state == "fenced":
+            self.lose("fenced", receipt.text)
+            return
+        with self._changed:
+            level.is_sending = False
+            level.dropped_by.update(receipt.dropped)
+            if receipt.state == "failed":
+                self._trouble = receipt.text
+                answers = level.dismiss("failed", receipt.text)
+            else:
+                if receipt.state == "refused" and level.unsent is not None:
+                    count, self._layout = len(level.unsent.ids), None
+                    level.dropped += count
+                    text = "%d pushes at the reducer %r were refused: %s"
+                    logger.warning(text, count, self._name, receipt.text)
+                level.unsent = None
+                answers = level.admit()
+            self._changed.notify_all()
+        answer_all(answers)
+
+    def _connect(self) -> None:
+        """Learn what gradients must look like; the primary may know it later than we live."""
+        if self._layout is None and self.lost is None:
+            self._layout = self._primary.layout()
+        with self._changed:
+            has_watched, self._is_watching = self._is_watching, True
+        if not has_watched:
+            self._primary.watch(lambda: self.lose("failed", "the primary reducer is gone"))
+
+    def _accept(
+        self, push: Push, answer: Future[Receipt], must_run: bool
+    ) -> tuple[State | None, str]:
+        """Take a push, or say why not; None where it has to wait."""
+        if self.lost is not None:
+            return self.lost
+        if self._failure:
+            return "failed", self._failure
+        if must_run and not self.is_running:
+            return "idle", f"the reducer {self._name!r} is not running"
+        if not self._trouble:
+            state = self.level.offer(push, answer, is_forced=push.is_again)
+            return state, f"the queue of {self._name!r} is full" if state == "full" else ""
+        if not self.level.can_send:
+            return "failed", self._trouble
+        # The primary may work again: the answer to the batch decides.
+        self._trouble = ""
+        self.level.waiting.append((push, answer))
+        return None, ""
+
+
+def leave_with_world(secondary: Secondary) -> None:
+    """Answer those who watch when the world ends: it waits for all answers that are owed."""
+    own = weakref.ref(secondary)
+
+    def leave(_: Future[None]) -> None:
+        living = own()
+        if living is not None:
+            living.leave()
+
+    _node.current().left.add_done_callback(leave)
