@@ -1,6 +1,5 @@
 """Names to classes; config text to checked settings to objects."""
 
-from .build import build_from_cfg, build_model_from_cfg
 from .catalog import (
     COMM_HOOKS,
     DATALOADERS,
@@ -29,12 +28,11 @@ from .checks.schema import (
     RunSections,
     SchedulerSection,
 )
-from .checks.step_function import find_train_step
 from .errors import ConfigError, Problem, causes, did_you_mean, nearest, user_frame
-from .registry import Registry
+from .registry import Registry, build_from_cfg, build_model_from_cfg
 from .scan import Registration, count_registered_modules, list_registrations, traverse_registry_tree
 from .text.config import Config, config_from_dict, dump_config, format_config, load_config
-from .tree import build_tree, supply_where_taken
+from .tree import build_tree, find_train_step, supply_where_taken
 
 __all__ = [
     "COMM_HOOKS",

@@ -4,9 +4,8 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from ..arguments import argument_problems, plain_names
-from ..build import find_type
 from ..errors import Problem, nearest, shown_value
-from ..registry import Registry
+from ..registry import Registry, find_type
 from ..tree import find_nested, find_reference, look_up_nested, nested_runtime
 from .values import value_problems
 

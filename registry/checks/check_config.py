@@ -9,14 +9,13 @@ from typing import Any, NamedTuple
 
 from ..catalog import DATALOADERS, DATASETS, HOOKS, LOOPS, METRICS, MODEL_WRAPPERS, MODELS
 from ..errors import ConfigError, Problem, did_you_mean, shown, shown_value
-from ..imports import import_path
+from ..imports import find_entry, import_entry, import_path, make_importable
 from ..registry import Registry
 from ..text.config import Config, config_from_dict
-from ..text.user_modules import find_entry, import_entry, make_importable
+from ..tree import find_train_step
 from .check_component import check_component, type_problem, with_type
 from .optimizer_sections import optimization_problems, with_wrapper_type
 from .schema import DEFAULT_HOOKS, HOOK_TYPES, Component, RunSections, SchedulerSection
-from .step_function import find_train_step
 from .typed import check_section
 
 _LOOP_ARGS = ("dataloader", "metrics")

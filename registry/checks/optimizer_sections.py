@@ -4,9 +4,9 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
-from ..build import find_type
 from ..catalog import OPTIM_WRAPPERS, OPTIMIZERS, PARAM_SCHEDULERS
 from ..errors import Problem, did_you_mean, one_of, shown_value
+from ..registry import find_type
 from .check_component import check_component, with_type
 from .paramwise import check_paramwise
 from .schema import SchedulerSection
