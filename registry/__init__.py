@@ -15,9 +15,21 @@ from .catalog import (
     PARAM_SCHEDULERS,
 )
 from .checks.check_component import check_component
-from .checks.check_config import check_config, examine_config, name_problems
-from .checks.optimizer_sections import named_optimizers, optim_wrapper_sections, stepping_class
-from .checks.paramwise import check_paramwise, default_of
+from .checks.check_config import (
+    Examination,
+    check_config,
+    examine_config,
+    examine_names,
+    import_problems,
+    name_problems,
+)
+from .checks.optimizer_sections import (
+    check_paramwise,
+    default_of,
+    named_optimizers,
+    optim_wrapper_sections,
+    stepping_class,
+)
 from .checks.schema import (
     DEFAULT_HOOKS,
     HOOK_TYPES,
@@ -52,6 +64,7 @@ __all__ = [
     "Config",
     "ConfigError",
     "DataSection",
+    "Examination",
     "LaunchSection",
     "LoaderSection",
     "ParamwiseSection",
@@ -73,8 +86,10 @@ __all__ = [
     "did_you_mean",
     "dump_config",
     "examine_config",
+    "examine_names",
     "find_train_step",
     "format_config",
+    "import_problems",
     "list_registrations",
     "load_config",
     "name_problems",

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from .errors import describe_at, did_you_mean, shortened
+from .errors import describe_at, did_you_mean, shortened, shown_value
 
 # An import runs foreign code, which may also call sys.exit().
 IMPORT_FAILURES = (Exception, SystemExit)
@@ -30,21 +30,21 @@ def import_path(path: str) -> Any:
     """
     parts = path.split(".")
     if not all(part.isidentifier() for part in parts):
-        raise ImportError(f"{path!r} is no import path such as package.module.Name")
+        raise ImportError(f"{shown_value(path)} is no import path such as package.module.Name")
     module, rest = _import_longest(parts)
     found: Any = module
     for at, part in enumerate(rest, start=len(parts) - len(rest)):
         try:
             found = getattr(found, part)
         except AttributeError as error:
-            owner = ".".join(parts[:at])
+            owner = shortened(".".join(parts[:at]))
             hint = did_you_mean(part, [n for n in dir(found) if not n.startswith("_")])
-            raise ImportError(f"{owner} has no {part}{hint}") from error
+            raise ImportError(f"{owner} has no {shortened(part)}{hint}") from error
     return found
 
 
 def _import_longest(parts: Sequence[str]) -> tuple[ModuleType, Sequence[str]]:
-    module = _import(parts[0], f"package {parts[0]} is not installed")
+    module = _import(parts[0], f"package {shortened(parts[0])} is not installed")
     for at, part in enumerate(parts[1:], start=1):
         present = getattr(module, part, None)
         if present is not None and not isinstance(present, ModuleType):
@@ -188,7 +188,7 @@ def import_entry(entry: str) -> None:
     try:
         module = importlib.import_module(name)
     except IMPORT_FAILURES as error:
-        if isinstance(error, ModuleNotFoundError) and error.name == name:
+        if isinstance(error, ModuleNotFoundError) and f"{name}.".startswith(f"{error.name}."):
             raise ImportError(_no_module(name)) from error
         raise FailedImportError(f"{entry} failed to import: {describe_at(error)}") from error
     if path is not None and Path(module.__file__ or "").resolve() != path:

@@ -7,7 +7,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from ..errors import ConfigError, Problem, shown, shown_value
+from ..errors import ConfigError, Problem, shortened, shown, shown_value
 from ..imports import anchored
 from .config_files import find_config, read_config
 from .interpolation import escaped, resolve
@@ -202,7 +202,7 @@ def _folder(origin: str) -> Path:
 
 def _apply(values: dict[str, Any], origins: dict[str, str], text: str) -> None:
     """Set the value of one override."""
-    origin = _OVERRIDE + text
+    origin = shortened(_OVERRIDE + text, 300)
     path, value_text = _split(text)
     dotted = ".".join(path)
     try:
@@ -210,8 +210,8 @@ def _apply(values: dict[str, Any], origins: dict[str, str], text: str) -> None:
     except ConfigError as error:
         why = error.problems[0].what.removeprefix("not valid YAML: ").partition(" (")[0]
         what = (
-            f"the value {value_text} is not valid YAML: {why}; "
-            f"if it is text, put it in quotes: '{dotted}=\"{value_text}\"'"
+            f"the value {shortened(value_text)} is not valid YAML: {why}; "
+            f"if it is text, put it in quotes: '{shortened(dotted)}=\"{shortened(value_text)}\"'"
         )
         raise ConfigError([Problem(dotted, what, origin)]) from error
     origins.update(own_origins)
@@ -232,12 +232,12 @@ def _place(section: Any, path: tuple[str, ...], at: int, origins: Mapping[str, s
         return own_key(section, key)
     if not isinstance(section, list):
         above = ".".join(path[:at])
-        value = section if isinstance(section, str) else shown_value(section)
-        what = f"{above} is {value} ({origins[above]}), it has no {key}"
+        value = shortened(section) if isinstance(section, str) else shown_value(section)
+        what = f"{shortened(above)} is {value} ({origins[above]}), it has no {shortened(key)}"
     elif key.isdecimal() and int(key) < len(section):
         return int(key)
     else:
-        what = f"the list has {len(section)} items, counted from 0, got {key}"
+        what = f"the list has {len(section)} items, counted from 0, got {shortened(key)}"
     raise ConfigError([Problem(dotted, what, origins[dotted])])
 
 
@@ -248,7 +248,7 @@ def _split(text: str) -> tuple[tuple[str, ...], str]:
     if not equals:
         what = "an override must read key.path=value, without spaces around ="
     elif any(quote in key for quote in "'\"`"):
-        what = f"the key {key} must not be in quotes, only the value may be"
+        what = f"the key {shortened(key)} must not be in quotes, only the value may be"
     elif not all(part and part == part.strip() for part in path):
         what = f"{shown_value(key)} is no key path such as optimizer.lr"
     elif len(path) > MAX_DEPTH:

@@ -26,7 +26,7 @@ def resolve(values: dict[str, Any], origins: Mapping[str, str]) -> None:
     waiting = {path: text for path, text in texts.items() if _OPEN in text}
     faults = {text: _fault(text) for text in set(waiting.values())}
     wrong = {
-        path: f"a value is required here: give one with {dotted(path)}=..."
+        path: f"a value is required here: give one with {shortened(dotted(path))}=..."
         for path, text in texts.items()
         if text == _MISSING
     }
@@ -125,4 +125,5 @@ class _Expansion:
 
 def _first_line(error: BaseException) -> str:
     text = (str(error).splitlines() or [type(error).__name__])[0]
-    return re.sub(r"^\w+ raised while resolving interpolation: ", "", text).strip("'\"")
+    text = re.sub(r"^\w+ raised while resolving interpolation: ", "", text).strip("'\"")
+    return shortened(text, 200)
