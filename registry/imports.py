@@ -112,18 +112,22 @@ class ModuleSources:
         """Return the names of the public classes of all namespaces that are of the kind."""
         for namespace in self.namespaces:
             if namespace not in self._names:
-                members = inspect.getmembers(self._load(namespace), inspect.isclass)
                 base = object if self.kind is None else import_path(self.kind)
-                self._names[namespace] = [
-                    name
-                    for name, value in members
-                    if self._offers(namespace, name, value) and issubclass(value, base)
-                ]
-        found = (name for namespace in self.namespaces for name in self._names[namespace])
-        return list(dict.fromkeys(found))
+                classes = self._classes(namespace).items()
+                self._names[namespace] = [name for name, one in classes if issubclass(one, base)]
+        return list(dict.fromkeys(name for one in self.namespaces for name in self._names[one]))
+
+    def summaries(self, namespace: str) -> dict[str, str]:
+        """Return the public classes of a namespace with the first lines of their docstrings."""
+        classes = self._classes(namespace).items()
+        return {name: (one.__doc__ or "").strip().partition("\n")[0] for name, one in classes}
+
+    def _classes(self, namespace: str) -> dict[str, type]:
+        members = inspect.getmembers(self._load(namespace), inspect.isclass)
+        return {name: one for name, one in members if self._offers(namespace, name, one)}
 
     def _offers(self, namespace: str, name: str, value: object) -> bool:
-        if not inspect.isclass(value) or name.startswith("_"):
+        if name.startswith("_"):
             return False
         public = getattr(self._load(namespace), "__all__", None)
         if public is not None:
