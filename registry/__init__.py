@@ -1,6 +1,5 @@
 """Names to classes; config text to checked settings to objects."""
 
-from .build import build_from_cfg, build_model_from_cfg
 from .catalog import (
     COMM_HOOKS,
     DATALOADERS,
@@ -16,9 +15,21 @@ from .catalog import (
     PARAM_SCHEDULERS,
 )
 from .checks.check_component import check_component
-from .checks.check_config import check_config, examine_config, name_problems
-from .checks.optimizer_sections import named_optimizers, optim_wrapper_sections, stepping_class
-from .checks.paramwise import check_paramwise, default_of
+from .checks.check_config import (
+    Examination,
+    check_config,
+    examine_config,
+    examine_names,
+    import_problems,
+    name_problems,
+)
+from .checks.optimizer_sections import (
+    check_paramwise,
+    default_of,
+    named_optimizers,
+    optim_wrapper_sections,
+    stepping_class,
+)
 from .checks.schema import (
     DEFAULT_HOOKS,
     HOOK_TYPES,
@@ -29,12 +40,11 @@ from .checks.schema import (
     RunSections,
     SchedulerSection,
 )
-from .checks.step_function import find_train_step
 from .errors import ConfigError, Problem, causes, did_you_mean, nearest, user_frame
-from .registry import Registry
+from .registry import Registry, build_from_cfg, build_model_from_cfg
 from .scan import Registration, count_registered_modules, list_registrations, traverse_registry_tree
 from .text.config import Config, config_from_dict, dump_config, format_config, load_config
-from .tree import build_tree, supply_where_taken
+from .tree import build_tree, find_train_step, supply_where_taken
 
 __all__ = [
     "COMM_HOOKS",
@@ -54,6 +64,7 @@ __all__ = [
     "Config",
     "ConfigError",
     "DataSection",
+    "Examination",
     "LaunchSection",
     "LoaderSection",
     "ParamwiseSection",
@@ -75,8 +86,10 @@ __all__ = [
     "did_you_mean",
     "dump_config",
     "examine_config",
+    "examine_names",
     "find_train_step",
     "format_config",
+    "import_problems",
     "list_registrations",
     "load_config",
     "name_problems",

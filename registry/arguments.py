@@ -4,7 +4,7 @@ import inspect
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
-from .errors import did_you_mean, nearest
+from .errors import did_you_mean, meant_by, nearest
 
 _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
@@ -83,8 +83,7 @@ def argument_problems(
         own = [name for name in known if name not in runtime]
         free = [name for name in own if name not in given]
         problems = [ArgumentProblem(n, _unknown_text(target, n, free, own)) for n in unknown]
-        meant = {near for name in unknown for near in nearest(name, free)}
-        missing = [name for name in missing if name not in meant]
+        missing = [name for name in missing if name not in meant_by(unknown, free)]
     problems += [ArgumentProblem(n, _missing_text(target, n, unknown)) for n in missing]
     return problems + _positional_problems(target, parameters)
 

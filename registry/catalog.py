@@ -3,8 +3,7 @@
 They know where the parts live by module name only: nothing is imported before a look-up.
 """
 
-from .build import build_model_from_cfg
-from .registry import Registry
+from .registry import Registry, build_model_from_cfg
 
 _WRAPPERS = ("stepwrap.wrappers",)
 _LOOPS = ("stepwrap.loops",)

@@ -19,6 +19,8 @@ _LIBRARIES = tuple(
     for name, path in sysconfig.get_paths().items()
     if name in ("stdlib", "platstdlib", "purelib", "platlib")
 )
+# Characters of a name or value that a message repeats.
+MOST_SHOWN = 80
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<name>\S+)')
 
 
@@ -39,7 +41,8 @@ class Problem:
     cause: BaseException | None = field(default=None, compare=False, repr=False)
 
     def __str__(self) -> str:
-        return ": ".join(part for part in (self.origin, self.key, self.what) if part)
+        parts = (shortened(self.origin, 300), shortened(self.key, 300), self.what)
+        return ": ".join(part for part in parts if part)
 
 
 class ConfigError(Exception):
@@ -87,6 +90,11 @@ def nearest(
     return [by_lower[low] for low in close[:limit]]
 
 
+def meant_by(names: Iterable[str], candidates: Sequence[str]) -> set[str]:
+    """Return the candidates that unknown names may be meant for."""
+    return {near for name in names for near in nearest(name, candidates)}
+
+
 def did_you_mean(name: str, candidates: Iterable[str], *, cutoff: float = 0.6) -> str:
     """Return "; did you mean A or B?", or "" when nothing is near."""
     close = nearest(name, candidates, cutoff=cutoff)
@@ -107,7 +115,7 @@ def shown_value(value: object) -> str:
     return shortened(repr(value))
 
 
-def shortened(text: str, most: int = 80) -> str:
+def shortened(text: str, most: int = MOST_SHOWN) -> str:
     """Return a text of at most so many characters."""
     return text if len(text) <= most else f"{text[: most - 3]}..."
 

@@ -1,4 +1,4 @@
-"""Names to classes: a registry per kind of part, in families with scopes."""
+"""Names to classes to objects: a registry per kind of part, in families with scopes."""
 
 import inspect
 import logging
@@ -6,15 +6,17 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from importlib import import_module
 from typing import Any, TypeVar, overload
 
-from ._explain import missed
-from .build import build_from_cfg
-from .errors import RegistryKeyError
-from .imports import ModuleSources, import_path
+from .arguments import argument_problems, signature_text
+from .errors import RegistryKeyError, did_you_mean, shortened
+from .imports import FailedImportError, ModuleSources, import_path, where_defined
 
 T = TypeVar("T", bound=Callable[..., Any])
 _log = logging.getLogger(__name__)
+# A registry with at most so many names is told in full.
+_FEW = 12
 # Where the innermost `switch_scope_and_registry` has switched to.
 _switched_to: ContextVar[str | None] = ContextVar("stepwrap_registry_scope", default=None)
 
@@ -191,11 +193,7 @@ class Registry:
 
     def family(self) -> Iterator["Registry"]:
         """Yield this registry, its ancestors, then all others below the root."""
-        seen: list[Registry] = []
-        upwards: Registry | None = self
-        while upwards is not None:
-            seen.append(upwards)
-            upwards = upwards.parent
+        seen = _lineage(self)
         waiting = [seen[-1]]
         while waiting:
             member = waiting.pop(0)
@@ -225,6 +223,11 @@ class Registry:
 
     def __repr__(self) -> str:
         return f"Registry({self.name!r}, scope={self.scope!r}, names={list(self.module_dict)})"
+
+
+def _lineage(registry: Registry) -> list[Registry]:
+    """Return a registry, its parent, and so on up to the root."""
+    return [registry, *(_lineage(registry.parent) if registry.parent is not None else ())]
 
 
 def _checked_scope(scope: str) -> str:
@@ -300,3 +303,138 @@ def _as_names(name: str | Sequence[str] | None) -> Sequence[str] | None:
             f"of type {type(name).__name__}"
         )
     return names
+
+
+def missed(registry: Registry, key: str) -> RegistryKeyError:
+    """Return the error that says on one line what was looked for and where.
+
+    A module that fails to import comes first, and is the cause: nothing else may be wrong. Else
+    near names follow, and where something of that name is defined.
+    """
+    first: list[ImportError] = []
+    remarks: list[str] = []
+    is_other_kind = False
+    package, dot, _ = key.partition(".")
+    scopes = [member.scope for member in registry.family()]
+    if dot and (package not in scopes or package in sys.modules):
+        try:
+            import_path(key)
+        except FailedImportError as error:
+            first = [error]
+        except ImportError as error:
+            remarks = [shortened(str(error), 200)]
+        else:
+            is_other_kind = True
+            remarks = [f"{shortened(key)} can be imported but is neither a class nor a function"]
+    related = f" (scopes {', '.join(scopes)})" if len(scopes) > 1 else ""
+    what = f"{shortened(key)} is not in the {registry.scope}::{registry.name} registry{related}"
+    asked = _lineage(registry)
+    if not first and not is_other_kind:
+        what += _near_names(registry, key)
+    for member in asked:
+        for name, failure in member.sources.failures.items():
+            # What is to register itself must be there; the packages behind a namespace may lack.
+            first += [failure] if name in member.sources.locations else []
+            remarks += [] if name in member.sources.locations else [str(failure)]
+    definitions = where_defined(key.rpartition(".")[2])
+    missing = RegistryKeyError("; ".join([*map(str, first), what, *remarks, *definitions]))
+    missing.__cause__ = first[0] if first else None
+    return missing
+
+
+def _near_names(registry: Registry, key: str) -> str:
+    """Return "; did you mean A or B?", or all names where they are few, or ""."""
+    asked = _lineage(registry)
+    candidates = [name for member in asked for name in member.names()]
+    for member in registry.family():
+        if member not in asked:
+            candidates += [f"{member.scope}.{name}" for name in member.names()]
+    hint = did_you_mean(key, candidates) or did_you_mean(key.rpartition(".")[2], candidates)
+    if not hint and 0 < len(candidates) <= _FEW:
+        hint = f"; it has {', '.join(candidates)}"
+    return hint
+
+
+def build_from_cfg(
+    cfg: Mapping[str, Any], registry: Registry, default_args: Mapping[str, Any] | None = None
+) -> Any:
+    """Build the object that `cfg` describes: its `type`, called with the other keys.
+
+    Nested dicts are passed as they are. Neither `cfg` nor `default_args` is changed; where both
+    have a key, `cfg` wins. Both may be any mapping, and mmengine's `Config` and `ConfigDict`.
+    With `_scope_` in `cfg` the type, and everything that the constructor builds, is looked up from
+    the registry of that scope.
+
+    Raises:
+        TypeError: `cfg` is not a mapping, `type` is neither a name nor callable, or the arguments
+            are not those of the class (unknown names are reported first).
+        KeyError: there is no `type`, or its name is not registered.
+        Exception: whatever the constructor itself raises, unchanged.
+    """
+    args = _merged(cfg, default_args)
+    if not isinstance(registry, Registry):
+        raise TypeError(f"registry must be a Registry, got {type(registry).__name__}")
+    scope = args.pop("_scope_", None)
+    start = registry if scope is None else registry.at_scope(scope)
+    with start.switch_scope_and_registry(scope) as table:
+        target = find_type(args.pop("type"), table)
+        check_arguments(target, args)
+        return target(**args)
+
+
+def build_model_from_cfg(
+    cfg: Mapping[str, Any] | list[Any],
+    registry: Registry,
+    default_args: Mapping[str, Any] | None = None,
+) -> Any:
+    """Build a model like `build_from_cfg`, or a `torch.nn.Sequential` from a list of configs."""
+    if not isinstance(cfg, list):
+        return build_from_cfg(cfg, registry, default_args)
+    parts = [build_from_cfg(part, registry, default_args) for part in cfg]
+    # Only now: this folder is imported where torch would take too long.
+    return import_module("torch.nn").Sequential(*parts)
+
+
+def find_type(wanted: Any, table: Registry) -> Any:
+    """Return what a `type` names: a string is looked up, a class or function taken as it is."""
+    if isinstance(wanted, str):
+        wanted = table.resolve(wanted)
+    if not callable(wanted):
+        raise TypeError(
+            f"type must be a name, a class or a function, got {wanted!r} "
+            f"of type {type(wanted).__name__}"
+        )
+    return wanted
+
+
+def table_of(cfg: Mapping[str, Any], registry: Registry) -> Registry:
+    """Return the registry in which the `type` of `cfg` is looked up: that of its `_scope_`."""
+    return registry.at_scope(cfg["_scope_"]) if "_scope_" in cfg else registry
+
+
+def check_arguments(target: Any, args: Mapping[str, Any]) -> None:
+    """Raise TypeError when `target` cannot be called with the names in `args`."""
+    problems = argument_problems(target, args)
+    if problems:
+        lines = [f"{problem.name}: {problem.what}" for problem in problems]
+        raise TypeError(f"{'; '.join(lines)}; the signature is {signature_text(target)}")
+
+
+def is_dict_like(cfg: Any) -> bool:
+    """Whether `cfg` is a mapping or has what building needs of one, as mmengine's `Config`."""
+    return isinstance(cfg, Mapping) or (
+        hasattr(type(cfg), "__getitem__") and callable(getattr(cfg, "items", None))
+    )
+
+
+def _merged(cfg: Mapping[str, Any], default_args: Mapping[str, Any] | None) -> dict[str, Any]:
+    if not is_dict_like(cfg):
+        raise TypeError(f"cfg must be a dict with a type, got {type(cfg).__name__}")
+    if default_args is not None and not is_dict_like(default_args):
+        raise TypeError(f"default_args must be a dict or None, got {type(default_args).__name__}")
+    # By items(): a config of mmengine that imports lazily imports its types there.
+    args = {**dict((default_args or {}).items()), **dict(cfg.items())}
+    if "type" not in args:
+        given = ", ".join(str(key) for key in args) or "nothing"
+        raise RegistryKeyError(f'cfg or default_args must contain the key "type", got {given}')
+    return args

@@ -1,21 +1,24 @@
 """What the registries hold: read from source files without importing them, and counted."""
 
 import ast
-import importlib.util
 import json
 import logging
 import os
 import re
 from collections.abc import Iterator, Mapping
 from datetime import datetime
+from functools import cache
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ._namespace_scan import NamespaceReader
 from .catalog import REGISTRIES
 from .errors import RegistryKeyError, did_you_mean
 from .registry import Registry
 
+_ROOT = Path(__file__).resolve().parent.parent
+# Made anew by `python -c "from stepwrap.registry.scan import *; write_table()"`.
+_TABLE = Path(__file__).with_name("namespaces.json")
 _REGISTER = "register_module"
 _STATISTICS = "modules_statistic_results.json"
 _log = logging.getLogger(__name__)
@@ -40,10 +43,10 @@ class Registration(NamedTuple):
 
 
 def list_registrations(registry_name: str | None = None) -> dict[str, list[Registration]]:
-    """Return what each registry offers, sorted by name; nothing is imported.
+    """Return what each registry offers, sorted by name.
 
-    Read from the sources of the registries' locations and namespaces. What was registered
-    elsewhere, as by modules of the user, is not seen.
+    Read from our sources and, of torch and torchmetrics, from a table; where their versions are
+    not those of the table they are imported. What modules of the user register is not seen.
 
     Args:
         registry_name: only this one, in any case ("hooks").
@@ -60,8 +63,7 @@ def list_registrations(registry_name: str | None = None) -> dict[str, list[Regis
         wanted = {name: REGISTRIES[name]}
     locations = {place for registry in wanted.values() for place in registry.sources.locations}
     found = [pair for place in sorted(locations) for pair in _registered_in(place)]
-    reader = NamespaceReader()
-    return {name: _entries(registry, found, reader) for name, registry in wanted.items()}
+    return {name: _entries(registry, found) for name, registry in wanted.items()}
 
 
 def traverse_registry_tree(registry: Registry, verbose: bool = True) -> list[dict[str, Any]]:
@@ -110,30 +112,59 @@ def count_registered_modules(
     return counted
 
 
-def _entries(
-    registry: Registry, found: list[tuple[str, Registration]], reader: NamespaceReader
-) -> list[Registration]:
+def _entries(registry: Registry, found: list[tuple[str, Registration]]) -> list[Registration]:
     entries = {entry.name: entry for owner, entry in found if owner == registry.name}
     for namespace in registry.sources.namespaces:
-        for name, summary in reader.classes(namespace).items():
-            entries.setdefault(name, Registration(name, summary, (), namespace))
+        for entry in _offered_by(namespace):
+            entries.setdefault(entry.name, entry)
     for alias, target in registry.aliases.items():
-        entry = entries.get(target)
-        if entry is not None:
-            entries[target] = entry._replace(aliases=(*entry.aliases, alias))
+        entry = entries[target]
+        entries[target] = entry._replace(aliases=(*entry.aliases, alias))
     return sorted(entries.values(), key=lambda entry: entry.name.lower())
 
 
-def _registered_in(location: str) -> Iterator[tuple[str, Registration]]:
-    """Yield (registry name, registration) for a package's files, or a module's."""
-    spec = importlib.util.find_spec(location)
-    if spec is None:
+def _offered_by(namespace: str) -> Iterator[Registration]:
+    """Yield the public classes of a namespace."""
+    if namespace.startswith("stepwrap."):
+        path = _ROOT.joinpath(*namespace.split(".")[1:]).with_suffix(".py")
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                yield _described(node, namespace)
         return
-    folders = [Path(folder) for folder in spec.submodule_search_locations or ()]
-    files = [(path, folder) for folder in folders for path in sorted(folder.rglob("*.py"))]
-    if not folders and spec.origin is not None:
-        files = [(Path(spec.origin), Path(spec.origin))]
-    for path, folder in files:
+    for name, summary in _classes()[namespace].items():
+        yield Registration(name, summary, (), namespace)
+
+
+@cache
+def _classes() -> dict[str, dict[str, str]]:
+    """Return the classes of torch and torchmetrics by namespace, with the lines that they have."""
+    table = json.loads(_TABLE.read_text(encoding="utf-8"))
+    if table["versions"] != _versions():
+        # Other versions have other classes: importing them is slow, but right.
+        table = make_table()
+    classes: dict[str, dict[str, str]] = table["classes"]
+    return classes
+
+
+def make_table() -> dict[str, Any]:
+    """Import the classes of torch and torchmetrics for namespaces.json."""
+    classes = {
+        namespace: registry.sources.summaries(namespace)
+        for registry in REGISTRIES.values()
+        for namespace in registry.sources.namespaces
+        if not namespace.startswith("stepwrap.")
+    }
+    return {"versions": _versions(), "classes": classes}
+
+
+def _versions() -> dict[str, str]:
+    return {name: version(name).partition("+")[0] for name in ("torch", "torchmetrics")}
+
+
+def _registered_in(location: str) -> Iterator[tuple[str, Registration]]:
+    """Yield (registry name, registration) for the files of one of our packages."""
+    folder = _ROOT.joinpath(*location.split(".")[1:])
+    for path in sorted(folder.rglob("*.py")):
         text = path.read_text(encoding="utf-8")
         if _REGISTER in text:
             parts = path.relative_to(folder).with_suffix("").parts
@@ -230,3 +261,8 @@ def _argument(call: ast.expr, name: str, position: int) -> ast.expr | None:
         return None
     by_name = next((word.value for word in call.keywords if word.arg == name), None)
     return by_name or (call.args[position] if len(call.args) > position else None)
+
+
+def write_table() -> None:
+    """Write namespaces.json for the installed versions."""
+    _TABLE.write_text(json.dumps(make_table(), indent=1) + "\n", encoding="utf-8")

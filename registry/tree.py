@@ -1,15 +1,15 @@
 """Whole trees of parts: nested dicts with a `type` are built before what contains them."""
 
-from collections.abc import Mapping
+import inspect
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
-from ._explain import missed
 from .arguments import plain_names, required_names, signature_of
-from .build import check_arguments, find_type, is_dict_like
 from .catalog import COMM_HOOKS, DATASETS, MODEL_WRAPPERS, MODELS
 from .errors import RegistryKeyError, did_you_mean
 from .imports import import_path
-from .registry import Registry
+from .registry import Registry, check_arguments, find_type, is_dict_like, missed, table_of
 
 
 def build_tree(
@@ -33,7 +33,7 @@ def build_tree(
     defaults = dict(default_args or {})
     if "type" not in cfg and "type" not in defaults:
         raise RegistryKeyError('cfg or default_args must contain the key "type"')
-    table = registry.at_scope(cfg["_scope_"]) if "_scope_" in cfg else registry
+    table = table_of(cfg, registry)
     target = find_type(cfg.get("type", defaults.get("type")), table)
     return _call(target, cfg, table, defaults)
 
@@ -103,7 +103,7 @@ def supply_where_taken(cfg: Any, registry: Registry, name: str, value: Any) -> A
         return cfg
     if "type" not in cfg:
         return {key: supply_where_taken(one, registry, name, value) for key, one in cfg.items()}
-    table = registry.at_scope(cfg["_scope_"]) if "_scope_" in cfg else registry
+    table = table_of(cfg, registry)
     target = find_nested(cfg["type"], table)[0]
     plain = plain_names(target)
     filled = {
@@ -141,7 +141,7 @@ def _built(value: Any, registry: Registry, runtime: Mapping[str, Any]) -> Any:
         return find_reference(value["_ref_"], registry)
     if "type" not in value:
         return {key: _built(inner, registry, runtime) for key, inner in value.items()}
-    table = registry.at_scope(value["_scope_"]) if "_scope_" in value else registry
+    table = table_of(value, registry)
     target, same = find_nested(value["type"], table)
     return _call(target, value, table, nested_runtime(target, runtime, same))
 
@@ -150,3 +150,35 @@ def _unmarked(value: Any) -> Any:
     if isinstance(value, Mapping) and value.get("_raw_") is True:
         return {key: inner for key, inner in value.items() if key != "_raw_"}
     return value
+
+
+def find_train_step(setting: Any) -> Callable[..., Any] | None:
+    """Return the function that `train_step` of a config means; None where it is not set.
+
+    Args:
+        setting: an import path, or a mapping with it as `type`; the other keys are arguments
+            beside (wrapper, data, optim_wrapper).
+
+    Raises:
+        ImportError: there is no such function.
+        TypeError: it is not a function of these arguments.
+    """
+    if setting is None:
+        return None
+    given = setting if isinstance(setting, Mapping) else {"type": setting}
+    options = {key: value for key, value in given.items() if key != "type"}
+    path = given.get("type")
+    if not isinstance(path, str):
+        raise TypeError("must be the import path of a function, such as my_steps.step")
+    found = import_path(path)
+    if isinstance(found, type) or not callable(found):
+        raise TypeError(
+            f"{path} is no function; a class with a train_step of its own is named as the wrapper"
+        )
+    try:
+        inspect.signature(found).bind(None, None, None, **options)
+    except TypeError as error:
+        raise TypeError(
+            f"{path} is called with (wrapper, data, optim_wrapper) and the options beside: {error}"
+        ) from error
+    return partial(found, **options) if options else found

@@ -14,7 +14,15 @@ from typing import Any
 
 from ..collectives import agent_store, broadcast, get_rank, get_world_size, synchronize
 from ..loops import CheckpointHook, find_checkpoint
-from ..registry import Config, ConfigError, Problem, RunSections, dump_config, load_config
+from ..registry import (
+    Config,
+    ConfigError,
+    Problem,
+    RunSections,
+    dump_config,
+    import_problems,
+    load_config,
+)
 from ..wrappers import auto
 from .build.parts import BuildError, build_parts, needs_group
 from .build.sections import read_sections
@@ -35,10 +43,15 @@ WANTED = {"train": ("train", "val", "test"), "validate": ("val",), "test": ("tes
 
 @dataclass(frozen=True)
 class Job:
-    """One command, as it is handed to every rank."""
+    """One command, as it is handed to every rank.
+
+    Attributes:
+        run: the sections of the config, where it has been checked; else each rank checks it.
+    """
 
     command: str
     config: Config
+    run: RunSections | None = None
     resume: bool | str = False
     checkpoint: str | None = None
     dry_run: bool = False
@@ -75,10 +88,19 @@ class Outcome:
 def run_job(job: Job) -> Outcome:
     """Do `job`; every rank must call this."""
     with _console_log(job.debug):
-        run = read_sections(job.config, get_world_size())
+        run = _checked(job)
         group: AbstractContextManager[None] = lonely_group() if needs_group(run) else nullcontext()
         with group, traced(run.trace_collectives):
             return _run_here(job, run)
+
+
+def _checked(job: Job) -> RunSections:
+    """Return the sections of the config; what it imports is there then, in a new process too."""
+    if job.run is None:
+        return read_sections(job.config, get_world_size())
+    if failed := import_problems(job.config):
+        raise ConfigError(failed)
+    return job.run
 
 
 def refuse_occupied(job: Job, run_dir: str, *, is_held: bool = False) -> None:

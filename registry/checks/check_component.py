@@ -1,14 +1,17 @@
 """Would these dicts build? Checked by name, nothing is built."""
 
-from collections.abc import Collection, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Collection, Iterator, Mapping
+from functools import partial
+from typing import Any, TypeAlias
 
 from ..arguments import argument_problems, plain_names
-from ..build import find_type
-from ..errors import Problem, nearest, shown_value
-from ..registry import Registry
+from ..errors import MOST_SHOWN, Problem, nearest, shown_value
+from ..registry import Registry, find_type, table_of
 from ..tree import find_nested, find_reference, look_up_nested, nested_runtime
-from .values import value_problems
+from .typed import value_problems
+
+# A check that needs classes, for when they may be imported.
+Later: TypeAlias = Callable[[], Iterator[Problem]]
 
 _FLAGS = ("type", "_scope_")
 
@@ -30,30 +33,23 @@ def check_component(
         runtime_args: names of arguments that the caller will supply, as an optimizer's `params`.
         imports: False checks only what needs no class, and imports nothing.
     """
-    shape = _shape_problem(cfg, registry, where)
-    if shape is not None or not imports:
-        return [shape] if shape is not None else []
-    try:
-        table = registry.at_scope(cfg["_scope_"]) if "_scope_" in cfg else registry
-        target = find_type(cfg["type"], table)
-    except (KeyError, TypeError) as error:
-        return [Problem(f"{where}.type", str(error), cause=error)]
-    taken = [
-        Problem(f"{where}.{name}", "is supplied by the run itself and cannot be set")
-        for name in cfg
-        if name in runtime_args
-    ]
-    return taken + list(_call_problems(target, cfg, table, where, runtime_args))
+    found = component_check(cfg, registry, where, runtime_args)
+    if isinstance(found, Problem):
+        return [found]
+    return list(found()) if imports else []
 
 
-def _shape_problem(cfg: Any, registry: Registry, where: str) -> Problem | None:
+def component_check(
+    cfg: Any, registry: Registry, where: str, runtime_args: Collection[str] = ()
+) -> Problem | Later:
+    """Return what is wrong with `cfg` whatever its class, else the check that needs the class."""
     if not isinstance(cfg, Mapping):
-        hint = f"; write {{type: {cfg}}}" if isinstance(cfg, str) else ""
+        hint = f"; write {{type: {cfg}}}" if isinstance(cfg, str) and len(cfg) < MOST_SHOWN else ""
         return Problem(where, f"must be a dict with a type, got {shown_value(cfg)}{hint}")
     if "type" not in cfg:
         what = f"needs a type: a name of {registry.name} or an import path"
         return type_problem(cfg, where) or Problem(where, what)
-    return None
+    return partial(_class_problems, cfg, registry, where, runtime_args)
 
 
 def type_problem(cfg: Mapping[str, Any], where: str) -> Problem | None:
@@ -79,6 +75,21 @@ def with_type(cfg: Mapping[str, Any], kind: str) -> dict[str, Any]:
     return {**cfg} if misspelt_type(cfg) is not None else {"type": kind, **cfg}
 
 
+def _class_problems(
+    cfg: Mapping[str, Any], registry: Registry, where: str, runtime_args: Collection[str]
+) -> Iterator[Problem]:
+    try:
+        table = table_of(cfg, registry)
+        target = find_type(cfg["type"], table)
+    except (KeyError, TypeError) as error:
+        yield Problem(f"{where}.type", str(error), cause=error)
+        return
+    for name in cfg:
+        if name in runtime_args:
+            yield Problem(f"{where}.{name}", "is supplied by the run itself and cannot be set")
+    yield from _call_problems(target, cfg, table, where, runtime_args)
+
+
 def _call_problems(
     target: Any,
     cfg: Mapping[str, Any],
@@ -87,47 +98,40 @@ def _call_problems(
     runtime_args: Collection[str],
 ) -> Iterator[Problem]:
     given = {str(key): value for key, value in cfg.items() if key not in _FLAGS}
-    for problem in argument_problems(target, given, runtime_args):
+    wrong = [*argument_problems(target, given, runtime_args), *value_problems(target, given)]
+    for problem in wrong:
         yield Problem(f"{where}.{problem.name}", problem.what)
-    for problem in value_problems(target, given):
-        yield Problem(f"{where}.{problem.name}", problem.what)
-    for key, value in cfg.items():
-        if key not in _FLAGS and key not in plain_names(target):
-            yield from _value_problems(value, registry, f"{where}.{key}", runtime_args)
+    for key, value in given.items():
+        if key not in plain_names(target):
+            yield from _nested_problems(value, registry, f"{where}.{key}", runtime_args)
 
 
-def _value_problems(
+def _nested_problems(
     value: Any, registry: Registry, where: str, runtime_args: Collection[str]
 ) -> Iterator[Problem]:
     if isinstance(value, list | tuple):
         for at, item in enumerate(value):
-            yield from _value_problems(item, registry, f"{where}.{at}", runtime_args)
-    elif not isinstance(value, Mapping) or value.get("_raw_") is True:
+            yield from _nested_problems(item, registry, f"{where}.{at}", runtime_args)
         return
-    elif "type" not in value and set(value) != {"_ref_"}:
+    if not isinstance(value, Mapping) or value.get("_raw_") is True:
+        return
+    key = "type" if "type" in value else "_ref_"
+    if key not in value or (key == "_ref_" and len(value) > 1):
         near = misspelt_type(value)
         if near is not None and look_up_nested(value[near], registry) is not None:
             yield Problem(f"{where}.{near}", "there is no such setting; did you mean type?")
             return
-        for key, inner in value.items():
-            yield from _value_problems(inner, registry, f"{where}.{key}", runtime_args)
-    elif "type" in value:
-        yield from _nested_problems(value, registry, where, runtime_args)
-    else:
-        try:
-            find_reference(value["_ref_"], registry)
-        except (KeyError, TypeError) as error:
-            yield Problem(f"{where}._ref_", str(error), cause=error)
-
-
-def _nested_problems(
-    cfg: Mapping[str, Any], registry: Registry, where: str, runtime_args: Collection[str]
-) -> Iterator[Problem]:
+        for name, inner in value.items():
+            yield from _nested_problems(inner, registry, f"{where}.{name}", runtime_args)
+        return
     try:
-        table = registry.at_scope(cfg["_scope_"]) if "_scope_" in cfg else registry
-        target, same = find_nested(cfg["type"], table)
+        if key == "_ref_":
+            find_reference(value["_ref_"], registry)
+            return
+        table = table_of(value, registry)
+        target, same = find_nested(value["type"], table)
     except (KeyError, TypeError) as error:
-        yield Problem(f"{where}.type", str(error), cause=error)
+        yield Problem(f"{where}.{key}", str(error), cause=error)
         return
     supplied = nested_runtime(target, dict.fromkeys(runtime_args), same)
-    yield from _call_problems(target, cfg, table, where, supplied)
+    yield from _call_problems(target, value, table, where, supplied)

@@ -1,22 +1,28 @@
 """The whole check of a run config, before any process starts."""
 
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..catalog import DATALOADERS, DATASETS, HOOKS, LOOPS, METRICS, MODEL_WRAPPERS, MODELS
-from ..errors import ConfigError, Problem, did_you_mean, shown, shown_value
-from ..imports import import_path
+from ..errors import ConfigError, Problem, did_you_mean, meant_by, shown, shown_value
+from ..imports import find_entry, import_entry, import_path, make_importable
 from ..registry import Registry
 from ..text.config import Config, config_from_dict
-from ..text.user_modules import find_entry, import_entry, make_importable
-from .check_component import check_component, type_problem, with_type
-from .optimizer_sections import optimization_problems, with_wrapper_type
-from .schema import DEFAULT_HOOKS, HOOK_TYPES, Component, RunSections, SchedulerSection
-from .step_function import find_train_step
+from ..tree import find_train_step
+from .check_component import Later, component_check, type_problem, with_type
+from .optimizer_sections import missing_setting, optimization_checks, with_wrapper_type
+from .schema import (
+    DEFAULT_HOOKS,
+    HOOK_TYPES,
+    SCHEDULER_KEYS,
+    Component,
+    RunSections,
+    SchedulerSection,
+)
 from .typed import check_section
 
 _LOOP_ARGS = ("dataloader", "metrics")
@@ -31,7 +37,25 @@ _PARTS: dict[str, tuple[Registry, tuple[str, ...]]] = {
 _IMPLIED_TYPES = {"val": "ValLoop", "test": "TestLoop"}
 _LOADERS = ("train", "val", "test")
 _WATCHING = ("metric", "keep_best")
-_SCHEDULER_KEYS = ("by", "after", "until", "metric", "optimizer")
+_SECTIONS = tuple(field.name for field in fields(RunSections))
+
+
+class Examination(NamedTuple):
+    """What a check has found.
+
+    Attributes:
+        sections: what could be read, with defaults for the rest; None where that is too little.
+        problems: all that is wrong, located.
+        faulty: the names of the sections that have problems.
+        config: what was checked.
+        later: the checks that need classes and are still to be made.
+    """
+
+    sections: RunSections | None
+    problems: list[Problem]
+    faulty: frozenset[str]
+    config: Config
+    later: list[Later]
 
 
 def name_problems(cfg: Mapping[str, Any]) -> list[Problem]:
@@ -40,7 +64,7 @@ def name_problems(cfg: Mapping[str, Any]) -> list[Problem]:
     Those are keys, values of the sections, and names of what the config itself has. Neither the
     modules named in `imports` nor torch are imported for that: it takes milliseconds.
     """
-    return _examined(cfg, imports=False).problems
+    return examine_names(cfg).problems
 
 
 def check_config(cfg: Mapping[str, Any]) -> RunSections:
@@ -51,34 +75,34 @@ def check_config(cfg: Mapping[str, Any]) -> RunSections:
     Raises:
         ConfigError: with every problem found, each at its file and line.
     """
-    sections, problems, _ = examine_config(cfg)
-    if sections is None or problems:
-        raise ConfigError(problems)
-    return sections
+    examination = examine_config(cfg)
+    if examination.sections is None or examination.problems:
+        raise ConfigError(examination.problems)
+    return examination.sections
 
 
-class Examination(NamedTuple):
-    """What a check has found.
+def examine_config(cfg: Mapping[str, Any] | Examination) -> Examination:
+    """Check like `check_config`, and also return the sections without mistakes.
 
-    Attributes:
-        sections: what could be read, with defaults for the rest; None where that is too little.
-        problems: all that is wrong, located.
-        faulty: the names of the sections that have problems.
+    Args:
+        cfg: the settings, or what `examine_names` has found, which is not checked again.
     """
+    names = cfg if isinstance(cfg, Examination) else examine_names(cfg)
+    failed = import_problems(names.config)
+    keys = {problem.key for problem in names.problems}
+    found = [problem for check in names.later for problem in check() if problem.key not in keys]
+    faulty = names.faulty | {_section_of(problem) for problem in [*failed, *found]}
+    # What cannot be imported comes first: names may be missing for that reason alone.
+    told = [one for one in names.problems if not one.key.startswith("imports.")]
+    problems = [*failed, *sorted([*told, *_located(found, names.config)], key=_place)]
+    return Examination(names.sections, problems, faulty, names.config, [])
 
-    sections: RunSections | None
-    problems: list[Problem]
-    faulty: frozenset[str]
 
-
-def examine_config(cfg: Mapping[str, Any]) -> Examination:
-    """Check like `check_config`, and also return the sections without mistakes."""
-    return _examined(cfg, imports=True)
-
-
-def _examined(cfg: Mapping[str, Any], *, imports: bool) -> Examination:
+def examine_names(cfg: Mapping[str, Any]) -> Examination:
+    """Check what needs no class, as `name_problems` does; `examine_config` does the rest."""
     config = cfg if isinstance(cfg, Config) else config_from_dict(cfg)
     values = config.to_dict()
+    failed = list(_import_problems(config, find_entry))
     problems: list[Problem] = []
     hooks = _hooks(values.pop("hooks", None), problems)
     schedulers = _schedulers(values.pop("schedulers", None), problems)
@@ -86,11 +110,14 @@ def _examined(cfg: Mapping[str, Any], *, imports: bool) -> Examination:
     typed: list[Problem] = []
     sections = check_section(RunSections, values, "", typed)
     problems += typed
-    failed = list(_import_problems(values.get("imports"), config.path.parent, imports=imports))
-    problems += _part_problems(values, hooks, schedulers, imports=imports)
+    later: list[Later] = []
+    for check in _checks(values, hooks, schedulers):
+        problems.append(check) if isinstance(check, Problem) else later.append(check)
     problems += _need_problems(values)
     if sections is None:
-        sections = _readable(values, typed)
+        wrong = {_section_of(problem) for problem in typed}
+        kept = {key: value for key, value in values.items() if key not in wrong}
+        sections = check_section(RunSections, {"model": {}, **kept}, "", [])
     if sections is not None:
         sections = replace(
             sections,
@@ -98,19 +125,20 @@ def _examined(cfg: Mapping[str, Any], *, imports: bool) -> Examination:
             schedulers=list(schedulers.values()),
             run_dir=sections.run_dir or f"runs/{sections.name}",
         )
-    faulty = frozenset(problem.key.partition(".")[0] for problem in [*failed, *problems])
+    faulty = frozenset(map(_section_of, [*failed, *problems]))
     if sections is not None and not faulty & {"metrics", "hooks", "schedulers"}:
         problems += _metric_problems(sections)
-    # What cannot be imported comes first: names may be missing for that reason alone.
     located = [*_located(failed, config), *_located(problems, config)]
-    return Examination(sections, located, faulty)
+    return Examination(sections, located, faulty, config, later)
 
 
-def _readable(values: Mapping[str, Any], problems: list[Problem]) -> RunSections | None:
-    """Return the sections without those that have a problem."""
-    wrong = {problem.key.partition(".")[0] for problem in problems}
-    kept = {key: value for key, value in values.items() if key not in wrong}
-    return check_section(RunSections, {"model": {}, **kept}, "", [])
+def import_problems(config: Config) -> list[Problem]:
+    """Import the modules that a config names; return what is wrong with those that fail."""
+    return _located(list(_import_problems(config, import_entry)), config)
+
+
+def _section_of(problem: Problem) -> str:
+    return problem.key.partition(".")[0]
 
 
 def _with_implied(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -164,84 +192,82 @@ def _schedulers(given: Any, problems: list[Problem]) -> dict[str, SchedulerSecti
         if not isinstance(entry, dict):
             problems.append(Problem(where, f"must be a dict with a type, got {shown_value(entry)}"))
             continue
-        scheduler = {k: value for k, value in entry.items() if k not in _SCHEDULER_KEYS}
-        ours = {key: entry[key] for key in _SCHEDULER_KEYS if key in entry}
+        scheduler = {k: value for k, value in entry.items() if k not in SCHEDULER_KEYS}
+        ours = {key: entry[key] for key in SCHEDULER_KEYS if key in entry}
         section = check_section(SchedulerSection, {"scheduler": scheduler, **ours}, where, problems)
         chosen = entry.get("optimizer")
         found[where] = section or SchedulerSection(scheduler=scheduler, optimizer=chosen)
     return found
 
 
-def _import_problems(entries: Any, folder: Path, *, imports: bool) -> Iterator[Problem]:
-    make_importable(folder)
+def _import_problems(config: Config, use: Callable[[str], None]) -> Iterator[Problem]:
+    """Yield what is wrong with the entries of `imports` when they are looked for, or imported."""
+    make_importable(config.path.parent)
     make_importable(Path.cwd())
+    entries = config.select("imports")
     for at, entry in enumerate(entries if isinstance(entries, list) else []):
         if isinstance(entry, str):
             try:
-                import_entry(entry) if imports else find_entry(entry)
+                use(entry)
             except ImportError as error:
                 yield Problem(f"imports.{at}", str(error), cause=error)
 
 
-def _part_problems(
+def _checks(
     values: Mapping[str, Any],
     hooks: Mapping[str, Component],
     schedulers: Mapping[str, SchedulerSection],
-    *,
-    imports: bool,
-) -> Iterator[Problem]:
-    check = partial(check_component, imports=imports)
+) -> Iterator[Problem | Later]:
+    """Yield what is wrong with the parts, and the checks of those that need their classes."""
     for key, (registry, runtime_args) in _PARTS.items():
         if isinstance(values.get(key), dict):
-            yield from check(values[key], registry, key, runtime_args)
-    yield from optimization_problems(values, schedulers, imports=imports)
+            yield component_check(values[key], registry, key, runtime_args)
+    yield from optimization_checks(values, schedulers)
     for name, hook in hooks.items():
-        yield from check(hook, HOOKS, f"hooks.{name}")
-    yield from _train_step_problems(values.get("train_step"), imports=imports)
+        yield component_check(hook, HOOKS, f"hooks.{name}")
+    step = values.get("train_step")
+    if isinstance(step, str | dict):
+        misspelt = type_problem(step, "train_step") if isinstance(step, dict) else None
+        yield misspelt or partial(_object_problems, find_train_step, step, "train_step")
     metrics = values.get("metrics")
     for name, metric in metrics.items() if isinstance(metrics, dict) else ():
-        yield from check(metric, METRICS, f"metrics.{name}")
+        yield component_check(metric, METRICS, f"metrics.{name}")
     data = values.get("data")
+    yield from _data_checks(data if isinstance(data, dict) else {})
+
+
+def _data_checks(data: Mapping[str, Any]) -> Iterator[Problem | Later]:
     for name in _LOADERS:
-        loader = data.get(name) if isinstance(data, dict) else None
+        loader, where = data.get(name), f"data.{name}"
         if isinstance(loader, dict) and "type" in loader:
-            yield from check(loader, DATALOADERS, f"data.{name}")
+            yield component_check(loader, DATALOADERS, where)
         elif isinstance(loader, dict):
-            yield from _loader_problems(loader, f"data.{name}", imports=imports)
+            if isinstance(loader.get("dataset"), dict):
+                yield component_check(loader["dataset"], DATASETS, f"{where}.dataset")
+            if isinstance(loader.get("collate"), str):
+                yield partial(_object_problems, import_path, loader["collate"], f"{where}.collate")
 
 
-def _train_step_problems(setting: Any, *, imports: bool) -> Iterator[Problem]:
-    misspelt = type_problem(setting, "train_step") if isinstance(setting, dict) else None
-    if misspelt is not None:
-        yield misspelt
-    elif imports and isinstance(setting, str | dict):
-        try:
-            find_train_step(setting)
-        except (ImportError, TypeError) as error:
-            yield Problem("train_step", str(error), cause=error)
-
-
-def _loader_problems(loader: Mapping[str, Any], where: str, *, imports: bool) -> Iterator[Problem]:
-    if isinstance(loader.get("dataset"), dict):
-        yield from check_component(loader["dataset"], DATASETS, f"{where}.dataset", imports=imports)
-    if imports and isinstance(loader.get("collate"), str):
-        try:
-            import_path(loader["collate"])
-        except ImportError as error:
-            yield Problem(f"{where}.collate", str(error), cause=error)
+def _object_problems(find: Callable[[Any], Any], setting: Any, where: str) -> Iterator[Problem]:
+    try:
+        find(setting)
+    except (ImportError, TypeError) as error:
+        yield Problem(where, str(error), cause=error)
 
 
 def _need_problems(values: Mapping[str, Any]) -> Iterator[Problem]:
-    """Yield what one section needs of another."""
+    """Yield what one section needs of another; not where a misspelt key may be meant for it."""
     data = values.get("data")
-    has_data = {name for name in _LOADERS if isinstance(data, dict) and data.get(name) is not None}
+    given = data if isinstance(data, dict) else {}
+    meant = meant_by([key for key in values if key not in _SECTIONS], _SECTIONS)
+    meant |= {f"data.{one}" for one in meant_by([k for k in given if k not in _LOADERS], _LOADERS)}
     loops = [name for name in _LOADERS if name in values]
     for name in loops:
-        if name not in has_data:
+        if given.get(name) is None and not meant & {"data", f"data.{name}"}:
             yield Problem(f"data.{name}", f"this setting is missing: {name} needs data")
-    if "train" in values and "optimizer" not in values:
+    if "train" in values and "optimizer" not in values and "optimizer" not in meant:
         yield Problem("optimizer", "this setting is missing: train needs an optimizer")
-    if not loops:
+    if not loops and not meant & {"train", "data", "data.val", "data.test"}:
         yield Problem("", "nothing to run: set train, or data for val or test")
 
 
@@ -257,14 +283,15 @@ def _metric_problems(run: RunSections) -> Iterator[Problem]:
         where = f"schedulers.{at}" if several else "schedulers"
         watched[f"{where}.metric"] = one.metric
         if one.metric is None and one.scheduler["type"] == "ReduceLROnPlateau":
-            yield Problem(f"{where}.metric", "is missing: ReduceLROnPlateau watches a metric")
+            what = "is missing: ReduceLROnPlateau watches a metric"
+            yield missing_setting(one, where, "metric", what)
     if len({one.metric for one in run.schedulers} - {None}) > 1:
         yield Problem("schedulers", "all that watch a metric must watch the same one")
     for where, metric in watched.items():
         # A metric with several results is "name/part" in the records.
         if isinstance(metric, str) and metric.split("/")[0] not in run.metrics:
             known = ", ".join(run.metrics) or "none"
-            what = f"there is no metric {metric!r}{did_you_mean(metric, run.metrics)}"
+            what = f"there is no metric {shown_value(metric)}{did_you_mean(metric, run.metrics)}"
             yield Problem(where, f"{what}; the run's metrics are: {known}")
 
 

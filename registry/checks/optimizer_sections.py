@@ -1,18 +1,20 @@
-"""The sections `optimizer`, `optim_wrapper` and `schedulers`, of one optimizer or several."""
+"""The sections `optimizer`, with options by parameter, `optim_wrapper` and `schedulers`."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
-from ..build import find_type
+from ..arguments import signature_of, title
 from ..catalog import OPTIM_WRAPPERS, OPTIMIZERS, PARAM_SCHEDULERS
-from ..errors import Problem, did_you_mean, one_of, shown_value
-from .check_component import check_component, with_type
-from .paramwise import check_paramwise
-from .schema import SchedulerSection
-from .typed import fits
+from ..errors import Problem, did_you_mean, nearest, one_of, shown_value
+from ..registry import find_type
+from .check_component import Later, component_check, with_type
+from .schema import SCHEDULER_KEYS, CustomKeySection, ParamwiseSection, SchedulerSection
+from .typed import check_section, fits, value_problems
 
 _WRAPPER = "OptimWrapper"
+_OURS = ("lr_mult", "decay_mult", "lr", "weight_decay")
+_DECAYS = ("bias_decay_mult", "norm_decay_mult", "flat_decay_mult", "dwconv_decay_mult")
 
 
 def named_optimizers(optimizer: Any) -> dict[str, Any]:
@@ -61,40 +63,41 @@ def optim_wrapper_sections(optim_wrapper: Mapping[str, Any], optimizer: Any) -> 
     }
 
 
-def optimization_problems(
-    values: Mapping[str, Any], schedulers: Mapping[str, SchedulerSection], *, imports: bool
-) -> Iterator[Problem]:
-    """Yield what is wrong with the three sections of a run config.
-
-    Args:
-        imports: False looks only at what needs no class.
-    """
+def optimization_checks(
+    values: Mapping[str, Any], schedulers: Mapping[str, SchedulerSection]
+) -> Iterator[Problem | Later]:
+    """Yield what is wrong with the three sections of a run config, and checks for later."""
     optimizer = values.get("optimizer")
     names = named_optimizers(optimizer)
     for name, one in names.items():
-        yield from _optimizer_problems(one, f"optimizer.{name}", several=True, imports=imports)
+        yield from _optimizer_checks(one, f"optimizer.{name}", several=True)
     if not names and isinstance(optimizer, Mapping):
-        yield from _optimizer_problems(optimizer, "optimizer", several=False, imports=imports)
+        yield from _optimizer_checks(optimizer, "optimizer", several=False)
     optim_wrapper = values.get("optim_wrapper")
     if isinstance(optim_wrapper, Mapping):
-        yield from _wrapper_problems(optim_wrapper, names, optimizer, imports)
+        yield from _wrapper_checks(optim_wrapper, names, optimizer)
     for where, section in schedulers.items():
-        scheduler, supplied = section.scheduler, ("optimizer",)
-        yield from check_component(scheduler, PARAM_SCHEDULERS, where, supplied, imports=imports)
+        yield component_check(section.scheduler, PARAM_SCHEDULERS, where, ("optimizer",))
         yield from _choice_problems(section, where, names)
         if section.until is not None and section.until <= section.after:
             what = f"must be greater than after ({section.after}), got {section.until}"
             yield Problem(f"{where}.until", what)
 
 
-def _optimizer_problems(
-    settings: Any, where: str, *, several: bool, imports: bool
-) -> Iterator[Problem]:
+def missing_setting(section: SchedulerSection, where: str, name: str, what: str) -> Problem:
+    """Return the problem that a scheduler lacks one of our settings, or has it misspelt."""
+    for key in section.scheduler:
+        if name in nearest(key, SCHEDULER_KEYS):
+            return Problem(f"{where}.{key}", f"there is no such setting; did you mean {name}?")
+    return Problem(f"{where}.{name}", what)
+
+
+def _optimizer_checks(settings: Any, where: str, *, several: bool) -> Iterator[Problem | Later]:
     ours = ("paramwise", "params") if several else ("paramwise",)
     bare = settings
     if isinstance(settings, Mapping):
         bare = {name: value for name, value in settings.items() if name not in ours}
-    yield from check_component(bare, OPTIMIZERS, where, ("params",), imports=imports)
+    yield component_check(bare, OPTIMIZERS, where, ("params",))
     if not isinstance(settings, Mapping):
         return
     params = settings.get("params")
@@ -102,14 +105,15 @@ def _optimizer_problems(
         what = "must be a list of name patterns or paths of modules, got"
         yield Problem(f"{where}.params", f"{what} {shown_value(params)}")
     if settings.get("paramwise") is not None:
+        at = f"{where}.paramwise"
         found: list[Problem] = []
-        stepping = stepping_class(settings) if imports else _any_class
-        check_paramwise(settings["paramwise"], stepping, f"{where}.paramwise", found)
+        _check_options(settings["paramwise"], at, found)
         yield from found
+        yield partial(_paramwise_of, settings, at)
 
 
-def _any_class(**options: Any) -> None:
-    """Stand for an optimizer whose options are not known yet."""
+def _paramwise_of(settings: Mapping[str, Any], where: str) -> Iterator[Problem]:
+    yield from _class_problems(settings["paramwise"], stepping_class(settings), where)
 
 
 def _by_name(optim_wrapper: Mapping[str, Any], names: Mapping[str, Any]) -> bool:
@@ -121,22 +125,19 @@ def _by_name(optim_wrapper: Mapping[str, Any], names: Mapping[str, Any]) -> bool
     return each or any(name in names for name in optim_wrapper)
 
 
-def _wrapper_problems(
-    optim_wrapper: Mapping[str, Any], names: Mapping[str, Any], optimizer: Any, imports: bool
-) -> Iterator[Problem]:
-    check = partial(
-        check_component, registry=OPTIM_WRAPPERS, runtime_args=("optimizer",), imports=imports
-    )
-    sections = optim_wrapper_sections(optim_wrapper, optimizer)
-    if not _by_name(optim_wrapper, names):
-        yield from check(next(iter(sections.values())), where="optim_wrapper")
-        return
-    for name, one in sections.items():
-        if name in names:
-            yield from check(one, where=f"optim_wrapper.{name}")
+def _wrapper_checks(
+    optim_wrapper: Mapping[str, Any], names: Mapping[str, Any], optimizer: Any
+) -> Iterator[Problem | Later]:
+    by_name = _by_name(optim_wrapper, names)
+    for name, one in optim_wrapper_sections(optim_wrapper, optimizer).items():
+        where = f"optim_wrapper.{name}" if by_name else "optim_wrapper"
+        if by_name and name not in names:
+            hint = did_you_mean(name, names) or f"; there are {one_of(list(names))}"
+            yield Problem(where, f"there is no such optimizer{hint}")
             continue
-        hint = did_you_mean(name, names) or f"; there are {one_of(list(names))}"
-        yield Problem(f"optim_wrapper.{name}", f"there is no such optimizer{hint}")
+        yield component_check(one, OPTIM_WRAPPERS, where, ("optimizer",))
+        if not by_name:
+            return
 
 
 def _choice_problems(
@@ -145,11 +146,88 @@ def _choice_problems(
     chosen = section.optimizer
     known = f"one of several: {one_of(list(names))}"
     if names and chosen is None:
-        yield Problem(f"{where}.optimizer", f"is missing: a scheduler steps {known}")
+        what = f"is missing: a scheduler steps {known}"
+        yield missing_setting(section, where, "optimizer", what)
     elif names and isinstance(chosen, str) and chosen not in names:
-        yield Problem(
-            f"{where}.optimizer",
-            f"there is no optimizer {chosen!r}{did_you_mean(chosen, names)}; it is {known}",
-        )
+        what = f"there is no optimizer {shown_value(chosen)}{did_you_mean(chosen, names)}"
+        yield Problem(f"{where}.optimizer", f"{what}; it is {known}")
     elif chosen is not None and not names:
         yield Problem(f"{where}.optimizer", "there is one optimizer, without a name: leave it out")
+
+
+def check_paramwise(
+    values: Any, optimizer: Callable[..., Any] | None, where: str, problems: list[Problem]
+) -> ParamwiseSection | None:
+    """Return `values` as options by parameter, None when something is wrong with them.
+
+    Args:
+        optimizer: whose arguments may be set by a custom key as well, beside the four options
+            that all have.
+        where: the key path of `values`, for the problems.
+        problems: those found are added.
+    """
+    before = len(problems)
+    section = _check_options(values, where, problems)
+    problems += _class_problems(values, optimizer, where)
+    return section if len(problems) == before else None
+
+
+def default_of(optimizer: Callable[..., Any], name: str) -> Any:
+    """Return the default of an optimizer's argument, None where it has none."""
+    signature = signature_of(optimizer)
+    parameter = signature.parameters.get(name) if signature is not None else None
+    return None if parameter is None or parameter.default is parameter.empty else parameter.default
+
+
+def _custom_keys(values: Any) -> dict[str, Any]:
+    keys = values.get("custom_keys") if isinstance(values, Mapping) else None
+    return dict(keys) if isinstance(keys, Mapping) else {}
+
+
+def _check_options(values: Any, where: str, problems: list[Problem]) -> ParamwiseSection | None:
+    """Check what holds of options by parameter whatever the optimizer."""
+    section = check_section(ParamwiseSection, values, where, problems)
+    for key, options in _custom_keys(values).items():
+        at = f"{where}.custom_keys.{key}"
+        if not isinstance(options, Mapping):
+            what = f"must be options such as lr_mult, got {shown_value(options)}"
+            problems.append(Problem(at, what))
+            continue
+        ours = {name: value for name, value in options.items() if name in _OURS}
+        check_section(CustomKeySection, ours, at, problems)
+        for absolute, multiple in (("lr", "lr_mult"), ("weight_decay", "decay_mult")):
+            if absolute in ours and multiple in ours:
+                what = f"stands beside {multiple}, give one of the two"
+                problems.append(Problem(f"{at}.{absolute}", what))
+    return section
+
+
+def _class_problems(
+    values: Any, optimizer: Callable[..., Any] | None, where: str
+) -> Iterator[Problem]:
+    """Yield the options that the groups of an optimizer cannot have."""
+    signature = None if optimizer is None else signature_of(optimizer)
+    parameters = signature.parameters.values() if signature is not None else ()
+    takes_any = optimizer is not None and signature is None
+    takes_any = takes_any or any(p.kind is p.VAR_KEYWORD for p in parameters)
+    named = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    known = [*_OURS, *(name for name in named if name not in ("params", *_OURS))]
+    given = values if isinstance(values, Mapping) else {}
+    decays = [name for name in _DECAYS if given.get(name) is not None]
+    for key, options in _custom_keys(values).items():
+        names = options if isinstance(options, Mapping) else {}
+        at = f"{where}.custom_keys.{key}"
+        own = [one for one in ("decay_mult", "weight_decay") if one in names]
+        decays += [f"custom_keys.{key}.{one}" for one in own]
+        others = {name: value for name, value in names.items() if name not in _OURS}
+        for name in [name for name in others if name not in known and not takes_any]:
+            of = "" if optimizer is None else f" of {title(optimizer)}"
+            hint = did_you_mean(name, known) or f"; known are {', '.join(known)}"
+            yield Problem(f"{at}.{name}", f"there is no such option{of}{hint}")
+            del others[name]
+        if optimizer is not None:
+            for problem in value_problems(optimizer, others):
+                yield Problem(f"{at}.{problem.name}", problem.what)
+    if optimizer is not None and not takes_any and "weight_decay" not in named:
+        for name in decays:
+            yield Problem(f"{where}.{name}", f"{title(optimizer)} has no weight_decay")

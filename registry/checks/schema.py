@@ -21,6 +21,8 @@ HOOK_TYPES = {
     "tensorboard": "TensorBoardHook",
 }
 DEFAULT_HOOKS = ("progress", "log", "checkpoint", "throughput", "nan_guard")
+# Settings of a scheduler that are ours; the others are its own arguments.
+SCHEDULER_KEYS = ("by", "after", "until", "metric", "optimizer")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,11 +1,13 @@
-"""Dicts checked against typed dataclasses; every problem is collected."""
+"""Values checked against annotations: of a section's dataclass, of a function's arguments."""
 
+import inspect
 import types
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import MISSING, Field, fields, is_dataclass
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from ..errors import Problem, did_you_mean, nearest, one_of, shown_value
+from ..arguments import ArgumentProblem, signature_of, title
+from ..errors import MOST_SHOWN, Problem, did_you_mean, meant_by, nearest, one_of, shown_value
 
 T = TypeVar("T")
 
@@ -47,7 +49,14 @@ def check_section(
         hint = hint or f"; allowed are {', '.join(known)}"
         problems.append(Problem(joined(where, key), f"there is no such setting{hint}"))
     if not any(near in also for key in unknown for near in nearest(key, [*known, *also], 1)):
-        problems += _missing(known.values(), values, unknown, where)
+        meant = meant_by(unknown, [*known])
+        problems += [
+            Problem(joined(where, field.name), "this setting is required and missing")
+            for field in known.values()
+            if field.default is MISSING
+            and field.default_factory is MISSING
+            and field.name not in {*values, *meant}
+        ]
     hints = get_type_hints(section)
     checked = {
         name: _checked(values[name], hints[name], field, joined(where, name), problems)
@@ -62,33 +71,16 @@ def joined(where: str, key: str) -> str:
     return f"{where}.{key}" if where else key
 
 
-def _missing(
-    known: Collection[Field[Any]], values: Mapping[str, Any], unknown: list[str], where: str
-) -> list[Problem]:
-    required = [f.name for f in known if f.default is MISSING and f.default_factory is MISSING]
-    names = [field.name for field in known]
-    meant = {near for key in unknown for near in nearest(key, names)}
-    return [
-        Problem(joined(where, name), "this setting is required and missing")
-        for name in required
-        if name not in values and name not in meant
-    ]
-
-
 def _checked(value: Any, hint: Any, field: Field[Any], where: str, problems: list[Problem]) -> Any:
-    options = options_of(hint)
+    options = _options_of(hint)
     section = next((option for option in options if is_dataclass(option)), None)
     if section is not None and not _goes_without(value, options):
         assert isinstance(section, type)
         also = ("type",) if any(get_origin(option) is dict for option in options) else ()
         return check_section(section, value, where, problems, also)
     if not any(fits(value, option) for option in options):
-        problems.append(
-            Problem(
-                where,
-                f"must be {allowed_text(options)}, got {shown_value(value)}{_near(value, options)}",
-            )
-        )
+        what = f"must be {_allowed_text(options)}, got {shown_value(value)}"
+        problems.append(Problem(where, f"{what}{_near(value, options)}"))
     minimum = field.metadata.get("minimum")
     if isinstance(value, int | float) and minimum is not None and value < minimum:
         problems.append(Problem(where, f"must be at least {minimum}, got {shown_value(value)}"))
@@ -102,12 +94,7 @@ def _goes_without(value: Any, options: tuple[Any, ...]) -> bool:
     return any(fits(value, option) for option in options)
 
 
-def is_plain(hint: Any) -> bool:
-    """Whether `hint` means numbers, texts, truth values, null or literals of them alone."""
-    return hint in (bool, int, float, str, type(None)) or get_origin(hint) is Literal
-
-
-def options_of(hint: Any) -> tuple[Any, ...]:
+def _options_of(hint: Any) -> tuple[Any, ...]:
     """Return the members of a union, or the hint alone."""
     return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
 
@@ -131,7 +118,7 @@ def fits(value: Any, hint: Any) -> bool:
     return isinstance(value, hint)
 
 
-def allowed_text(options: tuple[Any, ...]) -> str:
+def _allowed_text(options: tuple[Any, ...]) -> str:
     """Return "a number or null" for the hints."""
     words: list[str] = []
     for option in options:
@@ -148,7 +135,50 @@ def _near(value: Any, options: tuple[Any, ...]) -> str:
     if not isinstance(value, str):
         return ""
     if dict[str, Any] in options:
-        return f"; write {{type: {value}}}"
+        return f"; write {{type: {value}}}" if len(value) < MOST_SHOWN else ""
     return did_you_mean(
         value, [str(a) for o in options if get_origin(o) is Literal for a in get_args(o)]
     )
+
+
+def value_problems(
+    target: Callable[..., Any], given: Mapping[str, Any]
+) -> Iterator[ArgumentProblem]:
+    """Yield the numbers, texts, truth values and nulls that `target` cannot mean.
+
+    Only arguments annotated with such kinds alone (a `Tensor` beside them counts for none) are
+    looked at: anything else may take more than its annotation says.
+    """
+    hints = _hints(target)
+    for name, value in given.items():
+        if name not in hints or not (value is None or isinstance(value, (str, int, float))):
+            continue
+        options = [one for one in _options_of(hints[name]) if title(one) != "Tensor"]
+        if not options or not all(map(_is_plain, options)):
+            continue
+        if isinstance(value, float) and value.is_integer() and int in options:
+            # YAML reads 1e3 as a float.
+            continue
+        if not any(fits(value, option) for option in options):
+            what = f"must be {_allowed_text(tuple(options))}, got {shown_value(value)}"
+            yield ArgumentProblem(name, f"{what} ({title(target)})")
+
+
+def _is_plain(hint: Any) -> bool:
+    """Whether `hint` means numbers, texts, truth values, null or literals of them alone."""
+    return hint in (bool, int, float, str, type(None)) or get_origin(hint) is Literal
+
+
+def _hints(target: Callable[..., Any]) -> dict[str, Any]:
+    """Return the annotations by argument, none where they cannot be read."""
+    signature = signature_of(target)
+    if signature is None:
+        return {}
+    parameters = signature.parameters.values()
+    direct = {p.name: p.annotation for p in parameters if not isinstance(p.annotation, str)}
+    found = {name: hint for name, hint in direct.items() if hint is not inspect.Parameter.empty}
+    function = getattr(target, "__init__") if isinstance(target, type) else target  # noqa: B009
+    try:
+        return {**found, **get_type_hints(function)}
+    except (NameError, TypeError, AttributeError):
+        return found

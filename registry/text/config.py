@@ -1,17 +1,20 @@
 """Configs: files and overrides in, settings that know their origins out."""
 
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from ..errors import ConfigError, Problem, shown
+from ..errors import ConfigError, Problem, shortened, shown, shown_value
+from ..imports import anchored
 from .config_files import find_config, read_config
 from .interpolation import escaped, resolve
-from .nodes import Key, Node, Origin, from_plain, replaced
-from .overrides import apply_overrides
-from .user_modules import anchored
-from .yaml_text import scalar_text
+from .values import MAX_DEPTH, TOO_DEEP, below, merge, own_key, plain
+from .yaml_text import parse, to_yaml
+
+_OVERRIDE = "override "
 
 
 class Config(Mapping[str, Any]):
@@ -23,15 +26,21 @@ class Config(Mapping[str, Any]):
         path: the file that was loaded.
     """
 
-    def __init__(self, node: Node, path: Path) -> None:
-        self._node = node
+    def __init__(
+        self,
+        values: dict[str, Any],
+        path: Path,
+        places: Mapping[str, tuple[Any, str]],
+        at: str = "",
+    ) -> None:
+        self._values = values
         self.path = path
+        # Every value and its origin by its dotted path in the whole config; `at` is the own path.
+        self._places = places
+        self._at = at
 
     def __getitem__(self, key: str) -> Any:
-        node = self._node.child(key)
-        if node is None:
-            raise KeyError(key)
-        return self._wrapped(node)
+        return self._wrapped(self._values[key], self._full(str(key)))
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
@@ -41,44 +50,47 @@ class Config(Mapping[str, Any]):
         return self[name]
 
     def __iter__(self) -> Iterator[str]:
-        assert isinstance(self._node.value, dict)
-        return iter(self._node.value)  # type: ignore[arg-type]
+        return iter(self._values)
 
     def __len__(self) -> int:
-        return sum(1 for _ in self)
+        return len(self._values)
 
     def __repr__(self) -> str:
-        return f"Config({self.to_dict()!r})"
+        return f"Config({self._values!r})"
 
     def select(self, path: str, default: Any = None) -> Any:
         """Return the value at a dotted path ("data.train.batch_size"), `default` if absent."""
-        node, exists = self._node.find(path.split("."))
-        return self._wrapped(node) if exists else default
+        full = self._full(path)
+        return self._wrapped(self._places[full][0], full) if full in self._places else default
 
     def has(self, path: str) -> bool:
         """Tell whether there is a value at a dotted path."""
-        return self._node.find(path.split("."))[1]
+        return self._full(path) in self._places
 
     def to_dict(self) -> dict[str, Any]:
         """Return the settings as plain dicts, lists and scalars."""
-        plain = self._node.plain()
-        assert isinstance(plain, dict)
-        return plain
+        copied: dict[str, Any] = plain(self._values)
+        return copied
 
     def origin(self, path: str) -> str:
         """Return what set the value at a dotted path: "configs/a.yaml:14", "override a.b=1".
 
         For a path that does not exist, the origin of its nearest section.
         """
-        node, _ = self._node.find(path.split(".") if path else [])
-        return node.origin.text
+        full = self._full(path)
+        while full and full not in self._places:
+            full = full.rpartition(".")[0]
+        return self._places[full][1]
 
-    def _wrapped(self, node: Node) -> Any:
-        if isinstance(node.value, dict):
-            return Config(node, self.path)
-        if isinstance(node.value, list):
-            return [self._wrapped(item) for item in node.value]
-        return node.value
+    def _full(self, path: str) -> str:
+        return f"{self._at}.{path}" if self._at and path else self._at or path
+
+    def _wrapped(self, value: Any, at: str) -> Any:
+        if isinstance(value, dict):
+            return Config(value, self.path, self._places, at)
+        if isinstance(value, list):
+            return [self._wrapped(item, f"{at}.{position}") for position, item in enumerate(value)]
+        return value
 
 
 def load_config(path_or_name: str | os.PathLike[str], overrides: Iterable[str] = ()) -> Config:
@@ -89,18 +101,27 @@ def load_config(path_or_name: str | os.PathLike[str], overrides: Iterable[str] =
     Args:
         path_or_name: a YAML file, a .py file that defines `config` (a dict or a function that
             returns one), or the name of a shipped config such as "digits_ddp".
-        overrides: `key.path=value` texts; the values are read as YAML.
+        overrides: `key.path=value` texts, applied in order; the values are read as YAML.
+            Sections that do not exist are made; a number picks from a list.
 
     Raises:
         ConfigError: a file, an override or an interpolation is wrong; the text names file and
             line.
     """
     path = find_config(path_or_name, Path.cwd())
-    root = apply_overrides(read_config(path), overrides)
-    if root.child("name") is None:
-        origin = Origin(f"the file name of {shown(path)}", path.parent)
-        root = replaced(root, ["name"], Node(escaped(path.stem), origin))
-    return Config(_with_anchored_imports(resolve(root)), path.absolute())
+    values, origins = read_config(path)
+    problems: list[Problem] = []
+    for text in overrides:
+        try:
+            _apply(values, origins, text)
+        except ConfigError as error:
+            problems += error.problems
+    if problems:
+        raise ConfigError(problems)
+    if "name" not in values:
+        values["name"] = escaped(path.stem)
+        origins["name"] = f"the file name of {shown(path)}"
+    return _finished(values, origins, path.absolute())
 
 
 def config_from_dict(values: Mapping[str, Any], name: str = "run") -> Config:
@@ -109,8 +130,7 @@ def config_from_dict(values: Mapping[str, Any], name: str = "run") -> Config:
     Raises:
         ConfigError: the type of a value is not allowed in a config, or a value cannot be resolved.
     """
-    root = _without_origins({"name": name, **values})
-    return Config(_with_anchored_imports(resolve(root)), Path.cwd() / f"{name}.yaml")
+    return _finished(_plain({"name": name, **values}), {}, Path.cwd() / f"{name}.yaml")
 
 
 def dump_config(cfg: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
@@ -129,70 +149,110 @@ def format_config(cfg: Mapping[str, Any], origins: bool = False) -> str:
         cfg: a Config, or dicts.
         origins: end each line that sets a value with a comment with its origin.
     """
-    root = cfg._node if isinstance(cfg, Config) else _without_origins(cfg)
-    lines = list(_lines(root))
-    if not origins:
-        return "".join(f"{text}\n" for text, _ in lines)
-    width = min(max(len(text) for text, _ in lines), 60)
-    return "".join(f"{text:<{width}}  # {origin}".rstrip(" #") + "\n" for text, origin in lines)
+    text = to_yaml(_plain(cfg))
+    if not origins or not isinstance(cfg, Config):
+        return text
+    _, lines = parse(text, "")
+    rows = text.splitlines()
+    width = min(max(map(len, rows)), 60)
+    starts = {path: int(line[1:]) for path, line in lines.items()}
+    following = dict(pairwise(sorted({*starts.values(), len(rows) + 1})))
+    for path, start in starts.items():
+        value, origin = cfg._places[path]
+        if value in ({}, []) or not isinstance(value, dict | list):
+            # A text may go on over several lines.
+            last = following[start] - 2
+            rows[last] = f"{rows[last]:<{width}}  # {' '.join(origin.split())}".rstrip(" #")
+    return "".join(f"{row}\n" for row in rows)
 
 
-def _without_origins(values: Mapping[str, Any]) -> Node:
+def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
     try:
-        return from_plain(values, Origin("", Path.cwd()))
+        copied: dict[str, Any] = plain(values)
     except TypeError as error:
         raise ConfigError([Problem("", str(error))]) from error
+    return copied
 
 
-def _lines(node: Node) -> Iterator[tuple[str, str]]:
-    """Yield the YAML lines of a node, each with the origin of the value that it sets."""
-    flat = _flat_text(node)
-    if flat is not None:
-        yield flat, node.origin.text
-    elif isinstance(node.value, dict):
-        for key, child in node.value.items():
-            yield from _entry(f"{_key_text(key)}:", child)
+def _finished(values: dict[str, Any], origins: dict[str, str], path: Path) -> Config:
+    resolve(values, origins)
+    entries = values.get("imports")
+    for at, entry in enumerate(entries if isinstance(entries, list) else []):
+        if isinstance(entry, str):
+            values["imports"][at] = anchored(entry, _folder(origins.get(f"imports.{at}", "")))
+    return Config(values, path, dict(_places(values, origins, "", "")))
+
+
+def _places(
+    value: Any, origins: Mapping[str, str], at: str, inherited: str
+) -> Iterator[tuple[str, tuple[Any, str]]]:
+    """Yield each value and its origin by its path; what an interpolation made has that of it."""
+    origin = origins.get(at, inherited)
+    yield at, (value, origin)
+    for key, child in below(value):
+        yield from _places(child, origins, f"{at}.{key}" if at else str(key), origin)
+
+
+def _folder(origin: str) -> Path:
+    """Return the folder of the file that set a value, else the working directory."""
+    if not origin or origin.startswith(_OVERRIDE):
+        return Path.cwd()
+    return Path(os.path.abspath(re.sub(r":\d+$", "", origin))).parent
+
+
+def _apply(values: dict[str, Any], origins: dict[str, str], text: str) -> None:
+    """Set the value of one override."""
+    origin = shortened(_OVERRIDE + text, 300)
+    path, value_text = _split(text)
+    dotted = ".".join(path)
+    try:
+        value, own_origins = parse(value_text, origin, numbered=False, at=path)
+    except ConfigError as error:
+        why = error.problems[0].what.removeprefix("not valid YAML: ").partition(" (")[0]
+        what = (
+            f"the value {shortened(value_text)} is not valid YAML: {why}; "
+            f"if it is text, put it in quotes: '{shortened(dotted)}=\"{shortened(value_text)}\"'"
+        )
+        raise ConfigError([Problem(dotted, what, origin)]) from error
+    origins.update(own_origins)
+    section: Any = values
+    for at in range(len(path) - 1):
+        place = _place(section, path, at, origins)
+        if dict(below(section)).get(place) is None:
+            section[place] = {}
+            origins[".".join(path[: at + 1])] = origin
+        section = section[place]
+    section[_place(section, path, len(path) - 1, origins)] = merge(None, value)
+
+
+def _place(section: Any, path: tuple[str, ...], at: int, origins: Mapping[str, str]) -> str | int:
+    """Return the key or position in a section or list that a part of an override's path means."""
+    key, dotted = path[at], ".".join(path)
+    if isinstance(section, dict):
+        return own_key(section, key)
+    if not isinstance(section, list):
+        above = ".".join(path[:at])
+        value = shortened(section) if isinstance(section, str) else shown_value(section)
+        what = f"{shortened(above)} is {value} ({origins[above]}), it has no {shortened(key)}"
+    elif key.isdecimal() and int(key) < len(section):
+        return int(key)
     else:
-        assert isinstance(node.value, list)
-        for item in node.value:
-            for at, (text, origin) in enumerate(_lines(item)):
-                yield ("  " if at else "- ") + text, origin
+        what = f"the list has {len(section)} items, counted from 0, got {shortened(key)}"
+    raise ConfigError([Problem(dotted, what, origins[dotted])])
 
 
-def _entry(label: str, child: Node) -> Iterator[tuple[str, str]]:
-    flat = _flat_text(child)
-    if flat is not None:
-        yield f"{label} {flat}", child.origin.text
-        return
-    yield label, ""
-    for text, origin in _lines(child):
-        yield f"  {text}", origin
-
-
-def _flat_text(node: Node) -> str | None:
-    """Return what fits on one line: a scalar, an empty container, a short list of scalars."""
-    value = node.value
-    if isinstance(value, dict):
-        return None if value else "{}"
-    if isinstance(value, list):
-        texts = [_flat_text(item) for item in value if not isinstance(item.value, dict | list)]
-        same_origin = len({item.origin.text for item in value}) <= 1
-        joined = ", ".join(str(text) for text in texts)
-        fits = len(texts) == len(value) and same_origin and len(joined) <= 80
-        return f"[{joined}]" if fits else None
-    return scalar_text(escaped(value) if isinstance(value, str) else value)
-
-
-def _key_text(key: Key) -> str:
-    return scalar_text(key)
-
-
-def _with_anchored_imports(root: Node) -> Node:
-    entries = root.child("imports")
-    if entries is None or not isinstance(entries.value, list):
-        return root
-    for at, entry in enumerate(entries.value):
-        if isinstance(entry.value, str):
-            new = Node(anchored(entry.value, entry.origin.folder), entry.origin)
-            root = replaced(root, ["imports", at], new)
-    return root
+def _split(text: str) -> tuple[tuple[str, ...], str]:
+    key, equals, value = text.partition("=")
+    path = tuple(key.split("."))
+    what = ""
+    if not equals:
+        what = "an override must read key.path=value, without spaces around ="
+    elif any(quote in key for quote in "'\"`"):
+        what = f"the key {shortened(key)} must not be in quotes, only the value may be"
+    elif not all(part and part == part.strip() for part in path):
+        what = f"{shown_value(key)} is no key path such as optimizer.lr"
+    elif len(path) > MAX_DEPTH:
+        what = f"{shown_value(key)} is {TOO_DEEP}"
+    if what:
+        raise ConfigError([Problem("", what, _OVERRIDE + text)])
+    return path, value

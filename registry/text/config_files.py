@@ -8,9 +8,19 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..errors import ConfigError, Problem, describe, did_you_mean, nearest, one_of, shortened, shown
+from ..errors import (
+    ConfigError,
+    Problem,
+    describe,
+    did_you_mean,
+    nearest,
+    one_of,
+    shortened,
+    shown,
+    shown_value,
+)
 from ..imports import IMPORT_FAILURES
-from .nodes import Node, Origin, from_plain, merge
+from .values import dotted, merge, plain, walk
 from .yaml_text import parse
 
 _BASE = "_base_"
@@ -45,64 +55,60 @@ def find_config(name: str | os.PathLike[str], folder: Path, origin: str = "") ->
     raise ConfigError([Problem("", what, origin)])
 
 
-def read_config(path: Path, including: tuple[Path, ...] = ()) -> Node:
-    """Return the settings of a file, merged over those of its `_base_` files.
+def read_config(
+    path: Path, including: tuple[Path, ...] = ()
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the settings of a file, merged over those of its `_base_` files, and their origins.
+
+    The origins are texts such as "a.yaml:14" by dotted paths, "" for the file as a whole.
 
     Raises:
         ConfigError: one of the files cannot be read.
     """
     path = Path(os.path.abspath(path))
-    top = _read_python(path) if path.suffix == ".py" else _read_yaml(path)
-    if not isinstance(top.value, dict):
-        what = "the file is empty" if top.value is None else f"got a {type(top.value).__name__}"
+    own, own_origins = _read_python(path) if path.suffix == ".py" else _read_yaml(path)
+    if not isinstance(own, dict):
+        what = "the file is empty" if own is None else f"got a {type(own).__name__}"
         raise _error(path, f"a config must hold settings such as `seed: 0`, {what}")
-    own = Node({key: child for key, child in top.value.items() if key != _BASE}, top.origin)
-    _reject_inner_bases(own)
-    if _BASE not in top.value:
-        return merge(Node({}, top.origin), own)
-    base = Node({}, top.origin)
-    for name, origin in _base_names(top.value[_BASE]):
-        parent = find_config(name, path.parent, origin)
-        chain = (*including, path)
-        if Path(os.path.abspath(parent)) in chain:
-            loop = " -> ".join(shown(one) for one in (*chain, parent))
-            raise ConfigError([Problem(_BASE, f"the files include each other: {loop}", origin)])
-        if len(chain) > _MAX_CHAIN:
-            what = f"more than {_MAX_CHAIN} files that build on one another"
-            raise ConfigError([Problem(_BASE, what, origin)])
-        base = merge(base, read_config(parent, chain))
-    return merge(base, own)
+    bases = own.pop(_BASE, [])
+    inner = next((at for at, _ in walk(own) if at and at[-1] == _BASE), None)
+    if inner is not None:
+        what = "stands at the top of a file only, not inside a section"
+        raise ConfigError([Problem(_BASE, what, own_origins[dotted(inner)])])
+    values: dict[str, Any] = {}
+    origins: dict[str, str] = {}
+    for at, name in enumerate(bases if isinstance(bases, list) else [bases]):
+        origin = own_origins.get(f"{_BASE}.{at}", own_origins[_BASE])
+        parent = _parent(name, origin, (*including, path))
+        more, more_origins = read_config(parent, (*including, path))
+        values, origins = merge(values, more), {**origins, **more_origins}
+    return merge(values, own), {**origins, **own_origins}
 
 
-def _base_names(node: Node) -> list[tuple[str, str]]:
-    entries = node.value if isinstance(node.value, list) else [node]
-    for entry in entries:
-        if not isinstance(entry.value, str):
-            what = f"must be a file or a list of files, got {entry.plain()!r}"
-            raise ConfigError([Problem(_BASE, what, entry.origin.text)])
-    return [(str(entry.value), entry.origin.text) for entry in entries]
+def _parent(name: Any, origin: str, chain: tuple[Path, ...]) -> Path:
+    """Return the file that an entry of `_base_` in the last file of the chain names."""
+    if not isinstance(name, str):
+        what = f"must be a file or a list of files, got {shown_value(name)}"
+        raise ConfigError([Problem(_BASE, what, origin)])
+    parent = find_config(name, chain[-1].parent, origin)
+    if Path(os.path.abspath(parent)) in chain:
+        loop = " -> ".join(shown(one) for one in (*chain, parent))
+        raise ConfigError([Problem(_BASE, f"the files include each other: {loop}", origin)])
+    if len(chain) > _MAX_CHAIN:
+        what = f"more than {_MAX_CHAIN} files that build on one another"
+        raise ConfigError([Problem(_BASE, what, origin)])
+    return parent
 
 
-def _reject_inner_bases(node: Node) -> None:
-    children = list(node.value.items()) if isinstance(node.value, dict) else []
-    if isinstance(node.value, list):
-        children = list(enumerate(node.value))
-    for key, child in children:
-        if key == _BASE:
-            what = "stands at the top of a file only, not inside a section"
-            raise ConfigError([Problem(_BASE, what, child.origin.text)])
-        _reject_inner_bases(child)
-
-
-def _read_yaml(path: Path) -> Node:
+def _read_yaml(path: Path) -> tuple[Any, dict[str, str]]:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise _error(path, f"the file cannot be read: {describe(error)}") from error
-    return parse(text, shown(path), path.parent)
+    return parse(text, shown(path))
 
 
-def _read_python(path: Path) -> Node:
+def _read_python(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
     try:
         names = runpy.run_path(str(path))
         if "config" not in names:
@@ -117,9 +123,10 @@ def _read_python(path: Path) -> Node:
     if not isinstance(config, Mapping):
         raise _error(path, f"`config` must be (or return) a dict, got {type(config).__name__}")
     try:
-        return from_plain(config, Origin(shown(path), path.parent))
+        values = plain(config)
     except TypeError as error:
         raise _error(path, str(error)) from error
+    return values, {dotted(at): shown(path) for at, _ in walk(values)}
 
 
 def _line_in(path: Path, error: BaseException) -> int | None:

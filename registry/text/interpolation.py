@@ -4,11 +4,11 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from ..errors import ConfigError, Problem, did_you_mean, shortened
-from .nodes import MAX_DEPTH, MAX_REPEATED, TOO_DEEP, KeyPath, Node, dotted, from_plain
+from .values import MAX_REPEATED, TOO_DEEP, KeyPath, below, dotted, plain, walk
 
 _OPEN = "${"
 _MISSING = "???"
@@ -16,152 +16,114 @@ _REFERENCE = re.compile(r"\$\{([^${}:]+)\}")
 _MAX_TEXT = 10_000
 
 
-def resolve(root: Node) -> Node:
-    """Return the tree with every `${...}` replaced by its value.
+def resolve(values: dict[str, Any], origins: Mapping[str, str]) -> None:
+    """Replace every `${...}` in the settings by its value.
 
     Raises:
         ConfigError: all interpolations that cannot be resolved and all values left as `???`.
     """
-    leaves = [(path, leaf) for path, leaf in root.leaves() if isinstance(leaf.value, str)]
-    problems = [
-        Problem(
-            dotted(path),
-            f"a value is required here: give one with {dotted(path)}=...",
-            leaf.origin.text,
-        )
-        for path, leaf in leaves
-        if leaf.value == _MISSING
-    ]
-    waiting = [(path, leaf) for path, leaf in leaves if _OPEN in str(leaf.value)]
+    texts = {path: one for path, one in walk(values) if isinstance(one, str)}
+    waiting = {path: text for path, text in texts.items() if _OPEN in text}
+    faults = {text: _fault(text) for text in set(waiting.values())}
     wrong = {
-        text: why for text in {str(leaf.value) for _, leaf in waiting} if (why := _fault(text))
+        path: f"a value is required here: give one with {shortened(dotted(path))}=..."
+        for path, text in texts.items()
+        if text == _MISSING
     }
-    problems += [
-        Problem(dotted(path), wrong[str(leaf.value)], leaf.origin.text)
-        for path, leaf in waiting
-        if leaf.value in wrong
-    ]
-    if problems:
-        raise ConfigError(problems)
+    wrong |= {path: faults[text] for path, text in waiting.items() if faults[text]}
+    _raise(wrong, origins)
     if not waiting:
-        return root
-    expansion = _Expansion(root)
-    resolved: dict[KeyPath, Node] = {}
-    for path, leaf in waiting:
+        return
+    expansion = _Expansion(values)
+    resolved: dict[KeyPath, Any] = {}
+    for path, text in waiting.items():
         try:
-            resolved[path] = from_plain(expansion.value_at(path, leaf), leaf.origin, path)
+            resolved[path] = expansion.value_at(path, text)
         except (OmegaConfBaseException, RecursionError, TypeError, ValueError) as error:
-            problems.append(Problem(dotted(path), _why(error, leaf, root), leaf.origin.text))
-    if problems:
-        raise ConfigError(problems)
-    return _substituted(root, resolved)
+            wrong[path] = expansion.explain(error, text)
+    _raise(wrong, origins)
+    for (*above, key), value in resolved.items():
+        section: Any = values
+        for part in above:
+            section = section[part]
+        section[key] = value
 
 
-def _substituted(node: Node, resolved: Mapping[KeyPath, Node], path: KeyPath = ()) -> Node:
-    """Return the tree with the nodes in `resolved` at their paths."""
-    if path in resolved:
-        return resolved[path]
-    if isinstance(node.value, dict):
-        below = {k: _substituted(one, resolved, (*path, k)) for k, one in node.value.items()}
-        return Node(below, node.origin)
-    if isinstance(node.value, list):
-        items = [_substituted(one, resolved, (*path, at)) for at, one in enumerate(node.value)]
-        return Node(items, node.origin)
-    return node
+def _raise(wrong: Mapping[KeyPath, str], origins: Mapping[str, str]) -> None:
+    if wrong:
+        named = [(dotted(path), what) for path, what in wrong.items()]
+        raise ConfigError([Problem(path, what, origins.get(path, "")) for path, what in named])
 
 
-def escaped(text: str) -> str:
-    """Return text that resolves to `text` itself."""
-    if _OPEN not in text:
-        return text
-    pieces = text.split(_OPEN)
-    return f"\\{_OPEN}".join([_doubled(piece) for piece in pieces[:-1]] + pieces[-1:])
-
-
-def _doubled(piece: str) -> str:
-    """Double the backslashes at the end: before a `${` they would escape it."""
-    bare = piece.rstrip("\\")
-    return piece + "\\" * (len(piece) - len(bare))
+def escaped(value: Any) -> Any:
+    """Return settings that resolve to `value` itself."""
+    if isinstance(value, dict):
+        return {key: escaped(one) for key, one in value.items()}
+    if isinstance(value, list):
+        return [escaped(item) for item in value]
+    if not isinstance(value, str) or _OPEN not in value:
+        return value
+    # Backslashes before a `${` would escape it, so they are doubled.
+    *pieces, last = value.split(_OPEN)
+    return "".join(re.sub(r"\\+$", lambda end: end[0] * 2, one) + "\\${" for one in pieces) + last
 
 
 def _fault(text: str) -> str:
     """Return what is wrong with the syntax of an interpolation, "" when nothing is."""
-    if len(text) > _MAX_TEXT:
-        return f"{shortened(text)} is no valid interpolation: longer than {_MAX_TEXT:,} characters"
+    why = f"longer than {_MAX_TEXT:,} characters" if len(text) > _MAX_TEXT else ""
     try:
-        OmegaConf.create([text])
-    except (OmegaConfBaseException, RecursionError) as error:
+        OmegaConf.create([text] if not why else [])
+    except RecursionError:
+        why = TOO_DEEP
+    except OmegaConfBaseException as error:
         why = "a } is missing" if text.count("{") > text.count("}") else _first_line(error)
-        why = TOO_DEEP if isinstance(error, RecursionError) else why
-        return f"{shortened(text)} is no valid interpolation: {why}"
-    return ""
+    return f"{shortened(text)} is no valid interpolation: {why}" if why else ""
 
 
 class _Expansion:
     """Values with their interpolations resolved, as many as may be repeated."""
 
-    def __init__(self, root: Node) -> None:
-        self._root = root
-        self._conf = OmegaConf.create(root.plain())
+    def __init__(self, values: dict[str, Any]) -> None:
+        self._conf = OmegaConf.create(values)
+        self._places = {dotted(path): value for path, value in walk(values)}
         self._repeated = 0
         self._sizes: dict[int, int] = {}
 
-    def value_at(self, path: KeyPath, leaf: Node) -> Any:
-        """Return the value at a path as plain dicts, lists and scalars."""
+    def value_at(self, path: KeyPath, text: str) -> Any:
         # Before OmegaConf is asked: it evaluates what a text repeats as often as it does.
-        self._repeated += self._size(leaf)
+        self._repeated += self._size(text)
         if self._repeated > MAX_REPEATED:
             raise ValueError(f"interpolations that repeat more than {MAX_REPEATED:,} values")
-        value = self._conf
+        value: Any = self._conf
         for key in path:
             value = value[key]
-        return self._plain(value, len(path))
+        if OmegaConf.is_config(value):
+            value = OmegaConf.to_container(value, resolve=True)
+        return plain(value, path)
 
-    def _size(self, node: Node) -> int:
-        """Return how many values are evaluated for a node."""
-        if id(node) not in self._sizes:
-            # Of one that refers to itself OmegaConf tells.
-            self._sizes[id(node)] = 0
-            self._sizes[id(node)] = 1 + sum(map(self._size, self._below(node)))
-        return self._sizes[id(node)]
+    def _size(self, value: Any) -> int:
+        """Return how many values are evaluated for a value."""
+        if id(value) not in self._sizes:
+            # OmegaConf reports one that refers to itself.
+            self._sizes[id(value)] = 0
+            inner = [one for _, one in below(value)]
+            if isinstance(value, str):
+                named = _REFERENCE.findall(value)
+                inner = [self._places[name] for name in named if name in self._places]
+            self._sizes[id(value)] = 1 + sum(map(self._size, inner))
+        return self._sizes[id(value)]
 
-    def _below(self, node: Node) -> list[Node]:
-        if isinstance(node.value, dict):
-            return list(node.value.values())
-        if isinstance(node.value, list):
-            return node.value
-        paths = [path.split(".") for path in _REFERENCE.findall(str(node.value))]
-        return [found for found, exists in map(self._root.find, paths) if exists]
-
-    def _plain(self, value: Any, depth: int) -> Any:
-        if depth > MAX_DEPTH:
-            raise ValueError(TOO_DEEP)
-        if isinstance(value, DictConfig):
-            return {key: self._plain(value[key], depth + 1) for key in value}
-        if isinstance(value, ListConfig):
-            return [self._plain(value[at], depth + 1) for at in range(len(value))]
-        return value
-
-
-def _why(error: BaseException, leaf: Node, root: Node) -> str:
-    text = str(leaf.value)
-    if isinstance(error, RecursionError) or "recursi" in str(error).lower():
-        return f"{shortened(text)} refers to itself, or through too many others to a value"
-    hint = ""
-    inner = text[text.find(_OPEN) + 2 :].partition("}")[0]
-    plain = ":" not in inner and "${" not in inner and not inner.startswith(".")
-    if plain and isinstance(error, OmegaConfBaseException):
-        hint = did_you_mean(inner, _paths(root))
-    return f"{shortened(text)} cannot be resolved: {_first_line(error)}{hint}"
-
-
-def _paths(root: Node) -> list[str]:
-    found: set[str] = set()
-    for path, _ in root.leaves():
-        found.update(dotted(path[:end]) for end in range(1, len(path) + 1))
-    return sorted(found)
+    def explain(self, error: BaseException, text: str) -> str:
+        if isinstance(error, RecursionError) or "recursi" in str(error).lower():
+            return f"{shortened(text)} refers to itself, or through too many others to a value"
+        inner = text[text.find(_OPEN) + 2 :].partition("}")[0]
+        is_name = ":" not in inner and _OPEN not in inner and not inner.startswith(".")
+        is_absent = is_name and isinstance(error, OmegaConfBaseException)
+        hint = did_you_mean(inner, self._places) if is_absent else ""
+        return f"{shortened(text)} cannot be resolved: {_first_line(error)}{hint}"
 
 
 def _first_line(error: BaseException) -> str:
     text = (str(error).splitlines() or [type(error).__name__])[0]
-    return re.sub(r"^\w+ raised while resolving interpolation: ", "", text).strip("'\"")
+    text = re.sub(r"^\w+ raised while resolving interpolation: ", "", text).strip("'\"")
+    return shortened(text, 200)

@@ -1,13 +1,14 @@
-"""YAML text to nodes with their lines, and back."""
+"""YAML text to settings and their lines, and back."""
 
 import re
-from pathlib import Path
 from typing import Any
 
 import yaml
+from omegaconf import OmegaConf
 
 from ..errors import ConfigError, Problem, shown_value
-from .nodes import MAX_DEPTH, MAX_REPEATED, TOO_DEEP, Key, Node, Origin
+from .interpolation import escaped
+from .values import MAX_DEPTH, MAX_REPEATED, TOO_DEEP
 
 _TAG = "tag:yaml.org,2002:"
 _SCALAR_TAGS = {_TAG + name for name in ("str", "int", "float", "bool", "null")}
@@ -33,81 +34,57 @@ _FLOAT = re.compile(
 )
 
 
-def _resolvers(keep_timestamps: bool) -> dict[str, list[tuple[str, re.Pattern[str]]]]:
-    """Return PyYAML's rules for plain scalars, but with 1e-3 a number (YAML 1.2)."""
-    dropped = {_TAG + "float"} | (set() if keep_timestamps else {_TAG + "timestamp"})
-    table = {
-        first: [rule for rule in rules if rule[0] not in dropped]
+class _Loader(yaml.SafeLoader):
+    """PyYAML's rules for plain scalars, but 1e-3 is a number (YAML 1.2) and a date is text."""
+
+    yaml_implicit_resolvers = {
+        first: [rule for rule in rules if rule[0] not in (_TAG + "float", _TAG + "timestamp")]
         for first, rules in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
-    for first in "-+.0123456789":
-        table.setdefault(first, []).insert(0, (_TAG + "float", _FLOAT))
-    return table
 
 
-class _Loader(yaml.SafeLoader):
-    yaml_implicit_resolvers = _resolvers(keep_timestamps=False)
+_Loader.add_implicit_resolver(_TAG + "float", _FLOAT, list("-+.0123456789"))
 
 
-class _Dumper(yaml.SafeDumper):
-    # Text that any loader takes for a time stamp is quoted.
-    yaml_implicit_resolvers = _resolvers(keep_timestamps=True)
+def parse(
+    text: str, source: str, *, numbered: bool = True, at: tuple[str, ...] = ()
+) -> tuple[Any, dict[str, str]]:
+    """Return the settings in a YAML text, and the origin of each by its dotted path.
 
-    def ignore_aliases(self, data: Any) -> bool:
-        return True
-
-
-def parse(text: str, shown: str, folder: Path) -> Node:
-    """Return the nodes of a YAML text, each with the origin "shown:line".
+    Args:
+        source: the file; or, where `numbered` is False, the whole origin, without the line.
+        at: the path that the settings will have.
 
     Raises:
         ConfigError: invalid YAML, a duplicate key, or a value that a config cannot hold.
     """
-    return _Reader(text, Origin(shown, folder), numbered=True).read()
+    reader = _Reader(text, source, numbered, len(at))
+    return reader.read(".".join(at)), reader.origins
 
 
-def parse_value(text: str, origin: Origin, depth: int) -> Node:
-    """Return the nodes of a value given outside a file, all with the same origin.
-
-    Args:
-        depth: how many levels above it the value will have.
-    """
-    return _Reader(text, origin, numbered=False, depth=depth).read()
-
-
-def scalar_text(value: Any) -> str:
-    """Return a scalar or a list of scalars as YAML on one line."""
-    breaks = isinstance(value, str) and value != "" and value.splitlines() != [value]
-    style = '"' if breaks else None
-    flow = yaml.dump(
-        [value],
-        Dumper=_Dumper,
-        default_flow_style=True,
-        default_style=style,
-        width=float("inf"),
-        allow_unicode=True,
-    )
-    return str(flow).strip()[1:-1]
+def to_yaml(values: dict[str, Any]) -> str:
+    """Return settings as YAML text which, loaded, gives the same settings."""
+    return OmegaConf.to_yaml(OmegaConf.create(escaped(values)))
 
 
 class _Reader:
     """Reads one YAML document."""
 
-    def __init__(self, text: str, origin: Origin, *, numbered: bool, depth: int = 0) -> None:
+    def __init__(self, text: str, source: str, numbered: bool, depth: int) -> None:
+        self.origins: dict[str, str] = {}
         self._text = text
-        self._origin = origin
+        self._source = source
         self._numbered = numbered
         self._depth = depth
         self._seen: set[int] = set()
         self._repeated = 0
 
-    def read(self) -> Node:
+    def read(self, at: str) -> Any:
         try:
-            loader = _Loader(self._text)
-            top = loader.get_single_node()
-            if top is None:
-                return Node(None, self._at(0))
-            return self._node(loader, top, self._at(top.start_mark.line), ())
+            self._loader = _Loader(self._text)
+            top = self._loader.get_single_node()
+            self.origins[at] = self._origin(0 if top is None else top.start_mark.line)
+            return None if top is None else self._value(top, at, ())
         except yaml.reader.ReaderError as error:
             line = self._text.count("\n", 0, int(error.position))
             what = f"the character {chr(error.character)!r} is not allowed"
@@ -118,15 +95,13 @@ class _Reader:
         except RecursionError as error:
             raise self._error(0, TOO_DEEP) from error
 
-    def _at(self, line: int) -> Origin:
-        if not self._numbered:
-            return self._origin
-        return Origin(f"{self._origin.text}:{line + 1}", self._origin.folder)
+    def _origin(self, line: int) -> str:
+        return f"{self._source}:{line + 1}" if self._numbered else self._source
 
     def _error(self, line: int, what: str, key: str = "") -> ConfigError:
-        return ConfigError([Problem(key, what, self._at(line).text)])
+        return ConfigError([Problem(key, what, self._origin(line))])
 
-    def _node(self, loader: _Loader, node: Any, origin: Origin, above: tuple[int, ...]) -> Node:
+    def _value(self, node: Any, at: str, above: tuple[int, ...]) -> Any:
         line = node.start_mark.line
         if id(node) in above:
             raise self._error(line, "an alias that contains itself")
@@ -139,59 +114,62 @@ class _Reader:
             raise self._error(line, what)
         above = (*above, id(node))
         if isinstance(node, yaml.MappingNode) and node.tag == _TAG + "map":
-            return Node(self._mapping(loader, node, above), origin)
+            return self._mapping(node, at, above)
         if isinstance(node, yaml.SequenceNode) and node.tag == _TAG + "seq":
-            items = [
-                self._node(loader, item, self._at(item.start_mark.line), above)
-                for item in node.value
+            return [
+                self._child(item, position, at, item.start_mark.line, above)
+                for position, item in enumerate(node.value)
             ]
-            return Node(items, origin)
-        return Node(self._scalar(loader, node), origin)
+        return self._scalar(node)
 
-    def _mapping(
-        self, loader: _Loader, node: yaml.MappingNode, above: tuple[int, ...]
-    ) -> dict[Key, Node]:
+    def _child(self, node: Any, key: object, at: str, line: int, above: tuple[int, ...]) -> Any:
+        path = f"{at}.{key}" if at else str(key)
+        self.origins[path] = self._origin(line)
+        return self._value(node, path, above)
+
+    def _mapping(self, node: Any, at: str, above: tuple[int, ...]) -> dict[str | int, Any]:
         lines: dict[str, int] = {}
-        merged: dict[Key, Node] = {}
-        own: dict[Key, Node] = {}
+        keys: list[tuple[str | int, Any]] = []
+        values: dict[str | int, Any] = {}
         for key_node, value in node.value:
             line = key_node.start_mark.line
             if key_node.tag == _TAG + "merge":
-                for source in self._merge_sources(value):
-                    merged |= self._merge_source(loader, source, above)
+                values |= self._merged(value, at, above)
                 continue
-            key = self._key(loader, key_node)
+            key = self._key(key_node)
             if str(key) in lines:
                 first = lines[str(key)] + 1
                 raise self._error(line, f"this key is already set in line {first}", str(key))
             lines[str(key)] = line
-            own[key] = self._node(loader, value, self._at(line), above)
-        return merged | own
+            keys.append((key, value))
+        # After what is merged, whose origins these replace.
+        for key, value in keys:
+            values[key] = self._child(value, key, at, lines[str(key)], above)
+        return values
 
-    def _merge_sources(self, node: Any) -> list[Any]:
-        """Return the mappings that a `<<` names, the one that wins last."""
-        return node.value[::-1] if isinstance(node, yaml.SequenceNode) else [node]
-
-    def _merge_source(self, loader: _Loader, node: Any, above: tuple[int, ...]) -> dict[Key, Node]:
-        line = node.start_mark.line
-        found = self._node(loader, node, self._at(line), above).value
-        if not isinstance(found, dict):
-            raise self._error(line, "`<<` takes a section, or a list of sections, by alias")
+    def _merged(self, node: Any, at: str, above: tuple[int, ...]) -> dict[str | int, Any]:
+        """Return the settings of the sections that a `<<` names, of which the first one wins."""
+        found: dict[str | int, Any] = {}
+        for source in node.value[::-1] if isinstance(node, yaml.SequenceNode) else [node]:
+            values = self._value(source, at, above)
+            if not isinstance(values, dict):
+                what = "`<<` takes a section, or a list of sections, by alias"
+                raise self._error(source.start_mark.line, what)
+            found |= values
         return found
 
-    def _key(self, loader: _Loader, node: Any) -> Key:
-        key = self._scalar(loader, node)
+    def _key(self, node: Any) -> str | int:
+        key = self._scalar(node)
         line = node.start_mark.line
         if isinstance(key, bool) or not isinstance(key, str | int):
             what = f"a key must be text or a whole number, got {key!r}; put it in quotes"
             raise self._error(line, what)
         if len(node.value) > _MAX_KEY:
-            raise self._error(
-                line, f"a key of {len(node.value):,} characters, at most {_MAX_KEY:,}"
-            )
+            what = f"a key of {len(node.value):,} characters, at most {_MAX_KEY:,}"
+            raise self._error(line, what)
         return key
 
-    def _scalar(self, loader: _Loader, node: Any) -> Any:
+    def _scalar(self, node: Any) -> Any:
         line = node.start_mark.line
         if node.tag in _TEXT_TAGS:
             return node.value
@@ -201,7 +179,7 @@ class _Reader:
         try:
             # A text may have halves of surrogate pairs, by escapes: no file could hold it.
             node.value.encode()
-            return loader.construct_object(node)
+            return self._loader.construct_object(node)
         except (ValueError, KeyError) as error:
             what = f"not valid YAML: {shown_value(node.value)} is no value"
             raise self._error(line, what) from error

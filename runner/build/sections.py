@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ...loops import IterTrainLoop
-from ...registry import LOOPS, Config, ConfigError, Problem, RunSections, config_from_dict, examine_config, load_config, optim_wrapper_sections
+from ...registry import LOOPS, Config, ConfigError, Examination, Problem, RunSections, examine_config, load_config, optim_wrapper_sections
 from .optimizers import works_over_ranks
 from .parallelism import layout_problems, preparation_problems, tables_with
 
@@ -18,12 +18,14 @@ _LAYOUT = {"mesh", "tensor_parallel", "wrapper", "launch", "init_device"}
 
 
 def read_sections(
-    config: Config | Mapping[str, Any] | str | os.PathLike[str], world_size: int | None = None
+    config: Mapping[str, Any] | str | os.PathLike[str] | Examination,
+    world_size: int | None = None,
 ) -> RunSections:
     """Check the settings of a run whole and return them.
 
     Args:
-        config: A `Config`, a dict, a file or the name of a shipped config.
+        config: A `Config`, a dict, a file or the name of a shipped config, or what has been
+            examined of one without its classes.
         world_size: How many ranks will run; default: `launch.nproc` of the config.
 
     Raises:
@@ -31,15 +33,14 @@ def read_sections(
     """
     if isinstance(config, str | os.PathLike):
         config = load_config(config)
-    elif not isinstance(config, Config):
-        config = config_from_dict(config)
-    run, problems, faulty = examine_config(config)
-    problems = [_with_table_hint(problem, config) for problem in problems]
+    examined = examine_config(config)
+    run, config = examined.sections, examined.config
+    problems = [_with_table_hint(problem, config) for problem in examined.problems]
     if run is not None:
         ranks = run.launch.nproc if world_size is None else world_size
         problems += [
             replace(problem, origin=config.origin(problem.key))
-            for problem in _misfits(run, ranks, faulty)
+            for problem in _misfits(run, ranks, examined.faulty)
         ]
     if run is None or problems:
         raise ConfigError(problems)

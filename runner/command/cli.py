@@ -30,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with _signals_end_at_once():
             options = parse(words)
-            options.config = read_run(options)
+            options.examined = read_run(options)
             home = import_module(f".{COMMANDS[options.command].home}", __package__)
             return int(getattr(home, f"run_{options.command}")(options))
     except BrokenPipeError:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from ...registry import Config, ConfigError, Problem, load_config, name_problems, nearest
+from ...registry import ConfigError, Examination, Problem, examine_names, load_config, nearest
 
 _RUN = "CONFIG [key=value ...]"
 
@@ -121,8 +121,8 @@ def _check_words(prog: str, command: Command, words: Sequence[str]) -> None:
     raise UsageError(f"{prog}: {problem}; usage: {prog} {command.usage}".rstrip())
 
 
-def read_run(options: argparse.Namespace) -> Config | None:
-    """Return the config of a command that runs one, with the options laid upon it.
+def read_run(options: argparse.Namespace) -> Examination | None:
+    """Return the config of a command that runs one, with the options laid upon it, examined.
 
     Raises:
         ConfigError: it cannot be read, or has mistakes that can be told without any class: with
@@ -136,13 +136,15 @@ def read_run(options: argparse.Namespace) -> Config | None:
         value = getattr(options, name, None)
         if value is not None:
             overrides.append(f"{key}={json.dumps(value)}")
-    config = load_config(options.words[0], overrides)
-    problems = name_problems(config)
-    if needed and config.select(needed) is None:
-        problems.append(Problem(needed, f"{options.command} needs this section, it is missing"))
+    examined = examine_names(load_config(options.words[0], overrides))
+    problems = examined.problems
+    if needed and examined.config.select(needed) is None:
+        parts = needed.split(".")
+        if not any(nearest(one.key.rpartition(".")[2], parts) for one in problems):
+            problems.append(Problem(needed, f"{options.command} needs this section, it is missing"))
     if problems:
         raise ConfigError(problems)
-    return config
+    return examined
 
 
 def _unknown(kind: str, word: str, known: Sequence[str] | dict[str, Command]) -> str:

@@ -5,21 +5,17 @@ from __future__ import annotations
 import argparse
 import os
 import signal
-import warnings
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
-
-import torch
 
 from ...registry import Config, ConfigError, Problem, RunSections
-from ..build.parts import ALL, BuildError, rehearse
+from ..build.parts import BuildError, rehearse
 from ..build.sections import read_sections
 from ..failure import Terminated, TrainingFailed
 from ..guard import raising_stops
-from ..jobs import WANTED, Job, refuse_occupied, run_job
+from ..jobs import Job, refuse_occupied, run_job
 from ..launcher import launch, started_outside
 from ..run_folder import new_folder, saved_checkpoints
 from .report import report_check, report_environment, report_outcome
@@ -34,7 +30,7 @@ def run_train(options: argparse.Namespace) -> int:
     if options.dry_run and resume:
         what = "--dry-run and --resume exclude each other: a dry run starts from the beginning"
         raise ConfigError([Problem("", what)])
-    job = Job("train", config, resume=resume, fresh=options.fresh, dry_run=options.dry_run)
+    job = Job("train", config, run, resume, fresh=options.fresh, dry_run=options.dry_run)
     if started_outside():
         return _run(job, options, run)
     # Asked again by the ranks; here the answer comes before any is started.
@@ -69,17 +65,13 @@ def run_test(options: argparse.Namespace) -> int:
 
 def run_check(options: argparse.Namespace) -> int:
     """Report every mistake in a config, then build its parts on the CPU."""
-    config = options.config
-    run = read_sections(config)
-    report_check(options.words[0], run, _rehearsed(config, run, ALL))
-    return 0
-
-
-def _rehearsed(config: Config, run: RunSections, only: Collection[str]) -> dict[str, Any]:
+    run = read_sections(options.examined)
     try:
-        return rehearse(run, only)
+        parts = rehearse(run)
     except BuildError as error:
-        raise error.as_config_error(config) from error.cause
+        raise error.as_config_error(options.examined.config) from error.cause
+    report_check(options.words[0], run, parts)
+    return 0
 
 
 def run_env(options: argparse.Namespace) -> int:
@@ -91,7 +83,7 @@ def run_env(options: argparse.Namespace) -> int:
 def _run_evaluation(command: str, options: argparse.Namespace) -> int:
     config, run = _load(options)
     checkpoint = None if options.checkpoint in (None, True) else options.checkpoint
-    return _run(Job(command, config, checkpoint=checkpoint), options, run)
+    return _run(Job(command, config, run, checkpoint=checkpoint), options, run)
 
 
 def _run(job: Job, options: argparse.Namespace, run: RunSections) -> int:
@@ -99,8 +91,6 @@ def _run(job: Job, options: argparse.Namespace, run: RunSections) -> int:
     settings = run.launch
     backend = "gloo" if settings.backend == "auto" and run.device == "cpu" else settings.backend
     with _telling_what_is_saved(job, Path(run.run_dir)), raising_stops():
-        if settings.nproc > 1 and not started_outside():
-            _try_before(job, run)
         results = launch(
             run_job, (job,), nproc=settings.nproc, backend=backend, timeout_s=settings.timeout_s
         )
@@ -108,20 +98,6 @@ def _run(job: Job, options: argparse.Namespace, run: RunSections) -> int:
         # One of torchrun's other ranks: rank 0 does the talking.
         return next(iter(results.values())).exit_code
     return report_outcome(job, run, results[0])
-
-
-def _try_before(job: Job, run: RunSections) -> None:
-    """Find what cannot be built before ranks are started for it.
-
-    Not for ranks on GPUs: what they build may not be buildable on the CPU, and this process
-    must not keep a part of a GPU's memory. They tell the same of it.
-    """
-    if run.device != "cpu" and torch.cuda.is_available():
-        return
-    with warnings.catch_warnings():
-        # The ranks will say it too.
-        warnings.simplefilter("ignore")
-        _rehearsed(job.config, run, WANTED[job.command])
 
 
 @contextmanager
@@ -155,5 +131,6 @@ def _stamped(folder: Path, prefix: str = "step_") -> dict[Path, int]:
 
 def _load(options: argparse.Namespace) -> tuple[Config, RunSections]:
     """Return the config, and all of it checked."""
-    world_size = int(os.environ.get("WORLD_SIZE") or 1) if started_outside() else None
-    return options.config, read_sections(options.config, world_size)
+    told = os.environ.get("WORLD_SIZE") or os.environ.get("SLURM_NTASKS") or 1
+    world_size = int(told) if started_outside() else None
+    return options.examined.config, read_sections(options.examined, world_size)

@@ -44,13 +44,13 @@ DOORS = {
     "plugins": "",
     "registry": """
         COMM_HOOKS Config ConfigError DATALOADERS DATASETS DEFAULT_HOOKS DIST_BACKENDS
-        DataSection HOOKS
+        DataSection Examination HOOKS
         HOOK_TYPES LOOPS LaunchSection LoaderSection METRICS MODELS MODEL_WRAPPERS OPTIMIZERS
         OPTIM_WRAPPERS ParamwiseSection PARAM_SCHEDULERS Problem Registration Registry RunSections
         SchedulerSection build_from_cfg build_model_from_cfg build_tree causes check_component
         check_config check_paramwise config_from_dict count_registered_modules default_of
-        did_you_mean dump_config examine_config find_train_step format_config
-        list_registrations load_config name_problems named_optimizers nearest
+        did_you_mean dump_config examine_config examine_names find_train_step format_config
+        import_problems list_registrations load_config name_problems named_optimizers nearest
         optim_wrapper_sections stepping_class supply_where_taken traverse_registry_tree user_frame
     """,
     "rpc": """

@@ -161,6 +161,48 @@ def test_one_wrong_setting_is_one_problem(good: str, override: str, said: str) -
     assert said in problem(good, override).replace(f"override {override}: ", "", 1)
 
 
+LONG = "x" * 5000
+NAMED = [
+    *("seed", "device", "imports.0", "name.y", "model.net.type", "model.loss._ref_", "wrapper"),
+    *("wrapper.type", "optimizer.type", "optimizer.paramwise", "schedulers.optimizer"),
+    *("schedulers.metric", "train_step", "data.train.collate", "data.train.dataset.type"),
+    *("metrics.x", "metrics.accuracy.type", "hooks.log", "hooks.checkpoint.keep_best"),
+    "optim_wrapper.type",
+]
+
+
+@pytest.mark.parametrize("value", [LONG, f"os.{LONG}", f"{LONG}.x", f"/{LONG}.x", f"${{{LONG}}}"])
+def test_of_a_long_name_only_the_beginning_is_repeated(good: str, value: str) -> None:
+    for line in (line for key in NAMED for line in problems(good, f"{key}={value}")):
+        assert "xxxxxxxx" in line
+        assert len(line) < 1000
+
+
+MISSPELT = {
+    "optimizer: {": "optimzer: {",
+    "data:": "dat:",
+    "  train: {dataset": "  trian: {dataset",
+    "train: {type": "trian: {type",
+    "{dataset: {type: nets.digits, part: train}": "{datset: {type: nets.digits, part: train}",
+    "batch_size: 4, collate": "batchsize: 4, collate",
+    "max_epochs": "max_epoch",
+    "width: 3": "widht: 3",
+    "{type: CosineAnnealingLR, T_max: 3": "{type: ReduceLROnPlateau, metrc: loss",
+    "model: {": "modle: {",
+}
+
+
+@pytest.mark.parametrize("right", MISSPELT)
+def test_a_misspelt_key_is_not_reported_as_missing_too(write: Write, right: str) -> None:
+    write("nets.py", MODULE)
+    text = GOOD.replace("train: {type", "val: {type: ValLoop}\ntrain: {type")
+    wrong = MISSPELT[right]
+    write("a.yaml", text.replace(right, wrong, 1))
+    (only,) = problems("a.yaml")
+    assert "no such" in only
+    assert "did you mean" in only
+
+
 def test_a_setting_that_is_missing_points_to_its_section(good: str) -> None:
     assert problem(good, "train={type: EpochTrainLoop}").endswith(
         "train.max_epochs: is missing, EpochTrainLoop needs it"

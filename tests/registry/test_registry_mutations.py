@@ -22,6 +22,7 @@ SHIPPED = {
 }
 NAMES = st.sampled_from(
     ["typezq", "type", "_ref_", "_raw_", "_scope_", "_delete_", "_base_", "imports", "name"]
+    + ["k" * 1000, "modle", "trian", "optimzer", "metrc"]
 ) | st.text(max_size=8)
 TEXTS = st.sampled_from(
     ["x" * 5000, "a." * 600, "é/" * 3000, "\u202e", "${seed}", "${model}", "${a", "${" * 300, "~x"]
@@ -81,6 +82,8 @@ def test_any_mutation_is_loaded_or_told(tree: dict[str, Any], tmp_path: Path) ->
     for problem in problems:
         assert problem.origin.partition(":")[0].endswith(".yaml") or problem.key == ""
         assert problem.what
+        assert len(problem.what) < 800
+        assert len(str(problem)) < 1500
 
 
 def nested(depth: int) -> str:
