@@ -42,12 +42,12 @@ from .replicas.replicate import CallbackContext, exec_data_parallel_replication_
 from .replicas.scatter_gather import dict_gather, user_scattered
 from .replicas.session import ReplicationError, ReplicationSession
 from .replicas.sync_master import FutureResult, SlavePipe, SyncMaster
-from .sharding.dtensors import is_dtensor
-from .sharding.held_gradients import drop_held_gradients
 from .sharding.layout import (
     Layout,
     as_global,
     copy_whole_,
+    drop_held_gradients,
+    is_dtensor,
     is_sharded,
     layout_of,
     local_part,

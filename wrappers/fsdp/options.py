@@ -1,28 +1,36 @@
-"""The options of fully sharded training in all their spellings, read into one form."""
+"""The options of fully sharded training in all their spellings, read into one form, and the mesh
+that they ask for.
+"""
 
 from __future__ import annotations
 
+import functools
+import pkgutil
+import socket
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
-from torch import nn
+from torch import distributed, nn
 from torch.distributed import ProcessGroup
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     BackwardPrefetch,
+    CPUOffload,
+    CPUOffloadPolicy,
+    MixedPrecision,
     MixedPrecisionPolicy,
     OffloadPolicy,
     ShardingStrategy,
 )
 from torch.distributed.fsdp.wrap import CustomPolicy
 
+from ...collectives import all_gather_object, comm_device, get_world_size
 from ...registry import did_you_mean
 from ..blocks.blocks import BlockSpec
-from ..sharding.mesh import Mesh
+from ..sharding.mesh import Mesh, forget_former_groups
 from ..torch_functions import check_options
-from .values import arguments_in, flag, member, read_function, read_offload, read_precision
 
 WrapPolicy: TypeAlias = Callable[..., bool]
 Groups: TypeAlias = ProcessGroup | tuple[ProcessGroup, ProcessGroup]
@@ -52,6 +60,9 @@ _STRATEGIES = {
     "HYBRID_SHARD": (True, True),
     "_HYBRID_SHARD_ZERO2": (False, True),
 }
+_HYBRID_AXES = ("replicate", "shard")
+_PRECISION = ("param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs")
+_OLD_PRECISION = ("buffer_dtype", "keep_low_precision_grads", "cast_root_forward_inputs")
 _POLICIES = (
     "size_based_auto_wrap_policy",
     "transformer_auto_wrap_policy",
@@ -121,13 +132,13 @@ def read_options(given: Mapping[str, Any]) -> FsdpOptions:
         mesh=options["device_mesh"] if mesh is None else mesh,
         groups=_read_groups(options["process_group"]),
         hybrid=hybrid,
-        precision=read_precision(options.get("mixed_precision")),
-        offload=read_offload(options.get("cpu_offload")),
+        precision=_read_precision(options.get("mixed_precision")),
+        offload=_read_offload(options.get("cpu_offload")),
         free_after_forward=free,
         prefetch=_read_prefetch(options),
         ignored=tuple(ignored),
-        param_init_fn=read_function("param_init_fn", options["param_init_fn"]),
-        same_weights=flag("sync_module_states", options["sync_module_states"]),
+        param_init_fn=_read_function("param_init_fn", options["param_init_fn"]),
+        same_weights=_flag("sync_module_states", options["sync_module_states"]),
         device=None if device is None else torch.device(device),
     )
 
@@ -155,7 +166,7 @@ def _refuse_without_counterpart(options: Mapping[str, Any]) -> None:
 def _read_strategy(value: Any) -> tuple[bool | int, bool]:
     if value is None:
         return True, False
-    name = member("sharding_strategy", value, ShardingStrategy, [*_STRATEGIES, "NO_SHARD"])
+    name = _member("sharding_strategy", value, ShardingStrategy, [*_STRATEGIES, "NO_SHARD"])
     if name == "NO_SHARD":
         raise ValueError(
             "sharding_strategy NO_SHARD has no counterpart: without shards every rank has the "
@@ -194,14 +205,14 @@ def _read_prefetch(options: Mapping[str, Any]) -> tuple[int, int]:
     _only_one(options, "prefetch", "forward_prefetch")
     if options["backward_prefetch"] is not None:
         names = [one.name for one in BackwardPrefetch]
-        name = member("backward_prefetch", options["backward_prefetch"], BackwardPrefetch, names)
+        name = _member("backward_prefetch", options["backward_prefetch"], BackwardPrefetch, names)
         if name == "BACKWARD_POST":
             raise ValueError(
                 "backward_prefetch BACKWARD_POST has no counterpart: the next block is gathered "
                 "before the gradients of this one, as by BACKWARD_PRE; leave the option out"
             )
     if depth is None:
-        return int(flag("forward_prefetch", options["forward_prefetch"] or False)), 0
+        return int(_flag("forward_prefetch", options["forward_prefetch"] or False)), 0
     if isinstance(depth, Mapping):
         check_options("prefetch", depth, ["forward", "backward"])
         found = (depth.get("forward", 0), depth.get("backward", 0))
@@ -218,7 +229,7 @@ def _read_policy(value: Any) -> tuple[BlockSpec | None, WrapPolicy | None]:
     if isinstance(value, str):
         value = {"type": value}
     if isinstance(value, Mapping):
-        return _named_policy(value.get("type"), arguments_in(value))
+        return _named_policy(value.get("type"), _arguments_in(value))
     if isinstance(value, CustomPolicy):
         raise TypeError(
             "auto_wrap_policy of torch's CustomPolicy has no counterpart: give the blocks by shard"
@@ -249,7 +260,7 @@ def _named_policy(
             f"auto_wrap_policy must be one of {', '.join(_POLICIES)}, or the import path of a "
             f"function, got {kind!r}{hint}"
         )
-    return None, read_function("auto_wrap_policy", {**settings, "type": kind})
+    return None, _read_function("auto_wrap_policy", {**settings, "type": kind})
 
 
 def _listed(name: str, value: Any) -> list[Any]:
@@ -266,3 +277,249 @@ def _iterable(name: str, value: Any) -> list[Any]:
     if not isinstance(value, Iterable):
         raise TypeError(f"{name} must be a list of names, modules or parameters, got {value!r}")
     return list(value)
+
+
+def _flag(name: str, value: Any) -> bool:
+    """The value where it is a bool, else TypeError."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be true or false, got {value!r}")
+    return value
+
+
+def _member(name: str, value: Any, enum: Any, allowed: Iterable[str]) -> str:
+    """The name of an enum's member, given by name or as the member itself."""
+    allowed = list(allowed)
+    if isinstance(value, enum):
+        value = value.name
+    if not isinstance(value, str):
+        raise TypeError(
+            f"{name} must be one of {', '.join(allowed)}, or a {enum.__name__}, got {value!r}"
+        )
+    if value not in allowed:
+        hint = did_you_mean(value, allowed)
+        raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {value!r}{hint}")
+    return value
+
+
+def _read_function(name: str, value: Any) -> Callable[..., Any] | None:
+    """A function, its import path, or a mapping of ``type`` and further arguments."""
+    settings: dict[str, Any] = {}
+    if isinstance(value, Mapping):
+        settings = _arguments_in(value)
+        value = value.get("type")
+    if isinstance(value, str):
+        try:
+            value = pkgutil.resolve_name(value)
+        except (ImportError, AttributeError, ValueError) as error:
+            raise ValueError(f"{name} must be the import path of a function: {error}") from error
+    if value is None and not settings:
+        return None
+    if not callable(value):
+        raise TypeError(f"{name} must be a function or its import path, got {value!r}")
+    return functools.partial(value, **settings) if settings else value
+
+
+def _arguments_in(value: Mapping[str, Any]) -> dict[str, Any]:
+    """What stands beside ``type``."""
+    return {name: one for name, one in value.items() if name != "type"}
+
+
+def _read_precision(value: Any) -> MixedPrecisionPolicy:
+    """torch's policy from a mapping of dtype names, or from its older class."""
+    if value is None:
+        return MixedPrecisionPolicy()
+    if isinstance(value, MixedPrecisionPolicy):
+        return value
+    if isinstance(value, MixedPrecision):
+        names = ("param_dtype", "reduce_dtype", "cast_forward_inputs", *_OLD_PRECISION)
+        value = {name: getattr(value, name) for name in names}
+        # Here every block casts what comes in, and the root is one of them.
+        value["cast_forward_inputs"] |= value["cast_root_forward_inputs"]
+        value["cast_root_forward_inputs"] = True
+    if not isinstance(value, Mapping):
+        raise TypeError(
+            "mixed_precision must be a mapping of dtype names or torch's policy, got "
+            f"{type(value).__name__}"
+        )
+    check_options("mixed_precision", value, [*_PRECISION, *_OLD_PRECISION])
+    _refuse_old_precision(value)
+    kept = {name: value[name] for name in _PRECISION if name in value}
+    cast = kept.pop("cast_forward_inputs", True)
+    dtypes = {name: _read_dtype(name, dtype) for name, dtype in kept.items()}
+    return MixedPrecisionPolicy(**dtypes, cast_forward_inputs=_flag("cast_forward_inputs", cast))
+
+
+def _refuse_old_precision(value: Mapping[str, Any]) -> None:
+    if value.get("buffer_dtype") is not None:
+        raise ValueError(
+            "mixed_precision.buffer_dtype has no counterpart: buffers keep their dtype; convert "
+            "them in the model"
+        )
+    if value.get("keep_low_precision_grads"):
+        raise ValueError(
+            "mixed_precision.keep_low_precision_grads has no counterpart: gradients have the "
+            "dtype of their parameters; convert the model itself to the low precision"
+        )
+    if not value.get("cast_root_forward_inputs", True):
+        raise ValueError(
+            "mixed_precision.cast_root_forward_inputs=False has no counterpart; "
+            "cast_forward_inputs=False leaves the inputs of all blocks as they are"
+        )
+
+
+def _read_dtype(name: str, value: Any) -> torch.dtype | None:
+    if value is None or isinstance(value, torch.dtype):
+        return value
+    if not isinstance(value, str):
+        raise TypeError(f"mixed_precision.{name} must be the name of a dtype, got {value!r}")
+    found = getattr(torch, value.removeprefix("torch."), None)
+    if not isinstance(found, torch.dtype):
+        names = ["bfloat16", "float16", "float32", "float64"]
+        hint = did_you_mean(value, names)
+        raise ValueError(
+            f"mixed_precision.{name} must be a dtype such as {', '.join(names)}, "
+            f"got {value!r}{hint}"
+        )
+    return found
+
+
+def _read_offload(value: Any) -> OffloadPolicy:
+    """torch's policy from a bool, a mapping, or its older class."""
+    if isinstance(value, OffloadPolicy):
+        return value
+    pin: Any = None
+    if isinstance(value, CPUOffload):
+        value = value.offload_params
+    elif isinstance(value, Mapping):
+        check_options("cpu_offload", value, ["offload_params", "pin_memory"])
+        pin = value.get("pin_memory")
+        value = value.get("offload_params", True)
+    if not _flag("cpu_offload", value or False):
+        return OffloadPolicy()
+    # Pinning needs the driver of an accelerator; without one there is nothing to copy to.
+    has_device = torch.accelerator.is_available()
+    wanted = has_device if pin is None else _flag("cpu_offload.pin_memory", pin)
+    return CPUOffloadPolicy(pin_memory=wanted and has_device)
+
+
+@dataclass(frozen=True)
+class ShardingMesh:
+    """The ranks of a wrapper.
+
+    Attributes:
+        shards: what ``fully_shard`` takes: one axis, or copies and shards.
+        everywhere: the same with the axes over which layers are split.
+        data_group: the ranks of ``shards``; None for all ranks.
+        device: where parameters are gathered.
+    """
+
+    shards: DeviceMesh
+    everywhere: DeviceMesh
+    data_group: ProcessGroup | None
+    device: torch.device
+
+
+def sharding_mesh(options: FsdpOptions, model: nn.Module) -> ShardingMesh:
+    """Read or make the mesh; every rank must call this.
+
+    Raises:
+        ValueError: there is no process group, or the mesh does not fit the options.
+    """
+    if not (distributed.is_available() and distributed.is_initialized()):
+        raise ValueError(
+            "fully sharded training needs a process group, also for one process: call "
+            "torch.distributed.init_process_group() before, or start the processes by "
+            "stepwrap.runner.launch(main, nproc=...), or use SingleDevice"
+        )
+    forget_former_groups()
+    given = options.mesh
+    if isinstance(given, Mesh):
+        shards = given.fsdp
+        if shards is None or given.device_mesh is None:
+            raise ValueError("the mesh was built without a process group: build it inside")
+        everywhere, group = given.device_mesh, given.data_group
+    else:
+        shards = given if given is not None else _make(options, _device_type(options, model))
+        everywhere, group = shards, _data_group(shards)
+    _check(shards, options)
+    device = torch.device(shards.device_type)
+    if device.type != "cpu":
+        device = torch.device(device.type, torch.accelerator.current_device_index())
+    return ShardingMesh(shards, everywhere, group, device)
+
+
+def _check(mesh: DeviceMesh, options: FsdpOptions) -> None:
+    if mesh.ndim > 2 or (mesh.ndim == 2 and mesh.mesh_dim_names is None):
+        raise ValueError(
+            f"the mesh must have one axis, or two named ones (copies and shards), got {mesh}"
+        )
+    if options.hybrid and mesh.ndim != 2:
+        raise ValueError(
+            "sharding_strategy HYBRID_SHARD needs a mesh of two axes, copies and shards, such as "
+            f"build_mesh({{'replicate': 2, 'shard': -1}}), got {mesh}"
+        )
+
+
+def _data_group(mesh: DeviceMesh) -> ProcessGroup | None:
+    if mesh.size() == get_world_size():
+        return None
+    if mesh.ndim == 1:
+        return mesh.get_group()
+    raise ValueError(
+        f"a mesh of two axes must hold all {get_world_size()} ranks, or be made by "
+        f"stepwrap.wrappers.build_mesh, got {mesh}"
+    )
+
+
+def _make(options: FsdpOptions, device_type: str) -> DeviceMesh:
+    groups = options.groups
+    if isinstance(groups, tuple):
+        return _of_two_groups(*groups, device_type=device_type)
+    if options.hybrid:
+        if groups is not None:
+            raise ValueError(
+                "sharding_strategy HYBRID_SHARD needs two process groups, that of the shards and "
+                "that of the copies, or a mesh of two axes"
+            )
+        return _by_host(device_type)
+    if groups is not None:
+        return DeviceMesh.from_group(groups, device_type)
+    return init_device_mesh(device_type, (get_world_size(),), mesh_dim_names=("data",))
+
+
+def _of_two_groups(shards: ProcessGroup, copies: ProcessGroup, *, device_type: str) -> DeviceMesh:
+    own = distributed.get_process_group_ranks(shards)
+    rows = sorted({tuple(ranks) for ranks in all_gather_object(own)})
+    if len({len(row) for row in rows}) > 1 or sum(map(len, rows)) != get_world_size():
+        raise ValueError(
+            f"the groups of the shards must be alike in size and hold every rank once, got {rows}"
+        )
+    return DeviceMesh.from_group(
+        [copies, shards], device_type, mesh=torch.tensor(rows), mesh_dim_names=_HYBRID_AXES
+    )
+
+
+def _by_host(device_type: str) -> DeviceMesh:
+    hosts = all_gather_object(socket.gethostname())
+    sizes = {hosts.count(host) for host in hosts}
+    size = hosts.count(hosts[0])
+    if len(sizes) > 1 or any(
+        len(set(hosts[at : at + size])) > 1 for at in range(0, len(hosts), size)
+    ):
+        raise ValueError(
+            "HYBRID_SHARD needs equally many neighbouring ranks on every host; give the mesh, "
+            f"such as {{replicate: 2, shard: -1}}. Ranks per host: {sorted(sizes)}"
+        )
+    shape = (len(hosts) // size, size)
+    return init_device_mesh(device_type, shape, mesh_dim_names=_HYBRID_AXES)
+
+
+def _device_type(options: FsdpOptions, model: nn.Module) -> str:
+    if options.device is not None:
+        return options.device.type
+    for parameter in model.parameters():
+        if not parameter.is_meta:
+            return parameter.device.type
+    # A model without memory yet goes where there is an accelerator that the ranks can use.
+    accelerator = torch.accelerator.current_accelerator()
+    return comm_device(prefer=accelerator).type

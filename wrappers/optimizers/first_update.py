@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, distributed
 from torch.optim import Optimizer
 
-from ..sharding.dtensors import is_dtensor
+from ..sharding.layout import is_dtensor
 from ..sharding.tensor_ranks import compare_gradients
 
 # Relative to the gradient: the means that the ranks get are the same to the last bit.

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..sharding.dtensors import is_dtensor
+from ..sharding.layout import is_dtensor
 from ..torch_functions import option_names
 from .optimizer_fit import check_fit, tensors_of, walkable
 

@@ -14,8 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from ...registry import OPTIM_WRAPPERS
-from ..sharding.dtensors import is_dtensor
-from ..sharding.held_gradients import drop_held_gradients
+from ..sharding.layout import drop_held_gradients, is_dtensor, no_sync
 from ..sharding.tensor_ranks import compare_first_update
 from .clip import GradClip
 from .closures import check_closure, closure_advice, step_by_closure
@@ -265,8 +264,8 @@ class OptimWrapper(Accumulation):
             self._first.note(model)
         if self._accumulative_counts == 1 or self.should_sync():
             return _NOTHING
-        no_sync: Callable[[], AbstractContextManager[Any]] | None = getattr(model, "no_sync", None)
-        return _NOTHING if no_sync is None else no_sync()
+        own: Callable[[], AbstractContextManager[Any]] | None = getattr(model, "no_sync", None)
+        return no_sync(model) if own is None else own()
 
     @property
     def collective_state(self) -> bool:

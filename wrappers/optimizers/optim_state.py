@@ -15,8 +15,14 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..sharding.dtensors import is_dtensor
-from ..sharding.layout import as_global, has_placed, is_placed, layout_of, take_part
+from ..sharding.layout import (
+    as_global,
+    has_placed,
+    is_dtensor,
+    is_placed,
+    layout_of,
+    take_part,
+)
 
 # How a step is computed: the own choice stays, since another device or sharding may not have it.
 _IMPLEMENTATION = ("fused", "foreach", "capturable", "differentiable")

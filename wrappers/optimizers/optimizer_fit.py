@@ -15,9 +15,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, get_process_group_ranks
 from torch.optim import Optimizer
 
-from ..sharding.dtensors import is_dtensor
-from ..sharding.held_gradients import find_gathered
-from ..sharding.layout import is_placed, layout_of, local_part
+from ..sharding.layout import find_gathered, is_dtensor, is_placed, layout_of, local_part
 
 _INSTEAD = "use AdamW, SGD or another optimizer that steps each element by itself"
 

@@ -8,10 +8,12 @@ parameters that hold one part of a tensor-parallel weight and say so by an attri
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+import sys
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NoReturn
-from weakref import WeakKeyDictionary
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeGuard
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -20,10 +22,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
-from .dtensors import is_dtensor
-
 if TYPE_CHECKING:
-    from torch.distributed.tensor import Placement
+    from torch.distributed.tensor import DTensor, Placement
 
 _LOCALISED = "tensor_layout"
 _ALONE: tuple[ProcessGroup, ...] = ()
@@ -72,6 +72,13 @@ def refusal(what: str) -> str:
         "model before it is split and wrapped, or save state_dict() and load it into a new one; "
         "copy.deepcopy works"
     )
+
+
+def is_dtensor(value: object) -> TypeGuard[DTensor]:
+    """Whether ``value`` is a ``DTensor``."""
+    # Importing them costs as much as half of torch; before somebody has, there is none.
+    kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
+    return kind is not None and isinstance(value, kind)
 
 
 def layout_of(tensor: Tensor) -> Layout:
@@ -222,6 +229,56 @@ def total_norm(
     total = values.max() if inf else values.sum() ** (1.0 / norm_type)
     dtype = torch.float64 if torch.float64 in {part.dtype for part in parts} else torch.float32
     return total.to(device=parts[0].device, dtype=dtype)
+
+
+class Holder(Protocol):
+    """A part of a wrapper that keeps whole parameters and gradients where no optimizer looks."""
+
+    module: nn.Module
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Keep gradients of the forwards inside on their ranks."""
+
+    def drop_gradients(self, chosen: Collection[int]) -> None:
+        """Drop gradients not given yet to the parameters with these ids; not collective."""
+
+    def gathered(self, parameters: Iterator[Tensor]) -> Tensor | None:
+        """The first of ``parameters`` that is there for a forward only."""
+
+
+_holders: WeakSet[Holder] = WeakSet()
+
+
+def register_holder(holder: Holder) -> None:
+    """Let optimizer wrappers ask ``holder`` for as long as it lives."""
+    _holders.add(holder)
+
+
+def drop_held_gradients(parameters: Iterable[Tensor]) -> None:
+    """Drop gradients of ``parameters`` that wait for the end of their window; not collective.
+
+    Under fsdp, those of the forwards under ``no_sync``, and those of a backward that raised.
+    """
+    chosen = {id(one) for one in parameters} if _holders else ()
+    for holder in list(_holders):
+        holder.drop_gradients(chosen)
+
+
+def find_gathered(parameters: Sequence[Tensor]) -> Tensor | None:
+    """Return the first of ``parameters`` that is there for a forward only; not collective."""
+    found = (holder.gathered(iter(parameters)) for holder in list(_holders))
+    return next((one for one in found if one is not None), None)
+
+
+@contextmanager
+def no_sync(model: nn.Module) -> Iterator[None]:
+    """Keep gradients of the forwards inside on their ranks, in all that holds parts of it."""
+    inside = {id(one) for one in model.modules()} if _holders else ()
+    with ExitStack() as stack:
+        for holder in list(_holders):
+            if id(holder.module) in inside:
+                stack.enter_context(holder.no_sync())
+        yield
 
 
 _seen: WeakKeyDictionary[Optimizer, tuple[tuple[int, ...], bool]] = WeakKeyDictionary()

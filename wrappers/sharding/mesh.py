@@ -1,18 +1,32 @@
-"""Ranks laid out along named axes: who has which data, who has which part of a tensor."""
+"""Ranks laid out along named axes: who has which data and which part of a tensor, and what the
+ranks of a mesh tell each other before they train.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from torch import distributed
+import torch
+from torch import Tensor, distributed
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from ...collectives import all_gather_object, get_world_size
+from ...collectives import (
+    all_gather_object,
+    comm_device,
+    distributed_available,
+    get_rank,
+    get_world_size,
+    run_together,
+)
 from ...registry import did_you_mean
-from .dtensors import forget_former_groups
+from .layout import local_part
+
+_BUCKET_BYTES = 64 * 2**20
 
 # From the outermost to the innermost: the ranks of one tensor group are neighbours.
 AXES = ("data", "replicate", "shard", "tensor")
@@ -150,3 +164,112 @@ def _data_group(mesh: DeviceMesh, sizes: Mapping[str, int]) -> ProcessGroup | No
         if distributed.get_rank() in ranks:
             own = group
     return own
+
+
+def forget_former_groups() -> None:
+    """Let operations on DTensors find the groups of a new world in this process.
+
+    What torch remembers of an operation holds the mesh that it first ran on. A mesh of a world
+    made later counts as equal to it, though its groups have other names. Not collective.
+    """
+    if "torch.distributed.tensor" not in sys.modules:
+        return
+    from torch.distributed.tensor import debug
+
+    clear = getattr(debug, "_clear_sharding_prop_cache", None)
+    if clear is not None:
+        clear()
+
+
+def agree(describe: Callable[[], Mapping[str, Any]], mesh: DeviceMesh | None = None) -> None:
+    """Raise on all ranks what ``describe`` raises on one, or ValueError where its results differ.
+
+    Every rank of the mesh must call this. The ranks send each other one object for each axis.
+
+    Args:
+        describe: what is compared, by a name for the message; values that can be pickled.
+        mesh: the ranks; default: all.
+    """
+    reports, failures, own = run_together(
+        lambda: (get_rank(), dict(describe())), lambda report: _gather(report, mesh)
+    )
+    if own is not None and len({failure and failure.told for failure in failures}) == 1:
+        raise own
+    for failure in filter(None, failures):
+        raise failure.kind(f"on rank {failure.rank}: {failure.text}") from own
+    _compare(reports)
+
+
+def _gather(own: Any, mesh: DeviceMesh | None) -> list[Any]:
+    if mesh is None or not distributed_available():
+        return all_gather_object(own)
+    known = {get_rank(): own}
+    for group, _ in routes(mesh):
+        known = {
+            rank: one for part in all_gather_object(known, group) for rank, one in part.items()
+        }
+    return [known[rank] for rank in sorted(known)]
+
+
+def _compare(reports: Sequence[tuple[int, Mapping[str, Any]]]) -> None:
+    (first_rank, first), *others = reports
+    for rank, other in others:
+        for name in [*first, *other]:
+            here, there = first.get(name, "absent"), other.get(name, "absent")
+            if here != there:
+                raise ValueError(
+                    "model and options must be the same on all ranks, but "
+                    f"{name!r} is {here} on rank {first_rank} and {there} on rank {rank}"
+                )
+
+
+@torch.no_grad()
+def broadcast_first(tensors: Iterable[Tensor], mesh: DeviceMesh) -> None:
+    """Overwrite ``tensors`` with those of the mesh's first rank; every rank must call this.
+
+    Of sharded tensors the local parts travel. Those of one dtype travel together.
+    """
+    by_kind: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for tensor in tensors:
+        part = local_part(tensor)
+        if part.numel():
+            by_kind.setdefault((part.dtype, part.device), []).append(part)
+    for group, source in routes(mesh):
+        for (_, device), parts in by_kind.items():
+            for bucket in _buckets(parts):
+                _send(bucket, group, source, comm_device(group, prefer=device))
+
+
+def routes(mesh: DeviceMesh) -> Iterator[tuple[ProcessGroup, int]]:
+    """One group for each axis, and its rank that has what the first rank of the mesh has."""
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        raise ValueError(f"rank {distributed.get_rank()} is not in the mesh {mesh}")
+    for axis in range(mesh.ndim):
+        if mesh.size(axis) > 1:
+            place = list(coordinate)
+            place[axis] = 0
+            yield mesh.get_group(axis), int(mesh.mesh[tuple(place)])
+
+
+def _buckets(parts: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    bucket: list[Tensor] = []
+    size = 0
+    for part in parts:
+        bucket.append(part)
+        size += part.nbytes
+        if size >= _BUCKET_BYTES:
+            yield bucket
+            bucket, size = [], 0
+    if bucket:
+        yield bucket
+
+
+def _send(bucket: Sequence[Tensor], group: ProcessGroup, source: int, device: torch.device) -> None:
+    flat = torch.cat([part.reshape(-1) for part in bucket]).to(device)
+    distributed.broadcast(flat, source, group=group)
+    if distributed.get_rank() == source:
+        return
+    sizes = [part.numel() for part in bucket]
+    for part, values in zip(bucket, torch.split(flat, sizes), strict=True):
+        part.copy_(values.view(part.shape))

@@ -15,8 +15,8 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .first_rank import broadcast_first
 from .layout import copy_whole_
+from .mesh import broadcast_first
 
 Initialiser: TypeAlias = Callable[[nn.Module], Any]
 Slot: TypeAlias = tuple[nn.Module, str]
