@@ -14,9 +14,8 @@ from torch.optim import Optimizer
 from ...registry import OPTIM_WRAPPERS
 from ..sharding.layout import has_placed
 from ..torch_functions import check_options, option_names
-from .closures import closure_advice
-from .first_update import parameters_of
-from .optim import OptimWrapper
+from .optim import OptimWrapper, closure_advice
+from .step_checks import parameters_of
 
 _DTYPES = {
     "float16": torch.float16,

@@ -1,26 +1,33 @@
-"""How a loss becomes new weights."""
+"""How a loss becomes new weights: accumulation, clipping, the step, a closure."""
 
 from __future__ import annotations
 
 import logging
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from torch.optim import Optimizer
 
 from ...registry import OPTIM_WRAPPERS
-from ..sharding.layout import drop_held_gradients, is_dtensor, no_sync
-from ..sharding.tensor_ranks import compare_first_update
-from .clip import GradClip
-from .closures import check_closure, closure_advice, step_by_closure
-from .first_update import FirstUpdate, parameters_of
+from ..sharding.layout import (
+    drop_held_gradients,
+    has_placed,
+    is_dtensor,
+    local_part,
+    no_sync,
+    total_norm,
+)
+from ..torch_functions import check_options
 from .optim_state import is_spread, kind_of, load_state, state_of
 from .optimizer_fit import check_optimizer, needs_closure
+from .step_checks import FirstUpdate, has_own_step, parameters_of
 
 logger = logging.getLogger(__name__)
 
@@ -176,7 +183,6 @@ class OptimWrapper(Accumulation):
                 f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}"
             )
         check_optimizer(optimizer)
-        compare_first_update(optimizer)
         self.optimizer = optimizer
         self._needs_closure = needs_closure(type(optimizer))
         self._is_sharded = any(is_dtensor(one) for one in parameters_of(optimizer))
@@ -218,7 +224,26 @@ class OptimWrapper(Accumulation):
             TypeError: ``model`` is not a wrapper.
             ValueError: with accumulation, clipping, a loss scale or ranks of unequal lengths.
         """
-        return step_by_closure(self, closure, model)
+        check_closure(self, model)
+        average: Callable[[Tensor], Tensor] | None = getattr(model, "average", None)
+        if average is None:
+            raise TypeError(
+                "update_by_closure needs the model wrapper, which knows the ranks whose losses are "
+                f"to be averaged, got {type(model).__name__}: give self, not self.module"
+            )
+        self._inner_count += 1
+
+        def evaluate() -> Tensor:
+            self.zero_grad()
+            with self.optim_context(model):
+                loss = closure()
+            loss.backward()  # type: ignore[no-untyped-call]
+            self._check_first()
+            return average(loss.detach())
+
+        first: Any = self.optimizer.step(evaluate)  # type: ignore[arg-type]
+        self.zero_grad()
+        return torch.as_tensor(first).detach()
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Run backward and count the micro-batch."""
@@ -358,3 +383,171 @@ def _momentum(group: Mapping[str, Any]) -> float:
     if "momentum" in group:
         return float(group["momentum"])
     return float(group["betas"][0]) if "betas" in group else 0.0
+
+
+def closure_advice(optimizer: Optimizer) -> str:
+    """What to do with an optimizer that needs a closure."""
+    name = type(optimizer).__name__
+    return (
+        f"{name} needs a closure that computes the loss again, several times in a step: override "
+        "the wrapper's train_step and call optim_wrapper.update_by_closure(closure, self) there, "
+        "or use an optimizer that steps from gradients, such as AdamW"
+    )
+
+
+def refuse_without_closure(optim_wrapper: Any, model: Any) -> None:
+    """Raise ValueError where no step of ``model`` could give the optimizer a closure.
+
+    Args:
+        optim_wrapper: of any kind, with one optimizer.
+        model: the model wrapper that is to step it.
+    """
+    if getattr(optim_wrapper, "_needs_closure", False) and not has_own_step(model):
+        raise ValueError(closure_advice(optim_wrapper.optimizer))
+
+
+def check_closure(optim_wrapper: Any, model: Any = None) -> None:
+    """Raise ValueError where ``optim_wrapper`` cannot update by a closure."""
+    name = type(optim_wrapper.optimizer).__name__
+    every = optim_wrapper._accumulative_counts
+    if every != 1:
+        raise ValueError(
+            f"{name} with a closure needs accumulative_counts=1, got {every}: each of its losses "
+            "must be that of the same data; use larger batches"
+        )
+    if optim_wrapper._clip is not None:
+        raise ValueError(
+            f"{name} with a closure needs clip_grad=None, got {optim_wrapper._clip}: it compares "
+            "losses with gradients, which clipped are of another loss"
+        )
+    scaler = getattr(optim_wrapper, "loss_scaler", None)
+    if scaler is not None and scaler.is_enabled():
+        raise ValueError(
+            f"{name} with a closure takes no scaled loss: use dtype bfloat16 or float32"
+        )
+    if getattr(model, "uneven_inputs", None) is not None:
+        raise ValueError(
+            f"{name} with a closure needs as many batches on all ranks: leave uneven_inputs out"
+        )
+
+
+_OPTIONS = {
+    "norm": ("max_norm", "norm_type", "error_if_nonfinite", "foreach"),
+    "value": ("clip_value", "foreach"),
+}
+
+
+@dataclass(frozen=True)
+class GradClip:
+    """How the gradients of an optimizer are clipped.
+
+    Attributes:
+        kind: "norm" (the total norm) or "value" (every element).
+        options: arguments of torch's ``clip_grad_norm_`` / ``clip_grad_value_``.
+    """
+
+    kind: str
+    options: Mapping[str, Any]
+
+    @classmethod
+    def from_settings(cls, settings: Mapping[str, Any]) -> GradClip:
+        """Check ``{"type": "norm", "max_norm": 1.0, ...}``; the mapping is left as it is.
+
+        Without a type it is "value" where there is a ``clip_value``, else "norm".
+
+        Raises:
+            AssertionError: no mapping, or nothing in it but ``type``.
+            ValueError: ``type`` is neither "norm" nor "value".
+            TypeError: torch's clipping function has no such argument.
+        """
+        if not isinstance(settings, Mapping) or not settings:
+            raise AssertionError(
+                "If `clip_grad` is not None, it should be a `dict` which is the arguments of "
+                "`torch.nn.utils.clip_grad_norm_` or `torch.nn.utils.clip_grad_value_`, "
+                f"got {settings!r}"
+            )
+        options = dict(settings)
+        kind = options.pop("type", "value" if "clip_value" in options else "norm")
+        if kind not in _OPTIONS:
+            raise ValueError(f'type of clip_grad should be "norm" or "value" but got {kind!r}')
+        if not options:
+            raise AssertionError(
+                "`clip_grad` should contain other arguments besides `type`: "
+                f"for {kind!r} at least {_OPTIONS[kind][0]!r}"
+            )
+        check_options(f"clip_grad of type {kind!r}", options, _OPTIONS[kind])
+        return cls(kind, options)
+
+    def __call__(self, optimizer: Optimizer) -> Tensor | None:
+        """Clip in place; the total norm before clipping, on its device (None for "value").
+
+        Where parameters are sharded every rank must call this, and gets the same norm: that of
+        the whole gradients.
+        """
+        parameters = [
+            parameter
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+            if parameter.requires_grad and parameter.grad is not None
+        ]
+        placed = has_placed(optimizer)
+        if self.kind == "norm":
+            clip = _clip_parts_by_norm if placed else clip_grad_norm_
+            return clip(parameters, **self.options)
+        if placed:
+            _clip_parts_by_value(parameters, **self.options)
+        else:
+            clip_grad_value_(parameters, **self.options)
+        return None
+
+
+# What torch adds to the norm before it divides by it.
+_EPSILON = 1e-6
+
+
+@torch.no_grad()
+def _clip_parts_by_norm(
+    parameters: Sequence[Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> Tensor:
+    """As torch's ``clip_grad_norm_``, which fails on parameters of different meshes.
+
+    ``foreach`` has no effect: gradients on one device are scaled together.
+    """
+    gradients = [_gradient(parameter) for parameter in parameters]
+    total = total_norm(gradients, float(norm_type), like=parameters)
+    if error_if_nonfinite and not total.isfinite():
+        raise RuntimeError(
+            f"The total norm of order {norm_type} of the gradients is {total.item()}, so it "
+            "cannot be clipped; error_if_nonfinite=False goes on nevertheless"
+        )
+    # Clamped in place of compared, which would make the device wait.
+    scale = (max_norm / (total + _EPSILON)).clamp(max=1.0)
+    for device, parts in _by_device(gradients).items():
+        torch._foreach_mul_(parts, scale.to(device))
+    return total
+
+
+@torch.no_grad()
+def _clip_parts_by_value(
+    parameters: Sequence[Tensor], clip_value: float, foreach: bool | None = None
+) -> None:
+    bound = float(clip_value)
+    for parts in _by_device(_gradient(parameter) for parameter in parameters).values():
+        torch._foreach_clamp_min_(parts, -bound)
+        torch._foreach_clamp_max_(parts, bound)
+
+
+def _gradient(parameter: Tensor) -> Tensor:
+    assert parameter.grad is not None
+    return local_part(parameter.grad)
+
+
+def _by_device(gradients: Iterable[Tensor]) -> dict[torch.device, list[Tensor]]:
+    devices: dict[torch.device, list[Tensor]] = {}
+    for gradient in gradients:
+        devices.setdefault(gradient.device, []).append(gradient)
+    return devices

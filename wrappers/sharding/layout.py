@@ -231,6 +231,11 @@ def total_norm(
     return total.to(device=parts[0].device, dtype=dtype)
 
 
+# Models with split layers, the tensor group, and whether every rank of the run is in such a group:
+# the ranks of a group must train alike what each of them holds whole.
+split_models: WeakKeyDictionary[nn.Module, tuple[ProcessGroup, bool]] = WeakKeyDictionary()
+
+
 class Holder(Protocol):
     """A part of a wrapper that keeps whole parameters and gradients where no optimizer looks."""
 
