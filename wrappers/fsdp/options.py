@@ -26,10 +26,10 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.fsdp.wrap import CustomPolicy
 
-from ...collectives import all_gather_object, comm_device, get_world_size
+from ...collectives import all_gather_object, comm_device, forget_meshes, get_world_size
 from ...registry import did_you_mean
 from ..blocks.blocks import BlockSpec
-from ..sharding.mesh import Mesh, forget_former_groups
+from ..sharding.mesh import Mesh
 from ..torch_functions import check_options
 
 WrapPolicy: TypeAlias = Callable[..., bool]
@@ -431,7 +431,7 @@ def sharding_mesh(options: FsdpOptions, model: nn.Module) -> ShardingMesh:
             "torch.distributed.init_process_group() before, or start the processes by "
             "stepwrap.runner.launch(main, nproc=...), or use SingleDevice"
         )
-    forget_former_groups()
+    forget_meshes()
     given = options.mesh
     if isinstance(given, Mesh):
         shards = given.fsdp

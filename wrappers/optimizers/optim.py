@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import logging
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.utils import clip_grad_norm_, clip_grad_value_
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_, clip_grads_with_norm_
 from torch.optim import Optimizer
 
 from ...registry import OPTIM_WRAPPERS
@@ -490,64 +491,38 @@ class GradClip:
             for parameter in group["params"]
             if parameter.requires_grad and parameter.grad is not None
         ]
-        placed = has_placed(optimizer)
-        if self.kind == "norm":
-            clip = _clip_parts_by_norm if placed else clip_grad_norm_
-            return clip(parameters, **self.options)
-        if placed:
-            _clip_parts_by_value(parameters, **self.options)
-        else:
+        if not has_placed(optimizer):
+            if self.kind == "norm":
+                return clip_grad_norm_(parameters, **self.options)
             clip_grad_value_(parameters, **self.options)
+            return None
+        # torch's functions fail on parameters of different meshes; they only look at `grad`.
+        parts: Any = [SimpleNamespace(grad=local_part(_gradient(one))) for one in parameters]
+        if self.kind == "norm":
+            return _clip_parts_by_norm(parameters, parts, **self.options)
+        clip_grad_value_(parts, **self.options)
         return None
-
-
-# What torch adds to the norm before it divides by it.
-_EPSILON = 1e-6
 
 
 @torch.no_grad()
 def _clip_parts_by_norm(
     parameters: Sequence[Tensor],
+    parts: Any,
     max_norm: float,
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> Tensor:
-    """As torch's ``clip_grad_norm_``, which fails on parameters of different meshes.
-
-    ``foreach`` has no effect: gradients on one device are scaled together.
-    """
-    gradients = [_gradient(parameter) for parameter in parameters]
-    total = total_norm(gradients, float(norm_type), like=parameters)
+    total = total_norm(map(_gradient, parameters), float(norm_type), like=parameters)
     if error_if_nonfinite and not total.isfinite():
         raise RuntimeError(
             f"The total norm of order {norm_type} of the gradients is {total.item()}, so it "
             "cannot be clipped; error_if_nonfinite=False goes on nevertheless"
         )
-    # Clamped in place of compared, which would make the device wait.
-    scale = (max_norm / (total + _EPSILON)).clamp(max=1.0)
-    for device, parts in _by_device(gradients).items():
-        torch._foreach_mul_(parts, scale.to(device))
+    clip_grads_with_norm_(parts, max_norm, total, foreach)
     return total
-
-
-@torch.no_grad()
-def _clip_parts_by_value(
-    parameters: Sequence[Tensor], clip_value: float, foreach: bool | None = None
-) -> None:
-    bound = float(clip_value)
-    for parts in _by_device(_gradient(parameter) for parameter in parameters).values():
-        torch._foreach_clamp_min_(parts, -bound)
-        torch._foreach_clamp_max_(parts, bound)
 
 
 def _gradient(parameter: Tensor) -> Tensor:
     assert parameter.grad is not None
-    return local_part(parameter.grad)
-
-
-def _by_device(gradients: Iterable[Tensor]) -> dict[torch.device, list[Tensor]]:
-    devices: dict[torch.device, list[Tensor]] = {}
-    for gradient in gradients:
-        devices.setdefault(gradient.device, []).append(gradient)
-    return devices
+    return parameter.grad

@@ -5,7 +5,6 @@ ranks of a mesh tell each other before they train.
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +18,7 @@ from ...collectives import (
     all_gather_object,
     comm_device,
     distributed_available,
+    forget_meshes,
     get_rank,
     get_world_size,
     run_together,
@@ -129,7 +129,8 @@ def build_mesh(axes: Mapping[str, int], device_type: str = "cpu") -> Mesh:
         if other != everywhere[0]:
             told = f"{_product(everywhere[0])} on rank 0, {_product(other)} on rank {rank}"
             raise ValueError(f"the mesh must be the same on all ranks, got {told}")
-    forget_former_groups()
+    # A mesh of a world made later counts as equal to one of before, though its groups differ.
+    forget_meshes()
     mesh = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     return Mesh(sizes, mesh, _data_group(mesh, sizes))
 
@@ -164,21 +165,6 @@ def _data_group(mesh: DeviceMesh, sizes: Mapping[str, int]) -> ProcessGroup | No
         if distributed.get_rank() in ranks:
             own = group
     return own
-
-
-def forget_former_groups() -> None:
-    """Let operations on DTensors find the groups of a new world in this process.
-
-    What torch remembers of an operation holds the mesh that it first ran on. A mesh of a world
-    made later counts as equal to it, though its groups have other names. Not collective.
-    """
-    if "torch.distributed.tensor" not in sys.modules:
-        return
-    from torch.distributed.tensor import debug
-
-    clear = getattr(debug, "_clear_sharding_prop_cache", None)
-    if clear is not None:
-        clear()
 
 
 def agree(describe: Callable[[], Mapping[str, Any]], mesh: DeviceMesh | None = None) -> None:
