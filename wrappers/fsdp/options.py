@@ -7,9 +7,9 @@ from __future__ import annotations
 import functools
 import pkgutil
 import socket
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import distributed, nn
@@ -62,13 +62,39 @@ _STRATEGIES = {
 }
 _HYBRID_AXES = ("replicate", "shard")
 _PRECISION = ("param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs")
-_OLD_PRECISION = ("buffer_dtype", "keep_low_precision_grads", "cast_root_forward_inputs")
-_POLICIES = (
-    "size_based_auto_wrap_policy",
-    "transformer_auto_wrap_policy",
-    "ModuleWrapPolicy",
-    "always_wrap_policy",
-)
+# What the older class has besides: the only value with a counterpart, and what to do instead.
+_OLD_PRECISION: dict[str, tuple[bool | None, str]] = {
+    "buffer_dtype": (
+        None,
+        " has no counterpart: buffers keep their dtype; convert them in the model",
+    ),
+    "keep_low_precision_grads": (
+        False,
+        " has no counterpart: gradients have the dtype of their parameters; convert the model "
+        "itself to the low precision",
+    ),
+    "cast_root_forward_inputs": (
+        True,
+        "=False has no counterpart; cast_forward_inputs=False leaves the inputs of all blocks as "
+        "they are",
+    ),
+}
+_WITHOUT_COUNTERPART = {
+    "use_orig_params": (
+        "every parameter is sharded by itself and keeps its name; leave the option out"
+    ),
+    "limit_all_gathers": (
+        "memory is freed in order without a limiter; leave the option out, prefetch sets how far "
+        "ahead parameters are gathered"
+    ),
+}
+# Names of torch's policies, each with the option that it has.
+_POLICIES = {
+    "size_based_auto_wrap_policy": "min_num_params",
+    "transformer_auto_wrap_policy": "transformer_layer_cls",
+    "ModuleWrapPolicy": "module_classes",
+    "always_wrap_policy": None,
+}
 
 
 @dataclass(frozen=True)
@@ -106,12 +132,14 @@ def read_options(given: Mapping[str, Any]) -> FsdpOptions:
     """Read checked names with any spelling of their values; ``given`` stays as it is.
 
     Raises:
-        ValueError: unknown names, settings against each other, or something that FSDP2 has no
-            counterpart for; the text says what to use.
+        ValueError: settings against each other, or something that FSDP2 has no counterpart for;
+            the text says what to use.
         TypeError: a value of another kind.
     """
     options = {**FURTHER, **given}
-    _refuse_without_counterpart(options)
+    for name, why in _WITHOUT_COUNTERPART.items():
+        if options[name] not in (True, None):
+            raise ValueError(f"{name}={options[name]!r} has no counterpart: {why}")
     blocks, policy = _read_policy(options["auto_wrap_policy"])
     _only_one(options, "shard", "auto_wrap_policy")
     _only_one(options, "mesh", "device_mesh", "process_group")
@@ -119,13 +147,8 @@ def read_options(given: Mapping[str, Any]) -> FsdpOptions:
     free, hybrid = _read_strategy(options["sharding_strategy"])
     if options.get("reshard_after_forward") is not None:
         free = _read_free(options["reshard_after_forward"])
-    device = options["device_id"]
-    ignored = [
-        one
-        for name in ("ignored_parameters", "ignored_modules", "ignored_states")
-        for one in _listed(name, options[name])
-    ]
-    mesh = options.get("mesh")
+    device, mesh = options["device_id"], options.get("mesh")
+    names = ("ignored_parameters", "ignored_modules", "ignored_states")
     return FsdpOptions(
         blocks=options.get("shard") if policy is None and blocks is None else blocks,
         policy=policy,
@@ -136,7 +159,7 @@ def read_options(given: Mapping[str, Any]) -> FsdpOptions:
         offload=_read_offload(options.get("cpu_offload")),
         free_after_forward=free,
         prefetch=_read_prefetch(options),
-        ignored=tuple(ignored),
+        ignored=tuple(one for name in names for one in _listed(name, options[name])),
         param_init_fn=_read_function("param_init_fn", options["param_init_fn"]),
         same_weights=_flag("sync_module_states", options["sync_module_states"]),
         device=None if device is None else torch.device(device),
@@ -147,20 +170,6 @@ def _only_one(options: Mapping[str, Any], *names: str) -> None:
     said = [name for name in names if options.get(name) is not None]
     if len(said) > 1:
         raise ValueError(f"{' and '.join(said)} say the same thing: give one of them")
-
-
-def _refuse_without_counterpart(options: Mapping[str, Any]) -> None:
-    if options["use_orig_params"] not in (True, None):
-        raise ValueError(
-            f"use_orig_params={options['use_orig_params']!r} has no counterpart: every parameter "
-            "is sharded by itself and keeps its name; leave the option out"
-        )
-    if options["limit_all_gathers"] not in (True, None):
-        raise ValueError(
-            f"limit_all_gathers={options['limit_all_gathers']!r} has no counterpart: memory is "
-            "freed in order without a limiter; leave the option out, prefetch sets how far ahead "
-            "parameters are gathered"
-        )
 
 
 def _read_strategy(value: Any) -> tuple[bool | int, bool]:
@@ -176,7 +185,7 @@ def _read_strategy(value: Any) -> tuple[bool | int, bool]:
 
 
 def _read_free(value: Any) -> bool | int:
-    if not isinstance(value, int) or (not isinstance(value, bool) and value < 1):
+    if not isinstance(value, int) or (value is not False and value < 1):
         raise TypeError(
             "reshard_after_forward must be true, false or a number of ranks that the parameters "
             f"stay shared out over, got {value!r}"
@@ -187,12 +196,10 @@ def _read_free(value: Any) -> bool | int:
 def _read_groups(value: Any) -> Groups | None:
     if value is None or isinstance(value, ProcessGroup):
         return value
-    if (
-        isinstance(value, (tuple, list))
-        and len(value) == 2
-        and all(isinstance(one, ProcessGroup) for one in value)
-    ):
-        return value[0], value[1]
+    if isinstance(value, (tuple, list)) and len(value) == 2:
+        shards, copies = value
+        if isinstance(shards, ProcessGroup) and isinstance(copies, ProcessGroup):
+            return shards, copies
     raise TypeError(
         "process_group must be a process group, or two of them (that of the shards and that of "
         f"the copies), got {value!r}"
@@ -200,24 +207,22 @@ def _read_groups(value: Any) -> Groups | None:
 
 
 def _read_prefetch(options: Mapping[str, Any]) -> tuple[int, int]:
-    depth = options["prefetch"]
+    depth, backward = options["prefetch"], options["backward_prefetch"]
     _only_one(options, "prefetch", "backward_prefetch")
     _only_one(options, "prefetch", "forward_prefetch")
-    if options["backward_prefetch"] is not None:
+    if backward is not None:
         names = [one.name for one in BackwardPrefetch]
-        name = _member("backward_prefetch", options["backward_prefetch"], BackwardPrefetch, names)
-        if name == "BACKWARD_POST":
+        if _member("backward_prefetch", backward, BackwardPrefetch, names) == "BACKWARD_POST":
             raise ValueError(
                 "backward_prefetch BACKWARD_POST has no counterpart: the next block is gathered "
                 "before the gradients of this one, as by BACKWARD_PRE; leave the option out"
             )
     if depth is None:
         return int(_flag("forward_prefetch", options["forward_prefetch"] or False)), 0
+    found = (depth, depth)
     if isinstance(depth, Mapping):
         check_options("prefetch", depth, ["forward", "backward"])
         found = (depth.get("forward", 0), depth.get("backward", 0))
-    else:
-        found = (depth, depth)
     for one in found:
         if isinstance(one, bool) or not isinstance(one, int) or one < 0:
             raise TypeError(f"prefetch must count blocks to gather ahead, from 0, got {depth!r}")
@@ -242,53 +247,46 @@ def _read_policy(value: Any) -> tuple[BlockSpec | None, WrapPolicy | None]:
 def _named_policy(
     kind: Any, settings: Mapping[str, Any]
 ) -> tuple[BlockSpec | None, WrapPolicy | None]:
-    if kind == "size_based_auto_wrap_policy":
-        check_options(kind, settings, ["min_num_params"])
-        return {"min_params": settings.get("min_num_params", 100_000_000)}, None
-    if kind in ("transformer_auto_wrap_policy", "ModuleWrapPolicy"):
-        key = "module_classes" if kind == "ModuleWrapPolicy" else "transformer_layer_cls"
-        check_options(kind, settings, [key])
-        if key not in settings:
-            raise ValueError(f"auto_wrap_policy {kind} needs {key}: the classes of the blocks")
-        return settings[key], None
-    if kind == "always_wrap_policy":
-        check_options(kind, settings, [])
+    if kind not in _POLICIES:
+        if isinstance(kind, str) and "." not in kind:
+            hint = did_you_mean(kind, _POLICIES)
+            raise ValueError(
+                f"auto_wrap_policy must be one of {', '.join(_POLICIES)}, or the import path of a "
+                f"function, got {kind!r}{hint}"
+            )
+        return None, _read_function("auto_wrap_policy", {**settings, "type": kind})
+    key = _POLICIES[kind]
+    check_options(kind, settings, [key] if key else [])
+    if key is None:
         return None, lambda module, recurse, nonwrapped_numel: True
-    if isinstance(kind, str) and "." not in kind:
-        hint = did_you_mean(kind, _POLICIES)
-        raise ValueError(
-            f"auto_wrap_policy must be one of {', '.join(_POLICIES)}, or the import path of a "
-            f"function, got {kind!r}{hint}"
-        )
-    return None, _read_function("auto_wrap_policy", {**settings, "type": kind})
+    if key == "min_num_params":
+        return {"min_params": settings.get(key, 100_000_000)}, None
+    if key not in settings:
+        raise ValueError(f"auto_wrap_policy {kind} needs {key}: the classes of the blocks")
+    return settings[key], None
 
 
 def _listed(name: str, value: Any) -> list[Any]:
-    if value is None:
-        return []
-    items = [value] if isinstance(value, (str, nn.Module, nn.Parameter)) else _iterable(name, value)
+    kinds = (str, nn.Module, nn.Parameter)
+    if value is None or isinstance(value, kinds):
+        return [] if value is None else [value]
+    if not isinstance(value, Iterable):
+        raise TypeError(f"{name} must be a list of names, modules or parameters, got {value!r}")
+    items = list(value)
     for one in items:
-        if not isinstance(one, (str, nn.Module, nn.Parameter)):
+        if not isinstance(one, kinds):
             raise TypeError(f"{name} must hold names, modules or parameters, got {one!r}")
     return items
 
 
-def _iterable(name: str, value: Any) -> list[Any]:
-    if not isinstance(value, Iterable):
-        raise TypeError(f"{name} must be a list of names, modules or parameters, got {value!r}")
-    return list(value)
-
-
 def _flag(name: str, value: Any) -> bool:
-    """The value where it is a bool, else TypeError."""
     if not isinstance(value, bool):
         raise TypeError(f"{name} must be true or false, got {value!r}")
     return value
 
 
-def _member(name: str, value: Any, enum: Any, allowed: Iterable[str]) -> str:
+def _member(name: str, value: Any, enum: Any, allowed: Sequence[str]) -> str:
     """The name of an enum's member, given by name or as the member itself."""
-    allowed = list(allowed)
     if isinstance(value, enum):
         value = value.name
     if not isinstance(value, str):
@@ -320,7 +318,6 @@ def _read_function(name: str, value: Any) -> Callable[..., Any] | None:
 
 
 def _arguments_in(value: Mapping[str, Any]) -> dict[str, Any]:
-    """What stands beside ``type``."""
     return {name: one for name, one in value.items() if name != "type"}
 
 
@@ -342,29 +339,12 @@ def _read_precision(value: Any) -> MixedPrecisionPolicy:
             f"{type(value).__name__}"
         )
     check_options("mixed_precision", value, [*_PRECISION, *_OLD_PRECISION])
-    _refuse_old_precision(value)
-    kept = {name: value[name] for name in _PRECISION if name in value}
-    cast = kept.pop("cast_forward_inputs", True)
-    dtypes = {name: _read_dtype(name, dtype) for name, dtype in kept.items()}
-    return MixedPrecisionPolicy(**dtypes, cast_forward_inputs=_flag("cast_forward_inputs", cast))
-
-
-def _refuse_old_precision(value: Mapping[str, Any]) -> None:
-    if value.get("buffer_dtype") is not None:
-        raise ValueError(
-            "mixed_precision.buffer_dtype has no counterpart: buffers keep their dtype; convert "
-            "them in the model"
-        )
-    if value.get("keep_low_precision_grads"):
-        raise ValueError(
-            "mixed_precision.keep_low_precision_grads has no counterpart: gradients have the "
-            "dtype of their parameters; convert the model itself to the low precision"
-        )
-    if not value.get("cast_root_forward_inputs", True):
-        raise ValueError(
-            "mixed_precision.cast_root_forward_inputs=False has no counterpart; "
-            "cast_forward_inputs=False leaves the inputs of all blocks as they are"
-        )
+    for name, (allowed, why) in _OLD_PRECISION.items():
+        if value.get(name, allowed) not in (allowed, None):
+            raise ValueError(f"mixed_precision.{name}{why}")
+    dtypes = {name: _read_dtype(name, value[name]) for name in _PRECISION[:3] if name in value}
+    cast = _flag("cast_forward_inputs", value.get("cast_forward_inputs", True))
+    return MixedPrecisionPolicy(**dtypes, cast_forward_inputs=cast)
 
 
 def _read_dtype(name: str, value: Any) -> torch.dtype | None:
@@ -402,8 +382,7 @@ def _read_offload(value: Any) -> OffloadPolicy:
     return CPUOffloadPolicy(pin_memory=wanted and has_device)
 
 
-@dataclass(frozen=True)
-class ShardingMesh:
+class ShardingMesh(NamedTuple):
     """The ranks of a wrapper.
 
     Attributes:
@@ -441,23 +420,19 @@ def sharding_mesh(options: FsdpOptions, model: nn.Module) -> ShardingMesh:
     else:
         shards = given if given is not None else _make(options, _device_type(options, model))
         everywhere, group = shards, _data_group(shards)
-    _check(shards, options)
+    if shards.ndim > 2 or (shards.ndim == 2 and shards.mesh_dim_names is None):
+        raise ValueError(
+            f"the mesh must have one axis, or two named ones (copies and shards), got {shards}"
+        )
+    if options.hybrid and shards.ndim != 2:
+        raise ValueError(
+            "sharding_strategy HYBRID_SHARD needs a mesh of two axes, copies and shards, such as "
+            f"build_mesh({{'replicate': 2, 'shard': -1}}), got {shards}"
+        )
     device = torch.device(shards.device_type)
     if device.type != "cpu":
         device = torch.device(device.type, torch.accelerator.current_device_index())
     return ShardingMesh(shards, everywhere, group, device)
-
-
-def _check(mesh: DeviceMesh, options: FsdpOptions) -> None:
-    if mesh.ndim > 2 or (mesh.ndim == 2 and mesh.mesh_dim_names is None):
-        raise ValueError(
-            f"the mesh must have one axis, or two named ones (copies and shards), got {mesh}"
-        )
-    if options.hybrid and mesh.ndim != 2:
-        raise ValueError(
-            "sharding_strategy HYBRID_SHARD needs a mesh of two axes, copies and shards, such as "
-            f"build_mesh({{'replicate': 2, 'shard': -1}}), got {mesh}"
-        )
 
 
 def _data_group(mesh: DeviceMesh) -> ProcessGroup | None:
