@@ -111,7 +111,7 @@ class Root:
         for group in self._groups:
             drop_gradients(group, chosen)
 
-    def gathered(self, parameters: Iterator[Tensor]) -> Tensor | None:
+    def gathered(self, parameters: Iterable[Tensor]) -> Tensor | None:
         """The first of ``parameters`` that was put together for a forward and is freed after it."""
         whole = {id(whole_of(one)) for one in self._params}
         return next((one for one in parameters if id(one) in whole), None)

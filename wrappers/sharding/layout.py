@@ -25,9 +25,6 @@ from torch.optim import Optimizer
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor, Placement
 
-_LOCALISED = "tensor_layout"
-_ALONE: tuple[ProcessGroup, ...] = ()
-
 
 @dataclass(frozen=True)
 class Layout:
@@ -46,7 +43,7 @@ class Layout:
     shape: tuple[int, ...]
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
-    sharded_over: tuple[ProcessGroup, ...] = _ALONE
+    sharded_over: tuple[ProcessGroup, ...] = ()
     mesh: DeviceMesh | None = None
     placements: tuple[Placement, ...] = ()
 
@@ -87,26 +84,23 @@ def layout_of(tensor: Tensor) -> Layout:
     Raises:
         RuntimeError: a ``DTensor`` whose parts are still to be summed has no such place.
     """
-    localised: Layout | None = getattr(tensor, _LOCALISED, None)
-    if localised is not None:
-        return localised
+    if is_dtensor(tensor):
+        (chunk,) = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]
+        return Layout(
+            shape=tuple(tensor.shape),
+            offsets=tuple(chunk.offsets),
+            sizes=tuple(chunk.sizes),
+            sharded_over=_groups(tensor),
+            mesh=tensor.device_mesh,
+            placements=tuple(tensor.placements),
+        )
     shape = tuple(tensor.shape)
-    if not is_dtensor(tensor):
-        return Layout(shape, (0,) * len(shape), shape)
-    (chunk,) = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]
-    return Layout(
-        shape=shape,
-        offsets=tuple(chunk.offsets),
-        sizes=tuple(chunk.sizes),
-        sharded_over=_groups(tensor),
-        mesh=tensor.device_mesh,
-        placements=tuple(tensor.placements),
-    )
+    return _localised(tensor) or Layout(shape, (0,) * len(shape), shape)
 
 
 def is_placed(tensor: Tensor) -> bool:
     """Whether ``tensor`` is a ``DTensor`` or localised, be it spread over ranks or not."""
-    return is_dtensor(tensor) or getattr(tensor, _LOCALISED, None) is not None
+    return is_dtensor(tensor) or _localised(tensor) is not None
 
 
 def is_sharded(tensor: Tensor) -> bool:
@@ -148,14 +142,15 @@ def placed_as(part: Tensor, layout: Layout) -> Tensor:
     # Not at the top of the file: it takes as long as half of torch.
     from torch.distributed.tensor import DTensor
 
-    stride = tuple(math.prod(layout.shape[d + 1 :]) for d in range(len(layout.shape)))
+    shape = torch.Size(layout.shape)
+    stride = tuple(math.prod(shape[d + 1 :]) for d in range(len(shape)))
     with torch.no_grad():
         return DTensor.from_local(
             part.detach(),
             layout.mesh,
             layout.placements,
             run_check=False,
-            shape=torch.Size(layout.shape),
+            shape=shape,
             stride=stride,
         )
 
@@ -172,7 +167,7 @@ def take_part(source: Any, like: Tensor) -> Tensor:
     Raises:
         ValueError: ``source`` has another shape than the whole of ``like``.
     """
-    part = _cut(source, like).to(device=_device(like), dtype=like.dtype)
+    part = _cut(source, like).to(device=local_part(like).device, dtype=like.dtype)
     return as_global(part, like) if is_dtensor(like) else part
 
 
@@ -223,8 +218,14 @@ def total_norm(
     for part, over in zip(parts, groups, strict=True):
         by_groups.setdefault(over, []).append(part)
     inf = math.isinf(norm_type)
-    powers = {over: _power(some, norm_type) for over, some in by_groups.items()}
-    _reduce(powers, ReduceOp.MAX if inf else ReduceOp.SUM, _comm_device(owners))
+    device = _comm_device(next(one for one, over in zip(owners, groups, strict=True) if over))
+    powers = {over: _power(some, norm_type).to(device) for over, some in by_groups.items()}
+    # Each value over its groups, all values of a group in one collective.
+    for group in dict.fromkeys(group for over in powers for group in over):
+        concerned = [over for over in powers if group in over]
+        values = torch.stack([powers[over] for over in concerned])
+        all_reduce(values, ReduceOp.MAX if inf else ReduceOp.SUM, group)
+        powers.update(zip(concerned, values.unbind(), strict=True))
     values = torch.stack(list(powers.values()))
     total = values.max() if inf else values.sum() ** (1.0 / norm_type)
     dtype = torch.float64 if torch.float64 in {part.dtype for part in parts} else torch.float32
@@ -247,7 +248,7 @@ class Holder(Protocol):
     def drop_gradients(self, chosen: Collection[int]) -> None:
         """Drop gradients not given yet to the parameters with these ids; not collective."""
 
-    def gathered(self, parameters: Iterator[Tensor]) -> Tensor | None:
+    def gathered(self, parameters: Iterable[Tensor]) -> Tensor | None:
         """The first of ``parameters`` that is there for a forward only."""
 
 
@@ -271,7 +272,7 @@ def drop_held_gradients(parameters: Iterable[Tensor]) -> None:
 
 def find_gathered(parameters: Sequence[Tensor]) -> Tensor | None:
     """Return the first of ``parameters`` that is there for a forward only; not collective."""
-    found = (holder.gathered(iter(parameters)) for holder in list(_holders))
+    found = (holder.gathered(parameters) for holder in list(_holders))
     return next((one for one in found if one is not None), None)
 
 
@@ -300,11 +301,15 @@ def has_placed(optimizer: Optimizer) -> bool:
     return known[1]
 
 
+def _localised(tensor: Tensor) -> Layout | None:
+    return getattr(tensor, "tensor_layout", None)
+
+
 def _groups(tensor: Tensor) -> tuple[ProcessGroup, ...]:
     """The groups over which ``tensor`` is spread, as in ``Layout.sharded_over``."""
     if not is_dtensor(tensor):
-        layout: Layout | None = getattr(tensor, _LOCALISED, None)
-        return _ALONE if layout is None else layout.sharded_over
+        layout = _localised(tensor)
+        return () if layout is None else layout.sharded_over
     mesh = tensor.device_mesh
     return tuple(
         mesh.get_group(dim)
@@ -336,33 +341,13 @@ def _power(parts: Sequence[Tensor], norm_type: float) -> Tensor:
     # An empty part has no largest element.
     filled = [part for part in parts if part.numel()]
     if not filled:
-        return torch.zeros((), dtype=torch.float64, device=parts[0].device)
+        return torch.zeros((), dtype=torch.float64)
     norm = get_total_norm(filled, norm_type).double()
     return norm if math.isinf(norm_type) else norm**norm_type
 
 
-def _reduce(
-    powers: dict[tuple[ProcessGroup, ...], Tensor], op: ReduceOp.RedOpType, device: torch.device
-) -> None:
-    """Sum (or maximise) each value over its groups, all values of a group in one collective."""
-    for key, value in powers.items():
-        powers[key] = value.to(device)
-    for group in dict.fromkeys(group for over in powers for group in over):
-        concerned = [over for over in powers if group in over]
-        values = torch.stack([powers[over] for over in concerned])
-        all_reduce(values, op, group)
-        powers.update(zip(concerned, values.unbind(), strict=True))
-
-
-def _comm_device(owners: Iterable[Tensor]) -> torch.device:
-    """Where the groups of sharded tensors communicate; parts may be offloaded from there."""
-    owner = next(owner for owner in owners if _groups(owner))
-    mesh = owner.device_mesh if is_dtensor(owner) else layout_of(owner).mesh
-    here = _device(owner)
-    if mesh is None or mesh.device_type == here.type:
-        return here
-    return torch.device(mesh.device_type)
-
-
-def _device(tensor: Tensor) -> torch.device:
-    return local_part(tensor).device
+def _comm_device(owner: Tensor) -> torch.device:
+    """Where the groups of a sharded tensor communicate; its parts may be offloaded from there."""
+    mesh = layout_of(owner).mesh
+    here = local_part(owner).device
+    return here if mesh is None or mesh.device_type == here.type else torch.device(mesh.device_type)

@@ -5,6 +5,7 @@ ranks of a mesh tell each other before they train.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -51,7 +52,7 @@ class Mesh:
     @property
     def data_size(self) -> int:
         """Among how many ranks the batches are shared out."""
-        return math.prod(size for name, size in self.axes.items() if name != "tensor")
+        return math.prod(self.axes.values()) // self.tensor_size
 
     @property
     def data_rank(self) -> int:
@@ -74,9 +75,8 @@ class Mesh:
         return self._part(*(name for name in self.axes if name != "tensor"))
 
     def _part(self, *names: str) -> DeviceMesh | None:
-        if self.device_mesh is None:
-            return None
-        return self.device_mesh[names[0] if len(names) == 1 else names]
+        mesh = self.device_mesh
+        return None if mesh is None else mesh[names[0] if len(names) == 1 else names]
 
 
 def check_axes(axes: Mapping[str, int], world_size: int) -> dict[str, int]:
@@ -168,13 +168,13 @@ def _data_group(mesh: DeviceMesh, sizes: Mapping[str, int]) -> ProcessGroup | No
 
 
 def agree(describe: Callable[[], Mapping[str, Any]], mesh: DeviceMesh | None = None) -> None:
-    """Raise on all ranks what ``describe`` raises on one, or ValueError where its results differ.
+    """Raise on every rank what ``describe`` raises on one, or ValueError where its results differ.
 
-    Every rank of the mesh must call this. The ranks send each other one object for each axis.
+    Every rank of the mesh (default: of the run) must call this. The ranks send each other one
+    object for each axis.
 
     Args:
         describe: what is compared, by a name for the message; values that can be pickled.
-        mesh: the ranks; default: all.
     """
     reports, failures, own = run_together(
         lambda: (get_rank(), dict(describe())), lambda report: _gather(report, mesh)
@@ -183,21 +183,6 @@ def agree(describe: Callable[[], Mapping[str, Any]], mesh: DeviceMesh | None = N
         raise own
     for failure in filter(None, failures):
         raise failure.kind(f"on rank {failure.rank}: {failure.text}") from own
-    _compare(reports)
-
-
-def _gather(own: Any, mesh: DeviceMesh | None) -> list[Any]:
-    if mesh is None or not distributed_available():
-        return all_gather_object(own)
-    known = {get_rank(): own}
-    for group, _ in routes(mesh):
-        known = {
-            rank: one for part in all_gather_object(known, group) for rank, one in part.items()
-        }
-    return [known[rank] for rank in sorted(known)]
-
-
-def _compare(reports: Sequence[tuple[int, Mapping[str, Any]]]) -> None:
     (first_rank, first), *others = reports
     for rank, other in others:
         for name in [*first, *other]:
@@ -209,24 +194,36 @@ def _compare(reports: Sequence[tuple[int, Mapping[str, Any]]]) -> None:
                 )
 
 
+def _gather(own: Any, mesh: DeviceMesh | None) -> list[Any]:
+    if mesh is None or not distributed_available():
+        return all_gather_object(own)
+    known = {get_rank(): own}
+    for group, _ in _routes(mesh):
+        known = {
+            rank: one for part in all_gather_object(known, group) for rank, one in part.items()
+        }
+    return [known[rank] for rank in sorted(known)]
+
+
 @torch.no_grad()
 def broadcast_first(tensors: Iterable[Tensor], mesh: DeviceMesh) -> None:
     """Overwrite ``tensors`` with those of the mesh's first rank; every rank must call this.
 
     Of sharded tensors the local parts travel. Those of one dtype travel together.
     """
-    by_kind: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-    for tensor in tensors:
-        part = local_part(tensor)
+    buckets: dict[tuple[Any, ...], list[Tensor]] = {}
+    taken: Counter[tuple[Any, ...]] = Counter()
+    for part in map(local_part, tensors):
         if part.numel():
-            by_kind.setdefault((part.dtype, part.device), []).append(part)
-    for group, source in routes(mesh):
-        for (_, device), parts in by_kind.items():
-            for bucket in _buckets(parts):
-                _send(bucket, group, source, comm_device(group, prefer=device))
+            kind = (part.dtype, part.device)
+            buckets.setdefault((*kind, taken[kind] // _BUCKET_BYTES), []).append(part)
+            taken[kind] += part.nbytes
+    for group, source in _routes(mesh):
+        for (_, device, _), bucket in buckets.items():
+            _send(bucket, group, source, comm_device(group, prefer=device))
 
 
-def routes(mesh: DeviceMesh) -> Iterator[tuple[ProcessGroup, int]]:
+def _routes(mesh: DeviceMesh) -> Iterator[tuple[ProcessGroup, int]]:
     """One group for each axis, and its rank that has what the first rank of the mesh has."""
     coordinate = mesh.get_coordinate()
     if coordinate is None:
@@ -238,24 +235,10 @@ def routes(mesh: DeviceMesh) -> Iterator[tuple[ProcessGroup, int]]:
             yield mesh.get_group(axis), int(mesh.mesh[tuple(place)])
 
 
-def _buckets(parts: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    bucket: list[Tensor] = []
-    size = 0
-    for part in parts:
-        bucket.append(part)
-        size += part.nbytes
-        if size >= _BUCKET_BYTES:
-            yield bucket
-            bucket, size = [], 0
-    if bucket:
-        yield bucket
-
-
 def _send(bucket: Sequence[Tensor], group: ProcessGroup, source: int, device: torch.device) -> None:
     flat = torch.cat([part.reshape(-1) for part in bucket]).to(device)
     distributed.broadcast(flat, source, group=group)
-    if distributed.get_rank() == source:
-        return
-    sizes = [part.numel() for part in bucket]
-    for part, values in zip(bucket, torch.split(flat, sizes), strict=True):
-        part.copy_(values.view(part.shape))
+    if distributed.get_rank() != source:
+        sizes = [part.numel() for part in bucket]
+        for part, values in zip(bucket, torch.split(flat, sizes), strict=True):
+            part.copy_(values.view(part.shape))

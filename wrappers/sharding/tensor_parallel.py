@@ -23,11 +23,13 @@ from torch.distributed.tensor.parallel import (
 
 from ...registry import did_you_mean
 from ..torch_functions import check_options, refuse_double_backward
-from .layout import layout_of, local_part, split_models
+from .layout import is_placed, layout_of, local_part, split_models
 from .mesh import Mesh
 
 Style: TypeAlias = str | Mapping[str, Any] | ParallelStyle
 
+# A layer is split by its outputs, by its inputs, as a norm over a part of the sequence, or by its
+# outputs, which are put together again.
 STYLES = ("colwise", "rowwise", "sequence", "colwise_replicate_output")
 _KINDS = (nn.Linear, nn.Embedding)
 # The number of a hook; torch counts from 0.
@@ -57,23 +59,9 @@ def parallelize(
     """Split layers of ``model`` over the tensor axis of ``mesh``, in place.
 
     Every rank must call this, with the same weights outside of the plan. The layers then run by
-    torch's ``parallelize_module``. Losses, gradients and updates stay those of the whole layers.
-
-    A pair of layers, of which the first is split by columns and the second by rows, costs one
-    ``all_reduce`` of the second one's output. What lies between them sees this rank's part of
-    the features. In attention these must be whole heads, so the model views them as heads, with
-    -1 for their number, before it tells query, key and value apart: a split of the fused
-    output's columns in three would mix them up::
-
-        heads = self.qkv(x).unflatten(-1, (-1, 3, self.head_size))   # the heads of this rank
-        query, key, value = heads.permute(3, 0, 2, 1, 4)              # (batch, heads, time, size)
-        mixed = scaled_dot_product_attention(query, key, value, is_causal=True)
-        return self.out(mixed.transpose(1, 2).flatten(2))
-
-        plan = {"blocks.*.qkv": "colwise", "blocks.*.out": "rowwise"}
-
-    Dropout between such layers draws the same mask for the parts of all ranks. A split layer's
-    parameters can be used by its own ``forward`` alone.
+    torch's ``parallelize_module``; losses, gradients and updates stay those of the whole layers.
+    Dropout between them draws the same mask for the parts of all ranks. A split layer's parameters
+    can be used by its own ``forward`` alone. docs/wrappers.md has an example of attention.
 
     Before the first step of an ``OptimWrapper`` the ranks compare the gradients of the parameters
     that each of them holds whole: one that differs, as that of a norm outside of the plan between
@@ -81,12 +69,10 @@ def parallelize(
 
     Args:
         mesh: with a tensor axis; or torch's mesh of that axis.
-        plan: by the path of a module, or an ``fnmatch`` pattern of paths, how it is split:
-            "colwise" (its outputs), "rowwise" (its inputs), "colwise_replicate_output" (outputs
-            put together again), "sequence" (a norm over a part of the sequence), or a mapping
-            of such a ``type`` and its options: ``input`` and ``output``, "replicate" or
-            "shard(dimension)", and ``local_output``; for sequence ``dim`` and ``local_output``.
-            Or an object of torch's ``ParallelStyle``.
+        plan: by the path of a module, or an ``fnmatch`` pattern of paths, one of ``STYLES``, a
+            mapping of such a ``type`` and its options (``input`` and ``output``, "replicate" or
+            "shard(dimension)", ``local_output``; for sequence ``dim`` and ``local_output``), or
+            an object of torch's ``ParallelStyle``.
         localise: keep this rank's part as an ordinary parameter, that ``DistributedDataParallel``
             and every optimizer take, with its place as its attribute ``tensor_layout``. False
             leaves torch's DTensors, for ``fully_shard``.
@@ -97,44 +83,40 @@ def parallelize(
     """
     tensor_mesh, size = _tensor_axis(mesh)
     styles = check_plan(model, plan, size)
-    if tensor_mesh is None:
-        return model
+    if tensor_mesh is not None:
+        _split(model, tensor_mesh, styles, localise)
+        if size > 1:
+            split_models[model] = tensor_mesh.get_group(), isinstance(mesh, Mesh)
+    return model
+
+
+def _split(
+    model: nn.Module, mesh: DeviceMesh, styles: Mapping[str, ParallelStyle], localise: bool
+) -> None:
     before = [(one, name, value) for one in model.modules() for name, value in _own(one)]
-    whole = list(model.parameters())
     for path, style in styles.items():
         layer = model.get_submodule(path)
-        parallelize_module(layer, tensor_mesh, style)
+        parallelize_module(layer, mesh, style)
         layer.register_forward_hook(_wait_for_output)
         layer.register_forward_hook(_refuse_double_backward)
     _restore(before)
     if localise:
         _localise_parts(model)
-    _mark_replaced(whole, model)
-    if size > 1:
-        split_models[model] = tensor_mesh.get_group(), isinstance(mesh, Mesh)
-    return model
+    present = {id(one) for one in model.parameters()}
+    for _, _, old in before:
+        if id(old) not in present:
+            # An optimizer that has it trains nothing.
+            old.is_replaced = True  # type: ignore[attr-defined]
 
 
 def _refuse_double_backward(layer: nn.Module, inputs: Any, output: Any) -> None:
     refuse_double_backward(output, _DOUBLE)
 
 
-def _mark_replaced(whole: list[nn.Parameter], model: nn.Module) -> None:
-    """Mark the parameters that the model has no more: an optimizer that has them trains nothing."""
-    present = {id(one) for one in model.parameters()}
-    for one in whole:
-        if id(one) not in present:
-            one.is_replaced = True  # type: ignore[attr-defined]
-
-
 def check_plan(
     model: nn.Module, plan: Mapping[str, Style], tensor_size: int
 ) -> dict[str, ParallelStyle]:
-    """Return the style of every layer that is to be split, by path, and change nothing.
-
-    Raises:
-        ValueError: as for ``parallelize``, with all that is wrong.
-    """
+    """Return the style of every layer to be split, by path; ValueError with all that is wrong."""
     problems: list[str] = []
     styles = _planned(model, plan, problems)
     for path, style in styles.items():
@@ -146,12 +128,7 @@ def check_plan(
 
 
 def check_styles(plan: Mapping[str, Style]) -> dict[str, ParallelStyle]:
-    """Return torch's style for every entry of a plan.
-
-    Raises:
-        ValueError: there is no such style, or an option has a wrong value.
-        TypeError: a style is of another kind, or has no such option.
-    """
+    """Return torch's style for every entry of a plan, or raise as ``parallelize``."""
     return {name: _style(name, spec) for name, spec in plan.items()}
 
 
@@ -245,7 +222,7 @@ def _placement(name: str, text: Any) -> Placement | None:
 def _layer_problems(path: str, module: nn.Module, style: ParallelStyle, size: int) -> Iterator[str]:
     """Yield what keeps a layer from being split in this way."""
     what = f"{path!r} is a {type(module).__name__}"
-    if any(_is_split(value) for value in module.parameters()):
+    if any(map(is_placed, module.parameters())):
         yield f"{path!r} is split already"
     elif isinstance(style, SequenceParallel):
         if any(True for child in module.children() for _ in child.parameters()):
@@ -291,10 +268,6 @@ def _own(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     return ((name, value) for name, value in module._parameters.items() if value is not None)
 
 
-def _is_split(value: Tensor) -> bool:
-    return isinstance(value, DTensor) or hasattr(value, "tensor_layout")
-
-
 def _restore(before: list[tuple[nn.Module, str, nn.Parameter]]) -> None:
     """Give the new parameters what the old ones had, and to all owners of one the same."""
     made: dict[int, nn.Parameter] = {}
@@ -307,31 +280,16 @@ def _restore(before: list[tuple[nn.Module, str, nn.Parameter]]) -> None:
             module._parameters[name] = made.setdefault(id(old), new)
 
 
-class _Part:
-    """How this rank's part of a tensor becomes the whole as torch knows it."""
-
-    def __init__(self, whole: DTensor) -> None:
-        self._mesh = whole.device_mesh
-        self._placements = whole.placements
-        self._shape = whole.shape
-        self._stride = whole.stride()
-
-    def whole(self, part: Tensor) -> DTensor:
-        return DTensor.from_local(
-            part,
-            self._mesh,
-            self._placements,
-            run_check=False,
-            shape=self._shape,
-            stride=self._stride,
-        )
-
-
 class _Parts:
-    """Shows a layer its parameters as DTensors while it runs, and everybody else its parts."""
+    """Shows a layer its parameters as DTensors while it runs, and everybody else its parts.
 
-    def __init__(self, parts: dict[str, _Part], owned: list[Tensor]) -> None:
-        self._parts = parts
+    Args:
+        places: by name of a parameter or buffer, mesh, placements, shape and stride of the whole.
+        owned: those among the parts that say their layout.
+    """
+
+    def __init__(self, places: dict[str, tuple[Any, ...]], owned: list[Tensor]) -> None:
+        self._places = places
         self._owned = owned
         self._kept: dict[str, Tensor] = {}
 
@@ -341,15 +299,18 @@ class _Parts:
         for one, copied in zip(self._owned, owned, strict=True):
             # A copied parameter has none of the attributes of the first.
             copied.tensor_layout = layout_of(one)
-        return _Parts(self._parts, owned)
+        return _Parts(self._places, owned)
 
     def show(self, layer: nn.Module, inputs: Any) -> None:
         """Before the forward."""
-        for name, part in self._parts.items():
+        for name, (mesh, placements, shape, stride) in self._places.items():
             store = _store(layer, name)
-            if not isinstance(store[name], DTensor):
-                self._kept[name] = store[name]
-                store[name] = part.whole(store[name])
+            part = store[name]
+            if not isinstance(part, DTensor):
+                self._kept[name] = part
+                store[name] = DTensor.from_local(
+                    part, mesh, placements, run_check=False, shape=shape, stride=stride
+                )
 
     def hide(self, layer: nn.Module, inputs: Any, output: Any) -> None:
         """After it, also when it failed."""
@@ -371,11 +332,8 @@ class _Waited(torch.autograd.Function):
 
 
 def _wait_for_output(layer: nn.Module, inputs: Any, output: Any) -> Any:
-    """Give plain tensors to what follows a split layer; to be called after its forward.
-
-    A block that torch has compiled would send the gradient of another kind of tensor past the
-    layer, and its backward would fail.
-    """
+    # A block that torch has compiled would send the gradient of another kind of tensor past the
+    # layer, and its backward would fail.
     if type(output) is AsyncCollectiveTensor:
         return _Waited.apply(output)  # type: ignore[no-untyped-call]
     return output
@@ -389,15 +347,16 @@ def _localise_parts(model: nn.Module) -> None:
     """Put this rank's parts in the place of all DTensors."""
     locals_: dict[int, Tensor] = {}
     for layer in list(model.modules()):
-        parts: dict[str, _Part] = {}
+        places: dict[str, tuple[Any, ...]] = {}
         for store in (layer._parameters, layer._buffers):
             for name, value in store.items():
                 if isinstance(value, DTensor):
-                    parts[name] = _Part(value)
+                    mesh, placements = value.device_mesh, value.placements
+                    places[name] = mesh, placements, value.shape, value.stride()
                     store[name] = locals_.setdefault(id(value), _local(value))  # type: ignore[assignment]
-        if parts:
-            held = [_store(layer, name)[name] for name in parts]
-            shown = _Parts(parts, [one for one in held if hasattr(one, "tensor_layout")])
+        if places:
+            held = [_store(layer, name)[name] for name in places]
+            shown = _Parts(places, [one for one in held if hasattr(one, "tensor_layout")])
             layer.register_forward_pre_hook(shown.show, prepend=True)
             handle = layer.register_forward_hook(shown.hide, always_call=True)
             # torch.compile asks for the number of such a hook, and would compile each of several
