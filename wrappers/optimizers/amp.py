@@ -15,14 +15,9 @@ from ...registry import OPTIM_WRAPPERS
 from ..sharding.layout import has_placed
 from ..torch_functions import check_options, option_names
 from .optim import OptimWrapper, closure_advice
-from .step_checks import parameters_of
+from .optim_state import parameters_of
 
-_DTYPES = {
-    "float16": torch.float16,
-    "bfloat16": torch.bfloat16,
-    "float32": torch.float32,
-    "float64": torch.float64,
-}
+_DTYPES = {name: getattr(torch, name) for name in ("float16", "bfloat16", "float32", "float64")}
 _HALF = (torch.float16, torch.bfloat16)
 _SCALE_KEY = "loss_scaler"
 
@@ -128,9 +123,7 @@ class AmpOptimWrapper(OptimWrapper):
     def optim_context(self, model: nn.Module) -> AbstractContextManager[Any]:
         """Autocast, inside ``model.no_sync()`` where the micro-batch does not end its window."""
         context = super().optim_context(model)
-        if self.cast_dtype not in _HALF:
-            return context
-        return _both(context, self.precision_context())
+        return context if self.cast_dtype not in _HALF else _both(context, self.precision_context())
 
     def precision_context(self) -> AbstractContextManager[Any]:
         """Autocast alone, as an evaluation of the model in training runs in."""
@@ -159,8 +152,7 @@ def _both(outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]
 
 
 def _device_type(optimizer: Optimizer) -> str:
-    parameters: list[Tensor] = optimizer.param_groups[0]["params"]
-    return parameters[0].device.type
+    return next(parameters_of(optimizer)).device.type
 
 
 def _dtype(dtype: str | torch.dtype | None, device_type: str) -> torch.dtype:

@@ -26,9 +26,9 @@ from ..sharding.layout import (
     total_norm,
 )
 from ..torch_functions import check_options
-from .optim_state import is_spread, kind_of, load_state, state_of
+from .optim_state import is_spread, kind_of, load_state, parameters_of, state_of
 from .optimizer_fit import check_optimizer, needs_closure
-from .step_checks import FirstUpdate, has_own_step, parameters_of
+from .step_checks import FirstUpdate, has_own_step
 
 logger = logging.getLogger(__name__)
 
@@ -40,15 +40,7 @@ _NOTHING = nullcontext()
 
 
 class Accumulation:
-    """Counts micro-batches; base of the optimizer wrappers.
-
-    Args:
-        accumulative_counts: micro-batches per update.
-
-    Raises:
-        AssertionError: ``accumulative_counts`` is below 1.
-        TypeError: it is no integer.
-    """
+    """Counts micro-batches, ``accumulative_counts`` per update; base of the optimizer wrappers."""
 
     def __init__(self, accumulative_counts: int) -> None:
         self._accumulative_counts = _count("accumulative_counts", accumulative_counts)
@@ -117,8 +109,7 @@ class Accumulation:
 
     def _check_first(self) -> None:
         """Refuse a first update by what are no gradients of the model, or not those of all."""
-        first = self._first
-        if first is not None and first.check(self._inner_count > self._resumed_at):
+        if self._first is not None and self._first.check(self._inner_count > self._resumed_at):
             self._first = None
 
     def _window_length(self, index: int) -> int:
@@ -191,7 +182,7 @@ class OptimWrapper(Accumulation):
         self.grad_norm: Tensor | None = None
         self._clip = None if clip_grad is None else GradClip.from_settings(clip_grad)
         if self._needs_closure:
-            check_closure(self)
+            _check_closure(self)
         self.base_param_settings: dict[str, Any] | None = None
         if len(optimizer.param_groups) > 1:
             self.base_param_settings = {"params": torch.tensor([0.0]), **optimizer.defaults}
@@ -211,8 +202,8 @@ class OptimWrapper(Accumulation):
     def update_by_closure(self, closure: Callable[[], Tensor], model: Any) -> Tensor:
         """Update by a loss that the optimizer may ask for several times (LBFGS).
 
-        Counts one micro-batch. Every rank must call this: what the optimizer sees is the mean of
-        the ranks' losses, so that all of them decide alike.
+        Counts one micro-batch. Every rank must call this: the optimizer sees the mean of the
+        ranks' losses, so that all of them decide alike.
 
         Args:
             closure: computes the loss of the batch, without backward; runs in ``optim_context``.
@@ -225,7 +216,7 @@ class OptimWrapper(Accumulation):
             TypeError: ``model`` is not a wrapper.
             ValueError: with accumulation, clipping, a loss scale or ranks of unequal lengths.
         """
-        check_closure(self, model)
+        _check_closure(self, model)
         average: Callable[[Tensor], Tensor] | None = getattr(model, "average", None)
         if average is None:
             raise TypeError(
@@ -257,7 +248,7 @@ class OptimWrapper(Accumulation):
         Raises:
             RuntimeError: none of them has ever had a gradient, though `backward` has run; the
                 model has other parameters in the place of some; or the first gradients of a
-                custom training step differ between ranks.
+                custom training step, or of what ranks hold whole, differ between ranks.
             ValueError: the optimizer needs a closure.
         """
         if self._first is not None:
@@ -311,11 +302,9 @@ class OptimWrapper(Accumulation):
 
     def get_lr(self) -> dict[str, list[float]]:
         """Learning rate of every group, and ``base_lr`` when there are several."""
-        rates: dict[str, list[float]] = {}
-        if self.base_param_settings is not None:
-            rates["base_lr"] = [self.base_param_settings["lr"]]
-        rates["lr"] = [group["lr"] for group in self.optimizer.param_groups]
-        return rates
+        base = self.base_param_settings
+        rates = {} if base is None else {"base_lr": [base["lr"]]}
+        return {**rates, "lr": [group["lr"] for group in self.optimizer.param_groups]}
 
     def get_momentum(self) -> dict[str, list[float]]:
         """Momentum (Adam-like: the first beta; else 0) of every group."""
@@ -381,18 +370,15 @@ def _count(name: str, value: Any) -> int:
 
 
 def _momentum(group: Mapping[str, Any]) -> float:
-    if "momentum" in group:
-        return float(group["momentum"])
-    return float(group["betas"][0]) if "betas" in group else 0.0
+    return float(group.get("momentum", group.get("betas", (0.0,))[0]))
 
 
 def closure_advice(optimizer: Optimizer) -> str:
-    """What to do with an optimizer that needs a closure."""
-    name = type(optimizer).__name__
     return (
-        f"{name} needs a closure that computes the loss again, several times in a step: override "
-        "the wrapper's train_step and call optim_wrapper.update_by_closure(closure, self) there, "
-        "or use an optimizer that steps from gradients, such as AdamW"
+        f"{type(optimizer).__name__} needs a closure that computes the loss again, several times "
+        "in a step: override the wrapper's train_step and call "
+        "optim_wrapper.update_by_closure(closure, self) there, or use an optimizer that steps from "
+        "gradients, such as AdamW"
     )
 
 
@@ -407,7 +393,7 @@ def refuse_without_closure(optim_wrapper: Any, model: Any) -> None:
         raise ValueError(closure_advice(optim_wrapper.optimizer))
 
 
-def check_closure(optim_wrapper: Any, model: Any = None) -> None:
+def _check_closure(optim_wrapper: Any, model: Any = None) -> None:
     """Raise ValueError where ``optim_wrapper`` cannot update by a closure."""
     name = type(optim_wrapper.optimizer).__name__
     every = optim_wrapper._accumulative_counts
@@ -440,27 +426,14 @@ _OPTIONS = {
 
 @dataclass(frozen=True)
 class GradClip:
-    """How the gradients of an optimizer are clipped.
-
-    Attributes:
-        kind: "norm" (the total norm) or "value" (every element).
-        options: arguments of torch's ``clip_grad_norm_`` / ``clip_grad_value_``.
-    """
+    """How the gradients of an optimizer are clipped: by torch's function for "norm" or "value"."""
 
     kind: str
     options: Mapping[str, Any]
 
     @classmethod
     def from_settings(cls, settings: Mapping[str, Any]) -> GradClip:
-        """Check ``{"type": "norm", "max_norm": 1.0, ...}``; the mapping is left as it is.
-
-        Without a type it is "value" where there is a ``clip_value``, else "norm".
-
-        Raises:
-            AssertionError: no mapping, or nothing in it but ``type``.
-            ValueError: ``type`` is neither "norm" nor "value".
-            TypeError: torch's clipping function has no such argument.
-        """
+        """Check ``{"type": "norm", "max_norm": 1.0, ...}``; the type follows from the keys."""
         if not isinstance(settings, Mapping) or not settings:
             raise AssertionError(
                 "If `clip_grad` is not None, it should be a `dict` which is the arguments of "
@@ -480,10 +453,9 @@ class GradClip:
         return cls(kind, options)
 
     def __call__(self, optimizer: Optimizer) -> Tensor | None:
-        """Clip in place; the total norm before clipping, on its device (None for "value").
+        """Clip in place; the total norm of the whole gradients before (None for "value").
 
-        Where parameters are sharded every rank must call this, and gets the same norm: that of
-        the whole gradients.
+        Where parameters are sharded every rank must call this.
         """
         parameters = [
             parameter

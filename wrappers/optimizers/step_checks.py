@@ -5,7 +5,7 @@ Where they are not, nothing fails: the ranks' weights drift apart, and so do the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from ...collectives import comm_device
 from ..sharding.layout import is_dtensor, layout_of, local_part, split_models
+from .optim_state import parameters_of
 
 
 class FirstUpdate:
@@ -71,11 +72,6 @@ def has_own_step(model: Any) -> bool:
         return True
     owner = next((one for one in type(model).__mro__ if "train_step" in vars(one)), None)
     return owner is None or not owner.__module__.startswith("stepwrap.wrappers.")
-
-
-def parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:
-    """Yield what ``optimizer`` updates."""
-    return (one for group in optimizer.param_groups for one in group["params"])
 
 
 def _is_reached(optimizer: Optimizer, has_run: bool) -> bool:

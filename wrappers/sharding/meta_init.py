@@ -122,23 +122,24 @@ class _Builder:
                     self._keep(shard)
 
     def _fill(self, job: _Job, shards: Mapping[_Slot, nn.Parameter]) -> None:
-        kept = {slot for slot in job.slots if not self._is_tied_copy(job, slot)}
+        kept: dict[_Slot, nn.Parameter] = {}
         for slot, shard in shards.items():
-            whole = self._whole.get(shard) if slot in kept else None
+            is_kept = not self._is_tied_copy(job, slot)
+            whole = self._whole.get(shard) if is_kept else None
             if whole is None:
                 memory = torch.empty(shard.shape, dtype=shard.dtype, device=self._device)
                 whole = nn.Parameter(memory, shard.requires_grad)
-            if slot in kept:
-                self._whole[shard] = whole
+            if is_kept:
+                kept[slot] = self._whole[shard] = whole
             slot[0]._parameters[slot[1]] = whole
         with _Writes() as writes, torch.no_grad():
             if job.init is not None:
                 job.init()
-        for slot in kept:
-            now, shard = _parameter_in(slot), shards[slot]
-            if now is not self._whole[shard] or writes.reached(now):
-                self._whole[shard] = now
-                self._written.add(shard)
+        for slot, whole in kept.items():
+            now = _parameter_in(slot)
+            if now is not whole or writes.reached(now):
+                self._whole[shards[slot]] = now
+                self._written.add(shards[slot])
 
     def _is_tied_copy(self, job: _Job, slot: _Slot) -> bool:
         """Whether a module that came before has made the parameter: this one draws in vain."""
