@@ -18,7 +18,6 @@ from ..batchnorm.conversion import convert_sync_batchnorm
 from ..blocks.blocks import BlockSpec
 from ..sharding.mesh import Mesh, agree, broadcast_first
 from ..sharding.meta_init import materialise
-from ..steps.anomalies import detect_anomalous_params, watch_gradients
 from ..steps.preprocess import DataPreprocessor
 from ..steps.step import OptimizerWrapper, Steps, has_own_train_step
 from ..torch_functions import check_options
@@ -86,17 +85,8 @@ class StepFullyShardedDataParallel(Steps, nn.Module):
     alone; use ``separate`` for any other step.
 
     For another optimization step override ``train_step(data, optim_wrapper)`` in a subclass, with
-    ``self(...)`` for the forward. A sum over parameters is one over shards, and made whole before
-    it meets other tensors::
-
-        class Decaying(StepFullyShardedDataParallel):
-            def train_step(self, data, optim_wrapper):
-                with optim_wrapper.optim_context(self):
-                    losses = self(*self.module.data_preprocessor(data, True), mode="loss")
-                decay = sum(one.square().sum().full_tensor() for one in self.parameters())
-                loss = losses["loss"] + 0.01 * decay
-                optim_wrapper.update_params(loss)
-                return {"loss": loss.detach()}
+    ``self(...)`` for the forward. A sum over parameters is one over shards, and made whole by
+    ``full_tensor()`` before it meets other tensors: docs/extending.md has an example.
 
     A wrapped model can be neither copied nor pickled, because its shards are tied to processes:
     copy the bare model before, or save ``state_dict()``.
@@ -129,6 +119,7 @@ class StepFullyShardedDataParallel(Steps, nn.Module):
     averages_ranks = True
     # A policy of wrapping is a mapping with a type, but no part of its own.
     config_plain = ("auto_wrap_policy", "param_init_fn")
+    _shows_leaves = False
 
     def __init__(
         self,
@@ -229,6 +220,8 @@ class StepFullyShardedDataParallel(Steps, nn.Module):
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """The shards, also after a forward without a backward, which leaves a root gathered."""
+        if self._shows_leaves:
+            return iter(self._leaves.items())
         for root in self._roots:
             root.settle()
         return super().named_parameters(*args, **kwargs)
@@ -282,11 +275,12 @@ class StepFullyShardedDataParallel(Steps, nn.Module):
 
     def update_and_detect(self, total: Tensor, optim_wrapper: OptimizerWrapper) -> None:
         """As in the other wrappers, by the parameters that the last forward saw."""
-        leaves = _Leaves(self.__dict__, self._leaves)
-        with watch_gradients(leaves) as received:
-            optim_wrapper.update_params(total)
-        detect_anomalous_params(total, leaves, received=received)
-        self._leaves.clear()
+        self._shows_leaves = True
+        try:
+            super().update_and_detect(total, optim_wrapper)
+        finally:
+            self._shows_leaves = False
+            self._leaves.clear()
 
 
 def _read(cls: Any, module: nn.Module, given: dict[str, Any], detect: bool) -> FsdpOptions:
@@ -321,15 +315,3 @@ def _watch_leaves(wrapper: nn.Module, roots: Iterable[Root]) -> dict[str, nn.Par
     for unit in (one for root in roots for one in root.units):
         unit.register_forward_pre_hook(note)
     return leaves
-
-
-class _Leaves(nn.Module):
-    """The parameters of a wrapper as its last forward saw them."""
-
-    def __init__(self, state: dict[str, Any], leaves: Mapping[str, nn.Parameter]) -> None:
-        super().__init__()
-        self.leaves = leaves
-        self._anomalies_seen = state.setdefault("_anomalies_seen", set())
-
-    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        yield from self.leaves.items()

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
 from fnmatch import fnmatchcase
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -40,28 +40,23 @@ def check_model(module: nn.Module, detect: bool) -> None:
         )
 
 
-class _Plan(NamedTuple):
-    """What becomes of which module, by path, and what stays whole."""
-
-    roots: dict[str, nn.Module]
-    units: dict[str, nn.Module]
-    exact: dict[str, MixedPrecisionPolicy]
-    ignored: set[nn.Parameter]
-
-
 def shard_model(module: nn.Module, options: FsdpOptions, mesh: DeviceMesh) -> list[nn.Module]:
     """Spread the parameters over the mesh; returns the modules from which gathering starts.
 
     Every rank must call this.
     """
-    plans: list[_Plan] = []
+    ignored: set[nn.Parameter] = set()
+    units: dict[str, nn.Module] = {}
 
     def describe() -> dict[str, Any]:
-        plans.append(_plan(module, options))
-        return _description(module, options, plans[0])
+        ignored.update(find_ignored(module, options.ignored))
+        check_shapes(module, ignored)
+        units.update(find_units(module, options, ignored))
+        return _description(module, options, list(units), ignored)
 
     agree(describe, mesh)
-    roots, units, exact, ignored = plans[0]
+    roots = find_roots(module, ignored)
+    exact = full_precision_units(module, options.precision)
     if options.device is not None and not any(one.is_meta for one in module.parameters()):
         module.to(options.device)
     if options.same_weights:
@@ -83,53 +78,39 @@ def shard_model(module: nn.Module, options: FsdpOptions, mesh: DeviceMesh) -> li
     for path, root in roots.items():
         policy = exact.get(path, options.precision)
         fully_shard(root, mp_policy=policy, reshard_after_forward=free_root, **common)
-        own = {name: one for name, one in units.items() if _is_inside(name, path)}
+        start = f"{path}." if path else ""
+        own = {name: units[name] for name in units if name != path and name.startswith(start)}
         _set_prefetch(root, own, options.prefetch)
     return list(roots.values())
 
 
-def _plan(module: nn.Module, options: FsdpOptions) -> _Plan:
-    ignored = find_ignored(module, options.ignored)
-    check_shapes(module, ignored)
-    return _Plan(
-        find_roots(module, ignored),
-        find_units(module, options, ignored),
-        full_precision_units(module, options.precision),
-        ignored,
-    )
-
-
-def _description(module: nn.Module, options: FsdpOptions, plan: _Plan) -> dict[str, Any]:
+def _description(
+    module: nn.Module, options: FsdpOptions, units: list[str], ignored: set[nn.Parameter]
+) -> dict[str, Any]:
     """What must be the same on all ranks, so that they gather and reduce the same."""
     parameters = dict(module.named_parameters())
     named = {**parameters, **dict(module.named_buffers())}
-    told: dict[str, Any] = {name: (tuple(one.shape), str(one.dtype)) for name, one in named.items()}
-    told.update((f"{name}.requires_grad", one.requires_grad) for name, one in parameters.items())
-    told["shard"] = list(plan.units)
-    told["ignored_parameters"] = [n for n, one in parameters.items() if one in plan.ignored]
-    told["mixed_precision"] = str(options.precision)
-    told["cpu_offload"] = str(options.offload)
-    told["reshard_after_forward"] = options.free_after_forward
-    told["prefetch"] = options.prefetch
-    told["sync_module_states"] = options.same_weights
-    return told
-
-
-def _is_inside(path: str, root: str) -> bool:
-    return path != root and (not root or path.startswith(f"{root}."))
+    return {
+        **{name: (tuple(one.shape), str(one.dtype)) for name, one in named.items()},
+        **{f"{name}.requires_grad": one.requires_grad for name, one in parameters.items()},
+        "shard": units,
+        "ignored_parameters": [name for name, one in parameters.items() if one in ignored],
+        "mixed_precision": str(options.precision),
+        "cpu_offload": str(options.offload),
+        "reshard_after_forward": options.free_after_forward,
+        "prefetch": options.prefetch,
+        "sync_module_states": options.same_weights,
+    }
 
 
 def _set_prefetch(module: Any, units: dict[str, nn.Module], depth: tuple[int, int]) -> None:
     forward: list[Any] = [module, *units.values()]
     backward: list[Any] = [module, *(units[path] for path in in_backward_order(units))]
-    for at, one in enumerate(forward):
-        following = forward[at + 1 : at + 1 + depth[0]]
-        if following:
-            one.set_modules_to_forward_prefetch(following)
-    for at, one in enumerate(backward):
-        following = backward[at + 1 : at + 1 + depth[1]]
-        if following:
-            one.set_modules_to_backward_prefetch(following)
+    for at in range(len(units)):
+        if depth[0]:
+            forward[at].set_modules_to_forward_prefetch(forward[at + 1 :][: depth[0]])
+        if depth[1]:
+            backward[at].set_modules_to_backward_prefetch(backward[at + 1 :][: depth[1]])
 
 
 def find_units(
@@ -140,10 +121,8 @@ def find_units(
     A block that shares parameters with other parts of the model stays with what holds both, and
     so does one whose parameters are used without calling it.
     """
-    if options.policy is not None:
-        blocks = _by_policy(model, options.policy)
-    else:
-        blocks = find_blocks(model, options.blocks)
+    by_policy = options.policy and _by_policy(model, options.policy)
+    blocks = find_blocks(model, options.blocks) if by_policy is None else by_policy
     blocks.pop("", None)
     owners = _owners(model)
     units = {}

@@ -6,10 +6,9 @@ from __future__ import annotations
 
 import logging
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from functools import cached_property
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -36,19 +35,15 @@ _NORM_NAME = re.compile(r"Norm(\dd)?$", re.IGNORECASE)
 _BIAS_NAME = re.compile(r"bias|in_proj_bias|bias_[ih]h_l\d+(_reverse)?")
 # By kind of parameter, the options of which the first that is set decides its decay.
 _DECAYS = {
-    "norm": ("norm",),
-    "norm bias": ("norm",),
-    "dwconv": ("dwconv",),
-    "dwconv bias": ("dwconv",),
-    "bias": ("bias",),
+    "norm": "norm",
+    "norm bias": "norm",
+    "dwconv": "dwconv",
+    "dwconv bias": "dwconv",
+    "bias": "bias",
 }
 # As mmengine's code has it; its docstring leaves biases of norm layers and of depthwise
 # convolutions out of `bias_decay_mult`.
-_DECAYS_OF_MMENGINE = {
-    **_DECAYS,
-    "norm bias": ("norm", "bias"),
-    "dwconv bias": ("bias", "dwconv"),
-}
+_DECAYS_OF_MMENGINE = {**_DECAYS, "norm bias": "norm bias", "dwconv bias": "bias dwconv"}
 
 
 class NamedParameter(NamedTuple):
@@ -67,31 +62,28 @@ def named_parameters(model: nn.Module) -> list[NamedParameter]:
     return list(_walk(model, "", ()))
 
 
-def is_pattern(text: str) -> bool:
-    """Whether `text` has wildcards, as fnmatch knows them."""
+def _is_pattern(text: str) -> bool:
     return any(sign in text for sign in "*?[")
 
 
-def belongs(name: str, where: str) -> bool:
+def _belongs(name: str, where: str) -> bool:
     """Whether a parameter's name fits a pattern, or lies in the module at a path."""
-    if is_pattern(where):
-        return fnmatchcase(name, where)
-    return name == where or name.startswith(f"{where}.")
+    return fnmatchcase(name, where) if _is_pattern(where) else f"{name}.".startswith(f"{where}.")
 
 
-def near_names(wanted: str, names: Iterable[str]) -> str:
+def _near_names(wanted: str, names: Iterable[str]) -> str:
     """Return "; did you mean ...?" with parameters and modules near `wanted`, or ""."""
-    near = dict.fromkeys(prefix for name in names for prefix in _prefixes(name))
-    if is_pattern(wanted):
+    parts = [name.split(".") for name in names]
+    near = dict.fromkeys(".".join(one[:end]) for one in parts for end in range(len(one), 0, -1))
+    if _is_pattern(wanted):
         starred = [re.sub(r"\b\d+\b", "*", one) for one in near]
         near = dict.fromkeys([*starred, *(f"{one}.*" for one in starred)])
     return did_you_mean(wanted, near)
 
 
-def listed(names: Sequence[str], limit: int = 3) -> str:
-    """Return the first names, and how many more there are."""
-    more = f" and {len(names) - limit} more" if len(names) > limit else ""
-    return ", ".join(names[:limit]) + more
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + more
 
 
 def _walk(module: nn.Module, prefix: str, above: tuple[nn.Module, ...]) -> Iterator[NamedParameter]:
@@ -104,12 +96,6 @@ def _walk(module: nn.Module, prefix: str, above: tuple[nn.Module, ...]) -> Itera
             continue
         hidden = name == _COMPILED or (name == "module" and isinstance(module, _WRAPPERS))
         yield from _walk(child, prefix if hidden else f"{prefix}{name}.", (*above, module))
-
-
-def _prefixes(name: str) -> Iterator[str]:
-    parts = name.split(".")
-    for end in range(len(parts), 0, -1):
-        yield ".".join(parts[:end])
 
 
 def share_parameters(
@@ -132,11 +118,11 @@ def share_parameters(
     for optimizer, patterns in chosen.items():
         wanted = _child_of(optimizer, names) if patterns is None else patterns
         for pattern in wanted:
-            if not any(belongs(name, pattern) for name in names):
-                near = near_names(pattern, names)
+            if not any(_belongs(name, pattern) for name in names):
+                near = _near_names(pattern, names)
                 raise ValueError(f"{optimizer}: no parameter matches {pattern!r}{near}")
         shares[optimizer] = [
-            one for one in named if any(belongs(one.name, pattern) for pattern in wanted)
+            one for one in named if any(_belongs(one.name, pattern) for pattern in wanted)
         ]
     _refuse_uneven(named, shares)
     return shares
@@ -157,31 +143,31 @@ def refuse_single_step(model: nn.Module) -> None:
 
 def _child_of(optimizer: str, names: Iterable[str]) -> list[str]:
     for path in (optimizer, f"net.{optimizer}"):
-        if any(belongs(name, path) for name in names):
+        if any(_belongs(name, path) for name in names):
             return [path]
     raise ValueError(
         f"{optimizer}: neither the model nor its net has a child {optimizer!r} with parameters"
-        f"{near_names(optimizer, names)}; `params` says which ones it has"
+        f"{_near_names(optimizer, names)}; `params` says which ones it has"
     )
 
 
 def _refuse_uneven(
     named: Sequence[NamedParameter], shares: Mapping[str, Sequence[NamedParameter]]
 ) -> None:
-    owners: dict[int, dict[str, None]] = {id(one.parameter): {} for one in named}
+    owners: dict[nn.Parameter, list[str]] = {one.parameter: [] for one in named}
     for optimizer, share in shares.items():
-        for one in share:
-            owners[id(one.parameter)][optimizer] = None
+        for parameter in dict.fromkeys(one.parameter for one in share):
+            owners[parameter].append(optimizer)
     trained = [one for one in named if one.parameter.requires_grad]
-    orphans = [one.name for one in trained if not owners[id(one.parameter)]]
+    orphans = [one.name for one in trained if not owners[one.parameter]]
     if orphans:
-        raise ValueError(f"no optimizer has {listed(orphans)}; every parameter needs one")
+        raise ValueError(f"no optimizer has {_listed(orphans)}; every parameter needs one")
     for one in trained:
-        several = list(owners[id(one.parameter)])
+        several = owners[one.parameter]
         if len(several) > 1:
-            same = [x.name for x in trained if list(owners[id(x.parameter)]) == several]
+            same = [other.name for other in trained if owners[other.parameter] == several]
             raise ValueError(
-                f"{' and '.join(several)} both have {listed(same)}; every parameter needs one "
+                f"{' and '.join(several)} both have {_listed(same)}; every parameter needs one "
                 "optimizer"
             )
 
@@ -205,8 +191,7 @@ def param_groups(
 
     Args:
         model: wrapped or not; or some of its parameters, from `named_parameters`.
-        lr: what `lr_mult` multiplies; default: that of `optimizer`.
-        weight_decay: what `decay_mult` multiplies; default: that of `optimizer`.
+        lr, weight_decay: what factors multiply; default: those of `optimizer`.
         paramwise: `custom_keys` ({key: {lr_mult, decay_mult}}, or absolute `lr`,
             `weight_decay` and further arguments of `optimizer`), `bias_lr_mult`,
             `bias_decay_mult`, `norm_decay_mult`, `flat_decay_mult`, `dwconv_decay_mult`;
@@ -223,36 +208,30 @@ def param_groups(
     section = check_paramwise(dict(paramwise), optimizer, "paramwise", problems)
     if section is None:
         raise ValueError("; ".join(map(str, problems)))
-    if optimizer is not None:
-        lr = default_of(optimizer, "lr") if lr is None else lr
-        weight_decay = (
-            default_of(optimizer, "weight_decay") if weight_decay is None else weight_decay
-        )
+    base = {"lr": lr, "weight_decay": weight_decay}
+    for name, value in base.items():
+        if value is None and optimizer is not None:
+            base[name] = default_of(optimizer, name)
     named = named_parameters(model) if isinstance(model, nn.Module) else list(model)
-    rules = _Rules(section, lr, weight_decay)
+    rules = _Rules(section, base)
     rules.refuse_unmatched([one.name for one in named])
     return _grouped(named, rules, section.bypass_duplicate)
 
 
-@dataclass(frozen=True)
 class _Rules:
-    """From a parameter to its options."""
+    """From a parameter to its options; ``base`` is what factors multiply."""
 
-    section: ParamwiseSection
-    lr: float | None
-    weight_decay: float | None
-
-    @cached_property
-    def keys(self) -> list[str]:
-        """The custom keys, those that go first in front."""
-        return sorted(sorted(self.section.custom_keys), key=len, reverse=True)
+    def __init__(self, section: ParamwiseSection, base: Mapping[str, float | None]) -> None:
+        self.section = section
+        self.base = base
+        # The longest one decides.
+        self.keys = sorted(sorted(section.custom_keys), key=len, reverse=True)
 
     def refuse_unmatched(self, names: Sequence[str]) -> None:
-        """Raise ValueError for a custom key that no parameter has in its name."""
         for key in self.keys:
             if any(self._matches(key, name) for name in names):
                 continue
-            said = f"paramwise.custom_keys.{key}: no parameter matches{near_names(key, names)}"
+            said = f"paramwise.custom_keys.{key}: no parameter matches{_near_names(key, names)}"
             if not self.section.as_mmengine:
                 raise ValueError(said)
             logger.warning("%s", said)
@@ -275,7 +254,7 @@ class _Rules:
         """Return why a parameter has its decay, and what multiplies it."""
         decays = _DECAYS_OF_MMENGINE if self.section.as_mmengine else _DECAYS
         why = kind.removesuffix(" bias") if kind.startswith("norm") else kind
-        for option in decays.get(kind, ()):
+        for option in decays.get(kind, "").split():
             multiple = getattr(self.section, f"{option}_decay_mult")
             if multiple is not None:
                 return why, multiple
@@ -287,7 +266,7 @@ class _Rules:
         if self.section.as_mmengine:
             # There a parameter of the model itself has a dot before its name.
             return key in (name if "." in name else f".{name}")
-        return fnmatchcase(name, key) if is_pattern(key) else key in name
+        return fnmatchcase(name, key) if _is_pattern(key) else key in name
 
     def _custom(self, key: str) -> Options:
         given = dict(self.section.custom_keys[key])
@@ -300,7 +279,7 @@ class _Rules:
         return _without_none({**options, **given})
 
     def _product(self, name: str, multiple: float | None, setting: str) -> float | None:
-        base: float | None = getattr(self, name)
+        base = self.base[name]
         if multiple is None:
             return base
         if base is None:
@@ -339,11 +318,11 @@ def _grouped(
 ) -> list[dict[str, Any]]:
     """Return the groups in the order of their first parameters."""
     groups: dict[str, tuple[list[nn.Parameter], dict[str, None], Options]] = {}
-    seen: dict[int, tuple[str, str]] = {}
+    seen: dict[nn.Parameter, tuple[str, str]] = {}
     for one in named:
         why, options = rules.options_of(one)
         alike = repr(sorted(options.items()))
-        first, first_alike = seen.setdefault(id(one.parameter), (one.name, alike))
+        first, first_alike = seen.setdefault(one.parameter, (one.name, alike))
         if first != one.name:
             if first_alike != alike and not bypass_duplicate:
                 raise ValueError(
@@ -355,20 +334,16 @@ def _grouped(
         params, reasons, _ = groups.setdefault(alike, ([], {}, options))
         params.append(one.parameter)
         reasons[why] = None
-    taken: dict[str, int] = {}
+    taken: Counter[str] = Counter()
     described = []
     for params, reasons, options in groups.values():
         more = [f"{len(reasons) - 3} more"] if len(reasons) > 3 else []
         name = "+".join([*list(reasons)[:3], *more])
         # A custom key may be called as one of our kinds of parameters.
-        taken[name] = taken.get(name, 0) + 1
+        taken[name] += 1
         name = name if taken[name] == 1 else f"{name} {taken[name]}"
-        described.append(_described({"params": params, **options, "name": name}))
+        described.append({"params": params, **options, "name": name})
+        told = ", ".join(f"{key}={value}" for key, value in options.items())
+        count = sum(parameter.numel() for parameter in params)
+        logger.info("parameter group %s: %d parameters, %s", name, count, told)
     return described
-
-
-def _described(group: dict[str, Any]) -> dict[str, Any]:
-    options = ", ".join(f"{k}={v}" for k, v in group.items() if k not in ("params", "name"))
-    count = sum(parameter.numel() for parameter in group["params"])
-    logger.info("parameter group %s: %d parameters, %s", group["name"], count, options)
-    return group
