@@ -155,7 +155,7 @@ def test_an_optimizer_made_after_a_forward() -> None:
 
 
 class Decaying(StepFullyShardedDataParallel):
-    """The example of the class's docstring."""
+    """A step that adds a sum over parameters to its loss."""
 
     def train_step(self, data: Any, optim_wrapper: Any) -> dict[str, Tensor]:
         with optim_wrapper.optim_context(self):

@@ -99,28 +99,19 @@ _POLICIES = {
 
 @dataclass(frozen=True)
 class FsdpOptions:
-    """What the options come down to, whatever they were called.
-
-    Attributes:
-        blocks: which modules are gathered and freed on their own.
-        policy: the same as a function of torch's wrapping policies.
-        mesh: over which ranks; None for all, or those of ``groups``.
-        groups: one process group, or that of the shards and that of the copies.
-        hybrid: shards within a host, copies on every host.
-        free_after_forward: as torch's ``reshard_after_forward``.
-        prefetch: how many blocks are gathered ahead, in forward and in backward; 0 is torch's
-            own way.
-        ignored: parameters and modules, or their names, that stay whole.
-    """
+    """What the options come down to, whatever they were called."""
 
     blocks: BlockSpec | None
     policy: WrapPolicy | None
     mesh: Mesh | DeviceMesh | None
+    # One process group, or that of the shards and that of the copies.
     groups: Groups | None
+    # Shards within a host, copies on every host.
     hybrid: bool
     precision: MixedPrecisionPolicy
     offload: OffloadPolicy
     free_after_forward: bool | int
+    # How many blocks ahead, in forward and in backward; 0 is torch's own way.
     prefetch: tuple[int, int]
     ignored: tuple[Any, ...]
     param_init_fn: Callable[[nn.Module], Any] | None
@@ -383,14 +374,7 @@ def _read_offload(value: Any) -> OffloadPolicy:
 
 
 class ShardingMesh(NamedTuple):
-    """The ranks of a wrapper.
-
-    Attributes:
-        shards: what ``fully_shard`` takes: one axis, or copies and shards.
-        everywhere: the same with the axes over which layers are split.
-        data_group: the ranks of ``shards``; None for all ranks.
-        device: where parameters are gathered.
-    """
+    """What ``fully_shard`` takes; that with the tensor axis; its ranks; where to gather."""
 
     shards: DeviceMesh
     everywhere: DeviceMesh

@@ -56,8 +56,8 @@ class AmpOptimWrapper(OptimWrapper):
         dtype: "float16", "bfloat16" or such a ``torch.dtype``; default: autocast's own for
             the device. "float32" and "float64" switch autocast off.
         use_fsdp: decide together with all ranks whether an update is skipped, at one small
-            collective per update. Where the optimizer's parameters are sharded, of FSDP2 or
-            tensor-parallel, this is so anyway: an infinity in one rank's part stops all.
+            collective per update. Where the optimizer's parameters are sharded this is so anyway:
+            an infinity in one rank's part stops all.
         device: default: the device of the parameters.
 
     Raises:
@@ -88,7 +88,7 @@ class AmpOptimWrapper(OptimWrapper):
         if self._together:
             # It imports a good part of torch.distributed.
             from ..sharding.part_scaler import PartScaler as scaler
-        options, self._fixed_scale = _scaler_options(loss_scale, scaler)
+        options, self._fixed_scale = _scaler_options(loss_scale)
         self.loss_scaler = scaler(**{"device": self.device_type, "enabled": enabled, **options})
         if enabled and isinstance(optimizer, torch.optim.SGD):
             # Fused and told to skip its first step, it would take for its momentum what happens
@@ -164,14 +164,12 @@ def _dtype(dtype: str | torch.dtype | None, device_type: str) -> torch.dtype:
     return found
 
 
-def _scaler_options(
-    loss_scale: Any, scaler: Callable[..., Any]
-) -> tuple[dict[str, Any], float | None]:
+def _scaler_options(loss_scale: Any) -> tuple[dict[str, Any], float | None]:
     """Arguments for the scaler, and the scale to return to after every update."""
     if loss_scale == "dynamic":
         return {}, None
     if isinstance(loss_scale, Mapping):
-        check_options("loss_scale", loss_scale, option_names(scaler))
+        check_options("loss_scale", loss_scale, option_names(torch.amp.GradScaler))
         return dict(loss_scale), None
     if isinstance(loss_scale, (int, float)) and not isinstance(loss_scale, bool):
         return {"init_scale": float(loss_scale)}, float(loss_scale)

@@ -202,18 +202,14 @@ class OptimWrapper(Accumulation):
     def update_by_closure(self, closure: Callable[[], Tensor], model: Any) -> Tensor:
         """Update by a loss that the optimizer may ask for several times (LBFGS).
 
-        Counts one micro-batch. Every rank must call this: the optimizer sees the mean of the
-        ranks' losses, so that all of them decide alike.
+        Counts one micro-batch and returns the loss before the update, detached. Every rank must
+        call this: the optimizer sees the mean of the ranks' losses, so that all decide alike.
 
         Args:
             closure: computes the loss of the batch, without backward; runs in ``optim_context``.
-            model: the wrapper, which knows the ranks.
-
-        Returns:
-            The loss before the update, detached.
+            model: the wrapper, which knows the ranks; anything else is a TypeError.
 
         Raises:
-            TypeError: ``model`` is not a wrapper.
             ValueError: with accumulation, clipping, a loss scale or ranks of unequal lengths.
         """
         _check_closure(self, model)
@@ -356,17 +352,13 @@ class OptimWrapper(Accumulation):
 
 
 def _count(name: str, value: Any) -> int:
-    """Return ``value`` as a plain int, also from numpy's integers."""
-    try:
-        count = None if isinstance(value, bool) else operator.index(value)
-    except TypeError:
-        count = None
-    if count is None:
+    # Integers of numpy have an index as well, and bools must not count.
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
         raise TypeError(f"{name} must be an int, got {value!r}")
-    if count < 1:
+    if value < 1:
         # As documented by the system that this is for.
         raise AssertionError(f"_{name} at least greater than or equal to 1, got {value!r}")
-    return count
+    return operator.index(value)
 
 
 def _momentum(group: Mapping[str, Any]) -> float:
@@ -383,12 +375,7 @@ def closure_advice(optimizer: Optimizer) -> str:
 
 
 def refuse_without_closure(optim_wrapper: Any, model: Any) -> None:
-    """Raise ValueError where no step of ``model`` could give the optimizer a closure.
-
-    Args:
-        optim_wrapper: of any kind, with one optimizer.
-        model: the model wrapper that is to step it.
-    """
+    """Raise ValueError where no step of the wrapper ``model`` could give a closure that is needed."""
     if getattr(optim_wrapper, "_needs_closure", False) and not has_own_step(model):
         raise ValueError(closure_advice(optim_wrapper.optimizer))
 

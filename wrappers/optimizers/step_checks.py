@@ -33,16 +33,12 @@ class FirstUpdate:
             self._model = model
 
     def check(self, has_run: bool) -> bool:
-        """Return whether all is well, so that nothing needs to be looked at again.
+        """Return whether all is settled; RuntimeError for an update that would train wrongly.
 
         Every rank of a wrapper that averages gradients, or that splits layers, must call this.
 
         Args:
             has_run: there has been a backward.
-
-        Raises:
-            RuntimeError: no parameter has a gradient, or the model has others in the place of
-                some; or the ranks have different gradients.
         """
         if self._comparisons is None:
             if not _is_reached(self._optimizer, has_run):

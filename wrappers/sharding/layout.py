@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeGuard
+from typing import TYPE_CHECKING, Any, NoReturn, TypeGuard
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
@@ -237,26 +237,17 @@ def total_norm(
 split_models: WeakKeyDictionary[nn.Module, tuple[ProcessGroup, bool]] = WeakKeyDictionary()
 
 
-class Holder(Protocol):
-    """A part of a wrapper that keeps whole parameters and gradients where no optimizer looks."""
-
-    module: nn.Module
-
-    def no_sync(self) -> AbstractContextManager[None]:
-        """Keep gradients of the forwards inside on their ranks."""
-
-    def drop_gradients(self, chosen: Collection[int]) -> None:
-        """Drop gradients not given yet to the parameters with these ids; not collective."""
-
-    def gathered(self, parameters: Iterable[Tensor]) -> Tensor | None:
-        """The first of ``parameters`` that is there for a forward only."""
+_holders: WeakSet[Any] = WeakSet()
 
 
-_holders: WeakSet[Holder] = WeakSet()
+def register_holder(holder: Any) -> None:
+    """Let optimizer wrappers ask what keeps whole parameters and gradients where they do not look.
 
-
-def register_holder(holder: Holder) -> None:
-    """Let optimizer wrappers ask ``holder`` for as long as it lives."""
+    Args:
+        holder: has a ``module`` and, of its parameters, ``no_sync()``; ``drop_gradients(ids)``,
+            which drops those not given to them yet; and ``gathered(parameters)``, the first that
+            is there for a forward only. None of them is collective.
+    """
     _holders.add(holder)
 
 

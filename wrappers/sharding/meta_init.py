@@ -25,11 +25,10 @@ _Slot: TypeAlias = tuple[nn.Module, str]
 def meta_parameters() -> Iterator[None]:
     """Put the parameters of modules that are constructed inside onto the meta device.
 
-    They have shapes but no memory. Buffers are real, other than under ``torch.device("meta")``,
-    because nothing could compute them again. Random streams do not move, so a wrapper that
-    builds the model right after gives it the weights that the same seed gives an ordinary one.
-    It holds for all threads. Weights that a constructor sets by itself, outside of
-    ``reset_parameters``, are lost.
+    They have shapes but no memory. Buffers are real, because nothing could compute them again.
+    Random streams do not move, so a wrapper that builds the model right after gives it the weights
+    that the same seed gives an ordinary one. It holds for all threads. Weights that a constructor
+    sets by itself, outside of ``reset_parameters``, are lost.
     """
     handle = register_module_parameter_registration_hook(_to_meta)  # type: ignore[arg-type]
     try:
