@@ -24,14 +24,13 @@ from .ddp.distributed import StepDistributedDataParallel
 from .ddp.separate import SeparateDistributedDataParallel
 from .ddp.unused import UnusedParametersError
 from .optimizers.amp import AmpOptimWrapper
-from .optimizers.closures import refuse_without_closure
-from .optimizers.fused import build_optimizer
-from .optimizers.optim import OptimWrapper
+from .optimizers.optim import OptimWrapper, refuse_without_closure
 from .optimizers.optim_dict import OptimWrapperDict
-from .optimizers.param_groups import param_groups
-from .optimizers.param_names import (
+from .optimizers.optimizer_fit import build_optimizer
+from .optimizers.param_groups import (
     NamedParameter,
     named_parameters,
+    param_groups,
     refuse_single_step,
     share_parameters,
 )
@@ -42,12 +41,12 @@ from .replicas.replicate import CallbackContext, exec_data_parallel_replication_
 from .replicas.scatter_gather import dict_gather, user_scattered
 from .replicas.session import ReplicationError, ReplicationSession
 from .replicas.sync_master import FutureResult, SlavePipe, SyncMaster
-from .sharding.dtensors import is_dtensor
-from .sharding.held_gradients import drop_held_gradients
 from .sharding.layout import (
     Layout,
     as_global,
     copy_whole_,
+    drop_held_gradients,
+    is_dtensor,
     is_sharded,
     layout_of,
     local_part,

@@ -25,9 +25,7 @@ from .prepare import (
     split_layers,
     split_paths,
 )
-from .sharding.agreement import agree
-from .sharding.first_rank import broadcast_first
-from .sharding.mesh import Mesh
+from .sharding.mesh import Mesh, agree, broadcast_first
 from .steps.single import SingleDevice
 from .steps.step import Steps
 from .steps.step_function import StepFunction, check_step_function, with_train_step

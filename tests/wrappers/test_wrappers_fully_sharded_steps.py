@@ -50,7 +50,7 @@ def against_single(
     return largest_difference(whole(sharded.module), single.module.state_dict())
 
 
-WAYS = ("optimizer", "wrapper", "model", "restore")
+WAYS = ("optimizer", "wrapper", "restore")
 
 
 def _dropping(how: str) -> Callable[[Any, Any], None]:
@@ -62,7 +62,7 @@ def _dropping(how: str) -> Callable[[Any, Any], None]:
         if how == "restore":
             set_gradients(model, {})
         else:
-            {"optimizer": optim, "wrapper": model, "model": model.module}[how].zero_grad()
+            {"optimizer": optim, "wrapper": model}[how].zero_grad()
         for batch in data[2:5]:
             model.train_step(batch, optim)
 
@@ -132,43 +132,21 @@ def test_training_goes_on_after_an_error() -> None:
         assert max(far) <= 1e-12
 
 
-def _private_names() -> bool:
-    """What is read of torch's own state is there."""
-    model = StepFullyShardedDataParallel(supervised(), shard=["Block"])
-    with model.no_sync():
-        model(*own_batches(0, torch.float64)[0], mode="loss")["loss"].backward()
-    state = model.module._get_fsdp_state()
-    assert state._state_ctx.iter_forward_root is None
-    assert state._state_ctx.post_backward_final_callback_queued is False
-    held = 0
-    for unit in (model.module, *model.module.net.blocks):
-        for group in unit._get_fsdp_state()._fsdp_param_groups:
-            assert group._partial_reduce_output is None
-            for one in group.fsdp_params:
-                assert one.unsharded_accumulated_grad is None
-                assert isinstance(one.sharded_param, DTensor)
-                held += one._unsharded_param.grad is not None
-    return held == len(list(model.parameters())) - 4 and callable(model.module.reset_iter_state)
-
-
-def test_names_of_torch_are_as_they_were() -> None:
-    """The four parameters of the block in the second one are in a unit of their own."""
-    assert run_ranks(_private_names, RANKS) == [True] * RANKS
-
-
 def _late(model: Any, data: list[Any]) -> None:
     """Make the optimizer between a forward and its backward."""
     loss = model(*data[0], mode="loss")["loss"]
-    optim = OptimWrapper(torch.optim.SGD(list(model.module.parameters()), lr=0.1))
+    if isinstance(model, StepFullyShardedDataParallel):
+        with pytest.raises(ValueError, match="is there for a forward of fsdp only"):
+            sgd(model.module)
+    optim = OptimWrapper(torch.optim.SGD(list(model.parameters()), lr=0.1))
     optim.update_params(loss)
     model.train_step(data[1], sgd(model))
 
 
 def _late_optimizer() -> float:
     model = StepFullyShardedDataParallel(supervised(), shard=["Block"])
-    for owner in (model, model.module):
-        model(*own_batches(0, torch.float64)[0], mode="loss")
-        assert all(isinstance(one, DTensor) for one in owner.parameters())
+    model(*own_batches(0, torch.float64)[0], mode="loss")
+    assert all(isinstance(one, DTensor) for one in model.parameters())
     return against_single(_late)
 
 
@@ -177,7 +155,7 @@ def test_an_optimizer_made_after_a_forward() -> None:
 
 
 class Decaying(StepFullyShardedDataParallel):
-    """The example of the class's docstring."""
+    """A step that adds a sum over parameters to its loss."""
 
     def train_step(self, data: Any, optim_wrapper: Any) -> dict[str, Tensor]:
         with optim_wrapper.optim_context(self):

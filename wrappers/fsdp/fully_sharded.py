@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import wraps
 from typing import Any, NoReturn
 
 import torch
@@ -15,19 +16,53 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from ...registry import MODEL_WRAPPERS
 from ..batchnorm.conversion import convert_sync_batchnorm
 from ..blocks.blocks import BlockSpec
-from ..sharding.agreement import agree
-from ..sharding.first_rank import broadcast_first
-from ..sharding.mesh import Mesh
+from ..sharding.mesh import Mesh, agree, broadcast_first
 from ..sharding.meta_init import materialise
-from ..steps.anomalies import detect_anomalous_params, watch_gradients
+from ..steps.preprocess import DataPreprocessor
 from ..steps.step import OptimizerWrapper, Steps, has_own_train_step
 from ..torch_functions import check_options
-from .build import check_model, place_preprocessors, shard_model
-from .mesh import sharding_mesh
-from .options import FURTHER, FsdpOptions, read_options
-from .roots import Root, explained, free_all, gather_in, leave_all, show_shards
+from .options import FURTHER, FsdpOptions, read_options, sharding_mesh
+from .roots import Root
+from .torch_internals import call_as_forward
+from .units import check_model, shard_model
 
 __all__ = ["StepFullyShardedDataParallel"]
+
+
+def _explained(step: Callable[..., Any]) -> Callable[..., Any]:
+    """A ``train_step`` of the wrapper that tidies up after an error, and says more about some."""
+
+    @wraps(step)
+    def train_step(self: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return step(self, *args, **kwargs)
+        except BaseException as error:
+            for root in self._roots:
+                root.leave()
+                root.recover()
+            for part, advice in _ADVICE.items():
+                if part in str(error):
+                    raise RuntimeError(advice) from error
+            raise
+
+    return train_step
+
+
+# What to do about errors of torch that come from parameters in shards.
+_ADVICE = {
+    "mixed torch.Tensor and DTensor": (
+        "parameters of the model were used where they are shards. Run layers through "
+        "self(...) of the wrapper, or through children of a model that steps itself; make "
+        "sums over parameters of shards alone, and whole before they meet other tensors: "
+        "sum(one.square().sum().full_tensor() for one in self.parameters()). A model whose "
+        "step does otherwise runs under ddp, or under separate with several optimizers"
+    ),
+    "already been lazily initialized": (
+        "a part of the model was called by itself before the whole that it is sharded in: run "
+        "it through self(...), or let the step of the model call its children only; a model "
+        "whose step does otherwise runs under ddp, or under separate with several optimizers"
+    ),
+}
 
 
 @MODEL_WRAPPERS.register_module()
@@ -36,9 +71,11 @@ class StepFullyShardedDataParallel(Steps, nn.Module):
 
     Needs a process group, and every rank must construct it, train and evaluate with it: blocks
     are gathered where they are used and freed after. ``module`` is the user's model with its own
-    names; its parameters are DTensors outside of a forward, so make the optimizer afterwards.
-    Asking for ``parameters()`` frees what a forward without a backward left gathered: do it on
-    all ranks or none. Weights and buffers become those of the first rank. A model whose
+    names; its parameters are DTensors outside of a forward, so make the optimizer afterwards, of
+    the ``parameters()`` of the wrapper: asking it for them frees what a forward without a backward
+    left gathered, so do it on all ranks or none. Evaluate and clear gradients through the wrapper,
+    too: the model's own ``val_step`` and ``zero_grad`` know of shards only. Weights and buffers
+    become those of the first rank. A model whose
     parameters are on the meta device is built here, one module after the other (see
     ``meta_parameters``).
 
@@ -48,17 +85,8 @@ class StepFullyShardedDataParallel(Steps, nn.Module):
     alone; use ``separate`` for any other step.
 
     For another optimization step override ``train_step(data, optim_wrapper)`` in a subclass, with
-    ``self(...)`` for the forward. A sum over parameters is one over shards, and made whole before
-    it meets other tensors::
-
-        class Decaying(StepFullyShardedDataParallel):
-            def train_step(self, data, optim_wrapper):
-                with optim_wrapper.optim_context(self):
-                    losses = self(*self.module.data_preprocessor(data, True), mode="loss")
-                decay = sum(one.square().sum().full_tensor() for one in self.parameters())
-                loss = losses["loss"] + 0.01 * decay
-                optim_wrapper.update_params(loss)
-                return {"loss": loss.detach()}
+    ``self(...)`` for the forward. A sum over parameters is one over shards, and made whole by
+    ``full_tensor()`` before it meets other tensors: docs/extending.md has an example.
 
     A wrapped model can be neither copied nor pickled, because its shards are tied to processes:
     copy the bare model before, or save ``state_dict()``.
@@ -91,6 +119,7 @@ class StepFullyShardedDataParallel(Steps, nn.Module):
     averages_ranks = True
     # A policy of wrapping is a mapping with a type, but no part of its own.
     config_plain = ("auto_wrap_policy", "param_init_fn")
+    _shows_leaves = False
 
     def __init__(
         self,
@@ -113,7 +142,8 @@ class StepFullyShardedDataParallel(Steps, nn.Module):
             "cpu_offload": cpu_offload,
             "reshard_after_forward": reshard_after_forward,
         }
-        options = self._read(module, {**given, **fsdp_kwargs}, detect_anomalous_params)
+        self._roots: list[Root] = []
+        options = _read(type(self), module, {**given, **fsdp_kwargs}, detect_anomalous_params)
         place = sharding_mesh(options, module)
         self.data_group, self._mesh = place.data_group, place.shards
         self.collective_eval = True
@@ -124,20 +154,21 @@ class StepFullyShardedDataParallel(Steps, nn.Module):
         if any(one.is_meta for one in module.parameters()):
             materialise(module, place.everywhere, options.param_init_fn)
         self._roots = [Root(one) for one in roots]
-        self._install(module)
+        self._model_steps = has_own_train_step(module)
         self._prepare_steps(detect_anomalous_params)
-        place_preprocessors(self, place.device)
-        self._leaves: dict[str, nn.Parameter] = {}
-        if detect_anomalous_params:
-            self._watch_leaves()
+        for one in self.modules():
+            # Batches go where blocks are gathered, which need not be where the shards are.
+            if isinstance(one, DataPreprocessor):
+                one.to(place.device)
+        self._leaves = _watch_leaves(self, self._roots) if detect_anomalous_params else {}
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Let the errors of a step of its own say what to do under shards."""
         super().__init_subclass__(**kwargs)
         if "train_step" in vars(cls):
-            cls.train_step = explained(vars(cls)["train_step"])  # type: ignore[method-assign]
+            cls.train_step = _explained(vars(cls)["train_step"])  # type: ignore[method-assign]
 
-    @explained
+    @_explained
     def train_step(self, data: Any, optim_wrapper: OptimizerWrapper) -> dict[str, Tensor]:
         """Train on one batch; returns what to log, detached.
 
@@ -148,14 +179,33 @@ class StepFullyShardedDataParallel(Steps, nn.Module):
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Call the model."""
+        with self._freed(keep=torch.is_grad_enabled()):
+            return self.module(*inputs, **kwargs)
+
+    @contextmanager
+    def _freed(self, *, keep: bool = False) -> Iterator[None]:
+        """Free what the forwards inside gather, unless a backward follows that does."""
         try:
-            output = self.module(*inputs, **kwargs)
+            yield
         except BaseException:
-            leave_all(self._roots)
+            for root in self._roots:
+                root.leave()
             raise
-        if not torch.is_grad_enabled():
-            free_all(self._roots)
-        return output
+        if not keep:
+            for root in self._roots:
+                root.free()
+
+    def _evaluate(self, name: str, data: Any) -> Any:
+        step = getattr(self.module, name, None)
+        with self._freed():
+            if step is None:
+                return super()._evaluate(name, data)
+            # The model's own method may use parameters without calling a layer.
+            is_root = self._roots[0].module is self.module
+            with ExitStack() as stack:
+                for root in self._roots:
+                    stack.enter_context(root.inside(whole=not is_root))
+                return call_as_forward(self.module, step, data) if is_root else step(data)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -167,6 +217,20 @@ class StepFullyShardedDataParallel(Steps, nn.Module):
             for root in self._roots:
                 stack.enter_context(root.no_sync())
             yield
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """The shards, also after a forward without a backward, which leaves a root gathered."""
+        if self._shows_leaves:
+            return iter(self._leaves.items())
+        for root in self._roots:
+            root.settle()
+        return super().named_parameters(*args, **kwargs)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear all gradients, those kept by ``no_sync`` among them."""
+        super().zero_grad(set_to_none)
+        for root in self._roots:
+            root.drop_gradients()
 
     def sync_buffers(self) -> None:
         """Give every rank the buffers of the first, before evaluation.
@@ -197,91 +261,57 @@ class StepFullyShardedDataParallel(Steps, nn.Module):
     def config_signature(cls) -> inspect.Signature:
         """The arguments with all options in place of ``**fsdp_kwargs``."""
         own = inspect.signature(cls.__init__).parameters.values()
-        kept = [one for one in own if one.name != "self" and one.kind is not one.VAR_KEYWORD]
-        if not any(one.kind is one.VAR_KEYWORD for one in own):
-            return inspect.Signature(kept)
-        mine = [one.name for one in kept]
-        base = inspect.signature(StepFullyShardedDataParallel.__init__).parameters.values()
-        passed = [one for one in base if one.kind is one.KEYWORD_ONLY and one.name not in mine]
-        passed += [
-            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default)
-            for name, default in FURTHER.items()
-            if name not in mine
-        ]
-        return inspect.Signature([*kept, *passed])
-
-    def _read(self, module: nn.Module, given: dict[str, Any], detect: bool) -> FsdpOptions:
-        """Read the options; what is wrong on one rank is raised on all."""
-        read: list[FsdpOptions] = []
-
-        def describe() -> dict[str, Any]:
-            self.check_options(given)
-            read.append(read_options(given))
-            check_model(module, detect)
-            return {}
-
-        ranks = given.get("device_mesh") if given["mesh"] is None else given["mesh"]
-        ranks = ranks.device_mesh if isinstance(ranks, Mesh) else ranks
-        if given.get("process_group") is None:
-            agree(describe, ranks if isinstance(ranks, DeviceMesh) else None)
-        else:
-            # The other ranks may do something else.
-            describe()
-        return read[0]
-
-    def _install(self, module: nn.Module) -> None:
-        """Let the model's own methods gather what they need, and show its shards."""
-        self._model_steps = has_own_train_step(module)
-        for name in ("val_step", "test_step"):
-            if hasattr(module, name):
-                gather_in(name, module, self._roots)
-        for one in dict.fromkeys([self, module, *(root.module for root in self._roots)]):
-            show_shards(one, self._roots)
-        if self._model_steps:
-            # An optimizer wrapper asks what it is given for a forward, the model or a child.
-            for root in self._roots:
-                root.offer_no_sync()
-            if not hasattr(module, "no_sync"):
-                module.no_sync = self.no_sync  # type: ignore[assignment]
-
-    def _evaluate(self, name: str, data: Any) -> Any:
-        try:
-            output = super()._evaluate(name, data)
-        except BaseException:
-            leave_all(self._roots)
-            raise
-        free_all(self._roots)
-        return output
-
-    def _watch_leaves(self) -> None:
-        """Keep track of the parameters that a graph is made of: not the shards."""
-        paths = {id(one): path for path, one in self.named_modules()}
-
-        def note(unit: nn.Module, inputs: Any) -> None:
-            self._leaves.update(unit.named_parameters(paths[id(unit)]))
-
-        for root in self._roots:
-            for unit in root.units:
-                # dynamo cannot trace it: a root has a named_parameters of its own.
-                untraced = torch.compiler.disable(note)  # type: ignore[no-untyped-call]
-                unit.register_forward_pre_hook(untraced)
+        kept = {one.name: one for one in own if one.kind is not one.VAR_KEYWORD}
+        del kept["self"]
+        if any(one.kind is one.VAR_KEYWORD for one in own):
+            base = inspect.signature(StepFullyShardedDataParallel.__init__).parameters.values()
+            passed = [one for one in base if one.kind is one.KEYWORD_ONLY]
+            passed += [
+                inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default)
+                for name, default in FURTHER.items()
+            ]
+            kept |= {one.name: one for one in passed if one.name not in kept}
+        return inspect.Signature(list(kept.values()))
 
     def update_and_detect(self, total: Tensor, optim_wrapper: OptimizerWrapper) -> None:
         """As in the other wrappers, by the parameters that the last forward saw."""
-        leaves = _Leaves(self.__dict__, self._leaves)
-        with watch_gradients(leaves) as received:
-            optim_wrapper.update_params(total)
-        detect_anomalous_params(total, leaves, received=received)
-        self._leaves.clear()
+        self._shows_leaves = True
+        try:
+            super().update_and_detect(total, optim_wrapper)
+        finally:
+            self._shows_leaves = False
+            self._leaves.clear()
 
 
-class _Leaves(nn.Module):
-    """The parameters of a wrapper as its last forward saw them."""
+def _read(cls: Any, module: nn.Module, given: dict[str, Any], detect: bool) -> FsdpOptions:
+    """Read the options; what is wrong on one rank is raised on every rank."""
+    read: list[FsdpOptions] = []
 
-    def __init__(self, state: dict[str, Any], leaves: Mapping[str, nn.Parameter]) -> None:
-        super().__init__()
-        self.leaves = leaves
-        self._anomalies_seen = state.setdefault("_anomalies_seen", set())
+    def describe() -> dict[str, Any]:
+        cls.check_options(given)
+        read.append(read_options(given))
+        check_model(module, detect)
+        return {}
 
-    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        yield from self.leaves.items()
+    ranks = given.get("device_mesh") if given["mesh"] is None else given["mesh"]
+    ranks = ranks.device_mesh if isinstance(ranks, Mesh) else ranks
+    if given.get("process_group") is None:
+        agree(describe, ranks if isinstance(ranks, DeviceMesh) else None)
+    else:
+        # The other ranks may do something else.
+        describe()
+    return read[0]
+
+
+def _watch_leaves(wrapper: nn.Module, roots: Iterable[Root]) -> dict[str, nn.Parameter]:
+    """Return what holds the parameters that the last graph was made of: not the shards."""
+    leaves: dict[str, nn.Parameter] = {}
+    paths = {id(one): path for path, one in wrapper.named_modules()}
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def note(unit: nn.Module, inputs: Any) -> None:
+        leaves.update(unit.named_parameters(paths[id(unit)]))
+
+    for unit in (one for root in roots for one in root.units):
+        unit.register_forward_pre_hook(note)
+    return leaves

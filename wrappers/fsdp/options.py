@@ -1,28 +1,36 @@
-"""The options of fully sharded training in all their spellings, read into one form."""
+"""The options of fully sharded training in all their spellings, read into one form, and the mesh
+that they ask for.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import functools
+import pkgutil
+import socket
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
-from torch import nn
+from torch import distributed, nn
 from torch.distributed import ProcessGroup
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     BackwardPrefetch,
+    CPUOffload,
+    CPUOffloadPolicy,
+    MixedPrecision,
     MixedPrecisionPolicy,
     OffloadPolicy,
     ShardingStrategy,
 )
 from torch.distributed.fsdp.wrap import CustomPolicy
 
+from ...collectives import all_gather_object, comm_device, forget_meshes, get_world_size
 from ...registry import did_you_mean
 from ..blocks.blocks import BlockSpec
 from ..sharding.mesh import Mesh
 from ..torch_functions import check_options
-from .values import arguments_in, flag, member, read_function, read_offload, read_precision
 
 WrapPolicy: TypeAlias = Callable[..., bool]
 Groups: TypeAlias = ProcessGroup | tuple[ProcessGroup, ProcessGroup]
@@ -52,38 +60,58 @@ _STRATEGIES = {
     "HYBRID_SHARD": (True, True),
     "_HYBRID_SHARD_ZERO2": (False, True),
 }
-_POLICIES = (
-    "size_based_auto_wrap_policy",
-    "transformer_auto_wrap_policy",
-    "ModuleWrapPolicy",
-    "always_wrap_policy",
-)
+_HYBRID_AXES = ("replicate", "shard")
+_PRECISION = ("param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs")
+# What the older class has besides: the only value with a counterpart, and what to do instead.
+_OLD_PRECISION: dict[str, tuple[bool | None, str]] = {
+    "buffer_dtype": (
+        None,
+        " has no counterpart: buffers keep their dtype; convert them in the model",
+    ),
+    "keep_low_precision_grads": (
+        False,
+        " has no counterpart: gradients have the dtype of their parameters; convert the model "
+        "itself to the low precision",
+    ),
+    "cast_root_forward_inputs": (
+        True,
+        "=False has no counterpart; cast_forward_inputs=False leaves the inputs of all blocks as "
+        "they are",
+    ),
+}
+_WITHOUT_COUNTERPART = {
+    "use_orig_params": (
+        "every parameter is sharded by itself and keeps its name; leave the option out"
+    ),
+    "limit_all_gathers": (
+        "memory is freed in order without a limiter; leave the option out, prefetch sets how far "
+        "ahead parameters are gathered"
+    ),
+}
+# Names of torch's policies, each with the option that it has.
+_POLICIES = {
+    "size_based_auto_wrap_policy": "min_num_params",
+    "transformer_auto_wrap_policy": "transformer_layer_cls",
+    "ModuleWrapPolicy": "module_classes",
+    "always_wrap_policy": None,
+}
 
 
 @dataclass(frozen=True)
 class FsdpOptions:
-    """What the options come down to, whatever they were called.
-
-    Attributes:
-        blocks: which modules are gathered and freed on their own.
-        policy: the same as a function of torch's wrapping policies.
-        mesh: over which ranks; None for all, or those of ``groups``.
-        groups: one process group, or that of the shards and that of the copies.
-        hybrid: shards within a host, copies on every host.
-        free_after_forward: as torch's ``reshard_after_forward``.
-        prefetch: how many blocks are gathered ahead, in forward and in backward; 0 is torch's
-            own way.
-        ignored: parameters and modules, or their names, that stay whole.
-    """
+    """What the options come down to, whatever they were called."""
 
     blocks: BlockSpec | None
     policy: WrapPolicy | None
     mesh: Mesh | DeviceMesh | None
+    # One process group, or that of the shards and that of the copies.
     groups: Groups | None
+    # Shards within a host, copies on every host.
     hybrid: bool
     precision: MixedPrecisionPolicy
     offload: OffloadPolicy
     free_after_forward: bool | int
+    # How many blocks ahead, in forward and in backward; 0 is torch's own way.
     prefetch: tuple[int, int]
     ignored: tuple[Any, ...]
     param_init_fn: Callable[[nn.Module], Any] | None
@@ -95,12 +123,14 @@ def read_options(given: Mapping[str, Any]) -> FsdpOptions:
     """Read checked names with any spelling of their values; ``given`` stays as it is.
 
     Raises:
-        ValueError: unknown names, settings against each other, or something that FSDP2 has no
-            counterpart for; the text says what to use.
+        ValueError: settings against each other, or something that FSDP2 has no counterpart for;
+            the text says what to use.
         TypeError: a value of another kind.
     """
     options = {**FURTHER, **given}
-    _refuse_without_counterpart(options)
+    for name, why in _WITHOUT_COUNTERPART.items():
+        if options[name] not in (True, None):
+            raise ValueError(f"{name}={options[name]!r} has no counterpart: {why}")
     blocks, policy = _read_policy(options["auto_wrap_policy"])
     _only_one(options, "shard", "auto_wrap_policy")
     _only_one(options, "mesh", "device_mesh", "process_group")
@@ -108,26 +138,21 @@ def read_options(given: Mapping[str, Any]) -> FsdpOptions:
     free, hybrid = _read_strategy(options["sharding_strategy"])
     if options.get("reshard_after_forward") is not None:
         free = _read_free(options["reshard_after_forward"])
-    device = options["device_id"]
-    ignored = [
-        one
-        for name in ("ignored_parameters", "ignored_modules", "ignored_states")
-        for one in _listed(name, options[name])
-    ]
-    mesh = options.get("mesh")
+    device, mesh = options["device_id"], options.get("mesh")
+    names = ("ignored_parameters", "ignored_modules", "ignored_states")
     return FsdpOptions(
         blocks=options.get("shard") if policy is None and blocks is None else blocks,
         policy=policy,
         mesh=options["device_mesh"] if mesh is None else mesh,
         groups=_read_groups(options["process_group"]),
         hybrid=hybrid,
-        precision=read_precision(options.get("mixed_precision")),
-        offload=read_offload(options.get("cpu_offload")),
+        precision=_read_precision(options.get("mixed_precision")),
+        offload=_read_offload(options.get("cpu_offload")),
         free_after_forward=free,
         prefetch=_read_prefetch(options),
-        ignored=tuple(ignored),
-        param_init_fn=read_function("param_init_fn", options["param_init_fn"]),
-        same_weights=flag("sync_module_states", options["sync_module_states"]),
+        ignored=tuple(one for name in names for one in _listed(name, options[name])),
+        param_init_fn=_read_function("param_init_fn", options["param_init_fn"]),
+        same_weights=_flag("sync_module_states", options["sync_module_states"]),
         device=None if device is None else torch.device(device),
     )
 
@@ -138,24 +163,10 @@ def _only_one(options: Mapping[str, Any], *names: str) -> None:
         raise ValueError(f"{' and '.join(said)} say the same thing: give one of them")
 
 
-def _refuse_without_counterpart(options: Mapping[str, Any]) -> None:
-    if options["use_orig_params"] not in (True, None):
-        raise ValueError(
-            f"use_orig_params={options['use_orig_params']!r} has no counterpart: every parameter "
-            "is sharded by itself and keeps its name; leave the option out"
-        )
-    if options["limit_all_gathers"] not in (True, None):
-        raise ValueError(
-            f"limit_all_gathers={options['limit_all_gathers']!r} has no counterpart: memory is "
-            "freed in order without a limiter; leave the option out, prefetch sets how far ahead "
-            "parameters are gathered"
-        )
-
-
 def _read_strategy(value: Any) -> tuple[bool | int, bool]:
     if value is None:
         return True, False
-    name = member("sharding_strategy", value, ShardingStrategy, [*_STRATEGIES, "NO_SHARD"])
+    name = _member("sharding_strategy", value, ShardingStrategy, [*_STRATEGIES, "NO_SHARD"])
     if name == "NO_SHARD":
         raise ValueError(
             "sharding_strategy NO_SHARD has no counterpart: without shards every rank has the "
@@ -165,7 +176,7 @@ def _read_strategy(value: Any) -> tuple[bool | int, bool]:
 
 
 def _read_free(value: Any) -> bool | int:
-    if not isinstance(value, int) or (not isinstance(value, bool) and value < 1):
+    if not isinstance(value, int) or (value is not False and value < 1):
         raise TypeError(
             "reshard_after_forward must be true, false or a number of ranks that the parameters "
             f"stay shared out over, got {value!r}"
@@ -176,12 +187,10 @@ def _read_free(value: Any) -> bool | int:
 def _read_groups(value: Any) -> Groups | None:
     if value is None or isinstance(value, ProcessGroup):
         return value
-    if (
-        isinstance(value, (tuple, list))
-        and len(value) == 2
-        and all(isinstance(one, ProcessGroup) for one in value)
-    ):
-        return value[0], value[1]
+    if isinstance(value, (tuple, list)) and len(value) == 2:
+        shards, copies = value
+        if isinstance(shards, ProcessGroup) and isinstance(copies, ProcessGroup):
+            return shards, copies
     raise TypeError(
         "process_group must be a process group, or two of them (that of the shards and that of "
         f"the copies), got {value!r}"
@@ -189,24 +198,22 @@ def _read_groups(value: Any) -> Groups | None:
 
 
 def _read_prefetch(options: Mapping[str, Any]) -> tuple[int, int]:
-    depth = options["prefetch"]
+    depth, backward = options["prefetch"], options["backward_prefetch"]
     _only_one(options, "prefetch", "backward_prefetch")
     _only_one(options, "prefetch", "forward_prefetch")
-    if options["backward_prefetch"] is not None:
+    if backward is not None:
         names = [one.name for one in BackwardPrefetch]
-        name = member("backward_prefetch", options["backward_prefetch"], BackwardPrefetch, names)
-        if name == "BACKWARD_POST":
+        if _member("backward_prefetch", backward, BackwardPrefetch, names) == "BACKWARD_POST":
             raise ValueError(
                 "backward_prefetch BACKWARD_POST has no counterpart: the next block is gathered "
                 "before the gradients of this one, as by BACKWARD_PRE; leave the option out"
             )
     if depth is None:
-        return int(flag("forward_prefetch", options["forward_prefetch"] or False)), 0
+        return int(_flag("forward_prefetch", options["forward_prefetch"] or False)), 0
+    found = (depth, depth)
     if isinstance(depth, Mapping):
         check_options("prefetch", depth, ["forward", "backward"])
         found = (depth.get("forward", 0), depth.get("backward", 0))
-    else:
-        found = (depth, depth)
     for one in found:
         if isinstance(one, bool) or not isinstance(one, int) or one < 0:
             raise TypeError(f"prefetch must count blocks to gather ahead, from 0, got {depth!r}")
@@ -218,7 +225,7 @@ def _read_policy(value: Any) -> tuple[BlockSpec | None, WrapPolicy | None]:
     if isinstance(value, str):
         value = {"type": value}
     if isinstance(value, Mapping):
-        return _named_policy(value.get("type"), arguments_in(value))
+        return _named_policy(value.get("type"), _arguments_in(value))
     if isinstance(value, CustomPolicy):
         raise TypeError(
             "auto_wrap_policy of torch's CustomPolicy has no counterpart: give the blocks by shard"
@@ -231,38 +238,247 @@ def _read_policy(value: Any) -> tuple[BlockSpec | None, WrapPolicy | None]:
 def _named_policy(
     kind: Any, settings: Mapping[str, Any]
 ) -> tuple[BlockSpec | None, WrapPolicy | None]:
-    if kind == "size_based_auto_wrap_policy":
-        check_options(kind, settings, ["min_num_params"])
-        return {"min_params": settings.get("min_num_params", 100_000_000)}, None
-    if kind in ("transformer_auto_wrap_policy", "ModuleWrapPolicy"):
-        key = "module_classes" if kind == "ModuleWrapPolicy" else "transformer_layer_cls"
-        check_options(kind, settings, [key])
-        if key not in settings:
-            raise ValueError(f"auto_wrap_policy {kind} needs {key}: the classes of the blocks")
-        return settings[key], None
-    if kind == "always_wrap_policy":
-        check_options(kind, settings, [])
+    if kind not in _POLICIES:
+        if isinstance(kind, str) and "." not in kind:
+            hint = did_you_mean(kind, _POLICIES)
+            raise ValueError(
+                f"auto_wrap_policy must be one of {', '.join(_POLICIES)}, or the import path of a "
+                f"function, got {kind!r}{hint}"
+            )
+        return None, _read_function("auto_wrap_policy", {**settings, "type": kind})
+    key = _POLICIES[kind]
+    check_options(kind, settings, [key] if key else [])
+    if key is None:
         return None, lambda module, recurse, nonwrapped_numel: True
-    if isinstance(kind, str) and "." not in kind:
-        hint = did_you_mean(kind, _POLICIES)
-        raise ValueError(
-            f"auto_wrap_policy must be one of {', '.join(_POLICIES)}, or the import path of a "
-            f"function, got {kind!r}{hint}"
-        )
-    return None, read_function("auto_wrap_policy", {**settings, "type": kind})
+    if key == "min_num_params":
+        return {"min_params": settings.get(key, 100_000_000)}, None
+    if key not in settings:
+        raise ValueError(f"auto_wrap_policy {kind} needs {key}: the classes of the blocks")
+    return settings[key], None
 
 
 def _listed(name: str, value: Any) -> list[Any]:
-    if value is None:
-        return []
-    items = [value] if isinstance(value, (str, nn.Module, nn.Parameter)) else _iterable(name, value)
+    kinds = (str, nn.Module, nn.Parameter)
+    if value is None or isinstance(value, kinds):
+        return [] if value is None else [value]
+    if not isinstance(value, Iterable):
+        raise TypeError(f"{name} must be a list of names, modules or parameters, got {value!r}")
+    items = list(value)
     for one in items:
-        if not isinstance(one, (str, nn.Module, nn.Parameter)):
+        if not isinstance(one, kinds):
             raise TypeError(f"{name} must hold names, modules or parameters, got {one!r}")
     return items
 
 
-def _iterable(name: str, value: Any) -> list[Any]:
-    if not isinstance(value, Iterable):
-        raise TypeError(f"{name} must be a list of names, modules or parameters, got {value!r}")
-    return list(value)
+def _flag(name: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be true or false, got {value!r}")
+    return value
+
+
+def _member(name: str, value: Any, enum: Any, allowed: Sequence[str]) -> str:
+    """The name of an enum's member, given by name or as the member itself."""
+    if isinstance(value, enum):
+        value = value.name
+    if not isinstance(value, str):
+        raise TypeError(
+            f"{name} must be one of {', '.join(allowed)}, or a {enum.__name__}, got {value!r}"
+        )
+    if value not in allowed:
+        hint = did_you_mean(value, allowed)
+        raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {value!r}{hint}")
+    return value
+
+
+def _read_function(name: str, value: Any) -> Callable[..., Any] | None:
+    """A function, its import path, or a mapping of ``type`` and further arguments."""
+    settings: dict[str, Any] = {}
+    if isinstance(value, Mapping):
+        settings = _arguments_in(value)
+        value = value.get("type")
+    if isinstance(value, str):
+        try:
+            value = pkgutil.resolve_name(value)
+        except (ImportError, AttributeError, ValueError) as error:
+            raise ValueError(f"{name} must be the import path of a function: {error}") from error
+    if value is None and not settings:
+        return None
+    if not callable(value):
+        raise TypeError(f"{name} must be a function or its import path, got {value!r}")
+    return functools.partial(value, **settings) if settings else value
+
+
+def _arguments_in(value: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: one for name, one in value.items() if name != "type"}
+
+
+def _read_precision(value: Any) -> MixedPrecisionPolicy:
+    """torch's policy from a mapping of dtype names, or from its older class."""
+    if value is None:
+        return MixedPrecisionPolicy()
+    if isinstance(value, MixedPrecisionPolicy):
+        return value
+    if isinstance(value, MixedPrecision):
+        names = ("param_dtype", "reduce_dtype", "cast_forward_inputs", *_OLD_PRECISION)
+        value = {name: getattr(value, name) for name in names}
+        # Here every block casts what comes in, and the root is one of them.
+        value["cast_forward_inputs"] |= value["cast_root_forward_inputs"]
+        value["cast_root_forward_inputs"] = True
+    if not isinstance(value, Mapping):
+        raise TypeError(
+            "mixed_precision must be a mapping of dtype names or torch's policy, got "
+            f"{type(value).__name__}"
+        )
+    check_options("mixed_precision", value, [*_PRECISION, *_OLD_PRECISION])
+    for name, (allowed, why) in _OLD_PRECISION.items():
+        if value.get(name, allowed) not in (allowed, None):
+            raise ValueError(f"mixed_precision.{name}{why}")
+    dtypes = {name: _read_dtype(name, value[name]) for name in _PRECISION[:3] if name in value}
+    cast = _flag("cast_forward_inputs", value.get("cast_forward_inputs", True))
+    return MixedPrecisionPolicy(**dtypes, cast_forward_inputs=cast)
+
+
+def _read_dtype(name: str, value: Any) -> torch.dtype | None:
+    if value is None or isinstance(value, torch.dtype):
+        return value
+    if not isinstance(value, str):
+        raise TypeError(f"mixed_precision.{name} must be the name of a dtype, got {value!r}")
+    found = getattr(torch, value.removeprefix("torch."), None)
+    if not isinstance(found, torch.dtype):
+        names = ["bfloat16", "float16", "float32", "float64"]
+        hint = did_you_mean(value, names)
+        raise ValueError(
+            f"mixed_precision.{name} must be a dtype such as {', '.join(names)}, "
+            f"got {value!r}{hint}"
+        )
+    return found
+
+
+def _read_offload(value: Any) -> OffloadPolicy:
+    """torch's policy from a bool, a mapping, or its older class."""
+    if isinstance(value, OffloadPolicy):
+        return value
+    pin: Any = None
+    if isinstance(value, CPUOffload):
+        value = value.offload_params
+    elif isinstance(value, Mapping):
+        check_options("cpu_offload", value, ["offload_params", "pin_memory"])
+        pin = value.get("pin_memory")
+        value = value.get("offload_params", True)
+    if not _flag("cpu_offload", value or False):
+        return OffloadPolicy()
+    # Pinning needs the driver of an accelerator; without one there is nothing to copy to.
+    has_device = torch.accelerator.is_available()
+    wanted = has_device if pin is None else _flag("cpu_offload.pin_memory", pin)
+    return CPUOffloadPolicy(pin_memory=wanted and has_device)
+
+
+class ShardingMesh(NamedTuple):
+    """What ``fully_shard`` takes; that with the tensor axis; its ranks; where to gather."""
+
+    shards: DeviceMesh
+    everywhere: DeviceMesh
+    data_group: ProcessGroup | None
+    device: torch.device
+
+
+def sharding_mesh(options: FsdpOptions, model: nn.Module) -> ShardingMesh:
+    """Read or make the mesh; every rank must call this.
+
+    Raises:
+        ValueError: there is no process group, or the mesh does not fit the options.
+    """
+    if not (distributed.is_available() and distributed.is_initialized()):
+        raise ValueError(
+            "fully sharded training needs a process group, also for one process: call "
+            "torch.distributed.init_process_group() before, or start the processes by "
+            "stepwrap.runner.launch(main, nproc=...), or use SingleDevice"
+        )
+    forget_meshes()
+    given = options.mesh
+    if isinstance(given, Mesh):
+        shards = given.fsdp
+        if shards is None or given.device_mesh is None:
+            raise ValueError("the mesh was built without a process group: build it inside")
+        everywhere, group = given.device_mesh, given.data_group
+    else:
+        shards = given if given is not None else _make(options, _device_type(options, model))
+        everywhere, group = shards, _data_group(shards)
+    if shards.ndim > 2 or (shards.ndim == 2 and shards.mesh_dim_names is None):
+        raise ValueError(
+            f"the mesh must have one axis, or two named ones (copies and shards), got {shards}"
+        )
+    if options.hybrid and shards.ndim != 2:
+        raise ValueError(
+            "sharding_strategy HYBRID_SHARD needs a mesh of two axes, copies and shards, such as "
+            f"build_mesh({{'replicate': 2, 'shard': -1}}), got {shards}"
+        )
+    device = torch.device(shards.device_type)
+    if device.type != "cpu":
+        device = torch.device(device.type, torch.accelerator.current_device_index())
+    return ShardingMesh(shards, everywhere, group, device)
+
+
+def _data_group(mesh: DeviceMesh) -> ProcessGroup | None:
+    if mesh.size() == get_world_size():
+        return None
+    if mesh.ndim == 1:
+        return mesh.get_group()
+    raise ValueError(
+        f"a mesh of two axes must hold all {get_world_size()} ranks, or be made by "
+        f"stepwrap.wrappers.build_mesh, got {mesh}"
+    )
+
+
+def _make(options: FsdpOptions, device_type: str) -> DeviceMesh:
+    groups = options.groups
+    if isinstance(groups, tuple):
+        return _of_two_groups(*groups, device_type=device_type)
+    if options.hybrid:
+        if groups is not None:
+            raise ValueError(
+                "sharding_strategy HYBRID_SHARD needs two process groups, that of the shards and "
+                "that of the copies, or a mesh of two axes"
+            )
+        return _by_host(device_type)
+    if groups is not None:
+        return DeviceMesh.from_group(groups, device_type)
+    return init_device_mesh(device_type, (get_world_size(),), mesh_dim_names=("data",))
+
+
+def _of_two_groups(shards: ProcessGroup, copies: ProcessGroup, *, device_type: str) -> DeviceMesh:
+    own = distributed.get_process_group_ranks(shards)
+    rows = sorted({tuple(ranks) for ranks in all_gather_object(own)})
+    if len({len(row) for row in rows}) > 1 or sum(map(len, rows)) != get_world_size():
+        raise ValueError(
+            f"the groups of the shards must be alike in size and hold every rank once, got {rows}"
+        )
+    return DeviceMesh.from_group(
+        [copies, shards], device_type, mesh=torch.tensor(rows), mesh_dim_names=_HYBRID_AXES
+    )
+
+
+def _by_host(device_type: str) -> DeviceMesh:
+    hosts = all_gather_object(socket.gethostname())
+    sizes = {hosts.count(host) for host in hosts}
+    size = hosts.count(hosts[0])
+    if len(sizes) > 1 or any(
+        len(set(hosts[at : at + size])) > 1 for at in range(0, len(hosts), size)
+    ):
+        raise ValueError(
+            "HYBRID_SHARD needs equally many neighbouring ranks on every host; give the mesh, "
+            f"such as {{replicate: 2, shard: -1}}. Ranks per host: {sorted(sizes)}"
+        )
+    shape = (len(hosts) // size, size)
+    return init_device_mesh(device_type, shape, mesh_dim_names=_HYBRID_AXES)
+
+
+def _device_type(options: FsdpOptions, model: nn.Module) -> str:
+    if options.device is not None:
+        return options.device.type
+    for parameter in model.parameters():
+        if not parameter.is_meta:
+            return parameter.device.type
+    # A model without memory yet goes where there is an accelerator that the ranks can use.
+    accelerator = torch.accelerator.current_accelerator()
+    return comm_device(prefer=accelerator).type

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
-from functools import wraps
 from typing import Any
 
 import torch
-from torch import nn
-from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
-from ..sharding.held_gradients import drop_held_gradients, is_running, recover, watch_units
-from ..torch_functions import refuse_double_backward
-from .flags import Flags
+from ..sharding.layout import register_holder
+from ..torch_functions import refuse_double_backward, uncompiled
+from .torch_internals import (
+    check_torch,
+    drop_gradients,
+    groups_of,
+    is_interrupted,
+    is_running,
+    note_dtypes,
+    reset,
+    whole_flags,
+    whole_of,
+)
 
 _DOUBLE = (
     "meets blocks that fsdp has freed by then; compute it inside of the model's forward with no "
@@ -24,6 +33,10 @@ _DOUBLE = (
 class Root:
     """A module that ``fully_shard`` was applied to last, with the units inside it.
 
+    It also keeps ``requires_grad`` of shards and of whole parameters the same: FSDP2 takes it over
+    from the shard where it gathers, so of what is gathered already a change of the shard would
+    have no effect, and one of a whole parameter would be lost later.
+
     Attributes:
         module: the root.
         units: all that is gathered on its own, the root first.
@@ -32,13 +45,16 @@ class Root:
     def __init__(self, module: nn.Module) -> None:
         self.module: Any = module
         self.units = [one for one in module.modules() if isinstance(one, FSDPModule)]
+        for unit in self.units:
+            check_torch(unit)
+            unit.register_forward_hook(_refuse_double_backward)
+        self._groups = [group for unit in self.units for group in groups_of(unit)]
+        self._params = [one for group in self._groups for one in group.fsdp_params]
+        self._known = _shard_flags(self._params)
         self._holds = self._held = False
         self._gathered_once = False
         self._inside = self._depth = 0
-        self._flags = Flags(self.units)
-        watch_units(self.units)
-        for unit in self.units:
-            unit.register_forward_hook(_refuse_double_backward)
+        register_holder(self)
         # In front of torch's own hook, which gathers.
         module.register_forward_pre_hook(self._before_forward, prepend=True)
         module.register_forward_hook(self._after_forward, always_call=True)
@@ -52,14 +68,9 @@ class Root:
         finally:
             self._holds = before
 
-    def offer_no_sync(self) -> None:
-        """Give the module a ``no_sync`` where it has none."""
-        if not hasattr(self.module, "no_sync"):
-            self.module.no_sync = self.no_sync
-
     @contextmanager
-    def inside(self, *, whole: bool = False) -> Iterator[None]:
-        """Run a method that uses parameters outside of a forward; with ``whole``, gather them."""
+    def inside(self, *, whole: bool) -> Iterator[None]:
+        """Run what uses parameters outside of a forward; with ``whole``, gather them."""
         self._begin()
         if whole:
             self.module.unshard()
@@ -72,7 +83,7 @@ class Root:
             self._depth = depth
 
     def free(self) -> None:
-        """Leave nothing gathered."""
+        """Leave nothing gathered: after a forward without gradients no backward would free it."""
         for unit in self.units:
             unit.reshard()
 
@@ -86,16 +97,30 @@ class Root:
         self._depth = 0
 
     def recover(self) -> None:
-        """Make good what a forward or a backward that raised has left."""
+        """Let the next forward begin anew, where one or a backward has raised.
+
+        The gradients of the step that raised are dropped, and those of its window held so far.
+        """
         # A model that calls itself in its forward has not failed.
-        if not self._inside and not self._depth:
-            recover(self.module)
+        if not self._inside and not self._depth and is_interrupted(self.module):
+            reset(self.module)
+            self.drop_gradients()
+
+    def drop_gradients(self, chosen: Collection[int] | None = None) -> None:
+        """Drop gradients that wait for a reduction: all, or of parameters with these ids."""
+        for group in self._groups:
+            drop_gradients(group, chosen)
+
+    def gathered(self, parameters: Iterable[Tensor]) -> Tensor | None:
+        """The first of ``parameters`` that was put together for a forward and is freed after it."""
+        whole = {id(whole_of(one)) for one in self._params}
+        return next((one for one in parameters if id(one) in whole), None)
 
     def _before_forward(self, module: nn.Module, inputs: Any) -> None:
         try:
             self._begin()
             if not self._depth:
-                self._flags.before_forward()
+                _untraced(self._unify_flags)
         finally:
             # The hook after it is called in any case.
             self._depth += 1
@@ -104,7 +129,7 @@ class Root:
         # Another hook may have raised before the first of ours.
         self._depth = max(0, self._depth - 1)
         if not self._depth:
-            self._flags.after_forward()
+            _untraced(self._take_over)
 
     def _begin(self) -> None:
         self.recover()
@@ -128,100 +153,50 @@ class Root:
                 unit.unshard()
                 unit.reshard()
 
+    def _unify_flags(self) -> None:
+        """Make shards and whole parameters the same, as they were set last."""
+        shards = _shard_flags(self._params)
+        if shards != whole_flags(self._params, shards):
+            # Where the shard is in the layers, its whole parameter is of the past.
+            self._take_over([g.is_unsharded for g in self._groups for _ in g.fsdp_params])
+            shards = _shard_flags(self._params)
+            for one, flag in zip(self._params, shards, strict=True):
+                _set_flag(whole_of(one), flag)
+            note_dtypes(self._groups)
+        self._known = shards
+
+    def _take_over(self, chosen: list[bool] | None = None) -> None:
+        """Let shards have what was set of whole parameters."""
+        known = self._known
+        now = whole_flags(self._params, known)
+        if now == known:
+            return
+        for at, one in enumerate(self._params):
+            if now[at] is not known[at] and (chosen is None or chosen[at]):
+                _set_flag(one.sharded_param, now[at])
+        note_dtypes(self._groups)
+
+
+def _shard_flags(parameters: Iterable[Any]) -> list[bool]:
+    return [one.sharded_param.requires_grad for one in parameters]
+
 
 def _refuse_double_backward(unit: nn.Module, inputs: Any, output: Any) -> None:
     refuse_double_backward(output, _DOUBLE)
 
 
-def gather_in(method: str, module: Any, roots: Sequence[Root]) -> None:
-    """Let ``module``'s method use the parameters of all roots, also without calling them."""
-    if roots[0].module is module:
-        register_fsdp_forward_method(module, method)
-    whole = roots[0].module is not module
-    plain = getattr(module, method)
-
-    def gathering(*args: Any, **kwargs: Any) -> Any:
-        with inside(roots, whole=whole):
-            return plain(*args, **kwargs)
-
-    setattr(module, method, gathering)
+def _set_flag(parameter: Any, flag: bool) -> None:
+    if parameter is not None and parameter.requires_grad is not flag:
+        parameter.requires_grad_(flag)
 
 
-@contextmanager
-def inside(roots: Sequence[Root], *, whole: bool) -> Iterator[None]:
-    """As ``Root.inside``, of all roots."""
-    if not roots:
-        yield
-        return
-    with roots[0].inside(whole=whole), inside(roots[1:], whole=whole):
-        yield
+def _untraced(call: Callable[[], None]) -> None:
+    if torch.compiler.is_compiling():
+        _outside_of_graphs(call)
+    else:
+        call()
 
 
-def free_all(roots: Sequence[Root]) -> None:
-    """Leave nothing gathered: only a backward would free it."""
-    for root in roots:
-        root.free()
-
-
-def leave_all(roots: Sequence[Root]) -> None:
-    """Take it that no forward runs."""
-    for root in roots:
-        root.leave()
-
-
-def show_shards(module: Any, roots: Sequence[Root]) -> None:
-    """Let ``module.parameters()`` be the shards, and ``zero_grad`` clear all gradients.
-
-    After a forward without a backward a root stays gathered, and an optimizer that is made of the
-    whole parameters would never train anything.
-    """
-    named, clear = module.named_parameters, module.zero_grad
-
-    def named_parameters(*args: Any, **kwargs: Any) -> Any:
-        for root in roots:
-            root.settle()
-        return named(*args, **kwargs)
-
-    def zero_grad(set_to_none: bool = True) -> None:
-        clear(set_to_none)
-        drop_held_gradients(module.parameters())
-
-    module.named_parameters, module.zero_grad = named_parameters, zero_grad
-
-
-def explained(step: Callable[..., Any]) -> Callable[..., Any]:
-    """A ``train_step`` of the wrapper that tidies up after an error, and says more about some."""
-
-    @wraps(step)
-    def train_step(self: Any, *args: Any, **kwargs: Any) -> Any:
-        try:
-            return step(self, *args, **kwargs)
-        except BaseException as error:
-            leave_all(self._roots)
-            for root in self._roots:
-                root.recover()
-            advice = _advice(str(error))
-            if advice is None:
-                raise
-            raise RuntimeError(advice) from error
-
-    return train_step
-
-
-def _advice(text: str) -> str | None:
-    """What to do about an error of torch's that comes from parameters in shards."""
-    if "mixed torch.Tensor and DTensor" in text:
-        return (
-            "parameters of the model were used where they are shards. Run layers through "
-            "self(...) of the wrapper, or through children of a model that steps itself; make "
-            "sums over parameters of shards alone, and whole before they meet other tensors: "
-            "sum(one.square().sum().full_tensor() for one in self.parameters()). A model whose "
-            "step does otherwise runs under ddp, or under separate with several optimizers"
-        )
-    if "already been lazily initialized" in text:
-        return (
-            "a part of the model was called by itself before the whole that it is sharded in: run "
-            "it through self(...), or let the step of the model call its children only; a model "
-            "whose step does otherwise runs under ddp, or under separate with several optimizers"
-        )
-    return None
+@uncompiled("what is trained is looked at outside of graphs")
+def _outside_of_graphs(call: Callable[[], None]) -> None:
+    call()

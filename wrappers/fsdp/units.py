@@ -1,4 +1,4 @@
-"""Which modules of a model are gathered and freed on their own."""
+"""Which modules of a model are gathered and freed on their own, and how they become so."""
 
 from __future__ import annotations
 
@@ -7,18 +7,110 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ...registry import did_you_mean
 from ..blocks.blocks import find_blocks
+from ..sharding.mesh import agree, broadcast_first
+from ..sharding.meta_init import check_no_meta_buffers
 from ..steps.step import has_own_train_step
 from .options import FsdpOptions, WrapPolicy
 
 logger = logging.getLogger(__name__)
+
+
+def check_model(module: nn.Module, detect: bool) -> None:
+    """Raise ValueError for a model that cannot be sharded, whatever the options."""
+    check_no_meta_buffers(module)
+    if any(isinstance(one, FSDPModule) for one in module.modules()):
+        raise ValueError(
+            f"{type(module).__name__} is sharded already: give the model as it was before "
+            "fully_shard; shard names its blocks"
+        )
+    if detect and has_own_train_step(module):
+        raise ValueError(
+            f"detect_anomalous_params needs the wrapper's own train_step, but "
+            f"{type(module).__name__}.train_step is used"
+        )
+
+
+def shard_model(module: nn.Module, options: FsdpOptions, mesh: DeviceMesh) -> list[nn.Module]:
+    """Spread the parameters over the mesh; returns the modules from which gathering starts.
+
+    Every rank must call this.
+    """
+    ignored: set[nn.Parameter] = set()
+    units: dict[str, nn.Module] = {}
+
+    def describe() -> dict[str, Any]:
+        ignored.update(find_ignored(module, options.ignored))
+        check_shapes(module, ignored)
+        units.update(find_units(module, options, ignored))
+        return _description(module, options, list(units), ignored)
+
+    agree(describe, mesh)
+    roots = find_roots(module, ignored)
+    exact = full_precision_units(module, options.precision)
+    if options.device is not None and not any(one.is_meta for one in module.parameters()):
+        module.to(options.device)
+    if options.same_weights:
+        tensors = [*module.parameters(), *module.buffers()]
+        broadcast_first([one for one in tensors if not one.is_meta], mesh)
+    common: dict[str, Any] = {"mesh": mesh, "offload_policy": options.offload}
+    if ignored:
+        common["ignored_params"] = ignored
+    # Between blocks nothing would cast back what is not in the dtype of the next one.
+    inner = replace(options.precision, output_dtype=None)
+    # The innermost first: a unit takes what those inside it have left.
+    for path, one in reversed(list(module.named_modules())):
+        if path not in roots and (path in exact or path in units):
+            policy = exact.get(path, inner)
+            free = options.free_after_forward
+            fully_shard(one, mp_policy=policy, reshard_after_forward=free, **common)
+    # None: torch keeps the outermost block, of which the backward begins.
+    free_root = False if options.free_after_forward is False else None
+    for path, root in roots.items():
+        policy = exact.get(path, options.precision)
+        fully_shard(root, mp_policy=policy, reshard_after_forward=free_root, **common)
+        start = f"{path}." if path else ""
+        own = {name: units[name] for name in units if name != path and name.startswith(start)}
+        _set_prefetch(root, own, options.prefetch)
+    return list(roots.values())
+
+
+def _description(
+    module: nn.Module, options: FsdpOptions, units: list[str], ignored: set[nn.Parameter]
+) -> dict[str, Any]:
+    """What must be the same on all ranks, so that they gather and reduce the same."""
+    parameters = dict(module.named_parameters())
+    named = {**parameters, **dict(module.named_buffers())}
+    return {
+        **{name: (tuple(one.shape), str(one.dtype)) for name, one in named.items()},
+        **{f"{name}.requires_grad": one.requires_grad for name, one in parameters.items()},
+        "shard": units,
+        "ignored_parameters": [name for name, one in parameters.items() if one in ignored],
+        "mixed_precision": str(options.precision),
+        "cpu_offload": str(options.offload),
+        "reshard_after_forward": options.free_after_forward,
+        "prefetch": options.prefetch,
+        "sync_module_states": options.same_weights,
+    }
+
+
+def _set_prefetch(module: Any, units: dict[str, nn.Module], depth: tuple[int, int]) -> None:
+    forward: list[Any] = [module, *units.values()]
+    backward: list[Any] = [module, *(units[path] for path in in_backward_order(units))]
+    for at in range(len(units)):
+        if depth[0]:
+            forward[at].set_modules_to_forward_prefetch(forward[at + 1 :][: depth[0]])
+        if depth[1]:
+            backward[at].set_modules_to_backward_prefetch(backward[at + 1 :][: depth[1]])
 
 
 def find_units(
@@ -29,10 +121,8 @@ def find_units(
     A block that shares parameters with other parts of the model stays with what holds both, and
     so does one whose parameters are used without calling it.
     """
-    if options.policy is not None:
-        blocks = _by_policy(model, options.policy)
-    else:
-        blocks = find_blocks(model, options.blocks)
+    by_policy = options.policy and _by_policy(model, options.policy)
+    blocks = find_blocks(model, options.blocks) if by_policy is None else by_policy
     blocks.pop("", None)
     owners = _owners(model)
     units = {}
@@ -246,23 +336,12 @@ def _trained(module: nn.Module, ignored: set[nn.Parameter]) -> list[nn.Parameter
     return [one for one in own if one.requires_grad and one not in ignored]
 
 
-def in_backward_order(units: dict[str, nn.Module]) -> list[str]:
-    """Paths in the order in which backward needs them: the last one that ended its forward first.
-
-    That is, a unit before those inside it, and otherwise from the back to the front.
-    """
-    order: list[str] = []
-
-    def visit(path: str) -> None:
-        inside = [one for one in units if one.startswith(f"{path}.") or (not path and one)]
-        direct = [one for one in inside if not any(_holds(other, one) for other in inside)]
-        for one in reversed(direct):
-            order.append(one)
-            visit(one)
-
-    visit("")
-    return order
-
-
-def _holds(outer: str, inner: str) -> bool:
-    return inner.startswith(f"{outer}.")
+def in_backward_order(units: Iterable[str]) -> list[str]:
+    """Paths, given in module order, as backward needs them: what ended its forward last first."""
+    ended: list[str] = []
+    running: list[str] = []
+    for path in units:
+        while running and not path.startswith(f"{running[-1]}."):
+            ended.append(running.pop())
+        running.append(path)
+    return [*running, *reversed(ended)]

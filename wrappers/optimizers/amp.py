@@ -14,16 +14,10 @@ from torch.optim import Optimizer
 from ...registry import OPTIM_WRAPPERS
 from ..sharding.layout import has_placed
 from ..torch_functions import check_options, option_names
-from .closures import closure_advice
-from .first_update import parameters_of
-from .optim import OptimWrapper
+from .optim import OptimWrapper, closure_advice
+from .optim_state import parameters_of
 
-_DTYPES = {
-    "float16": torch.float16,
-    "bfloat16": torch.bfloat16,
-    "float32": torch.float32,
-    "float64": torch.float64,
-}
+_DTYPES = {name: getattr(torch, name) for name in ("float16", "bfloat16", "float32", "float64")}
 _HALF = (torch.float16, torch.bfloat16)
 _SCALE_KEY = "loss_scaler"
 
@@ -62,8 +56,8 @@ class AmpOptimWrapper(OptimWrapper):
         dtype: "float16", "bfloat16" or such a ``torch.dtype``; default: autocast's own for
             the device. "float32" and "float64" switch autocast off.
         use_fsdp: decide together with all ranks whether an update is skipped, at one small
-            collective per update. Where the optimizer's parameters are sharded, of FSDP2 or
-            tensor-parallel, this is so anyway: an infinity in one rank's part stops all.
+            collective per update. Where the optimizer's parameters are sharded this is so anyway:
+            an infinity in one rank's part stops all.
         device: default: the device of the parameters.
 
     Raises:
@@ -94,7 +88,7 @@ class AmpOptimWrapper(OptimWrapper):
         if self._together:
             # It imports a good part of torch.distributed.
             from ..sharding.part_scaler import PartScaler as scaler
-        options, self._fixed_scale = _scaler_options(loss_scale, scaler)
+        options, self._fixed_scale = _scaler_options(loss_scale)
         self.loss_scaler = scaler(**{"device": self.device_type, "enabled": enabled, **options})
         if enabled and isinstance(optimizer, torch.optim.SGD):
             # Fused and told to skip its first step, it would take for its momentum what happens
@@ -129,9 +123,7 @@ class AmpOptimWrapper(OptimWrapper):
     def optim_context(self, model: nn.Module) -> AbstractContextManager[Any]:
         """Autocast, inside ``model.no_sync()`` where the micro-batch does not end its window."""
         context = super().optim_context(model)
-        if self.cast_dtype not in _HALF:
-            return context
-        return _both(context, self.precision_context())
+        return context if self.cast_dtype not in _HALF else _both(context, self.precision_context())
 
     def precision_context(self) -> AbstractContextManager[Any]:
         """Autocast alone, as an evaluation of the model in training runs in."""
@@ -160,8 +152,7 @@ def _both(outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]
 
 
 def _device_type(optimizer: Optimizer) -> str:
-    parameters: list[Tensor] = optimizer.param_groups[0]["params"]
-    return parameters[0].device.type
+    return next(parameters_of(optimizer)).device.type
 
 
 def _dtype(dtype: str | torch.dtype | None, device_type: str) -> torch.dtype:
@@ -173,14 +164,12 @@ def _dtype(dtype: str | torch.dtype | None, device_type: str) -> torch.dtype:
     return found
 
 
-def _scaler_options(
-    loss_scale: Any, scaler: Callable[..., Any]
-) -> tuple[dict[str, Any], float | None]:
+def _scaler_options(loss_scale: Any) -> tuple[dict[str, Any], float | None]:
     """Arguments for the scaler, and the scale to return to after every update."""
     if loss_scale == "dynamic":
         return {}, None
     if isinstance(loss_scale, Mapping):
-        check_options("loss_scale", loss_scale, option_names(scaler))
+        check_options("loss_scale", loss_scale, option_names(torch.amp.GradScaler))
         return dict(loss_scale), None
     if isinstance(loss_scale, (int, float)) and not isinstance(loss_scale, bool):
         return {"init_scale": float(loss_scale)}, float(loss_scale)

@@ -1,27 +1,34 @@
-"""How a loss becomes new weights."""
+"""How a loss becomes new weights: accumulation, clipping, the step, a closure."""
 
 from __future__ import annotations
 
 import logging
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_, clip_grads_with_norm_
 from torch.optim import Optimizer
 
 from ...registry import OPTIM_WRAPPERS
-from ..sharding.dtensors import is_dtensor
-from ..sharding.held_gradients import drop_held_gradients
-from ..sharding.tensor_ranks import compare_first_update
-from .clip import GradClip
-from .closures import check_closure, closure_advice, step_by_closure
-from .first_update import FirstUpdate, parameters_of
-from .optim_state import is_spread, kind_of, load_state, state_of
+from ..sharding.layout import (
+    drop_held_gradients,
+    has_placed,
+    is_dtensor,
+    local_part,
+    no_sync,
+    total_norm,
+)
+from ..torch_functions import check_options
+from .optim_state import is_spread, kind_of, load_state, parameters_of, state_of
 from .optimizer_fit import check_optimizer, needs_closure
+from .step_checks import FirstUpdate, has_own_step
 
 logger = logging.getLogger(__name__)
 
@@ -33,15 +40,7 @@ _NOTHING = nullcontext()
 
 
 class Accumulation:
-    """Counts micro-batches; base of the optimizer wrappers.
-
-    Args:
-        accumulative_counts: micro-batches per update.
-
-    Raises:
-        AssertionError: ``accumulative_counts`` is below 1.
-        TypeError: it is no integer.
-    """
+    """Counts micro-batches, ``accumulative_counts`` per update; base of the optimizer wrappers."""
 
     def __init__(self, accumulative_counts: int) -> None:
         self._accumulative_counts = _count("accumulative_counts", accumulative_counts)
@@ -110,8 +109,7 @@ class Accumulation:
 
     def _check_first(self) -> None:
         """Refuse a first update by what are no gradients of the model, or not those of all."""
-        first = self._first
-        if first is not None and first.check(self._inner_count > self._resumed_at):
+        if self._first is not None and self._first.check(self._inner_count > self._resumed_at):
             self._first = None
 
     def _window_length(self, index: int) -> int:
@@ -177,7 +175,6 @@ class OptimWrapper(Accumulation):
                 f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}"
             )
         check_optimizer(optimizer)
-        compare_first_update(optimizer)
         self.optimizer = optimizer
         self._needs_closure = needs_closure(type(optimizer))
         self._is_sharded = any(is_dtensor(one) for one in parameters_of(optimizer))
@@ -185,7 +182,7 @@ class OptimWrapper(Accumulation):
         self.grad_norm: Tensor | None = None
         self._clip = None if clip_grad is None else GradClip.from_settings(clip_grad)
         if self._needs_closure:
-            check_closure(self)
+            _check_closure(self)
         self.base_param_settings: dict[str, Any] | None = None
         if len(optimizer.param_groups) > 1:
             self.base_param_settings = {"params": torch.tensor([0.0]), **optimizer.defaults}
@@ -205,21 +202,36 @@ class OptimWrapper(Accumulation):
     def update_by_closure(self, closure: Callable[[], Tensor], model: Any) -> Tensor:
         """Update by a loss that the optimizer may ask for several times (LBFGS).
 
-        Counts one micro-batch. Every rank must call this: what the optimizer sees is the mean of
-        the ranks' losses, so that all of them decide alike.
+        Counts one micro-batch and returns the loss before the update, detached. Every rank must
+        call this: the optimizer sees the mean of the ranks' losses, so that all decide alike.
 
         Args:
             closure: computes the loss of the batch, without backward; runs in ``optim_context``.
-            model: the wrapper, which knows the ranks.
-
-        Returns:
-            The loss before the update, detached.
+            model: the wrapper, which knows the ranks; anything else is a TypeError.
 
         Raises:
-            TypeError: ``model`` is not a wrapper.
             ValueError: with accumulation, clipping, a loss scale or ranks of unequal lengths.
         """
-        return step_by_closure(self, closure, model)
+        _check_closure(self, model)
+        average: Callable[[Tensor], Tensor] | None = getattr(model, "average", None)
+        if average is None:
+            raise TypeError(
+                "update_by_closure needs the model wrapper, which knows the ranks whose losses are "
+                f"to be averaged, got {type(model).__name__}: give self, not self.module"
+            )
+        self._inner_count += 1
+
+        def evaluate() -> Tensor:
+            self.zero_grad()
+            with self.optim_context(model):
+                loss = closure()
+            loss.backward()  # type: ignore[no-untyped-call]
+            self._check_first()
+            return average(loss.detach())
+
+        first: Any = self.optimizer.step(evaluate)  # type: ignore[arg-type]
+        self.zero_grad()
+        return torch.as_tensor(first).detach()
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Run backward and count the micro-batch."""
@@ -232,7 +244,7 @@ class OptimWrapper(Accumulation):
         Raises:
             RuntimeError: none of them has ever had a gradient, though `backward` has run; the
                 model has other parameters in the place of some; or the first gradients of a
-                custom training step differ between ranks.
+                custom training step, or of what ranks hold whole, differ between ranks.
             ValueError: the optimizer needs a closure.
         """
         if self._first is not None:
@@ -265,8 +277,8 @@ class OptimWrapper(Accumulation):
             self._first.note(model)
         if self._accumulative_counts == 1 or self.should_sync():
             return _NOTHING
-        no_sync: Callable[[], AbstractContextManager[Any]] | None = getattr(model, "no_sync", None)
-        return _NOTHING if no_sync is None else no_sync()
+        own: Callable[[], AbstractContextManager[Any]] | None = getattr(model, "no_sync", None)
+        return no_sync(model) if own is None else own()
 
     @property
     def collective_state(self) -> bool:
@@ -286,11 +298,9 @@ class OptimWrapper(Accumulation):
 
     def get_lr(self) -> dict[str, list[float]]:
         """Learning rate of every group, and ``base_lr`` when there are several."""
-        rates: dict[str, list[float]] = {}
-        if self.base_param_settings is not None:
-            rates["base_lr"] = [self.base_param_settings["lr"]]
-        rates["lr"] = [group["lr"] for group in self.optimizer.param_groups]
-        return rates
+        base = self.base_param_settings
+        rates = {} if base is None else {"base_lr": [base["lr"]]}
+        return {**rates, "lr": [group["lr"] for group in self.optimizer.param_groups]}
 
     def get_momentum(self) -> dict[str, list[float]]:
         """Momentum (Adam-like: the first beta; else 0) of every group."""
@@ -342,20 +352,136 @@ class OptimWrapper(Accumulation):
 
 
 def _count(name: str, value: Any) -> int:
-    """Return ``value`` as a plain int, also from numpy's integers."""
-    try:
-        count = None if isinstance(value, bool) else operator.index(value)
-    except TypeError:
-        count = None
-    if count is None:
+    # Integers of numpy have an index as well, and bools must not count.
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
         raise TypeError(f"{name} must be an int, got {value!r}")
-    if count < 1:
+    if value < 1:
         # As documented by the system that this is for.
         raise AssertionError(f"_{name} at least greater than or equal to 1, got {value!r}")
-    return count
+    return operator.index(value)
 
 
 def _momentum(group: Mapping[str, Any]) -> float:
-    if "momentum" in group:
-        return float(group["momentum"])
-    return float(group["betas"][0]) if "betas" in group else 0.0
+    return float(group.get("momentum", group.get("betas", (0.0,))[0]))
+
+
+def closure_advice(optimizer: Optimizer) -> str:
+    return (
+        f"{type(optimizer).__name__} needs a closure that computes the loss again, several times "
+        "in a step: override the wrapper's train_step and call "
+        "optim_wrapper.update_by_closure(closure, self) there, or use an optimizer that steps from "
+        "gradients, such as AdamW"
+    )
+
+
+def refuse_without_closure(optim_wrapper: Any, model: Any) -> None:
+    """Raise ValueError where no step of the wrapper ``model`` could give a closure that is needed."""
+    if getattr(optim_wrapper, "_needs_closure", False) and not has_own_step(model):
+        raise ValueError(closure_advice(optim_wrapper.optimizer))
+
+
+def _check_closure(optim_wrapper: Any, model: Any = None) -> None:
+    """Raise ValueError where ``optim_wrapper`` cannot update by a closure."""
+    name = type(optim_wrapper.optimizer).__name__
+    every = optim_wrapper._accumulative_counts
+    if every != 1:
+        raise ValueError(
+            f"{name} with a closure needs accumulative_counts=1, got {every}: each of its losses "
+            "must be that of the same data; use larger batches"
+        )
+    if optim_wrapper._clip is not None:
+        raise ValueError(
+            f"{name} with a closure needs clip_grad=None, got {optim_wrapper._clip}: it compares "
+            "losses with gradients, which clipped are of another loss"
+        )
+    scaler = getattr(optim_wrapper, "loss_scaler", None)
+    if scaler is not None and scaler.is_enabled():
+        raise ValueError(
+            f"{name} with a closure takes no scaled loss: use dtype bfloat16 or float32"
+        )
+    if getattr(model, "uneven_inputs", None) is not None:
+        raise ValueError(
+            f"{name} with a closure needs as many batches on all ranks: leave uneven_inputs out"
+        )
+
+
+_OPTIONS = {
+    "norm": ("max_norm", "norm_type", "error_if_nonfinite", "foreach"),
+    "value": ("clip_value", "foreach"),
+}
+
+
+@dataclass(frozen=True)
+class GradClip:
+    """How the gradients of an optimizer are clipped: by torch's function for "norm" or "value"."""
+
+    kind: str
+    options: Mapping[str, Any]
+
+    @classmethod
+    def from_settings(cls, settings: Mapping[str, Any]) -> GradClip:
+        """Check ``{"type": "norm", "max_norm": 1.0, ...}``; the type follows from the keys."""
+        if not isinstance(settings, Mapping) or not settings:
+            raise AssertionError(
+                "If `clip_grad` is not None, it should be a `dict` which is the arguments of "
+                "`torch.nn.utils.clip_grad_norm_` or `torch.nn.utils.clip_grad_value_`, "
+                f"got {settings!r}"
+            )
+        options = dict(settings)
+        kind = options.pop("type", "value" if "clip_value" in options else "norm")
+        if kind not in _OPTIONS:
+            raise ValueError(f'type of clip_grad should be "norm" or "value" but got {kind!r}')
+        if not options:
+            raise AssertionError(
+                "`clip_grad` should contain other arguments besides `type`: "
+                f"for {kind!r} at least {_OPTIONS[kind][0]!r}"
+            )
+        check_options(f"clip_grad of type {kind!r}", options, _OPTIONS[kind])
+        return cls(kind, options)
+
+    def __call__(self, optimizer: Optimizer) -> Tensor | None:
+        """Clip in place; the total norm of the whole gradients before (None for "value").
+
+        Where parameters are sharded every rank must call this.
+        """
+        parameters = [
+            parameter
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+            if parameter.requires_grad and parameter.grad is not None
+        ]
+        if not has_placed(optimizer):
+            if self.kind == "norm":
+                return clip_grad_norm_(parameters, **self.options)
+            clip_grad_value_(parameters, **self.options)
+            return None
+        # torch's functions fail on parameters of different meshes; they only look at `grad`.
+        parts: Any = [SimpleNamespace(grad=local_part(_gradient(one))) for one in parameters]
+        if self.kind == "norm":
+            return _clip_parts_by_norm(parameters, parts, **self.options)
+        clip_grad_value_(parts, **self.options)
+        return None
+
+
+@torch.no_grad()
+def _clip_parts_by_norm(
+    parameters: Sequence[Tensor],
+    parts: Any,
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> Tensor:
+    total = total_norm(map(_gradient, parameters), float(norm_type), like=parameters)
+    if error_if_nonfinite and not total.isfinite():
+        raise RuntimeError(
+            f"The total norm of order {norm_type} of the gradients is {total.item()}, so it "
+            "cannot be clipped; error_if_nonfinite=False goes on nevertheless"
+        )
+    clip_grads_with_norm_(parts, max_norm, total, foreach)
+    return total
+
+
+def _gradient(parameter: Tensor) -> Tensor:
+    assert parameter.grad is not None
+    return parameter.grad

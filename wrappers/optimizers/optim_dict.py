@@ -94,8 +94,8 @@ class OptimWrapperDict(Mapping[str, OptimWrapper]):
     def begin_batch(self) -> None:
         """Make `should_update` consider only the members that take part in the coming batch.
 
-        Called by the training loops before each training step; to be called in a loop of one's
-        own whose members do not all take part in every batch.
+        The training loops call this before each training step, as a loop of your own must whose
+        members do not all take part in every batch.
         """
         self._before = {name: wrapper._inner_count for name, wrapper in self.items()}
 
@@ -107,7 +107,10 @@ class OptimWrapperDict(Mapping[str, OptimWrapper]):
         a step of one's own does by hand, where no windows are set.
         """
         before = self._before
-        if before is None or _is_by_hand(self, before):
+        if before is None or all(
+            one._accumulative_counts == 1 and one._inner_count == before[name]
+            for name, one in self.items()
+        ):
             return any(wrapper.should_update() for wrapper in self.values())
         return any(_has_ended(wrapper, before[name]) for name, wrapper in self.items())
 
@@ -162,13 +165,6 @@ class OptimWrapperDict(Mapping[str, OptimWrapper]):
                     f"it has {list(self)}"
                 )
             self[name].load_state_dict(state)
-
-
-def _is_by_hand(group: OptimWrapperDict, before: Mapping[str, int]) -> bool:
-    return all(
-        wrapper._accumulative_counts == 1 and wrapper._inner_count == before[name]
-        for name, wrapper in group.items()
-    )
 
 
 def _has_ended(wrapper: OptimWrapper, before: int) -> bool:

@@ -12,14 +12,25 @@ from collections.abc import Iterator, Mapping
 from itertools import chain
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
-from ..sharding.dtensors import is_dtensor
-from ..sharding.layout import as_global, has_placed, is_placed, layout_of, take_part
+from ..sharding.layout import (
+    as_global,
+    has_placed,
+    is_dtensor,
+    is_placed,
+    layout_of,
+    take_part,
+)
 
 # How a step is computed: the own choice stays, since another device or sharding may not have it.
 _IMPLEMENTATION = ("fused", "foreach", "capturable", "differentiable")
+
+
+def parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:
+    """Yield what ``optimizer`` updates."""
+    return (one for group in optimizer.param_groups for one in group["params"])
 
 
 def kind_of(optimizer: Optimizer) -> str:
@@ -31,7 +42,7 @@ def is_spread(optimizer: Optimizer) -> bool:
     """Whether no rank alone can tell the whole state of ``optimizer``."""
     if _is_zero(optimizer):
         return True
-    return any(layout_of(p).sharded_over for p in _parameters(optimizer) if is_placed(p))
+    return any(layout_of(p).sharded_over for p in parameters_of(optimizer) if is_placed(p))
 
 
 def state_of(optimizer: Optimizer) -> dict[str, Any]:
@@ -42,7 +53,7 @@ def state_of(optimizer: Optimizer) -> dict[str, Any]:
     """
     state = dict(_consolidated(optimizer) if _is_zero(optimizer) else optimizer.state_dict())
     if has_placed(optimizer):
-        by_key = dict(enumerate(_parameters(optimizer)))
+        by_key = dict(enumerate(parameters_of(optimizer)))
         state["state"] = {
             key: _spread(values, by_key[key]) if key in by_key else values
             for key, values in state["state"].items()
@@ -66,8 +77,8 @@ def load_state(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
         for saved, own in pairs
     ] + list(groups[len(optimizer.param_groups) :])
     keys = chain.from_iterable(group["params"] for group in groups)
-    owners = dict(zip(keys, _parameters(optimizer), strict=False))
-    mine = {id(p) for p in _parameters(_inner(optimizer))}
+    owners = dict(zip(keys, parameters_of(optimizer), strict=False))
+    mine = {id(p) for p in parameters_of(_inner(optimizer))}
     state["state"] = {
         key: _fitted(values, owners[key]) if key in owners else values
         for key, values in state["state"].items()
@@ -86,10 +97,6 @@ def _is_zero(optimizer: Optimizer) -> bool:
 def _inner(optimizer: Any) -> Any:
     wraps = _is_zero(optimizer) or hasattr(optimizer, "averager")
     return optimizer.optim if wraps else optimizer
-
-
-def _parameters(optimizer: Optimizer) -> Iterator[nn.Parameter]:
-    return (parameter for group in optimizer.param_groups for parameter in group["params"])
 
 
 def _consolidated(optimizer: Any) -> dict[str, Any]:
@@ -126,7 +133,7 @@ def _fitted_value(value: Any, owner: Tensor) -> Any:
         # Vectors of all parameters, as LBFGS has them.
         return [_fitted_value(one, owner) for one in value]
     if not hasattr(value, "shape") or (isinstance(value, Tensor) and not is_placed(owner)):
-        return _whole(value)
+        return value.full_tensor() if is_dtensor(value) else value
     if len(value.shape) and tuple(value.shape) == layout_of(owner).shape:
         return take_part(value, owner)
     value = value if isinstance(value, Tensor) else value[...]
@@ -137,8 +144,3 @@ def _fitted_value(value: Any, owner: Tensor) -> Any:
         everywhere = [Replicate()] * owner.device_mesh.ndim
         return DTensor.from_local(value, owner.device_mesh, everywhere, run_check=False)
     return value
-
-
-def _whole(value: Any) -> Any:
-    """A tensor of parts elsewhere, as the ordinary tensor that a plain parameter needs."""
-    return value.full_tensor() if is_dtensor(value) else value

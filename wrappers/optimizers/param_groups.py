@@ -1,25 +1,31 @@
-"""Learning rates, weight decays and other options by parameter."""
+"""The user's own names of parameters, whatever the model is wrapped in; and by them, learning
+rates, weight decays and other options, and the parameters of each of several optimizers.
+"""
 
 from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
-from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd
+from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from ...registry import ParamwiseSection, Problem, check_paramwise, default_of
-from .param_names import NamedParameter, is_pattern, named_parameters, near_names
+from ...registry import ParamwiseSection, Problem, check_paramwise, default_of, did_you_mean
+from ..steps.step import Steps, has_own_train_step
 
 logger = logging.getLogger(__name__)
 
 Options = dict[str, Any]
+
+_WRAPPERS = (DataParallel, DistributedDataParallel, Steps)
+# The child in which torch.compile keeps the module that it was given.
+_COMPILED = "_orig_mod"
 
 _NORMS = (_NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
 _NORMS_OF_MMENGINE = (_NormBase, nn.GroupNorm, nn.LayerNorm)
@@ -29,19 +35,141 @@ _NORM_NAME = re.compile(r"Norm(\dd)?$", re.IGNORECASE)
 _BIAS_NAME = re.compile(r"bias|in_proj_bias|bias_[ih]h_l\d+(_reverse)?")
 # By kind of parameter, the options of which the first that is set decides its decay.
 _DECAYS = {
-    "norm": ("norm",),
-    "norm bias": ("norm",),
-    "dwconv": ("dwconv",),
-    "dwconv bias": ("dwconv",),
-    "bias": ("bias",),
+    "norm": "norm",
+    "norm bias": "norm",
+    "dwconv": "dwconv",
+    "dwconv bias": "dwconv",
+    "bias": "bias",
 }
 # As mmengine's code has it; its docstring leaves biases of norm layers and of depthwise
 # convolutions out of `bias_decay_mult`.
-_DECAYS_OF_MMENGINE = {
-    **_DECAYS,
-    "norm bias": ("norm", "bias"),
-    "dwconv bias": ("bias", "dwconv"),
-}
+_DECAYS_OF_MMENGINE = {**_DECAYS, "norm bias": "norm bias", "dwconv bias": "bias dwconv"}
+
+
+class NamedParameter(NamedTuple):
+    """A parameter, its full name and the module that holds it."""
+
+    name: str
+    parameter: nn.Parameter
+    owner: nn.Module
+
+
+def named_parameters(model: nn.Module) -> list[NamedParameter]:
+    """Return the parameters in the order of their modules; a shared one under each name.
+
+    Wrappers inside the model and `torch.compile` add nothing to the names.
+    """
+    return list(_walk(model, "", ()))
+
+
+def _is_pattern(text: str) -> bool:
+    return any(sign in text for sign in "*?[")
+
+
+def _belongs(name: str, where: str) -> bool:
+    """Whether a parameter's name fits a pattern, or lies in the module at a path."""
+    return fnmatchcase(name, where) if _is_pattern(where) else f"{name}.".startswith(f"{where}.")
+
+
+def _near_names(wanted: str, names: Iterable[str]) -> str:
+    """Return "; did you mean ...?" with parameters and modules near `wanted`, or ""."""
+    parts = [name.split(".") for name in names]
+    near = dict.fromkeys(".".join(one[:end]) for one in parts for end in range(len(one), 0, -1))
+    if _is_pattern(wanted):
+        starred = [re.sub(r"\b\d+\b", "*", one) for one in near]
+        near = dict.fromkeys([*starred, *(f"{one}.*" for one in starred)])
+    return did_you_mean(wanted, near)
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + more
+
+
+def _walk(module: nn.Module, prefix: str, above: tuple[nn.Module, ...]) -> Iterator[NamedParameter]:
+    for leaf, parameter in module._parameters.items():
+        if parameter is not None:
+            yield NamedParameter(prefix + leaf, parameter, module)
+    for name, child in module._modules.items():
+        # A module may know the one that holds it.
+        if child is None or child is module or child in above:
+            continue
+        hidden = name == _COMPILED or (name == "module" and isinstance(module, _WRAPPERS))
+        yield from _walk(child, prefix if hidden else f"{prefix}{name}.", (*above, module))
+
+
+def share_parameters(
+    model: nn.Module, chosen: Mapping[str, Sequence[str] | None]
+) -> dict[str, list[NamedParameter]]:
+    """Return the parameters of each optimizer, those that are trained in exactly one.
+
+    Args:
+        model: wrapped or not; the names are the user's own.
+        chosen: by optimizer, patterns (fnmatch on full names) and paths of modules; None for
+            the child of the model, or of its `net`, that has the optimizer's name.
+
+    Raises:
+        ValueError: a pattern matches nothing, there is no such child, or a parameter that is
+            trained belongs to no optimizer or to several; names the first ones.
+    """
+    named = named_parameters(model)
+    names = [one.name for one in named]
+    shares = {}
+    for optimizer, patterns in chosen.items():
+        wanted = _child_of(optimizer, names) if patterns is None else patterns
+        for pattern in wanted:
+            if not any(_belongs(name, pattern) for name in names):
+                near = _near_names(pattern, names)
+                raise ValueError(f"{optimizer}: no parameter matches {pattern!r}{near}")
+        shares[optimizer] = [
+            one for one in named if any(_belongs(one.name, pattern) for pattern in wanted)
+        ]
+    _refuse_uneven(named, shares)
+    return shares
+
+
+def refuse_single_step(model: nn.Module) -> None:
+    """Raise TypeError for a wrapped model whose training step knows of one optimizer only."""
+    if not isinstance(model, Steps) or type(model).train_step is not Steps.train_step:
+        return
+    if not has_own_train_step(model.module):
+        name = type(model.module).__name__
+        raise TypeError(
+            f"{name} has no train_step of its own, and that of its wrapper updates by one "
+            f"optimizer: write {name}.train_step(data, optim_wrapper), which updates by each, "
+            "as in optim_wrapper['generator'].update_params(loss)"
+        )
+
+
+def _child_of(optimizer: str, names: Iterable[str]) -> list[str]:
+    for path in (optimizer, f"net.{optimizer}"):
+        if any(_belongs(name, path) for name in names):
+            return [path]
+    raise ValueError(
+        f"{optimizer}: neither the model nor its net has a child {optimizer!r} with parameters"
+        f"{_near_names(optimizer, names)}; `params` says which ones it has"
+    )
+
+
+def _refuse_uneven(
+    named: Sequence[NamedParameter], shares: Mapping[str, Sequence[NamedParameter]]
+) -> None:
+    owners: dict[nn.Parameter, list[str]] = {one.parameter: [] for one in named}
+    for optimizer, share in shares.items():
+        for parameter in dict.fromkeys(one.parameter for one in share):
+            owners[parameter].append(optimizer)
+    trained = [one for one in named if one.parameter.requires_grad]
+    orphans = [one.name for one in trained if not owners[one.parameter]]
+    if orphans:
+        raise ValueError(f"no optimizer has {_listed(orphans)}; every parameter needs one")
+    for one in trained:
+        several = owners[one.parameter]
+        if len(several) > 1:
+            same = [other.name for other in trained if owners[other.parameter] == several]
+            raise ValueError(
+                f"{' and '.join(several)} both have {_listed(same)}; every parameter needs one "
+                "optimizer"
+            )
 
 
 def param_groups(
@@ -63,8 +191,7 @@ def param_groups(
 
     Args:
         model: wrapped or not; or some of its parameters, from `named_parameters`.
-        lr: what `lr_mult` multiplies; default: that of `optimizer`.
-        weight_decay: what `decay_mult` multiplies; default: that of `optimizer`.
+        lr, weight_decay: what factors multiply; default: those of `optimizer`.
         paramwise: `custom_keys` ({key: {lr_mult, decay_mult}}, or absolute `lr`,
             `weight_decay` and further arguments of `optimizer`), `bias_lr_mult`,
             `bias_decay_mult`, `norm_decay_mult`, `flat_decay_mult`, `dwconv_decay_mult`;
@@ -81,36 +208,30 @@ def param_groups(
     section = check_paramwise(dict(paramwise), optimizer, "paramwise", problems)
     if section is None:
         raise ValueError("; ".join(map(str, problems)))
-    if optimizer is not None:
-        lr = default_of(optimizer, "lr") if lr is None else lr
-        weight_decay = (
-            default_of(optimizer, "weight_decay") if weight_decay is None else weight_decay
-        )
+    base = {"lr": lr, "weight_decay": weight_decay}
+    for name, value in base.items():
+        if value is None and optimizer is not None:
+            base[name] = default_of(optimizer, name)
     named = named_parameters(model) if isinstance(model, nn.Module) else list(model)
-    rules = _Rules(section, lr, weight_decay)
+    rules = _Rules(section, base)
     rules.refuse_unmatched([one.name for one in named])
     return _grouped(named, rules, section.bypass_duplicate)
 
 
-@dataclass(frozen=True)
 class _Rules:
-    """From a parameter to its options."""
+    """From a parameter to its options; ``base`` is what factors multiply."""
 
-    section: ParamwiseSection
-    lr: float | None
-    weight_decay: float | None
-
-    @cached_property
-    def keys(self) -> list[str]:
-        """The custom keys, those that go first in front."""
-        return sorted(sorted(self.section.custom_keys), key=len, reverse=True)
+    def __init__(self, section: ParamwiseSection, base: Mapping[str, float | None]) -> None:
+        self.section = section
+        self.base = base
+        # The longest one decides.
+        self.keys = sorted(sorted(section.custom_keys), key=len, reverse=True)
 
     def refuse_unmatched(self, names: Sequence[str]) -> None:
-        """Raise ValueError for a custom key that no parameter has in its name."""
         for key in self.keys:
             if any(self._matches(key, name) for name in names):
                 continue
-            said = f"paramwise.custom_keys.{key}: no parameter matches{near_names(key, names)}"
+            said = f"paramwise.custom_keys.{key}: no parameter matches{_near_names(key, names)}"
             if not self.section.as_mmengine:
                 raise ValueError(said)
             logger.warning("%s", said)
@@ -133,7 +254,7 @@ class _Rules:
         """Return why a parameter has its decay, and what multiplies it."""
         decays = _DECAYS_OF_MMENGINE if self.section.as_mmengine else _DECAYS
         why = kind.removesuffix(" bias") if kind.startswith("norm") else kind
-        for option in decays.get(kind, ()):
+        for option in decays.get(kind, "").split():
             multiple = getattr(self.section, f"{option}_decay_mult")
             if multiple is not None:
                 return why, multiple
@@ -145,7 +266,7 @@ class _Rules:
         if self.section.as_mmengine:
             # There a parameter of the model itself has a dot before its name.
             return key in (name if "." in name else f".{name}")
-        return fnmatchcase(name, key) if is_pattern(key) else key in name
+        return fnmatchcase(name, key) if _is_pattern(key) else key in name
 
     def _custom(self, key: str) -> Options:
         given = dict(self.section.custom_keys[key])
@@ -158,7 +279,7 @@ class _Rules:
         return _without_none({**options, **given})
 
     def _product(self, name: str, multiple: float | None, setting: str) -> float | None:
-        base: float | None = getattr(self, name)
+        base = self.base[name]
         if multiple is None:
             return base
         if base is None:
@@ -197,11 +318,11 @@ def _grouped(
 ) -> list[dict[str, Any]]:
     """Return the groups in the order of their first parameters."""
     groups: dict[str, tuple[list[nn.Parameter], dict[str, None], Options]] = {}
-    seen: dict[int, tuple[str, str]] = {}
+    seen: dict[nn.Parameter, tuple[str, str]] = {}
     for one in named:
         why, options = rules.options_of(one)
         alike = repr(sorted(options.items()))
-        first, first_alike = seen.setdefault(id(one.parameter), (one.name, alike))
+        first, first_alike = seen.setdefault(one.parameter, (one.name, alike))
         if first != one.name:
             if first_alike != alike and not bypass_duplicate:
                 raise ValueError(
@@ -213,20 +334,16 @@ def _grouped(
         params, reasons, _ = groups.setdefault(alike, ([], {}, options))
         params.append(one.parameter)
         reasons[why] = None
-    taken: dict[str, int] = {}
+    taken: Counter[str] = Counter()
     described = []
     for params, reasons, options in groups.values():
         more = [f"{len(reasons) - 3} more"] if len(reasons) > 3 else []
         name = "+".join([*list(reasons)[:3], *more])
         # A custom key may be called as one of our kinds of parameters.
-        taken[name] = taken.get(name, 0) + 1
+        taken[name] += 1
         name = name if taken[name] == 1 else f"{name} {taken[name]}"
-        described.append(_described({"params": params, **options, "name": name}))
+        described.append({"params": params, **options, "name": name})
+        told = ", ".join(f"{key}={value}" for key, value in options.items())
+        count = sum(parameter.numel() for parameter in params)
+        logger.info("parameter group %s: %d parameters, %s", name, count, told)
     return described
-
-
-def _described(group: dict[str, Any]) -> dict[str, Any]:
-    options = ", ".join(f"{k}={v}" for k, v in group.items() if k not in ("params", "name"))
-    count = sum(parameter.numel() for parameter in group["params"])
-    logger.info("parameter group %s: %d parameters, %s", group["name"], count, options)
-    return group

@@ -74,25 +74,20 @@ class ZeroRedundancyOptimizer(TorchZeroRedundancyOptimizer):
 class PostLocalSGD(PostLocalSGDOptimizer):
     """An optimizer whose ranks step on their own and average their weights from time to time.
 
-    Lin, Stich, Patel, Jaggi, "Don't Use Large Mini-Batches, Use Local SGD", 2018. For its sake
-    the gradients must stay apart after the warm-up: ``comm_hook: {type: post_localSGD,
-    start_localSGD_iter: N}`` of the wrapper with N equal to ``warmup_steps``. Between two
-    averages the ranks' weights differ; what is evaluated or saved then are the weights of each
-    rank, or of the first.
+    Lin, Stich, Patel, Jaggi, "Don't Use Large Mini-Batches, Use Local SGD", 2018. The gradients
+    must stay apart after the warm-up: ``comm_hook: {type: post_localSGD, start_localSGD_iter: N}``
+    of the wrapper with N equal to ``warmup_steps``. Between two averages the ranks' weights
+    differ: each rank evaluates its own, and those of the first are saved.
 
     Args:
         params: parameters or groups.
         optimizer_class: what steps: a class, its name or ``{"_ref_": name}``.
         period: updates between two averages.
         warmup_steps: updates before the first.
-        process_group: the ranks that average; default: all. Where layers are split over a
-            tensor group, the ``data_group`` of the model's wrapper.
-        defaults: options of that optimizer.
+        process_group, defaults: as for ``ZeroRedundancyOptimizer``.
 
     Raises:
-        TypeError: the optimizer has no such option.
-        ValueError: ``period`` is below 2, or ``warmup_steps`` negative; or the ranks hold
-            different parts of a parameter, as under fsdp.
+        TypeError, ValueError: as there; or ``period`` is below 2, or ``warmup_steps`` negative.
     """
 
     def __init__(
@@ -165,7 +160,7 @@ def _checked(
 ) -> list[Any]:
     items = walkable(params)
     tensors = tensors_of(items)
-    check_fit(cls, tensors)
-    check_fit(inner, tensors)
+    for one in (cls, inner):
+        check_fit(one, tensors)
     check_group(cls, tensors, group)
     return items

@@ -8,10 +8,12 @@ parameters that hold one part of a tensor-parallel weight and say so by an attri
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NoReturn
-from weakref import WeakKeyDictionary
+from typing import TYPE_CHECKING, Any, NoReturn, TypeGuard
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -20,13 +22,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
-from .dtensors import is_dtensor
-
 if TYPE_CHECKING:
-    from torch.distributed.tensor import Placement
-
-_LOCALISED = "tensor_layout"
-_ALONE: tuple[ProcessGroup, ...] = ()
+    from torch.distributed.tensor import DTensor, Placement
 
 
 @dataclass(frozen=True)
@@ -46,7 +43,7 @@ class Layout:
     shape: tuple[int, ...]
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
-    sharded_over: tuple[ProcessGroup, ...] = _ALONE
+    sharded_over: tuple[ProcessGroup, ...] = ()
     mesh: DeviceMesh | None = None
     placements: tuple[Placement, ...] = ()
 
@@ -74,32 +71,36 @@ def refusal(what: str) -> str:
     )
 
 
+def is_dtensor(value: object) -> TypeGuard[DTensor]:
+    """Whether ``value`` is a ``DTensor``."""
+    # Importing them costs as much as half of torch; before somebody has, there is none.
+    kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
+    return kind is not None and isinstance(value, kind)
+
+
 def layout_of(tensor: Tensor) -> Layout:
     """Return the place of ``tensor``'s part; not collective.
 
     Raises:
         RuntimeError: a ``DTensor`` whose parts are still to be summed has no such place.
     """
-    localised: Layout | None = getattr(tensor, _LOCALISED, None)
-    if localised is not None:
-        return localised
+    if is_dtensor(tensor):
+        (chunk,) = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]
+        return Layout(
+            shape=tuple(tensor.shape),
+            offsets=tuple(chunk.offsets),
+            sizes=tuple(chunk.sizes),
+            sharded_over=_groups(tensor),
+            mesh=tensor.device_mesh,
+            placements=tuple(tensor.placements),
+        )
     shape = tuple(tensor.shape)
-    if not is_dtensor(tensor):
-        return Layout(shape, (0,) * len(shape), shape)
-    (chunk,) = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]
-    return Layout(
-        shape=shape,
-        offsets=tuple(chunk.offsets),
-        sizes=tuple(chunk.sizes),
-        sharded_over=_groups(tensor),
-        mesh=tensor.device_mesh,
-        placements=tuple(tensor.placements),
-    )
+    return _localised(tensor) or Layout(shape, (0,) * len(shape), shape)
 
 
 def is_placed(tensor: Tensor) -> bool:
     """Whether ``tensor`` is a ``DTensor`` or localised, be it spread over ranks or not."""
-    return is_dtensor(tensor) or getattr(tensor, _LOCALISED, None) is not None
+    return is_dtensor(tensor) or _localised(tensor) is not None
 
 
 def is_sharded(tensor: Tensor) -> bool:
@@ -141,14 +142,15 @@ def placed_as(part: Tensor, layout: Layout) -> Tensor:
     # Not at the top of the file: it takes as long as half of torch.
     from torch.distributed.tensor import DTensor
 
-    stride = tuple(math.prod(layout.shape[d + 1 :]) for d in range(len(layout.shape)))
+    shape = torch.Size(layout.shape)
+    stride = tuple(math.prod(shape[d + 1 :]) for d in range(len(shape)))
     with torch.no_grad():
         return DTensor.from_local(
             part.detach(),
             layout.mesh,
             layout.placements,
             run_check=False,
-            shape=torch.Size(layout.shape),
+            shape=shape,
             stride=stride,
         )
 
@@ -165,7 +167,7 @@ def take_part(source: Any, like: Tensor) -> Tensor:
     Raises:
         ValueError: ``source`` has another shape than the whole of ``like``.
     """
-    part = _cut(source, like).to(device=_device(like), dtype=like.dtype)
+    part = _cut(source, like).to(device=local_part(like).device, dtype=like.dtype)
     return as_global(part, like) if is_dtensor(like) else part
 
 
@@ -216,12 +218,64 @@ def total_norm(
     for part, over in zip(parts, groups, strict=True):
         by_groups.setdefault(over, []).append(part)
     inf = math.isinf(norm_type)
-    powers = {over: _power(some, norm_type) for over, some in by_groups.items()}
-    _reduce(powers, ReduceOp.MAX if inf else ReduceOp.SUM, _comm_device(owners))
+    device = _comm_device(next(one for one, over in zip(owners, groups, strict=True) if over))
+    powers = {over: _power(some, norm_type).to(device) for over, some in by_groups.items()}
+    # Each value over its groups, all values of a group in one collective.
+    for group in dict.fromkeys(group for over in powers for group in over):
+        concerned = [over for over in powers if group in over]
+        values = torch.stack([powers[over] for over in concerned])
+        all_reduce(values, ReduceOp.MAX if inf else ReduceOp.SUM, group)
+        powers.update(zip(concerned, values.unbind(), strict=True))
     values = torch.stack(list(powers.values()))
     total = values.max() if inf else values.sum() ** (1.0 / norm_type)
     dtype = torch.float64 if torch.float64 in {part.dtype for part in parts} else torch.float32
     return total.to(device=parts[0].device, dtype=dtype)
+
+
+# Models with split layers, the tensor group, and whether every rank of the run is in such a group:
+# the ranks of a group must train alike what each of them holds whole.
+split_models: WeakKeyDictionary[nn.Module, tuple[ProcessGroup, bool]] = WeakKeyDictionary()
+
+
+_holders: WeakSet[Any] = WeakSet()
+
+
+def register_holder(holder: Any) -> None:
+    """Let optimizer wrappers ask what keeps whole parameters and gradients where they do not look.
+
+    Args:
+        holder: has a ``module`` and, of its parameters, ``no_sync()``; ``drop_gradients(ids)``,
+            which drops those not given to them yet; and ``gathered(parameters)``, the first that
+            is there for a forward only. None of them is collective.
+    """
+    _holders.add(holder)
+
+
+def drop_held_gradients(parameters: Iterable[Tensor]) -> None:
+    """Drop gradients of ``parameters`` that wait for the end of their window; not collective.
+
+    Under fsdp, those of the forwards under ``no_sync``, and those of a backward that raised.
+    """
+    chosen = {id(one) for one in parameters} if _holders else ()
+    for holder in list(_holders):
+        holder.drop_gradients(chosen)
+
+
+def find_gathered(parameters: Sequence[Tensor]) -> Tensor | None:
+    """Return the first of ``parameters`` that is there for a forward only; not collective."""
+    found = (holder.gathered(parameters) for holder in list(_holders))
+    return next((one for one in found if one is not None), None)
+
+
+@contextmanager
+def no_sync(model: nn.Module) -> Iterator[None]:
+    """Keep gradients of the forwards inside on their ranks, in all that holds parts of it."""
+    inside = {id(one) for one in model.modules()} if _holders else ()
+    with ExitStack() as stack:
+        for holder in list(_holders):
+            if id(holder.module) in inside:
+                stack.enter_context(holder.no_sync())
+        yield
 
 
 _seen: WeakKeyDictionary[Optimizer, tuple[tuple[int, ...], bool]] = WeakKeyDictionary()
@@ -238,11 +292,15 @@ def has_placed(optimizer: Optimizer) -> bool:
     return known[1]
 
 
+def _localised(tensor: Tensor) -> Layout | None:
+    return getattr(tensor, "tensor_layout", None)
+
+
 def _groups(tensor: Tensor) -> tuple[ProcessGroup, ...]:
     """The groups over which ``tensor`` is spread, as in ``Layout.sharded_over``."""
     if not is_dtensor(tensor):
-        layout: Layout | None = getattr(tensor, _LOCALISED, None)
-        return _ALONE if layout is None else layout.sharded_over
+        layout = _localised(tensor)
+        return () if layout is None else layout.sharded_over
     mesh = tensor.device_mesh
     return tuple(
         mesh.get_group(dim)
@@ -274,33 +332,13 @@ def _power(parts: Sequence[Tensor], norm_type: float) -> Tensor:
     # An empty part has no largest element.
     filled = [part for part in parts if part.numel()]
     if not filled:
-        return torch.zeros((), dtype=torch.float64, device=parts[0].device)
+        return torch.zeros((), dtype=torch.float64)
     norm = get_total_norm(filled, norm_type).double()
     return norm if math.isinf(norm_type) else norm**norm_type
 
 
-def _reduce(
-    powers: dict[tuple[ProcessGroup, ...], Tensor], op: ReduceOp.RedOpType, device: torch.device
-) -> None:
-    """Sum (or maximise) each value over its groups, all values of a group in one collective."""
-    for key, value in powers.items():
-        powers[key] = value.to(device)
-    for group in dict.fromkeys(group for over in powers for group in over):
-        concerned = [over for over in powers if group in over]
-        values = torch.stack([powers[over] for over in concerned])
-        all_reduce(values, op, group)
-        powers.update(zip(concerned, values.unbind(), strict=True))
-
-
-def _comm_device(owners: Iterable[Tensor]) -> torch.device:
-    """Where the groups of sharded tensors communicate; parts may be offloaded from there."""
-    owner = next(owner for owner in owners if _groups(owner))
-    mesh = owner.device_mesh if is_dtensor(owner) else layout_of(owner).mesh
-    here = _device(owner)
-    if mesh is None or mesh.device_type == here.type:
-        return here
-    return torch.device(mesh.device_type)
-
-
-def _device(tensor: Tensor) -> torch.device:
-    return local_part(tensor).device
+def _comm_device(owner: Tensor) -> torch.device:
+    """Where the groups of a sharded tensor communicate; its parts may be offloaded from there."""
+    mesh = layout_of(owner).mesh
+    here = local_part(owner).device
+    return here if mesh is None or mesh.device_type == here.type else torch.device(mesh.device_type)

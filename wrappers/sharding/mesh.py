@@ -1,18 +1,33 @@
-"""Ranks laid out along named axes: who has which data, who has which part of a tensor."""
+"""Ranks laid out along named axes: who has which data and which part of a tensor, and what the
+ranks of a mesh tell each other before they train.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from torch import distributed
+import torch
+from torch import Tensor, distributed
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from ...collectives import all_gather_object, get_world_size
+from ...collectives import (
+    all_gather_object,
+    comm_device,
+    distributed_available,
+    forget_meshes,
+    get_rank,
+    get_world_size,
+    run_together,
+)
 from ...registry import did_you_mean
-from .dtensors import forget_former_groups
+from .layout import local_part
+
+_BUCKET_BYTES = 64 * 2**20
 
 # From the outermost to the innermost: the ranks of one tensor group are neighbours.
 AXES = ("data", "replicate", "shard", "tensor")
@@ -37,7 +52,7 @@ class Mesh:
     @property
     def data_size(self) -> int:
         """Among how many ranks the batches are shared out."""
-        return math.prod(size for name, size in self.axes.items() if name != "tensor")
+        return math.prod(self.axes.values()) // self.tensor_size
 
     @property
     def data_rank(self) -> int:
@@ -60,9 +75,8 @@ class Mesh:
         return self._part(*(name for name in self.axes if name != "tensor"))
 
     def _part(self, *names: str) -> DeviceMesh | None:
-        if self.device_mesh is None:
-            return None
-        return self.device_mesh[names[0] if len(names) == 1 else names]
+        mesh = self.device_mesh
+        return None if mesh is None else mesh[names[0] if len(names) == 1 else names]
 
 
 def check_axes(axes: Mapping[str, int], world_size: int) -> dict[str, int]:
@@ -115,7 +129,8 @@ def build_mesh(axes: Mapping[str, int], device_type: str = "cpu") -> Mesh:
         if other != everywhere[0]:
             told = f"{_product(everywhere[0])} on rank 0, {_product(other)} on rank {rank}"
             raise ValueError(f"the mesh must be the same on all ranks, got {told}")
-    forget_former_groups()
+    # A mesh of a world made later counts as equal to one of before, though its groups differ.
+    forget_meshes()
     mesh = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     return Mesh(sizes, mesh, _data_group(mesh, sizes))
 
@@ -150,3 +165,80 @@ def _data_group(mesh: DeviceMesh, sizes: Mapping[str, int]) -> ProcessGroup | No
         if distributed.get_rank() in ranks:
             own = group
     return own
+
+
+def agree(describe: Callable[[], Mapping[str, Any]], mesh: DeviceMesh | None = None) -> None:
+    """Raise on every rank what ``describe`` raises on one, or ValueError where its results differ.
+
+    Every rank of the mesh (default: of the run) must call this. The ranks send each other one
+    object for each axis.
+
+    Args:
+        describe: what is compared, by a name for the message; values that can be pickled.
+    """
+    reports, failures, own = run_together(
+        lambda: (get_rank(), dict(describe())), lambda report: _gather(report, mesh)
+    )
+    if own is not None and len({failure and failure.told for failure in failures}) == 1:
+        raise own
+    for failure in filter(None, failures):
+        raise failure.kind(f"on rank {failure.rank}: {failure.text}") from own
+    (first_rank, first), *others = reports
+    for rank, other in others:
+        for name in [*first, *other]:
+            here, there = first.get(name, "absent"), other.get(name, "absent")
+            if here != there:
+                raise ValueError(
+                    "model and options must be the same on all ranks, but "
+                    f"{name!r} is {here} on rank {first_rank} and {there} on rank {rank}"
+                )
+
+
+def _gather(own: Any, mesh: DeviceMesh | None) -> list[Any]:
+    if mesh is None or not distributed_available():
+        return all_gather_object(own)
+    known = {get_rank(): own}
+    for group, _ in _routes(mesh):
+        known = {
+            rank: one for part in all_gather_object(known, group) for rank, one in part.items()
+        }
+    return [known[rank] for rank in sorted(known)]
+
+
+@torch.no_grad()
+def broadcast_first(tensors: Iterable[Tensor], mesh: DeviceMesh) -> None:
+    """Overwrite ``tensors`` with those of the mesh's first rank; every rank must call this.
+
+    Of sharded tensors the local parts travel. Those of one dtype travel together.
+    """
+    buckets: dict[tuple[Any, ...], list[Tensor]] = {}
+    taken: Counter[tuple[Any, ...]] = Counter()
+    for part in map(local_part, tensors):
+        if part.numel():
+            kind = (part.dtype, part.device)
+            buckets.setdefault((*kind, taken[kind] // _BUCKET_BYTES), []).append(part)
+            taken[kind] += part.nbytes
+    for group, source in _routes(mesh):
+        for (_, device, _), bucket in buckets.items():
+            _send(bucket, group, source, comm_device(group, prefer=device))
+
+
+def _routes(mesh: DeviceMesh) -> Iterator[tuple[ProcessGroup, int]]:
+    """One group for each axis, and its rank that has what the first rank of the mesh has."""
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        raise ValueError(f"rank {distributed.get_rank()} is not in the mesh {mesh}")
+    for axis in range(mesh.ndim):
+        if mesh.size(axis) > 1:
+            place = list(coordinate)
+            place[axis] = 0
+            yield mesh.get_group(axis), int(mesh.mesh[tuple(place)])
+
+
+def _send(bucket: Sequence[Tensor], group: ProcessGroup, source: int, device: torch.device) -> None:
+    flat = torch.cat([part.reshape(-1) for part in bucket]).to(device)
+    distributed.broadcast(flat, source, group=group)
+    if distributed.get_rank() != source:
+        sizes = [part.numel() for part in bucket]
+        for part, values in zip(bucket, torch.split(flat, sizes), strict=True):
+            part.copy_(values.view(part.shape))

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, distributed, nn
@@ -15,22 +14,21 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .first_rank import broadcast_first
 from .layout import copy_whole_
+from .mesh import broadcast_first
 
 Initialiser: TypeAlias = Callable[[nn.Module], Any]
-Slot: TypeAlias = tuple[nn.Module, str]
+_Slot: TypeAlias = tuple[nn.Module, str]
 
 
 @contextmanager
 def meta_parameters() -> Iterator[None]:
     """Put the parameters of modules that are constructed inside onto the meta device.
 
-    They have shapes but no memory. Buffers are real, other than under ``torch.device("meta")``,
-    because nothing could compute them again. Random streams do not move, so a wrapper that
-    builds the model right after gives it the weights that the same seed gives an ordinary one.
-    It holds for all threads. Weights that a constructor sets by itself, outside of
-    ``reset_parameters``, are lost.
+    They have shapes but no memory. Buffers are real, because nothing could compute them again.
+    Random streams do not move, so a wrapper that builds the model right after gives it the weights
+    that the same seed gives an ordinary one. It holds for all threads. Weights that a constructor
+    sets by itself, outside of ``reset_parameters``, are lost.
     """
     handle = register_module_parameter_registration_hook(_to_meta)  # type: ignore[arg-type]
     try:
@@ -54,9 +52,9 @@ def materialise(model: nn.Module, mesh: DeviceMesh, init: Initialiser | None = N
     """Give the parameters on the meta device memory and values; every rank must call this.
 
     To be called after ``fully_shard``. Memory: the shards, and the whole parameters of one module
-    at a time; where a module's ``reset_parameters`` also writes parameters of the modules inside
-    it, those as well. Modules come in the order in which an ordinary construction fills them:
-    those inside a module before itself. A tied parameter is made by the first one that has it.
+    at a time, with those inside it that its ``reset_parameters`` writes as well. Modules come in
+    the order of an ordinary construction: those inside a module before itself. A tied parameter
+    is made by the first one that has it.
 
     All ranks draw from the random state of the mesh's first rank, and a rank whose own stream
     stood there is left where an ordinary construction would leave it; any other gets its own
@@ -80,24 +78,19 @@ def materialise(model: nn.Module, mesh: DeviceMesh, init: Initialiser | None = N
         _Builder(model, jobs, device).run()
 
 
-@dataclass
-class _Job:
-    """One module to fill.
-
-    Attributes:
-        slots: the places (module, name) of the parameters that its initialiser may write.
-    """
+class _Job(NamedTuple):
+    """One module to fill, and the parameters that its initialiser may write."""
 
     module: nn.Module
     init: Callable[[], Any] | None
-    slots: list[Slot]
+    slots: list[_Slot]
 
 
 class _Builder:
     """Fills the modules one after the other, with whole parameters only while they are needed."""
 
     def __init__(self, model: nn.Module, jobs: Sequence[_Job], device: torch.device) -> None:
-        self._names = {id(p): name for name, p in model.named_parameters()}
+        self._names = {p: name for name, p in model.named_parameters()}
         self._jobs = jobs
         self._device = device
         # All by the shard: tied parameters have several slots.
@@ -107,9 +100,9 @@ class _Builder:
         for job in jobs:
             for slot in job.slots:
                 if slot[0] is job.module and job.init is not None:
-                    self._makers.setdefault(_shard_in(slot), job.module)
+                    self._makers.setdefault(_parameter_in(slot), job.module)
         self._last = {
-            _shard_in(slot): at
+            _parameter_in(slot): at
             for at, job in enumerate(jobs)
             for slot in job.slots
             if not self._is_tied_copy(job, slot)
@@ -117,47 +110,45 @@ class _Builder:
 
     def run(self) -> None:
         for at, job in enumerate(self._jobs):
-            shards = [_shard_in(slot) for slot in job.slots]
+            shards = {slot: _parameter_in(slot) for slot in job.slots}
             try:
                 self._fill(job, shards)
             finally:
-                for (owner, name), shard in zip(job.slots, shards, strict=True):
+                for (owner, name), shard in shards.items():
                     owner._parameters[name] = shard
-            for shard in dict.fromkeys(shards):
+            for shard in dict.fromkeys(shards.values()):
                 if self._last[shard] == at:
                     self._keep(shard)
 
-    def _fill(self, job: _Job, shards: Sequence[nn.Parameter]) -> None:
-        mine = [not self._is_tied_copy(job, slot) for slot in job.slots]
-        wholes = []
-        for slot, shard, kept in zip(job.slots, shards, mine, strict=True):
-            whole = self._whole.get(shard) if kept else None
+    def _fill(self, job: _Job, shards: Mapping[_Slot, nn.Parameter]) -> None:
+        kept: dict[_Slot, nn.Parameter] = {}
+        for slot, shard in shards.items():
+            is_kept = not self._is_tied_copy(job, slot)
+            whole = self._whole.get(shard) if is_kept else None
             if whole is None:
                 memory = torch.empty(shard.shape, dtype=shard.dtype, device=self._device)
                 whole = nn.Parameter(memory, shard.requires_grad)
-            if kept:
-                self._whole[shard] = whole
+            if is_kept:
+                kept[slot] = self._whole[shard] = whole
             slot[0]._parameters[slot[1]] = whole
-            wholes.append(whole)
         with _Writes() as writes, torch.no_grad():
             if job.init is not None:
                 job.init()
-        for slot, shard, whole, kept in zip(job.slots, shards, wholes, mine, strict=True):
-            now = _shard_in(slot)
-            if kept and (now is not whole or writes.reached(now)):
-                self._whole[shard] = now
-                self._written.add(shard)
+        for slot, whole in kept.items():
+            now = _parameter_in(slot)
+            if now is not whole or writes.reached(now):
+                self._whole[shards[slot]] = now
+                self._written.add(shards[slot])
 
-    def _is_tied_copy(self, job: _Job, slot: Slot) -> bool:
+    def _is_tied_copy(self, job: _Job, slot: _Slot) -> bool:
         """Whether a module that came before has made the parameter: this one draws in vain."""
-        maker = self._makers.get(_shard_in(slot))
-        return slot[0] is job.module and maker not in (None, job.module)
+        return slot[0] is job.module is not self._makers.get(_parameter_in(slot), job.module)
 
     def _keep(self, shard: nn.Parameter) -> None:
         whole = self._whole.pop(shard)
         if shard not in self._written:
             raise ValueError(
-                f"nothing initialises the parameter {self._names[id(shard)]}, which is on the "
+                f"nothing initialises the parameter {self._names[shard]}, which is on the "
                 "meta device: let its module have a reset_parameters() that does, or give "
                 "param_init_fn(module) to the wrapper"
             )
@@ -187,7 +178,7 @@ class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return tensor.untyped_storage()._cdata in self._seen
 
 
-def _shard_in(slot: Slot) -> nn.Parameter:
+def _parameter_in(slot: _Slot) -> nn.Parameter:
     found = slot[0]._parameters[slot[1]]
     assert found is not None
     return found
@@ -196,8 +187,8 @@ def _shard_in(slot: Slot) -> nn.Parameter:
 def _plan(model: nn.Module, init: Initialiser | None) -> list[_Job]:
     """The modules to fill in order, each with what its initialiser writes."""
     jobs = []
-    for module in _inside_out(model):
-        slots: list[Slot] = [(module, name) for name, _ in _meta_parameters(module)]
+    for module in _inside_out(model, set()):
+        slots: list[_Slot] = [(module, name) for name, _ in _meta_parameters(module)]
         start = _reset_of(module) if init is None else functools.partial(_call, init, module)
         if init is None and start is not None:
             slots += [slot for slot in _rehearse(module, start) if slot not in slots]
@@ -215,14 +206,12 @@ def _call(init: Initialiser, module: nn.Module) -> None:
         del vars(module)["to_empty"]
 
 
-def _inside_out(module: nn.Module, seen: set[int] | None = None) -> Iterator[nn.Module]:
-    seen = set() if seen is None else seen
-    if id(module) in seen:
-        return
-    seen.add(id(module))
-    for child in module.children():
-        yield from _inside_out(child, seen)
-    yield module
+def _inside_out(module: nn.Module, seen: set[nn.Module]) -> Iterator[nn.Module]:
+    if module not in seen:
+        seen.add(module)
+        for child in module.children():
+            yield from _inside_out(child, seen)
+        yield module
 
 
 def _meta_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
@@ -231,39 +220,35 @@ def _meta_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 
 def _reset_of(module: nn.Module) -> Callable[[], Any] | None:
-    for name in ("reset_parameters", "_reset_parameters"):
-        reset: Callable[[], Any] | None = getattr(module, name, None)
-        if reset is not None:
-            return reset
-    return None
+    return getattr(module, "reset_parameters", getattr(module, "_reset_parameters", None))
 
 
-def _rehearse(module: nn.Module, init: Callable[[], Any]) -> list[tuple[nn.Module, str]]:
+def _rehearse(module: nn.Module, init: Callable[[], Any]) -> list[_Slot]:
     """Run ``init`` on the meta device, where it costs nothing, to see what it writes."""
-    slots = [(one, name, p) for one in module.modules() for name, p in _meta_parameters(one)]
-    if all(owner is module for owner, _, _ in slots):
+    slots = {(one, name): p for one in module.modules() for name, p in _meta_parameters(one)}
+    if all(owner is module for owner, _ in slots):
         return []
     state = torch.get_rng_state()
     kept = [(buffer, buffer.clone()) for buffer in module.buffers()]
     stand_ins = {
-        id(p): nn.Parameter(torch.empty(p.shape, dtype=p.dtype, device="meta"), p.requires_grad)
-        for _, _, p in slots
+        p: nn.Parameter(torch.empty(p.shape, dtype=p.dtype, device="meta"), p.requires_grad)
+        for p in slots.values()
     }
     try:
-        for owner, name, p in slots:
-            owner._parameters[name] = stand_ins[id(p)]
+        for (owner, name), p in slots.items():
+            owner._parameters[name] = stand_ins[p]
         with _Writes() as writes, torch.no_grad():
             init()
         return [
-            (owner, name)
-            for owner, name, p in slots
-            if owner._parameters[name] is not stand_ins[id(p)] or writes.reached(stand_ins[id(p)])
+            slot
+            for slot, p in slots.items()
+            if _parameter_in(slot) is not stand_ins[p] or writes.reached(stand_ins[p])
         ]
     except (RuntimeError, NotImplementedError):
         # It reads values, which do not exist there: it may write whatever is inside.
-        return [(owner, name) for owner, name, _ in slots]
+        return list(slots)
     finally:
-        for owner, name, p in slots:
+        for (owner, name), p in slots.items():
             owner._parameters[name] = p
         for buffer, values in kept:
             buffer.copy_(values)

@@ -17,32 +17,15 @@ from .layout import local_part
 class PartScaler(ShardedGradScaler):
     """torch's ``ShardedGradScaler``, for parameters of several meshes as well.
 
-    Every rank must call ``unscale_``: there they tell each other of infinities.
-
-    Args:
-        process_group: the ranks; default: all. The other arguments are those of ``GradScaler``.
+    Every rank of ``process_group`` (default: all) must call ``unscale_``: there they tell each
+    other of infinities.
     """
 
-    def __init__(  # noqa: PLR0913
-        self,
-        device: str = "cuda",
-        init_scale: float = 2.0**16,
-        backoff_factor: float = 0.5,
-        growth_factor: float = 2.0,
-        growth_interval: int = 2000,
-        enabled: bool = True,
-        process_group: ProcessGroup | None = None,
+    def __init__(
+        self, *args: Any, process_group: ProcessGroup | None = None, **options: Any
     ) -> None:
         # torch's own default is the group that there was when its file was imported.
-        super().__init__(
-            device,
-            init_scale,
-            backoff_factor,
-            growth_factor,
-            growth_interval,
-            enabled,
-            process_group,
-        )
+        super().__init__(*args, process_group=process_group, **options)  # type: ignore[misc]
 
     def _unscale_grads_(
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool = True

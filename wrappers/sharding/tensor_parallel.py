@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, MutableMapping
+from copy import deepcopy
 from fnmatch import fnmatchcase
 from typing import Any, TypeAlias
 
+import torch
 from torch import Tensor, nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import (
@@ -20,14 +23,17 @@ from torch.distributed.tensor.parallel import (
 
 from ...registry import did_you_mean
 from ..torch_functions import check_options, refuse_double_backward
-from .local_parts import localise_parts, wait_for_output
+from .layout import is_placed, layout_of, local_part, split_models
 from .mesh import Mesh
-from .tensor_ranks import expect_alike
 
 Style: TypeAlias = str | Mapping[str, Any] | ParallelStyle
 
+# A layer is split by its outputs, by its inputs, as a norm over a part of the sequence, or by its
+# outputs, which are put together again.
 STYLES = ("colwise", "rowwise", "sequence", "colwise_replicate_output")
 _KINDS = (nn.Linear, nn.Embedding)
+# The number of a hook; torch counts from 0.
+_HIDE = -1
 _DOUBLE = (
     "loses the parts that go through layers split over a tensor axis, because torch's collectives "
     "have a first derivative only; use ddp or a mesh without a tensor axis"
@@ -53,23 +59,9 @@ def parallelize(
     """Split layers of ``model`` over the tensor axis of ``mesh``, in place.
 
     Every rank must call this, with the same weights outside of the plan. The layers then run by
-    torch's ``parallelize_module``. Losses, gradients and updates stay those of the whole layers.
-
-    A pair of layers, of which the first is split by columns and the second by rows, costs one
-    ``all_reduce`` of the second one's output. What lies between them sees this rank's part of
-    the features. In attention these must be whole heads, so the model views them as heads, with
-    -1 for their number, before it tells query, key and value apart: a split of the fused
-    output's columns in three would mix them up::
-
-        heads = self.qkv(x).unflatten(-1, (-1, 3, self.head_size))   # the heads of this rank
-        query, key, value = heads.permute(3, 0, 2, 1, 4)              # (batch, heads, time, size)
-        mixed = scaled_dot_product_attention(query, key, value, is_causal=True)
-        return self.out(mixed.transpose(1, 2).flatten(2))
-
-        plan = {"blocks.*.qkv": "colwise", "blocks.*.out": "rowwise"}
-
-    Dropout between such layers draws the same mask for the parts of all ranks. A split layer's
-    parameters can be used by its own ``forward`` alone.
+    torch's ``parallelize_module``; losses, gradients and updates stay those of the whole layers.
+    Dropout between them draws the same mask for the parts of all ranks. A split layer's parameters
+    can be used by its own ``forward`` alone. docs/wrappers.md has an example of attention.
 
     Before the first step of an ``OptimWrapper`` the ranks compare the gradients of the parameters
     that each of them holds whole: one that differs, as that of a norm outside of the plan between
@@ -77,12 +69,10 @@ def parallelize(
 
     Args:
         mesh: with a tensor axis; or torch's mesh of that axis.
-        plan: by the path of a module, or an ``fnmatch`` pattern of paths, how it is split:
-            "colwise" (its outputs), "rowwise" (its inputs), "colwise_replicate_output" (outputs
-            put together again), "sequence" (a norm over a part of the sequence), or a mapping
-            of such a ``type`` and its options: ``input`` and ``output``, "replicate" or
-            "shard(dimension)", and ``local_output``; for sequence ``dim`` and ``local_output``.
-            Or an object of torch's ``ParallelStyle``.
+        plan: by the path of a module, or an ``fnmatch`` pattern of paths, one of ``STYLES``, a
+            mapping of such a ``type`` and its options (``input`` and ``output``, "replicate" or
+            "shard(dimension)", ``local_output``; for sequence ``dim`` and ``local_output``), or
+            an object of torch's ``ParallelStyle``.
         localise: keep this rank's part as an ordinary parameter, that ``DistributedDataParallel``
             and every optimizer take, with its place as its attribute ``tensor_layout``. False
             leaves torch's DTensors, for ``fully_shard``.
@@ -93,44 +83,40 @@ def parallelize(
     """
     tensor_mesh, size = _tensor_axis(mesh)
     styles = check_plan(model, plan, size)
-    if tensor_mesh is None:
-        return model
+    if tensor_mesh is not None:
+        _split(model, tensor_mesh, styles, localise)
+        if size > 1:
+            split_models[model] = tensor_mesh.get_group(), isinstance(mesh, Mesh)
+    return model
+
+
+def _split(
+    model: nn.Module, mesh: DeviceMesh, styles: Mapping[str, ParallelStyle], localise: bool
+) -> None:
     before = [(one, name, value) for one in model.modules() for name, value in _own(one)]
-    whole = list(model.parameters())
     for path, style in styles.items():
         layer = model.get_submodule(path)
-        parallelize_module(layer, tensor_mesh, style)
-        layer.register_forward_hook(wait_for_output)
+        parallelize_module(layer, mesh, style)
+        layer.register_forward_hook(_wait_for_output)
         layer.register_forward_hook(_refuse_double_backward)
     _restore(before)
     if localise:
-        localise_parts(model)
-    _mark_replaced(whole, model)
-    if size > 1:
-        expect_alike(model, tensor_mesh.get_group(), everywhere=isinstance(mesh, Mesh))
-    return model
+        _localise_parts(model)
+    present = {id(one) for one in model.parameters()}
+    for _, _, old in before:
+        if id(old) not in present:
+            # An optimizer that has it trains nothing.
+            old.is_replaced = True  # type: ignore[attr-defined]
 
 
 def _refuse_double_backward(layer: nn.Module, inputs: Any, output: Any) -> None:
     refuse_double_backward(output, _DOUBLE)
 
 
-def _mark_replaced(whole: list[nn.Parameter], model: nn.Module) -> None:
-    """Mark the parameters that the model has no more: an optimizer that has them trains nothing."""
-    present = {id(one) for one in model.parameters()}
-    for one in whole:
-        if id(one) not in present:
-            one.is_replaced = True  # type: ignore[attr-defined]
-
-
 def check_plan(
     model: nn.Module, plan: Mapping[str, Style], tensor_size: int
 ) -> dict[str, ParallelStyle]:
-    """Return the style of every layer that is to be split, by path, and change nothing.
-
-    Raises:
-        ValueError: as for ``parallelize``, with all that is wrong.
-    """
+    """Return the style of every layer to be split, by path; ValueError with all that is wrong."""
     problems: list[str] = []
     styles = _planned(model, plan, problems)
     for path, style in styles.items():
@@ -142,12 +128,7 @@ def check_plan(
 
 
 def check_styles(plan: Mapping[str, Style]) -> dict[str, ParallelStyle]:
-    """Return torch's style for every entry of a plan.
-
-    Raises:
-        ValueError: there is no such style, or an option has a wrong value.
-        TypeError: a style is of another kind, or has no such option.
-    """
+    """Return torch's style for every entry of a plan, or raise as ``parallelize``."""
     return {name: _style(name, spec) for name, spec in plan.items()}
 
 
@@ -241,7 +222,7 @@ def _placement(name: str, text: Any) -> Placement | None:
 def _layer_problems(path: str, module: nn.Module, style: ParallelStyle, size: int) -> Iterator[str]:
     """Yield what keeps a layer from being split in this way."""
     what = f"{path!r} is a {type(module).__name__}"
-    if any(_is_split(value) for value in module.parameters()):
+    if any(map(is_placed, module.parameters())):
         yield f"{path!r} is split already"
     elif isinstance(style, SequenceParallel):
         if any(True for child in module.children() for _ in child.parameters()):
@@ -287,10 +268,6 @@ def _own(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     return ((name, value) for name, value in module._parameters.items() if value is not None)
 
 
-def _is_split(value: Tensor) -> bool:
-    return isinstance(value, DTensor) or hasattr(value, "tensor_layout")
-
-
 def _restore(before: list[tuple[nn.Module, str, nn.Parameter]]) -> None:
     """Give the new parameters what the old ones had, and to all owners of one the same."""
     made: dict[int, nn.Parameter] = {}
@@ -301,3 +278,100 @@ def _restore(before: list[tuple[nn.Module, str, nn.Parameter]]) -> None:
             new.requires_grad_(old.requires_grad)
             new.__dict__.update(old.__dict__)
             module._parameters[name] = made.setdefault(id(old), new)
+
+
+class _Parts:
+    """Shows a layer its parameters as DTensors while it runs, and everybody else its parts.
+
+    Args:
+        places: by name of a parameter or buffer, mesh, placements, shape and stride of the whole.
+        owned: those among the parts that say their layout.
+    """
+
+    def __init__(self, places: dict[str, tuple[Any, ...]], owned: list[Tensor]) -> None:
+        self._places = places
+        self._owned = owned
+        self._kept: dict[str, Tensor] = {}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Parts:
+        """What does the same for the copy of the layer."""
+        owned: list[Any] = deepcopy(self._owned, memo)
+        for one, copied in zip(self._owned, owned, strict=True):
+            # A copied parameter has none of the attributes of the first.
+            copied.tensor_layout = layout_of(one)
+        return _Parts(self._places, owned)
+
+    def show(self, layer: nn.Module, inputs: Any) -> None:
+        """Before the forward."""
+        for name, (mesh, placements, shape, stride) in self._places.items():
+            store = _store(layer, name)
+            part = store[name]
+            if not isinstance(part, DTensor):
+                self._kept[name] = part
+                store[name] = DTensor.from_local(
+                    part, mesh, placements, run_check=False, shape=shape, stride=stride
+                )
+
+    def hide(self, layer: nn.Module, inputs: Any, output: Any) -> None:
+        """After it, also when it failed."""
+        for name, kept in self._kept.items():
+            _store(layer, name)[name] = kept
+        self._kept = {}
+
+
+class _Waited(torch.autograd.Function):
+    """The plain tensor inside of one that is still on its way."""
+
+    @staticmethod
+    def forward(ctx: Any, output: AsyncCollectiveTensor) -> Any:
+        return output.trigger_wait()  # type: ignore[no-untyped-call]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+def _wait_for_output(layer: nn.Module, inputs: Any, output: Any) -> Any:
+    # A block that torch has compiled would send the gradient of another kind of tensor past the
+    # layer, and its backward would fail.
+    if type(output) is AsyncCollectiveTensor:
+        return _Waited.apply(output)  # type: ignore[no-untyped-call]
+    return output
+
+
+def _store(layer: nn.Module, name: str) -> MutableMapping[str, Any]:
+    return layer._parameters if name in layer._parameters else layer._buffers
+
+
+def _localise_parts(model: nn.Module) -> None:
+    """Put this rank's parts in the place of all DTensors."""
+    locals_: dict[int, Tensor] = {}
+    for layer in list(model.modules()):
+        places: dict[str, tuple[Any, ...]] = {}
+        for store in (layer._parameters, layer._buffers):
+            for name, value in store.items():
+                if isinstance(value, DTensor):
+                    mesh, placements = value.device_mesh, value.placements
+                    places[name] = mesh, placements, value.shape, value.stride()
+                    store[name] = locals_.setdefault(id(value), _local(value))  # type: ignore[assignment]
+        if places:
+            held = [_store(layer, name)[name] for name in places]
+            shown = _Parts(places, [one for one in held if hasattr(one, "tensor_layout")])
+            layer.register_forward_pre_hook(shown.show, prepend=True)
+            handle = layer.register_forward_hook(shown.hide, always_call=True)
+            # torch.compile asks for the number of such a hook, and would compile each of several
+            # equal blocks anew, up to its limit, if these numbers differed.
+            for hooks in (layer._forward_hooks, layer._forward_hooks_always_called):
+                hooks[_HIDE] = hooks.pop(handle.id)  # type: ignore[assignment]
+
+
+def _local(whole: DTensor) -> Tensor:
+    part = local_part(whole.detach())
+    if isinstance(whole, nn.Parameter):
+        kept = {name: value for name, value in vars(whole).items() if name != "_is_param"}
+        part = nn.Parameter(part, requires_grad=whole.requires_grad)
+        part.__dict__.update(kept)
+    layout = layout_of(whole)
+    if layout.sharded_over:
+        part.tensor_layout = layout  # type: ignore[attr-defined]
+    return part

@@ -1,0 +1,134 @@
+"""Everything of FSDP2 that torch does not document and this room uses, each read here alone.
+
+Checked with torch 2.13. `check_torch` looks for all of it when a model is wrapped, and refuses a
+torch that has changed it: without these names gradients could be kept or lost without an error.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Collection, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+CHECKED = "2.13"
+
+
+def check_torch(unit: nn.Module) -> None:
+    """Raise RuntimeError where this torch has not what is used here of ``unit``'s state."""
+    missing = []
+    for owner, names in _used(unit):
+        # What torch sets at the first forward is declared in the class.
+        declared = inspect.get_annotations(type(owner))
+        missing += [
+            f"{type(owner).__name__}.{name}"
+            for name in names
+            if not hasattr(owner, name) and name not in declared
+        ]
+    if missing:
+        raise RuntimeError(
+            f"torch {torch.__version__} has no {', '.join(missing)}, without which a fully sharded "
+            f"model could train wrongly: use torch {CHECKED}, with which this was checked, or the "
+            "wrapper ddp"
+        )
+
+
+def _used(unit: Any) -> Iterable[tuple[Any, tuple[str, ...]]]:
+    yield torch._C, ("_current_graph_task_id",)
+    yield unit, ("_get_fsdp_state",)
+    state = getattr(unit, "_get_fsdp_state", lambda: None)()
+    yield state, ("_state_ctx", "_fsdp_param_groups", "_pre_forward", "_post_forward")
+    context = getattr(state, "_state_ctx", None)
+    yield context, ("iter_forward_root", "post_backward_final_callback_queued")
+    for group in getattr(state, "_fsdp_param_groups", ()):
+        yield group, ("fsdp_params", "is_unsharded", "_partial_reduce_output")
+        yield group, ("_orig_dtype", "_init_mp_dtypes")
+        for one in getattr(group, "fsdp_params", ()):
+            yield one, ("sharded_param", "_unsharded_param", "unsharded_accumulated_grad")
+
+
+def groups_of(unit: Any) -> list[Any]:
+    """What torch keeps of the parameters of ``unit`` that are gathered together."""
+    return list(unit._get_fsdp_state()._fsdp_param_groups)
+
+
+def whole_of(parameter: Any) -> Tensor | None:
+    """The whole parameter that layers see; None before the first forward that uses it."""
+    whole: Tensor | None = getattr(parameter, "_unsharded_param", None)
+    return whole
+
+
+def whole_flags(parameters: Collection[Any], shards: Iterable[bool]) -> list[bool]:
+    """``requires_grad`` of the whole parameters, or of the shard where there is none yet."""
+    try:
+        return [one._unsharded_param.requires_grad for one in parameters]
+    except AttributeError:
+        pairs = ((whole_of(one), flag) for one, flag in zip(parameters, shards, strict=True))
+        return [flag if one is None else one.requires_grad for one, flag in pairs]
+
+
+def drop_gradients(group: Any, chosen: Collection[int] | None = None) -> None:
+    """Drop what waits for a reduction, of all parameters or of those with these ids.
+
+    FSDP2 keeps gradients of forwards under ``no_sync``, and of a backward that raised, in the whole
+    parameters. Its own ``zero_grad`` does not reach them.
+    """
+    dropped = 0
+    for one in group.fsdp_params:
+        whole = whole_of(one)
+        if chosen is None or id(one.sharded_param) in chosen or id(whole) in chosen:
+            dropped += 1
+            one.unsharded_accumulated_grad = None
+            if whole is not None:
+                whole.grad = None
+    if dropped == len(group.fsdp_params):
+        # With copies of shards: the sum over the shards, without the copies yet.
+        group._partial_reduce_output = None
+
+
+def note_dtypes(groups: Iterable[Any]) -> None:
+    """Let what is trained from now on be reduced in its dtype.
+
+    torch notes the dtypes at the first forward, and nothing where all of a group is frozen then.
+    """
+    for group in groups:
+        if getattr(group, "_orig_dtype", None) is None:
+            group._init_mp_dtypes()
+
+
+def in_backward() -> bool:
+    """Whether this thread runs a backward."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def is_running(root: Any) -> bool:
+    """Whether a forward or a backward uses the whole parameters of ``root``."""
+    return in_backward() or root._get_fsdp_state()._state_ctx.iter_forward_root is not None
+
+
+def is_interrupted(root: Any) -> bool:
+    """Whether a forward or a backward of ``root`` has raised; not to be asked inside of one."""
+    context = root._get_fsdp_state()._state_ctx
+    started = context.iter_forward_root is not None or context.post_backward_final_callback_queued
+    return bool(started) and not in_backward()
+
+
+def reset(root: Any) -> None:
+    """Let ``root`` begin anew after a forward or a backward that has raised."""
+    if not hasattr(root, "reset_iter_state"):
+        raise RuntimeError(
+            f"torch {torch.__version__} cannot go on with a sharded model after a forward or a "
+            f"backward that raised: make the model and its wrapper again, or use torch {CHECKED}"
+        )
+    root.reset_iter_state()
+
+
+def call_as_forward(root: Any, function: Callable[..., Any], *args: Any) -> Any:
+    """Call ``function`` as if it were the forward of ``root``, without setting it as a method."""
+    assert isinstance(root, FSDPModule)
+    state: Any = root._get_fsdp_state()
+    given, named = state._pre_forward(root, args, {})
+    return state._post_forward(root, given, function(*given, **named))
