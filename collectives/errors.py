@@ -11,9 +11,11 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from types import FrameType
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 import torch.distributed as dist
+
+T = TypeVar("T")
 
 
 class CollectiveError(RuntimeError):
@@ -157,6 +159,14 @@ def tell(
     sentence = ", ".join(parts)
     difference = _difference(places) if compare else ""
     return f"{sentence}; {difference}" if difference else sentence
+
+
+def attempt(action: Callable[[], T]) -> tuple[T | None, Exception | None]:
+    """Return the result, or the error for the other ranks, which are waiting to hear of it."""
+    try:
+        return action(), None
+    except Exception as error:
+        return None, error
 
 
 def text_of(error: BaseException) -> str:

@@ -10,7 +10,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from ..objects.agree import attempt, failure_of, raise_first
+from ..errors import attempt
+from ..objects.agree import failure_of, raise_first
 from .base import BaseDistBackend
 from .registry import BackendLike, get_dist_backend
 

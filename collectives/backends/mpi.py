@@ -5,7 +5,7 @@ from typing import TypeVar
 
 import torch
 
-from ..transport.serialize import obj2tensor, tensor2obj
+from ..objects.serialize import obj2tensor, tensor2obj
 from .base import BaseDistBackend, raise_not_sent
 
 # What a config can name.

@@ -6,9 +6,9 @@ import torch
 import torch.distributed as dist
 
 from ..objects.objects import all_gather_object, broadcast
+from ..objects.serialize import obj2tensor, tensor2obj
 from ..process.ranks import comm_device, distributed_available, live_world_size, members
 from ..trace.calling import calling
-from ..transport.serialize import obj2tensor, tensor2obj
 from .base import BaseDistBackend, TensorBaseDistBackend
 
 # What a config can name.

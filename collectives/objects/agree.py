@@ -1,13 +1,15 @@
 """An error of one rank, raised on every rank."""
 
 import pickle
+import uuid
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
 
-from ..errors import CollectiveError, call_site, text_of
+from ..errors import Call, CollectiveError, attempt, call_site, text_of
 from ..process.ranks import distributed_available
+from ..trace.first_message import Header, meet
 from .objects import all_gather_object
 
 T = TypeVar("T")
@@ -29,14 +31,6 @@ class Failure(NamedTuple):
     text: str
     told: str
     site: str
-
-
-def attempt(action: Callable[[], T]) -> tuple[T | None, Exception | None]:
-    """Return the result, or the error for the other ranks, which are waiting to hear of it."""
-    try:
-        return action(), None
-    except Exception as error:
-        return None, error
 
 
 def failure_of(problem: Exception | None, rank: int | None = None) -> Failure | None:
@@ -74,17 +68,6 @@ def raise_first(
             raise failure.kind(text) from own
 
 
-def raise_together(
-    problem: Exception | None, group: dist.ProcessGroup | None = None, what: str = ""
-) -> None:
-    """Raise on every rank what is wrong on any of them; every rank must call this.
-
-    The type is that of the first rank with a problem; CollectiveError where the others cannot make
-    that type from a text.
-    """
-    raise_first(all_gather_object(failure_of(problem), group), problem, what)
-
-
 def run_together(
     action: Callable[[], T], gather: Callable[[Any], list[Any]] = all_gather_object
 ) -> tuple[list[T], list[Failure | None], Exception | None]:
@@ -101,3 +84,49 @@ def run_together(
     result, own = attempt(action)
     reports = gather((result, failure_of(own)))
     return [one for one, _ in reports], [failure for _, failure in reports], own
+
+
+def results_of_all(
+    action: Callable[[], T], group: dist.ProcessGroup | None = None, what: str = ""
+) -> list[T]:
+    """Run `action` and return the results of all ranks; every rank must call this.
+
+    What it raises on the first rank where it fails is raised on every rank: of that type, or a
+    CollectiveError where the others cannot make that type from a text.
+    """
+    results, failures, own = run_together(action, lambda own: all_gather_object(own, group))
+    raise_first(failures, own, what)
+    return results
+
+
+def agree(
+    call: Call,
+    text: str,
+    details: Callable[[], T],
+    *,
+    problem: Exception | None = None,
+    pieces: Sequence[bytes | memoryview] = (),
+) -> tuple[list[Header], list[T] | None]:
+    """Compare a text over the ranks by its digest; every rank must call this.
+
+    Args:
+        pieces: what this rank sends along, at most `INLINE_BYTES`; empty with a problem.
+
+    Returns:
+        The headers of all ranks, and None where the texts are equal, else what `details` returns
+        on each rank.
+
+    Raises:
+        Exception: on every rank, the problem of the first rank that has one.
+    """
+    # A problem is unlike anything, so that all ranks go into the details.
+    headers = meet(call, agreed=uuid.uuid4().hex if problem else text, pieces=pieces)
+    if len({header.agreed for header in headers}) == 1:
+        return headers, None
+
+    def answer() -> T:
+        if problem is not None:
+            raise problem
+        return details()
+
+    return headers, results_of_all(answer, call.group, f"{call.name}() ")

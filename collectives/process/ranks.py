@@ -1,10 +1,12 @@
 """Who this process is among the ranks, and where it talks to them."""
 
 import functools
+import hashlib
 import logging
 import os
 import socket
 import time
+import uuid
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -24,6 +26,7 @@ T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
 _HOST_KEY = "stepwrap/host"
 _POLL_S = 0.02
 _local_ranks: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
@@ -179,10 +182,18 @@ def _count_on_this_host(world: dist.ProcessGroup) -> int:
     return sum(store.get(key).decode() == host for key in keys)
 
 
+@functools.cache
+def process_space() -> bytes:
+    """Return 8 bytes that two processes share when each can see the other in /proc."""
+    if not os.path.exists("/proc/self/ns/pid"):
+        return uuid.uuid4().bytes[:8]
+    space = f"{_BOOT.read_text()} {os.readlink('/proc/self/ns/pid')}"
+    return hashlib.blake2b(space.encode(), digest_size=8).digest()
+
+
 def _host() -> str:
     """Return what is the same on two ranks of one host: containers have names of their own."""
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    return f"{socket.gethostname()} {boot.read_text().strip() if boot.exists() else ''}"
+    return f"{socket.gethostname()} {_BOOT.read_text().strip() if _BOOT.exists() else ''}"
 
 
 def _integer(variable: str) -> int | None:

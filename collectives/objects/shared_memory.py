@@ -11,53 +11,46 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-from collections.abc import Sequence
+import uuid
+from collections.abc import Iterator, Sequence
 
 import torch
 
-from .serialize import Parcel
+from ..process.ranks import process_space
 
 VARIABLE = "STEPWRAP_SHARED_MEMORY"
 # The most buffers that one writev takes on Linux.
 _MOST_PIECES = 1024
 
 
-def is_available() -> bool:
-    """Return whether this process can offer memory to others of its host."""
+def host() -> bytes:
+    """Return 8 bytes that two ranks share when one can map the other's memory."""
     allowed = os.environ.get(VARIABLE, "").lower() not in ("0", "false", "no", "off")
-    return allowed and hasattr(os, "memfd_create")
+    can_map = allowed and hasattr(os, "memfd_create")
+    return process_space() if can_map else uuid.uuid4().bytes[:8]
 
 
-class Offer(contextlib.AbstractContextManager["Offer"]):
-    """A parcel in shared memory, there for others to map until it is closed.
+@contextlib.contextmanager
+def offered(pieces: Sequence[memoryview]) -> Iterator[list[int]]:
+    """Keep the pieces in shared memory for others to map while the body runs.
 
-    Attributes:
-        place: process id, descriptor, inode, and 0 or the errno that kept it from being there.
+    Yields:
+        Process id, descriptor, inode, and 0 or the errno that kept the memory from being there.
     """
-
-    def __init__(self, parcel: Parcel) -> None:
-        self._descriptor = -1
-        if not parcel.size:
-            self.place = [0, 0, 0, 0]
-            return
+    if not pieces:
+        yield [0, 0, 0, 0]
+        return
+    with contextlib.ExitStack() as stack:
         try:
-            self._descriptor = os.memfd_create("stepwrap", os.MFD_CLOEXEC)
-            _write(self._descriptor, parcel)
+            descriptor = os.memfd_create("stepwrap", os.MFD_CLOEXEC)
+            stack.callback(os.close, descriptor)
+            _write(descriptor, pieces)
+            place = [os.getpid(), descriptor, os.fstat(descriptor).st_ino, 0]
         # No memory, no descriptor: the parcel takes the slow way, and all ranks know it.
         except OSError as error:
-            self.close()
-            self.place = [0, 0, 0, error.errno or errno.EIO]
-            return
-        self.place = [os.getpid(), self._descriptor, os.fstat(self._descriptor).st_ino, 0]
-
-    def close(self) -> None:
-        """Give up this process's hold on the memory."""
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+            stack.close()
+            place = [0, 0, 0, error.errno or errno.EIO]
+        yield place
 
 
 def take(place: Sequence[int], size: int) -> memoryview:
@@ -81,11 +74,11 @@ def take(place: Sequence[int], size: int) -> memoryview:
         os.close(own)
 
 
-def _write(descriptor: int, parcel: Parcel) -> None:
-    pieces = [piece for piece in parcel.pieces() if len(piece)]
-    while pieces:
-        written = os.writev(descriptor, pieces[:_MOST_PIECES])
-        while pieces and written >= len(pieces[0]):
-            written -= len(pieces.pop(0))
+def _write(descriptor: int, pieces: Sequence[memoryview]) -> None:
+    left = [piece for piece in pieces if len(piece)]
+    while left:
+        written = os.writev(descriptor, left[:_MOST_PIECES])
+        while left and written >= len(left[0]):
+            written -= len(left.pop(0))
         if written:
-            pieces[0] = pieces[0][written:]
+            left[0] = left[0][written:]

@@ -1,0 +1,559 @@
+"""The calls of a group: checked, then begun, and waited for at once or later.
+
+The `multigpu` calls take lists of tensors on any devices of one process: each rank reduces its list
+in order, one message goes between the ranks, and what comes back is copied into the list, so that
+all tensors end with the same bits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Generic, TypeAlias, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from ..errors import CollectiveError
+from ..process.ranks import comm_device, members, place_in_group
+from ..tensors.checks import (
+    check_like,
+    checked_tensor,
+    checked_tensors,
+    checking,
+    describe_dtype,
+    describe_tensor,
+    one_per_rank,
+)
+from ..tensors.operations import Memory, Reduction, checked_op, start_all_gather, travel_device
+from ..tensors.tensors import start_barrier
+from ..trace.calling import calling
+from ..trace.first_message import gather_numbers
+
+T = TypeVar("T")
+ReduceOp: TypeAlias = "dist.ReduceOp.RedOpType | dist.ReduceOp | str"
+_Group: TypeAlias = dist.ProcessGroup
+_Works: TypeAlias = Sequence[dist.Work]
+_Tensors: TypeAlias = Sequence[torch.Tensor]
+# What hands everything to the transport, and what leaves the outcome where the caller expects it.
+_Steps: TypeAlias = "tuple[Callable[[], _Works], Callable[[], T]]"
+
+
+class Operation(Generic[T]):
+    """What a call does, once its arguments have been checked.
+
+    Args:
+        describe: as that of a `Call`.
+        prepare: checks the arguments and returns how to begin and how to finish.
+        failed: of a message between two ranks: what has not happened when it fails. The others
+            are not in such a call, and are neither met nor asked.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        group: _Group,
+        describe: Callable[[], str],
+        prepare: Callable[[], _Steps[T]],
+        failed: str = "",
+    ) -> None:
+        self._name, self._group, self._describe, self._failed = name, group, describe, failed
+        with contextlib.nullcontext() if failed else checking(name, group, describe):
+            self._begin, self.finish = prepare()
+
+    def begin(self) -> CollectiveHandle[T]:
+        """Begin the call."""
+        with self.calling():
+            works = self._begin()
+        return CollectiveHandle(self, works)
+
+    def complete(self) -> T:
+        """Make the call and wait for it."""
+        with self.calling():
+            for work in self._begin():
+                work.wait()
+        return self.finish()
+
+    @contextlib.contextmanager
+    def calling(self, *, is_late: bool = False) -> Iterator[None]:
+        """Surround the transport's work; `is_late` while waiting for what has begun before."""
+        name = f"{self._name}.wait" if is_late else self._name
+        meets = is_late or bool(self._failed)
+        with calling(name, self._group, self._describe, meets=meets) as call:
+            try:
+                yield
+            except RuntimeError as error:
+                if not self._failed or isinstance(error, CollectiveError):
+                    raise
+                place, transport = call.here(), dist.get_backend_config(self._group)
+                raise CollectiveError(
+                    f"{name}() on rank {place.rank} ({place.site}) {self._failed}. The transport "
+                    f"({transport}) says: {error}"
+                ) from error
+
+
+class CollectiveHandle(Generic[T]):
+    """A call of a group that has begun; its tensors must be left alone until `wait()`."""
+
+    def __init__(self, operation: Operation[T], works: _Works) -> None:
+        self._operation, self._works = operation, works
+        self._outcome: list[T] = []
+
+    def wait(self) -> T:
+        """Wait until everything is where it belongs; what is copied back is copied here.
+
+        Returns:
+            The sender's global rank for a message that is received, else None; the same when
+            called again.
+
+        Raises:
+            CollectiveError: it has failed, or the group's timeout is over.
+        """
+        if not self._outcome:
+            with self._operation.calling(is_late=True):
+                for work in self._works:
+                    work.wait()
+            self._outcome.append(self._operation.finish())
+        return self._outcome[0]
+
+    def is_completed(self) -> bool:
+        """Return whether `wait()` would return at once."""
+        return bool(self._outcome) or all(work.is_completed() for work in self._works)
+
+
+def send(group: _Group, name: str, tensor: torch.Tensor, dst: int, tag: int) -> Operation[None]:
+    """Return the operation that sends a message to global rank `dst`."""
+
+    def prepare() -> _Steps[None]:
+        checked_tensor("tensor", tensor)
+        _check_peer("dst", dst, tag, group)
+        memory = Memory(tensor, travel_device(group, tensor), is_read=True)
+        return lambda: [_begun(dist.isend(memory.bytes, dst, group, tag))], _nothing
+
+    return Operation(
+        name,
+        group,
+        lambda: f"{describe_tensor(tensor)} to rank {dst}, tag {tag}",
+        prepare,
+        failed=f"could not send to rank {dst} (tag {tag})",
+    )
+
+
+def recv(
+    group: _Group, name: str, tensor: torch.Tensor, src: int | None, tag: int
+) -> Operation[int]:
+    """Return the operation that receives a message; its outcome is the sender's global rank."""
+    sender = f"any rank of {members(group)}" if src is None else f"rank {src}"
+
+    def prepare() -> _Steps[int]:
+        checked_tensor("tensor", tensor, is_target=True)
+        _check_peer("src", src, tag, group)
+        memory = Memory(tensor, travel_device(group, tensor), is_read=False)
+        works: list[dist.Work] = []
+
+        def begin() -> _Works:
+            works.append(_begun(dist.irecv(memory.bytes, src, group, tag)))
+            return works
+
+        def finish() -> int:
+            memory.store()
+            return members(group)[works[0]._source_rank()] if src is None else src
+
+        return begin, finish
+
+    return Operation(
+        name,
+        group,
+        lambda: f"{describe_tensor(tensor)} from {sender}, tag {tag}",
+        prepare,
+        failed=f"received nothing from {sender} (tag {tag})",
+    )
+
+
+def broadcast(
+    group: _Group, data: Any, src: int, *, several: bool = False, src_tensor: int = 0
+) -> Operation[None]:
+    """Return the operation that copies a tensor of global rank `src` into those of all ranks.
+
+    Args:
+        data: a tensor, or a list with `several`.
+    """
+
+    def prepare() -> _Steps[None]:
+        place_in_group(src, group)
+        is_source = dist.get_rank() == src
+        targets = _own(data, several, is_target=several or not is_source)
+        first = targets[_index("src_tensor", src_tensor, targets) if is_source else 0]
+        memory = Memory(first, travel_device(group, first), is_read=is_source)
+
+        def finish() -> None:
+            if not is_source:
+                memory.store()
+            _write(first, [target for target in targets if target is not first])
+
+        return lambda: [dist.broadcast(memory.bytes, src, group, async_op=True)], finish
+
+    return Operation(
+        _name("broadcast", several),
+        group,
+        lambda: f"{_describe(data, several)} from rank {src}",
+        prepare,
+    )
+
+
+def reduce(
+    group: _Group,
+    data: Any,
+    op: ReduceOp,
+    *,
+    dst: int | None = None,
+    several: bool = False,
+    dst_tensor: int = 0,
+) -> Operation[None]:
+    """Return the operation that reduces tensors of all ranks, into those of one or of all.
+
+    Args:
+        data: a tensor, or a list with `several`.
+        dst: the only global rank that gets the result; default: all.
+    """
+
+    def prepare() -> _Steps[None]:
+        tensors = _own(data, several, is_target=True)
+        targets = tensors
+        if dst is not None:
+            place_in_group(dst, group, "dst")
+            is_destination = dist.get_rank() == dst
+            targets = [tensors[_index("dst_tensor", dst_tensor, tensors)]] if is_destination else []
+        first, *others = [tensor.detach() for tensor in tensors]
+        own_op = checked_op(_name_of(op), first.dtype)
+        reduction = Reduction(first, own_op, group, others=others, dst=dst)
+        # The ranks may have different numbers of tensors.
+        count = None
+        if several and own_op == "mean":
+            count = torch.tensor(len(tensors), device=comm_device(group, prefer=first.device))
+
+        def begin() -> _Works:
+            works = [reduction.start()]
+            if count is not None:
+                works.append(dist.all_reduce(count, group=group, async_op=True))
+            return works
+
+        def finish() -> None:
+            if targets:
+                _write(reduction.result(None if count is None else int(count)), targets)
+
+        return begin, finish
+
+    to = "" if dst is None else f" to rank {dst}"
+    name = "all_reduce" if dst is None else "reduce"
+    return Operation(
+        _name(name, several),
+        group,
+        lambda: f"{_name_of(op)} of {_describe(data, several)}{to}",
+        prepare,
+    )
+
+
+def all_gather(group: _Group, tensor_list: _Tensors, tensor: torch.Tensor) -> Operation[None]:
+    """Return the operation that gathers tensors, also of different shapes, on every rank."""
+
+    def prepare() -> _Steps[None]:
+        checked_tensor("tensor", tensor)
+        targets = one_per_rank("tensor_list", tensor_list, group, is_target=True)
+        place = dist.get_rank(group)
+        check_like(f"tensor_list[{place}]", targets[place], "tensor", tensor)
+        device = travel_device(group, tensor)
+        own = Memory(tensor, device, is_read=True).bytes
+        parts = [Memory(target, device, is_read=False) for target in targets]
+        memory = [part.bytes for part in parts]
+        return lambda: start_all_gather(memory, own, group), lambda: _store(parts)
+
+    return Operation("group.all_gather", group, lambda: describe_dtype(tensor), prepare)
+
+
+def all_gather_several(
+    group: _Group, output_tensor_lists: Sequence[_Tensors], input_tensor_list: _Tensors
+) -> Operation[None]:
+    """Return the operation that gathers the tensors of all ranks in each of the output lists."""
+
+    def prepare() -> _Steps[None]:
+        inputs = _alike("input_tensor_list", input_tensor_list)
+        lists = _output_lists(output_tensor_lists, inputs)
+        device = travel_device(group, inputs[0])
+        own = torch.cat([Memory(tensor, device, is_read=True).bytes for tensor in inputs])
+        place, size = dist.get_rank(group), inputs[0].nbytes
+        # By group rank: how many tensors, and their bytes.
+        parts: list[tuple[int, torch.Tensor]] = []
+
+        def begin() -> _Works:
+            for index, count in enumerate(_agreed_counts(group, inputs, len(lists[0]))):
+                parts.append((count, own if index == place else own.new_empty(count * size)))
+            return start_all_gather([part for _, part in parts], own, group)
+
+        def finish() -> None:
+            for outputs in lists:
+                targets = iter(outputs)
+                for count, part in parts:
+                    # Once for each device.
+                    values = part.to(outputs[0].device).view(inputs[0].dtype)
+                    for value in values.view(count, *inputs[0].shape):
+                        _write(value, [next(targets)])
+
+        return begin, finish
+
+    return Operation(
+        "group.all_gather_multigpu", group, lambda: _describe(input_tensor_list, True), prepare
+    )
+
+
+def gather(
+    group: _Group, tensor: torch.Tensor, gather_list: _Tensors | None, dst: int
+) -> Operation[None]:
+    """Return the operation that gathers tensors of one shape on global rank `dst`."""
+
+    def prepare() -> _Steps[None]:
+        checked_tensor("tensor", tensor)
+        place_in_group(dst, group, "dst")
+        targets = _list_on("gather_list", gather_list, dst, group, tensor, is_target=True)
+        device = travel_device(group, tensor)
+        own = Memory(tensor, device, is_read=True).bytes
+        parts = [Memory(target, device, is_read=False) for target in targets]
+        memory = [part.bytes for part in parts] or None
+        return (
+            lambda: [dist.gather(own, memory, dst, group, async_op=True)],
+            lambda: _store(parts),
+        )
+
+    return Operation(
+        "group.gather", group, lambda: f"{describe_tensor(tensor)} to rank {dst}", prepare
+    )
+
+
+def scatter(
+    group: _Group, tensor: torch.Tensor, scatter_list: _Tensors | None, src: int
+) -> Operation[None]:
+    """Return the operation that gives each rank its tensor of the list on global rank `src`."""
+
+    def prepare() -> _Steps[None]:
+        checked_tensor("tensor", tensor, is_target=True)
+        place_in_group(src, group)
+        sources = _list_on("scatter_list", scatter_list, src, group, tensor)
+        device = travel_device(group, tensor)
+        own = Memory(tensor, device, is_read=False)
+        memory = [Memory(source, device, is_read=True).bytes for source in sources] or None
+        return lambda: [dist.scatter(own.bytes, memory, src, group, async_op=True)], own.store
+
+    return Operation(
+        "group.scatter", group, lambda: f"{describe_tensor(tensor)} from rank {src}", prepare
+    )
+
+
+def reduce_scatter(
+    group: _Group, output: torch.Tensor, input_list: _Tensors, op: ReduceOp
+) -> Operation[None]:
+    """Return the operation that reduces, on each rank, what the ranks have at its place.
+
+    The parts are exchanged and then reduced here in the order of the ranks: the traffic is that of
+    a ring, gloo's own is three times as slow, and every dtype and operation has it.
+    """
+
+    def prepare() -> _Steps[None]:
+        target = checked_tensor("output", output, is_target=True).detach()
+        inputs = one_per_rank("input_list", input_list, group)
+        place = dist.get_rank(group)
+        check_like(f"input_list[{place}]", inputs[place], "output", output)
+        own_op = checked_op(_name_of(op), target.dtype)
+        begin, received = _exchange(inputs, [target] * len(inputs), group)
+
+        def finish() -> None:
+            first, *others = received()
+            _write(Reduction(first, own_op, group, others=others).result(), [target])
+
+        return begin, finish
+
+    return Operation(
+        "group.reduce_scatter",
+        group,
+        lambda: f"{_name_of(op)} of {describe_dtype(output)}",
+        prepare,
+    )
+
+
+def all_to_all(group: _Group, output_list: _Tensors, input_list: _Tensors) -> Operation[None]:
+    """Return the operation that sends the tensor at each place to the rank at that place."""
+
+    def prepare() -> _Steps[None]:
+        inputs = one_per_rank("input_tensor_list", input_list, group)
+        outputs = one_per_rank("output_tensor_list", output_list, group, is_target=True)
+        place = dist.get_rank(group)
+        names = [f"{kind}_tensor_list[{place}]" for kind in ("output", "input")]
+        check_like(names[0], outputs[place], names[1], inputs[place])
+        begin, received = _exchange(inputs, outputs, group)
+
+        def finish() -> None:
+            for output, part in zip(outputs, received(), strict=True):
+                _write(part, [output])
+
+        return begin, finish
+
+    return Operation("group.all_to_all", group, lambda: describe_dtype(input_list), prepare)
+
+
+def barrier(group: _Group) -> Operation[None]:
+    """Return the operation that waits for all ranks."""
+    steps: _Steps[None] = (lambda: [start_barrier(group)], _nothing)
+    return Operation("group.barrier", group, str, lambda: steps)
+
+
+def _exchange(inputs: _Tensors, outputs: _Tensors, group: _Group) -> _Steps[list[torch.Tensor]]:
+    """Return how to exchange tensors of one dtype, one for each rank, and get what came.
+
+    Args:
+        outputs: tensors like those that come; they are not written to.
+    """
+    device = travel_device(group, inputs[0])
+    memory = [Memory(tensor, device, is_read=True).bytes for tensor in inputs]
+    sizes = [output.nbytes for output in outputs], [part.numel() for part in memory]
+    sent = torch.cat(memory)
+    data = torch.empty(sum(sizes[0]), dtype=torch.uint8, device=device)
+
+    def received() -> list[torch.Tensor]:
+        pieces = torch.split(data, sizes[0])
+        pairs = zip(pieces, outputs, strict=True)
+        return [piece.view(output.dtype).view(output.shape) for piece, output in pairs]
+
+    return lambda: [dist.all_to_all_single(data, sent, *sizes, group, async_op=True)], received
+
+
+def _nothing() -> None:
+    pass
+
+
+def _begun(work: dist.Work | None) -> dist.Work:
+    assert work is not None, "only ranks that are no members get none"
+    return work
+
+
+def _name(name: str, several: bool) -> str:
+    return f"group.{name}_multigpu" if several else f"group.{name}"
+
+
+def _name_of(op: ReduceOp) -> str:
+    """Return one of our names for an operation of torch; a name as it is."""
+    if isinstance(op, str):
+        return op
+    name = str(getattr(op, "op", op)).rpartition(".")[2].lower()
+    return "mean" if name == "avg" else name
+
+
+def _describe(data: object, several: bool) -> str:
+    return describe_dtype(data, with_shape=True) if several else describe_tensor(data)
+
+
+def _write(result: torch.Tensor, targets: _Tensors) -> None:
+    for target in targets:
+        target.detach().copy_(result)
+
+
+def _store(parts: Sequence[Memory]) -> None:
+    for part in parts:
+        part.store()
+
+
+def _check_peer(name: str, rank: int | None, tag: int, group: _Group) -> None:
+    if len(members(group)) == 1:
+        raise ValueError(
+            f"a message needs another member, but the group has only rank {dist.get_rank()}"
+        )
+    if rank is not None:
+        place_in_group(rank, group, name)
+        if rank == dist.get_rank():
+            raise ValueError(f"{name} must be another rank than this one, got {rank}")
+    if tag < 0:
+        raise ValueError(f"tag must not be negative, got {tag}")
+
+
+def _list_on(
+    name: str,
+    tensors: object,
+    rank: int,
+    group: _Group,
+    like: torch.Tensor,
+    *,
+    is_target: bool = False,
+) -> list[torch.Tensor]:
+    """Return the tensors, like `like`, that only one rank passes; none on the others."""
+    if dist.get_rank() != rank:
+        if tensors:
+            raise ValueError(f"{name} must be None on all ranks but {rank}, got one here")
+        return []
+    listed = one_per_rank(name, tensors, group, is_target=is_target)
+    for index, tensor in enumerate(listed):
+        check_like(f"{name}[{index}]", tensor, "tensor", like)
+    return listed
+
+
+def _own(data: object, several: bool, *, is_target: bool) -> list[torch.Tensor]:
+    if several:
+        return _alike("tensor_list", data, is_target=is_target)
+    return [checked_tensor("tensor", data, is_target=is_target)]
+
+
+def _alike(name: str, data: object, *, is_target: bool = False) -> list[torch.Tensor]:
+    tensors = checked_tensors(name, data, is_target=is_target)
+    for index, tensor in enumerate(tensors):
+        check_like(f"{name}[{index}]", tensor, f"{name}[0]", tensors[0])
+    return tensors
+
+
+def _index(name: str, index: int, tensors: _Tensors) -> int:
+    if not 0 <= index < len(tensors):
+        raise ValueError(
+            f"{name} must be a place in the list of {len(tensors)} tensors, got {index}"
+        )
+    return index
+
+
+def _output_lists(data: object, inputs: _Tensors) -> list[list[torch.Tensor]]:
+    """Return one list of outputs for each input, all of one length."""
+    name = "output_tensor_lists"
+    if not isinstance(data, list | tuple) or len(data) != len(inputs):
+        got = len(data) if isinstance(data, list | tuple) else type(data).__name__
+        raise ValueError(
+            f"{name} must have one list for each of the {len(inputs)} tensors in "
+            f"input_tensor_list, got {got}"
+        )
+    lists = [_alike(f"{name}[{i}]", outputs, is_target=True) for i, outputs in enumerate(data)]
+    for index, outputs in enumerate(lists):
+        check_like(f"{name}[{index}][0]", outputs[0], "input_tensor_list[0]", inputs[0])
+        if len(outputs) != len(lists[0]):
+            raise ValueError(
+                f"{name}[{index}] must have as many tensors as {name}[0], which has "
+                f"{len(lists[0])}, got {len(outputs)}"
+            )
+    return lists
+
+
+def _agreed_counts(group: _Group, inputs: _Tensors, room: int) -> list[int]:
+    """Return how many tensors each rank sends, by group rank.
+
+    Raises:
+        ValueError: on every rank, when some rank's tensors have another size, or its output lists
+            another length than what all ranks send.
+    """
+    rows = gather_numbers([len(inputs), inputs[0].nbytes, room], group)
+    by_rank = dict(zip(members(group), rows, strict=True))
+    sent = ", ".join(f"{row[0]} of rank {rank}" for rank, row in by_rank.items())
+    total = sum(row[0] for row in rows)
+    for rank, (_, size, length) in by_rank.items():
+        if size != rows[0][1]:
+            raise ValueError(
+                f"all_gather_multigpu() must get tensors of the same size on all ranks, got "
+                f"{rows[0][1]} bytes on rank {members(group)[0]} and {size} on rank {rank}"
+            )
+        if length != total:
+            raise ValueError(
+                f"all_gather_multigpu() must get output lists of {total} tensors ({sent}), "
+                f"got {length} on rank {rank}"
+            )
+    return [row[0] for row in rows]
