@@ -6,7 +6,7 @@ import os
 import secrets
 import shutil
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any, TypeVar
@@ -86,7 +86,7 @@ def collect_results_cpu(
     if remove_tmpdir:
         # No rank goes on before it is gone.
         results_of_all(remove, group, "collect_results() ")
-    return None if gathered is None else _interleave(gathered, size)
+    return None if gathered is None else interleaved(gathered)[:size]
 
 
 def collect_results_gpu(
@@ -95,7 +95,7 @@ def collect_results_gpu(
     """Like `collect_results`: through the process group, on its communication device."""
     results_of_all(lambda: _check(result_part, size), group, "collect_results() ")
     gathered = all_gather_object_gpu(result_part, group=group)
-    return None if gathered is None else _interleave(gathered, size)
+    return None if gathered is None else interleaved(gathered)[:size]
 
 
 def create_tmpdir(
@@ -217,11 +217,12 @@ def _check(results: object, size: int) -> None:
         raise ValueError(f"size must not be negative, got {size}")
 
 
-def _interleave(gathered: Sequence[Sequence[T]], size: int) -> list[T]:
+def interleaved(gathered: Iterable[Iterable[T]]) -> list[T]:
+    """Return the first result of each rank, then the second ones; some may have more."""
     # An object of its own: None may be a result.
     missing: Any = object()
     turns = chain.from_iterable(zip_longest(*gathered, fillvalue=missing))
-    return [result for result in turns if result is not missing][:size]
+    return [result for result in turns if result is not missing]
 
 
 def _parent(use_system_tmp: bool) -> str:
