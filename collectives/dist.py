@@ -19,9 +19,9 @@ from .objects.objects import sync_random_seed
 from .objects.results import collect_results, collect_results_cpu, collect_results_gpu
 from .process import ranks
 from .process.init import infer_launcher, init_dist, tasks_here
+from .process.ranks import comm_device as get_comm_device
+from .process.ranks import distributed_available as is_distributed
 from .process.ranks import (
-    comm_device,
-    distributed_available,
     get_rank,
     get_world_size,
     live_world_size,
@@ -69,11 +69,11 @@ __all__ = [
 ]
 
 _T = TypeVar("_T")
-# The default group and the local one made in it: after a new start the old one is nobody's.
-# Weakly: a group that is kept beyond its destruction keeps threads, which abort the exit.
-_local: (
-    tuple[weakref.ref[distributed.ProcessGroup], weakref.ref[distributed.ProcessGroup]] | None
-) = None
+# The local group made in each default group: after a new start the old one is nobody's. Weakly: a
+# group that is kept beyond its destruction keeps threads, which abort the exit.
+_local: weakref.WeakKeyDictionary[
+    distributed.ProcessGroup, weakref.ref[distributed.ProcessGroup]
+] = weakref.WeakKeyDictionary()
 
 
 def all_gather_object(data: _T, group: distributed.ProcessGroup | None = None) -> list[_T]:
@@ -120,14 +120,9 @@ def broadcast_object_list(
         data[:] = objects.broadcast(data, src, group)
 
 
-def is_distributed() -> bool:
-    """Return whether a default process group exists in this process."""
-    return distributed_available()
-
-
 def get_default_group() -> distributed.ProcessGroup | None:
     """Return the default process group, None without one."""
-    return distributed.group.WORLD if distributed_available() else None
+    return distributed.group.WORLD if is_distributed() else None
 
 
 def get_backend(group: distributed.ProcessGroup | None = None) -> str | None:
@@ -138,7 +133,7 @@ def get_backend(group: distributed.ProcessGroup | None = None) -> str | None:
     Raises:
         ValueError: this process is no member of the group.
     """
-    if not distributed_available():
+    if not is_distributed():
         return None
     live_world_size(group)
     config = distributed.get_backend_config(group).lower()
@@ -175,8 +170,7 @@ def init_local_group(node_rank: int, num_gpus_per_node: int) -> None:
     Raises:
         ValueError: on every rank, when the numbers differ between ranks or do not fit a rank.
     """
-    global _local
-    if not distributed_available():
+    if not is_distributed():
         return
     _check_places(all_gather_object((node_rank, num_gpus_per_node)))
     everyone, world = members(), get_default_group()
@@ -187,7 +181,7 @@ def init_local_group(node_rank: int, num_gpus_per_node: int) -> None:
             own = everyone[start : start + num_gpus_per_node]
             group = distributed.new_group(own)
             if distributed.get_rank() in own:
-                _local = weakref.ref(world), weakref.ref(group)
+                _local[world] = weakref.ref(group)
 
 
 def get_local_group() -> distributed.ProcessGroup | None:
@@ -196,7 +190,7 @@ def get_local_group() -> distributed.ProcessGroup | None:
     Raises:
         RuntimeError: `init_local_group` has not been called.
     """
-    if not distributed_available():
+    if not is_distributed():
         return None
     group = _live_local_group()
     if group is None:
@@ -212,7 +206,7 @@ def get_local_size() -> int:
     Raises:
         RuntimeError: nothing of this is there.
     """
-    if not distributed_available():
+    if not is_distributed():
         return 1
     group = _live_local_group()
     if group is not None:
@@ -238,9 +232,9 @@ def get_local_rank() -> int:
 
 
 def _live_local_group() -> distributed.ProcessGroup | None:
-    if _local is None or not distributed_available() or _local[0]() is not distributed.group.WORLD:
-        return None
-    return _local[1]()
+    world = get_default_group()
+    local = None if world is None else _local.get(world)
+    return None if local is None else local()
 
 
 def _check_places(places: list[tuple[int, int]]) -> None:
@@ -272,15 +266,6 @@ def get_data_device(data: object) -> torch.device:
     return devices[0]
 
 
-def get_comm_device(group: distributed.ProcessGroup | None = None) -> torch.device:
-    """Return the device on which tensors travel in the group; the CPU without one.
-
-    It is that of the first backend in the group's configuration: CUDA for NCCL alone, the CPU for
-    gloo and for "cpu:gloo,cuda:nccl".
-    """
-    return comm_device(group)
-
-
 def cast_data_device(data: _T, device: torch.device | str, out: _T | None = None) -> _T:
     """Return nested tensors on a device; those that are there already are not copied.
 
@@ -305,11 +290,7 @@ def cast_data_device(data: _T, device: torch.device | str, out: _T | None = None
 
 
 def _children(data: object, listed: str = "list") -> list[Any]:
-    """Return what a container holds, a mapping's values in the order of its keys.
-
-    Args:
-        listed: the word for sequences in the error that is documented for the caller.
-    """
+    """Return what a container holds, a mapping's values in the order of its keys."""
     if isinstance(data, Mapping):
         children = list(data.values())
     elif isinstance(data, list | tuple | AbstractSet):
@@ -358,22 +339,17 @@ def _paired(data: Any, out: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     if isinstance(out, AbstractSet):
         raise TypeError("out should not be a set")
     children = _children(data)
+    targets = list(out)
     if isinstance(data, Mapping):
-        _check_keys(data, out)
+        missing = [key for key in data if key not in out]
+        extra = [key for key in out if key not in data]
+        if missing or extra:
+            raise ValueError(
+                f"out should have the keys of data, but lacks {missing} and has {extra} as well"
+            )
         targets = [out[key] for key in data]
-    else:
-        targets = list(out)
     if len(children) != len(targets):
         got = f"{len(targets)} for {len(children)}"
         raise ValueError(f"out should have the length of data, but got {got}")
     for child, target in zip(children, targets, strict=True):
         yield from _paired(child, target)
-
-
-def _check_keys(data: Mapping[Any, object], out: Mapping[Any, object]) -> None:
-    missing = [key for key in data if key not in out]
-    extra = [key for key in out if key not in data]
-    if missing or extra:
-        raise ValueError(
-            f"out should have the keys of data, but lacks {missing} and has {extra} as well"
-        )

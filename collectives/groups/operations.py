@@ -1,5 +1,8 @@
 """The calls of a group: checked, then begun, and waited for at once or later.
 
+Each function below the handle returns the operation of the group's method of that name; `several`
+is for the `multigpu` one.
+
 The `multigpu` calls take lists of tensors on any devices of one process: each rank reduces its list
 in order, one message goes between the ranks, and what comes back is copied into the list, so that
 all tensors end with the same bits.
@@ -40,13 +43,10 @@ _Steps: TypeAlias = "tuple[Callable[[], _Works], Callable[[], T]]"
 
 
 class Operation(Generic[T]):
-    """What a call does, once its arguments have been checked.
+    """What a call does, once `prepare` has checked its arguments.
 
-    Args:
-        describe: as that of a `Call`.
-        prepare: checks the arguments and returns how to begin and how to finish.
-        failed: of a message between two ranks: what has not happened when it fails. The others
-            are not in such a call, and are neither met nor asked.
+    `failed` says of a message between two ranks what has not happened when it fails: the others are
+    not in such a call, and are neither met nor asked.
     """
 
     def __init__(
@@ -122,8 +122,6 @@ class CollectiveHandle(Generic[T]):
 
 
 def send(group: _Group, name: str, tensor: torch.Tensor, dst: int, tag: int) -> Operation[None]:
-    """Return the operation that sends a message to global rank `dst`."""
-
     def prepare() -> _Steps[None]:
         checked_tensor("tensor", tensor)
         _check_peer("dst", dst, tag, group)
@@ -173,12 +171,6 @@ def recv(
 def broadcast(
     group: _Group, data: Any, src: int, *, several: bool = False, src_tensor: int = 0
 ) -> Operation[None]:
-    """Return the operation that copies a tensor of global rank `src` into those of all ranks.
-
-    Args:
-        data: a tensor, or a list with `several`.
-    """
-
     def prepare() -> _Steps[None]:
         place_in_group(src, group)
         is_source = dist.get_rank() == src
@@ -210,13 +202,6 @@ def reduce(
     several: bool = False,
     dst_tensor: int = 0,
 ) -> Operation[None]:
-    """Return the operation that reduces tensors of all ranks, into those of one or of all.
-
-    Args:
-        data: a tensor, or a list with `several`.
-        dst: the only global rank that gets the result; default: all.
-    """
-
     def prepare() -> _Steps[None]:
         tensors = _own(data, several, is_target=True)
         targets = tensors
@@ -255,8 +240,6 @@ def reduce(
 
 
 def all_gather(group: _Group, tensor_list: _Tensors, tensor: torch.Tensor) -> Operation[None]:
-    """Return the operation that gathers tensors, also of different shapes, on every rank."""
-
     def prepare() -> _Steps[None]:
         checked_tensor("tensor", tensor)
         targets = one_per_rank("tensor_list", tensor_list, group, is_target=True)
@@ -274,10 +257,8 @@ def all_gather(group: _Group, tensor_list: _Tensors, tensor: torch.Tensor) -> Op
 def all_gather_several(
     group: _Group, output_tensor_lists: Sequence[_Tensors], input_tensor_list: _Tensors
 ) -> Operation[None]:
-    """Return the operation that gathers the tensors of all ranks in each of the output lists."""
-
     def prepare() -> _Steps[None]:
-        inputs = _alike("input_tensor_list", input_tensor_list)
+        inputs = checked_tensors("input_tensor_list", input_tensor_list, are_alike=True)
         lists = _output_lists(output_tensor_lists, inputs)
         device = travel_device(group, inputs[0])
         own = torch.cat([Memory(tensor, device, is_read=True).bytes for tensor in inputs])
@@ -309,8 +290,6 @@ def all_gather_several(
 def gather(
     group: _Group, tensor: torch.Tensor, gather_list: _Tensors | None, dst: int
 ) -> Operation[None]:
-    """Return the operation that gathers tensors of one shape on global rank `dst`."""
-
     def prepare() -> _Steps[None]:
         checked_tensor("tensor", tensor)
         place_in_group(dst, group, "dst")
@@ -332,8 +311,6 @@ def gather(
 def scatter(
     group: _Group, tensor: torch.Tensor, scatter_list: _Tensors | None, src: int
 ) -> Operation[None]:
-    """Return the operation that gives each rank its tensor of the list on global rank `src`."""
-
     def prepare() -> _Steps[None]:
         checked_tensor("tensor", tensor, is_target=True)
         place_in_group(src, group)
@@ -351,12 +328,6 @@ def scatter(
 def reduce_scatter(
     group: _Group, output: torch.Tensor, input_list: _Tensors, op: ReduceOp
 ) -> Operation[None]:
-    """Return the operation that reduces, on each rank, what the ranks have at its place.
-
-    The parts are exchanged and then reduced here in the order of the ranks: the traffic is that of
-    a ring, gloo's own is three times as slow, and every dtype and operation has it.
-    """
-
     def prepare() -> _Steps[None]:
         target = checked_tensor("output", output, is_target=True).detach()
         inputs = one_per_rank("input_list", input_list, group)
@@ -380,8 +351,6 @@ def reduce_scatter(
 
 
 def all_to_all(group: _Group, output_list: _Tensors, input_list: _Tensors) -> Operation[None]:
-    """Return the operation that sends the tensor at each place to the rank at that place."""
-
     def prepare() -> _Steps[None]:
         inputs = one_per_rank("input_tensor_list", input_list, group)
         outputs = one_per_rank("output_tensor_list", output_list, group, is_target=True)
@@ -406,11 +375,7 @@ def barrier(group: _Group) -> Operation[None]:
 
 
 def _exchange(inputs: _Tensors, outputs: _Tensors, group: _Group) -> _Steps[list[torch.Tensor]]:
-    """Return how to exchange tensors of one dtype, one for each rank, and get what came.
-
-    Args:
-        outputs: tensors like those that come; they are not written to.
-    """
+    """Return how to exchange tensors of one dtype, one for each rank, and to get what came."""
     device = travel_device(group, inputs[0])
     memory = [Memory(tensor, device, is_read=True).bytes for tensor in inputs]
     sizes = [output.nbytes for output in outputs], [part.numel() for part in memory]
@@ -495,15 +460,8 @@ def _list_on(
 
 def _own(data: object, several: bool, *, is_target: bool) -> list[torch.Tensor]:
     if several:
-        return _alike("tensor_list", data, is_target=is_target)
+        return checked_tensors("tensor_list", data, is_target=is_target, are_alike=True)
     return [checked_tensor("tensor", data, is_target=is_target)]
-
-
-def _alike(name: str, data: object, *, is_target: bool = False) -> list[torch.Tensor]:
-    tensors = checked_tensors(name, data, is_target=is_target)
-    for index, tensor in enumerate(tensors):
-        check_like(f"{name}[{index}]", tensor, f"{name}[0]", tensors[0])
-    return tensors
 
 
 def _index(name: str, index: int, tensors: _Tensors) -> int:
@@ -523,7 +481,10 @@ def _output_lists(data: object, inputs: _Tensors) -> list[list[torch.Tensor]]:
             f"{name} must have one list for each of the {len(inputs)} tensors in "
             f"input_tensor_list, got {got}"
         )
-    lists = [_alike(f"{name}[{i}]", outputs, is_target=True) for i, outputs in enumerate(data)]
+    lists = [
+        checked_tensors(f"{name}[{index}]", outputs, is_target=True, are_alike=True)
+        for index, outputs in enumerate(data)
+    ]
     for index, outputs in enumerate(lists):
         check_like(f"{name}[{index}][0]", outputs[0], "input_tensor_list[0]", inputs[0])
         if len(outputs) != len(lists[0]):
@@ -535,12 +496,7 @@ def _output_lists(data: object, inputs: _Tensors) -> list[list[torch.Tensor]]:
 
 
 def _agreed_counts(group: _Group, inputs: _Tensors, room: int) -> list[int]:
-    """Return how many tensors each rank sends, by group rank.
-
-    Raises:
-        ValueError: on every rank, when some rank's tensors have another size, or its output lists
-            another length than what all ranks send.
-    """
+    """Return how many tensors each rank sends, by group rank, if all sizes fit together."""
     rows = gather_numbers([len(inputs), inputs[0].nbytes, room], group)
     by_rank = dict(zip(members(group), rows, strict=True))
     sent = ", ".join(f"{row[0]} of rank {rank}" for rank, row in by_rank.items())

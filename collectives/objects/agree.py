@@ -16,15 +16,7 @@ T = TypeVar("T")
 
 
 class Failure(NamedTuple):
-    """An error of one rank as the others receive it.
-
-    Attributes:
-        rank: where it was raised.
-        kind: its type; CollectiveError where the other ranks cannot make that from a text.
-        text: what an error of that kind says.
-        told: the name of its own type, and its text.
-        site: "file:line" of the call that has failed.
-    """
+    """An error of one rank: its type as the others can raise it, its text, and where it came."""
 
     rank: int
     kind: type[Exception]
@@ -56,12 +48,7 @@ def failure_of(problem: Exception | None, rank: int | None = None) -> Failure | 
 def raise_first(
     failures: Sequence[Failure | None], own: Exception | None = None, what: str = ""
 ) -> None:
-    """Raise the failure of the first rank that has one; the type is the same on every rank.
-
-    Args:
-        failures: that of each rank, the same on every rank.
-        own: this rank's problem, which becomes the cause.
-    """
+    """Raise the failure of the first rank that has one; `own`, this rank's, becomes the cause."""
     for failure in failures:
         if failure is not None:
             text = f"{what}on rank {failure.rank} ({failure.site}): {failure.text}"
@@ -89,11 +76,7 @@ def run_together(
 def results_of_all(
     action: Callable[[], T], group: dist.ProcessGroup | None = None, what: str = ""
 ) -> list[T]:
-    """Run `action` and return the results of all ranks; every rank must call this.
-
-    What it raises on the first rank where it fails is raised on every rank: of that type, or a
-    CollectiveError where the others cannot make that type from a text.
-    """
+    """Run `action` and return all ranks' results, or raise on every rank what failed on one."""
     results, failures, own = run_together(action, lambda own: all_gather_object(own, group))
     raise_first(failures, own, what)
     return results
@@ -107,17 +90,10 @@ def agree(
     problem: Exception | None = None,
     pieces: Sequence[bytes | memoryview] = (),
 ) -> tuple[list[Header], list[T] | None]:
-    """Compare a text over the ranks by its digest; every rank must call this.
+    """Compare a text over the ranks by its digest, and send `pieces` along in the first message.
 
-    Args:
-        pieces: what this rank sends along, at most `INLINE_BYTES`; empty with a problem.
-
-    Returns:
-        The headers of all ranks, and None where the texts are equal, else what `details` returns
-        on each rank.
-
-    Raises:
-        Exception: on every rank, the problem of the first rank that has one.
+    Returns all ranks' headers, and None where the texts are equal, else what `details` returns on
+    each rank. The problem of the first rank that has one is raised on every rank.
     """
     # A problem is unlike anything, so that all ranks go into the details.
     headers = meet(call, agreed=uuid.uuid4().hex if problem else text, pieces=pieces)

@@ -82,16 +82,7 @@ def gather_object(obj: T, dst: int = 0, group: dist.ProcessGroup | None = None) 
 
 
 def scatter_object(objs: Sequence[T] | None, src: int, group: dist.ProcessGroup) -> T:
-    """Return this rank's object of the list on global rank `src`; every rank must call this.
-
-    Each object goes to its rank alone. The source gets its own object back, the others a copy.
-
-    Raises:
-        ValueError: `src` is no rank of the group.
-        CollectiveError: on every rank, when the list has another length than the group, an object
-            cannot be pickled on the source or unpickled on its rank; or when a rank does not take
-            part.
-    """
+    """Return this rank's object of the list on global rank `src`, each sent to its rank alone."""
     place, device, ranks = place_in_group(src, group), comm_device(group), members(group)
     is_source = dist.get_rank() == src
     parcels, problem = attempt(lambda: _pack_each(objs, src, ranks) if is_source else {})
@@ -167,18 +158,9 @@ def _exchange(
     receivers: Sequence[int],
     failed_to: str = "pickle its object",
 ) -> dict[int, Any]:
-    """Send every rank's parcel to the receivers; every rank of the group must call this.
+    """Return all ranks' objects by global rank of the sender, on the receivers; a collective.
 
-    Args:
-        parcel: None sends nothing.
-        problem: why this rank could not make its parcel.
-        receivers: global ranks, the same on all ranks.
-
-    Returns:
-        The objects by global rank of the sender, own copies; empty on ranks that do not receive.
-
-    Raises:
-        CollectiveError: on every rank, when one could not make its parcel or unpickle another's.
+    Raises a CollectiveError on every rank when one has a problem or cannot unpickle.
     """
     own, ranks = parcel or _NOTHING, members(call.group)
     headers = meet(
@@ -209,12 +191,7 @@ def _share(
     memory: Mapping[int, memoryview],
     receivers: Sequence[int],
 ) -> dict[int, Any] | None:
-    """Return the objects; None, on all ranks, when some rank has no or sees no shared memory.
-
-    Args:
-        sizes: of the parcels that are not in the headers, by global rank.
-        memory: what came in the headers, in group order, with places for the others.
-    """
+    """Return the objects; None, on all ranks, when some rank has no or sees no shared memory."""
     rank, group = dist.get_rank(), call.group
     # Open until all have agreed on the outcome: until then they may be mapping it.
     with offered(parcel.pieces if rank in sizes else []) as own_place:
@@ -237,11 +214,7 @@ def _transmit(
     sizes: Mapping[int, int],
     receivers: Sequence[int],
 ) -> dict[int, memoryview]:
-    """Return the parcels by global rank, each after a message of its exact size.
-
-    Broadcasts of all senders at once: with gloo twice as fast as one all_gather of parcels padded
-    to the largest, also when all are equally large.
-    """
+    """Return the large parcels by global rank, each after a message of its exact size."""
     rank, device = dist.get_rank(), comm_device(group)
     receives = rank in receivers
     buffers: dict[int, torch.Tensor] = {}

@@ -32,11 +32,7 @@ def host() -> bytes:
 
 @contextlib.contextmanager
 def offered(pieces: Sequence[memoryview]) -> Iterator[list[int]]:
-    """Keep the pieces in shared memory for others to map while the body runs.
-
-    Yields:
-        Process id, descriptor, inode, and 0 or the errno that kept the memory from being there.
-    """
+    """Keep the pieces in memory for others to map: process id, descriptor, inode, 0 or errno."""
     if not pieces:
         yield [0, 0, 0, 0]
         return
@@ -54,11 +50,7 @@ def offered(pieces: Sequence[memoryview]) -> Iterator[list[int]]:
 
 
 def take(place: Sequence[int], size: int) -> memoryview:
-    """Return a private, writable mapping of a parcel that a rank of this host offers.
-
-    Raises:
-        OSError: the memory cannot be opened, is not what was announced, or cannot be mapped.
-    """
+    """Return a private, writable mapping of what a rank of this host offers; else OSError."""
     process, descriptor, inode, _ = place
     own = os.open(f"/proc/{process}/fd/{descriptor}", os.O_RDONLY | os.O_CLOEXEC)
     try:

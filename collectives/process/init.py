@@ -79,29 +79,26 @@ def init_dist(
         TypeError: a timeout that is no number of seconds.
         KeyError: the launcher has not set a variable, which is named.
     """
-    if launcher not in _ADOPT:
-        raise ValueError(
-            f"Invalid launcher type: {launcher}; it must be one of {', '.join(_ADOPT)}"
-        )
-    if init_backend != "torch":
-        raise ValueError(f"init_backend must be 'torch', got {init_backend!r}")
+    _check_settings(launcher, backend, init_backend)
     if "timeout" in kwargs:
         kwargs["timeout"] = _to_timedelta(kwargs["timeout"])
-    if backend is not None and "nccl" in backend and not torch.cuda.is_available():
-        raise ValueError(f"backend {backend!r} needs a CUDA device, and there is none; use 'gloo'")
     if launcher == "none":
         return
     port = kwargs.pop("port", None) if launcher == "slurm" else None
     if port is not None:
         os.environ["MASTER_PORT"] = str(port)
-    _ADOPT[launcher]()
-    _check_variables(launcher, kwargs)
+    needed, adopt = _LAUNCHERS[launcher]
+    _require(launcher, needed)
+    adopt(os.environ)
+    meets = "store" not in kwargs and kwargs.get("init_method") in (None, "env://")
+    names = ["MASTER_ADDR", "MASTER_PORT"] if meets else []
+    _require(launcher, names + [n for n in ("RANK", "WORLD_SIZE") if n.lower() not in kwargs])
     if multiprocessing.get_start_method(allow_none=True) is None:
         multiprocessing.set_start_method("spawn")
     name = backend or _default_backend()
     if "nccl" in name or "cuda" in name:
         torch.cuda.set_device(get_local_rank() % torch.cuda.device_count())
-    if "store" not in kwargs and kwargs.get("init_method") in (None, "env://"):
+    if meets:
         kwargs.pop("init_method", None)
         kwargs |= meet_at_master(**{n: kwargs[n] for n in _OF_MEETING if n in kwargs})
     dist.init_process_group(name, **kwargs)
@@ -254,14 +251,7 @@ def _port(env: MutableMapping[str, str]) -> int:
     return _FIRST_PORT + (job * 61 + step) % _PORTS
 
 
-def _adopt_slurm() -> None:
-    _require("slurm", ["SLURM_PROCID", "SLURM_NTASKS"])
-    adopt_slurm(os.environ)
-
-
-def _adopt_mpi() -> None:
-    _require("mpi", ["OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"])
-    env = os.environ
+def _adopt_mpi(env: MutableMapping[str, str]) -> None:
     for name, source in _MPI_VARIABLES.items():
         if env.get(source):
             env.setdefault(name, env[source])
@@ -270,16 +260,23 @@ def _adopt_mpi() -> None:
     env.setdefault("MASTER_PORT", _DEFAULT_PORT)
 
 
-def _adopt_nothing() -> None:
-    pass
-
-
-_ADOPT: Final[Mapping[str, Callable[[], None]]] = {
-    "pytorch": _adopt_nothing,
-    "slurm": _adopt_slurm,
-    "mpi": _adopt_mpi,
-    "none": _adopt_nothing,
+# What each launcher must have set, and what adds torch's variables to that.
+_LAUNCHERS: Final[Mapping[str, tuple[list[str], Callable[..., None]]]] = {
+    "pytorch": ([], lambda env: None),
+    "slurm": (["SLURM_PROCID", "SLURM_NTASKS"], adopt_slurm),
+    "mpi": ([*_MPI_VARIABLES.values()][:3], _adopt_mpi),
+    "none": ([], lambda env: None),
 }
+
+
+def _check_settings(launcher: str, backend: str | None, init_backend: str) -> None:
+    if launcher not in _LAUNCHERS:
+        known = ", ".join(_LAUNCHERS)
+        raise ValueError(f"Invalid launcher type: {launcher}; it must be one of {known}")
+    if init_backend != "torch":
+        raise ValueError(f"init_backend must be 'torch', got {init_backend!r}")
+    if backend is not None and "nccl" in backend and not torch.cuda.is_available():
+        raise ValueError(f"backend {backend!r} needs a CUDA device, and there is none; use 'gloo'")
 
 
 def _require(launcher: str, names: list[str]) -> None:
@@ -289,15 +286,6 @@ def _require(launcher: str, names: list[str]) -> None:
             f"the launcher {launcher!r} must set {', '.join(names)}, but the environment variable "
             f"{' and '.join(missing)} is not set"
         )
-
-
-def _check_variables(launcher: str, kwargs: Mapping[str, Any]) -> None:
-    """Check what torch will read, but for what the caller gives instead."""
-    names = []
-    if "store" not in kwargs and kwargs.get("init_method") in (None, "env://"):
-        names += ["MASTER_ADDR", "MASTER_PORT"]
-    names += [name for name in ("RANK", "WORLD_SIZE") if name.lower() not in kwargs]
-    _require(launcher, names)
 
 
 def _to_timedelta(timeout: object) -> timedelta:

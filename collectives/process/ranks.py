@@ -95,11 +95,7 @@ def launched_local_rank() -> int | None:
 
 
 def live_world_size(group: dist.ProcessGroup | None = None) -> int:
-    """Return the size of the live group, 1 without one, whatever the environment says.
-
-    Raises:
-        ValueError: this process is no member of the group.
-    """
+    """Return the size of the live group, 1 without one; a ValueError if not a member."""
     if not distributed_available():
         return 1
     world_size = dist.get_world_size(group)
@@ -116,11 +112,7 @@ def members(group: dist.ProcessGroup | None = None) -> list[int]:
 
 
 def place_in_group(rank: int, group: dist.ProcessGroup | None = None, name: str = "src") -> int:
-    """Return the group rank of a global rank.
-
-    Raises:
-        ValueError: the rank is no member; `name` is the argument that it came in.
-    """
+    """Return the group rank of a global rank; a ValueError on argument `name` if it has none."""
     ranks = members(group)
     if rank not in ranks:
         raise ValueError(f"{name} must be a rank of the group {ranks}, got {rank}")

@@ -35,12 +35,7 @@ def describe_dtype(data: object, *, with_shape: bool = False) -> str:
 
 
 def checked_tensor(name: str, data: object, *, is_target: bool = False) -> torch.Tensor:
-    """Return the data, a tensor in plain memory, which can be written to if it is a target.
-
-    Raises:
-        TypeError: it is no tensor.
-        ValueError: it has no values or another layout.
-    """
+    """Return the data if it is a tensor in plain memory, which a target must let be written."""
     if not isinstance(data, torch.Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(data).__name__}")
     if data.is_meta:
@@ -57,18 +52,19 @@ def checked_tensor(name: str, data: object, *, is_target: bool = False) -> torch
     return data
 
 
-def checked_tensors(name: str, data: object, *, is_target: bool = False) -> list[torch.Tensor]:
-    """Return the data, a list or tuple of tensors of one dtype, not empty."""
+def checked_tensors(
+    name: str, data: object, *, is_target: bool = False, are_alike: bool = False
+) -> list[torch.Tensor]:
+    """Return the data, a list or tuple of tensors of one dtype and, if alike, shape; not empty."""
     if not isinstance(data, list | tuple):
         raise TypeError(f"{name} must be a list of tensors, got {type(data).__name__}")
     if not data:
         raise ValueError(f"{name} must not be empty")
-    tensors = [
-        checked_tensor(f"{name}[{i}]", one, is_target=is_target) for i, one in enumerate(data)
-    ]
-    for index, tensor in enumerate(tensors):
-        check_like(f"{name}[{index}]", tensor, f"{name}[0]", tensors[0], shape=False)
-    return tensors
+    for index, tensor in enumerate(data):
+        checked_tensor(f"{name}[{index}]", tensor, is_target=is_target)
+    for index, tensor in enumerate(data):
+        check_like(f"{name}[{index}]", tensor, f"{name}[0]", data[0], shape=are_alike)
+    return list(data)
 
 
 def one_per_rank(
@@ -105,12 +101,7 @@ def is_number(value: object) -> bool:
 
 
 def tensor_of(name: str, value: object) -> torch.Tensor:
-    """Return a detached tensor that can be reduced; a Python float becomes float64.
-
-    Raises:
-        TypeError: it is no tensor and no number.
-        ValueError: it cannot be a tensor, or one that is not dense or of such a dtype.
-    """
+    """Return a detached tensor that can be reduced; a Python float becomes float64."""
     if not isinstance(value, torch.Tensor) and not is_number(value):
         what = type(value).__name__
         raise TypeError(f"{name} must be a tensor or a number, got {what}")
@@ -129,8 +120,7 @@ def checking(
 ) -> Iterator[None]:
     """Surround what a rank does alone before a call that begins with no message.
 
-    Its errors are raised on that rank only, unless calls are traced: then all ranks hear of them
-    in the meeting that comes before such a call.
+    While tracing, its errors reach all ranks in the meeting that comes before such a call.
     """
     try:
         yield

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from ..errors import Call, Place, attempt, call_site, name_ranks, tell
+from ..errors import Call, Place, attempt, call_site, differences, tell
 from ..objects.agree import agree
 from ..process.ranks import comm_device, live_world_size, members
 from ..trace.calling import calling
@@ -20,7 +20,6 @@ V = TypeVar("V", bound=torch.Tensor | complex)
 
 REDUCE_OPS = ("sum", "mean", "min", "max")
 _MB = 2**20
-_SHOWN = 5
 _CLEAR_KEYS = (str, int, float, bool, bytes, type(None))
 
 
@@ -187,15 +186,8 @@ def _reduced(
 ) -> Iterator[tuple[K, torch.Tensor, torch.Tensor]]:
     """Yield keys, tensors and what they reduce to, after all ranks have agreed on what is reduced.
 
-    What they reduce to may be part of a larger tensor on another device. With one process nothing
-    is yielded.
-
-    Args:
-        make: returns this rank's tensors, detached; what it raises is raised on every rank.
-        setting: the other arguments, which must be equal too.
-        reduce: reduces a flat tensor over the ranks.
-        size: in bytes, of what is sent at once; -1 is all of one dtype.
-        in_place: whether a tensor that is sent alone may be changed, and come back, itself.
+    What they reduce to may be part of a larger tensor on another device. At most about `size` bytes
+    are sent at once (-1: all of one dtype); `in_place` admits that a tensor sent alone is changed.
     """
     # Outside of the call: a generator or a mapping is the user's code.
     made, problem = attempt(make)
@@ -241,16 +233,7 @@ def _buckets(
 def _agree_on_entries(
     call: Call, entries: Mapping[K, str], setting: str, problem: Exception | None
 ) -> list[K]:
-    """Return the keys in one order for all ranks; every rank must call this.
-
-    Args:
-        entries: what is to be reduced, in words, by key; in any order.
-        problem: why this rank cannot go on.
-
-    Raises:
-        ValueError: on every rank, entries or settings that differ.
-        Exception: on every rank, the problem of the first rank that has one.
-    """
+    """Return the keys in one order for all ranks, or raise on every rank what differs."""
     made, unclear = attempt(lambda: _by_text(entries))
     texts, problem = made or {}, problem or unclear
     in_order = sorted(texts)
@@ -263,9 +246,14 @@ def _agree_on_entries(
     if answers is None:
         return [texts[text] for text in in_order]
     by_rank = dict(zip(members(call.group), answers, strict=True))
-    sites = {rank: answer[2] for rank, answer in by_rank.items()}
-    _compare(call.name, "arguments", {r: {"op": a[1]} for r, a in by_rank.items()}, sites)
-    _compare(call.name, "keys, shapes and dtypes", {r: a[0] for r, a in by_rank.items()}, sites)
+    settings = differences({rank: {"op": answer[1]} for rank, answer in by_rank.items()})
+    found = settings or differences({rank: answer[0] for rank, answer in by_rank.items()})
+    if found:
+        what = "arguments" if settings else "keys, shapes and dtypes"
+        where = tell(Place(rank, call.name, answer[2]) for rank, answer in by_rank.items())
+        raise ValueError(
+            f"{call.name}() must get the same {what} on all ranks, but {found} ({where})"
+        )
     return list(answers[0][0])
 
 
@@ -275,39 +263,3 @@ def _by_text(entries: Iterable[K]) -> dict[str, K]:
         if isinstance(key, float) and key != key:
             raise ValueError("the keys must be equal to themselves, got nan")
     return {repr(key): key for key in entries}
-
-
-def _compare(
-    name: str,
-    what: str,
-    answers: Mapping[int, Mapping[K, str]],
-    sites: Mapping[int, str],
-) -> None:
-    """Raise what differs between the ranks' answers, if anything does."""
-    differences: list[str] = []
-    missing: dict[tuple[int, ...], list[K]] = {}
-    for key in dict.fromkeys(key for answer in answers.values() for key in answer):
-        lacking = tuple(rank for rank, answer in answers.items() if key not in answer)
-        if lacking:
-            missing.setdefault(lacking, []).append(key)
-        texts: dict[str, list[int]] = {}
-        for rank, answer in answers.items():
-            if key in answer:
-                texts.setdefault(answer[key], []).append(rank)
-        if len(texts) > 1:
-            where = (f"{text} on {name_ranks(ranks)}" for text, ranks in texts.items())
-            differences.append(f"{key!r} is {' and '.join(where)}")
-    for ranks, keys in missing.items():
-        differences.append(f"keys missing on {name_ranks(ranks)}: {_shorten(map(str, keys), ', ')}")
-    if differences:
-        places = (Place(rank, name, site) for rank, site in sites.items())
-        raise ValueError(
-            f"{name}() must get the same {what} on all ranks, but "
-            f"{_shorten(differences, '; ')} ({tell(places)})"
-        )
-
-
-def _shorten(texts: Iterable[str], separator: str) -> str:
-    texts = list(texts)
-    more = len(texts) - _SHOWN
-    return separator.join(texts[:_SHOWN] + ([f"and {more} more"] if more > 0 else []))

@@ -50,11 +50,7 @@ logger = logging.getLogger(__name__)
 
 
 def checked_op(op: str, *dtypes: torch.dtype) -> str:
-    """Return the operation in lower case.
-
-    Raises:
-        ValueError: it is unknown, or not defined for one of the dtypes.
-    """
+    """Return the operation in lower case, or raise a ValueError if a dtype has none such."""
     name = str(op).lower()
     if name not in _COMBINE:
         near = difflib.get_close_matches(name, _COMBINE, n=1)
@@ -87,12 +83,7 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Memory:
-    """A tensor's values as bytes: its own memory where that is plain, else a copy.
-
-    Args:
-        device: where they travel.
-        is_read: whether the values are sent; False where they will only be overwritten.
-    """
+    """A tensor's values as bytes on a device: its own memory where that is plain, else a copy."""
 
     def __init__(self, tensor: torch.Tensor, device: torch.device, *, is_read: bool) -> None:
         self._tensor = self._carrier = tensor.detach()
@@ -123,12 +114,7 @@ def travel_device(group: dist.ProcessGroup, tensor: torch.Tensor) -> torch.devic
 def start_all_gather(
     parts: Sequence[torch.Tensor], own: torch.Tensor, group: dist.ProcessGroup | None
 ) -> list[dist.Work]:
-    """Begin to send every rank's bytes to all; they may be of different lengths.
-
-    Args:
-        parts: by group rank, to be filled; their lengths are the same on all ranks.
-        own: what this rank sends.
-    """
+    """Begin to fill `parts`, by group rank, with every rank's bytes; lengths may differ."""
     ranks = members(group)
     are_equal = len({part.numel() for part in parts}) == 1
     if are_equal and (own.device.type != "cpu" or own.numel() < _LARGE_BYTES):
@@ -145,15 +131,10 @@ def start_all_gather(
 
 
 class Reduction:
-    """A tensor on its way over the ranks: made before the call, run in it, read after it.
+    """A detached tensor on its way over the ranks: made before the call, read after it.
 
-    Args:
-        tensor: detached.
-        op: as `checked_op` returned it.
-        is_wide: sums neither overflow nor are they rounded to the tensor's own dtype.
-        others: more tensors of this rank, like the first one, on any devices; they are reduced in
-            their order first.
-        dst: the only global rank that gets the result; the others' tensors are left alone.
+    `others` are more tensors of this rank, like the first one, which are reduced in their order
+    first. With `is_wide`, sums neither overflow nor are they rounded to the tensor's own dtype.
     """
 
     def __init__(
@@ -200,11 +181,7 @@ class Reduction:
         return work
 
     def result(self, count: int | None = None) -> torch.Tensor:
-        """Return the reduction in the tensor's own dtype, which may be its memory, changed.
-
-        Args:
-            count: how many tensors a mean is over; default: one for each rank.
-        """
+        """Return the reduction in the tensor's own dtype, which may be its memory, changed."""
         dtype, total = self._tensor.dtype, self._fold()
         count = live_world_size(self._group) if count is None else count
         if self._op == "mean" and dtype in _SUMMED_IN_HALVES:
@@ -219,11 +196,7 @@ class Reduction:
         return total.to(self._tensor.device, dtype)
 
     def wide_result(self, to_float: bool) -> torch.Tensor:
-        """Return the reduction of sum, mean, min or max in a dtype that can hold it.
-
-        It is float64 for a mean of integers; for other integers that too with `to_float`, and
-        their own dtype without; float32 with `to_float` for what is narrower.
-        """
+        """Return the reduction in a dtype that holds it: float64 for a mean of integers."""
         dtype, total = self._tensor.dtype, self._fold()
         is_integer = not (dtype.is_floating_point or dtype.is_complex)
         is_float = is_integer and (to_float or self._op == "mean")
@@ -244,11 +217,7 @@ class Reduction:
 
 
 def carrier(dtype: torch.dtype, *, is_wide: bool) -> torch.dtype:
-    """Return a dtype that every transport reduces, for all but uint64.
-
-    Args:
-        is_wide: one in which sums of small types neither overflow nor are rounded to them.
-    """
+    """Return a dtype that every transport reduces; if wide, one that holds sums of small types."""
     if dtype.is_complex:
         return torch.promote_types(dtype, torch.complex64)
     if dtype.is_floating_point:

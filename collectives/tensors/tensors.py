@@ -6,7 +6,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from ..errors import Call, attempt
+from ..errors import Call, attempt, ranks_by_text
 from ..objects.agree import agree
 from ..process.ranks import (
     comm_device,
@@ -218,11 +218,7 @@ def _gather_bytes(
     problem: Exception | None,
     dst: int | None,
 ) -> list[torch.Tensor]:
-    """Return the memory of all ranks' tensors, where this one gets it.
-
-    Args:
-        made: the memory of `data`, on the device on which it travels; None with a problem.
-    """
+    """Return the memory of all ranks' tensors, where this one gets it; `made` is its own."""
     group, own, memory = call.group, "", torch.empty(0, dtype=torch.uint8)
     if made is not None:
         memory = made
@@ -249,9 +245,7 @@ def _gather_bytes(
 
 def _check_same(call: Call, texts: Sequence[str]) -> None:
     """Raise on every rank what differs between the ranks, if anything does."""
-    ranks_of: dict[str, list[int]] = {}
-    for rank, text in zip(members(call.group), texts, strict=True):
-        ranks_of.setdefault(text, []).append(rank)
+    ranks_of = ranks_by_text(dict(zip(members(call.group), texts, strict=True)))
     if len(ranks_of) > 1:
         got = "; ".join(f"{t} on rank {', '.join(map(str, on))}" for t, on in ranks_of.items())
         raise ValueError(f"{call.name}() must get the same shape and dtype on all ranks, got {got}")

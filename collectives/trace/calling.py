@@ -135,12 +135,7 @@ _Known: TypeAlias = "tuple[list[Place], dict[int, str]]"
 def _failure(
     own: Place, group: dist.ProcessGroup | None, error: BaseException, *, is_call: bool = True
 ) -> CollectiveError:
-    """Return the error to raise, after asking where the other ranks are.
-
-    Args:
-        own: where this rank was when `error` came.
-        is_call: whether `own.call` is a function, rather than what a loop is doing.
-    """
+    """Return the error to raise, after asking where the other ranks are."""
     ranks = members(group)
     places, elsewhere = _ask_in_time(own, ranks, group)
     said = f"The transport ({dist.get_backend_config(group)}) says: {error}"

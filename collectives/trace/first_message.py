@@ -22,17 +22,7 @@ _FAILED, _FOREIGN = 1 << 63, 1 << 62
 
 
 class Header(NamedTuple):
-    """What a rank says first.
-
-    Attributes:
-        call: digest of the call's name; a collective in which these differ cannot go on.
-        agreed: digest of what the caller wants to be equal on all ranks.
-        host: the same on two ranks when one can map the other's memory.
-        size: bytes of what the rank sends, 0 for nothing.
-        has_failed: whether the rank cannot take part and says why in the next message.
-        is_foreign: whether some rank may be unable to unpickle what it sends.
-        inline: what it sends where it fits, in memory of its own, else empty.
-    """
+    """What a rank says first: digests of the call and of what must agree, and what it sends."""
 
     call: bytes
     agreed: bytes
@@ -53,14 +43,10 @@ def meet(
     problem: Exception | None = None,
     failed_to: str = "pickle its object",
 ) -> list[Header]:
-    """Exchange headers, by group rank; every rank of the group must call this.
+    """Exchange headers, by group rank; raise on every rank when some rank is in another call.
 
-    Args:
-        pieces: what follows if it is large; it is in the message itself if it fits.
-        problem: why this rank cannot take part; `failed_to` is what it could not do.
-
-    Raises:
-        CollectiveError: on every rank, when some rank is in another call or has a problem.
+    What the `pieces` hold is in the message itself where it fits. `problem` is why this rank cannot
+    take part.
     """
     own_call = digest(f"{call.name} {call.detail}")
     size = sum(map(len, pieces))

@@ -72,11 +72,7 @@ def is_tracing() -> bool:
 
 @contextlib.contextmanager
 def answering(progress: Callable[[], str]) -> Iterator[None]:
-    """Let ranks that wait in vain learn where this one is, while the body runs.
-
-    Args:
-        progress: returns what the body is doing; called from another thread when a rank asks.
-    """
+    """Let ranks that wait learn, from another thread, where this one is while the body runs."""
     global _progress
     outer, _progress = _progress, progress
     _Watch.start_once()
