@@ -21,7 +21,7 @@ from .serialize import pack, unpack
 
 T = TypeVar("T")
 
-_DEVICES = ("cpu", "gpu", "npu")
+_BY_FILES = "all_gather_object_cpu() "
 
 
 def collect_results(
@@ -52,7 +52,7 @@ def collect_results(
             without a `tmpdir`.
         CollectiveError: see `all_gather_object_cpu`.
     """
-    if device not in _DEVICES:
+    if device not in ("cpu", "gpu", "npu"):
         raise NotImplementedError(f"device must be 'cpu' , 'gpu' or 'npu', but got {device!r}")
     if device == "cpu":
         return collect_results_cpu(results, size, tmpdir, group, remove_tmpdir=remove_tmpdir)
@@ -164,28 +164,9 @@ def all_gather_object_cpu(
     """
     if tmpdir is None and use_system_tmp is None or live_world_size(group) == 1:
         return all_gather_object_gpu(data, rank_zero_return_only, group)
-    what = "all_gather_object_cpu() "
-    parent = tmpdir
-    if parent is None:
-        parent = _from_first_rank(lambda: _parent(bool(use_system_tmp)), group, what)
-    # A directory for this call alone, which is gone afterwards, also when another rank has died.
-    folder = Path(parent, f"stepwrap_{_from_first_rank(secrets.token_hex, group, what)}")
-
-    def read() -> list[T] | None:
-        if rank_zero_return_only and not _is_first(group):
-            return None
-        digest_of = dict(zip(members(group), digests, strict=True))
-        return [_read(folder, rank, digest) for rank, digest in digest_of.items()]
-
-    gathered: list[list[T] | None] = []
-    try:
-        digests = results_of_all(lambda: _write(data, folder), group, what)
-        # Also the barrier before which no rank may remove what another still reads.
-        results_of_all(lambda: gathered.append(read()), group, what)
-    finally:
-        # On every rank: the directories of several hosts, or of a rank that is dead now.
-        shutil.rmtree(folder, ignore_errors=True)
-    return gathered[0]
+    if tmpdir is None:
+        tmpdir = _from_first_rank(lambda: _parent(bool(use_system_tmp)), group, _BY_FILES)
+    return _gather_through_files(data, tmpdir, rank_zero_return_only, group)
 
 
 def all_gather_object_gpu(
@@ -207,6 +188,29 @@ def all_gather_object_gpu(
     if rank_zero_return_only:
         return gather_object(data, members(group)[0], group)
     return all_gather_object(data, group)
+
+
+def _gather_through_files(
+    data: T, tmpdir: str | os.PathLike[str], only_first: bool, group: dist.ProcessGroup | None
+) -> list[T] | None:
+    # A directory for this call alone, which is gone afterwards, also when another rank has died.
+    folder = Path(tmpdir, f"stepwrap_{_from_first_rank(secrets.token_hex, group, _BY_FILES)}")
+
+    def read() -> list[T] | None:
+        if only_first and not _is_first(group):
+            return None
+        digest_of = dict(zip(members(group), digests, strict=True))
+        return [_read(folder, rank, digest) for rank, digest in digest_of.items()]
+
+    gathered: list[list[T] | None] = []
+    try:
+        digests = results_of_all(lambda: _write(data, folder), group, _BY_FILES)
+        # Also the barrier before which no rank may remove what another still reads.
+        results_of_all(lambda: gathered.append(read()), group, _BY_FILES)
+    finally:
+        # On every rank: the directories of several hosts, or of a rank that is dead now.
+        shutil.rmtree(folder, ignore_errors=True)
+    return gathered[0]
 
 
 def _check(results: object, size: int) -> None:

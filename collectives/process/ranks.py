@@ -44,11 +44,12 @@ def get_rank(group: dist.ProcessGroup | None = None) -> int:
     group wins over an environment that says otherwise, with one warning.
     """
     if not distributed_available():
-        return _environment_rank()
-    rank = dist.get_rank(group)
+        rank = _of_the_launcher("RANK", "SLURM_PROCID")
+        return (_environment_local_rank() or 0) if rank is None else rank
+    live = dist.get_rank(group)
     if group is None:
-        _compare("RANK", rank)
-    return rank
+        _compare("RANK", live)
+    return live
 
 
 def get_world_size(group: dist.ProcessGroup | None = None) -> int:
@@ -57,11 +58,12 @@ def get_world_size(group: dist.ProcessGroup | None = None) -> int:
     Without a process group the launcher's environment answers (WORLD_SIZE, then SLURM), else 1.
     """
     if not distributed_available():
-        return _environment_world_size()
-    world_size = dist.get_world_size(group)
+        size = _of_the_launcher("WORLD_SIZE", "SLURM_NTASKS")
+        return 1 if size is None else size
+    live = dist.get_world_size(group)
     if group is None:
-        _compare("WORLD_SIZE", world_size)
-    return world_size
+        _compare("WORLD_SIZE", live)
+    return live
 
 
 def get_local_rank() -> int:
@@ -201,28 +203,17 @@ def _integer(variable: str) -> int | None:
         ) from error
 
 
-def _is_interactive_slurm() -> bool:
-    # In `srun --pty bash` the SLURM variables describe the shell, not the processes started in it.
-    return os.environ.get("SLURM_JOB_NAME") == "bash"
-
-
 def _environment_local_rank() -> int | None:
     local_rank = _integer("LOCAL_RANK")
     return _integer("SLURM_LOCALID") if local_rank is None else local_rank
 
 
-def _environment_rank() -> int:
-    rank = _integer("RANK")
-    if rank is None and not _is_interactive_slurm():
-        rank = _integer("SLURM_PROCID")
-    return (_environment_local_rank() or 0) if rank is None else rank
-
-
-def _environment_world_size() -> int:
-    world_size = _integer("WORLD_SIZE")
-    if world_size is None and not _is_interactive_slurm():
-        world_size = _integer("SLURM_NTASKS")
-    return 1 if world_size is None else world_size
+def _of_the_launcher(variable: str, slurm: str) -> int | None:
+    value = _integer(variable)
+    # In `srun --pty bash` the SLURM variables describe the shell, not the processes started in it.
+    if value is None and os.environ.get("SLURM_JOB_NAME") != "bash":
+        return _integer(slurm)
+    return value
 
 
 def _compare(variable: str, live: int) -> None:

@@ -43,9 +43,8 @@ def all_reduce_dict(
             integers is always float64. A Python float counts as float64.
 
     Raises:
-        ValueError: on every rank, an unknown operation, a tensor that is not dense, or dicts that
-            differ.
-        TypeError: on every rank, `py_dict` is no mapping, or a value is no tensor or number.
+        TypeError, ValueError: on every rank, an unknown operation, a value that is no dense tensor
+            or number, or dicts that differ.
         CollectiveError: a rank does not take part.
     """
 
@@ -60,16 +59,9 @@ def all_reduce_dict(
                 raise ValueError(f"py_dict[{key!r}] is complex, which has no {reduce_op}")
         return tensors
 
-    def reduce(flat: torch.Tensor) -> torch.Tensor:
-        reduction = Reduction(flat, reduce_op, group, is_wide=True)
-        reduction.start().wait()
-        return reduction.wide_result(to_float)
-
     setting = f"{reduce_op}, to_float={to_float}"
-    reduced = {
-        key: value.to(tensor.device, copy=True)
-        for key, tensor, value in _reduced("all_reduce_dict", group, make, setting, reduce)
-    }
+    values = _reduced("all_reduce_dict", group, make, reduce_op, setting, to_float=to_float)
+    reduced = {key: value.to(tensor.device, copy=True) for key, tensor, value in values}
     if live_world_size(group) == 1:
         return py_dict
     kind = OrderedDict if isinstance(py_dict, OrderedDict) else dict
@@ -90,9 +82,7 @@ def all_reduce_dict_in_place(
 
     Raises:
         AssertionError: on every rank, when `data` is no dict on some rank.
-        ValueError: on every rank, when the operation is unknown or not defined for a value, a
-            tensor is not dense, or the dicts differ.
-        TypeError: on every rank, when a value is no tensor or number.
+        TypeError, ValueError: on every rank, as for `stepwrap.collectives.all_reduce_dict`.
         CollectiveError: a rank does not take part.
     """
 
@@ -103,9 +93,8 @@ def all_reduce_dict_in_place(
         tensors = {key: tensor_of(f"data[{key!r}]", value) for key, value in data.items()}
         return _check_dtypes("data", tensors, op)
 
-    own_op = str(op).lower()
-    reduce = _reducing(own_op, group)
-    for key, tensor, value in _reduced("dist.all_reduce_dict", group, make, repr(own_op), reduce):
+    op = str(op).lower()
+    for key, tensor, value in _reduced("dist.all_reduce_dict", group, make, op, repr(op)):
         data[key] = value.to(tensor.device, copy=True)
 
 
@@ -127,9 +116,8 @@ def all_reduce_params(
         op: as for `all_reduce`.
 
     Raises:
-        ValueError: on every rank, an unknown operation or no size, a tensor that is not dense or
-            has no such operation, or tensors that differ.
-        TypeError: on every rank, when something given on some rank is no tensor.
+        TypeError, ValueError: on every rank, an unknown operation or no size, something that is no
+            dense tensor or has no such operation, or tensors that differ.
         CollectiveError: a rank does not take part.
     """
 
@@ -147,11 +135,10 @@ def all_reduce_params(
             tensors[index] = checked_tensor(f"params[{index}]", param).detach()
         return _check_dtypes("params", tensors, op)
 
-    own_op = str(op).lower()
-    setting = f"{own_op!r} with coalesce={coalesce} and bucket_size_mb={bucket_size_mb}"
+    op = str(op).lower()
+    setting = f"{op!r} with coalesce={coalesce} and bucket_size_mb={bucket_size_mb}"
     size = bucket_size_mb * _MB if coalesce else 0
-    reduce = _reducing(own_op, group)
-    reduced = _reduced("all_reduce_params", group, make, setting, reduce, size, in_place=True)
+    reduced = _reduced("all_reduce_params", group, make, op, setting, size=size, in_place=True)
     for _, tensor, value in reduced:
         if value is not tensor:
             tensor.copy_(value)
@@ -166,21 +153,14 @@ def _check_dtypes(name: str, tensors: dict[K, torch.Tensor], op: str) -> dict[K,
     return tensors
 
 
-def _reducing(op: str, group: dist.ProcessGroup | None) -> Callable[[torch.Tensor], torch.Tensor]:
-    def reduce(flat: torch.Tensor) -> torch.Tensor:
-        reduction = Reduction(flat, op, group)
-        reduction.start().wait()
-        return reduction.result()
-
-    return reduce
-
-
 def _reduced(
     name: str,
     group: dist.ProcessGroup | None,
     make: Callable[[], dict[K, torch.Tensor]],
+    op: str,
     setting: str,
-    reduce: Callable[[torch.Tensor], torch.Tensor],
+    *,
+    to_float: bool | None = None,
     size: float = -1,
     in_place: bool = False,
 ) -> Iterator[tuple[K, torch.Tensor, torch.Tensor]]:
@@ -189,6 +169,12 @@ def _reduced(
     What they reduce to may be part of a larger tensor on another device. At most about `size` bytes
     are sent at once (-1: all of one dtype); `in_place` admits that a tensor sent alone is changed.
     """
+
+    def reduce(tensor: torch.Tensor) -> torch.Tensor:
+        reduction = Reduction(tensor, op, group, is_wide=to_float is not None)
+        reduction.start().wait()
+        return reduction.result() if to_float is None else reduction.wide_result(to_float)
+
     # Outside of the call: a generator or a mapping is the user's code.
     made, problem = attempt(make)
     if live_world_size(group) == 1:
