@@ -16,7 +16,7 @@ from ..process.ranks import distributed_available, members
 from ..tensors.tensors import start_barrier, synchronize
 from ..trace.calling import calling
 from . import operations
-from .operations import CollectiveHandle, Operation, ReduceOp
+from .operations import CollectiveHandle, Operation, ReduceOp, Steps
 
 T = TypeVar("T")
 _Tensors: TypeAlias = "Sequence[torch.Tensor]"
@@ -111,15 +111,15 @@ class CollectiveGroup:
 
     def send(self, tensor: torch.Tensor, dst: int, tag: int = 0) -> None:
         """Send a message to rank `dst`, which receives it by a tensor of the same size."""
-        operations.send(self._live(), "group.send", tensor, dst, tag).complete()
+        Operation(operations.send(self._live(), "group.send", tensor, dst, tag)).complete()
 
     def isend(self, tensor: torch.Tensor, dst: int, tag: int = 0) -> CollectiveHandle[None]:
         """Begin to send a message; its handle must be waited for."""
-        return operations.send(self._live(), "group.isend", tensor, dst, tag).begin()
+        return Operation(operations.send(self._live(), "group.isend", tensor, dst, tag)).begin()
 
     def recv(self, tensor: torch.Tensor, src: int | None = None, tag: int = 0) -> int:
         """Receive a message of rank `src`, or of any; return the sender's global rank."""
-        return operations.recv(self._live(), "group.recv", tensor, src, tag).complete()
+        return Operation(operations.recv(self._live(), "group.recv", tensor, src, tag)).complete()
 
     def irecv(
         self, tensor: torch.Tensor, src: int | None = None, tag: int = 0
@@ -128,7 +128,7 @@ class CollectiveGroup:
 
         On ranks that are no members it raises a RuntimeError as all calls do, and never returns -1.
         """
-        return operations.recv(self._live(), "group.irecv", tensor, src, tag).begin()
+        return Operation(operations.recv(self._live(), "group.irecv", tensor, src, tag)).begin()
 
     def broadcast(self, tensor: torch.Tensor, src: int, async_op: bool = False) -> _Handle:
         """Overwrite the tensor with that of rank `src`."""
@@ -138,13 +138,13 @@ class CollectiveGroup:
         self, tensor: torch.Tensor, op: ReduceOp = _SUM, async_op: bool = False
     ) -> _Handle:
         """Reduce the tensor in place on all ranks."""
-        return _run(operations.reduce(self._live(), tensor, op), async_op)
+        return _run(operations.all_reduce(self._live(), tensor, op), async_op)
 
     def reduce(
         self, tensor: torch.Tensor, dst: int, op: ReduceOp = _SUM, async_op: bool = False
     ) -> _Handle:
         """Reduce the tensor in place on rank `dst`; those of the other ranks keep their values."""
-        return _run(operations.reduce(self._live(), tensor, op, dst=dst), async_op)
+        return _run(operations.reduce(self._live(), tensor, dst, op), async_op)
 
     def all_gather(
         self, tensor_list: _Tensors, tensor: torch.Tensor, async_op: bool = False
@@ -209,10 +209,10 @@ class CollectiveGroup:
 
         The lists may be of different lengths, on any devices; so may those of the calls below.
         """
-        operation = operations.broadcast(
+        steps = operations.broadcast(
             self._live(), tensor_list, src, several=True, src_tensor=src_tensor
         )
-        return _run(operation, async_op)
+        return _run(steps, async_op)
 
     def all_reduce_multigpu(
         self, tensor_list: _Tensors, op: ReduceOp = _SUM, async_op: bool = False
@@ -221,7 +221,7 @@ class CollectiveGroup:
 
         Each list is reduced in its order, then the ranks are. A mean is over all tensors.
         """
-        return _run(operations.reduce(self._live(), tensor_list, op, several=True), async_op)
+        return _run(operations.all_reduce(self._live(), tensor_list, op, several=True), async_op)
 
     def reduce_multigpu(
         self,
@@ -232,10 +232,10 @@ class CollectiveGroup:
         dst_tensor: int = 0,
     ) -> _Handle:
         """Reduce all tensors of all lists into one of rank `dst`; the others keep their values."""
-        operation = operations.reduce(
-            self._live(), tensor_list, op, dst=dst, several=True, dst_tensor=dst_tensor
+        steps = operations.reduce(
+            self._live(), tensor_list, dst, op, several=True, dst_tensor=dst_tensor
         )
-        return _run(operation, async_op)
+        return _run(steps, async_op)
 
     def all_gather_multigpu(
         self,
@@ -291,7 +291,8 @@ class CollectiveGroup:
         return group
 
 
-def _run(operation: Operation[None], async_op: bool) -> _Handle:
+def _run(steps: Steps[None], async_op: bool) -> _Handle:
+    operation = Operation(steps)
     return operation.begin() if async_op else operation.complete()
 
 
