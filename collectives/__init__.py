@@ -13,17 +13,27 @@ from .backends.registry import (
 from .backends.torch_backends import NonDist, TorchCPUDist, TorchCUDADist, TorchDist
 from .errors import CollectiveError, name_ranks
 from .groups.group import CollectiveGroup
-from .groups.handle import CollectiveHandle
+from .groups.operations import CollectiveHandle
 from .objects.agree import failure_of, run_together
-from .objects.files import all_gather_object_cpu, all_gather_object_gpu, create_tmpdir
-from .objects.objects import all_gather_object, broadcast, gather_object, pad_to_largest_tensor
-from .objects.picklable import PicklableWrapper
-from .objects.results import collect_results
-from .objects.seed import sync_random_seed
-from .process.forget import forget_meshes
+from .objects.objects import (
+    all_gather_object,
+    broadcast,
+    gather_object,
+    pad_to_largest_tensor,
+    sync_random_seed,
+)
+from .objects.results import (
+    all_gather_object_cpu,
+    all_gather_object_gpu,
+    collect_results,
+    create_tmpdir,
+)
+from .objects.serialize import PicklableWrapper, obj2tensor, serialize_to_tensor, tensor2obj
 from .process.init import (
+    adopt_slurm,
     agent_store,
     all_on_one_host,
+    forget_meshes,
     is_loopback,
     meet_at_master,
     open_store,
@@ -36,14 +46,11 @@ from .process.ranks import (
     get_world_size,
     rank_zero_only,
 )
-from .process.slurm import adopt_slurm
-from .tensors.barrier import synchronize
-from .tensors.reduce import all_reduce_dict, reduce_mean
+from .tensors.dicts import all_reduce_dict
 from .tensors.scalars import mean_scalars
-from .tensors.tensors import all_gather, all_reduce, gather
+from .tensors.tensors import all_gather, all_reduce, gather, reduce_mean, synchronize
 from .trace.calling import Progress, calling, explain_transport, in_progress
 from .trace.tracing import CollectiveRecord, is_tracing, recent_collectives, trace_collectives
-from .transport.serialize import obj2tensor, serialize_to_tensor, tensor2obj
 
 __all__ = [
     "BaseDistBackend",

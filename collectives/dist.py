@@ -4,34 +4,35 @@
 """
 
 import os
-from collections.abc import Sequence
-from typing import TypeVar
+import weakref
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from collections.abc import Set as AbstractSet
+from typing import Any, TypeVar
 
+import torch
 from torch import distributed
 
-from .groups.local_group import (
-    barrier,
-    get_backend,
-    get_default_group,
-    get_dist_info,
-    get_local_group,
-    get_local_rank,
-    get_local_size,
-    init_local_group,
-    is_distributed,
-    is_main_process,
+from .objects import objects
+from .objects.agree import results_of_all
+from .objects.objects import sync_random_seed
+from .objects.results import collect_results, collect_results_cpu, collect_results_gpu
+from .process import ranks
+from .process.init import infer_launcher, init_dist, tasks_here
+from .process.ranks import comm_device as get_comm_device
+from .process.ranks import distributed_available as is_distributed
+from .process.ranks import (
+    get_rank,
+    get_world_size,
+    live_world_size,
+    members,
+    place_in_group,
 )
-from .objects import objects, results
-from .objects.results import collect_results
-from .objects.seed import sync_random_seed
-from .process.devices import cast_data_device, get_comm_device, get_data_device
-from .process.init import infer_launcher, init_dist
-from .process.ranks import get_rank, get_world_size
 from .process.ranks import rank_zero_only as master_only
-from .tensors.params import all_reduce_dict, all_reduce_params, broadcast_object_list
-from .tensors.tensors import all_gather, all_reduce, broadcast, gather
-
-_T = TypeVar("_T")
+from .tensors.dicts import all_reduce_dict_in_place as all_reduce_dict
+from .tensors.dicts import all_reduce_params
+from .tensors.tensors import all_gather, all_reduce, broadcast, gather, synchronize
+from .trace.calling import calling
 
 __all__ = [
     "all_gather",
@@ -67,6 +68,13 @@ __all__ = [
     "sync_random_seed",
 ]
 
+_T = TypeVar("_T")
+# The local group made in each default group: after a new start the old one is nobody's. Weakly: a
+# group that is kept beyond its destruction keeps threads, which abort the exit.
+_local: weakref.WeakKeyDictionary[
+    distributed.ProcessGroup, weakref.ref[distributed.ProcessGroup]
+] = weakref.WeakKeyDictionary()
+
 
 def all_gather_object(data: _T, group: distributed.ProcessGroup | None = None) -> list[_T]:
     """Return the objects of all ranks, in rank order; every rank must call this."""
@@ -80,22 +88,268 @@ def gather_object(
     return objects.gather_object(data, dst, group)
 
 
-def collect_results_cpu(
-    result_part: Sequence[_T],
-    size: int,
-    tmpdir: str | os.PathLike[str] | None = None,
-    group: distributed.ProcessGroup | None = None,
-    *,
-    remove_tmpdir: bool = False,
-) -> list[_T] | None:
-    """Like `collect_results` with device "cpu"; every rank must call this."""
-    return results.collect_results_cpu(
-        result_part, size, tmpdir, group, remove_tmpdir=remove_tmpdir
-    )
+def broadcast_object_list(
+    data: list[Any], src: int = 0, group: distributed.ProcessGroup | None = None
+) -> None:
+    """Overwrite a list's objects with those of rank `src` in place; every rank must call this.
+
+    Args:
+        src: a global rank, also for a sub-group.
+
+    Raises:
+        AssertionError: on every rank, when `data` is no list on some rank.
+        ValueError: on every rank, when `src` is no rank of the group, or it or the lengths differ.
+        CollectiveError: on every rank, when an object cannot be pickled or unpickled; or when a
+            rank does not take part.
+    """
+
+    def check() -> str:
+        if not isinstance(data, list):
+            raise AssertionError(f"data must be a list, got {type(data).__name__}")
+        place_in_group(src, group)
+        return f"{len(data)} objects from rank {src}"
+
+    if live_world_size(group) == 1:
+        check()
+        return
+    with calling("broadcast_object_list", group, meets=True):
+        asked = results_of_all(check, group, "broadcast_object_list() ")
+        if len(set(asked)) > 1:
+            by_rank = dict(zip(members(group), asked, strict=True))
+            raise ValueError(f"data and src must be alike on all ranks, got, by rank, {by_rank}")
+        data[:] = objects.broadcast(data, src, group)
 
 
-def collect_results_gpu(
-    result_part: Sequence[_T], size: int, group: distributed.ProcessGroup | None = None
-) -> list[_T] | None:
-    """Like `collect_results` with device "gpu"; every rank must call this."""
-    return results.collect_results_gpu(result_part, size, group)
+def get_default_group() -> distributed.ProcessGroup | None:
+    """Return the default process group, None without one."""
+    return distributed.group.WORLD if is_distributed() else None
+
+
+def get_backend(group: distributed.ProcessGroup | None = None) -> str | None:
+    """Return the name of the group's backend in lower case, None without a group.
+
+    A group with several has torch's way to write them, such as "cpu:gloo,cuda:nccl".
+
+    Raises:
+        ValueError: this process is no member of the group.
+    """
+    if not is_distributed():
+        return None
+    live_world_size(group)
+    config = distributed.get_backend_config(group).lower()
+    names = {pair.split(":")[1] for pair in config.split(",")}
+    return names.pop() if len(names) == 1 else config
+
+
+def get_dist_info(group: distributed.ProcessGroup | None = None) -> tuple[int, int]:
+    """Return rank and world size, (-1, -1) when this process is no member of the group."""
+    return get_rank(group), get_world_size(group)
+
+
+def is_main_process(group: distributed.ProcessGroup | None = None) -> bool:
+    """Return whether this process is the first of the group; always True without one."""
+    return get_rank(group) == 0
+
+
+def barrier(group: distributed.ProcessGroup | None = None, timeout_s: float | None = None) -> None:
+    """Wait until every rank of the group has come here; every one of them must call this.
+
+    Raises:
+        CollectiveError: not all ranks came within `timeout_s` (default: the group's timeout).
+    """
+    synchronize(timeout_s, group)
+
+
+def init_local_group(node_rank: int, num_gpus_per_node: int) -> None:
+    """Make the group of this host's ranks; every rank must call this.
+
+    Args:
+        node_rank: which host this is: ranks `node_rank * num_gpus_per_node` and on are on it.
+        num_gpus_per_node: how many ranks each host has; the last one may have fewer.
+
+    Raises:
+        ValueError: on every rank, when the numbers differ between ranks or do not fit a rank.
+    """
+    if not is_distributed():
+        return
+    _check_places(all_gather_object((node_rank, num_gpus_per_node)))
+    everyone, world = members(), get_default_group()
+    assert world is not None
+    # Every rank makes the groups of all hosts: torch names a group by counting the calls.
+    with calling("init_local_group"):
+        for start in range(0, len(everyone), num_gpus_per_node):
+            own = everyone[start : start + num_gpus_per_node]
+            group = distributed.new_group(own)
+            if distributed.get_rank() in own:
+                _local[world] = weakref.ref(group)
+
+
+def get_local_group() -> distributed.ProcessGroup | None:
+    """Return the group of this host's ranks, None without a process group.
+
+    Raises:
+        RuntimeError: `init_local_group` has not been called.
+    """
+    if not is_distributed():
+        return None
+    group = _live_local_group()
+    if group is None:
+        raise RuntimeError("there is no local group yet: call init_local_group() on all ranks")
+    return group
+
+
+def get_local_size() -> int:
+    """Return the number of ranks on this host, 1 without a process group.
+
+    Asked in this order: the local group, LOCAL_WORLD_SIZE, SLURM and Open MPI.
+
+    Raises:
+        RuntimeError: nothing of this is there.
+    """
+    if not is_distributed():
+        return 1
+    group = _live_local_group()
+    if group is not None:
+        return distributed.get_world_size(group)
+    text = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE")
+    size = int(text) if text else tasks_here(os.environ)
+    if size is None:
+        raise RuntimeError(
+            "the number of ranks on this host is not known: call init_local_group() on all ranks "
+            "or set LOCAL_WORLD_SIZE"
+        )
+    return size
+
+
+def get_local_rank() -> int:
+    """Return this process's rank on its host.
+
+    Asked in this order: the local group, then what `stepwrap.collectives.get_local_rank` asks,
+    which every rank may have to call.
+    """
+    group = _live_local_group()
+    return ranks.get_local_rank() if group is None else distributed.get_rank(group)
+
+
+def _live_local_group() -> distributed.ProcessGroup | None:
+    world = get_default_group()
+    local = None if world is None else _local.get(world)
+    return None if local is None else local()
+
+
+def _check_places(places: list[tuple[int, int]]) -> None:
+    size = places[0][1]
+    for rank, (node, own_size) in enumerate(places):
+        if own_size < 1 or own_size != size:
+            raise ValueError(
+                "num_gpus_per_node must be the same positive number on all ranks, "
+                f"got {size} on rank 0 and {own_size} on rank {rank}"
+            )
+        if node != rank // size:
+            raise ValueError(
+                f"node_rank must be {rank // size} on rank {rank} with {size} ranks per node, "
+                f"got {node}"
+            )
+
+
+def get_data_device(data: object) -> torch.device:
+    """Return the one device of all tensors in nested lists, tuples, sets and dicts.
+
+    Raises:
+        ValueError: the tensors are on different devices, or there are none.
+        TypeError: something in there is no tensor.
+    """
+    devices = list(dict.fromkeys(tensor.device for tensor in _tensors(data)))
+    if len(devices) > 1:
+        got = ", ".join(map(str, devices))
+        raise ValueError(f"device type in data should be consistent, but got {got}")
+    return devices[0]
+
+
+def cast_data_device(data: _T, device: torch.device | str, out: _T | None = None) -> _T:
+    """Return nested tensors on a device; those that are there already are not copied.
+
+    Lists, tuples, namedtuples, sets and dicts of any class are rebuilt in their own class.
+
+    Args:
+        out: tensors nested in the same way, which are filled in place as well.
+
+    Raises:
+        ValueError: a container is empty, or `out` has other lengths, keys or shapes.
+        TypeError: something in there is no tensor, or `out` is of another class, or is a set, whose
+            order is not defined. Nothing has been filled then.
+    """
+    if out is not None:
+        # Once before anything is filled, for its errors.
+        list(_paired(data, out))
+    moved = _move(data, torch.device(device))
+    if out is not None:
+        for source, target in _paired(moved, out):
+            target.copy_(source)
+    return moved  # type: ignore[no-any-return]
+
+
+def _children(data: object, listed: str = "list") -> list[Any]:
+    """Return what a container holds, a mapping's values in the order of its keys."""
+    if isinstance(data, Mapping):
+        children = list(data.values())
+    elif isinstance(data, list | tuple | AbstractSet):
+        children = list(data)
+    else:
+        raise TypeError(
+            f"data should be a Tensor, {listed} of tensor or dict, but got {type(data).__name__}"
+        )
+    if not children:
+        raise ValueError(f"data should not be empty, but got {data!r}")
+    return children
+
+
+def _tensors(data: object) -> Iterator[torch.Tensor]:
+    if isinstance(data, torch.Tensor):
+        yield data
+    else:
+        for child in _children(data, "sequence"):
+            yield from _tensors(child)
+
+
+def _move(data: Any, device: torch.device) -> Any:
+    if isinstance(data, torch.Tensor):
+        return data.to(device)
+    children = [_move(child, device) for child in _children(data)]
+    if isinstance(data, Mapping):
+        items = dict(zip(data, children, strict=True))
+        if isinstance(data, defaultdict):
+            return type(data)(data.default_factory, items)
+        return type(data)(items)  # type: ignore[call-arg]
+    # A namedtuple takes its fields one by one.
+    return type(data)(*children) if hasattr(data, "_fields") else type(data)(children)
+
+
+def _paired(data: Any, out: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield each tensor of data with its place in out."""
+    if isinstance(data, torch.Tensor) and isinstance(out, torch.Tensor):
+        if data.shape != out.shape:
+            got = f"{tuple(out.shape)} for {tuple(data.shape)}"
+            raise ValueError(f"out should have the shape of data, but got {got}")
+        yield data, out
+        return
+    if type(data) is not type(out):
+        got = f"{type(out).__name__} for {type(data).__name__}"
+        raise TypeError(f"out should be the same type with data, but got {got}")
+    if isinstance(out, AbstractSet):
+        raise TypeError("out should not be a set")
+    children = _children(data)
+    targets = list(out)
+    if isinstance(data, Mapping):
+        missing = [key for key in data if key not in out]
+        extra = [key for key in out if key not in data]
+        if missing or extra:
+            raise ValueError(
+                f"out should have the keys of data, but lacks {missing} and has {extra} as well"
+            )
+        targets = [out[key] for key in data]
+    if len(children) != len(targets):
+        got = f"{len(targets)} for {len(children)}"
+        raise ValueError(f"out should have the length of data, but got {got}")
+    for child, target in zip(children, targets, strict=True):
+        yield from _paired(child, target)

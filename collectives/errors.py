@@ -11,9 +11,11 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from types import FrameType
-from typing import TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import torch.distributed as dist
+
+T = TypeVar("T")
 
 
 class CollectiveError(RuntimeError):
@@ -28,6 +30,8 @@ _OURS = tuple(
 )
 # Frames of context managers stand between ours and the caller's.
 _NOT_CALLERS = _FOLDER, contextlib.__file__
+# At most this many keys or differences are named.
+_SHOWN = 5
 _STANDARD_LIBRARY = os.path.dirname(os.__file__) + os.sep
 
 
@@ -36,13 +40,10 @@ Describe: TypeAlias = "Callable[[], str | Iterable[object]]"
 
 @dataclass
 class Call:
-    """A call of a collective: what it is named, among whom, and what is passed.
+    """A call of a collective, among whom, and what is passed; `meets` if it begins with a meeting.
 
-    Attributes:
-        detail: what else must be the same on all ranks, such as "from rank 0".
-        describe: returns what is passed, as a text or as a dict's keys; called when needed. It
-            must be equal on all ranks, unless `meets`.
-        meets: whether the call itself begins with a meeting.
+    `detail`, such as "from rank 0", must be the same on all ranks, and so must what `describe`
+    returns, a text or a dict's keys, unless it `meets`.
     """
 
     name: str
@@ -69,13 +70,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Place:
-    """Where one rank is.
-
-    Attributes:
-        structure: what it passes: a text, or the keys of a dict.
-        problem: what is wrong there, if anything.
-        when: seconds since the epoch.
-    """
+    """Where one rank is, what it passes (a text or a dict's keys), and what is wrong there."""
 
     rank: int
     call: str
@@ -129,12 +124,7 @@ def _site_from(innermost: FrameType | None) -> str:
 def tell(
     places: Iterable[Place], elsewhere: Mapping[int, str] | None = None, *, compare: bool = True
 ) -> str:
-    """Return one sentence on where each rank is.
-
-    Args:
-        elsewhere: what is known of the ranks that are in no collective.
-        compare: say what differs in the data that they pass, too.
-    """
+    """Return one sentence on where each rank is, and on what differs in what they pass."""
     places = sorted(places, key=lambda place: place.rank)
     has_details = len({place.call for place in places}) == 1
     has_details = has_details and len({place.detail for place in places}) > 1
@@ -151,12 +141,19 @@ def tell(
         if len(group) == 1:
             verb = "waits" if is_last else "is"
         parts.append(f"{name_ranks(p.rank for p in group)} {verb} in {call} ({site})")
-    for text in dict.fromkeys((elsewhere or {}).values()):
-        ranks = [rank for rank, other in (elsewhere or {}).items() if other == text]
+    for text, ranks in ranks_by_text(elsewhere or {}).items():
         parts.append(f"{name_ranks(ranks)} {text}")
     sentence = ", ".join(parts)
     difference = _difference(places) if compare else ""
     return f"{sentence}; {difference}" if difference else sentence
+
+
+def attempt(action: Callable[[], T]) -> tuple[T | None, Exception | None]:
+    """Return the result, or the error for the other ranks, which are waiting to hear of it."""
+    try:
+        return action(), None
+    except Exception as error:
+        return None, error
 
 
 def text_of(error: BaseException) -> str:
@@ -173,23 +170,43 @@ def name_ranks(ranks: Iterable[int]) -> str:
     return f"rank{'s' if len(listed) > 1 else ''} {', '.join(map(str, listed))}"
 
 
-def _difference(places: Sequence[Place]) -> str:
-    """Return what differs in the data that the ranks pass."""
-    with_keys = [place for place in places if isinstance(place.structure, list)]
-    union = dict.fromkeys(key for place in with_keys for key in place.structure)
-    missing: dict[str, list[int]] = {}
-    for place in with_keys:
-        lacking = [key for key in union if key not in place.structure]
+def ranks_by_text(texts: Mapping[int, str]) -> dict[str, list[int]]:
+    """Return which ranks have each text."""
+    ranks: dict[str, list[int]] = {}
+    for rank, text in texts.items():
+        ranks.setdefault(text, []).append(rank)
+    return ranks
+
+
+def differences(entries: Mapping[int, Mapping[Any, str]]) -> str:
+    """Return how the ranks' texts of one key differ, and which keys are missing where."""
+    parts: list[str] = []
+    missing: dict[str, list[str]] = {}
+    for key in dict.fromkeys(key for own in entries.values() for key in own):
+        lacking = [rank for rank, own in entries.items() if key not in own]
         if lacking:
-            missing.setdefault(", ".join(lacking), []).append(place.rank)
-    parts = [f"keys missing on {name_ranks(ranks)}: {keys}" for keys, ranks in missing.items()]
-    texts: dict[str, list[int]] = {}
-    for place in places:
-        if isinstance(place.structure, str) and place.structure:
-            texts.setdefault(place.structure, []).append(place.rank)
-    if len(texts) > 1:
-        parts += [f"{name_ranks(ranks)}: {text}" for text, ranks in texts.items()]
-    return "; ".join(parts)
+            missing.setdefault(name_ranks(lacking), []).append(str(key))
+        by_text = ranks_by_text({rank: own[key] for rank, own in entries.items() if key in own})
+        if len(by_text) > 1:
+            where = (f"{text} on {name_ranks(ranks)}" for text, ranks in by_text.items())
+            parts.append(f"{key!r} is {' and '.join(where)}")
+    parts += [f"keys missing on {where}: {_shorten(keys, ', ')}" for where, keys in missing.items()]
+    return _shorten(parts, "; ")
+
+
+def _shorten(texts: Sequence[str], separator: str) -> str:
+    more = len(texts) - _SHOWN
+    return separator.join([*texts[:_SHOWN], *([f"and {more} more"] if more > 0 else [])])
+
+
+def _difference(places: Sequence[Place]) -> str:
+    keys = {p.rank: dict.fromkeys(p.structure, "") for p in places if isinstance(p.structure, list)}
+    parts = [differences(keys)]
+    texts = {p.rank: p.structure for p in places if p.structure and isinstance(p.structure, str)}
+    by_text = ranks_by_text(texts)
+    if len(by_text) > 1:
+        parts += [f"{name_ranks(ranks)}: {text}" for text, ranks in by_text.items()]
+    return "; ".join(filter(None, parts))
 
 
 def _is_the_users(path: str) -> bool:

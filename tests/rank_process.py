@@ -62,7 +62,7 @@ def serve() -> None:
         faulthandler.register(signal.SIGUSR1, file=stack_file)
         import torch.distributed
 
-        from stepwrap.collectives.process.forget import forget_meshes
+        from stepwrap.collectives import forget_meshes
 
         torch.set_num_threads(1)
         _call_by_sockets()

@@ -1,21 +1,11 @@
 """What a back-end is: the ranks and the two object collectives, over whatever carries them."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from typing import Any, TypeVar
 
-from ..errors import CollectiveError
+from ..errors import CollectiveError, attempt, text_of
 
 T = TypeVar("T")
-
-
-def raise_not_sent(texts: Sequence[str | None], own: Exception | None) -> None:
-    """Raise CollectiveError where there are texts of problems, one for each rank."""
-    failed = [f"rank {rank}: {text}" for rank, text in enumerate(texts) if text is not None]
-    if failed:
-        raise CollectiveError(
-            f"an object cannot be sent or received on {'; '.join(failed)}"
-        ) from own
 
 
 class BaseDistBackend(ABC):
@@ -88,15 +78,11 @@ class TensorBaseDistBackend(BaseDistBackend):
         if not self.is_initialized or self.world_size == 1:
             return [obj]
         encoded, problem = self._encode(obj)
-        gathered: list[T] = []
         received = self._gather(encoded)
-        try:
-            gathered += [self._tensor_to_object(*each) for each in received]
-        # Whatever the decoder raises, the other ranks wait in the exchange below.
-        except Exception as error:
-            problem = problem or error
-        self._raise_together(problem)
-        return gathered
+        decode = self._tensor_to_object
+        gathered, undecoded = attempt(lambda: [decode(tensor, size) for tensor, size in received])
+        self._raise_together(problem or undecoded)
+        return gathered or []
 
     def broadcast_object(self, obj: T, src: int = 0) -> T:
         """Return the object of rank `src` on every rank; every rank must call this.
@@ -118,23 +104,16 @@ class TensorBaseDistBackend(BaseDistBackend):
         (tensor, own_size), problem = self._encode(obj) if is_source else (stand_in, None)
         size = int(self._broadcast(own_size, src))
         tensor = self._broadcast(self._pad_tensor(tensor, max(size, shortest)), src)
-        received = obj
+        received: T | None = obj
         if not is_source:
-            try:
-                received = self._tensor_to_object(tensor, size)
-            # As above: the others wait.
-            except Exception as error:
-                problem = error
+            received, problem = attempt(lambda: self._tensor_to_object(tensor, size))
         self._raise_together(problem)
-        return received
+        return received  # type: ignore[return-value]
 
     def _encode(self, obj: object) -> tuple[tuple[Any, Any], Exception | None]:
         """Return the object encoded, or None encoded and what went wrong."""
-        try:
-            return self._object_to_tensor(obj), None
-        # Whatever __reduce__ raises, the other ranks are waiting.
-        except Exception as error:
-            return self._object_to_tensor(None), error
+        encoded, problem = attempt(lambda: self._object_to_tensor(obj))
+        return encoded or self._object_to_tensor(None), problem
 
     def _gather(self, encoded: tuple[Any, Any]) -> list[tuple[Any, int]]:
         """Return every rank's tensor with its own size."""
@@ -144,6 +123,11 @@ class TensorBaseDistBackend(BaseDistBackend):
         return list(zip(tensors, sizes, strict=True))
 
     def _raise_together(self, problem: Exception | None) -> None:
-        text = None if problem is None else f"{type(problem).__name__}: {problem}"
-        answers = self._gather(self._object_to_tensor(text))
-        raise_not_sent([self._tensor_to_object(*answer) for answer in answers], problem)
+        own = None if problem is None else text_of(problem)
+        answers = self._gather(self._object_to_tensor(own))
+        texts = [self._tensor_to_object(tensor, size) for tensor, size in answers]
+        failed = [f"rank {rank}: {text}" for rank, text in enumerate(texts) if text is not None]
+        if failed:
+            raise CollectiveError(
+                f"an object cannot be sent or received on {'; '.join(failed)}"
+            ) from problem

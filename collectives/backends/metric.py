@@ -5,19 +5,20 @@ import functools
 import itertools
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import torch
 
-from ..objects.agree import attempt, failure_of, raise_first
+from ..errors import attempt
+from ..objects.agree import failure_of, raise_first
+from ..objects.results import interleaved
 from .base import BaseDistBackend
 from .registry import BackendLike, get_dist_backend
 
 T = TypeVar("T")
 
 _MODES = ("cat", "unzip")
-_ABSENT = object()
 
 
 class BaseMetric(ABC):
@@ -105,15 +106,21 @@ class BaseMetric(ABC):
             if problem is not None:
                 raise problem
             return self.compute_metric(self._results[:size])
-        results = self._collect(_gather(backend, self._results, problem, "compute() "))[:size]
-        return _run_on_first(backend, lambda: self.compute_metric(results))
-
-    def _collect(self, by_rank: Sequence[list[Any]]) -> list[Any]:
+        by_rank = _gather(backend, self._results, problem, "compute() ")
         if self.dist_collect_mode == "cat":
-            return list(itertools.chain.from_iterable(by_rank))
-        # Not zip(), which drops the results that a rank has more than the shortest.
-        rounds = itertools.zip_longest(*by_rank, fillvalue=_ABSENT)
-        return [result for each in rounds for result in each if result is not _ABSENT]
+            results = list(itertools.chain.from_iterable(by_rank))
+        else:
+            results = interleaved(by_rank)
+        # The others get what the first rank computes, or the error that it raises.
+        compute = self.compute_metric
+        value, error = (
+            attempt(lambda: compute(results[:size])) if backend.rank == 0 else (None, None)
+        )
+        value, failure = backend.broadcast_object((value, failure_of(error, 0)), 0)
+        if error is not None and failure is not None and failure.kind is type(error):
+            raise error
+        raise_first([failure], error, "compute_metric() ")
+        return value
 
 
 def metric_sync(backend: BackendLike = None) -> dict[str, Callable[..., Any]]:
@@ -155,13 +162,3 @@ def _gather(backend: BaseDistBackend, own: T, problem: Exception | None, what: s
 
 def _has_peers(backend: BaseDistBackend) -> bool:
     return backend.is_initialized and backend.world_size > 1
-
-
-def _run_on_first(backend: BaseDistBackend, compute: Callable[[], Any]) -> Any:
-    """Return on every rank what `compute` returns on rank 0, or raise what it raises."""
-    value, error = attempt(compute) if backend.rank == 0 else (None, None)
-    value, failure = backend.broadcast_object((value, failure_of(error, 0)), 0)
-    if error is not None and failure is not None and failure.kind is type(error):
-        raise error
-    raise_first([failure], error, "compute_metric() ")
-    return value

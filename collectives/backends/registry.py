@@ -20,27 +20,11 @@ _BUILTIN: dict[str, type[BaseDistBackend]] = {
 _DEFAULT = "torch"
 
 
-class _Backends:
-    """The table of a process: classes, the instances made so far, the default's name."""
-
-    def __init__(self) -> None:
-        self.classes = dict(_BUILTIN)
-        self.instances: dict[str, BaseDistBackend] = {}
-        self.default = _DEFAULT
-        # Reentrant: the constructor of one back-end may ask for another.
-        self.lock = threading.RLock()
-
-    def check(self, name: str) -> str:
-        """Return the name; AssertionError with the known ones when it is not among them."""
-        if name not in self.classes:
-            near = difflib.get_close_matches(str(name), self.classes, n=1)
-            hint = f"; did you mean {near[0]}?" if near else ""
-            known = ", ".join(self.classes)
-            raise AssertionError(f"the back-end must be one of {known}, got {name!r}{hint}")
-        return name
-
-
-_backends = _Backends()
+_classes = dict(_BUILTIN)
+_instances: dict[str, BaseDistBackend] = {}
+_default = _DEFAULT
+# Reentrant: the constructor of one back-end may ask for another.
+_lock = threading.RLock()
 
 
 def list_all_backends() -> list[str]:
@@ -48,8 +32,8 @@ def list_all_backends() -> list[str]:
 
     Whether one can be used shows when it is made: MPI may be missing, or NCCL.
     """
-    with _backends.lock:
-        return list(_backends.classes)
+    with _lock:
+        return list(_classes)
 
 
 def set_default_dist_backend(name: str) -> None:
@@ -60,8 +44,9 @@ def set_default_dist_backend(name: str) -> None:
     Raises:
         AssertionError: there is no back-end of that name.
     """
-    with _backends.lock:
-        _backends.default = _backends.check(name)
+    global _default
+    with _lock:
+        _default = _check_name(name)
 
 
 def get_dist_backend(name: BackendLike = None) -> BaseDistBackend:
@@ -80,11 +65,11 @@ def get_dist_backend(name: BackendLike = None) -> BaseDistBackend:
         return name
     if isinstance(name, type):
         return _check_class(name)()
-    with _backends.lock:
-        name = _backends.default if name is None else _backends.check(name)
-        if name not in _backends.instances:
-            _backends.instances[name] = _backends.classes[name]()
-        return _backends.instances[name]
+    with _lock:
+        name = _default if name is None else _check_name(name)
+        if name not in _instances:
+            _instances[name] = _classes[name]()
+        return _instances[name]
 
 
 def register_dist_backend(name: str, cls: type[BaseDistBackend], force: bool = False) -> None:
@@ -100,12 +85,12 @@ def register_dist_backend(name: str, cls: type[BaseDistBackend], force: bool = F
     if not isinstance(name, str):
         raise TypeError(f"name must be a str, got {name!r} of type {type(name).__name__}")
     _check_class(cls)
-    with _backends.lock:
-        if name in _backends.classes and not force:
-            taken = _backends.classes[name].__qualname__
+    with _lock:
+        if name in _classes and not force:
+            taken = _classes[name].__qualname__
             raise KeyError(f"{name} is the back-end {taken}; force=True replaces it")
-        _backends.classes[name] = cls
-        _backends.instances.pop(name, None)
+        _classes[name] = cls
+        _instances.pop(name, None)
 
 
 def unregister_dist_backend(name: str) -> None:
@@ -116,14 +101,24 @@ def unregister_dist_backend(name: str) -> None:
     Raises:
         AssertionError: there is no back-end of that name.
     """
-    with _backends.lock:
-        _backends.instances.pop(_backends.check(name), None)
+    global _default
+    with _lock:
+        _instances.pop(_check_name(name), None)
         if name in _BUILTIN:
-            _backends.classes[name] = _BUILTIN[name]
+            _classes[name] = _BUILTIN[name]
             return
-        del _backends.classes[name]
-        if _backends.default == name:
-            _backends.default = _DEFAULT
+        del _classes[name]
+        if _default == name:
+            _default = _DEFAULT
+
+
+def _check_name(name: str) -> str:
+    if name not in _classes:
+        near = difflib.get_close_matches(str(name), _classes, n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        known = ", ".join(_classes)
+        raise AssertionError(f"the back-end must be one of {known}, got {name!r}{hint}")
+    return name
 
 
 def _check_class(cls: type[BaseDistBackend]) -> type[BaseDistBackend]:

@@ -6,9 +6,9 @@ import torch
 import torch.distributed as dist
 
 from ..objects.objects import all_gather_object, broadcast
+from ..objects.serialize import obj2tensor, tensor2obj
 from ..process.ranks import comm_device, distributed_available, live_world_size, members
 from ..trace.calling import calling
-from ..transport.serialize import obj2tensor, tensor2obj
 from .base import BaseDistBackend, TensorBaseDistBackend
 
 # What a config can name.
@@ -44,19 +44,10 @@ class NonDist(BaseDistBackend):
         return obj
 
 
-class TorchDist(BaseDistBackend):
-    """The ranks of a torch process group; without one, a process of its own.
+class _TorchRanks(BaseDistBackend):
+    """The ranks of a torch process group; without one, a process of its own."""
 
-    The fast one: it is `stepwrap.collectives.all_gather_object` and `broadcast`, which choose the
-    device and the way. In a sub-group its numbers are those of the members in group order, not
-    global ranks: `rank` is the own place in what `all_gather_object` returns.
-
-    Args:
-        group: default: the default group, also one that is made later.
-    """
-
-    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
-        self.group = group
+    group: dist.ProcessGroup | None = None
 
     @property
     def is_initialized(self) -> bool:
@@ -74,6 +65,21 @@ class TorchDist(BaseDistBackend):
         """The number of members of the group; 1 without one."""
         return live_world_size(self.group)
 
+
+class TorchDist(_TorchRanks):
+    """The ranks of a torch process group; without one, a process of its own.
+
+    The fast one: it is `stepwrap.collectives.all_gather_object` and `broadcast`, which choose the
+    device and the way. In a sub-group its numbers are those of the members in group order, not
+    global ranks: `rank` is the own place in what `all_gather_object` returns.
+
+    Args:
+        group: default: the default group, also one that is made later.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        self.group = group
+
     def all_gather_object(self, obj: T) -> list[T]:
         """Return the objects of all members, in group order; every member must call this."""
         return all_gather_object(obj, self.group)
@@ -86,27 +92,12 @@ class TorchDist(BaseDistBackend):
         return broadcast(obj, ranks[src], self.group)
 
 
-class TorchCPUDist(TensorBaseDistBackend):
+class TorchCPUDist(_TorchRanks, TensorBaseDistBackend):
     """The ranks of the default group, with pickles in plain tensors on the CPU.
 
     A group that has no back-end for the CPU carries them on its own device. Nothing but torch's
     `all_gather` and `broadcast` is used.
     """
-
-    @property
-    def is_initialized(self) -> bool:
-        """Whether there is a default group."""
-        return distributed_available()
-
-    @property
-    def rank(self) -> int:
-        """The rank in the default group; 0 without one."""
-        return dist.get_rank() if distributed_available() else 0
-
-    @property
-    def world_size(self) -> int:
-        """The size of the default group; 1 without one."""
-        return live_world_size()
 
     def _device(self) -> torch.device:
         return comm_device(prefer=torch.device("cpu"))

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Sequence
+from datetime import timedelta
 from typing import TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from ..objects import objects
-from ..objects.scatter_objects import scatter_object
-from ..tensors.barrier import synchronize
+from ..objects.agree import results_of_all
+from ..process.ranks import distributed_available, members
+from ..tensors.tensors import start_barrier, synchronize
 from ..trace.calling import calling
-from . import group_reductions as _group_reductions
-from . import group_tensors as _group_tensors
-from . import multi_device as _multi_device
-from .group_reductions import ReduceOp
-from .handle import CollectiveHandle, begin, complete, run
-from .new_group import new_group
+from . import operations
+from .operations import CollectiveHandle, Operation, ReduceOp, Steps
 
 T = TypeVar("T")
 _Tensors: TypeAlias = "Sequence[torch.Tensor]"
@@ -87,7 +85,7 @@ class CollectiveGroup:
             RuntimeError: there is no default group.
             TypeError, ValueError: on every rank, when the arguments of one are wrong or differ.
         """
-        return cls(*new_group(ranks, timeout_s, backend))
+        return cls(*_new_group(ranks, timeout_s, backend))
 
     def size(self) -> int:
         """Return the number of members; -1 on ranks that are none, until they destroy it.
@@ -113,15 +111,15 @@ class CollectiveGroup:
 
     def send(self, tensor: torch.Tensor, dst: int, tag: int = 0) -> None:
         """Send a message to rank `dst`, which receives it by a tensor of the same size."""
-        complete(_group_tensors.send(self._live(), "group.send", tensor, dst, tag))
+        Operation(operations.send(self._live(), "group.send", tensor, dst, tag)).complete()
 
     def isend(self, tensor: torch.Tensor, dst: int, tag: int = 0) -> CollectiveHandle[None]:
         """Begin to send a message; its handle must be waited for."""
-        return begin(_group_tensors.send(self._live(), "group.isend", tensor, dst, tag))
+        return Operation(operations.send(self._live(), "group.isend", tensor, dst, tag)).begin()
 
     def recv(self, tensor: torch.Tensor, src: int | None = None, tag: int = 0) -> int:
         """Receive a message of rank `src`, or of any; return the sender's global rank."""
-        return complete(_group_tensors.recv(self._live(), "group.recv", tensor, src, tag))
+        return Operation(operations.recv(self._live(), "group.recv", tensor, src, tag)).complete()
 
     def irecv(
         self, tensor: torch.Tensor, src: int | None = None, tag: int = 0
@@ -130,29 +128,29 @@ class CollectiveGroup:
 
         On ranks that are no members it raises a RuntimeError as all calls do, and never returns -1.
         """
-        return begin(_group_tensors.recv(self._live(), "group.irecv", tensor, src, tag))
+        return Operation(operations.recv(self._live(), "group.irecv", tensor, src, tag)).begin()
 
     def broadcast(self, tensor: torch.Tensor, src: int, async_op: bool = False) -> _Handle:
         """Overwrite the tensor with that of rank `src`."""
-        return run(_group_tensors.broadcast(self._live(), tensor, src), async_op)
+        return _run(operations.broadcast(self._live(), tensor, src), async_op)
 
     def all_reduce(
         self, tensor: torch.Tensor, op: ReduceOp = _SUM, async_op: bool = False
     ) -> _Handle:
         """Reduce the tensor in place on all ranks."""
-        return run(_group_reductions.all_reduce(self._live(), tensor, op), async_op)
+        return _run(operations.all_reduce(self._live(), tensor, op), async_op)
 
     def reduce(
         self, tensor: torch.Tensor, dst: int, op: ReduceOp = _SUM, async_op: bool = False
     ) -> _Handle:
         """Reduce the tensor in place on rank `dst`; those of the other ranks keep their values."""
-        return run(_group_reductions.reduce(self._live(), tensor, dst, op), async_op)
+        return _run(operations.reduce(self._live(), tensor, dst, op), async_op)
 
     def all_gather(
         self, tensor_list: _Tensors, tensor: torch.Tensor, async_op: bool = False
     ) -> _Handle:
         """Fill the list with the tensors of all ranks, by place; their shapes may differ."""
-        return run(_group_tensors.all_gather(self._live(), tensor_list, tensor), async_op)
+        return _run(operations.all_gather(self._live(), tensor_list, tensor), async_op)
 
     def gather(
         self,
@@ -162,7 +160,7 @@ class CollectiveGroup:
         async_op: bool = False,
     ) -> _Handle:
         """Fill the list of rank `dst` with the tensors of all ranks; others pass None."""
-        return run(_group_tensors.gather(self._live(), tensor, gather_list, dst), async_op)
+        return _run(operations.gather(self._live(), tensor, gather_list, dst), async_op)
 
     def scatter(
         self,
@@ -172,7 +170,7 @@ class CollectiveGroup:
         async_op: bool = False,
     ) -> _Handle:
         """Overwrite the tensor with that at this place in the list of rank `src` alone."""
-        return run(_group_tensors.scatter(self._live(), tensor, scatter_list, src), async_op)
+        return _run(operations.scatter(self._live(), tensor, scatter_list, src), async_op)
 
     def reduce_scatter(
         self,
@@ -182,7 +180,7 @@ class CollectiveGroup:
         async_op: bool = False,
     ) -> _Handle:
         """Overwrite `output` with the reduction of what all lists have at this rank's place."""
-        return run(_group_reductions.reduce_scatter(self._live(), output, input_list, op), async_op)
+        return _run(operations.reduce_scatter(self._live(), output, input_list, op), async_op)
 
     def all_to_all(
         self,
@@ -192,11 +190,11 @@ class CollectiveGroup:
     ) -> _Handle:
         """Fill the outputs with what each rank has for this one; the shapes may differ."""
         lists = output_tensor_list, input_tensor_list
-        return run(_group_tensors.all_to_all(self._live(), *lists), async_op)
+        return _run(operations.all_to_all(self._live(), *lists), async_op)
 
     def barrier(self, async_op: bool = False) -> _Handle:
         """Wait until all members have come here."""
-        return run(_group_tensors.barrier(self._live()), async_op)
+        return _run(operations.barrier(self._live()), async_op)
 
     def monitored_barrier(self, timeout_s: float | None = None) -> None:
         """Wait as `barrier` does, with a timeout of its own; the error names who is late."""
@@ -211,8 +209,10 @@ class CollectiveGroup:
 
         The lists may be of different lengths, on any devices; so may those of the calls below.
         """
-        operation = _multi_device.broadcast(self._live(), tensor_list, src, src_tensor)
-        return run(operation, async_op)
+        steps = operations.broadcast(
+            self._live(), tensor_list, src, several=True, src_tensor=src_tensor
+        )
+        return _run(steps, async_op)
 
     def all_reduce_multigpu(
         self, tensor_list: _Tensors, op: ReduceOp = _SUM, async_op: bool = False
@@ -221,7 +221,7 @@ class CollectiveGroup:
 
         Each list is reduced in its order, then the ranks are. A mean is over all tensors.
         """
-        return run(_multi_device.all_reduce(self._live(), tensor_list, op), async_op)
+        return _run(operations.all_reduce(self._live(), tensor_list, op, several=True), async_op)
 
     def reduce_multigpu(
         self,
@@ -232,8 +232,10 @@ class CollectiveGroup:
         dst_tensor: int = 0,
     ) -> _Handle:
         """Reduce all tensors of all lists into one of rank `dst`; the others keep their values."""
-        operation = _multi_device.reduce(self._live(), tensor_list, dst, op, dst_tensor)
-        return run(operation, async_op)
+        steps = operations.reduce(
+            self._live(), tensor_list, dst, op, several=True, dst_tensor=dst_tensor
+        )
+        return _run(steps, async_op)
 
     def all_gather_multigpu(
         self,
@@ -248,7 +250,7 @@ class CollectiveGroup:
         `async_op`: lists that do not fit are a ValueError on every rank.
         """
         lists = output_tensor_lists, input_tensor_list
-        return run(_multi_device.all_gather(self._live(), *lists), async_op)
+        return _run(operations.all_gather_several(self._live(), *lists), async_op)
 
     def broadcast_object(self, obj: T, src: int) -> T:
         """Return the object of rank `src`; see `stepwrap.collectives.broadcast`."""
@@ -269,7 +271,7 @@ class CollectiveGroup:
             CollectiveError: on every rank, when the list has another length than the group, or an
                 object cannot be pickled or unpickled.
         """
-        return scatter_object(objs, src, self._live())
+        return objects.scatter_object(objs, src, self._live())
 
     def _live(self) -> dist.ProcessGroup:
         """Return torch's group; RuntimeError unless it is there and this process is a member."""
@@ -287,3 +289,47 @@ class CollectiveGroup:
             ) from error
         assert group is not None
         return group
+
+
+def _run(steps: Steps[None], async_op: bool) -> _Handle:
+    operation = Operation(steps)
+    return operation.begin() if async_op else operation.complete()
+
+
+def _new_group(
+    ranks: Iterable[int] | None, timeout_s: float, backend: str | None
+) -> tuple[dist.ProcessGroup | None, int | None]:
+    """Return the new group and this process's place in it; None and None when it is no member."""
+    if not distributed_available():
+        raise RuntimeError(
+            "a group needs a default process group: call torch.distributed.init_process_group() "
+            "or make a World first"
+        )
+
+    def choose() -> tuple[list[int], float, str | None]:
+        every = members()
+        chosen = every if ranks is None else sorted(ranks)
+        if not chosen or not set(chosen) <= set(every) or len(set(chosen)) < len(chosen):
+            raise ValueError(
+                f"ranks must be different ranks of 0 to {len(every) - 1}, at least one, "
+                f"got {chosen}"
+            )
+        if timeout_s <= 0:
+            raise ValueError(f"timeout_s must be positive, got {timeout_s}")
+        return chosen, timeout_s, backend
+
+    asked = results_of_all(choose, what="CollectiveGroup.create() ")
+    for rank, other in enumerate(asked):
+        if other != asked[0]:
+            raise ValueError(
+                "CollectiveGroup.create() must get the same ranks, timeout_s and backend on all "
+                f"ranks, got {asked[0]} on rank 0 and {other} on rank {rank}"
+            )
+    chosen = asked[0][0]
+    with calling("CollectiveGroup.create"):
+        group = dist.new_group(chosen, timedelta(seconds=timeout_s), backend)
+        if dist.get_rank() not in chosen:
+            return None, None
+        # Who has it may destroy it, which must not fail a member that still connects.
+        start_barrier(group).wait()
+    return group, chosen.index(dist.get_rank())

@@ -1,3 +1,3 @@
-"""Python objects across ranks, through the network or files, and one error on every rank. Imports
-the rooms named above it in setup.cfg. Start with objects.py.
+"""Python objects across ranks, through the network, shared memory or files, and one error on every
+rank. Imports trace and process. Start with objects.py.
 """

@@ -1,42 +1,28 @@
 """An error of one rank, raised on every rank."""
 
 import pickle
+import uuid
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
 
-from ..errors import CollectiveError, call_site, text_of
+from ..errors import Call, CollectiveError, attempt, call_site, text_of
 from ..process.ranks import distributed_available
+from ..trace.first_message import Header, meet
 from .objects import all_gather_object
 
 T = TypeVar("T")
 
 
 class Failure(NamedTuple):
-    """An error of one rank as the others receive it.
-
-    Attributes:
-        rank: where it was raised.
-        kind: its type; CollectiveError where the other ranks cannot make that from a text.
-        text: what an error of that kind says.
-        told: the name of its own type, and its text.
-        site: "file:line" of the call that has failed.
-    """
+    """An error of one rank: its type as the others can raise it, its text, and where it came."""
 
     rank: int
     kind: type[Exception]
     text: str
     told: str
     site: str
-
-
-def attempt(action: Callable[[], T]) -> tuple[T | None, Exception | None]:
-    """Return the result, or the error for the other ranks, which are waiting to hear of it."""
-    try:
-        return action(), None
-    except Exception as error:
-        return None, error
 
 
 def failure_of(problem: Exception | None, rank: int | None = None) -> Failure | None:
@@ -62,27 +48,11 @@ def failure_of(problem: Exception | None, rank: int | None = None) -> Failure | 
 def raise_first(
     failures: Sequence[Failure | None], own: Exception | None = None, what: str = ""
 ) -> None:
-    """Raise the failure of the first rank that has one; the type is the same on every rank.
-
-    Args:
-        failures: that of each rank, the same on every rank.
-        own: this rank's problem, which becomes the cause.
-    """
+    """Raise the failure of the first rank that has one; `own`, this rank's, becomes the cause."""
     for failure in failures:
         if failure is not None:
             text = f"{what}on rank {failure.rank} ({failure.site}): {failure.text}"
             raise failure.kind(text) from own
-
-
-def raise_together(
-    problem: Exception | None, group: dist.ProcessGroup | None = None, what: str = ""
-) -> None:
-    """Raise on every rank what is wrong on any of them; every rank must call this.
-
-    The type is that of the first rank with a problem; CollectiveError where the others cannot make
-    that type from a text.
-    """
-    raise_first(all_gather_object(failure_of(problem), group), problem, what)
 
 
 def run_together(
@@ -101,3 +71,38 @@ def run_together(
     result, own = attempt(action)
     reports = gather((result, failure_of(own)))
     return [one for one, _ in reports], [failure for _, failure in reports], own
+
+
+def results_of_all(
+    action: Callable[[], T], group: dist.ProcessGroup | None = None, what: str = ""
+) -> list[T]:
+    """Run `action` and return all ranks' results, or raise on every rank what failed on one."""
+    results, failures, own = run_together(action, lambda own: all_gather_object(own, group))
+    raise_first(failures, own, what)
+    return results
+
+
+def agree(
+    call: Call,
+    text: str,
+    details: Callable[[], T],
+    *,
+    problem: Exception | None = None,
+    pieces: Sequence[bytes | memoryview] = (),
+) -> tuple[list[Header], list[T] | None]:
+    """Compare a text over the ranks by its digest, and send `pieces` along in the first message.
+
+    Returns all ranks' headers, and None where the texts are equal, else what `details` returns on
+    each rank. The problem of the first rank that has one is raised on every rank.
+    """
+    # A problem is unlike anything, so that all ranks go into the details.
+    headers = meet(call, agreed=uuid.uuid4().hex if problem else text, pieces=pieces)
+    if len({header.agreed for header in headers}) == 1:
+        return headers, None
+
+    def answer() -> T:
+        if problem is not None:
+            raise problem
+        return details()
+
+    return headers, results_of_all(answer, call.group, f"{call.name}() ")

@@ -1,18 +1,25 @@
 """Python objects across ranks: any picklable object, large ones without needless copies."""
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import TypeVar
+import secrets
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from ..errors import name_ranks
-from ..process.ranks import live_world_size, members, place_in_group
+from ..errors import Call, CollectiveError, attempt, name_ranks, text_of
+from ..process.ranks import comm_device, live_world_size, members, place_in_group
 from ..trace.calling import calling
-from ..transport.serialize import Parcel, pack
-from .exchange import exchange
+from ..trace.first_message import INLINE_BYTES, gather_numbers, meet, raise_disagreement
+from .serialize import Parcel, pack, unpack
+from .shared_memory import host, offered, take
 
 T = TypeVar("T")
+
+# From this size on, mapping memory costs less than the transport between two processes.
+_SHARED_FROM = 2**20
+_DONE, _NOT_UNPICKLED, _NOT_MAPPED = range(3)
+_NOTHING = Parcel([])
 
 
 def broadcast(obj: T, src: int = 0, group: dist.ProcessGroup | None = None) -> T:
@@ -30,11 +37,11 @@ def broadcast(obj: T, src: int = 0, group: dist.ProcessGroup | None = None) -> T
     if live_world_size(group) == 1:
         return obj
     is_source = dist.get_rank() == src
-    # Outside of the call: pickling runs the user's code.
-    parcel, problem = _try_to_pack(obj) if is_source else (Parcel(), None)
+    # Outside of the call, here and below: pickling runs the user's code.
+    parcel, problem = attempt(lambda: pack(obj) if is_source else None)
     others = [rank for rank in members(group) if rank != src]
     with calling("broadcast", group, _describe(obj), f"from rank {src}", meets=True) as call:
-        received = exchange(call, parcel, problem, others)
+        received = _exchange(call, parcel, problem, others)
     copy: T = obj if is_source else received[src]
     return copy
 
@@ -51,16 +58,15 @@ def all_gather_object(obj: T, group: dist.ProcessGroup | None = None) -> list[T]
     """
     if live_world_size(group) == 1:
         return [obj]
-    parcel, problem = _try_to_pack(obj)
+    parcel, problem = attempt(lambda: pack(obj))
     with calling("all_gather_object", group, _describe(obj), meets=True) as call:
-        return list(exchange(call, parcel, problem, members(group)).values())
+        return list(_exchange(call, parcel, problem, members(group)).values())
 
 
 def gather_object(obj: T, dst: int = 0, group: dist.ProcessGroup | None = None) -> list[T] | None:
     """Return the objects of all ranks, in rank order, on global rank `dst`, None on the others.
 
-    Every rank must call this. All are copies, the own one too; tensors inside arrive on the CPU.
-    Without a process group the list holds the object itself.
+    Otherwise like `all_gather_object`; every rank must call this.
 
     Raises:
         ValueError: `dst` is no rank of the group.
@@ -69,10 +75,32 @@ def gather_object(obj: T, dst: int = 0, group: dist.ProcessGroup | None = None) 
     place_in_group(dst, group, "dst")
     if live_world_size(group) == 1:
         return [obj]
-    parcel, problem = _try_to_pack(obj)
+    parcel, problem = attempt(lambda: pack(obj))
     with calling("gather_object", group, _describe(obj), f"to rank {dst}", meets=True) as call:
-        received = exchange(call, parcel, problem, [dst])
+        received = _exchange(call, parcel, problem, [dst])
     return list(received.values()) if dist.get_rank() == dst else None
+
+
+def scatter_object(objs: Sequence[T] | None, src: int, group: dist.ProcessGroup) -> T:
+    """Return this rank's object of the list on global rank `src`, each sent to its rank alone."""
+    place, device, ranks = place_in_group(src, group), comm_device(group), members(group)
+    is_source = dist.get_rank() == src
+    parcels, problem = attempt(lambda: _pack_each(objs, src, ranks) if is_source else {})
+    plan = {rank: (parcel.size, parcel.is_foreign) for rank, parcel in (parcels or {}).items()}
+    with calling("scatter_object", group, None, f"from rank {src}", meets=True) as call:
+        failed_to = "scatter its objects"
+        plan = _exchange(call, pack(plan) if is_source else None, problem, ranks, failed_to)[src]
+        memory: dict[int, memoryview] = {}
+        if is_source:
+            sent = {rank: _bytes_of(parcel).to(device) for rank, parcel in (parcels or {}).items()}
+            _wait_for([dist.isend(data, rank, group) for rank, data in sent.items()])
+        else:
+            buffer = torch.empty(plan[dist.get_rank()][0], dtype=torch.uint8, device=device)
+            dist.recv(buffer, src, group)
+            memory[src] = buffer.cpu().numpy().data
+        received = _unpack(call, memory, any(is_foreign for _, is_foreign in plan.values()))
+    own: T = objs[place] if is_source and objs is not None else received[src]
+    return own
 
 
 def pad_to_largest_tensor(
@@ -98,13 +126,156 @@ def pad_to_largest_tensor(
     return sizes, torch.cat([tensor, tensor.new_zeros(missing)]) if missing else tensor
 
 
-def _try_to_pack(obj: object) -> tuple[Parcel, Exception | None]:
-    """Return the parcel, or why there is none: whatever it is, the other ranks are waiting."""
-    try:
-        return pack(obj), None
-    except Exception as error:
-        return Parcel(), error
+def sync_random_seed(group: dist.ProcessGroup | None = None) -> int:
+    """Return one new seed in [0, 2**31) on all ranks; every rank must call this.
+
+    It is the group's first rank's, from the operating system: seeding does not repeat it, and no
+    random generator of Python, NumPy or torch is advanced.
+    """
+    return broadcast(secrets.randbelow(2**31), members(group)[0], group)
 
 
 def _describe(obj: object) -> Callable[[], str | Iterable[object]]:
     return lambda: obj.keys() if isinstance(obj, Mapping) else type(obj).__name__
+
+
+def _pack_each(objs: object, src: int, ranks: Sequence[int]) -> dict[int, Parcel]:
+    """Return the parcels by global rank of the receiver."""
+    if not isinstance(objs, list | tuple):
+        raise TypeError(f"objs must be a list on rank {src}, got {type(objs).__name__}")
+    if len(objs) != len(ranks):
+        raise ValueError(
+            f"objs must have {len(ranks)} objects, one for each of the ranks {ranks}, "
+            f"got {len(objs)}"
+        )
+    return {rank: pack(obj) for rank, obj in zip(ranks, objs, strict=True) if rank != src}
+
+
+def _exchange(
+    call: Call,
+    parcel: Parcel | None,
+    problem: Exception | None,
+    receivers: Sequence[int],
+    failed_to: str = "pickle its object",
+) -> dict[int, Any]:
+    """Return all ranks' objects by global rank of the sender, on the receivers; a collective.
+
+    Raises a CollectiveError on every rank when one has a problem or cannot unpickle.
+    """
+    own, ranks = parcel or _NOTHING, members(call.group)
+    headers = meet(
+        call,
+        pieces=own.pieces,
+        is_foreign=own.is_foreign,
+        host=host(),
+        problem=problem,
+        failed_to=failed_to,
+    )
+    by_rank = dict(zip(ranks, headers, strict=True))
+    may_fail = any(header.is_foreign for header in headers)
+    sizes = {rank: header.size for rank, header in by_rank.items() if header.size > INLINE_BYTES}
+    memory = {rank: header.inline for rank, header in by_rank.items() if header.size}
+    if sizes and max(sizes.values()) >= _SHARED_FROM and len({h.host for h in headers}) == 1:
+        objects = _share(call, own, sizes, memory, receivers)
+        if objects is not None:
+            return objects
+    if sizes:
+        memory |= _transmit(call.group, own, sizes, receivers)
+    return _unpack(call, memory if dist.get_rank() in receivers else {}, may_fail)
+
+
+def _share(
+    call: Call,
+    parcel: Parcel,
+    sizes: Mapping[int, int],
+    memory: Mapping[int, memoryview],
+    receivers: Sequence[int],
+) -> dict[int, Any] | None:
+    """Return the objects; None, on all ranks, when some rank has no or sees no shared memory."""
+    rank, group = dist.get_rank(), call.group
+    # Open until all have agreed on the outcome: until then they may be mapping it.
+    with offered(parcel.pieces if rank in sizes else []) as own_place:
+        places = dict(zip(members(group), gather_numbers(own_place, group), strict=True))
+        if any(place[-1] for place in places.values()):
+            return None
+        if rank not in receivers:
+            return _agree_on(call, _DONE, {})
+        try:
+            shared = {sender: take(places[sender], size) for sender, size in sizes.items()}
+        except OSError:
+            return _agree_on(call, _NOT_MAPPED, {})
+        objects, problem = attempt(lambda: _unpack_each({**memory, **shared}))
+        return _agree_on(call, _NOT_UNPICKLED if problem else _DONE, objects, problem)
+
+
+def _transmit(
+    group: dist.ProcessGroup | None,
+    parcel: Parcel,
+    sizes: Mapping[int, int],
+    receivers: Sequence[int],
+) -> dict[int, memoryview]:
+    """Return the large parcels by global rank, each after a message of its exact size."""
+    rank, device = dist.get_rank(), comm_device(group)
+    receives = rank in receivers
+    buffers: dict[int, torch.Tensor] = {}
+    works: list[dist.Work | None] = []
+    for sender, size in sizes.items():
+        if not (sender == rank or receives):
+            continue
+        buffers[sender] = (
+            _bytes_of(parcel).to(device)
+            if sender == rank
+            else torch.empty(size, dtype=torch.uint8, device=device)
+        )
+        if len(receivers) > 1:
+            works.append(dist.broadcast(buffers[sender], sender, group, async_op=True))
+        elif sender != rank:
+            works.append(dist.irecv(buffers[sender], sender, group))
+        elif not receives:
+            works.append(dist.isend(buffers[sender], receivers[0], group))
+    _wait_for(works)
+    return {r: data.cpu().numpy().data for r, data in buffers.items()} if receives else {}
+
+
+def _unpack(call: Call, memory: Mapping[int, memoryview], may_fail: bool) -> dict[int, Any]:
+    """Return the objects; all ranks agree on the outcome where it can be a bad one."""
+    objects, problem = attempt(lambda: _unpack_each(memory))
+    if may_fail:
+        _agree_on(call, _NOT_UNPICKLED if problem else _DONE, objects, problem)
+    elif problem is not None:
+        raise CollectiveError(
+            f"{call.name}(): rank {dist.get_rank()} cannot unpickle what it received: "
+            f"{text_of(problem)}"
+        ) from problem
+    return objects or {}
+
+
+def _unpack_each(memory: Mapping[int, memoryview]) -> dict[int, Any]:
+    return {rank: unpack(part) for rank, part in memory.items()}
+
+
+def _agree_on(
+    call: Call, outcome: int, objects: dict[int, Any] | None, problem: Exception | None = None
+) -> dict[int, Any] | None:
+    """Return the objects when all ranks are done, None when one could not map memory."""
+    worst = torch.tensor(outcome, device=comm_device(call.group))
+    dist.all_reduce(worst, dist.ReduceOp.MAX, call.group)
+    if worst == _NOT_UNPICKLED:
+        raise_disagreement(call, problem, "unpickle what it received")
+    return objects if worst == _DONE else None
+
+
+def _bytes_of(parcel: Parcel) -> torch.Tensor:
+    """Return what is in the parcel as a uint8 tensor (bytes,) on the CPU."""
+    data = torch.empty(parcel.size, dtype=torch.uint8)
+    memory, end = data.numpy().data, 0
+    for piece in parcel.pieces:
+        memory[end : end + len(piece)] = piece
+        end += len(piece)
+    return data
+
+
+def _wait_for(works: Iterable[dist.Work | None]) -> None:
+    for work in works:
+        assert work is not None
+        work.wait()

@@ -1,20 +1,27 @@
-"""The results of all ranks in the order of the dataset."""
+"""The objects and results of all ranks, gathered through the network or a shared directory."""
 
+import contextlib
+import hashlib
 import os
+import secrets
 import shutil
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain, zip_longest
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from ..process.ranks import live_world_size
-from .agree import raise_together
-from .files import all_gather_object_cpu, all_gather_object_gpu
+from ..errors import CollectiveError, text_of
+from ..process.ranks import distributed_available, live_world_size, members
+from .agree import results_of_all
+from .objects import all_gather_object, gather_object
+from .serialize import pack, unpack
 
 T = TypeVar("T")
 
-_DEVICES = ("cpu", "gpu", "npu")
+_BY_FILES = "all_gather_object_cpu() "
 
 
 def collect_results(
@@ -45,7 +52,7 @@ def collect_results(
             without a `tmpdir`.
         CollectiveError: see `all_gather_object_cpu`.
     """
-    if device not in _DEVICES:
+    if device not in ("cpu", "gpu", "npu"):
         raise NotImplementedError(f"device must be 'cpu' , 'gpu' or 'npu', but got {device!r}")
     if device == "cpu":
         return collect_results_cpu(results, size, tmpdir, group, remove_tmpdir=remove_tmpdir)
@@ -58,7 +65,7 @@ def collect_results(
 
 
 def collect_results_cpu(
-    results: Sequence[T],
+    result_part: Sequence[T],
     size: int,
     tmpdir: str | os.PathLike[str] | None = None,
     group: dist.ProcessGroup | None = None,
@@ -68,48 +75,219 @@ def collect_results_cpu(
     """Like `collect_results`: through the process group, or through files in `tmpdir`."""
     if remove_tmpdir and tmpdir is None:
         raise ValueError("remove_tmpdir=True needs the tmpdir that is to be removed, got None")
-    _check(results, size, group)
-    gathered = all_gather_object_cpu(results, tmpdir, group=group)
-    if remove_tmpdir and tmpdir is not None:
-        _remove(tmpdir, group)
-    return None if gathered is None else _interleave(gathered, size)
+    results_of_all(lambda: _check(result_part, size), group, "collect_results() ")
+    gathered = all_gather_object_cpu(result_part, tmpdir, group=group)
+
+    def remove() -> None:
+        if tmpdir is not None and _is_first(group):
+            with contextlib.suppress(FileNotFoundError):
+                shutil.rmtree(tmpdir)
+
+    if remove_tmpdir:
+        # No rank goes on before it is gone.
+        results_of_all(remove, group, "collect_results() ")
+    return None if gathered is None else interleaved(gathered)[:size]
 
 
 def collect_results_gpu(
-    results: Sequence[T], size: int, group: dist.ProcessGroup | None = None
+    result_part: Sequence[T], size: int, group: dist.ProcessGroup | None = None
 ) -> list[T] | None:
     """Like `collect_results`: through the process group, on its communication device."""
-    _check(results, size, group)
-    gathered = all_gather_object_gpu(results, group=group)
-    return None if gathered is None else _interleave(gathered, size)
+    results_of_all(lambda: _check(result_part, size), group, "collect_results() ")
+    gathered = all_gather_object_gpu(result_part, group=group)
+    return None if gathered is None else interleaved(gathered)[:size]
 
 
-def _check(results: object, size: int, group: dist.ProcessGroup | None) -> None:
-    """Raise on every rank: what a dataset has given one rank, the others may not have got."""
-    problem: Exception | None = None
+def create_tmpdir(
+    rank: int, tmpdir: str | os.PathLike[str] | None = None, use_system_tmp: bool = True
+) -> str:
+    """Return a directory that all ranks know; who asks for it removes it.
+
+    With `tmpdir`, each rank makes that directory where it is missing, and no rank waits. Without
+    it, rank 0 makes a new one that only this user can open; every rank must call this.
+
+    Args:
+        rank: this process's rank; a live process group's own answer wins.
+        use_system_tmp: where the new one is: in the system's directory for temporary files, which
+            other hosts do not see, or in the current directory.
+
+    Raises:
+        RuntimeError: a rank other than 0 has neither `tmpdir` nor a process group.
+        OSError: on every rank, when rank 0 cannot make it.
+    """
+    if tmpdir is not None:
+        os.makedirs(tmpdir, exist_ok=True)
+        return os.fspath(tmpdir)
+    if rank != 0 and not distributed_available():
+        raise RuntimeError(
+            f"create_tmpdir() on rank {rank} needs a process group to learn which directory rank 0 "
+            "has made, and there is none: call init_process_group() first, or give tmpdir"
+        )
+    made: list[str] = []
+
+    def make() -> str:
+        made.append(tempfile.mkdtemp(prefix="stepwrap_", dir=_parent(use_system_tmp)))
+        return made[0]
+
+    try:
+        return _from_first_rank(make, None, "create_tmpdir() ")
+    except BaseException:
+        for folder in made:
+            shutil.rmtree(folder, ignore_errors=True)
+        raise
+
+
+def all_gather_object_cpu(
+    data: T,
+    tmpdir: str | os.PathLike[str] | None = None,
+    rank_zero_return_only: bool = True,
+    use_system_tmp: bool | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> list[T] | None:
+    """Return the objects of all ranks, in rank order; every rank must call this.
+
+    By default they travel through the process group, which needs no shared directory. Given
+    `tmpdir` or `use_system_tmp`, they travel through files in a directory that all ranks see; the
+    directory and what else is in it stay. One process gets the object itself in a list.
+
+    Args:
+        tmpdir: the directory, by the path that it has on this rank; made where it is missing.
+        rank_zero_return_only: whether all but the group's first rank get None.
+        use_system_tmp: without `tmpdir`: whether rank 0's directory for temporary files is the
+            shared one, or else its current directory.
+
+    Raises:
+        CollectiveError: on every rank, when an object cannot be pickled or unpickled, the directory
+            is not shared, or a file is not what its rank has written; or when a rank does not take
+            part.
+        OSError: on every rank, when one cannot write or read its files.
+    """
+    if tmpdir is None and use_system_tmp is None or live_world_size(group) == 1:
+        return all_gather_object_gpu(data, rank_zero_return_only, group)
+    if tmpdir is None:
+        tmpdir = _from_first_rank(lambda: _parent(bool(use_system_tmp)), group, _BY_FILES)
+    return _gather_through_files(data, tmpdir, rank_zero_return_only, group)
+
+
+def all_gather_object_gpu(
+    data: T, rank_zero_return_only: bool = True, group: dist.ProcessGroup | None = None
+) -> list[T] | None:
+    """Return the objects of all ranks, in rank order; every rank must call this.
+
+    They travel through the process group, on its communication device: on the CPU as well.
+
+    Args:
+        rank_zero_return_only: whether all but the group's first rank get None.
+
+    Raises:
+        CollectiveError: on every rank, when an object cannot be pickled or unpickled; or when a
+            rank does not take part.
+    """
+    if live_world_size(group) == 1:
+        return [data]
+    if rank_zero_return_only:
+        return gather_object(data, members(group)[0], group)
+    return all_gather_object(data, group)
+
+
+def _gather_through_files(
+    data: T, tmpdir: str | os.PathLike[str], only_first: bool, group: dist.ProcessGroup | None
+) -> list[T] | None:
+    # A directory for this call alone, which is gone afterwards, also when another rank has died.
+    folder = Path(tmpdir, f"stepwrap_{_from_first_rank(secrets.token_hex, group, _BY_FILES)}")
+
+    def read() -> list[T] | None:
+        if only_first and not _is_first(group):
+            return None
+        digest_of = dict(zip(members(group), digests, strict=True))
+        return [_read(folder, rank, digest) for rank, digest in digest_of.items()]
+
+    gathered: list[list[T] | None] = []
+    try:
+        digests = results_of_all(lambda: _write(data, folder), group, _BY_FILES)
+        # Also the barrier before which no rank may remove what another still reads.
+        results_of_all(lambda: gathered.append(read()), group, _BY_FILES)
+    finally:
+        # On every rank: the directories of several hosts, or of a rank that is dead now.
+        shutil.rmtree(folder, ignore_errors=True)
+    return gathered[0]
+
+
+def _check(results: object, size: int) -> None:
     if not isinstance(results, Sequence) or isinstance(results, str | bytes):
         kind = type(results).__name__
-        problem = TypeError(f"results must be a list or another sequence, got {kind}")
-    elif size < 0:
-        problem = ValueError(f"size must not be negative, got {size}")
-    raise_together(problem, group, "collect_results() ")
+        raise TypeError(f"results must be a list or another sequence, got {kind}")
+    if size < 0:
+        raise ValueError(f"size must not be negative, got {size}")
 
 
-def _interleave(gathered: Sequence[Sequence[T]], size: int) -> list[T]:
+def interleaved(gathered: Iterable[Iterable[T]]) -> list[T]:
+    """Return the first result of each rank, then the second ones; some may have more."""
     # An object of its own: None may be a result.
     missing: Any = object()
     turns = chain.from_iterable(zip_longest(*gathered, fillvalue=missing))
-    return [result for result in turns if result is not missing][:size]
+    return [result for result in turns if result is not missing]
 
 
-def _remove(tmpdir: str | os.PathLike[str], group: dist.ProcessGroup | None) -> None:
-    """Remove the directory once; no rank goes on before it is gone."""
-    problem: OSError | None = None
-    if live_world_size(group) == 1 or dist.get_rank(group) == 0:
-        try:
-            shutil.rmtree(tmpdir)
-        except FileNotFoundError:
-            pass
-        except OSError as error:
-            problem = error
-    raise_together(problem, group, "collect_results() ")
+def _parent(use_system_tmp: bool) -> str:
+    return tempfile.gettempdir() if use_system_tmp else os.getcwd()
+
+
+def _is_first(group: dist.ProcessGroup | None) -> bool:
+    return live_world_size(group) == 1 or dist.get_rank(group) == 0
+
+
+def _from_first_rank(make: Callable[[], str], group: dist.ProcessGroup | None, what: str) -> str:
+    """Return what the group's first rank makes; its error is raised on every rank."""
+    if live_world_size(group) == 1:
+        return make()
+    return results_of_all(lambda: make() if _is_first(group) else "", group, what)[0]
+
+
+def _part(folder: Path, rank: int) -> Path:
+    return folder / f"part_{rank}.pkl"
+
+
+def _write(data: object, folder: Path) -> bytes:
+    """Write this rank's part as a whole, and return its digest."""
+    os.makedirs(folder.parent, exist_ok=True)
+    # Whoever comes first makes it: on hosts without a shared directory each rank cleans up its own.
+    folder.mkdir(mode=0o700, exist_ok=True)
+    try:
+        pieces = pack(data).pieces
+    except Exception as error:
+        raise CollectiveError(f"cannot pickle the object: {text_of(error)}") from error
+    digest = hashlib.blake2b()
+    part = _part(folder, dist.get_rank())
+    unfinished = part.with_suffix(".tmp")
+    with unfinished.open("xb") as file:
+        for piece in pieces:
+            digest.update(piece)
+            file.write(piece)
+    os.replace(unfinished, part)
+    return digest.digest()
+
+
+def _read(folder: Path, rank: int, digest: bytes) -> Any:
+    """Return the object of a rank, unpickled only if the digest is that which the rank has sent."""
+    try:
+        with _part(folder, rank).open("rb") as file:
+            # Not bytes: the tensors inside use this memory and must be able to change it.
+            content = bytearray(os.fstat(file.fileno()).st_size)
+            file.readinto(content)
+    except FileNotFoundError as error:
+        raise CollectiveError(
+            f"{folder.parent} is not a shared directory (rank {rank}): the part that rank {rank} "
+            "has written is not there; give a tmpdir on a shared file system, or neither tmpdir "
+            "nor use_system_tmp"
+        ) from error
+    if hashlib.blake2b(content).digest() != digest:
+        raise CollectiveError(
+            f"{_part(folder, rank)} is not what rank {rank} has written; it is not unpickled"
+        )
+    try:
+        return unpack(memoryview(content))
+    except Exception as error:
+        raise CollectiveError(
+            f"cannot unpickle the object of rank {rank}: {text_of(error)}"
+        ) from error

@@ -1,12 +1,16 @@
-"""Starting the process group from what a launcher has put into the environment."""
+"""Starting the process group from what a launcher has put into the environment; and its end."""
 
 import ipaddress
 import multiprocessing
 import os
+import re
 import socket
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from contextlib import suppress
 from datetime import timedelta
+from importlib import import_module
+from operator import attrgetter
 from typing import Any, Final
 
 import torch
@@ -15,7 +19,6 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed.constants import default_pg_timeout
 
 from .ranks import get_local_rank
-from .slurm import adopt_slurm
 
 _MPI_VARIABLES: Final = {
     "RANK": "OMPI_COMM_WORLD_RANK",
@@ -25,6 +28,18 @@ _MPI_VARIABLES: Final = {
 }
 _DEFAULT_PORT: Final = "29500"
 _OF_MEETING: Final = ("rank", "world_size", "timeout")
+_FIRST_PORT, _PORTS = 12_000, 20_000
+_HOST = re.compile(r"((?:\[[^\]]+\]|[^,\[\]])+)(?:,|$)")
+_RANGES = re.compile(r"\[([^\]]*)\]")
+_TIMES = re.compile(r"(\d+)(?:\(x(\d+)\))?")
+# What clears the memories of DTensor, which hold meshes and so groups. Of no public use: other
+# versions of torch may have others.
+_CLEARING = (
+    ("debug", "_clear_sharding_prop_cache"),
+    ("_redistribute", "clear_redistribute_planner_cache"),
+    ("_redistribute", "_gen_transform_infos.cache_clear"),
+    ("_collective_utils", "MeshTopoInfo.build_from_mesh.cache_clear"),
+)
 
 
 def infer_launcher() -> str:
@@ -64,29 +79,26 @@ def init_dist(
         TypeError: a timeout that is no number of seconds.
         KeyError: the launcher has not set a variable, which is named.
     """
-    if launcher not in _ADOPT:
-        raise ValueError(
-            f"Invalid launcher type: {launcher}; it must be one of {', '.join(_ADOPT)}"
-        )
-    if init_backend != "torch":
-        raise ValueError(f"init_backend must be 'torch', got {init_backend!r}")
+    _check_settings(launcher, backend, init_backend)
     if "timeout" in kwargs:
         kwargs["timeout"] = _to_timedelta(kwargs["timeout"])
-    if backend is not None and "nccl" in backend and not torch.cuda.is_available():
-        raise ValueError(f"backend {backend!r} needs a CUDA device, and there is none; use 'gloo'")
     if launcher == "none":
         return
     port = kwargs.pop("port", None) if launcher == "slurm" else None
     if port is not None:
         os.environ["MASTER_PORT"] = str(port)
-    _ADOPT[launcher]()
-    _check_variables(launcher, kwargs)
+    needed, adopt = _LAUNCHERS[launcher]
+    _require(launcher, needed)
+    adopt(os.environ)
+    meets = "store" not in kwargs and kwargs.get("init_method") in (None, "env://")
+    names = ["MASTER_ADDR", "MASTER_PORT"] if meets else []
+    _require(launcher, names + [n for n in ("RANK", "WORLD_SIZE") if n.lower() not in kwargs])
     if multiprocessing.get_start_method(allow_none=True) is None:
         multiprocessing.set_start_method("spawn")
     name = backend or _default_backend()
     if "nccl" in name or "cuda" in name:
         torch.cuda.set_device(get_local_rank() % torch.cuda.device_count())
-    if "store" not in kwargs and kwargs.get("init_method") in (None, "env://"):
+    if meets:
         kwargs.pop("init_method", None)
         kwargs |= meet_at_master(**{n: kwargs[n] for n in _OF_MEETING if n in kwargs})
     dist.init_process_group(name, **kwargs)
@@ -176,14 +188,70 @@ def open_store(host: str, port: int, **options: Any) -> TCPStore:
     return TCPStore(host, port, is_master=True, master_listen_fd=listener.detach(), **options)
 
 
-def _adopt_slurm() -> None:
-    _require("slurm", ["SLURM_PROCID", "SLURM_NTASKS"])
-    adopt_slurm(os.environ)
+def forget_meshes() -> None:
+    """Have DTensor forget its meshes; for before the default group ends."""
+    if "torch.distributed.tensor" not in sys.modules:
+        return
+    for module, clear in _CLEARING:
+        with suppress(ImportError, AttributeError):
+            attrgetter(clear)(import_module(f"torch.distributed.tensor.{module}"))()
 
 
-def _adopt_mpi() -> None:
-    _require("mpi", ["OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"])
-    env = os.environ
+def adopt_slurm(env: MutableMapping[str, str]) -> None:
+    """Add torch's variables to `env`, from those that srun sets, where there is no RANK yet."""
+    if env.get("RANK") or not env.get("SLURM_PROCID"):
+        return
+    nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST")
+    found = {
+        "RANK": env["SLURM_PROCID"],
+        "WORLD_SIZE": env["SLURM_NTASKS"],
+        "LOCAL_RANK": env.get("SLURM_LOCALID", "0"),
+        "MASTER_ADDR": first_host(nodes) if nodes else "localhost",
+        "MASTER_PORT": str(_port(env)),
+    }
+    here = tasks_here(env)
+    if here is not None:
+        found["LOCAL_WORLD_SIZE"] = str(here)
+    for name, value in found.items():
+        env.setdefault(name, value)
+
+
+def first_host(nodes: str) -> str:
+    """Return the first host of a list such as "gpu[01-04,07],other": gpu01."""
+    # A comma inside brackets does not end the host.
+    match = _HOST.match(nodes.strip())
+    if match is None:
+        raise ValueError(f"not a list of hosts as Slurm writes it: {nodes!r}")
+    return _RANGES.sub(lambda match: re.split("[,-]", match.group(1))[0], match.group(1))
+
+
+def tasks_per_node(text: str) -> Iterator[int]:
+    """Yield the tasks of each node from a list such as "8(x2),4": 8, 8, 4."""
+    for part in text.split(","):
+        match = _TIMES.fullmatch(part.strip())
+        if match is None:
+            raise ValueError(f"not a list of tasks per node as Slurm writes it: {text!r}")
+        yield from [int(match.group(1))] * int(match.group(2) or 1)
+
+
+def tasks_here(env: Mapping[str, str]) -> int | None:
+    """Return how many tasks this node has, None when nothing tells."""
+    text = env.get("SLURM_STEP_TASKS_PER_NODE") or env.get("SLURM_NTASKS_PER_NODE")
+    if not text:
+        return None
+    tasks = list(tasks_per_node(text))
+    node = int(env.get("SLURM_NODEID") or 0)
+    # A single number holds for every node.
+    return tasks[node] if node < len(tasks) else tasks[-1]
+
+
+def _port(env: MutableMapping[str, str]) -> int:
+    """Return a port that two jobs on one node, or two steps of one job, do not share."""
+    job, step = (int(env.get(name) or 0) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
+    return _FIRST_PORT + (job * 61 + step) % _PORTS
+
+
+def _adopt_mpi(env: MutableMapping[str, str]) -> None:
     for name, source in _MPI_VARIABLES.items():
         if env.get(source):
             env.setdefault(name, env[source])
@@ -192,16 +260,23 @@ def _adopt_mpi() -> None:
     env.setdefault("MASTER_PORT", _DEFAULT_PORT)
 
 
-def _adopt_nothing() -> None:
-    pass
-
-
-_ADOPT: Final[Mapping[str, Callable[[], None]]] = {
-    "pytorch": _adopt_nothing,
-    "slurm": _adopt_slurm,
-    "mpi": _adopt_mpi,
-    "none": _adopt_nothing,
+# What each launcher must have set, and what adds torch's variables to that.
+_LAUNCHERS: Final[Mapping[str, tuple[list[str], Callable[..., None]]]] = {
+    "pytorch": ([], lambda env: None),
+    "slurm": (["SLURM_PROCID", "SLURM_NTASKS"], adopt_slurm),
+    "mpi": ([*_MPI_VARIABLES.values()][:3], _adopt_mpi),
+    "none": ([], lambda env: None),
 }
+
+
+def _check_settings(launcher: str, backend: str | None, init_backend: str) -> None:
+    if launcher not in _LAUNCHERS:
+        known = ", ".join(_LAUNCHERS)
+        raise ValueError(f"Invalid launcher type: {launcher}; it must be one of {known}")
+    if init_backend != "torch":
+        raise ValueError(f"init_backend must be 'torch', got {init_backend!r}")
+    if backend is not None and "nccl" in backend and not torch.cuda.is_available():
+        raise ValueError(f"backend {backend!r} needs a CUDA device, and there is none; use 'gloo'")
 
 
 def _require(launcher: str, names: list[str]) -> None:
@@ -211,15 +286,6 @@ def _require(launcher: str, names: list[str]) -> None:
             f"the launcher {launcher!r} must set {', '.join(names)}, but the environment variable "
             f"{' and '.join(missing)} is not set"
         )
-
-
-def _check_variables(launcher: str, kwargs: Mapping[str, Any]) -> None:
-    """Check what torch will read, but for what the caller gives instead."""
-    names = []
-    if "store" not in kwargs and kwargs.get("init_method") in (None, "env://"):
-        names += ["MASTER_ADDR", "MASTER_PORT"]
-    names += [name for name in ("RANK", "WORLD_SIZE") if name.lower() not in kwargs]
-    _require(launcher, names)
 
 
 def _to_timedelta(timeout: object) -> timedelta:

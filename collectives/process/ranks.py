@@ -1,10 +1,12 @@
 """Who this process is among the ranks, and where it talks to them."""
 
 import functools
+import hashlib
 import logging
 import os
 import socket
 import time
+import uuid
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -24,6 +26,7 @@ T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
 _HOST_KEY = "stepwrap/host"
 _POLL_S = 0.02
 _local_ranks: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
@@ -41,11 +44,12 @@ def get_rank(group: dist.ProcessGroup | None = None) -> int:
     group wins over an environment that says otherwise, with one warning.
     """
     if not distributed_available():
-        return _environment_rank()
-    rank = dist.get_rank(group)
+        rank = _of_the_launcher("RANK", "SLURM_PROCID")
+        return (_environment_local_rank() or 0) if rank is None else rank
+    live = dist.get_rank(group)
     if group is None:
-        _compare("RANK", rank)
-    return rank
+        _compare("RANK", live)
+    return live
 
 
 def get_world_size(group: dist.ProcessGroup | None = None) -> int:
@@ -54,11 +58,12 @@ def get_world_size(group: dist.ProcessGroup | None = None) -> int:
     Without a process group the launcher's environment answers (WORLD_SIZE, then SLURM), else 1.
     """
     if not distributed_available():
-        return _environment_world_size()
-    world_size = dist.get_world_size(group)
+        size = _of_the_launcher("WORLD_SIZE", "SLURM_NTASKS")
+        return 1 if size is None else size
+    live = dist.get_world_size(group)
     if group is None:
-        _compare("WORLD_SIZE", world_size)
-    return world_size
+        _compare("WORLD_SIZE", live)
+    return live
 
 
 def get_local_rank() -> int:
@@ -92,11 +97,7 @@ def launched_local_rank() -> int | None:
 
 
 def live_world_size(group: dist.ProcessGroup | None = None) -> int:
-    """Return the size of the live group, 1 without one, whatever the environment says.
-
-    Raises:
-        ValueError: this process is no member of the group.
-    """
+    """Return the size of the live group, 1 without one; a ValueError if not a member."""
     if not distributed_available():
         return 1
     world_size = dist.get_world_size(group)
@@ -113,11 +114,7 @@ def members(group: dist.ProcessGroup | None = None) -> list[int]:
 
 
 def place_in_group(rank: int, group: dist.ProcessGroup | None = None, name: str = "src") -> int:
-    """Return the group rank of a global rank.
-
-    Raises:
-        ValueError: the rank is no member; `name` is the argument that it came in.
-    """
+    """Return the group rank of a global rank; a ValueError on argument `name` if it has none."""
     ranks = members(group)
     if rank not in ranks:
         raise ValueError(f"{name} must be a rank of the group {ranks}, got {rank}")
@@ -179,10 +176,18 @@ def _count_on_this_host(world: dist.ProcessGroup) -> int:
     return sum(store.get(key).decode() == host for key in keys)
 
 
+@functools.cache
+def process_space() -> bytes:
+    """Return 8 bytes that two processes share when each can see the other in /proc."""
+    if not os.path.exists("/proc/self/ns/pid"):
+        return uuid.uuid4().bytes[:8]
+    space = f"{_BOOT.read_text()} {os.readlink('/proc/self/ns/pid')}"
+    return hashlib.blake2b(space.encode(), digest_size=8).digest()
+
+
 def _host() -> str:
     """Return what is the same on two ranks of one host: containers have names of their own."""
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    return f"{socket.gethostname()} {boot.read_text().strip() if boot.exists() else ''}"
+    return f"{socket.gethostname()} {_BOOT.read_text().strip() if _BOOT.exists() else ''}"
 
 
 def _integer(variable: str) -> int | None:
@@ -198,28 +203,17 @@ def _integer(variable: str) -> int | None:
         ) from error
 
 
-def _is_interactive_slurm() -> bool:
-    # In `srun --pty bash` the SLURM variables describe the shell, not the processes started in it.
-    return os.environ.get("SLURM_JOB_NAME") == "bash"
-
-
 def _environment_local_rank() -> int | None:
     local_rank = _integer("LOCAL_RANK")
     return _integer("SLURM_LOCALID") if local_rank is None else local_rank
 
 
-def _environment_rank() -> int:
-    rank = _integer("RANK")
-    if rank is None and not _is_interactive_slurm():
-        rank = _integer("SLURM_PROCID")
-    return (_environment_local_rank() or 0) if rank is None else rank
-
-
-def _environment_world_size() -> int:
-    world_size = _integer("WORLD_SIZE")
-    if world_size is None and not _is_interactive_slurm():
-        world_size = _integer("SLURM_NTASKS")
-    return 1 if world_size is None else world_size
+def _of_the_launcher(variable: str, slurm: str) -> int | None:
+    value = _integer(variable)
+    # In `srun --pty bash` the SLURM variables describe the shell, not the processes started in it.
+    if value is None and os.environ.get("SLURM_JOB_NAME") != "bash":
+        return _integer(slurm)
+    return value
 
 
 def _compare(variable: str, live: int) -> None:

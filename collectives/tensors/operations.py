@@ -1,4 +1,6 @@
-"""The reduce operations by name, for every dtype, also where the transport cannot do them."""
+"""How tensors travel, and the reduce operations, also where the transport cannot do them."""
+
+from __future__ import annotations
 
 import difflib
 import functools
@@ -11,28 +13,14 @@ import torch.distributed as dist
 
 from ..process.ranks import comm_device, live_world_size, members
 
-BITWISE: Final = {
-    "band": torch.bitwise_and,
-    "bor": torch.bitwise_or,
-    "bxor": torch.bitwise_xor,
-}
-_TORCH_OPS: Final = {
-    "sum": dist.ReduceOp.SUM,
-    "product": dist.ReduceOp.PRODUCT,
-    "min": dist.ReduceOp.MIN,
-    "max": dist.ReduceOp.MAX,
-    "band": dist.ReduceOp.BAND,
-    "bor": dist.ReduceOp.BOR,
-    "bxor": dist.ReduceOp.BXOR,
-    "mean": dist.ReduceOp.SUM,
-}
+_BITWISE: Final = {"band": torch.bitwise_and, "bor": torch.bitwise_or, "bxor": torch.bitwise_xor}
 _COMBINE: Final[dict[str, Callable[..., torch.Tensor]]] = {
-    **BITWISE,
     "sum": torch.add,
-    "mean": torch.add,
     "product": torch.mul,
     "min": torch.minimum,
     "max": torch.maximum,
+    **_BITWISE,
+    "mean": torch.add,
 }
 # A sum of many True must not wrap round to 0, so it is their maximum.
 _BOOL_OPS: Final = {"sum": "max", "product": "min"}
@@ -56,26 +44,23 @@ _SUMMED_IN_HALVES: Final = {torch.int64, torch.uint64}
 # The order of uint64 is that of int64 after a flip of the highest bit.
 _HIGHEST_BIT: Final = -(2**63)
 _LOW_BITS: Final = 2**32 - 1
+_LARGE_BYTES: Final = 2**18
 
 logger = logging.getLogger(__name__)
 
 
 def checked_op(op: str, *dtypes: torch.dtype) -> str:
-    """Return the operation in lower case.
-
-    Raises:
-        ValueError: it is unknown, or not defined for one of the dtypes.
-    """
+    """Return the operation in lower case, or raise a ValueError if a dtype has none such."""
     name = str(op).lower()
-    if name not in _TORCH_OPS:
-        near = difflib.get_close_matches(name, _TORCH_OPS, n=1)
+    if name not in _COMBINE:
+        near = difflib.get_close_matches(name, _COMBINE, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise ValueError(f"op must be one of {', '.join(_TORCH_OPS)}, got {op!r}{hint}")
+        raise ValueError(f"op must be one of {', '.join(_COMBINE)}, got {op!r}{hint}")
     for dtype in dtypes:
         check_reduced(dtype)
         if dtype.is_complex and name not in ("sum", "product", "mean"):
             raise ValueError(f"op must be sum, product or mean for {dtype}, got {op!r}")
-        if dtype.is_floating_point and name in BITWISE:
+        if dtype.is_floating_point and name in _BITWISE:
             raise ValueError(f"op must not be bitwise for {dtype}, got {op!r}")
     return name
 
@@ -97,16 +82,59 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
-class Reduction:
-    """A tensor on its way over the ranks: made before the call, run in it, read after it.
+class Memory:
+    """A tensor's values as bytes on a device: its own memory where that is plain, else a copy."""
 
-    Args:
-        tensor: detached.
-        op: as `checked_op` returned it.
-        is_wide: sums neither overflow nor are they rounded to the tensor's own dtype.
-        others: more tensors of this rank, like the first one, on any devices; they are reduced in
-            their order first.
-        dst: the only global rank that gets the result; the others' tensors are left alone.
+    def __init__(self, tensor: torch.Tensor, device: torch.device, *, is_read: bool) -> None:
+        self._tensor = self._carrier = tensor.detach()
+        is_plain = not (tensor.is_conj() or tensor.is_neg()) and tensor.is_contiguous()
+        if tensor.device != device or not is_plain:
+            self._carrier = (
+                as_sent(tensor, device)
+                if is_read
+                else torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+            )
+        self.bytes = as_bytes(self._carrier)
+
+    def store(self) -> None:
+        """Copy what has arrived into the tensor, unless it has arrived there."""
+        if self._carrier is not self._tensor:
+            self._tensor.copy_(self._carrier)
+
+
+def travel_device(group: dist.ProcessGroup, tensor: torch.Tensor) -> torch.device:
+    """Return where the tensor's bytes travel in the group."""
+    device = comm_device(group, prefer=tensor.device)
+    backends = dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
+    # Messages of gloo read device memory as if it were the host's.
+    is_gloo = backends[device.type] == "gloo" and "cpu" in backends
+    return torch.device("cpu") if is_gloo else device
+
+
+def start_all_gather(
+    parts: Sequence[torch.Tensor], own: torch.Tensor, group: dist.ProcessGroup | None
+) -> list[dist.Work]:
+    """Begin to fill `parts`, by group rank, with every rank's bytes; lengths may differ."""
+    ranks = members(group)
+    are_equal = len({part.numel() for part in parts}) == 1
+    if are_equal and (own.device.type != "cpu" or own.numel() < _LARGE_BYTES):
+        return [dist.all_gather(list(parts), own, group, async_op=True)]
+    # gloo's all_gather goes through one more buffer; this is three times as fast for 64 MB.
+    part = parts[ranks.index(dist.get_rank())]
+    if part.data_ptr() != own.data_ptr():
+        part.copy_(own)
+    return [
+        dist.broadcast(part, rank, group, async_op=True)
+        for rank, part in zip(ranks, parts, strict=True)
+        if part.numel()
+    ]
+
+
+class Reduction:
+    """A detached tensor on its way over the ranks: made before the call, read after it.
+
+    `others` are more tensors of this rank, like the first one, which are reduced in their order
+    first. With `is_wide`, sums neither overflow nor are they rounded to the tensor's own dtype.
     """
 
     def __init__(
@@ -121,20 +149,15 @@ class Reduction:
     ) -> None:
         self._tensor, self._op, self._group, self._dst = tensor, op, group, dst
         # In halves the sum before the division could overflow.
-        self._is_wide = is_wide or op == "mean"
+        is_wide = is_wide or op == "mean"
         device = comm_device(group, prefer=tensor.device)
         # NCCL has no bitwise operations, and no transport multiplies complex numbers.
-        has_no_transport = op in BITWISE and device.type != "cpu"
+        has_no_transport = op in _BITWISE and device.type != "cpu"
         self._is_gathered = has_no_transport or (op == "product" and tensor.is_complex())
-        is_flag = tensor.dtype == torch.bool and not self._is_wide
+        is_flag = tensor.dtype == torch.bool and not is_wide
         self._sent_op = _BOOL_OPS.get(op, op) if is_flag else op
-        self._parts = [
-            as_sent(_encode(part, op, is_wide=self._is_wide), device) for part in (tensor, *others)
-        ]
-
-    def run(self) -> None:
-        """Communicate; every rank must call this."""
-        self.start().wait()
+        own = (tensor, *others)
+        self._parts = [as_sent(_encode(part, op, is_wide=is_wide), device) for part in own]
 
     def start(self) -> dist.Work:
         """Begin to communicate; every rank must call this, and the result is read after it."""
@@ -150,7 +173,7 @@ class Reduction:
             total = total.clone()
         self._parts = [total]
         sent = torch.view_as_real(total) if total.is_complex() else total
-        op = _TORCH_OPS[self._sent_op]
+        op = getattr(dist.ReduceOp, "SUM" if self._op == "mean" else self._sent_op.upper())
         if self._dst is None:
             work = dist.all_reduce(sent, op, self._group, async_op=True)
         else:
@@ -158,27 +181,22 @@ class Reduction:
         return work
 
     def result(self, count: int | None = None) -> torch.Tensor:
-        """Return the reduction in the tensor's own dtype, which may be its memory, changed.
-
-        Args:
-            count: how many tensors a mean is over; default: one for each rank.
-        """
+        """Return the reduction in the tensor's own dtype, which may be its memory, changed."""
         dtype, total = self._tensor.dtype, self._fold()
         count = live_world_size(self._group) if count is None else count
         if self._op == "mean" and dtype in _SUMMED_IN_HALVES:
-            total = _mean_of_halves(total, count).view(dtype)
+            high, high_rest = _divide(total[0], count)
+            low, rest = _divide((high_rest << 32) + total[1], count)
+            total = _round((high << 32) + low, rest, count).view(dtype)
         elif dtype == torch.uint64:
             total = _decode(total, self._op)
         elif self._op == "mean":
-            total = _mean_of_sum(total, count)
+            is_exact = total.is_floating_point() or total.is_complex()
+            total = total.div_(count) if is_exact else _round(*_divide(total, count), count)
         return total.to(self._tensor.device, dtype)
 
     def wide_result(self, to_float: bool) -> torch.Tensor:
-        """Return the reduction of sum, mean, min or max in a dtype that can hold it.
-
-        It is float64 for a mean of integers; for other integers that too with `to_float`, and
-        their own dtype without; float32 with `to_float` for what is narrower.
-        """
+        """Return the reduction in a dtype that holds it: float64 for a mean of integers."""
         dtype, total = self._tensor.dtype, self._fold()
         is_integer = not (dtype.is_floating_point or dtype.is_complex)
         is_float = is_integer and (to_float or self._op == "mean")
@@ -198,31 +216,12 @@ class Reduction:
         return functools.reduce(_COMBINE[self._sent_op], self._parts)
 
 
-def reduce_over(
-    tensor: torch.Tensor, op: str, group: dist.ProcessGroup | None = None
-) -> torch.Tensor:
-    """Return the tensor reduced over the ranks, which may be the same memory, changed.
-
-    Args:
-        tensor: detached.
-        op: as `checked_op` returned it.
-    """
-    reduction = Reduction(tensor, op, group)
-    reduction.run()
-    return reduction.result()
-
-
 def carrier(dtype: torch.dtype, *, is_wide: bool) -> torch.dtype:
-    """Return a dtype that every transport reduces, for all but uint64.
-
-    Args:
-        is_wide: one in which sums of small types neither overflow nor are rounded to them.
-    """
+    """Return a dtype that every transport reduces; if wide, one that holds sums of small types."""
     if dtype.is_complex:
         return torch.promote_types(dtype, torch.complex64)
     if dtype.is_floating_point:
-        is_sent_as_it_is = dtype.itemsize >= (4 if is_wide else 2)
-        return dtype if is_sent_as_it_is else torch.float32
+        return dtype if dtype.itemsize >= (4 if is_wide else 2) else torch.float32
     return torch.int64 if is_wide else _CARRIERS.get(dtype, dtype)
 
 
@@ -243,33 +242,17 @@ def _decode(total: torch.Tensor, op: str) -> torch.Tensor:
     return (total ^ _HIGHEST_BIT if op in ("min", "max") else total).view(torch.uint64)
 
 
-def _mean_of_halves(total: torch.Tensor, count: int) -> torch.Tensor:
-    high, high_rest = _divide(total[0], count)
-    low, rest = _divide((high_rest << 32) + total[1], count)
-    return _round((high << 32) + low, rest, count)
+def _divide(total: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    quotient = total.div(count, rounding_mode="floor")
+    return quotient, total - quotient * count
 
 
-def _mean_of_sum(total: torch.Tensor, world_size: int) -> torch.Tensor:
-    """Return the sum divided by the number of ranks, in the same memory where possible."""
-    if total.is_floating_point() or total.is_complex():
-        return total.div_(world_size)
-    return _round(*_divide(total, world_size), world_size)
-
-
-def _divide(total: torch.Tensor, world_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    quotient = total.div(world_size, rounding_mode="floor")
-    return quotient, total - quotient * world_size
-
-
-def _round(quotient: torch.Tensor, rest: torch.Tensor, world_size: int) -> torch.Tensor:
-    """Return the nearest integers, halves to the even one.
-
-    The first time that this loses something there is a warning.
-    """
+def _round(quotient: torch.Tensor, rest: torch.Tensor, count: int) -> torch.Tensor:
+    """Return the nearest integers, halves to the even one; warn once when that loses something."""
     if rest.any():
         _warn_of_rounding()
-    is_half, is_odd = 2 * rest == world_size, quotient % 2 == 1
-    return quotient + ((2 * rest > world_size) | (is_half & is_odd)).to(quotient.dtype)
+    is_half, is_odd = 2 * rest == count, quotient % 2 == 1
+    return quotient + ((2 * rest > count) | (is_half & is_odd)).to(quotient.dtype)
 
 
 @functools.cache

@@ -1,32 +1,32 @@
-"""Tensors across ranks, in every dtype and layout, from any device over any backend."""
+"""Tensors across ranks, in every dtype and layout, from any device over any backend; barriers."""
 
-import math
-import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Final, NoReturn
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
-from ..errors import Call
-from ..objects.agree import raise_together
-from ..process.ranks import comm_device, live_world_size, members, place_in_group
+from ..errors import Call, attempt, ranks_by_text
+from ..objects.agree import agree
+from ..process.ranks import (
+    comm_device,
+    launched_local_rank,
+    live_world_size,
+    members,
+    place_in_group,
+)
 from ..trace.calling import calling
-from ..transport.first_message import digest, raise_disagreement
-from .layout import checked_tensor, checking, describe_tensor
-from .memory import start_all_gather
-from .operations import Reduction, as_bytes, as_sent, checked_op
-
-# Every rank of one job has the same torch, so the same place in this list.
-_DTYPES: Final = sorted({v for v in vars(torch).values() if isinstance(v, torch.dtype)}, key=str)
-# The first message says which call this is and, in 19 numbers, what is sent and on what device; the
-# data follows in it where it is small. It is as long as that of the object collectives, so that a
-# rank in one of these is found out.
-_DIMS: Final = 15
-_LAYOUT: Final = struct.Struct(f"<8sq{3 + _DIMS}q")
-_MESSAGE_BYTES: Final = 1024
-_HAS_PROBLEM: Final = -1
+from ..trace.first_message import INLINE_BYTES
+from .checks import checked_tensor, checking, describe_tensor
+from .operations import (
+    Reduction,
+    as_bytes,
+    as_sent,
+    carrier,
+    check_reduced,
+    checked_op,
+    start_all_gather,
+)
 
 
 def all_reduce(data: torch.Tensor, op: str = "sum", group: dist.ProcessGroup | None = None) -> None:
@@ -54,10 +54,37 @@ def all_reduce(data: torch.Tensor, op: str = "sum", group: dist.ProcessGroup | N
             return
         reduction = Reduction(target, op, group)
     with calling("all_reduce", group, lambda: f"{op} of {describe_tensor(data)}"):
-        reduction.run()
+        reduction.start().wait()
     reduced = reduction.result()
     if reduced is not target:
         target.copy_(reduced)
+
+
+def reduce_mean(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
+    """Return the mean of the ranks' tensors as a new tensor; every rank must call this.
+
+    The shapes must agree, which is not checked. Integers give float32. The result is detached: no
+    gradient flows to any rank. With one process it is the tensor itself.
+
+    Raises:
+        TypeError, ValueError: it is no tensor, or a sparse, meta or quantized one; where, as for
+            `all_reduce`.
+        CollectiveError: a rank does not take part.
+    """
+    world_size = live_world_size(group)
+    with checking("reduce_mean", group, lambda: describe_tensor(tensor)):
+        checked_tensor("tensor", tensor)
+        check_reduced(tensor.dtype)
+        if world_size == 1:
+            return tensor
+        is_inexact = tensor.is_floating_point() or tensor.is_complex()
+        dtype = tensor.dtype if is_inexact else torch.float32
+        # Divided first, so that a sum cannot overflow.
+        share = tensor.detach().to(carrier(dtype, is_wide=True)) / world_size
+        share = as_sent(share, comm_device(group, prefer=tensor.device))
+    with calling("reduce_mean", group, lambda: describe_tensor(tensor)):
+        dist.all_reduce(share, group=group)
+    return share.to(tensor.device, dtype)
 
 
 def broadcast(data: torch.Tensor, src: int = 0, group: dist.ProcessGroup | None = None) -> None:
@@ -69,9 +96,8 @@ def broadcast(data: torch.Tensor, src: int = 0, group: dist.ProcessGroup | None 
         src: a global rank, also for a sub-group.
 
     Raises:
-        TypeError, ValueError: no dense tensor with values, or `src` is no rank of the group; on
-            that rank only, and the others end at the timeout with an error that names it. While
-            tracing it is a CollectiveError on every rank at once.
+        TypeError, ValueError: no dense tensor with values, or `src` is no rank of the group;
+            where, as for `all_reduce`.
         CollectiveError: a rank does not take part.
     """
     world_size = live_world_size(group)
@@ -100,14 +126,7 @@ def all_gather(data: torch.Tensor, group: dist.ProcessGroup | None = None) -> li
         TypeError: on every rank, when some rank's data is no tensor.
         CollectiveError: a rank does not take part.
     """
-    if live_world_size(group) == 1:
-        return [checked_tensor("data", data)]
-    own = _prepare(data, group)
-    with calling("all_gather", group, lambda: describe_tensor(data), meets=True) as call:
-        parts = _meet(call, own)
-        if parts is None:
-            parts = _gather_large(own.memory, group)
-    return [_restore(part, data) for part in parts]
+    return _gather("all_gather", data, None, group)
 
 
 def gather(
@@ -121,127 +140,117 @@ def gather(
         dst: a global rank, also for a sub-group.
 
     Raises:
-        ValueError: on every rank, when shapes or dtypes or the ranks' `dst` differ, `dst` is no
-            rank of the group, or some rank's data is sparse, meta, nested or quantized.
-        TypeError: on every rank, when some rank's data is no tensor.
+        ValueError, TypeError: on every rank, as for `all_gather`; also when the ranks' `dst` differ
+            or `dst` is no rank of the group.
         CollectiveError: a rank does not take part.
     """
-    world_size = live_world_size(group)
-    if world_size == 1:
-        place_in_group(dst, group, "dst")
-        return [checked_tensor("data", data)]
-    own = _prepare(data, group, dst)
-    with calling(
-        "gather", group, lambda: f"{describe_tensor(data)} to rank {dst}", meets=True
-    ) as call:
-        parts = _meet(call, own)
-        is_destination = dist.get_rank() == dst
-        if parts is None:
-            count = world_size if is_destination else 0
-            parts = [torch.empty_like(own.memory) for _ in range(count)]
-            dist.gather(own.memory, parts if is_destination else None, dst, group)
-    return [_restore(part, data) for part in parts] if is_destination else []
+    return _gather("gather", data, dst, group)
 
 
-def _gather_large(sent: torch.Tensor, group: dist.ProcessGroup | None) -> list[torch.Tensor]:
-    parts = [torch.empty_like(sent) for _ in members(group)]
-    for work in start_all_gather(parts, sent, group):
-        work.wait()
-    return parts
+def synchronize(timeout_s: float | None = None, group: dist.ProcessGroup | None = None) -> None:
+    """Wait until every rank has come here; every rank must call this.
 
+    Args:
+        timeout_s: how long to wait (default: the group's own timeout).
 
-@dataclass
-class _Own:
-    """What this rank sends.
-
-    Attributes:
-        numbers: what must be the same on all ranks.
-        memory: the data as bytes, on the device on which they travel when they are large.
-        problem: why there are none.
+    Raises:
+        CollectiveError: not all ranks came; it names the missing ones.
     """
+    if timeout_s is not None and timeout_s <= 0:
+        raise ValueError(f"timeout_s must be positive, got {timeout_s}")
+    if live_world_size(group) == 1:
+        return
+    timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
+    backends = dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
+    live = group or dist.group.WORLD
+    assert live is not None
+    # No meeting while tracing: it would wait for as long as the group allows.
+    with calling("synchronize", group, meets=True):
+        if backends.get("cpu") == "gloo":
+            # The only barrier of torch that names who is missing. The group's own method: the
+            # function in torch.distributed refuses groups made with any other name than "gloo".
+            live.monitored_barrier(timeout, wait_all_ranks=True)  # type: ignore[attr-defined]
+            return
+        work = start_barrier(group)
+        if timeout is None:
+            work.wait()
+        else:
+            work.wait(timeout)
 
-    numbers: list[int]
-    memory: torch.Tensor
-    problem: Exception | None = None
 
-    @property
-    def is_small(self) -> bool:
-        """Whether the data fits into the first message."""
-        return _LAYOUT.size + self.memory.numel() <= _MESSAGE_BYTES
+def start_barrier(group: dist.ProcessGroup | None = None) -> dist.Work:
+    """Begin torch's own barrier; every rank must call this."""
+    device_ids = None
+    if "cuda:nccl" in dist.get_backend_config(group).split(","):
+        # Only what is known at once: not all ranks may be members of the group. More ranks than
+        # devices may share a host.
+        local_rank = launched_local_rank()
+        is_device = local_rank is not None and local_rank < torch.cuda.device_count()
+        device_ids = [local_rank if is_device else torch.cuda.current_device()]
+    work: dist.Work = dist.barrier(group, async_op=True, device_ids=device_ids)
+    return work
 
 
-def _prepare(data: torch.Tensor, group: dist.ProcessGroup | None, dst: int | None = None) -> _Own:
-    try:
+def _gather(
+    name: str, data: torch.Tensor, dst: int | None, group: dist.ProcessGroup | None
+) -> list[torch.Tensor]:
+    def make() -> torch.Tensor:
         checked_tensor("data", data)
         if dst is not None:
             place_in_group(dst, group, "dst")
-        memory = as_bytes(as_sent(data, comm_device(group, prefer=data.device)))
-        return _Own(_numbers(data, dst or 0), memory)
-    # Whatever torch raises, the other ranks wait to hear of it.
-    except Exception as error:
-        return _Own([_HAS_PROBLEM] + [0] * (2 + _DIMS), torch.empty(0, dtype=torch.uint8), error)
+        return as_bytes(as_sent(data, comm_device(group, prefer=data.device)))
+
+    made, problem = attempt(make)
+    if live_world_size(group) == 1:
+        if problem is not None:
+            raise problem
+        return [data]
+    to = "" if dst is None else f" to rank {dst}"
+    with calling(name, group, lambda: f"{describe_tensor(data)}{to}", meets=True) as call:
+        parts = _gather_bytes(call, data, made, problem, dst)
+    return [part.view(data.dtype).view(data.shape).to(data.device) for part in parts]
 
 
-def _meet(call: Call, own: _Own) -> list[torch.Tensor] | None:
-    """Return the bytes of all ranks where they are few.
-
-    The message travels where those of all ranks do, wherever this rank's data is.
-    """
-    device = comm_device(call.group)
-    travels_elsewhere = own.memory.device.type != device.type
-    header = _LAYOUT.pack(digest(call.name)[:8], travels_elsewhere, *own.numbers)
-    # Made by Python, which is several times faster here than a chain of small tensor operations.
-    message = torch.frombuffer(bytearray(header.ljust(_MESSAGE_BYTES, b"\0")), dtype=torch.uint8)
-    message = message.to(device)
-    end = _LAYOUT.size + own.memory.numel()
-    if own.is_small:
-        message[_LAYOUT.size : end] = own.memory
-    rows = torch.empty(
-        live_world_size(call.group), _MESSAGE_BYTES, dtype=torch.uint8, device=device
-    )
-    messages = list(rows.unbind())
-    dist.all_gather(messages, message, call.group)
-    headers = [row.tobytes() for row in rows[:, : _LAYOUT.size].cpu().numpy()]
-    if own.problem is not None or any(other != header for other in headers):
-        _compare(call, own, [_LAYOUT.unpack(other) for other in headers])
-    return [one[_LAYOUT.size : end].clone() for one in messages] if own.is_small else None
-
-
-def _compare(call: Call, own: _Own, headers: Sequence[Sequence[Any]]) -> None:
-    """Raise on every rank what is wrong, or let the data travel where that of all ranks can."""
-    if len({header[0] for header in headers}) > 1:
-        raise_disagreement(call)
-    numbers = [header[2:] for header in headers]
-    if any(one[0] == _HAS_PROBLEM for one in numbers):
-        raise_together(own.problem, call.group, f"{call.name}() ")
-    if any(one != numbers[0] for one in numbers):
-        _raise_difference(call, numbers)
-    own.memory = own.memory.to(comm_device(call.group))
+def _gather_bytes(
+    call: Call,
+    data: torch.Tensor,
+    made: torch.Tensor | None,
+    problem: Exception | None,
+    dst: int | None,
+) -> list[torch.Tensor]:
+    """Return the memory of all ranks' tensors, where this one gets it; `made` is its own."""
+    group, own, memory = call.group, "", torch.empty(0, dtype=torch.uint8)
+    if made is not None:
+        memory = made
+        own = f"{data.dtype} of shape {tuple(data.shape)}{f' for rank {dst}' if dst else ''}"
+    is_small = memory.numel() <= INLINE_BYTES
+    pieces = [memory.cpu().numpy().data] if is_small else []
+    text = f"{own} on {memory.device.type}"
+    headers, texts = agree(call, text, lambda: own, problem=problem, pieces=pieces)
+    if texts is not None:
+        _check_same(call, texts)
+        # Only the devices differ: the data travels where that of all ranks can.
+        memory = memory.to(comm_device(group))
+    receives = dst is None or dst == dist.get_rank()
+    if is_small:
+        return [_copy_of(header.inline) for header in headers] if receives else []
+    parts = [torch.empty_like(memory) for _ in headers] if receives else []
+    if dst is None:
+        for work in start_all_gather(parts, memory, group):
+            work.wait()
+    else:
+        dist.gather(memory, parts or None, dst, group)
+    return parts
 
 
-def _numbers(data: torch.Tensor, dst: int) -> list[int]:
-    """Return what must be the same on all ranks; dims after the 15th only as their product."""
-    dims = list(data.shape)
-    if len(dims) > _DIMS:
-        dims[_DIMS - 1 :] = [math.prod(dims[_DIMS - 1 :])]
-    padding = [0] * (_DIMS - len(dims))
-    return [_DTYPES.index(data.dtype), data.dim(), dst, *dims, *padding]
+def _check_same(call: Call, texts: Sequence[str]) -> None:
+    """Raise on every rank what differs between the ranks, if anything does."""
+    ranks_of = ranks_by_text(dict(zip(members(call.group), texts, strict=True)))
+    if len(ranks_of) > 1:
+        got = "; ".join(f"{t} on rank {', '.join(map(str, on))}" for t, on in ranks_of.items())
+        raise ValueError(f"{call.name}() must get the same shape and dtype on all ranks, got {got}")
 
 
-def _raise_difference(call: Call, numbers: Sequence[Sequence[int]]) -> NoReturn:
-    """Raise on every rank what differs between the ranks."""
-    texts: dict[str, list[int]] = {}
-    for rank, one in zip(members(call.group), numbers, strict=True):
-        texts.setdefault(_describe_numbers(one), []).append(rank)
-    got = "; ".join(f"{text} on rank {', '.join(map(str, on))}" for text, on in texts.items())
-    raise ValueError(f"{call.name}() must get the same shape and dtype on all ranks, got {got}")
-
-
-def _describe_numbers(numbers: Sequence[int]) -> str:
-    code, dim, dst, *dims = numbers
-    to = f" for rank {dst}" if dst else ""
-    return f"{_DTYPES[code]} of shape {tuple(dims[:dim])}{to}"
-
-
-def _restore(part: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
-    return part.view(data.dtype).view(data.shape).to(data.device)
+def _copy_of(data: memoryview) -> torch.Tensor:
+    # torch refuses an empty buffer.
+    return torch.frombuffer(data, dtype=torch.uint8).clone() if data else torch.empty(0).byte()

@@ -1,3 +1,3 @@
-"""What surrounds every communication: a record of it, and an error that says who waits where.
-Imports transport and process. Start with calling.py.
+"""What surrounds every communication: the first message, a record, and an error that says who waits
+where. Imports process. Start with calling.py.
 """

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import threading
+import time
+import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from types import TracebackType
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch.distributed as dist
 
-from ..errors import Call, CollectiveError, Place, users_site
-from ..process.ranks import live_world_size
+from ..errors import Call, CollectiveError, Place, tell, users_site
+from ..process.ranks import live_world_size, members
 from . import tracing as trace
-from .report import failure, withdraw
 
+# Ranks that wait for each other fail within moments of each other.
+_PATIENCE_S = 1.0
+# A process that runs answers in the end, also on a host that is overloaded.
+_BUSY_S = 20.0
+_POLL_S = 0.02
+_SILENT = "does not answer: it has died, is stuck, has been stopped or has not begun"
 _thread = threading.local()
 
 
@@ -54,9 +62,9 @@ class calling(Call):
         if self._record:
             self._record.state = "failed" if error else "finished"
         if error is None:
-            withdraw(self.group)
+            _withdraw(self.group)
         elif isinstance(error, RuntimeError) and not isinstance(error, CollectiveError):
-            raise failure(self.here(), self.group, error) from error
+            raise _failure(self.here(), self.group, error) from error
 
 
 class Progress(NamedTuple):
@@ -69,7 +77,7 @@ class Progress(NamedTuple):
         return f"{self.what} ({self.where})"
 
 
-@contextmanager
+@contextlib.contextmanager
 def in_progress(progress: Callable[[], Progress]) -> Iterator[None]:
     """Name the ranks that are missing when the body waits for them in vain; every rank enters.
 
@@ -91,7 +99,7 @@ def in_progress(progress: Callable[[], Progress]) -> Iterator[None]:
         except RuntimeError as error:
             if _is_of_the_transport(error):
                 own = Place(dist.get_rank(), *progress())
-                raise failure(own, None, error, is_call=False) from error
+                raise _failure(own, None, error, is_call=False) from error
             raise
 
 
@@ -103,7 +111,7 @@ def explain_transport(error: BaseException, name: str) -> None:
     """
     if trace.is_in_progress() or not _is_of_the_transport(error) or live_world_size() == 1:
         return
-    raise failure(Place(dist.get_rank(), name, users_site()), None, error) from error
+    raise _failure(Place(dist.get_rank(), name, users_site()), None, error) from error
 
 
 def _is_of_the_transport(error: BaseException) -> bool:
@@ -111,3 +119,125 @@ def _is_of_the_transport(error: BaseException) -> bool:
     if isinstance(error, CollectiveError) or not isinstance(error, RuntimeError):
         return False
     return isinstance(error, dist.DistError) or "/gloo/" in str(error)
+
+
+class _Past(NamedTuple):
+    """Keys in the store: what this rank has told, and of whom nothing was heard before."""
+
+    posted: set[str]
+    silent: set[str]
+
+
+_pasts: weakref.WeakKeyDictionary[dist.ProcessGroup, _Past] = weakref.WeakKeyDictionary()
+_Known: TypeAlias = "tuple[list[Place], dict[int, str]]"
+
+
+def _failure(
+    own: Place, group: dist.ProcessGroup | None, error: BaseException, *, is_call: bool = True
+) -> CollectiveError:
+    """Return the error to raise, after asking where the other ranks are."""
+    ranks = members(group)
+    places, elsewhere = _ask_in_time(own, ranks, group)
+    said = f"The transport ({dist.get_backend_config(group)}) says: {error}"
+    title, needs = (f"{own.call}()", "must be reached by") if is_call else (own.call, "needs")
+    if not elsewhere and len({(place.call, place.detail) for place in places}) == 1:
+        return CollectiveError(f"{title} failed on all ranks: {tell(places)}. {said}")
+    return CollectiveError(
+        f"{title} {needs} all {len(ranks)} ranks, but did not finish on rank {own.rank}: "
+        f"{tell(places, elsewhere)}. {said}"
+    )
+
+
+def _withdraw(group: dist.ProcessGroup | None) -> None:
+    """After a success, take back what an earlier failure has told the others."""
+    if _pasts and _world() in _pasts and _pasts[_world()].posted:
+        past, key = _pasts[_world()], _key(group, dist.get_rank())
+        past.silent.clear()
+        if key in past.posted:
+            past.posted.discard(key)
+            _world().get_group_store().delete_key(key)
+
+
+def _ask_in_time(own: Place, ranks: list[int], group: dist.ProcessGroup | None) -> _Known:
+    """Return what `_ask` does, also when the store's process has died or been stopped."""
+    known: list[_Known] = []
+    has_store = threading.Event()
+    patience = _PATIENCE_S + (trace.ANSWER_S if trace.is_answering() else 0.0)
+
+    def ask() -> None:
+        with contextlib.suppress(RuntimeError):
+            known.append(_ask(own, ranks, group, patience, has_store))
+
+    asking = threading.Thread(target=ask, name="stepwrap-report", daemon=True)
+    asking.start()
+    asking.join(patience + _PATIENCE_S)
+    if has_store.is_set():
+        asking.join(_BUSY_S)
+    if known:
+        return known[0]
+    others = {rank: "cannot be asked" for rank in ranks if rank != own.rank}
+    if _is_served_by_rank_0() and 0 in others:
+        others[0] = "does not answer, nor does the store that it serves: it is stuck or stopped"
+    return [own], others
+
+
+def _ask(
+    own: Place,
+    ranks: list[int],
+    group: dist.ProcessGroup | None,
+    patience: float,
+    has_store: threading.Event,
+) -> _Known:
+    """Return where the ranks that failed too are, and what is known of the others."""
+    store, past = _world().get_group_store(), _pasts.setdefault(_world(), _Past(set(), set()))
+    keys = {rank: _key(group, rank) for rank in ranks}
+    store.set(keys[own.rank], own.encode().decode())
+    past.posted.add(keys.pop(own.rank))
+    has_store.set()
+    question = trace.ask(store) if trace.is_answering() else None
+    places, answers, started = {own.rank: own}, dict[int, str](), time.monotonic()
+    while True:
+        for rank, key in keys.items():
+            if rank not in places and store.check([key]):
+                places[rank] = Place.decode(store.get(key))
+        if question:
+            answers |= trace.answers(store, question, [r for r in keys if r not in answers])
+        missing = {key: r for r, key in keys.items() if r not in places and r not in answers}
+        waited_s = time.monotonic() - started
+        # Of whom nothing was heard before, an answer may come, but no failure.
+        was_silent = missing.keys() <= past.silent
+        if waited_s > (bool(question) * _PATIENCE_S if was_silent else patience):
+            will_answer = (trace.will_answer(store, rank) for rank in missing.values())
+            if not question or waited_s > _BUSY_S or not any(will_answer):
+                break
+        if not missing:
+            break
+        time.sleep(_POLL_S)
+    past.silent.update(missing)
+    answers |= dict.fromkeys(missing.values(), _SILENT if question else "has not come")
+    # Who failed long ago waits no more, and may be anywhere.
+    gone = {
+        rank: f"gave up in {place.call} ({place.site}) {own.when - place.when:.0f} s ago"
+        for rank, place in places.items()
+        if own.when - place.when > _PATIENCE_S
+    }
+    waiting = [place for rank, place in places.items() if rank not in gone]
+    return waiting, {r: text for r, text in answers.items() if r not in places} | gone
+
+
+def _world() -> dist.ProcessGroup:
+    assert dist.group.WORLD is not None
+    return dist.group.WORLD
+
+
+def _is_served_by_rank_0() -> bool:
+    """Return whether the store is as torch makes it by default, without an agent of torchrun."""
+    store = _world().get_group_store()
+    while isinstance(store, dist.PrefixStore):  # type: ignore[attr-defined]
+        store = store.underlying_store
+    has_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return isinstance(store, dist.TCPStore) and not has_agent  # type: ignore[attr-defined]
+
+
+def _key(group: dist.ProcessGroup | None, rank: int) -> str:
+    return f"stepwrap/failed/{(group or _world()).group_name}/{rank}"

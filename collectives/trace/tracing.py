@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import atexit
 import collections
+import contextlib
 import itertools
 import os
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any
 
 import torch.distributed as dist
 
 from ..errors import Call, call_site, main_thread_site
-from ..process.ranks import distributed_available
-from ..transport.first_message import digest, meet, raise_disagreement
+from ..process.ranks import distributed_available, process_space
+from .first_message import meet, raise_disagreement
 
 VARIABLE = "STEPWRAP_COLLECTIVE_TRACE"
 # How often a rank looks whether another one asks where it is, and how long that one waits.
@@ -30,22 +30,6 @@ _records: collections.deque[CollectiveRecord] = collections.deque(maxlen=_KEPT)
 _numbers = itertools.count(1)
 # What this rank is doing, while its loop has said how to find out.
 _progress: Callable[[], str] | None = None
-
-
-class Store(Protocol):
-    """A group's key-value store, as far as it is used here; torch does not export its type."""
-
-    def check(self, keys: list[str]) -> bool:
-        """Return at once whether all the keys are set."""
-
-    def get(self, key: str) -> bytes:
-        """Return the key's value."""
-
-    def set(self, key: str, value: str) -> None:
-        """Set the key."""
-
-    def delete_key(self, key: str) -> bool:
-        """Remove the key."""
 
 
 @dataclass
@@ -86,13 +70,9 @@ def is_tracing() -> bool:
     return _is_on
 
 
-@contextmanager
+@contextlib.contextmanager
 def answering(progress: Callable[[], str]) -> Iterator[None]:
-    """Let ranks that wait in vain learn where this one is, while the body runs.
-
-    Args:
-        progress: returns what the body is doing; called from another thread when a rank asks.
-    """
+    """Let ranks that wait learn, from another thread, where this one is while the body runs."""
     global _progress
     outer, _progress = _progress, progress
     _Watch.start_once()
@@ -111,7 +91,7 @@ def is_in_progress() -> bool:
 
 def is_answering() -> bool:
     """Return whether this rank answers where it is, and so may ask others."""
-    return _Watch.is_running()
+    return _Watch.running is not None and _Watch.running.world() is dist.group.WORLD
 
 
 def recent_collectives() -> list[CollectiveRecord]:
@@ -125,35 +105,50 @@ def enter(call: Call) -> CollectiveRecord:
     record = CollectiveRecord(next(_numbers), call.name, call_site(), structure)
     _records.append(record)
     _Watch.start_once()
-    if not call.meets:
-        agreed = repr(structure)
-        if any(header.agreed != digest(agreed) for header in meet(call, agreed=agreed)):
-            raise_disagreement(call)
+    if not call.meets and len({each.agreed for each in meet(call, agreed=repr(structure))}) > 1:
+        raise_disagreement(call)
     return record
 
 
-def ask(store: Store) -> str:
+def ask(store: Any) -> str:
     """Ask all ranks of the default group where they are; returns the question's key."""
     question = next(key for key in _questions() if not store.check([key]))
     store.set(question, "?")
     return question
 
 
-def answers(store: Store, question: str, ranks: Iterable[int]) -> dict[int, str]:
+def answers(store: Any, question: str, ranks: Iterable[int]) -> dict[int, str]:
     """Return what those of the ranks said that have answered by now."""
     keys = {rank: f"{question}/{rank}" for rank in ranks}
     return {rank: store.get(key).decode() for rank, key in keys.items() if store.check([key])}
 
 
-def _questions() -> Iterable[str]:
+def will_answer(store: Any, rank: int) -> bool:
+    """Return whether the rank's process is known to run and to answer, however busy its host is."""
+    key = f"{_WATCHED}/{rank}"
+    if not store.check([key]):
+        return False
+    space, process = store.get(key).decode().split()
+    if space != process_space().hex():
+        return False
+    with contextlib.suppress(OSError), open(f"/proc/{process}/stat") as file:
+        # The state stands behind the name in brackets: neither dead nor stopped.
+        return file.read().rpartition(")")[2].split()[0] not in "ZXxTt"
+    return False
+
+
+_WATCHED = "stepwrap/watched"
+
+
+def _questions() -> Iterator[str]:
     return (f"stepwrap/where/{number}" for number in itertools.count())
 
 
 class _Watch(threading.Thread):
     """Answers for this rank, also while its main thread computes, sleeps or waits."""
 
-    _running: _Watch | None = None
-    _lock = threading.Lock()
+    running: _Watch | None = None
+    lock = threading.Lock()
 
     def __init__(self, world: dist.ProcessGroup) -> None:
         super().__init__(name="stepwrap-trace", daemon=True)
@@ -161,51 +156,49 @@ class _Watch(threading.Thread):
         self.world = weakref.ref(world)
         self.rank, self.store = world.rank(), world.get_group_store()
         self.ended = threading.Event()
+        # Before anything that may take long: who asks waits longer for whom it finds here.
+        with contextlib.suppress(RuntimeError):
+            self.store.set(f"{_WATCHED}/{self.rank}", f"{process_space().hex()} {os.getpid()}")
 
     @classmethod
     def start_once(cls) -> None:
         """Start the watch of the live default group, unless it runs."""
         world = dist.group.WORLD
         assert world is not None
-        with cls._lock:
-            if cls._running is None or cls._running.world() is not world:
+        with cls.lock:
+            if cls.running is None or cls.running.world() is not world:
+                watch = cls(world)
                 cls._end()
-                cls._running = cls(world)
-                cls._running.start()
-
-    @classmethod
-    def is_running(cls) -> bool:
-        """Return whether there is a watch of the live default group."""
-        return cls._running is not None and cls._running.world() is dist.group.WORLD
+                cls.running = watch
+                watch.start()
 
     @classmethod
     def stop(cls) -> None:
         """End the watch; a thread that is in the store at exit would abort the process."""
-        with cls._lock:
+        with cls.lock:
             cls._end()
 
     @classmethod
     def _end(cls) -> None:
-        if cls._running is not None:
-            cls._running.ended.set()
+        if cls.running is not None:
+            cls.running.ended.set()
             # The process that serves the store may have been stopped.
-            cls._running.join(_JOIN_S)
-            cls._running = None
+            cls.running.join(_JOIN_S)
+            cls.running = None
 
     def run(self) -> None:
         """Look for questions until the group has gone."""
-        questions = iter(_questions())
-        question = next(questions)
-        try:
+        # The process that served the store may go: then nobody asks any more.
+        with contextlib.suppress(RuntimeError):
+            questions = _questions()
+            question = next(questions)
             while not self.ended.wait(_LOOK_S) and self._is_live():
                 while self.store.check([question]):
                     self.store.set(f"{question}/{self.rank}", _whereabouts())
                     question = next(questions)
-        # The process that served the store has gone: nobody asks any more.
-        except RuntimeError:
-            pass
-        finally:
-            del self.store
+            if self._is_live():
+                self.store.delete_key(f"{_WATCHED}/{self.rank}")
+        del self.store
 
     def _is_live(self) -> bool:
         return dist.group.WORLD is not None and dist.group.WORLD is self.world()

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stepwrap.collectives.process.slurm import adopt_slurm, first_host, tasks_per_node
+from stepwrap.collectives.process.init import adopt_slurm, first_host, tasks_per_node
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,9 @@ import pickle
 import struct
 import types
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
+import cloudpickle
 import torch
 import torch.distributed as dist
 
@@ -40,15 +40,37 @@ _WITHOUT_NUMPY = {
 }
 # What every rank has, since it runs this package.
 _EVERYWHERE = {
-    "builtins",
-    "collections",
-    "datetime",
-    "decimal",
-    "numpy",
-    "pathlib",
-    "stepwrap",
-    "torch",
+    *("builtins", "collections", "datetime", "decimal"),
+    *("numpy", "pathlib", "stepwrap", "torch"),
 }
+_BY_NAME = (type, types.FunctionType, types.BuiltinFunctionType)
+
+
+class PicklableWrapper:
+    """Makes a closure, a lambda or an object that holds one picklable, by cloudpickle.
+
+    Calls and reading attributes go to the wrapped object; attributes that are set stay on the
+    wrapper. A wrapper of a wrapper holds the innermost object. What unpickles, or comes out of
+    copy.copy, is the bare object, without a wrapper around it.
+
+    cloudpickle must be installed on the receiving side too.
+    """
+
+    # Any, here and below: the wrapper stands for an object of whatever type.
+    def __init__(self, obj: Any) -> None:
+        self._obj: Any = obj._obj if isinstance(obj, PicklableWrapper) else obj
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._obj(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        # An instance made by __new__ alone holds nothing: to ask it for _obj would lead here again.
+        if "_obj" not in self.__dict__:
+            raise AttributeError(f"this {type(self).__name__} is not initialised, no {name!r} yet")
+        return getattr(self._obj, name)
+
+    def __reduce__(self) -> tuple[Any, tuple[bytes]]:
+        return pickle.loads, (cloudpickle.dumps(self._obj),)
 
 
 def serialize_to_tensor(data: object) -> torch.Tensor:
@@ -101,39 +123,24 @@ def tensor2obj(tensor: torch.Tensor) -> Any:
     return _load(io.BytesIO(tensor.reshape(-1).cpu().numpy().tobytes()))
 
 
-@dataclass(frozen=True)
-class Parcel:
+class Parcel(NamedTuple):
     """An object as one pickle and the large buffers that it refers to, not copied.
 
     Layout in memory: number of buffers and size of the pickle (two uint64, little-endian), the
     buffers' sizes (uint64 each), the pickle, then each buffer at the next multiple of 64 bytes.
 
     Attributes:
+        pieces: what lies in memory one after the other.
         is_foreign: whether unpickling needs classes that another rank may lack.
     """
 
-    stream: memoryview = field(default_factory=lambda: memoryview(b""))
-    buffers: Sequence[memoryview] = ()
+    pieces: Sequence[memoryview]
     is_foreign: bool = False
 
     @property
     def size(self) -> int:
-        """Bytes in memory; 0 for a parcel with nothing in it."""
-        return sum(len(piece) for piece in self.pieces())
-
-    def pieces(self) -> list[memoryview]:
-        """Return what lies in memory one after the other."""
-        if not self.stream:
-            return []
-        sizes = [len(buffer) for buffer in self.buffers]
-        index = _COUNTS.pack(len(sizes), len(self.stream)) + struct.pack(f"<{len(sizes)}Q", *sizes)
-        pieces = [memoryview(index), self.stream]
-        end = len(index) + len(self.stream)
-        for buffer in self.buffers:
-            padding = -end % _ALIGNMENT
-            pieces += [memoryview(bytes(padding)), buffer]
-            end += padding + len(buffer)
-        return pieces
+        """Bytes in memory."""
+        return sum(map(len, self.pieces))
 
 
 def pack(obj: object) -> Parcel:
@@ -150,7 +157,15 @@ def pack(obj: object) -> Parcel:
     data = io.BytesIO()
     pickler = _Pickler(data, buffer_callback=keep)
     pickler.dump(obj)
-    return Parcel(data.getbuffer(), apart, pickler.is_foreign)
+    stream, sizes = data.getbuffer(), [len(buffer) for buffer in apart]
+    index = _COUNTS.pack(len(sizes), len(stream)) + struct.pack(f"<{len(sizes)}Q", *sizes)
+    pieces = [memoryview(index), stream]
+    end = len(index) + len(stream)
+    for buffer in apart:
+        padding = -end % _ALIGNMENT
+        pieces += [memoryview(bytes(padding)), buffer]
+        end += padding + len(buffer)
+    return Parcel(pieces, pickler.is_foreign)
 
 
 def unpack(memory: memoryview) -> Any:
@@ -177,9 +192,6 @@ def _load(stream: io.BytesIO, buffers: Sequence[memoryview] | None = None) -> An
     finally:
         if was_enabled:
             gc.enable()
-
-
-_BY_NAME = (type, types.FunctionType, types.BuiltinFunctionType)
 
 
 class _Pickler(pickle.Pickler):

@@ -1,0 +1,466 @@
+"""The calls of a group: checked, then begun, and waited for at once or later.
+
+Each function below the handle is the group's method of that name as a generator. It yields what the
+call is, then, once the arguments have been checked, nothing, then what it has begun; when that is
+done it goes on to leave the outcome where the caller expects it. `several` is for the `multigpu`
+call: each rank reduces its list in order, one message goes between the ranks, and what comes back
+is copied into the list, so that all tensors end with the same bits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Generator, Iterator, Sequence
+from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from ..errors import CollectiveError
+from ..process.ranks import comm_device, members, place_in_group
+from ..tensors.checks import (
+    check_like,
+    checked_tensor,
+    checked_tensors,
+    checking,
+    describe_dtype,
+    describe_tensor,
+    one_per_rank,
+)
+from ..tensors.operations import Memory, Reduction, checked_op, start_all_gather, travel_device
+from ..tensors.tensors import start_barrier
+from ..trace.calling import calling
+from ..trace.first_message import gather_numbers
+
+T = TypeVar("T")
+ReduceOp: TypeAlias = "dist.ReduceOp.RedOpType | dist.ReduceOp | str"
+_Group: TypeAlias = dist.ProcessGroup
+_Tensors: TypeAlias = Sequence[torch.Tensor]
+Steps: TypeAlias = "Generator[Any, None, T]"
+
+
+class Named(NamedTuple):
+    """What a call is.
+
+    `failed` says of a message between two ranks what has not happened when it fails: the others are
+    not in such a call, and are neither met nor asked.
+    """
+
+    name: str
+    group: _Group
+    describe: Callable[[], str]
+    failed: str = ""
+
+
+class Operation(Generic[T]):
+    """A call whose arguments have been checked."""
+
+    def __init__(self, steps: Steps[T]) -> None:
+        self._steps = steps
+        self._named: Named = next(steps)
+        name, group, describe, failed = self._named
+        with contextlib.nullcontext() if failed else checking(name, group, describe):
+            next(steps)
+
+    def begin(self) -> CollectiveHandle[T]:
+        """Begin the call."""
+        with self.calling():
+            works = next(self._steps)
+        return CollectiveHandle(self, works)
+
+    def complete(self) -> T:
+        """Make the call and wait for it."""
+        with self.calling():
+            for work in next(self._steps):
+                work.wait()
+        return self.finish()
+
+    def finish(self) -> T:
+        """Leave the outcome where the caller expects it, once everything has come."""
+        try:
+            next(self._steps)
+        except StopIteration as end:
+            outcome: T = end.value
+            return outcome
+        raise AssertionError("a call has no steps after its end")
+
+    @contextlib.contextmanager
+    def calling(self, *, is_late: bool = False) -> Iterator[None]:
+        """Surround the transport's work; `is_late` while waiting for what has begun before."""
+        name, group, describe, failed = self._named
+        name = f"{name}.wait" if is_late else name
+        with calling(name, group, describe, meets=is_late or bool(failed)) as call:
+            try:
+                yield
+            except RuntimeError as error:
+                if not failed or isinstance(error, CollectiveError):
+                    raise
+                place, transport = call.here(), dist.get_backend_config(group)
+                raise CollectiveError(
+                    f"{name}() on rank {place.rank} ({place.site}) {failed}. The transport "
+                    f"({transport}) says: {error}"
+                ) from error
+
+
+class CollectiveHandle(Generic[T]):
+    """A call of a group that has begun; its tensors must be left alone until `wait()`."""
+
+    def __init__(self, operation: Operation[T], works: Sequence[dist.Work]) -> None:
+        self._operation, self._works = operation, works
+        self._outcome: list[T] = []
+
+    def wait(self) -> T:
+        """Wait until everything is where it belongs; what is copied back is copied here.
+
+        Returns:
+            The sender's global rank for a message that is received, else None; the same when
+            called again.
+
+        Raises:
+            CollectiveError: it has failed, or the group's timeout is over.
+        """
+        if not self._outcome:
+            with self._operation.calling(is_late=True):
+                for work in self._works:
+                    work.wait()
+            self._outcome.append(self._operation.finish())
+        return self._outcome[0]
+
+    def is_completed(self) -> bool:
+        """Return whether `wait()` would return at once."""
+        return bool(self._outcome) or all(work.is_completed() for work in self._works)
+
+
+def send(group: _Group, name: str, tensor: torch.Tensor, dst: int, tag: int) -> Steps[None]:
+    yield Named(
+        name,
+        group,
+        lambda: f"{describe_tensor(tensor)} to rank {dst}, tag {tag}",
+        failed=f"could not send to rank {dst} (tag {tag})",
+    )
+    checked_tensor("tensor", tensor)
+    _check_peer("dst", dst, tag, group)
+    memory = Memory(tensor, travel_device(group, tensor), is_read=True)
+    yield
+    yield [dist.isend(memory.bytes, dst, group, tag)]
+
+
+def recv(group: _Group, name: str, tensor: torch.Tensor, src: int | None, tag: int) -> Steps[int]:
+    sender = f"any rank of {members(group)}" if src is None else f"rank {src}"
+    yield Named(
+        name,
+        group,
+        lambda: f"{describe_tensor(tensor)} from {sender}, tag {tag}",
+        failed=f"received nothing from {sender} (tag {tag})",
+    )
+    checked_tensor("tensor", tensor, is_target=True)
+    _check_peer("src", src, tag, group)
+    memory = Memory(tensor, travel_device(group, tensor), is_read=False)
+    yield
+    work = dist.irecv(memory.bytes, src, group, tag)
+    yield [work]
+    memory.store()
+    assert work is not None
+    return members(group)[work._source_rank()] if src is None else src
+
+
+def broadcast(
+    group: _Group, data: Any, src: int, *, several: bool = False, src_tensor: int = 0
+) -> Steps[None]:
+    name = _name("broadcast", several)
+    yield Named(name, group, lambda: f"{_describe(data, several)} from rank {src}")
+    place_in_group(src, group)
+    is_source = dist.get_rank() == src
+    targets = _own(data, several, is_target=several or not is_source)
+    first = targets[_index("src_tensor", src_tensor, targets) if is_source else 0]
+    memory = Memory(first, travel_device(group, first), is_read=is_source)
+    yield
+    yield [dist.broadcast(memory.bytes, src, group, async_op=True)]
+    if not is_source:
+        memory.store()
+    _write(first, [target for target in targets if target is not first])
+
+
+def all_reduce(group: _Group, data: Any, op: ReduceOp, *, several: bool = False) -> Steps[None]:
+    name = _name("all_reduce", several)
+    yield Named(name, group, lambda: f"{_name_of(op)} of {_describe(data, several)}")
+    tensors = _own(data, several, is_target=True)
+    yield from _reduce(group, tensors, op, tensors, several=several)
+
+
+def reduce(
+    group: _Group,
+    data: Any,
+    dst: int,
+    op: ReduceOp,
+    *,
+    several: bool = False,
+    dst_tensor: int = 0,
+) -> Steps[None]:
+    name = _name("reduce", several)
+    yield Named(name, group, lambda: f"{_name_of(op)} of {_describe(data, several)} to rank {dst}")
+    tensors = _own(data, several, is_target=True)
+    place_in_group(dst, group, "dst")
+    is_destination = dist.get_rank() == dst
+    targets = [tensors[_index("dst_tensor", dst_tensor, tensors)]] if is_destination else []
+    yield from _reduce(group, tensors, op, targets, several=several, dst=dst)
+
+
+def _reduce(
+    group: _Group,
+    tensors: _Tensors,
+    op: ReduceOp,
+    targets: _Tensors,
+    *,
+    several: bool,
+    dst: int | None = None,
+) -> Steps[None]:
+    first, *others = [tensor.detach() for tensor in tensors]
+    own_op = checked_op(_name_of(op), first.dtype)
+    reduction = Reduction(first, own_op, group, others=others, dst=dst)
+    # The ranks may have different numbers of tensors.
+    is_counted = several and own_op == "mean"
+    yield
+    works = [reduction.start()]
+    if is_counted:
+        count = torch.tensor(len(tensors), device=comm_device(group, prefer=first.device))
+        works.append(dist.all_reduce(count, group=group, async_op=True))
+    yield works
+    if targets:
+        _write(reduction.result(int(count) if is_counted else None), targets)
+
+
+def all_gather(group: _Group, tensor_list: _Tensors, tensor: torch.Tensor) -> Steps[None]:
+    yield Named("group.all_gather", group, lambda: describe_dtype(tensor))
+    checked_tensor("tensor", tensor)
+    targets = one_per_rank("tensor_list", tensor_list, group, is_target=True)
+    place = dist.get_rank(group)
+    check_like(f"tensor_list[{place}]", targets[place], "tensor", tensor)
+    device = travel_device(group, tensor)
+    own = Memory(tensor, device, is_read=True).bytes
+    parts = [Memory(target, device, is_read=False) for target in targets]
+    yield
+    yield start_all_gather([part.bytes for part in parts], own, group)
+    _store(parts)
+
+
+def all_gather_several(
+    group: _Group, output_tensor_lists: Sequence[_Tensors], input_tensor_list: _Tensors
+) -> Steps[None]:
+    describe = describe_dtype
+    yield Named(
+        "group.all_gather_multigpu", group, lambda: describe(input_tensor_list, with_shape=True)
+    )
+    inputs = checked_tensors("input_tensor_list", input_tensor_list, are_alike=True)
+    lists = _output_lists(output_tensor_lists, inputs)
+    device = travel_device(group, inputs[0])
+    own = torch.cat([Memory(tensor, device, is_read=True).bytes for tensor in inputs])
+    yield
+    counts = _agreed_counts(group, inputs, len(lists[0]))
+    parts = [own.new_empty(count * inputs[0].nbytes) for count in counts]
+    parts[dist.get_rank(group)] = own
+    yield start_all_gather(parts, own, group)
+    for outputs in lists:
+        targets = iter(outputs)
+        for count, part in zip(counts, parts, strict=True):
+            # Once for each device.
+            values = part.to(outputs[0].device).view(inputs[0].dtype)
+            for value in values.view(count, *inputs[0].shape):
+                _write(value, [next(targets)])
+
+
+def gather(
+    group: _Group, tensor: torch.Tensor, gather_list: _Tensors | None, dst: int
+) -> Steps[None]:
+    yield Named("group.gather", group, lambda: f"{describe_tensor(tensor)} to rank {dst}")
+    checked_tensor("tensor", tensor)
+    place_in_group(dst, group, "dst")
+    targets = _list_on("gather_list", gather_list, dst, group, tensor, is_target=True)
+    device = travel_device(group, tensor)
+    own = Memory(tensor, device, is_read=True).bytes
+    parts = [Memory(target, device, is_read=False) for target in targets]
+    memory = [part.bytes for part in parts] or None
+    yield
+    yield [dist.gather(own, memory, dst, group, async_op=True)]
+    _store(parts)
+
+
+def scatter(
+    group: _Group, tensor: torch.Tensor, scatter_list: _Tensors | None, src: int
+) -> Steps[None]:
+    yield Named("group.scatter", group, lambda: f"{describe_tensor(tensor)} from rank {src}")
+    checked_tensor("tensor", tensor, is_target=True)
+    place_in_group(src, group)
+    sources = _list_on("scatter_list", scatter_list, src, group, tensor)
+    device = travel_device(group, tensor)
+    own = Memory(tensor, device, is_read=False)
+    memory = [Memory(source, device, is_read=True).bytes for source in sources] or None
+    yield
+    yield [dist.scatter(own.bytes, memory, src, group, async_op=True)]
+    own.store()
+
+
+def reduce_scatter(
+    group: _Group, output: torch.Tensor, input_list: _Tensors, op: ReduceOp
+) -> Steps[None]:
+    """The parts are exchanged and then reduced here in the order of the ranks.
+
+    The traffic is that of a ring, gloo's own is three times as slow, and every dtype and operation
+    has it.
+    """
+    describe = describe_dtype
+    yield Named("group.reduce_scatter", group, lambda: f"{_name_of(op)} of {describe(output)}")
+    target = checked_tensor("output", output, is_target=True).detach()
+    inputs = one_per_rank("input_list", input_list, group)
+    place = dist.get_rank(group)
+    check_like(f"input_list[{place}]", inputs[place], "output", output)
+    own_op = checked_op(_name_of(op), target.dtype)
+    first, *others = yield from _exchange(inputs, [target] * len(inputs), group)
+    _write(Reduction(first, own_op, group, others=others).result(), [target])
+
+
+def all_to_all(group: _Group, output_list: _Tensors, input_list: _Tensors) -> Steps[None]:
+    yield Named("group.all_to_all", group, lambda: describe_dtype(input_list))
+    inputs = one_per_rank("input_tensor_list", input_list, group)
+    outputs = one_per_rank("output_tensor_list", output_list, group, is_target=True)
+    place = dist.get_rank(group)
+    names = [f"{kind}_tensor_list[{place}]" for kind in ("output", "input")]
+    check_like(names[0], outputs[place], names[1], inputs[place])
+    received = yield from _exchange(inputs, outputs, group)
+    for output, part in zip(outputs, received, strict=True):
+        _write(part, [output])
+
+
+def barrier(group: _Group) -> Steps[None]:
+    yield Named("group.barrier", group, str)
+    yield
+    yield [start_barrier(group)]
+
+
+def _exchange(inputs: _Tensors, outputs: _Tensors, group: _Group) -> Steps[list[torch.Tensor]]:
+    """Exchange tensors of one dtype, one for each rank, for others that are like the outputs."""
+    device = travel_device(group, inputs[0])
+    memory = [Memory(tensor, device, is_read=True).bytes for tensor in inputs]
+    sizes = [output.nbytes for output in outputs], [part.numel() for part in memory]
+    sent = torch.cat(memory)
+    received = torch.empty(sum(sizes[0]), dtype=torch.uint8, device=device)
+    yield
+    yield [dist.all_to_all_single(received, sent, *sizes, group, async_op=True)]
+    pairs = zip(torch.split(received, sizes[0]), outputs, strict=True)
+    return [piece.view(output.dtype).view(output.shape) for piece, output in pairs]
+
+
+def _name(name: str, several: bool) -> str:
+    return f"group.{name}_multigpu" if several else f"group.{name}"
+
+
+def _name_of(op: ReduceOp) -> str:
+    """Return one of our names for an operation of torch; a name as it is."""
+    if isinstance(op, str):
+        return op
+    name = str(getattr(op, "op", op)).rpartition(".")[2].lower()
+    return "mean" if name == "avg" else name
+
+
+def _describe(data: object, several: bool) -> str:
+    return describe_dtype(data, with_shape=True) if several else describe_tensor(data)
+
+
+def _write(result: torch.Tensor, targets: _Tensors) -> None:
+    for target in targets:
+        target.detach().copy_(result)
+
+
+def _store(parts: Sequence[Memory]) -> None:
+    for part in parts:
+        part.store()
+
+
+def _check_peer(name: str, rank: int | None, tag: int, group: _Group) -> None:
+    if len(members(group)) == 1:
+        raise ValueError(
+            f"a message needs another member, but the group has only rank {dist.get_rank()}"
+        )
+    if rank is not None:
+        place_in_group(rank, group, name)
+        if rank == dist.get_rank():
+            raise ValueError(f"{name} must be another rank than this one, got {rank}")
+    if tag < 0:
+        raise ValueError(f"tag must not be negative, got {tag}")
+
+
+def _list_on(
+    name: str,
+    tensors: object,
+    rank: int,
+    group: _Group,
+    like: torch.Tensor,
+    *,
+    is_target: bool = False,
+) -> list[torch.Tensor]:
+    """Return the tensors, like `like`, that only one rank passes; none on the others."""
+    if dist.get_rank() != rank:
+        if tensors:
+            raise ValueError(f"{name} must be None on all ranks but {rank}, got one here")
+        return []
+    listed = one_per_rank(name, tensors, group, is_target=is_target)
+    for index, tensor in enumerate(listed):
+        check_like(f"{name}[{index}]", tensor, "tensor", like)
+    return listed
+
+
+def _own(data: object, several: bool, *, is_target: bool) -> list[torch.Tensor]:
+    if several:
+        return checked_tensors("tensor_list", data, is_target=is_target, are_alike=True)
+    return [checked_tensor("tensor", data, is_target=is_target)]
+
+
+def _index(name: str, index: int, tensors: _Tensors) -> int:
+    if not 0 <= index < len(tensors):
+        raise ValueError(
+            f"{name} must be a place in the list of {len(tensors)} tensors, got {index}"
+        )
+    return index
+
+
+def _output_lists(data: object, inputs: _Tensors) -> list[list[torch.Tensor]]:
+    """Return one list of outputs for each input, all of one length."""
+    name = "output_tensor_lists"
+    if not isinstance(data, list | tuple) or len(data) != len(inputs):
+        got = len(data) if isinstance(data, list | tuple) else type(data).__name__
+        raise ValueError(
+            f"{name} must have one list for each of the {len(inputs)} tensors in "
+            f"input_tensor_list, got {got}"
+        )
+    lists = [
+        checked_tensors(f"{name}[{index}]", outputs, is_target=True, are_alike=True)
+        for index, outputs in enumerate(data)
+    ]
+    for index, outputs in enumerate(lists):
+        check_like(f"{name}[{index}][0]", outputs[0], "input_tensor_list[0]", inputs[0])
+        if len(outputs) != len(lists[0]):
+            raise ValueError(
+                f"{name}[{index}] must have as many tensors as {name}[0], which has "
+                f"{len(lists[0])}, got {len(outputs)}"
+            )
+    return lists
+
+
+def _agreed_counts(group: _Group, inputs: _Tensors, room: int) -> list[int]:
+    """Return how many tensors each rank sends, by group rank, if all sizes fit together."""
+    rows = gather_numbers([len(inputs), inputs[0].nbytes, room], group)
+    by_rank = dict(zip(members(group), rows, strict=True))
+    sent = ", ".join(f"{row[0]} of rank {rank}" for rank, row in by_rank.items())
+    total = sum(row[0] for row in rows)
+    for rank, (_, size, length) in by_rank.items():
+        if size != rows[0][1]:
+            raise ValueError(
+                f"all_gather_multigpu() must get tensors of the same size on all ranks, got "
+                f"{rows[0][1]} bytes on rank {members(group)[0]} and {size} on rank {rank}"
+            )
+        if length != total:
+            raise ValueError(
+                f"all_gather_multigpu() must get output lists of {total} tensors ({sent}), "
+                f"got {length} on rank {rank}"
+            )
+    return [row[0] for row in rows]

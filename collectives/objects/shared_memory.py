@@ -1,0 +1,76 @@
+"""Large parcels between ranks of one host: written once into memory that readers map.
+
+The memory is a file without a name (memfd_create): nothing has to be unlinked, and the system
+frees it when the last process that has it open or mapped is gone, killed or not. Readers open it
+through the writer's entry in /proc and map it privately, so that each has a copy of its own from
+the first write on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import uuid
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from ..process.ranks import process_space
+
+VARIABLE = "STEPWRAP_SHARED_MEMORY"
+# The most buffers that one writev takes on Linux.
+_MOST_PIECES = 1024
+
+
+def host() -> bytes:
+    """Return 8 bytes that two ranks share when one can map the other's memory."""
+    allowed = os.environ.get(VARIABLE, "").lower() not in ("0", "false", "no", "off")
+    can_map = allowed and hasattr(os, "memfd_create")
+    return process_space() if can_map else uuid.uuid4().bytes[:8]
+
+
+@contextlib.contextmanager
+def offered(pieces: Sequence[memoryview]) -> Iterator[list[int]]:
+    """Keep the pieces in memory for others to map: process id, descriptor, inode, 0 or errno."""
+    if not pieces:
+        yield [0, 0, 0, 0]
+        return
+    with contextlib.ExitStack() as stack:
+        try:
+            descriptor = os.memfd_create("stepwrap", os.MFD_CLOEXEC)
+            stack.callback(os.close, descriptor)
+            _write(descriptor, pieces)
+            place = [os.getpid(), descriptor, os.fstat(descriptor).st_ino, 0]
+        # No memory, no descriptor: the parcel takes the slow way, and all ranks know it.
+        except OSError as error:
+            stack.close()
+            place = [0, 0, 0, error.errno or errno.EIO]
+        yield place
+
+
+def take(place: Sequence[int], size: int) -> memoryview:
+    """Return a private, writable mapping of what a rank of this host offers; else OSError."""
+    process, descriptor, inode, _ = place
+    own = os.open(f"/proc/{process}/fd/{descriptor}", os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        status = os.fstat(own)
+        if (status.st_ino, status.st_size) != (inode, size):
+            raise OSError(errno.ESTALE, "the shared memory is not what the rank announced")
+        # Not the standard mmap, which keeps a descriptor open for as long as the memory lives.
+        data = torch.from_file(f"/proc/self/fd/{own}", shared=False, size=size, dtype=torch.uint8)
+        return data.numpy().data
+    except RuntimeError as error:
+        raise OSError(errno.ENOMEM, str(error)) from error
+    finally:
+        os.close(own)
+
+
+def _write(descriptor: int, pieces: Sequence[memoryview]) -> None:
+    left = [piece for piece in pieces if len(piece)]
+    while left:
+        written = os.writev(descriptor, left[:_MOST_PIECES])
+        while left and written >= len(left[0]):
+            written -= len(left.pop(0))
+        if written:
+            left[0] = left[0][written:]

@@ -1,0 +1,133 @@
+"""What may be sent: the checks of tensors, lists and numbers, and how errors describe them."""
+
+import contextlib
+import numbers
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.distributed as dist
+
+from ..errors import text_of
+from ..process.ranks import members
+from ..trace.calling import calling
+from ..trace.tracing import is_tracing
+from .operations import check_reduced
+
+
+def describe_tensor(data: object) -> str:
+    """Return dtype, shape, kind of device and any odd layout in words; else the type."""
+    if not isinstance(data, torch.Tensor):
+        return type(data).__name__
+    layout = "" if data.layout == torch.strided else f" ({data.layout})"
+    return f"{data.dtype} of shape {tuple(data.shape)} on {data.device.type}{layout}"
+
+
+def describe_dtype(data: object, *, with_shape: bool = False) -> str:
+    """Return the dtype of a tensor or of the first one in a list in words; else the type."""
+    first = data[0] if isinstance(data, list | tuple) and data else data
+    if not isinstance(first, torch.Tensor):
+        return type(first).__name__
+    return (
+        f"tensors of {first.dtype} and shape {tuple(first.shape)}"
+        if with_shape
+        else str(first.dtype)
+    )
+
+
+def checked_tensor(name: str, data: object, *, is_target: bool = False) -> torch.Tensor:
+    """Return the data if it is a tensor in plain memory, which a target must let be written."""
+    if not isinstance(data, torch.Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor, got {type(data).__name__}")
+    if data.is_meta:
+        raise ValueError(f"{name} must have values, got a tensor on the meta device")
+    if data.layout != torch.strided or data.is_nested:
+        what = "a nested tensor" if data.is_nested else data.layout
+        raise ValueError(f"{name} must be a dense (torch.strided) tensor, got {what}")
+    if data.is_quantized:
+        raise ValueError(f"{name} must not be quantized, got {data.dtype}")
+    if is_target and data.numel():
+        pairs = zip(data.shape, data.stride(), strict=True)
+        if any(size > 1 and stride == 0 for size, stride in pairs):
+            raise ValueError(f"{name} must not be expanded: its elements share memory; clone() it")
+    return data
+
+
+def checked_tensors(
+    name: str, data: object, *, is_target: bool = False, are_alike: bool = False
+) -> list[torch.Tensor]:
+    """Return the data, a list or tuple of tensors of one dtype and, if alike, shape; not empty."""
+    if not isinstance(data, list | tuple):
+        raise TypeError(f"{name} must be a list of tensors, got {type(data).__name__}")
+    if not data:
+        raise ValueError(f"{name} must not be empty")
+    for index, tensor in enumerate(data):
+        checked_tensor(f"{name}[{index}]", tensor, is_target=is_target)
+    for index, tensor in enumerate(data):
+        check_like(f"{name}[{index}]", tensor, f"{name}[0]", data[0], shape=are_alike)
+    return list(data)
+
+
+def one_per_rank(
+    name: str, data: object, group: dist.ProcessGroup, *, is_target: bool = False
+) -> list[torch.Tensor]:
+    """Return the data, a list or tuple with one tensor for each rank of the group."""
+    tensors, ranks = checked_tensors(name, data, is_target=is_target), members(group)
+    if len(tensors) != len(ranks):
+        raise ValueError(
+            f"{name} must have {len(ranks)} tensors, one for each of the ranks {ranks}, "
+            f"got {len(tensors)}"
+        )
+    return tensors
+
+
+def check_like(
+    name: str, tensor: torch.Tensor, like_name: str, like: torch.Tensor, *, shape: bool = True
+) -> None:
+    """Raise a ValueError unless both tensors have the same dtype and, if asked, shape."""
+    if tensor.dtype != like.dtype:
+        raise ValueError(f"{name} must be {like.dtype} as {like_name}, got {tensor.dtype}")
+    if shape and tensor.shape != like.shape:
+        raise ValueError(
+            f"{name} must have the shape {tuple(like.shape)} as {like_name}, "
+            f"got {tuple(tensor.shape)}"
+        )
+
+
+def is_number(value: object) -> bool:
+    """Return whether it is a number, also one of NumPy, whose bool is not registered as one."""
+    kind = type(value)
+    is_numpy_flag = kind.__module__ == "numpy" and kind.__name__ in ("bool", "bool_")
+    return isinstance(value, numbers.Number) or is_numpy_flag
+
+
+def tensor_of(name: str, value: object) -> torch.Tensor:
+    """Return a detached tensor that can be reduced; a Python float becomes float64."""
+    if not isinstance(value, torch.Tensor) and not is_number(value):
+        what = type(value).__name__
+        raise TypeError(f"{name} must be a tensor or a number, got {what}")
+    dtype = torch.float64 if isinstance(value, float) else None
+    try:
+        tensor = torch.as_tensor(value, dtype=dtype).detach()
+    except (OverflowError, RuntimeError, TypeError, ValueError) as error:
+        raise ValueError(f"{name} must fit a tensor, got {value}: {error}") from error
+    check_reduced(checked_tensor(name, tensor).dtype)
+    return tensor
+
+
+@contextlib.contextmanager
+def checking(
+    name: str, group: dist.ProcessGroup | None, describe: Callable[[], str]
+) -> Iterator[None]:
+    """Surround what a rank does alone before a call that begins with no message.
+
+    While tracing, its errors reach all ranks in the meeting that comes before such a call.
+    """
+    try:
+        yield
+    except Exception as error:
+        if is_tracing() and len(members(group)) > 1:
+            text = f"{describe()}, refused by {text_of(error)}"
+            with calling(name, group, lambda: text):
+                # All ranks refuse the same: then each raises its own.
+                pass
+        raise

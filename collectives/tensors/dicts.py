@@ -1,0 +1,251 @@
+"""Many tensors across ranks at once: dicts, returned or changed in place, and parameters."""
+
+import uuid
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from ..errors import Call, Place, attempt, call_site, differences, tell
+from ..objects.agree import agree
+from ..process.ranks import comm_device, live_world_size, members
+from ..trace.calling import calling
+from .checks import checked_tensor, describe_tensor, tensor_of
+from .operations import Reduction, checked_op
+
+K = TypeVar("K", bound=Hashable)
+V = TypeVar("V", bound=torch.Tensor | complex)
+
+REDUCE_OPS = ("sum", "mean", "min", "max")
+_MB = 2**20
+_CLEAR_KEYS = (str, int, float, bool, bytes, type(None))
+
+
+def all_reduce_dict(
+    py_dict: Mapping[K, V],
+    reduce_op: str = "sum",
+    to_float: bool = True,
+    group: dist.ProcessGroup | None = None,
+) -> Mapping[K, V | torch.Tensor]:
+    """Reduce a dict of tensors or numbers over the ranks; every rank must call this.
+
+    The ranks' dicts must have the same keys, in any order, with the same shapes, dtypes and kinds
+    of device. All entries of one dtype travel together. With one process the dict itself comes
+    back, untouched; otherwise a new one (an OrderedDict for an OrderedDict) of tensors, in the
+    caller's own order.
+
+    Args:
+        reduce_op: "sum", "mean", "min" or "max".
+        to_float: make every result floating point: float64 for integers, which are summed exactly
+            before, and float32 for halves. Otherwise dtypes are kept, except that the mean of
+            integers is always float64. A Python float counts as float64.
+
+    Raises:
+        TypeError, ValueError: on every rank, an unknown operation, a value that is no dense tensor
+            or number, or dicts that differ.
+        CollectiveError: a rank does not take part.
+    """
+
+    def make() -> dict[K, torch.Tensor]:
+        if reduce_op not in REDUCE_OPS:
+            raise ValueError(f"reduce_op must be one of {', '.join(REDUCE_OPS)}, got {reduce_op!r}")
+        if not isinstance(py_dict, Mapping):
+            raise TypeError(f"py_dict must be a mapping, got {type(py_dict).__name__}")
+        tensors = {key: tensor_of(f"py_dict[{key!r}]", value) for key, value in py_dict.items()}
+        for key, tensor in tensors.items():
+            if reduce_op in ("min", "max") and tensor.is_complex():
+                raise ValueError(f"py_dict[{key!r}] is complex, which has no {reduce_op}")
+        return tensors
+
+    setting = f"{reduce_op}, to_float={to_float}"
+    values = _reduced("all_reduce_dict", group, make, reduce_op, setting, to_float=to_float)
+    reduced = {key: value.to(tensor.device, copy=True) for key, tensor, value in values}
+    if live_world_size(group) == 1:
+        return py_dict
+    kind = OrderedDict if isinstance(py_dict, OrderedDict) else dict
+    return kind((key, reduced[key]) for key in py_dict)
+
+
+def all_reduce_dict_in_place(
+    data: dict[Any, Any], op: str = "sum", group: dist.ProcessGroup | None = None
+) -> None:
+    """Replace a dict's tensors by their reduction over the ranks; every rank must call this.
+
+    The ranks' dicts must have the same keys, in any order, with the same shapes, dtypes and kinds
+    of device. Each value keeps its dtype; those of one dtype travel together. Numbers count as
+    tensors, floats as float64. With one process nothing changes.
+
+    Args:
+        op: as for `all_reduce`.
+
+    Raises:
+        AssertionError: on every rank, when `data` is no dict on some rank.
+        TypeError, ValueError: on every rank, as for `stepwrap.collectives.all_reduce_dict`.
+        CollectiveError: a rank does not take part.
+    """
+
+    def make() -> dict[Any, torch.Tensor]:
+        checked_op(op)
+        if not isinstance(data, dict):
+            raise AssertionError(f"data must be a dict, got {type(data).__name__}")
+        tensors = {key: tensor_of(f"data[{key!r}]", value) for key, value in data.items()}
+        return _check_dtypes("data", tensors, op)
+
+    op = str(op).lower()
+    for key, tensor, value in _reduced("dist.all_reduce_dict", group, make, op, repr(op)):
+        data[key] = value.to(tensor.device, copy=True)
+
+
+def all_reduce_params(
+    params: Iterable[torch.Tensor],
+    coalesce: bool = True,
+    bucket_size_mb: float = -1,
+    op: str = "sum",
+    group: dist.ProcessGroup | None = None,
+) -> None:
+    """Reduce parameters or buffers over the ranks in place; every rank must call this.
+
+    Number, order, shapes and dtypes must agree between the ranks, and a tensor given twice is
+    reduced once. With one process an iterator is not consumed.
+
+    Args:
+        coalesce: send the tensors of one dtype together, instead of one by one.
+        bucket_size_mb: how much is sent at once (in units of 2**20 bytes); -1 is all.
+        op: as for `all_reduce`.
+
+    Raises:
+        TypeError, ValueError: on every rank, an unknown operation or no size, something that is no
+            dense tensor or has no such operation, or tensors that differ.
+        CollectiveError: a rank does not take part.
+    """
+
+    def make() -> dict[int, torch.Tensor]:
+        checked_op(op)
+        if bucket_size_mb != -1 and bucket_size_mb <= 0:
+            raise ValueError(f"bucket_size_mb must be positive or -1, got {bucket_size_mb}")
+        if live_world_size(group) == 1:
+            return {}
+        # Tensors are hashed by identity, so this drops those given twice.
+        tensors = dict(enumerate(dict.fromkeys(params)))
+        for index, param in tensors.items():
+            if not isinstance(param, torch.Tensor):
+                raise TypeError(f"params[{index}] must be a tensor, got {type(param).__name__}")
+            tensors[index] = checked_tensor(f"params[{index}]", param).detach()
+        return _check_dtypes("params", tensors, op)
+
+    op = str(op).lower()
+    setting = f"{op!r} with coalesce={coalesce} and bucket_size_mb={bucket_size_mb}"
+    size = bucket_size_mb * _MB if coalesce else 0
+    reduced = _reduced("all_reduce_params", group, make, op, setting, size=size, in_place=True)
+    for _, tensor, value in reduced:
+        if value is not tensor:
+            tensor.copy_(value)
+
+
+def _check_dtypes(name: str, tensors: dict[K, torch.Tensor], op: str) -> dict[K, torch.Tensor]:
+    for key, tensor in tensors.items():
+        try:
+            checked_op(op, tensor.dtype)
+        except ValueError as error:
+            raise ValueError(f"{name}[{key!r}]: {error}") from error
+    return tensors
+
+
+def _reduced(
+    name: str,
+    group: dist.ProcessGroup | None,
+    make: Callable[[], dict[K, torch.Tensor]],
+    op: str,
+    setting: str,
+    *,
+    to_float: bool | None = None,
+    size: float = -1,
+    in_place: bool = False,
+) -> Iterator[tuple[K, torch.Tensor, torch.Tensor]]:
+    """Yield keys, tensors and what they reduce to, after all ranks have agreed on what is reduced.
+
+    What they reduce to may be part of a larger tensor on another device. At most about `size` bytes
+    are sent at once (-1: all of one dtype); `in_place` admits that a tensor sent alone is changed.
+    """
+
+    def reduce(tensor: torch.Tensor) -> torch.Tensor:
+        reduction = Reduction(tensor, op, group, is_wide=to_float is not None)
+        reduction.start().wait()
+        return reduction.result() if to_float is None else reduction.wide_result(to_float)
+
+    # Outside of the call: a generator or a mapping is the user's code.
+    made, problem = attempt(make)
+    if live_world_size(group) == 1:
+        if problem is not None:
+            raise problem
+        return
+    tensors = made or {}
+    entries = {key: describe_tensor(tensor) for key, tensor in tensors.items()}
+    with calling(name, group, lambda: list(entries), meets=True) as call:
+        keys = _agree_on_entries(call, entries, setting, problem)
+        for bucket in _buckets(keys, tensors, size):
+            own = [tensors[key] for key in bucket]
+            if in_place and len(own) == 1:
+                yield bucket[0], own[0], reduce(own[0])
+                continue
+            device = comm_device(group, prefer=own[0].device)
+            flat = reduce(torch.cat([t.to(device).reshape(-1) for t in own]))
+            parts = flat.split_with_sizes([t.numel() for t in own])
+            for key, tensor, part in zip(bucket, own, parts, strict=True):
+                yield key, tensor, part.reshape(tensor.shape)
+
+
+def _buckets(
+    keys: Iterable[K], tensors: Mapping[K, torch.Tensor], size: float
+) -> Iterator[list[K]]:
+    """Yield the keys by (dtype, kind of device), in parts of about `size` bytes; -1 is all."""
+    kinds: dict[tuple[torch.dtype, str], list[K]] = {}
+    for key in keys:
+        kinds.setdefault((tensors[key].dtype, tensors[key].device.type), []).append(key)
+    for keys_of_kind in kinds.values():
+        bucket: list[K] = []
+        filled = 0
+        for key in keys_of_kind:
+            if bucket and 0 <= size < filled + tensors[key].nbytes:
+                yield bucket
+                bucket, filled = [], 0
+            bucket.append(key)
+            filled += tensors[key].nbytes
+        yield bucket
+
+
+def _agree_on_entries(
+    call: Call, entries: Mapping[K, str], setting: str, problem: Exception | None
+) -> list[K]:
+    """Return the keys in one order for all ranks, or raise on every rank what differs."""
+    made, unclear = attempt(lambda: _by_text(entries))
+    texts, problem = made or {}, problem or unclear
+    in_order = sorted(texts)
+    content = repr((setting, [(text, entries[texts[text]]) for text in in_order]))
+    # Of any other key the text may not tell which one it is: then all ranks compare the keys.
+    is_clear = all(type(key) in _CLEAR_KEYS for key in entries)
+    own = dict(entries), setting, call_site()
+    text = content if is_clear else uuid.uuid4().hex
+    _, answers = agree(call, text, lambda: own, problem=problem)
+    if answers is None:
+        return [texts[text] for text in in_order]
+    by_rank = dict(zip(members(call.group), answers, strict=True))
+    settings = differences({rank: {"op": answer[1]} for rank, answer in by_rank.items()})
+    found = settings or differences({rank: answer[0] for rank, answer in by_rank.items()})
+    if found:
+        what = "arguments" if settings else "keys, shapes and dtypes"
+        where = tell(Place(rank, call.name, answer[2]) for rank, answer in by_rank.items())
+        raise ValueError(
+            f"{call.name}() must get the same {what} on all ranks, but {found} ({where})"
+        )
+    return list(answers[0][0])
+
+
+def _by_text(entries: Iterable[K]) -> dict[str, K]:
+    for key in entries:
+        # Two of these look the same, and no copy of one is found in a dict.
+        if isinstance(key, float) and key != key:
+            raise ValueError("the keys must be equal to themselves, got nan")
+    return {repr(key): key for key in entries}
