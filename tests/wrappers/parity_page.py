@@ -144,9 +144,7 @@ def _empty() -> str:
     for (kind, reason), worlds in grouped.items():
         lines.append(f"| {kind} | {', '.join(map(str, worlds))} | {reason} |")
     lines.append("")
-    lines.append(
-        "hsdp: one copy of one shard on one rank, two copies of one shard on two ranks,"
-    )
+    lines.append("hsdp: one copy of one shard on one rank, two copies of one shard on two ranks,")
     lines.append("two copies of two shards on four.")
     return "\n".join(lines)
 
