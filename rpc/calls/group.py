@@ -219,7 +219,6 @@ class RpcGroup:
         return node
 
     def _hold(self, kind: Kind, key: Hashable, held: Any) -> None:
-        """Offer a value or service of this process."""
         node, place = self._own_end(), (self.group_name, key)
         table = node.tables[kind]
         with node.lock:
@@ -237,7 +236,6 @@ class RpcGroup:
             raise _key_error(self.group_name, kind, key, f"already {_HELD[kind]}")
 
     def _release(self, kind: Kind, key: Hashable) -> None:
-        """Withdraw what this process holds."""
         node, place = self._own_end(), (self.group_name, key)
         table = node.tables[kind]
         is_held = place in table and node.ask("remove", kind, self.group_name, key, node.name)
@@ -257,7 +255,6 @@ class RpcGroup:
         return holder
 
     def _call_held(self, call: Func, key: Hashable, args: Any, kwargs: Any, timeout: float) -> Any:
-        """Call a service by `call`, where it is now."""
         self._holders.pop(key, None)
         holder = self._holders[key] = self._find_or_raise("service", key)
         given = self.group_name, key, tuple(args), dict(kwargs or {})
@@ -304,7 +301,6 @@ def held(kind: Kind, group: str, key: Hashable) -> Any:
 
 
 def call_held(group: str, key: Hashable, args: Any, kwargs: Any) -> Any:
-    """Call the service that this process holds."""
     return held("service", group, key)(*args, **(kwargs or {}))
 
 

@@ -125,7 +125,6 @@ def current() -> Node:
 
 
 def current_or_none() -> Node | None:
-    """Return this process's node, None where it is in no world with RPC."""
     return _current
 
 

@@ -348,7 +348,6 @@ class KnownState:
     lacking: set[str] = field(default_factory=set)
 
     def belongs_to(self, own: State) -> bool:
-        """Return whether a model's state has the same names."""
         return own.keys() == self.state.keys() | self.lacking
 
     def changes(self, own: State) -> dict[str, Any]:
@@ -376,7 +375,6 @@ class KnownState:
             self.state.pop(name, None)
 
     def updated(self, update: Update) -> KnownState:
-        """Return what is known after an update."""
         assert update.state is not None
         state = dict(update.state) if update.is_whole else {**self.state, **update.state}
         return KnownState(update.version, update.mark, state)

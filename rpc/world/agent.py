@@ -224,7 +224,6 @@ def _part_quietly(grace_s: float) -> None:
 
 
 def check_rank(rank: int) -> None:
-    """Raise ValueError where this process had another rank in its first world."""
     if _rank is not None and _rank != rank:
         raise ValueError(
             f"this process was rank {_rank} in its first world and cannot be rank {rank} now: "

@@ -53,7 +53,6 @@ class Member(NamedTuple):
         )
 
     def as_text(self) -> str:
-        """Return what the others read."""
         name = self.name if self.fault is None else repr(self.name)[:80]
         return json.dumps({"name": name, "fault": self.fault, "settings": dict(self.settings)})
 
@@ -83,7 +82,6 @@ class _Attempt:
         self._keys = [f"member_{rank}" for rank in range(world_size)]
 
     def lead(self) -> dict[int, str]:
-        """Open a world and decide on it."""
         self._place.enter(0, self._deadline)
         store = self._place.store
         store.set("member_0", self._own.as_text())
@@ -310,7 +308,6 @@ def leave_together(
 
 
 def _missing(store: Store, step: str, names: Mapping[int, str]) -> list[str]:
-    """Return who has not noted that it has done a step."""
     return [name for rank, name in names.items() if not store.check([f"{step}_{rank}"])]
 
 

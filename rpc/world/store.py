@@ -139,7 +139,6 @@ class SharedPlace:
         return True
 
     def is_current(self) -> bool:
-        """Whether no other world has been opened since."""
         return bool(self._worlds.get("open") == self._open)
 
 
