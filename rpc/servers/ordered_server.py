@@ -201,11 +201,8 @@ class StateServer(OrderedServerSimple):
     ) -> Update | None:
         """Return what leads to the newest state; None where there is no such key.
 
-        Args:
-            version: of the caller's state: it gets nothing older. None asks for the newest in any
-                case.
-            mark: of the caller's state. One of another server makes `version` meaningless.
-            lacking: names that are wanted, changed or not.
+        The caller has the state of `mark` and `version`, but for the names that it is `lacking`. A
+        mark of another server makes the version meaningless; None asks for the newest in any case.
         """
         given = key, version, mark, set(lacking)
         service = f"{self.server_name}/_pull_changes"

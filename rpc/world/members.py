@@ -10,11 +10,12 @@ import contextlib
 import json
 import re
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple, NoReturn
 
 from torch._C._distributed_c10d import Store
 
+from ..calls.node import named
 from ..errors import RpcError
 from .store import MeetingPlace, is_there, naming_rank_zero
 
@@ -62,10 +63,8 @@ def agree_on_members(
 ) -> dict[int, str]:
     """Return the names of all members by rank; every member must call this.
 
-    Raises:
-        ValueError: in all members: a rank or a name given twice, a name that cannot be, different
-            settings.
-        RpcError: members have not come in time; their ranks are named.
+    Ranks or names given twice, names that cannot be and different settings are a ValueError in all
+    members; those who have not come in time are named by an RpcError.
     """
     with naming_rank_zero(place, "the world cannot begin"):
         attempt = _Attempt(place, own, world_size, timeout_s)
@@ -251,11 +250,7 @@ def linger(store: Store, count: int) -> None:
 
 @contextlib.contextmanager
 def together(place: MeetingPlace, step: str, rank: int, names: Mapping[int, str]) -> Iterator[None]:
-    """Do a step that all members must do; an error of torch's names those who have not come.
-
-    Raises:
-        RpcError: the step has failed, for instance by its time-out.
-    """
+    """Make an error of a step that all must do an RpcError that names those who have not come."""
     store = place.store
     try:
         yield
@@ -274,7 +269,7 @@ def together(place: MeetingPlace, step: str, rank: int, names: Mapping[int, str]
                 linger(store, len(names) - len(missing))
             else:
                 store.add("seen", 1)
-        who = f"{_named(missing)} not come; " if missing else ""
+        who = f"{', '.join(map(repr, missing))} not come; " if missing else ""
         reason = str(error).strip().partition("\n")[0]
         raise RpcError(f"{what}: {who}{reason}") from error
 
@@ -282,11 +277,7 @@ def together(place: MeetingPlace, step: str, rank: int, names: Mapping[int, str]
 def leave_together(
     place: MeetingPlace, rank: int, names: Mapping[int, str], timeout_s: float
 ) -> None:
-    """Wait until every member has come to the end of a world without calls.
-
-    Raises:
-        RpcError: members have not come in time; they are named.
-    """
+    """Wait until every member has come to the end of a world without calls."""
     store = place.store
     deadline = time.monotonic() + timeout_s
     with naming_rank_zero(place, "end of the world"):
@@ -294,10 +285,8 @@ def leave_together(
         try:
             for one in names:
                 if not is_there(store, f"left_{one}", deadline - time.monotonic()):
-                    missing = _missing(store, "left", names)
-                    verb = "has" if len(missing) == 1 else "have"
-                    text = f"{_named(missing)} {verb} not come within {timeout_s:g} s"
-                    raise RpcError(f"end of the world: {text}")
+                    missing = named(_missing(store, "left", names))
+                    raise RpcError(f"end of the world: {missing} not come within {timeout_s:g} s")
         finally:
             if rank == 0:
                 linger(store, len(names) - len(_missing(store, "left", names)))
@@ -309,7 +298,3 @@ def leave_together(
 
 def _missing(store: Store, step: str, names: Mapping[int, str]) -> list[str]:
     return [name for rank, name in names.items() if not store.check([f"{step}_{rank}"])]
-
-
-def _named(names: Iterable[str]) -> str:
-    return ", ".join(map(repr, names))
