@@ -119,7 +119,6 @@ def _raise(kind: type[Exception], text: str, cause: Exception) -> None:
 
 
 def own_name() -> str:
-    """Return the name under which this process takes calls."""
     return str(rpc.get_worker_info().name)
 
 
@@ -170,7 +169,6 @@ _slots = _Slots(16)
 
 
 def serve_at_once(count: int) -> None:
-    """Set how many calls this process serves at once, from now on."""
     global _slots
     _slots = _Slots(count)
 
@@ -266,7 +264,6 @@ def checked_timeout(timeout: float) -> float:
 
 
 def called(func: Func) -> str:
-    """Return how errors name a call of `func`."""
     return f"{getattr(func, '__qualname__', repr(func))}()"
 
 

@@ -63,7 +63,6 @@ class Directory:
             return True
 
     def find(self, kind: Kind, group: str, key: Hashable) -> str | None:
-        """Return who holds a key, None where nobody does."""
         with self._lock:
             return self._holders.get((kind, group, key))
 

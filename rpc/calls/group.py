@@ -99,8 +99,8 @@ class RpcGroup:
     def register(self, key: Hashable, service: Func) -> None:
         """Offer a function of this process to all, under `key`.
 
-        A service decorated by `torch.distributed.rpc.functions.async_execution` returns a future
-        and occupies no thread while it waits.
+        A service that returns a torch future is answered when that is complete, and occupies no
+        thread meanwhile; `torch.distributed.rpc.functions.async_execution` may decorate it.
         """
         self._hold("service", key, service)
 
@@ -164,9 +164,8 @@ class RpcGroup:
             if node.groups.get(self.group_name) is not self:
                 return
             del node.groups[self.group_name]
-            for table in node.tables.values():
-                for place in [place for place in table if place[0] == self.group_name]:
-                    del table[place]
+            for place in [place for place in node.held if place[1] == self.group_name]:
+                del node.held[place]
         node.withdraw(self.group_name, self.generation)
 
     def size(self) -> int:
@@ -219,29 +218,25 @@ class RpcGroup:
         return node
 
     def _hold(self, kind: Kind, key: Hashable, held: Any) -> None:
-        """Offer a value or service of this process."""
-        node, place = self._own_end(), (self.group_name, key)
-        table = node.tables[kind]
+        node, place = self._own_end(), (kind, self.group_name, key)
         with node.lock:
-            if place in table:
+            if place in node.held:
                 raise _key_error(self.group_name, kind, key, f"already {_HELD[kind]}")
             # Before the manager tells anyone, so that no call comes too early.
-            table[place] = held
+            node.held[place] = held
         is_added = False
         try:
-            is_added = node.ask("add", kind, self.group_name, key, node.name)
+            is_added = node.ask("add", *place, node.name)
         finally:
             if not is_added:
-                table.pop(place, None)
+                node.held.pop(place, None)
         if not is_added:
             raise _key_error(self.group_name, kind, key, f"already {_HELD[kind]}")
 
     def _release(self, kind: Kind, key: Hashable) -> None:
-        """Withdraw what this process holds."""
-        node, place = self._own_end(), (self.group_name, key)
-        table = node.tables[kind]
-        is_held = place in table and node.ask("remove", kind, self.group_name, key, node.name)
-        table.pop(place, None)
+        node, place = self._own_end(), (kind, self.group_name, key)
+        is_held = place in node.held and node.ask("remove", *place, node.name)
+        node.held.pop(place, None)
         if not is_held:
             raise _key_error(self.group_name, kind, key, f"not {_HELD[kind]}")
 
@@ -257,7 +252,6 @@ class RpcGroup:
         return holder
 
     def _call_held(self, call: Func, key: Hashable, args: Any, kwargs: Any, timeout: float) -> Any:
-        """Call a service by `call`, where it is now."""
         self._holders.pop(key, None)
         holder = self._holders[key] = self._find_or_raise("service", key)
         given = self.group_name, key, tuple(args), dict(kwargs or {})
@@ -291,20 +285,19 @@ class _NotHeld:
 
 def held_or_none(kind: Kind, group: str, key: Hashable) -> Any:
     """Return the value or service that this process holds, None where it holds none."""
-    return _node.current().tables[kind].get((group, key))
+    return _node.current().held.get((kind, group, key))
 
 
 def held(kind: Kind, group: str, key: Hashable) -> Any:
     """Return the value or service that this process holds; raise KeyError where it holds none."""
     node = _node.current()
     try:
-        return node.tables[kind][group, key]
+        return node.held[kind, group, key]
     except KeyError:
         raise _key_error(group, kind, key, "not found on", f" in {node.name!r}") from None
 
 
 def call_held(group: str, key: Hashable, args: Any, kwargs: Any) -> Any:
-    """Call the service that this process holds."""
     return held("service", group, key)(*args, **(kwargs or {}))
 
 

@@ -31,8 +31,8 @@ class Node:
         self.members = tuple(sorted(names.values()))
         self.manager = names[0]
         self.rpc_timeout = rpc_timeout
-        # What this process holds, values and services, by group and key.
-        self.tables: dict[Kind, dict[tuple[str, Hashable], Any]] = {"value": {}, "service": {}}
+        # The values and services of this process, by kind, group and key.
+        self.held: dict[tuple[Kind, str, Hashable], Any] = {}
         # The results that references of other processes refer to, by their numbers.
         self.kept: dict[str, Any] = {}
         # The `RpcGroup`s that were made here and not destroyed, by name.
@@ -73,10 +73,10 @@ class Node:
             if isinstance(late, Late):
                 absent = late.missing, "not come"
                 names, state = absent if late.missing else (late.gave_up, "given up")
-                raise RpcError(f"{what}: {_named(names)} {state} within {timeout:g} s") from error
+                raise RpcError(f"{what}: {named(names)} {state} within {timeout:g} s") from error
             met = late
         if is_whole and met.gone:
-            raise RpcError(f"{what}: {_named(met.gone)} ended")
+            raise RpcError(f"{what}: {named(met.gone)} ended")
         return met
 
     def _give_up(self, place: Hashable, token: str, error: RpcError) -> Late | Met:
@@ -103,7 +103,8 @@ class Node:
             withdrawal.wait()
 
 
-def _named(names: list[str]) -> str:
+def named(names: list[str]) -> str:
+    """Return "'a' has" or "'a', 'b' have"."""
     verb = "has" if len(names) == 1 else "have"
     return f"{', '.join(map(repr, names))} {verb}"
 
@@ -125,7 +126,6 @@ def current() -> Node:
 
 
 def current_or_none() -> Node | None:
-    """Return this process's node, None where it is in no world with RPC."""
     return _current
 
 

@@ -59,7 +59,6 @@ def take_back(parcel: Parcel) -> None:
 
 
 def unpack(parcel: Parcel) -> Any:
-    """Return the object of a parcel."""
     payload, parts = parcel
     if not parts:
         return pickle.loads(payload)

@@ -118,7 +118,6 @@ class RpcReference:
 def call_remote(
     to: str, func: Func, args: Any = (), kwargs: Any = None, timeout: float = -1, *, what: str = ""
 ) -> RpcReference:
-    """Call `func` on `to` and return at once a reference to its result, which stays there."""
     number = _new_number()
     # A parcel of its own: that the owner cannot open it is then an error of the value too.
     call = pack((func, tuple(args), dict(kwargs or {})))

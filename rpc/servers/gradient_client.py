@@ -138,7 +138,6 @@ class PushPullGradServer:
 
 
 def _load(model: nn.Module, state: dict[str, Any]) -> None:
-    """Load a state, but for the buffers."""
     own = state_of(model)
     buffers = dict(unwrap(model).named_buffers(remove_duplicate=False))
     load_snapshot(model, state | {name: own[name] for name in buffers if name in own})
@@ -193,7 +192,6 @@ class _Sender:
 
     @property
     def dropped(self) -> int:
-        """How many pushes reducers have dropped, those of other clients included."""
         return sum(self._dropped.values())
 
     def push(self, gradients: Gradients, wanted: Wanted | None = None) -> Update | None:
@@ -222,7 +220,6 @@ class _Sender:
                     return
 
     def _try(self, reducer: str, pending: _Pending, is_again: bool) -> bool:
-        """Send a push to a reducer; True when it, or the primary, has it."""
         with self._lock:
             if reducer in self._lost:
                 return False
@@ -335,17 +332,13 @@ class _Sender:
         alive: Future[bool] = self._group.registered_async(key, timeout=0)
         alive.add_done_callback(partial(_note_end, weakref.ref(self), reducer))
 
-    def recover_in_thread(self, reducer: str) -> None:
-        """Recover what was sent to a reducer; sending again may take a while."""
+    def recover_quietly(self, reducer: str) -> None:
+        """Recover what was sent to a reducer; that the primary is gone the next push reports."""
         with self._lock:
             is_used = any(one.reducer == reducer for one in self._pushes.values())
         if is_used:
-            threading.Thread(target=self._recover_quietly, args=(reducer,), daemon=True).start()
-
-    def _recover_quietly(self, reducer: str) -> None:
-        # That the primary is gone will be told by the next push.
-        with contextlib.suppress(RuntimeError):
-            self._recover(reducer)
+            with contextlib.suppress(RuntimeError):
+                self._recover(reducer)
 
     def _call(self, reducer: str, service: str, *args: Any) -> Any:
         prefix = f"{self._server_name}/{reducer}" if reducer else self._server_name
@@ -359,7 +352,8 @@ def _note_end(own: weakref.ref[_Sender], reducer: str, done: Future[bool]) -> No
         is_in_order = False
     sender = own()
     if sender is not None and not is_in_order:
-        sender.recover_in_thread(reducer)
+        # Sending again may take a while.
+        threading.Thread(target=sender.recover_quietly, args=(reducer,), daemon=True).start()
 
 
 # By world and server. A world that ends takes its part along.

@@ -178,9 +178,8 @@ class PushPullGradServerImpl:
     def watch(self) -> None:
         """Raise what has ended the reducing thread, if something has.
 
-        Raises:
-            RpcError: the primary reducer is gone, or has shut out this one.
-            Exception: whatever reducing or stepping raised.
+        That is whatever reducing or stepping raised, or an RpcError: the primary reducer is gone,
+        or has shut out this one.
         """
         if self._failure is not None:
             raise self._failure

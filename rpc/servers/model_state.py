@@ -34,7 +34,6 @@ _OLD_STATES = nn.BatchNorm1d._load_from_state_dict
 
 
 def check_model(model: object) -> None:
-    """Raise TypeError where `model` is no module."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
 
@@ -103,7 +102,6 @@ def load_snapshot(model: nn.Module, state: Mapping[str, Any]) -> None:
 
 
 def _is_usual(module: nn.Module) -> bool:
-    """Return whether a module saves and loads as nn.Module does."""
     attributes = vars(module)
     if any(attributes[hooks] for hooks in _HOOKS) or not attributes.keys().isdisjoint(_METHODS):
         return False

@@ -201,11 +201,8 @@ class StateServer(OrderedServerSimple):
     ) -> Update | None:
         """Return what leads to the newest state; None where there is no such key.
 
-        Args:
-            version: of the caller's state: it gets nothing older. None asks for the newest in any
-                case.
-            mark: of the caller's state. One of another server makes `version` meaningless.
-            lacking: names that are wanted, changed or not.
+        The caller has the state of `mark` and `version`, but for the names that it is `lacking`. A
+        mark of another server makes the version meaningless; None asks for the newest in any case.
         """
         given = key, version, mark, set(lacking)
         service = f"{self.server_name}/_pull_changes"
@@ -348,7 +345,6 @@ class KnownState:
     lacking: set[str] = field(default_factory=set)
 
     def belongs_to(self, own: State) -> bool:
-        """Return whether a model's state has the same names."""
         return own.keys() == self.state.keys() | self.lacking
 
     def changes(self, own: State) -> dict[str, Any]:
@@ -376,7 +372,6 @@ class KnownState:
             self.state.pop(name, None)
 
     def updated(self, update: Update) -> KnownState:
-        """Return what is known after an update."""
         assert update.state is not None
         state = dict(update.state) if update.is_whole else {**self.state, **update.state}
         return KnownState(update.version, update.mark, state)

@@ -62,7 +62,6 @@ class ManagedModel:
         model.pp_version = 0  # type: ignore[assignment]
 
     def step(self, gradients: Gradients) -> None:
-        """Train one step."""
         for name, parameter in self._trained.items():
             parameter.grad = gradients[name].to(parameter.device, parameter.dtype)
         self._optimizer.step()
@@ -70,7 +69,6 @@ class ManagedModel:
             self._lr_scheduler.step()
 
     def publish(self) -> None:
-        """Make the state the newest version on the ordered server."""
         state, version = snapshot(self._model), self._model.pp_version
         if self._push(state, version):
             return
@@ -127,7 +125,6 @@ class Primary:
 
     @property
     def has_work(self) -> bool:
-        """Whether `step` would do something."""
         return bool(self.level.items) and not self._failure
 
     def services(self, prefix: str) -> dict[str, Callable[..., Any]]:
@@ -139,7 +136,6 @@ class Primary:
         }
 
     def take(self, batch: Batch) -> Future[Receipt]:
-        """Take a batch; complete when there is room for it."""
         answer: Future[Receipt] = Future()
         with self._changed:
             state, text = self._accept(batch, answer)
@@ -170,7 +166,6 @@ class Primary:
         return arrived
 
     def run(self) -> None:
-        """Begin, or go on after `fail`."""
         with self._changed:
             self._failure = ""
             self._changed.notify_all()
@@ -256,7 +251,6 @@ class RemotePrimary:
         return layout
 
     def watch(self, on_end: Callable[[], None]) -> None:
-        """Have `on_end` called when the primary dies."""
 
         def note(done: Future[bool]) -> None:
             try:
@@ -285,7 +279,6 @@ class Intake(Level[Push]):
 
     @property
     def can_send(self) -> bool:
-        """Whether a batch is full and not on its way."""
         return self.unsent is not None and not self.is_sending
 
     @property
@@ -331,7 +324,6 @@ class Secondary:
 
     @property
     def has_work(self) -> bool:
-        """Whether `step` would do something."""
         if self.lost or self._failure or self._trouble:
             return False
         return self.level.can_send or self.level.can_take
@@ -399,7 +391,6 @@ class Secondary:
         return bool(answers)
 
     def run(self) -> None:
-        """Begin, or go on after `halt` or `fail`."""
         with self._changed:
             self.is_running, self._failure, self._trouble = True, "", ""
             self._changed.notify_all()
@@ -422,7 +413,6 @@ class Secondary:
         answer_all(answers)
 
     def step(self) -> bool:
-        """Do one piece of work; False where there is none."""
         with self._changed:
             if not self.has_work:
                 return False

@@ -135,7 +135,6 @@ class Reduction:
         return result
 
     def clear(self) -> None:
-        """Forget what has been added."""
         self._total, self.count = {}, 0
 
     def _placed(self, gradient: Tensor) -> Tensor:
@@ -144,7 +143,6 @@ class Reduction:
 
 
 def layout_of(gradients: Mapping[str, Tensor]) -> Layout:
-    """Return names and shapes."""
     return {name: tuple(gradient.shape) for name, gradient in gradients.items()}
 
 
@@ -221,12 +219,10 @@ class Level(Generic[Item]):
         return [(answer, self.receipt(item, state, text)) for item, answer in leaving]
 
     def receipt(self, item: Item, state: State, text: str = "") -> Receipt:
-        """Return the answer to an item."""
         return Receipt(state, text, dropped={self.name: self.dropped})
 
     @property
     def pushes(self) -> list[PushId]:
-        """The pushes in the queue and in the sum."""
         return [*chain.from_iterable(item.ids for item in self.items), *self._ids]
 
     def take(self) -> Item:

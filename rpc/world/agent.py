@@ -66,12 +66,7 @@ class Agent:
     def start(
         self, store: Store, threads: int, device_maps: Mapping[str, Mapping[int, int]]
     ) -> None:
-        """Join the others; every member must call this.
-
-        Raises:
-            RpcError: a call is still being served for the world before.
-            RuntimeError: others have not come in time, as torch says it.
-        """
+        """Join the others; every member must call this."""
         if _ending is not None:
             _ending.join(self._join_timeout_s)
             if _ending.is_alive():
@@ -131,11 +126,7 @@ class Agent:
             store.set_timeout(store_timeout)
 
     def part(self, timeout_s: float) -> None:
-        """Meet the others for the end; every living member must call this.
-
-        Raises:
-            RpcError: members have not come in time; they are named.
-        """
+        """Meet the others for the end; every living member must call this."""
         deadline = time.monotonic() + timeout_s
         end, members = "end of the world", self._node.members
         gone = self._node.meet(("end",), members, end, timeout_s, is_whole=False).gone
@@ -224,7 +215,6 @@ def _part_quietly(grace_s: float) -> None:
 
 
 def check_rank(rank: int) -> None:
-    """Raise ValueError where this process had another rank in its first world."""
     if _rank is not None and _rank != rank:
         raise ValueError(
             f"this process was rank {_rank} in its first world and cannot be rank {rank} now: "

@@ -10,11 +10,12 @@ import contextlib
 import json
 import re
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple, NoReturn
 
 from torch._C._distributed_c10d import Store
 
+from ..calls.node import named
 from ..errors import RpcError
 from .store import MeetingPlace, is_there, naming_rank_zero
 
@@ -53,7 +54,6 @@ class Member(NamedTuple):
         )
 
     def as_text(self) -> str:
-        """Return what the others read."""
         name = self.name if self.fault is None else repr(self.name)[:80]
         return json.dumps({"name": name, "fault": self.fault, "settings": dict(self.settings)})
 
@@ -63,10 +63,8 @@ def agree_on_members(
 ) -> dict[int, str]:
     """Return the names of all members by rank; every member must call this.
 
-    Raises:
-        ValueError: in all members: a rank or a name given twice, a name that cannot be, different
-            settings.
-        RpcError: members have not come in time; their ranks are named.
+    Ranks or names given twice, names that cannot be and different settings are a ValueError in all
+    members; those who have not come in time are named by an RpcError.
     """
     with naming_rank_zero(place, "the world cannot begin"):
         attempt = _Attempt(place, own, world_size, timeout_s)
@@ -83,7 +81,6 @@ class _Attempt:
         self._keys = [f"member_{rank}" for rank in range(world_size)]
 
     def lead(self) -> dict[int, str]:
-        """Open a world and decide on it."""
         self._place.enter(0, self._deadline)
         store = self._place.store
         store.set("member_0", self._own.as_text())
@@ -253,11 +250,7 @@ def linger(store: Store, count: int) -> None:
 
 @contextlib.contextmanager
 def together(place: MeetingPlace, step: str, rank: int, names: Mapping[int, str]) -> Iterator[None]:
-    """Do a step that all members must do; an error of torch's names those who have not come.
-
-    Raises:
-        RpcError: the step has failed, for instance by its time-out.
-    """
+    """Make an error of a step that all must do an RpcError that names those who have not come."""
     store = place.store
     try:
         yield
@@ -276,7 +269,7 @@ def together(place: MeetingPlace, step: str, rank: int, names: Mapping[int, str]
                 linger(store, len(names) - len(missing))
             else:
                 store.add("seen", 1)
-        who = f"{_named(missing)} not come; " if missing else ""
+        who = f"{', '.join(map(repr, missing))} not come; " if missing else ""
         reason = str(error).strip().partition("\n")[0]
         raise RpcError(f"{what}: {who}{reason}") from error
 
@@ -284,11 +277,7 @@ def together(place: MeetingPlace, step: str, rank: int, names: Mapping[int, str]
 def leave_together(
     place: MeetingPlace, rank: int, names: Mapping[int, str], timeout_s: float
 ) -> None:
-    """Wait until every member has come to the end of a world without calls.
-
-    Raises:
-        RpcError: members have not come in time; they are named.
-    """
+    """Wait until every member has come to the end of a world without calls."""
     store = place.store
     deadline = time.monotonic() + timeout_s
     with naming_rank_zero(place, "end of the world"):
@@ -296,10 +285,8 @@ def leave_together(
         try:
             for one in names:
                 if not is_there(store, f"left_{one}", deadline - time.monotonic()):
-                    missing = _missing(store, "left", names)
-                    verb = "has" if len(missing) == 1 else "have"
-                    text = f"{_named(missing)} {verb} not come within {timeout_s:g} s"
-                    raise RpcError(f"end of the world: {text}")
+                    missing = named(_missing(store, "left", names))
+                    raise RpcError(f"end of the world: {missing} not come within {timeout_s:g} s")
         finally:
             if rank == 0:
                 linger(store, len(names) - len(_missing(store, "left", names)))
@@ -310,9 +297,4 @@ def leave_together(
 
 
 def _missing(store: Store, step: str, names: Mapping[int, str]) -> list[str]:
-    """Return who has not noted that it has done a step."""
     return [name for rank, name in names.items() if not store.check([f"{step}_{rank}"])]
-
-
-def _named(names: Iterable[str]) -> str:
-    return ", ".join(map(repr, names))

@@ -61,19 +61,16 @@ def _whole_number(setting: str, value: object) -> int:
 
 
 class OwnPlace:
-    """The address at which rank 0 listens for as long as there is the world.
-
-    Attributes:
-        store: where the members write, once entered.
-        where: for errors.
-        is_local: whether all connections stay on this machine's loopback interface.
-    """
+    """The address at which rank 0 listens for as long as there is the world."""
 
     outlives_world = False
 
     def __init__(self, host: str, port: int, timeout_s: float) -> None:
+        # Where the members write, once entered.
         self.store: Store
+        # For errors.
         self.where = f"{host}:{port}"
+        # Whether all connections stay on this machine's loopback interface.
         self.is_local = is_loopback(host)
         self._address = host, port
         self._timeout_s = timeout_s
@@ -139,7 +136,6 @@ class SharedPlace:
         return True
 
     def is_current(self) -> bool:
-        """Whether no other world has been opened since."""
         return bool(self._worlds.get("open") == self._open)
 
 
@@ -168,10 +164,6 @@ def find_place(init_method: str | None, world_size: int, timeout_s: float) -> Me
 
     Its store is kept by the default process group, where there is one, by torchrun, or by rank 0 at
     the address of `init_method`; there it listens on that address alone.
-
-    Raises:
-        ValueError: an address that is none of tcp://host:port, env:// and file:///path.
-        RpcError: torchrun's store is not there.
     """
     if dist.is_initialized() and init_method is None:
         store = dist.distributed_c10d._get_default_store()

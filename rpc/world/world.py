@@ -249,7 +249,6 @@ class World:
         return f"World({self.name!r}, rank {self.rank} of {self.world_size}, {state})"
 
     def _claim(self, undo: contextlib.ExitStack) -> None:
-        """Become this process's world."""
         undo.callback(self._forget)
         holder = World._claims.setdefault("world", self)
         if holder is not self:
@@ -259,7 +258,6 @@ class World:
             )
 
     def _meet(self, place: str | None, settings: dict[str, Any]) -> MeetingPlace:
-        """Find the other members."""
         self._meeting = find_place(place, self.world_size, self.dist_timeout)
         own = Member(self.name, self.rank, {"world_size": self.world_size, **settings})
         self.rank_name_map = agree_on_members(
@@ -289,7 +287,6 @@ class _Ending:
         self.begin(_AT_ONCE_S)
 
     def check_wanted(self, name: str) -> None:
-        """Raise RuntimeError where somebody has stopped the world while it was made."""
         if self.is_cancelled:
             raise RuntimeError(f"the world of {name!r} was stopped while it was made")
 
@@ -306,11 +303,9 @@ class _Ending:
         return first is own
 
     def begin(self, timeout_s: float) -> None:
-        """Set the time for all that follows."""
         self._deadline = time.monotonic() + timeout_s
 
     def left(self) -> float:
-        """Return how much time there is, in seconds."""
         return max(0.0, self._deadline - time.monotonic())
 
 

@@ -30,6 +30,13 @@ def answer_later(value: int) -> Future[int]:
     return answer
 
 
+def answer_soon(value: int) -> Future[int]:
+    """Needs no decorator."""
+    answer: Future[int] = Future()
+    answer.set_result(value)
+    return answer
+
+
 _waiting: list[tuple[Future[int], int]] = []
 
 
@@ -47,6 +54,7 @@ def _services(world: World, group: RpcGroup) -> None:
         group.register("add", add)
         group.register("fail", fail)
         group.register("later", answer_later)
+        group.register("soon", answer_soon)
         text = "Service [add] already registered in Group [all]"
         assert told(group.register, "add", add) == ("KeyError", repr(text))
     group.barrier()
@@ -54,6 +62,8 @@ def _services(world: World, group: RpcGroup) -> None:
     assert group.registered_sync("add", (1,), {"b": 2}) == 3
     assert group.registered_async("add", (1,)).wait() == 1
     assert group.registered_remote("add", (2, 2)).to_here() == 4
+    assert group.registered_sync("soon", (5,)) == group.rpc_sync("w0", answer_soon, args=(5,)) == 5
+    assert group.registered_remote("soon", (6,)).to_here() == 6
     missing = ("KeyError", repr("Service [none] not found on Group [all]"))
     for call in (group.registered_sync, group.registered_async, group.registered_remote):
         assert told(call, "none") == missing
