@@ -129,12 +129,11 @@ def describe(error: BaseException) -> str:
 def describe_at(error: BaseException) -> str:
     """Return "TypeError: text (my_file.py:3)" on one line, with the user's own file and line."""
     frame = user_frame(error)
+    text = describe(error)
     if frame is None:
-        return describe(error)
+        return text
     if isinstance(error, SyntaxError):
         text = f"{type(error).__name__}: {error.msg}"
-    else:
-        text = describe(error)
     return f"{text} ({shown(frame.file)}:{frame.line})"
 
 
@@ -155,11 +154,8 @@ class UserFrame(NamedTuple):
 
 def user_frame(error: BaseException) -> UserFrame | None:
     """Return the innermost place in the user's own files that led to `error`."""
-    for one in causes(error):
-        for frame in reversed(list(_frames(one))):
-            if _is_users(frame.file):
-                return frame
-    return None
+    frames = (frame for one in causes(error) for frame in reversed(list(_frames(one))))
+    return next((frame for frame in frames if _is_users(frame.file)), None)
 
 
 def _frames(error: BaseException) -> Iterator[UserFrame]:
