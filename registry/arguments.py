@@ -70,10 +70,10 @@ def required_names(target: Callable[..., Any]) -> set[str]:
 def argument_problems(
     target: Callable[..., Any], given: Collection[str], runtime: Collection[str] = ()
 ) -> list[ArgumentProblem]:
-    """Return what is wrong with calling `target` with the names `given`.
+    """Return what is wrong with calling `target` with the names `given`, the unknown ones first.
 
-    Unknown names come first; a missing one that an unknown one may be meant for is not told
-    again. Names in `runtime` will be supplied by the caller if `target` wants them.
+    A missing one that an unknown one may be meant for is not reported again. Names in `runtime`
+    will be supplied by the caller if `target` wants them.
     """
     if signature_of(target) is None:
         return []
