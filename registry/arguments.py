@@ -55,25 +55,29 @@ def signature_text(target: Callable[..., Any]) -> str:
     return f"{title(target)}{inspect.Signature(plain)}"
 
 
+def parameters_of(target: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    """Return the parameters of `target` by name; none where Python does not know them."""
+    signature = signature_of(target)
+    return signature.parameters if signature is not None else {}
+
+
 def required_names(target: Callable[..., Any]) -> set[str]:
     """Return the names of the arguments without a default."""
-    signature = signature_of(target)
-    parameters = signature.parameters.values() if signature is not None else ()
+    parameters = parameters_of(target).values()
     return {p.name for p in parameters if p.kind in _BY_NAME and p.default is p.empty}
 
 
 def argument_problems(
     target: Callable[..., Any], given: Collection[str], runtime: Collection[str] = ()
 ) -> list[ArgumentProblem]:
-    """Return what is wrong with calling `target` with the names `given`.
+    """Return what is wrong with calling `target` with the names `given`, the unknown ones first.
 
-    Unknown names come first; a missing one that an unknown one may be meant for is not told
-    again. Names in `runtime` will be supplied by the caller if `target` wants them.
+    A missing one that an unknown one may be meant for is not reported again. Names in `runtime`
+    will be supplied by the caller if `target` wants them.
     """
-    signature = signature_of(target)
-    if signature is None:
+    if signature_of(target) is None:
         return []
-    parameters = signature.parameters
+    parameters = parameters_of(target)
     known = [p.name for p in parameters.values() if p.kind in _BY_NAME]
     unknown = [name for name in given if name not in known]
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
@@ -85,7 +89,12 @@ def argument_problems(
         problems = [ArgumentProblem(n, _unknown_text(target, n, free, own)) for n in unknown]
         missing = [name for name in missing if name not in meant_by(unknown, free)]
     problems += [ArgumentProblem(n, _missing_text(target, n, unknown)) for n in missing]
-    return problems + _positional_problems(target, parameters)
+    by_position = f"{title(target)} takes it by position only, a config cannot"
+    return problems + [
+        ArgumentProblem(p.name, by_position)
+        for p in parameters.values()
+        if p.kind is p.POSITIONAL_ONLY and p.default is p.empty
+    ]
 
 
 def _unknown_text(target: Callable[..., Any], name: str, free: list[str], own: list[str]) -> str:
@@ -99,13 +108,3 @@ def _missing_text(target: Callable[..., Any], name: str, unexplained: list[str])
     close = nearest(name, unexplained, limit=1)
     hint = f"; is {close[0]} meant for it?" if close else ""
     return f"is missing, {title(target)} needs it{hint}"
-
-
-def _positional_problems(
-    target: Callable[..., Any], parameters: Mapping[str, inspect.Parameter]
-) -> list[ArgumentProblem]:
-    return [
-        ArgumentProblem(p.name, f"{title(target)} takes it by position only, a config cannot")
-        for p in parameters.values()
-        if p.kind is p.POSITIONAL_ONLY and p.default is p.empty
-    ]

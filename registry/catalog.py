@@ -71,20 +71,4 @@ DIST_BACKENDS = Registry(
     },
 )
 
-REGISTRIES = {
-    registry.name: registry
-    for registry in (
-        MODELS,
-        MODEL_WRAPPERS,
-        COMM_HOOKS,
-        OPTIMIZERS,
-        OPTIM_WRAPPERS,
-        PARAM_SCHEDULERS,
-        DATASETS,
-        DATALOADERS,
-        METRICS,
-        LOOPS,
-        HOOKS,
-        DIST_BACKENDS,
-    )
-}
+REGISTRIES = {one.name: one for one in list(globals().values()) if isinstance(one, Registry)}

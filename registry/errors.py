@@ -73,9 +73,10 @@ def nearest(
         cutoff: how alike they must be, from 0 to 1; 1 is equal.
     """
     by_lower: dict[str, str] = {}
-    for candidate in candidates:
+    # Keys of a config may be numbers.
+    for candidate in map(str, candidates):
         by_lower.setdefault(candidate.lower(), candidate)
-    wanted = name.lower()
+    wanted = str(name).lower()
     close = difflib.get_close_matches(wanted, by_lower, n=limit, cutoff=cutoff)
     if len(wanted) >= 3:
         # Of a longer name that does not begin with it so much must be what was written.
@@ -103,9 +104,8 @@ def did_you_mean(name: str, candidates: Iterable[str], *, cutoff: float = 0.6) -
 
 def one_of(names: Sequence[str]) -> str:
     """Join names as "A, B or C"."""
-    if len(names) < 2:
-        return "".join(names)
-    return f"{', '.join(names[:-1])} or {names[-1]}"
+    *others, last = map(str, names or [""])
+    return f"{', '.join(others)} or {last}" if others else last
 
 
 def shown_value(value: object) -> str:
@@ -129,12 +129,11 @@ def describe(error: BaseException) -> str:
 def describe_at(error: BaseException) -> str:
     """Return "TypeError: text (my_file.py:3)" on one line, with the user's own file and line."""
     frame = user_frame(error)
+    text = describe(error)
     if frame is None:
-        return describe(error)
+        return text
     if isinstance(error, SyntaxError):
         text = f"{type(error).__name__}: {error.msg}"
-    else:
-        text = describe(error)
     return f"{text} ({shown(frame.file)}:{frame.line})"
 
 
@@ -155,11 +154,8 @@ class UserFrame(NamedTuple):
 
 def user_frame(error: BaseException) -> UserFrame | None:
     """Return the innermost place in the user's own files that led to `error`."""
-    for one in causes(error):
-        for frame in reversed(list(_frames(one))):
-            if _is_users(frame.file):
-                return frame
-    return None
+    frames = (frame for one in causes(error) for frame in reversed(list(_frames(one))))
+    return next((frame for frame in frames if _is_users(frame.file)), None)
 
 
 def _frames(error: BaseException) -> Iterator[UserFrame]:

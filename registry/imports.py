@@ -44,13 +44,16 @@ def import_path(path: str) -> Any:
 
 
 def _import_longest(parts: Sequence[str]) -> tuple[ModuleType, Sequence[str]]:
-    module = _import(parts[0], f"package {shortened(parts[0])} is not installed")
+    try:
+        module = _import(parts[0], "cannot be imported")
+    except _AbsentError as error:
+        raise ImportError(f"package {shortened(parts[0])} is not installed") from error
     for at, part in enumerate(parts[1:], start=1):
         present = getattr(module, part, None)
         if present is not None and not isinstance(present, ModuleType):
             return module, parts[at:]
         try:
-            module = _import(".".join(parts[: at + 1]), "")
+            module = _import(".".join(parts[: at + 1]), "cannot be imported")
         except _AbsentError:
             return module, parts[at:]
     return module, ()
@@ -64,29 +67,20 @@ class FailedImportError(ImportError):
     """A module exists but fails to import; the error that it raised is the cause."""
 
 
-def _import(name: str, text_if_absent: str) -> ModuleType:
+def _import(name: str, how: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     except IMPORT_FAILURES as error:
-        if isinstance(error, ModuleNotFoundError) and error.name == name:
-            raise _AbsentError(text_if_absent) from error
-        raise FailedImportError(f"{name} cannot be imported: {describe_at(error)}") from error
+        if isinstance(error, ModuleNotFoundError) and f"{name}.".startswith(f"{error.name}."):
+            raise _AbsentError(f"there is no module {shortened(name)} in {Path.cwd()}") from error
+        raise FailedImportError(f"{name} {how}: {describe_at(error)}") from error
 
 
 class ModuleSources:
-    """The modules behind a registry, imported when a name is first missed.
-
-    Args:
-        locations: modules that register things when they are imported.
-        namespaces: modules whose public classes are found by their bare names.
-        kind: the import path of the base class of what `names` returns of the namespaces.
-    """
+    """The modules behind a registry, imported when a name is first missed: see `Registry`."""
 
     def __init__(
-        self,
-        locations: Iterable[str] = (),
-        namespaces: Iterable[str] = (),
-        kind: str | None = None,
+        self, locations: Iterable[str], namespaces: Iterable[str], kind: str | None
     ) -> None:
         self.locations = tuple(locations)
         self.namespaces = tuple(namespaces)
@@ -174,48 +168,32 @@ def find_entry(entry: str) -> None:
     top = entry.partition(".")[0]
     # Of a module above all others nothing is imported for that.
     if top not in sys.modules and not (top and importlib.util.find_spec(top)):
-        raise ImportError(_no_module(entry))
+        raise ImportError(f"there is no module {shortened(entry)} in {Path.cwd()}")
 
 
 def import_entry(entry: str) -> None:
-    """Import a module by name, or a .py file under its name within its package.
-
-    Raises:
-        ImportError: it is not there, fails, or another module has its name.
-    """
-    name, path = entry, None
-    if entry.endswith(".py"):
-        find_entry(entry)
-        path = Path(entry).resolve()
-        root, name = _package_root(path)
-        make_importable(root)
-    try:
-        module = importlib.import_module(name)
-    except IMPORT_FAILURES as error:
-        if isinstance(error, ModuleNotFoundError) and f"{name}.".startswith(f"{error.name}."):
-            raise ImportError(_no_module(name)) from error
-        raise FailedImportError(f"{entry} failed to import: {describe_at(error)}") from error
-    if path is not None and Path(module.__file__ or "").resolve() != path:
-        raise ImportError(f"{path} cannot be imported as {name}: that is {module.__file__}")
-
-
-def _no_module(name: str) -> str:
-    return f"there is no module {shortened(name)} in {Path.cwd()}"
+    """Import a module by name, or a .py file under its name within its package."""
+    if not entry.endswith(".py"):
+        _import(entry, "failed to import")
+        return
+    find_entry(entry)
+    path = Path(entry).resolve()
+    parts = [] if path.name == "__init__.py" else [path.stem]
+    folder = path.parent
+    while (folder / "__init__.py").is_file():
+        parts.insert(0, folder.name)
+        folder = folder.parent
+    make_importable(folder)
+    module = _import(".".join(parts), "failed to import")
+    if Path(module.__file__ or "").resolve() != path:
+        what = f"{path} cannot be imported as {module.__name__}: that is {module.__file__}"
+        raise ImportError(what)
 
 
 def make_importable(folder: Path) -> None:
     """Let modules in `folder` be imported, before others of the same name, as Python does."""
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
-
-
-def _package_root(path: Path) -> tuple[Path, str]:
-    parts = [] if path.name == "__init__.py" else [path.stem]
-    folder = path.parent
-    while (folder / "__init__.py").is_file():
-        parts.insert(0, folder.name)
-        folder = folder.parent
-    return folder, ".".join(parts)
 
 
 def where_defined(name: str) -> list[str]:

@@ -3,7 +3,7 @@
 import inspect
 import logging
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from importlib import import_module
@@ -75,7 +75,11 @@ class Registry:
         kind: str | None = None,
     ) -> None:
         self.name = name
-        self.scope = _checked_scope(self.infer_scope() if scope is None else scope)
+        self.scope = self.infer_scope() if scope is None else scope
+        if not isinstance(self.scope, str):
+            raise TypeError(f"scope must be a str, got {scope!r} of type {type(scope).__name__}")
+        if not self.scope or "." in self.scope:
+            raise ValueError(f"scope must be a name without dots, got {scope!r}")
         if not isinstance(parent, Registry | None):
             raise TypeError(f"parent must be a Registry or None, got {type(parent).__name__}")
         self.parent = parent
@@ -130,7 +134,14 @@ class Registry:
         """
         if not isinstance(force, bool):
             raise TypeError(f"force must be a bool, got {force!r} of type {type(force).__name__}")
-        names = _as_names(name)
+        names = [name] if isinstance(name, str) else name
+        if not isinstance(names, Sequence | None) or not all(
+            isinstance(one, str) for one in names or ()
+        ):
+            raise TypeError(
+                f"name must be None, a str or a sequence of str, got {name!r} "
+                f"of type {type(name).__name__}"
+            )
         if module is not None:
             return _add(self, module, names, force)
         return lambda target: _add(self, target, names, force)
@@ -164,14 +175,14 @@ class Registry:
         """Build what `cfg` describes: `build_func(cfg, *args, **kwargs, registry=self)`."""
         return self.build_func(cfg, *args, **kwargs, registry=self)
 
-    def at_scope(self, scope: str) -> "Registry":
-        """Return the member of the family with that scope, KeyError when there is none."""
+    def at_scope(self, scope: str | None) -> "Registry":
+        """Return the member of the family with that scope, this one for None, or raise KeyError."""
         family = list(self.family())
-        for member in family:
-            if member.scope == scope:
-                return member
-        scopes = ", ".join(member.scope for member in family)
-        raise RegistryKeyError(f"{self.name} has no scope {scope!r}; its scopes are {scopes}")
+        found = next((member for member in family if scope in (None, member.scope)), None)
+        if found is None:
+            scopes = ", ".join(member.scope for member in family)
+            raise RegistryKeyError(f"{self.name} has no scope {scope!r}; its scopes are {scopes}")
+        return found
 
     @contextmanager
     def switch_scope_and_registry(self, scope: str | None) -> Iterator["Registry"]:
@@ -193,14 +204,14 @@ class Registry:
 
     def family(self) -> Iterator["Registry"]:
         """Yield this registry, its ancestors, then all others below the root."""
-        seen = _lineage(self)
-        waiting = [seen[-1]]
+        above = _lineage(self)
+        yield from above
+        waiting = [above[-1]]
         while waiting:
             member = waiting.pop(0)
             waiting.extend(member.children.values())
-            if member not in seen:
-                seen.append(member)
-        yield from seen
+            if member not in above:
+                yield member
 
     def names(self) -> list[str]:
         """Return the bare names that can be looked up here, aliases included, sorted.
@@ -228,14 +239,6 @@ class Registry:
 def _lineage(registry: Registry) -> list[Registry]:
     """Return a registry, its parent, and so on up to the root."""
     return [registry, *(_lineage(registry.parent) if registry.parent is not None else ())]
-
-
-def _checked_scope(scope: str) -> str:
-    if not isinstance(scope, str):
-        raise TypeError(f"scope must be a str, got {scope!r} of type {type(scope).__name__}")
-    if not scope or "." in scope:
-        raise ValueError(f"scope must be a name without dots, got {scope!r}")
-    return scope
 
 
 def _find(registry: Registry, key: str, imports: bool) -> Any:
@@ -281,28 +284,12 @@ def _add(registry: Registry, target: T, names: Sequence[str] | None, force: bool
 
 def _is_stale(present: object, target: object) -> bool:
     """Tell whether `present` is of an earlier, failed import of the module of `target`."""
-    module, name = _place(present)
-    return (
-        (module, name) == _place(target)
-        and "<" not in name
-        and getattr(sys.modules.get(module), name, None) is None
+    (module, name), new = (
+        (getattr(one, "__module__", ""), getattr(one, "__qualname__", ""))
+        for one in (present, target)
     )
-
-
-def _place(target: object) -> tuple[str, str]:
-    return getattr(target, "__module__", ""), getattr(target, "__qualname__", "")
-
-
-def _as_names(name: str | Sequence[str] | None) -> Sequence[str] | None:
-    if name is None:
-        return None
-    names = [name] if isinstance(name, str) else name
-    if not isinstance(names, Sequence) or not all(isinstance(one, str) for one in names):
-        raise TypeError(
-            f"name must be None, a str or a sequence of str, got {name!r} "
-            f"of type {type(name).__name__}"
-        )
-    return names
+    is_gone = "<" not in name and getattr(sys.modules.get(module), name, None) is None
+    return is_gone and (module, name) == new
 
 
 def missed(registry: Registry, key: str) -> RegistryKeyError:
@@ -375,10 +362,9 @@ def build_from_cfg(
     if not isinstance(registry, Registry):
         raise TypeError(f"registry must be a Registry, got {type(registry).__name__}")
     scope = args.pop("_scope_", None)
-    start = registry if scope is None else registry.at_scope(scope)
-    with start.switch_scope_and_registry(scope) as table:
+    with registry.at_scope(scope).switch_scope_and_registry(scope) as table:
         target = find_type(args.pop("type"), table)
-        check_arguments(target, args)
+        check_arguments(target, [*args])
         return target(**args)
 
 
@@ -407,12 +393,7 @@ def find_type(wanted: Any, table: Registry) -> Any:
     return wanted
 
 
-def table_of(cfg: Mapping[str, Any], registry: Registry) -> Registry:
-    """Return the registry in which the `type` of `cfg` is looked up: that of its `_scope_`."""
-    return registry.at_scope(cfg["_scope_"]) if "_scope_" in cfg else registry
-
-
-def check_arguments(target: Any, args: Mapping[str, Any]) -> None:
+def check_arguments(target: Any, args: Collection[str]) -> None:
     """Raise TypeError when `target` cannot be called with the names in `args`."""
     problems = argument_problems(target, args)
     if problems:
@@ -420,7 +401,7 @@ def check_arguments(target: Any, args: Mapping[str, Any]) -> None:
         raise TypeError(f"{'; '.join(lines)}; the signature is {signature_text(target)}")
 
 
-def is_dict_like(cfg: Any) -> bool:
+def _is_dict_like(cfg: Any) -> bool:
     """Whether `cfg` is a mapping or has what building needs of one, as mmengine's `Config`."""
     return isinstance(cfg, Mapping) or (
         hasattr(type(cfg), "__getitem__") and callable(getattr(cfg, "items", None))
@@ -428,9 +409,9 @@ def is_dict_like(cfg: Any) -> bool:
 
 
 def _merged(cfg: Mapping[str, Any], default_args: Mapping[str, Any] | None) -> dict[str, Any]:
-    if not is_dict_like(cfg):
+    if not _is_dict_like(cfg):
         raise TypeError(f"cfg must be a dict with a type, got {type(cfg).__name__}")
-    if default_args is not None and not is_dict_like(default_args):
+    if default_args is not None and not _is_dict_like(default_args):
         raise TypeError(f"default_args must be a dict or None, got {type(default_args).__name__}")
     # By items(): a config of mmengine that imports lazily imports its types there.
     args = {**dict((default_args or {}).items()), **dict(cfg.items())}

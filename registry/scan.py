@@ -5,7 +5,7 @@ import json
 import logging
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from datetime import datetime
 from functools import cache
 from importlib.metadata import version
@@ -173,6 +173,7 @@ def _registered_in(location: str) -> Iterator[tuple[str, Registration]]:
 
 
 def _registered_by(tree: ast.Module, module: str) -> Iterator[tuple[str, Registration]]:
+    """Yield the registrations that decorators `@REGISTRY.register_module(name)` make."""
     constants = {
         target.id: node.value
         for node in tree.body
@@ -180,46 +181,25 @@ def _registered_by(tree: ast.Module, module: str) -> Iterator[tuple[str, Registr
         for target in node.targets
         if isinstance(target, ast.Name)
     }
-    defined: dict[str, Registration] = {}
-    for node in tree.body:
-        if isinstance(node, ast.ClassDef | ast.FunctionDef):
-            entry = defined[node.name] = _described(node, module)
-            for call in node.decorator_list:
-                yield from _read_call(call, entry, constants)
-        elif isinstance(node, ast.Expr):
-            target = _argument(node.value, "module", 2)
-            if isinstance(target, ast.Name):
-                entry = defined.get(target.id, Registration(target.id, "", (), module))
-                yield from _read_call(node.value, entry, constants)
-
-
-def _read_call(
-    call: ast.expr, entry: Registration, constants: Mapping[str, ast.expr]
-) -> Iterator[tuple[str, Registration]]:
-    """Yield the registration that `REGISTRY.register_module(...)` makes of an entry."""
-    if not (
-        isinstance(call, ast.Call)
-        and isinstance(call.func, ast.Attribute)
-        and call.func.attr == _REGISTER
-        and isinstance(call.func.value, ast.Name)
-    ):
-        return
-    given = _argument(call, "name", 0)
-    if isinstance(given, ast.Name):
-        given = constants.get(given.id)
-    names = [entry.name]
-    if given is not None:
-        try:
-            literal = ast.literal_eval(given)
-        except ValueError:
-            return
-        names = [literal] if isinstance(literal, str) else list(literal or names)
-    yield call.func.value.id, entry._replace(name=names[0], aliases=tuple(names[1:]))
+    definitions = [one for one in tree.body if isinstance(one, ast.ClassDef | ast.FunctionDef)]
+    for node, call in [(one, call) for one in definitions for call in one.decorator_list]:
+        if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute)):
+            continue
+        registry, entry = call.func.value, _described(node, module)
+        if call.func.attr == _REGISTER and isinstance(registry, ast.Name):
+            given = [*call.args[:1], *(word.value for word in call.keywords if word.arg == "name")]
+            values = [constants[one.id] if isinstance(one, ast.Name) else one for one in given]
+            names = ast.literal_eval(values[0]) if values else node.name
+            first, *aliases = [names] if isinstance(names, str) else names
+            yield registry.id, entry._replace(name=first, aliases=tuple(aliases))
 
 
 def _described(node: ast.ClassDef | ast.FunctionDef, module: str) -> Registration:
     text = ast.get_docstring(node) or ""
-    makers = [node] if isinstance(node, ast.FunctionDef) else _methods(node, "__init__")
+    methods = [part for part in node.body if isinstance(part, ast.FunctionDef)]
+    makers = [one for one in methods if one.name == "__init__"]
+    if isinstance(node, ast.FunctionDef):
+        makers = [node]
     meanings = _documented_arguments(text)
     arguments = tuple(
         (declaration, meanings.get(declaration.partition(":")[0], ""))
@@ -227,10 +207,6 @@ def _described(node: ast.ClassDef | ast.FunctionDef, module: str) -> Registratio
         for declaration in _declarations(maker.args)
     )
     return Registration(node.name, text.partition("\n")[0], (), module, arguments)
-
-
-def _methods(node: ast.ClassDef, name: str) -> list[ast.FunctionDef]:
-    return [part for part in node.body if isinstance(part, ast.FunctionDef) and part.name == name]
 
 
 def _declarations(arguments: ast.arguments) -> Iterator[str]:
@@ -254,13 +230,6 @@ def _documented_arguments(docstring: str) -> dict[str, str]:
         r"^    (\w+): (.*(?:\n     .*)*)", section.partition("\n\n")[0], re.MULTILINE
     )
     return {name: " ".join(text.split()) for name, text in items}
-
-
-def _argument(call: ast.expr, name: str, position: int) -> ast.expr | None:
-    if not isinstance(call, ast.Call):
-        return None
-    by_name = next((word.value for word in call.keywords if word.arg == name), None)
-    return by_name or (call.args[position] if len(call.args) > position else None)
 
 
 def write_table() -> None:

@@ -2,14 +2,15 @@
 
 import inspect
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from .arguments import plain_names, required_names, signature_of
+from .arguments import parameters_of, plain_names, required_names
 from .catalog import COMM_HOOKS, DATASETS, MODEL_WRAPPERS, MODELS
 from .errors import RegistryKeyError, did_you_mean
 from .imports import import_path
-from .registry import Registry, check_arguments, find_type, is_dict_like, missed, table_of
+from .registry import Registry, check_arguments, find_type, missed
 
 
 def build_tree(
@@ -27,22 +28,19 @@ def build_tree(
         TypeError, KeyError: as `build_from_cfg`.
         Exception: whatever a constructor raises, unchanged.
     """
-    if not is_dict_like(cfg):
+    if not callable(getattr(cfg, "items", None)):
         raise TypeError(f"cfg must be a dict with a type, got {type(cfg).__name__}")
-    cfg = dict(cfg.items())
-    defaults = dict(default_args or {})
-    if "type" not in cfg and "type" not in defaults:
+    own, defaults = dict(cfg.items()), dict(default_args or {})
+    if "type" not in own and "type" not in defaults:
         raise RegistryKeyError('cfg or default_args must contain the key "type"')
-    table = table_of(cfg, registry)
-    target = find_type(cfg.get("type", defaults.get("type")), table)
-    return _call(target, cfg, table, defaults)
+    table = registry.at_scope(own.get("_scope_"))
+    return _call(find_type(own.get("type", defaults.get("type")), table), own, table, defaults)
 
 
 def find_nested(wanted: Any, registry: Registry) -> tuple[Any, bool]:
-    """Return what a nested `type` names and whether it is of the same registry.
+    """Return what a nested `type` names and whether it is of the same registry, or raise KeyError.
 
-    Raises:
-        KeyError: neither `registry` nor MODELS nor DATASETS knows it; the text tells about each.
+    The text tells about each registry that was asked.
     """
     if not isinstance(wanted, str):
         return find_type(wanted, registry), False
@@ -73,16 +71,10 @@ def _looked_in_next(registry: Registry) -> list[Registry]:
 
 
 def find_reference(wanted: Any, registry: Registry) -> Any:
-    """Return what `_ref_` names: a registered name, or any object by its import path.
-
-    Raises:
-        KeyError: there is nothing of that name.
-    """
+    """Return what `_ref_` names, a registered name or any import path; else raise KeyError."""
     if isinstance(wanted, str) and "." in wanted:
-        try:
+        with suppress(ImportError):
             return import_path(wanted)
-        except ImportError:
-            return find_nested(wanted, registry)[0]
     return find_nested(wanted, registry)[0]
 
 
@@ -103,16 +95,14 @@ def supply_where_taken(cfg: Any, registry: Registry, name: str, value: Any) -> A
         return cfg
     if "type" not in cfg:
         return {key: supply_where_taken(one, registry, name, value) for key, one in cfg.items()}
-    table = table_of(cfg, registry)
+    table = registry.at_scope(cfg.get("_scope_"))
     target = find_nested(cfg["type"], table)[0]
     plain = plain_names(target)
     filled = {
         key: one if key in plain else supply_where_taken(one, table, name, value)
         for key, one in cfg.items()
     }
-    signature = signature_of(target)
-    takes = signature is not None and name in signature.parameters
-    return {name: value, **filled} if takes else filled
+    return {name: value, **filled} if name in parameters_of(target) else filled
 
 
 def _call(
@@ -120,7 +110,7 @@ def _call(
 ) -> Any:
     runtime = {key: value for key, value in defaults.items() if key != "type"}
     own = {key: value for key, value in cfg.items() if key not in ("type", "_scope_")}
-    check_arguments(target, {**runtime, **own})
+    check_arguments(target, [*runtime, *own])
     plain = plain_names(target)
     built = {
         key: _unmarked(value) if key in plain else _built(value, registry, runtime)
@@ -141,7 +131,7 @@ def _built(value: Any, registry: Registry, runtime: Mapping[str, Any]) -> Any:
         return find_reference(value["_ref_"], registry)
     if "type" not in value:
         return {key: _built(inner, registry, runtime) for key, inner in value.items()}
-    table = table_of(value, registry)
+    table = registry.at_scope(value.get("_scope_"))
     target, same = find_nested(value["type"], table)
     return _call(target, value, table, nested_runtime(target, runtime, same))
 

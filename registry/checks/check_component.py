@@ -6,7 +6,7 @@ from typing import Any, TypeAlias
 
 from ..arguments import argument_problems, plain_names
 from ..errors import MOST_SHOWN, Problem, nearest, shown_value
-from ..registry import Registry, find_type, table_of
+from ..registry import Registry, find_type
 from ..tree import find_nested, find_reference, look_up_nested, nested_runtime
 from .typed import value_problems
 
@@ -79,7 +79,7 @@ def _class_problems(
     cfg: Mapping[str, Any], registry: Registry, where: str, runtime_args: Collection[str]
 ) -> Iterator[Problem]:
     try:
-        table = table_of(cfg, registry)
+        table = registry.at_scope(cfg.get("_scope_"))
         target = find_type(cfg["type"], table)
     except (KeyError, TypeError) as error:
         yield Problem(f"{where}.type", str(error), cause=error)
@@ -98,7 +98,7 @@ def _call_problems(
     runtime_args: Collection[str],
 ) -> Iterator[Problem]:
     given = {str(key): value for key, value in cfg.items() if key not in _FLAGS}
-    wrong = [*argument_problems(target, given, runtime_args), *value_problems(target, given)]
+    wrong = [*argument_problems(target, [*given], runtime_args), *value_problems(target, given)]
     for problem in wrong:
         yield Problem(f"{where}.{problem.name}", problem.what)
     for key, value in given.items():
@@ -128,7 +128,7 @@ def _nested_problems(
         if key == "_ref_":
             find_reference(value["_ref_"], registry)
             return
-        table = table_of(value, registry)
+        table = registry.at_scope(value.get("_scope_"))
         target, same = find_nested(value["type"], table)
     except (KeyError, TypeError) as error:
         yield Problem(f"{where}.{key}", str(error), cause=error)

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
-from ..arguments import signature_of, title
+from ..arguments import parameters_of, signature_of, title
 from ..catalog import OPTIM_WRAPPERS, OPTIMIZERS, PARAM_SCHEDULERS
 from ..errors import Problem, did_you_mean, nearest, one_of, shown_value
 from ..registry import find_type
@@ -174,8 +174,7 @@ def check_paramwise(
 
 def default_of(optimizer: Callable[..., Any], name: str) -> Any:
     """Return the default of an optimizer's argument, None where it has none."""
-    signature = signature_of(optimizer)
-    parameter = signature.parameters.get(name) if signature is not None else None
+    parameter = parameters_of(optimizer).get(name)
     return None if parameter is None or parameter.default is parameter.empty else parameter.default
 
 
@@ -206,9 +205,8 @@ def _class_problems(
     values: Any, optimizer: Callable[..., Any] | None, where: str
 ) -> Iterator[Problem]:
     """Yield the options that the groups of an optimizer cannot have."""
-    signature = None if optimizer is None else signature_of(optimizer)
-    parameters = signature.parameters.values() if signature is not None else ()
-    takes_any = optimizer is not None and signature is None
+    parameters = parameters_of(optimizer).values() if optimizer is not None else ()
+    takes_any = optimizer is not None and signature_of(optimizer) is None
     takes_any = takes_any or any(p.kind is p.VAR_KEYWORD for p in parameters)
     named = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     known = [*_OURS, *(name for name in named if name not in ("params", *_OURS))]

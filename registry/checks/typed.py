@@ -1,12 +1,11 @@
 """Values checked against annotations: of a section's dataclass, of a function's arguments."""
 
-import inspect
 import types
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import MISSING, Field, fields, is_dataclass
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from ..arguments import ArgumentProblem, signature_of, title
+from ..arguments import ArgumentProblem, parameters_of, signature_of, title
 from ..errors import MOST_SHOWN, Problem, did_you_mean, meant_by, nearest, one_of, shown_value
 
 T = TypeVar("T")
@@ -171,12 +170,11 @@ def _is_plain(hint: Any) -> bool:
 
 def _hints(target: Callable[..., Any]) -> dict[str, Any]:
     """Return the annotations by argument, none where they cannot be read."""
-    signature = signature_of(target)
-    if signature is None:
+    parameters = parameters_of(target).values()
+    direct = {p.name: p.annotation for p in parameters if p.annotation is not p.empty}
+    found = {name: hint for name, hint in direct.items() if not isinstance(hint, str)}
+    if signature_of(target) is None:
         return {}
-    parameters = signature.parameters.values()
-    direct = {p.name: p.annotation for p in parameters if not isinstance(p.annotation, str)}
-    found = {name: hint for name, hint in direct.items() if hint is not inspect.Parameter.empty}
     function = getattr(target, "__init__") if isinstance(target, type) else target  # noqa: B009
     try:
         return {**found, **get_type_hints(function)}

@@ -9,10 +9,8 @@ from typing import Any
 
 from ..errors import ConfigError, Problem, shortened, shown, shown_value
 from ..imports import anchored
-from .config_files import find_config, read_config
-from .interpolation import escaped, resolve
-from .values import MAX_DEPTH, TOO_DEEP, below, merge, own_key, plain
-from .yaml_text import parse, to_yaml
+from .files import find_config, parse, read_config, to_yaml
+from .values import MAX_DEPTH, TOO_DEEP, below, escaped, merge, own_key, plain, resolve
 
 _OVERRIDE = "override "
 

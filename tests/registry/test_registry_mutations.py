@@ -20,10 +20,14 @@ SHIPPED = {
     for path in map(Path, files("stepwrap.configs").iterdir())  # type: ignore[arg-type]
     if path.suffix == ".yaml"
 }
-NAMES = st.sampled_from(
-    ["typezq", "type", "_ref_", "_raw_", "_scope_", "_delete_", "_base_", "imports", "name"]
-    + ["k" * 1000, "modle", "trian", "optimzer", "metrc"]
-) | st.text(max_size=8)
+NAMES = (
+    st.integers(0, 9)
+    | st.sampled_from(
+        ["typezq", "type", "_ref_", "_raw_", "_scope_", "_delete_", "_base_", "imports", "name"]
+        + ["k" * 1000, "modle", "trian", "optimzer", "metrc"]
+    )
+    | st.text(max_size=8)
+)
 TEXTS = st.sampled_from(
     ["x" * 5000, "a." * 600, "é/" * 3000, "\u202e", "${seed}", "${model}", "${a", "${" * 300, "~x"]
 )

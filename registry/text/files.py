@@ -1,14 +1,30 @@
-"""YAML text to settings and their lines, and back."""
+"""Config files, YAML or Python, with the files that they build on; the line of each value."""
 
+import importlib.util
+import os
 import re
+import runpy
+import traceback
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import yaml
 from omegaconf import OmegaConf
 
-from ..errors import ConfigError, Problem, shown_value
-from .interpolation import escaped
-from .values import MAX_DEPTH, MAX_REPEATED, TOO_DEEP
+from ..errors import (
+    ConfigError,
+    Problem,
+    describe,
+    did_you_mean,
+    nearest,
+    one_of,
+    shortened,
+    shown,
+    shown_value,
+)
+from ..imports import IMPORT_FAILURES
+from .values import MAX_DEPTH, MAX_REPEATED, TOO_DEEP, dotted, escaped, merge, plain, walk
 
 _TAG = "tag:yaml.org,2002:"
 _SCALAR_TAGS = {_TAG + name for name in ("str", "int", "float", "bool", "null")}
@@ -32,6 +48,125 @@ _FLOAT = re.compile(
         |\.(?:nan|NaN|NAN)$""",
     re.VERBOSE,
 )
+_BASE = "_base_"
+_SHIPPED = "stepwrap.configs"
+_MAX_CHAIN = 50
+
+
+def find_config(name: str | os.PathLike[str], folder: Path, origin: str = "") -> Path:
+    """Return the file that a path (relative to `folder`) or the name of a shipped config means."""
+    path = folder / os.path.expanduser(name)
+    # os.path's: a name that no path can have is that of no file.
+    if os.path.isfile(path):
+        return path
+    spec = importlib.util.find_spec(_SHIPPED)
+    folders = (spec.submodule_search_locations or []) if spec else []
+    sources = [one for shipped in folders for one in _sources_in(Path(shipped))]
+    shipped = {one.stem: one for one in sources if one.suffix != ".py"}
+    if str(name) in shipped:
+        return shipped[str(name)]
+    if os.path.isdir(path):
+        what = f"{name} is a folder, not a config file"
+    else:
+        # The suffix is the same for all, so only the stems are compared.
+        by_stem = {stem: stem for stem in shipped}
+        by_stem |= {other.stem: other.name for other in _sources_in(path.parent)}
+        near = [by_stem[stem] for stem in nearest(path.stem, by_stem)]
+        hint = f"; did you mean {one_of(near)}?" if near else ""
+        if not hint and not path.suffix and shipped:
+            hint = f"; shipped configs: {', '.join(shipped)}"
+        what = f"there is no config file {shortened(str(name))}{hint}"
+    raise ConfigError([Problem("", what, origin)])
+
+
+def read_config(
+    path: Path, including: tuple[Path, ...] = ()
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the settings of a file, merged over those of its `_base_` files, and their origins.
+
+    The origins are texts such as "a.yaml:14" by dotted paths, "" for the file as a whole.
+    """
+    path = Path(os.path.abspath(path))
+    own, own_origins = _read_python(path) if path.suffix == ".py" else _read_yaml(path)
+    if not isinstance(own, dict):
+        what = "the file is empty" if own is None else f"got a {type(own).__name__}"
+        raise _error(path, f"a config must hold settings such as `seed: 0`, {what}")
+    bases = own.pop(_BASE, [])
+    inner = next((at for at, _ in walk(own) if at and at[-1] == _BASE), None)
+    if inner is not None:
+        what = "stands at the top of a file only, not inside a section"
+        raise ConfigError([Problem(_BASE, what, own_origins[dotted(inner)])])
+    values: dict[str, Any] = {}
+    origins: dict[str, str] = {}
+    for at, name in enumerate(bases if isinstance(bases, list) else [bases]):
+        origin = own_origins.get(f"{_BASE}.{at}", own_origins[_BASE])
+        parent = _parent(name, origin, (*including, path))
+        more, more_origins = read_config(parent, (*including, path))
+        values, origins = merge(values, more), {**origins, **more_origins}
+    return merge(values, own), {**origins, **own_origins}
+
+
+def _parent(name: Any, origin: str, chain: tuple[Path, ...]) -> Path:
+    """Return the file that an entry of `_base_` in the last file of the chain names."""
+    if isinstance(name, str):
+        parent = find_config(name, chain[-1].parent, origin)
+        if Path(os.path.abspath(parent)) in chain:
+            loop = " -> ".join(shown(one) for one in (*chain, parent))
+            what = f"the files include each other: {loop}"
+        elif len(chain) > _MAX_CHAIN:
+            what = f"more than {_MAX_CHAIN} files that build on one another"
+        else:
+            return parent
+    else:
+        what = f"must be a file or a list of files, got {shown_value(name)}"
+    raise ConfigError([Problem(_BASE, what, origin)])
+
+
+def _read_yaml(path: Path) -> tuple[Any, dict[str, str]]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise _error(path, f"the file cannot be read: {describe(error)}") from error
+    return parse(text, shown(path))
+
+
+def _read_python(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
+    try:
+        names = runpy.run_path(str(path))
+        config: Any = names.get("config")
+        config = config() if callable(config) else config
+    except ConfigError:
+        raise
+    except IMPORT_FAILURES as error:
+        raise _error(path, describe(error), _line_in(path, error)) from error
+    if "config" not in names:
+        hint = did_you_mean("config", [n for n in names if not n.startswith("_")])
+        raise _error(path, f"the file must define `config`, a dict or a function{hint}")
+    if not isinstance(config, Mapping):
+        raise _error(path, f"`config` must be (or return) a dict, got {type(config).__name__}")
+    try:
+        values = plain(config)
+    except TypeError as error:
+        raise _error(path, str(error)) from error
+    return values, {dotted(at): shown(path) for at, _ in walk(values)}
+
+
+def _line_in(path: Path, error: BaseException) -> str:
+    """Return ":3" for the line of the file in which an error was raised, else ""."""
+    lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == str(path)]
+    if isinstance(error, SyntaxError) and error.filename == str(path):
+        lines.append(error.lineno)
+    return f":{lines[-1]}" if lines else ""
+
+
+def _error(path: Path, what: str, line: str = "") -> ConfigError:
+    return ConfigError([Problem("", what, shown(path) + line)])
+
+
+def _sources_in(folder: Path) -> list[Path]:
+    if not os.path.isdir(folder):
+        return []
+    return sorted(p for p in folder.iterdir() if p.suffix in (".yaml", ".yml", ".py"))
 
 
 class _Loader(yaml.SafeLoader):
@@ -51,12 +186,8 @@ def parse(
 ) -> tuple[Any, dict[str, str]]:
     """Return the settings in a YAML text, and the origin of each by its dotted path.
 
-    Args:
-        source: the file; or, where `numbered` is False, the whole origin, without the line.
-        at: the path that the settings will have.
-
-    Raises:
-        ConfigError: invalid YAML, a duplicate key, or a value that a config cannot hold.
+    `source` is the file; or, where `numbered` is False, the whole origin. `at` is the path that
+    the settings will have.
     """
     reader = _Reader(text, source, numbered, len(at))
     return reader.read(".".join(at)), reader.origins
@@ -68,8 +199,6 @@ def to_yaml(values: dict[str, Any]) -> str:
 
 
 class _Reader:
-    """Reads one YAML document."""
-
     def __init__(self, text: str, source: str, numbered: bool, depth: int) -> None:
         self.origins: dict[str, str] = {}
         self._text = text
@@ -116,10 +245,8 @@ class _Reader:
         if isinstance(node, yaml.MappingNode) and node.tag == _TAG + "map":
             return self._mapping(node, at, above)
         if isinstance(node, yaml.SequenceNode) and node.tag == _TAG + "seq":
-            return [
-                self._child(item, position, at, item.start_mark.line, above)
-                for position, item in enumerate(node.value)
-            ]
+            items = enumerate(node.value)
+            return [self._child(one, i, at, one.start_mark.line, above) for i, one in items]
         return self._scalar(node)
 
     def _child(self, node: Any, key: object, at: str, line: int, above: tuple[int, ...]) -> Any:
@@ -132,11 +259,10 @@ class _Reader:
         keys: list[tuple[str | int, Any]] = []
         values: dict[str | int, Any] = {}
         for key_node, value in node.value:
-            line = key_node.start_mark.line
             if key_node.tag == _TAG + "merge":
                 values |= self._merged(value, at, above)
                 continue
-            key = self._key(key_node)
+            key, line = self._key(key_node), key_node.start_mark.line
             if str(key) in lines:
                 first = lines[str(key)] + 1
                 raise self._error(line, f"this key is already set in line {first}", str(key))
