@@ -375,7 +375,7 @@ def closure_advice(optimizer: Optimizer) -> str:
 
 
 def refuse_without_closure(optim_wrapper: Any, model: Any) -> None:
-    """Raise ValueError where no step of the wrapper ``model`` could give a closure that is needed."""
+    """Raise ValueError where no step of the wrapper ``model`` could give a needed closure."""
     if getattr(optim_wrapper, "_needs_closure", False) and not has_own_step(model):
         raise ValueError(closure_advice(optim_wrapper.optimizer))
 
