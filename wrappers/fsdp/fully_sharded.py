@@ -71,13 +71,12 @@ class StepFullyShardedDataParallel(Steps, nn.Module):
 
     Needs a process group, and every rank must construct it, train and evaluate with it: blocks
     are gathered where they are used and freed after. ``module`` is the user's model with its own
-    names; its parameters are DTensors outside of a forward, so make the optimizer afterwards, of
-    the ``parameters()`` of the wrapper: asking it for them frees what a forward without a backward
-    left gathered, so do it on all ranks or none. Evaluate and clear gradients through the wrapper,
-    too: the model's own ``val_step`` and ``zero_grad`` know of shards only. Weights and buffers
-    become those of the first rank. A model whose
-    parameters are on the meta device is built here, one module after the other (see
-    ``meta_parameters``).
+    names; its parameters are DTensors outside of a forward. Make the optimizer afterwards, from
+    the ``parameters()`` of the wrapper: asking for them frees what a forward without a backward
+    left gathered, so do it on all ranks or none. Evaluate and clear gradients through the wrapper
+    as well: the model's own ``val_step`` and ``zero_grad`` only see shards. Weights and buffers
+    become those of the first rank. Parameters on the meta device are filled here, one module after
+    the other (see ``meta_parameters``).
 
     A model with a ``train_step`` of its own is stepped by it, also with several optimizers. It
     calls ``self(...)`` or its children: each child that has parameters is gathered by itself
@@ -87,9 +86,6 @@ class StepFullyShardedDataParallel(Steps, nn.Module):
     For another optimization step override ``train_step(data, optim_wrapper)`` in a subclass, with
     ``self(...)`` for the forward. A sum over parameters is one over shards, and made whole by
     ``full_tensor()`` before it meets other tensors: docs/extending.md has an example.
-
-    A wrapped model can be neither copied nor pickled, because its shards are tied to processes:
-    copy the bare model before, or save ``state_dict()``.
 
     Args:
         module: the model.
@@ -114,6 +110,7 @@ class StepFullyShardedDataParallel(Steps, nn.Module):
         TypeError: an option is unknown, or a value has the wrong type.
         ValueError: no process group; an option has no counterpart or contradicts another one; a
             parameter cannot be sharded or initialised; models or options differ between ranks.
+        RuntimeError: this version of torch has changed what torch_internals.py reads of it.
     """
 
     averages_ranks = True

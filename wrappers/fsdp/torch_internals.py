@@ -1,7 +1,8 @@
 """Everything of FSDP2 that torch does not document and this room uses, each read here alone.
 
-Checked with torch 2.13. `check_torch` looks for all of it when a model is wrapped, and refuses a
-torch that has changed it: without these names gradients could be kept or lost without an error.
+Every name was checked with torch 2.13 by the tests, and with 2.14.1 by its source. `check_torch`
+looks for all of them when a model is wrapped, and refuses a torch that has not: without them
+gradients could be kept or lost without an error.
 """
 
 from __future__ import annotations

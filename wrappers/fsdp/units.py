@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from itertools import combinations
 from typing import Any
 
 import torch
@@ -124,7 +125,10 @@ def find_units(
     by_policy = options.policy and _by_policy(model, options.policy)
     blocks = find_blocks(model, options.blocks) if by_policy is None else by_policy
     blocks.pop("", None)
-    owners = _owners(model)
+    owners: dict[nn.Parameter, set[nn.Module]] = {}
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            owners.setdefault(parameter, set()).add(module)
     units = {}
     for path, block in blocks.items():
         reason = _why_not_alone(model, path, block, owners)
@@ -132,7 +136,7 @@ def find_units(
             units[path] = block
         else:
             logger.info("%s is not sharded on its own: %s", path, reason)
-    _drop_overlaps(units, owners)
+    _drop_overlaps(units, set().union(*owners.values()))
     return _with_dtypes_apart(model, units, ignored)
 
 
@@ -252,41 +256,28 @@ def _by_policy(model: nn.Module, policy: WrapPolicy) -> dict[str, nn.Module]:
     }
 
 
-def _owners(model: nn.Module) -> dict[int, set[int]]:
-    """For every parameter (by id) the modules that have it as their own."""
-    owners: dict[int, set[int]] = {}
-    for module in model.modules():
-        for parameter in module.parameters(recurse=False):
-            owners.setdefault(id(parameter), set()).add(id(module))
-    return owners
-
-
 def _why_not_alone(
-    model: nn.Module, path: str, block: nn.Module, owners: dict[int, set[int]]
+    model: nn.Module, path: str, block: nn.Module, owners: dict[nn.Parameter, set[nn.Module]]
 ) -> str | None:
-    parent = model.get_submodule(path.rpartition(".")[0])
-    if isinstance(parent, nn.MultiheadAttention):
+    if isinstance(model.get_submodule(path.rpartition(".")[0]), nn.MultiheadAttention):
         return "the attention around it uses its parameters without calling it"
-    inside = {id(one) for one in block.modules()}
     if next(block.parameters(), None) is None:
         return "it has no parameters"
+    inside = set(block.modules())
     for name, parameter in block.named_parameters():
-        if not owners[id(parameter)] <= inside:
+        if not owners[parameter] <= inside:
             return f"its {name} belongs to other modules too"
     return None
 
 
-def _drop_overlaps(units: dict[str, nn.Module], owners: dict[int, set[int]]) -> None:
-    """Drop units that share a module, unless one holds the other."""
-    sets = {path: {id(one) for one in unit.modules()} for path, unit in units.items()}
-    with_parameters = set().union(*owners.values()) if owners else set()
-    for path, inside in sets.items():
-        for other, others in sets.items():
-            common = inside & others & with_parameters
-            if common and not inside <= others and not others <= inside:
-                units.pop(path, None)
-                units.pop(other, None)
-                logger.info("%s and %s share a module and are not sharded alone", path, other)
+def _drop_overlaps(units: dict[str, nn.Module], owning: set[nn.Module]) -> None:
+    """Drop units that share a module with parameters, unless one holds the other."""
+    parts = {path: set(unit.modules()) for path, unit in units.items()}
+    for (path, own), (other, others) in combinations(parts.items(), 2):
+        if own & others & owning and not own <= others and not others <= own:
+            units.pop(path, None)
+            units.pop(other, None)
+            logger.info("%s and %s share a module and are not sharded alone", path, other)
 
 
 def _with_dtypes_apart(
@@ -296,44 +287,39 @@ def _with_dtypes_apart(
 
     The parameters of one unit are gathered and their gradients reduced together, in one dtype.
     """
-    more: dict[str, nn.Module] = {}
-    paths = {id(module): path for path, module in model.named_modules()}
+    more: set[nn.Module] = set()
+    paths = {module: path for path, module in model.named_modules()}
     for root in [model, *units.values()]:
-        own = list(_own_modules(root, {id(one) for one in units.values()}))
+        dtypes: dict[nn.Module, set[torch.dtype]] = {}
         count: Counter[torch.dtype] = Counter()
-        for module in own:
-            for one in _trained(module, ignored):
+        for module in _own_modules(root, set(units.values())):
+            own = module.parameters(recurse=False)
+            trained = [one for one in own if one.requires_grad and one not in ignored]
+            dtypes[module] = {one.dtype for one in trained}
+            for one in trained:
                 count[one.dtype] += one.numel()
-        if len(count) < 2:
-            continue
-        usual = count.most_common(1)[0][0]
-        for module in own:
-            dtypes = {one.dtype for one in _trained(module, ignored)}
-            if dtypes <= {usual}:
+        usual = {dtype for dtype, _ in count.most_common(1)}
+        for module, found in dtypes.items():
+            if found <= usual:
                 continue
-            if len(dtypes) > 1 or module is root:
+            if len(found) > 1 or module is root:
                 raise ValueError(
-                    f"{paths[id(module)] or 'the model'} ({type(module).__name__}) has trained "
-                    f"parameters of its own that cannot be sharded with those of {usual} around "
-                    f"them: {', '.join(sorted(map(str, dtypes)))}; put them into a module of "
+                    f"{paths[module] or 'the model'} ({type(module).__name__}) has trained "
+                    f"parameters of its own that cannot be sharded with those of {usual.pop()} "
+                    f"around them: {', '.join(sorted(map(str, found)))}; put them into a module of "
                     "their own, or use one dtype"
                 )
-            more[paths[id(module)]] = module
-    wanted = {**units, **more}
-    return {path: one for path, one in model.named_modules() if path in wanted}
+            more.add(module)
+    wanted = {*units.values(), *more}
+    return {path: one for path, one in model.named_modules() if one in wanted}
 
 
-def _own_modules(root: nn.Module, units: set[int]) -> Iterable[nn.Module]:
+def _own_modules(root: nn.Module, units: set[nn.Module]) -> Iterable[nn.Module]:
     """``root`` and what is in it, without the units inside."""
     yield root
     for child in root.children():
-        if id(child) not in units:
+        if child not in units:
             yield from _own_modules(child, units)
-
-
-def _trained(module: nn.Module, ignored: set[nn.Parameter]) -> list[nn.Parameter]:
-    own = module.parameters(recurse=False)
-    return [one for one in own if one.requires_grad and one not in ignored]
 
 
 def in_backward_order(units: Iterable[str]) -> list[str]:

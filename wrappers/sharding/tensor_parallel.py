@@ -31,25 +31,18 @@ Style: TypeAlias = str | Mapping[str, Any] | ParallelStyle
 # A layer is split by its outputs, by its inputs, as a norm over a part of the sequence, or by its
 # outputs, which are put together again.
 STYLES = ("colwise", "rowwise", "sequence", "colwise_replicate_output")
-_KINDS = (nn.Linear, nn.Embedding)
 # The number of a hook; torch counts from 0.
 _HIDE = -1
 _DOUBLE = (
     "loses the parts that go through layers split over a tensor axis, because torch's collectives "
     "have a first derivative only; use ddp or a mesh without a tensor axis"
 )
-# Over which dimension of its weight a layer is split.
-_SPLIT_DIMS = {
-    (ColwiseParallel, nn.Linear): 0,
-    (ColwiseParallel, nn.Embedding): 1,
-    (RowwiseParallel, nn.Linear): 1,
-    (RowwiseParallel, nn.Embedding): 0,
-}
-_SIZES = {
-    (nn.Linear, 0): "out_features",
-    (nn.Linear, 1): "in_features",
-    (nn.Embedding, 0): "num_embeddings",
-    (nn.Embedding, 1): "embedding_dim",
+# Over which dimension of its weight a layer is split, and which argument is the size of that.
+_SPLITS = {
+    (ColwiseParallel, nn.Linear): (0, "out_features"),
+    (ColwiseParallel, nn.Embedding): (1, "embedding_dim"),
+    (RowwiseParallel, nn.Linear): (1, "in_features"),
+    (RowwiseParallel, nn.Embedding): (0, "num_embeddings"),
 }
 
 
@@ -229,32 +222,28 @@ def _layer_problems(path: str, module: nn.Module, style: ParallelStyle, size: in
             yield f"{what} with layers inside; sequence takes a single layer"
     elif isinstance(style, (ColwiseParallel, RowwiseParallel)):
         named = "colwise" if isinstance(style, ColwiseParallel) else "rowwise"
-        if not isinstance(module, _KINDS):
+        dim, argument = _split_of(module, style)
+        if dim is None:
             yield f"{what}; {named} splits Linear and Embedding"
-            return
-        dim = _split_dim(module, style)
-        length = module.weight.shape[dim or 0]
-        if length % size:
-            kind = nn.Linear if isinstance(module, nn.Linear) else nn.Embedding
-            given = f"{_SIZES[kind, dim or 0]}={length}"
+        elif (length := module.weight.shape[dim]) % size:  # type: ignore[index]
+            given = f"{argument}={length}"
             yield f"{what} with {given}, of which {size} ranks cannot hold equal parts"
 
 
-def _split_dim(module: nn.Module, style: ParallelStyle) -> int | None:
-    """Over which dimension the weight is split; None when it is not, or torch alone knows."""
-    for (styles, kind), dim in _SPLIT_DIMS.items():
+def _split_of(module: nn.Module, style: ParallelStyle | None) -> tuple[int | None, str]:
+    """An entry of the table; None for the dimension when it is not split, or torch alone knows."""
+    for (styles, kind), found in _SPLITS.items():
         if isinstance(style, styles) and isinstance(module, kind):
-            return dim
-    return None
+            return found
+    return None, ""
 
 
 def _tie_problems(model: nn.Module, styles: Mapping[str, ParallelStyle]) -> Iterator[str]:
     """Yield the parameters that several layers have and would no longer share."""
     owners: dict[int, list[tuple[str, int | None]]] = {}
     for path, module in model.named_modules():
-        style = styles.get(path)
+        dim, _ = _split_of(module, styles.get(path))
         for name, value in _own(module):
-            dim = None if style is None else _split_dim(module, style)
             owners.setdefault(id(value), []).append((f"{path}.{name}", dim))
     for shared in owners.values():
         dims = {dim for _, dim in shared}
@@ -265,7 +254,7 @@ def _tie_problems(model: nn.Module, styles: Mapping[str, ParallelStyle]) -> Iter
 
 
 def _own(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    return ((name, value) for name, value in module._parameters.items() if value is not None)
+    return module.named_parameters(recurse=False, remove_duplicate=False)
 
 
 def _restore(before: list[tuple[nn.Module, str, nn.Parameter]]) -> None:
