@@ -63,13 +63,11 @@ class Operation(Generic[T]):
             next(steps)
 
     def begin(self) -> CollectiveHandle[T]:
-        """Begin the call."""
         with self.calling():
             works = next(self._steps)
         return CollectiveHandle(self, works)
 
     def complete(self) -> T:
-        """Make the call and wait for it."""
         with self.calling():
             for work in next(self._steps):
                 work.wait()

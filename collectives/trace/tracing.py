@@ -85,7 +85,6 @@ def answering(progress: Callable[[], str]) -> Iterator[None]:
 
 
 def is_in_progress() -> bool:
-    """Return whether a loop of this rank has said what it is doing."""
     return _progress is not None
 
 
@@ -162,7 +161,6 @@ class _Watch(threading.Thread):
 
     @classmethod
     def start_once(cls) -> None:
-        """Start the watch of the live default group, unless it runs."""
         world = dist.group.WORLD
         assert world is not None
         with cls.lock:
@@ -187,7 +185,6 @@ class _Watch(threading.Thread):
             cls.running = None
 
     def run(self) -> None:
-        """Look for questions until the group has gone."""
         # The process that served the store may go: then nobody asks any more.
         with contextlib.suppress(RuntimeError):
             questions = _questions()
