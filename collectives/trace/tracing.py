@@ -19,13 +19,13 @@ from ..errors import Call, call_site, main_thread_site
 from ..process.ranks import distributed_available, process_space
 from .first_message import meet, raise_disagreement
 
-VARIABLE = "STEPWRAP_COLLECTIVE_TRACE"
 # How often a rank looks whether another one asks where it is, and how long that one waits.
 _LOOK_S = 0.5
 ANSWER_S = 2.0
 _JOIN_S = 2.0
 _KEPT = 256
-_is_on = os.environ.get(VARIABLE, "").lower() not in ("", "0", "false", "no", "off")
+_OFF = ("", "0", "false", "no", "off")
+_is_on = os.environ.get("STEPWRAP_COLLECTIVE_TRACE", "").lower() not in _OFF
 _records: collections.deque[CollectiveRecord] = collections.deque(maxlen=_KEPT)
 _numbers = itertools.count(1)
 # What this rank is doing, while its loop has said how to find out.
