@@ -62,7 +62,6 @@ class Call:
             return f"what cannot be described ({type(error).__name__})"
 
     def here(self, problem: str = "") -> Place:
-        """Return where this rank is: in this call."""
         return Place(
             dist.get_rank(), self.name, call_site(), self.detail, self.structure(), problem
         )
@@ -86,7 +85,6 @@ class Place:
 
     @classmethod
     def decode(cls, data: bytes) -> Place:
-        """Return the place that `encode` wrote."""
         return cls(**json.loads(data))
 
 
@@ -136,10 +134,8 @@ def tell(
     groups = sorted(by_call.items(), key=lambda item: len(item[1]))
     parts = []
     for index, ((call, site), group) in enumerate(groups):
-        is_last = index == len(groups) - 1
-        verb = "wait" if is_last else "are"
-        if len(group) == 1:
-            verb = "waits" if is_last else "is"
+        one, many = ("waits", "wait") if index == len(groups) - 1 else ("is", "are")
+        verb = one if len(group) == 1 else many
         parts.append(f"{name_ranks(p.rank for p in group)} {verb} in {call} ({site})")
     for text, ranks in ranks_by_text(elsewhere or {}).items():
         parts.append(f"{name_ranks(ranks)} {text}")
@@ -171,7 +167,6 @@ def name_ranks(ranks: Iterable[int]) -> str:
 
 
 def ranks_by_text(texts: Mapping[int, str]) -> dict[str, list[int]]:
-    """Return which ranks have each text."""
     ranks: dict[str, list[int]] = {}
     for rank, text in texts.items():
         ranks.setdefault(text, []).append(rank)

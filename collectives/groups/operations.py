@@ -63,13 +63,11 @@ class Operation(Generic[T]):
             next(steps)
 
     def begin(self) -> CollectiveHandle[T]:
-        """Begin the call."""
         with self.calling():
             works = next(self._steps)
         return CollectiveHandle(self, works)
 
     def complete(self) -> T:
-        """Make the call and wait for it."""
         with self.calling():
             for work in next(self._steps):
                 work.wait()
@@ -247,10 +245,8 @@ def all_gather(group: _Group, tensor_list: _Tensors, tensor: torch.Tensor) -> St
 def all_gather_several(
     group: _Group, output_tensor_lists: Sequence[_Tensors], input_tensor_list: _Tensors
 ) -> Steps[None]:
-    describe = describe_dtype
-    yield Named(
-        "group.all_gather_multigpu", group, lambda: describe(input_tensor_list, with_shape=True)
-    )
+    name = _name("all_gather", True)
+    yield Named(name, group, lambda: _describe(input_tensor_list, True))
     inputs = checked_tensors("input_tensor_list", input_tensor_list, are_alike=True)
     lists = _output_lists(output_tensor_lists, inputs)
     device = travel_device(group, inputs[0])
@@ -308,8 +304,8 @@ def reduce_scatter(
     The traffic is that of a ring, gloo's own is three times as slow, and every dtype and operation
     has it.
     """
-    describe = describe_dtype
-    yield Named("group.reduce_scatter", group, lambda: f"{_name_of(op)} of {describe(output)}")
+    name = _name("reduce_scatter", False)
+    yield Named(name, group, lambda: f"{_name_of(op)} of {describe_dtype(output)}")
     target = checked_tensor("output", output, is_target=True).detach()
     inputs = one_per_rank("input_list", input_list, group)
     place = dist.get_rank(group)

@@ -140,7 +140,6 @@ def _describe(obj: object) -> Callable[[], str | Iterable[object]]:
 
 
 def _pack_each(objs: object, src: int, ranks: Sequence[int]) -> dict[int, Parcel]:
-    """Return the parcels by global rank of the receiver."""
     if not isinstance(objs, list | tuple):
         raise TypeError(f"objs must be a list on rank {src}, got {type(objs).__name__}")
     if len(objs) != len(ranks):
@@ -266,7 +265,6 @@ def _agree_on(
 
 
 def _bytes_of(parcel: Parcel) -> torch.Tensor:
-    """Return what is in the parcel as a uint8 tensor (bytes,) on the CPU."""
     data = torch.empty(parcel.size, dtype=torch.uint8)
     memory, end = data.numpy().data, 0
     for piece in parcel.pieces:

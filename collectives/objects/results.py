@@ -164,9 +164,18 @@ def all_gather_object_cpu(
     """
     if tmpdir is None and use_system_tmp is None or live_world_size(group) == 1:
         return all_gather_object_gpu(data, rank_zero_return_only, group)
-    if tmpdir is None:
-        tmpdir = _from_first_rank(lambda: _parent(bool(use_system_tmp)), group, _BY_FILES)
-    return _gather_through_files(data, tmpdir, rank_zero_return_only, group)
+
+    def name() -> str:
+        parent = "" if tmpdir is not None else _parent(bool(use_system_tmp))
+        return os.path.join(parent, f"stepwrap_{secrets.token_hex(16)}")
+
+    # A directory for this call alone, which is gone afterwards, also when another rank has died.
+    folder = Path(tmpdir or "", _from_first_rank(name, group, _BY_FILES))
+    try:
+        return _gather_through_files(data, folder, rank_zero_return_only, group)
+    finally:
+        # On every rank: the directories of several hosts, or of a rank that is dead now.
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def all_gather_object_gpu(
@@ -191,26 +200,20 @@ def all_gather_object_gpu(
 
 
 def _gather_through_files(
-    data: T, tmpdir: str | os.PathLike[str], only_first: bool, group: dist.ProcessGroup | None
+    data: T, folder: Path, only_first: bool, group: dist.ProcessGroup | None
 ) -> list[T] | None:
-    # A directory for this call alone, which is gone afterwards, also when another rank has died.
-    folder = Path(tmpdir, f"stepwrap_{_from_first_rank(secrets.token_hex, group, _BY_FILES)}")
+    digests = results_of_all(lambda: _write(data, folder), group, _BY_FILES)
+    gathered: list[T] | None = None
 
-    def read() -> list[T] | None:
-        if only_first and not _is_first(group):
-            return None
-        digest_of = dict(zip(members(group), digests, strict=True))
-        return [_read(folder, rank, digest) for rank, digest in digest_of.items()]
+    def read() -> None:
+        nonlocal gathered
+        if _is_first(group) or not only_first:
+            digest_of = zip(members(group), digests, strict=True)
+            gathered = [_read(folder, rank, digest) for rank, digest in digest_of]
 
-    gathered: list[list[T] | None] = []
-    try:
-        digests = results_of_all(lambda: _write(data, folder), group, _BY_FILES)
-        # Also the barrier before which no rank may remove what another still reads.
-        results_of_all(lambda: gathered.append(read()), group, _BY_FILES)
-    finally:
-        # On every rank: the directories of several hosts, or of a rank that is dead now.
-        shutil.rmtree(folder, ignore_errors=True)
-    return gathered[0]
+    # Also the barrier before which no rank may remove what another still reads.
+    results_of_all(read, group, _BY_FILES)
+    return gathered
 
 
 def _check(results: object, size: int) -> None:

@@ -139,7 +139,6 @@ class Parcel(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Bytes in memory."""
         return sum(map(len, self.pieces))
 
 

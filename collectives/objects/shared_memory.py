@@ -18,15 +18,14 @@ import torch
 
 from ..process.ranks import process_space
 
-VARIABLE = "STEPWRAP_SHARED_MEMORY"
 # The most buffers that one writev takes on Linux.
 _MOST_PIECES = 1024
 
 
 def host() -> bytes:
     """Return 8 bytes that two ranks share when one can map the other's memory."""
-    allowed = os.environ.get(VARIABLE, "").lower() not in ("0", "false", "no", "off")
-    can_map = allowed and hasattr(os, "memfd_create")
+    setting = os.environ.get("STEPWRAP_SHARED_MEMORY", "").lower()
+    can_map = setting not in ("0", "false", "no", "off") and hasattr(os, "memfd_create")
     return process_space() if can_map else uuid.uuid4().bytes[:8]
 
 

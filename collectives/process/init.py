@@ -43,7 +43,7 @@ _CLEARING = (
 
 
 def infer_launcher() -> str:
-    """Return which launcher has started this process, by the environment.
+    """Return which launcher has started this process, by the environment, for `init_dist`.
 
     "pytorch" when WORLD_SIZE is set, "slurm" for SLURM_NTASKS (but not in the shell of an
     interactive job), "mpi" for Open MPI's local rank, else "none".
@@ -67,7 +67,6 @@ def init_dist(
 
     Args:
         launcher: "pytorch" (torchrun), "slurm", "mpi" (Open MPI) or "none", which starts nothing.
-            `infer_launcher()` tells which one it is.
         backend: what `torch.distributed.init_process_group` takes. None is NCCL for CUDA tensors
             plus gloo for CPU tensors where each rank of this host has a GPU, else gloo.
         init_backend: "torch" is the only one.

@@ -1,4 +1,7 @@
-"""Many tensors across ranks at once: dicts, returned or changed in place, and parameters."""
+"""Many tensors across ranks at once: dicts, returned or changed in place, and parameters.
+
+Each function raises a CollectiveError when a rank does not take part.
+"""
 
 import uuid
 from collections import OrderedDict
@@ -45,7 +48,6 @@ def all_reduce_dict(
     Raises:
         TypeError, ValueError: on every rank, an unknown operation, a value that is no dense tensor
             or number, or dicts that differ.
-        CollectiveError: a rank does not take part.
     """
 
     def make() -> dict[K, torch.Tensor]:
@@ -83,7 +85,6 @@ def all_reduce_dict_in_place(
     Raises:
         AssertionError: on every rank, when `data` is no dict on some rank.
         TypeError, ValueError: on every rank, as for `stepwrap.collectives.all_reduce_dict`.
-        CollectiveError: a rank does not take part.
     """
 
     def make() -> dict[Any, torch.Tensor]:
@@ -118,7 +119,6 @@ def all_reduce_params(
     Raises:
         TypeError, ValueError: on every rank, an unknown operation or no size, something that is no
             dense tensor or has no such operation, or tensors that differ.
-        CollectiveError: a rank does not take part.
     """
 
     def make() -> dict[int, torch.Tensor]:

@@ -66,7 +66,6 @@ def checked_op(op: str, *dtypes: torch.dtype) -> str:
 
 
 def check_reduced(dtype: torch.dtype) -> None:
-    """Raise a ValueError for a dtype that cannot be reduced."""
     if dtype not in _REDUCED:
         raise ValueError(f"{dtype} cannot be reduced: torch has no arithmetic for it")
 

@@ -1,4 +1,7 @@
-"""Tensors across ranks, in every dtype and layout, from any device over any backend; barriers."""
+"""Tensors across ranks, in every dtype and layout, from any device over any backend; barriers.
+
+Each function raises a CollectiveError when a rank does not take part.
+"""
 
 from collections.abc import Sequence
 from datetime import timedelta
@@ -44,7 +47,6 @@ def all_reduce(data: torch.Tensor, op: str = "sum", group: dist.ProcessGroup | N
         TypeError, ValueError: no dense tensor with values, or an operation that is unknown or not
             defined for the dtype; on that rank only, and the others end at the timeout with an
             error that names it. While tracing it is a CollectiveError on every rank at once.
-        CollectiveError: a rank does not take part.
     """
     world_size = live_world_size(group)
     with checking("all_reduce", group, lambda: f"{op} of {describe_tensor(data)}"):
@@ -69,7 +71,6 @@ def reduce_mean(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) ->
     Raises:
         TypeError, ValueError: it is no tensor, or a sparse, meta or quantized one; where, as for
             `all_reduce`.
-        CollectiveError: a rank does not take part.
     """
     world_size = live_world_size(group)
     with checking("reduce_mean", group, lambda: describe_tensor(tensor)):
@@ -98,7 +99,6 @@ def broadcast(data: torch.Tensor, src: int = 0, group: dist.ProcessGroup | None 
     Raises:
         TypeError, ValueError: no dense tensor with values, or `src` is no rank of the group;
             where, as for `all_reduce`.
-        CollectiveError: a rank does not take part.
     """
     world_size = live_world_size(group)
     with checking("dist.broadcast", group, lambda: f"{describe_tensor(data)} from rank {src}"):
@@ -124,7 +124,6 @@ def all_gather(data: torch.Tensor, group: dist.ProcessGroup | None = None) -> li
         ValueError: on every rank, when shapes or dtypes differ, or some rank's data is sparse,
             meta, nested or quantized.
         TypeError: on every rank, when some rank's data is no tensor.
-        CollectiveError: a rank does not take part.
     """
     return _gather("all_gather", data, None, group)
 
@@ -142,7 +141,6 @@ def gather(
     Raises:
         ValueError, TypeError: on every rank, as for `all_gather`; also when the ranks' `dst` differ
             or `dst` is no rank of the group.
-        CollectiveError: a rank does not take part.
     """
     return _gather("gather", data, dst, group)
 

@@ -19,13 +19,13 @@ from ..errors import Call, call_site, main_thread_site
 from ..process.ranks import distributed_available, process_space
 from .first_message import meet, raise_disagreement
 
-VARIABLE = "STEPWRAP_COLLECTIVE_TRACE"
 # How often a rank looks whether another one asks where it is, and how long that one waits.
 _LOOK_S = 0.5
 ANSWER_S = 2.0
 _JOIN_S = 2.0
 _KEPT = 256
-_is_on = os.environ.get(VARIABLE, "").lower() not in ("", "0", "false", "no", "off")
+_OFF = ("", "0", "false", "no", "off")
+_is_on = os.environ.get("STEPWRAP_COLLECTIVE_TRACE", "").lower() not in _OFF
 _records: collections.deque[CollectiveRecord] = collections.deque(maxlen=_KEPT)
 _numbers = itertools.count(1)
 # What this rank is doing, while its loop has said how to find out.
@@ -85,7 +85,6 @@ def answering(progress: Callable[[], str]) -> Iterator[None]:
 
 
 def is_in_progress() -> bool:
-    """Return whether a loop of this rank has said what it is doing."""
     return _progress is not None
 
 
@@ -162,7 +161,6 @@ class _Watch(threading.Thread):
 
     @classmethod
     def start_once(cls) -> None:
-        """Start the watch of the live default group, unless it runs."""
         world = dist.group.WORLD
         assert world is not None
         with cls.lock:
@@ -187,7 +185,6 @@ class _Watch(threading.Thread):
             cls.running = None
 
     def run(self) -> None:
-        """Look for questions until the group has gone."""
         # The process that served the store may go: then nobody asks any more.
         with contextlib.suppress(RuntimeError):
             questions = _questions()
