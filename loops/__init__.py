@@ -1,6 +1,5 @@
 """Training, validation and test loops; hooks; checkpoints; the order of the data."""
 
-from .cadence import Cadence
 from .checkpoints.checkpoint import (
     list_checkpoints,
     prune_checkpoints,
@@ -8,9 +7,8 @@ from .checkpoints.checkpoint import (
     save_alone,
     save_checkpoint,
 )
+from .checkpoints.files import CheckpointError
 from .checkpoints.restore import Checkpoint, find_checkpoint, load_checkpoint, search_checkpoint
-from .checkpoints.together import CheckpointError
-from .data.loaders import ShardedBatchSampler, build_loader
 from .evaluate import TestLoop, ValLoop
 from .hook import Hook, HookList
 from .hooks import (
@@ -21,14 +19,17 @@ from .hooks import (
     LogHook,
     NanGuardHook,
     NonFiniteError,
+    PolyLR,
     ProgressHook,
     SchedulerHook,
+    ScheduleWindow,
     TensorBoardHook,
     ThroughputHook,
 )
-from .lr_schedules import PolyLR, ScheduleWindow
+from .loaders import ShardedBatchSampler, build_loader
 from .metrics import MeanLoss, ProcessMetric
 from .rng import mix_seed, seed_rng
+from .schedule import Cadence
 from .state import LoopState, Optimization, Phase, Stateful
 from .train import EpochTrainLoop, IterTrainLoop
 

@@ -126,7 +126,7 @@ def _check_events(cls: type, names: Iterable[str]) -> None:
 
 
 def _checked(hook: Any) -> Any:
-    """Return ``hook``; TypeError if it is no Hook and nothing like one."""
+    """Return `hook`; TypeError if it is no Hook and nothing like one."""
     if not isinstance(hook, Hook):
         _check_events(type(hook), dir(type(hook)))
         if not any(hasattr(hook, event) for event in EVENTS):
@@ -138,6 +138,7 @@ def _checked(hook: Any) -> Any:
 
 _OnState = tuple[Callable[[LoopState], None], ...]
 _OnBatch = tuple[Callable[[LoopState, Any], None], ...]
+_OnValues = tuple[Callable[[LoopState, dict[str, float]], None], ...]
 
 
 class HookList:
@@ -157,32 +158,28 @@ class HookList:
     on_batch_end: tuple[Callable[[LoopState, Any, Mapping[str, Tensor]], None], ...]
     on_update: _OnState
     collect_logs: tuple[Callable[[LoopState, Scalars], None], ...]
-    on_log: tuple[Callable[[LoopState, dict[str, float]], None], ...]
+    on_log: _OnValues
     on_save_point: _OnState
     on_eval_start: _OnState
     on_eval_batch_start: _OnBatch
     on_eval_batch_end: tuple[Callable[[LoopState, Any, Any], None], ...]
-    on_eval_end: tuple[Callable[[LoopState, dict[str, float]], None], ...]
+    on_eval_end: _OnValues
     on_exception: tuple[Callable[[LoopState, BaseException], None], ...]
 
     def __init__(self, hooks: Iterable[Any] = ()) -> None:
         self._hooks: list[Any] = sorted(
             map(_checked, hooks), key=lambda hook: getattr(hook, "order", Hook.order)
         )
+        ignored = [hook.ignores() if hasattr(hook, "ignores") else () for hook in self._hooks]
         for event in EVENTS:
-            setattr(self, event, self._listeners(event))
+            silent = getattr(Hook, event)
+            pairs = zip(self._hooks, ignored, strict=True)
+            methods = [getattr(hook, event, silent) for hook, no in pairs if event not in no]
+            listeners = tuple(m for m in methods if getattr(m, "__func__", m) is not silent)
+            setattr(self, event, listeners)
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self._hooks)
 
     def __len__(self) -> int:
         return len(self._hooks)
-
-    def _listeners(self, event: str) -> tuple[Callable[..., None], ...]:
-        silent = getattr(Hook, event)
-        methods = (
-            getattr(hook, event, silent)
-            for hook in self._hooks
-            if not hasattr(hook, "ignores") or event not in hook.ignores()
-        )
-        return tuple(m for m in methods if getattr(m, "__func__", m) is not silent)

@@ -7,7 +7,7 @@ import signal
 import threading
 import time
 from types import FrameType, TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,20 +22,6 @@ _PERIOD_S = 1.0
 _LOOK_S = 0.1
 # Most polls between two agreements, so that a slower phase is not kept waiting for minutes.
 _MAX_POLLS = 64
-
-
-class StopWatch(Protocol):
-    """What a loop asks between two units of work."""
-
-    def poll(self, state: LoopState) -> None:
-        """Set `state.signal` and `state.stop_reason` when it is time to stop."""
-
-
-class NoSignals:
-    """Heeds nothing: for an evaluation of its own, which has nothing to save."""
-
-    def poll(self, state: LoopState) -> None:
-        """Do nothing."""
 
 
 class StopSignals:
@@ -92,32 +78,31 @@ class StopSignals:
             # Before the look: a signal that comes after it brings the next one forward.
             self.due_s = now_s + _LOOK_S
             state.clock_s = now_s - self._start_s
-            if self._received:
-                self._stop(state, self._received)
+            self._stop(state, self._received)
         elif self._paces[state.phase].due():
-            self._paces[state.phase].plan(self._agree(state))
+            self._agree(state)
+            self._paces[state.phase].plan(state.clock_s)
 
     def look(self, state: LoopState) -> None:
         """Heed a signal that came after the last poll; every rank must call this."""
-        if not self._alone:
-            self._agree(state)
-        elif self._received:
+        if self._alone:
             self._stop(state, self._received)
+        else:
+            self._agree(state)
 
-    def _agree(self, state: LoopState) -> float:
-        """Exchange signals and clocks; return the clock."""
+    def _agree(self, state: LoopState) -> None:
+        """Exchange signals and clocks."""
         clock_s = time.monotonic() - self._start_s if get_rank() == 0 else -1.0
         shared = torch.tensor([self._received, clock_s], dtype=torch.float64, device=comm_device())
         # The greatest of both: any rank's signal, and the clock of rank 0.
         dist.all_reduce(shared, op=dist.ReduceOp.MAX)
         number, state.clock_s = shared.tolist()
-        if number:
-            self._stop(state, int(number))
-        return state.clock_s
+        self._stop(state, int(number))
 
     def _stop(self, state: LoopState, number: int) -> None:
-        state.signal, self._unheeded = number, 0
-        state.request_stop(f"received {signal.Signals(number).name}")
+        if number:
+            state.signal, self._unheeded = number, 0
+            state.request_stop(f"received {signal.Signals(number).name}")
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT and self._received == signal.SIGINT:

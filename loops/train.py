@@ -10,12 +10,11 @@ from typing import Any
 
 from ..collectives import all_gather_object, mean_scalars
 from ..registry import LOOPS
-from .checkpoints.together import naming_missing_ranks
-from .data.loaders import batches_from, length_of
 from .evaluate import ValLoop, announce_failure
 from .hook import HookList, Scalars
+from .loaders import batches_from, length_of
 from .metrics import directions_of
-from .notes import note_failure
+from .notes import naming_missing_ranks, note_failure
 from .schedule import (
     ValSchedule,
     holds_gradients,
@@ -41,8 +40,6 @@ _EMPTY = "the training loader has no batches: more samples, a smaller batch_size
 
 
 class _TrainLoop:
-    """What both training loops have in common."""
-
     # What the iteration loop sets: the update after which to stop, and that it validates by them.
     _last_step: int | None = None
     _validates_updates = False
@@ -142,7 +139,7 @@ class _TrainLoop:
     def _validate(self, done: int, state: LoopState, hooks: HookList, signals: StopSignals) -> None:
         """Validate if due after `done` units; after a stop, the resumed run does it."""
         if self.val_loop is not None and self.schedule.due(done) and not state.stop_reason:
-            self.val_loop.evaluate(state, hooks, signals)
+            self.val_loop.evaluate(state, hooks, signals.poll)
 
     def _catch_up(self, done: int, state: LoopState, hooks: HookList, signals: StopSignals) -> None:
         """Do the validation before or during which an earlier run was stopped."""
@@ -240,9 +237,7 @@ class EpochTrainLoop(_TrainLoop):
         log_every_steps: int = 50,
         sanity_val: bool = True,
     ) -> None:
-        schedule = ValSchedule(
-            "epochs", max_epochs, begin=val_begin, interval=val_interval, dynamic=dynamic_intervals
-        )
+        schedule = ValSchedule("epochs", max_epochs, val_begin, val_interval, dynamic_intervals)
         super().__init__(dataloader, schedule, val_loop, log_every_steps, sanity_val)
         self.max_epochs = schedule.last
 
@@ -298,16 +293,10 @@ class IterTrainLoop(_TrainLoop):
     The whole run is one epoch of events; `state.epoch` counts the passes.
 
     Args:
-        dataloader: This rank's batches; the same number on every rank, which is checked as for
-            `EpochTrainLoop`.
-        max_steps: Optimizer updates.
-        val_loop: Validates; None for never.
-        val_begin: The first update after which it may run.
+        max_steps: Optimizer updates. Arguments that are not listed are as in `EpochTrainLoop`.
+        val_begin: The first update after which `val_loop` may run.
         val_interval: Updates between two validations; there is always one after the last update.
         dynamic_intervals: (step, val_interval) pairs: from that update on, another interval.
-        log_every_steps: Updates between two log records.
-        sanity_val: Run one batch of the validation before training, to find mistakes in it; see
-            `ValLoop.try_batch`.
     """
 
     def __init__(
@@ -322,9 +311,7 @@ class IterTrainLoop(_TrainLoop):
         log_every_steps: int = 50,
         sanity_val: bool = True,
     ) -> None:
-        schedule = ValSchedule(
-            "steps", max_steps, begin=val_begin, interval=val_interval, dynamic=dynamic_intervals
-        )
+        schedule = ValSchedule("steps", max_steps, val_begin, val_interval, dynamic_intervals)
         super().__init__(dataloader, schedule, val_loop, log_every_steps, sanity_val)
         self.max_steps = self._last_step = schedule.last
         self._validates_updates = val_loop is not None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,22 +20,16 @@ _PROGRESS = ("batch", "iteration", "step", "updated_at")
 class UnevenInputs:
     """Lets a pass end together on ranks that have different numbers of batches.
 
-    The model's `join` keeps the averaging of gradients going. What else the loop does together
-    with other ranks is left out from where the first one has run out of batches:
-    `state.together` says so. At the end of the pass all are brought to where the rank with most
-    batches is: counters, optimizers, schedulers and whatever else is in `state.stateful`.
-
-    Args:
-        options: Arguments of the model's `join`.
-        group: The ranks with batches of their own.
-
-    Raises:
-        ValueError: What is trained communicates at other times too.
+    The model's `join`, called with `options`, keeps the averaging of gradients going. What else
+    the loop does together with other ranks is left out from where the first one has run out of
+    batches: `state.together` says so. At the end of the pass all are brought to where the rank with
+    most batches is: counters, optimizers, schedulers and whatever else is in `state.stateful`.
     """
 
     def __init__(self, state: LoopState, options: dict[str, Any]) -> None:
         _check(state)
         self._options = options
+        # The ranks with batches of their own.
         self._group: dist.ProcessGroup | None = getattr(state.model, "data_group", None)
 
     @contextmanager
@@ -67,23 +61,20 @@ class UnevenInputs:
         ahead = everyone[longest]
         if all(one["batch"] == ahead["batch"] for one in everyone):
             return
-        group = self._group or dist.group.WORLD
+        group, optim = self._group or dist.group.WORLD, state.optim_wrapper
         assert group is not None
-        assert state.optim_wrapper is not None
+        assert optim is not None
         source = dist.get_global_rank(group, longest)
-        parts = None
+        states: dict[str, Any] = {}
         if dist.get_rank() == source:
-            parts = (
-                state.optim_wrapper.state_dict(),
-                {name: part.state_dict() for name, part in state.stateful.items()},
-            )
-        parts = broadcast(parts, source, self._group)
+            states = {name: part.state_dict() for name, part in state.stateful.items()}
+            states = {"optim": optim.state_dict(), "stateful": states}
+        states = broadcast(states, source, self._group)
         if mine["batch"] == ahead["batch"]:
             return
-        assert parts is not None
-        state.optim_wrapper.load_state_dict(parts[0])
+        optim.load_state_dict(states["optim"])
         for name, part in state.stateful.items():
-            part.load_state_dict(parts[1][name])
+            part.load_state_dict(states["stateful"][name])
         for name in _PROGRESS:
             setattr(state, name, ahead[name])
 
@@ -105,19 +96,16 @@ def even_inputs(batches: Iterable[Any], state: LoopState) -> Iterator[Any]:
         if none_has:
             return
         if not all_have:
-            _refuse(has_batch, state)
+            have = all_gather_object(has_batch)
+            ended, others = ([r for r, h in enumerate(have) if h is one] for one in (False, True))
+            raise ValueError(
+                "every rank needs the same number of training batches, but "
+                f"{name_ranks(ended)} {'have' if len(ended) > 1 else 'has'} no more after "
+                f"{state.batch} in epoch {state.epoch}, and {name_ranks(others)} "
+                f"{'have' if len(others) > 1 else 'has'}; StepDistributedDataParallel("
+                "uneven_inputs=True) in an EpochTrainLoop can do without"
+            )
         yield batch
-
-
-def _refuse(has_batch: bool, state: LoopState) -> NoReturn:
-    have = all_gather_object(has_batch)
-    ended, others = ([r for r, has in enumerate(have) if has is one] for one in (False, True))
-    raise ValueError(
-        "every rank needs the same number of training batches, but "
-        f"{name_ranks(ended)} {'have' if len(ended) > 1 else 'has'} no more after {state.batch} in "
-        f"epoch {state.epoch}, and {name_ranks(others)} {'have' if len(others) > 1 else 'has'}; "
-        "StepDistributedDataParallel(uneven_inputs=True) in an EpochTrainLoop can do without"
-    )
 
 
 def _on_all_ranks(group: dist.ProcessGroup | None, *own: bool) -> list[bool]:
@@ -128,11 +116,7 @@ def _on_all_ranks(group: dist.ProcessGroup | None, *own: bool) -> list[bool]:
 
 
 def uneven_inputs(state: LoopState, *, by_epoch: bool) -> UnevenInputs | None:
-    """Return how to train if the model's wrapper was given `uneven_inputs`, else None.
-
-    Raises:
-        ValueError: That does not go together with the rest of the run.
-    """
+    """Return how to train if the model's wrapper was given `uneven_inputs`, else None."""
     options = getattr(state.model, "uneven_inputs", None)
     if options is None:
         return None

@@ -10,8 +10,9 @@ import re
 import reprlib
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from types import NoneType
 from typing import Any
@@ -22,15 +23,21 @@ from ...collectives import all_gather_object
 from ...wrappers import reshard
 from ..rng import capture_rng
 from ..state import LoopState
-from . import folder as folders
-from .gradients import savable
-from .plain import plain
-from .shards import TABLE, Parts, Places, make_table
-from .step_state import step_state
-from .together import CheckpointError as CheckpointError
-from .together import Gather, own_rank, together, world_size
-from .weights import data_size, gradient_places, gradients_of, is_spread, weights_of
-from .weights import user_model as user_model
+from . import files as disk
+from .files import CheckpointError, own_rank, together, world_size
+from .shards import TABLE, Parts, Places, Table, make_table
+from .weights import (
+    data_size,
+    device_of,
+    gradient_places,
+    gradients_of,
+    is_spread,
+    plain,
+    savable,
+    step_state,
+    user_model,
+    weights_of,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -39,17 +46,9 @@ FORMAT, SHARDED_FORMAT = 1, 2
 META = "checkpoint.json"
 _ABANDONED, _INCOMPLETE = "abandoned_", "incomplete_"
 # Integers in a description, with the least that they can be.
-_COUNTS = {
-    "format": 1,
-    "serial": 1,
-    "world_size": 1,
-    "data_size": 1,
-    "step": 0,
-    "epoch": 0,
-    "batch": 0,
-    "iteration": 0,
-}
-REASONS = ("interval", "signal", "exception", "end")
+_COUNTS = dict.fromkeys(("format", "serial", "world_size", "data_size"), 1)
+_COUNTS |= dict.fromkeys(("step", "epoch", "batch", "iteration"), 0)
+_REASONS = ("interval", "signal", "exception", "end")
 
 
 def save_checkpoint(
@@ -87,7 +86,7 @@ def save_checkpoint(
     # What a step carries has gone on since the window began.
     gradients = saved.iteration == state.iteration
     meta = _about(saved, reason, is_best)
-    path = _save(folder, saved, meta, all_gather_object, gradients=gradients)
+    path = _save(folder, saved, meta, gradients=gradients)
     state.restored_from = None
     return path
 
@@ -109,27 +108,22 @@ def save_alone(folder: Path, state: LoopState, *, reason: str = "exception") -> 
     """
     if own_rank() != 0:
         return None
+    exact = world_size() == 1 and not state.in_step
+    problem = "" if exact else _unsafe(state)
     if is_spread(state):
-        logger.warning(
-            "no checkpoint of step %d is saved: its state is spread over the ranks, of which "
-            "the others may be gone",
-            state.step,
-        )
+        problem = "its state is spread over the ranks, of which the others may be gone"
+    if problem:
+        logger.warning("no checkpoint of step %d is saved: %s", state.step, problem)
         return None
-    if world_size() == 1 and not state.in_step:
-        meta = _about(state, reason, is_best=False)
-        path = _save(folder, state, meta, _alone, gradients=True)
+    if exact:
+        path = _save(folder, state, _about(state, reason), _alone)
         state.restored_from = None
         logger.info("saved checkpoint %s (after the error)", path)
         return path
-    problem = _unsafe(state)
-    if problem or state.updated_at is None:
-        logger.warning("no checkpoint of step %d is saved: %s", state.step, problem)
-        return None
+    assert state.updated_at is not None
     epoch, batch, iteration = state.updated_at
     saved = replace(state, epoch=epoch, batch=batch, iteration=iteration)
-    meta = _about(saved, reason, is_best=False)
-    path = _save(folder, saved, meta, _alone, gradients=False, finish=_set_aside)
+    path = _save(folder, saved, _about(saved, reason), _alone, gradients=False, finish=_set_aside)
     logger.info("saved %s after the error, without the random streams that belong to it", path)
     return path
 
@@ -171,7 +165,7 @@ def prune_checkpoints(folder: Path, keep_last: int | None, keep: Iterable[Path] 
     spared = {path.resolve() for path in keep}
     olds = [path for path, _ in list_checkpoints(folder)][keep_last:]
     doomed = [path for path in olds if path.resolve() not in spared]
-    folders.remove_folders(doomed)
+    disk.remove_folders(doomed)
     return doomed
 
 
@@ -201,7 +195,7 @@ def read_meta(path: Path) -> dict[str, Any]:
         CheckpointError: There is none, it is damaged, or of a later format.
     """
     try:
-        meta = json.loads(folders.read_text(path / META))
+        meta = json.loads(disk.read_text(path / META))
         problem = _problem_of(meta)
     except (FileNotFoundError, NotADirectoryError) as error:
         raise CheckpointError(f"{path} is not a checkpoint: it has no {META}") from error
@@ -262,9 +256,9 @@ def rank_file(rank: int) -> str:
     return f"rank_{rank:05d}.pt"
 
 
-def _about(state: LoopState, reason: str, is_best: bool) -> dict[str, Any]:
-    if reason not in REASONS:
-        raise ValueError(f"reason must be one of {', '.join(REASONS)}, got {reason!r}")
+def _about(state: LoopState, reason: str, is_best: bool = False) -> dict[str, Any]:
+    if reason not in _REASONS:
+        raise ValueError(f"reason must be one of {', '.join(_REASONS)}, got {reason!r}")
     # Results of an older evaluation are not those of these weights.
     metrics = state.metrics if state.evaluated_at == state.step else {}
     return {
@@ -296,68 +290,55 @@ def _save(
     folder: Path,
     state: LoopState,
     meta: dict[str, Any],
-    gather: Gather,
+    gather: Callable[[Any], list[Any]] = all_gather_object,
     *,
-    gradients: bool,
+    gradients: bool = True,
     finish: Callable[[Path, dict[str, Any], LoopState], Path] | None = None,
 ) -> Path:
-    finish = finish or _finish
     what = f"saving the checkpoint of step {state.step} in {folder}"
-    first = own_rank() == 0
-    draft = together(what, lambda: folders.make_draft(folder) if first else None, gather)[0]
-    if draft is None:
-        raise AssertionError("rank 0 makes the draft")
-    try:
-        if is_spread(state):
-            written = _write_parts(what, draft, state, gradients)
-            meta["format"] = SHARDED_FORMAT if any(TABLE in files for files in written) else FORMAT
-        else:
-            written = together(what, lambda: _write(draft, state, gradients), gather)
-        meta["files"] = {name: about for files in written for name, about in files.items()}
-        finals = together(what, lambda: finish(draft, meta, state) if first else draft, gather)
-    except CheckpointError:
-        if first:
-            shutil.rmtree(draft, ignore_errors=True)
-        raise
-    return finals[0]
-
-
-def _write(draft: Path, state: LoopState, gradients: bool) -> dict[str, dict[str, Any]]:
-    """Write this rank's files into the draft; return their fingerprints."""
-    trees = Parts(_contents(state)).trees if own_rank() == 0 else {}
-    files = {f"{stem}.pt": tree for stem, tree in trees.items()}
-    files[rank_file(own_rank())] = _own_contents(state, gradients)
-    for name, content in files.items():
-        folders.write_tensors(draft / name, content)
-    return {name: folders.fingerprint(draft / name) for name in files}
-
-
-def _write_parts(
-    what: str, draft: Path, state: LoopState, gradients: bool
-) -> list[dict[str, dict[str, Any]]]:
-    """Write the draft's files where no rank knows everything; every rank must call this."""
-    made: list[Parts] = []
+    rank, finish = own_rank(), finish or _finish
+    # Where no rank knows everything, each has its parts of it.
+    has_contents = rank == 0 or is_spread(state)
+    parts = Parts({})
 
     def collect() -> Places:
-        made.append(Parts(_contents(state)))
-        return made[0].places
-
-    places = together(what, collect)
+        nonlocal parts
+        parts = Parts(_contents(state) if has_contents else {})
+        return parts.places
 
     def write() -> dict[str, dict[str, Any]]:
-        parts, table, rank = made[0], make_table(places), own_rank()
-        names = [rank_file(rank), *parts.write(draft, rank, table)]
-        folders.write_tensors(draft / names[0], _own_contents(state, gradients))
-        if rank == 0:
-            for stem, tree in parts.trees.items():
-                folders.write_tensors(draft / f"{stem}.pt", tree)
-                names.append(f"{stem}.pt")
-            if any(table.values()):
-                folders.write_text(draft / TABLE, json.dumps(table))
-                names.append(TABLE)
-        return {name: folders.fingerprint(draft / name) for name in names}
+        table = make_table(places)
+        contents = chain(parts.files_of(rank, table), _own_files(state, parts, table, gradients))
+        return {name: _written(draft / name, content) for name, content in contents}
 
-    return together(what, write)
+    draft = together(what, lambda: disk.make_draft(folder) if rank == 0 else folder, gather)[0]
+    try:
+        places = together(what, collect, gather)
+        written = together(what, write, gather)
+        meta["files"] = {name: about for files in written for name, about in files.items()}
+        if TABLE in meta["files"]:
+            meta["format"] = SHARDED_FORMAT
+        return together(what, lambda: finish(draft, meta, state) if rank == 0 else draft, gather)[0]
+    except CheckpointError:
+        if rank == 0:
+            shutil.rmtree(draft, ignore_errors=True)
+        raise
+
+
+def _written(path: Path, content: Any) -> dict[str, Any]:
+    disk.write_file(path, content)
+    return disk.fingerprint(path)
+
+
+def _own_files(
+    state: LoopState, parts: Parts, table: Table, gradients: bool
+) -> Iterator[tuple[str, Any]]:
+    """Yield what this rank writes besides its parts of sharded tensors."""
+    yield rank_file(own_rank()), _own_contents(state, gradients)
+    if own_rank() == 0:
+        yield from ((f"{stem}.pt", tree) for stem, tree in parts.trees.items())
+        if any(table.values()):
+            yield TABLE, json.dumps(table)
 
 
 def _contents(state: LoopState) -> dict[str, Any]:
@@ -376,13 +357,12 @@ def _contents(state: LoopState) -> dict[str, Any]:
 def _own_contents(state: LoopState, gradients: bool) -> dict[str, Any]:
     """What only this rank knows."""
     model = user_model(state.model)
-    device = next((p.device for p in model.parameters()), None)
     own = {
-        "rng": capture_rng(device),
+        "rng": capture_rng(device_of(model)),
         "gradients": gradients_of(model) if gradients else {},
         "logs": state.logs.state_dict(state.iteration),
     }
-    carried = step_state(state) if gradients else {}
+    carried = step_state(state.model) if gradients else {}
     if carried:
         own["step"] = carried
     places = gradient_places(model)
@@ -404,7 +384,7 @@ def _finish(draft: Path, meta: dict[str, Any], state: LoopState) -> Path:
         final = final.with_name(f"{name}-{meta['serial']}")
         meta["serial"] += 1
     _publish(draft, meta, final)
-    folders.remove_folders(path for path, _ in replaced)
+    disk.remove_folders(path for path, _ in replaced)
     return final
 
 
@@ -412,14 +392,14 @@ def _set_aside(draft: Path, meta: dict[str, Any], state: LoopState) -> Path:
     """Describe the draft and publish it where the search for the latest does not find it."""
     others = list_checkpoints(draft.parent)
     meta["serial"] = 1 + max((old["serial"] for _, old in others), default=0)
-    folders.remove_folders(draft.parent.glob(f"{_INCOMPLETE}*"))
+    disk.remove_folders(draft.parent.glob(f"{_INCOMPLETE}*"))
     return _publish(draft, meta, draft.with_name(f"{_INCOMPLETE}step_{meta['step']:08d}"))
 
 
 def _publish(draft: Path, meta: dict[str, Any], final: Path) -> Path:
     described = {**meta, "sha256": _digest(meta)}
-    folders.write_text(draft / META, json.dumps(described, indent=2))
-    folders.publish(draft, final)
+    disk.write_file(draft / META, json.dumps(described, indent=2))
+    disk.publish(draft, final)
     return final
 
 

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import difflib
-import hashlib
-import io
 import logging
 import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
-import torch
 from torch import Tensor, nn
 
 from ...collectives import get_rank
@@ -20,35 +17,25 @@ from ...wrappers import is_sharded, reshard
 from ..rng import mix_seed, restore_rng, seed_rng
 from ..state import LoopState, mean_logs
 from .checkpoint import list_checkpoints, rank_file, read_meta
-from .folder import fingerprint, read_tensors, size_of
-from .gradients import mean_gradients
+from .files import CheckpointError, damage_of, own_rank, reading, together, world_size
 from .shards import SHARDED, TABLE, Reader, whole
-from .step_state import load_step_state
-from .together import CheckpointError, own_rank, reading, together, world_size
 from .weights import (
     data_size,
+    device_of,
     gradient_places,
     is_spread,
     load_weights,
+    mean_gradients,
     plain_name,
     set_gradients,
     state_of,
+    step_state,
     user_model,
 )
 
 logger = logging.getLogger(__name__)
 
 _SHOWN = 8
-
-
-class _Files(Protocol):
-    """Reads a checkpoint's files, which are in order."""
-
-    def tree(self, stem: str) -> Any:
-        """Return a content that is the same for all ranks."""
-
-    def file(self, name: str) -> Any:
-        """Return the content of any file."""
 
 
 @dataclass(frozen=True)
@@ -64,25 +51,12 @@ class Checkpoint:
         Raises:
             CheckpointError: It is missing, or not as it was written.
         """
-        stem = name.removesuffix(".pt")
-        if TABLE in self.meta["files"] and stem in SHARDED:
-            shards = [other for other in self.meta["files"] if other.startswith(f"{stem}.shard_")]
-            self._check(TABLE, name, *shards)
-            return whole(self._reader().tree(stem))
-        files = self.meta["files"]
+        files, stem = self.meta["files"], name.removesuffix(".pt")
         if name not in files:
             raise CheckpointError(f"{self.path} has no file {name}, but {', '.join(files)}")
-        try:
-            whole_size = size_of(self.path / name) == files[name]["size"]
-            content = (self.path / name).read_bytes() if whole_size else b""
-        except OSError as error:
-            raise CheckpointError(f"checkpoint {self.path} is damaged: {name}: {error}") from error
-        if hashlib.sha256(content).hexdigest() != files[name]["sha256"]:
-            raise CheckpointError(
-                f"checkpoint {self.path} is damaged: {name} is not as it was written"
-            )
-        with reading(self.path, name, "the content"):
-            return read_tensors(io.BytesIO(content))
+        if TABLE in files and stem in SHARDED:
+            return whole(Reader(self.path, files, by_parts=True).tree(stem))
+        return Reader(self.path, files, by_parts=False).file(name)
 
     @property
     def evaluated(self) -> tuple[str, ...]:
@@ -106,8 +80,12 @@ class Checkpoint:
         def load() -> None:
             weights = files.tree("model")
             if evaluated and self.evaluated != ("model.pt",):
-                with reading(self.path, self.evaluated[0], ".".join(self.evaluated[1:])):
-                    weights.update(_entry(files, *self.evaluated))
+                name, *keys = self.evaluated
+                with reading(self.path, name, ".".join(keys)):
+                    average = files.tree(name.removesuffix(".pt"))
+                    for key in keys:
+                        average = average[key]
+                    weights.update(average)
             self._load_model(model, weights)
 
         together(f"loading the model of {self.path}", load)
@@ -137,24 +115,19 @@ class Checkpoint:
         files = self._files(by_parts=is_spread(state))
         together(f"restoring {self.path}", lambda: self._restore(state, files))
 
-    def _files(self, *, by_parts: bool) -> _Files:
-        """How to read this checkpoint; every rank must call this."""
-        if not by_parts and TABLE not in self.meta["files"]:
-            return _Whole(self)
-        # Each rank looks at a share of the files: a rank that reads parts should not read all.
-        share = sorted(self.meta["files"])[own_rank() :: world_size()]
-        together(f"loading {self.path}", lambda: self._check(*share))
-        return self._reader()
+    def _files(self, *, by_parts: bool) -> Reader:
+        """Return what reads this checkpoint; every rank must call this."""
+        files = self.meta["files"]
+        by_parts = by_parts or TABLE in files
+        reader = Reader(self.path, files, by_parts=by_parts)
+        if by_parts:
+            # Each rank looks at a share of the files: a rank that reads parts should not read all.
+            share = sorted(files)[own_rank() :: world_size()]
+            together(f"loading {self.path}", lambda: reader.check(*share))
+            reader.checked.update(files)
+        return reader
 
-    def _reader(self) -> Reader:
-        return Reader(self.path, list(self.meta["files"]))
-
-    def _check(self, *names: str) -> None:
-        damage = _damage(self.path, {name: self.meta["files"][name] for name in names})
-        if damage:
-            raise CheckpointError(f"checkpoint {self.path} is damaged: {damage}")
-
-    def _restore(self, state: LoopState, files: _Files) -> None:
+    def _restore(self, state: LoopState, files: Reader) -> None:
         self._load_model(state.model, files.tree("model"))
         missing, surplus = self._load_states(state, files)
         for name in missing:
@@ -166,7 +139,7 @@ class Checkpoint:
         self._restore_rank(state, files)
         state.restored_from = (self.path.parent.resolve(), int(self.meta["serial"]))
 
-    def _load_states(self, state: LoopState, files: _Files) -> tuple[set[str], set[str]]:
+    def _load_states(self, state: LoopState, files: Reader) -> tuple[set[str], set[str]]:
         """Load counters and parts; return the parts without a state, and the reverse."""
         content = files.tree("state")
         with reading(self.path, "state.pt", "counters"):
@@ -194,7 +167,7 @@ class Checkpoint:
         with reading(self.path, "model.pt", "the table of weights"):
             load_weights(target, weights)
 
-    def _load_optimizer(self, state: LoopState, files: _Files) -> None:
+    def _load_optimizer(self, state: LoopState, files: Reader) -> None:
         optim = state.optim_wrapper
         assert optim is not None
         try:
@@ -207,7 +180,7 @@ class Checkpoint:
                 f"optimizer: {type(error).__name__}: {error}"
             ) from error
 
-    def _restore_rank(self, state: LoopState, files: _Files) -> None:
+    def _restore_rank(self, state: LoopState, files: Reader) -> None:
         """Restore what only this rank knew, or the nearest thing to it."""
         saved, now = int(self.meta["world_size"]), world_size()
         if saved != now:
@@ -226,10 +199,22 @@ class Checkpoint:
         # The ranks of a tensor group are neighbours, and go on with the same streams.
         content = self._restore_rng(model, data_rank, 1 if as_saved else saved // shares[0])
         with reading(self.path, rank_file(data_rank), "step"):
-            load_step_state(state, self.path, content, as_saved)
+            self._load_step_state(state.model, content, as_saved)
         self._restore_sums(state, content if as_saved else {}, files)
 
-    def _restore_sums(self, state: LoopState, own: Mapping[str, Any], files: _Files) -> None:
+    def _load_step_state(self, model: Any, content: Mapping[str, Any], as_saved: bool) -> None:
+        carried = content.get("step")
+        if carried and as_saved:
+            model.load_step_state(carried)
+        elif carried or step_state(model):
+            logger.warning(
+                "%s has nothing that rank %d can carry on from batch to batch: its training step "
+                "starts with an empty state",
+                self.path,
+                own_rank(),
+            )
+
+    def _restore_sums(self, state: LoopState, own: Mapping[str, Any], files: Reader) -> None:
         """Restore gradients and logs: this rank's `own`, else the means over those that saved."""
         model, every = user_model(state.model), "rank_*.pt"
 
@@ -244,8 +229,7 @@ class Checkpoint:
             # Older checkpoints have none.
             nothing: dict[str, Any] = {"sums": {}, "values": {}}
             logs = [one.get("logs", nothing) for one in ([own] if own else ranks())]
-            device = next((p.device for p in model.parameters()), torch.device("cpu"))
-            state.logs.load_state_dict(logs[0] if own else mean_logs(logs), device)
+            state.logs.load_state_dict(logs[0] if own else mean_logs(logs), device_of(model))
 
     def _restore_rng(self, model: nn.Module, share: int, spacing: int) -> dict[str, Any]:
         """Put back the random streams that the `share`-th of the samples was trained with.
@@ -261,29 +245,8 @@ class Checkpoint:
             return {}
         content: dict[str, Any] = self.read(name)
         with reading(self.path, name, "rng"):
-            restore_rng(content["rng"], next((p.device for p in model.parameters()), None))
+            restore_rng(content["rng"], device_of(model))
         return content
-
-
-@dataclass(frozen=True)
-class _Whole:
-    """Reads whole files into memory."""
-
-    checkpoint: Checkpoint
-
-    def tree(self, stem: str) -> Any:
-        return self.file(f"{stem}.pt")
-
-    def file(self, name: str) -> Any:
-        return self.checkpoint.read(name)
-
-
-def _entry(files: _Files, name: str, *keys: str) -> Any:
-    """Return what lies under `keys` in a file."""
-    content = files.tree(name.removesuffix(".pt"))
-    for key in keys:
-        content = content[key]
-    return content
 
 
 def _data_rank(model: nn.Module) -> int:
@@ -336,7 +299,7 @@ def search_checkpoint(run_dir: Path | str, which: str = "latest") -> Path | None
     for path, meta in list_checkpoints(folder, problems):
         if which == "best" and not meta["best"]:
             continue
-        damage = _damage(path, meta["files"])
+        damage = damage_of(path, meta["files"])
         if not damage:
             return path
         logger.warning("checkpoint %s is damaged (%s); taking the one before it", path, damage)
@@ -344,17 +307,6 @@ def search_checkpoint(run_dir: Path | str, which: str = "latest") -> Path | None
     if problems and which == "latest":
         raise CheckpointError("none of the checkpoints can be read: " + "; ".join(problems))
     return None
-
-
-def _damage(path: Path, files: Mapping[str, Any]) -> str:
-    for name, written in files.items():
-        try:
-            size = size_of(path / name)
-            if size != written["size"] or fingerprint(path / name) != written:
-                return f"{name} is not as it was written"
-        except OSError as error:
-            return f"{name}: {error.strerror}"
-    return ""
 
 
 def _mismatches(saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:

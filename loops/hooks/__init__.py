@@ -1,15 +1,15 @@
-"""What can be added to a run: one hook a file."""
+"""What can be added to a run, from a file for each concern. Imports all of loops but the loops
+themselves; a short one to start with is early_stop.py.
+"""
 
 from .checkpoint import CheckpointHook
 from .early_stop import EarlyStopHook
 from .ema import EMAHook
-from .grad_norm import GradNormHook
-from .log import LogHook
+from .figures import GradNormHook, ThroughputHook
+from .log import LogHook, TensorBoardHook
 from .nan_guard import NanGuardHook, NonFiniteError
 from .progress import ProgressHook
-from .scheduler import SchedulerHook
-from .tensorboard import TensorBoardHook
-from .throughput import ThroughputHook
+from .scheduler import PolyLR, SchedulerHook, ScheduleWindow
 
 __all__ = [
     "CheckpointHook",
@@ -19,7 +19,9 @@ __all__ = [
     "LogHook",
     "NanGuardHook",
     "NonFiniteError",
+    "PolyLR",
     "ProgressHook",
+    "ScheduleWindow",
     "SchedulerHook",
     "TensorBoardHook",
     "ThroughputHook",

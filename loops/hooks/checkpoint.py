@@ -12,20 +12,18 @@ from typing import Any
 from ...collectives import all_gather_object, broadcast, get_rank
 from ...registry import HOOKS
 from ...wrappers import reshard
-from ..cadence import Cadence
 from ..checkpoints.checkpoint import (
-    CheckpointError,
     list_checkpoints,
     prune_checkpoints,
     save_alone,
     save_checkpoint,
 )
-from ..checkpoints.folder import make_draft
-from ..checkpoints.together import together
+from ..checkpoints.files import CheckpointError, make_draft, together
 from ..checkpoints.weights import is_spread
 from ..hook import Hook
+from ..metrics import WatchedMetric
+from ..schedule import Cadence
 from ..state import LoopState
-from ._metric import WatchedMetric
 from .nan_guard import NonFiniteError, bad_parameter
 
 logger = logging.getLogger(__name__)

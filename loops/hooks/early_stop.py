@@ -6,8 +6,8 @@ from typing import Any
 
 from ...registry import HOOKS
 from ..hook import Hook
+from ..metrics import WatchedMetric
 from ..state import LoopState, Phase
-from ._metric import WatchedMetric
 
 
 @HOOKS.register_module()

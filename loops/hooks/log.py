@@ -1,4 +1,4 @@
-"""The record files of a run: JSON lines, and the same records as a CSV table."""
+"""Where the records of a run are written: JSON lines, the same as a CSV table, TensorBoard."""
 
 from __future__ import annotations
 
@@ -9,14 +9,20 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 
 from ...collectives import get_rank
 from ...registry import HOOKS
 from ..hook import Hook
 from ..state import LoopState, Phase
-from ._lines import eval_line, train_line
+from .progress import eval_line, train_line
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+logger = logging.getLogger(__name__)
 
 Value = float | int | str | None
 Record = dict[str, Value]
@@ -27,15 +33,13 @@ FIXED_COLUMNS = ("step", "epoch", "phase", "time")
 class RecordFiles:
     """`metrics.jsonl` and `metrics.csv` in one folder, always with the same records.
 
-    The JSON lines are the truth; the table is derived from them. Numbers that are not finite
-    become `null` in the JSON lines (JSON has no NaN) and `nan` in the table.
-
-    Several processes may append to the same files, one writing each record at once.
+    The table is derived from the JSON lines. Several processes may append to the same files, one
+    writing each record at once.
 
     Args:
         folder: Created when it does not exist.
-        keep: Records already there for which it is false are dropped, and so are
-            those of other processes from now on; None to leave all as it is.
+        keep: Records already there for which it is false are dropped, and so are those of other
+            processes from now on; None to leave all as it is.
     """
 
     def __init__(self, folder: Path, *, keep: Callable[[Record], bool] | None = None) -> None:
@@ -48,7 +52,9 @@ class RecordFiles:
             self._csv = self._open_csv()
             return
         kept = [record for record in read_records(self._json_path) if keep(record)]
-        _replace(self._json_path, (_json_line(record) for record in kept))
+        temporary = self._json_path.with_name(self._json_path.name + ".tmp")
+        temporary.write_text("".join(map(_json_line, kept)), encoding="utf-8")
+        os.replace(temporary, self._json_path)
         self._json = self._json_path.open("a", encoding="utf-8")
         self._csv = self._rewrite_csv(kept)
 
@@ -114,11 +120,7 @@ class RecordFiles:
 
 
 def read_records(path: Path) -> list[Record]:
-    """Read a `metrics.jsonl`; a last line cut off by a crash is left out.
-
-    Returns:
-        The records in file order, an empty list when there is no such file.
-    """
+    """Read a `metrics.jsonl`, if there is one; a last line cut off by a crash is left out."""
     if not path.exists():
         return []
     records: list[Record] = []
@@ -130,12 +132,6 @@ def read_records(path: Path) -> list[Record]:
         if isinstance(record, dict):
             records.append(record)
     return records
-
-
-def _replace(path: Path, lines: Iterable[str]) -> None:
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text("".join(lines), encoding="utf-8")
-    os.replace(temporary, path)
 
 
 def _open_whole(path: Path, *, newline: str | None = None) -> TextIO:
@@ -165,27 +161,18 @@ def _finite(value: Value) -> Value:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-logger = logging.getLogger(__name__)
-
-
 @HOOKS.register_module()
 class LogHook(Hook):
     """Writes each log record and evaluation into `metrics.jsonl` and `metrics.csv`.
 
-    Only rank 0 writes, into `state.run_dir` (nothing if that is None), and
-    flushes after each record. A record is `{"step", "epoch", "phase", "time",
-    ...}`: `step` in optimizer updates, `epoch` from 1 (`state.running_epoch`),
-    `phase` one of "train", "val", "test", `time` in seconds since 1970, then the
-    values by name; a value named like one of the four gets a `_` behind it. NaN and
-    infinities are `null` in the JSON lines and `nan` in the table. A resumed
-    run drops the records that came after the restored checkpoint, so that no
-    step appears twice. Its first record replaces that of an interval which the
-    end of the earlier run cut short. An evaluation alone adds to the files, also
-    while a training writes them.
+    Only rank 0 writes, into `state.run_dir` (nothing if that is None), and flushes after each
+    record. docs/hooks.md describes a record; a value named like one of its fixed four gets a `_`
+    behind it. A resumed run drops the records that came after the restored checkpoint, so that no
+    step appears twice. Its first record replaces that of an interval which the end of the earlier
+    run cut short. An evaluation alone adds to the files, also while a training writes them.
 
     Args:
-        console: Also log each record as a line at INFO. Off, because
-            `ProgressHook` shows them already.
+        console: Also log each record as a line at INFO, as `ProgressHook` shows it.
     """
 
     order = 70
@@ -263,3 +250,60 @@ def _is_past(record: Record, state: LoopState) -> bool:
     if step < state.step or record.get("phase") != Phase.VAL.value:
         return True
     return state.evaluated_at == state.step
+
+
+@HOOKS.register_module()
+class TensorBoardHook(Hook):
+    """Writes `train/...`, `val/...` and `test/...` scalars into `<run_dir>/tensorboard`.
+
+    Only rank 0 writes; nothing if `state.run_dir` is None. The horizontal axis is the optimizer
+    update. A resumed run hides what an earlier one wrote after the restored checkpoint.
+    """
+
+    order = 72
+
+    def __init__(self) -> None:
+        if find_spec("tensorboard") is None:
+            raise ImportError(
+                "TensorBoardHook needs TensorBoard; install it with "
+                "`pip install stepwrap[tensorboard]`"
+            )
+        self._writer: SummaryWriter | None = None
+
+    def on_train_start(self, state: LoopState) -> None:
+        self._open(state)
+
+    def on_log(self, state: LoopState, record: dict[str, float]) -> None:
+        self._write(state, "train", record)
+
+    def on_eval_end(self, state: LoopState, metrics: dict[str, float]) -> None:
+        self._open(state)
+        self._write(state, state.phase.value, metrics)
+
+    def on_run_end(self, state: LoopState) -> None:
+        self._close()
+
+    def on_train_end(self, state: LoopState) -> None:
+        self._close()
+
+    def on_exception(self, state: LoopState, error: BaseException) -> None:
+        self._close()
+
+    def _open(self, state: LoopState) -> None:
+        if self._writer is not None or state.run_dir is None or get_rank() != 0:
+            return
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(state.run_dir / "tensorboard", purge_step=state.step + 1)
+
+    def _write(self, state: LoopState, phase: str, values: Mapping[str, float]) -> None:
+        if self._writer is None:
+            return
+        for name, value in values.items():
+            self._writer.add_scalar(f"{phase}/{name}", value, state.step)
+        self._writer.flush()
+
+    def _close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None

@@ -11,9 +11,9 @@ from torch import Tensor
 from ...collectives import all_gather_object, get_rank, mean_scalars
 from ...registry import HOOKS
 from ...wrappers import local_part, reshard, total_norm
-from ..cadence import Cadence
 from ..checkpoints.weights import plain_name, user_model
 from ..hook import Hook, Scalars
+from ..schedule import Cadence
 from ..state import LoopState, are_finite
 
 logger = logging.getLogger(__name__)

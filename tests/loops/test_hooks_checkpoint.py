@@ -16,7 +16,8 @@ from hook_runs import loader, metrics, new_state, scripted, train, weights
 from ranks import run_ranks
 from torch import Tensor, nn
 
-from stepwrap.loops.checkpoints.checkpoint import CheckpointError, list_checkpoints
+from stepwrap.loops.checkpoints.checkpoint import list_checkpoints
+from stepwrap.loops.checkpoints.files import CheckpointError
 from stepwrap.loops.checkpoints.restore import load_checkpoint
 from stepwrap.loops.evaluate import TestLoop, ValLoop
 from stepwrap.loops.hook import Hook, HookList

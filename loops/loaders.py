@@ -23,12 +23,11 @@ from torch.utils.data import (
     default_collate,
 )
 
-from ...collectives import get_rank, get_world_size
-from ..notes import add_note, describe_samples, name_of
-from ..rng import mix_seed, preserved_generators, preserved_rng, seed_rng
+from ..collectives import get_rank, get_world_size
+from .notes import add_note, describe_samples, name_of
+from .rng import mix_seed, preserved_generators, preserved_rng, seed_rng
 
 logger = logging.getLogger(__name__)
-
 
 # Batches whose indices are made at once, so that a batch costs no call.
 _RUN_OF_BATCHES = 64
@@ -94,17 +93,12 @@ class ShardedBatchSampler(Sampler[list[int]]):
         self.rank = rank
         self.world_size = world_size
         self.pads = even and not drop_last and num_samples % world_size != 0
-        self._own_samples = self._count(drop_last, even)
+        # How many this rank has in an epoch, repeated ones counted.
+        self._own_samples = max(0, -(-(num_samples - (0 if even else rank)) // world_size))
+        if drop_last:
+            self._own_samples = num_samples // (batch_size * world_size) * batch_size
         self._epoch = 0
         self._first = 0
-
-    def _count(self, drop_last: bool, even: bool) -> int:
-        """How many samples this rank has in an epoch, repeated ones counted."""
-        if drop_last:
-            return self.num_samples // (self.batch_size * self.world_size) * self.batch_size
-        if even:
-            return -(-self.num_samples // self.world_size)
-        return max(0, -(-(self.num_samples - self.rank) // self.world_size))
 
     def __len__(self) -> int:
         return -(-self._own_samples // self.batch_size)
@@ -186,33 +180,26 @@ def build_loader(
     Args:
         dataset: Map-style, or an iterable one that shards itself.
         batch_size: Samples per batch and rank.
-        train: Give every rank the same number of batches; without it every
-            sample comes exactly once, as an exact evaluation needs.
+        train: Give every rank the same number of batches; without it every sample comes exactly
+            once, as an exact evaluation needs.
         shuffle: A new order in each epoch, the same for any number of workers.
-        num_workers: Worker processes; 0 reads in this process. Forked ones ignore
-            SIGTERM and SIGINT, which often reach a whole group of processes: they
-            end when this process does.
+        num_workers: Worker processes; 0 reads in this process. Forked ones ignore SIGTERM and
+            SIGINT, which often reach a whole group of processes: they end when this process does.
         collate: Makes a batch of a list of samples; None for torch's own.
         seed: Of the order and of the workers' randomness; the same on every rank.
-        **options: `drop_last` (leave out a last global batch that is not full),
-            `shard` (rank and number of ranks; by default the process group's),
-            `pin_memory` ("auto": where there is CUDA) and the remaining
-            arguments of `torch.utils.data.DataLoader`.
+        **options: `drop_last` (leave out a last global batch that is not full), `shard` (rank and
+            number of ranks; by default the process group's), `pin_memory` ("auto": where there is
+            CUDA) and the remaining arguments of `torch.utils.data.DataLoader`.
 
     Raises:
         ValueError: The data set is empty, or an iterable one is to be shuffled.
     """
     rank, world_size = options.pop("shard", None) or (get_rank(), get_world_size())
     drop_last = options.pop("drop_last", False)
-    if options.setdefault("pin_memory", "auto") == "auto":
-        options["pin_memory"] = torch.cuda.is_available()
-    if num_workers:
-        options.setdefault("persistent_workers", True)
-        options["worker_init_fn"] = WorkerStart(options.get("worker_init_fn"))
-        collate = WorkerCollate(collate or default_collate)
     # Its own generator: making an iterator must not move the global stream.
     generator = torch.Generator().manual_seed(mix_seed(seed, rank))
     options.update(num_workers=num_workers, collate_fn=collate, generator=generator)
+    _complete(options)
     if isinstance(dataset, IterableDataset):
         if shuffle:
             raise ValueError(
@@ -220,21 +207,23 @@ def build_loader(
                 "has its own order"
             )
         return DataLoader(dataset, batch_size=batch_size, drop_last=drop_last, **options)
-    size = len(dataset)  # type: ignore[arg-type]
-    if not size:
+    if not len(dataset):  # type: ignore[arg-type]
         raise ValueError(f"the data set {type(dataset).__name__} is empty")
-    sampler = ShardedBatchSampler(
-        size,
-        batch_size,
-        shuffle=shuffle,
-        seed=seed,
-        rank=rank,
-        world_size=world_size,
-        drop_last=drop_last,
-        even=train,
-    )
+    order: dict[str, Any] = {"shuffle": shuffle, "seed": seed, "rank": rank}
+    order |= {"world_size": world_size, "drop_last": drop_last, "even": train}
+    sampler = ShardedBatchSampler(len(dataset), batch_size, **order)  # type: ignore[arg-type]
     samples = SeededSamples(dataset) if num_workers else dataset
     return DataLoader(samples, batch_sampler=sampler, **options)
+
+
+def _complete(options: dict[str, Any]) -> None:
+    """Fill in what depends on the device and on whether there are workers."""
+    if options.setdefault("pin_memory", "auto") == "auto":
+        options["pin_memory"] = torch.cuda.is_available()
+    if options["num_workers"]:
+        options.setdefault("persistent_workers", True)
+        options["worker_init_fn"] = WorkerStart(options.get("worker_init_fn"))
+        options["collate_fn"] = WorkerCollate(options["collate_fn"] or default_collate)
 
 
 def length_of(loader: Iterable[Any]) -> int | None:
@@ -274,49 +263,35 @@ def batches_from(loader: Iterable[Any], epoch: int, batch: int = 0) -> Iterator[
     if isinstance(sampler, ShardedBatchSampler):
         sampler.set_position(epoch, batch)
         return iter(loader)
-    told = _set_epoch(loader, epoch)
+    repeatable = _set_epoch(loader, epoch)
     if not batch:
         return iter(loader)
     if isinstance(loader, Sequence):
         return map(loader.__getitem__, range(batch, len(loader)))
+    order = getattr(sampler, "sampler", None)
+    repeatable = repeatable or isinstance(order, torch.utils.data.SequentialSampler)
     # The random streams come from the checkpoint: finding the place must not move them.
     with preserved_rng():
-        if isinstance(loader, DataLoader) and sampler is not None and _repeatable(sampler, told):
-            return iter(_rest_of(loader, batch))
-        return _read_past(loader, batch)
-
-
-def _read_past(loader: Iterable[Any], batch: int) -> Iterator[Any]:
-    logger.warning(
-        "resuming at batch %d of %s by reading and discarding: its order cannot be indexed, and "
-        "what it shuffles may differ; build_loader gives an exact and immediate resume",
-        batch,
-        type(loader).__name__,
-    )
-    batches = iter(loader)
-    next(itertools.islice(batches, batch, batch), None)
-    return batches
+        if isinstance(loader, DataLoader) and sampler is not None and repeatable:
+            return iter(_like(loader, list(sampler)[batch:], loader.num_workers))
+        logger.warning(
+            "resuming at batch %d of %s by reading and discarding: its order cannot be indexed, "
+            "and what it shuffles may differ; build_loader gives an exact and immediate resume",
+            batch,
+            type(loader).__name__,
+        )
+        batches = iter(loader)
+        next(itertools.islice(batches, batch, batch), None)
+        return batches
 
 
 def _set_epoch(loader: Iterable[Any], epoch: int) -> bool:
-    """Tell every sampler of `loader` that asks for it which epoch begins."""
+    """Tell every sampler of `loader` that asks for it which epoch begins; say whether any does."""
     batch_sampler = getattr(loader, "batch_sampler", None)
-    parts: dict[int, Any] = {
-        id(part): part
-        for part in (
-            loader,
-            getattr(loader, "sampler", None),
-            batch_sampler,
-            getattr(batch_sampler, "sampler", None),
-        )
-    }
+    samplers = getattr(loader, "sampler", None), getattr(batch_sampler, "sampler", None)
+    parts: dict[int, Any] = {id(part): part for part in (loader, batch_sampler, *samplers)}
     told = [part.set_epoch(epoch) for part in parts.values() if hasattr(part, "set_epoch")]
     return bool(told)
-
-
-def _repeatable(batch_sampler: Any, told: bool) -> bool:
-    order = getattr(batch_sampler, "sampler", None)
-    return told or isinstance(order, torch.utils.data.SequentialSampler)
 
 
 def first_batch_apart(loader: Iterable[Any]) -> Iterator[Any] | None:
@@ -351,30 +326,13 @@ def _first_of(loader: DataLoader[Any]) -> Iterator[Any]:
     yield from batches
 
 
-def _rest_of(loader: DataLoader[Any], batch: int) -> DataLoader[Any]:
-    """Return a loader like `loader` that begins with batch `batch` once."""
-    return _like(loader, list(loader.batch_sampler or ())[batch:], loader.num_workers)
-
-
 def _like(loader: DataLoader[Any], indices: list[Any], num_workers: int) -> DataLoader[Any]:
     """Return a loader like `loader` that reads the batches of these indices."""
-    workers: dict[str, Any] = {}
+    names = ["collate_fn", "pin_memory", "timeout", "worker_init_fn", "generator"]
     if num_workers:
-        workers = {
-            "prefetch_factor": loader.prefetch_factor,
-            "multiprocessing_context": loader.multiprocessing_context,
-        }
-    return DataLoader(
-        loader.dataset,
-        batch_sampler=indices,
-        num_workers=num_workers,
-        collate_fn=loader.collate_fn,
-        pin_memory=loader.pin_memory,
-        timeout=loader.timeout,
-        worker_init_fn=loader.worker_init_fn,
-        generator=loader.generator,
-        **workers,
-    )
+        names += ["prefetch_factor", "multiprocessing_context"]
+    options: dict[str, Any] = {name: getattr(loader, name) for name in names}
+    return DataLoader(loader.dataset, batch_sampler=indices, num_workers=num_workers, **options)
 
 
 class WorkerStart:
@@ -405,11 +363,7 @@ class WorkerStart:
 
 
 class WorkerCollate:
-    """Makes batches in a worker; an error of that tells the samples, which no other process has.
-
-    Args:
-        collate: The function that makes a batch of a list of samples.
-    """
+    """Makes batches in a worker; an error notes the samples, which no other process has."""
 
     def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
         self.collate = collate
@@ -439,4 +393,4 @@ def _exit_of_this_process() -> None:
 
 
 def _ignore(number: int, frame: FrameType | None) -> None:
-    """Do nothing."""
+    pass
