@@ -65,8 +65,8 @@ class Rounds:
 class EvenRounds(Rounds):
     """Equally many rounds on all ranks, each with a step that needs them all.
 
-    A rank that has run out sees its last batch again, which counts nothing; one that never had
-    any gets one of another rank. Before each step the ranks tell each other whether they go on: an
+    A rank that has run out sees its last batch again, which counts nothing; one that never had any
+    gets one of another rank. Before each step the ranks tell each other whether they go on: an
     exception of a loader, or one that was kept, ends the evaluation on all of them.
 
     Args:
@@ -149,20 +149,18 @@ def raise_everywhere(error: Exception | None) -> None:
 class _EvalLoop:
     """One pass over the data under inference mode; each sample counts once.
 
-    The model's training flags and the random streams are restored afterwards, so
-    evaluations do not affect training. Steps run in the precision of the training if
-    the state has an `AmpOptimWrapper`, otherwise in its `precision`, which is the
-    model's own unless it was set.
+    The model's training flags and the random streams are restored afterwards, so evaluations do not
+    affect training. Steps run in the precision of the training if the state has an
+    `AmpOptimWrapper`, otherwise in its `precision`, which is the model's own unless it was set.
 
     Args:
-        dataloader: This rank's batches; ranks may have different numbers of
-            them, including none. If steps must be called by every rank (the model's
-            `collective_eval`), a rank that has run out continues with a batch that is not
-            counted.
-        metrics: torchmetrics objects, or those of a `BaseMetric`, by name, in the
-            same order on every rank. If a step returns a mapping, each metric gets
-            the values named by its arguments; any other result is passed as
-            `update(outputs, batch)`, or `add(outputs, batch)`.
+        dataloader: This rank's batches; ranks may have different numbers of them, including none.
+            If steps must be called by every rank (the model's `collective_eval`), a rank that has
+            run out continues with a batch that is not counted.
+        metrics: torchmetrics objects, or those of a `BaseMetric`, by name, in the same order on
+            every rank. If a step returns a mapping, each metric gets the values named by its
+            arguments; any other result is passed as `update(outputs, batch)`, or `add(outputs,
+            batch)`.
     """
 
     phase: ClassVar[Phase]
@@ -194,8 +192,8 @@ class _EvalLoop:
         Raises:
             TypeError: The model lacks the step.
             ValueError: There is no batch on any rank, or a metric's input is missing.
-            RuntimeError: Steps must be called by every rank, and the loader, a metric or a hook
-                of another rank has raised an error, which is named.
+            RuntimeError: Steps must be called by every rank, and the loader, a metric or a hook of
+                another rank has raised an error, which is named.
         """
         if not hasattr(state.model, self.step_name):
             raise TypeError(
@@ -227,8 +225,8 @@ class _EvalLoop:
 
         It leaves no trace: random streams, buffers and plain attributes of the model's modules,
         metrics and loader are afterwards as they were, and hooks hear nothing of it. Nothing is
-        tried where that cannot be known: with lazy parameters, an `evaluate` of a subclass, or
-        a loader that is neither a sequence nor a plain DataLoader of a map-style data set.
+        tried where that cannot be known: with lazy parameters, an `evaluate` of a subclass, or a
+        loader that is neither a sequence nor a plain DataLoader of a map-style data set.
         """
         batches = first_batch_apart(self.dataloader)
         tensors = chain(state.model.parameters(), state.model.buffers())

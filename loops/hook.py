@@ -16,8 +16,8 @@ Scalars = dict[str, "Tensor | float"]
 class Hook:
     """Listens to the events of a run; override those you need.
 
-    Only overridden events are called, in ascending `order`; hooks of equal
-    order keep the order in which they were given. One run is
+    Only overridden events are called, in ascending `order`; hooks of equal order keep the order in
+    which they were given. One run is
 
         on_run_start
           on_train_start
@@ -28,13 +28,12 @@ class Hook:
           on_train_end
         on_run_end
 
-    and an evaluation is on_eval_start, on_eval_batch_start and
-    on_eval_batch_end for each batch, on_eval_end. The iteration loop has one
-    epoch of events around the whole run. A resumed run starts with
-    on_train_start and on_epoch_start again.
+    and an evaluation is on_eval_start, on_eval_batch_start and on_eval_batch_end for each batch,
+    on_eval_end. The iteration loop has one epoch of events around the whole run. A resumed run
+    starts with on_train_start and on_epoch_start again.
 
-    Any object with methods of these names works as well; `order` is optional there.
-    A hook with `state_dict` and `load_state_dict` is saved in checkpoints.
+    Any object with methods of these names works as well; `order` is optional there. A hook with
+    `state_dict` and `load_state_dict` is saved in checkpoints.
     """
 
     order: int = 50
@@ -86,8 +85,8 @@ class Hook:
     def on_save_point(self, state: LoopState) -> None:
         """Everything due at this update or end of an epoch is done: the place to save.
 
-        Called after `on_update` and its log and validation, and once more after
-        each pass over the data and its validation (`state.batch` is 0 there).
+        Called after `on_update` and its log and validation, and once more after each pass over the
+        data and its validation (`state.batch` is 0 there).
         """
 
     def on_eval_start(self, state: LoopState) -> None:
@@ -102,9 +101,9 @@ class Hook:
     def on_eval_end(self, state: LoopState, metrics: dict[str, float]) -> None:
         """An evaluation has ended; `metrics` are equal on every rank.
 
-        Called exactly once for each `on_eval_start` unless an error was raised.
-        `metrics` is empty when the evaluation was cut short by a request to
-        stop (then `state.stop_reason` is set) or has no metrics.
+        Called exactly once for each `on_eval_start` unless an error was raised. `metrics` is empty
+        when the evaluation was cut short by a request to stop (then `state.stop_reason` is set) or
+        has no metrics.
         """
 
     def on_exception(self, state: LoopState, error: BaseException) -> None:
@@ -144,8 +143,8 @@ _OnValues = tuple[Callable[[LoopState, dict[str, float]], None], ...]
 class HookList:
     """Hooks in calling order; one tuple of listeners for each event.
 
-    An event without listeners is an empty tuple, so that announcing it,
-    `for f in hooks.on_update: f(state)`, costs almost nothing.
+    An event without listeners is an empty tuple, so that announcing it, `for f in hooks.on_update:
+    f(state)`, costs almost nothing.
     """
 
     on_run_start: _OnState

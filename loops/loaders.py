@@ -42,8 +42,8 @@ class BatchIndices(list[int]):
 class ShardedBatchSampler(Sampler[list[int]]):
     """One rank's batches, a pure function of (seed, epoch, batch).
 
-    Global batch k of W ranks is the positions k*B*W to (k+1)*B*W of the epoch's
-    order; rank r takes every W-th of them, from the r-th.
+    Global batch k of W ranks is the positions k*B*W to (k+1)*B*W of the epoch's order; rank r takes
+    every W-th of them, from the r-th.
 
     Args:
         num_samples: Samples in the whole data set.
@@ -53,10 +53,10 @@ class ShardedBatchSampler(Sampler[list[int]]):
         rank: Which shard; the ranks together have all samples.
         world_size: How many shards.
         drop_last: Leave out a last global batch that is not full.
-        even: Give every rank the same number of batches and samples, by starting
-            again from the epoch's first samples at its end (training). Without
-            it each sample comes exactly once on exactly one rank, and a rank may
-            have fewer batches than others, or none (evaluation).
+        even: Give every rank the same number of batches and samples, by starting again from the
+            epoch's first samples at its end (training). Without it each sample comes exactly once
+            on exactly one rank, and a rank may have fewer batches than others, or none
+            (evaluation).
 
     Attributes:
         pads: whether some samples come twice in an epoch.
@@ -138,11 +138,10 @@ class ShardedBatchSampler(Sampler[list[int]]):
 class SeededSamples(Dataset[Any]):
     """A map-style data set whose randomness in a worker depends only on the batch.
 
-    Before a batch of `BatchIndices` is read, the worker's random streams are
-    seeded from the batch's key, so that augmentations are the same for one worker
-    or many and after any resume. Without workers the samples are read by the
-    training process, from whose own streams they draw: other augmentations, and
-    as repeatable, since checkpoints hold those streams.
+    Before a batch of `BatchIndices` is read, the worker's random streams are seeded from the
+    batch's key, so that augmentations are the same for one worker or many and after any resume.
+    Without workers the samples are read by the training process, from whose own streams they draw:
+    other augmentations, and as repeatable, since checkpoints hold those streams.
     """
 
     def __init__(self, samples: Dataset[Any]) -> None:
@@ -255,9 +254,8 @@ def size_before_padding(loader: Iterable[Any]) -> int | None:
 def batches_from(loader: Iterable[Any], epoch: int, batch: int = 0) -> Iterator[Any]:
     """Return the batches of pass `epoch` from batch `batch` on.
 
-    Skipped by index where the loader is a sequence or its sampler's order is a
-    function of the epoch; otherwise batches are read and thrown away, and one
-    log line says so.
+    Skipped by index where the loader is a sequence or its sampler's order is a function of the
+    epoch; otherwise batches are read and thrown away, and one log line says so.
     """
     sampler = getattr(loader, "batch_sampler", None)
     if isinstance(sampler, ShardedBatchSampler):
@@ -297,8 +295,8 @@ def _set_epoch(loader: Iterable[Any], epoch: int) -> bool:
 def first_batch_apart(loader: Iterable[Any]) -> Iterator[Any] | None:
     """Return an iterator over the first batch alone, read so that `loader` does not notice.
 
-    None where that cannot be known: it is neither a sequence nor a plain DataLoader of
-    a map-style data set. Of workers one is started, which ends with the batch.
+    None where that cannot be known: it is neither a sequence nor a plain DataLoader of a map-style
+    data set. Of workers one is started, which ends with the batch.
     """
     if isinstance(loader, Sequence):
         return itertools.islice(loader, 1)
@@ -338,9 +336,9 @@ def _like(loader: DataLoader[Any], indices: list[Any], num_workers: int) -> Data
 class WorkerStart:
     """Prepares a worker process, then calls the user's own preparation.
 
-    A forked worker ignores SIGINT, and SIGTERM until the process that started
-    it exits: at its exit multiprocessing ends the workers by SIGTERM and waits
-    for them. A spawned worker cannot see that moment and ignores SIGINT only.
+    A forked worker ignores SIGINT, and SIGTERM until the process that started it exits: at its exit
+    multiprocessing ends the workers by SIGTERM and waits for them. A spawned worker cannot see that
+    moment and ignores SIGINT only.
     """
 
     def __init__(self, user_start: Callable[[int], None] | None) -> None:

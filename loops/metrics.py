@@ -73,8 +73,8 @@ def feed_metrics(metrics: Mapping[str, AnyMetric], outputs: Any, batch: Any) -> 
     """Update metrics with the outputs of a step.
 
     A mapping is passed by keyword, each metric taking the arguments that its `update` (a
-    BaseMetric's `add`) knows; anything else as `update(outputs, batch)`. An error of a metric
-    gets a note with its name and the shapes it was given.
+    BaseMetric's `add`) knows; anything else as `update(outputs, batch)`. An error of a metric gets
+    a note with its name and the shapes it was given.
     """
     for name, metric in metrics.items():
         update = metric.add if isinstance(metric, BaseMetric) else metric.update
@@ -160,10 +160,9 @@ def _by_words(text: str) -> bool | None:
 def merge_metrics(metrics: Mapping[str, AnyMetric], group: dist.ProcessGroup | None = None) -> None:
     """Give every rank's metrics the states of the group's ranks; each of them must call this.
 
-    One exchange for all of them. torchmetrics' own synchronisation waits for
-    ever where ranks hold lists of unequal length, as they do when a rank had
-    fewer batches than the others or none. A BaseMetric is left as it is: its
-    own `compute` gathers.
+    One exchange for all of them. torchmetrics' own synchronisation waits for ever where ranks hold
+    lists of unequal length, as they do when a rank had fewer batches than the others or none. A
+    BaseMetric is left as it is: its own `compute` gathers.
     """
     parts = [p for m in metrics.values() if isinstance(m, Metric) for p in _parts(m)]
     cpu = torch.device("cpu")
@@ -189,8 +188,8 @@ def compute_metrics(
     Args:
         metrics: By name.
         size: How many samples the data set has, where ranks were given some twice to be even.
-        group: The ranks from which a BaseMetric gathers, unless its back-end is one of the
-            user's own; default: those of its back-end.
+        group: The ranks from which a BaseMetric gathers, unless its back-end is one of the user's
+            own; default: those of its back-end.
     """
     results: dict[str, float] = {}
     with warnings.catch_warnings():
@@ -267,8 +266,8 @@ class ProcessMetric(BaseMetric):
 
     Args:
         metric: One such; its `process` appends to its `results` what counts of one batch.
-        dataset_meta: What the metric is to know of the data set, such as class names; default:
-            the data set's own `metainfo`, where it has one.
+        dataset_meta: What the metric is to know of the data set, such as class names; default: the
+            data set's own `metainfo`, where it has one.
     """
 
     def __init__(self, metric: Any, dataset_meta: Mapping[str, Any] | None = None) -> None:

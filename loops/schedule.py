@@ -125,8 +125,8 @@ def window_of(optim_wrapper: Any) -> int | None:
 def step_of(model: Any, optim_wrapper: Any) -> Callable[[Any, Any], Any]:
     """Return the training step; where windows accumulate, one that has to count its batch.
 
-    Else a window would hold other batches than its losses are divided by, and a
-    resume would not know its place in it. An optimizer of a group may count none.
+    Else a window would hold other batches than its losses are divided by, and a resume would not
+    know its place in it. An optimizer of a group may count none.
     """
     train_step: Callable[[Any, Any], Any] = model.train_step
     is_group = isinstance(optim_wrapper, Mapping)
@@ -170,9 +170,9 @@ def start_counting(
 ) -> None:
     """Tell the optimizer wrapper where training starts and ends, in batches.
 
-    A run that goes on inside an accumulation window has that window's gradients
-    back from its checkpoint: it counts from the window's first batch, so that
-    the losses still to come weigh as if there had been no interruption.
+    A run that goes on inside an accumulation window has that window's gradients back from its
+    checkpoint: it counts from the window's first batch, so that the losses still to come weigh as
+    if there had been no interruption.
     """
     if not holds_gradients(model):
         optim_wrapper.initialize_count_status(model, iteration, max_iterations)

@@ -27,17 +27,16 @@ _MAX_POLLS = 64
 class StopSignals:
     """Turns SIGTERM and SIGINT into an orderly stop while it is entered.
 
-    The first signal is noted; a second SIGINT raises KeyboardInterrupt. `poll`
-    makes it known to the loop, and one that came too late for that is raised
-    again at the exit, with the old handlers, unless there is an error. One
-    process looks at every poll. Several ranks exchange, about once a second, at
-    a poll that they fixed in the exchange before: a signal to any of them stops
-    all of them at the same update. Every rank must therefore poll equally often
-    in each phase.
+    The first signal is noted; a second SIGINT raises KeyboardInterrupt. `poll` makes it known to
+    the loop, and one that came too late for that is raised again at the exit, with the old
+    handlers, unless there is an error. One process looks at every poll. Several ranks exchange,
+    about once a second, at a poll that they fixed in the exchange before: a signal to any of them
+    stops all of them at the same update. Every rank must therefore poll equally often in each
+    phase.
 
     Attributes:
-        due_s: Before this time (`time.monotonic`) polling would find nothing new;
-            always past with several ranks.
+        due_s: Before this time (`time.monotonic`) polling would find nothing new; always past with
+            several ranks.
     """
 
     def __init__(self) -> None:

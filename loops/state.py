@@ -232,11 +232,10 @@ class Optimization(Protocol):
 class LoopState:
     """What a loop remembers; every hook receives it.
 
-    The counters count finished things. They advance after the end event of
-    what they count: in `on_batch_end` `iteration` still is this batch's index,
-    in `on_epoch_end` `epoch` still is this epoch's index; in `on_update`,
-    `on_log`, the evaluation events and `on_save_point` all of them are up to
-    date.
+    The counters count finished things. They advance after the end event of what they count: in
+    `on_batch_end` `iteration` still is this batch's index, in `on_epoch_end` `epoch` still is this
+    epoch's index; in `on_update`, `on_log`, the evaluation events and `on_save_point` all of them
+    are up to date.
 
     Attributes:
         model: The model wrapper (`train_step`, `val_step`, `test_step`, `module`).
@@ -257,18 +256,18 @@ class LoopState:
         evaluated_at: `step` at which the last validation ended; -1 for never.
         recorded_at: `step` at which the last log record of a full interval was made.
         logs: What the training steps have logged since then, on this rank.
-        clock_s: Seconds of training as of the last agreement between the
-            ranks: equal on all of them, and kept over a resume.
+        clock_s: Seconds of training as of the last agreement between the ranks: equal on all of
+            them, and kept over a resume.
         stop_reason: Why the loop is to stop; empty while it is not.
         signal: Number of the signal that stops the run (SIGTERM, SIGINT); 0 for none.
         in_step: A batch is being read or trained on: it is not in the counters yet, but maybe in
             the random streams and the weights.
-        together: All ranks are in this step. False in the last batches of a pass in which this
-            rank has more than others (`uneven_inputs`): hooks must not communicate then.
-        updated_at: (epoch, batch, iteration) of the last update, where the running
-            accumulation window began; None where that is not known.
-        restored_from: Folder and serial number of the checkpoint that the run
-            has gone back to and not yet gone on from.
+        together: All ranks are in this step. False in the last batches of a pass in which this rank
+            has more than others (`uneven_inputs`): hooks must not communicate then.
+        updated_at: (epoch, batch, iteration) of the last update, where the running accumulation
+            window began; None where that is not known.
+        restored_from: Folder and serial number of the checkpoint that the run has gone back to and
+            not yet gone on from.
     """
 
     model: nn.Module
@@ -304,8 +303,8 @@ class LoopState:
     def request_stop(self, reason: str) -> None:
         """Ask the loop to stop after this update; the first reason stays.
 
-        With several ranks every rank must ask at the same update, as it happens
-        by itself where the decision rests on reduced logs or metrics.
+        With several ranks every rank must ask at the same update, as it happens by itself where the
+        decision rests on reduced logs or metrics.
         """
         if not reason:
             raise ValueError("request_stop needs a reason that can be shown to the user")

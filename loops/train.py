@@ -212,9 +212,9 @@ class EpochTrainLoop(_TrainLoop):
     """Trains for a number of passes over the data, validating between passes.
 
     Args:
-        dataloader: This rank's batches; the same number on every rank, unless the model's
-            wrapper has `uneven_inputs`. Where the number is not known in advance, the ranks
-            compare before each batch whether all have one.
+        dataloader: This rank's batches; the same number on every rank, unless the model's wrapper
+            has `uneven_inputs`. Where the number is not known in advance, the ranks compare before
+            each batch whether all have one.
         max_epochs: Passes over the data.
         val_loop: Validates; None for never.
         val_begin: The first epoch after which it may run.
@@ -244,8 +244,8 @@ class EpochTrainLoop(_TrainLoop):
     def run(self, state: LoopState, hooks: HookList) -> LoopState:
         """Train until `max_epochs` or a stop; every rank must call this.
 
-        Goes on where `state` is, also inside an epoch; a validation that the
-        last run had no time for comes first.
+        Goes on where `state` is, also inside an epoch; a validation that the last run had no time
+        for comes first.
         """
         self._check(state)
         self._count(state)
@@ -319,8 +319,8 @@ class IterTrainLoop(_TrainLoop):
     def run(self, state: LoopState, hooks: HookList) -> LoopState:
         """Train until `max_steps` or a stop; every rank must call this.
 
-        Continues at the position of `state`, also inside a pass over the data; a validation
-        that the previous run was stopped before comes first.
+        Continues at the position of `state`, also inside a pass over the data; a validation that
+        the previous run was stopped before comes first.
         """
         self._check(state)
         self._count(state)

@@ -20,10 +20,10 @@ _PROGRESS = ("batch", "iteration", "step", "updated_at")
 class UnevenInputs:
     """Lets a pass end together on ranks that have different numbers of batches.
 
-    The model's `join`, called with `options`, keeps the averaging of gradients going. What else
-    the loop does together with other ranks is left out from where the first one has run out of
-    batches: `state.together` says so. At the end of the pass all are brought to where the rank with
-    most batches is: counters, optimizers, schedulers and whatever else is in `state.stateful`.
+    The model's `join`, called with `options`, keeps the averaging of gradients going. What else the
+    loop does together with other ranks is left out from where the first one has run out of batches:
+    `state.together` says so. At the end of the pass all are brought to where the rank with most
+    batches is: counters, optimizers, schedulers and whatever else is in `state.stateful`.
     """
 
     def __init__(self, state: LoopState, options: dict[str, Any]) -> None:
@@ -82,8 +82,8 @@ class UnevenInputs:
 def even_inputs(batches: Iterable[Any], state: LoopState) -> Iterator[Any]:
     """Yield `batches`, and compare before each whether all ranks have one; all must iterate.
 
-    For loaders that cannot tell how many they have: a rank that trains on without another one
-    would wait for it.
+    For loaders that cannot tell how many they have: a rank that trains on without another one would
+    wait for it.
 
     Raises:
         ValueError: On every rank, once some have no more batches and others have.

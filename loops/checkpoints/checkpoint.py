@@ -56,22 +56,21 @@ def save_checkpoint(
 ) -> Path:
     """Write a checkpoint into `folder` and return its path; every rank must call this.
 
-    It contains the user's model under the user's names, the optimizer wrapper, the
-    counters, everything in `state.stateful`, the random streams of every rank, the
-    state of the training step (`step_state` of the wrapper) and, inside an
-    accumulation window, the gradients accumulated so far. An earlier checkpoint of
-    the same step is replaced. After a run has been resumed from an older checkpoint,
-    the first save renames later ones to `abandoned_step_...`: they are no longer
+    It contains the user's model under the user's names, the optimizer wrapper, the counters,
+    everything in `state.stateful`, the random streams of every rank, the state of the training step
+    (`step_state` of the wrapper) and, inside an accumulation window, the gradients accumulated so
+    far. An earlier checkpoint of the same step is replaced. After a run has been resumed from an
+    older checkpoint, the first save renames later ones to `abandoned_step_...`: they are no longer
     found, and are kept until they are removed by hand.
 
-    If the model is sharded, each rank writes its own parts and no rank gathers the
-    whole. FSDP2 does not expose the gradients of an unfinished window: the
-    checkpoint is then one of the start of the window, as a log line says. If that
-    was in the previous epoch, the window starts again without them.
+    If the model is sharded, each rank writes its own parts and no rank gathers the whole. FSDP2
+    does not expose the gradients of an unfinished window: the checkpoint is then one of the start
+    of the window, as a log line says. If that was in the previous epoch, the window starts again
+    without them.
 
     Args:
-        folder: Holds the run's checkpoints, `state.run_dir / "checkpoints"`;
-            the same folder on every rank.
+        folder: Holds the run's checkpoints, `state.run_dir / "checkpoints"`; the same folder on
+            every rank.
         state: Where the counters are up to date, as in `on_save_point`.
         reason: "interval", "signal", "exception" or "end".
         is_best: Its metrics are the best so far.
@@ -94,13 +93,12 @@ def save_checkpoint(
 def save_alone(folder: Path, state: LoopState, *, reason: str = "exception") -> Path | None:
     """Write what rank 0 knows, without any communication.
 
-    To be used after an error, when the other ranks may be gone. The checkpoint is
-    complete if a single process failed between two batches. Otherwise random streams are
-    missing: those of the other ranks, or their state before the batch. It is then saved
-    as `incomplete_step_...`, replacing an earlier one: it is not found as the latest, and
-    a run that continues from it draws other random numbers than the original would have.
-    Such a checkpoint is one of the start of the current accumulation window, which a
-    resume repeats.
+    To be used after an error, when the other ranks may be gone. The checkpoint is complete if a
+    single process failed between two batches. Otherwise random streams are missing: those of the
+    other ranks, or their state before the batch. It is then saved as `incomplete_step_...`,
+    replacing an earlier one: it is not found as the latest, and a run that continues from it draws
+    other random numbers than the original would have. Such a checkpoint is one of the start of the
+    current accumulation window, which a resume repeats.
 
     Returns:
         The checkpoint; None on other ranks and, with a log line, if the weights may be ahead
@@ -174,8 +172,7 @@ def list_checkpoints(
 ) -> list[tuple[Path, dict[str, Any]]]:
     """Return the checkpoints in `folder` with their descriptions, the latest first.
 
-    One without a readable description is named in the log, added to `problems`
-    and left out.
+    One without a readable description is named in the log, added to `problems` and left out.
     """
     found = []
     for path in folder.glob("step_*"):

@@ -68,8 +68,8 @@ class Checkpoint:
 
         Args:
             model: Gets the weights.
-            evaluated: Those that the run's evaluations used, as the average of an `EMAHook`,
-                in place of those that it trained.
+            evaluated: Those that the run's evaluations used, as the average of an `EMAHook`, in
+                place of those that it trained.
 
         Raises:
             CheckpointError: Names or shapes differ; nothing is loaded then.
@@ -104,9 +104,8 @@ class Checkpoint:
     def restore(self, state: LoopState) -> None:
         """Restore a run to the state at the checkpoint; every rank must call this.
 
-        Works across wrappers and numbers of ranks; if the number has changed, log lines
-        say what cannot be the same. Of a sharded tensor each rank reads only its own
-        part.
+        Works across wrappers and numbers of ranks; if the number has changed, log lines say what
+        cannot be the same. Of a sharded tensor each rank reads only its own part.
 
         Raises:
             CheckpointError: Something does not fit the run, on any rank.
@@ -276,8 +275,8 @@ def find_checkpoint(
 ) -> Path | None:
     """Return the latest or best undamaged checkpoint of a run; every rank must call this.
 
-    It is found from the folders themselves. A damaged one is named in the log
-    and the one before it taken. None where there is none.
+    It is found from the folders themselves. A damaged one is named in the log and the one before it
+    taken. None where there is none.
 
     Raises:
         CheckpointError: There are checkpoints, and each is damaged; not for "best".

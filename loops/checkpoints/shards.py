@@ -1,7 +1,7 @@
 """Tensors of which every rank writes and reads its own part.
 
-The parts lie in files of their own, and a table says where. Torch's distributed checkpoint
-would keep that table as a pickle, and reading one can run code.
+The parts lie in files of their own, and a table says where. Torch's distributed checkpoint would
+keep that table as a pickle, and reading one can run code.
 """
 
 from __future__ import annotations

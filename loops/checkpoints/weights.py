@@ -103,8 +103,8 @@ def weights_of(model: nn.Module) -> OrderedDict[str, Any]:
 def load_weights(model: nn.Module, weights: Mapping[str, Any]) -> None:
     """Load what `weights_of` returned into `model`, which may be compiled or not.
 
-    Of sharded tensors this rank's parts are taken; anything that can be cut like a tensor may
-    stand for the wholes.
+    Of sharded tensors this rank's parts are taken; anything that can be cut like a tensor may stand
+    for the wholes.
     """
     present = model.state_dict()
     for name, tensor in _localised(model):

@@ -33,31 +33,30 @@ logger = logging.getLogger(__name__)
 class CheckpointHook(Hook):
     """Saves checkpoints into `<run_dir>/checkpoints`; every rank must have it.
 
-    Saves at the intervals, after the validation of the same update or epoch, at
-    the end of the run and when a signal stops it. Weights that are not finite
-    are not saved: a warning names the first, and earlier checkpoints are kept. Does
-    nothing if `state.run_dir` is None.
+    Saves at the intervals, after the validation of the same update or epoch, at the end of the run
+    and when a signal stops it. Weights that are not finite are not saved: a warning names the
+    first, and earlier checkpoints are kept. Does nothing if `state.run_dir` is None.
 
     Args:
         every_steps: Optimizer updates between two checkpoints; None for never.
         every_epochs: Passes over the data between two checkpoints; None for never.
         every_secs: Seconds of training between two checkpoints; None for never.
         keep_last: How many of the latest checkpoints to keep; None for all.
-        keep_best: A metric of the validation. Each validation that improves it
-            is followed by a checkpoint, and the best one is kept as well.
+        keep_best: A metric of the validation. Each validation that improves it is followed by a
+            checkpoint, and the best one is kept as well.
         mode: "max" if higher values of that metric are better, "min" if lower; default: by the
             metric's `higher_is_better`, or by its name ("loss", "error", "accuracy").
-        save_on_exception: Also save when training fails, without communication. If there
-            are other ranks, or the failure is inside a batch, the checkpoint is incomplete
-            and saved under another name: see `save_alone`. Nothing is saved if the state
-            is sharded, or after a NonFiniteError or a KeyboardInterrupt, and a checkpoint
-            of the same update is never replaced.
+        save_on_exception: Also save when training fails, without communication. If there are other
+            ranks, or the failure is inside a batch, the checkpoint is incomplete and saved under
+            another name: see `save_alone`. Nothing is saved if the state is sharded, or after a
+            NonFiniteError or a KeyboardInterrupt, and a checkpoint of the same update is never
+            replaced.
 
     Raises:
-        ValueError: A setting is out of range; when training starts, the direction of the metric
-            is not known; at the first validation, there is no metric `keep_best`.
-        CheckpointError: Writing failed on some rank; when training starts, the folder cannot
-            be written to.
+        ValueError: A setting is out of range; when training starts, the direction of the metric is
+            not known; at the first validation, there is no metric `keep_best`.
+        CheckpointError: Writing failed on some rank; when training starts, the folder cannot be
+            written to.
     """
 
     # After hooks that change what is to be saved at the same event.

@@ -24,8 +24,8 @@ class EarlyStopHook(Hook):
         min_delta: A smaller improvement than this does not count. NaN never counts.
 
     Raises:
-        ValueError: A setting is out of range; when training starts, that the metric does not
-            tell its direction; at the first validation, that it gives no such metric.
+        ValueError: A setting is out of range; when training starts, that the metric does not tell
+            its direction; at the first validation, that it gives no such metric.
     """
 
     def __init__(

@@ -108,11 +108,11 @@ def _norm(optimizer: Optimizer) -> Tensor:
 class ThroughputHook(Hook):
     """Adds speed to the log records.
 
-    `samples_per_s` (of all ranks together; those of a tensor axis share theirs),
-    `steps_per_s` (optimizer updates) and `data_share`, the part of the time, between 0 and 1,
-    in which the loop waited for its next batch. Time spent in evaluations is left out. Nothing
-    is synchronised: on an accelerator the figures are right over an interval,
-    because every log record waits for the device, not within one step.
+    `samples_per_s` (of all ranks together; those of a tensor axis share theirs), `steps_per_s`
+    (optimizer updates) and `data_share`, the part of the time, between 0 and 1, in which the loop
+    waited for its next batch. Time spent in evaluations is left out. Nothing is synchronised: on an
+    accelerator the figures are right over an interval, because every log record waits for the
+    device, not within one step.
 
     The size of a batch is the first dimension of the first tensor in it.
     """

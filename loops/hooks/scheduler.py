@@ -24,8 +24,8 @@ By = Literal["batch", "step", "epoch"]
 class PolyLR(LRScheduler):
     """Decays the rates to `eta_min` as `(1 - step / total_iters) ** power`.
 
-    torch's `PolynomialLR`, of what lies above `eta_min`. As there each step changes the rates
-    as they are, so that other schedules may act besides.
+    torch's `PolynomialLR`, of what lies above `eta_min`. As there each step changes the rates as
+    they are, so that other schedules may act besides.
 
     Args:
         optimizer: Whose rates it changes.
@@ -144,24 +144,23 @@ def _same_groups(optimizer: Optimizer) -> Iterator[None]:
 class SchedulerHook(Hook):
     """Steps torch's learning-rate schedulers and adds `lr` to the log records.
 
-    With several parameter groups the records hold `lr/0`, `lr/1`, ..., or `lr/<name>`
-    where a group has a `name`; with several optimizers `lr/<optimizer>`, or
-    `lr/<optimizer>/<group>`. A schedule counts the loop's updates also
-    where a loss scaler skips some, so that a rate depends on the update alone.
+    With several parameter groups the records hold `lr/0`, `lr/1`, ..., or `lr/<name>` where a group
+    has a `name`; with several optimizers `lr/<optimizer>`, or `lr/<optimizer>/<group>`. A schedule
+    counts the loop's updates also where a loss scaler skips some, so that a rate depends on the
+    update alone.
 
     Args:
-        schedulers: Each scheduler with "step" (stepped after each update), "batch" (after
-            each batch, also within an accumulation window) or "epoch" (after each pass over
-            the data). `ReduceLROnPlateau` is stepped at the end of each validation whatever
-            stands beside it.
+        schedulers: Each scheduler with "step" (stepped after each update), "batch" (after each
+            batch, also within an accumulation window) or "epoch" (after each pass over the data).
+            `ReduceLROnPlateau` is stepped at the end of each validation whatever stands beside it.
         metric: Metric of the validation that `ReduceLROnPlateau` watches; a warning tells where
             that one's `mode` is not the metric's direction.
-        optimizers: Several optimizers by their names in the records, where also those
-            without a scheduler are; default: those of the schedulers, in their order.
+        optimizers: Several optimizers by their names in the records, where also those without a
+            scheduler are; default: those of the schedulers, in their order.
 
     Raises:
-        ValueError: A unit is none of these, or `ReduceLROnPlateau`
-            has no `metric`; at the first validation, that there is no such metric.
+        ValueError: A unit is none of these, or `ReduceLROnPlateau` has no `metric`; at the first
+            validation, that there is no such metric.
     """
 
     # Before hooks that save: a checkpoint holds the schedules after this update.
@@ -278,9 +277,9 @@ def _rates(name: str, groups: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 class _Delayed:
     """A scheduler whose steps wait until its optimizer is about to make its first step.
 
-    A loss scaler that starts too high skips the first updates; torch warns when
-    a scheduler is stepped during them (pytorch/pytorch#44511). The steps are made
-    up for right before the optimizer's first step, which so has the right rate.
+    A loss scaler that starts too high skips the first updates; torch warns when a scheduler is
+    stepped during them (pytorch/pytorch#44511). The steps are made up for right before the
+    optimizer's first step, which so has the right rate.
 
     Attributes:
         waiting: Steps that wait.
