@@ -11,21 +11,14 @@ from .checkpoints.files import CheckpointError
 from .checkpoints.restore import Checkpoint, find_checkpoint, load_checkpoint, search_checkpoint
 from .evaluate import TestLoop, ValLoop
 from .hook import Hook, HookList
-from .hooks import (
-    CheckpointHook,
-    EarlyStopHook,
-    EMAHook,
-    GradNormHook,
-    LogHook,
-    NanGuardHook,
-    NonFiniteError,
-    PolyLR,
-    ProgressHook,
-    SchedulerHook,
-    ScheduleWindow,
-    TensorBoardHook,
-    ThroughputHook,
-)
+from .hooks.checkpoint import CheckpointHook
+from .hooks.early_stop import EarlyStopHook
+from .hooks.ema import EMAHook
+from .hooks.figures import GradNormHook, ThroughputHook
+from .hooks.log import LogHook, TensorBoardHook
+from .hooks.nan_guard import NanGuardHook, NonFiniteError
+from .hooks.progress import ProgressHook
+from .hooks.scheduler import PolyLR, SchedulerHook, ScheduleWindow
 from .loaders import ShardedBatchSampler, build_loader
 from .metrics import MeanLoss, ProcessMetric
 from .rng import mix_seed, seed_rng

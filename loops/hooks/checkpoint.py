@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,26 +36,12 @@ class CheckpointHook(Hook):
 
     Saves at the intervals, after the validation of the same update or epoch, at the end of the run
     and when a signal stops it. Weights that are not finite are not saved: a warning names the
-    first, and earlier checkpoints are kept. Does nothing if `state.run_dir` is None.
-
-    Args:
-        every_steps: Optimizer updates between two checkpoints; None for never.
-        every_epochs: Passes over the data between two checkpoints; None for never.
-        every_secs: Seconds of training between two checkpoints; None for never.
-        keep_last: How many of the latest checkpoints to keep; None for all.
-        keep_best: A metric of the validation. Each validation that improves it is followed by a
-            checkpoint, and the best one is kept as well.
-        mode: "max" if higher values of that metric are better, "min" if lower; default: by the
-            metric's `higher_is_better`, or by its name ("loss", "error", "accuracy").
-        save_on_exception: Also save when training fails, without communication. If there are other
-            ranks, or the failure is inside a batch, the checkpoint is incomplete and saved under
-            another name: see `save_alone`. Nothing is saved if the state is sharded, or after a
-            NonFiniteError or a KeyboardInterrupt, and a checkpoint of the same update is never
-            replaced.
+    first, and earlier checkpoints are kept. Does nothing if `state.run_dir` is None. docs/hooks.md
+    describes the arguments; `save_alone` is what `save_on_exception` does.
 
     Raises:
-        ValueError: A setting is out of range; when training starts, the direction of the metric is
-            not known; at the first validation, there is no metric `keep_best`.
+        ValueError: A setting is out of range; when training starts, the direction of the metric
+            is not known; at the first validation, there is no metric `keep_best`.
         CheckpointError: Writing failed on some rank; when training starts, the folder cannot be
             written to.
     """
@@ -119,10 +106,9 @@ class CheckpointHook(Hook):
         if not training or harmful or not isinstance(error, Exception):
             return
         folder = _folder(state)
-        if folder is None or not self._save_on_exception or get_rank() != 0 or state.step == 0:
-            return
-        with _launcher_waits():
-            _save_after_error(folder, state)
+        if folder is not None and self._save_on_exception and get_rank() == 0 and state.step:
+            with _launcher_waits():
+                _save_after_error(folder, state)
 
     def best_by(self, state: LoopState) -> str:
         """Return what the best checkpoint has, such as "lowest loss"; empty while there is none."""
@@ -160,7 +146,7 @@ class CheckpointHook(Hook):
             if get_rank() == 0:
                 logger.warning("step %d is not saved, because %s", state.step, bad)
             return
-        together(f"saving step {state.step}", lambda: _require(state.run_dir))
+        together(f"saving step {state.step}", partial(_require, folder.parent))
         path = save_checkpoint(folder, state, reason=reason, is_best=is_best)
         self._saved_at = _position(state)
         if get_rank() != 0:
@@ -183,9 +169,9 @@ def _try(folder: Path) -> None:
         folder.rmdir()
 
 
-def _require(run_dir: Path | None) -> None:
+def _require(run_dir: Path) -> None:
     # A new folder in its place would hold a part of the run only.
-    if get_rank() == 0 and run_dir is not None and not run_dir.is_dir():
+    if get_rank() == 0 and not run_dir.is_dir():
         raise CheckpointError(f"the run folder {run_dir} was removed while the run used it")
 
 
@@ -216,18 +202,17 @@ def _save_after_error(folder: Path, state: LoopState) -> None:
 def _launcher_waits() -> Iterator[None]:
     """Keep the launcher, if there is one, from ending this rank for another's failure."""
     place = os.environ.get("STEPWRAP_LAUNCH_DIR")
-    if not place:
-        yield
-        return
-    marker = Path(place) / f"saving_{get_rank()}"
+    marker = Path(place) / f"saving_{get_rank()}" if place else None
     # Without the marker there are still some seconds to save in.
     with suppress(OSError):
-        marker.touch()
+        if marker is not None:
+            marker.touch()
     try:
         yield
     finally:
         with suppress(OSError):
-            marker.unlink(missing_ok=True)
+            if marker is not None:
+                marker.unlink(missing_ok=True)
 
 
 def _folder(state: LoopState) -> Path | None:

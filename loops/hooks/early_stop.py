@@ -14,18 +14,9 @@ from ..state import LoopState, Phase
 class EarlyStopHook(Hook):
     """Stops training after `patience` validations in a row without improvement.
 
-    A resume of a run that it has stopped stops at once, unless `patience` has grown.
-
-    Args:
-        metric: Name of a metric of the validation.
-        patience: Validations without improvement to wait for.
-        mode: "min" when lower values are better, "max" when higher ones are; default: by the
-            metric's `higher_is_better`, or by its name ("loss", "error", "accuracy").
-        min_delta: A smaller improvement than this does not count. NaN never counts.
-
-    Raises:
-        ValueError: A setting is out of range; when training starts, that the metric does not tell
-            its direction; at the first validation, that it gives no such metric.
+    A resume of a run that it has stopped stops at once, unless `patience` has grown. docs/hooks.md
+    describes the arguments. ValueError if nothing tells the direction of the metric when training
+    starts, or if the first validation does not give it.
     """
 
     def __init__(
@@ -53,9 +44,9 @@ class EarlyStopHook(Hook):
         value = self._watched.value_in(metrics)
         if self._watched.improves(value, self._best, state, min_delta=self._min_delta):
             self._best, self._best_step, self._waited = value, state.step, 0
-            return
-        self._waited += 1
-        self._stop_if_due(state)
+        else:
+            self._waited += 1
+            self._stop_if_due(state)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the best value so far and how long ago it was."""
@@ -68,14 +59,12 @@ class EarlyStopHook(Hook):
         self._waited = state["waited"]
 
     def _stop_if_due(self, state: LoopState) -> None:
-        if self._waited >= self._patience:
-            state.request_stop(self._reason(state))
-
-    def _reason(self, state: LoopState) -> str:
+        if self._waited < self._patience:
+            return
         best = "has been NaN only"
         if self._best is not None:
             best = f"was {self._watched.extreme(state)} at {self._best:.4g}"
-        return (
+        state.request_stop(
             f"{self._watched.name} {best} (step {self._best_step}) and has not improved "
             f"in {self._waited} validations (patience {self._patience})"
         )

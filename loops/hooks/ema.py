@@ -21,24 +21,11 @@ from ..state import LoopState
 class EMAHook(Hook):
     """Keeps an exponential moving average of the model's parameters.
 
-    `average = decay * average + (1 - decay) * parameter` after each `every_steps`-th update,
-    starting from the parameters at the start of the training, or those after update `start_step`
+    It starts from the parameters at the start of the training, or those after update `start_step`
     (Tarvainen and Valpola, "Mean teachers are better role models", 2017, section 2; the averaging
-    goes back to Polyak and Juditsky, 1992). Parameters below 32 bits are averaged in float32.
-    Buffers are not averaged: they are the model's own.
-
-    Of sharded parameters each rank averages its own parts, without any communication.
-
-    Checkpoints hold the plain weights as the model and the averaged model, under the same names, as
-    this hook's state.
-
-    Args:
-        decay: How much of the average stays at each update, within [0, 1).
-        every_steps: Optimizer updates between two updates of the average. The formula counts
-            updates, so there is no other cadence.
-        start_step: Until this update, it included, the average is a copy of the weights.
-        evaluate_with_ema: Evaluate with the averaged weights; the model gets its own ones back
-            after the evaluation, also when that fails.
+    goes back to Polyak and Juditsky, 1992). Of sharded parameters each rank averages its own parts,
+    without any communication. After an evaluation the model gets its own weights back, also when
+    that fails. docs/hooks.md describes the arguments.
     """
 
     # First of all: whoever looks at the model at the end of an evaluation sees its own weights.

@@ -108,13 +108,9 @@ def _norm(optimizer: Optimizer) -> Tensor:
 class ThroughputHook(Hook):
     """Adds speed to the log records.
 
-    `samples_per_s` (of all ranks together; those of a tensor axis share theirs), `steps_per_s`
-    (optimizer updates) and `data_share`, the part of the time, between 0 and 1, in which the loop
-    waited for its next batch. Time spent in evaluations is left out. Nothing is synchronised: on an
-    accelerator the figures are right over an interval, because every log record waits for the
-    device, not within one step.
-
-    The size of a batch is the first dimension of the first tensor in it.
+    docs/hooks.md describes `samples_per_s`, `steps_per_s` and `data_share`. Ranks of a tensor axis
+    share their samples. Nothing is synchronised: on an accelerator the figures are right over an
+    interval, because every log record waits for the device, not within one step.
     """
 
     # Last of all, so that the time of other hooks does not count as waiting for data.

@@ -12,8 +12,8 @@ from ranks import run_ranks
 from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 
+from stepwrap.loops import GradNormHook, ThroughputHook
 from stepwrap.loops.hook import Hook, Scalars
-from stepwrap.loops.hooks import GradNormHook, ThroughputHook
 from stepwrap.loops.loaders import build_loader
 from stepwrap.loops.state import LoopState
 from stepwrap.wrappers import (
