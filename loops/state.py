@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from enum import Enum
@@ -43,17 +43,18 @@ class LogBuffer:
 
     def fold(self) -> None:
         """Turn the raw values into sums on the device; waits for it."""
-        self._sums = self._all_sums()
-        if not all(are_finite([total for total, _ in self._sums.values()])):
+        sums, nonfinite = self._all_sums(), self._nonfinite
+        if not all(are_finite([total for total, _ in sums.values()])):
             for step, name, text in _not_finite(self._raw):
-                self._nonfinite.setdefault(name, (step, text))
-        self._drop_raw()
+                nonfinite.setdefault(name, (step, text))
+        self.clear()
+        self._sums, self._nonfinite = sums, nonfinite
 
     def clear(self) -> None:
         """Forget what was logged so far."""
-        self._sums = {}
-        self._nonfinite = {}
-        self._drop_raw()
+        self._sums, self._nonfinite, self._earlier = {}, {}, {}
+        self._first += len(self._raw)
+        self._raw.clear()
 
     def first_nonfinite(
         self, watches: Callable[[str], bool], after: int = -1
@@ -83,8 +84,7 @@ class LogBuffer:
 
     def load_state_dict(self, state: Mapping[str, Any], device: torch.device) -> None:
         """Go on from a state, on the device where the logs are made."""
-        self._raw.clear()
-        self._nonfinite = {}
+        self.clear()
         self._sums = {n: (total.to(device), count) for n, (total, count) in state["sums"].items()}
         self._earlier = {
             name: [one.to(device) if isinstance(one, Tensor) else one for one in values]
@@ -94,15 +94,10 @@ class LogBuffer:
     def _all_sums(self) -> dict[str, tuple[Tensor, float]]:
         sums = dict(self._sums)
         for name, values in self._by_name(len(self._raw)).items():
-            total, count = sums.get(name, (None, 0))
-            new = _sum(name, values)
-            sums[name] = (new if total is None else total + new, count + len(values))
+            new = _sum(name, values), len(values)
+            old = sums.get(name)
+            sums[name] = new if old is None else (old[0] + new[0], old[1] + new[1])
         return sums
-
-    def _drop_raw(self) -> None:
-        self._first += len(self._raw)
-        self._raw.clear()
-        self._earlier.clear()
 
     def _by_name(self, count: int) -> dict[str, list[Any]]:
         """The raw values, of the first `count` batches in `_raw`."""
@@ -123,23 +118,17 @@ def mean_logs(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             before = sums.get(name, (torch.zeros(()), 0))
             sums[name] = (before[0] + total, before[1] + count)
     shares = len(states)
-    return {
-        "sums": {name: (total / shares, count / shares) for name, (total, count) in sums.items()},
-        "values": {},
-    }
+    means = {name: (total / shares, count / shares) for name, (total, count) in sums.items()}
+    return {"sums": means, "values": {}}
 
 
 def _compact(name: str, values: list[Any]) -> Any:
     """Values as a checkpoint takes them: as one tensor where that gives the same values back."""
-    if all(isinstance(value, Tensor) for value in values):
-        alike = {(value.shape, value.dtype, value.device) for value in values}
-        if len(alike) == 1:
-            return torch.stack(values).detach().cpu()
+    kinds = {(v.shape, v.dtype, v.device) if isinstance(v, Tensor) else None for v in values}
+    if len(kinds) == 1 and None not in kinds:
+        return torch.stack(values).detach().cpu()
     numbers = (bool, int, float)
-    return [
-        value if isinstance(value, numbers) else _tensor(name, value).detach().cpu()
-        for value in values
-    ]
+    return [v if isinstance(v, numbers) else _tensor(name, v).detach().cpu() for v in values]
 
 
 def are_finite(tensors: Sequence[Tensor]) -> list[bool]:
@@ -155,15 +144,14 @@ def are_finite(tensors: Sequence[Tensor]) -> list[bool]:
     return finite
 
 
-def _not_finite(raw: Sequence[tuple[int, Mapping[str, Any]]]) -> Iterator[tuple[int, str, str]]:
-    """Yield update, name and text of the values that are not finite."""
+def _not_finite(raw: Sequence[tuple[int, Mapping[str, Any]]]) -> list[tuple[int, str, str]]:
+    """Return update, name and text of the values that are not finite."""
     values = [
         (step, name, torch.as_tensor(value)) for step, logs in raw for name, value in logs.items()
     ]
     finite = are_finite([value for _, _, value in values])
-    for (step, name, value), good in zip(values, finite, strict=True):
-        if not good:
-            yield step, name, str(value.tolist())
+    pairs = zip(values, finite, strict=True)
+    return [(step, name, str(v.tolist())) for (step, name, v), good in pairs if not good]
 
 
 def _sum(name: str, values: list[Any]) -> Tensor:
@@ -240,8 +228,8 @@ class LoopState:
     Attributes:
         model: The model wrapper (`train_step`, `val_step`, `test_step`, `module`).
         optim_wrapper: The optimizer wrapper; None where nothing is trained.
-        precision: Makes the context that evaluations run in where `optim_wrapper` does not tell.
         run_dir: The run's folder; None when nothing is to be written.
+        precision: Makes the context that evaluations run in where `optim_wrapper` does not tell.
         stateful: Further things that belong into a checkpoint, by name.
         epoch: Finished passes over the data.
         batch: Batches done in the running epoch.
@@ -262,12 +250,12 @@ class LoopState:
         signal: Number of the signal that stops the run (SIGTERM, SIGINT); 0 for none.
         in_step: A batch is being read or trained on: it is not in the counters yet, but maybe in
             the random streams and the weights.
-        together: All ranks are in this step. False in the last batches of a pass in which this rank
-            has more than others (`uneven_inputs`): hooks must not communicate then.
+        together: All ranks are in this step. False in the last batches of a pass in which this
+            rank has more than others (`uneven_inputs`): hooks must not communicate then.
         updated_at: (epoch, batch, iteration) of the last update, where the running accumulation
             window began; None where that is not known.
-        restored_from: Folder and serial number of the checkpoint that the run has gone back to and
-            not yet gone on from.
+        restored_from: Folder and serial number of the checkpoint that the run has gone back to
+            and not yet gone on from.
     """
 
     model: nn.Module
@@ -312,9 +300,8 @@ class LoopState:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the counters, the clock and the last metrics."""
-        counters = {name: getattr(self, name) for name in _COUNTERS}
-        more = {"recorded_at": self.recorded_at, "clock_s": self.clock_s}
-        return {**counters, **more, "metrics": dict(self.metrics)}
+        counters = {name: getattr(self, name) for name in (*_COUNTERS, "recorded_at", "clock_s")}
+        return {**counters, "metrics": dict(self.metrics)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over the counters of a checkpoint; a request to stop is not among them."""

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from time import monotonic
 from typing import Any
 
-from ..collectives import all_gather_object, mean_scalars
+from ..collectives import mean_scalars
 from ..registry import LOOPS
 from .evaluate import ValLoop, announce_failure
 from .hook import HookList, Scalars
@@ -26,7 +26,7 @@ from .schedule import (
 )
 from .signals import StopSignals
 from .state import LoopState
-from .uneven import UnevenInputs, even_inputs, longest, uneven_inputs
+from .uneven import PassInputs
 
 logger = logging.getLogger(__name__)
 
@@ -43,11 +43,8 @@ class _TrainLoop:
     # What the iteration loop sets: the update after which to stop, and that it validates by them.
     _last_step: int | None = None
     _validates_updates = False
-    # What `_check` finds out: whether ranks may have different numbers of batches, whether they
-    # have to compare them as they go, and the most.
-    _uneven: UnevenInputs | None = None
-    _compares: bool = False
-    _length: int | None = None
+    # Found out at the start of each run.
+    _inputs: PassInputs
 
     def __init__(
         self,
@@ -71,7 +68,8 @@ class _TrainLoop:
         train_step = step_of(state.model, optim)
         log = state.logs.append
         state.in_step = True
-        for batch in self._batches(state):
+        left = batches_from(self.dataloader, state.epoch, state.batch)
+        for batch in self._inputs.watched(left, state):
             for on_batch_start in hooks.on_batch_start:
                 on_batch_start(state, batch)
             logs = train_step(batch, optim)
@@ -95,13 +93,6 @@ class _TrainLoop:
         state.in_step = False
         if not state.batch:
             raise ValueError(_EMPTY)
-
-    def _batches(self, state: LoopState) -> Iterator[Any]:
-        """Return what is left of the running epoch."""
-        batches = batches_from(self.dataloader, state.epoch, state.batch)
-        if self._uneven is not None:
-            return self._uneven.watched(batches, state)
-        return even_inputs(batches, state) if self._compares else batches
 
     def _after_update(self, state: LoopState, hooks: HookList, signals: StopSignals) -> None:
         """Log, poll signals, validate and save, each when it is due."""
@@ -193,16 +184,8 @@ class _TrainLoop:
                 "SingleDevice(model)"
             )
         state.higher_is_better = directions_of(getattr(self.val_loop, "metrics", {}))
-        lengths = all_gather_object(length_of(self.dataloader))
-        self._length = longest(lengths)
-        self._uneven = uneven_inputs(state, by_epoch=self._last_step is None)
-        self._compares = self._length is None and len(lengths) > 1
-        if len(set(lengths)) > 1 and self._uneven is None:
-            raise ValueError(
-                "every rank needs the same number of training batches, but by rank they are "
-                f"{lengths}; build_loader(..., train=True) shares them out, and "
-                "StepDistributedDataParallel(uneven_inputs=True) can do without"
-            )
+        by_epoch = self._last_step is None
+        self._inputs = PassInputs(state, length_of(self.dataloader), by_epoch=by_epoch)
         if self.sanity_val and isinstance(self.val_loop, ValLoop):
             self.val_loop.try_batch(state)
 
@@ -256,7 +239,7 @@ class EpochTrainLoop(_TrainLoop):
                 for on_epoch_start in hooks.on_epoch_start:
                     on_epoch_start(state)
                 state.model.train()
-                with self._uneven.joined(state) if self._uneven else nullcontext():
+                with self._inputs.joined(state):
                     self._pass(state, hooks, signals)
                 if state.stop_reason:
                     break
@@ -271,7 +254,7 @@ class EpochTrainLoop(_TrainLoop):
     def _count(self, state: LoopState) -> None:
         """Tell the state and the optimizer wrapper how long the run will be."""
         state.max_epochs = self.max_epochs
-        length, window = self._length, window_of(state.optim_wrapper)
+        length, window = self._inputs.length, window_of(state.optim_wrapper)
         last = -1
         if length is not None:
             left = max(0, (self.max_epochs - state.epoch) * length - state.batch)
@@ -344,7 +327,7 @@ class IterTrainLoop(_TrainLoop):
     def _count(self, state: LoopState) -> None:
         """Tell the state and the optimizer wrapper how long the run will be."""
         state.max_steps = self.max_steps
-        length, window = self._length, window_of(state.optim_wrapper)
+        length, window = self._inputs.length, window_of(state.optim_wrapper)
         last = -1
         if window is not None:
             last = (state.iteration // window + self.max_steps - state.step) * window
