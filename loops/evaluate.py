@@ -68,11 +68,6 @@ class EvenRounds(Rounds):
     A rank that has run out sees its last batch again, which counts nothing; one that never had any
     gets one of another rank. Before each step the ranks tell each other whether they go on: an
     exception of a loader, or one that was kept, ends the evaluation on all of them.
-
-    Args:
-        loader: This rank's batches.
-        group: The ranks with batches of their own.
-        what: What `loader` is, for errors.
     """
 
     def __init__(self, loader: Iterable[Any], group: dist.ProcessGroup | None, what: str) -> None:
@@ -134,10 +129,7 @@ class EvenRounds(Rounds):
 
 
 def raise_everywhere(error: Exception | None) -> None:
-    """Raise `error` here and a RuntimeError that names it elsewhere; every rank must call this.
-
-    Nothing happens where no rank has one.
-    """
+    """Raise `error` here and a RuntimeError that names it elsewhere; every rank must call this."""
     failures = all_gather_object(failure_of(error))
     if error is not None:
         raise error

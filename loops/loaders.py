@@ -136,12 +136,10 @@ class ShardedBatchSampler(Sampler[list[int]]):
 
 
 class SeededSamples(Dataset[Any]):
-    """A map-style data set whose randomness in a worker depends only on the batch.
+    """A map-style data set whose randomness in a worker depends only on the batch, by its key.
 
-    Before a batch of `BatchIndices` is read, the worker's random streams are seeded from the
-    batch's key, so that augmentations are the same for one worker or many and after any resume.
-    Without workers the samples are read by the training process, from whose own streams they draw:
-    other augmentations, and as repeatable, since checkpoints hold those streams.
+    So augmentations are the same for one worker or many and after any resume. Without workers they
+    draw from the streams of the training process, which are in its checkpoints.
     """
 
     def __init__(self, samples: Dataset[Any]) -> None:
@@ -154,7 +152,6 @@ class SeededSamples(Dataset[Any]):
         return self.samples[index]
 
     def __getitems__(self, indices: list[int]) -> list[Any]:
-        """Read one batch."""
         if isinstance(indices, BatchIndices):
             seed_rng(mix_seed(*indices.key))
         many = getattr(self.samples, "__getitems__", None)
@@ -216,7 +213,6 @@ def build_loader(
 
 
 def _complete(options: dict[str, Any]) -> None:
-    """Fill in what depends on the device and on whether there are workers."""
     if options.setdefault("pin_memory", "auto") == "auto":
         options["pin_memory"] = torch.cuda.is_available()
     if options["num_workers"]:
@@ -226,7 +222,6 @@ def _complete(options: dict[str, Any]) -> None:
 
 
 def length_of(loader: Iterable[Any]) -> int | None:
-    """Return the number of batches in a pass over `loader`; None if it is unknown."""
     if not isinstance(loader, Sized):
         return None
     try:
@@ -236,11 +231,7 @@ def length_of(loader: Iterable[Any]) -> int | None:
 
 
 def size_before_padding(loader: Iterable[Any]) -> int | None:
-    """Return the data set's size where ranks get samples twice to be even, None where they do not.
-
-    Known of `ShardedBatchSampler` and torch's `DistributedSampler`, which deal samples in turn and
-    repeat some at the end.
-    """
+    """Return the data set's size where the sampler repeats some samples to be even, else None."""
     sampler = getattr(loader, "batch_sampler", None)
     if isinstance(sampler, ShardedBatchSampler):
         return sampler.num_samples if sampler.pads else None
@@ -293,11 +284,7 @@ def _set_epoch(loader: Iterable[Any], epoch: int) -> bool:
 
 
 def first_batch_apart(loader: Iterable[Any]) -> Iterator[Any] | None:
-    """Return an iterator over the first batch alone, read so that `loader` does not notice.
-
-    None where that cannot be known: it is neither a sequence nor a plain DataLoader of a map-style
-    data set. Of workers one is started, which ends with the batch.
-    """
+    """Return the first batch alone, read so that `loader` does not notice; None where it might."""
     if isinstance(loader, Sequence):
         return itertools.islice(loader, 1)
     if not isinstance(loader, DataLoader) or type(loader).__iter__ is not DataLoader.__iter__:

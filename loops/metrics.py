@@ -70,12 +70,7 @@ class MeanLoss(Metric):
 
 
 def feed_metrics(metrics: Mapping[str, AnyMetric], outputs: Any, batch: Any) -> None:
-    """Update metrics with the outputs of a step.
-
-    A mapping is passed by keyword, each metric taking the arguments that its `update` (a
-    BaseMetric's `add`) knows; anything else as `update(outputs, batch)`. An error of a metric gets
-    a note with its name and the shapes it was given.
-    """
+    """Update metrics with a step's outputs: a mapping by keyword, all else as (outputs, batch)."""
     for name, metric in metrics.items():
         update = metric.add if isinstance(metric, BaseMetric) else metric.update
         args, kwargs = _arguments(name, metric, update, outputs, batch)
@@ -118,11 +113,7 @@ def empty_copies(metrics: Mapping[str, AnyMetric]) -> dict[str, AnyMetric]:
 
 
 def directions_of(metrics: Mapping[str, AnyMetric]) -> dict[str, bool | None]:
-    """Return by name whether higher values are better; None where that is not known.
-
-    By `higher_is_better`, as torchmetrics has it, or by words such as "loss", "error" and
-    "accuracy" in its name or its class's.
-    """
+    """Return by name whether higher values are better, by attribute or words; None if unknown."""
     found: dict[str, bool | None] = {}
     for name, metric in metrics.items():
         found[name] = _direction(name, metric)
@@ -161,8 +152,7 @@ def merge_metrics(metrics: Mapping[str, AnyMetric], group: dist.ProcessGroup | N
     """Give every rank's metrics the states of the group's ranks; each of them must call this.
 
     One exchange for all of them. torchmetrics' own synchronisation waits for ever where ranks hold
-    lists of unequal length, as they do when a rank had fewer batches than the others or none. A
-    BaseMetric is left as it is: its own `compute` gathers.
+    lists of unequal length. A BaseMetric is left as it is: its own `compute` gathers.
     """
     parts = [p for m in metrics.values() if isinstance(m, Metric) for p in _parts(m)]
     cpu = torch.device("cpu")
@@ -181,15 +171,10 @@ def compute_metrics(
     size: int | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> dict[str, float]:
-    """Return the results by name; "name/key" where a metric has several.
+    """Return the results by name, "name/key" where a metric has several; every rank must call this.
 
-    Every rank must call this, with the metrics in the same order.
-
-    Args:
-        metrics: By name.
-        size: How many samples the data set has, where ranks were given some twice to be even.
-        group: The ranks from which a BaseMetric gathers, unless its back-end is one of the user's
-            own; default: those of its back-end.
+    `size` is that of a data set of which ranks were given some samples twice. A BaseMetric gathers
+    from `group`, unless its back-end is one of the user's own.
     """
     results: dict[str, float] = {}
     with warnings.catch_warnings():
@@ -301,13 +286,7 @@ class ProcessMetric(BaseMetric):
 
 
 class WatchedMetric:
-    """The one metric of the validation that a hook watches, and the direction in which it improves.
-
-    Args:
-        name: Its name among the results.
-        mode: "max" when higher values are better, "min" when lower; None to ask the metric.
-        setting: The hook and its argument, for errors: "CheckpointHook: keep_best".
-    """
+    """A metric of the validation and the direction in which it improves; `setting` is for errors."""
 
     def __init__(self, name: str, mode: str | None, *, setting: str) -> None:
         self._hook = setting.partition(":")[0]
@@ -340,7 +319,6 @@ class WatchedMetric:
         return "highest" if self._mode == "max" else "lowest"
 
     def warn_unless(self, mode: str, state: LoopState) -> None:
-        """Warn where the metric tells another direction than `mode`."""
         higher = direction_of(self.name, state.higher_is_better)
         if higher is not None and higher != (mode == "max") and get_rank() == 0:
             better = "higher" if higher else "lower"

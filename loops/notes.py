@@ -28,11 +28,7 @@ _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 def naming_missing_ranks(state: LoopState) -> AbstractContextManager[None]:
-    """Name the ranks that do not come where the body waits for them in vain; every rank enters.
-
-    Raises:
-        CollectiveError: In place of the transport's error; says where each rank is.
-    """
+    """Name in a CollectiveError the ranks that do not come where others wait; every rank enters."""
     return in_progress(
         lambda: Progress(_DOING[state.phase], f"step {state.step}, epoch {state.epoch}")
     )
@@ -46,8 +42,7 @@ def add_note(error: BaseException, text: str) -> None:
 def note_failure(error: BaseException, state: LoopState, loader: Any, step: str) -> None:
     """Note on an error of a step, or of reading its batch from `loader`, where it happened.
 
-    Its traceback tells that and the batch, so that nothing has to be kept while all goes well. An
-    error from elsewhere, and one that is noted already, stays as it is.
+    Its traceback tells that and the batch, so that nothing has to be kept while all goes well.
     """
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     loop = next((one for one in reversed(frames) if one.f_code.co_name == "_pass"), None)
@@ -63,12 +58,7 @@ def note_failure(error: BaseException, state: LoopState, loader: Any, step: str)
 
 
 def describe(data: Any, *, ranges: bool = True, depth: int = 3) -> str:
-    """Return types and shapes in nested data, in a line.
-
-    Args:
-        ranges: Also tell numbers, and the least and greatest in tensors of integers on the CPU.
-        depth: How many levels of lists and mappings are looked into.
-    """
+    """Return types and shapes in nested data, in a line; `ranges` of integers on the CPU too."""
     try:
         return _described(data, ranges, depth)
     except Exception:  # noqa: BLE001 - a user's own type; the error to be noted on must be seen

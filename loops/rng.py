@@ -30,11 +30,7 @@ def seed_rng(seed: int) -> None:
 
 
 def capture_rng(device: torch.device | None = None) -> dict[str, Any]:
-    """Return the state of all random streams as tensors and numbers.
-
-    These are Python's, torch's on the CPU and on a CUDA device (that of the model, `device`, else
-    the current one), and NumPy's global one, the last two where they are in use.
-    """
+    """Return the streams of Python, torch (CPU and CUDA) and NumPy as tensors and numbers."""
     version, words, gauss = random.getstate()
     streams: dict[str, Any] = {
         "python": {"version": version, "words": torch.tensor(words), "gauss": gauss},

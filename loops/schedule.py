@@ -59,14 +59,9 @@ class Cadence:
 
 
 class ValSchedule:
-    """After which finished units (epochs or updates) a validation is due.
+    """After which finished units (epochs or steps) a validation is due; always after the last.
 
-    Args:
-        unit: What is counted, for the texts: "epochs" or "steps".
-        last: The run's last unit, after which a validation is due anyway.
-        begin: The first unit after which one may be due.
-        interval: Units between two validations.
-        dynamic: (milestone, interval) pairs: from unit `milestone` on, another interval.
+    From each milestone of `dynamic` on there is another interval.
     """
 
     def __init__(
@@ -93,7 +88,6 @@ class ValSchedule:
             self.intervals.append((milestone, positive("an interval", pair[1])))
 
     def due(self, done: int) -> bool:
-        """Say whether a validation is due after `done` finished units."""
         interval = [each for milestone, each in self.intervals if milestone <= done + 1][-1]
         return done >= self.begin and (done % interval == 0 or done == self.last)
 
@@ -112,7 +106,6 @@ def members_of(optim_wrapper: Any) -> list[Any]:
 
 
 def windows_of(optim_wrapper: Any) -> list[int]:
-    """Return the batches per update of each member."""
     return [getattr(one, "_accumulative_counts", 1) for one in members_of(optim_wrapper)]
 
 
@@ -125,8 +118,8 @@ def window_of(optim_wrapper: Any) -> int | None:
 def step_of(model: Any, optim_wrapper: Any) -> Callable[[Any, Any], Any]:
     """Return the training step; where windows accumulate, one that has to count its batch.
 
-    Else a window would hold other batches than its losses are divided by, and a resume would not
-    know its place in it. An optimizer of a group may count none.
+    Else a window would hold other batches than its losses are divided by. An optimizer of a group
+    may count none.
     """
     train_step: Callable[[Any, Any], Any] = model.train_step
     is_group = isinstance(optim_wrapper, Mapping)
@@ -161,7 +154,6 @@ def updates_between(done: int, last: int, window: int) -> int:
 
 
 def holds_gradients(model: nn.Module) -> bool:
-    """Say whether there are gradients of an unfinished accumulation window."""
     return any(parameter.grad is not None for parameter in model.parameters())
 
 
@@ -170,9 +162,9 @@ def start_counting(
 ) -> None:
     """Tell the optimizer wrapper where training starts and ends, in batches.
 
-    A run that goes on inside an accumulation window has that window's gradients back from its
-    checkpoint: it counts from the window's first batch, so that the losses still to come weigh as
-    if there had been no interruption.
+    Inside an accumulation window, whose gradients come from a checkpoint, it counts from the
+    window's first batch, so that the losses still to come weigh as if there had been no
+    interruption.
     """
     if not holds_gradients(model):
         optim_wrapper.initialize_count_status(model, iteration, max_iterations)

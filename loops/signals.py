@@ -28,15 +28,10 @@ class StopSignals:
     """Turns SIGTERM and SIGINT into an orderly stop while it is entered.
 
     The first signal is noted; a second SIGINT raises KeyboardInterrupt. `poll` makes it known to
-    the loop, and one that came too late for that is raised again at the exit, with the old
-    handlers, unless there is an error. One process looks at every poll. Several ranks exchange,
-    about once a second, at a poll that they fixed in the exchange before: a signal to any of them
-    stops all of them at the same update. Every rank must therefore poll equally often in each
-    phase.
-
-    Attributes:
-        due_s: Before this time (`time.monotonic`) polling would find nothing new; always past with
-            several ranks.
+    the loop, and one that came too late for that is raised again at the exit, unless there is an
+    error. One process looks at every poll. Several ranks exchange, about once a second, at a poll
+    that they fixed in the exchange before: a signal to any of them stops all of them at the same
+    update. Every rank must therefore poll equally often in each phase.
     """
 
     def __init__(self) -> None:
@@ -90,7 +85,6 @@ class StopSignals:
             self._agree(state)
 
     def _agree(self, state: LoopState) -> None:
-        """Exchange signals and clocks."""
         clock_s = time.monotonic() - self._start_s if get_rank() == 0 else -1.0
         shared = torch.tensor([self._received, clock_s], dtype=torch.float64, device=comm_device())
         # The greatest of both: any rank's signal, and the clock of rank 0.
@@ -125,7 +119,6 @@ class _Pace:
         self._planned_at_s: float | None = None
 
     def due(self) -> bool:
-        """Count a poll and say whether it is one that exchanges."""
         self._polls += 1
         return self._polls >= self._due_at
 

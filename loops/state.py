@@ -16,8 +16,7 @@ from torch import Tensor, nn
 class LogBuffer:
     """Collects the logs of training steps without touching the device.
 
-    `append` takes the update that a step belongs to and its dict of logs: it is a list's own
-    method, since it is called for every batch.
+    `append` takes (update, logs): it is a list's own method, since it is called for every batch.
     """
 
     def __init__(self) -> None:
@@ -51,7 +50,6 @@ class LogBuffer:
         self._sums, self._nonfinite = sums, nonfinite
 
     def clear(self) -> None:
-        """Forget what was logged so far."""
         self._sums, self._nonfinite, self._earlier = {}, {}, {}
         self._first += len(self._raw)
         self._raw.clear()
@@ -59,12 +57,7 @@ class LogBuffer:
     def first_nonfinite(
         self, watches: Callable[[str], bool], after: int = -1
     ) -> tuple[int, str] | None:
-        """Return update and text of the first value since `clear` that is not finite, or None.
-
-        Args:
-            watches: Says of a name whether its values count.
-            after: Values up to this update do not count.
-        """
+        """Return update and text of the first value after an update that is not finite, or None."""
         recent = [(step, logs) for step, logs in self._raw if step > after]
         found = [(step, name, text) for name, (step, text) in self._nonfinite.items()]
         found += _not_finite(recent)
@@ -72,10 +65,7 @@ class LogBuffer:
         return min(told, key=lambda one: one[0], default=None)
 
     def state_dict(self, iteration: int) -> dict[str, Any]:
-        """Return what the next record is made of, without what came after batch `iteration`.
-
-        The raw values are kept as they are: added up in two parts they would give another sum.
-        """
+        """Return the raw values, as they are: added up in two parts they would give another sum."""
         values = self._by_name(max(0, iteration - self._first))
         return {
             "sums": {name: (total.cpu(), count) for name, (total, count) in self._sums.items()},
@@ -145,7 +135,6 @@ def are_finite(tensors: Sequence[Tensor]) -> list[bool]:
 
 
 def _not_finite(raw: Sequence[tuple[int, Mapping[str, Any]]]) -> list[tuple[int, str, str]]:
-    """Return update, name and text of the values that are not finite."""
     values = [
         (step, name, torch.as_tensor(value)) for step, logs in raw for name, value in logs.items()
     ]

@@ -63,7 +63,6 @@ class _TrainLoop:
         self.log_every_steps = positive("log_every_steps", log_every_steps)
 
     def _pass(self, state: LoopState, hooks: HookList, signals: StopSignals) -> None:
-        """Train on what is left of the running epoch, or until it is time to stop."""
         optim: Any = state.optim_wrapper
         train_step = step_of(state.model, optim)
         log = state.logs.append
@@ -95,7 +94,6 @@ class _TrainLoop:
             raise ValueError(_EMPTY)
 
     def _after_update(self, state: LoopState, hooks: HookList, signals: StopSignals) -> None:
-        """Log, poll signals, validate and save, each when it is due."""
         if not state.together:
             return
         if state.step % self.log_every_steps == 0:
@@ -121,7 +119,6 @@ class _TrainLoop:
             listener(state, record)
 
     def _end_pass(self, state: LoopState) -> None:
-        """Count a finished pass over the data."""
         state.epoch += 1
         state.batch = 0
         if state.updated_at is not None and state.updated_at[2] == state.iteration:
@@ -169,7 +166,6 @@ class _TrainLoop:
                 raise
 
     def _check(self, state: LoopState) -> None:
-        """Raise at the start if the parts do not fit together."""
         if state.optim_wrapper is None:
             raise ValueError("training needs an optimizer wrapper, but state.optim_wrapper is None")
         missing = [name for name in _NEEDED if not hasattr(state.optim_wrapper, name)]
@@ -252,7 +248,6 @@ class EpochTrainLoop(_TrainLoop):
         return state
 
     def _count(self, state: LoopState) -> None:
-        """Tell the state and the optimizer wrapper how long the run will be."""
         state.max_epochs = self.max_epochs
         length, window = self._inputs.length, window_of(state.optim_wrapper)
         last = -1
@@ -325,7 +320,6 @@ class IterTrainLoop(_TrainLoop):
         return state
 
     def _count(self, state: LoopState) -> None:
-        """Tell the state and the optimizer wrapper how long the run will be."""
         state.max_steps = self.max_steps
         length, window = self._inputs.length, window_of(state.optim_wrapper)
         last = -1

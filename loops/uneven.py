@@ -23,16 +23,9 @@ class PassInputs:
     With that the model's `join` keeps the averaging of gradients going. What else the loop does
     together with other ranks is left out from where the first one has run out of batches:
     `state.together` says so. At the end of the pass all are brought to where the rank with most
-    batches is: counters, optimizers, schedulers and whatever else is in `state.stateful`.
-
-    Args:
-        state: Of the run.
-        length: How many batches this rank has in a pass; None where that is not known, then the
-            ranks compare as they go.
-        by_epoch: Whether the loop counts epochs.
-
-    Attributes:
-        length: The most that a rank has; None where one does not know.
+    batches is: counters, optimizers, schedulers and whatever else is in `state.stateful`. Where a
+    rank does not know how many it has, the ranks compare as they go; `length` is the most, else
+    None.
     """
 
     def __init__(self, state: LoopState, length: int | None, *, by_epoch: bool) -> None:
@@ -103,7 +96,6 @@ class PassInputs:
             yield batch
 
     def _catch_up(self, state: LoopState) -> None:
-        """Take over what only ranks with more batches know."""
         mine = {name: getattr(state, name) for name in (*_PROGRESS, "stop_reason")}
         everyone = all_gather_object(mine, self._group)
         state.stop_reason = next((o["stop_reason"] for o in everyone if o["stop_reason"]), "")

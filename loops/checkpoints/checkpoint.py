@@ -127,7 +127,6 @@ def save_alone(folder: Path, state: LoopState, *, reason: str = "exception") -> 
 
 
 def _alone(mine: Any) -> list[Any]:
-    """Gather from this rank only."""
     return [mine]
 
 
@@ -243,13 +242,11 @@ def _problem_of_files(files: Any) -> str:
 
 
 def _digest(meta: Mapping[str, Any]) -> str:
-    """Return the SHA-256 of a description but for the entry that holds it."""
     text = json.dumps({k: v for k, v in meta.items() if k != "sha256"}, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def rank_file(rank: int) -> str:
-    """Return the name of the file with what only one rank knows."""
     return f"rank_{rank:05d}.pt"
 
 
@@ -352,7 +349,6 @@ def _contents(state: LoopState) -> dict[str, Any]:
 
 
 def _own_contents(state: LoopState, gradients: bool) -> dict[str, Any]:
-    """What only this rank knows."""
     model = user_model(state.model)
     own = {
         "rng": capture_rng(device_of(model)),

@@ -36,11 +36,7 @@ class CheckpointError(RuntimeError):
 def together(
     what: str, action: Callable[[], T], gather: Callable[[Any], list[Any]] = all_gather_object
 ) -> list[T]:
-    """Run `action` on every rank and return all results.
-
-    Raises:
-        CheckpointError: On every rank if it failed on one; with the text of each that failed.
-    """
+    """Run `action` on every rank and return all results; a failure is raised on every rank."""
     results, failures, cause = run_together(action, gather)
     texts = []
     for failure in filter(None, failures):
@@ -97,7 +93,6 @@ def write_file(path: Path, content: Any) -> None:
 
 
 def publish(draft: Path, final: Path) -> None:
-    """Give a written draft its name; from now on it exists."""
     _flush_folder(draft)
     draft.rename(final)
     _flush_folder(final.parent)
@@ -112,11 +107,7 @@ def remove_folders(folders: Iterable[Path]) -> None:
 
 
 def read_text(path: Path) -> str:
-    """Return the content of a regular file that is text.
-
-    Raises:
-        OSError: It is no regular file, or too large for what is written as text here.
-    """
+    """Return the text of a regular file that is not too large for what is written as text here."""
     if _size_of(path) > _LONGEST_TEXT:
         raise OSError(errno.EFBIG, f"it is larger than {_LONGEST_TEXT} bytes", str(path))
     return path.read_text(encoding="utf-8")
@@ -135,7 +126,6 @@ def read_tensors(path: Path, *, mmap: bool = False) -> Any:
 
 
 def fingerprint(path: Path) -> dict[str, Any]:
-    """Return the size in bytes and the sha256 of a file."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while chunk := file.read(_CHUNK):

@@ -115,7 +115,6 @@ class Checkpoint:
         together(f"restoring {self.path}", lambda: self._restore(state, files))
 
     def _files(self, *, by_parts: bool) -> Reader:
-        """Return what reads this checkpoint; every rank must call this."""
         files = self.meta["files"]
         by_parts = by_parts or TABLE in files
         reader = Reader(self.path, files, by_parts=by_parts)
@@ -231,10 +230,7 @@ class Checkpoint:
             state.logs.load_state_dict(logs[0] if own else mean_logs(logs), device_of(model))
 
     def _restore_rng(self, model: nn.Module, share: int, spacing: int) -> dict[str, Any]:
-        """Put back the random streams that the `share`-th of the samples was trained with.
-
-        Returns what the rank that had them had of its own.
-        """
+        """Put back the random streams of the `share`-th of the samples; return their rank's file."""
         name = rank_file(share * spacing)
         if name not in self.meta["files"]:
             logger.warning("%s has no random state for rank %d: derived", self.path, own_rank())
@@ -309,7 +305,6 @@ def search_checkpoint(run_dir: Path | str, which: str = "latest") -> Path | None
 
 
 def _mismatches(saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
-    """Return one line for each name or shape that differs."""
     if not isinstance(saved, Mapping):
         return [f"model.pt must hold a table of weights, got {type(saved).__name__}"]
     surplus = [name for name in saved if name not in wanted]

@@ -59,7 +59,6 @@ class Parts:
                 yield name, wanted
 
     def _mark(self, stem: str, tensor: Any, key: str) -> Any:
-        """Put a mark in the place of a sharded tensor."""
         if not is_dtensor(tensor):
             return tensor
         layout, part = layout_of(tensor), local_part(tensor)
@@ -74,11 +73,7 @@ class Parts:
 
 
 def make_table(places: Sequence[Places]) -> Table:
-    """Decide, from all ranks' places, who writes what: the first that holds a part.
-
-    Raises:
-        CheckpointError: Parts of a tensor are missing.
-    """
+    """Decide, from all ranks' places, who writes what: the first that holds a part."""
     table: Table = {}
     for rank, stems in enumerate(places):
         for stem, tensors in stems.items():
@@ -105,13 +100,7 @@ def _shard_file(stem: str, rank: int) -> str:
 
 
 class SavedTensor:
-    """A tensor in files, of which any part can be read: `saved[slices]`, `saved[...]`.
-
-    Args:
-        shape: Of the whole.
-        dtype: Of its elements.
-        pieces: Of each piece the offsets, the sizes, and what reads it.
-    """
+    """A tensor in files, of which any part can be read: `saved[slices]`, `saved[...]`."""
 
     def __init__(
         self,
@@ -140,12 +129,7 @@ _Box: TypeAlias = tuple[Sequence[int], Sequence[int]]
 
 
 def overlap(one: _Box, other: _Box) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
-    """Return what two parts of a tensor share, as slices of each; None where they share nothing.
-
-    Args:
-        one: Offsets and sizes of a part.
-        other: Those of the other part.
-    """
+    """Return what two parts (offsets, sizes) of a tensor share, as slices of each, or None."""
     edges = list(zip(*one, *other, strict=True))
     common = [(max(a, b), min(a + n, b + m)) for a, n, b, m in edges]
     if not all(low < high for low, high in common):
@@ -158,13 +142,7 @@ def overlap(one: _Box, other: _Box) -> tuple[tuple[slice, ...], tuple[slice, ...
 
 
 class Reader:
-    """Reads the files of a checkpoint.
-
-    Args:
-        folder: The checkpoint.
-        files: Names and fingerprints of its files.
-        by_parts: Map them into memory, and read larger tensors when they are asked for.
-    """
+    """Reads a checkpoint's files, whole or by parts: mapped, larger tensors when asked for."""
 
     def __init__(self, folder: Path, files: Mapping[str, Any], *, by_parts: bool) -> None:
         self._folder = folder
@@ -176,7 +154,6 @@ class Reader:
         self.checked: set[str] = set()
 
     def check(self, *names: str) -> None:
-        """Raise CheckpointError if one of the files is not as it was written."""
         unchecked = {name: self._files[name] for name in names if name not in self.checked}
         damage = damage_of(self._folder, unchecked)
         if damage:

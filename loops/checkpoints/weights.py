@@ -35,11 +35,7 @@ _AS_THEY_ARE = (str, bytes, bool, int, float, complex, type(None), torch.dtype, 
 
 
 def plain(value: Any, where: str) -> Any:
-    """Return `value` as torch.load(weights_only=True) takes it: NumPy scalars made numbers.
-
-    Raises:
-        TypeError: Something in it cannot be loaded safely; says where.
-    """
+    """Return `value` as torch.load(weights_only=True) takes it; TypeError says where it cannot."""
     if type(value) in _AS_THEY_ARE or isinstance(value, Tensor):
         return value
     if isinstance(value, Mapping):
@@ -101,11 +97,7 @@ def weights_of(model: nn.Module) -> OrderedDict[str, Any]:
 
 
 def load_weights(model: nn.Module, weights: Mapping[str, Any]) -> None:
-    """Load what `weights_of` returned into `model`, which may be compiled or not.
-
-    Of sharded tensors this rank's parts are taken; anything that can be cut like a tensor may stand
-    for the wholes.
-    """
+    """Load weights, or what can be cut like them, into `model`; of sharded ones only the parts."""
     present = model.state_dict()
     for name, tensor in _localised(model):
         if not is_dtensor(present[name]):
@@ -166,14 +158,7 @@ def set_gradients(model: nn.Module, gradients: Mapping[str, Tensor]) -> None:
 
 
 def mean_gradients(model: nn.Module, ranks: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
-    """Return this rank's parts of the mean of all saved ranks' gradients, by name.
-
-    The next update is then what it would have been on those ranks.
-
-    Args:
-        model: What the gradients are for, sharded in any way.
-        ranks: The contents of all the ranks' files.
-    """
+    """Return this rank's parts of the mean of the gradients in all ranks' files, by name."""
     layouts = {plain_name(name): layout_of(p) for name, p in model.named_parameters()}
     names = dict.fromkeys(name for own in ranks for name in own["gradients"])
     return {name: _mean(name, layouts[name], ranks) for name in names}
@@ -238,7 +223,6 @@ def _localised(model: nn.Module) -> list[tuple[str, Tensor]]:
 
 
 def _fitted(value: Any, like: Any) -> Any:
-    """What torch can load in the place of `like`."""
     if not isinstance(like, Tensor) or not hasattr(value, "shape"):
         return value
     # On a mesh of one rank nothing is sharded, yet a DTensor takes nothing but a DTensor.
@@ -247,7 +231,6 @@ def _fitted(value: Any, like: Any) -> Any:
 
 
 def _versions(state: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The modules' version numbers, which torch keeps beside the weights."""
     versions: Mapping[str, Any] = getattr(state, "_metadata", {})
     return versions
 

@@ -51,10 +51,7 @@ def step_text(state: LoopState) -> str:
 
 
 def values_text(values: Mapping[str, float]) -> str:
-    """`loss 0.123 lr 0.001`: four digits each, the figures of speed left out.
-
-    Of several learning rates (`lr/0`, `lr/1`, ...) only the highest is shown, as `lr`.
-    """
+    """`loss 0.123 lr 0.001`: without the figures of speed, and only the highest learning rate."""
     shown: dict[str, float] = {}
     for name, value in values.items():
         if name.startswith("lr/"):
@@ -84,10 +81,7 @@ def _speed(state: LoopState, record: Mapping[str, float]) -> list[str]:
 
 
 class _Bar:
-    """A bar over the whole run at the bottom of a terminal, with evaluations above it.
-
-    Drawing it takes about half a millisecond: only `advance` does, for whoever looks at the time.
-    """
+    """A bar at the bottom of a terminal. Drawing it takes half a millisecond: only `advance` does."""
 
     def __init__(self) -> None:
         # Only the columns with a ratio shrink: however many values there are, the place stays.
@@ -111,7 +105,6 @@ class _Bar:
         atexit.register(self._progress.stop)
 
     def advance(self, state: LoopState, eval_batches: int) -> None:
-        """Show how far training, or the running evaluation, has come."""
         if self._eval is not None:
             self._progress.update(self._eval, count=f"batch {eval_batches}", refresh=True)
             return
@@ -138,7 +131,6 @@ class _Bar:
             self._eval = None
 
     def say(self, line: str) -> None:
-        """Show a line that stays."""
         self._progress.console.print(line, markup=False, highlight=False, soft_wrap=True)
         self._progress.refresh()
 
