@@ -44,59 +44,34 @@ _PLAIN = (bool, int, float, str, type(None))
 
 
 class Rounds:
-    """The batches of a rank that steps by itself."""
+    """The batches of this rank; `together`, equally many rounds, each with a step of all ranks.
 
-    def __init__(self, loader: Iterable[Any]) -> None:
-        self._loader = loader
-
-    def batches(self) -> Iterator[tuple[Any, bool]]:
-        """Return batches, each with whether its samples count."""
-        return zip(batches_from(self._loader, epoch=0), repeat(True), strict=False)
-
-    def kept(self) -> AbstractContextManager[None]:
-        """What is run inside may fail without keeping other ranks waiting."""
-        return nullcontext()
-
-    def agree(self) -> bool:
-        """Whether there is a step to make; to be asked before each."""
-        return True
-
-
-class EvenRounds(Rounds):
-    """Equally many rounds on all ranks, each with a step that needs them all.
-
-    A rank that has run out sees its last batch again, which counts nothing; one that never had any
-    gets one of another rank. Before each step the ranks tell each other whether they go on: an
+    A rank that has run out then sees its last batch again, which counts nothing; one that never had
+    any gets one of another rank. Before each step the ranks tell each other whether they go on: an
     exception of a loader, or one that was kept, ends the evaluation on all of them.
     """
 
-    def __init__(self, loader: Iterable[Any], group: dist.ProcessGroup | None, what: str) -> None:
-        super().__init__(loader)
-        self._group, self._what = group, what
+    def __init__(
+        self, loader: Iterable[Any], together: bool, group: dist.ProcessGroup | None, phase: Phase
+    ) -> None:
+        self._loader, self._together, self._group, self._phase = loader, together, group, phase
         self._has_batch = False
         self._failure: Exception | None = None
 
     def batches(self) -> Iterator[tuple[Any, bool]]:
-        """Yield batches without an end; ValueError on every rank if there is none on any."""
-        own: Iterator[Any] = iter(())
-        with self.kept():
-            own = iter(batches_from(self._loader, epoch=0))
-        last = self._first(self._next(own))
-        while True:
-            yield last, self._has_batch
-            batch = self._next(own)
-            last = batch if self._has_batch else last
+        """Return batches, `together` without an end, each with whether its samples count."""
+        if not self._together:
+            return zip(batches_from(self._loader, epoch=0), repeat(True), strict=False)
+        return self._endless()
 
-    @contextmanager
-    def kept(self) -> Iterator[None]:
-        """Keep an exception for the next `agree`."""
-        try:
-            yield
-        except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks must hear of it
-            self._failure = self._failure or error
+    def kept(self) -> AbstractContextManager[None]:
+        """Keep an exception for the next `agree`, where it would keep other ranks waiting."""
+        return self._keeping() if self._together else nullcontext()
 
     def agree(self) -> bool:
-        """Whether any rank has a batch; raises on every rank what was kept on one."""
+        """Whether there is a step to make; raises on every rank what was kept on one."""
+        if not self._together:
+            return True
         own = _GOES_ON if self._has_batch else _DONE
         own = own if self._failure is None else _FAILED
         # By all ranks: a step also needs those that hold parts of the same layers.
@@ -106,6 +81,23 @@ class EvenRounds(Rounds):
         if told == _FAILED:
             raise_everywhere(self._failure)
         return told == _GOES_ON
+
+    @contextmanager
+    def _keeping(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks must hear of it
+            self._failure = self._failure or error
+
+    def _endless(self) -> Iterator[tuple[Any, bool]]:
+        own: Iterator[Any] = iter(())
+        with self.kept():
+            own = iter(batches_from(self._loader, epoch=0))
+        last = self._first(self._next(own))
+        while True:
+            yield last, self._has_batch
+            batch = self._next(own)
+            last = batch if self._has_batch else last
 
     def _next(self, own: Iterator[Any]) -> Any:
         batch = _END
@@ -121,7 +113,7 @@ class EvenRounds(Rounds):
         ranks = TorchDist(self._group)
         has = ranks.all_gather_object(self._has_batch)
         if not any(has):
-            raise ValueError(f"the {self._what} has no batches on any rank")
+            raise ValueError(f"the {self._phase.value} loader has no batches on any rank")
         if all(has):
             return batch
         lent = ranks.broadcast_object(batch if self._has_batch else None, has.index(True))
@@ -192,25 +184,31 @@ class _EvalLoop:
                 f"{type(state.model).__name__} has no {self.step_name}; wrap the model, as in "
                 "SingleDevice(model)"
             )
+        with (
+            self._running(state),
+            naming_missing_ranks(state),
+            preserved_rng(device_of(state.model)),
+        ):
+            for announce in hooks.on_eval_start:
+                announce(state)
+            # Running statistics differ by rank; only those of the first are saved.
+            getattr(state.model, "sync_buffers", lambda: None)()
+            with evaluation_mode(state.model), torch.inference_mode():
+                results = self._measure(state, hooks, poll)
+            for announce_end in hooks.on_eval_end:
+                announce_end(state, results)
+        return results
+
+    @contextmanager
+    def _running(self, state: LoopState) -> Iterator[None]:
         outer, state.phase = state.phase, self.phase
         try:
-            with naming_missing_ranks(state), preserved_rng(device_of(state.model)):
-                for announce in hooks.on_eval_start:
-                    announce(state)
-                # Running statistics differ by rank; only those of the first are saved.
-                sync = getattr(state.model, "sync_buffers", None)
-                if sync is not None:
-                    sync()
-                with evaluation_mode(state.model), torch.inference_mode():
-                    results = self._measure(state, hooks, poll)
-                for announce_end in hooks.on_eval_end:
-                    announce_end(state, results)
+            yield
         except Exception as error:
             note_failure(error, state, self.dataloader, self.step_name)
             raise
         finally:
             state.phase = outer
-        return results
 
     def try_batch(self, state: LoopState) -> None:
         """Run the first batch, to find mistakes before training; every rank must call this.
@@ -228,21 +226,22 @@ class _EvalLoop:
         trial, device = copy(self), device_of(state.model)
         trial.dataloader, trial.metrics = batches, scores.empty_copies(self.metrics)
         trial._polled_batches = 0.0
-        outer, state.phase = state.phase, self.phase
         failure: Exception | None = None
         try:
             # What a model keeps of inference mode could not be trained with.
-            with preserved_rng(device), _unchanged(state.model), torch.no_grad():
+            with (
+                self._running(state),
+                preserved_rng(device),
+                _unchanged(state.model),
+                torch.no_grad(),
+            ):
                 trial._place_metrics(device)
                 trial._pass(state, HookList(), lambda _: None)
         except Exception as error:
-            note_failure(error, state, self.dataloader, self.step_name)
-            failure = error
             # Where steps need all ranks, the others have heard of it, or wait in the step.
             if getattr(state.model, "collective_eval", False):
                 raise
-        finally:
-            state.phase = outer
+            failure = error
         raise_everywhere(failure)
 
     def _place_metrics(self, device: torch.device) -> None:
@@ -271,9 +270,8 @@ class _EvalLoop:
         polled = 0.0 if state.stop_reason else math.inf if together else self._batches_to_poll()
         step = getattr(state.model, self.step_name)
         precision = getattr(state.optim_wrapper, "precision_context", state.precision)
-        group, what = getattr(state.model, "data_group", None), f"{self.phase.value} loader"
-        loader = self.dataloader
-        rounds = EvenRounds(loader, group, what) if together else Rounds(loader)
+        group = getattr(state.model, "data_group", None)
+        rounds = Rounds(self.dataloader, together, group, self.phase)
         count = 0
         for batch, counts in rounds.batches():
             if counts:
@@ -342,29 +340,18 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
 def _unchanged(model: nn.Module) -> Iterator[None]:
     """Evaluate `model` inside; its buffers and its modules' plain attributes stay as they are."""
     modules = list(user_model(model).modules())
-    buffers = [
-        (module._buffers, name, buffer, buffer.detach().clone())
-        for module in modules
-        for name, buffer in module._buffers.items()
-        if buffer is not None
-    ]
-    plain = [
-        (vars(module), name, value)
-        for module in modules
-        for name, value in vars(module).items()
-        if type(value) in _PLAIN
-    ]
+    named = [(m._buffers, name, b) for m in modules for name, b in m._buffers.items()]
+    buffers = [(o, name, b, b.detach().clone()) for o, name, b in named if b is not None]
+    plain = [(vars(m), {n: v for n, v in vars(m).items() if type(v) in _PLAIN}) for m in modules]
     # Compiled for a batch of the validation first, it would be compiled otherwise for training.
     compiles = "torch._dynamo" in sys.modules
+    eager = torch.compiler.set_stance("force_eager") if compiles else nullcontext()
     try:
-        with (
-            evaluation_mode(model),
-            torch.compiler.set_stance("force_eager") if compiles else nullcontext(),
-        ):
+        with evaluation_mode(model), eager:
             yield
     finally:
-        for attributes, name, value in plain:
-            attributes[name] = value
+        for attributes, values in plain:
+            attributes.update(values)
         with torch.no_grad():
             for owner, name, buffer, value in buffers:
                 owner[name] = buffer.copy_(value)

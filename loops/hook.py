@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -135,35 +135,16 @@ def _checked(hook: Any) -> Any:
     return hook
 
 
-_OnState = tuple[Callable[[LoopState], None], ...]
-_OnBatch = tuple[Callable[[LoopState, Any], None], ...]
-_OnValues = tuple[Callable[[LoopState, dict[str, float]], None], ...]
-
-
 class HookList:
-    """Hooks in calling order; one tuple of listeners for each event.
+    """Hooks in calling order; as attributes, for each event a tuple of its listeners.
 
     An event without listeners is an empty tuple, so that announcing it, `for f in hooks.on_update:
     f(state)`, costs almost nothing.
     """
 
-    on_run_start: _OnState
-    on_run_end: _OnState
-    on_train_start: _OnState
-    on_train_end: _OnState
-    on_epoch_start: _OnState
-    on_epoch_end: _OnState
-    on_batch_start: _OnBatch
-    on_batch_end: tuple[Callable[[LoopState, Any, Mapping[str, Tensor]], None], ...]
-    on_update: _OnState
-    collect_logs: tuple[Callable[[LoopState, Scalars], None], ...]
-    on_log: _OnValues
-    on_save_point: _OnState
-    on_eval_start: _OnState
-    on_eval_batch_start: _OnBatch
-    on_eval_batch_end: tuple[Callable[[LoopState, Any, Any], None], ...]
-    on_eval_end: _OnValues
-    on_exception: tuple[Callable[[LoopState, BaseException], None], ...]
+    if TYPE_CHECKING:
+
+        def __getattr__(self, event: str) -> tuple[Callable[..., None], ...]: ...
 
     def __init__(self, hooks: Iterable[Any] = ()) -> None:
         self._hooks: list[Any] = sorted(

@@ -50,19 +50,12 @@ class ShardedBatchSampler(Sampler[list[int]]):
         batch_size: Samples per batch and rank.
         shuffle: A new permutation for each epoch instead of the natural order.
         seed: The same on every rank.
-        rank: Which shard; the ranks together have all samples.
+        rank: Which of the `world_size` shards, which together have all samples.
         world_size: How many shards.
-        drop_last: Leave out a last global batch that is not full.
+        drop_last: Leave out a last global batch that is not full; ValueError if none is left.
         even: Give every rank the same number of batches and samples, by starting again from the
-            epoch's first samples at its end (training). Without it each sample comes exactly once
-            on exactly one rank, and a rank may have fewer batches than others, or none
-            (evaluation).
-
-    Attributes:
-        pads: whether some samples come twice in an epoch.
-
-    Raises:
-        ValueError: A number is out of range, or `drop_last` leaves no batch.
+            epoch's first samples at its end (training), which `pads` tells. Without it each sample
+            comes exactly once, and a rank may have fewer batches than others, or none (evaluation).
     """
 
     def __init__(
@@ -174,37 +167,29 @@ def build_loader(
     """Return this rank's loader.
 
     Args:
-        dataset: Map-style, or an iterable one that shards itself.
+        dataset: Map-style and not empty, or an iterable one that shards itself.
         batch_size: Samples per batch and rank.
-        train: Give every rank the same number of batches; without it every sample comes exactly
-            once, as an exact evaluation needs.
+        train: Give every rank the same number of batches; else each sample comes exactly once.
         shuffle: A new order in each epoch, the same for any number of workers.
         num_workers: Worker processes; 0 reads in this process. Forked ones ignore SIGTERM and
-            SIGINT, which often reach a whole group of processes: they end when this process does.
+            SIGINT, which often reach a whole group of processes, and end when this process does.
         collate: Makes a batch of a list of samples; None for torch's own.
         seed: Of the order and of the workers' randomness; the same on every rank.
         **options: `drop_last` (leave out a last global batch that is not full), `shard` (rank and
             number of ranks; by default the process group's), `pin_memory` ("auto": where there is
             CUDA) and the remaining arguments of `torch.utils.data.DataLoader`.
-
-    Raises:
-        ValueError: The data set is empty, or an iterable one is to be shuffled.
     """
     rank, world_size = options.pop("shard", None) or (get_rank(), get_world_size())
     drop_last = options.pop("drop_last", False)
-    # Its own generator: making an iterator must not move the global stream.
-    generator = torch.Generator().manual_seed(mix_seed(seed, rank))
-    options.update(num_workers=num_workers, collate_fn=collate, generator=generator)
-    _complete(options)
+    options.update(num_workers=num_workers, collate_fn=collate)
+    _complete(options, mix_seed(seed, rank))
+    kind = type(dataset).__name__
     if isinstance(dataset, IterableDataset):
         if shuffle:
-            raise ValueError(
-                f"shuffle must be false for {type(dataset).__name__}: an iterable data set "
-                "has its own order"
-            )
+            raise ValueError(f"shuffle must be false for {kind}: it is iterable, in its own order")
         return DataLoader(dataset, batch_size=batch_size, drop_last=drop_last, **options)
     if not len(dataset):  # type: ignore[arg-type]
-        raise ValueError(f"the data set {type(dataset).__name__} is empty")
+        raise ValueError(f"the data set {kind} is empty")
     order: dict[str, Any] = {"shuffle": shuffle, "seed": seed, "rank": rank}
     order |= {"world_size": world_size, "drop_last": drop_last, "even": train}
     sampler = ShardedBatchSampler(len(dataset), batch_size, **order)  # type: ignore[arg-type]
@@ -212,7 +197,9 @@ def build_loader(
     return DataLoader(samples, batch_sampler=sampler, **options)
 
 
-def _complete(options: dict[str, Any]) -> None:
+def _complete(options: dict[str, Any], seed: int) -> None:
+    # Its own generator: making an iterator must not move the global stream.
+    options["generator"] = torch.Generator().manual_seed(seed)
     if options.setdefault("pin_memory", "auto") == "auto":
         options["pin_memory"] = torch.cuda.is_available()
     if options["num_workers"]:

@@ -286,7 +286,7 @@ class ProcessMetric(BaseMetric):
 
 
 class WatchedMetric:
-    """A metric of the validation and the direction in which it improves; `setting` is for errors."""
+    """A metric of the validation and the direction in which it improves; `setting` names both."""
 
     def __init__(self, name: str, mode: str | None, *, setting: str) -> None:
         self._hook = setting.partition(":")[0]

@@ -24,30 +24,19 @@ from ...wrappers import reshard
 from ..rng import capture_rng
 from ..state import LoopState
 from . import files as disk
+from . import weights
 from .files import CheckpointError, own_rank, together, world_size
 from .shards import TABLE, Parts, Places, Table, make_table
-from .weights import (
-    data_size,
-    device_of,
-    gradient_places,
-    gradients_of,
-    is_spread,
-    plain,
-    savable,
-    step_state,
-    user_model,
-    weights_of,
-)
 
 logger = logging.getLogger(__name__)
 
 # Without and with tensors of which each rank writes a part.
 FORMAT, SHARDED_FORMAT = 1, 2
 META = "checkpoint.json"
-_ABANDONED, _INCOMPLETE = "abandoned_", "incomplete_"
+_COUNTERS = ("step", "epoch", "batch", "iteration")
 # Integers in a description, with the least that they can be.
 _COUNTS = dict.fromkeys(("format", "serial", "world_size", "data_size"), 1)
-_COUNTS |= dict.fromkeys(("step", "epoch", "batch", "iteration"), 0)
+_COUNTS |= dict.fromkeys(_COUNTERS, 0)
 _REASONS = ("interval", "signal", "exception", "end")
 
 
@@ -56,21 +45,13 @@ def save_checkpoint(
 ) -> Path:
     """Write a checkpoint into `folder` and return its path; every rank must call this.
 
-    It contains the user's model under the user's names, the optimizer wrapper, the counters,
-    everything in `state.stateful`, the random streams of every rank, the state of the training step
-    (`step_state` of the wrapper) and, inside an accumulation window, the gradients accumulated so
-    far. An earlier checkpoint of the same step is replaced. After a run has been resumed from an
-    older checkpoint, the first save renames later ones to `abandoned_step_...`: they are no longer
-    found, and are kept until they are removed by hand.
-
-    If the model is sharded, each rank writes its own parts and no rank gathers the whole. FSDP2
-    does not expose the gradients of an unfinished window: the checkpoint is then one of the start
-    of the window, as a log line says. If that was in the previous epoch, the window starts again
-    without them.
+    docs/checkpoints.md lists what it contains; the state of the training step (`step_state` of the
+    wrapper) as well. An earlier checkpoint of the same step is replaced. After a run has been
+    resumed from an older checkpoint, the first save renames later ones to `abandoned_step_...`.
+    If the model is sharded, each rank writes its own parts and no rank gathers the whole.
 
     Args:
-        folder: Holds the run's checkpoints, `state.run_dir / "checkpoints"`; the same folder on
-            every rank.
+        folder: `state.run_dir / "checkpoints"`; the same folder on every rank.
         state: Where the counters are up to date, as in `on_save_point`.
         reason: "interval", "signal", "exception" or "end".
         is_best: Its metrics are the best so far.
@@ -81,11 +62,10 @@ def save_checkpoint(
     """
     folder = Path(folder)
     reshard(state.model)
-    saved = savable(state)
+    saved = weights.savable(state)
     # What a step carries has gone on since the window began.
     gradients = saved.iteration == state.iteration
-    meta = _about(saved, reason, is_best)
-    path = _save(folder, saved, meta, gradients=gradients)
+    path = _save(folder, saved, reason, is_best=is_best, gradients=gradients)
     state.restored_from = None
     return path
 
@@ -94,34 +74,29 @@ def save_alone(folder: Path, state: LoopState, *, reason: str = "exception") -> 
     """Write what rank 0 knows, without any communication.
 
     To be used after an error, when the other ranks may be gone. The checkpoint is complete if a
-    single process failed between two batches. Otherwise random streams are missing: those of the
-    other ranks, or their state before the batch. It is then saved as `incomplete_step_...`,
-    replacing an earlier one: it is not found as the latest, and a run that continues from it draws
-    other random numbers than the original would have. Such a checkpoint is one of the start of the
-    current accumulation window, which a resume repeats.
-
-    Returns:
-        The checkpoint; None on other ranks and, with a log line, if the weights may be ahead
-        of the counters or the state is sharded.
+    single process failed between two batches. Otherwise random streams are missing, and it is saved
+    as `incomplete_step_...` (docs/checkpoints.md), as of the start of the current accumulation
+    window. None on other ranks and, with a log line, if the weights may be ahead of
+    the counters or the state is sharded.
     """
     if own_rank() != 0:
         return None
     exact = world_size() == 1 and not state.in_step
     problem = "" if exact else _unsafe(state)
-    if is_spread(state):
+    if weights.is_spread(state):
         problem = "its state is spread over the ranks, of which the others may be gone"
     if problem:
         logger.warning("no checkpoint of step %d is saved: %s", state.step, problem)
         return None
     if exact:
-        path = _save(folder, state, _about(state, reason), _alone)
+        path = _save(folder, state, reason, gather=_alone)
         state.restored_from = None
         logger.info("saved checkpoint %s (after the error)", path)
         return path
     assert state.updated_at is not None
     epoch, batch, iteration = state.updated_at
     saved = replace(state, epoch=epoch, batch=batch, iteration=iteration)
-    path = _save(folder, saved, _about(saved, reason), _alone, gradients=False, finish=_set_aside)
+    path = _save(folder, saved, reason, gather=_alone, gradients=False, aside=True)
     logger.info("saved %s after the error, without the random streams that belong to it", path)
     return path
 
@@ -192,13 +167,11 @@ def read_meta(path: Path) -> dict[str, Any]:
     """
     try:
         meta = json.loads(disk.read_text(path / META))
-        problem = _problem_of(meta)
+        _check(meta)
     except (FileNotFoundError, NotADirectoryError) as error:
         raise CheckpointError(f"{path} is not a checkpoint: it has no {META}") from error
     except (ValueError, OSError, RecursionError) as error:
         raise CheckpointError(f"checkpoint {path} is damaged: {META}: {error}") from error
-    if problem:
-        raise CheckpointError(f"checkpoint {path} is damaged: {META}: {problem}")
     if meta["format"] > SHARDED_FORMAT:
         raise CheckpointError(
             f"checkpoint {path} has format {meta['format']}; this version reads up to "
@@ -207,38 +180,38 @@ def read_meta(path: Path) -> dict[str, Any]:
     return dict(meta)
 
 
-def _problem_of(meta: Any) -> str:
-    """Say what keeps `meta` from being a description of a checkpoint; empty where nothing does."""
+def _check(meta: Any) -> None:
+    """Raise ValueError if `meta` is no description of a checkpoint, unless it is of a later one."""
     if not isinstance(meta, dict):
-        return f"must be a table, got {reprlib.repr(meta)}"
+        raise ValueError(f"must be a table, got {reprlib.repr(meta)}")
     # Those of older checkpoints have no data_size and no digest.
     counts = {"data_size": 1, **meta}
     for name, least in _COUNTS.items():
         count = counts.get(name)
         if type(count) is not int or count < least:
-            return f"{name} must be an integer of at least {least}, got {reprlib.repr(count)}"
+            text = f"{name} must be an integer of at least {least}, got {reprlib.repr(count)}"
+            raise ValueError(text)
         if name == "format" and count > SHARDED_FORMAT:
-            return ""
+            return
     if type(meta.get("best")) is not bool:
-        return f"best must be true or false, got {reprlib.repr(meta.get('best'))}"
+        raise ValueError(f"best must be true or false, got {reprlib.repr(meta.get('best'))}")
     if meta.get("sha256", _digest(meta)) != _digest(meta):
-        return "it is not as it was written"
-    return _problem_of_files(meta.get("files"))
+        raise ValueError("it is not as it was written")
+    _check_files(meta.get("files"))
 
 
-def _problem_of_files(files: Any) -> str:
+def _check_files(files: Any) -> None:
     if not isinstance(files, dict):
-        return f"files must be a table, got {reprlib.repr(files)}"
+        raise ValueError(f"files must be a table, got {reprlib.repr(files)}")
     missing = {"model.pt", "optim.pt", "state.pt", rank_file(0)} - files.keys()
     if missing:
-        return f"files lacks {', '.join(sorted(missing))}"
+        raise ValueError(f"files lacks {', '.join(sorted(missing))}")
     for name, about in files.items():
         # Nothing outside of the folder.
         if not re.fullmatch(r"\w[\w.-]*", name):
-            return f"files: {name!r} is not the name of a file of a checkpoint"
+            raise ValueError(f"files: {name!r} is not the name of a file of a checkpoint")
         if not isinstance(about, dict) or about.keys() != {"size", "sha256"}:
-            return f"files.{name} must have size and sha256, got {reprlib.repr(about)}"
-    return ""
+            raise ValueError(f"files.{name} must have size and sha256, got {reprlib.repr(about)}")
 
 
 def _digest(meta: Mapping[str, Any]) -> str:
@@ -255,18 +228,16 @@ def _about(state: LoopState, reason: str, is_best: bool = False) -> dict[str, An
         raise ValueError(f"reason must be one of {', '.join(_REASONS)}, got {reason!r}")
     # Results of an older evaluation are not those of these weights.
     metrics = state.metrics if state.evaluated_at == state.step else {}
+    counters = {name: getattr(state, name) for name in _COUNTERS}
     return {
         "format": FORMAT,
-        "step": state.step,
-        "epoch": state.epoch,
-        "batch": state.batch,
-        "iteration": state.iteration,
+        **counters,
         "metrics": {k: v if math.isfinite(v) else None for k, v in metrics.items()},
         "best": is_best,
         "reason": reason,
         "evaluated": _evaluated(state),
         "world_size": world_size(),
-        "data_size": data_size(state.model),
+        "data_size": weights.data_size(state.model),
         "torch": torch.__version__,
     }
 
@@ -283,16 +254,17 @@ def _evaluated(state: LoopState) -> list[str]:
 def _save(
     folder: Path,
     state: LoopState,
-    meta: dict[str, Any],
-    gather: Callable[[Any], list[Any]] = all_gather_object,
+    reason: str,
     *,
+    is_best: bool = False,
+    gather: Callable[[Any], list[Any]] = all_gather_object,
     gradients: bool = True,
-    finish: Callable[[Path, dict[str, Any], LoopState], Path] | None = None,
+    aside: bool = False,
 ) -> Path:
     what = f"saving the checkpoint of step {state.step} in {folder}"
-    rank, finish = own_rank(), finish or _finish
+    rank, meta = own_rank(), _about(state, reason, is_best)
     # Where no rank knows everything, each has its parts of it.
-    has_contents = rank == 0 or is_spread(state)
+    has_contents = rank == 0 or weights.is_spread(state)
     parts = Parts({})
 
     def collect() -> Places:
@@ -312,7 +284,11 @@ def _save(
         meta["files"] = {name: about for files in written for name, about in files.items()}
         if TABLE in meta["files"]:
             meta["format"] = SHARDED_FORMAT
-        return together(what, lambda: finish(draft, meta, state) if rank == 0 else draft, gather)[0]
+
+        def finish() -> Path:
+            return _finish(draft, meta, state, aside) if rank == 0 else draft
+
+        return together(what, finish, gather)[0]
     except CheckpointError:
         if rank == 0:
             shutil.rmtree(draft, ignore_errors=True)
@@ -339,60 +315,56 @@ def _contents(state: LoopState) -> dict[str, Any]:
     """What is the same whichever rank tells it, or told by each for its parts of tensors."""
     optim: Any = state.optim_wrapper
     # First, since it may need every rank: an error before it would leave the others waiting.
-    optim_state = {} if optim is None else plain(optim.state_dict(), "optimizer")
-    stateful = {name: plain(part.state_dict(), name) for name, part in state.stateful.items()}
+    optim_state = {} if optim is None else weights.plain(optim.state_dict(), "optimizer")
+    stateful = {
+        name: weights.plain(part.state_dict(), name) for name, part in state.stateful.items()
+    }
     return {
-        "model": weights_of(user_model(state.model)),
+        "model": weights.weights_of(weights.user_model(state.model)),
         "optim": optim_state,
         "state": {"counters": state.state_dict(), "stateful": stateful},
     }
 
 
 def _own_contents(state: LoopState, gradients: bool) -> dict[str, Any]:
-    model = user_model(state.model)
+    model = weights.user_model(state.model)
     own = {
-        "rng": capture_rng(device_of(model)),
-        "gradients": gradients_of(model) if gradients else {},
+        "rng": capture_rng(weights.device_of(model)),
+        "gradients": weights.gradients_of(model) if gradients else {},
         "logs": state.logs.state_dict(state.iteration),
     }
-    carried = step_state(state.model) if gradients else {}
+    carried = weights.step_state(state.model) if gradients else {}
     if carried:
         own["step"] = carried
-    places = gradient_places(model)
+    places = weights.gradient_places(model)
     return {**own, "places": places} if places else own
 
 
-def _finish(draft: Path, meta: dict[str, Any], state: LoopState) -> Path:
-    """Describe the draft and publish it in place of older ones of the same step."""
-    if state.restored_from is not None and state.restored_from[0] == draft.parent.resolve():
-        _abandon(draft.parent, after=state.restored_from[1])
-    others = list_checkpoints(draft.parent)
-    replaced = [(path, old) for path, old in others if old["step"] == meta["step"]]
+def _finish(draft: Path, meta: dict[str, Any], state: LoopState, aside: bool) -> Path:
+    """Describe the draft and publish it in place of older ones of the same step.
+
+    What is put `aside` replaces none of them, and the search for the latest does not find it.
+    """
+    folder, name = draft.parent, f"step_{meta['step']:08d}"
+    gone_back = state.restored_from
+    if gone_back is not None and gone_back[0] == folder.resolve() and not aside:
+        _abandon(folder, after=gone_back[1])
+    others = list_checkpoints(folder)
+    replaced = [(path, old) for path, old in others if old["step"] == meta["step"] and not aside]
     meta["serial"] = 1 + max((old["serial"] for _, old in others), default=0)
     meta["best"] = meta["best"] or any(old["best"] for _, old in replaced)
-    name = f"step_{meta['step']:08d}"
-    final = draft.parent / name
+    final = folder / name
+    if aside:
+        disk.remove_folders(folder.glob("incomplete_*"))
+        final = folder / f"incomplete_{name}"
     while final.exists():
         # Both exist for a moment, so that a kill here loses neither.
         final = final.with_name(f"{name}-{meta['serial']}")
         meta["serial"] += 1
-    _publish(draft, meta, final)
-    disk.remove_folders(path for path, _ in replaced)
-    return final
-
-
-def _set_aside(draft: Path, meta: dict[str, Any], state: LoopState) -> Path:
-    """Describe the draft and publish it where the search for the latest does not find it."""
-    others = list_checkpoints(draft.parent)
-    meta["serial"] = 1 + max((old["serial"] for _, old in others), default=0)
-    disk.remove_folders(draft.parent.glob(f"{_INCOMPLETE}*"))
-    return _publish(draft, meta, draft.with_name(f"{_INCOMPLETE}step_{meta['step']:08d}"))
-
-
-def _publish(draft: Path, meta: dict[str, Any], final: Path) -> Path:
-    described = {**meta, "sha256": _digest(meta)}
-    disk.write_file(draft / META, json.dumps(described, indent=2))
+    meta["sha256"] = _digest(meta)
+    disk.write_file(draft / META, json.dumps(meta, indent=2))
     disk.publish(draft, final)
+    disk.remove_folders(path for path, _ in replaced)
     return final
 
 
@@ -401,10 +373,10 @@ def _abandon(folder: Path, *, after: int) -> None:
     for path, meta in list_checkpoints(folder):
         if meta["serial"] <= after:
             continue
-        target = path.with_name(f"{_ABANDONED}{path.name}")
+        target = path.with_name(f"abandoned_{path.name}")
         number = 1
         while target.exists():
-            target = path.with_name(f"{_ABANDONED}{path.name}-{number}")
+            target = path.with_name(f"abandoned_{path.name}-{number}")
             number += 1
         path.rename(target)
         logger.warning("%s is of a course that the run has gone back on; now %s", path, target.name)

@@ -16,22 +16,10 @@ from ...collectives import get_rank
 from ...wrappers import is_sharded, reshard
 from ..rng import mix_seed, restore_rng, seed_rng
 from ..state import LoopState, mean_logs
+from . import weights
 from .checkpoint import list_checkpoints, rank_file, read_meta
 from .files import CheckpointError, damage_of, own_rank, reading, together, world_size
 from .shards import SHARDED, TABLE, Reader, whole
-from .weights import (
-    data_size,
-    device_of,
-    gradient_places,
-    is_spread,
-    load_weights,
-    mean_gradients,
-    plain_name,
-    set_gradients,
-    state_of,
-    step_state,
-    user_model,
-)
 
 logger = logging.getLogger(__name__)
 
@@ -46,11 +34,7 @@ class Checkpoint:
     meta: dict[str, Any]
 
     def read(self, name: str) -> Any:
-        """Return the content of one file, on the CPU, with whole tensors.
-
-        Raises:
-            CheckpointError: It is missing, or not as it was written.
-        """
+        """Return the content of one file, on the CPU, with whole tensors."""
         files, stem = self.meta["files"], name.removesuffix(".pt")
         if name not in files:
             raise CheckpointError(f"{self.path} has no file {name}, but {', '.join(files)}")
@@ -66,52 +50,38 @@ class Checkpoint:
     def load_model(self, model: nn.Module, *, evaluated: bool = False) -> None:
         """Load the weights into a model or its wrapper; every rank must call this.
 
-        Args:
-            model: Gets the weights.
-            evaluated: Those that the run's evaluations used, as the average of an `EMAHook`, in
-                place of those that it trained.
-
-        Raises:
-            CheckpointError: Names or shapes differ; nothing is loaded then.
+        With `evaluated` those that the run's evaluations used, as the average of an `EMAHook`. If
+        names or shapes differ nothing is loaded, and CheckpointError is raised.
         """
         reshard(model)
         files = self._files(by_parts=any(map(is_sharded, model.parameters())))
 
         def load() -> None:
-            weights = files.tree("model")
+            saved = files.tree("model")
             if evaluated and self.evaluated != ("model.pt",):
                 name, *keys = self.evaluated
                 with reading(self.path, name, ".".join(keys)):
                     average = files.tree(name.removesuffix(".pt"))
                     for key in keys:
                         average = average[key]
-                    weights.update(average)
-            self._load_model(model, weights)
+                    saved.update(average)
+            self._load_model(model, saved)
 
         together(f"loading the model of {self.path}", load)
 
     def load_states(self, state: LoopState) -> None:
-        """Load counters, hooks and the other parts of `state`; every rank must call this.
-
-        Weights, optimizer and random streams stay as they are.
-
-        Raises:
-            CheckpointError: It cannot be read, on any rank.
-        """
-        files = self._files(by_parts=is_spread(state))
+        """Load counters, hooks and other parts, not the weights; every rank must call this."""
+        files = self._files(by_parts=weights.is_spread(state))
         together(f"restoring {self.path}", lambda: self._load_states(state, files))
 
     def restore(self, state: LoopState) -> None:
         """Restore a run to the state at the checkpoint; every rank must call this.
 
         Works across wrappers and numbers of ranks; if the number has changed, log lines say what
-        cannot be the same. Of a sharded tensor each rank reads only its own part.
-
-        Raises:
-            CheckpointError: Something does not fit the run, on any rank.
+        cannot be the same. CheckpointError if something does not fit the run, on any rank.
         """
         reshard(state.model)
-        files = self._files(by_parts=is_spread(state))
+        files = self._files(by_parts=weights.is_spread(state))
         together(f"restoring {self.path}", lambda: self._restore(state, files))
 
     def _files(self, *, by_parts: bool) -> Reader:
@@ -150,11 +120,13 @@ class Checkpoint:
                 part.load_state_dict(_for(part, saved[name]))
         return state.stateful.keys() - saved.keys(), saved.keys() - state.stateful.keys()
 
-    def _load_model(self, model: nn.Module, weights: Mapping[str, Any]) -> None:
-        target = user_model(model)
-        wanted = {plain_name(name): value for name, value in state_of(target).items()}
+    def _load_model(self, model: nn.Module, saved: Mapping[str, Any]) -> None:
+        target = weights.user_model(model)
+        wanted = {
+            weights.plain_name(name): value for name, value in weights.state_of(target).items()
+        }
         with reading(self.path, "model.pt", "the table of weights"):
-            problems = _mismatches(weights, wanted)
+            problems = _mismatches(saved, wanted)
         if problems:
             more = len(problems) - _SHOWN
             lines = problems[:_SHOWN] + ([f"and {more} more"] if more > 0 else [])
@@ -163,7 +135,7 @@ class Checkpoint:
                 + "\n  ".join(lines)
             )
         with reading(self.path, "model.pt", "the table of weights"):
-            load_weights(target, weights)
+            weights.load_weights(target, saved)
 
     def _load_optimizer(self, state: LoopState, files: Reader) -> None:
         optim = state.optim_wrapper
@@ -189,9 +161,9 @@ class Checkpoint:
                 *(self.path, saved, now, saved, inside if state.batch else ""),
             )
         # Ranks that share a model's layers see the same samples.
-        shares = int(self.meta.get("data_size", saved)), data_size(state.model)
+        shares = int(self.meta.get("data_size", saved)), weights.data_size(state.model)
         state.batch = state.batch * shares[0] // shares[1]
-        model = user_model(state.model)
+        model = weights.user_model(state.model)
         as_saved = (saved, shares[0]) == (now, shares[1])
         data_rank = own_rank() if as_saved else _data_rank(state.model)
         # The ranks of a tensor group are neighbours, and go on with the same streams.
@@ -204,7 +176,7 @@ class Checkpoint:
         carried = content.get("step")
         if carried and as_saved:
             model.load_step_state(carried)
-        elif carried or step_state(model):
+        elif carried or weights.step_state(model):
             logger.warning(
                 "%s has nothing that rank %d can carry on from batch to batch: its training step "
                 "starts with an empty state",
@@ -214,23 +186,27 @@ class Checkpoint:
 
     def _restore_sums(self, state: LoopState, own: Mapping[str, Any], files: Reader) -> None:
         """Restore gradients and logs: this rank's `own`, else the means over those that saved."""
-        model, every = user_model(state.model), "rank_*.pt"
+        model, every = weights.user_model(state.model), "rank_*.pt"
 
         def ranks() -> list[Any]:
             names = sorted(name for name in self.meta["files"] if name.startswith("rank_"))
             return [files.file(name) for name in names]
 
         with reading(self.path, every, "gradients"):
-            placed = bool(own) and own.get("places", {}) == gradient_places(model)
-            set_gradients(model, own["gradients"] if placed else mean_gradients(model, ranks()))
+            placed = bool(own) and own.get("places", {}) == weights.gradient_places(model)
+            weights.set_gradients(
+                model, own["gradients"] if placed else weights.mean_gradients(model, ranks())
+            )
         with reading(self.path, every, "logs"):
             # Older checkpoints have none.
             nothing: dict[str, Any] = {"sums": {}, "values": {}}
             logs = [one.get("logs", nothing) for one in ([own] if own else ranks())]
-            state.logs.load_state_dict(logs[0] if own else mean_logs(logs), device_of(model))
+            state.logs.load_state_dict(
+                logs[0] if own else mean_logs(logs), weights.device_of(model)
+            )
 
     def _restore_rng(self, model: nn.Module, share: int, spacing: int) -> dict[str, Any]:
-        """Put back the random streams of the `share`-th of the samples; return their rank's file."""
+        """Put back the streams of the `share`-th of the samples; return their rank's file."""
         name = rank_file(share * spacing)
         if name not in self.meta["files"]:
             logger.warning("%s has no random state for rank %d: derived", self.path, own_rank())
@@ -240,7 +216,7 @@ class Checkpoint:
             return {}
         content: dict[str, Any] = self.read(name)
         with reading(self.path, name, "rng"):
-            restore_rng(content["rng"], device_of(model))
+            restore_rng(content["rng"], weights.device_of(model))
         return content
 
 
@@ -256,11 +232,7 @@ def _for(part: Any, content: Any) -> Any:
 
 
 def load_checkpoint(path: Path | str) -> Checkpoint:
-    """Open a checkpoint; every rank must call this.
-
-    Raises:
-        CheckpointError: `path` is not a readable checkpoint, on any rank.
-    """
+    """Open a checkpoint; every rank must call this. CheckpointError if it cannot be read."""
     folder = Path(path)
     meta = together(f"loading {folder}", lambda: read_meta(folder))[own_rank()]
     return Checkpoint(folder, meta)
@@ -271,11 +243,8 @@ def find_checkpoint(
 ) -> Path | None:
     """Return the latest or best undamaged checkpoint of a run; every rank must call this.
 
-    It is found from the folders themselves. A damaged one is named in the log and the one before it
-    taken. None where there is none.
-
-    Raises:
-        CheckpointError: There are checkpoints, and each is damaged; not for "best".
+    A damaged one is named in the log and the one before it taken; CheckpointError if there are
+    checkpoints and each is damaged, but not for "best". None where there is none.
     """
     if which not in ("latest", "best"):
         raise ValueError(f'which must be "latest" or "best", got {which!r}')

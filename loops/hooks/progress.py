@@ -81,7 +81,7 @@ def _speed(state: LoopState, record: Mapping[str, float]) -> list[str]:
 
 
 class _Bar:
-    """A bar at the bottom of a terminal. Drawing it takes half a millisecond: only `advance` does."""
+    """A bar on a terminal. Drawing it takes about half a millisecond: only `advance` does."""
 
     def __init__(self) -> None:
         # Only the columns with a ratio shrink: however many values there are, the place stays.
