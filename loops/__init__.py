@@ -3,12 +3,11 @@
 from .checkpoints.checkpoint import (
     list_checkpoints,
     prune_checkpoints,
-    read_meta,
     save_alone,
     save_checkpoint,
 )
 from .checkpoints.files import CheckpointError
-from .checkpoints.restore import Checkpoint, find_checkpoint, load_checkpoint, search_checkpoint
+from .checkpoints.restore import Checkpoint, find_checkpoint, load_checkpoint
 from .evaluate import TestLoop, ValLoop
 from .hook import Hook, HookList
 from .hooks.checkpoint import CheckpointHook
@@ -23,7 +22,7 @@ from .loaders import ShardedBatchSampler, build_loader
 from .metrics import MeanLoss, ProcessMetric
 from .rng import mix_seed, seed_rng
 from .schedule import Cadence
-from .state import LoopState, Optimization, Phase, Stateful
+from .state import LoopState, Phase, Stateful
 from .train import EpochTrainLoop, IterTrainLoop
 
 __all__ = [
@@ -43,7 +42,6 @@ __all__ = [
     "MeanLoss",
     "NanGuardHook",
     "NonFiniteError",
-    "Optimization",
     "Phase",
     "PolyLR",
     "ProcessMetric",
@@ -62,9 +60,7 @@ __all__ = [
     "load_checkpoint",
     "mix_seed",
     "prune_checkpoints",
-    "read_meta",
     "save_alone",
     "save_checkpoint",
-    "search_checkpoint",
     "seed_rng",
 ]

@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 import time
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 import torch
@@ -34,36 +34,29 @@ class StopSignals:
     update. Every rank must therefore poll equally often in each phase.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, clock_s: float = 0.0) -> None:
+        # Before this time polling would find nothing new; always past with several ranks.
         self.due_s = 0.0
         self._received = 0
         self._unheeded = 0
         self._old: dict[signal.Signals, Any] = {}
         self._alone = not distributed_available() or get_world_size() == 1
         self._paces = {phase: _Pace() for phase in Phase}
-        self._start_s = time.monotonic()
+        # `clock_s` goes on from where it is.
+        self._start_s = time.monotonic() - clock_s
 
     def __enter__(self) -> StopSignals:
         if threading.current_thread() is threading.main_thread():
             self._old = {number: signal.signal(number, self._note) for number in _HEEDED}
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         for number, handler in self._old.items():
             signal.signal(number, handler)
         self._old = {}
         if self._unheeded and error is None:
             # It came after the last look: the caller, or the system, is to have it.
             signal.raise_signal(self._unheeded)
-
-    def start_clock(self, state: LoopState) -> None:
-        """Let `state.clock_s` go on from where it is."""
-        self._start_s = time.monotonic() - state.clock_s
 
     def poll(self, state: LoopState) -> None:
         """Heed a signal if it is time to look; every rank must call this equally often."""

@@ -189,22 +189,6 @@ class Stateful(Protocol):
         """Take over a state returned by `state_dict`."""
 
 
-class Optimization(Protocol):
-    """What the loops need of an optimizer wrapper."""
-
-    def should_update(self) -> bool:
-        """Say, right after a training step, whether the weights were updated."""
-
-    def initialize_count_status(self, model: nn.Module, init_counts: int, max_counts: int) -> None:
-        """Learn the batches done and the batches in all (-1: not known)."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the optimizers' state."""
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over a state returned by `state_dict`."""
-
-
 @dataclass
 class LoopState:
     """What a loop remembers; every hook receives it.
@@ -248,7 +232,7 @@ class LoopState:
     """
 
     model: nn.Module
-    optim_wrapper: Optimization | None = None
+    optim_wrapper: Any = None
     run_dir: Path | None = None
     precision: Callable[[], AbstractContextManager[Any]] = nullcontext
     stateful: dict[str, Stateful] = field(default_factory=dict)

@@ -63,7 +63,7 @@ class _TrainLoop:
         self.log_every_steps = positive("log_every_steps", log_every_steps)
 
     def _pass(self, state: LoopState, hooks: HookList, signals: StopSignals) -> None:
-        optim: Any = state.optim_wrapper
+        optim = state.optim_wrapper
         train_step = step_of(state.model, optim)
         log = state.logs.append
         state.in_step = True
@@ -145,8 +145,7 @@ class _TrainLoop:
             state.updated_at = (state.epoch, state.batch, state.iteration)
         state.logs.start(state.iteration)
         started_at = state.step
-        with StopSignals() as signals:
-            signals.start_clock(state)
+        with StopSignals(state.clock_s) as signals:
             try:
                 with naming_missing_ranks(state):
                     for on_train_start in hooks.on_train_start:
@@ -271,10 +270,15 @@ class IterTrainLoop(_TrainLoop):
     The whole run is one epoch of events; `state.epoch` counts the passes.
 
     Args:
-        max_steps: Optimizer updates. Arguments that are not listed are as in `EpochTrainLoop`.
-        val_begin: The first update after which `val_loop` may run.
+        dataloader: As in `EpochTrainLoop`.
+        max_steps: Optimizer updates.
+        val_loop: Validates; None for never.
+        val_begin: The first update after which it may run.
         val_interval: Updates between two validations; there is always one after the last update.
         dynamic_intervals: (step, val_interval) pairs: from that update on, another interval.
+        log_every_steps: Updates between two log records.
+        sanity_val: Run one batch of the validation before training, to find mistakes in it; see
+            `ValLoop.try_batch`.
     """
 
     def __init__(

@@ -106,7 +106,6 @@ class PassInputs:
             return
         group, optim = self._group or dist.group.WORLD, state.optim_wrapper
         assert group is not None
-        assert optim is not None
         source = dist.get_global_rank(group, longest)
         states: dict[str, Any] = {}
         if dist.get_rank() == source:

@@ -115,7 +115,7 @@ def _unsafe(state: LoopState) -> str:
         return ""
     if not isinstance(sys.exc_info()[1], (Exception, NoneType)):
         return "the training step was interrupted, maybe while it changed the weights"
-    optim: Any = state.optim_wrapper
+    optim = state.optim_wrapper
     if isinstance(optim, Mapping):
         return "the error came in a step of several optimizers, some may have moved the weights"
     # Wrappers count a micro-batch after its backward and before they move the weights.
@@ -313,7 +313,7 @@ def _own_files(
 
 def _contents(state: LoopState) -> dict[str, Any]:
     """What is the same whichever rank tells it, or told by each for its parts of tensors."""
-    optim: Any = state.optim_wrapper
+    optim = state.optim_wrapper
     # First, since it may need every rank: an error before it would leave the others waiting.
     optim_state = {} if optim is None else weights.plain(optim.state_dict(), "optimizer")
     stateful = {

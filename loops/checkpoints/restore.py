@@ -139,7 +139,6 @@ class Checkpoint:
 
     def _load_optimizer(self, state: LoopState, files: Reader) -> None:
         optim = state.optim_wrapper
-        assert optim is not None
         try:
             optim.load_state_dict(_for(optim, files.tree("optim")))
         except CheckpointError:
@@ -248,16 +247,11 @@ def find_checkpoint(
     """
     if which not in ("latest", "best"):
         raise ValueError(f'which must be "latest" or "best", got {which!r}')
-    first = own_rank() == 0
-    found = together(
-        f"searching {run_dir}", lambda: search_checkpoint(run_dir, which) if first else None
-    )
-    return found[0]
+    root = Path(run_dir) if own_rank() == 0 else None
+    return together(f"searching {run_dir}", lambda: root and _search(root, which))[0]
 
 
-def search_checkpoint(run_dir: Path | str, which: str = "latest") -> Path | None:
-    """Do as `find_checkpoint`, for this process alone."""
-    root = Path(run_dir)
+def _search(root: Path, which: str) -> Path | None:
     folder = root / "checkpoints" if (root / "checkpoints").is_dir() else root
     problems: list[str] = []
     for path, meta in list_checkpoints(folder, problems):

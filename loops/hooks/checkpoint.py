@@ -36,14 +36,20 @@ class CheckpointHook(Hook):
 
     Saves at the intervals, after the validation of the same update or epoch, at the end of the run
     and when a signal stops it. Weights that are not finite are not saved: a warning names the
-    first, and earlier checkpoints are kept. Does nothing if `state.run_dir` is None. docs/hooks.md
-    describes the arguments; `save_alone` is what `save_on_exception` does.
+    first, and earlier checkpoints are kept. Does nothing if `state.run_dir` is None. That the
+    folder can be written to is checked when training starts.
 
-    Raises:
-        ValueError: A setting is out of range; when training starts, the direction of the metric
-            is not known; at the first validation, there is no metric `keep_best`.
-        CheckpointError: Writing failed on some rank; when training starts, the folder cannot be
-            written to.
+    Args:
+        every_steps: Optimizer updates between two checkpoints; None for never.
+        every_epochs: Passes over the data between two checkpoints; None for never.
+        every_secs: Seconds of training between two checkpoints; None for never.
+        keep_last: How many of the latest checkpoints to keep; None for all.
+        keep_best: A metric of the validation. Each validation that improves it is followed by a
+            checkpoint, and the best one is kept as well.
+        mode: "max" if higher values of that metric are better, "min" if lower; default: by the
+            metric's `higher_is_better`, or by its name ("loss", "error", "accuracy").
+        save_on_exception: Also save when training fails, without communication, as `save_alone`
+            does; not after a NonFiniteError or a KeyboardInterrupt.
     """
 
     # After hooks that change what is to be saved at the same event.

@@ -14,9 +14,14 @@ from ..state import LoopState, Phase
 class EarlyStopHook(Hook):
     """Stops training after `patience` validations in a row without improvement.
 
-    A resume of a run that it has stopped stops at once, unless `patience` has grown. docs/hooks.md
-    describes the arguments. ValueError if nothing tells the direction of the metric when training
-    starts, or if the first validation does not give it.
+    A resume of a run that it has stopped stops at once, unless `patience` has grown.
+
+    Args:
+        metric: Name of a metric of the validation.
+        patience: Validations without improvement to wait for.
+        mode: "min" when lower values are better, "max" when higher ones are; default: by the
+            metric's `higher_is_better`, or by its name ("loss", "error", "accuracy").
+        min_delta: A smaller improvement than this does not count. NaN never counts.
     """
 
     def __init__(

@@ -37,7 +37,7 @@ class GradNormHook(Hook):
 
     def on_train_start(self, state: LoopState) -> None:
         self._remove()
-        wrapper: Any = state.optim_wrapper
+        wrapper = state.optim_wrapper
         members = {"grad_norm": wrapper}
         if hasattr(wrapper, "items"):
             members = {f"grad_norm/{name}": member for name, member in wrapper.items()}

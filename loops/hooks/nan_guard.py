@@ -30,8 +30,16 @@ class NanGuardHook(Hook):
     The message names the first bad value, its step and its rank. The steps in between are not
     synchronised with the device: their values are looked at together: with each log record, or at a
     cadence of their own (one small collective each time); the parameters also when training ends.
-    docs/hooks.md describes the arguments. With "weights" a loss alone may be infinite, as where a
-    loss scaler skips the update.
+
+    Args:
+        check: "weights" looks at the model's parameters, with the records only where a loss is not
+            finite: a loss alone may be so, as where a loss scaler skips the update. "loss" looks
+            at the log values with "loss" in their names, "all" at all log values and at the
+            parameters; it adds `param_norm`, their L2 norm, to the log records.
+        action: "raise", or "warn" to log a warning and continue.
+        every_steps: Optimizer updates between two looks, instead of with the records.
+        every_epochs: Passes over the data between two looks, instead of with the records.
+        every_secs: Seconds of training between two looks, instead of with the records.
     """
 
     # After the hooks that write the record, so that the bad one is on file, and before those

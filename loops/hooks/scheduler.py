@@ -27,6 +27,13 @@ class PolyLR(LRScheduler):
 
     torch's `PolynomialLR`, of what lies above `eta_min`. As there each step changes the rates as
     they are, so that other schedules may act besides.
+
+    Args:
+        optimizer: Whose rates it changes.
+        total_iters: Steps after which the rates stay; at least 1.
+        power: Of the polynomial; 1 is a straight line.
+        eta_min: The rate at the end.
+        last_epoch: Steps so far.
     """
 
     def __init__(
