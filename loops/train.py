@@ -46,6 +46,9 @@ class _TrainLoop:
     # Found out at the start of each run.
     _inputs: PassInputs
 
+    def _count(self, state: LoopState) -> None:
+        """Tell the state and the optimizer wrapper how long the run will be."""
+
     def __init__(
         self,
         dataloader: Iterable[Any],
@@ -139,6 +142,8 @@ class _TrainLoop:
     @contextmanager
     def _session(self, state: LoopState, hooks: HookList) -> Iterator[StopSignals]:
         """Start and end the training of the run, handle signals, announce errors."""
+        self._check(state)
+        self._count(state)
         state.stop_reason, state.signal, state.in_step = "", 0, False
         state.updated_at = None
         if not holds_gradients(state.model):
@@ -220,13 +225,7 @@ class EpochTrainLoop(_TrainLoop):
         self.max_epochs = schedule.last
 
     def run(self, state: LoopState, hooks: HookList) -> LoopState:
-        """Train until `max_epochs` or a stop; every rank must call this.
-
-        Goes on where `state` is, also inside an epoch; a validation that the last run had no time
-        for comes first.
-        """
-        self._check(state)
-        self._count(state)
+        """Train until `max_epochs` or a stop, from where `state` is; every rank must call this."""
         with self._session(state, hooks) as signals:
             if not state.batch and self.val_loop is not None:
                 self._catch_up(state.epoch, state, hooks, signals)
@@ -299,13 +298,7 @@ class IterTrainLoop(_TrainLoop):
         self._validates_updates = val_loop is not None
 
     def run(self, state: LoopState, hooks: HookList) -> LoopState:
-        """Train until `max_steps` or a stop; every rank must call this.
-
-        Continues at the position of `state`, also inside a pass over the data; a validation that
-        the previous run was stopped before comes first.
-        """
-        self._check(state)
-        self._count(state)
+        """Train until `max_steps` or a stop, from where `state` is; every rank must call this."""
         with self._session(state, hooks) as signals:
             for on_epoch_start in hooks.on_epoch_start:
                 on_epoch_start(state)

@@ -84,8 +84,7 @@ class PassInputs:
                 return
             if not all_have:
                 have = all_gather_object(has_batch)
-                ended = [rank for rank, has in enumerate(have) if not has]
-                others = [rank for rank, has in enumerate(have) if has]
+                ended, others = ([r for r, h in enumerate(have) if h is x] for x in (False, True))
                 raise ValueError(
                     "every rank needs the same number of training batches, but "
                     f"{name_ranks(ended)} {'have' if len(ended) > 1 else 'has'} no more after "

@@ -88,21 +88,21 @@ def save_alone(folder: Path, state: LoopState, *, reason: str = "exception") -> 
     if problem:
         logger.warning("no checkpoint of step %d is saved: %s", state.step, problem)
         return None
+
+    def alone(mine: Any) -> list[Any]:
+        return [mine]
+
     if exact:
-        path = _save(folder, state, reason, gather=_alone)
+        path = _save(folder, state, reason, gather=alone)
         state.restored_from = None
         logger.info("saved checkpoint %s (after the error)", path)
         return path
     assert state.updated_at is not None
     epoch, batch, iteration = state.updated_at
     saved = replace(state, epoch=epoch, batch=batch, iteration=iteration)
-    path = _save(folder, saved, reason, gather=_alone, gradients=False, aside=True)
+    path = _save(folder, saved, reason, gather=alone, gradients=False, aside=True)
     logger.info("saved %s after the error, without the random streams that belong to it", path)
     return path
-
-
-def _alone(mine: Any) -> list[Any]:
-    return [mine]
 
 
 def _unsafe(state: LoopState) -> str:
@@ -275,7 +275,7 @@ def _save(
     def write() -> dict[str, dict[str, Any]]:
         table = make_table(places)
         contents = chain(parts.files_of(rank, table), _own_files(state, parts, table, gradients))
-        return {name: _written(draft / name, content) for name, content in contents}
+        return {name: disk.write_file(draft / name, content) for name, content in contents}
 
     draft = together(what, lambda: disk.make_draft(folder) if rank == 0 else folder, gather)[0]
     try:
@@ -295,11 +295,6 @@ def _save(
         raise
 
 
-def _written(path: Path, content: Any) -> dict[str, Any]:
-    disk.write_file(path, content)
-    return disk.fingerprint(path)
-
-
 def _own_files(
     state: LoopState, parts: Parts, table: Table, gradients: bool
 ) -> Iterator[tuple[str, Any]]:
@@ -316,9 +311,8 @@ def _contents(state: LoopState) -> dict[str, Any]:
     optim = state.optim_wrapper
     # First, since it may need every rank: an error before it would leave the others waiting.
     optim_state = {} if optim is None else weights.plain(optim.state_dict(), "optimizer")
-    stateful = {
-        name: weights.plain(part.state_dict(), name) for name, part in state.stateful.items()
-    }
+    parts = state.stateful.items()
+    stateful = {name: weights.plain(part.state_dict(), name) for name, part in parts}
     return {
         "model": weights.weights_of(weights.user_model(state.model)),
         "optim": optim_state,

@@ -81,8 +81,8 @@ def make_draft(parent: Path) -> Path:
     return draft
 
 
-def write_file(path: Path, content: Any) -> None:
-    """Write a text as it is, anything else with torch.save; flush it to the disk."""
+def write_file(path: Path, content: Any) -> dict[str, Any]:
+    """Write a text as it is, all else with torch.save; flush it and return its fingerprint."""
     with path.open("wb") as file:
         if isinstance(content, str):
             file.write(content.encode())
@@ -90,6 +90,7 @@ def write_file(path: Path, content: Any) -> None:
             torch.save(content, file)
         file.flush()
         os.fsync(file.fileno())
+    return fingerprint(path)
 
 
 def publish(draft: Path, final: Path) -> None:

@@ -122,18 +122,14 @@ class Checkpoint:
 
     def _load_model(self, model: nn.Module, saved: Mapping[str, Any]) -> None:
         target = weights.user_model(model)
-        wanted = {
-            weights.plain_name(name): value for name, value in weights.state_of(target).items()
-        }
+        wanted = {weights.plain_name(n): value for n, value in weights.state_of(target).items()}
         with reading(self.path, "model.pt", "the table of weights"):
             problems = _mismatches(saved, wanted)
         if problems:
             more = len(problems) - _SHOWN
             lines = problems[:_SHOWN] + ([f"and {more} more"] if more > 0 else [])
-            raise CheckpointError(
-                f"model.pt in {self.path} does not fit {type(target).__name__}:\n  "
-                + "\n  ".join(lines)
-            )
+            told, kind = "\n  ".join(lines), type(target).__name__
+            raise CheckpointError(f"model.pt in {self.path} does not fit {kind}:\n  {told}")
         with reading(self.path, "model.pt", "the table of weights"):
             weights.load_weights(target, saved)
 
@@ -168,20 +164,16 @@ class Checkpoint:
         # The ranks of a tensor group are neighbours, and go on with the same streams.
         content = self._restore_rng(model, data_rank, 1 if as_saved else saved // shares[0])
         with reading(self.path, rank_file(data_rank), "step"):
-            self._load_step_state(state.model, content, as_saved)
+            if as_saved and content.get("step"):
+                model_wrapper: Any = state.model
+                model_wrapper.load_step_state(content["step"])
+            elif content.get("step") or weights.step_state(state.model):
+                logger.warning(
+                    "%s has nothing that rank %d can carry on from batch to batch: its training "
+                    "step starts with an empty state",
+                    *(self.path, own_rank()),
+                )
         self._restore_sums(state, content if as_saved else {}, files)
-
-    def _load_step_state(self, model: Any, content: Mapping[str, Any], as_saved: bool) -> None:
-        carried = content.get("step")
-        if carried and as_saved:
-            model.load_step_state(carried)
-        elif carried or weights.step_state(model):
-            logger.warning(
-                "%s has nothing that rank %d can carry on from batch to batch: its training step "
-                "starts with an empty state",
-                self.path,
-                own_rank(),
-            )
 
     def _restore_sums(self, state: LoopState, own: Mapping[str, Any], files: Reader) -> None:
         """Restore gradients and logs: this rank's `own`, else the means over those that saved."""
@@ -193,16 +185,14 @@ class Checkpoint:
 
         with reading(self.path, every, "gradients"):
             placed = bool(own) and own.get("places", {}) == weights.gradient_places(model)
-            weights.set_gradients(
-                model, own["gradients"] if placed else weights.mean_gradients(model, ranks())
-            )
+            part = own["gradients"] if placed else weights.mean_gradients(model, ranks())
+            weights.set_gradients(model, part)
         with reading(self.path, every, "logs"):
             # Older checkpoints have none.
             nothing: dict[str, Any] = {"sums": {}, "values": {}}
             logs = [one.get("logs", nothing) for one in ([own] if own else ranks())]
-            state.logs.load_state_dict(
-                logs[0] if own else mean_logs(logs), weights.device_of(model)
-            )
+            one = logs[0] if own else mean_logs(logs)
+            state.logs.load_state_dict(one, weights.device_of(model))
 
     def _restore_rng(self, model: nn.Module, share: int, spacing: int) -> dict[str, Any]:
         """Put back the streams of the `share`-th of the samples; return their rank's file."""
