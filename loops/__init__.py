@@ -1,35 +1,28 @@
 """Training, validation and test loops; hooks; checkpoints; the order of the data."""
 
-from .cadence import Cadence
 from .checkpoints.checkpoint import (
     list_checkpoints,
     prune_checkpoints,
-    read_meta,
     save_alone,
     save_checkpoint,
 )
-from .checkpoints.restore import Checkpoint, find_checkpoint, load_checkpoint, search_checkpoint
-from .checkpoints.together import CheckpointError
-from .data.loaders import ShardedBatchSampler, build_loader
+from .checkpoints.files import CheckpointError
+from .checkpoints.restore import Checkpoint, find_checkpoint, load_checkpoint
 from .evaluate import TestLoop, ValLoop
 from .hook import Hook, HookList
-from .hooks import (
-    CheckpointHook,
-    EarlyStopHook,
-    EMAHook,
-    GradNormHook,
-    LogHook,
-    NanGuardHook,
-    NonFiniteError,
-    ProgressHook,
-    SchedulerHook,
-    TensorBoardHook,
-    ThroughputHook,
-)
-from .lr_schedules import PolyLR, ScheduleWindow
+from .hooks.checkpoint import CheckpointHook
+from .hooks.early_stop import EarlyStopHook
+from .hooks.ema import EMAHook
+from .hooks.figures import GradNormHook, ThroughputHook
+from .hooks.log import LogHook, TensorBoardHook
+from .hooks.nan_guard import NanGuardHook, NonFiniteError
+from .hooks.progress import ProgressHook
+from .hooks.scheduler import PolyLR, SchedulerHook, ScheduleWindow
+from .loaders import ShardedBatchSampler, build_loader
 from .metrics import MeanLoss, ProcessMetric
 from .rng import mix_seed, seed_rng
-from .state import LoopState, Optimization, Phase, Stateful
+from .schedule import Cadence
+from .state import LoopState, Phase, Stateful
 from .train import EpochTrainLoop, IterTrainLoop
 
 __all__ = [
@@ -49,7 +42,6 @@ __all__ = [
     "MeanLoss",
     "NanGuardHook",
     "NonFiniteError",
-    "Optimization",
     "Phase",
     "PolyLR",
     "ProcessMetric",
@@ -68,9 +60,7 @@ __all__ = [
     "load_checkpoint",
     "mix_seed",
     "prune_checkpoints",
-    "read_meta",
     "save_alone",
     "save_checkpoint",
-    "search_checkpoint",
     "seed_rng",
 ]

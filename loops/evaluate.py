@@ -5,124 +5,218 @@ from __future__ import annotations
 import logging
 import math
 import sys
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
-from itertools import chain
-from typing import Any, ClassVar
+from itertools import chain, repeat
+from typing import Any, ClassVar, TypeAlias
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parameter import is_lazy
 from torchmetrics import Metric
 
-from ..collectives import all_gather_object, distributed_available
-from ..registry import LOOPS
-from .checkpoints.together import naming_missing_ranks
-from .checkpoints.weights import user_model
-from .data.loaders import first_batch_apart, length_of, size_before_padding
-from .data.rounds import EvenRounds, Rounds, raise_everywhere
-from .hook import HookList
-from .metrics import (
-    AnyMetric,
-    ProcessMetric,
-    compute_metrics,
-    directions_of,
-    empty_copies,
-    feed_metric,
-    merge_metrics,
+from ..collectives import (
+    TorchDist,
+    all_gather_object,
+    comm_device,
+    distributed_available,
+    failure_of,
 )
-from .notes import note_failure
+from ..registry import LOOPS
+from . import metrics as scores
+from .checkpoints.weights import device_of, user_model
+from .hook import HookList
+from .loaders import batches_from, first_batch_apart, length_of, size_before_padding
+from .notes import naming_missing_ranks, note_failure
 from .rng import preserved_rng
-from .signals import NoSignals, StopWatch
 from .state import LoopState, Phase
 
 logger = logging.getLogger(__name__)
+
+_END = object()
+# What a rank tells the others before each step: the greatest counts.
+_DONE, _GOES_ON, _FAILED = range(3)
+# Called between two batches; may request a stop.
+Poll: TypeAlias = Callable[[LoopState], object]
+_PLAIN = (bool, int, float, str, type(None))
+
+
+class Rounds:
+    """The batches of this rank; `together`, equally many rounds, each with a step of all ranks.
+
+    A rank that has run out then sees its last batch again, which counts nothing; one that never had
+    any gets one of another rank. Before each step the ranks tell each other whether they go on: an
+    exception of a loader, or one that was kept, ends the evaluation on all of them.
+    """
+
+    def __init__(
+        self, loader: Iterable[Any], together: bool, group: dist.ProcessGroup | None, phase: Phase
+    ) -> None:
+        self._loader, self._together, self._group, self._phase = loader, together, group, phase
+        self._has_batch = False
+        self._failure: Exception | None = None
+
+    def batches(self) -> Iterator[tuple[Any, bool]]:
+        """Return batches, `together` without an end, each with whether its samples count."""
+        if not self._together:
+            return zip(batches_from(self._loader, epoch=0), repeat(True), strict=False)
+        return self._endless()
+
+    def kept(self) -> AbstractContextManager[None]:
+        """Keep an exception for the next `agree`, where it would keep other ranks waiting."""
+        return self._keeping() if self._together else nullcontext()
+
+    def agree(self) -> bool:
+        """Whether there is a step to make; raises on every rank what was kept on one."""
+        if not self._together:
+            return True
+        own = _GOES_ON if self._has_batch else _DONE
+        own = own if self._failure is None else _FAILED
+        # By all ranks: a step also needs those that hold parts of the same layers.
+        flag = torch.full((), own, device=comm_device())
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+        told = int(flag.item())
+        if told == _FAILED:
+            raise_everywhere(self._failure)
+        return told == _GOES_ON
+
+    @contextmanager
+    def _keeping(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks must hear of it
+            self._failure = self._failure or error
+
+    def _endless(self) -> Iterator[tuple[Any, bool]]:
+        own: Iterator[Any] = iter(())
+        with self.kept():
+            own = iter(batches_from(self._loader, epoch=0))
+        last = self._first(self._next(own))
+        while True:
+            yield last, self._has_batch
+            batch = self._next(own)
+            last = batch if self._has_batch else last
+
+    def _next(self, own: Iterator[Any]) -> Any:
+        batch = _END
+        if self._failure is None:
+            with self.kept():
+                batch = next(own, _END)
+        self._has_batch = batch is not _END
+        return batch
+
+    def _first(self, batch: Any) -> Any:
+        """Return this rank's first batch, or one that stands in for it."""
+        self.agree()
+        ranks = TorchDist(self._group)
+        has = ranks.all_gather_object(self._has_batch)
+        if not any(has):
+            raise ValueError(f"the {self._phase.value} loader has no batches on any rank")
+        if all(has):
+            return batch
+        lent = ranks.broadcast_object(batch if self._has_batch else None, has.index(True))
+        return batch if self._has_batch else lent
+
+
+def raise_everywhere(error: Exception | None) -> None:
+    """Raise `error` here and a RuntimeError that names it elsewhere; every rank must call this."""
+    failures = all_gather_object(failure_of(error))
+    if error is not None:
+        raise error
+    told = "; ".join(f"rank {one.rank}: {one.told}" for one in failures if one)
+    if told:
+        raise RuntimeError(f"the evaluation failed on {told}")
 
 
 class _EvalLoop:
     """One pass over the data under inference mode; each sample counts once.
 
-    The model's training flags and the random streams are restored afterwards, so
-    evaluations do not affect training. Steps run in the precision of the training if
-    the state has an `AmpOptimWrapper`, otherwise in its `precision`, which is the
-    model's own unless it was set.
+    The model's training flags and the random streams are restored afterwards, so evaluations do not
+    affect training. Steps run in the precision of the training if the state has an
+    `AmpOptimWrapper`, otherwise in its `precision`, which is the model's own unless it was set.
 
     Args:
-        dataloader: This rank's batches; ranks may have different numbers of
-            them, including none. If steps must be called by every rank (the model's
-            `collective_eval`), a rank that has run out continues with a batch that is not
-            counted.
-        metrics: torchmetrics objects, or those of a `BaseMetric`, by name, in the
-            same order on every rank. If a step returns a mapping, each metric gets
-            the values named by its arguments; any other result is passed as
-            `update(outputs, batch)`, or `add(outputs, batch)`.
+        dataloader: This rank's batches; ranks may have different numbers of them, including none.
+            If steps must be called by every rank (the model's `collective_eval`), a rank that has
+            run out continues with a batch that is not counted.
+        metrics: torchmetrics objects, or those of a `BaseMetric`, by name, in the same order on
+            every rank. If a step returns a mapping, each metric gets the values named by its
+            arguments; any other result is passed as `update(outputs, batch)`, or `add(outputs,
+            batch)`.
     """
 
     phase: ClassVar[Phase]
     step_name: ClassVar[str]
 
     def __init__(
-        self, dataloader: Iterable[Any], metrics: Mapping[str, AnyMetric] | None = None
+        self, dataloader: Iterable[Any], metrics: Mapping[str, scores.AnyMetric] | None = None
     ) -> None:
         self.dataloader = dataloader
         self.metrics = dict(metrics or {})
         for metric in self.metrics.values():
-            if isinstance(metric, ProcessMetric):
+            if isinstance(metric, scores.ProcessMetric):
                 metric.tell_of(dataloader)
         self._polled_batches: float | None = None
 
     def run(self, state: LoopState, hooks: HookList) -> dict[str, float]:
         """Evaluate `state.model` and return the metrics; every rank must call this."""
         try:
-            return self.evaluate(state, hooks, NoSignals())
+            return self.evaluate(state, hooks, lambda _: None)
         except BaseException as error:
             announce_failure(state, hooks, error)
             raise
 
-    def evaluate(self, state: LoopState, hooks: HookList, watch: StopWatch) -> dict[str, float]:
-        """Evaluate inside another loop; empty if `watch` stops it early.
+    def evaluate(self, state: LoopState, hooks: HookList, poll: Poll) -> dict[str, float]:
+        """Evaluate inside another loop; every rank must call this.
 
-        Every rank must call this.
+        `poll` is called between batches; if it requests a stop the result is empty.
 
         Raises:
             TypeError: The model lacks the step.
             ValueError: There is no batch on any rank, or a metric's input is missing.
-            RuntimeError: Steps must be called by every rank, and the loader, a metric or a hook
-                of another rank has raised an error, which is named.
+            RuntimeError: Steps must be called by every rank, and the loader, a metric or a hook of
+                another rank has raised an error, which is named.
         """
         if not hasattr(state.model, self.step_name):
             raise TypeError(
                 f"{type(state.model).__name__} has no {self.step_name}; wrap the model, as in "
                 "SingleDevice(model)"
             )
+        with (
+            self._running(state),
+            naming_missing_ranks(state),
+            preserved_rng(device_of(state.model)),
+        ):
+            for announce in hooks.on_eval_start:
+                announce(state)
+            # Running statistics differ by rank; only those of the first are saved.
+            getattr(state.model, "sync_buffers", lambda: None)()
+            with evaluation_mode(state.model), torch.inference_mode():
+                results = self._measure(state, hooks, poll)
+            for announce_end in hooks.on_eval_end:
+                announce_end(state, results)
+        return results
+
+    @contextmanager
+    def _running(self, state: LoopState) -> Iterator[None]:
         outer, state.phase = state.phase, self.phase
         try:
-            with naming_missing_ranks(state), preserved_rng(device_of(state.model)):
-                for announce in hooks.on_eval_start:
-                    announce(state)
-                # Running statistics differ by rank; only those of the first are saved.
-                sync = getattr(state.model, "sync_buffers", None)
-                if sync is not None:
-                    sync()
-                with evaluation_mode(state.model), torch.inference_mode():
-                    results = self._measure(state, hooks, watch)
-                for announce_end in hooks.on_eval_end:
-                    announce_end(state, results)
+            yield
         except Exception as error:
             note_failure(error, state, self.dataloader, self.step_name)
             raise
         finally:
             state.phase = outer
-        return results
 
     def try_batch(self, state: LoopState) -> None:
         """Run the first batch, to find mistakes before training; every rank must call this.
 
         It leaves no trace: random streams, buffers and plain attributes of the model's modules,
         metrics and loader are afterwards as they were, and hooks hear nothing of it. Nothing is
-        tried where that cannot be known: with lazy parameters, an `evaluate` of a subclass, or
-        a loader that is neither a sequence nor a plain DataLoader of a map-style data set.
+        tried where that cannot be known: with lazy parameters, an `evaluate` of a subclass, or a
+        loader that is neither a sequence nor a plain DataLoader of a map-style data set.
         """
         batches = first_batch_apart(self.dataloader)
         tensors = chain(state.model.parameters(), state.model.buffers())
@@ -130,23 +224,24 @@ class _EvalLoop:
         if batches is None or not is_own or any(map(is_lazy, tensors)):
             return
         trial, device = copy(self), device_of(state.model)
-        trial.dataloader, trial.metrics = batches, empty_copies(self.metrics)
+        trial.dataloader, trial.metrics = batches, scores.empty_copies(self.metrics)
         trial._polled_batches = 0.0
-        outer, state.phase = state.phase, self.phase
         failure: Exception | None = None
         try:
             # What a model keeps of inference mode could not be trained with.
-            with preserved_rng(device), _unchanged(state.model), torch.no_grad():
+            with (
+                self._running(state),
+                preserved_rng(device),
+                _unchanged(state.model),
+                torch.no_grad(),
+            ):
                 trial._place_metrics(device)
-                trial._pass(state, HookList(), NoSignals())
+                trial._pass(state, HookList(), lambda _: None)
         except Exception as error:
-            note_failure(error, state, self.dataloader, self.step_name)
-            failure = error
             # Where steps need all ranks, the others have heard of it, or wait in the step.
             if getattr(state.model, "collective_eval", False):
                 raise
-        finally:
-            state.phase = outer
+            failure = error
         raise_everywhere(failure)
 
     def _place_metrics(self, device: torch.device) -> None:
@@ -155,27 +250,28 @@ class _EvalLoop:
                 metric.to(device)
             metric.reset()
 
-    def _measure(self, state: LoopState, hooks: HookList, watch: StopWatch) -> dict[str, float]:
+    def _measure(self, state: LoopState, hooks: HookList, poll: Poll) -> dict[str, float]:
         self._place_metrics(device_of(state.model))
-        if not self._pass(state, hooks, watch):
+        if not self._pass(state, hooks, poll):
             return {}
         # Ranks that share one model have seen the same samples, and count them once.
         group = getattr(state.model, "data_group", None)
-        merge_metrics(self.metrics, group)
-        results = compute_metrics(self.metrics, size_before_padding(self.dataloader), group)
+        scores.merge_metrics(self.metrics, group)
+        results = scores.compute_metrics(self.metrics, size_before_padding(self.dataloader), group)
         if self.phase is Phase.VAL:
             state.metrics, state.evaluated_at = results, state.step
-            state.higher_is_better = directions_of(self.metrics)
+            state.higher_is_better = scores.directions_of(self.metrics)
         return dict(results)
 
-    def _pass(self, state: LoopState, hooks: HookList, watch: StopWatch) -> bool:
+    def _pass(self, state: LoopState, hooks: HookList, poll: Poll) -> bool:
         """Run all batches; False when a request to stop has cut them short."""
         together = distributed_available() and getattr(state.model, "collective_eval", False)
         # A test may follow a training that was stopped: only what comes now counts.
         polled = 0.0 if state.stop_reason else math.inf if together else self._batches_to_poll()
         step = getattr(state.model, self.step_name)
         precision = getattr(state.optim_wrapper, "precision_context", state.precision)
-        rounds = self._rounds(state, together)
+        group = getattr(state.model, "data_group", None)
+        rounds = Rounds(self.dataloader, together, group, self.phase)
         count = 0
         for batch, counts in rounds.batches():
             if counts:
@@ -188,27 +284,17 @@ class _EvalLoop:
                 outputs = step(batch)
             if counts:
                 with rounds.kept():
-                    self._take_in(batch, outputs)
+                    scores.feed_metrics(self.metrics, outputs, batch)
                     for announce_end in hooks.on_eval_batch_end:
                         announce_end(state, batch, outputs)
             count += 1
             if count <= polled:
-                watch.poll(state)
+                poll(state)
                 if state.stop_reason:
                     return False
         if not count and not distributed_available():
             raise ValueError(f"the {self.phase.value} loader has no batches")
         return True
-
-    def _take_in(self, batch: Any, outputs: Any) -> None:
-        for name, metric in self.metrics.items():
-            feed_metric(name, metric, outputs, batch)
-
-    def _rounds(self, state: LoopState, together: bool) -> Rounds:
-        if not together:
-            return Rounds(self.dataloader)
-        group = getattr(state.model, "data_group", None)
-        return EvenRounds(self.dataloader, group, f"{self.phase.value} loader")
 
     def _batches_to_poll(self) -> float:
         """Return how many batches every rank has: beyond them ranks cannot agree on anything."""
@@ -238,11 +324,6 @@ class TestLoop(_EvalLoop):
     step_name = "test_step"
 
 
-def device_of(model: nn.Module) -> torch.device:
-    """Return where the first parameter of `model` is; the CPU where there is none."""
-    return next((p.device for p in model.parameters()), torch.device("cpu"))
-
-
 @contextmanager
 def evaluation_mode(model: nn.Module) -> Iterator[None]:
     """Put `model` into eval mode, and every submodule's own flag back afterwards."""
@@ -259,32 +340,21 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
 def _unchanged(model: nn.Module) -> Iterator[None]:
     """Evaluate `model` inside; its buffers and its modules' plain attributes stay as they are."""
     modules = list(user_model(model).modules())
-    buffers = [
-        (module._buffers, name, buffer, buffer.detach().clone())
-        for module in modules
-        for name, buffer in module._buffers.items()
-        if buffer is not None
-    ]
-    plain = [(vars(module), name, value) for module in modules for name, value in _plain_in(module)]
+    named = [(m._buffers, name, b) for m in modules for name, b in m._buffers.items()]
+    buffers = [(o, name, b, b.detach().clone()) for o, name, b in named if b is not None]
+    plain = [(vars(m), {n: v for n, v in vars(m).items() if type(v) in _PLAIN}) for m in modules]
     # Compiled for a batch of the validation first, it would be compiled otherwise for training.
     compiles = "torch._dynamo" in sys.modules
+    eager = torch.compiler.set_stance("force_eager") if compiles else nullcontext()
     try:
-        with (
-            evaluation_mode(model),
-            torch.compiler.set_stance("force_eager") if compiles else nullcontext(),
-        ):
+        with evaluation_mode(model), eager:
             yield
     finally:
-        for attributes, name, value in plain:
-            attributes[name] = value
+        for attributes, values in plain:
+            attributes.update(values)
         with torch.no_grad():
             for owner, name, buffer, value in buffers:
                 owner[name] = buffer.copy_(value)
-
-
-def _plain_in(module: nn.Module) -> list[tuple[str, Any]]:
-    kinds = (bool, int, float, str, type(None))
-    return [(name, value) for name, value in vars(module).items() if type(value) in kinds]
 
 
 def announce_failure(state: LoopState, hooks: HookList, error: BaseException) -> None:

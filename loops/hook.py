@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -16,8 +16,8 @@ Scalars = dict[str, "Tensor | float"]
 class Hook:
     """Listens to the events of a run; override those you need.
 
-    Only overridden events are called, in ascending `order`; hooks of equal
-    order keep the order in which they were given. One run is
+    Only overridden events are called, in ascending `order`; hooks of equal order keep the order in
+    which they were given. One run is
 
         on_run_start
           on_train_start
@@ -28,13 +28,12 @@ class Hook:
           on_train_end
         on_run_end
 
-    and an evaluation is on_eval_start, on_eval_batch_start and
-    on_eval_batch_end for each batch, on_eval_end. The iteration loop has one
-    epoch of events around the whole run. A resumed run starts with
-    on_train_start and on_epoch_start again.
+    and an evaluation is on_eval_start, on_eval_batch_start and on_eval_batch_end for each batch,
+    on_eval_end. The iteration loop has one epoch of events around the whole run. A resumed run
+    starts with on_train_start and on_epoch_start again.
 
-    Any object with methods of these names works as well; `order` is optional there.
-    A hook with `state_dict` and `load_state_dict` is saved in checkpoints.
+    Any object with methods of these names works as well; `order` is optional there. A hook with
+    `state_dict` and `load_state_dict` is saved in checkpoints.
     """
 
     order: int = 50
@@ -86,8 +85,8 @@ class Hook:
     def on_save_point(self, state: LoopState) -> None:
         """Everything due at this update or end of an epoch is done: the place to save.
 
-        Called after `on_update` and its log and validation, and once more after
-        each pass over the data and its validation (`state.batch` is 0 there).
+        Called after `on_update` and its log and validation, and once more after each pass over the
+        data and its validation (`state.batch` is 0 there).
         """
 
     def on_eval_start(self, state: LoopState) -> None:
@@ -102,9 +101,9 @@ class Hook:
     def on_eval_end(self, state: LoopState, metrics: dict[str, float]) -> None:
         """An evaluation has ended; `metrics` are equal on every rank.
 
-        Called exactly once for each `on_eval_start` unless an error was raised.
-        `metrics` is empty when the evaluation was cut short by a request to
-        stop (then `state.stop_reason` is set) or has no metrics.
+        Called exactly once for each `on_eval_start` unless an error was raised. `metrics` is empty
+        when the evaluation was cut short by a request to stop (then `state.stop_reason` is set) or
+        has no metrics.
         """
 
     def on_exception(self, state: LoopState, error: BaseException) -> None:
@@ -126,7 +125,7 @@ def _check_events(cls: type, names: Iterable[str]) -> None:
 
 
 def _checked(hook: Any) -> Any:
-    """Return ``hook``; TypeError if it is no Hook and nothing like one."""
+    """Return `hook`; TypeError if it is no Hook and nothing like one."""
     if not isinstance(hook, Hook):
         _check_events(type(hook), dir(type(hook)))
         if not any(hasattr(hook, event) for event in EVENTS):
@@ -136,53 +135,31 @@ def _checked(hook: Any) -> Any:
     return hook
 
 
-_OnState = tuple[Callable[[LoopState], None], ...]
-_OnBatch = tuple[Callable[[LoopState, Any], None], ...]
-
-
 class HookList:
-    """Hooks in calling order; one tuple of listeners for each event.
+    """Hooks in calling order; as attributes, for each event a tuple of its listeners.
 
-    An event without listeners is an empty tuple, so that announcing it,
-    `for f in hooks.on_update: f(state)`, costs almost nothing.
+    An event without listeners is an empty tuple, so that announcing it, `for f in hooks.on_update:
+    f(state)`, costs almost nothing.
     """
 
-    on_run_start: _OnState
-    on_run_end: _OnState
-    on_train_start: _OnState
-    on_train_end: _OnState
-    on_epoch_start: _OnState
-    on_epoch_end: _OnState
-    on_batch_start: _OnBatch
-    on_batch_end: tuple[Callable[[LoopState, Any, Mapping[str, Tensor]], None], ...]
-    on_update: _OnState
-    collect_logs: tuple[Callable[[LoopState, Scalars], None], ...]
-    on_log: tuple[Callable[[LoopState, dict[str, float]], None], ...]
-    on_save_point: _OnState
-    on_eval_start: _OnState
-    on_eval_batch_start: _OnBatch
-    on_eval_batch_end: tuple[Callable[[LoopState, Any, Any], None], ...]
-    on_eval_end: tuple[Callable[[LoopState, dict[str, float]], None], ...]
-    on_exception: tuple[Callable[[LoopState, BaseException], None], ...]
+    if TYPE_CHECKING:
+
+        def __getattr__(self, event: str) -> tuple[Callable[..., None], ...]: ...
 
     def __init__(self, hooks: Iterable[Any] = ()) -> None:
         self._hooks: list[Any] = sorted(
             map(_checked, hooks), key=lambda hook: getattr(hook, "order", Hook.order)
         )
+        ignored = [hook.ignores() if hasattr(hook, "ignores") else () for hook in self._hooks]
         for event in EVENTS:
-            setattr(self, event, self._listeners(event))
+            silent = getattr(Hook, event)
+            pairs = zip(self._hooks, ignored, strict=True)
+            methods = [getattr(hook, event, silent) for hook, no in pairs if event not in no]
+            listeners = tuple(m for m in methods if getattr(m, "__func__", m) is not silent)
+            setattr(self, event, listeners)
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self._hooks)
 
     def __len__(self) -> int:
         return len(self._hooks)
-
-    def _listeners(self, event: str) -> tuple[Callable[..., None], ...]:
-        silent = getattr(Hook, event)
-        methods = (
-            getattr(hook, event, silent)
-            for hook in self._hooks
-            if not hasattr(hook, "ignores") or event not in hook.ignores()
-        )
-        return tuple(m for m in methods if getattr(m, "__func__", m) is not silent)

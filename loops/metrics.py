@@ -1,14 +1,16 @@
-"""Metrics: fed from the outputs of a step, merged over the ranks, flattened."""
+"""Metrics: fed from the outputs of a step, merged over the ranks, flattened, watched by hooks."""
 
 from __future__ import annotations
 
 import inspect
+import logging
+import math
 import re
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from copy import copy, deepcopy
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -22,10 +24,14 @@ from ..collectives import (
     TorchCUDADist,
     TorchDist,
     all_gather_object,
+    get_rank,
 )
-from ..registry import METRICS
-from .data.loaders import SeededSamples
+from ..registry import METRICS, nearest
+from .loaders import SeededSamples
 from .notes import add_note, describe, name_of
+from .state import LoopState
+
+logger = logging.getLogger(__name__)
 
 AnyMetric: TypeAlias = Metric | BaseMetric
 
@@ -63,31 +69,22 @@ class MeanLoss(Metric):
         return self.total / self.samples
 
 
-def feed_metric(name: str, metric: AnyMetric, outputs: Any, batch: Any) -> None:
-    """Update one metric with the outputs of a step.
-
-    A mapping is passed by keyword, each metric taking the arguments that its
-    `update` (a BaseMetric's `add`) knows; anything else as `update(outputs, batch)`.
-
-    An error of the metric's own gets a note with its name and the shapes it was given.
-
-    Raises:
-        ValueError: `outputs` lacks an argument that the metric needs.
-    """
-    update: Callable[..., None] = metric.add if isinstance(metric, BaseMetric) else metric.update
-    args, kwargs = _arguments(name, metric, update, outputs, batch)
-    try:
-        update(*args, **kwargs)
-    except Exception as error:
-        given = describe(kwargs or args)
-        add_note(error, f"in metric {name!r} ({name_of(metric)}), which was given {given}")
-        raise
+def feed_metrics(metrics: Mapping[str, AnyMetric], outputs: Any, batch: Any) -> None:
+    """Update metrics with a step's outputs: a mapping by keyword, all else as (outputs, batch)."""
+    for name, metric in metrics.items():
+        update = metric.add if isinstance(metric, BaseMetric) else metric.update
+        args, kwargs = _arguments(name, metric, update, outputs, batch)
+        try:
+            update(*args, **kwargs)
+        except Exception as error:
+            given = describe(kwargs or args)
+            add_note(error, f"in metric {name!r} ({name_of(metric)}), which was given {given}")
+            raise
 
 
 def _arguments(
     name: str, metric: AnyMetric, update: Callable[..., None], outputs: Any, batch: Any
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return what `update` takes of the outputs of a step."""
     if not isinstance(outputs, Mapping):
         return (outputs, batch), {}
     parameters = inspect.signature(update).parameters
@@ -105,10 +102,7 @@ def _arguments(
 
 
 def empty_copies(metrics: Mapping[str, AnyMetric]) -> dict[str, AnyMetric]:
-    """Return copies without results, whose updates `metrics` do not see.
-
-    A metric that cannot be copied is left out.
-    """
+    """Return copies without results; a metric that cannot be copied is left out."""
     copies: dict[str, AnyMetric] = {}
     for name, metric in metrics.items():
         # A BaseMetric may hold a process group, which cannot be copied; its results are a new list.
@@ -119,11 +113,7 @@ def empty_copies(metrics: Mapping[str, AnyMetric]) -> dict[str, AnyMetric]:
 
 
 def directions_of(metrics: Mapping[str, AnyMetric]) -> dict[str, bool | None]:
-    """Return by name whether higher values are better; None where that is not known.
-
-    It is determined by `higher_is_better`, as torchmetrics has it, or by words such as "loss",
-    "error" and "accuracy" in its name or its class's.
-    """
+    """Return by name whether higher values are better, by attribute or words; None if unknown."""
     found: dict[str, bool | None] = {}
     for name, metric in metrics.items():
         found[name] = _direction(name, metric)
@@ -161,21 +151,19 @@ def _by_words(text: str) -> bool | None:
 def merge_metrics(metrics: Mapping[str, AnyMetric], group: dist.ProcessGroup | None = None) -> None:
     """Give every rank's metrics the states of the group's ranks; each of them must call this.
 
-    One exchange for all of them. torchmetrics' own synchronisation waits for
-    ever where ranks hold lists of unequal length, as they do when a rank had
-    fewer batches than the others or none. A BaseMetric is left as it is: its
-    own `compute` gathers.
+    One exchange for all of them. torchmetrics' own synchronisation waits for ever where ranks hold
+    lists of unequal length. A BaseMetric is left as it is: its own `compute` gathers.
     """
-    of_torchmetrics = [metric for metric in metrics.values() if isinstance(metric, Metric)]
-    parts = [part for metric in of_torchmetrics for part in _parts(metric)]
-    mine = [{key: _on_cpu(getattr(part, key)) for key in _reductions(part)} for part in parts]
+    parts = [p for m in metrics.values() if isinstance(m, Metric) for p in _parts(m)]
+    cpu = torch.device("cpu")
+    mine = [{key: _moved(getattr(p, key), cpu) for key in p._reductions} for p in parts]
     by_rank = all_gather_object(mine, group)
     if len(by_rank) == 1:
         return
     for index, part in enumerate(parts):
-        for key, reduction in _reductions(part).items():
-            values = [states[index][key] for states in by_rank]
-            setattr(part, key, _merged(values, reduction, part.device))
+        for key, reduction in part._reductions.items():
+            values = [_moved(states[index][key], part.device) for states in by_rank]
+            setattr(part, key, _merged(values, reduction))
 
 
 def compute_metrics(
@@ -183,14 +171,10 @@ def compute_metrics(
     size: int | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> dict[str, float]:
-    """Return the results by name; "name/key" where a metric has several.
+    """Return the results by name, "name/key" where a metric has several; every rank must call this.
 
-    Every rank must call this, with the metrics in the same order.
-
-    Args:
-        size: How many samples the data set has, where ranks were given some twice to be even.
-        group: The ranks from which a BaseMetric gathers, unless its back-end is one of the
-            user's own; default: those of its back-end.
+    `size` is that of a data set of which ranks were given some samples twice. A BaseMetric gathers
+    from `group`, unless its back-end is one of the user's own.
     """
     results: dict[str, float] = {}
     with warnings.catch_warnings():
@@ -210,19 +194,12 @@ def compute_metrics(
 def _computed(metric: AnyMetric, size: int | None, group: dist.ProcessGroup | None) -> Any:
     if not isinstance(metric, BaseMetric):
         return metric.compute()
-    with _gathering_from(metric, group):
-        return metric.compute(size)
-
-
-@contextmanager
-def _gathering_from(metric: BaseMetric, group: dist.ProcessGroup | None) -> Iterator[None]:
-    """Let one of our back-ends that knows no group of its own gather from `group` meanwhile."""
     backend = metric.dist_backend
     of_all = type(backend) in _OF_ALL_RANKS and getattr(backend, "group", None) is None
     if group is not None and of_all:
         metric.dist_backend = TorchDist(group)
     try:
-        yield
+        return metric.compute(size)
     finally:
         metric.dist_backend = backend
 
@@ -236,36 +213,19 @@ def _parts(metric: Metric) -> list[Metric]:
     return parts
 
 
-def _reductions(metric: Metric) -> dict[str, Callable[[Tensor], Tensor] | None]:
-    reductions: dict[str, Any] = metric._reductions
-    return reductions
-
-
-def _on_cpu(state: Any) -> Any:
+def _moved(state: Any, device: torch.device) -> Any:
     if isinstance(state, Tensor):
-        return state.detach().cpu()
+        return state.detach().to(device)
     if isinstance(state, (list, tuple)):
-        return type(state)(_on_cpu(item) for item in state)
+        return type(state)(_moved(item, device) for item in state)
     return state
 
 
-def _on_device(state: Any, device: torch.device) -> Any:
-    if isinstance(state, Tensor):
-        return state.to(device)
-    if isinstance(state, (list, tuple)):
-        return type(state)(_on_device(item, device) for item in state)
-    return state
-
-
-def _merged(
-    values: Sequence[Any],
-    reduction: Callable[[Tensor], Tensor] | None,
-    device: torch.device,
-) -> Any:
+def _merged(values: Sequence[Any], reduction: Any) -> Any:
     """Return one state from every rank's, in rank order."""
     if isinstance(values[0], list):
-        return [_on_device(item, device) for own in values for item in own]
-    stacked = torch.stack([value.to(device) for value in values])
+        return [item for own in values for item in own]
+    stacked = torch.stack(list(values))
     return stacked if reduction is None else reduction(stacked)
 
 
@@ -282,19 +242,6 @@ def _flatten(name: str, value: Any, results: dict[str, float]) -> None:
         results[name] = float(value)
 
 
-class Processor(Protocol):
-    """What a metric of that kind has."""
-
-    results: list[Any]
-    dataset_meta: Any
-
-    def process(self, data_batch: Any, data_samples: list[Any]) -> None:
-        """Append to `results` what counts of one batch."""
-
-    def compute_metrics(self, results: list[Any]) -> dict[str, Any]:
-        """Return the figures of all results by name."""
-
-
 @METRICS.register_module()
 class ProcessMetric(BaseMetric):
     """A metric with `process(data_batch, data_samples)` and `compute_metrics(results)`.
@@ -303,12 +250,12 @@ class ProcessMetric(BaseMetric):
     here; the metric's own `prefix` and `collect_device` have no effect.
 
     Args:
-        metric: One such.
-        dataset_meta: What the metric is to know of the data set, such as class names; default:
-            the data set's own `metainfo`, where it has one.
+        metric: One such; its `process` appends to its `results` what counts of one batch.
+        dataset_meta: What the metric is to know of the data set, such as class names; default: the
+            data set's own `metainfo`, where it has one.
     """
 
-    def __init__(self, metric: Processor, dataset_meta: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, metric: Any, dataset_meta: Mapping[str, Any] | None = None) -> None:
         super().__init__(dataset_meta)
         self._metric = metric
         self.higher_is_better: bool | None = getattr(metric, "higher_is_better", None)
@@ -318,7 +265,7 @@ class ProcessMetric(BaseMetric):
     def tell_of(self, loader: Any) -> None:
         """Tell the metric of a loader's data set, unless it has been told of one."""
         dataset = getattr(loader, "dataset", None)
-        # What build_loader lays around a data set that workers read.
+        # What build_loader puts around a data set that workers read.
         dataset = dataset.samples if isinstance(dataset, SeededSamples) else dataset
         known = getattr(dataset, "metainfo", None)
         if self.dataset_meta is None and known is not None:
@@ -326,17 +273,75 @@ class ProcessMetric(BaseMetric):
 
     def add(self, data_samples: Iterable[Any], data_batch: Any) -> None:
         """Process the predictions of one batch."""
-        plain = [_as_dict(sample) for sample in data_samples]
+        # The dicts of mmengine's data elements, which its metrics expect.
+        plain = [one.to_dict() if hasattr(one, "to_dict") else one for one in data_samples]
         self._metric.results.clear()
         self._metric.process(data_batch, plain)
         self._results += self._metric.results
 
     def compute_metric(self, results: list[Any]) -> dict[str, Any]:
         """Return the figures of all results."""
-        return self._metric.compute_metrics(results)
+        figures: dict[str, Any] = self._metric.compute_metrics(results)
+        return figures
 
 
-def _as_dict(sample: Any) -> Any:
-    # mmengine's data elements; its metrics expect the dicts of them.
-    to_dict = getattr(sample, "to_dict", None)
-    return sample if to_dict is None else to_dict()
+class WatchedMetric:
+    """A metric of the validation and the direction in which it improves; `setting` names both."""
+
+    def __init__(self, name: str, mode: str | None, *, setting: str) -> None:
+        self._hook = setting.partition(":")[0]
+        if mode not in ("min", "max", None):
+            raise ValueError(f"{self._hook}: mode must be 'min' or 'max', got {mode!r}")
+        self.name = name
+        self._setting = setting
+        self._mode = mode
+
+    def start(self, state: LoopState) -> None:
+        """Learn the direction before training, where there is such a metric, and log it."""
+        if self.name.partition("/")[0] not in state.higher_is_better:
+            return
+        asked = self._mode is None
+        extreme = self.extreme(state)
+        if asked and get_rank() == 0:
+            logger.info("%s: the best %s is the %s", self._hook, self.name, extreme)
+
+    def extreme(self, state: LoopState) -> str:
+        """Return which value is the best, "lowest" or "highest"; ValueError if nothing tells."""
+        if self._mode is None:
+            higher = direction_of(self.name, state.higher_is_better)
+            if higher is None:
+                raise ValueError(
+                    f"{self._hook}: mode must be given, 'max' when higher values of {self.name!r} "
+                    "are better, 'min' when lower: neither the metric, by higher_is_better, nor "
+                    "its name tells"
+                )
+            self._mode = "max" if higher else "min"
+        return "highest" if self._mode == "max" else "lowest"
+
+    def warn_unless(self, mode: str, state: LoopState) -> None:
+        higher = direction_of(self.name, state.higher_is_better)
+        if higher is not None and higher != (mode == "max") and get_rank() == 0:
+            better = "higher" if higher else "lower"
+            text = "%s: mode is %r, but %s values of %r are better"
+            logger.warning(text, self._hook, mode, better, self.name)
+
+    def value_in(self, metrics: Mapping[str, float]) -> float:
+        """Return its value; ValueError if no evaluation produced it, with what it did produce."""
+        if self.name in metrics:
+            return metrics[self.name]
+        near = nearest(self.name, metrics)
+        guess = f"; did you mean {near[0]!r}?" if near else ""
+        known = ", ".join(sorted(metrics)) or "none at all"
+        raise ValueError(
+            f"{self._setting} must name a metric of the evaluation, got {self.name!r}; "
+            f"the last evaluation gave: {known}{guess}"
+        )
+
+    def improves(
+        self, value: float, best: float | None, state: LoopState, *, min_delta: float = 0.0
+    ) -> bool:
+        """Say whether `value` beats `best` by more than `min_delta`; NaN never does."""
+        rising = self.extreme(state) == "highest"
+        if best is None or math.isnan(value):
+            return not math.isnan(value)
+        return value > best + min_delta if rising else value < best - min_delta

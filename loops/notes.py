@@ -1,12 +1,12 @@
-"""Notes on the errors of a run: which part of the user's code, and which batch."""
+"""What an error of a run says: which ranks are missing, which part of whose code, which batch."""
 
 from __future__ import annotations
 
 import inspect
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from itertools import islice
 from types import FrameType
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..collectives import Progress, in_progress
 from .checkpoints.weights import plain_name, user_model
 from .state import LoopState, Phase
 
@@ -22,6 +23,15 @@ _SHOWN = 6
 # Where a user does not look for a mistake.
 _LIBRARIES = ("builtins", "stepwrap", "torch", "torchmetrics")
 _NOTED = "_stepwrap_noted"
+_DOING = {Phase.TRAIN: "training", Phase.VAL: "validation", Phase.TEST: "test"}
+_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+
+
+def naming_missing_ranks(state: LoopState) -> AbstractContextManager[None]:
+    """Name in a CollectiveError the ranks that do not come where others wait; every rank enters."""
+    return in_progress(
+        lambda: Progress(_DOING[state.phase], f"step {state.step}, epoch {state.epoch}")
+    )
 
 
 def add_note(error: BaseException, text: str) -> None:
@@ -30,14 +40,9 @@ def add_note(error: BaseException, text: str) -> None:
 
 
 def note_failure(error: BaseException, state: LoopState, loader: Any, step: str) -> None:
-    """Note on an error of a step, or of reading its batch, where and with what it happened.
+    """Note on an error of a step, or of reading its batch from `loader`, where it happened.
 
-    Its traceback tells both, so that nothing has to be kept while all goes well. An error from
-    elsewhere, and one that is noted already, stays as it is.
-
-    Args:
-        loader: What the loop reads.
-        step: Name of the wrapper's step that the loop calls.
+    Its traceback tells that and the batch, so that nothing has to be kept while all goes well.
     """
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     loop = next((one for one in reversed(frames) if one.f_code.co_name == "_pass"), None)
@@ -53,27 +58,24 @@ def note_failure(error: BaseException, state: LoopState, loader: Any, step: str)
 
 
 def describe(data: Any, *, ranges: bool = True, depth: int = 3) -> str:
-    """Return types and shapes in nested data, in a line.
-
-    Args:
-        ranges: Also tell numbers, and the least and greatest in tensors of integers on the CPU.
-        depth: How many levels of lists and mappings are looked into.
-    """
+    """Return types and shapes in nested data, in a line; `ranges` of integers on the CPU too."""
     try:
-        return _described(data, partial(describe, ranges=ranges, depth=depth - 1), ranges, depth)
+        return _described(data, ranges, depth)
     except Exception:  # noqa: BLE001 - a user's own type; the error to be noted on must be seen
         return type(data).__name__
 
 
-def _described(data: Any, below: Callable[[Any], str], ranges: bool, depth: int) -> str:
+def _described(data: Any, ranges: bool, depth: int) -> str:
     if hasattr(data, "shape") and hasattr(data, "dtype"):
         kind = str(data.dtype).removeprefix("torch.")
         return f"{kind} {tuple(data.shape)}{_range(data) if ranges else ''}"
     if isinstance(data, Mapping) and depth:
-        items = [f"{key}: {below(value)}" for key, value in islice(data.items(), _SHOWN)]
+        shown = islice(data.items(), _SHOWN)
+        items = [f"{k}: {describe(v, ranges=ranges, depth=depth - 1)}" for k, v in shown]
         return f"{{{_listed(items, len(data))}}}"
     if isinstance(data, Sequence) and not isinstance(data, (str, bytes)) and depth:
-        return f"[{_listed([below(one) for one in data[:_SHOWN]], len(data))}]"
+        items = [describe(one, ranges=ranges, depth=depth - 1) for one in data[:_SHOWN]]
+        return f"[{_listed(items, len(data))}]"
     is_number = isinstance(data, (bool, int, float))
     return repr(data) if ranges and is_number else type(data).__name__
 
@@ -124,7 +126,7 @@ def _of_reading(
     if not (collating or is_read or "in DataLoader worker process" in str(error)):
         return
     if type(dataset).__module__.startswith(f"{__package__}."):
-        # What build_loader lays around a data set that workers read.
+        # What build_loader puts around a data set that workers read.
         dataset = getattr(dataset, "samples", dataset)
     yield f"while reading {place} from {name_of(readers[-1] if dataset is None else dataset)}"
     if collating:
@@ -132,11 +134,9 @@ def _of_reading(
 
 
 def _place(state: LoopState, loop: FrameType) -> str:
-    """Say which batch the loop is at."""
     if state.phase is Phase.TRAIN:
         return f"batch {state.batch + 1} of epoch {state.epoch + 1}"
-    which = "validation" if state.phase is Phase.VAL else "test"
-    return f"batch {loop.f_locals.get('count', 0) + 1} of the {which}"
+    return f"batch {loop.f_locals.get('count', 0) + 1} of the {_DOING[state.phase]}"
 
 
 def _first(frame: FrameType) -> Any:
@@ -147,9 +147,8 @@ def _first(frame: FrameType) -> Any:
 
 def _range(tensor: Any) -> str:
     # On an accelerator this would wait for a device that may have failed.
-    if not isinstance(tensor, Tensor) or tensor.device.type != "cpu" or not tensor.numel():
-        return ""
-    if tensor.dtype not in (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64):
+    on_cpu = isinstance(tensor, Tensor) and tensor.device.type == "cpu"
+    if not on_cpu or not tensor.numel() or tensor.dtype not in _INTEGERS:
         return ""
     low, high = tensor.aminmax()
     return f" from {low.item()} to {high.item()}"

@@ -30,14 +30,7 @@ def seed_rng(seed: int) -> None:
 
 
 def capture_rng(device: torch.device | None = None) -> dict[str, Any]:
-    """Return the state of all random streams as tensors and numbers.
-
-    These are Python's, torch's on the CPU and on a CUDA device, and NumPy's
-    global one, the last two where they are in use.
-
-    Args:
-        device: Where the model is; by default, and off CUDA, the current CUDA device counts.
-    """
+    """Return the streams of Python, torch (CPU and CUDA) and NumPy as tensors and numbers."""
     version, words, gauss = random.getstate()
     streams: dict[str, Any] = {
         "python": {"version": version, "words": torch.tensor(words), "gauss": gauss},
@@ -59,11 +52,7 @@ def capture_rng(device: torch.device | None = None) -> dict[str, Any]:
 
 
 def restore_rng(streams: dict[str, Any], device: torch.device | None = None) -> None:
-    """Put back what `capture_rng` returned; streams that this process lacks are passed over.
-
-    Args:
-        device: Where the model is now, as in `capture_rng`.
-    """
+    """Put back what `capture_rng` returned; streams that this process lacks are passed over."""
     python = streams["python"]
     random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
     torch.set_rng_state(streams["torch"])
@@ -80,11 +69,7 @@ def restore_rng(streams: dict[str, Any], device: torch.device | None = None) -> 
 
 @contextmanager
 def preserved_rng(device: torch.device | None = None) -> Iterator[None]:
-    """Leave the random streams as they were, whatever the block draws from them.
-
-    Args:
-        device: Where the model is, as in `capture_rng`.
-    """
+    """Leave the random streams as they were, whatever the block draws from them."""
     streams = capture_rng(device)
     try:
         yield
@@ -95,16 +80,12 @@ def preserved_rng(device: torch.device | None = None) -> Iterator[None]:
 @contextmanager
 def preserved_generators(owners: Iterable[Any]) -> Iterator[None]:
     """Leave the random generators that objects have as attributes as they were."""
-    restore = [
-        restorer
-        for owner in owners
-        for value in getattr(owner, "__dict__", {}).values()
-        if (restorer := _restorer_of(value)) is not None
-    ]
+    values = [v for owner in owners for v in getattr(owner, "__dict__", {}).values()]
+    restore = [_restorer_of(value) for value in values]
     try:
         yield
     finally:
-        for put_back in restore:
+        for put_back in filter(None, restore):
             put_back()
 
 

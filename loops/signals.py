@@ -6,8 +6,8 @@ import os
 import signal
 import threading
 import time
-from types import FrameType, TracebackType
-from typing import Any, Protocol
+from types import FrameType
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,66 +24,39 @@ _LOOK_S = 0.1
 _MAX_POLLS = 64
 
 
-class StopWatch(Protocol):
-    """What a loop asks between two units of work."""
-
-    def poll(self, state: LoopState) -> None:
-        """Set `state.signal` and `state.stop_reason` when it is time to stop."""
-
-
-class NoSignals:
-    """Heeds nothing: for an evaluation of its own, which has nothing to save."""
-
-    def poll(self, state: LoopState) -> None:
-        """Do nothing."""
-
-
 class StopSignals:
     """Turns SIGTERM and SIGINT into an orderly stop while it is entered.
 
-    The first signal is noted; a second SIGINT raises KeyboardInterrupt. `poll`
-    makes it known to the loop, and one that came too late for that is raised
-    again at the exit, with the old handlers, unless there is an error. One
-    process looks at every poll. Several ranks exchange, about once a second, at
-    a poll that they fixed in the exchange before: a signal to any of them stops
-    all of them at the same update. Every rank must therefore poll equally often
-    in each phase.
-
-    Attributes:
-        due_s: Before this time (`time.monotonic`) polling would find nothing new;
-            always past with several ranks.
+    The first signal is noted; a second SIGINT raises KeyboardInterrupt. `poll` makes it known to
+    the loop, and one that came too late for that is raised again at the exit, unless there is an
+    error. One process looks at every poll. Several ranks exchange, about once a second, at a poll
+    that they fixed in the exchange before: a signal to any of them stops all of them at the same
+    update. Every rank must therefore poll equally often in each phase.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, clock_s: float = 0.0) -> None:
+        # Before this time polling would find nothing new; always past with several ranks.
         self.due_s = 0.0
         self._received = 0
         self._unheeded = 0
         self._old: dict[signal.Signals, Any] = {}
         self._alone = not distributed_available() or get_world_size() == 1
         self._paces = {phase: _Pace() for phase in Phase}
-        self._start_s = time.monotonic()
+        # `clock_s` goes on from where it is.
+        self._start_s = time.monotonic() - clock_s
 
     def __enter__(self) -> StopSignals:
         if threading.current_thread() is threading.main_thread():
             self._old = {number: signal.signal(number, self._note) for number in _HEEDED}
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         for number, handler in self._old.items():
             signal.signal(number, handler)
         self._old = {}
         if self._unheeded and error is None:
             # It came after the last look: the caller, or the system, is to have it.
             signal.raise_signal(self._unheeded)
-
-    def start_clock(self, state: LoopState) -> None:
-        """Let `state.clock_s` go on from where it is."""
-        self._start_s = time.monotonic() - state.clock_s
 
     def poll(self, state: LoopState) -> None:
         """Heed a signal if it is time to look; every rank must call this equally often."""
@@ -92,32 +65,30 @@ class StopSignals:
             # Before the look: a signal that comes after it brings the next one forward.
             self.due_s = now_s + _LOOK_S
             state.clock_s = now_s - self._start_s
-            if self._received:
-                self._stop(state, self._received)
+            self._stop(state, self._received)
         elif self._paces[state.phase].due():
-            self._paces[state.phase].plan(self._agree(state))
+            self._agree(state)
+            self._paces[state.phase].plan(state.clock_s)
 
     def look(self, state: LoopState) -> None:
         """Heed a signal that came after the last poll; every rank must call this."""
-        if not self._alone:
-            self._agree(state)
-        elif self._received:
+        if self._alone:
             self._stop(state, self._received)
+        else:
+            self._agree(state)
 
-    def _agree(self, state: LoopState) -> float:
-        """Exchange signals and clocks; return the clock."""
+    def _agree(self, state: LoopState) -> None:
         clock_s = time.monotonic() - self._start_s if get_rank() == 0 else -1.0
         shared = torch.tensor([self._received, clock_s], dtype=torch.float64, device=comm_device())
         # The greatest of both: any rank's signal, and the clock of rank 0.
         dist.all_reduce(shared, op=dist.ReduceOp.MAX)
         number, state.clock_s = shared.tolist()
-        if number:
-            self._stop(state, int(number))
-        return state.clock_s
+        self._stop(state, int(number))
 
     def _stop(self, state: LoopState, number: int) -> None:
-        state.signal, self._unheeded = number, 0
-        state.request_stop(f"received {signal.Signals(number).name}")
+        if number:
+            state.signal, self._unheeded = number, 0
+            state.request_stop(f"received {signal.Signals(number).name}")
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT and self._received == signal.SIGINT:
@@ -141,7 +112,6 @@ class _Pace:
         self._planned_at_s: float | None = None
 
     def due(self) -> bool:
-        """Count a poll and say whether it is one that exchanges."""
         self._polls += 1
         return self._polls >= self._due_at
 

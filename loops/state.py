@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from enum import Enum
@@ -16,8 +16,7 @@ from torch import Tensor, nn
 class LogBuffer:
     """Collects the logs of training steps without touching the device.
 
-    `append` takes the update that a step belongs to and its dict of logs: it is a list's own
-    method, since it is called for every batch.
+    `append` takes (update, logs): it is a list's own method, since it is called for every batch.
     """
 
     def __init__(self) -> None:
@@ -43,27 +42,22 @@ class LogBuffer:
 
     def fold(self) -> None:
         """Turn the raw values into sums on the device; waits for it."""
-        self._sums = self._all_sums()
-        if not all(are_finite([total for total, _ in self._sums.values()])):
+        sums, nonfinite = self._all_sums(), self._nonfinite
+        if not all(are_finite([total for total, _ in sums.values()])):
             for step, name, text in _not_finite(self._raw):
-                self._nonfinite.setdefault(name, (step, text))
-        self._drop_raw()
+                nonfinite.setdefault(name, (step, text))
+        self.clear()
+        self._sums, self._nonfinite = sums, nonfinite
 
     def clear(self) -> None:
-        """Forget what was logged so far."""
-        self._sums = {}
-        self._nonfinite = {}
-        self._drop_raw()
+        self._sums, self._nonfinite, self._earlier = {}, {}, {}
+        self._first += len(self._raw)
+        self._raw.clear()
 
     def first_nonfinite(
         self, watches: Callable[[str], bool], after: int = -1
     ) -> tuple[int, str] | None:
-        """Return update and text of the first value since `clear` that is not finite, or None.
-
-        Args:
-            watches: Says of a name whether its values count.
-            after: Values up to this update do not count.
-        """
+        """Return update and text of the first value after an update that is not finite, or None."""
         recent = [(step, logs) for step, logs in self._raw if step > after]
         found = [(step, name, text) for name, (step, text) in self._nonfinite.items()]
         found += _not_finite(recent)
@@ -71,10 +65,7 @@ class LogBuffer:
         return min(told, key=lambda one: one[0], default=None)
 
     def state_dict(self, iteration: int) -> dict[str, Any]:
-        """Return what the next record is made of, without what came after batch `iteration`.
-
-        The raw values are kept as they are: added up in two parts they would give another sum.
-        """
+        """Return the raw values, as they are: added up in two parts they would give another sum."""
         values = self._by_name(max(0, iteration - self._first))
         return {
             "sums": {name: (total.cpu(), count) for name, (total, count) in self._sums.items()},
@@ -83,8 +74,7 @@ class LogBuffer:
 
     def load_state_dict(self, state: Mapping[str, Any], device: torch.device) -> None:
         """Go on from a state, on the device where the logs are made."""
-        self._raw.clear()
-        self._nonfinite = {}
+        self.clear()
         self._sums = {n: (total.to(device), count) for n, (total, count) in state["sums"].items()}
         self._earlier = {
             name: [one.to(device) if isinstance(one, Tensor) else one for one in values]
@@ -94,15 +84,10 @@ class LogBuffer:
     def _all_sums(self) -> dict[str, tuple[Tensor, float]]:
         sums = dict(self._sums)
         for name, values in self._by_name(len(self._raw)).items():
-            total, count = sums.get(name, (None, 0))
-            new = _sum(name, values)
-            sums[name] = (new if total is None else total + new, count + len(values))
+            new = _sum(name, values), len(values)
+            old = sums.get(name)
+            sums[name] = new if old is None else (old[0] + new[0], old[1] + new[1])
         return sums
-
-    def _drop_raw(self) -> None:
-        self._first += len(self._raw)
-        self._raw.clear()
-        self._earlier.clear()
 
     def _by_name(self, count: int) -> dict[str, list[Any]]:
         """The raw values, of the first `count` batches in `_raw`."""
@@ -123,23 +108,17 @@ def mean_logs(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             before = sums.get(name, (torch.zeros(()), 0))
             sums[name] = (before[0] + total, before[1] + count)
     shares = len(states)
-    return {
-        "sums": {name: (total / shares, count / shares) for name, (total, count) in sums.items()},
-        "values": {},
-    }
+    means = {name: (total / shares, count / shares) for name, (total, count) in sums.items()}
+    return {"sums": means, "values": {}}
 
 
 def _compact(name: str, values: list[Any]) -> Any:
     """Values as a checkpoint takes them: as one tensor where that gives the same values back."""
-    if all(isinstance(value, Tensor) for value in values):
-        alike = {(value.shape, value.dtype, value.device) for value in values}
-        if len(alike) == 1:
-            return torch.stack(values).detach().cpu()
+    kinds = {(v.shape, v.dtype, v.device) if isinstance(v, Tensor) else None for v in values}
+    if len(kinds) == 1 and None not in kinds:
+        return torch.stack(values).detach().cpu()
     numbers = (bool, int, float)
-    return [
-        value if isinstance(value, numbers) else _tensor(name, value).detach().cpu()
-        for value in values
-    ]
+    return [v if isinstance(v, numbers) else _tensor(name, v).detach().cpu() for v in values]
 
 
 def are_finite(tensors: Sequence[Tensor]) -> list[bool]:
@@ -155,15 +134,13 @@ def are_finite(tensors: Sequence[Tensor]) -> list[bool]:
     return finite
 
 
-def _not_finite(raw: Sequence[tuple[int, Mapping[str, Any]]]) -> Iterator[tuple[int, str, str]]:
-    """Yield update, name and text of the values that are not finite."""
+def _not_finite(raw: Sequence[tuple[int, Mapping[str, Any]]]) -> list[tuple[int, str, str]]:
     values = [
         (step, name, torch.as_tensor(value)) for step, logs in raw for name, value in logs.items()
     ]
     finite = are_finite([value for _, _, value in values])
-    for (step, name, value), good in zip(values, finite, strict=True):
-        if not good:
-            yield step, name, str(value.tolist())
+    pairs = zip(values, finite, strict=True)
+    return [(step, name, str(v.tolist())) for (step, name, v), good in pairs if not good]
 
 
 def _sum(name: str, values: list[Any]) -> Tensor:
@@ -212,37 +189,20 @@ class Stateful(Protocol):
         """Take over a state returned by `state_dict`."""
 
 
-class Optimization(Protocol):
-    """What the loops need of an optimizer wrapper."""
-
-    def should_update(self) -> bool:
-        """Say, right after a training step, whether the weights were updated."""
-
-    def initialize_count_status(self, model: nn.Module, init_counts: int, max_counts: int) -> None:
-        """Learn the batches done and the batches in all (-1: not known)."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the optimizers' state."""
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over a state returned by `state_dict`."""
-
-
 @dataclass
 class LoopState:
     """What a loop remembers; every hook receives it.
 
-    The counters count finished things. They advance after the end event of
-    what they count: in `on_batch_end` `iteration` still is this batch's index,
-    in `on_epoch_end` `epoch` still is this epoch's index; in `on_update`,
-    `on_log`, the evaluation events and `on_save_point` all of them are up to
-    date.
+    The counters count finished things. They advance after the end event of what they count: in
+    `on_batch_end` `iteration` still is this batch's index, in `on_epoch_end` `epoch` still is this
+    epoch's index; in `on_update`, `on_log`, the evaluation events and `on_save_point` all of them
+    are up to date.
 
     Attributes:
         model: The model wrapper (`train_step`, `val_step`, `test_step`, `module`).
         optim_wrapper: The optimizer wrapper; None where nothing is trained.
-        precision: Makes the context that evaluations run in where `optim_wrapper` does not tell.
         run_dir: The run's folder; None when nothing is to be written.
+        precision: Makes the context that evaluations run in where `optim_wrapper` does not tell.
         stateful: Further things that belong into a checkpoint, by name.
         epoch: Finished passes over the data.
         batch: Batches done in the running epoch.
@@ -257,22 +217,22 @@ class LoopState:
         evaluated_at: `step` at which the last validation ended; -1 for never.
         recorded_at: `step` at which the last log record of a full interval was made.
         logs: What the training steps have logged since then, on this rank.
-        clock_s: Seconds of training as of the last agreement between the
-            ranks: equal on all of them, and kept over a resume.
+        clock_s: Seconds of training as of the last agreement between the ranks: equal on all of
+            them, and kept over a resume.
         stop_reason: Why the loop is to stop; empty while it is not.
         signal: Number of the signal that stops the run (SIGTERM, SIGINT); 0 for none.
         in_step: A batch is being read or trained on: it is not in the counters yet, but maybe in
             the random streams and the weights.
         together: All ranks are in this step. False in the last batches of a pass in which this
             rank has more than others (`uneven_inputs`): hooks must not communicate then.
-        updated_at: (epoch, batch, iteration) of the last update, where the running
-            accumulation window began; None where that is not known.
-        restored_from: Folder and serial number of the checkpoint that the run
-            has gone back to and not yet gone on from.
+        updated_at: (epoch, batch, iteration) of the last update, where the running accumulation
+            window began; None where that is not known.
+        restored_from: Folder and serial number of the checkpoint that the run has gone back to
+            and not yet gone on from.
     """
 
     model: nn.Module
-    optim_wrapper: Optimization | None = None
+    optim_wrapper: Any = None
     run_dir: Path | None = None
     precision: Callable[[], AbstractContextManager[Any]] = nullcontext
     stateful: dict[str, Stateful] = field(default_factory=dict)
@@ -304,8 +264,8 @@ class LoopState:
     def request_stop(self, reason: str) -> None:
         """Ask the loop to stop after this update; the first reason stays.
 
-        With several ranks every rank must ask at the same update, as it happens
-        by itself where the decision rests on reduced logs or metrics.
+        With several ranks every rank must ask at the same update, as it happens by itself where the
+        decision rests on reduced logs or metrics.
         """
         if not reason:
             raise ValueError("request_stop needs a reason that can be shown to the user")
@@ -313,9 +273,8 @@ class LoopState:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the counters, the clock and the last metrics."""
-        counters = {name: getattr(self, name) for name in _COUNTERS}
-        more = {"recorded_at": self.recorded_at, "clock_s": self.clock_s}
-        return {**counters, **more, "metrics": dict(self.metrics)}
+        counters = {name: getattr(self, name) for name in (*_COUNTERS, "recorded_at", "clock_s")}
+        return {**counters, "metrics": dict(self.metrics)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over the counters of a checkpoint; a request to stop is not among them."""

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from time import monotonic
 from typing import Any
 
-from ..collectives import all_gather_object, mean_scalars
+from ..collectives import mean_scalars
 from ..registry import LOOPS
-from .checkpoints.together import naming_missing_ranks
-from .data.loaders import batches_from, length_of
 from .evaluate import ValLoop, announce_failure
 from .hook import HookList, Scalars
+from .loaders import batches_from, length_of
 from .metrics import directions_of
-from .notes import note_failure
+from .notes import naming_missing_ranks, note_failure
 from .schedule import (
     ValSchedule,
     holds_gradients,
@@ -27,7 +26,7 @@ from .schedule import (
 )
 from .signals import StopSignals
 from .state import LoopState
-from .uneven import UnevenInputs, even_inputs, longest, uneven_inputs
+from .uneven import PassInputs
 
 logger = logging.getLogger(__name__)
 
@@ -41,16 +40,14 @@ _EMPTY = "the training loader has no batches: more samples, a smaller batch_size
 
 
 class _TrainLoop:
-    """What both training loops have in common."""
-
     # What the iteration loop sets: the update after which to stop, and that it validates by them.
     _last_step: int | None = None
     _validates_updates = False
-    # What `_check` finds out: whether ranks may have different numbers of batches, whether they
-    # have to compare them as they go, and the most.
-    _uneven: UnevenInputs | None = None
-    _compares: bool = False
-    _length: int | None = None
+    # Found out at the start of each run.
+    _inputs: PassInputs
+
+    def _count(self, state: LoopState) -> None:
+        """Tell the state and the optimizer wrapper how long the run will be."""
 
     def __init__(
         self,
@@ -69,12 +66,12 @@ class _TrainLoop:
         self.log_every_steps = positive("log_every_steps", log_every_steps)
 
     def _pass(self, state: LoopState, hooks: HookList, signals: StopSignals) -> None:
-        """Train on what is left of the running epoch, or until it is time to stop."""
-        optim: Any = state.optim_wrapper
+        optim = state.optim_wrapper
         train_step = step_of(state.model, optim)
         log = state.logs.append
         state.in_step = True
-        for batch in self._batches(state):
+        left = batches_from(self.dataloader, state.epoch, state.batch)
+        for batch in self._inputs.watched(left, state):
             for on_batch_start in hooks.on_batch_start:
                 on_batch_start(state, batch)
             logs = train_step(batch, optim)
@@ -99,15 +96,7 @@ class _TrainLoop:
         if not state.batch:
             raise ValueError(_EMPTY)
 
-    def _batches(self, state: LoopState) -> Iterator[Any]:
-        """Return what is left of the running epoch."""
-        batches = batches_from(self.dataloader, state.epoch, state.batch)
-        if self._uneven is not None:
-            return self._uneven.watched(batches, state)
-        return even_inputs(batches, state) if self._compares else batches
-
     def _after_update(self, state: LoopState, hooks: HookList, signals: StopSignals) -> None:
-        """Log, poll signals, validate and save, each when it is due."""
         if not state.together:
             return
         if state.step % self.log_every_steps == 0:
@@ -133,7 +122,6 @@ class _TrainLoop:
             listener(state, record)
 
     def _end_pass(self, state: LoopState) -> None:
-        """Count a finished pass over the data."""
         state.epoch += 1
         state.batch = 0
         if state.updated_at is not None and state.updated_at[2] == state.iteration:
@@ -142,7 +130,7 @@ class _TrainLoop:
     def _validate(self, done: int, state: LoopState, hooks: HookList, signals: StopSignals) -> None:
         """Validate if due after `done` units; after a stop, the resumed run does it."""
         if self.val_loop is not None and self.schedule.due(done) and not state.stop_reason:
-            self.val_loop.evaluate(state, hooks, signals)
+            self.val_loop.evaluate(state, hooks, signals.poll)
 
     def _catch_up(self, done: int, state: LoopState, hooks: HookList, signals: StopSignals) -> None:
         """Do the validation before or during which an earlier run was stopped."""
@@ -154,14 +142,15 @@ class _TrainLoop:
     @contextmanager
     def _session(self, state: LoopState, hooks: HookList) -> Iterator[StopSignals]:
         """Start and end the training of the run, handle signals, announce errors."""
+        self._check(state)
+        self._count(state)
         state.stop_reason, state.signal, state.in_step = "", 0, False
         state.updated_at = None
         if not holds_gradients(state.model):
             state.updated_at = (state.epoch, state.batch, state.iteration)
         state.logs.start(state.iteration)
         started_at = state.step
-        with StopSignals() as signals:
-            signals.start_clock(state)
+        with StopSignals(state.clock_s) as signals:
             try:
                 with naming_missing_ranks(state):
                     for on_train_start in hooks.on_train_start:
@@ -181,7 +170,6 @@ class _TrainLoop:
                 raise
 
     def _check(self, state: LoopState) -> None:
-        """Raise at the start if the parts do not fit together."""
         if state.optim_wrapper is None:
             raise ValueError("training needs an optimizer wrapper, but state.optim_wrapper is None")
         missing = [name for name in _NEEDED if not hasattr(state.optim_wrapper, name)]
@@ -196,16 +184,8 @@ class _TrainLoop:
                 "SingleDevice(model)"
             )
         state.higher_is_better = directions_of(getattr(self.val_loop, "metrics", {}))
-        lengths = all_gather_object(length_of(self.dataloader))
-        self._length = longest(lengths)
-        self._uneven = uneven_inputs(state, by_epoch=self._last_step is None)
-        self._compares = self._length is None and len(lengths) > 1
-        if len(set(lengths)) > 1 and self._uneven is None:
-            raise ValueError(
-                "every rank needs the same number of training batches, but by rank they are "
-                f"{lengths}; build_loader(..., train=True) shares them out, and "
-                "StepDistributedDataParallel(uneven_inputs=True) can do without"
-            )
+        by_epoch = self._last_step is None
+        self._inputs = PassInputs(state, length_of(self.dataloader), by_epoch=by_epoch)
         if self.sanity_val and isinstance(self.val_loop, ValLoop):
             self.val_loop.try_batch(state)
 
@@ -215,9 +195,9 @@ class EpochTrainLoop(_TrainLoop):
     """Trains for a number of passes over the data, validating between passes.
 
     Args:
-        dataloader: This rank's batches; the same number on every rank, unless the model's
-            wrapper has `uneven_inputs`. Where the number is not known in advance, the ranks
-            compare before each batch whether all have one.
+        dataloader: This rank's batches; the same number on every rank, unless the model's wrapper
+            has `uneven_inputs`. Where the number is not known in advance, the ranks compare before
+            each batch whether all have one.
         max_epochs: Passes over the data.
         val_loop: Validates; None for never.
         val_begin: The first epoch after which it may run.
@@ -240,20 +220,12 @@ class EpochTrainLoop(_TrainLoop):
         log_every_steps: int = 50,
         sanity_val: bool = True,
     ) -> None:
-        schedule = ValSchedule(
-            "epochs", max_epochs, begin=val_begin, interval=val_interval, dynamic=dynamic_intervals
-        )
+        schedule = ValSchedule("epochs", max_epochs, val_begin, val_interval, dynamic_intervals)
         super().__init__(dataloader, schedule, val_loop, log_every_steps, sanity_val)
         self.max_epochs = schedule.last
 
     def run(self, state: LoopState, hooks: HookList) -> LoopState:
-        """Train until `max_epochs` or a stop; every rank must call this.
-
-        Goes on where `state` is, also inside an epoch; a validation that the
-        last run had no time for comes first.
-        """
-        self._check(state)
-        self._count(state)
+        """Train until `max_epochs` or a stop, from where `state` is; every rank must call this."""
         with self._session(state, hooks) as signals:
             if not state.batch and self.val_loop is not None:
                 self._catch_up(state.epoch, state, hooks, signals)
@@ -261,7 +233,7 @@ class EpochTrainLoop(_TrainLoop):
                 for on_epoch_start in hooks.on_epoch_start:
                     on_epoch_start(state)
                 state.model.train()
-                with self._uneven.joined(state) if self._uneven else nullcontext():
+                with self._inputs.joined(state):
                     self._pass(state, hooks, signals)
                 if state.stop_reason:
                     break
@@ -274,9 +246,8 @@ class EpochTrainLoop(_TrainLoop):
         return state
 
     def _count(self, state: LoopState) -> None:
-        """Tell the state and the optimizer wrapper how long the run will be."""
         state.max_epochs = self.max_epochs
-        length, window = self._length, window_of(state.optim_wrapper)
+        length, window = self._inputs.length, window_of(state.optim_wrapper)
         last = -1
         if length is not None:
             left = max(0, (self.max_epochs - state.epoch) * length - state.batch)
@@ -298,8 +269,7 @@ class IterTrainLoop(_TrainLoop):
     The whole run is one epoch of events; `state.epoch` counts the passes.
 
     Args:
-        dataloader: This rank's batches; the same number on every rank, which is checked as for
-            `EpochTrainLoop`.
+        dataloader: As in `EpochTrainLoop`.
         max_steps: Optimizer updates.
         val_loop: Validates; None for never.
         val_begin: The first update after which it may run.
@@ -322,21 +292,13 @@ class IterTrainLoop(_TrainLoop):
         log_every_steps: int = 50,
         sanity_val: bool = True,
     ) -> None:
-        schedule = ValSchedule(
-            "steps", max_steps, begin=val_begin, interval=val_interval, dynamic=dynamic_intervals
-        )
+        schedule = ValSchedule("steps", max_steps, val_begin, val_interval, dynamic_intervals)
         super().__init__(dataloader, schedule, val_loop, log_every_steps, sanity_val)
         self.max_steps = self._last_step = schedule.last
         self._validates_updates = val_loop is not None
 
     def run(self, state: LoopState, hooks: HookList) -> LoopState:
-        """Train until `max_steps` or a stop; every rank must call this.
-
-        Continues at the position of `state`, also inside a pass over the data; a validation
-        that the previous run was stopped before comes first.
-        """
-        self._check(state)
-        self._count(state)
+        """Train until `max_steps` or a stop, from where `state` is; every rank must call this."""
         with self._session(state, hooks) as signals:
             for on_epoch_start in hooks.on_epoch_start:
                 on_epoch_start(state)
@@ -355,9 +317,8 @@ class IterTrainLoop(_TrainLoop):
         return state
 
     def _count(self, state: LoopState) -> None:
-        """Tell the state and the optimizer wrapper how long the run will be."""
         state.max_steps = self.max_steps
-        length, window = self._length, window_of(state.optim_wrapper)
+        length, window = self._inputs.length, window_of(state.optim_wrapper)
         last = -1
         if window is not None:
             last = (state.iteration // window + self.max_steps - state.step) * window

@@ -1,10 +1,10 @@
-"""Passes in which the ranks have different numbers of batches."""
+"""Passes in which the ranks have, or may have, different numbers of batches."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,30 +17,40 @@ _END = object()
 _PROGRESS = ("batch", "iteration", "step", "updated_at")
 
 
-class UnevenInputs:
-    """Lets a pass end together on ranks that have different numbers of batches.
+class PassInputs:
+    """The batches of a pass, as many on every rank unless the model's wrapper has `uneven_inputs`.
 
-    The model's `join` keeps the averaging of gradients going. What else the loop does together
-    with other ranks is left out from where the first one has run out of batches:
+    With that the model's `join` keeps the averaging of gradients going. What else the loop does
+    together with other ranks is left out from where the first one has run out of batches:
     `state.together` says so. At the end of the pass all are brought to where the rank with most
-    batches is: counters, optimizers, schedulers and whatever else is in `state.stateful`.
-
-    Args:
-        options: Arguments of the model's `join`.
-        group: The ranks with batches of their own.
-
-    Raises:
-        ValueError: What is trained communicates at other times too.
+    batches is: counters, optimizers, schedulers and whatever else is in `state.stateful`. Where a
+    rank does not know how many it has, the ranks compare as they go; `length` is the most, else
+    None.
     """
 
-    def __init__(self, state: LoopState, options: dict[str, Any]) -> None:
-        _check(state)
-        self._options = options
+    def __init__(self, state: LoopState, length: int | None, *, by_epoch: bool) -> None:
+        lengths = all_gather_object(length)
+        known = [one for one in lengths if one is not None]
+        self.length = max(known) if len(known) == len(lengths) else None
+        self._compares = self.length is None and len(lengths) > 1
+        # Arguments of `join`, and the ranks with batches of their own.
+        self._options: dict[str, Any] | None = getattr(state.model, "uneven_inputs", None)
         self._group: dist.ProcessGroup | None = getattr(state.model, "data_group", None)
+        if self._options is not None:
+            _check(state, by_epoch)
+        elif len(set(lengths)) > 1:
+            raise ValueError(
+                "every rank needs the same number of training batches, but by rank they are "
+                f"{lengths}; build_loader(..., train=True) shares them out, and "
+                "StepDistributedDataParallel(uneven_inputs=True) can do without"
+            )
 
     @contextmanager
     def joined(self, state: LoopState) -> Iterator[None]:
         """Run a pass inside; every rank must enter."""
+        if self._options is None:
+            yield
+            return
         model: Any = state.model
         try:
             with model.join(**self._options):
@@ -49,7 +59,13 @@ class UnevenInputs:
         finally:
             state.together = True
 
-    def watched(self, batches: Iterable[Any], state: LoopState) -> Iterator[Any]:
+    def watched(self, batches: Iterable[Any], state: LoopState) -> Iterable[Any]:
+        """Return `batches`, and watch whether all ranks have one; all must iterate."""
+        if self._options is not None:
+            return self._uneven(batches, state)
+        return self._compared(batches, state) if self._compares else batches
+
+    def _uneven(self, batches: Iterable[Any], state: LoopState) -> Iterator[Any]:
         """Yield `batches`; clears `state.together` once a rank has no more."""
         for batch in batches:
             state.together = state.together and all(_on_all_ranks(self._group, True))
@@ -57,8 +73,28 @@ class UnevenInputs:
         if state.together:
             state.together = all(_on_all_ranks(self._group, False))
 
+    def _compared(self, batches: Iterable[Any], state: LoopState) -> Iterator[Any]:
+        """Yield `batches`; a rank that trained on without another one would wait for it."""
+        own = iter(batches)
+        while True:
+            batch = next(own, _END)
+            has_batch = batch is not _END
+            all_have, none_has = _on_all_ranks(None, has_batch, not has_batch)
+            if none_has:
+                return
+            if not all_have:
+                have = all_gather_object(has_batch)
+                ended, others = ([r for r, h in enumerate(have) if h is x] for x in (False, True))
+                raise ValueError(
+                    "every rank needs the same number of training batches, but "
+                    f"{name_ranks(ended)} {'have' if len(ended) > 1 else 'has'} no more after "
+                    f"{state.batch} in epoch {state.epoch}, and {name_ranks(others)} "
+                    f"{'have' if len(others) > 1 else 'has'}; StepDistributedDataParallel("
+                    "uneven_inputs=True) in an EpochTrainLoop can do without"
+                )
+            yield batch
+
     def _catch_up(self, state: LoopState) -> None:
-        """Take over what only ranks with more batches know."""
         mine = {name: getattr(state, name) for name in (*_PROGRESS, "stop_reason")}
         everyone = all_gather_object(mine, self._group)
         state.stop_reason = next((o["stop_reason"] for o in everyone if o["stop_reason"]), "")
@@ -67,57 +103,21 @@ class UnevenInputs:
         ahead = everyone[longest]
         if all(one["batch"] == ahead["batch"] for one in everyone):
             return
-        group = self._group or dist.group.WORLD
+        group, optim = self._group or dist.group.WORLD, state.optim_wrapper
         assert group is not None
-        assert state.optim_wrapper is not None
         source = dist.get_global_rank(group, longest)
-        parts = None
+        states: dict[str, Any] = {}
         if dist.get_rank() == source:
-            parts = (
-                state.optim_wrapper.state_dict(),
-                {name: part.state_dict() for name, part in state.stateful.items()},
-            )
-        parts = broadcast(parts, source, self._group)
+            states = {name: part.state_dict() for name, part in state.stateful.items()}
+            states = {"optim": optim.state_dict(), "stateful": states}
+        states = broadcast(states, source, self._group)
         if mine["batch"] == ahead["batch"]:
             return
-        assert parts is not None
-        state.optim_wrapper.load_state_dict(parts[0])
+        optim.load_state_dict(states["optim"])
         for name, part in state.stateful.items():
-            part.load_state_dict(parts[1][name])
+            part.load_state_dict(states["stateful"][name])
         for name in _PROGRESS:
             setattr(state, name, ahead[name])
-
-
-def even_inputs(batches: Iterable[Any], state: LoopState) -> Iterator[Any]:
-    """Yield `batches`, and compare before each whether all ranks have one; all must iterate.
-
-    For loaders that cannot tell how many they have: a rank that trains on without another one
-    would wait for it.
-
-    Raises:
-        ValueError: On every rank, once some have no more batches and others have.
-    """
-    own = iter(batches)
-    while True:
-        batch = next(own, _END)
-        has_batch = batch is not _END
-        all_have, none_has = _on_all_ranks(None, has_batch, not has_batch)
-        if none_has:
-            return
-        if not all_have:
-            _refuse(has_batch, state)
-        yield batch
-
-
-def _refuse(has_batch: bool, state: LoopState) -> NoReturn:
-    have = all_gather_object(has_batch)
-    ended, others = ([r for r, has in enumerate(have) if has is one] for one in (False, True))
-    raise ValueError(
-        "every rank needs the same number of training batches, but "
-        f"{name_ranks(ended)} {'have' if len(ended) > 1 else 'has'} no more after {state.batch} in "
-        f"epoch {state.epoch}, and {name_ranks(others)} {'have' if len(others) > 1 else 'has'}; "
-        "StepDistributedDataParallel(uneven_inputs=True) in an EpochTrainLoop can do without"
-    )
 
 
 def _on_all_ranks(group: dist.ProcessGroup | None, *own: bool) -> list[bool]:
@@ -127,33 +127,15 @@ def _on_all_ranks(group: dist.ProcessGroup | None, *own: bool) -> list[bool]:
     return [bool(answer) for answer in answers.tolist()]
 
 
-def uneven_inputs(state: LoopState, *, by_epoch: bool) -> UnevenInputs | None:
-    """Return how to train if the model's wrapper was given `uneven_inputs`, else None.
+def _check(state: LoopState, by_epoch: bool) -> None:
+    # Here, since they import much of torch that no other run needs.
+    from ..wrappers import PostLocalSGD, ZeroRedundancyOptimizer
 
-    Raises:
-        ValueError: That does not go together with the rest of the run.
-    """
-    options = getattr(state.model, "uneven_inputs", None)
-    if options is None:
-        return None
     if not by_epoch:
         raise ValueError(
             "uneven_inputs needs an EpochTrainLoop: updates that only some ranks make cannot be "
             "counted by an IterTrainLoop"
         )
-    return UnevenInputs(state, options)
-
-
-def longest(lengths: Sequence[int | None]) -> int | None:
-    """Return the most batches that a rank has; None where one cannot tell."""
-    known = [length for length in lengths if length is not None]
-    return max(known) if len(known) == len(lengths) else None
-
-
-def _check(state: LoopState) -> None:
-    # Here, since they import much of torch that no other run needs.
-    from ..wrappers import PostLocalSGD, ZeroRedundancyOptimizer
-
     window = window_of(state.optim_wrapper)
     if window != 1:
         raise ValueError(

@@ -32,7 +32,6 @@ from .run_folder import held, resolve_checkpoint, saved_checkpoints
 from .tracing import traced
 
 if TYPE_CHECKING:
-    from ..loops import Optimization
     from ..wrappers import StepFunction
 
 logger = logging.getLogger(__name__)
@@ -81,7 +80,7 @@ class Runner:
         model: nn.Module,
         train_loop: TrainLoop | None = None,
         *,
-        optim_wrapper: Optimization | None = None,
+        optim_wrapper: Any = None,
         val_loop: EvaluationLoop | None = None,
         test_loop: EvaluationLoop | None = None,
         hooks: Iterable[Any] | Mapping[str, Any] = (),

@@ -10,8 +10,9 @@ import re
 import reprlib
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from types import NoneType
 from typing import Any
@@ -22,34 +23,21 @@ from ...collectives import all_gather_object
 from ...wrappers import reshard
 from ..rng import capture_rng
 from ..state import LoopState
-from . import folder as folders
-from .gradients import savable
-from .plain import plain
-from .shards import TABLE, Parts, Places, make_table
-from .step_state import step_state
-from .together import CheckpointError as CheckpointError
-from .together import Gather, own_rank, together, world_size
-from .weights import data_size, gradient_places, gradients_of, is_spread, weights_of
-from .weights import user_model as user_model
+from . import files as disk
+from . import weights
+from .files import CheckpointError, own_rank, together, world_size
+from .shards import TABLE, Parts, Places, Table, make_table
 
 logger = logging.getLogger(__name__)
 
 # Without and with tensors of which each rank writes a part.
 FORMAT, SHARDED_FORMAT = 1, 2
 META = "checkpoint.json"
-_ABANDONED, _INCOMPLETE = "abandoned_", "incomplete_"
+_COUNTERS = ("step", "epoch", "batch", "iteration")
 # Integers in a description, with the least that they can be.
-_COUNTS = {
-    "format": 1,
-    "serial": 1,
-    "world_size": 1,
-    "data_size": 1,
-    "step": 0,
-    "epoch": 0,
-    "batch": 0,
-    "iteration": 0,
-}
-REASONS = ("interval", "signal", "exception", "end")
+_COUNTS = dict.fromkeys(("format", "serial", "world_size", "data_size"), 1)
+_COUNTS |= dict.fromkeys(_COUNTERS, 0)
+_REASONS = ("interval", "signal", "exception", "end")
 
 
 def save_checkpoint(
@@ -57,22 +45,13 @@ def save_checkpoint(
 ) -> Path:
     """Write a checkpoint into `folder` and return its path; every rank must call this.
 
-    It contains the user's model under the user's names, the optimizer wrapper, the
-    counters, everything in `state.stateful`, the random streams of every rank, the
-    state of the training step (`step_state` of the wrapper) and, inside an
-    accumulation window, the gradients accumulated so far. An earlier checkpoint of
-    the same step is replaced. After a run has been resumed from an older checkpoint,
-    the first save renames later ones to `abandoned_step_...`: they are no longer
-    found, and are kept until they are removed by hand.
-
-    If the model is sharded, each rank writes its own parts and no rank gathers the
-    whole. FSDP2 does not expose the gradients of an unfinished window: the
-    checkpoint is then one of the start of the window, as a log line says. If that
-    was in the previous epoch, the window starts again without them.
+    docs/checkpoints.md lists what it contains; the state of the training step (`step_state` of the
+    wrapper) as well. An earlier checkpoint of the same step is replaced. After a run has been
+    resumed from an older checkpoint, the first save renames later ones to `abandoned_step_...`.
+    If the model is sharded, each rank writes its own parts and no rank gathers the whole.
 
     Args:
-        folder: Holds the run's checkpoints, `state.run_dir / "checkpoints"`;
-            the same folder on every rank.
+        folder: `state.run_dir / "checkpoints"`; the same folder on every rank.
         state: Where the counters are up to date, as in `on_save_point`.
         reason: "interval", "signal", "exception" or "end".
         is_best: Its metrics are the best so far.
@@ -83,11 +62,10 @@ def save_checkpoint(
     """
     folder = Path(folder)
     reshard(state.model)
-    saved = savable(state)
+    saved = weights.savable(state)
     # What a step carries has gone on since the window began.
     gradients = saved.iteration == state.iteration
-    meta = _about(saved, reason, is_best)
-    path = _save(folder, saved, meta, all_gather_object, gradients=gradients)
+    path = _save(folder, saved, reason, is_best=is_best, gradients=gradients)
     state.restored_from = None
     return path
 
@@ -95,48 +73,36 @@ def save_checkpoint(
 def save_alone(folder: Path, state: LoopState, *, reason: str = "exception") -> Path | None:
     """Write what rank 0 knows, without any communication.
 
-    To be used after an error, when the other ranks may be gone. The checkpoint is
-    complete if a single process failed between two batches. Otherwise random streams are
-    missing: those of the other ranks, or their state before the batch. It is then saved
-    as `incomplete_step_...`, replacing an earlier one: it is not found as the latest, and
-    a run that continues from it draws other random numbers than the original would have.
-    Such a checkpoint is one of the start of the current accumulation window, which a
-    resume repeats.
-
-    Returns:
-        The checkpoint; None on other ranks and, with a log line, if the weights may be ahead
-        of the counters or the state is sharded.
+    To be used after an error, when the other ranks may be gone. The checkpoint is complete if a
+    single process failed between two batches. Otherwise random streams are missing, and it is saved
+    as `incomplete_step_...` (docs/checkpoints.md), as of the start of the current accumulation
+    window. None on other ranks and, with a log line, if the weights may be ahead of
+    the counters or the state is sharded.
     """
     if own_rank() != 0:
         return None
-    if is_spread(state):
-        logger.warning(
-            "no checkpoint of step %d is saved: its state is spread over the ranks, of which "
-            "the others may be gone",
-            state.step,
-        )
+    exact = world_size() == 1 and not state.in_step
+    problem = "" if exact else _unsafe(state)
+    if weights.is_spread(state):
+        problem = "its state is spread over the ranks, of which the others may be gone"
+    if problem:
+        logger.warning("no checkpoint of step %d is saved: %s", state.step, problem)
         return None
-    if world_size() == 1 and not state.in_step:
-        meta = _about(state, reason, is_best=False)
-        path = _save(folder, state, meta, _alone, gradients=True)
+
+    def alone(mine: Any) -> list[Any]:
+        return [mine]
+
+    if exact:
+        path = _save(folder, state, reason, gather=alone)
         state.restored_from = None
         logger.info("saved checkpoint %s (after the error)", path)
         return path
-    problem = _unsafe(state)
-    if problem or state.updated_at is None:
-        logger.warning("no checkpoint of step %d is saved: %s", state.step, problem)
-        return None
+    assert state.updated_at is not None
     epoch, batch, iteration = state.updated_at
     saved = replace(state, epoch=epoch, batch=batch, iteration=iteration)
-    meta = _about(saved, reason, is_best=False)
-    path = _save(folder, saved, meta, _alone, gradients=False, finish=_set_aside)
+    path = _save(folder, saved, reason, gather=alone, gradients=False, aside=True)
     logger.info("saved %s after the error, without the random streams that belong to it", path)
     return path
-
-
-def _alone(mine: Any) -> list[Any]:
-    """Gather from this rank only."""
-    return [mine]
 
 
 def _unsafe(state: LoopState) -> str:
@@ -149,7 +115,7 @@ def _unsafe(state: LoopState) -> str:
         return ""
     if not isinstance(sys.exc_info()[1], (Exception, NoneType)):
         return "the training step was interrupted, maybe while it changed the weights"
-    optim: Any = state.optim_wrapper
+    optim = state.optim_wrapper
     if isinstance(optim, Mapping):
         return "the error came in a step of several optimizers, some may have moved the weights"
     # Wrappers count a micro-batch after its backward and before they move the weights.
@@ -171,7 +137,7 @@ def prune_checkpoints(folder: Path, keep_last: int | None, keep: Iterable[Path] 
     spared = {path.resolve() for path in keep}
     olds = [path for path, _ in list_checkpoints(folder)][keep_last:]
     doomed = [path for path in olds if path.resolve() not in spared]
-    folders.remove_folders(doomed)
+    disk.remove_folders(doomed)
     return doomed
 
 
@@ -180,8 +146,7 @@ def list_checkpoints(
 ) -> list[tuple[Path, dict[str, Any]]]:
     """Return the checkpoints in `folder` with their descriptions, the latest first.
 
-    One without a readable description is named in the log, added to `problems`
-    and left out.
+    One without a readable description is named in the log, added to `problems` and left out.
     """
     found = []
     for path in folder.glob("step_*"):
@@ -201,14 +166,12 @@ def read_meta(path: Path) -> dict[str, Any]:
         CheckpointError: There is none, it is damaged, or of a later format.
     """
     try:
-        meta = json.loads(folders.read_text(path / META))
-        problem = _problem_of(meta)
+        meta = json.loads(disk.read_text(path / META))
+        _check(meta)
     except (FileNotFoundError, NotADirectoryError) as error:
         raise CheckpointError(f"{path} is not a checkpoint: it has no {META}") from error
     except (ValueError, OSError, RecursionError) as error:
         raise CheckpointError(f"checkpoint {path} is damaged: {META}: {error}") from error
-    if problem:
-        raise CheckpointError(f"checkpoint {path} is damaged: {META}: {problem}")
     if meta["format"] > SHARDED_FORMAT:
         raise CheckpointError(
             f"checkpoint {path} has format {meta['format']}; this version reads up to "
@@ -217,68 +180,64 @@ def read_meta(path: Path) -> dict[str, Any]:
     return dict(meta)
 
 
-def _problem_of(meta: Any) -> str:
-    """Say what keeps `meta` from being a description of a checkpoint; empty where nothing does."""
+def _check(meta: Any) -> None:
+    """Raise ValueError if `meta` is no description of a checkpoint, unless it is of a later one."""
     if not isinstance(meta, dict):
-        return f"must be a table, got {reprlib.repr(meta)}"
+        raise ValueError(f"must be a table, got {reprlib.repr(meta)}")
     # Those of older checkpoints have no data_size and no digest.
     counts = {"data_size": 1, **meta}
     for name, least in _COUNTS.items():
         count = counts.get(name)
         if type(count) is not int or count < least:
-            return f"{name} must be an integer of at least {least}, got {reprlib.repr(count)}"
+            text = f"{name} must be an integer of at least {least}, got {reprlib.repr(count)}"
+            raise ValueError(text)
         if name == "format" and count > SHARDED_FORMAT:
-            return ""
+            return
     if type(meta.get("best")) is not bool:
-        return f"best must be true or false, got {reprlib.repr(meta.get('best'))}"
+        raise ValueError(f"best must be true or false, got {reprlib.repr(meta.get('best'))}")
     if meta.get("sha256", _digest(meta)) != _digest(meta):
-        return "it is not as it was written"
-    return _problem_of_files(meta.get("files"))
+        raise ValueError("it is not as it was written")
+    _check_files(meta.get("files"))
 
 
-def _problem_of_files(files: Any) -> str:
+def _check_files(files: Any) -> None:
     if not isinstance(files, dict):
-        return f"files must be a table, got {reprlib.repr(files)}"
+        raise ValueError(f"files must be a table, got {reprlib.repr(files)}")
     missing = {"model.pt", "optim.pt", "state.pt", rank_file(0)} - files.keys()
     if missing:
-        return f"files lacks {', '.join(sorted(missing))}"
+        raise ValueError(f"files lacks {', '.join(sorted(missing))}")
     for name, about in files.items():
         # Nothing outside of the folder.
         if not re.fullmatch(r"\w[\w.-]*", name):
-            return f"files: {name!r} is not the name of a file of a checkpoint"
+            raise ValueError(f"files: {name!r} is not the name of a file of a checkpoint")
         if not isinstance(about, dict) or about.keys() != {"size", "sha256"}:
-            return f"files.{name} must have size and sha256, got {reprlib.repr(about)}"
-    return ""
+            raise ValueError(f"files.{name} must have size and sha256, got {reprlib.repr(about)}")
 
 
 def _digest(meta: Mapping[str, Any]) -> str:
-    """Return the SHA-256 of a description but for the entry that holds it."""
     text = json.dumps({k: v for k, v in meta.items() if k != "sha256"}, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def rank_file(rank: int) -> str:
-    """Return the name of the file with what only one rank knows."""
     return f"rank_{rank:05d}.pt"
 
 
-def _about(state: LoopState, reason: str, is_best: bool) -> dict[str, Any]:
-    if reason not in REASONS:
-        raise ValueError(f"reason must be one of {', '.join(REASONS)}, got {reason!r}")
+def _about(state: LoopState, reason: str, is_best: bool = False) -> dict[str, Any]:
+    if reason not in _REASONS:
+        raise ValueError(f"reason must be one of {', '.join(_REASONS)}, got {reason!r}")
     # Results of an older evaluation are not those of these weights.
     metrics = state.metrics if state.evaluated_at == state.step else {}
+    counters = {name: getattr(state, name) for name in _COUNTERS}
     return {
         "format": FORMAT,
-        "step": state.step,
-        "epoch": state.epoch,
-        "batch": state.batch,
-        "iteration": state.iteration,
+        **counters,
         "metrics": {k: v if math.isfinite(v) else None for k, v in metrics.items()},
         "best": is_best,
         "reason": reason,
         "evaluated": _evaluated(state),
         "world_size": world_size(),
-        "data_size": data_size(state.model),
+        "data_size": weights.data_size(state.model),
         "torch": torch.__version__,
     }
 
@@ -295,131 +254,111 @@ def _evaluated(state: LoopState) -> list[str]:
 def _save(
     folder: Path,
     state: LoopState,
-    meta: dict[str, Any],
-    gather: Gather,
+    reason: str,
     *,
-    gradients: bool,
-    finish: Callable[[Path, dict[str, Any], LoopState], Path] | None = None,
+    is_best: bool = False,
+    gather: Callable[[Any], list[Any]] = all_gather_object,
+    gradients: bool = True,
+    aside: bool = False,
 ) -> Path:
-    finish = finish or _finish
     what = f"saving the checkpoint of step {state.step} in {folder}"
-    first = own_rank() == 0
-    draft = together(what, lambda: folders.make_draft(folder) if first else None, gather)[0]
-    if draft is None:
-        raise AssertionError("rank 0 makes the draft")
-    try:
-        if is_spread(state):
-            written = _write_parts(what, draft, state, gradients)
-            meta["format"] = SHARDED_FORMAT if any(TABLE in files for files in written) else FORMAT
-        else:
-            written = together(what, lambda: _write(draft, state, gradients), gather)
-        meta["files"] = {name: about for files in written for name, about in files.items()}
-        finals = together(what, lambda: finish(draft, meta, state) if first else draft, gather)
-    except CheckpointError:
-        if first:
-            shutil.rmtree(draft, ignore_errors=True)
-        raise
-    return finals[0]
-
-
-def _write(draft: Path, state: LoopState, gradients: bool) -> dict[str, dict[str, Any]]:
-    """Write this rank's files into the draft; return their fingerprints."""
-    trees = Parts(_contents(state)).trees if own_rank() == 0 else {}
-    files = {f"{stem}.pt": tree for stem, tree in trees.items()}
-    files[rank_file(own_rank())] = _own_contents(state, gradients)
-    for name, content in files.items():
-        folders.write_tensors(draft / name, content)
-    return {name: folders.fingerprint(draft / name) for name in files}
-
-
-def _write_parts(
-    what: str, draft: Path, state: LoopState, gradients: bool
-) -> list[dict[str, dict[str, Any]]]:
-    """Write the draft's files where no rank knows everything; every rank must call this."""
-    made: list[Parts] = []
+    rank, meta = own_rank(), _about(state, reason, is_best)
+    # Where no rank knows everything, each has its parts of it.
+    has_contents = rank == 0 or weights.is_spread(state)
+    parts = Parts({})
 
     def collect() -> Places:
-        made.append(Parts(_contents(state)))
-        return made[0].places
-
-    places = together(what, collect)
+        nonlocal parts
+        parts = Parts(_contents(state) if has_contents else {})
+        return parts.places
 
     def write() -> dict[str, dict[str, Any]]:
-        parts, table, rank = made[0], make_table(places), own_rank()
-        names = [rank_file(rank), *parts.write(draft, rank, table)]
-        folders.write_tensors(draft / names[0], _own_contents(state, gradients))
-        if rank == 0:
-            for stem, tree in parts.trees.items():
-                folders.write_tensors(draft / f"{stem}.pt", tree)
-                names.append(f"{stem}.pt")
-            if any(table.values()):
-                folders.write_text(draft / TABLE, json.dumps(table))
-                names.append(TABLE)
-        return {name: folders.fingerprint(draft / name) for name in names}
+        table = make_table(places)
+        contents = chain(parts.files_of(rank, table), _own_files(state, parts, table, gradients))
+        return {name: disk.write_file(draft / name, content) for name, content in contents}
 
-    return together(what, write)
+    draft = together(what, lambda: disk.make_draft(folder) if rank == 0 else folder, gather)[0]
+    try:
+        places = together(what, collect, gather)
+        written = together(what, write, gather)
+        meta["files"] = {name: about for files in written for name, about in files.items()}
+        if TABLE in meta["files"]:
+            meta["format"] = SHARDED_FORMAT
+
+        def finish() -> Path:
+            return _finish(draft, meta, state, aside) if rank == 0 else draft
+
+        return together(what, finish, gather)[0]
+    except CheckpointError:
+        if rank == 0:
+            shutil.rmtree(draft, ignore_errors=True)
+        raise
+
+
+def _own_files(
+    state: LoopState, parts: Parts, table: Table, gradients: bool
+) -> Iterator[tuple[str, Any]]:
+    """Yield what this rank writes besides its parts of sharded tensors."""
+    yield rank_file(own_rank()), _own_contents(state, gradients)
+    if own_rank() == 0:
+        yield from ((f"{stem}.pt", tree) for stem, tree in parts.trees.items())
+        if any(table.values()):
+            yield TABLE, json.dumps(table)
 
 
 def _contents(state: LoopState) -> dict[str, Any]:
     """What is the same whichever rank tells it, or told by each for its parts of tensors."""
-    optim: Any = state.optim_wrapper
+    optim = state.optim_wrapper
     # First, since it may need every rank: an error before it would leave the others waiting.
-    optim_state = {} if optim is None else plain(optim.state_dict(), "optimizer")
-    stateful = {name: plain(part.state_dict(), name) for name, part in state.stateful.items()}
+    optim_state = {} if optim is None else weights.plain(optim.state_dict(), "optimizer")
+    parts = state.stateful.items()
+    stateful = {name: weights.plain(part.state_dict(), name) for name, part in parts}
     return {
-        "model": weights_of(user_model(state.model)),
+        "model": weights.weights_of(weights.user_model(state.model)),
         "optim": optim_state,
         "state": {"counters": state.state_dict(), "stateful": stateful},
     }
 
 
 def _own_contents(state: LoopState, gradients: bool) -> dict[str, Any]:
-    """What only this rank knows."""
-    model = user_model(state.model)
-    device = next((p.device for p in model.parameters()), None)
+    model = weights.user_model(state.model)
     own = {
-        "rng": capture_rng(device),
-        "gradients": gradients_of(model) if gradients else {},
+        "rng": capture_rng(weights.device_of(model)),
+        "gradients": weights.gradients_of(model) if gradients else {},
         "logs": state.logs.state_dict(state.iteration),
     }
-    carried = step_state(state) if gradients else {}
+    carried = weights.step_state(state.model) if gradients else {}
     if carried:
         own["step"] = carried
-    places = gradient_places(model)
+    places = weights.gradient_places(model)
     return {**own, "places": places} if places else own
 
 
-def _finish(draft: Path, meta: dict[str, Any], state: LoopState) -> Path:
-    """Describe the draft and publish it in place of older ones of the same step."""
-    if state.restored_from is not None and state.restored_from[0] == draft.parent.resolve():
-        _abandon(draft.parent, after=state.restored_from[1])
-    others = list_checkpoints(draft.parent)
-    replaced = [(path, old) for path, old in others if old["step"] == meta["step"]]
+def _finish(draft: Path, meta: dict[str, Any], state: LoopState, aside: bool) -> Path:
+    """Describe the draft and publish it in place of older ones of the same step.
+
+    What is put `aside` replaces none of them, and the search for the latest does not find it.
+    """
+    folder, name = draft.parent, f"step_{meta['step']:08d}"
+    gone_back = state.restored_from
+    if gone_back is not None and gone_back[0] == folder.resolve() and not aside:
+        _abandon(folder, after=gone_back[1])
+    others = list_checkpoints(folder)
+    replaced = [(path, old) for path, old in others if old["step"] == meta["step"] and not aside]
     meta["serial"] = 1 + max((old["serial"] for _, old in others), default=0)
     meta["best"] = meta["best"] or any(old["best"] for _, old in replaced)
-    name = f"step_{meta['step']:08d}"
-    final = draft.parent / name
+    final = folder / name
+    if aside:
+        disk.remove_folders(folder.glob("incomplete_*"))
+        final = folder / f"incomplete_{name}"
     while final.exists():
         # Both exist for a moment, so that a kill here loses neither.
         final = final.with_name(f"{name}-{meta['serial']}")
         meta["serial"] += 1
-    _publish(draft, meta, final)
-    folders.remove_folders(path for path, _ in replaced)
-    return final
-
-
-def _set_aside(draft: Path, meta: dict[str, Any], state: LoopState) -> Path:
-    """Describe the draft and publish it where the search for the latest does not find it."""
-    others = list_checkpoints(draft.parent)
-    meta["serial"] = 1 + max((old["serial"] for _, old in others), default=0)
-    folders.remove_folders(draft.parent.glob(f"{_INCOMPLETE}*"))
-    return _publish(draft, meta, draft.with_name(f"{_INCOMPLETE}step_{meta['step']:08d}"))
-
-
-def _publish(draft: Path, meta: dict[str, Any], final: Path) -> Path:
-    described = {**meta, "sha256": _digest(meta)}
-    folders.write_text(draft / META, json.dumps(described, indent=2))
-    folders.publish(draft, final)
+    meta["sha256"] = _digest(meta)
+    disk.write_file(draft / META, json.dumps(meta, indent=2))
+    disk.publish(draft, final)
+    disk.remove_folders(path for path, _ in replaced)
     return final
 
 
@@ -428,10 +367,10 @@ def _abandon(folder: Path, *, after: int) -> None:
     for path, meta in list_checkpoints(folder):
         if meta["serial"] <= after:
             continue
-        target = path.with_name(f"{_ABANDONED}{path.name}")
+        target = path.with_name(f"abandoned_{path.name}")
         number = 1
         while target.exists():
-            target = path.with_name(f"{_ABANDONED}{path.name}-{number}")
+            target = path.with_name(f"abandoned_{path.name}-{number}")
             number += 1
         path.rename(target)
         logger.warning("%s is of a course that the run has gone back on; now %s", path, target.name)

@@ -3,52 +3,27 @@
 from __future__ import annotations
 
 import difflib
-import hashlib
-import io
 import logging
 import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
-import torch
 from torch import Tensor, nn
 
 from ...collectives import get_rank
 from ...wrappers import is_sharded, reshard
 from ..rng import mix_seed, restore_rng, seed_rng
 from ..state import LoopState, mean_logs
+from . import weights
 from .checkpoint import list_checkpoints, rank_file, read_meta
-from .folder import fingerprint, read_tensors, size_of
-from .gradients import mean_gradients
+from .files import CheckpointError, damage_of, own_rank, reading, together, world_size
 from .shards import SHARDED, TABLE, Reader, whole
-from .step_state import load_step_state
-from .together import CheckpointError, own_rank, reading, together, world_size
-from .weights import (
-    data_size,
-    gradient_places,
-    is_spread,
-    load_weights,
-    plain_name,
-    set_gradients,
-    state_of,
-    user_model,
-)
 
 logger = logging.getLogger(__name__)
 
 _SHOWN = 8
-
-
-class _Files(Protocol):
-    """Reads a checkpoint's files, which are in order."""
-
-    def tree(self, stem: str) -> Any:
-        """Return a content that is the same for all ranks."""
-
-    def file(self, name: str) -> Any:
-        """Return the content of any file."""
 
 
 @dataclass(frozen=True)
@@ -59,30 +34,13 @@ class Checkpoint:
     meta: dict[str, Any]
 
     def read(self, name: str) -> Any:
-        """Return the content of one file, on the CPU, with whole tensors.
-
-        Raises:
-            CheckpointError: It is missing, or not as it was written.
-        """
-        stem = name.removesuffix(".pt")
-        if TABLE in self.meta["files"] and stem in SHARDED:
-            shards = [other for other in self.meta["files"] if other.startswith(f"{stem}.shard_")]
-            self._check(TABLE, name, *shards)
-            return whole(self._reader().tree(stem))
-        files = self.meta["files"]
+        """Return the content of one file, on the CPU, with whole tensors."""
+        files, stem = self.meta["files"], name.removesuffix(".pt")
         if name not in files:
             raise CheckpointError(f"{self.path} has no file {name}, but {', '.join(files)}")
-        try:
-            whole_size = size_of(self.path / name) == files[name]["size"]
-            content = (self.path / name).read_bytes() if whole_size else b""
-        except OSError as error:
-            raise CheckpointError(f"checkpoint {self.path} is damaged: {name}: {error}") from error
-        if hashlib.sha256(content).hexdigest() != files[name]["sha256"]:
-            raise CheckpointError(
-                f"checkpoint {self.path} is damaged: {name} is not as it was written"
-            )
-        with reading(self.path, name, "the content"):
-            return read_tensors(io.BytesIO(content))
+        if TABLE in files and stem in SHARDED:
+            return whole(Reader(self.path, files, by_parts=True).tree(stem))
+        return Reader(self.path, files, by_parts=False).file(name)
 
     @property
     def evaluated(self) -> tuple[str, ...]:
@@ -92,69 +50,52 @@ class Checkpoint:
     def load_model(self, model: nn.Module, *, evaluated: bool = False) -> None:
         """Load the weights into a model or its wrapper; every rank must call this.
 
-        Args:
-            model: Gets the weights.
-            evaluated: Those that the run's evaluations used, as the average of an `EMAHook`,
-                in place of those that it trained.
-
-        Raises:
-            CheckpointError: Names or shapes differ; nothing is loaded then.
+        With `evaluated` those that the run's evaluations used, as the average of an `EMAHook`. If
+        names or shapes differ nothing is loaded, and CheckpointError is raised.
         """
         reshard(model)
         files = self._files(by_parts=any(map(is_sharded, model.parameters())))
 
         def load() -> None:
-            weights = files.tree("model")
+            saved = files.tree("model")
             if evaluated and self.evaluated != ("model.pt",):
-                with reading(self.path, self.evaluated[0], ".".join(self.evaluated[1:])):
-                    weights.update(_entry(files, *self.evaluated))
-            self._load_model(model, weights)
+                name, *keys = self.evaluated
+                with reading(self.path, name, ".".join(keys)):
+                    average = files.tree(name.removesuffix(".pt"))
+                    for key in keys:
+                        average = average[key]
+                    saved.update(average)
+            self._load_model(model, saved)
 
         together(f"loading the model of {self.path}", load)
 
     def load_states(self, state: LoopState) -> None:
-        """Load counters, hooks and the other parts of `state`; every rank must call this.
-
-        Weights, optimizer and random streams stay as they are.
-
-        Raises:
-            CheckpointError: It cannot be read, on any rank.
-        """
-        files = self._files(by_parts=is_spread(state))
+        """Load counters, hooks and other parts, not the weights; every rank must call this."""
+        files = self._files(by_parts=weights.is_spread(state))
         together(f"restoring {self.path}", lambda: self._load_states(state, files))
 
     def restore(self, state: LoopState) -> None:
         """Restore a run to the state at the checkpoint; every rank must call this.
 
-        Works across wrappers and numbers of ranks; if the number has changed, log lines
-        say what cannot be the same. Of a sharded tensor each rank reads only its own
-        part.
-
-        Raises:
-            CheckpointError: Something does not fit the run, on any rank.
+        Works across wrappers and numbers of ranks; if the number has changed, log lines say what
+        cannot be the same. CheckpointError if something does not fit the run, on any rank.
         """
         reshard(state.model)
-        files = self._files(by_parts=is_spread(state))
+        files = self._files(by_parts=weights.is_spread(state))
         together(f"restoring {self.path}", lambda: self._restore(state, files))
 
-    def _files(self, *, by_parts: bool) -> _Files:
-        """How to read this checkpoint; every rank must call this."""
-        if not by_parts and TABLE not in self.meta["files"]:
-            return _Whole(self)
-        # Each rank looks at a share of the files: a rank that reads parts should not read all.
-        share = sorted(self.meta["files"])[own_rank() :: world_size()]
-        together(f"loading {self.path}", lambda: self._check(*share))
-        return self._reader()
+    def _files(self, *, by_parts: bool) -> Reader:
+        files = self.meta["files"]
+        by_parts = by_parts or TABLE in files
+        reader = Reader(self.path, files, by_parts=by_parts)
+        if by_parts:
+            # Each rank looks at a share of the files: a rank that reads parts should not read all.
+            share = sorted(files)[own_rank() :: world_size()]
+            together(f"loading {self.path}", lambda: reader.check(*share))
+            reader.checked.update(files)
+        return reader
 
-    def _reader(self) -> Reader:
-        return Reader(self.path, list(self.meta["files"]))
-
-    def _check(self, *names: str) -> None:
-        damage = _damage(self.path, {name: self.meta["files"][name] for name in names})
-        if damage:
-            raise CheckpointError(f"checkpoint {self.path} is damaged: {damage}")
-
-    def _restore(self, state: LoopState, files: _Files) -> None:
+    def _restore(self, state: LoopState, files: Reader) -> None:
         self._load_model(state.model, files.tree("model"))
         missing, surplus = self._load_states(state, files)
         for name in missing:
@@ -166,7 +107,7 @@ class Checkpoint:
         self._restore_rank(state, files)
         state.restored_from = (self.path.parent.resolve(), int(self.meta["serial"]))
 
-    def _load_states(self, state: LoopState, files: _Files) -> tuple[set[str], set[str]]:
+    def _load_states(self, state: LoopState, files: Reader) -> tuple[set[str], set[str]]:
         """Load counters and parts; return the parts without a state, and the reverse."""
         content = files.tree("state")
         with reading(self.path, "state.pt", "counters"):
@@ -179,24 +120,21 @@ class Checkpoint:
                 part.load_state_dict(_for(part, saved[name]))
         return state.stateful.keys() - saved.keys(), saved.keys() - state.stateful.keys()
 
-    def _load_model(self, model: nn.Module, weights: Mapping[str, Any]) -> None:
-        target = user_model(model)
-        wanted = {plain_name(name): value for name, value in state_of(target).items()}
+    def _load_model(self, model: nn.Module, saved: Mapping[str, Any]) -> None:
+        target = weights.user_model(model)
+        wanted = {weights.plain_name(n): value for n, value in weights.state_of(target).items()}
         with reading(self.path, "model.pt", "the table of weights"):
-            problems = _mismatches(weights, wanted)
+            problems = _mismatches(saved, wanted)
         if problems:
             more = len(problems) - _SHOWN
             lines = problems[:_SHOWN] + ([f"and {more} more"] if more > 0 else [])
-            raise CheckpointError(
-                f"model.pt in {self.path} does not fit {type(target).__name__}:\n  "
-                + "\n  ".join(lines)
-            )
+            told, kind = "\n  ".join(lines), type(target).__name__
+            raise CheckpointError(f"model.pt in {self.path} does not fit {kind}:\n  {told}")
         with reading(self.path, "model.pt", "the table of weights"):
-            load_weights(target, weights)
+            weights.load_weights(target, saved)
 
-    def _load_optimizer(self, state: LoopState, files: _Files) -> None:
+    def _load_optimizer(self, state: LoopState, files: Reader) -> None:
         optim = state.optim_wrapper
-        assert optim is not None
         try:
             optim.load_state_dict(_for(optim, files.tree("optim")))
         except CheckpointError:
@@ -207,7 +145,7 @@ class Checkpoint:
                 f"optimizer: {type(error).__name__}: {error}"
             ) from error
 
-    def _restore_rank(self, state: LoopState, files: _Files) -> None:
+    def _restore_rank(self, state: LoopState, files: Reader) -> None:
         """Restore what only this rank knew, or the nearest thing to it."""
         saved, now = int(self.meta["world_size"]), world_size()
         if saved != now:
@@ -218,40 +156,46 @@ class Checkpoint:
                 *(self.path, saved, now, saved, inside if state.batch else ""),
             )
         # Ranks that share a model's layers see the same samples.
-        shares = int(self.meta.get("data_size", saved)), data_size(state.model)
+        shares = int(self.meta.get("data_size", saved)), weights.data_size(state.model)
         state.batch = state.batch * shares[0] // shares[1]
-        model = user_model(state.model)
+        model = weights.user_model(state.model)
         as_saved = (saved, shares[0]) == (now, shares[1])
         data_rank = own_rank() if as_saved else _data_rank(state.model)
         # The ranks of a tensor group are neighbours, and go on with the same streams.
         content = self._restore_rng(model, data_rank, 1 if as_saved else saved // shares[0])
         with reading(self.path, rank_file(data_rank), "step"):
-            load_step_state(state, self.path, content, as_saved)
+            if as_saved and content.get("step"):
+                model_wrapper: Any = state.model
+                model_wrapper.load_step_state(content["step"])
+            elif content.get("step") or weights.step_state(state.model):
+                logger.warning(
+                    "%s has nothing that rank %d can carry on from batch to batch: its training "
+                    "step starts with an empty state",
+                    *(self.path, own_rank()),
+                )
         self._restore_sums(state, content if as_saved else {}, files)
 
-    def _restore_sums(self, state: LoopState, own: Mapping[str, Any], files: _Files) -> None:
+    def _restore_sums(self, state: LoopState, own: Mapping[str, Any], files: Reader) -> None:
         """Restore gradients and logs: this rank's `own`, else the means over those that saved."""
-        model, every = user_model(state.model), "rank_*.pt"
+        model, every = weights.user_model(state.model), "rank_*.pt"
 
         def ranks() -> list[Any]:
             names = sorted(name for name in self.meta["files"] if name.startswith("rank_"))
             return [files.file(name) for name in names]
 
         with reading(self.path, every, "gradients"):
-            placed = bool(own) and own.get("places", {}) == gradient_places(model)
-            set_gradients(model, own["gradients"] if placed else mean_gradients(model, ranks()))
+            placed = bool(own) and own.get("places", {}) == weights.gradient_places(model)
+            part = own["gradients"] if placed else weights.mean_gradients(model, ranks())
+            weights.set_gradients(model, part)
         with reading(self.path, every, "logs"):
             # Older checkpoints have none.
             nothing: dict[str, Any] = {"sums": {}, "values": {}}
             logs = [one.get("logs", nothing) for one in ([own] if own else ranks())]
-            device = next((p.device for p in model.parameters()), torch.device("cpu"))
-            state.logs.load_state_dict(logs[0] if own else mean_logs(logs), device)
+            one = logs[0] if own else mean_logs(logs)
+            state.logs.load_state_dict(one, weights.device_of(model))
 
     def _restore_rng(self, model: nn.Module, share: int, spacing: int) -> dict[str, Any]:
-        """Put back the random streams that the `share`-th of the samples was trained with.
-
-        Returns what the rank that had them had of its own.
-        """
+        """Put back the streams of the `share`-th of the samples; return their rank's file."""
         name = rank_file(share * spacing)
         if name not in self.meta["files"]:
             logger.warning("%s has no random state for rank %d: derived", self.path, own_rank())
@@ -261,29 +205,8 @@ class Checkpoint:
             return {}
         content: dict[str, Any] = self.read(name)
         with reading(self.path, name, "rng"):
-            restore_rng(content["rng"], next((p.device for p in model.parameters()), None))
+            restore_rng(content["rng"], weights.device_of(model))
         return content
-
-
-@dataclass(frozen=True)
-class _Whole:
-    """Reads whole files into memory."""
-
-    checkpoint: Checkpoint
-
-    def tree(self, stem: str) -> Any:
-        return self.file(f"{stem}.pt")
-
-    def file(self, name: str) -> Any:
-        return self.checkpoint.read(name)
-
-
-def _entry(files: _Files, name: str, *keys: str) -> Any:
-    """Return what lies under `keys` in a file."""
-    content = files.tree(name.removesuffix(".pt"))
-    for key in keys:
-        content = content[key]
-    return content
 
 
 def _data_rank(model: nn.Module) -> int:
@@ -298,11 +221,7 @@ def _for(part: Any, content: Any) -> Any:
 
 
 def load_checkpoint(path: Path | str) -> Checkpoint:
-    """Open a checkpoint; every rank must call this.
-
-    Raises:
-        CheckpointError: `path` is not a readable checkpoint, on any rank.
-    """
+    """Open a checkpoint; every rank must call this. CheckpointError if it cannot be read."""
     folder = Path(path)
     meta = together(f"loading {folder}", lambda: read_meta(folder))[own_rank()]
     return Checkpoint(folder, meta)
@@ -313,30 +232,22 @@ def find_checkpoint(
 ) -> Path | None:
     """Return the latest or best undamaged checkpoint of a run; every rank must call this.
 
-    It is found from the folders themselves. A damaged one is named in the log
-    and the one before it taken. None where there is none.
-
-    Raises:
-        CheckpointError: There are checkpoints, and each is damaged; not for "best".
+    A damaged one is named in the log and the one before it taken; CheckpointError if there are
+    checkpoints and each is damaged, but not for "best". None where there is none.
     """
     if which not in ("latest", "best"):
         raise ValueError(f'which must be "latest" or "best", got {which!r}')
-    first = own_rank() == 0
-    found = together(
-        f"searching {run_dir}", lambda: search_checkpoint(run_dir, which) if first else None
-    )
-    return found[0]
+    root = Path(run_dir) if own_rank() == 0 else None
+    return together(f"searching {run_dir}", lambda: root and _search(root, which))[0]
 
 
-def search_checkpoint(run_dir: Path | str, which: str = "latest") -> Path | None:
-    """Do as `find_checkpoint`, for this process alone."""
-    root = Path(run_dir)
+def _search(root: Path, which: str) -> Path | None:
     folder = root / "checkpoints" if (root / "checkpoints").is_dir() else root
     problems: list[str] = []
     for path, meta in list_checkpoints(folder, problems):
         if which == "best" and not meta["best"]:
             continue
-        damage = _damage(path, meta["files"])
+        damage = damage_of(path, meta["files"])
         if not damage:
             return path
         logger.warning("checkpoint %s is damaged (%s); taking the one before it", path, damage)
@@ -346,19 +257,7 @@ def search_checkpoint(run_dir: Path | str, which: str = "latest") -> Path | None
     return None
 
 
-def _damage(path: Path, files: Mapping[str, Any]) -> str:
-    for name, written in files.items():
-        try:
-            size = size_of(path / name)
-            if size != written["size"] or fingerprint(path / name) != written:
-                return f"{name} is not as it was written"
-        except OSError as error:
-            return f"{name}: {error.strerror}"
-    return ""
-
-
 def _mismatches(saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
-    """Return one line for each name or shape that differs."""
     if not isinstance(saved, Mapping):
         return [f"model.pt must hold a table of weights, got {type(saved).__name__}"]
     surplus = [name for name in saved if name not in wanted]

@@ -1,7 +1,7 @@
 """Tensors of which every rank writes and reads its own part.
 
-The parts lie in files of their own, and a table says where. Torch's distributed checkpoint
-would keep that table as a pickle, and reading one can run code.
+The parts lie in files of their own, and a table says where. Torch's distributed checkpoint would
+keep that table as a pickle, and reading one can run code.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 
 from ...wrappers import is_dtensor, layout_of, local_part
-from .folder import read_tensors, read_text, write_tensors
-from .together import CheckpointError, reading
+from .files import CheckpointError, damage_of, read_tensors, read_text, reading
 
 TABLE = "shards.json"
 # The files, by their names without ending, in which tensors of parts may be.
@@ -29,9 +28,10 @@ _MARK = "stepwrap.sharded"
 # Elements up to which a whole tensor is read at once.
 _SMALL = 1024
 
-# By tensor: shape, dtype, and where the part begins and how large it is.
-Place: TypeAlias = tuple[tuple[int, ...], str, tuple[int, ...], tuple[int, ...]]
-Places: TypeAlias = dict[str, dict[str, Place]]
+# By file and tensor: shape, dtype, and where the part begins and how large it is.
+Places: TypeAlias = dict[
+    str, dict[str, tuple[tuple[int, ...], str, tuple[int, ...], tuple[int, ...]]]
+]
 Table: TypeAlias = dict[str, dict[str, dict[str, Any]]]
 
 
@@ -46,27 +46,22 @@ class Parts:
             self._parts[stem], self.places[stem] = {}, {}
             self.trees[stem] = _mapped(content, partial(self._mark, stem))
 
-    def write(self, folder: Path, rank: int, table: Table) -> list[str]:
-        """Write the parts that `table` wants of this rank; return the names of the files."""
-        names = []
+    def files_of(self, rank: int, table: Table) -> Iterator[tuple[str, dict[str, Tensor]]]:
+        """Yield names and contents of the files that `table` wants of this rank."""
         for stem, parts in self._parts.items():
-            name = shard_file(stem, rank)
+            name = _shard_file(stem, rank)
             wanted = {
-                key: parts[key]
+                key: _compact(parts[key])
                 for key, entry in table.get(stem, {}).items()
                 if any(piece["file"] == name for piece in entry["pieces"])
             }
             if wanted:
-                write_tensors(folder / name, {key: _compact(t) for key, t in wanted.items()})
-                names.append(name)
-        return names
+                yield name, wanted
 
     def _mark(self, stem: str, tensor: Any, key: str) -> Any:
-        """Put a mark in the place of a sharded tensor."""
         if not is_dtensor(tensor):
             return tensor
-        layout = layout_of(tensor)
-        part = local_part(tensor)
+        layout, part = layout_of(tensor), local_part(tensor)
         if not layout.sharded_over:
             return part
         if key in self._parts[stem]:
@@ -77,17 +72,8 @@ class Parts:
         return {_MARK: key}
 
 
-def shard_file(stem: str, rank: int) -> str:
-    """Return the name of the file with the parts that `rank` writes."""
-    return f"{stem}.shard_{rank:05d}.pt"
-
-
 def make_table(places: Sequence[Places]) -> Table:
-    """Decide, from all ranks' places, who writes what: the first that holds a part.
-
-    Raises:
-        CheckpointError: Parts of a tensor are missing.
-    """
+    """Decide, from all ranks' places, who writes what: the first that holds a part."""
     table: Table = {}
     for rank, stems in enumerate(places):
         for stem, tensors in stems.items():
@@ -97,7 +83,7 @@ def make_table(places: Sequence[Places]) -> Table:
                 known = any(piece["offsets"] == list(offsets) for piece in pieces)
                 if math.prod(sizes) and not known:
                     piece = {"offsets": list(offsets), "sizes": list(sizes)}
-                    pieces.append({"file": shard_file(stem, rank), **piece})
+                    pieces.append({"file": _shard_file(stem, rank), **piece})
     for stem, entries in table.items():
         for key, entry in entries.items():
             held = sum(math.prod(piece["sizes"]) for piece in entry["pieces"])
@@ -109,13 +95,12 @@ def make_table(places: Sequence[Places]) -> Table:
     return table
 
 
-class SavedTensor:
-    """A tensor in files, of which any part can be read: `saved[slices]`, `saved[...]`.
+def _shard_file(stem: str, rank: int) -> str:
+    return f"{stem}.shard_{rank:05d}.pt"
 
-    Attributes:
-        shape: Of the whole.
-        dtype: Of its elements.
-    """
+
+class SavedTensor:
+    """A tensor in files, of which any part can be read: `saved[slices]`, `saved[...]`."""
 
     def __init__(
         self,
@@ -131,46 +116,79 @@ class SavedTensor:
         """Read a part into new memory; `index` is `...` or one slice per dimension."""
         slices = [slice(None)] * len(self.shape) if index is ... else index
         bounds = [s.indices(size)[:2] for s, size in zip(slices, self.shape, strict=True)]
-        part = torch.empty([stop - start for start, stop in bounds], dtype=self.dtype)
+        starts, wanted = [low for low, _ in bounds], [high - low for low, high in bounds]
+        part = torch.empty(wanted, dtype=self.dtype)
         for offsets, sizes, read in self._pieces:
-            lows = [max(start, o) for (start, _), o in zip(bounds, offsets, strict=True)]
-            highs = [
-                min(stop, o + s) for (_, stop), o, s in zip(bounds, offsets, sizes, strict=True)
-            ]
-            if all(low < high for low, high in zip(lows, highs, strict=True)):
-                starts = [start for start, _ in bounds]
-                part[_shifted(lows, highs, starts)] = read()[_shifted(lows, highs, offsets)]
+            common = overlap((starts, wanted), (offsets, sizes))
+            if common is not None:
+                part[common[0]] = read()[common[1]]
         return part
 
 
-class Reader:
-    """Reads the files of a checkpoint by parts, through memory maps."""
+_Box: TypeAlias = tuple[Sequence[int], Sequence[int]]
 
-    def __init__(self, folder: Path, names: Sequence[str]) -> None:
+
+def overlap(one: _Box, other: _Box) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
+    """Return what two parts (offsets, sizes) of a tensor share, as slices of each, or None."""
+    edges = list(zip(*one, *other, strict=True))
+    common = [(max(a, b), min(a + n, b + m)) for a, n, b, m in edges]
+    if not all(low < high for low, high in common):
+        return None
+    inside_one, inside_other = (
+        tuple(slice(low - o, high - o) for (low, high), o in zip(common, offsets, strict=True))
+        for offsets, _ in (one, other)
+    )
+    return inside_one, inside_other
+
+
+class Reader:
+    """Reads a checkpoint's files, whole or by parts: mapped, larger tensors when asked for."""
+
+    def __init__(self, folder: Path, files: Mapping[str, Any], *, by_parts: bool) -> None:
         self._folder = folder
-        self._names = names
+        self._files = files
+        self._by_parts = by_parts
         self._open: dict[str, Any] = {}
         self._table: Table = {}
-        if TABLE in names:
-            with reading(folder, TABLE, "the table"):
-                self._table = dict(json.loads(read_text(folder / TABLE)))
+        # Names of files that need no further check.
+        self.checked: set[str] = set()
+
+    def check(self, *names: str) -> None:
+        unchecked = {name: self._files[name] for name in names if name not in self.checked}
+        damage = damage_of(self._folder, unchecked)
+        if damage:
+            raise CheckpointError(f"checkpoint {self._folder} is damaged: {damage}")
 
     def tree(self, stem: str) -> Any:
-        """Return the content of a file with `SavedTensor`s in the place of larger tensors."""
+        """Return the content of a file; by parts, with `SavedTensor`s for larger tensors."""
         content = self.file(f"{stem}.pt")
+        if not self._by_parts:
+            return content
+        if not self._table and TABLE in self._files:
+            self.check(TABLE)
+            with reading(self._folder, TABLE, "the table"):
+                self._table = dict(json.loads(read_text(self._folder / TABLE)))
         with reading(self._folder, TABLE, stem):
             return _mapped(content, partial(self._resolve, self._table.get(stem, {})))
 
     def file(self, name: str) -> Any:
-        """Return the content of a file, its tensors mapped: to be copied from."""
-        if name not in self._open:
-            with reading(self._folder, name, "the content"):
-                self._open[name] = read_tensors(self._folder / name, mmap=True)
-        return self._open[name]
+        """Return the content of a file; by parts, its tensors mapped: to be copied from."""
+        if name in self._open:
+            return self._open[name]
+        self.check(name)
+        with reading(self._folder, name, "the content"):
+            content = read_tensors(self._folder / name, mmap=self._by_parts)
+        if self._by_parts:
+            self._open[name] = content
+        return content
 
     def _resolve(self, entries: Mapping[str, dict[str, Any]], value: Any, key: str) -> Any:
         if isinstance(value, Tensor):
-            return _saved_whole(value)
+            # Small ones at once.
+            if value.numel() <= _SMALL:
+                return value.clone()
+            whole_place = ([0] * value.ndim, list(value.shape), lambda: value)
+            return SavedTensor(value.shape, value.dtype, [whole_place])
         if isinstance(value, Mapping) and _MARK in value:
             return self._saved(value[_MARK], entries[value[_MARK]])
         return value
@@ -181,7 +199,7 @@ class Reader:
         for piece in entry["pieces"]:
             offsets, sizes = torch.Size(piece["offsets"]), torch.Size(piece["sizes"])
             inside = zip(offsets, sizes, shape, strict=True)
-            if piece["file"] not in self._names or not all(0 <= o <= n - s for o, s, n in inside):
+            if piece["file"] not in self._files or not all(0 <= o <= n - s for o, s, n in inside):
                 raise ValueError(f"{key}: a piece of shape {tuple(shape)} cannot be {piece}")
             pieces.append((offsets, sizes, partial(self._piece, key, piece["file"], sizes)))
         held = sum(sizes.numel() for _, sizes, _ in pieces)
@@ -210,9 +228,8 @@ def _mapped(value: Any, change: Callable[[Any, str], Any], key: str = "") -> Any
         return changed
     prefix = f"{key}." if key else ""
     if isinstance(value, Mapping):
-        items = {k: _mapped(v, change, f"{prefix}{k}") for k, v in value.items()}
         kind: Any = type(value)
-        copied = kind(items)
+        copied = kind({k: _mapped(v, change, f"{prefix}{k}") for k, v in value.items()})
         if isinstance(value, OrderedDict):
             # The versions of the modules, which torch keeps beside the weights.
             vars(copied).update(vars(value))
@@ -222,21 +239,8 @@ def _mapped(value: Any, change: Callable[[Any, str], Any], key: str = "") -> Any
     return value
 
 
-def _saved_whole(tensor: Tensor) -> Any:
-    """A mapped tensor as one that is read by parts; small ones at once."""
-    if tensor.numel() <= _SMALL:
-        return tensor.clone()
-    return SavedTensor(
-        tensor.shape, tensor.dtype, [([0] * tensor.ndim, list(tensor.shape), lambda: tensor)]
-    )
-
-
 def _compact(tensor: Tensor) -> Tensor:
     """`tensor` on the CPU with no more memory than its own: all of it would be written."""
     tensor = tensor.detach().cpu()
     own = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
     return tensor if own else tensor.clone()
-
-
-def _shifted(lows: Sequence[int], highs: Sequence[int], origin: Sequence[int]) -> tuple[slice, ...]:
-    return tuple(slice(low - o, high - o) for low, high, o in zip(lows, highs, origin, strict=True))

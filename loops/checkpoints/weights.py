@@ -1,15 +1,19 @@
-"""The user's model and the names of its weights, whatever it is wrapped in."""
+"""What is saved of a model, whatever it is wrapped in, under the user's names; and loading it."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Mapping
+import logging
+from collections import Counter, OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import chain
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ...wrappers import (
+    Layout,
     as_global,
     drop_held_gradients,
     is_dtensor,
@@ -20,21 +24,45 @@ from ...wrappers import (
     take_part,
 )
 from ..state import LoopState
-from .plain import plain
-from .together import world_size
+from .files import own_rank, world_size
+from .shards import overlap
+
+logger = logging.getLogger(__name__)
 
 # The child in which torch.compile keeps the module that it was given.
 _COMPILED = "_orig_mod"
+_AS_THEY_ARE = (str, bytes, bool, int, float, complex, type(None), torch.dtype, torch.device)
+
+
+def plain(value: Any, where: str) -> Any:
+    """Return `value` as torch.load(weights_only=True) takes it; TypeError says where it cannot."""
+    if type(value) in _AS_THEY_ARE or isinstance(value, Tensor):
+        return value
+    if isinstance(value, Mapping):
+        items = {plain(k, f"{where} key"): plain(v, f"{where}.{k}") for k, v in value.items()}
+        kind = next((one for one in (OrderedDict, Counter) if isinstance(value, one)), dict)
+        return kind(items)
+    if type(value) in (list, tuple, set, torch.Size):
+        return type(value)(plain(item, f"{where}.{i}") for i, item in enumerate(value))
+    for number in (bool, int, float):
+        # bool first: a NumPy bool is none of them but has item(), as all NumPy scalars.
+        if isinstance(value, number):
+            return number(value)
+    if type(value).__module__ == "numpy" and getattr(value, "shape", None) == ():
+        return value.item()
+    raise TypeError(
+        f"{where} is a {type(value).__module__}.{type(value).__qualname__}; a checkpoint holds "
+        "tensors, numbers, strings, lists, tuples, sets and dicts only, so that it loads safely"
+    )
 
 
 def user_model(wrapper: nn.Module) -> nn.Module:
     """Return the model inside wrappers and `torch.compile`; a bare model itself."""
     model = wrapper
     while True:
-        children = model._modules
-        inner = children.get(_COMPILED)
+        inner = model._modules.get(_COMPILED)
         if inner is None and is_model_wrapper(model):
-            inner = children.get("module")
+            inner = model._modules.get("module")
         if inner is None:
             return model
         model = inner
@@ -43,6 +71,11 @@ def user_model(wrapper: nn.Module) -> nn.Module:
 def plain_name(name: str) -> str:
     """Return the name of a weight or module without what `torch.compile` adds to it."""
     return ".".join(part for part in name.split(".") if part != _COMPILED)
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Return where the first parameter of `model` is; the CPU where there is none."""
+    return next((p.device for p in model.parameters()), torch.device("cpu"))
 
 
 def state_of(model: nn.Module) -> OrderedDict[str, Any]:
@@ -56,11 +89,7 @@ def state_of(model: nn.Module) -> OrderedDict[str, Any]:
 
 
 def weights_of(model: nn.Module) -> OrderedDict[str, Any]:
-    """Return the state dict of `model` with the user's names.
-
-    Raises:
-        TypeError: Something in it cannot be loaded safely; says where.
-    """
+    """Return the state dict of `model` with the user's names, as `plain` makes it."""
     state = state_of(model)
     weights = OrderedDict((plain_name(k), plain(v, f"model: {k}")) for k, v in state.items())
     _set_versions(weights, {plain_name(k): v for k, v in _versions(state).items()})
@@ -68,11 +97,7 @@ def weights_of(model: nn.Module) -> OrderedDict[str, Any]:
 
 
 def load_weights(model: nn.Module, weights: Mapping[str, Any]) -> None:
-    """Load what `weights_of` returned into `model`, which may be compiled or not.
-
-    Of sharded tensors this rank's parts are taken; anything that can be cut like a tensor may
-    stand for the wholes.
-    """
+    """Load weights, or what can be cut like them, into `model`; of sharded ones only the parts."""
     present = model.state_dict()
     for name, tensor in _localised(model):
         if not is_dtensor(present[name]):
@@ -88,6 +113,25 @@ def load_weights(model: nn.Module, weights: Mapping[str, Any]) -> None:
     model.load_state_dict(state)
 
 
+def data_size(model: nn.Module) -> int:
+    """Return how many ranks see different batches."""
+    group: Any = getattr(model, "data_group", None)
+    return world_size() if group is None else int(group.size())
+
+
+def is_spread(state: LoopState) -> bool:
+    """Say whether no rank alone knows the weights, or the optimizer's state."""
+    if getattr(state.optim_wrapper, "collective_state", False):
+        return True
+    return any(map(is_sharded, state.model.parameters()))
+
+
+def step_state(model: Any) -> dict[str, Any]:
+    """Return what the wrapper's training step carries from batch to batch on this rank."""
+    carried: dict[str, Any] = plain(getattr(model, "step_state", dict)(), "step_state")
+    return carried
+
+
 def gradients_of(model: nn.Module) -> dict[str, Tensor]:
     """Return copies of this rank's parts of the gradients, by the user's names."""
     # Copied: under DDP a gradient may be a view that would be written with its whole bucket.
@@ -96,7 +140,7 @@ def gradients_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def gradient_places(model: nn.Module) -> dict[str, tuple[list[int], list[int]]]:
-    """Return where the parts of sharded parameters begin in the whole, and their sizes."""
+    """Return offsets and sizes of the parts of sharded parameters."""
     named = [(name, layout_of(p)) for name, p in model.named_parameters() if is_sharded(p)]
     return {plain_name(name): (list(at.offsets), list(at.sizes)) for name, at in named}
 
@@ -113,17 +157,61 @@ def set_gradients(model: nn.Module, gradients: Mapping[str, Tensor]) -> None:
         parameter.grad = as_global(part, parameter) if is_dtensor(parameter) else part
 
 
-def data_size(model: nn.Module) -> int:
-    """Return how many ranks see different batches."""
-    group: Any = getattr(model, "data_group", None)
-    return world_size() if group is None else int(group.size())
+def mean_gradients(model: nn.Module, ranks: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
+    """Return this rank's parts of the mean of the gradients in all ranks' files, by name."""
+    layouts = {plain_name(name): layout_of(p) for name, p in model.named_parameters()}
+    names = dict.fromkeys(name for own in ranks for name in own["gradients"])
+    return {name: _mean(name, layouts[name], ranks) for name in names}
 
 
-def is_spread(state: LoopState) -> bool:
-    """Say whether no rank alone knows the weights, or the optimizer's state."""
-    if getattr(state.optim_wrapper, "collective_state", False):
-        return True
-    return any(map(is_sharded, state.model.parameters()))
+def _mean(name: str, layout: Layout, ranks: Sequence[Mapping[str, Any]]) -> Tensor:
+    saved = [own["gradients"][name] for own in ranks if name in own["gradients"]]
+    total = torch.zeros(layout.sizes, dtype=saved[0].dtype)
+    places = [own.get("places", {}).get(name) for own in ranks]
+    for own, place in zip(ranks, places, strict=True):
+        gradient = own["gradients"].get(name)
+        if gradient is None:
+            continue
+        offsets, sizes = place or ([0] * gradient.ndim, gradient.shape)
+        common = overlap((layout.offsets, layout.sizes), (offsets, sizes))
+        if common is not None:
+            total[common[0]] += gradient[common[1]]
+    # Each part was on as many ranks as there were different batches.
+    parts = len({(tuple(place[0]), tuple(place[1])) for place in places if place is not None}) or 1
+    return total * parts / len(ranks)
+
+
+def savable(state: LoopState) -> LoopState:
+    """Return the state as it can be saved: at the window's start where its gradients are lost."""
+    if not _loses_gradients(state):
+        return state
+    start = state.updated_at
+    if start is None or start[0] != state.epoch:
+        effect, saved = "lacks those of the batches since the last update", state
+    else:
+        effect = f"repeats the {state.iteration - start[2]} batch(es) since the last update"
+        saved = replace(state, epoch=start[0], batch=start[1], iteration=start[2])
+    if own_rank() == 0:
+        logger.warning(
+            "the checkpoint of step %d is in the middle of an accumulation window, whose "
+            "gradients fsdp does not give out: a run resumed from it %s",
+            state.step,
+            effect,
+        )
+    return saved
+
+
+def _loses_gradients(state: LoopState) -> bool:
+    """Say whether gradients were gathered that FSDP2 has, and does not give out."""
+    optim = state.optim_wrapper
+    if state.updated_at is not None:
+        between = state.updated_at[2] != state.iteration
+    else:
+        between = optim is not None and not optim.should_update()
+    if not between:
+        return False
+    trained = [p for p in state.model.parameters() if p.requires_grad and is_dtensor(p)]
+    return any(map(is_sharded, trained)) and all(p.grad is None for p in trained)
 
 
 def _localised(model: nn.Module) -> list[tuple[str, Tensor]]:
@@ -135,7 +223,6 @@ def _localised(model: nn.Module) -> list[tuple[str, Tensor]]:
 
 
 def _fitted(value: Any, like: Any) -> Any:
-    """What torch can load in the place of `like`."""
     if not isinstance(like, Tensor) or not hasattr(value, "shape"):
         return value
     # On a mesh of one rank nothing is sharded, yet a DTensor takes nothing but a DTensor.
@@ -144,7 +231,6 @@ def _fitted(value: Any, like: Any) -> Any:
 
 
 def _versions(state: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The modules' version numbers, which torch keeps beside the weights."""
     versions: Mapping[str, Any] = getattr(state, "_metadata", {})
     return versions
 

@@ -6,26 +6,25 @@ import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ...collectives import all_gather_object, broadcast, get_rank
 from ...registry import HOOKS
 from ...wrappers import reshard
-from ..cadence import Cadence
 from ..checkpoints.checkpoint import (
-    CheckpointError,
     list_checkpoints,
     prune_checkpoints,
     save_alone,
     save_checkpoint,
 )
-from ..checkpoints.folder import make_draft
-from ..checkpoints.together import together
+from ..checkpoints.files import CheckpointError, make_draft, together
 from ..checkpoints.weights import is_spread
 from ..hook import Hook
+from ..metrics import WatchedMetric
+from ..schedule import Cadence
 from ..state import LoopState
-from ._metric import WatchedMetric
 from .nan_guard import NonFiniteError, bad_parameter
 
 logger = logging.getLogger(__name__)
@@ -35,31 +34,22 @@ logger = logging.getLogger(__name__)
 class CheckpointHook(Hook):
     """Saves checkpoints into `<run_dir>/checkpoints`; every rank must have it.
 
-    Saves at the intervals, after the validation of the same update or epoch, at
-    the end of the run and when a signal stops it. Weights that are not finite
-    are not saved: a warning names the first, and earlier checkpoints are kept. Does
-    nothing if `state.run_dir` is None.
+    Saves at the intervals, after the validation of the same update or epoch, at the end of the run
+    and when a signal stops it. Weights that are not finite are not saved: a warning names the
+    first, and earlier checkpoints are kept. Does nothing if `state.run_dir` is None. That the
+    folder can be written to is checked when training starts.
 
     Args:
         every_steps: Optimizer updates between two checkpoints; None for never.
         every_epochs: Passes over the data between two checkpoints; None for never.
         every_secs: Seconds of training between two checkpoints; None for never.
         keep_last: How many of the latest checkpoints to keep; None for all.
-        keep_best: A metric of the validation. Each validation that improves it
-            is followed by a checkpoint, and the best one is kept as well.
+        keep_best: A metric of the validation. Each validation that improves it is followed by a
+            checkpoint, and the best one is kept as well.
         mode: "max" if higher values of that metric are better, "min" if lower; default: by the
             metric's `higher_is_better`, or by its name ("loss", "error", "accuracy").
-        save_on_exception: Also save when training fails, without communication. If there
-            are other ranks, or the failure is inside a batch, the checkpoint is incomplete
-            and saved under another name: see `save_alone`. Nothing is saved if the state
-            is sharded, or after a NonFiniteError or a KeyboardInterrupt, and a checkpoint
-            of the same update is never replaced.
-
-    Raises:
-        ValueError: A setting is out of range; when training starts, the direction of the metric
-            is not known; at the first validation, there is no metric `keep_best`.
-        CheckpointError: Writing failed on some rank; when training starts, the folder cannot
-            be written to.
+        save_on_exception: Also save when training fails, without communication, as `save_alone`
+            does; not after a NonFiniteError or a KeyboardInterrupt.
     """
 
     # After hooks that change what is to be saved at the same event.
@@ -122,10 +112,9 @@ class CheckpointHook(Hook):
         if not training or harmful or not isinstance(error, Exception):
             return
         folder = _folder(state)
-        if folder is None or not self._save_on_exception or get_rank() != 0 or state.step == 0:
-            return
-        with _launcher_waits():
-            _save_after_error(folder, state)
+        if folder is not None and self._save_on_exception and get_rank() == 0 and state.step:
+            with _launcher_waits():
+                _save_after_error(folder, state)
 
     def best_by(self, state: LoopState) -> str:
         """Return what the best checkpoint has, such as "lowest loss"; empty while there is none."""
@@ -163,7 +152,7 @@ class CheckpointHook(Hook):
             if get_rank() == 0:
                 logger.warning("step %d is not saved, because %s", state.step, bad)
             return
-        together(f"saving step {state.step}", lambda: _require(state.run_dir))
+        together(f"saving step {state.step}", partial(_require, folder.parent))
         path = save_checkpoint(folder, state, reason=reason, is_best=is_best)
         self._saved_at = _position(state)
         if get_rank() != 0:
@@ -186,9 +175,9 @@ def _try(folder: Path) -> None:
         folder.rmdir()
 
 
-def _require(run_dir: Path | None) -> None:
+def _require(run_dir: Path) -> None:
     # A new folder in its place would hold a part of the run only.
-    if get_rank() == 0 and run_dir is not None and not run_dir.is_dir():
+    if get_rank() == 0 and not run_dir.is_dir():
         raise CheckpointError(f"the run folder {run_dir} was removed while the run used it")
 
 
@@ -219,18 +208,17 @@ def _save_after_error(folder: Path, state: LoopState) -> None:
 def _launcher_waits() -> Iterator[None]:
     """Keep the launcher, if there is one, from ending this rank for another's failure."""
     place = os.environ.get("STEPWRAP_LAUNCH_DIR")
-    if not place:
-        yield
-        return
-    marker = Path(place) / f"saving_{get_rank()}"
+    marker = Path(place) / f"saving_{get_rank()}" if place else None
     # Without the marker there are still some seconds to save in.
     with suppress(OSError):
-        marker.touch()
+        if marker is not None:
+            marker.touch()
     try:
         yield
     finally:
         with suppress(OSError):
-            marker.unlink(missing_ok=True)
+            if marker is not None:
+                marker.unlink(missing_ok=True)
 
 
 def _folder(state: LoopState) -> Path | None:

@@ -6,8 +6,8 @@ from typing import Any
 
 from ...registry import HOOKS
 from ..hook import Hook
+from ..metrics import WatchedMetric
 from ..state import LoopState, Phase
-from ._metric import WatchedMetric
 
 
 @HOOKS.register_module()
@@ -22,10 +22,6 @@ class EarlyStopHook(Hook):
         mode: "min" when lower values are better, "max" when higher ones are; default: by the
             metric's `higher_is_better`, or by its name ("loss", "error", "accuracy").
         min_delta: A smaller improvement than this does not count. NaN never counts.
-
-    Raises:
-        ValueError: A setting is out of range; when training starts, that the metric does not
-            tell its direction; at the first validation, that it gives no such metric.
     """
 
     def __init__(
@@ -53,9 +49,9 @@ class EarlyStopHook(Hook):
         value = self._watched.value_in(metrics)
         if self._watched.improves(value, self._best, state, min_delta=self._min_delta):
             self._best, self._best_step, self._waited = value, state.step, 0
-            return
-        self._waited += 1
-        self._stop_if_due(state)
+        else:
+            self._waited += 1
+            self._stop_if_due(state)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the best value so far and how long ago it was."""
@@ -68,14 +64,12 @@ class EarlyStopHook(Hook):
         self._waited = state["waited"]
 
     def _stop_if_due(self, state: LoopState) -> None:
-        if self._waited >= self._patience:
-            state.request_stop(self._reason(state))
-
-    def _reason(self, state: LoopState) -> str:
+        if self._waited < self._patience:
+            return
         best = "has been NaN only"
         if self._best is not None:
             best = f"was {self._watched.extreme(state)} at {self._best:.4g}"
-        return (
+        state.request_stop(
             f"{self._watched.name} {best} (step {self._best_step}) and has not improved "
             f"in {self._waited} validations (patience {self._patience})"
         )

@@ -21,26 +21,17 @@ from ..state import LoopState
 class EMAHook(Hook):
     """Keeps an exponential moving average of the model's parameters.
 
-    `average = decay * average + (1 - decay) * parameter` after each
-    `every_steps`-th update, starting from the parameters at the start of the
-    training, or those after update `start_step` (Tarvainen and Valpola, "Mean
-    teachers are better role models", 2017, section 2; the averaging goes back to
-    Polyak and Juditsky, 1992).
-    Parameters below 32 bits are averaged in float32. Buffers are not averaged:
-    they are the model's own.
-
-    Of sharded parameters each rank averages its own parts, without any communication.
-
-    Checkpoints hold the plain weights as the model and the averaged model, under
-    the same names, as this hook's state.
+    It starts from the parameters at the start of the training, or those after update `start_step`
+    (Tarvainen and Valpola, "Mean teachers are better role models", 2017, section 2; the averaging
+    goes back to Polyak and Juditsky, 1992). Of sharded parameters each rank averages its own parts,
+    without any communication. Those below 32 bits are averaged in float32.
 
     Args:
         decay: How much of the average stays at each update, within [0, 1).
-        every_steps: Optimizer updates between two updates of the average. The formula
-            counts updates, so there is no other cadence.
+        every_steps: Optimizer updates between two updates of the average.
         start_step: Until this update, it included, the average is a copy of the weights.
-        evaluate_with_ema: Evaluate with the averaged weights; the model gets its
-            own ones back after the evaluation, also when that fails.
+        evaluate_with_ema: Evaluate with the averaged weights; the model gets its own ones back
+            after the evaluation, also when that fails.
     """
 
     # First of all: whoever looks at the model at the end of an evaluation sees its own weights.
@@ -84,7 +75,8 @@ class EMAHook(Hook):
         if since <= 0:
             _copy(self._average, self._parts())
         elif since % self._every_steps == 0:
-            self._average_into(self._average, _like(self._parts(), self._average), 0)
+            pairs = zip(self._parts(), self._average, strict=True)
+            self._average_into(self._average, [p.to(mean.dtype) for p, mean in pairs], 0)
 
     def on_eval_start(self, state: LoopState) -> None:
         if self._restored is not None:
@@ -107,10 +99,7 @@ class EMAHook(Hook):
         return "model" if self._evaluate and (self._average or self._restored) else ""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return `{"model": the averaged model}`, empty before the training.
-
-        Sharded parameters appear as DTensors.
-        """
+        """Return `{"model": the averaged model}`, empty before the training."""
         if self._model is None or self._restored is not None:
             return {"model": whole(self._restored or {})}
         reshard(self._model)
@@ -139,7 +128,10 @@ class EMAHook(Hook):
         reshard(self._model)
         named = [(n, p) for n, p in self._model.named_parameters() if p.is_floating_point()]
         self._params = [p for _, p in named]
-        self._average = [p.detach().to(_accurate(p), copy=True) for p in self._parts()]
+        # A step of 1e-3 of the difference is lost in the eight bits of a bfloat16.
+        kinds = [p.dtype if p.dtype.itemsize >= 4 else torch.float32 for p in self._params]
+        parts = zip(self._parts(), kinds, strict=True)
+        self._average = [part.detach().to(kind, copy=True) for part, kind in parts]
         if self._restored is not None:
             names = [plain_name(name) for name, _ in named]
             missing = [name for name in names if name not in self._restored]
@@ -158,15 +150,6 @@ class EMAHook(Hook):
             reshard(self._model)
             _copy(self._parts(), self._own)
             self._own = []
-
-
-def _accurate(param: Tensor) -> torch.dtype:
-    # A step of 1e-3 of the difference is lost in the eight bits of a bfloat16.
-    return torch.float32 if param.dtype.itemsize < 4 else param.dtype
-
-
-def _like(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> list[Tensor]:
-    return [s.to(t.dtype) for s, t in zip(sources, targets, strict=True)]
 
 
 @torch.no_grad()

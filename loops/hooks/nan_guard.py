@@ -11,15 +11,12 @@ from torch import Tensor
 from ...collectives import all_gather_object, get_rank, mean_scalars
 from ...registry import HOOKS
 from ...wrappers import local_part, reshard, total_norm
-from ..cadence import Cadence
 from ..checkpoints.weights import plain_name, user_model
 from ..hook import Hook, Scalars
+from ..schedule import Cadence
 from ..state import LoopState, are_finite
 
 logger = logging.getLogger(__name__)
-
-_CHECKS = ("weights", "loss", "all")
-_ACTIONS = ("raise", "warn")
 
 
 class NonFiniteError(ArithmeticError):
@@ -30,24 +27,19 @@ class NonFiniteError(ArithmeticError):
 class NanGuardHook(Hook):
     """Raises NonFiniteError on every rank when a value of any rank is not finite.
 
-    The message names the first bad value, its step and its rank. The steps in
-    between are not synchronised with the device: their values are looked at
-    together: with each log record, or at a cadence of their own (one small
-    collective each time); the parameters also when training ends.
+    The message names the first bad value, its step and its rank. The steps in between are not
+    synchronised with the device: their values are looked at together: with each log record, or at a
+    cadence of their own (one small collective each time); the parameters also when training ends.
 
     Args:
-        check: "weights" looks at the model's parameters, with the records only where a loss is
-            not finite: a loss alone may be so, as where a loss scaler skips the update.
-            "loss" looks at the log values with "loss" in their names, "all"
-            at all log values and at the parameters; it adds `param_norm`,
-            their L2 norm, to the log records.
+        check: "weights" looks at the model's parameters, with the records only where a loss is not
+            finite: a loss alone may be so, as where a loss scaler skips the update. "loss" looks
+            at the log values with "loss" in their names, "all" at all log values and at the
+            parameters; it adds `param_norm`, their L2 norm, to the log records.
         action: "raise", or "warn" to log a warning and continue.
         every_steps: Optimizer updates between two looks, instead of with the records.
         every_epochs: Passes over the data between two looks, instead of with the records.
         every_secs: Seconds of training between two looks, instead of with the records.
-
-    Raises:
-        ValueError: A setting is out of range.
     """
 
     # After the hooks that write the record, so that the bad one is on file, and before those
@@ -63,7 +55,10 @@ class NanGuardHook(Hook):
         every_epochs: int | None = None,
         every_secs: float | None = None,
     ) -> None:
-        for name, value, allowed in (("check", check, _CHECKS), ("action", action, _ACTIONS)):
+        for name, value, allowed in (
+            ("check", check, ("weights", "loss", "all")),
+            ("action", action, ("raise", "warn")),
+        ):
             if value not in allowed:
                 raise ValueError(f"NanGuardHook: {name} must be one of {allowed}, got {value!r}")
         self._check = check
@@ -118,8 +113,8 @@ class NanGuardHook(Hook):
 
     def _look_together(self, state: LoopState) -> None:
         """Look and let the other ranks know; every rank must call this."""
-        values, weights = self._look(state)
-        bad_here = weights or (values and self._check != "weights")
+        value, weights = self._look(state)
+        bad_here = weights or (value and self._check != "weights")
         if mean_scalars({"nan_guard": 1.0 if bad_here else 0.0})["nan_guard"] > 0:
             self._report(state, "a value that is not finite")
         self._looked_at, self._found = state.step, None
@@ -134,16 +129,16 @@ class NanGuardHook(Hook):
     def _report(self, state: LoopState, else_text: str) -> None:
         """Raise or warn with the same text on every rank; every rank must call this."""
         by_rank = list(enumerate(all_gather_object(self._look(state))))
-        values = [(*value, rank) for rank, (value, _) in by_rank if value is not None]
-        weights = [(state.step, text, rank) for rank, (_, text) in by_rank if text]
+        weights = [(state.step, rank, text) for rank, (_, text) in by_rank if text]
         if self._check == "weights" and not weights:
             return
+        values = [(value[0], rank, value[1]) for rank, (value, _) in by_rank if value]
         # Of the same step the value comes first: it tells more.
-        found = sorted(values, key=_step_and_rank) + weights
-        step, what, rank = min(found, key=lambda one: one[0], default=(state.step, else_text, 0))
+        found = sorted(values, key=lambda one: one[:2]) + weights
+        step, rank, what = min(found, key=lambda one: one[0], default=(state.step, 0, else_text))
         text = f"{what} at step {step} on rank {rank}"
-        if weights and what != weights[0][1]:
-            text = f"{text}; {weights[0][1]}"
+        if weights and what != weights[0][2]:
+            text = f"{text}; {weights[0][2]}"
         if self._raise:
             raise NonFiniteError(
                 f"{text}; lower the learning rate, clip the gradients, or look at the data of "
@@ -155,15 +150,8 @@ class NanGuardHook(Hook):
         self._warned = self._check == "weights"
 
 
-def _step_and_rank(found: tuple[int, str, int]) -> tuple[int, int]:
-    return found[0], found[2]
-
-
 def bad_parameter(state: LoopState) -> str:
-    """Return what is wrong with this rank's first parameter that is not finite, or nothing.
-
-    Of sharded parameters it looks at this rank's parts.
-    """
+    """Return what is wrong with this rank's first parameter, or part, that is not finite."""
     named = [(name, local_part(param)) for name, param in _named_parameters(state)]
     finite = are_finite([part for _, part in named])
     for (name, part), good in zip(named, finite, strict=True):

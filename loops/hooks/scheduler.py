@@ -1,9 +1,10 @@
-"""Learning-rate schedules."""
+"""Learning-rate schedules: PolyLR, a window in which another acts, and the hook that steps them."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from itertools import chain
 from typing import Any, Literal
 
 from torch import Tensor
@@ -11,37 +12,141 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.hooks import RemovableHandle
 
-from ...registry import HOOKS
+from ...registry import HOOKS, PARAM_SCHEDULERS
 from ..hook import Hook, Scalars
-from ..lr_schedules import ScheduleWindow
+from ..metrics import WatchedMetric
 from ..state import LoopState, Phase
-from ._metric import WatchedMetric
 
 By = Literal["batch", "step", "epoch"]
+_UNITS: tuple[By, ...] = ("batch", "step", "epoch")
+
+
+@PARAM_SCHEDULERS.register_module()
+class PolyLR(LRScheduler):
+    """Decays the rates to `eta_min` as `(1 - step / total_iters) ** power`.
+
+    torch's `PolynomialLR`, of what lies above `eta_min`. As there each step changes the rates as
+    they are, so that other schedules may act besides.
+
+    Args:
+        optimizer: Whose rates it changes.
+        total_iters: Steps after which the rates stay; at least 1.
+        power: Of the polynomial; 1 is a straight line.
+        eta_min: The rate at the end.
+        last_epoch: Steps so far.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        total_iters: int,
+        *,
+        power: float = 1.0,
+        eta_min: float = 0.0,
+        last_epoch: int = -1,
+    ) -> None:
+        if total_iters < 1:
+            raise ValueError(f"total_iters must be at least 1, got {total_iters}")
+        self.total_iters = total_iters
+        self.power = power
+        self.eta_min = eta_min
+        super().__init__(optimizer, last_epoch)
+
+    def get_lr(self) -> list[float | Tensor]:
+        """Return the rates of the next step, one for each group."""
+        rates = [group["lr"] for group in self.optimizer.param_groups]
+        left = self.total_iters - self.last_epoch
+        if self.last_epoch == 0 or left < 0:
+            return rates
+        share = (left / (left + 1)) ** self.power
+        return [(rate - self.eta_min) * share + self.eta_min for rate in rates]
+
+
+class ScheduleWindow:
+    """Lets another scheduler act on the rates as they are from one count of steps to another.
+
+    Before `after` and from `until` on the rates are left to other schedulers. That scheduler is
+    made when its time has come, since a scheduler changes the rates as soon as it exists.
+
+    Args:
+        optimizer: Whose rates it changes.
+        make: Returns a scheduler over it. Called once at the start as well, for its errors.
+        after: Steps in which nothing is done.
+        until: The count of steps from which on nothing is done any more; None for never.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        make: Callable[[Optimizer], LRScheduler],
+        *,
+        after: int = 0,
+        until: int | None = None,
+    ) -> None:
+        if after < 0:
+            raise ValueError(f"after must be at least 0, got {after}")
+        if until is not None and until <= after:
+            raise ValueError(f"until must be greater than after ({after}), got {until}")
+        self.optimizer = optimizer
+        self._make = make
+        self._after = after
+        self._until = until
+        self._count = 0
+        self._inner: LRScheduler | None = None
+        self._made()
+        if after == 0:
+            self._inner = make(optimizer)
+
+    def step(self) -> None:
+        """Count one step, and let the scheduler act if it is within its part."""
+        self._count += 1
+        if self._until is not None and self._count >= self._until:
+            return
+        if self._inner is not None:
+            self._inner.step()
+        elif self._count >= self._after:
+            self._inner = self._make(self.optimizer)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the count, and the state of the scheduler where it has begun."""
+        inner = None if self._inner is None else self._inner.state_dict()
+        return {"count": self._count, "scheduler": inner}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state; the rates themselves are the optimizer's."""
+        self._count = state["count"]
+        self._inner = None
+        if state["scheduler"] is not None:
+            self._inner = self._made()
+            self._inner.load_state_dict(dict(state["scheduler"]))
+
+    def _made(self) -> LRScheduler:
+        """Return a new scheduler, with the groups' settings as they were."""
+        groups = self.optimizer.param_groups
+        before = [dict(group) for group in groups]
+        try:
+            return self._make(self.optimizer)
+        finally:
+            for group, settings in zip(groups, before, strict=True):
+                group.clear()
+                group.update(settings)
 
 
 @HOOKS.register_module()
 class SchedulerHook(Hook):
     """Steps torch's learning-rate schedulers and adds `lr` to the log records.
 
-    With several parameter groups the records hold `lr/0`, `lr/1`, ..., or `lr/<name>`
-    where a group has a `name`; with several optimizers `lr/<optimizer>`, or
-    `lr/<optimizer>/<group>`. A schedule counts the loop's updates also
-    where a loss scaler skips some, so that a rate depends on the update alone.
+    docs/hooks.md says under which names. A schedule counts the loop's updates also where a loss
+    scaler skips some, so that a rate depends on the update alone.
 
     Args:
-        schedulers: Each scheduler with "step" (stepped after each update), "batch" (after
-            each batch, also within an accumulation window) or "epoch" (after each pass over
-            the data). `ReduceLROnPlateau` is stepped at the end of each validation whatever
-            stands beside it.
+        schedulers: Each scheduler with "step" (stepped after each update), "batch" (after each
+            batch, also within an accumulation window) or "epoch" (after each pass over the data).
+            `ReduceLROnPlateau` is stepped at the end of each validation whatever stands beside it.
         metric: Metric of the validation that `ReduceLROnPlateau` watches; a warning tells where
             that one's `mode` is not the metric's direction.
-        optimizers: Several optimizers by their names in the records, where also those
-            without a scheduler are; default: those of the schedulers, in their order.
-
-    Raises:
-        ValueError: A unit is none of these, or `ReduceLROnPlateau`
-            has no `metric`; at the first validation, that there is no such metric.
+        optimizers: Several optimizers by their names in the records, where also those without a
+            scheduler are; default: those of the schedulers, in their order.
     """
 
     # Before hooks that save: a checkpoint holds the schedules after this update.
@@ -55,7 +160,7 @@ class SchedulerHook(Hook):
         optimizers: Mapping[str, Optimizer] | None = None,
     ) -> None:
         for scheduler, by in schedulers:
-            if by not in ("batch", "step", "epoch"):
+            if by not in _UNITS:
                 name = type(scheduler).__name__
                 raise ValueError(f"{name}: by must be 'batch', 'step' or 'epoch', got {by!r}")
         plateau = [s for s, _ in schedulers if isinstance(s, ReduceLROnPlateau)]
@@ -66,15 +171,12 @@ class SchedulerHook(Hook):
         self._plateau = plateau
         self._watched = WatchedMetric(metric or "", None, setting="ReduceLROnPlateau: metric")
         timed = [(_Delayed(s), by) for s, by in schedulers if s not in plateau]
-        self._by_batch = [delayed for delayed, by in timed if by == "batch"]
-        self._by_step = [delayed for delayed, by in timed if by == "step"]
-        self._by_epoch = [delayed for delayed, by in timed if by == "epoch"]
-        self._timed = (*self._by_batch, *self._by_step, *self._by_epoch)
+        self._timed = {unit: [one for one, by in timed if by == unit] for unit in _UNITS}
         self._epochs: int | None = None
 
     def ignores(self) -> Collection[str]:
         """Return the end of batches, unless a schedule counts them."""
-        return () if self._by_batch else ("on_batch_end",)
+        return () if self._timed["batch"] else ("on_batch_end",)
 
     def on_train_start(self, state: LoopState) -> None:
         for scheduler in self._plateau:
@@ -84,11 +186,11 @@ class SchedulerHook(Hook):
         self._finish_epochs(state.epoch)
 
     def on_batch_end(self, state: LoopState, batch: Any, logs: Mapping[str, Tensor]) -> None:
-        for scheduler in self._by_batch:
+        for scheduler in self._timed["batch"]:
             scheduler.step()
 
     def on_update(self, state: LoopState) -> None:
-        for scheduler in self._by_step:
+        for scheduler in self._timed["step"]:
             scheduler.step()
 
     def on_eval_start(self, state: LoopState) -> None:
@@ -109,25 +211,20 @@ class SchedulerHook(Hook):
             scheduler.step(value)
 
     def collect_logs(self, state: LoopState, scalars: Scalars) -> None:
-        if self._optimizers:
-            for name, optimizer in self._optimizers.items():
-                scalars.update(_rates(f"lr/{name}", optimizer.param_groups))
-            return
-        used = dict.fromkeys(scheduler.optimizer for scheduler in self._schedulers)
-        scalars.update(_rates("lr", [group for one in used for group in one.param_groups]))
+        for name, optimizer in self._optimizers.items():
+            scalars.update(_rates(f"lr/{name}", optimizer.param_groups))
+        if not self._optimizers:
+            used = dict.fromkeys(scheduler.optimizer for scheduler in self._schedulers)
+            scalars.update(_rates("lr", [group for one in used for group in one.param_groups]))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of each scheduler, and the steps that still wait for an update."""
-        delayed = [(d.waiting, d.stepped) for d in self._timed]
+        delayed = [(one.waiting, one.stepped) for one in chain(*self._timed.values())]
         states = [scheduler.state_dict() for scheduler in self._schedulers]
         return {"schedulers": states, "delayed": delayed, "epochs": self._epochs}
 
     def load_state_dict(self, state: dict[str, Any], /) -> None:
-        """Take over the schedulers' states.
-
-        Raises:
-            ValueError: The checkpoint has another number of schedulers.
-        """
+        """Take over the schedulers' states; ValueError if there is another number of them."""
         saved: Sequence[Mapping[str, Any]] = state["schedulers"]
         if len(saved) != len(self._schedulers):
             raise ValueError(
@@ -136,15 +233,15 @@ class SchedulerHook(Hook):
             )
         for scheduler, part in zip(self._schedulers, saved, strict=True):
             scheduler.load_state_dict(dict(part))
-        for delayed, (waiting, stepped) in zip(self._timed, state["delayed"], strict=True):
-            delayed.waiting, delayed.stepped = waiting, stepped
+        for delayed, own in zip(chain(*self._timed.values()), state["delayed"], strict=True):
+            delayed.waiting, delayed.stepped = own
         self._epochs = state["epochs"]
 
     def _finish_epochs(self, finished: int) -> None:
         # None: a validation without a training.
         if self._epochs is not None and self._epochs != finished:
             for _ in range(self._epochs, finished):
-                for scheduler in self._by_epoch:
+                for scheduler in self._timed["epoch"]:
                     scheduler.step()
             self._epochs = finished
 
@@ -158,20 +255,16 @@ def _rates(name: str, groups: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 class _Delayed:
     """A scheduler whose steps wait until its optimizer is about to make its first step.
 
-    A loss scaler that starts too high skips the first updates; torch warns when
-    a scheduler is stepped during them (pytorch/pytorch#44511). The steps are made
-    up for right before the optimizer's first step, which so has the right rate.
-
-    Attributes:
-        waiting: Steps that wait.
-        stepped: Whether the optimizer has made a step, also before a resume.
+    A loss scaler that starts too high skips the first updates; torch warns when a scheduler is
+    stepped during them (pytorch/pytorch#44511). The steps are made up for right before the
+    optimizer's first step, which so has the right rate.
     """
 
     def __init__(self, scheduler: LRScheduler | ScheduleWindow) -> None:
         self._scheduler = scheduler
         self.waiting = 0
-        self.stepped = False
-        self._stepped_here = False
+        # Whether the optimizer has made a step, also before a resume; and in this process.
+        self.stepped = self._stepped_here = False
         self._watch: RemovableHandle | None = scheduler.optimizer.register_step_pre_hook(
             self._catch_up
         )
@@ -185,14 +278,11 @@ class _Delayed:
                 warnings.filterwarnings("ignore", r"Detected call of `lr_scheduler.step\(\)`")
                 self._scheduler.step()
         else:
-            self._step_at_once()
-
-    def _step_at_once(self) -> None:
-        if self._watch is not None:
-            # Not from within the call: torch is going through its hooks then.
-            self._watch.remove()
-            self._watch = None
-        self._scheduler.step()
+            if self._watch is not None:
+                # Not from within the call: torch is going through its hooks then.
+                self._watch.remove()
+                self._watch = None
+            self._scheduler.step()
 
     def _catch_up(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
         self.stepped = self._stepped_here = True

@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from ...loops import read_meta, search_checkpoint
+from ...loops import list_checkpoints
 from ...registry import RunSections
 from ..jobs import Job, Outcome
 from .environment import describe_environment
@@ -59,13 +59,14 @@ def report_environment() -> None:
 
 def _report_stop(console: Console, folder: Path, outcome: Outcome) -> int:
     name = "Ctrl-C" if outcome.signal == signal.SIGINT else signal.Signals(outcome.signal).name
-    saved = search_checkpoint(folder)
+    saved = list_checkpoints(folder / "checkpoints")
     what = f"at step {outcome.step} (epoch {outcome.epoch})"
-    if saved is None:
+    if not saved:
         _say(console, f"stopped by {name}", f"{what}; nothing is saved (hooks.checkpoint is off)")
     else:
-        _say(console, f"stopped by {name}", f"{what}; saved {saved}")
-        _say_evaluated(console, folder, saved)
+        path, meta = saved[0]
+        _say(console, f"stopped by {name}", f"{what}; saved {path}")
+        _say_evaluated(console, folder, meta)
         _say(console, "continue with", f"stepwrap train {folder / 'config.yaml'} --resume")
     return outcome.exit_code
 
@@ -91,19 +92,21 @@ def _report_files(console: Console, folder: Path, best_by: str) -> None:
             _say(console, "curves", str(draw_curves(folder)))
         else:
             _say(console, "curves", "not drawn: pip install 'stepwrap[plots]'")
-    best, latest = search_checkpoint(folder, "best"), search_checkpoint(folder, "latest")
-    if best is not None:
-        _say(console, "best checkpoint", str(best))
+    saved = list_checkpoints(folder / "checkpoints")
+    best = [path for path, meta in saved if meta["best"]]
+    if best:
+        _say(console, "best checkpoint", str(best[0]))
         if best_by:
             _say(console, "best by", best_by)
-    if latest is not None:
-        _say(console, "last checkpoint", str(latest))
-        _say_evaluated(console, folder, latest)
+    if saved:
+        path, meta = saved[0]
+        _say(console, "last checkpoint", str(path))
+        _say_evaluated(console, folder, meta)
 
 
-def _say_evaluated(console: Console, folder: Path, checkpoint: Path) -> None:
+def _say_evaluated(console: Console, folder: Path, meta: Mapping[str, Any]) -> None:
     """Tell where the evaluated weights lie, where that is not with the model's own."""
-    file, *keys = read_meta(checkpoint).get("evaluated", ["model.pt"])
+    file, *keys = meta.get("evaluated", ["model.pt"])
     if keys:
         where = f"{file} of the checkpoint, under {' / '.join(keys)}; model.pt holds the plain ones"
         load = f"stepwrap.runner.load_model({str(folder)!r})"

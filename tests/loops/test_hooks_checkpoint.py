@@ -16,11 +16,12 @@ from hook_runs import loader, metrics, new_state, scripted, train, weights
 from ranks import run_ranks
 from torch import Tensor, nn
 
-from stepwrap.loops.checkpoints.checkpoint import CheckpointError, list_checkpoints
+from stepwrap.loops import CheckpointHook, EMAHook, LogHook, NonFiniteError
+from stepwrap.loops.checkpoints.checkpoint import list_checkpoints
+from stepwrap.loops.checkpoints.files import CheckpointError
 from stepwrap.loops.checkpoints.restore import load_checkpoint
 from stepwrap.loops.evaluate import TestLoop, ValLoop
 from stepwrap.loops.hook import Hook, HookList
-from stepwrap.loops.hooks import CheckpointHook, EMAHook, LogHook, NonFiniteError
 from stepwrap.loops.state import LoopState
 from stepwrap.loops.train import IterTrainLoop
 

@@ -8,8 +8,8 @@ import pytest
 from hook_runs import loader, new_state, scripted, train
 from torchmetrics import MetricCollection
 
+from stepwrap.loops import EarlyStopHook
 from stepwrap.loops.evaluate import ValLoop
-from stepwrap.loops.hooks import EarlyStopHook
 from stepwrap.loops.state import LoopState, Phase
 
 

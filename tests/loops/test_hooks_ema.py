@@ -10,8 +10,8 @@ from hook_runs import new_state, train, weights
 from ranks import run_ranks
 from torch import Tensor, nn
 
+from stepwrap.loops import EMAHook
 from stepwrap.loops.hook import Hook
-from stepwrap.loops.hooks import EMAHook
 from stepwrap.loops.state import LoopState
 
 

@@ -12,9 +12,9 @@ from ranks import run_ranks
 from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 
-from stepwrap.loops.data.loaders import build_loader
+from stepwrap.loops import GradNormHook, ThroughputHook
 from stepwrap.loops.hook import Hook, Scalars
-from stepwrap.loops.hooks import GradNormHook, ThroughputHook
+from stepwrap.loops.loaders import build_loader
 from stepwrap.loops.state import LoopState
 from stepwrap.wrappers import (
     AmpOptimWrapper,
@@ -168,7 +168,7 @@ def test_speed_without_evaluations_and_the_share_of_waiting(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     clock, seen = Clock(), RecordsHook()
-    monkeypatch.setattr("stepwrap.loops.hooks.throughput.perf_counter", clock)
+    monkeypatch.setattr("stepwrap.loops.hooks.figures.perf_counter", clock)
     train(new_state(), [clock, ThroughputHook(), seen], dataloader=ClockedLoader(batches(), clock))
     # An interval is two steps of 3 + 1 s and two save points of 4 s, less at the start, more
     # after the end of an epoch.

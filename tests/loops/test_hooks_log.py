@@ -12,8 +12,8 @@ import pytest
 from hook_runs import new_state, train
 from ranks import run_ranks
 
+from stepwrap.loops import LogHook
 from stepwrap.loops.hook import Hook, Scalars
-from stepwrap.loops.hooks import LogHook
 from stepwrap.loops.state import LoopState, Phase
 
 

@@ -14,8 +14,8 @@ from ranks import run_ranks
 from torch import Tensor, nn
 
 from stepwrap.collectives import get_rank
+from stepwrap.loops import CheckpointHook, LogHook, NanGuardHook, NonFiniteError
 from stepwrap.loops.hook import Hook, Scalars
-from stepwrap.loops.hooks import CheckpointHook, LogHook, NanGuardHook, NonFiniteError
 from stepwrap.loops.state import LoopState
 from stepwrap.wrappers import AmpOptimWrapper
 

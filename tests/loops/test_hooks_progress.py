@@ -12,9 +12,9 @@ import pytest
 from hook_runs import Terminal, loader, metrics, new_state, train
 from ranks import run_ranks
 
+from stepwrap.loops import EarlyStopHook, ProgressHook, ThroughputHook
 from stepwrap.loops.evaluate import TestLoop
 from stepwrap.loops.hook import Hook, HookList, Scalars
-from stepwrap.loops.hooks import EarlyStopHook, ProgressHook, ThroughputHook
 from stepwrap.loops.state import LoopState
 
 HIDE, SHOW = "\x1b[?25l", "\x1b[?25h"

@@ -19,10 +19,10 @@ from torch.optim.lr_scheduler import (
     StepLR,
 )
 
+from stepwrap.loops import CheckpointHook, GradNormHook, SchedulerHook
 from stepwrap.loops.checkpoints.checkpoint import list_checkpoints
 from stepwrap.loops.checkpoints.restore import load_checkpoint
 from stepwrap.loops.hook import Hook, HookList
-from stepwrap.loops.hooks import CheckpointHook, GradNormHook, SchedulerHook
 from stepwrap.loops.state import LoopState
 from stepwrap.loops.train import IterTrainLoop
 from stepwrap.wrappers import AmpOptimWrapper, OptimWrapper

@@ -9,7 +9,7 @@ import pytest
 from hook_runs import new_state, train
 from ranks import run_ranks
 
-from stepwrap.loops.hooks import TensorBoardHook
+from stepwrap.loops import TensorBoardHook
 
 
 def scalars(folder: Path) -> dict[str, list[int]]:

@@ -16,7 +16,7 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from stepwrap.collectives import BaseMetric
 from stepwrap.loops import HookList, LoopState, ValLoop, build_loader
-from stepwrap.loops.metrics import feed_metric
+from stepwrap.loops.metrics import feed_metrics
 from stepwrap.wrappers import BaseModel, SingleDevice
 
 CLASSES = 4
@@ -137,11 +137,11 @@ class Pairs(BaseMetric):
 
 def test_add_gets_what_update_would() -> None:
     pairs = Pairs()
-    feed_metric("pairs", pairs, [1, 2], "batch")
-    feed_metric("pairs", pairs, {"outputs": [3], "batch": "b", "other": 0}, None)
+    feed_metrics({"pairs": pairs}, [1, 2], "batch")
+    feed_metrics({"pairs": pairs}, {"outputs": [3], "batch": "b", "other": 0}, None)
     assert pairs.compute() == [([1, 2], "batch"), ([3], "b")]
     with pytest.raises(ValueError, match=r"'correct' \(Correct\) needs preds, target, but") as e:
-        feed_metric("correct", Correct(), {"preds": 1}, None)
+        feed_metrics({"correct": Correct()}, {"preds": 1}, None)
     assert "target missing" in str(e.value)
 
 

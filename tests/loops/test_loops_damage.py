@@ -30,7 +30,7 @@ from stepwrap.loops import (
     save_checkpoint,
 )
 from stepwrap.loops.checkpoints.checkpoint import _digest
-from stepwrap.loops.checkpoints.folder import fingerprint
+from stepwrap.loops.checkpoints.files import fingerprint
 
 OTHERS = [None, True, -1, 0, 1.5, float("nan"), "x", [], {}, [[]], torch.ones(2)]
 

@@ -31,7 +31,7 @@ from stepwrap.loops import (
     load_checkpoint,
     save_checkpoint,
 )
-from stepwrap.loops.metrics import compute_metrics, feed_metric, merge_metrics
+from stepwrap.loops.metrics import compute_metrics, feed_metrics, merge_metrics
 from stepwrap.wrappers import (
     AmpOptimWrapper,
     BaseModel,
@@ -119,14 +119,14 @@ def test_a_model_without_the_step_is_named() -> None:
 
 def test_missing_metric_inputs_name_both_sides() -> None:
     with pytest.raises(ValueError, match=r"'acc' \(MulticlassAccuracy\) needs preds, target") as e:
-        feed_metric("acc", MulticlassAccuracy(3), {"logits": 1, "target": 2}, None)
+        feed_metrics({"acc": MulticlassAccuracy(3)}, {"logits": 1, "target": 2}, None)
     assert "returned logits, target: preds missing" in str(e.value)
 
 
 def test_optional_metric_inputs_are_passed_when_there() -> None:
     metric = MeanMetric()
-    feed_metric("mean", metric, {"value": 1.0, "weight": 1.0, "other": 9}, None)
-    feed_metric("mean", metric, {"value": 4.0, "weight": 2.0}, None)
+    feed_metrics({"mean": metric}, {"value": 1.0, "weight": 1.0, "other": 9}, None)
+    feed_metrics({"mean": metric}, {"value": 4.0, "weight": 2.0}, None)
     assert metric.compute().item() == 3.0
 
 

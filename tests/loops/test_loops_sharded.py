@@ -172,7 +172,7 @@ def _lost_window(folder: Path) -> tuple[list[int], str]:
     records: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: records.append(record.getMessage())
-    logging.getLogger("stepwrap.loops.checkpoints.gradients").addHandler(handler)
+    logging.getLogger("stepwrap.loops.checkpoints.weights").addHandler(handler)
     try:
         state = make_run("fsdp", accumulative_counts=2)
         train(state, range(3))
@@ -180,7 +180,7 @@ def _lost_window(folder: Path) -> tuple[list[int], str]:
         state.epoch, state.batch = 1, 0
         later = load_checkpoint(save_checkpoint(folder, state)).meta
     finally:
-        logging.getLogger("stepwrap.loops.checkpoints.gradients").removeHandler(handler)
+        logging.getLogger("stepwrap.loops.checkpoints.weights").removeHandler(handler)
     return [meta["iteration"], later["iteration"], later["epoch"]], "\n".join(records)
 
 

@@ -26,11 +26,11 @@ DOORS = {
     "loops": """
         Cadence Checkpoint CheckpointError CheckpointHook EMAHook EarlyStopHook EpochTrainLoop
         GradNormHook Hook HookList IterTrainLoop LogHook LoopState MeanLoss NanGuardHook
-        NonFiniteError Optimization Phase PolyLR ProcessMetric ProgressHook ScheduleWindow
+        NonFiniteError Phase PolyLR ProcessMetric ProgressHook ScheduleWindow
         SchedulerHook ShardedBatchSampler Stateful
         TensorBoardHook TestLoop ThroughputHook ValLoop build_loader find_checkpoint
-        list_checkpoints load_checkpoint mix_seed prune_checkpoints read_meta save_alone
-        save_checkpoint search_checkpoint seed_rng
+        list_checkpoints load_checkpoint mix_seed prune_checkpoints save_alone save_checkpoint
+        seed_rng
     """,
     "parallel": """
         AndEvent AsyncResult BasePool BrokenPoolError CtxPool CtxPoolStorage CtxThreadPool

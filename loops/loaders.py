@@ -23,12 +23,11 @@ from torch.utils.data import (
     default_collate,
 )
 
-from ...collectives import get_rank, get_world_size
-from ..notes import add_note, describe_samples, name_of
-from ..rng import mix_seed, preserved_generators, preserved_rng, seed_rng
+from ..collectives import get_rank, get_world_size
+from .notes import add_note, describe_samples, name_of
+from .rng import mix_seed, preserved_generators, preserved_rng, seed_rng
 
 logger = logging.getLogger(__name__)
-
 
 # Batches whose indices are made at once, so that a batch costs no call.
 _RUN_OF_BATCHES = 64
@@ -43,27 +42,20 @@ class BatchIndices(list[int]):
 class ShardedBatchSampler(Sampler[list[int]]):
     """One rank's batches, a pure function of (seed, epoch, batch).
 
-    Global batch k of W ranks is the positions k*B*W to (k+1)*B*W of the epoch's
-    order; rank r takes every W-th of them, from the r-th.
+    Global batch k of W ranks is the positions k*B*W to (k+1)*B*W of the epoch's order; rank r takes
+    every W-th of them, from the r-th.
 
     Args:
         num_samples: Samples in the whole data set.
         batch_size: Samples per batch and rank.
         shuffle: A new permutation for each epoch instead of the natural order.
         seed: The same on every rank.
-        rank: Which shard; the ranks together have all samples.
+        rank: Which of the `world_size` shards, which together have all samples.
         world_size: How many shards.
-        drop_last: Leave out a last global batch that is not full.
-        even: Give every rank the same number of batches and samples, by starting
-            again from the epoch's first samples at its end (training). Without
-            it each sample comes exactly once on exactly one rank, and a rank may
-            have fewer batches than others, or none (evaluation).
-
-    Attributes:
-        pads: whether some samples come twice in an epoch.
-
-    Raises:
-        ValueError: A number is out of range, or `drop_last` leaves no batch.
+        drop_last: Leave out a last global batch that is not full; ValueError if none is left.
+        even: Give every rank the same number of batches and samples, by starting again from the
+            epoch's first samples at its end (training), which `pads` tells. Without it each sample
+            comes exactly once, and a rank may have fewer batches than others, or none (evaluation).
     """
 
     def __init__(
@@ -94,17 +86,12 @@ class ShardedBatchSampler(Sampler[list[int]]):
         self.rank = rank
         self.world_size = world_size
         self.pads = even and not drop_last and num_samples % world_size != 0
-        self._own_samples = self._count(drop_last, even)
+        # How many this rank has in an epoch, repeated ones counted.
+        self._own_samples = max(0, -(-(num_samples - (0 if even else rank)) // world_size))
+        if drop_last:
+            self._own_samples = num_samples // (batch_size * world_size) * batch_size
         self._epoch = 0
         self._first = 0
-
-    def _count(self, drop_last: bool, even: bool) -> int:
-        """How many samples this rank has in an epoch, repeated ones counted."""
-        if drop_last:
-            return self.num_samples // (self.batch_size * self.world_size) * self.batch_size
-        if even:
-            return -(-self.num_samples // self.world_size)
-        return max(0, -(-(self.num_samples - self.rank) // self.world_size))
 
     def __len__(self) -> int:
         return -(-self._own_samples // self.batch_size)
@@ -142,13 +129,10 @@ class ShardedBatchSampler(Sampler[list[int]]):
 
 
 class SeededSamples(Dataset[Any]):
-    """A map-style data set whose randomness in a worker depends only on the batch.
+    """A map-style data set whose randomness in a worker depends only on the batch, by its key.
 
-    Before a batch of `BatchIndices` is read, the worker's random streams are
-    seeded from the batch's key, so that augmentations are the same for one worker
-    or many and after any resume. Without workers the samples are read by the
-    training process, from whose own streams they draw: other augmentations, and
-    as repeatable, since checkpoints hold those streams.
+    So augmentations are the same for one worker or many and after any resume. Without workers they
+    draw from the streams of the training process, which are in its checkpoints.
     """
 
     def __init__(self, samples: Dataset[Any]) -> None:
@@ -161,7 +145,6 @@ class SeededSamples(Dataset[Any]):
         return self.samples[index]
 
     def __getitems__(self, indices: list[int]) -> list[Any]:
-        """Read one batch."""
         if isinstance(indices, BatchIndices):
             seed_rng(mix_seed(*indices.key))
         many = getattr(self.samples, "__getitems__", None)
@@ -184,61 +167,48 @@ def build_loader(
     """Return this rank's loader.
 
     Args:
-        dataset: Map-style, or an iterable one that shards itself.
+        dataset: Map-style and not empty, or an iterable one that shards itself.
         batch_size: Samples per batch and rank.
-        train: Give every rank the same number of batches; without it every
-            sample comes exactly once, as an exact evaluation needs.
+        train: Give every rank the same number of batches; else each sample comes exactly once.
         shuffle: A new order in each epoch, the same for any number of workers.
-        num_workers: Worker processes; 0 reads in this process. Forked ones ignore
-            SIGTERM and SIGINT, which often reach a whole group of processes: they
-            end when this process does.
+        num_workers: Worker processes; 0 reads in this process. Forked ones ignore SIGTERM and
+            SIGINT, which often reach a whole group of processes, and end when this process does.
         collate: Makes a batch of a list of samples; None for torch's own.
         seed: Of the order and of the workers' randomness; the same on every rank.
-        **options: `drop_last` (leave out a last global batch that is not full),
-            `shard` (rank and number of ranks; by default the process group's),
-            `pin_memory` ("auto": where there is CUDA) and the remaining
-            arguments of `torch.utils.data.DataLoader`.
-
-    Raises:
-        ValueError: The data set is empty, or an iterable one is to be shuffled.
+        **options: `drop_last` (leave out a last global batch that is not full), `shard` (rank and
+            number of ranks; by default the process group's), `pin_memory` ("auto": where there is
+            CUDA) and the remaining arguments of `torch.utils.data.DataLoader`.
     """
     rank, world_size = options.pop("shard", None) or (get_rank(), get_world_size())
     drop_last = options.pop("drop_last", False)
-    if options.setdefault("pin_memory", "auto") == "auto":
-        options["pin_memory"] = torch.cuda.is_available()
-    if num_workers:
-        options.setdefault("persistent_workers", True)
-        options["worker_init_fn"] = WorkerStart(options.get("worker_init_fn"))
-        collate = WorkerCollate(collate or default_collate)
-    # Its own generator: making an iterator must not move the global stream.
-    generator = torch.Generator().manual_seed(mix_seed(seed, rank))
-    options.update(num_workers=num_workers, collate_fn=collate, generator=generator)
+    options.update(num_workers=num_workers, collate_fn=collate)
+    _complete(options, mix_seed(seed, rank))
+    kind = type(dataset).__name__
     if isinstance(dataset, IterableDataset):
         if shuffle:
-            raise ValueError(
-                f"shuffle must be false for {type(dataset).__name__}: an iterable data set "
-                "has its own order"
-            )
+            raise ValueError(f"shuffle must be false for {kind}: it is iterable, in its own order")
         return DataLoader(dataset, batch_size=batch_size, drop_last=drop_last, **options)
-    size = len(dataset)  # type: ignore[arg-type]
-    if not size:
-        raise ValueError(f"the data set {type(dataset).__name__} is empty")
-    sampler = ShardedBatchSampler(
-        size,
-        batch_size,
-        shuffle=shuffle,
-        seed=seed,
-        rank=rank,
-        world_size=world_size,
-        drop_last=drop_last,
-        even=train,
-    )
+    if not len(dataset):  # type: ignore[arg-type]
+        raise ValueError(f"the data set {kind} is empty")
+    order: dict[str, Any] = {"shuffle": shuffle, "seed": seed, "rank": rank}
+    order |= {"world_size": world_size, "drop_last": drop_last, "even": train}
+    sampler = ShardedBatchSampler(len(dataset), batch_size, **order)  # type: ignore[arg-type]
     samples = SeededSamples(dataset) if num_workers else dataset
     return DataLoader(samples, batch_sampler=sampler, **options)
 
 
+def _complete(options: dict[str, Any], seed: int) -> None:
+    # Its own generator: making an iterator must not move the global stream.
+    options["generator"] = torch.Generator().manual_seed(seed)
+    if options.setdefault("pin_memory", "auto") == "auto":
+        options["pin_memory"] = torch.cuda.is_available()
+    if options["num_workers"]:
+        options.setdefault("persistent_workers", True)
+        options["worker_init_fn"] = WorkerStart(options.get("worker_init_fn"))
+        options["collate_fn"] = WorkerCollate(options["collate_fn"] or default_collate)
+
+
 def length_of(loader: Iterable[Any]) -> int | None:
-    """Return the number of batches in a pass over `loader`; None if it is unknown."""
     if not isinstance(loader, Sized):
         return None
     try:
@@ -248,11 +218,7 @@ def length_of(loader: Iterable[Any]) -> int | None:
 
 
 def size_before_padding(loader: Iterable[Any]) -> int | None:
-    """Return the data set's size where ranks get samples twice to be even, None where they do not.
-
-    Known of `ShardedBatchSampler` and torch's `DistributedSampler`, which deal samples in turn and
-    repeat some at the end.
-    """
+    """Return the data set's size where the sampler repeats some samples to be even, else None."""
     sampler = getattr(loader, "batch_sampler", None)
     if isinstance(sampler, ShardedBatchSampler):
         return sampler.num_samples if sampler.pads else None
@@ -266,65 +232,46 @@ def size_before_padding(loader: Iterable[Any]) -> int | None:
 def batches_from(loader: Iterable[Any], epoch: int, batch: int = 0) -> Iterator[Any]:
     """Return the batches of pass `epoch` from batch `batch` on.
 
-    Skipped by index where the loader is a sequence or its sampler's order is a
-    function of the epoch; otherwise batches are read and thrown away, and one
-    log line says so.
+    Skipped by index where the loader is a sequence or its sampler's order is a function of the
+    epoch; otherwise batches are read and thrown away, and one log line says so.
     """
     sampler = getattr(loader, "batch_sampler", None)
     if isinstance(sampler, ShardedBatchSampler):
         sampler.set_position(epoch, batch)
         return iter(loader)
-    told = _set_epoch(loader, epoch)
+    repeatable = _set_epoch(loader, epoch)
     if not batch:
         return iter(loader)
     if isinstance(loader, Sequence):
         return map(loader.__getitem__, range(batch, len(loader)))
+    order = getattr(sampler, "sampler", None)
+    repeatable = repeatable or isinstance(order, torch.utils.data.SequentialSampler)
     # The random streams come from the checkpoint: finding the place must not move them.
     with preserved_rng():
-        if isinstance(loader, DataLoader) and sampler is not None and _repeatable(sampler, told):
-            return iter(_rest_of(loader, batch))
-        return _read_past(loader, batch)
-
-
-def _read_past(loader: Iterable[Any], batch: int) -> Iterator[Any]:
-    logger.warning(
-        "resuming at batch %d of %s by reading and discarding: its order cannot be indexed, and "
-        "what it shuffles may differ; build_loader gives an exact and immediate resume",
-        batch,
-        type(loader).__name__,
-    )
-    batches = iter(loader)
-    next(itertools.islice(batches, batch, batch), None)
-    return batches
+        if isinstance(loader, DataLoader) and sampler is not None and repeatable:
+            return iter(_like(loader, list(sampler)[batch:], loader.num_workers))
+        logger.warning(
+            "resuming at batch %d of %s by reading and discarding: its order cannot be indexed, "
+            "and what it shuffles may differ; build_loader gives an exact and immediate resume",
+            batch,
+            type(loader).__name__,
+        )
+        batches = iter(loader)
+        next(itertools.islice(batches, batch, batch), None)
+        return batches
 
 
 def _set_epoch(loader: Iterable[Any], epoch: int) -> bool:
-    """Tell every sampler of `loader` that asks for it which epoch begins."""
+    """Tell every sampler of `loader` that asks for it which epoch begins; say whether any does."""
     batch_sampler = getattr(loader, "batch_sampler", None)
-    parts: dict[int, Any] = {
-        id(part): part
-        for part in (
-            loader,
-            getattr(loader, "sampler", None),
-            batch_sampler,
-            getattr(batch_sampler, "sampler", None),
-        )
-    }
+    samplers = getattr(loader, "sampler", None), getattr(batch_sampler, "sampler", None)
+    parts: dict[int, Any] = {id(part): part for part in (loader, batch_sampler, *samplers)}
     told = [part.set_epoch(epoch) for part in parts.values() if hasattr(part, "set_epoch")]
     return bool(told)
 
 
-def _repeatable(batch_sampler: Any, told: bool) -> bool:
-    order = getattr(batch_sampler, "sampler", None)
-    return told or isinstance(order, torch.utils.data.SequentialSampler)
-
-
 def first_batch_apart(loader: Iterable[Any]) -> Iterator[Any] | None:
-    """Return an iterator over the first batch alone, read so that `loader` does not notice.
-
-    None where that cannot be known: it is neither a sequence nor a plain DataLoader of
-    a map-style data set. Of workers one is started, which ends with the batch.
-    """
+    """Return the first batch alone, read so that `loader` does not notice; None where it might."""
     if isinstance(loader, Sequence):
         return itertools.islice(loader, 1)
     if not isinstance(loader, DataLoader) or type(loader).__iter__ is not DataLoader.__iter__:
@@ -351,38 +298,21 @@ def _first_of(loader: DataLoader[Any]) -> Iterator[Any]:
     yield from batches
 
 
-def _rest_of(loader: DataLoader[Any], batch: int) -> DataLoader[Any]:
-    """Return a loader like `loader` that begins with batch `batch` once."""
-    return _like(loader, list(loader.batch_sampler or ())[batch:], loader.num_workers)
-
-
 def _like(loader: DataLoader[Any], indices: list[Any], num_workers: int) -> DataLoader[Any]:
     """Return a loader like `loader` that reads the batches of these indices."""
-    workers: dict[str, Any] = {}
+    names = ["collate_fn", "pin_memory", "timeout", "worker_init_fn", "generator"]
     if num_workers:
-        workers = {
-            "prefetch_factor": loader.prefetch_factor,
-            "multiprocessing_context": loader.multiprocessing_context,
-        }
-    return DataLoader(
-        loader.dataset,
-        batch_sampler=indices,
-        num_workers=num_workers,
-        collate_fn=loader.collate_fn,
-        pin_memory=loader.pin_memory,
-        timeout=loader.timeout,
-        worker_init_fn=loader.worker_init_fn,
-        generator=loader.generator,
-        **workers,
-    )
+        names += ["prefetch_factor", "multiprocessing_context"]
+    options: dict[str, Any] = {name: getattr(loader, name) for name in names}
+    return DataLoader(loader.dataset, batch_sampler=indices, num_workers=num_workers, **options)
 
 
 class WorkerStart:
     """Prepares a worker process, then calls the user's own preparation.
 
-    A forked worker ignores SIGINT, and SIGTERM until the process that started
-    it exits: at its exit multiprocessing ends the workers by SIGTERM and waits
-    for them. A spawned worker cannot see that moment and ignores SIGINT only.
+    A forked worker ignores SIGINT, and SIGTERM until the process that started it exits: at its exit
+    multiprocessing ends the workers by SIGTERM and waits for them. A spawned worker cannot see that
+    moment and ignores SIGINT only.
     """
 
     def __init__(self, user_start: Callable[[int], None] | None) -> None:
@@ -405,11 +335,7 @@ class WorkerStart:
 
 
 class WorkerCollate:
-    """Makes batches in a worker; an error of that tells the samples, which no other process has.
-
-    Args:
-        collate: The function that makes a batch of a list of samples.
-    """
+    """Makes batches in a worker; an error notes the samples, which no other process has."""
 
     def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
         self.collate = collate
@@ -439,4 +365,4 @@ def _exit_of_this_process() -> None:
 
 
 def _ignore(number: int, frame: FrameType | None) -> None:
-    """Do nothing."""
+    pass

@@ -1,0 +1,165 @@
+"""The files of a checkpoint, in a folder that is there whole or not at all; errors of all ranks."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import shutil
+import stat
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from ...collectives import (
+    all_gather_object,
+    distributed_available,
+    get_rank,
+    get_world_size,
+    run_together,
+)
+
+T = TypeVar("T")
+_DRAFT = ".draft-"
+_CHUNK = 1 << 20
+_LONGEST_TEXT = 1 << 28
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint cannot be written or read; raised on every rank."""
+
+
+def together(
+    what: str, action: Callable[[], T], gather: Callable[[Any], list[Any]] = all_gather_object
+) -> list[T]:
+    """Run `action` on every rank and return all results; a failure is raised on every rank."""
+    results, failures, cause = run_together(action, gather)
+    texts = []
+    for failure in filter(None, failures):
+        text = failure.text if issubclass(failure.kind, CheckpointError) else failure.told
+        texts.append(f"rank {failure.rank}: {text}" if len(failures) > 1 else text)
+    if texts:
+        raise CheckpointError(f"{what} failed: {'; '.join(texts)}") from cause
+    return results
+
+
+@contextmanager
+def reading(checkpoint: Path, file: str, entry: str) -> Iterator[None]:
+    """Turn errors in the block into a CheckpointError that names the entry and its file."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except Exception as error:
+        raise CheckpointError(
+            f"checkpoint {checkpoint}: {file}: {entry} cannot be restored: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+
+
+def own_rank() -> int:
+    """Return this process's rank in the group, 0 without one, whatever the environment says."""
+    return get_rank() if distributed_available() else 0
+
+
+def world_size() -> int:
+    """Return the number of ranks in the group, 1 without one, whatever the environment says."""
+    return get_world_size() if distributed_available() else 1
+
+
+def make_draft(parent: Path) -> Path:
+    """Return a new hidden folder in `parent`; drafts left by killed runs are removed."""
+    parent.mkdir(parents=True, exist_ok=True)
+    for stale in parent.glob(f"{_DRAFT}*"):
+        shutil.rmtree(stale, ignore_errors=True)
+    draft = _draft_name(parent)
+    draft.mkdir()
+    return draft
+
+
+def write_file(path: Path, content: Any) -> dict[str, Any]:
+    """Write a text as it is, all else with torch.save; flush it and return its fingerprint."""
+    with path.open("wb") as file:
+        if isinstance(content, str):
+            file.write(content.encode())
+        else:
+            torch.save(content, file)
+        file.flush()
+        os.fsync(file.fileno())
+    return fingerprint(path)
+
+
+def publish(draft: Path, final: Path) -> None:
+    _flush_folder(draft)
+    draft.rename(final)
+    _flush_folder(final.parent)
+
+
+def remove_folders(folders: Iterable[Path]) -> None:
+    """Remove folders so that none is ever seen half removed."""
+    for folder in folders:
+        doomed = _draft_name(folder.parent)
+        folder.rename(doomed)
+        shutil.rmtree(doomed)
+
+
+def read_text(path: Path) -> str:
+    """Return the text of a regular file that is not too large for what is written as text here."""
+    if _size_of(path) > _LONGEST_TEXT:
+        raise OSError(errno.EFBIG, f"it is larger than {_LONGEST_TEXT} bytes", str(path))
+    return path.read_text(encoding="utf-8")
+
+
+def read_tensors(path: Path, *, mmap: bool = False) -> Any:
+    """Return what `write_file` wrote with torch.save, on the CPU; nothing else is unpickled."""
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
+    except Exception as error:
+        # Torch's own words advise to load it with weights_only=False.
+        raise ValueError(
+            "it is not a file of torch.save with tensors, numbers, strings, and lists, tuples, "
+            f"sets and dicts of them only ({type(error).__name__})"
+        ) from error
+
+
+def fingerprint(path: Path) -> dict[str, Any]:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK):
+            digest.update(chunk)
+    return {"size": path.stat().st_size, "sha256": digest.hexdigest()}
+
+
+def damage_of(path: Path, files: Mapping[str, Any]) -> str:
+    """Say which of a checkpoint's files, by their fingerprints, is damaged; empty where none is."""
+    for name, written in files.items():
+        try:
+            if _size_of(path / name) != written["size"] or fingerprint(path / name) != written:
+                return f"{name} is not as it was written"
+        except OSError as error:
+            return f"{name}: {error.strerror}"
+    return ""
+
+
+def _size_of(path: Path) -> int:
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode):
+        # A pipe or a device: reading might not end.
+        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+    return status.st_size
+
+
+def _draft_name(parent: Path) -> Path:
+    return parent / f"{_DRAFT}{uuid.uuid4().hex[:8]}"
+
+
+def _flush_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

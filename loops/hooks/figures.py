@@ -1,0 +1,191 @@
+"""What hooks add to the log records: the size of the gradients, and how fast training goes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial, reduce
+from operator import getitem
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from ...registry import HOOKS
+from ...wrappers import total_norm
+from ..checkpoints.weights import data_size
+from ..hook import Hook, Scalars
+from ..state import LoopState
+
+
+@HOOKS.register_module()
+class GradNormHook(Hook):
+    """Adds `grad_norm`, the total L2 norm of the gradients, to the log records.
+
+    It is taken right before each update, before clipping, and averaged over the updates of a log
+    interval; with several optimizers it is `grad_norm/<name>` for each. Where the optimizer wrapper
+    clips by norm, its figure is used; of sharded parameters it is the norm of the whole gradients.
+    Updates that a loss scaler skips do not count. Nothing leaves the device before the record.
+    """
+
+    def __init__(self) -> None:
+        self._sums: dict[str, Tensor] = {}
+        self._counts: dict[str, Tensor | float] = {}
+        self._handles: list[RemovableHandle] = []
+
+    def on_train_start(self, state: LoopState) -> None:
+        self._remove()
+        wrapper = state.optim_wrapper
+        members = {"grad_norm": wrapper}
+        if hasattr(wrapper, "items"):
+            members = {f"grad_norm/{name}": member for name, member in wrapper.items()}
+        # The gradients are gone when a hook of the loop is called: the update clears them.
+        for key, member in members.items():
+            optimizer = member.optimizer
+            # Torch's optimizer for local SGD calls no hooks, but the one inside it does.
+            optimizer = optimizer.optim if hasattr(optimizer, "averager") else optimizer
+            measure = partial(self._measure, key, member)
+            self._handles.append(optimizer.register_step_pre_hook(measure))
+
+    def collect_logs(self, state: LoopState, scalars: Scalars) -> None:
+        for key, total in self._sums.items():
+            count = torch.as_tensor(self._counts[key], device=total.device)
+            scalars[key] = total / count.clamp(min=1)
+
+    def on_log(self, state: LoopState, record: dict[str, float]) -> None:
+        if state.recorded_at == state.step:
+            self._sums.clear()
+            self._counts.clear()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the sums since the last log record."""
+        return {"sums": dict(self._sums), "counts": dict(self._counts)}
+
+    def load_state_dict(self, state: dict[str, Any], /) -> None:
+        """Go on from the sums of a checkpoint."""
+        self._sums, self._counts = dict(state["sums"]), dict(state["counts"])
+
+    def on_train_end(self, state: LoopState) -> None:
+        self._remove()
+
+    def on_exception(self, state: LoopState, error: BaseException) -> None:
+        self._remove()
+
+    @torch.no_grad()
+    def _measure(
+        self, key: str, wrapper: Any, optimizer: Optimizer, args: object, kwargs: object
+    ) -> None:
+        norm = getattr(wrapper, "grad_norm", None)
+        if norm is None:
+            norm = _norm(optimizer)
+        count: Tensor | float = 1.0
+        # A fused optimizer is called for updates that the loss scaler skips, and told so.
+        overflow = getattr(optimizer, "found_inf", None)
+        if overflow is not None:
+            norm = torch.where(overflow == 0, norm, 0.0).squeeze()
+            count = (overflow == 0).to(norm.dtype).squeeze()
+        self._sums[key] = self._sums[key] + norm if key in self._sums else norm
+        self._counts[key] = self._counts.get(key, 0.0) + count
+
+    def _remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+
+def _norm(optimizer: Optimizer) -> Tensor:
+    every = (param for group in optimizer.param_groups for param in group["params"])
+    params = [param for param in every if param.grad is not None]
+    norm = total_norm([param.grad for param in params], like=params)
+    # A fused optimizer gets the loss scaler's scale along with gradients that still bear it.
+    scale = getattr(optimizer, "grad_scale", None)
+    return norm if scale is None else norm / scale
+
+
+@HOOKS.register_module()
+class ThroughputHook(Hook):
+    """Adds speed to the log records.
+
+    docs/hooks.md describes `samples_per_s`, `steps_per_s` and `data_share`. Ranks of a tensor axis
+    share their samples. Nothing is synchronised: on an accelerator the figures are right over an
+    interval, because every log record waits for the device, not within one step.
+    """
+
+    # Last of all, so that the time of other hooks does not count as waiting for data.
+    order = 95
+
+    def __init__(self) -> None:
+        self._path: tuple[Any, ...] | None = ()
+        self._start_interval(0)
+
+    def on_train_start(self, state: LoopState) -> None:
+        self._start_interval(state.step)
+
+    def on_epoch_start(self, state: LoopState) -> None:
+        self._mark_s = perf_counter()
+
+    def on_batch_start(self, state: LoopState, batch: Any) -> None:
+        self._waited_s += perf_counter() - self._mark_s
+        if self._path is None:
+            return
+        # Written out here: this is called for every batch.
+        try:
+            first = batch
+            for key in self._path:
+                first = first[key]
+            self._samples += first.shape[0]
+        except (AttributeError, IndexError, KeyError, TypeError):
+            self._path = _path_to_tensor(batch)
+            if self._path is not None:
+                self._samples += int(reduce(getitem, self._path, batch).shape[0])
+
+    def on_batch_end(self, state: LoopState, batch: Any, logs: Mapping[str, Tensor]) -> None:
+        self._mark_s = perf_counter()
+
+    def collect_logs(self, state: LoopState, scalars: Scalars) -> None:
+        elapsed_s = perf_counter() - self._since_s - self._evaluating_s
+        steps = state.step - self._first_step
+        # The reduction over the ranks is a mean, and samples are to be summed; ranks that share
+        # a model's layers see the same ones.
+        scalars["samples_per_s"] = self._samples * data_size(state.model) / elapsed_s
+        scalars["steps_per_s"] = steps / elapsed_s
+        scalars["data_share"] = min(1.0, self._waited_s / elapsed_s)
+        self._start_interval(state.step)
+
+    def on_log(self, state: LoopState, record: dict[str, float]) -> None:
+        self._mark_s = perf_counter()
+
+    def on_eval_start(self, state: LoopState) -> None:
+        self._eval_start_s = perf_counter()
+
+    def on_eval_end(self, state: LoopState, metrics: dict[str, float]) -> None:
+        self._mark_s = perf_counter()
+        self._evaluating_s += self._mark_s - self._eval_start_s
+
+    def on_save_point(self, state: LoopState) -> None:
+        self._mark_s = perf_counter()
+
+    def _start_interval(self, step: int) -> None:
+        self._since_s = self._mark_s = self._eval_start_s = perf_counter()
+        self._first_step = step
+        self._samples = 0
+        self._waited_s = 0.0
+        self._evaluating_s = 0.0
+
+
+def _path_to_tensor(batch: Any) -> tuple[Any, ...] | None:
+    """Return the keys that lead to the first tensor with a first dimension, or None."""
+    if isinstance(batch, Tensor):
+        return () if batch.dim() else None
+    items: Any = ()
+    if isinstance(batch, Mapping):
+        items = batch.items()
+    elif isinstance(batch, Sequence) and not isinstance(batch, (str, bytes)):
+        items = enumerate(batch)
+    for key, part in items:
+        below = _path_to_tensor(part)
+        if below is not None:
+            return (key, *below)
+    return None
