@@ -9,6 +9,7 @@ import os
 import pickle
 import signal
 import struct
+import sys
 import tempfile
 import threading
 import weakref
@@ -17,7 +18,6 @@ from multiprocessing.process import BaseProcess
 from multiprocessing.reduction import DupFd, ForkingPickler
 from typing import Any
 
-from .start_methods import default_context, use_one_thread
 from .transport.pickling import Pickler
 from .transport.remote_errors import (
     describe,
@@ -34,6 +34,26 @@ logger = logging.getLogger(__name__)
 _EXIT_S = 5.0
 _LENGTH = struct.Struct("!Q")
 CRASHES = {signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL}
+
+
+def default_context() -> Any:
+    """Return multiprocessing's default context, or "spawn" in place of "fork".
+
+    A forked process hangs at its first large operation on tensors once its parent has made one.
+    """
+    chosen = multiprocessing.get_start_method(allow_none=True)
+    method = chosen or multiprocessing.get_all_start_methods()[0]
+    return multiprocessing.get_context("spawn" if method == "fork" else method)
+
+
+def use_one_thread() -> None:
+    """Have torch, where a forked process has it from its parent, work with one thread.
+
+    OpenMP waits for ever for those of the parent, which are not in this process.
+    """
+    torch: Any = sys.modules.get("torch")
+    if hasattr(torch, "set_num_threads"):
+        torch.set_num_threads(1)
 
 
 class ProcessException(RuntimeError):
