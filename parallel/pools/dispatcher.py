@@ -24,7 +24,7 @@ from concurrent.futures import Future
 from multiprocessing import util
 from typing import Any
 
-from ..errors import BrokenPoolError, EncodingError, PoolTerminatedError, RemoteError, TimeoutError
+from ..errors import BrokenPoolError, PoolTerminatedError, RemoteError, TimeoutError
 from ..transport.remote_errors import rebuild
 from ..transport.wire import unpack
 from . import worker as protocol
@@ -59,10 +59,6 @@ class Monitor:
     """The one thread of a pool: brings results to their calls, and looks after the workers.
 
     It does not hold the pool, which may be collected; then the workers end.
-
-    Args:
-        pool: a `BasePool`.
-        is_plain: whether its `pool_outqueue_get` just gets from the queue.
     """
 
     def __init__(self, pool: Any, *, is_plain: bool) -> None:
@@ -86,7 +82,6 @@ class Monitor:
         util.Finalize(pool, _stop_at_exit, args=(self,), exitpriority=15)
 
     def start(self) -> None:
-        """Start the thread, and through it the workers; raise what keeps them from starting."""
         self._thread.start()
         self._started.result()
 
@@ -101,7 +96,6 @@ class Monitor:
         return True
 
     def stop(self) -> None:
-        """Have the thread end the pool now."""
         self.phase = PoolStates.TERMINATE
         self.wake()
 
@@ -234,11 +228,6 @@ class Dispatcher:
 
     `put`, `forget`, `wake`, `terminate` and `size` are for any thread, all else for the pool's one
     thread. The lock guards the workers and the backlog; tasks are pickled without it.
-
-    Args:
-        options: how the workers are to be.
-        backlog: where tasks wait.
-        calls: the pool's unfinished calls by number, which know the names of tasks.
     """
 
     def __init__(self, options: Options, backlog: Backlog, calls: Mapping[int, Any]) -> None:
@@ -282,12 +271,7 @@ class Dispatcher:
             self._workers.wake()
 
     def get(self, timeout: float | None = None) -> Result:
-        """Return the next result: job, chunk, (True, value) or (False, error).
-
-        Raises:
-            TimeoutError: there was none in time, or the pool has something else to look after.
-            BrokenPoolError: the workers do not come up.
-        """
+        """Return the next result: job, chunk, (True, value) or (False, error)."""
         deadline = math.inf if timeout is None else time.monotonic() + timeout
         while not self._done:
             if self._workers.broken is not None:
@@ -308,11 +292,9 @@ class Dispatcher:
             self._workers.wake()
 
     def size(self) -> int:
-        """Return how many workers there are."""
         return len(self._workers.by_slot)
 
     def wake(self) -> None:
-        """Make `get` return to the pool at once."""
         self._needs_maintenance = True
         self._workers.wake()
 
@@ -322,15 +304,7 @@ class Dispatcher:
         self.wake()
 
     def repopulate(self, queues: tuple[Any, Any] | None = None) -> None:
-        """Start the workers that are missing, now or, after failures, a little later.
-
-        Args:
-            queues: of tasks and of results, where the pool has its own.
-
-        Raises:
-            BrokenPoolError: workers do not come up, or a task is lost and nobody knows which.
-            Exception: the first ones cannot be started.
-        """
+        """Start the workers that are missing, now or, after failures, a little later."""
         if queues is not None:
             self._has_queues = True
             # Nobody calls `get`.
@@ -494,8 +468,7 @@ def _outcome(kind: int, value: Any) -> tuple[bool, Any]:
             return True, unpack(data, fds)
         if kind == protocol.ERROR:
             return False, rebuild(value)
-        texts = pickle.loads(value)
-        return False, EncodingError(*texts) if kind == protocol.NOT_ENCODED else RemoteError(*texts)
+        return False, RemoteError(*pickle.loads(value))
     # Loading runs the code of classes.
     except BaseException as error:
         return False, error
@@ -527,7 +500,6 @@ class Backlog:
         self._queues[slot % len(self._queues)].extendleft(reversed(tasks))
 
     def clear(self) -> None:
-        """Drop all tasks."""
         for tasks in self._queues:
             tasks.clear()
 

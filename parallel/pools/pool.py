@@ -224,11 +224,7 @@ class CtxThreadPool(ThreadPool):
 
 
 def _in_contexts(holder: Any, contexts: Sequence[Any] | None, beginnings: Beginnings) -> Beginnings:
-    """Return what workers begin with, each in its context.
-
-    Raises:
-        ValueError: there are not as many contexts as workers.
-    """
+    """Return what workers begin with, each in its context."""
     if contexts is None:
         contexts = [None] * len(beginnings)
     if len(contexts) != len(beginnings):
@@ -260,12 +256,7 @@ class Threads:
         self.put = self._tasks.put
 
     def get(self, timeout: float | None = None) -> Any:
-        """Return the next result.
-
-        Raises:
-            TimeoutError: the pool has something else to look after.
-            queue.Empty: there was none in time.
-        """
+        """Return the next result."""
         result = self._results.get(timeout=timeout)
         if result is None:
             raise TimeoutError("the pool's threads need care")
@@ -279,15 +270,10 @@ class Threads:
         """Do nothing: threads keep no functions."""
 
     def size(self) -> int:
-        """Return how many threads are alive."""
         return sum(thread.is_alive() for thread in self._threads.values())
 
     def repopulate(self, queues: tuple[Any, Any] | None = None) -> None:
-        """Start the threads that are missing, between the pool's own queues where it has some.
-
-        Raises:
-            BrokenPoolError: the initializer has failed in one.
-        """
+        """Start the threads that are missing, between the pool's own queues where it has some."""
         if self._failure is not None:
             name, failure = self._failure
             text = "".join(traceback.format_exception(failure)).rstrip()

@@ -47,18 +47,7 @@ _NO_BAR = Bar()
 
 
 class AsyncResult:
-    """The result of one task, now or later. Pools make them.
-
-    Args:
-        job: the number of the call in its pool.
-        cache: the pool's unfinished calls by number; this one enters and, finished, leaves it.
-        callback: called with the value, in a thread of the pool, before waiters go on.
-        error_callback: called with the error instead.
-        name: the call in words, as in "apply(square)".
-        on_end: called with `job` at the end. A method of the pool: it also keeps the pool from
-            being collected before the result is there.
-        bar: shows how far the call is.
-    """
+    """The result of one task, now or later. Pools make them."""
 
     def __init__(
         self,
@@ -72,10 +61,12 @@ class AsyncResult:
         bar: Bar = _NO_BAR,
     ) -> None:
         self._job = job
+        # The pool's unfinished calls by number.
         self._cache = cache
         self._callback = callback
         self._error_callback = error_callback
         self._name = name
+        # A method of the pool, which keeps it from being collected before the result is there.
         self._on_end = on_end
         self._bar = bar
         self._outcome: Outcome | None = None
@@ -157,8 +148,7 @@ class AsyncResult:
 class MapResult(AsyncResult):
     """The results of a call over many items: a list in their order.
 
-    Ready when all chunks have ended; the first error that came is raised then. Arguments as for
-    `AsyncResult`, and the items per task (`chunksize`) and in all (`length`).
+    Ready when all chunks have ended; the first error that came is raised then.
     """
 
     def __init__(
@@ -208,16 +198,6 @@ class IMapIterator:
     The input is read as results are taken, some chunks ahead, in the thread that takes them. An
     error of a task is raised in its place, once for the chunk it was in, and later results still
     come. An error of the input comes after the results of what was read before.
-
-    Args:
-        job: the number of the call in its pool.
-        cache: the pool's unfinished calls by number; this one is in it while tasks are out.
-        source: the chunks of the input.
-        submit: hands one chunk, by number, to the workers.
-        shape: chunks that are out or not yet taken, at most; items in a chunk.
-        name: the call in words, as in "imap(square)".
-        on_end: called once when the input is exhausted and no task is out.
-        bar: shows how far the call is.
     """
 
     def __init__(
@@ -238,6 +218,7 @@ class IMapIterator:
         self._source: Iterator[list[Any]] | None = source
         self._input_error: BaseException | None = None
         self._submit: Callable[[int, list[Any]], None] | None = submit
+        # Chunks that are out or not yet taken, at most; items in a chunk.
         self._ahead, self._chunksize = shape
         self._name = name
         self._on_end = on_end

@@ -40,7 +40,7 @@ FUNCTION_BESIDE, BODY_BESIDE = 1, 2
 PACKET_BYTES = 4096
 # A result: the number of its task, bytes that follow, kind, whether descriptors lie in the socket.
 RESULT = struct.Struct("<QIBB")
-VALUE, ERROR, NOT_ENCODED, BARE_ERROR, READY, FAILED, FORGOTTEN = range(7)
+VALUE, ERROR, BARE_ERROR, READY, FAILED, FORGOTTEN = range(6)
 # In shared memory per worker: the task it has begun; before what lies beside a packet: its task; in
 # a command to forget: jobs.
 NUMBER = struct.Struct("<Q")
@@ -129,11 +129,7 @@ def _adopted(duplicate: Any) -> InheritedDescriptor:
 
 
 def receive_beside(beside: socket.socket, number: int) -> tuple[bytes, list[int]]:
-    """Return what was sent under a number, and drop what was sent under others before.
-
-    Raises:
-        OSError: the descriptors could not be opened in this process.
-    """
+    """Return what was sent under a number, and drop what was sent under others before."""
     while True:
         part, fds = _descriptors.receive(beside, _MESSAGE_BYTES)
         if not part:
@@ -202,7 +198,6 @@ def main(
 
 def _putting(outqueue: Any) -> Callable[[Any], None]:
     """Return what puts results, and errors in their place, into a queue of a pool's own."""
-    from ..errors import EncodingError
     from ..transport.remote_errors import ExceptionWithTraceback
 
     def put(result: tuple[int, int, tuple[bool, Any]]) -> None:
@@ -212,7 +207,7 @@ def _putting(outqueue: Any) -> Callable[[Any], None]:
         try:
             outqueue.put((job, chunk, (success, value)))
         except Exception as error:
-            unsent = EncodingError(f"{type(error).__name__}: {error}", _short_repr(value))
+            unsent = ExceptionWithTraceback(_encoding_error(error, value))
             outqueue.put((job, chunk, (False, unsent)))
 
     return put
@@ -259,7 +254,6 @@ class _WorkerEnd:
         self._is_disowned = False
 
     def disown(self) -> None:
-        """Take note that this is no worker, but a process that a task has forked."""
         self._is_disowned = True
 
     def begin(self) -> Any:
@@ -325,13 +319,11 @@ class _WorkerEnd:
         try:
             data, is_beside = self._encoded(value)
         except BaseException as reason:
-            texts = f"{type(reason).__name__}: {reason}"[:_TEXT_LIMIT], _short_repr(value)
-            self.send(self._number, NOT_ENCODED, pickle.dumps(texts))
+            self.send_error(self._number, ERROR, _encoding_error(reason, value))
         else:
             self.send(self._number, VALUE, data, beside=is_beside)
 
     def send(self, number: int, kind: int, data: bytes = b"", *, beside: bool = False) -> None:
-        """Write one result."""
         left = RESULT.pack(number, len(data), kind, beside) + data
         while left:
             left = left[os.write(self._results, left) :]
@@ -381,12 +373,15 @@ def _decoded(data: Any, fds: Any) -> Any:
     return unpack(data, fds)
 
 
-def _short_repr(value: object) -> str:
+def _encoding_error(reason: BaseException, value: object) -> Exception:
+    from ..errors import EncodingError
+
     try:
         text = repr(value)
     except BaseException as error:
         text = f"of type {type(value).__qualname__} (its repr failed: {type(error).__name__})"
-    return text if len(text) <= _TEXT_LIMIT else f"{text[:_TEXT_LIMIT]}..."
+    text = text if len(text) <= _TEXT_LIMIT else f"{text[:_TEXT_LIMIT]}..."
+    return EncodingError(f"{type(reason).__name__}: {reason}"[:_TEXT_LIMIT], text)
 
 
 class CtxPoolStorage:
@@ -400,12 +395,7 @@ class CtxPoolStorage:
 
 
 class WithContext:
-    """A function that is called with the worker's context before its own arguments.
-
-    Args:
-        func: the function.
-        holder: has the context as its `storage`, in each process or in each thread.
-    """
+    """A function that is called with the worker's context before its own arguments."""
 
     def __init__(self, func: Callable[..., Any], holder: Any = CtxPoolStorage) -> None:
         self.func = func

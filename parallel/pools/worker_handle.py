@@ -42,7 +42,6 @@ class EncodedTask(NamedTuple):
     beside: tuple[Packed, ...]
 
     def release(self) -> None:
-        """Close the descriptors, once sent or not."""
         for packed in self.beside:
             release(packed)
 
@@ -213,11 +212,7 @@ class WorkerHandle:
         return number
 
     def send(self, task: Task, encoded: EncodedTask) -> bool:
-        """Send a task; return whether there was room.
-
-        Raises:
-            OSError: the descriptors cannot be sent, or there is no room and never will be.
-        """
+        """Send a task; return whether there was room."""
         packet = self._packet(task, encoded)
         try:
             self.pipes.send(self._number, packet, encoded.beside)
@@ -259,7 +254,6 @@ class WorkerHandle:
         return protocol.TASK.pack(self._number, task[0], size, kind, flags) + inline
 
     def stop(self) -> None:
-        """Let the worker end after what it has been sent."""
         self.is_stopping = True
         self.pipes.command(protocol.STOP)
 
@@ -305,13 +299,11 @@ class WorkerHandle:
             self._is_forgetting = True
 
     def kill(self, signum: int = signal.SIGKILL) -> None:
-        """Send the process a signal, if it is still there."""
         if self.process is not None and self.process.exitcode is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, signum)
 
     def close(self) -> int | None:
-        """Close the pool's ends; return the exit code of the process, which has ended."""
         self.pipes.close()
         protocol.close_all([self.death_fd])
         process, self.process = self.process, None
@@ -364,17 +356,10 @@ class Pipes:
 
     @property
     def fds(self) -> list[int]:
-        """The descriptors that only the pool may have."""
         return [self._tasks, self._taking, self.results, self._beside.fileno()]
 
     def send(self, number: int, packet: bytes, beside: Sequence[Packed]) -> None:
-        """Send a task and what lies beside it.
-
-        Raises:
-            BlockingIOError: there is no room.
-            BrokenPipeError, ConnectionResetError: the worker has ended.
-            OSError: the descriptors cannot be sent.
-        """
+        """Send a task and what lies beside it."""
         for packed in beside:
             _descriptors.send(self._beside, _NUMBER.pack(number) + packed.data, packed.fds)
         os.write(self._tasks, packet)
@@ -442,7 +427,6 @@ class Pipes:
                 return found
 
     def close(self) -> None:
-        """Close the pool's ends."""
         self._beside.close()
         protocol.close_all([self._tasks, self._taking, self.results])
 

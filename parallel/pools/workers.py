@@ -89,7 +89,6 @@ class Workers:
         self._close.atexit = False
 
     def wake(self) -> None:
-        """Make `wait` return."""
         # Not after it is closed: the number may be another file's by then.
         with self._lock:
             if self._close.alive:
@@ -117,11 +116,7 @@ class Workers:
         return written, ended
 
     def start_missing(self, queues: tuple[Any, Any] | None) -> None:
-        """Start a worker in each place that has none, now or, after failures, a little later.
-
-        Raises:
-            Exception: the first ones cannot be started.
-        """
+        """Start a worker in each place that has none, now or, after failures, a little later."""
         if self.failed_starts.next_at:
             return
         try:
@@ -202,13 +197,11 @@ class Workers:
         return min(with_room, key=lambda worker: len(worker.inflight), default=None)
 
     def forget(self, job: int) -> None:
-        """Have workers drop the function of a call."""
         with self._lock:
             for worker in self.by_slot.values():
                 worker.forget(job)
 
     def stop(self) -> None:
-        """Let workers end after what they have been sent."""
         for worker in self.by_slot.values():
             if not worker.is_stopping:
                 worker.stop()
@@ -258,7 +251,6 @@ class Workers:
         )
 
     def close(self) -> None:
-        """Let go of all that is open."""
         self._epoll.close()
         self._counters.close()
         with self._lock:
@@ -280,19 +272,12 @@ class FailedStarts:
         self.forget()
 
     def forget(self) -> None:
-        """Begin to count anew."""
         self.next_at = 0.0
         # Of both causes: how many, and when the first was.
         self._counts: dict[bool, tuple[int, float]] = {}
 
     def add(self, how: str, *, by_itself: bool, is_only: bool) -> BrokenPoolError | None:
-        """Count one; return what the pool is to end with.
-
-        Args:
-            how: how it failed, in words.
-            by_itself: by its own doing.
-            is_only: no other worker is ready.
-        """
+        """Count one; return what the pool is to end with."""
         now = time.monotonic()
         count, since = self._counts.get(by_itself, (0, now))
         count += 1
