@@ -29,12 +29,8 @@ from ..transport.remote_errors import rebuild
 from ..transport.wire import unpack
 from . import worker as protocol
 from .worker_handle import EncodedTask, Encoder, Task, WorkerHandle
-from .workers import Options, Workers, death_error
+from .workers import STUCK_S, Options, Workers, death_error
 
-# How long a worker may make no progress before tasks behind its own go to one that is idle.
-_STUCK_S = 2e-3
-# How often tasks and ends that take too long are looked for.
-_TICK_S = 10e-3
 # Where results come from a queue that nobody wakes, how often the pool is looked after.
 _CHECK_S = 0.1
 _EXIT_S = 5.0
@@ -260,9 +256,8 @@ class Dispatcher:
         is_first = task[1] < _FIRST * len(self._workers.by_slot)
         if is_first and self._may_have_room and not self._backlog:
             with self._lock:
-                worker = self._workers.best()
-                self._may_have_room = worker is not None
-            if worker is not None and self._send(worker, task):
+                worker = _best(self._workers)
+            if worker is not None and self._send_now(worker, task):
                 if self._options.task_timeout is not None:
                     self._workers.wake()
                 return
@@ -331,21 +326,21 @@ class Dispatcher:
         elif self._is_closing:
             workers.stop()
         is_uneven = not self._backlog and workers.is_uneven
-        if is_uneven or workers.has_clocks:
-            patience = min(patience, _STUCK_S if is_uneven else _TICK_S)
-        written, ended = workers.wait(patience)
+        written, ended = workers.wait(min(patience, STUCK_S if is_uneven else workers.tick_s))
         for worker in written:
             self._receive(worker)
         for worker in ended:
             self._settle(worker)
-        if workers.has_clocks and workers.check_clocks():
+        if workers.tick_s < math.inf and workers.check_clocks():
             self._needs_maintenance = True
         if is_uneven and not self._backlog:
-            self._take_back()
+            workers.take_back(self._backlog.put_back)
         while self._ended_jobs:
             job = self._ended_jobs.popleft()
             self._encoder.functions.pop(job, None)
-            workers.forget(job)
+            with self._lock:
+                for worker in workers.by_slot.values():
+                    worker.forget(job)
         while self._may_have_room and self._backlog:
             self._send_waiting()
 
@@ -360,7 +355,7 @@ class Dispatcher:
                     answers.append((task[0], task[1], kind, value))
                 elif kind == protocol.READY:
                     worker.is_ready = True
-                    self._workers.failed_starts.forget()
+                    self._workers.forget_failures()
                     # For starts that were put off.
                     self._needs_maintenance = True
                 elif kind == protocol.FORGOTTEN:
@@ -380,7 +375,9 @@ class Dispatcher:
         with self._lock:
             worker.is_stopping = True
             del self._workers.by_slot[worker.slot]
-        self._receive(worker)
+        # Another thread may be sending to it, but no more after that.
+        with worker.sending:
+            self._receive(worker)
         lost = worker.inflight.pop(worker.begun, None)
         exitcode = worker.close()
         waiting = list(worker.inflight.values())
@@ -401,59 +398,71 @@ class Dispatcher:
             self._workers.count_end(worker, exitcode, has_queues=self._has_queues)
         self._needs_maintenance = True
 
-    def _take_back(self) -> None:
-        """Take tasks from behind those that workers have been at for some time."""
-        since = time.monotonic() - _STUCK_S
-        with self._lock:
-            for worker in self._workers.by_slot.values():
-                is_stuck = worker.last_event < since and len(worker.inflight) > 1
-                if is_stuck and self._workers.is_uneven:
-                    self._backlog.put_back(worker.slot, worker.take_back())
-
     def _send_waiting(self) -> None:
         """Send waiting tasks to the worker with the least to do; what has no room waits again."""
         with self._lock:
-            worker = self._workers.best()
-            self._may_have_room = worker is not None
-            if worker is None:
-                return
-            # What is left is shared out evenly.
-            share = min(worker.room, -(-len(self._backlog) // len(self._workers.by_slot)))
-            tasks = deque(self._backlog.take(worker.slot, share))
+            worker = _best(self._workers)
+            if worker is not None:
+                # What is left is shared out evenly.
+                share = min(worker.room, -(-len(self._backlog) // len(self._workers.by_slot)))
+                tasks = deque(self._backlog.take(worker.slot, share))
+                worker.sending.acquire()
+            all_sending = [one.sending for one in self._workers.by_slot.values()]
+            self._may_have_room = any(sending.locked() for sending in all_sending)
+        if worker is None:
+            # Threads that send do not tell when they have done so.
+            for sending in all_sending:
+                with sending:
+                    pass
+            return
         small: list[tuple[Task, EncodedTask]] = []
-        while tasks and worker.has_room_beside and self._send(worker, tasks[0], small):
+        while tasks and worker.has_room_beside:
+            try:
+                encoded = self._encoder.encode(tasks[0], worker.functions)
+                if not encoded.beside:
+                    small.append((tasks[0], encoded))
+                elif not worker.send(tasks[0], encoded):
+                    break
+            # Pickling runs the code of classes, which must not end this thread.
+            except BaseException as error:
+                self._refuse(tasks[0], error)
             tasks.popleft()
-        with self._lock:
-            left = [*(worker.send_small(small) if small else ()), *tasks]
-            self._backlog.put_back(worker.slot, left)
+        left = [*worker.send_small(small), *tasks]
+        worker.sending.release()
+        self._may_have_room = True
+        if left:
+            with self._lock:
+                self._backlog.put_back(worker.slot, left)
 
-    def _send(
-        self,
-        worker: WorkerHandle,
-        task: Task,
-        small: list[tuple[Task, EncodedTask]] | None = None,
-    ) -> bool:
-        """Send a task, or put it among the small ones; return whether it needs no more care."""
+    def _send_now(self, worker: WorkerHandle, task: Task) -> bool:
+        """Send a task from the caller's thread; return whether it needs no more care."""
         try:
             encoded = self._encoder.encode(task, worker.functions)
-            if small is not None and not encoded.beside:
-                small.append((task, encoded))
-                return True
+            with self._lock:
+                # Another thread may have been faster, or the worker have ended.
+                is_free = self._workers.by_slot.get(worker.slot) is worker and worker.room > 0
+                if not is_free or not worker.sending.acquire(blocking=False):
+                    encoded.release()
+                    return False
+            # Not with the lock: the answer may be there before this thread goes on.
             try:
-                with self._lock:
-                    # Another thread may have been faster, or the worker have ended.
-                    is_there = self._workers.by_slot.get(worker.slot) is worker
-                    return is_there and worker.room > 0 and worker.send(task, encoded)
+                return worker.send(task, encoded)
             finally:
-                encoded.release()
-        except BaseException as error:
-            # Pickling runs the code of classes, which must not end the pool's thread. In others
-            # Ctrl-C goes to the caller.
-            if small is None and not isinstance(error, Exception):
-                raise
-            self._done.append((task[0], task[1], (False, error)))
-            self._workers.wake()
+                worker.sending.release()
+        except Exception as error:
+            self._refuse(task, error)
             return True
+
+    def _refuse(self, task: Task, error: BaseException) -> None:
+        self._done.append((task[0], task[1], (False, error)))
+        self._may_have_room = True
+        self._workers.wake()
+
+
+def _best(workers: Workers) -> WorkerHandle | None:
+    """Return the worker with room that has the least to do; to be called with the lock."""
+    with_room = (worker for worker in workers.by_slot.values() if worker.room > 0)
+    return min(with_room, key=lambda worker: len(worker.inflight), default=None)
 
 
 def _outcome(kind: int, value: Any) -> tuple[bool, Any]:

@@ -139,10 +139,10 @@ class AsyncResult:
         except BaseException:
             _log.exception("the callback of %s failed", self._name)
         self._outcome = outcome
+        self._latch.release()
         if self._on_end is not None:
             self._on_end(self._job)
         self._callback = self._error_callback = self._on_end = None
-        self._latch.release()
 
 
 class MapResult(AsyncResult):

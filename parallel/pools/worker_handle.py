@@ -9,6 +9,7 @@ import os
 import pickle
 import signal
 import socket
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from multiprocessing.process import BaseProcess
@@ -131,7 +132,7 @@ _MOST_FORGOTTEN = _INLINE_BYTES // _NUMBER.size
 
 
 class WorkerHandle:
-    """One worker; the pool's lock guards it.
+    """One worker; the pool's lock guards it, except while a thread sends.
 
     Args:
         slot: the worker's place in the pool.
@@ -141,6 +142,7 @@ class WorkerHandle:
     Attributes:
         death_fd: is readable when the process has ended.
         inflight: the tasks sent and not answered, by number, oldest first.
+        sending: is held by the thread that sends tasks.
         functions: jobs whose function the worker was sent, and whether it has it for certain.
         failure: the described error of its initializer.
     """
@@ -152,6 +154,7 @@ class WorkerHandle:
         self.pid = 0
         self.death_fd = -1
         self.is_ready = self.is_stopping = self.is_overdue = False
+        self.sending = threading.Lock()
         self.failure: bytes | None = None
         self.kill_at: float | None = None
         self.inflight: dict[int, Task] = {}
@@ -190,6 +193,8 @@ class WorkerHandle:
         used = len(self.inflight)
         if not self.is_ready or self.is_stopping or not self.has_room_beside:
             return 0
+        if self.sending.locked():
+            return 0
         depth = 1
         if self._pace < _LONG_S:
             depth = min(self.pipes.most_ahead, 1 + max(1, int(_AHEAD_S / self._pace)))
@@ -212,36 +217,41 @@ class WorkerHandle:
         return number
 
     def send(self, task: Task, encoded: EncodedTask) -> bool:
-        """Send a task; return whether there was room."""
+        """Send a task and close its descriptors; return whether there was room."""
         packet = self._packet(task, encoded)
-        try:
-            self.pipes.send(self._number, packet, encoded.beside)
-        except (BrokenPipeError, ConnectionResetError):
-            # The worker has ended, perhaps with messages unread, which is soon noticed.
-            self.is_stopping = True
-            return False
-        except BlockingIOError:
-            if not self.inflight:
-                raise
-            self._is_full = True
-            return False
-        self.inflight[self._number] = task
+        number = self._number
+        # Before it is sent: its answer may be fast.
+        self.inflight[number] = task
         if encoded.beside:
-            self._beside.add(self._number)
+            self._beside.add(number)
             if encoded.flags & protocol.FUNCTION_BESIDE:
-                self._pending_function = self._number
+                self._pending_function = number
+        try:
+            self.pipes.send(number, packet, encoded.beside)
+        except OSError as error:
+            self.taken(number)
+            if isinstance(error, (BrokenPipeError, ConnectionResetError)):
+                # The worker has ended, perhaps with messages unread, which is soon noticed.
+                self.is_stopping = True
+            elif isinstance(error, BlockingIOError) and self.inflight:
+                self._is_full = True
+            else:
+                raise
+            return False
+        finally:
+            encoded.release()
         return True
 
     def send_small(self, tasks: Sequence[tuple[Task, EncodedTask]]) -> list[Task]:
         """Send tasks that have nothing beside them; return those there was no room for."""
+        if not tasks:
+            return []
         first = self._number + 1
-        # Other threads may have sent some since the worker was chosen.
-        room = self.pipes.most_ahead - len(self.inflight)
-        packets = [self._packet(*pair) for pair in tasks[:room]]
-        sent = self.pipes.send_small(packets) if packets else 0
-        self.inflight.update(enumerate((task for task, _ in tasks[:sent]), first))
+        packets = [self._packet(*pair) for pair in tasks]
+        self.inflight.update(enumerate((task for task, _ in tasks), first))
+        sent = self.pipes.send_small(packets)
         self._is_full = sent < len(tasks)
-        return [task for task, _ in tasks[sent:]]
+        return [self.taken(number) for number in range(first + sent, first + len(tasks))]
 
     def _packet(self, task: Task, encoded: EncodedTask) -> bytes:
         """Return what goes through the pipe."""

@@ -22,9 +22,13 @@ from ..processes import CRASHES, how_it_ended
 from ..transport.remote_errors import rebuild
 from ..transport.wire import release
 from . import worker as protocol
-from .worker_handle import Encoder, WorkerHandle
+from .worker_handle import Encoder, Task, WorkerHandle
 
 _log = logging.getLogger(__name__)
+# How long a worker may make no progress before tasks behind its own go to one that is idle.
+STUCK_S = 2e-3
+# How often tasks and ends that take too long are looked for.
+_TICK_S = 10e-3
 _GRACE_S = 1.0
 # So many starts fail before the next is put off, or the pool gives up.
 _MOST_FAILED = 3
@@ -74,8 +78,11 @@ class Workers:
         self._lock = lock
         self._encoder = encoder
         self._by_fd: dict[int, WorkerHandle] = {}
-        self.failed_starts = FailedStarts(options.start_patience_s)
-        self._is_up = False
+        # Starts that have failed since a worker was ready, or was lost that had been: by their own
+        # doing and not, how many, and when the first was. Then, when the next may be tried.
+        self._failures: dict[bool, tuple[int, float]] = {}
+        self._next_start = 0.0
+        self._is_up = self._is_ending = False
         # Where workers say what they have begun.
         self._counters_fd = os.memfd_create("stepwrap-pool", os.MFD_CLOEXEC)
         size = len(options.beginnings) * protocol.NUMBER.size
@@ -117,7 +124,7 @@ class Workers:
 
     def start_missing(self, queues: tuple[Any, Any] | None) -> None:
         """Start a worker in each place that has none, now or, after failures, a little later."""
-        if self.failed_starts.next_at:
+        if self._next_start:
             return
         try:
             for slot in range(len(self._options.beginnings)):
@@ -180,26 +187,49 @@ class Workers:
                 f"{how_it_ended(exitcode)}, and which task it had is not known"
             )
         else:
-            self.failed_starts.forget()
+            self.forget_failures()
 
     def _count_failure(
         self, how: str, *, by_itself: bool = False, error: BaseException | None = None
     ) -> None:
-        has_ready = any(worker.is_ready for worker in self.by_slot.values())
-        broken = self.failed_starts.add(how, by_itself=by_itself, is_only=not has_ready)
-        if broken is not None and self.broken is None:
-            broken.__cause__ = error
-            self.broken = broken
+        """Count a start that has failed, by its own doing or not; `how` tells it in words.
 
-    def best(self) -> WorkerHandle | None:
-        """Return the worker with room that has the least to do; to be called with the lock."""
-        with_room = (worker for worker in self.by_slot.values() if worker.room > 0)
-        return min(with_room, key=lambda worker: len(worker.inflight), default=None)
+        What a worker does by itself, the next one would do as well. One that is killed may have
+        been in somebody's way, or memory was scarce for a moment: then the next are given time.
+        """
+        now = time.monotonic()
+        count, since = self._failures.get(by_itself, (0, now))
+        count += 1
+        self._failures[by_itself] = count, since
+        if count < _MOST_FAILED or self.broken is not None:
+            return
+        is_final = by_itself or now - since >= self._options.start_patience_s
+        if is_final and not any(worker.is_ready for worker in self.by_slot.values()):
+            self.broken = BrokenPoolError(
+                f"the pool is broken: within {now - since:.1f} s no worker became ready, and "
+                f"{count} ended; the last {how}. Does the initializer end the process? Does the "
+                'script start pools outside of `if __name__ == "__main__":`?'
+            )
+            self.broken.__cause__ = error
+            return
+        if count == _MOST_FAILED:
+            _log.warning("%d workers of a pool ended while they started; the last %s", count, how)
+        delay_s = _FIRST_DELAY_S * 2 ** min(count - _MOST_FAILED, 16)
+        self._next_start = now + min(delay_s, _LONGEST_DELAY_S)
 
-    def forget(self, job: int) -> None:
+    def forget_failures(self) -> None:
+        """Take note that workers can start."""
+        self._next_start = 0.0
+        self._failures.clear()
+
+    def take_back(self, put_back: Callable[[int, list[Task]], object]) -> None:
+        """Take tasks from behind those that workers have been at for some time."""
+        since = time.monotonic() - STUCK_S
         with self._lock:
             for worker in self.by_slot.values():
-                worker.forget(job)
+                is_stuck = worker.last_event < since and len(worker.inflight) > 1
+                if is_stuck and self.is_uneven and not worker.sending.locked():
+                    put_back(worker.slot, worker.take_back())
 
     def stop(self) -> None:
         for worker in self.by_slot.values():
@@ -208,6 +238,7 @@ class Workers:
 
     def terminate(self) -> None:
         """Make workers end now; `check_clocks` sees to those that do not."""
+        self._is_ending = True
         for worker in self.by_slot.values():
             if worker.kill_at is None:
                 worker.is_stopping = True
@@ -221,26 +252,27 @@ class Workers:
             if worker.kill_at is not None and now >= worker.kill_at:
                 worker.kill()
                 worker.kill_at = now + _GRACE_S
+            if limit is None:
+                continue
             begun = worker.begun
             if worker.seen[0] != begun:
                 worker.seen = begun, now
-            is_over = limit is not None and now - worker.seen[1] > limit
-            if is_over and begun in worker.inflight and not worker.is_overdue:
+            is_over = begun in worker.inflight and now - worker.seen[1] > limit
+            if is_over and not worker.is_overdue:
                 worker.is_overdue = True
                 worker.kill()
-        is_due = 0 < self.failed_starts.next_at <= now
+        is_due = 0 < self._next_start <= now
         if is_due:
-            self.failed_starts.next_at = 0.0
+            self._next_start = 0.0
         return is_due
 
     @property
-    def has_clocks(self) -> bool:
-        """Whether `check_clocks` is to be called now and then."""
-        is_timed = self._options.task_timeout is not None
-        return bool(self.failed_starts.next_at) or any(
-            worker.kill_at is not None or (is_timed and worker.inflight)
-            for worker in self.by_slot.values()
-        )
+    def tick_s(self) -> float:
+        """How often `check_clocks` is to be called, in seconds."""
+        has_clock = self._next_start > 0 or self._is_ending
+        if not has_clock and self._options.task_timeout is not None:
+            has_clock = any(worker.inflight for worker in self.by_slot.values())
+        return _TICK_S if has_clock else math.inf
 
     @property
     def is_uneven(self) -> bool:
@@ -255,46 +287,6 @@ class Workers:
         self._counters.close()
         with self._lock:
             self._close()
-
-
-class FailedStarts:
-    """Starts that have failed since a worker was ready, or was lost that had been.
-
-    What a worker does by itself, the next one would do as well. One that is killed may have been in
-    somebody's way, or memory was scarce for a moment: then the next ones are given time.
-
-    Attributes:
-        next_at: when the next worker is to be started (monotonic seconds), 0 for at once.
-    """
-
-    def __init__(self, patience_s: float) -> None:
-        self._patience_s = patience_s
-        self.forget()
-
-    def forget(self) -> None:
-        self.next_at = 0.0
-        # Of both causes: how many, and when the first was.
-        self._counts: dict[bool, tuple[int, float]] = {}
-
-    def add(self, how: str, *, by_itself: bool, is_only: bool) -> BrokenPoolError | None:
-        """Count one; return what the pool is to end with."""
-        now = time.monotonic()
-        count, since = self._counts.get(by_itself, (0, now))
-        count += 1
-        self._counts[by_itself] = count, since
-        if count < _MOST_FAILED:
-            return None
-        if is_only and (by_itself or now - since >= self._patience_s):
-            return BrokenPoolError(
-                f"the pool is broken: within {now - since:.1f} s no worker became ready, and "
-                f"{count} ended; the last {how}. Does the initializer end the process? Does the "
-                'script start pools outside of `if __name__ == "__main__":`?'
-            )
-        if count == _MOST_FAILED:
-            _log.warning("%d workers of a pool ended while they started; the last %s", count, how)
-        delay_s = _FIRST_DELAY_S * 2 ** min(count - _MOST_FAILED, 16)
-        self.next_at = now + min(delay_s, _LONGEST_DELAY_S)
-        return None
 
 
 # Ends of a fork server's children are not known once it has been killed: this is what they get.
