@@ -28,10 +28,9 @@ if TYPE_CHECKING:
     from .placement.assigner import ModelAssigner
     from .placement.estimators import ModelComplexityEstimator, ModelSizeEstimator
     from .pools.base_pool import BasePool
-    from .pools.monitor import PoolStates
-    from .pools.pool import CtxPool, P2PPool, Pool
+    from .pools.dispatcher import PoolStates
+    from .pools.pool import CtxPool, CtxThreadPool, P2PPool, Pool, ThreadPool
     from .pools.results import AsyncResult, IMapIterator, IMapUnorderedIterator, MapResult
-    from .pools.thread_pool import CtxThreadPool, ThreadPool
     from .pools.worker import CtxPoolStorage, proxy_ctx_caller
     from .processes import Process, ProcessException, Thread, ThreadException
     from .transport.pickling import Pickler, dumps, loads, mark_static_module, reduce_for_any_script
@@ -89,10 +88,9 @@ _HOMES = {
     "placement.assigner": "ModelAssigner",
     "placement.estimators": "ModelComplexityEstimator ModelSizeEstimator",
     "pools.base_pool": "BasePool",
-    "pools.monitor": "PoolStates",
-    "pools.pool": "CtxPool P2PPool Pool",
+    "pools.dispatcher": "PoolStates",
+    "pools.pool": "CtxPool CtxThreadPool P2PPool Pool ThreadPool",
     "pools.results": "AsyncResult IMapIterator IMapUnorderedIterator MapResult",
-    "pools.thread_pool": "CtxThreadPool ThreadPool",
     "pools.worker": "CtxPoolStorage proxy_ctx_caller",
     "processes": "Process ProcessException Thread ThreadException",
     "transport.pickling": "Pickler dumps loads mark_static_module reduce_for_any_script",

@@ -9,6 +9,7 @@ import os
 import pickle
 import signal
 import struct
+import sys
 import tempfile
 import threading
 import weakref
@@ -17,14 +18,8 @@ from multiprocessing.process import BaseProcess
 from multiprocessing.reduction import DupFd, ForkingPickler
 from typing import Any
 
-from .start_methods import default_context, use_one_thread
 from .transport.pickling import Pickler
-from .transport.remote_errors import (
-    describe,
-    format_error,
-    rebuild,
-    shorten,
-)
+from .transport.remote_errors import describe, format_error, rebuild, shorten
 
 __all__ = ["Process", "ProcessException", "Thread", "ThreadException"]
 
@@ -34,6 +29,26 @@ logger = logging.getLogger(__name__)
 _EXIT_S = 5.0
 _LENGTH = struct.Struct("!Q")
 CRASHES = {signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL}
+
+
+def default_context() -> Any:
+    """Return multiprocessing's default context, or "spawn" in place of "fork".
+
+    A forked process hangs at its first large operation on tensors once its parent has made one.
+    """
+    chosen = multiprocessing.get_start_method(allow_none=True)
+    method = chosen or multiprocessing.get_all_start_methods()[0]
+    return multiprocessing.get_context("spawn" if method == "fork" else method)
+
+
+def use_one_thread() -> None:
+    """Have torch, where a forked process has it from its parent, work with one thread.
+
+    OpenMP waits for ever for those of the parent, which are not in this process.
+    """
+    torch: Any = sys.modules.get("torch")
+    if hasattr(torch, "set_num_threads"):
+        torch.set_num_threads(1)
 
 
 class ProcessException(RuntimeError):
@@ -161,9 +176,13 @@ class Process(BaseProcess):
             if report is not None:
                 text, described = report
                 self._exception = ProcessException(text)
-                self._exception.__cause__ = _without_traceback(rebuild(described))
+                self._exception.__cause__ = rebuild(described)
+                # The text has the traceback.
+                self._exception.__cause__.__cause__ = None
             elif exitcode:
-                self._exception = ProcessException(self._exit_text(exitcode))
+                where = f"process {self.name!r} (pid {self.pid}) {how_it_ended(exitcode)}"
+                without = " and without a report (os._exit?)" if exitcode > 0 else ""
+                self._exception = ProcessException(where + without)
         return self._exception
 
     def watch(self) -> None:
@@ -186,11 +205,6 @@ class Process(BaseProcess):
         file = io.BytesIO()
         _SpawnPickler(file).dump((*type(self).__bases__, state))
         return _revived, (file.getvalue(),)
-
-    def _exit_text(self, exitcode: int) -> str:
-        who = f"process {self.name!r} (pid {self.pid})"
-        without = " and without a report (os._exit?)" if exitcode > 0 else ""
-        return f"{who} {how_it_ended(exitcode)}{without}"
 
 
 def how_it_ended(exitcode: int | None) -> str:
@@ -254,12 +268,6 @@ def _run_all(target: Callable[[], object], cleaner: Callable[[], object] | None)
 def _text_of(failures: list[BaseException]) -> str:
     blocks = (f"Exception {i}:\n{format_error(e)}" for i, e in enumerate(failures, 1))
     return shorten("\n\n".join(blocks))
-
-
-def _without_traceback(error: BaseException) -> BaseException:
-    # The text of the exception that it is the cause of has the traceback.
-    error.__cause__ = None
-    return error
 
 
 def _report_file() -> int:

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import itertools
 import os
-import threading
-import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from multiprocessing.context import BaseContext
 from typing import Any
 
-from ..errors import BrokenPoolError, EncodingError, TimeoutError
-from ..processes import Process
-from ..start_methods import default_context
-from ..transport.remote_errors import ExceptionWithTraceback
-from .monitor import Monitor, PoolStates
+from ..errors import TimeoutError
+from ..processes import default_context
+from .dispatcher import Backlog, Dispatcher, Monitor, PoolStates
 from .results import (
     AsyncResult,
     Bar,
@@ -26,20 +22,25 @@ from .results import (
 )
 from .worker import map_caller, starmap_caller
 from .worker import worker as run_tasks
+from .workers import Options
+
+__all__ = ["BasePool"]
 
 
 class BasePool:
-    """A pool of workers between two queues; the base of all pools.
+    """A pool of processes; the base of all pools.
 
     Subclasses may override `setup_queues`, `pool_inqueue_put`, `pool_outqueue_get`,
     `repopulate_pool`, `maintain_pool`, `terminate_workers`, `join_workers` and the static `worker`.
     A task is (job, chunk, function, arguments, keyword arguments), a result (job, chunk, (True,
-    value) or (False, error)). Which worker has which task is not known here: a worker that dies
-    breaks the pool. `Pool` loses one task at most.
+    value) or (False, error)). The methods that look after workers are called in the pool's thread.
+
+    A worker that dies loses the task it was running and nothing else. With queues of a subclass it
+    is not known which worker has which task: there a worker that dies breaks the pool.
 
     Args:
         processes: workers (default: as many as the machine has cores).
-        initializer: called in each worker first, with `initargs`.
+        initializer: called in each worker first, with `initargs`; if it fails the pool is broken.
         maxtasksperchild: tasks after which a worker is replaced; None: never.
         context: of multiprocessing (default: its default one, or "spawn" in place of "fork").
 
@@ -48,8 +49,8 @@ class BasePool:
         TypeError: the initializer is not callable, or `processes` is no whole number.
     """
 
-    # Whether `get` of the queue of results returns when it is woken, and needs no time-out.
-    _is_woken = False
+    # Of `Options`, what a subclass has set.
+    _options: Mapping[str, Any] = {}
     # Whether the end of the program waits for the workers.
     _is_waited = True
 
@@ -76,27 +77,17 @@ class BasePool:
         self._ctx = default_context() if context is None else context
         self._jobs = itertools.count()
         self._cache: dict[int, Any] = {}
-        # Iterators whose input is not read to its end, and their numbers.
+        # Iterators whose input is not read to its end.
         self._open_inputs: set[IMapIterator] = set()
-        self._open_jobs: set[int] = set()
-        self._workers: list[Any] = []
+        self._engine = self._make_engine()
         self._inqueue, self._outqueue = self.setup_queues()
         is_plain = type(self).pool_outqueue_get is BasePool.pool_outqueue_get
-        self._monitor = Monitor(
-            self,
-            get=self._outqueue.get if is_plain else _weakly(self, "pool_outqueue_get"),
-            wake=self._waker(),
-            end_workers=self._ender(),
-            is_woken=is_plain and self._is_woken,
-            is_waited=self._is_waited,
-        )
+        self._monitor = Monitor(self, is_plain=is_plain)
         self._monitor.start()
 
     def setup_queues(self) -> tuple[Any, Any]:
         """Return the queue of tasks and the queue of results, each with `put` and `get`."""
-        from ..transport.queues import SimpleQueue
-
-        return SimpleQueue(ctx=self._ctx), SimpleQueue(ctx=self._ctx)
+        return self._engine, self._engine
 
     def pool_inqueue_put(self, obj: Any) -> None:
         """Hand a task to the workers; None ends one of them."""
@@ -111,46 +102,25 @@ class BasePool:
         return self._outqueue.get(timeout=timeout)
 
     def repopulate_pool(self) -> None:
-        """Start the workers that are missing."""
-        while len(self._workers) < self._processes:
-            process = Process(
-                target=run_queue_worker,
-                args=(
-                    self.worker,
-                    self._inqueue,
-                    self._outqueue,
-                    self._initializer,
-                    self._initargs,
-                    self._maxtasksperchild,
-                ),
-                ctx=self._ctx,
-                daemon=True,
-            )
-            process.start()
-            self._workers.append(process)
-
-    def maintain_pool(self) -> None:
-        """Replace workers that have ended.
+        """Start the workers that are missing.
 
         Raises:
-            BrokenPoolError: one has failed.
+            BrokenPoolError: they do not come up.
         """
-        for process in [one for one in self._workers if one.exitcode is not None]:
-            failure = process.exception
-            if failure is not None:
-                raise BrokenPoolError(f"the pool is broken: {failure}") from failure
-            process.join()
-            self._workers.remove(process)
+        is_own = self._inqueue is self._engine
+        self._engine.repopulate(None if is_own else (self._inqueue, self._outqueue))
+
+    def maintain_pool(self) -> None:
+        """Replace workers that have ended."""
         self.repopulate_pool()
 
     def terminate_workers(self) -> None:
-        """Make the workers end now."""
-        terminate_processes(self._workers)
+        """Make the workers end now: SIGTERM, and SIGKILL a second later."""
+        self._engine.terminate()
 
     def join_workers(self) -> None:
         """Wait until the workers have ended."""
-        for process in self._workers:
-            process.join()
+        self._engine.join()
 
     worker = staticmethod(run_tasks)
 
@@ -180,7 +150,15 @@ class BasePool:
         Raises:
             ValueError: the pool is closed.
         """
-        return submit_call(self, func, args, kwds, (callback, error_callback))
+        self._monitor.check()
+        job = next(self._jobs)
+        task = (job, 0, self._prepared(func), tuple(args), dict(kwds or {}))
+        name = f"apply({_name_of(func)})"
+        result = AsyncResult(
+            job, self._cache, callback, error_callback, name=name, on_end=self._call_ended
+        )
+        _submit(self, result, (task,))
+        return result
 
     def map(
         self,
@@ -196,7 +174,8 @@ class BasePool:
             chunksize: items per task (default: about four tasks per worker).
             progress: show a bar.
         """
-        return self.map_async(func, iterable, chunksize, progress=progress).values()
+        values: list[Any] = self.map_async(func, iterable, chunksize, progress=progress).get()
+        return values
 
     def map_async(
         self,
@@ -221,7 +200,8 @@ class BasePool:
         progress: bool = False,
     ) -> list[Any]:
         """As `map`, each item being the arguments of a call."""
-        return self.starmap_async(func, iterable, chunksize, progress=progress).values()
+        values: list[Any] = self.starmap_async(func, iterable, chunksize, progress=progress).get()
+        return values
 
     def starmap_async(
         self,
@@ -292,13 +272,13 @@ class BasePool:
             raise ValueError("Pool is still running: call close() or terminate() before join()")
         for iterator in list(self._open_inputs):
             iterator.read_all()
-        self._monitor.wake()
         if not self._monitor.join(timeout):
             raise TimeoutError(f"the pool's workers have not ended within {timeout} s")
 
     def size(self) -> int:
-        """Return how many workers are alive."""
-        return sum(worker.is_alive() for worker in self._workers)
+        """Return how many workers there are."""
+        size: int = self._engine.size()
+        return size
 
     def __enter__(self) -> Any:
         self._monitor.check()
@@ -310,64 +290,30 @@ class BasePool:
     def __reduce__(self) -> Any:
         raise NotImplementedError("pool objects cannot be passed between processes or pickled")
 
+    def _make_engine(self) -> Any:
+        """Return what runs the workers: a `Dispatcher`, or an object with the same methods."""
+        options = Options(
+            self._ctx, self._beginnings(), self.worker, self._maxtasksperchild, **self._options
+        )
+        return Dispatcher(options, self._backlog(), self._cache)
+
+    def _backlog(self) -> Backlog:
+        return Backlog()
+
+    def _beginnings(self) -> list[tuple[Callable[..., object] | None, Sequence[Any]]]:
+        """Return, for each worker, the function it begins with, and its arguments."""
+        return [(self._initializer, self._initargs)] * self._processes
+
     def _prepared(self, func: Callable[..., Any]) -> Callable[..., Any]:
         """Return what workers are to call for a function."""
         return func
 
-    def _job_over(self, job: int) -> None:
-        """Take note that a call has ended other than by its last result."""
-
-    def _waker(self) -> Callable[[], None]:
-        # Nothing to wake: the thread looks by itself now and then.
-        return lambda: None
-
-    def _ender(self) -> Callable[[], None]:
-        workers = self._workers
-        return lambda: terminate_processes(workers)
-
-
-def _weakly(pool: BasePool, method: str) -> Callable[..., Any]:
-    """Return a method that does not keep the pool."""
-    ref = weakref.ref(pool)
-
-    def call(timeout: float | None) -> Any:
-        pool = ref()
-        if pool is None:
-            raise TimeoutError("the pool is gone")
-        return getattr(pool, method)(timeout)
-
-    return call
+    def _call_ended(self, job: int) -> None:
+        self._engine.forget(job)
 
 
 # Items that an iterator reads ahead, per worker.
 _LOOKAHEAD = 32
-
-
-def submit_call(
-    pool: BasePool,
-    func: Callable[..., Any],
-    args: Iterable[Any],
-    kwargs: Mapping[str, Any] | None,
-    callbacks: tuple[Callback, Callback],
-) -> AsyncResult:
-    """Submit one call of a function."""
-    pool._monitor.check()
-    call = pool._prepared(func), tuple(args), dict(kwargs or {})
-    job = next(pool._jobs)
-    name = f"apply({_name_of(func)})"
-    handing_over = threading.Lock()
-    try:
-        with handing_over:
-            result = AsyncResult(
-                job, pool._cache, *callbacks, name=name, keep=pool, submission=handing_over
-            )
-            _put(pool, result, (job, 0, *call))
-            result.is_whole = True
-    except BaseException:
-        _withdraw(pool, job)
-        raise
-    _fail_if_ended(pool, result)
-    return result
 
 
 def submit_items(
@@ -386,23 +332,17 @@ def submit_items(
         chunksize = max(1, -(-len(items) // (4 * pool._processes)))
     _check_chunksize(chunksize)
     name = f"{caller.__name__.removesuffix('_caller')}({_name_of(func)})"
-    bar = Bar(name, len(items)) if progress else None
     job = next(pool._jobs)
-    sizes = (chunksize, len(items))
     prepared = pool._prepared(func)
-    handing_over = threading.Lock()
-    more: dict[str, Any] = {"name": name, "keep": pool, "bar": bar, "submission": handing_over}
-    try:
-        with handing_over:
-            result = MapResult(job, pool._cache, *sizes, *callbacks, **more)
-            for chunk, begin in enumerate(range(0, len(items), chunksize)):
-                part = items[begin : begin + chunksize]
-                _put(pool, result, (job, chunk, caller, ((prepared, part),), {}))
-            result.is_whole = True
-    except BaseException:
-        _withdraw(pool, job, bar)
-        raise
-    _fail_if_ended(pool, result)
+    bar = Bar(name, len(items), is_shown=progress)
+    more: dict[str, Any] = {"name": name, "on_end": pool._call_ended, "bar": bar}
+    result = MapResult(job, pool._cache, chunksize, len(items), *callbacks, **more)
+    begins = range(0, len(items), chunksize)
+    tasks: Iterator[tuple[Any, ...]] = (
+        (job, chunk, caller, ((prepared, items[begin : begin + chunksize]),), {})
+        for chunk, begin in enumerate(begins)
+    )
+    _submit(pool, result, tasks)
     return result
 
 
@@ -420,21 +360,20 @@ def submit_lazily(
     _check_chunksize(chunksize)
     ahead = _ahead(lookahead, chunksize, pool._processes)
     name = f"imap({_name_of(func)})"
-    total = len(iterable) if progress and isinstance(iterable, Sized) else None
+    total = len(iterable) if isinstance(iterable, Sized) else None
     job = next(pool._jobs)
     prepared = pool._prepared(func)
 
     def submit(chunk: int, items: list[Any]) -> None:
         _put(pool, iterator, (job, chunk, map_caller, ((prepared, items),), {}))
-        _fail_if_ended(pool, iterator)
 
-    def end_input(iterator: IMapIterator) -> None:
+    def end(iterator: IMapIterator) -> None:
         pool._open_inputs.discard(iterator)
-        pool._open_jobs.discard(job)
-        if job not in pool._cache:
-            pool._job_over(job)
+        pool._call_ended(job)
+        # A closed pool may have waited for just this.
+        if pool._monitor.phase is not PoolStates.RUN:
+            pool._monitor.wake()
 
-    pool._open_jobs.add(job)
     iterator = kind(
         job,
         pool._cache,
@@ -442,15 +381,11 @@ def submit_lazily(
         submit,
         shape=(ahead, chunksize),
         name=name,
-        on_end=end_input,
-        bar=Bar(name, total) if progress else None,
+        on_end=end,
+        bar=Bar(name, total, is_shown=progress),
     )
     pool._open_inputs.add(iterator)
-    try:
-        iterator.feed()
-    except BaseException as error:
-        iterator.fail(error)
-        raise
+    iterator.feed()
     return iterator
 
 
@@ -464,25 +399,20 @@ def _ahead(lookahead: int | None, chunksize: int, workers: int) -> int:
     return -(-lookahead // chunksize)
 
 
+def _submit(pool: BasePool, call: AsyncResult, tasks: Iterable[tuple[Any, ...]]) -> None:
+    try:
+        for task in tasks:
+            _put(pool, call, task)
+    except BaseException as error:
+        call.withdraw(error)
+        raise
+
+
 def _put(pool: BasePool, call: Any, task: tuple[Any, ...]) -> None:
     try:
         pool.pool_inqueue_put(task)
     except Exception as error:
         call.set(task[1], (False, error))
-
-
-def _withdraw(pool: BasePool, job: int, bar: Bar | None = None) -> None:
-    """Forget a call that could not be submitted whole (Ctrl-C): nobody has its result.
-
-    Where this is interrupted as well, `join` does it.
-    """
-    pool._cache.pop(job, None)
-    pool._job_over(job)
-    if bar is not None:
-        bar.stop()
-
-
-def _fail_if_ended(pool: BasePool, call: Any) -> None:
     # The pool may have ended since the call was let in.
     if pool._monitor.is_ended:
         call.fail(pool._monitor.end_error())
@@ -496,40 +426,3 @@ def _check_chunksize(chunksize: int) -> None:
 def _name_of(func: object) -> str:
     inner = getattr(func, "func", func)
     return getattr(inner, "__qualname__", None) or type(inner).__qualname__
-
-
-_GRACE_S = 1.0
-
-
-def run_queue_worker(
-    work: Callable[..., None],
-    inqueue: Any,
-    outqueue: Any,
-    initializer: Callable[..., object] | None,
-    initargs: Sequence[Any],
-    maxtasks: int | None,
-) -> None:
-    """Run a worker's process: `work` between the queues."""
-
-    def put(result: tuple[int, int, tuple[bool, Any]]) -> None:
-        job, chunk, (success, value) = result
-        if not success:
-            value = ExceptionWithTraceback(value)
-        try:
-            outqueue.put((job, chunk, (success, value)))
-        except Exception as error:
-            unsent = EncodingError(f"{type(error).__name__}: {error}", repr(value))
-            outqueue.put((job, chunk, (False, unsent)))
-
-    work(inqueue.get, put, initializer, initargs, maxtasks)
-
-
-def terminate_processes(processes: Sequence[Any]) -> None:
-    """End processes: SIGTERM, and SIGKILL to those that stay."""
-    for process in processes:
-        process.terminate()
-    for process in processes:
-        process.join(_GRACE_S)
-        if process.exitcode is None:
-            process.kill()
-            process.join()

@@ -1,19 +1,23 @@
-"""Pools of processes: multiprocessing's calls, and every task ends in a value or an error."""
+"""The pools of processes and of threads: `BasePool` with options, contexts, or threads."""
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
-import sys
+import queue
+import threading
+import traceback
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from ..errors import BrokenPoolError, TimeoutError
 from .base_pool import BasePool
-from .dispatcher import Dispatcher
-from .scheduler import PerWorkerBacklog, SharedBacklog
+from .dispatcher import Backlog
 from .worker import CtxPoolStorage, WithContext, enter
-from .workers import Plan
 
-__all__ = ["CtxPool", "P2PPool", "Pool", "contexts_of"]
+__all__ = ["CtxPool", "CtxThreadPool", "P2PPool", "Pool", "ThreadPool"]
+
+Beginnings = list[tuple[Callable[..., object] | None, Sequence[Any]]]
 
 
 class Pool(BasePool):
@@ -47,7 +51,6 @@ class Pool(BasePool):
     """
 
     start_patience_s = 60.0
-    _is_woken = True
 
     def __init__(  # noqa: PLR0913
         self,
@@ -64,8 +67,6 @@ class Pool(BasePool):
         task_timeout: float | None = None,
         start_method: str | None = None,
     ) -> None:
-        if not sys.platform.startswith("linux"):
-            raise NotImplementedError(f"pools of processes need Linux, this is {sys.platform}")
         if not is_copy_tensor and share_method not in ("cpu", "cuda"):
             raise RuntimeError(
                 f'Invalid share method: "{share_method}"; is_copy_tensor=False takes share_method='
@@ -75,8 +76,7 @@ class Pool(BasePool):
             raise ValueError(f"retries must be at least 0, got {retries}")
         if task_timeout is not None and task_timeout <= 0:
             raise ValueError(f"task_timeout must be more than 0 s, got {task_timeout}")
-        self._start_method = start_method or "spawn"
-        self._options: dict[str, Any] = {
+        self._options = {
             "is_daemon": is_daemon,
             "copy_tensor": is_copy_tensor,
             "recurse": is_recursive,
@@ -84,62 +84,8 @@ class Pool(BasePool):
             "task_timeout": task_timeout,
             "start_patience_s": self.start_patience_s,
         }
-        context = multiprocessing.get_context(self._start_method)
+        context = multiprocessing.get_context(start_method or "spawn")
         super().__init__(processes, initializer, initargs, maxtasksperchild, context)
-
-    def setup_queues(self) -> tuple[Any, Any]:
-        """Return the dispatcher, which is both queues."""
-        plan = Plan(
-            self._ctx,
-            self._start_method,
-            self._initializers(),
-            work=self.worker,
-            maxtasks=self._maxtasksperchild,
-            **self._options,
-        )
-        self._dispatcher = Dispatcher(plan, self._backlog(), self._cache, self._open_jobs)
-        return self._dispatcher, self._dispatcher
-
-    def repopulate_pool(self) -> None:
-        """Start the workers that are missing; to be called in the pool's thread."""
-        self._dispatcher.repopulate()
-
-    def maintain_pool(self) -> None:
-        """Replace workers that have ended; to be called in the pool's thread."""
-        self.repopulate_pool()
-
-    def terminate_workers(self) -> None:
-        """Make the workers end now: SIGTERM, and SIGKILL a second later."""
-        self._dispatcher.terminate()
-
-    def join_workers(self) -> None:
-        """Wait until the workers have ended; to be called in the pool's thread."""
-        self._dispatcher.join()
-
-    def size(self) -> int:
-        """Return how many workers there are."""
-        return self._dispatcher.size()
-
-    def _initializers(self) -> list[tuple[Callable[..., object] | None, Sequence[Any]]]:
-        return [(self._initializer, self._initargs)] * self._processes
-
-    def _backlog(self) -> SharedBacklog | PerWorkerBacklog:
-        return SharedBacklog()
-
-    def _job_over(self, job: int) -> None:
-        self._dispatcher.forget(job)
-
-    def _waker(self) -> Callable[[], None]:
-        return self._dispatcher.wake
-
-    def _ender(self) -> Callable[[], None]:
-        dispatcher = self._dispatcher
-
-        def end() -> None:
-            dispatcher.terminate()
-            dispatcher.join()
-
-        return end
 
 
 class P2PPool(Pool):
@@ -148,8 +94,8 @@ class P2PPool(Pool):
     Arguments and behaviour are those of `Pool`; a worker whose queue is empty takes from others.
     """
 
-    def _backlog(self) -> PerWorkerBacklog:
-        return PerWorkerBacklog(self._processes)
+    def _backlog(self) -> Backlog:
+        return Backlog(self._processes)
 
 
 class CtxPool(Pool):
@@ -199,27 +145,172 @@ class CtxPool(Pool):
             start_method=start_method,
         )
 
-    def _initializers(self) -> list[tuple[Callable[..., object] | None, Sequence[Any]]]:
-        contexts = contexts_of(self._contexts, self._processes)
-        return [
-            (enter, (CtxPoolStorage, one, self._initializer, self._initargs)) for one in contexts
-        ]
+    def _beginnings(self) -> Beginnings:
+        return _in_contexts(CtxPoolStorage, self._contexts, super()._beginnings())
 
     def _prepared(self, func: Callable[..., Any]) -> Callable[..., Any]:
         return WithContext(func)
 
 
-def contexts_of(contexts: Sequence[Any] | None, workers: int) -> list[Any]:
-    """Return a context for each worker.
+class ThreadPool(BasePool):
+    """A pool of threads of this process.
+
+    Functions, arguments, results and errors are passed as they are. Threads cannot be killed:
+    `terminate` drops what has not begun and does not wait for the rest; `join` does.
+
+    Args:
+        processes: threads (default: as many as the machine has cores).
+        initializer: called in each thread first, with `initargs`; if it fails the pool is broken.
+        maxtasksperchild: tasks after which a thread is replaced; None: never.
+        is_recursive: of pools of processes; has no effect here, nor have the following.
+    """
+
+    _is_waited = False
+
+    def __init__(
+        self,
+        processes: int | None = None,
+        initializer: Callable[..., object] | None = None,
+        initargs: Iterable[Any] = (),
+        maxtasksperchild: int | None = None,
+        is_recursive: bool = False,
+        is_daemon: bool = True,
+        is_copy_tensor: bool = True,
+        share_method: str | None = None,
+    ) -> None:
+        super().__init__(processes, initializer, initargs, maxtasksperchild)
+
+    def terminate(self) -> None:
+        """Drop what has not begun; results that are not there fail with `PoolTerminatedError`.
+
+        Does not wait for tasks that are running: `join` does.
+        """
+        self._monitor.stop()
+        self._monitor.wait_failed()
+
+    def _make_engine(self) -> Any:
+        return Threads(self._beginnings(), self.worker, self._maxtasksperchild)
+
+
+class CtxThreadPool(ThreadPool):
+    """A pool whose threads call functions with their context first: `func(ctx, *args, **kwargs)`.
+
+    Args:
+        processes: threads.
+        initializer: called in each thread first, with `initargs`.
+        worker_contexts: one for each thread (default: None for all).
 
     Raises:
-        ValueError: they are not as many.
+        ValueError: there are more contexts than threads, or fewer.
     """
+
+    _local = threading.local()
+
+    def __init__(
+        self,
+        processes: int | None,
+        initializer: Callable[..., object] | None = None,
+        initargs: Iterable[Any] = (),
+        worker_contexts: Sequence[Any] | None = None,
+    ) -> None:
+        self._contexts = worker_contexts
+        super().__init__(processes, initializer, initargs)
+
+    def _beginnings(self) -> Beginnings:
+        return _in_contexts(self._local, self._contexts, super()._beginnings())
+
+    def _prepared(self, func: Callable[..., Any]) -> Callable[..., Any]:
+        return WithContext(func, self._local)
+
+
+def _in_contexts(holder: Any, contexts: Sequence[Any] | None, beginnings: Beginnings) -> Beginnings:
+    """Return what workers begin with, each in its context."""
     if contexts is None:
-        return [None] * workers
-    if len(contexts) != workers:
+        contexts = [None] * len(beginnings)
+    if len(contexts) != len(beginnings):
         raise ValueError(
             "Context number is not equal to the number of pool workers. There are "
-            f"{len(contexts)} contexts, {workers} workers"
+            f"{len(contexts)} contexts, {len(beginnings)} workers"
         )
-    return list(contexts)
+    return [
+        (enter, (holder, context, *beginning))
+        for context, beginning in zip(contexts, beginnings, strict=True)
+    ]
+
+
+class Threads:
+    """The threads of a pool, with the methods of a `Dispatcher`. They hold this, not the pool."""
+
+    def __init__(
+        self, beginnings: Beginnings, work: Callable[..., None], maxtasks: int | None
+    ) -> None:
+        self._beginnings = beginnings
+        self._work = work
+        self._maxtasks = maxtasks
+        self._threads: dict[int, threading.Thread] = {}
+        # Places whose thread is ending; what an initializer has raised, and in which thread.
+        self._ended: set[int] = set()
+        self._failure: tuple[str, BaseException] | None = None
+        self._tasks: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._results: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.put = self._tasks.put
+
+    def get(self, timeout: float | None = None) -> Any:
+        """Return the next result."""
+        result = self._results.get(timeout=timeout)
+        if result is None:
+            raise TimeoutError("the pool's threads need care")
+        return result
+
+    def wake(self) -> None:
+        """Make `get` return to the pool."""
+        self._results.put(None)
+
+    def forget(self, job: int) -> None:
+        """Do nothing: threads keep no functions."""
+
+    def size(self) -> int:
+        return sum(thread.is_alive() for thread in self._threads.values())
+
+    def repopulate(self, queues: tuple[Any, Any] | None = None) -> None:
+        """Start the threads that are missing, between the pool's own queues where it has some."""
+        if self._failure is not None:
+            name, failure = self._failure
+            text = "".join(traceback.format_exception(failure)).rstrip()
+            message = f"the pool is broken: the initializer failed in {name}:\n{text}"
+            raise BrokenPoolError(message) from failure
+        ends = (self._tasks.get, self._results.put)
+        if queues is not None:
+            ends = (queues[0].get, queues[1].put)
+        for slot in range(len(self._beginnings)):
+            if slot in self._ended or slot not in self._threads:
+                self._ended.discard(slot)
+                thread = threading.Thread(target=self._run, args=(slot, *ends), daemon=True)
+                self._threads[slot] = thread
+                thread.start()
+
+    def terminate(self) -> None:
+        """Drop the tasks that have not begun; the threads end after those that have."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._tasks.get_nowait()
+        for _ in self._threads:
+            self.put(None)
+
+    def join(self) -> None:
+        """Wait until the threads have ended."""
+        for thread in self._threads.values():
+            thread.join()
+
+    def _run(self, slot: int, get: Callable[[], Any], put: Callable[[Any], None]) -> None:
+        initializer, initargs = self._beginnings[slot]
+        try:
+            if initializer is not None:
+                initializer(*initargs)
+        except BaseException as error:
+            self._failure = threading.current_thread().name, error
+        else:
+            self._work(get, put, None, (), self._maxtasks)
+        finally:
+            self._ended.add(slot)
+            self.wake()

@@ -1,4 +1,4 @@
-"""What pools hand out for tasks that are under way: results and iterators."""
+"""What pools return for calls under way: results and iterators."""
 
 from __future__ import annotations
 
@@ -9,33 +9,45 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
-from functools import partial
 from typing import Any, NoReturn
 
 from ..errors import TimeoutError
-from ..interrupts import Change, in_one_go, wait_free
 
 __all__ = ["AsyncResult", "Callback", "IMapIterator", "IMapUnorderedIterator", "MapResult"]
 _log = logging.getLogger(__name__)
 Callback = Callable[[Any], object] | None
+Outcome = tuple[bool, Any]
+
+# Reading input for longer than this does not hold back results that have arrived.
+_READING_S = 10e-3
+
+
+class Bar:
+    """A progress bar on the terminal, which any thread may move; without `is_shown` nothing."""
+
+    def __init__(self, name: str = "", total: int | None = None, *, is_shown: bool = False) -> None:
+        self._progress: Any = None
+        if is_shown:
+            from rich.progress import Progress
+
+            self._progress = Progress(transient=False)
+            self._task = self._progress.add_task(name, total=total)
+            self._progress.start()
+
+    def advance(self, items: int) -> None:
+        if self._progress is not None:
+            self._progress.advance(self._task, items)
+
+    def stop(self) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+
+
+_NO_BAR = Bar()
 
 
 class AsyncResult:
-    """The result of one task, now or later. Pools make them.
-
-    Args:
-        job: the number of the call in its pool.
-        cache: the pool's unfinished calls by number; this one enters and, finished, leaves it.
-        callback: called with the value, in a thread of the pool, before waiters go on.
-        error_callback: called with the error instead.
-        name: the call in words, as in "apply(square)".
-        keep: is held until the result is there (a pool is not collected under its tasks).
-        bar: shows how far the call is.
-        submission: is held while the call's tasks are handed over.
-
-    Attributes:
-        is_whole: whether all its tasks have been handed over.
-    """
+    """The result of one task, now or later. Pools make them."""
 
     def __init__(
         self,
@@ -45,21 +57,20 @@ class AsyncResult:
         error_callback: Callback = None,
         *,
         name: str = "task",
-        keep: object = None,
-        bar: Bar | None = None,
-        submission: threading.Lock | None = None,
+        on_end: Callable[[int], object] | None = None,
+        bar: Bar = _NO_BAR,
     ) -> None:
-        self.is_whole = submission is None
-        self._submission = submission
         self._job = job
+        # The pool's unfinished calls by number.
         self._cache = cache
         self._callback = callback
         self._error_callback = error_callback
         self._name = name
-        self._keep = keep
+        # A method of the pool, which keeps it from being collected before the result is there.
+        self._on_end = on_end
         self._bar = bar
         self._outcome: Outcome | None = None
-        # A lock that the end releases: a third of the price of an Event, and there is one per task.
+        # Released at the end: a third of the price of an Event, and there is one per task.
         self._latch = threading.Lock()
         self._latch.acquire()
         cache[job] = self
@@ -80,7 +91,9 @@ class AsyncResult:
 
     def wait(self, timeout: float | None = None) -> None:
         """Wait until the call has ended, `timeout` seconds at most."""
-        wait_free(self._latch, timeout)
+        patience = -1.0 if timeout is None else max(0.0, timeout)
+        if self._outcome is None and self._latch.acquire(timeout=patience):
+            self._latch.release()
 
     def get(self, timeout: float | None = None) -> Any:
         """Return the value, or raise the error of the task.
@@ -104,26 +117,21 @@ class AsyncResult:
         """End the call with an error; called by the pool."""
         self._finish((False, error))
 
-    def withdraw_interrupted(self) -> None:
-        """End a call that will never be whole: nobody has its result; called by the pool."""
-        submission = self._submission
-        # In this order: it becomes whole before it is let go.
-        if submission is not None and not submission.locked() and not self.is_whole:
-            self._cache.pop(self._job, None)
-            if self._bar is not None:
-                self._bar.stop()
+    def withdraw(self, error: BaseException) -> None:
+        """End a call whose submission was interrupted: nobody has its result."""
+        self._error_callback = None
+        self.fail(error)
 
     def task_name(self, chunk: int) -> str:
         """Return a task of this call in words, for messages."""
         return f"task {self._job} of {self._name}"
 
     def _finish(self, outcome: Outcome) -> None:
-        # Whoever takes it out ends it.
+        # The thread that takes it out of the cache is the one that ends it.
         if self._cache.pop(self._job, None) is None:
             return
         success, value = outcome
-        if self._bar is not None:
-            self._bar.stop()
+        self._bar.stop()
         callback = self._callback if success else self._error_callback
         try:
             if callback is not None:
@@ -131,15 +139,16 @@ class AsyncResult:
         except BaseException:
             _log.exception("the callback of %s failed", self._name)
         self._outcome = outcome
-        self._callback = self._error_callback = self._keep = None
         self._latch.release()
+        if self._on_end is not None:
+            self._on_end(self._job)
+        self._callback = self._error_callback = self._on_end = None
 
 
 class MapResult(AsyncResult):
     """The results of a call over many items: a list in their order.
 
-    Ready when all chunks have ended; the first error that came is raised then. Arguments as for
-    `AsyncResult`, and the items per task (`chunksize`) and in all (`length`).
+    Ready when all chunks have ended; the first error that came is raised then.
     """
 
     def __init__(
@@ -170,8 +179,7 @@ class MapResult(AsyncResult):
             self._value[begin : begin + self._chunksize] = value
         elif self._error is None:
             self._error = value
-        if self._bar is not None:
-            self._bar.advance(self._chunksize)
+        self._bar.advance(self._chunksize)
         with self._counting:
             self._left -= 1
             is_last = self._left == 0
@@ -183,19 +191,6 @@ class MapResult(AsyncResult):
         """Return the items of a chunk in words, for messages."""
         return items_name(chunk, self._chunksize, self._name)
 
-    def values(self) -> list[Any]:
-        """Return the values when all are there, or raise the error of the first to fail."""
-        values: list[Any] = self.get()
-        return values
-
-
-Outcome = tuple[bool, Any]
-
-# Reading that takes longer does not keep results waiting that are there.
-_READING_S = 10e-3
-# Nobody tells that a thread was interrupted while it read the input.
-_READER_S = 1.0
-
 
 class IMapIterator:
     """The results of a call over many items, one by one, in their order. Pools make them.
@@ -203,16 +198,6 @@ class IMapIterator:
     The input is read as results are taken, some chunks ahead, in the thread that takes them. An
     error of a task is raised in its place, once for the chunk it was in, and later results still
     come. An error of the input comes after the results of what was read before.
-
-    Args:
-        job: the number of the call in its pool.
-        cache: the pool's unfinished calls by number; this one is in it while tasks are out.
-        source: the chunks of the input.
-        submit: hands one chunk, by number, to the workers.
-        shape: chunks that are out or not yet taken, at most; items in a chunk.
-        name: the call in words, as in "imap(square)".
-        on_end: called once when the input is exhausted.
-        bar: shows how far the call is.
     """
 
     def __init__(
@@ -225,23 +210,27 @@ class IMapIterator:
         shape: tuple[int, int] = (1, 1),
         name: str = "imap",
         on_end: Callable[[IMapIterator], None] | None = None,
-        bar: Bar | None = None,
+        bar: Bar = _NO_BAR,
     ) -> None:
         self._job = job
         self._cache = cache
-        self._input = Input(source, self._send, self._take_back, self._input_over)
+        # None when nothing more will be read.
+        self._source: Iterator[list[Any]] | None = source
+        self._input_error: BaseException | None = None
         self._submit: Callable[[int, list[Any]], None] | None = submit
+        # Chunks that are out or not yet taken, at most; items in a chunk.
         self._ahead, self._chunksize = shape
         self._name = name
         self._on_end = on_end
         self._bar = bar
+        # Chunks that were read and that were taken; those whose results are to come, and have come.
+        self._count = self._taken = 0
+        self._out: set[int] = set()
         self._arrived: dict[int, Outcome] = {}
         self._values: collections.deque[Any] = collections.deque()
-        self._taken = 0
-        # The chunks whose results are to come.
-        self._out: set[int] = set()
-        self._lock = threading.RLock()
-        self._change = Change()
+        # Held by the thread that reads the input; the condition guards all the rest.
+        self._reading = threading.Lock()
+        self._changed = threading.Condition()
 
     def __iter__(self) -> IMapIterator:
         return self
@@ -253,78 +242,76 @@ class IMapIterator:
             StopIteration: there is none left.
             TimeoutError: it did not come within `timeout` seconds.
         """
-        deadline = None if timeout is None else time.monotonic() + timeout
+        deadline = math.inf if timeout is None else time.monotonic() + timeout
         while True:
-            self._input.end_if_interrupted()
             self.feed(deadline)
-            with self._lock:
+            with self._changed:
                 if self._values or self._take():
                     return self._values.popleft()
-                if self._taken >= self._input.count and self._input.is_ended:
+                if self._source is None and self._taken >= self._count:
                     self._end()
-                changed = self._change.coming()
-            left = math.inf if deadline is None else deadline - time.monotonic()
-            if left <= 0:
-                message = f"the next result of {self._name} did not come within {timeout:g} s"
-                raise TimeoutError(message)
-            wait_free(changed, min(left, _READER_S))
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    message = f"the next result of {self._name} did not come within {timeout:g} s"
+                    raise TimeoutError(message)
+                # Otherwise another thread has left the input before the look-ahead was full.
+                if self._reading.locked() or not self._wants_more():
+                    self._changed.wait(None if left == math.inf else left)
 
     __next__ = next
 
-    def feed(self, deadline: float | None = None) -> None:
-        """Read input until enough is out or not yet taken; called by the pool too.
+    def feed(self, deadline: float = math.inf) -> None:
+        """Read input until enough is out or not yet taken, unless another thread does.
 
         Stops earlier at the deadline (of `time.monotonic`), or where reading takes its time and the
         next result is there.
         """
+        if not self._wants_more() or not self._reading.acquire(blocking=False):
+            return
         began = time.monotonic()
-
-        def wants_more() -> bool:
-            return self._input.count - self._taken < self._ahead
-
-        def may_go_on() -> bool:
-            now = time.monotonic()
-            if now - began > _READING_S and (self._values or self._next_chunk() is not None):
-                return False
-            return deadline is None or now < deadline
-
-        if wants_more() and not self._input.is_ended:
-            self._input.read(wants_more, may_go_on, deadline)
+        try:
+            while self._wants_more():
+                self._read_one()
+                now = time.monotonic()
+                is_slow = now - began > _READING_S
+                if now >= deadline or (
+                    is_slow and (self._values or self._next_chunk() is not None)
+                ):
+                    break
+        finally:
+            self._reading.release()
+            with self._changed:
+                self._changed.notify_all()
 
     def read_all(self) -> None:
         """Read the rest of the input; called by the pool."""
-        self._input.read(lambda: True, lambda: True)
-        self._input_over()
-
-    def withdraw_interrupted(self) -> None:
-        """Finish what was interrupted in reading and failing; called by the pool."""
-        self._input.end_if_interrupted()
-        with self._lock:
-            if not self._out:
-                self._cache.pop(self._job, None)
+        with self._reading:
+            while self._source is not None:
+                self._read_one()
 
     def set(self, chunk: int, outcome: Outcome) -> None:
         """Take the results of one chunk; called by the pool."""
-        with self._lock:
+        with self._changed:
             if chunk in self._out:
                 self._arrived[chunk] = outcome
-                self._take_back(chunk, is_lost=False)
-                self._change.tell()
+                self._out.discard(chunk)
+                self._settle()
 
     def fail(self, error: BaseException) -> None:
         """End the call: what has not come fails with the error; called by the pool."""
-        with self._lock:
-            for chunk in list(self._out):
-                self._arrived[chunk] = False, error
-                self._out.discard(chunk)
-            if not self._input.is_ended:
-                self._input.end(error)
-            self._cache.pop(self._job, None)
-            self._change.tell()
+        with self._changed:
+            self._arrived.update((chunk, (False, error)) for chunk in self._out)
+            self._out.clear()
+            if self._source is not None:
+                self._source, self._input_error = None, error
+            self._settle()
 
     def task_name(self, chunk: int) -> str:
         """Return the items of a chunk in words, for messages."""
         return items_name(chunk, self._chunksize, self._name)
+
+    def _wants_more(self) -> bool:
+        return self._source is not None and self._count - self._taken < self._ahead
 
     def _next_chunk(self) -> int | None:
         """Return the number of the chunk whose results come next, None if they are not there."""
@@ -334,11 +321,9 @@ class IMapIterator:
         number = self._next_chunk()
         if number is None:
             return False
-        success, value = self._arrived[number]
-        taken = partial(setattr, self, "_taken", self._taken + 1)
-        in_one_go(partial(self._arrived.pop, number), taken)
-        if self._bar is not None:
-            self._bar.advance(self._chunksize)
+        success, value = self._arrived.pop(number)
+        self._taken += 1
+        self._bar.advance(self._chunksize)
         if not success:
             if isinstance(value, StopIteration):
                 # As in generators: it would end the loop over the results, and nobody would know.
@@ -347,41 +332,62 @@ class IMapIterator:
         self._values.extend(value)
         return bool(self._values)
 
-    def _send(self, number: int, chunk: list[Any]) -> bool:
-        submit = self._submit
-        if submit is None:
-            # The call has just ended.
-            return False
-        with self._lock:
+    def _read_one(self) -> None:
+        """Read a chunk and hand it to the workers; to be called with `_reading` held."""
+        source, number = self._source, self._count
+        if source is None:
+            return
+        try:
+            chunk = next(source)
+        except StopIteration:
+            self._end_input()
+            return
+        except Exception as error:
+            self._end_input(error)
+            return
+        except BaseException:
+            # Ctrl-C in the code of the input is not kept until the results are taken.
+            self._end_input()
+            raise
+        with self._changed:
+            submit = self._submit
+            # Otherwise the call has ended meanwhile.
+            if self._source is None or submit is None:
+                return
             self._out.add(number)
             self._cache[self._job] = self
+            self._count += 1
         try:
             submit(number, chunk)
-        except Exception as error:
-            self.fail(error)
-        return True
+        except BaseException:
+            # Ctrl-C: the input ends before this chunk, whose result nobody will miss.
+            with self._changed:
+                self._out.discard(number)
+                self._arrived.pop(number, None)
+                self._count = number
+            self._end_input()
+            raise
 
-    def _take_back(self, chunk: int, *, is_lost: bool = True) -> None:
-        with self._lock:
-            if is_lost:
-                self._arrived.pop(chunk, None)
-            self._out.discard(chunk)
-            if not self._out:
-                self._cache.pop(self._job, None)
+    def _end_input(self, error: BaseException | None = None) -> None:
+        with self._changed:
+            if self._source is not None:
+                self._source, self._input_error = None, error
+                self._settle()
 
-    def _input_over(self) -> None:
-        with self._lock:
-            self._change.tell()
-        if self._on_end is not None:
-            self._on_end(self)
-        # They hold the pool.
-        self._submit = self._on_end = None
+    def _settle(self) -> None:
+        """Leave the cache while no task is out, and the pool at the end; wake who waits."""
+        if not self._out:
+            self._cache.pop(self._job, None)
+            if self._source is None and self._on_end is not None:
+                self._on_end(self)
+                # They hold the pool.
+                self._submit = self._on_end = None
+        self._changed.notify_all()
 
     def _end(self) -> NoReturn:
         """Raise what comes after the last result."""
-        if self._bar is not None:
-            self._bar.stop()
-        error, self._input.error = self._input.error, None
+        self._bar.stop()
+        error, self._input_error = self._input_error, None
         raise StopIteration if error is None else error
 
 
@@ -415,139 +421,3 @@ def items_name(chunk: int, chunksize: int, name: str) -> str:
         return f"task {chunk} of {name}"
     begin = chunk * chunksize
     return f"tasks {begin} to {begin + chunksize - 1} of {name}"
-
-
-class Input:
-    """An input that any thread may read, one at a time, wherever a signal handler interrupts it.
-
-    Args:
-        chunks: the input.
-        hand_on: takes the number of a chunk, and the chunk; returns whether it has a result.
-        take_back: takes the number of the last chunk, whose handing on was interrupted.
-        on_end: is called when the input is read, perhaps twice.
-
-    Attributes:
-        count: how many chunks have been handed on.
-        error: what the input has raised.
-    """
-
-    def __init__(
-        self,
-        chunks: Iterator[list[Any]],
-        hand_on: Callable[[int, list[Any]], bool],
-        take_back: Callable[[int], None],
-        on_end: Callable[[], None],
-    ) -> None:
-        self.count = 0
-        self.error: BaseException | None = None
-        self._chunks: Iterator[list[Any]] | None = chunks
-        self._hand_on = hand_on
-        self._take_back = take_back
-        self._on_end: Callable[[], None] | None = on_end
-        self._lock = threading.RLock()
-        # Is held by the thread that reads. A new one each time: then it does not matter where that
-        # thread is interrupted.
-        self._reader = threading.Lock()
-        # The number of the chunk that is being read and handed on.
-        self._current: int | None = None
-
-    @property
-    def is_ended(self) -> bool:
-        """Whether nothing more will be read."""
-        return self._chunks is None
-
-    def read(
-        self,
-        wants_more: Callable[[], bool],
-        may_go_on: Callable[[], bool],
-        deadline: float | None = None,
-    ) -> None:
-        """Read a chunk if more are wanted, and others while it may go on.
-
-        Args:
-            deadline: (of `time.monotonic`) how long to wait for another thread that reads.
-        """
-        mine = threading.Lock()
-        with mine:
-            if self._becomes_reader(mine, deadline):
-                while wants_more() and self._read_one() and may_go_on():
-                    pass
-
-    def end(self, error: BaseException | None = None) -> None:
-        """Read nothing more."""
-        self._chunks, self.error = None, error
-        if self._on_end is not None:
-            self._on_end()
-            self._on_end = None
-
-    def end_if_interrupted(self) -> None:
-        """End the input before a chunk whose reader was interrupted."""
-        if self._current is not None:
-            with self._lock:
-                # In this order: what is read is handed on before the reader lets go.
-                if not self._reader.locked():
-                    self._end_before_current()
-
-    def _end_before_current(self) -> None:
-        if self._current is not None:
-            self.count = self._current
-            self._take_back(self._current)
-            self.end(self.error)
-            self._current = None
-
-    def _becomes_reader(self, mine: threading.Lock, deadline: float | None) -> bool:
-        """Wait until no other thread reads the input, and mark it as read by this one."""
-        while True:
-            with self._lock:
-                reader = self._reader
-                if not reader.locked():
-                    self._end_before_current()
-                    self._reader = mine
-                    return True
-            if not wait_free(reader, None if deadline is None else deadline - time.monotonic()):
-                return False
-
-    def _read_one(self) -> bool:
-        """Hand on one more chunk; return whether there may be others."""
-        if self._chunks is None:
-            return False
-        self._current = self.count
-        try:
-            chunk = next(self._chunks)
-        except StopIteration:
-            self.end()
-        except Exception as error:
-            self.end(error)
-        except BaseException:
-            # Ctrl-C in the code of the input: not to be kept until the results are taken.
-            self.end()
-            raise
-        # The call may have ended meanwhile.
-        if self._chunks is not None and self._hand_on(self._current, chunk):
-            self.count += 1
-        self._current = None
-        return self._chunks is not None
-
-
-class Bar:
-    """A bar on the terminal; any thread may move it.
-
-    Args:
-        name: what is shown before it.
-        total: items; None where their number is not known.
-    """
-
-    def __init__(self, name: str, total: int | None) -> None:
-        from rich.progress import Progress
-
-        self._progress = Progress(transient=False)
-        self._task = self._progress.add_task(name, total=total)
-        self._progress.start()
-
-    def advance(self, items: int) -> None:
-        """Move on by some items."""
-        self._progress.advance(self._task, items)
-
-    def stop(self) -> None:
-        """Leave the bar as it is; a second time does nothing."""
-        self._progress.stop()

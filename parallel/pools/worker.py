@@ -1,4 +1,9 @@
-"""A worker of a pool: what runs in its process.
+"""A worker of a pool: what runs in its process, and how it talks with the pool.
+
+Tasks go through a pipe in packet mode: one read takes one task, whole or not at all. The pool keeps
+a reading end too, so that it can take back, exactly, what its worker has not taken. What is too
+large for a packet, and descriptors, travel beside it through a socket, under the task's number;
+the reader drops what belongs to tasks that were taken back. Results come through a pipe of bytes.
 
 Nothing here imports torch, or anything else that a task of plain values does not need: that would
 be paid at each start of a worker.
@@ -6,18 +11,19 @@ be paid at each start of a worker.
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import pickle
 import signal
 import socket
+import struct
 import sys
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
+from multiprocessing import reduction
 
-from ..start_methods import use_one_thread
-from . import protocol
+from ..transport import descriptors as _descriptors
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -25,7 +31,23 @@ if TYPE_CHECKING:
 
     Task = tuple[int, int, Callable[..., Any], Any, dict[str, Any]]
 
+# A task: its number at this worker, job, bytes of its function that follow, kind, flags. A call
+# has arguments and keyword arguments, a plain call arguments alone.
+TASK = struct.Struct("<QIHBB")
+CALL, CALL_PLAIN, MAP, STARMAP, FORGET, STOP, BEGIN = range(7)
+FUNCTION_BESIDE, BODY_BESIDE = 1, 2
+# What one write to a pipe keeps together.
+PACKET_BYTES = 4096
+# A result: the number of its task, bytes that follow, kind, whether descriptors lie in the socket.
+RESULT = struct.Struct("<QIBB")
+VALUE, ERROR, BARE_ERROR, READY, FAILED, FORGOTTEN = range(6)
+# In shared memory per worker: the task it has begun; before what lies beside a packet: its task; in
+# a command to forget: jobs.
+NUMBER = struct.Struct("<Q")
+# How a pickle begins; what begins otherwise only `wire.unpack` can read.
+PICKLE = 0x80
 
+_MESSAGE_BYTES = 1 << 17
 _PR_SET_PDEATHSIG = 1
 _PLAIN = {type(None), bool, int, float, str, bytes}
 # Lists that are quickly seen to be of such.
@@ -90,76 +112,116 @@ def _as_error(ending: BaseException) -> Exception:
     return error
 
 
-class Settings:
-    """What a worker's process is told at its start.
+class InheritedDescriptor:
+    """A descriptor that a process is given at its start, whichever way it is started."""
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _adopted, (reduction.DupFd(self.fd),)
+
+
+def _adopted(duplicate: Any) -> InheritedDescriptor:
+    fd: int = duplicate.detach()
+    os.set_inheritable(fd, False)
+    return InheritedDescriptor(fd)
+
+
+def receive_beside(beside: socket.socket, number: int) -> tuple[bytes, list[int]]:
+    """Return what was sent under a number, and drop what was sent under others before."""
+    while True:
+        part, fds = _descriptors.receive(beside, _MESSAGE_BYTES)
+        if not part:
+            raise EOFError("the other side of the pool is gone")
+        if NUMBER.unpack_from(part) == (number,):
+            return part[NUMBER.size :], fds
+        close_all(fds)
+
+
+def close_all(fds: Sequence[int]) -> None:
+    """Close descriptors, those that are not open too."""
+    for fd in fds:
+        with contextlib.suppress(OSError):
+            os.close(fd)
+
+
+def main(
+    descriptors: Sequence[InheritedDescriptor],
+    slot: int,
+    parent: int,
+    start_method: str,
+    queues: tuple[Any, Any] | None,
+    to_close: Sequence[int],
+    begin: tuple[Any, ...] | None,
+) -> None:
+    """Run a worker's process.
 
     Args:
-        tasks: the pipe it reads.
-        results: the pipe it writes.
-        beside: the socket.
-        counters: the shared memory of all workers of the pool.
+        descriptors: the pipes of tasks and of results, the socket, the memory that all share.
         slot: its place in the pool.
-        work: the pool's `worker`.
-        maxtasks: tasks until it ends.
+        parent: the pool's process.
+        start_method: how it was started.
+        queues: of a pool that has its own: of tasks and of results.
+        to_close: in a forked process, what else of the pool is open.
+        begin: in a forked process, what others get through the pipe: what it runs, the function
+            that it begins with, and its arguments; tasks until it ends; whether tensors in results
+            are copied; `recurse` of `pickling.Pickler`.
     """
-
-    def __init__(
-        self,
-        tasks: int,
-        results: int,
-        beside: int,
-        counters: int,
-        *,
-        slot: int,
-        work: Callable[..., None],
-        maxtasks: int | None,
-    ) -> None:
-        fds = (tasks, results, beside, counters)
-        self.descriptors = [protocol.InheritedDescriptor(fd) for fd in fds]
-        self.slot = slot
-        self.work = work
-        self.maxtasks = maxtasks
-        self.start_method = "spawn"
-        self.parent = os.getpid()
-        self.is_timed = False
-        self.copy_tensor = True
-        self.recurse = False
-        # Only a forked process has them: what else of the pool is open in it.
-        self.to_close: list[int] = []
-        # A forked worker takes them as they are, others get them through the pipe.
-        self.initializer: tuple[Callable[..., object] | None, Any] | None = None
-
-
-def main(settings: Settings) -> None:
-    """Run a worker's process."""
-    _end_with_the_pool(settings)
+    _end_with_the_pool(parent, start_method)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    protocol.close_all(settings.to_close)
-    if settings.start_method == "fork":
+    close_all(to_close)
+    if start_method == "fork":
+        from ..processes import use_one_thread
+
         use_one_thread()
-    end = _WorkerEnd(settings)
+    end = _WorkerEnd(descriptors, slot)
     os.register_at_fork(after_in_child=end.disown)
     try:
-        initializer, initargs = end.initializer(settings)
+        work, initializer, initargs, maxtasks, *end.packing = begin or end.begin()
         if initializer is not None:
             initializer(*initargs)
     except BaseException as error:
-        end.send_error(0, protocol.NOT_STARTED, error)
+        end.send_error(0, FAILED, error)
         sys.exit(1)
-    end.send(0, protocol.READY)
-    settings.work(end.get, end.put, None, (), settings.maxtasks)
+    end.send(0, READY)
+    if queues is None:
+        work(end.get, end.put, None, (), maxtasks)
+        return
+    try:
+        work(queues[0].get, _putting(queues[1]), None, (), maxtasks)
+    except BaseException as error:
+        end.send_error(0, FAILED, error)
+        sys.exit(1)
 
 
-def _end_with_the_pool(settings: Settings) -> None:
-    if settings.start_method == "forkserver":
-        threading.Thread(target=_watch, args=(settings.parent,), daemon=True).start()
+def _putting(outqueue: Any) -> Callable[[Any], None]:
+    """Return what puts results, and errors in their place, into a queue of a pool's own."""
+    from ..transport.remote_errors import ExceptionWithTraceback
+
+    def put(result: tuple[int, int, tuple[bool, Any]]) -> None:
+        job, chunk, (success, value) = result
+        if not success:
+            value = ExceptionWithTraceback(value)
+        try:
+            outqueue.put((job, chunk, (success, value)))
+        except Exception as error:
+            unsent = ExceptionWithTraceback(_encoding_error(error, value))
+            outqueue.put((job, chunk, (False, unsent)))
+
+    return put
+
+
+def _end_with_the_pool(parent: int, start_method: str) -> None:
+    if start_method == "forkserver":
+        threading.Thread(target=_watch, args=(parent,), daemon=True).start()
         return
     import ctypes
 
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
     # It may have ended before the system was asked to tell.
-    if os.getppid() != settings.parent:
+    if os.getppid() != parent:
         os._exit(1)
 
 
@@ -177,71 +239,73 @@ def _watch(parent: int) -> None:
 
 
 class _WorkerEnd:
-    """The worker's end of the channel: takes tasks and gives results, one at a time."""
+    """The worker's end of the pipes: takes tasks and gives results, one at a time."""
 
-    def __init__(self, settings: Settings) -> None:
-        self._tasks, self._results, beside, counters = (one.fd for one in settings.descriptors)
+    def __init__(self, descriptors: Sequence[InheritedDescriptor], slot: int) -> None:
+        self._tasks, self._results, beside, counters = (one.fd for one in descriptors)
         self._beside = socket.socket(fileno=beside)
         self._counters = mmap.mmap(counters, 0)
         os.close(counters)
-        self._place = settings.slot * protocol.COUNTER.size
-        self._is_timed = settings.is_timed
-        self._copy_tensor = settings.copy_tensor
-        self._recurse = settings.recurse
+        self._place = slot * NUMBER.size
+        # Whether tensors are copied, and `recurse`.
+        self.packing = [True, False]
         self._functions: dict[int, Callable[..., Any]] = {}
         self._number = 0
         self._is_disowned = False
 
     def disown(self) -> None:
-        """Take note that this is no worker, but a process that a task has forked."""
         self._is_disowned = True
 
-    def initializer(self, settings: Settings) -> tuple[Callable[..., object] | None, Any]:
-        """Return the function that the worker begins with, and its arguments."""
-        if settings.initializer is not None:
-            return settings.initializer
-        packet = os.read(self._tasks, protocol.PACKET_BYTES)
-        if not packet:
+    def begin(self) -> Any:
+        """Return what the worker runs, the function that it begins with, and its arguments."""
+        if not os.read(self._tasks, PACKET_BYTES):
             os._exit(1)
-        _, _, _, _, flags = protocol.TASK.unpack_from(packet)
-        pair: tuple[Callable[..., object] | None, Any] = self._body(packet, 0, flags, 0)
-        return pair
+        return self._from_beside(0)
 
     def get(self) -> Task | None:
         """Return the next task that could be made from its pickle, None at the end."""
         while True:
-            packet = os.read(self._tasks, protocol.PACKET_BYTES)
+            packet = os.read(self._tasks, PACKET_BYTES)
             if not packet:
                 return None
-            number, job, size, kind, flags = protocol.TASK.unpack_from(packet)
-            if kind == protocol.STOP:
+            number, job, size, kind, flags = TASK.unpack_from(packet)
+            if kind == STOP:
                 return None
-            if kind == protocol.FORGET:
-                self._functions.pop(job, None)
+            if kind == FORGET:
+                for (forgotten,) in NUMBER.iter_unpack(packet[TASK.size : TASK.size + size]):
+                    self._functions.pop(forgotten, None)
+                self.send(0, FORGOTTEN)
                 continue
             # From here on the task is lost if this process ends.
-            if self._is_timed:
-                # First: who finds the number already there takes the time to be its own.
-                since = self._place + protocol.NUMBER.size
-                protocol.SINCE.pack_into(self._counters, since, time.monotonic())
-            protocol.NUMBER.pack_into(self._counters, self._place, number)
+            NUMBER.pack_into(self._counters, self._place, number)
             self._number = number
-            func: Any = None
-            body: Any = None
             try:
-                func = self._function(packet, job, size, flags)
-                body = self._body(packet, size, flags, number)
-                if kind == protocol.CALL_PLAIN:
-                    return job, number, func, body, {}
-                if kind == protocol.CALL:
-                    return job, number, func, *body
-                caller = map_caller if kind == protocol.MAP else starmap_caller
-                return job, number, caller, ((func, body),), {}
+                return self._task(packet, job, size, kind, flags)
             except BaseException as error:
-                self.send_error(number, protocol.ERROR, error)
+                self.send_error(number, ERROR, error)
             # Not kept while waiting for the next one.
             del packet
-            func = body = None
+
+    def _task(self, packet: bytes, job: int, size: int, kind: int, flags: int) -> Task:
+        number = self._number
+        # It may come again with tasks that were sent before the first was answered.
+        func = self._functions.get(job)
+        if func is None:
+            if flags & FUNCTION_BESIDE:
+                func = self._from_beside(number)
+            else:
+                func = _decoded(packet[TASK.size : TASK.size + size], ())
+            if kind in (MAP, STARMAP):
+                self._functions[job] = func
+        if flags & BODY_BESIDE:
+            body = self._from_beside(number)
+        else:
+            body = _decoded(memoryview(packet)[TASK.size + size :], ())
+        if kind == CALL_PLAIN:
+            return job, number, func, body, {}
+        if kind == CALL:
+            return job, number, func, *body
+        return job, number, map_caller if kind == MAP else starmap_caller, ((func, body),), {}
 
     def put(self, result: tuple[int, int, tuple[bool, Any]]) -> None:
         """Send the result of the task that was taken last."""
@@ -250,19 +314,17 @@ class _WorkerEnd:
             os._exit(1)
         _, _, (success, value) = result
         if not success:
-            self.send_error(self._number, protocol.ERROR, value)
+            self.send_error(self._number, ERROR, value)
             return
         try:
             data, is_beside = self._encoded(value)
         except BaseException as reason:
-            texts = f"{type(reason).__name__}: {reason}"[:_TEXT_LIMIT], _short_repr(value)
-            self.send(self._number, protocol.NOT_ENCODED, pickle.dumps(texts))
+            self.send_error(self._number, ERROR, _encoding_error(reason, value))
         else:
-            self.send(self._number, protocol.VALUE, data, beside=is_beside)
+            self.send(self._number, VALUE, data, beside=is_beside)
 
     def send(self, number: int, kind: int, data: bytes = b"", *, beside: bool = False) -> None:
-        """Write one result."""
-        left = protocol.RESULT.pack(number, len(data), kind, beside) + data
+        left = RESULT.pack(number, len(data), kind, beside) + data
         while left:
             left = left[os.write(self._results, left) :]
 
@@ -275,30 +337,12 @@ class _WorkerEnd:
         # There may be too little memory for it.
         except BaseException:
             texts = type(error).__qualname__, str(error)[:_TEXT_LIMIT]
-            self.send(number, protocol.BARE_ERROR, pickle.dumps(texts))
+            self.send(number, BARE_ERROR, pickle.dumps(texts))
             return
         self.send(number, kind, data)
 
-    def _function(self, packet: bytes, job: int, size: int, flags: int) -> Callable[..., Any]:
-        # It may come again with tasks that were sent before this one was answered.
-        if job in self._functions:
-            return self._functions[job]
-        if flags & protocol.FUNCTION_BESIDE:
-            func = self._from_beside(self._number)
-        else:
-            func = _decoded(packet[protocol.TASK.size : protocol.TASK.size + size], ())
-        if flags & protocol.STORE:
-            self._functions[job] = func
-        made: Callable[..., Any] = func
-        return made
-
-    def _body(self, packet: bytes, size: int, flags: int, number: int) -> Any:
-        if flags & protocol.BODY_BESIDE:
-            return self._from_beside(number)
-        return _decoded(memoryview(packet)[protocol.TASK.size + size :], ())
-
     def _from_beside(self, number: int) -> Any:
-        return _decoded(*protocol.receive_beside(self._beside, number))
+        return _decoded(*receive_beside(self._beside, number))
 
     def _encoded(self, value: Any) -> tuple[bytes, bool]:
         """Return a value as bytes, and whether descriptors belong to it, which are sent."""
@@ -310,30 +354,34 @@ class _WorkerEnd:
                 return data, False
         from ..transport.wire import pack, release
 
-        packed = pack(value, copy_tensor=self._copy_tensor, recurse=self._recurse)
+        copy_tensor, recurse = self.packing
+        packed = pack(value, copy_tensor=copy_tensor, recurse=recurse)
         if not packed.fds:
             return packed.data, False
         try:
-            protocol.send_beside(self._beside, self._number, b"-", packed.fds)
+            _descriptors.send(self._beside, NUMBER.pack(self._number) + b"-", packed.fds)
         finally:
             release(packed)
         return packed.data, True
 
 
 def _decoded(data: Any, fds: Any) -> Any:
-    if not fds and data[0] == protocol.PICKLE:
+    if not fds and data[0] == PICKLE:
         return pickle.loads(data)
     from ..transport.wire import unpack
 
     return unpack(data, fds)
 
 
-def _short_repr(value: object) -> str:
+def _encoding_error(reason: BaseException, value: object) -> Exception:
+    from ..errors import EncodingError
+
     try:
         text = repr(value)
     except BaseException as error:
         text = f"of type {type(value).__qualname__} (its repr failed: {type(error).__name__})"
-    return text if len(text) <= _TEXT_LIMIT else f"{text[:_TEXT_LIMIT]}..."
+    text = text if len(text) <= _TEXT_LIMIT else f"{text[:_TEXT_LIMIT]}..."
+    return EncodingError(f"{type(reason).__name__}: {reason}"[:_TEXT_LIMIT], text)
 
 
 class CtxPoolStorage:
@@ -347,12 +395,7 @@ class CtxPoolStorage:
 
 
 class WithContext:
-    """A function that is called with the worker's context before its own arguments.
-
-    Args:
-        func: the function.
-        holder: has the context as its `storage`, in each process or in each thread.
-    """
+    """A function that is called with the worker's context before its own arguments."""
 
     def __init__(self, func: Callable[..., Any], holder: Any = CtxPoolStorage) -> None:
         self.func = func

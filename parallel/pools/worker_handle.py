@@ -1,4 +1,4 @@
-"""One worker as its pool sees it: the process, its pipes, and the tasks it has been sent."""
+"""One worker as its pool sees it: its process and pipes, and tasks as they are sent to it."""
 
 from __future__ import annotations
 
@@ -6,21 +6,120 @@ import contextlib
 import fcntl
 import mmap
 import os
+import pickle
 import signal
 import socket
 import threading
 import time
-from collections import deque
-from collections.abc import Iterable, Sequence
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
 from multiprocessing.process import BaseProcess
-from typing import Any
+from types import FunctionType
+from typing import Any, NamedTuple
 
-from ..interrupts import in_one_go
 from ..transport import descriptors as _descriptors
-from ..transport.wire import Packed
-from . import protocol
-from .encoder import EncodedTask, Task
+from ..transport.wire import Packed, pack, release
+from . import worker as protocol
+
+# job, chunk, function, arguments, keyword arguments
+Task = tuple[int, int, Any, Any, Any]
+
+# A function is small where sending it again costs less than waiting for the worker to have it.
+_SMALL_FUNCTION = 512
+# What the C pickler takes without any of our reducers, and what is quickly seen to be such.
+_PLAIN = frozenset({type(None), bool, int, float, str, bytes})
+_SEQUENCES = (list, tuple)
+_SHORT = 16
+_INLINE_BYTES = protocol.PACKET_BYTES - protocol.TASK.size
+_NUMBER = protocol.NUMBER
+
+
+class EncodedTask(NamedTuple):
+    """A task on its way: kind, flags, bytes of function; what follows; what lies beside."""
+
+    kind: int
+    flags: int
+    size: int
+    inline: bytes
+    beside: tuple[Packed, ...]
+
+    def release(self) -> None:
+        for packed in self.beside:
+            release(packed)
+
+
+class Encoder:
+    """Encodes tasks, in any thread.
+
+    Attributes:
+        functions: the pickled function of each job with many tasks; None where it has descriptors,
+            and is pickled for each worker.
+    """
+
+    def __init__(self, *, copy_tensor: bool, recurse: bool) -> None:
+        self.functions: dict[int, Packed | None] = {}
+        self._copy_tensor = copy_tensor
+        self._recurse = recurse
+        self._last: tuple[object, Packed] = None, Packed(b"", ())
+
+    def pack(self, value: Any) -> Packed:
+        """Return a value as it travels."""
+        kind = type(value)
+        if kind in _SEQUENCES and len(value) <= _SHORT and _PLAIN.issuperset(map(type, value)):
+            data = pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
+            if len(data) <= _INLINE_BYTES:
+                return Packed(data, ())
+        return pack(value, copy_tensor=self._copy_tensor, recurse=self._recurse)
+
+    def encode(self, task: Task, known: Mapping[int, bool]) -> EncodedTask:
+        """Return a task for a worker that has the functions of `known` jobs."""
+        job, _, func, args, kwargs = task
+        if func is protocol.map_caller or func is protocol.starmap_caller:
+            kind = protocol.MAP if func is protocol.map_caller else protocol.STARMAP
+            ((func, items),) = args
+            body = self.pack(items)
+            return _encoded(kind, None if known.get(job) else self._function(job, func), body)
+        body = self.pack((args, kwargs) if kwargs else args)
+        kind = protocol.CALL if kwargs else protocol.CALL_PLAIN
+        return _encoded(kind, self._named(func), body)
+
+    def _named(self, func: object) -> Packed:
+        """Return a function as it travels; one that goes by its name is pickled once in a row."""
+        last, packed = self._last
+        if func is last:
+            return packed
+        packed = self.pack(func)
+        if type(func) is FunctionType and not packed.fds and len(packed.data) <= _SMALL_FUNCTION:
+            # A function by value is longer than its name, and may change between two calls.
+            with contextlib.suppress(Exception):
+                if packed.data == pickle.dumps(func, pickle.HIGHEST_PROTOCOL):
+                    self._last = func, packed
+        return packed
+
+    def _function(self, job: int, func: object) -> Packed:
+        packed = self.functions.get(job)
+        if packed is None:
+            packed = self.pack(func)
+            self.functions[job] = None if packed.fds else packed
+        return packed
+
+
+def _encoded(kind: int, function: Packed | None, body: Packed) -> EncodedTask:
+    flags, size, inline = 0, 0, b""
+    beside: tuple[Packed, ...] = ()
+    if function is not None:
+        if function.fds or len(function.data) > _SMALL_FUNCTION:
+            flags = protocol.FUNCTION_BESIDE
+            beside = (function,)
+        else:
+            inline = function.data
+            size = len(inline)
+    if body.fds or size + len(body.data) > _INLINE_BYTES:
+        flags |= protocol.BODY_BESIDE
+        beside = (*beside, body)
+    else:
+        inline += body.data
+    return EncodedTask(kind, flags, size, inline, beside)
+
 
 # Work that is sent ahead of its turn, in seconds: more than the pool takes to see a result.
 _AHEAD_S = 1e-3
@@ -28,15 +127,24 @@ _AHEAD_S = 1e-3
 _LONG_S = 20e-3
 # Of tasks that travel beside the pipe: their memory, and descriptors, are taken while they wait.
 _MOST_BESIDE = 2
+# Jobs that one packet can name.
+_MOST_FORGOTTEN = _INLINE_BYTES // _NUMBER.size
 
 
 class WorkerHandle:
-    """One worker. The pool's lock guards it, except where said.
+    """One worker; the pool's lock guards it, except while a thread sends.
 
     Args:
         slot: the worker's place in the pool.
         counters: the shared memory in which workers say what they have begun.
         maxtasks: tasks until the worker ends, None for no limit.
+
+    Attributes:
+        death_fd: is readable when the process has ended.
+        inflight: the tasks sent and not answered, by number, oldest first.
+        sending: is held by the thread that sends tasks.
+        functions: jobs whose function the worker was sent, and whether it has it for certain.
+        failure: the described error of its initializer.
     """
 
     def __init__(self, slot: int, counters: mmap.mmap, maxtasks: int | None) -> None:
@@ -44,41 +152,34 @@ class WorkerHandle:
         self.pipes = Pipes()
         self.process: BaseProcess | None = None
         self.pid = 0
-        # Readable when the process has ended.
         self.death_fd = -1
         self.is_ready = self.is_stopping = self.is_overdue = False
-        # Is held by the thread that is sending. A new one each time: then it does not matter where
-        # that thread is interrupted.
         self.sending = threading.Lock()
         self.failure: bytes | None = None
         self.kill_at: float | None = None
-        # The tasks sent and not answered, by number, oldest first; those of them with more beside.
         self.inflight: dict[int, Task] = {}
+        self.functions: dict[int, bool] = {}
+        # Tasks with something beside them, and the one that brings a large function.
         self._beside: set[int] = set()
-        # Jobs whose function the worker was sent, and those whose it has for certain; the task that
-        # brings it a large one.
-        self.sent_functions: set[int] = set()
-        self.known: set[int] = set()
         self._pending_function = 0
-        # Jobs to be forgotten; for each command that the worker may not have read yet, the number
-        # of the last task before it.
-        self._to_forget: deque[int] = deque()
-        self._commands: deque[int] = deque()
-        self._is_full = False
+        self._to_forget: list[int] = []
+        self._is_forgetting = self._is_full = False
         self.last_event = time.monotonic()
         self._counters = counters
-        self._place = slot * protocol.COUNTER.size
+        self._place = slot * _NUMBER.size
         self._maxtasks = maxtasks
         self._number = self._answered = 0
         # Seconds per task, smoothed; at first as of a task that is worth one more ahead.
         self._pace = _AHEAD_S
-        protocol.COUNTER.pack_into(counters, self._place, 0, 0.0)
+        _NUMBER.pack_into(counters, self._place, 0)
+        # The task that was last seen to be begun, and since when.
+        self.seen = 0, 0.0
 
     def started(self, process: BaseProcess, *, is_child: bool) -> None:
-        """Take the process in; a process that is no child of this one tells its end in its way."""
+        """Take the process in, which may be a child of a fork server instead."""
         self.process = process
         self.pid = process.pid or 0
-        self.pipes.close_theirs()
+        protocol.close_all(self.pipes.theirs)
         if is_child:
             # Code of the user's may already have waited for it.
             with contextlib.suppress(ProcessLookupError):
@@ -88,14 +189,11 @@ class WorkerHandle:
 
     @property
     def room(self) -> int:
-        """How many tasks the worker can be sent now; the lock is not needed."""
+        """How many tasks the worker can be sent now."""
         used = len(self.inflight)
-        if (
-            not self.is_ready
-            or self.sending.locked()
-            or self.is_stopping
-            or not self.has_room_beside
-        ):
+        if not self.is_ready or self.is_stopping or not self.has_room_beside:
+            return 0
+        if self.sending.locked():
             return 0
         depth = 1
         if self._pace < _LONG_S:
@@ -113,33 +211,25 @@ class WorkerHandle:
         return not self._pending_function and not self._is_full and len(self._beside) < _MOST_BESIDE
 
     @property
-    def begun(self) -> tuple[int, float]:
-        """The number of the task begun last, and when; the lock is not needed."""
-        number, since = protocol.COUNTER.unpack_from(self._counters, self._place)
-        return number, since
+    def begun(self) -> int:
+        """The number of the task begun last."""
+        number: int = _NUMBER.unpack_from(self._counters, self._place)[0]
+        return number
 
-    def send(self, task: Task, encoded: EncodedTask, *then: partial[Any]) -> bool:
-        """Send a task and do what is then to be done, all of it or nothing, whatever interrupts.
-
-        Returns:
-            Whether there was room.
-
-        Raises:
-            OSError: the descriptors cannot be sent, or there is no room and never will be.
-        """
+    def send(self, task: Task, encoded: EncodedTask) -> bool:
+        """Send a task and close its descriptors; return whether there was room."""
         packet = self._packet(task, encoded)
         number = self._number
         # Before it is sent: its answer may be fast.
-        enter = [partial(self.inflight.__setitem__, number, task)]
+        self.inflight[number] = task
         if encoded.beside:
-            enter.append(partial(self._beside.add, number))
+            self._beside.add(number)
             if encoded.flags & protocol.FUNCTION_BESIDE:
-                enter.append(partial(setattr, self, "_pending_function", number))
+                self._pending_function = number
         try:
-            self.pipes.send(number, packet, encoded.beside, enter, then)
+            self.pipes.send(number, packet, encoded.beside)
         except OSError as error:
-            if number in self.inflight:
-                self.taken(number)
+            self.taken(number)
             if isinstance(error, (BrokenPipeError, ConnectionResetError)):
                 # The worker has ended, perhaps with messages unread, which is soon noticed.
                 self.is_stopping = True
@@ -148,29 +238,32 @@ class WorkerHandle:
             else:
                 raise
             return False
+        finally:
+            encoded.release()
         return True
 
     def send_small(self, tasks: Sequence[tuple[Task, EncodedTask]]) -> list[Task]:
         """Send tasks that have nothing beside them; return those there was no room for."""
+        if not tasks:
+            return []
         first = self._number + 1
-        packets = [self._packet(task, encoded) for task, encoded in tasks]
+        packets = [self._packet(*pair) for pair in tasks]
+        self.inflight.update(enumerate((task for task, _ in tasks), first))
         sent = self.pipes.send_small(packets)
-        self.inflight.update(enumerate((task for task, _ in tasks[:sent]), first))
         self._is_full = sent < len(tasks)
-        return [task for task, _ in tasks[sent:]]
+        return [self.taken(number) for number in range(first + sent, first + len(tasks))]
 
     def _packet(self, task: Task, encoded: EncodedTask) -> bytes:
         """Return what goes through the pipe."""
         if not self.inflight:
             self.last_event = time.monotonic()
-        self._number = number = self._number + 1
-        if encoded.flags & protocol.STORE:
-            self.sent_functions.add(task[0])
-        header = protocol.TASK.pack(number, task[0], encoded.size, encoded.kind, encoded.flags)
-        return header + encoded.inline
+        self._number += 1
+        if encoded.kind in (protocol.MAP, protocol.STARMAP):
+            self.functions.setdefault(task[0], False)
+        kind, flags, size, inline, _ = encoded
+        return protocol.TASK.pack(self._number, task[0], size, kind, flags) + inline
 
     def stop(self) -> None:
-        """Let the worker end after what it has been sent."""
         self.is_stopping = True
         self.pipes.command(protocol.STOP)
 
@@ -189,8 +282,8 @@ class WorkerHandle:
             self._pending_function = 0
         task = self.inflight.pop(number)
         # After an error the worker may not even have been able to make the function.
-        if is_value and task[0] in self.sent_functions:
-            self.known.add(task[0])
+        if is_value and task[0] in self.functions:
+            self.functions[task[0]] = True
         return task
 
     def answered(self, count: int, now: float) -> None:
@@ -199,69 +292,59 @@ class WorkerHandle:
         self.last_event = now
         self._is_full = False
         self._answered += count
-        if self._to_forget:
-            self.forget()
         if self._maxtasks is not None and self._answered >= self._maxtasks:
             self.stop()
 
-    def forget(self, *jobs: int) -> None:
-        """Have the worker drop the functions of jobs, now or after some answers.
+    def forget(self, *jobs: int, is_done: bool = False) -> None:
+        """Have the worker drop the functions of jobs; `is_done`: it has dropped those before.
 
-        There are never so many commands that there would be no room for tasks or to stop.
+        One packet at a time, so that there is always room for tasks, and to stop.
         """
-        for job in self.sent_functions.intersection(jobs):
-            self.sent_functions.discard(job)
-            self.known.discard(job)
-            self._to_forget.append(job)
-        begun, _ = self.begun
-        while self._commands and self._commands[0] < begun:
-            self._commands.popleft()
-        while self._to_forget and len(self._commands) < self.pipes.most_commands:
-            self.pipes.command(protocol.FORGET, self._to_forget.popleft())
-            self._commands.append(self._number)
+        self._to_forget += [job for job in jobs if self.functions.pop(job, None) is not None]
+        self._is_forgetting = self._is_forgetting and not is_done
+        if self._to_forget and not self._is_forgetting and self.pipes.can_forget:
+            part = self._to_forget[:_MOST_FORGOTTEN]
+            del self._to_forget[:_MOST_FORGOTTEN]
+            self.pipes.command(protocol.FORGET, b"".join(map(_NUMBER.pack, part)))
+            self._is_forgetting = True
 
     def kill(self, signum: int = signal.SIGKILL) -> None:
-        """Send the process a signal, if it is still there."""
         if self.process is not None and self.process.exitcode is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, signum)
 
     def close(self) -> int | None:
-        """Close the pool's ends; return the exit code of the process, which has ended."""
         self.pipes.close()
         protocol.close_all([self.death_fd])
-        process = self.process
+        process, self.process = self.process, None
         if process is None:
-            self.pipes.close_theirs()
+            protocol.close_all(self.pipes.theirs)
             return None
         process.join()
         exitcode = process.exitcode
-        # Code of the user's may have waited for the process first.
         if exitcode is None:
-            _give_up(process)
-        else:
-            process.close()
-        self.process = None
+            # Code of the user's has waited for the process first.
+            popen: Any = process._popen  # type: ignore[attr-defined]
+            popen.returncode = os.EX_OK
+        process.close()
         return exitcode
-
-
-def _give_up(process: BaseProcess) -> None:
-    """Close what multiprocessing keeps open of a process whose exit code somebody else has read."""
-    popen: Any = process._popen  # type: ignore[attr-defined]
-    popen.returncode = os.EX_OK
-    process.close()
 
 
 # Linux; the module fcntl names them from Python 3.10 on some systems only.
 _F_SETPIPE_SZ = 1031
 _F_GETPIPE_SZ = 1032
 _SLOTS = 64
-_SPARE_SLOTS = 4
 _READ_BYTES = 1 << 18
 
 
 class Pipes:
-    """Both pipes and the socket. Not for two threads at once, except `take_back`."""
+    """The pool's ends of both pipes and of the socket.
+
+    Attributes:
+        theirs: what the worker's process is given: for tasks, for results, and the socket.
+        most_ahead: how many tasks there is room for, besides a command to forget and one to stop.
+        can_forget: whether there is room for such a command at all.
+    """
 
     def __init__(self) -> None:
         reading, self._tasks = os.pipe2(os.O_CLOEXEC | os.O_DIRECT)
@@ -276,50 +359,20 @@ class Pipes:
         with contextlib.suppress(OSError):
             fcntl.fcntl(self._tasks, _F_SETPIPE_SZ, _SLOTS * protocol.PACKET_BYTES)
         slots = fcntl.fcntl(self._tasks, _F_GETPIPE_SZ) // protocol.PACKET_BYTES
-        # How many packets there is room for, some being left for commands.
-        self.most_ahead = max(1, slots - _SPARE_SLOTS)
-        # The last one is for the command to stop.
-        self.most_commands = max(0, slots - self.most_ahead - 1)
-        # What the worker's process is given: for tasks, for results, and the socket.
+        self.most_ahead = max(1, slots - 2)
+        self.can_forget = slots > 2
         self.theirs = (reading, writing, theirs.detach())
         self._buffer = b""
 
     @property
     def fds(self) -> list[int]:
-        """The descriptors that only the pool may have."""
         return [self._tasks, self._taking, self.results, self._beside.fileno()]
 
-    def send(
-        self,
-        number: int,
-        packet: bytes,
-        beside: Sequence[Packed],
-        enter: Sequence[partial[Any]],
-        then: Sequence[partial[Any]],
-    ) -> None:
-        """Send a task and what lies beside it, in one go with other calls of C functions.
-
-        Args:
-            enter: what is called before the worker can have the task.
-            then: what is called when it can.
-
-        Raises:
-            BlockingIOError: there is no room.
-            BrokenPipeError, ConnectionResetError: the worker has ended.
-            OSError: the descriptors cannot be sent.
-        """
-        write = partial(os.write, self._tasks, packet)
-        if not beside:
-            in_one_go(*enter, write, *then)
-            return
-        messages = (
-            _descriptors.sender(
-                self._beside, protocol.NUMBER.pack(number) + packed.data, packed.fds
-            )
-            for packed in beside
-        )
-        with _descriptors.explaining():
-            in_one_go(*messages, *enter, write, *then)
+    def send(self, number: int, packet: bytes, beside: Sequence[Packed]) -> None:
+        """Send a task and what lies beside it."""
+        for packed in beside:
+            _descriptors.send(self._beside, _NUMBER.pack(number) + packed.data, packed.fds)
+        os.write(self._tasks, packet)
 
     def send_small(self, packets: Sequence[bytes]) -> int:
         """Send tasks that have nothing beside them, at once; return how many there was room for."""
@@ -333,33 +386,27 @@ class Pipes:
             return 0
         return -(-written // protocol.PACKET_BYTES)
 
-    def command(self, kind: int, job: int = 0) -> None:
-        """Tell the worker to forget a job or to stop; a worker that has ended is past telling."""
-        with contextlib.suppress(BlockingIOError, BrokenPipeError):
-            os.write(self._tasks, protocol.TASK.pack(0, job, 0, kind, 0))
+    def command(self, kind: int, data: bytes = b"") -> None:
+        """Send a packet that is no task, for which there is room."""
+        with contextlib.suppress(BlockingIOError):
+            os.write(self._tasks, protocol.TASK.pack(0, 0, len(data), kind, 0) + data)
 
     def begin(self, packed: Packed) -> None:
-        """Send the initializer."""
-        protocol.send_beside(self._beside, 0, packed.data, packed.fds)
-        os.write(self._tasks, protocol.TASK.pack(0, 0, 0, protocol.START, protocol.BODY_BESIDE))
+        """Send what the worker begins with."""
+        self.send(0, protocol.TASK.pack(0, 0, 0, protocol.BEGIN, 0), [packed])
 
-    def take_back(self) -> Iterable[int]:
+    def take_back(self) -> Iterator[int]:
         """Yield the numbers of the tasks that the worker has not taken; it gets them no more."""
         commands = []
-        while True:
-            try:
-                packet = os.read(self._taking, protocol.PACKET_BYTES)
-            except BlockingIOError:
-                break
-            if not packet:
-                break
-            number, job, _, kind, _ = protocol.TASK.unpack_from(packet)
-            if number:
-                yield number
-            else:
-                commands.append((kind, job))
-        for kind, job in commands:
-            self.command(kind, job)
+        with contextlib.suppress(BlockingIOError):
+            while packet := os.read(self._taking, protocol.PACKET_BYTES):
+                number = protocol.TASK.unpack_from(packet)[0]
+                if number:
+                    yield number
+                else:
+                    commands.append(packet)
+        for packet in commands:
+            os.write(self._tasks, packet)
 
     def receive(self) -> list[tuple[int, int, Any]]:
         """Return what the worker has written: number, kind, bytes.
@@ -389,12 +436,7 @@ class Pipes:
             if is_all:
                 return found
 
-    def close_theirs(self) -> None:
-        """Close here what the worker has."""
-        protocol.close_all(self.theirs)
-
     def close(self) -> None:
-        """Close the pool's ends."""
         self._beside.close()
         protocol.close_all([self._tasks, self._taking, self.results])
 

@@ -12,7 +12,6 @@ import socket
 import struct
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from functools import partial
 from itertools import accumulate
 
 # Linux takes 253.
@@ -90,13 +89,8 @@ def unbundled(descriptor: int) -> list[int]:
 def send(to: socket.socket, data: bytes, numbers: Sequence[int], flags: int = 0) -> None:
     """Send one message with descriptors, which stay open here."""
     with explaining():
-        sender(to, data, numbers, flags)()
-
-
-def sender(to: socket.socket, data: bytes, numbers: Sequence[int], flags: int = 0) -> partial[int]:
-    """Return a call of a C function that sends one message with descriptors."""
-    rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", numbers))]
-    return partial(to.sendmsg, [data], rights, flags)
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", numbers))]
+        to.sendmsg([data], rights, flags)
 
 
 def receive(source: socket.socket, size: int, flags: int = 0) -> tuple[bytes, list[int]]:

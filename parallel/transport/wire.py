@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import pickle
 import struct
-import sys
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, NamedTuple
@@ -81,16 +80,6 @@ def unpack(data: bytes | memoryview, fds: Sequence[int] = ()) -> Any:
 def release(packed: Packed) -> None:
     """Close the descriptors of a value that has been sent or will not be."""
     _descriptors.close(packed.fds)
-
-
-def prepare() -> None:
-    """Import what tensors need, where there may be any.
-
-    For a thread where no signal handler can raise: an import that is interrupted may hold up those
-    of other threads for ever.
-    """
-    if "torch" in sys.modules:
-        from . import tensors as _tensors  # noqa: F401
 
 
 @cache

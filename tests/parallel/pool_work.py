@@ -194,12 +194,6 @@ def log_and_square(path, number):
     return number * number
 
 
-def log_number(file, number, _more=b""):
-    """Write to an open file of the parent: for forked workers and threads."""
-    os.write(file, b"%d\n" % number)
-    return number
-
-
 initialized = []
 
 

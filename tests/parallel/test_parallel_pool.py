@@ -18,6 +18,7 @@ from stepwrap.parallel import (
     SimpleQueue,
     ThreadPool,
     TimeoutError,
+    WorkerDiedError,
     proxy_ctx_caller,
 )
 
@@ -317,8 +318,16 @@ def test_recursive():
 
 
 def test_worker_of_a_base_pool_dies():
+    """The task that it had is lost, and nothing else."""
+    with BasePool(2) as pool:
+        with pytest.raises(WorkerDiedError, match="SIGKILL"):
+            pool.apply_async(work.kill_self).get(20)
+        assert pool.map(work.square, range(6), 1) == [n * n for n in range(6)]
+
+
+def test_worker_of_a_pool_with_its_own_queues_dies():
     """Which task it had is not known: the pool says that it is broken."""
-    pool = BasePool(2)
+    pool = QueuePool(2)
     with pytest.raises(BrokenPoolError, match="SIGKILL"):
         pool.apply_async(work.kill_self).get(20)
     pool.terminate()

@@ -1,154 +1,109 @@
-"""Signal handlers that raise, Ctrl-C's among them, in the midst of calls: others lose nothing."""
+"""Ctrl-C in a call that waits: it is raised there, and the pool goes on, or ends when told to."""
 
-import gc
-import itertools
+import contextlib
 import os
-import random
 import signal
+import sys
 import threading
-import time
-from collections import Counter
+import traceback
 
 import pool_work as work
 import pytest
-from pool_checks import nothing_left
+from pool_checks import nothing_left, wait_until
 
-from stepwrap.parallel import P2PPool, Pool, ThreadPool
+from stepwrap.parallel import P2PPool, Pool, PoolTerminatedError, ThreadPool
 
 KINDS = {
     "Pool": lambda: Pool(2, start_method="fork"),
     "P2PPool": lambda: P2PPool(2, start_method="fork"),
     "ThreadPool": lambda: ThreadPool(2),
 }
-INTERRUPTS = 80
+CALLS = {
+    "apply": lambda pool, *files: pool.apply(work.wait_for, files),
+    "map": lambda pool, *files: pool.starmap(work.wait_for, [files], 1),
+    "imap": lambda pool, *files: next(pool.imap(lambda pair: work.wait_for(*pair), [files])),
+}
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 
 
-class Interrupt(BaseException):
-    """What the signal's handler raises."""
+@contextlib.contextmanager
+def interrupted_when(condition):
+    """Check that Ctrl-C ends the block; it is pressed once something is the case."""
+    has_come = threading.Event()
 
+    def raise_once(*_):
+        if not has_come.is_set():
+            has_come.set()
+            raise KeyboardInterrupt
 
-def storm(call, pool):
-    """Call again and again, each time until a signal interrupts it, at any step."""
-    armed = []
+    def press():
+        wait_until(condition)
+        # Again: Python does not notice a signal that comes just before it begins to wait.
+        while not has_come.wait(0.1):
+            os.kill(os.getpid(), signal.SIGINT)
 
-    def interrupt(*_):
-        # A signal may be late: another thread may have got it.
-        if armed:
-            raise Interrupt
-
-    delays = random.Random(0)
-    arrived = 0
-    before = signal.signal(signal.SIGALRM, interrupt)
-    # Python ignores what a handler raises in a callback of its collector, and hypothesis has one.
-    gc.disable()
+    before = signal.signal(signal.SIGINT, raise_once)
+    thread = threading.Thread(target=press)
+    thread.start()
     try:
-        for _ in range(INTERRUPTS):
-            try:
-                try:
-                    armed.append(True)
-                    signal.setitimer(signal.ITIMER_REAL, delays.uniform(2e-4, 3e-3))
-                    # Not for ever: what was lost is to be told of below.
-                    until = time.monotonic() + 10
-                    while time.monotonic() < until:
-                        call(pool)
-                finally:
-                    armed.clear()
-            except Interrupt:
-                armed.clear()
-                arrived += 1
+        with pytest.raises(KeyboardInterrupt):
+            yield
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
-        gc.enable()
-    assert arrived == INTERRUPTS
+        thread.join()
+        signal.signal(signal.SIGINT, before)
 
 
-class Other(threading.Thread):
-    """A caller that no signal interrupts; it knows what went wrong, and its tasks."""
-
-    def __init__(self, pool, file, numbers):
-        super().__init__()
-        self.pool, self.file, self.numbers = pool, file, numbers
-        self.wrong, self.tasks = [], []
-        self.may_end = threading.Event()
-
-    def run(self):
-        """Map until told to end."""
-        try:
-            while not self.may_end.is_set():
-                tasks = [(self.file, next(self.numbers)) for _ in range(50)]
-                self.tasks += [number for _, number in tasks]
-                values = self.pool.starmap_async(work.log_number, tasks, 1).get(30)
-                assert values == [number for _, number in tasks]
-        except BaseException as error:
-            self.wrong.append(error)
+def is_joining():
+    frame = sys._current_frames()[threading.main_thread().ident]
+    return any(one.f_code is Pool.join.__code__ for one, _ in traceback.walk_stack(frame))
 
 
-CALLS = {
-    "apply": lambda pool, tasks: [pool.apply(work.log_number, task) for task in tasks],
-    "large": lambda pool, tasks: [
-        pool.apply(work.log_number, (*task, b"x" * 9000)) for task in tasks
-    ],
-    "map": lambda pool, tasks: pool.starmap(work.log_number, tasks, 1),
-}
+def interrupted(call, pool, folder):
+    """Interrupt a call whose task runs; return the file for which the task waits."""
+    begun, go = folder / "begun", folder / "go"
+    with interrupted_when(begun.exists):
+        CALLS[call](pool, str(begun), str(go))
+    return go
 
 
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_interrupted_calls(kind, call, tmp_path):
-    """What others submit runs once, nothing runs twice, and the pool ends."""
-    numbers = itertools.count()
-    file = os.open(tmp_path / "log", os.O_CREAT | os.O_RDWR | os.O_APPEND)
+def test_interrupted_while_waiting(kind, call, tmp_path):
+    """Other calls lose nothing, new ones come through, and the pool can be closed and joined."""
     with nothing_left():
         pool = KINDS[kind]()
-        other = Other(pool, file, numbers)
-        other.start()
-        # What is imported at first use is: Python's imports are not to be interrupted.
-        CALLS[call](pool, [(file, next(numbers))])
-        storm(lambda to: CALLS[call](to, [(file, next(numbers)) for _ in range(30)]), pool)
-        other.may_end.set()
-        other.join(60)
-        assert other.wrong == []
+        other = pool.map_async(work.square, range(50), 1)
+        interrupted(call, pool, tmp_path).touch()
+        assert other.get(30) == pool.map(work.square, range(50), 1) == [n * n for n in range(50)]
         pool.close()
-        pool.join(60)
-        del pool, other.pool
-    ran = Counter(os.pread(file, os.fstat(file).st_size, 0).split())
-    os.close(file)
-    assert set(ran.values()) == {1}
-    assert {b"%d" % number for number in other.tasks} <= set(ran)
+        pool.join(30)
+        del pool, other
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_interrupted_iterators(kind):
-    """They go on or end, and what they give is in its order."""
-    iterators = []
-
-    def call(pool):
-        iterators.append(pool.imap(work.square, range(200), lookahead=5))
-        for _ in iterators[-1]:
-            pass
-
+def test_interrupted_in_join_then_terminated(kind, tmp_path):
+    """What has not come fails, and `join` waits for the workers as if nothing had been."""
+    begun, go = tmp_path / "begun", tmp_path / "go"
     with nothing_left():
         pool = KINDS[kind]()
-        call(pool)
-        storm(call, pool)
-        for iterator in iterators:
-            values = list(iterator)
-            assert values == sorted(set(values))
-        iterators.clear()
-        assert pool.map(work.square, range(50), 1) == [n * n for n in range(50)]
+        call = pool.apply_async(work.wait_for, (str(begun), str(go)))
+        wait_until(begun.exists)
         pool.close()
-        pool.join(60)
-        del pool, iterator
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_interrupted_calls_then_terminate(kind):
-    with nothing_left():
-        pool = KINDS[kind]()
-        pool.map(work.square, range(9), 1)
-        storm(lambda to: to.map_async(work.square, range(100), 1).get(30), pool)
+        with interrupted_when(is_joining):
+            pool.join()
+        assert pool.size() == 2
         pool.terminate()
-        pool.join(60)
-        del pool
+        with pytest.raises(PoolTerminatedError):
+            call.get(0)
+        go.touch()
+        pool.join(30)
+        assert pool.size() == 0
+        del pool, call
+
+
+def test_interrupted_with_block_leaves_nothing(tmp_path):
+    """The exception goes on, and the workers end."""
+    with nothing_left(), KINDS["Pool"]() as pool:
+        interrupted("apply", pool, tmp_path)
+    with pytest.raises(ValueError, match="Pool not running"):
+        pool.apply(work.square, (1,))
