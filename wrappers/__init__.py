@@ -58,12 +58,16 @@ from .sharding.layout import (
 from .sharding.mesh import Mesh, build_mesh, check_axes
 from .sharding.meta_init import meta_parameters
 from .step_data_parallel import StepDataParallel
-from .steps.anomalies import detect_anomalous_params
-from .steps.losses import parse_losses
 from .steps.model import BaseModel, SupervisedModel
 from .steps.preprocess import DataPreprocessor
-from .steps.single import SingleDevice
-from .steps.step_function import StepFunction, check_step_function, with_train_step
+from .steps.step import (
+    SingleDevice,
+    StepFunction,
+    check_step_function,
+    parse_losses,
+    with_train_step,
+)
+from .steps.step_checks import detect_anomalous_params
 from .steps.weight_init import BaseModule, initialize
 from .wrapping import (
     is_model_wrapper,

@@ -16,7 +16,7 @@ from ..collectives import all_gather_object, get_rank, get_world_size
 from ..registry import MODEL_WRAPPERS
 from .ddp.distributed import StepDistributedDataParallel
 from .steps.preprocess import device_of
-from .steps.single import SingleDevice
+from .steps.step import SingleDevice
 from .torch_functions import check_options, option_names
 
 logger = logging.getLogger(__name__)

@@ -28,9 +28,13 @@ from .prepare import (
 from .sharding.agreement import agree
 from .sharding.first_rank import broadcast_first
 from .sharding.mesh import Mesh
-from .steps.single import SingleDevice
-from .steps.step import Steps
-from .steps.step_function import StepFunction, check_step_function, with_train_step
+from .steps.step import (
+    SingleDevice,
+    StepFunction,
+    Steps,
+    check_step_function,
+    with_train_step,
+)
 from .torch_functions import option_names
 
 # They average gradients over a group; without one SingleDevice does the same.

@@ -15,10 +15,10 @@ from torch.nn.parallel import DistributedDataParallel
 from ...registry import MODEL_WRAPPERS
 from ..batchnorm.conversion import convert_sync_batchnorm
 from ..steps.step import Steps, refuse_own_train_step
+from ..steps.step_checks import AveragingWatch, ThawWatch
 from ..torch_functions import check_options, option_names, refuse_double_backward
 from .comm_hooks import read_comm_hook, unannotated
 from .unused import explain_unused, trainable_names
-from .watches import AveragingWatch, ThawWatch
 
 _NAMES = [
     "StepDistributedDataParallel",

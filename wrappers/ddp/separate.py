@@ -14,11 +14,10 @@ from torch import nn
 from ...registry import MODEL_WRAPPERS
 from ..batchnorm.conversion import convert_sync_batchnorm
 from ..steps.preprocess import device_of
-from ..steps.single import SingleDevice
-from ..steps.step import Steps, has_own_train_step
+from ..steps.step import SingleDevice, Steps, has_own_train_step
+from ..steps.step_checks import ThawWatch
 from ..torch_functions import check_options
 from .distributed import StepDistributedDataParallel, broadcast_buffers
-from .watches import ThawWatch
 
 _NAMES = [
     "SeparateDistributedDataParallel",

@@ -19,8 +19,8 @@ from ..sharding.agreement import agree
 from ..sharding.first_rank import broadcast_first
 from ..sharding.mesh import Mesh
 from ..sharding.meta_init import materialise
-from ..steps.anomalies import detect_anomalous_params, watch_gradients
 from ..steps.step import OptimizerWrapper, Steps, has_own_train_step
+from ..steps.step_checks import detect_anomalous_params, watch_gradients
 from ..torch_functions import check_options
 from .build import check_model, place_preprocessors, shard_model
 from .mesh import sharding_mesh

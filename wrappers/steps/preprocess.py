@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -10,15 +11,9 @@ from torch import Tensor, nn
 
 from ...registry import MODELS
 
-_FLAT = (list, tuple)
-
 
 def move(data: Any, device: torch.device, non_blocking: bool | None = None) -> Any:
-    """Bring every tensor in nested ``data`` to ``device``.
-
-    Mappings become plain dicts, sequences and namedtuples keep their type, and anything else
-    with a ``to`` method (packed sequences, data elements) is moved by it. Strings, numbers,
-    None and other objects come back as they are.
+    """Bring every tensor in nested ``data`` to ``device``, as ``DataPreprocessor.cast_data`` says.
 
     Args:
         non_blocking: whether to continue while tensors are copied; None: for pinned ones.
@@ -58,14 +53,8 @@ def _move_all(items: Any, device: torch.device, non_blocking: bool | None) -> li
 
 def device_of(module: nn.Module) -> torch.device:
     """Device of the first parameter (else buffer) of ``module``, torch's default without one."""
-    for tensor in _tensors(module):
-        return tensor.device
-    return torch.get_default_device()
-
-
-def _tensors(module: nn.Module) -> Iterator[Tensor]:
-    yield from module.parameters()
-    yield from module.buffers()
+    tensor: Tensor | None = next(chain(module.parameters(), module.buffers()), None)
+    return torch.get_default_device() if tensor is None else tensor.device
 
 
 @MODELS.register_module(name=["DataPreprocessor", "BaseDataPreprocessor"])
@@ -118,9 +107,7 @@ class DataPreprocessor(nn.Module):
     def forward(self, data: Any, training: bool = False) -> Any:
         """Move ``data``, and normalise its input where a mean or std was given."""
         data = self.cast_data(data)
-        if self._mean is None and self._std is None:
-            return data
-        return self._replace_input(data)
+        return data if self._mean is None and self._std is None else self._replace_input(data)
 
     def cast_data(self, data: Any) -> Any:
         """Move every tensor in nested ``data`` to the device.
@@ -128,11 +115,10 @@ class DataPreprocessor(nn.Module):
         Mappings become plain dicts, sequences and namedtuples keep their type, other objects with a
         method ``to`` are moved by it, and everything else is returned unchanged.
         """
-        device = self._device
         # Most batches are flat sequences of tensors that are where they should be already.
-        for item in data if type(data) in _FLAT else (None,):
-            if not (isinstance(item, Tensor) and item.device == device):
-                return move(data, device, self.non_blocking)
+        for item in data if type(data) in (list, tuple) else (None,):
+            if not (isinstance(item, Tensor) and item.device == self._device):
+                return move(data, self._device, self.non_blocking)
         return data
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> DataPreprocessor:
