@@ -20,9 +20,8 @@ from .blocks.activation_checkpointing import checkpoint_activations
 from .blocks.blocks import find_blocks
 from .blocks.compiling import compile_model
 from .ddp.comm_hooks import CommHook
-from .ddp.distributed import StepDistributedDataParallel
+from .ddp.distributed import StepDistributedDataParallel, UnusedParametersError
 from .ddp.separate import SeparateDistributedDataParallel
-from .ddp.unused import UnusedParametersError
 from .optimizers.amp import AmpOptimWrapper
 from .optimizers.closures import refuse_without_closure
 from .optimizers.fused import build_optimizer

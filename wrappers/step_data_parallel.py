@@ -16,7 +16,7 @@ from .replicas.data_parallel import ReplicationCallbackDataParallel
 from .replicas.scatter_gather import dict_gather, join, share_of_each
 from .steps.preprocess import move
 from .steps.step import Steps, refuse_own_train_step
-from .torch_functions import check_options, uncompiled
+from .torch_functions import check_options, merged_signature, uncompiled
 
 _OPTIONS = {
     name: option
@@ -90,11 +90,7 @@ class StepDataParallel(Steps, ReplicationCallbackDataParallel):
     @classmethod
     def config_signature(cls) -> inspect.Signature:
         """The arguments with those of the base class in place of ``**options``."""
-        own = inspect.signature(cls.__init__).parameters.values()
-        kept = [one for one in own if one.name != "self" and one.kind is not one.VAR_KEYWORD]
-        if any(one.kind is one.VAR_KEYWORD for one in own):
-            kept += _OPTIONS.values()
-        return inspect.Signature(kept)
+        return merged_signature(cls.__init__, _OPTIONS.values())
 
     @uncompiled("its copies are new modules in other threads")
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:

@@ -30,6 +30,24 @@ def check_options(owner: str, given: Iterable[str], allowed: Sequence[str]) -> N
             raise TypeError(f"{owner} has no argument {name!r}; {hint}")
 
 
+def merged_signature(
+    method: Callable[..., Any], further: Iterable[inspect.Parameter], without: Iterable[str] = ()
+) -> inspect.Signature:
+    """The signature of ``method`` with parameters of others in place of its ``**options``.
+
+    Args:
+        further: these, which become keyword parameters.
+        without: names that are not taken over.
+    """
+    own = [one for one in inspect.signature(method).parameters.values() if one.name != "self"]
+    if own[-1].kind is own[-1].VAR_KEYWORD:
+        own.pop()
+        taken = {"self", *without, *(one.name for one in own)}
+        kind = inspect.Parameter.KEYWORD_ONLY
+        own += [one.replace(kind=kind) for one in further if one.name not in taken]
+    return inspect.Signature(own)
+
+
 def refuse_double_backward(output: Any, why: str) -> None:
     """Let a backward with ``create_graph=True`` through ``output`` raise RuntimeError.
 
@@ -59,7 +77,7 @@ def uncompiled(reason: str) -> Callable[[_Function], _Function]:
     """Let ``torch.compile`` around a function leave it as it is, with all that it calls.
 
     Args:
-        reason: what ``fullgraph=True``, where that is an error, is told.
+        reason: for the error of ``fullgraph=True``.
     """
 
     def decorate(function: _Function) -> _Function:

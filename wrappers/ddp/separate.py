@@ -16,7 +16,7 @@ from ..batchnorm.conversion import convert_sync_batchnorm
 from ..steps.preprocess import device_of
 from ..steps.step import SingleDevice, Steps, has_own_train_step
 from ..steps.step_checks import ThawWatch
-from ..torch_functions import check_options
+from ..torch_functions import merged_signature
 from .distributed import StepDistributedDataParallel, broadcast_buffers
 
 _NAMES = [
@@ -138,8 +138,7 @@ class SeparateDistributedDataParallel(Steps, nn.Module):
     @classmethod
     def check_options(cls, options: Mapping[str, Any]) -> None:
         """Raise TypeError or ValueError for an option that this class does not take."""
-        names = [name for name in cls.config_signature().parameters if name != "module"]
-        check_options(cls.__name__, options, names)
+        super().check_options(options)
         StepDistributedDataParallel.check_options(
             {k: v for k, v in options.items() if k not in _NOT_FOR_CHILDREN}
         )
@@ -147,18 +146,8 @@ class SeparateDistributedDataParallel(Steps, nn.Module):
     @classmethod
     def config_signature(cls) -> inspect.Signature:
         """The arguments with those of a child's wrapper in place of ``**ddp_kwargs``."""
-        own = list(inspect.signature(cls.__init__).parameters.values())[1:]
-        if own[-1].kind is not inspect.Parameter.VAR_KEYWORD:
-            return inspect.Signature(own)
-        own.pop()
-        taken = {*_NOT_FOR_CHILDREN, *(one.name for one in own)}
         further = StepDistributedDataParallel.config_signature().parameters.values()
-        own += [
-            one.replace(kind=inspect.Parameter.KEYWORD_ONLY)
-            for one in further
-            if one.name not in taken
-        ]
-        return inspect.Signature(own)
+        return merged_signature(cls.__init__, further, _NOT_FOR_CHILDREN)
 
     @classmethod
     def without_group(cls, module: nn.Module, options: Mapping[str, Any]) -> SingleDevice:

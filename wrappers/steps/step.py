@@ -15,6 +15,7 @@ from torch.nn.modules.module import _has_any_global_hook
 from ...collectives import explain_transport
 from ...registry import MODEL_WRAPPERS
 from ..sharding.layout import refusal
+from ..torch_functions import check_options
 from .preprocess import DataPreprocessor, device_of
 from .step_checks import detect_anomalous_params, watch_gradients
 
@@ -249,6 +250,17 @@ class Steps:
         function: Callable[..., Any] = model.data_preprocessor
         return function
 
+    @classmethod
+    def config_signature(cls) -> inspect.Signature:
+        """The arguments, also those that pass through as ``**options``."""
+        return inspect.signature(cls)
+
+    @classmethod
+    def check_options(cls, options: Mapping[str, Any]) -> None:
+        """Raise TypeError for an option that this class does not take."""
+        names = [name for name in cls.config_signature().parameters if name != "module"]
+        check_options(cls.__name__, options, names)
+
     def _prepare_steps(self, detect: bool) -> None:
         """Set what the steps need; called by the wrappers once the module is theirs."""
         self.detect_anomalous_params = detect
@@ -384,13 +396,7 @@ def with_train_step(wrapper: type[_W], function: StepFunction) -> type[_W]:
                 f"the training step {name} must return a dict of what to log, got "
                 f"{type(logs).__name__}"
             )
-        for key, value in logs.items():
-            if not hasattr(value, "__float__"):
-                raise TypeError(
-                    f"the training step {name} must return numbers or tensors, got {key}={value!r}"
-                )
-        # With its graph a value would keep that until it is logged.
-        return {k: v.detach() if isinstance(v, Tensor) else v for k, v in logs.items()}
+        return {key: _loggable(name, key, value) for key, value in logs.items()}
 
     members = {
         "train_step": train_step,
@@ -416,6 +422,15 @@ def check_step_function(function: Any) -> None:
             f"the training step {_name_of(function)} must take (wrapper, data, optim_wrapper): "
             f"{error}"
         ) from error
+
+
+def _loggable(name: str, key: str, value: Any) -> Any:
+    if not hasattr(value, "__float__"):
+        raise TypeError(
+            f"the training step {name} must return numbers or tensors, got {key}={value!r}"
+        )
+    # With a graph it would keep that until it is logged.
+    return value.detach() if isinstance(value, Tensor) else value
 
 
 def _name_of(function: Any) -> str:
