@@ -35,8 +35,7 @@ from .optimizers.param_names import (
     share_parameters,
 )
 from .prepare import Preparation, check_preparation, freeze_parameters, model_checks, prepare_model
-from .replicas.data_parallel import ReplicationCallbackDataParallel
-from .replicas.patched_parallel import patch_replication_callback
+from .replicas.data_parallel import ReplicationCallbackDataParallel, patch_replication_callback
 from .replicas.replicate import CallbackContext, exec_data_parallel_replication_callback
 from .replicas.scatter_gather import dict_gather, user_scattered
 from .replicas.session import ReplicationError, ReplicationSession

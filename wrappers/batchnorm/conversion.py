@@ -19,7 +19,7 @@ from torch.nn.modules.batchnorm import (
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.utils.parametrize import is_parametrized
 
-from ..replicas.patched_parallel import patch_replication_callback
+from ..replicas.data_parallel import patch_replication_callback
 from .sync_batchnorm import (
     SynchronizedBatchNorm,
     SynchronizedBatchNorm1d,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from itertools import chain
 from typing import Any
 
@@ -12,8 +13,7 @@ from torch.nn.parallel import DataParallel
 
 from ...registry import MODEL_WRAPPERS
 from ..torch_functions import uncompiled
-from .copies import run_copies
-from .replicate import parts_of, refuse_compiled, replicate, run_callbacks
+from .replicate import parts_of, refuse_compiled, replicate, run_callbacks, run_copies
 from .scatter_gather import Gather, Scatter, Scattered, dict_gather, scatter_batch, user_scattered
 from .session import ReplicationSession
 
@@ -175,6 +175,57 @@ class ReplicationCallbackDataParallel(DataParallel[nn.Module]):
         if self.output_device is None:
             return self._devices()[0]
         return _device(self.output_device, "output_device")
+
+
+def patch_replication_callback(data_parallel: DataParallel[Any]) -> None:
+    """Have a ``DataParallel`` made elsewhere run the callbacks, as if it were one of ours.
+
+    Works in place, once however often it is called, and stays through ``deepcopy`` and pickle.
+    Its type becomes ``ReplicationCallbackDataParallel``, or a subclass of that and of its own
+    type, whose overridden methods are used.
+
+    Raises:
+        AssertionError: not a ``DataParallel``.
+    """
+    if not isinstance(data_parallel, DataParallel):
+        # As documented by the systems this is for.
+        raise AssertionError(f"expected a DataParallel, got {type(data_parallel).__name__}")
+    data_parallel.__class__ = _patched(type(data_parallel))  # type: ignore[arg-type]
+
+
+class _Patched:
+    """What a patched object has in front of the methods of its own class."""
+
+    _patched_from: type[DataParallel[Any]]
+
+    def replicate(self, module: nn.Module, device_ids: Sequence[Any]) -> list[nn.Module]:
+        """Copy by the own class, which may do it without ours; call back in either case."""
+        copies: list[nn.Module] = super().replicate(module, device_ids)  # type: ignore[misc]
+        called: list[nn.Module] = self._called_back(copies)  # type: ignore[attr-defined]
+        return called
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # The class has no name to be found under: it is made again from the original one.
+        make, arguments, *rest = tuple(super().__reduce_ex__(protocol))
+        original = (self._patched_from if one is type(self) else one for one in arguments)
+        return _make_patched, (make, tuple(original)), *rest
+
+
+@cache
+def _patched(kind: type[DataParallel[Any]]) -> type[DataParallel[Any]]:
+    if issubclass(kind, ReplicationCallbackDataParallel):
+        return kind
+    if kind is DataParallel:
+        return ReplicationCallbackDataParallel
+    # Ours comes last, where the original class looks for torch's.
+    names = {"_patched_from": kind, "__module__": kind.__module__}
+    return type(kind.__name__, (_Patched, kind, ReplicationCallbackDataParallel), names)
+
+
+def _make_patched(make: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+    made = make(*arguments)
+    patch_replication_callback(made)
+    return made
 
 
 def _device(given: Any, setting: str) -> torch.device:
