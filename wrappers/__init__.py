@@ -3,7 +3,6 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from .auto import auto
 from .batchnorm.conversion import (
     convert_model,
     convert_sync_batchnorm,
@@ -16,9 +15,7 @@ from .batchnorm.sync_batchnorm import (
     SynchronizedBatchNorm3d,
     set_sbn_eps_mode,
 )
-from .blocks.activation_checkpointing import checkpoint_activations
-from .blocks.blocks import find_blocks
-from .blocks.compiling import compile_model
+from .blocks import checkpoint_activations, compile_model, find_blocks
 from .ddp.comm_hooks import CommHook
 from .ddp.distributed import StepDistributedDataParallel, UnusedParametersError
 from .ddp.separate import SeparateDistributedDataParallel
@@ -68,6 +65,7 @@ from .steps.step import (
 from .steps.step_checks import detect_anomalous_params
 from .steps.weight_init import BaseModule, initialize
 from .wrapping import (
+    auto,
     is_model_wrapper,
     is_module_wrapper,
     steps_in_group_only,

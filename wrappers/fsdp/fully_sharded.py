@@ -14,7 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from ...registry import MODEL_WRAPPERS
 from ..batchnorm.conversion import convert_sync_batchnorm
-from ..blocks.blocks import BlockSpec
+from ..blocks import BlockSpec
 from ..sharding.agreement import agree
 from ..sharding.first_rank import broadcast_first
 from ..sharding.mesh import Mesh

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.fsdp.wrap import CustomPolicy
 
 from ...registry import did_you_mean
-from ..blocks.blocks import BlockSpec
+from ..blocks import BlockSpec
 from ..sharding.mesh import Mesh
 from ..torch_functions import check_options
 from .values import arguments_in, flag, member, read_function, read_offload, read_precision

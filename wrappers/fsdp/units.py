@@ -14,7 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ...registry import did_you_mean
-from ..blocks.blocks import find_blocks
+from ..blocks import find_blocks
 from ..steps.step import has_own_train_step
 from .options import FsdpOptions, WrapPolicy
 

@@ -128,7 +128,7 @@ class Steps:
                 raise
             return own_logs
         with optim_wrapper.optim_context(self):
-            data = self._preprocess(model)(data, training=True)
+            data = _preprocessor_of(self, model)(data, training=True)
             args, kwargs = (data, {}) if isinstance(data, (list, tuple)) else as_call(data)
             try:
                 losses = (model if self._direct else self)(*args, **kwargs, mode="loss")
@@ -225,30 +225,12 @@ class Steps:
         step = getattr(model, name, None)
         if step is not None:
             return step(data)
-        args, kwargs = as_call(self._preprocess(model)(data, training=False))
+        args, kwargs = as_call(_preprocessor_of(self, model)(data, training=False))
         try:
             return model(*args, **kwargs, mode="predict")
         except (TypeError, RuntimeError) as error:
             _explain_forward(model, error)
             raise
-
-    def _preprocess(self, model: Any) -> Callable[..., Any]:
-        for owner, name in ((model, "data_preprocessor"), (self, "_preprocessor")):
-            preprocess = owner._modules.get(name)
-            if type(preprocess) is DataPreprocessor and not (
-                preprocess._forward_pre_hooks
-                or preprocess._forward_hooks
-                or preprocess._backward_pre_hooks
-                or preprocess._backward_hooks
-                or preprocess._compiled_call_impl
-                or _has_any_global_hook()  # type: ignore[no-untyped-call]
-            ):
-                # The bare method: nn.Module's call around it costs more than its work.
-                return preprocess.forward
-            if preprocess is not None:
-                return preprocess  # type: ignore[no-any-return]
-        function: Callable[..., Any] = model.data_preprocessor
-        return function
 
     @classmethod
     def config_signature(cls) -> inspect.Signature:
@@ -306,6 +288,25 @@ class SingleDevice(Steps, nn.Module):
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Call the model."""
         return self.module(*inputs, **kwargs)
+
+
+def _preprocessor_of(wrapper: Any, model: Any) -> Callable[..., Any]:
+    for owner, name in ((model, "data_preprocessor"), (wrapper, "_preprocessor")):
+        preprocess = owner._modules.get(name)
+        if type(preprocess) is DataPreprocessor and not (
+            preprocess._forward_pre_hooks
+            or preprocess._forward_hooks
+            or preprocess._backward_pre_hooks
+            or preprocess._backward_hooks
+            or preprocess._compiled_call_impl
+            or _has_any_global_hook()  # type: ignore[no-untyped-call]
+        ):
+            # The bare method: nn.Module's call around it costs more than its work.
+            return preprocess.forward
+        if preprocess is not None:
+            return preprocess  # type: ignore[no-any-return]
+    function: Callable[..., Any] = model.data_preprocessor
+    return function
 
 
 def as_call(data: Any) -> tuple[Sequence[Any], Mapping[str, Any]]:
