@@ -17,7 +17,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from ..collectives import all_gather_object, get_rank, get_world_size
 from ..registry import MODEL_WRAPPERS, Registry
 from .ddp.distributed import StepDistributedDataParallel
-from .ddp.separate import SeparateDistributedDataParallel
+from .ddp.separate import SeparateDistributedDataParallel, check_children
 from .prepare import (
     Preparation,
     freeze_parameters,
@@ -111,7 +111,7 @@ def wrap_model(
         RuntimeError: a wrapper with a step of its own needs a process group, and there is none.
     """
     if is_model_wrapper(model):
-        return _wrapped_already(model, wrapper, bool(options or mesh or prepare or train_step))
+        return _wrapped_already(model, bool(wrapper or options or mesh or prepare or train_step))
     if train_step is not None:
         check_step_function(train_step)
     prepare, ranks = prepare or Preparation(), mesh or Mesh({"data": get_world_size()})
@@ -119,18 +119,11 @@ def wrap_model(
     agree(partial(_prepared, wrapper, model, ranks, prepare, options), ranks.device_mesh)
     is_meta = any(one.is_meta for one in model.parameters())
     if wrapper is auto:
-        must_shard = "the mesh has a shard axis" if "shard" in ranks.axes else ""
-        if is_meta:
-            must_shard = must_shard or "the parameters are on the meta device"
         split = split_parameters(model, prepare)
-        wrapper, options = _choose(
-            model, ranks, options, device=device, split=split, must_shard=must_shard
-        )
-    misfits = wrapper_misfits(
-        wrapper, ranks.data_size, tuple(ranks.axes), is_meta=is_meta and device is not None
-    )
-    for problem in misfits.values():
-        raise ValueError(problem)
+        wrapper, options = _choose(model, ranks, options, device=device, split=split)
+    is_filled = is_meta and device is not None
+    for told in wrapper_misfits(wrapper, ranks.data_size, ranks.axes, is_meta=is_filled).values():
+        raise ValueError(told)
     shards = takes_mesh(wrapper)
     if device is not None and shards and is_meta:
         options["device_id"] = options.get("device_id") or torch.device(device)
@@ -225,8 +218,8 @@ def _signature(wrapper: Any) -> inspect.Signature:
     return signature
 
 
-def _wrapped_already(model: nn.Module, wrapper: Any, has_options: bool) -> nn.Module:
-    if wrapper is not None or has_options:
+def _wrapped_already(model: nn.Module, has_options: bool) -> nn.Module:
+    if has_options:
         raise TypeError(
             f"the model is already wrapped in {type(model).__name__}: give the bare model, "
             "or no wrapper, no wrapper options and no train_step"
@@ -245,36 +238,27 @@ def _wrapped(
     options: dict[str, Any],
     train_step: StepFunction | None,
 ) -> nn.Module:
+    kind: Any = wrapper
     grouped = distributed.is_available() and distributed.is_initialized()
     if not grouped and isinstance(wrapper, type) and issubclass(wrapper, _IN_GROUPS):
-        return _without_group(wrapper, model, options, train_step)
-    if mesh.device_mesh is not None and takes_mesh(wrapper):
+        if steps_in_group_only(wrapper):
+            raise RuntimeError(
+                f"{wrapper.__name__} has a train_step of its own and needs a process group; start "
+                "several processes, or write the step as a subclass of SingleDevice"
+            )
+        if issubclass(wrapper, SeparateDistributedDataParallel):
+            check_children(model)
+        kind, known = SingleDevice, option_names(SingleDevice)
+        options = {name: value for name, value in options.items() if name in known}
+    elif mesh.device_mesh is not None and takes_mesh(wrapper):
         options = {"mesh": mesh, **options}
     elif mesh.data_group is not None and "process_group" in _signature(wrapper).parameters:
         options = {"process_group": mesh.data_group, **options}
-    kind: Any = wrapper
     kind = with_train_step(kind, train_step) if train_step else kind
     wrapped: nn.Module = kind(model, **options)
     if isinstance(wrapped, Steps) and wrapped.data_group is None:
         wrapped.data_group = mesh.data_group
     return wrapped
-
-
-def _without_group(
-    wrapper: Any, model: nn.Module, options: dict[str, Any], train_step: StepFunction | None
-) -> nn.Module:
-    if steps_in_group_only(wrapper):
-        raise RuntimeError(
-            f"{wrapper.__name__} has a train_step of its own and needs a process group; start "
-            "several processes, or write the step as a subclass of SingleDevice"
-        )
-    alone = with_train_step(SingleDevice, train_step) if train_step else SingleDevice
-    if issubclass(wrapper, SeparateDistributedDataParallel):
-        made: nn.Module = wrapper.without_group(model, options)
-        return made if train_step is None else alone(model)
-    wrapper.check_options(options)
-    known = option_names(SingleDevice)
-    return alone(model, **{name: options[name] for name in options if name in known})
 
 
 @MODEL_WRAPPERS.register_module(name="auto")
@@ -322,7 +306,6 @@ def _choose(
     *,
     device: torch.device | str | None = None,
     split: Collection[nn.Parameter] = (),
-    must_shard: str = "",
 ) -> tuple[type[nn.Module], dict[str, Any]]:
     """Return the wrapper that suits ``model`` with its options, and log why at rank 0.
 
@@ -332,16 +315,18 @@ def _choose(
         options: those of ``auto``.
         device: where the model is going to be; default: where it is.
         split: parameters that are going to be shared out over the tensor group.
-        must_shard: why only fsdp can be; "" where all can.
     """
     check_options("auto", options, [name for name in option_names(auto) if name != "module"])
     for name in _WRAPPERS:
         if options.get(name):
             _wrapper(name).check_options(options[name])
-    name, why = "fsdp", must_shard
-    if not must_shard and mesh.data_size == 1:
+    if "shard" in mesh.axes:
+        name, why = "fsdp", "the mesh has a shard axis"
+    elif any(one.is_meta for one in model.parameters()):
+        name, why = "fsdp", "the parameters are on the meta device"
+    elif mesh.data_size == 1:
         name, why = "single", "there is one data rank"
-    elif not must_shard:
+    else:
         states = options.get("optimizer_states", 2)
         needed = _copy_bytes(model, split, mesh.tensor_size, states) / _GIB
         limit, source = options.get("memory_gib"), "memory_gib"
@@ -386,13 +371,9 @@ def _available(device: torch.device) -> float:
     ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE") or get_world_size())
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0] / -(-ranks_here // torch.cuda.device_count())
-    return _machine_bytes() / ranks_here
-
-
-def _machine_bytes() -> float:
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
     except OSError:
-        return float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / ranks_here
     fields = dict(line.split(":", 1) for line in lines)
-    return float(fields["MemAvailable"].split()[0]) * 1024
+    return float(fields["MemAvailable"].split()[0]) * 1024 / ranks_here

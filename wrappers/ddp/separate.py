@@ -14,7 +14,7 @@ from torch import nn
 from ...registry import MODEL_WRAPPERS
 from ..batchnorm.conversion import convert_sync_batchnorm
 from ..steps.preprocess import device_of
-from ..steps.step import SingleDevice, Steps, has_own_train_step
+from ..steps.step import Steps, has_own_train_step
 from ..steps.step_checks import ThawWatch
 from ..torch_functions import merged_signature
 from .distributed import StepDistributedDataParallel, broadcast_buffers
@@ -148,24 +148,6 @@ class SeparateDistributedDataParallel(Steps, nn.Module):
         """The arguments with those of a child's wrapper in place of ``**ddp_kwargs``."""
         further = StepDistributedDataParallel.config_signature().parameters.values()
         return merged_signature(cls.__init__, further, _NOT_FOR_CHILDREN)
-
-    @classmethod
-    def without_group(cls, module: nn.Module, options: Mapping[str, Any]) -> SingleDevice:
-        """Return what stands in for this wrapper where there is one process and no group.
-
-        Options and model are checked as with a group.
-
-        Raises:
-            RuntimeError: the class has a train_step of its own.
-        """
-        if cls.train_step is not Steps.train_step:
-            raise RuntimeError(
-                f"{cls.__name__} has a train_step of its own and needs a process group; start "
-                "several processes, or write the step into the model"
-            )
-        cls.check_options(options)
-        check_children(module)
-        return SingleDevice(module)
 
 
 class _Child(StepDistributedDataParallel):
