@@ -222,11 +222,7 @@ def find_checkpointed(model: nn.Module, spec: CheckpointingSpec) -> dict[str, nn
 
 
 def read_checkpointing(spec: Any) -> tuple[Any, bool]:
-    """Return which blocks are meant, and whether random numbers are drawn again alike.
-
-    Raises:
-        TypeError: there is no such option.
-    """
+    """Return which blocks are meant, and whether to preserve the state of the random numbers."""
     options = dict(spec) if isinstance(spec, Mapping) else {"blocks": spec}
     allowed = ["blocks", "preserve_rng_state", "classes", "min_params"]
     check_options("activation_checkpointing", options, allowed)

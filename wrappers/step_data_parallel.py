@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
+from functools import reduce
 from itertools import chain
 from typing import Any
 
@@ -32,12 +33,10 @@ class StepDataParallel(Steps, ReplicationCallbackDataParallel):
     For one process and a batch that is split over several devices. In a training step
     (``mode="loss"``) the losses of the copies become those of the whole batch: losses without
     dimensions are averaged, each copy weighted by its part of the batch (the size of the first
-    tensor among its inputs), so that a mean over samples is the mean over the whole batch, and
-    a penalty that knows no samples stays as it is, for any sizes of the chunks. Losses with
-    dimensions are concatenated, as one per sample. A sum over samples is averaged as well and
-    so comes out smaller than of the whole batch; return the samples' losses, or a mean,
-    instead. So is a mean that counts samples unequally (ignored labels, class weights), which
-    then differs from the whole batch's. In ``mode="predict"`` lists are concatenated.
+    tensor among its inputs). So a mean over samples is the mean over the whole batch, but a sum
+    over samples comes out smaller, and a mean that counts samples unequally (ignored labels,
+    class weights) differs: return the samples' losses instead. Losses with dimensions are
+    concatenated, as one per sample. In ``mode="predict"`` lists are concatenated.
 
     ``val_step`` and ``test_step`` evaluate on the first device, without copies, by the model's
     own steps: their results need not be joinable.
@@ -126,9 +125,5 @@ def _averaged(parts: list[Tensor], shares: list[float], device: torch.device) ->
     if parts[0].ndim:
         joined: Tensor = dict_gather(parts, device)
         return joined
-    if len(parts) == 1:
-        return parts[0].to(device)
-    total = parts[0].to(device) * shares[0]
-    for part, share in zip(parts[1:], shares[1:], strict=True):
-        total = torch.add(total, part.to(device), alpha=share)
-    return total
+    weighted = (part.to(device) * share for part, share in zip(parts, shares, strict=True))
+    return reduce(torch.add, weighted)

@@ -33,12 +33,7 @@ def check_options(owner: str, given: Iterable[str], allowed: Sequence[str]) -> N
 def merged_signature(
     method: Callable[..., Any], further: Iterable[inspect.Parameter], without: Iterable[str] = ()
 ) -> inspect.Signature:
-    """The signature of ``method`` with parameters of others in place of its ``**options``.
-
-    Args:
-        further: these, which become keyword parameters.
-        without: names that are not taken over.
-    """
+    """The signature of ``method`` with ``further`` keyword parameters in place of ``**options``."""
     own = [one for one in inspect.signature(method).parameters.values() if one.name != "self"]
     if own[-1].kind is own[-1].VAR_KEYWORD:
         own.pop()
@@ -49,10 +44,9 @@ def merged_signature(
 
 
 def refuse_double_backward(output: Any, why: str) -> None:
-    """Let a backward with ``create_graph=True`` through ``output`` raise RuntimeError.
+    """Let a backward with ``create_graph=True`` through the tensors in ``output`` raise.
 
     Args:
-        output: what a forward returned, any nesting of tensors.
         why: what is in the way, and what works instead.
     """
     # What is compiled refuses by itself.
@@ -74,11 +68,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def uncompiled(reason: str) -> Callable[[_Function], _Function]:
-    """Let ``torch.compile`` around a function leave it as it is, with all that it calls.
-
-    Args:
-        reason: for the error of ``fullgraph=True``.
-    """
+    """Let ``torch.compile`` leave a function as it is, with all that it calls, for this reason."""
 
     def decorate(function: _Function) -> _Function:
         disabled: Callable[..., Any] | None = None

@@ -18,24 +18,12 @@ from ..collectives import all_gather_object, get_rank, get_world_size
 from ..registry import MODEL_WRAPPERS, Registry
 from .ddp.distributed import StepDistributedDataParallel
 from .ddp.separate import SeparateDistributedDataParallel, check_children
-from .prepare import (
-    Preparation,
-    freeze_parameters,
-    model_checks,
-    prepare_model,
-    split_parameters,
-)
+from .prepare import Preparation, freeze_parameters, model_checks, prepare_model, split_parameters
 from .sharding.agreement import agree
 from .sharding.first_rank import broadcast_first
 from .sharding.mesh import Mesh
 from .steps.preprocess import device_of
-from .steps.step import (
-    SingleDevice,
-    StepFunction,
-    Steps,
-    check_step_function,
-    with_train_step,
-)
+from .steps.step import SingleDevice, StepFunction, Steps, check_step_function, with_train_step
 from .torch_functions import check_options, option_names
 
 logger = logging.getLogger(__name__)
@@ -309,12 +297,8 @@ def _choose(
 ) -> tuple[type[nn.Module], dict[str, Any]]:
     """Return the wrapper that suits ``model`` with its options, and log why at rank 0.
 
-    Every rank must call this.
-
-    Args:
-        options: those of ``auto``.
-        device: where the model is going to be; default: where it is.
-        split: parameters that are going to be shared out over the tensor group.
+    Every rank must call this. ``options`` are those of ``auto``, ``device`` is where the model will
+    be, and ``split`` the parameters to be shared out over the tensor group.
     """
     check_options("auto", options, [name for name in option_names(auto) if name != "module"])
     for name in _WRAPPERS:

@@ -204,10 +204,7 @@ def _refuse_wrapped(module: nn.Module) -> None:
 
 
 def _wrapper_of(module: nn.Module) -> DistributedDataParallel | None:
-    """The live wrapper that ``module`` is inside of.
-
-    Modules do not know what they are in, so all objects are looked through (0.1 s).
-    """
+    """The live wrapper that ``module`` is inside of; looks through all objects (0.1 s)."""
     for one in gc.get_objects():
         # Not isinstance: that runs the code of proxies.
         if not issubclass(type(one), DistributedDataParallel):

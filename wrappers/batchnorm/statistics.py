@@ -25,10 +25,7 @@ _BLOCK = 2**16
 
 
 class Moments(NamedTuple):
-    """Of one chunk: values per channel, their mean and their sum of squared deviations.
-
-    `mean` and `m2` have shape `(channels,)`; they are zeros when there are no values.
-    """
+    """Values per channel of one chunk, their mean and sum of squared deviations."""
 
     num_values: int
     mean: Tensor
@@ -96,11 +93,7 @@ def merge(counts: Sequence[int], means: Tensor, m2s: Tensor) -> Moments:
 
 
 def statistics(merged: Moments, eps: float, mode: EpsMode) -> Statistics:
-    """What to normalise by: (var + eps)^-1/2 for "plus", as torch, or max(var, eps)^-1/2.
-
-    Raises:
-        ValueError: not more than one value per channel.
-    """
+    """What to normalise by: (var + eps)^-1/2 for "plus", max(var, eps)^-1/2 for "clamp"."""
     count, mean, m2 = merged
     if count <= 1:
         size = torch.Size([count, mean.numel()])
@@ -144,11 +137,7 @@ def gradient_sums(dy: Tensor, x: Tensor, stats: Statistics) -> Tensor:
 def input_gradient(
     dy: Tensor, x: Tensor, total: Tensor, *, stats: Statistics, weight: Tensor | None
 ) -> Tensor:
-    """weight * inv_std * (dy - mean(dy) - xhat * mean(dy * xhat)), the means over all chunks.
-
-    Args:
-        total: the sums over all chunks.
-    """
+    """weight * inv_std * (dy - mean(dy) - xhat * mean(dy * xhat)), the means over all chunks."""
     mean_dy, mean_product = (total / stats.num_values).unbind()
     if stats.slope is not None:
         mean_product = mean_product * stats.slope
@@ -244,9 +233,6 @@ class Plan(NamedTuple):
 
         The forward's number and its square travel along. They are summed too, and only where the
         ranks' numbers are all equal can both sums be what each rank expects.
-
-        Raises:
-            CollectiveError: on every rank, when the ranks are in the backward of other forwards.
         """
         if not self.grouped:
             return total

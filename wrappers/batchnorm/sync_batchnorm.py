@@ -80,12 +80,7 @@ class _Place(NamedTuple):
 
 @dataclass
 class _Agreed:
-    """What a layer knows once all ranks have agreed on it.
-
-    Attributes:
-        layer: its number in the group, the same on all ranks.
-        calls: how often it was called since.
-    """
+    """What all ranks have agreed on: the layer's number in the group; and the calls since."""
 
     group: weakref.ref[distributed.ProcessGroup]
     layer: int
@@ -296,14 +291,8 @@ def _merge_ranks(
 ) -> tuple[Moments, bool]:
     """Moments of all ranks, and whether any input's gradient is wanted.
 
-    Every rank must call this, also one that has no values or a problem.
-
-    Args:
-        number: of this call, the same on all ranks.
-
-    Raises:
-        CollectiveError: on every rank, when one has a problem, some but not all will be in
-            the backward, or the ranks are in different layers.
+    Every rank must call this, also one that has no values or a problem. ``number`` is that of this
+    call, the same on all ranks.
     """
     group, device = layer.process_group, own.mean.device
     values = torch.cat([own.mean, own.m2])

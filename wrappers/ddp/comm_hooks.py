@@ -27,10 +27,7 @@ class CommHook:
     """A communication hook with its options; ``bind`` makes it for a group of ranks."""
 
     def bind(self, group: ProcessGroup) -> tuple[Any, HookFunction]:
-        """Return the state and the function that torch's ``register_comm_hook`` takes.
-
-        Every rank of ``group`` must call this.
-        """
+        """What torch's ``register_comm_hook`` takes; every rank of ``group`` must call this."""
         raise NotImplementedError(f"{type(self).__name__} must override bind(group)")
 
 

@@ -17,12 +17,7 @@ from ...registry import MODEL_WRAPPERS
 from ..batchnorm.conversion import convert_sync_batchnorm
 from ..steps.step import Steps, refuse_own_train_step
 from ..steps.step_checks import AveragingWatch, ThawWatch
-from ..torch_functions import (
-    check_options,
-    merged_signature,
-    option_names,
-    refuse_double_backward,
-)
+from ..torch_functions import check_options, merged_signature, option_names, refuse_double_backward
 from .comm_hooks import read_comm_hook, unannotated
 
 _NAMES = [
@@ -261,11 +256,10 @@ def broadcast_buffers(module: nn.Module, group: distributed.ProcessGroup | None)
 
 
 def _explain_unused(error: BaseException, names: Sequence[str], failure: str = "") -> None:
-    """Raise UnusedParametersError where ``error`` is torch's about parameters without a gradient.
+    """Raise a better error for torch's about gradients that did not come.
 
-    Args:
-        names: the trainable parameters when the module was wrapped.
-        failure: the error of the previous update, which is then reported as the cause.
+    ``names`` are the trainable parameters when the module was wrapped; ``failure`` is the error of
+    the previous update, if any.
     """
     text = str(error)
     if "Your training graph has changed in this iteration" in text:

@@ -19,11 +19,7 @@ from ..steps.step_checks import ThawWatch
 from ..torch_functions import merged_signature
 from .distributed import StepDistributedDataParallel, broadcast_buffers
 
-_NAMES = [
-    "SeparateDistributedDataParallel",
-    "MMSeparateDistributedDataParallel",
-    "separate",
-]
+_NAMES = ["SeparateDistributedDataParallel", "MMSeparateDistributedDataParallel", "separate"]
 # What concerns the whole model, and what a child has no use for.
 _NOT_FOR_CHILDREN = ("detect_anomalous_params", "sync_batchnorm", "uneven_inputs")
 

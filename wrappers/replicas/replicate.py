@@ -8,6 +8,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from itertools import accumulate
 from typing import Any, TypeVar
 
 import torch
@@ -97,16 +98,10 @@ def run_callbacks(modules: Sequence[nn.Module], session: ReplicationSession) -> 
 def replicate(module: _T, devices: Sequence[torch.device]) -> list[_T]:
     """Copy ``module`` to every device, through autograd; callbacks are not run.
 
-    On different CUDA devices this is torch's ``replicate``. Everywhere else (CPU, the same
-    device several times): the parameters of every copy are the original ones, or transfers of
-    them to its device, so that the gradients of all copies sum there. Copy 0 has the very
-    buffers of the module, which its forward updates; the other copies have copies of them,
-    which are lost. What occurs twice in the module (tied parameters, shared modules) does so
-    in every copy. Hooks, training flags and other attributes are those of the module.
-    Attributes set in a forward are lost with the copy.
-
-    Raises:
-        TypeError: a part of the module is compiled.
+    By torch on different CUDA devices. Else the parameters of every copy are the original ones, or
+    transfers of them to its device, so that the gradients of all copies sum there; copy 0 has the
+    very buffers of the module, the others have copies. What occurs twice in the module does so in
+    every copy. Attributes set in a forward are lost with the copy.
     """
     refuse_compiled(module)
     if all(device.type == "cuda" for device in devices) and len(set(devices)) == len(devices):
@@ -165,10 +160,7 @@ def _copy(originals: Sequence[nn.Module], device: torch.device, *, is_master: bo
 
 
 def refuse_compiled(module: nn.Module) -> None:
-    """Raise TypeError when ``module`` or a part of it is compiled or scripted.
-
-    Such code runs on the parameters of the original, also when it is called for a copy.
-    """
+    """Raise TypeError when a part of ``module`` is compiled or scripted."""
     if not any(map(_is_compiled, parts_of(module))):
         return
     path, part = next(one for one in module.named_modules() if _is_compiled(one[1]))
@@ -298,11 +290,7 @@ def run_copies(
 
     Each runs in a thread of its own, which has ended when this returns or raises, except copy 0
     of a small model or without a backward to come: that one runs in the calling thread. A copy
-    that fails wakes those that wait for it in the session.
-
-    Raises:
-        BaseException: the error of the copy that failed first, itself, with the copy and its
-            device in a note.
+    that fails wakes the others; the error of the first one is raised, with the copy in a note.
     """
     outputs: list[Any] = [None] * len(modules)
     failures: list[tuple[int, BaseException]] = []
@@ -343,21 +331,17 @@ def _is_first_apart(master: nn.Module, devices: Sequence[torch.device]) -> bool:
     """
     if not torch.is_grad_enabled() or len(set(devices)) == len(devices):
         return False
-    size = 0
-    for part in parts_of(master):
-        for parameter in part._parameters.values():
-            if parameter is not None and parameter.requires_grad:
-                size += parameter.nbytes
-                if size > _LARGE:
-                    return True
-    return False
+    sizes = (
+        one.nbytes
+        for part in parts_of(master)
+        for one in part._parameters.values()
+        if one is not None and one.requires_grad
+    )
+    return any(total > _LARGE for total in accumulate(sizes))
 
 
 def _run_in_threads(work: Callable[[int], None], apart: range, session: ReplicationSession) -> None:
-    """Call ``work`` for the copies of ``apart`` in new threads, and for copy 0 here if it is none.
-
-    On an interrupt all of them end.
-    """
+    """Call ``work`` for the copies ``apart`` in new threads, and for copy 0 here if it is none."""
     # Daemons: after a second interrupt, a copy that never ends does not keep the process.
     threads = [
         threading.Thread(

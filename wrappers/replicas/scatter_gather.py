@@ -19,10 +19,7 @@ Gather = Callable[[Sequence[Any], torch.device, int], Any]
 
 
 def scatter_batch(
-    inputs: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    devices: Sequence[torch.device],
-    dim: int = 0,
+    inputs: tuple[Any, ...], kwargs: dict[str, Any], devices: Sequence[torch.device], dim: int = 0
 ) -> Scattered:
     """Cut every tensor into chunks along ``dim``, as ``torch.chunk`` cuts it.
 
@@ -52,10 +49,7 @@ def scatter_batch(
 
 
 def user_scattered(
-    inputs: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    devices: Sequence[torch.device],
-    dim: int = 0,
+    inputs: tuple[Any, ...], kwargs: dict[str, Any], devices: Sequence[torch.device], dim: int = 0
 ) -> Scattered:
     """Take a batch that the caller has split already: one list with an entry per device.
 
@@ -101,10 +95,7 @@ def join(
     leaf: Callable[[list[Tensor]], Tensor],
     other: Callable[[list[Any]], Any] = list,
 ) -> Any:
-    """Join nested ``outputs`` by ``leaf``, which gets the tensors of one place.
-
-    Args:
-        other: gets what is neither a tensor nor a container nor None.
+    """Join nested ``outputs``: tensors of one place by ``leaf``, what is no container by ``other``.
 
     Raises:
         ValueError: the copies returned different keys, lengths or types.
@@ -140,10 +131,7 @@ def join(
 def share_of_each(
     inputs: Sequence[Sequence[Any]], kwargs: Sequence[Mapping[str, Any]], dim: int
 ) -> list[float]:
-    """The part of the batch that each copy has, by the first tensor among its arguments.
-
-    Equal parts where a copy has no tensor, or the whole batch is empty.
-    """
+    """The part of the batch that each copy has, by the first tensor among its arguments."""
     copies = len(inputs)
     sizes = []
     for arguments in zip(inputs, kwargs, strict=True):

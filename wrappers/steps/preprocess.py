@@ -13,11 +13,7 @@ from ...registry import MODELS
 
 
 def move(data: Any, device: torch.device, non_blocking: bool | None = None) -> Any:
-    """Bring every tensor in nested ``data`` to ``device``, as ``DataPreprocessor.cast_data`` says.
-
-    Args:
-        non_blocking: whether to continue while tensors are copied; None: for pinned ones.
-    """
+    """Bring tensors in nested ``data`` to ``device``, as ``cast_data`` below says."""
     if type(data) is list:
         return _move_all(data, device, non_blocking)
     if isinstance(data, Tensor):
@@ -94,9 +90,6 @@ class DataPreprocessor(nn.Module):
         self._std = _numbers("std", std)
         if self._std is not None and min(self._std) <= 0:
             raise ValueError(f"std must be positive, got {std!r}")
-        # Not buffers: DDP would broadcast them on every step, a checkpoint would hold them.
-        self._shift: Tensor | None = None
-        self._scale: Tensor | None = None
         self._place(torch.empty(0))
 
     @property
@@ -129,10 +122,9 @@ class DataPreprocessor(nn.Module):
 
     def _place(self, probe: Tensor) -> None:
         self._device, self._dtype = probe.device, probe.dtype
-        if self._mean is not None:
-            self._shift = torch.tensor(self._mean, dtype=self._dtype, device=self._device)
-        if self._std is not None:
-            self._scale = torch.tensor(self._std, dtype=self._dtype, device=self._device)
+        # Not buffers: DDP would broadcast them on every step, a checkpoint would hold them.
+        self._shift = None if self._mean is None else probe.new_tensor(self._mean)
+        self._scale = None if self._std is None else probe.new_tensor(self._std)
 
     def _replace_input(self, data: Any) -> Any:
         if isinstance(data, Tensor):
@@ -165,9 +157,9 @@ class DataPreprocessor(nn.Module):
 def _numbers(name: str, value: float | Sequence[float] | None) -> list[float] | None:
     if value is None:
         return None
-    numbers = [value] if isinstance(value, (int, float)) else list(value)
     if isinstance(value, bool):
         raise TypeError(f"{name} must be a number, got {value}; give non_blocking by its name")
+    numbers = [value] if isinstance(value, (int, float)) else list(value)
     if not numbers or not all(isinstance(number, (int, float)) for number in numbers):
         raise TypeError(f"{name} must be a number or a list of numbers, got {value!r}")
     return [float(number) for number in numbers]

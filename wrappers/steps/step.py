@@ -333,11 +333,7 @@ def has_own_train_step(model: nn.Module) -> bool:
 
 
 def refuse_own_train_step(wrapper: type[Steps], model: nn.Module, why: str) -> None:
-    """Raise TypeError for a model with a ``train_step`` that ``wrapper`` could not replace.
-
-    Args:
-        why: what a model that calls itself does there.
-    """
+    """Raise TypeError for a model with a ``train_step`` that ``wrapper`` cannot replace."""
     if wrapper.train_step is not Steps.train_step or not has_own_train_step(model):
         return
     public = next(one for one in wrapper.__mro__ if one.__module__.startswith("stepwrap.wrappers."))
