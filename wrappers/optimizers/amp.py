@@ -13,9 +13,9 @@ from torch.optim import Optimizer
 
 from ...registry import OPTIM_WRAPPERS
 from ..sharding.layout import has_placed
+from ..steps.step_checks import parameters_of
 from ..torch_functions import check_options, option_names
 from .closures import closure_advice
-from .first_update import parameters_of
 from .optim import OptimWrapper
 
 _DTYPES = {

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from .first_update import has_own_step
+from ..steps.step_checks import has_own_step
 
 
 def closure_advice(optimizer: Optimizer) -> str:

@@ -16,10 +16,9 @@ from torch.optim import Optimizer
 from ...registry import OPTIM_WRAPPERS
 from ..sharding.dtensors import is_dtensor
 from ..sharding.held_gradients import drop_held_gradients
-from ..sharding.tensor_ranks import compare_first_update
+from ..steps.step_checks import FirstUpdate, parameters_of
 from .clip import GradClip
 from .closures import check_closure, closure_advice, step_by_closure
-from .first_update import FirstUpdate, parameters_of
 from .optim_state import is_spread, kind_of, load_state, state_of
 from .optimizer_fit import check_optimizer, needs_closure
 
@@ -177,7 +176,6 @@ class OptimWrapper(Accumulation):
                 f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}"
             )
         check_optimizer(optimizer)
-        compare_first_update(optimizer)
         self.optimizer = optimizer
         self._needs_closure = needs_closure(type(optimizer))
         self._is_sharded = any(is_dtensor(one) for one in parameters_of(optimizer))

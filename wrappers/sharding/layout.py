@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 _LOCALISED = "tensor_layout"
 _ALONE: tuple[ProcessGroup, ...] = ()
+# Models with split layers: their tensor group, and whether every rank of the run is in such a one.
+split_models: WeakKeyDictionary[nn.Module, tuple[ProcessGroup, bool]] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)

@@ -20,9 +20,9 @@ from torch.distributed.tensor.parallel import (
 
 from ...registry import did_you_mean
 from ..torch_functions import check_options, refuse_double_backward
+from .layout import split_models
 from .local_parts import localise_parts, wait_for_output
 from .mesh import Mesh
-from .tensor_ranks import expect_alike
 
 Style: TypeAlias = str | Mapping[str, Any] | ParallelStyle
 
@@ -107,7 +107,7 @@ def parallelize(
         localise_parts(model)
     _mark_replaced(whole, model)
     if size > 1:
-        expect_alike(model, tensor_mesh.get_group(), everywhere=isinstance(mesh, Mesh))
+        split_models[model] = tensor_mesh.get_group(), isinstance(mesh, Mesh)
     return model
 
 
