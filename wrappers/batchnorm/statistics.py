@@ -54,10 +54,6 @@ class Statistics(NamedTuple):
         tensors = (None if one is None else one.to(device) for one in self[1:])
         return Statistics(self.num_values, *tensors)  # type: ignore[arg-type]
 
-    def unbiased_var(self) -> Tensor:
-        """The estimate for the population."""
-        return self.var * (self.num_values / (self.num_values - 1))
-
 
 def moments(x: Tensor) -> Moments:
     """Moments of `x` `(batch, channels, ...)`."""

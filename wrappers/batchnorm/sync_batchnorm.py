@@ -211,7 +211,8 @@ class SynchronizedBatchNorm(_BatchNorm):
             if factor is None:
                 factor = 1.0 / float(self.num_batches_tracked)
         factor = factor or 0.0
-        new = (stats.mean, stats.unbiased_var())
+        unbiased_var = stats.var * (stats.num_values / (stats.num_values - 1))
+        new = (stats.mean, unbiased_var)
         for buffer, value in zip((self.running_mean, self.running_var), new, strict=True):
             assert buffer is not None
             buffer.copy_(buffer.double().mul_(1 - factor).add_(value * factor))

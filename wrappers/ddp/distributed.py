@@ -117,7 +117,9 @@ class StepDistributedDataParallel(Steps, DistributedDataParallel):
         hook = None if comm_hook is None else read_comm_hook(comm_hook)
         if sync_batchnorm:
             module = convert_sync_batchnorm(module, process_group=ddp_kwargs.get("process_group"))
-        ddp_kwargs.setdefault("device_ids", _device_ids(module))
+        devices = {parameter.device for parameter in module.parameters()}
+        on_cuda = [device.type for device in devices] == ["cuda"]
+        ddp_kwargs.setdefault("device_ids", list(devices) if on_cuda else None)
         super().__init__(module=module, **_renamed(ddp_kwargs))
         self._prepare_steps(detect_anomalous_params)
         self._graph_recorded = False
@@ -298,8 +300,3 @@ def _renamed(options: dict[str, Any]) -> dict[str, Any]:
     if old is None or options.get(new) is not None or new not in _TORCH_OPTIONS:
         return options
     return {**{k: v for k, v in options.items() if k != "broadcast_buffers"}, new: old}
-
-
-def _device_ids(module: nn.Module) -> list[Any] | None:
-    devices = {parameter.device for parameter in module.parameters()}
-    return list(devices) if [device.type for device in devices] == ["cuda"] else None

@@ -87,7 +87,19 @@ def dict_gather(outputs: Sequence[Any], device: torch.device, dim: int = 0) -> A
     Raises:
         ValueError: the copies returned different keys, lengths or types.
     """
-    return join(outputs, lambda parts: _concatenated(parts, device, dim))
+
+    def leaf(parts: list[Tensor]) -> Tensor:
+        if len({part.ndim for part in parts}) > 1:
+            shapes = ", ".join(str(tuple(part.shape)) for part in parts)
+            raise ValueError(f"copies returned tensors of different dimensions: shapes {shapes}")
+        if not parts[0].ndim:
+            return torch.stack([part.to(device) for part in parts])
+        if device.type == "cuda" and all(part.is_cuda for part in parts):
+            gathered: Tensor = torch_gather(parts, device, dim)
+            return gathered
+        return torch.cat([part.to(device) for part in parts], dim)
+
+    return join(outputs, leaf)
 
 
 def join(
@@ -187,20 +199,8 @@ def _chunks(tensor: Tensor, devices: Sequence[torch.device], dim: int) -> list[T
     return [chunk.to(device) for chunk, device in zip(chunks, devices, strict=True)]
 
 
-def _concatenated(parts: list[Tensor], device: torch.device, dim: int) -> Tensor:
-    if len({part.ndim for part in parts}) > 1:
-        shapes = ", ".join(str(tuple(part.shape)) for part in parts)
-        raise ValueError(f"copies returned tensors of different dimensions: shapes {shapes}")
-    if not parts[0].ndim:
-        return torch.stack([part.to(device) for part in parts])
-    if device.type == "cuda" and all(part.is_cuda for part in parts):
-        gathered: Tensor = torch_gather(parts, device, dim)
-        return gathered
-    return torch.cat([part.to(device) for part in parts], dim)
-
-
 def _listed(outputs: Sequence[Any], what: Callable[[Any], Any]) -> str:
     """What every copy has, for a message."""
-    found = (what(one) for one in outputs)
-    named = (one.__name__ if isinstance(one, type) else one for one in found)
+    found = [what(one) for one in outputs]
+    named = [one.__name__ if isinstance(one, type) else one for one in found]
     return ", ".join(f"copy {copy_id} {one}" for copy_id, one in enumerate(named))
