@@ -60,16 +60,8 @@ class StepDistributedDataParallel(Steps, DistributedDataParallel):
     override ``train_step(data, optim_wrapper)`` in a subclass; it must compute its losses by
     ``self(...)``, because ``self.module(...)`` leaves the gradients of the ranks apart. So does,
     as in torch's class, a second backward of one forward (``retain_graph``): sum the losses. A
-    step that does either raises RuntimeError in its first backwards::
-
-        @MODEL_WRAPPERS.register_module()
-        class PenalisedDDP(StepDistributedDataParallel):
-            def train_step(self, data, optim_wrapper):
-                with optim_wrapper.optim_context(self):
-                    losses = self(*self.module.data_preprocessor(data, True), mode="loss")
-                loss = losses["loss"] + penalty(self.module)
-                optim_wrapper.update_params(loss)
-                return {"loss": loss.detach()}
+    step that does either raises RuntimeError in its first backwards. docs/extending.md has an
+    example.
 
     Args:
         module: the model, on the device where it is to be trained.

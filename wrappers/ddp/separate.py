@@ -32,21 +32,14 @@ class SeparateDistributedDataParallel(Steps, nn.Module):
     train is replaced by a ``StepDistributedDataParallel`` around it; the others are only moved to
     the model's device. The names of parameters and in state dicts remain those of the model.
     A model with a ``train_step(data, optim_wrapper)`` of its own is trained by it, and calls its
-    children as ever::
+    children as ever (docs/wrappers.md has an example); any other model gets the usual step.
 
-        def train_step(self, data, optims):
-            real, noise = data
-            fake = self.generator(noise).detach()
-            loss = criterion(self.discriminator(real), self.discriminator(fake))
-            optims["discriminator"].update_params(loss)
-            ...
-
-    Any other model gets the usual step. All calls of a child since its last backward belong to
-    its next one: with calls A and B, then backward of A, then backward of B, the gradients of B
-    would stay apart; sum the losses, or run backward after each call. For accumulation enter
-    ``optim_wrapper[name].optim_context(child)``, which skips what need not be sent. Where a
-    backward passes through a child that is not to be trained by it, freeze that child meanwhile
-    (``requires_grad_(False)``); its gradients are averaged otherwise, and must be cleared.
+    All calls of a child since its last backward belong to its next one: with calls A and B, then
+    backward of A, then of B, the gradients of B would stay apart; sum the losses, or run backward
+    after each call. For accumulation enter ``optim_wrapper[name].optim_context(child)``, which
+    skips what need not be sent. Where a backward passes through a child that is not to be trained
+    by it, freeze that child meanwhile (``requires_grad_(False)``); its gradients are averaged
+    otherwise, and must be cleared.
 
     Args:
         module: the model.

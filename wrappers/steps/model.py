@@ -22,18 +22,8 @@ class BaseModel(BaseModule):
     list of predictions and "tensor" the raw output. It may also override
     ``parse_losses(losses) -> (total, logs)``, ``val_step(data)`` and ``test_step(data)``.
     A training step of one's own belongs into a subclass of the wrapper, where it works under
-    every kind of parallelism; overridden here, ``train_step`` serves one device only::
-
-        class Classifier(BaseModel):
-            def __init__(self, width):
-                super().__init__()
-                self.net = nn.Linear(width, 10)
-
-            def forward(self, image, label=None, mode="tensor"):
-                scores = self.net(image)
-                if mode == "loss":
-                    return {"loss": F.cross_entropy(scores, label)}
-                return list(scores.argmax(1)) if mode == "predict" else scores
+    every kind of parallelism; overridden here, ``train_step`` serves one device only.
+    docs/extending.md has an example.
 
     Args:
         data_preprocessor: module called as ``data_preprocessor(data, training)``, or a dict

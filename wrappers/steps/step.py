@@ -259,13 +259,7 @@ class SingleDevice(Steps, nn.Module):
 
     A model with a ``train_step`` of its own is stepped by it. For another optimization step
     override ``train_step(data, optim_wrapper)`` (also ``val_step`` and ``test_step``) in a
-    subclass::
-
-        @MODEL_WRAPPERS.register_module()
-        class Twice(SingleDevice):
-            def train_step(self, data, optim_wrapper):
-                super().train_step(data, optim_wrapper)
-                return super().train_step(data, optim_wrapper)
+    subclass; docs/custom_steps.md has examples.
 
     Args:
         module: the model.
@@ -363,15 +357,8 @@ def with_train_step(wrapper: type[_W], function: StepFunction) -> type[_W]:
     """Return a subclass of ``wrapper`` whose training step is ``function``.
 
     The function does what an overridden ``train_step`` does: the forward by ``wrapper(...)``,
-    the update by ``optim_wrapper``. The method of another wrapper is such a function, too::
-
-        def clipped(wrapper, data, optim_wrapper):
-            with optim_wrapper.optim_context(wrapper):
-                losses = wrapper(*data, mode="loss")
-            optim_wrapper.update_params(losses["loss"].clamp(max=5))
-            return {"loss": losses["loss"]}
-
-        model = with_train_step(StepDistributedDataParallel, clipped)(net)
+    the update by ``optim_wrapper``; docs/custom_steps.md has an example. The method of another
+    wrapper is such a function, too.
 
     Args:
         wrapper: a model wrapper's class.
