@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from functools import reduce
 from itertools import chain
@@ -17,13 +16,7 @@ from .replicas.data_parallel import ReplicationCallbackDataParallel
 from .replicas.scatter_gather import dict_gather, join, share_of_each
 from .steps.preprocess import move
 from .steps.step import Steps, refuse_own_train_step
-from .torch_functions import check_options, merged_signature, uncompiled
-
-_OPTIONS = {
-    name: option
-    for name, option in inspect.signature(ReplicationCallbackDataParallel).parameters.items()
-    if option.kind is option.KEYWORD_ONLY
-}
+from .torch_functions import uncompiled
 
 
 @MODEL_WRAPPERS.register_module(name=["StepDataParallel", "MMDataParallel", "DataParallel", "dp"])
@@ -72,7 +65,7 @@ class StepDataParallel(Steps, ReplicationCallbackDataParallel):
         sync_batchnorm: bool = False,
         **options: Any,
     ) -> None:
-        check_options(type(self).__name__, options, list(_OPTIONS))
+        StepDataParallel.check_options(options)
         refuse_own_train_step(type(self), module, "uses one device only")
         if distributed.is_available() and distributed.is_initialized():
             ranks = distributed.get_world_size()
@@ -85,11 +78,6 @@ class StepDataParallel(Steps, ReplicationCallbackDataParallel):
             module = convert_sync_batchnorm(module)
         super().__init__(module, device_ids, output_device, dim, **options)
         self._prepare_steps(detect_anomalous_params)
-
-    @classmethod
-    def config_signature(cls) -> inspect.Signature:
-        """The arguments with those of the base class in place of ``**options``."""
-        return merged_signature(cls.__init__, _OPTIONS.values())
 
     @uncompiled("its copies are new modules in other threads")
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:

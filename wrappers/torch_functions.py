@@ -30,19 +30,6 @@ def check_options(owner: str, given: Iterable[str], allowed: Sequence[str]) -> N
             raise TypeError(f"{owner} has no argument {name!r}; {hint}")
 
 
-def merged_signature(
-    method: Callable[..., Any], further: Iterable[inspect.Parameter], without: Iterable[str] = ()
-) -> inspect.Signature:
-    """The signature of ``method`` with ``further`` keyword parameters in place of ``**options``."""
-    own = [one for one in inspect.signature(method).parameters.values() if one.name != "self"]
-    if own[-1].kind is own[-1].VAR_KEYWORD:
-        own.pop()
-        taken = {"self", *without, *(one.name for one in own)}
-        kind = inspect.Parameter.KEYWORD_ONLY
-        own += [one.replace(kind=kind) for one in further if one.name not in taken]
-    return inspect.Signature(own)
-
-
 def refuse_double_backward(output: Any, why: str) -> None:
     """Let a backward with ``create_graph=True`` through the tensors in ``output`` raise.
 

@@ -17,7 +17,7 @@ from ...registry import MODEL_WRAPPERS
 from ..batchnorm.conversion import convert_sync_batchnorm
 from ..steps.step import Steps, refuse_own_train_step
 from ..steps.step_checks import AveragingWatch, ThawWatch
-from ..torch_functions import check_options, merged_signature, option_names, refuse_double_backward
+from ..torch_functions import check_options, option_names, refuse_double_backward
 from .comm_hooks import read_comm_hook, unannotated
 
 _NAMES = [
@@ -231,11 +231,6 @@ class StepDistributedDataParallel(Steps, DistributedDataParallel):
         if options.get("comm_hook") is not None:
             read_comm_hook(options["comm_hook"])
         _join_options(options.get("uneven_inputs", False))
-
-    @classmethod
-    def config_signature(cls) -> inspect.Signature:
-        """The arguments with torch's options in place of ``**ddp_kwargs``."""
-        return merged_signature(cls.__init__, _TORCH_OPTIONS.values())
 
 
 def broadcast_buffers(module: nn.Module, group: distributed.ProcessGroup | None) -> None:

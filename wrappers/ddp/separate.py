@@ -16,7 +16,6 @@ from ..batchnorm.conversion import convert_sync_batchnorm
 from ..steps.preprocess import device_of
 from ..steps.step import Steps, has_own_train_step
 from ..steps.step_checks import ThawWatch
-from ..torch_functions import merged_signature
 from .distributed import StepDistributedDataParallel, broadcast_buffers
 
 _NAMES = ["SeparateDistributedDataParallel", "MMSeparateDistributedDataParallel", "separate"]
@@ -135,8 +134,16 @@ class SeparateDistributedDataParallel(Steps, nn.Module):
     @classmethod
     def config_signature(cls) -> inspect.Signature:
         """The arguments with those of a child's wrapper in place of ``**ddp_kwargs``."""
+        own = super().config_signature().parameters
         further = StepDistributedDataParallel.config_signature().parameters.values()
-        return merged_signature(cls.__init__, further, _NOT_FOR_CHILDREN)
+        taken = {*own, *_NOT_FOR_CHILDREN}
+        last = list(inspect.signature(cls.__init__).parameters.values())[-1]
+        passed = [
+            one.replace(kind=one.KEYWORD_ONLY)
+            for one in further
+            if last.kind is last.VAR_KEYWORD and one.name not in taken
+        ]
+        return inspect.Signature([*own.values(), *passed])
 
 
 class _Child(StepDistributedDataParallel):

@@ -234,8 +234,18 @@ class Steps:
 
     @classmethod
     def config_signature(cls) -> inspect.Signature:
-        """The arguments, also those that pass through as ``**options``."""
-        return inspect.signature(cls)
+        """The arguments, with those of the base classes in place of ``**options``."""
+        found: dict[str, inspect.Parameter] = {}
+        first, *_ = made = [base for base in cls.__mro__ if "__init__" in vars(base)]
+        for base in made:
+            given = list(inspect.signature(vars(base)["__init__"]).parameters.values())[1:]
+            named = [one for one in given if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)]
+            for one in named:
+                kind = one.KEYWORD_ONLY if base is not first else one.kind
+                found.setdefault(one.name, one.replace(kind=kind))
+            if not any(one.kind is one.VAR_KEYWORD for one in given):
+                break
+        return inspect.Signature(list(found.values()))
 
     @classmethod
     def check_options(cls, options: Mapping[str, Any]) -> None:
