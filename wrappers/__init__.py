@@ -3,7 +3,6 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from .auto import auto
 from .batchnorm.conversion import (
     convert_model,
     convert_sync_batchnorm,
@@ -16,13 +15,10 @@ from .batchnorm.sync_batchnorm import (
     SynchronizedBatchNorm3d,
     set_sbn_eps_mode,
 )
-from .blocks.activation_checkpointing import checkpoint_activations
-from .blocks.blocks import find_blocks
-from .blocks.compiling import compile_model
+from .blocks import checkpoint_activations, compile_model, find_blocks
 from .ddp.comm_hooks import CommHook
-from .ddp.distributed import StepDistributedDataParallel
+from .ddp.distributed import StepDistributedDataParallel, UnusedParametersError
 from .ddp.separate import SeparateDistributedDataParallel
-from .ddp.unused import UnusedParametersError
 from .optimizers.amp import AmpOptimWrapper
 from .optimizers.optim import OptimWrapper, refuse_without_closure
 from .optimizers.optim_dict import OptimWrapperDict
@@ -35,8 +31,7 @@ from .optimizers.param_groups import (
     share_parameters,
 )
 from .prepare import Preparation, check_preparation, freeze_parameters, model_checks, prepare_model
-from .replicas.data_parallel import ReplicationCallbackDataParallel
-from .replicas.patched_parallel import patch_replication_callback
+from .replicas.data_parallel import ReplicationCallbackDataParallel, patch_replication_callback
 from .replicas.replicate import CallbackContext, exec_data_parallel_replication_callback
 from .replicas.scatter_gather import dict_gather, user_scattered
 from .replicas.session import ReplicationError, ReplicationSession
@@ -57,14 +52,19 @@ from .sharding.layout import (
 from .sharding.mesh import Mesh, build_mesh, check_axes
 from .sharding.meta_init import meta_parameters
 from .step_data_parallel import StepDataParallel
-from .steps.anomalies import detect_anomalous_params
-from .steps.losses import parse_losses
 from .steps.model import BaseModel, SupervisedModel
 from .steps.preprocess import DataPreprocessor
-from .steps.single import SingleDevice
-from .steps.step_function import StepFunction, check_step_function, with_train_step
+from .steps.step import (
+    SingleDevice,
+    StepFunction,
+    check_step_function,
+    parse_losses,
+    with_train_step,
+)
+from .steps.step_checks import detect_anomalous_params
 from .steps.weight_init import BaseModule, initialize
 from .wrapping import (
+    auto,
     is_model_wrapper,
     is_module_wrapper,
     steps_in_group_only,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
+from functools import reduce
 from itertools import chain
 from typing import Any
 
@@ -16,13 +16,7 @@ from .replicas.data_parallel import ReplicationCallbackDataParallel
 from .replicas.scatter_gather import dict_gather, join, share_of_each
 from .steps.preprocess import move
 from .steps.step import Steps, refuse_own_train_step
-from .torch_functions import check_options, uncompiled
-
-_OPTIONS = {
-    name: option
-    for name, option in inspect.signature(ReplicationCallbackDataParallel).parameters.items()
-    if option.kind is option.KEYWORD_ONLY
-}
+from .torch_functions import uncompiled
 
 
 @MODEL_WRAPPERS.register_module(name=["StepDataParallel", "MMDataParallel", "DataParallel", "dp"])
@@ -32,12 +26,10 @@ class StepDataParallel(Steps, ReplicationCallbackDataParallel):
     For one process and a batch that is split over several devices. In a training step
     (``mode="loss"``) the losses of the copies become those of the whole batch: losses without
     dimensions are averaged, each copy weighted by its part of the batch (the size of the first
-    tensor among its inputs), so that a mean over samples is the mean over the whole batch, and
-    a penalty that knows no samples stays as it is, for any sizes of the chunks. Losses with
-    dimensions are concatenated, as one per sample. A sum over samples is averaged as well and
-    so comes out smaller than of the whole batch; return the samples' losses, or a mean,
-    instead. So is a mean that counts samples unequally (ignored labels, class weights), which
-    then differs from the whole batch's. In ``mode="predict"`` lists are concatenated.
+    tensor among its inputs). So a mean over samples is the mean over the whole batch, but a sum
+    over samples comes out smaller, and a mean that counts samples unequally (ignored labels,
+    class weights) differs: return the samples' losses instead. Losses with dimensions are
+    concatenated, as one per sample. In ``mode="predict"`` lists are concatenated.
 
     ``val_step`` and ``test_step`` evaluate on the first device, without copies, by the model's
     own steps: their results need not be joinable.
@@ -73,7 +65,7 @@ class StepDataParallel(Steps, ReplicationCallbackDataParallel):
         sync_batchnorm: bool = False,
         **options: Any,
     ) -> None:
-        check_options(type(self).__name__, options, list(_OPTIONS))
+        StepDataParallel.check_options(options)
         refuse_own_train_step(type(self), module, "uses one device only")
         if distributed.is_available() and distributed.is_initialized():
             ranks = distributed.get_world_size()
@@ -86,15 +78,6 @@ class StepDataParallel(Steps, ReplicationCallbackDataParallel):
             module = convert_sync_batchnorm(module)
         super().__init__(module, device_ids, output_device, dim, **options)
         self._prepare_steps(detect_anomalous_params)
-
-    @classmethod
-    def config_signature(cls) -> inspect.Signature:
-        """The arguments with those of the base class in place of ``**options``."""
-        own = inspect.signature(cls.__init__).parameters.values()
-        kept = [one for one in own if one.name != "self" and one.kind is not one.VAR_KEYWORD]
-        if any(one.kind is one.VAR_KEYWORD for one in own):
-            kept += _OPTIONS.values()
-        return inspect.Signature(kept)
 
     @uncompiled("its copies are new modules in other threads")
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -130,9 +113,5 @@ def _averaged(parts: list[Tensor], shares: list[float], device: torch.device) ->
     if parts[0].ndim:
         joined: Tensor = dict_gather(parts, device)
         return joined
-    if len(parts) == 1:
-        return parts[0].to(device)
-    total = parts[0].to(device) * shares[0]
-    for part, share in zip(parts[1:], shares[1:], strict=True):
-        total = torch.add(total, part.to(device), alpha=share)
-    return total
+    weighted = (part.to(device) * share for part, share in zip(parts, shares, strict=True))
+    return reduce(torch.add, weighted)

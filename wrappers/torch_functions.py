@@ -31,10 +31,9 @@ def check_options(owner: str, given: Iterable[str], allowed: Sequence[str]) -> N
 
 
 def refuse_double_backward(output: Any, why: str) -> None:
-    """Let a backward with ``create_graph=True`` through ``output`` raise RuntimeError.
+    """Let a backward with ``create_graph=True`` through the tensors in ``output`` raise.
 
     Args:
-        output: what a forward returned, any nesting of tensors.
         why: what is in the way, and what works instead.
     """
     # What is compiled refuses by itself.
@@ -56,11 +55,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def uncompiled(reason: str) -> Callable[[_Function], _Function]:
-    """Let ``torch.compile`` around a function leave it as it is, with all that it calls.
-
-    Args:
-        reason: what ``fullgraph=True``, where that is an error, is told.
-    """
+    """Let ``torch.compile`` leave a function as it is, with all that it calls, for this reason."""
 
     def decorate(function: _Function) -> _Function:
         disabled: Callable[..., Any] | None = None

@@ -1,38 +1,37 @@
-"""Put a wrapper around a model, and tell whether there is one."""
+"""Choose a wrapper and put it around a model; tell whether there is one."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping
+import logging
+import os
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import distributed, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from ..collectives import get_world_size
+from ..collectives import all_gather_object, get_rank, get_world_size
 from ..registry import MODEL_WRAPPERS, Registry
-from .auto import Surroundings, auto, choose_wrapper
 from .ddp.distributed import StepDistributedDataParallel
-from .ddp.separate import SeparateDistributedDataParallel
-from .prepare import (
-    Preparation,
-    chosen_blocks,
-    freeze_parameters,
-    model_checks,
-    shape_blocks,
-    split_layers,
-    split_paths,
-)
+from .ddp.separate import SeparateDistributedDataParallel, check_children
+from .prepare import Preparation, freeze_parameters, model_checks, prepare_model, split_parameters
 from .sharding.mesh import Mesh, agree, broadcast_first
-from .steps.single import SingleDevice
-from .steps.step import Steps
-from .steps.step_function import StepFunction, check_step_function, with_train_step
-from .torch_functions import option_names
+from .steps.preprocess import device_of
+from .steps.step import SingleDevice, StepFunction, Steps, check_step_function, with_train_step
+from .torch_functions import check_options, option_names
+
+logger = logging.getLogger(__name__)
 
 # They average gradients over a group; without one SingleDevice does the same.
 _IN_GROUPS = (StepDistributedDataParallel, SeparateDistributedDataParallel)
+_GIB = 2**30
+# The rest is left to activations, which nobody knows before a batch has run.
+_USABLE = 0.7
+_WRAPPERS = ("single", "ddp", "fsdp")
 
 
 def is_model_wrapper(model: nn.Module, registry: Registry = MODEL_WRAPPERS) -> bool:
@@ -98,35 +97,35 @@ def wrap_model(
         RuntimeError: a wrapper with a step of its own needs a process group, and there is none.
     """
     if is_model_wrapper(model):
-        return _wrapped_already(model, wrapper, bool(options or mesh or prepare or train_step))
-    prepare = prepare or Preparation()
-    data_size = get_world_size() if mesh is None else mesh.data_size
-    wrapper = wrapper or _default(data_size)
-    everywhere = None if mesh is None else mesh.device_mesh
+        return _wrapped_already(model, bool(wrapper or options or mesh or prepare or train_step))
     if train_step is not None:
         check_step_function(train_step)
-    agree(partial(_prepared, wrapper, model, mesh, prepare, options), everywhere)
+    prepare, ranks = prepare or Preparation(), mesh or Mesh({"data": get_world_size()})
+    wrapper = wrapper or _default(ranks.data_size)
+    agree(partial(_prepared, wrapper, model, ranks, prepare, options), ranks.device_mesh)
+    is_meta = any(one.is_meta for one in model.parameters())
     if wrapper is auto:
-        chosen = choose_wrapper(model, _surroundings(model, device, mesh, prepare), **options)
-        wrapper, options = chosen.wrapper, dict(chosen.options)
-    is_meta = device is not None and any(one.is_meta for one in model.parameters())
-    axes = () if mesh is None else tuple(mesh.axes)
-    for problem in wrapper_misfits(wrapper, data_size, axes, is_meta=is_meta).values():
-        raise ValueError(problem)
+        split = split_parameters(model, prepare)
+        wrapper, options = _choose(model, ranks, options, device=device, split=split)
+    is_filled = is_meta and device is not None
+    for told in wrapper_misfits(wrapper, ranks.data_size, ranks.axes, is_meta=is_filled).values():
+        raise ValueError(told)
     shards = takes_mesh(wrapper)
-    model = _moved(model, device, shards, options)
-    if prepare.tensor_parallel is not None and mesh is not None and mesh.device_mesh is not None:
+    if device is not None and shards and is_meta:
+        options["device_id"] = options.get("device_id") or torch.device(device)
+    elif device is not None:
+        model = model.to(device)
+    if prepare.tensor_parallel is not None and ranks.device_mesh is not None:
         everything = [*model.parameters(), *model.buffers()]
-        broadcast_first([one for one in everything if not one.is_meta], mesh.device_mesh)
-    split_layers(model, prepare, mesh, localise=not shards)
-    shape_blocks(model, prepare)
-    return _wrapped(wrapper, model, mesh, options, train_step)
+        broadcast_first([one for one in everything if not one.is_meta], ranks.device_mesh)
+    prepare_model(model, prepare, mesh, localise=not shards)
+    return _wrapped(wrapper, model, ranks, options, train_step)
 
 
 def _prepared(
     wrapper: Callable[..., nn.Module],
     model: nn.Module,
-    mesh: Mesh | None,
+    mesh: Mesh,
     prepare: Preparation,
     options: Mapping[str, Any],
 ) -> dict[str, Any]:
@@ -136,18 +135,13 @@ def _prepared(
             "wrapper must be a class such as StepDistributedDataParallel, or the function auto, "
             f"got {wrapper!r}: names and settings of wrappers are for configs"
         )
-    frozen = freeze_parameters(model, prepare.freeze)
-    for check in model_checks(model, prepare, 1 if mesh is None else mesh.tensor_size).values():
-        check()
+    freeze_parameters(model, prepare.freeze)
+    checks = model_checks(model, prepare, mesh.tensor_size)
+    prepared = {key.partition(".")[0]: check() for key, check in checks.items()}
     check_wrapper = getattr(wrapper, "check_options", None)
     if check_wrapper is not None:
         check_wrapper(options)
-    return {
-        "wrapper": getattr(wrapper, "__name__", str(wrapper)),
-        "mesh": None if mesh is None else dict(mesh.axes),
-        "freeze": frozen,
-        **chosen_blocks(model, prepare),
-    }
+    return {"wrapper": getattr(wrapper, "__name__", str(wrapper)), "mesh": mesh.axes, **prepared}
 
 
 def takes_mesh(wrapper: Callable[..., nn.Module]) -> bool:
@@ -210,8 +204,8 @@ def _signature(wrapper: Any) -> inspect.Signature:
     return signature
 
 
-def _wrapped_already(model: nn.Module, wrapper: Any, has_options: bool) -> nn.Module:
-    if wrapper is not None or has_options:
+def _wrapped_already(model: nn.Module, has_options: bool) -> nn.Module:
+    if has_options:
         raise TypeError(
             f"the model is already wrapped in {type(model).__name__}: give the bare model, "
             "or no wrapper, no wrapper options and no train_step"
@@ -223,73 +217,145 @@ def _wrapped_already(model: nn.Module, wrapper: Any, has_options: bool) -> nn.Mo
     return model
 
 
-def _surroundings(
-    model: nn.Module, device: Any, mesh: Mesh | None, prepare: Preparation
-) -> Surroundings:
-    """What decides which wrapper is chosen."""
-    why = ""
-    if mesh is not None and "shard" in mesh.axes:
-        why = "the mesh has a shard axis"
-    elif any(one.is_meta for one in model.parameters()):
-        why = "the parameters are on the meta device"
-    paths = split_paths(model, prepare)
-    return Surroundings(
-        data_size=get_world_size() if mesh is None else mesh.data_size,
-        device=None if device is None else torch.device(device),
-        split=[one for path in paths for one in model.get_submodule(path).parameters()],
-        tensor_size=1 if mesh is None else mesh.tensor_size,
-        must_shard=why,
-    )
-
-
-def _moved(
-    model: nn.Module, device: Any, shards: bool, options: MutableMapping[str, Any]
-) -> nn.Module:
-    if device is None:
-        return model
-    if shards and any(one.is_meta for one in model.parameters()):
-        if options.get("device_id") is None:
-            options["device_id"] = torch.device(device)
-        return model
-    return model.to(device)
-
-
 def _wrapped(
     wrapper: Callable[..., Any],
     model: nn.Module,
-    mesh: Mesh | None,
+    mesh: Mesh,
     options: dict[str, Any],
     train_step: StepFunction | None,
 ) -> nn.Module:
+    kind: Any = wrapper
     grouped = distributed.is_available() and distributed.is_initialized()
     if not grouped and isinstance(wrapper, type) and issubclass(wrapper, _IN_GROUPS):
-        return _without_group(wrapper, model, options, train_step)
-    group = None if mesh is None else mesh.data_group
-    if grouped and mesh is not None and takes_mesh(wrapper):
+        if steps_in_group_only(wrapper):
+            raise RuntimeError(
+                f"{wrapper.__name__} has a train_step of its own and needs a process group; start "
+                "several processes, or write the step as a subclass of SingleDevice"
+            )
+        if issubclass(wrapper, SeparateDistributedDataParallel):
+            check_children(model)
+        kind, known = SingleDevice, option_names(SingleDevice)
+        options = {name: value for name, value in options.items() if name in known}
+    elif mesh.device_mesh is not None and takes_mesh(wrapper):
         options = {"mesh": mesh, **options}
-    elif group is not None and "process_group" in _signature(wrapper).parameters:
-        options = {"process_group": group, **options}
-    kind: Any = wrapper
-    wrapped: nn.Module = (with_train_step(kind, train_step) if train_step else kind)(
-        model, **options
-    )
+    elif mesh.data_group is not None and "process_group" in _signature(wrapper).parameters:
+        options = {"process_group": mesh.data_group, **options}
+    kind = with_train_step(kind, train_step) if train_step else kind
+    wrapped: nn.Module = kind(model, **options)
     if isinstance(wrapped, Steps) and wrapped.data_group is None:
-        wrapped.data_group = group
+        wrapped.data_group = mesh.data_group
     return wrapped
 
 
-def _without_group(
-    wrapper: Any, model: nn.Module, options: dict[str, Any], train_step: StepFunction | None
+@MODEL_WRAPPERS.register_module(name="auto")
+def auto(
+    module: nn.Module,
+    *,
+    memory_gib: float | None = None,
+    optimizer_states: int = 2,
+    single: Mapping[str, Any] | None = None,
+    ddp: Mapping[str, Any] | None = None,
+    fsdp: Mapping[str, Any] | None = None,
 ) -> nn.Module:
-    if steps_in_group_only(wrapper):
-        raise RuntimeError(
-            f"{wrapper.__name__} has a train_step of its own and needs a process group; start "
-            "several processes, or write the step as a subclass of SingleDevice"
+    """Wrap a model by ``single``, ``ddp`` or ``fsdp``, and log why; every rank must call this.
+
+    One data rank takes ``single``. Several take ``ddp`` when a whole copy fits into the memory
+    of each, else ``fsdp``. With w bytes of weights and buffers, of which g belong to parameters
+    that are trained, and s optimizer states per parameter, a copy under ddp needs::
+
+        w + 2 g + s g       gradients, ddp's buckets for sending them, optimizer state
+
+    and a rank of n under fsdp (w + g + s g) / n, plus the blocks that are gathered just then.
+
+    Args:
+        module: the model.
+        memory_gib: what each rank may use for that, in 2**30 bytes. Default: 70% of the memory
+            that the least endowed rank has: what is free on its CUDA device, or its share of
+            what is available on its machine.
+        optimizer_states: tensors that the optimizer keeps per parameter: 2 for Adam and its like,
+            1 for SGD with momentum.
+        single: options of the wrapper, where it is chosen; as ``ddp`` and ``fsdp``.
+
+    Raises:
+        TypeError: a wrapper has no such option.
+    """
+    options = {"memory_gib": memory_gib, "optimizer_states": optimizer_states}
+    tables = {"single": single, "ddp": ddp, "fsdp": fsdp}
+    wrapper, chosen = _choose(module, Mesh({"data": get_world_size()}), {**options, **tables})
+    return wrapper(module, **chosen)
+
+
+def _choose(
+    model: nn.Module,
+    mesh: Mesh,
+    options: Mapping[str, Any],
+    *,
+    device: torch.device | str | None = None,
+    split: Collection[nn.Parameter] = (),
+) -> tuple[type[nn.Module], dict[str, Any]]:
+    """Return the wrapper that suits ``model`` with its options, and log why at rank 0.
+
+    Every rank must call this. ``options`` are those of ``auto``, ``device`` is where the model will
+    be, and ``split`` the parameters to be shared out over the tensor group.
+    """
+    check_options("auto", options, [name for name in option_names(auto) if name != "module"])
+    for name in _WRAPPERS:
+        if options.get(name):
+            _wrapper(name).check_options(options[name])
+    if "shard" in mesh.axes:
+        name, why = "fsdp", "the mesh has a shard axis"
+    elif any(one.is_meta for one in model.parameters()):
+        name, why = "fsdp", "the parameters are on the meta device"
+    elif mesh.data_size == 1:
+        name, why = "single", "there is one data rank"
+    else:
+        states = options.get("optimizer_states", 2)
+        needed = _copy_bytes(model, split, mesh.tensor_size, states) / _GIB
+        limit, source = options.get("memory_gib"), "memory_gib"
+        if limit is None:
+            place = device_of(model) if device is None else torch.device(device)
+            limit = min(all_gather_object(_available(place))) * _USABLE / _GIB
+            source = f"{_USABLE:.0%} of what is free"
+        name = "ddp" if needed <= limit else "fsdp"
+        why = (
+            f"a copy needs {needed:.3g} GiB (weights, gradients and their buckets, {states} "
+            f"optimizer states) and each of {mesh.data_size} data ranks has {limit:.3g} GiB "
+            f"({source})"
         )
-    alone = with_train_step(SingleDevice, train_step) if train_step else SingleDevice
-    if issubclass(wrapper, SeparateDistributedDataParallel):
-        made: nn.Module = wrapper.without_group(model, options)
-        return made if train_step is None else alone(model)
-    wrapper.check_options(options)
-    known = option_names(SingleDevice)
-    return alone(model, **{name: options[name] for name in options if name in known})
+    if get_rank() == 0:
+        logger.info("wrapper: %s, because %s", name, why)
+    return _wrapper(name), dict(options.get(name) or {})
+
+
+def _wrapper(name: str) -> Any:
+    if name == "fsdp":
+        # Where it is not used, what it needs of torch is not imported.
+        from .fsdp.fully_sharded import StepFullyShardedDataParallel
+
+        return StepFullyShardedDataParallel
+    return SingleDevice if name == "single" else StepDistributedDataParallel
+
+
+def _copy_bytes(
+    model: nn.Module, split: Collection[nn.Parameter], tensor_size: int, states: int
+) -> float:
+    """Bytes of a whole copy under ddp, with gradients and optimizer state."""
+    over_ranks = {id(one) for one in split}
+    total = float(sum(buffer.nbytes for buffer in model.buffers()))
+    for parameter in model.parameters():
+        size = parameter.nbytes / (tensor_size if id(parameter) in over_ranks else 1)
+        total += size * (1 + 2 + states if parameter.requires_grad else 1)
+    return total
+
+
+def _available(device: torch.device) -> float:
+    """Bytes that this rank may take, where several ranks share a device or a machine."""
+    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE") or get_world_size())
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0] / -(-ranks_here // torch.cuda.device_count())
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / ranks_here
+    fields = dict(line.split(":", 1) for line in lines)
+    return float(fields["MemAvailable"].split()[0]) * 1024 / ranks_here

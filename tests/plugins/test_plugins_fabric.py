@@ -58,7 +58,7 @@ def _both(folder: str) -> dict[str, Any]:
             theirs = _train("ddp", every, precision=precision)
             found[f"{every}, {precision}"] = distance(ours, theirs)
     strategy = StepFabricStrategy(detect_anomalous_params=True, find_unused_parameters=True)
-    with Messages("stepwrap.wrappers.steps.anomalies") as texts:
+    with Messages("stepwrap.wrappers.steps.step_checks") as texts:
         _train(strategy, net=Spare())
     kinds = {"reduced": "c10d::allreduce_"}
     counts = [sent(lambda k=k: _train("stepwrap", k), kinds)["reduced"] for k in (1, 2)]

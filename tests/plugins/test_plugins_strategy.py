@@ -117,7 +117,7 @@ def _other_options() -> dict[str, Any]:
     for wrapper in ("ddp", "fsdp"):
         unused = {"find_unused_parameters": True} if wrapper == "ddp" else {}
         strategy = StepStrategy(wrapper, detect_anomalous_params=True, **unused)
-        with Messages("stepwrap.wrappers.steps.anomalies") as texts:
+        with Messages("stepwrap.wrappers.steps.step_checks") as texts:
             make_trainer(strategy).fit(Automatic(spare=True), loader())
         found["anomalies", wrapper] = texts
     calls: list[int] = []

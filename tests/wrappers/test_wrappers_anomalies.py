@@ -15,7 +15,7 @@ from stepwrap.wrappers import (
     StepDistributedDataParallel,
     detect_anomalous_params,
 )
-from stepwrap.wrappers.steps.anomalies import watch_gradients
+from stepwrap.wrappers.steps.step_checks import watch_gradients
 
 
 def test_unused_layer_is_named_once(caplog: pytest.LogCaptureFixture) -> None:

@@ -290,11 +290,11 @@ def test_without_a_group() -> None:
     with pytest.raises(ValueError, match="process group"):
         SeparateDistributedDataParallel(classifier())
     model = Gan()
-    alone = SeparateDistributedDataParallel.without_group(model, {})
+    alone = wrap_model(SeparateDistributedDataParallel, model)
     assert isinstance(alone, SingleDevice)
     assert set(alone.train_step(gan_batches(1, 0)[0], optimizers(model))) == {"loss_d", "loss_g"}
     with pytest.raises(ValueError, match="scale belongs to"):
-        SeparateDistributedDataParallel.without_group(Direct(), {})
+        wrap_model(SeparateDistributedDataParallel, Direct())
 
 
 @pytest.mark.parametrize("name", ["separate", "MMSeparateDistributedDataParallel"])

@@ -1,3 +1,3 @@
 """Batch normalisation by the statistics of the whole batch, over copies and over ranks. Imports
-replicas and steps. Start with sync_batchnorm.py.
+replicas. Start with sync_batchnorm.py.
 """

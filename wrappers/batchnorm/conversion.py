@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Literal, TypeVar, get_args
 
-from torch import Tensor, distributed, nn
+from torch import distributed, nn
 from torch.nn.modules.batchnorm import (
     BatchNorm1d,
     BatchNorm2d,
@@ -19,7 +19,7 @@ from torch.nn.modules.batchnorm import (
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.utils.parametrize import is_parametrized
 
-from ..replicas.patched_parallel import patch_replication_callback
+from ..replicas.data_parallel import patch_replication_callback
 from .sync_batchnorm import (
     SynchronizedBatchNorm,
     SynchronizedBatchNorm1d,
@@ -36,9 +36,7 @@ Implementation = Literal["stepwrap", "torch"]
 class BatchNormXd(_BatchNorm):
     """Batch normalisation of inputs of any dimension: what a ``SyncBatchNorm`` is alone."""
 
-    def _check_input_dim(self, input: Tensor) -> None:
-        if input.dim() < 2:
-            raise ValueError(f"expected at least 2D input (got {input.dim()}D input)")
+    _check_input_dim: Any = SyncBatchNorm._check_input_dim
 
 
 # Kept from before `patch_sync_batchnorm` can replace the names in torch.nn.
@@ -84,12 +82,19 @@ def convert_sync_batchnorm(
             "implementation; a process_group is given by its name"
         )
     layers = [(path, one) for path, one in module.named_modules() if isinstance(one, _BatchNorm)]
-    chosen = {path: (layer, _synchronised(path, layer, implementation)) for path, layer in layers}
-    if any(kind not in (None, type(layer)) for layer, kind in chosen.values()):
+    kinds = [_synchronised(path, one, implementation) for path, one in layers]
+    if any(kind not in (None, type(one)) for (_, one), kind in zip(layers, kinds, strict=True)):
         _refuse_wrapped(module)
-    for layer, kind in chosen.values():
-        if kind is not None:
-            _convert(layer, kind, process_group)
+    layer: Any
+    for (_, layer), kind in zip(layers, kinds, strict=True):
+        if kind is None:
+            continue
+        if type(layer) is not kind:
+            made = isinstance(layer, SynchronizedBatchNorm)
+            layer.__dict__.setdefault(_ORIGIN, _plain(layer) if made else type(layer))
+            _change(layer, kind)
+        if process_group is not None:
+            layer.process_group = process_group
     for one in module.modules():
         if isinstance(one, DataParallel) and implementation == "stepwrap":
             patch_replication_callback(one)
@@ -106,11 +111,8 @@ def revert_sync_batchnorm(module: _M) -> _M:
     for path, layer in module.named_modules():
         if not isinstance(layer, SynchronizedBatchNorm | SyncBatchNorm):
             continue
-        if _is_own(layer):
-            name = f"{path or 'the model itself'} ({type(layer).__name__})"
-            logger.warning("%s has a forward or parameters of its own and stays synchronised", name)
-            continue
-        _change(layer, layer.__dict__.pop(_ORIGIN, None) or _plain(layer))
+        if not _is_own(path, layer, "synchronised"):
+            _change(layer, layer.__dict__.pop(_ORIGIN, None) or _plain(layer))
     return module
 
 
@@ -141,36 +143,30 @@ def _synchronised(
     """The class that a layer is to have; None: it cannot be converted."""
     if isinstance(layer, SyncBatchNorm if implementation == "torch" else SynchronizedBatchNorm):
         return type(layer)
-    name = f"{path or 'the model itself'} ({type(layer).__name__})"
     if isinstance(layer, nn.modules.lazy.LazyModuleMixin):
-        raise TypeError(f"{name} has seen no input yet: run the model once, then convert it")
+        raise TypeError(
+            f"{path or 'the model itself'} ({type(layer).__name__}) has seen no input yet: run the "
+            "model once, then convert it"
+        )
     kinds = [kind for plain, kind in _PAIRS if isinstance(layer, (plain, kind))]
-    if not kinds or _is_own(layer):
-        logger.warning("%s has a forward or parameters of its own and stays unsynchronised", name)
+    if _is_own(path, layer, "unsynchronised", is_known=bool(kinds)):
         return None
     return SyncBatchNorm if implementation == "torch" else kinds[0]
 
 
-def _is_own(layer: _BatchNorm) -> bool:
-    """Whether the class of ``layer`` cannot be changed without losing what it does."""
+def _is_own(path: str, layer: _BatchNorm, stays: str, *, is_known: bool = True) -> bool:
+    """Whether the class of ``layer`` cannot be changed without losing what it does; logs it."""
     own_forward = type(layer).forward not in _FORWARDS or "forward" in layer.__dict__
-    return own_forward or is_parametrized(layer)
+    if is_known and not own_forward and not is_parametrized(layer):
+        return False
+    name = f"{path or 'the model itself'} ({type(layer).__name__})"
+    logger.warning("%s has a forward or parameters of its own and stays %s", name, stays)
+    return True
 
 
 def _plain(layer: _BatchNorm) -> type[_BatchNorm]:
     """The class without synchronisation for a layer that was made as a synchronised one."""
     return next((plain for plain, kind in _PAIRS if isinstance(layer, kind)), BatchNormXd)
-
-
-def _convert(
-    layer: Any, kind: type[_BatchNorm], process_group: distributed.ProcessGroup | None
-) -> None:
-    if type(layer) is not kind:
-        made = isinstance(layer, SynchronizedBatchNorm)
-        layer.__dict__.setdefault(_ORIGIN, _plain(layer) if made else type(layer))
-        _change(layer, kind)
-    if process_group is not None:
-        layer.process_group = process_group
 
 
 def _change(layer: _BatchNorm, kind: type[_BatchNorm]) -> None:
@@ -208,10 +204,7 @@ def _refuse_wrapped(module: nn.Module) -> None:
 
 
 def _wrapper_of(module: nn.Module) -> DistributedDataParallel | None:
-    """The live wrapper that ``module`` is inside of.
-
-    Modules do not know what they are in, so all objects are looked through (0.1 s).
-    """
+    """The live wrapper that ``module`` is inside of; looks through all objects (0.1 s)."""
     for one in gc.get_objects():
         # Not isinstance: that runs the code of proxies.
         if not issubclass(type(one), DistributedDataParallel):

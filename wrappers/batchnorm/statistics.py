@@ -1,4 +1,4 @@
-"""The arithmetic of batch normalisation over several chunks of one batch.
+"""Batch normalisation of several chunks of one batch: the arithmetic and the node of the graph.
 
 Statistics are counts, means and sums of squared deviations, which merge without cancellation
 (Chan, Golub, LeVeque 1979). Vectors with one number per channel are always fp64; what is as large
@@ -9,11 +9,14 @@ fp32 on other devices, and rounded once, at the end.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from ...collectives import CollectiveError, calling, comm_device
 
 EpsMode: TypeAlias = Literal["plus", "clamp"]
 
@@ -21,26 +24,15 @@ EpsMode: TypeAlias = Literal["plus", "clamp"]
 _BLOCK = 2**16
 
 
-@dataclass(frozen=True)
-class Moments:
-    """Of one chunk: values per channel, their mean and their sum of squared deviations.
+class Moments(NamedTuple):
+    """Values per channel of one chunk, their mean and sum of squared deviations."""
 
-    Attributes:
-        mean: `(channels,)`, zeros when there are no values.
-        m2: `(channels,)`.
-    """
-
-    count: int
+    num_values: int
     mean: Tensor
     m2: Tensor
 
-    def to(self, device: torch.device) -> Moments:
-        """The same numbers on another device."""
-        return Moments(self.count, self.mean.to(device), self.m2.to(device))
 
-
-@dataclass(frozen=True)
-class Statistics:
+class Statistics(NamedTuple):
     """Of the whole batch, per channel: what every chunk is normalised by.
 
     Attributes:
@@ -49,7 +41,7 @@ class Statistics:
         slope: 0 where `inv_std` does not depend on the variance, else 1; None: 1 everywhere.
     """
 
-    count: int
+    num_values: int
     mean: Tensor
     var: Tensor
     inv_std: Tensor
@@ -59,52 +51,45 @@ class Statistics:
         """The same numbers on another device."""
         if device == self.mean.device:
             return self
-        slope = None if self.slope is None else self.slope.to(device)
-        mean, var, inv_std = (one.to(device) for one in (self.mean, self.var, self.inv_std))
-        return Statistics(self.count, mean, var, inv_std, slope)
-
-    def unbiased_var(self) -> Tensor:
-        """The estimate for the population."""
-        return self.var * (self.count / (self.count - 1))
+        tensors = (None if one is None else one.to(device) for one in self[1:])
+        return Statistics(self.num_values, *tensors)  # type: ignore[arg-type]
 
 
 def moments(x: Tensor) -> Moments:
     """Moments of `x` `(batch, channels, ...)`."""
     channels = x.size(1)
     if not x.numel():
-        zeros = torch.zeros(channels, dtype=torch.float64, device=x.device)
-        return Moments(0, zeros, zeros)
+        return no_moments(channels, x.device)
     dims = _all_but_channels(x)
-    counts, means, m2s = [], [], []
+    parts = []
     for part in _blocks(x):
         moved = part.to(_working_dtype(x), copy=True)
         mean = moved.mean(dims)
         moved.sub_(_as_channels(mean, moved))
-        counts.append(part.numel() // channels)
-        means.append(mean.double())
-        m2s.append(moved.mul_(moved).sum(dims).double())
-    if len(counts) == 1:
-        return Moments(counts[0], means[0], m2s[0])
-    return Moments(*merge(counts, torch.stack(means), torch.stack(m2s)))
+        m2 = moved.mul_(moved).sum(dims)
+        parts.append(Moments(part.numel() // channels, mean.double(), m2.double()))
+    if len(parts) == 1:
+        return parts[0]
+    counts, means, m2s = zip(*parts, strict=True)
+    return merge(counts, torch.stack(means), torch.stack(m2s))
 
 
-def merge(counts: Sequence[int], means: Tensor, m2s: Tensor) -> tuple[int, Tensor, Tensor]:
-    """Count, mean and M2 of all chunks; `means` and `m2s` are `(chunks, channels)`."""
+def no_moments(channels: int, device: torch.device) -> Moments:
+    """Those of a chunk without values."""
+    zeros = torch.zeros(channels, dtype=torch.float64, device=device)
+    return Moments(0, zeros, zeros)
+
+
+def merge(counts: Sequence[int], means: Tensor, m2s: Tensor) -> Moments:
+    """Moments of all chunks; `means` and `m2s` are `(chunks, channels)`."""
     count = sum(counts)
     weights = torch.tensor(counts, dtype=torch.float64, device=means.device).unsqueeze(1)
     mean = (weights * means).sum(0) / max(count, 1)
-    return count, mean, (m2s + weights * (means - mean).square()).sum(0)
+    return Moments(count, mean, (m2s + weights * (means - mean).square()).sum(0))
 
 
-def statistics(merged: tuple[int, Tensor, Tensor], eps: float, mode: EpsMode) -> Statistics:
-    """What to normalise by.
-
-    Args:
-        mode: "plus": (var + eps)^-1/2, as torch; "clamp": max(var, eps)^-1/2.
-
-    Raises:
-        ValueError: not more than one value per channel.
-    """
+def statistics(merged: Moments, eps: float, mode: EpsMode) -> Statistics:
+    """What to normalise by: (var + eps)^-1/2 for "plus", max(var, eps)^-1/2 for "clamp"."""
     count, mean, m2 = merged
     if count <= 1:
         size = torch.Size([count, mean.numel()])
@@ -148,12 +133,8 @@ def gradient_sums(dy: Tensor, x: Tensor, stats: Statistics) -> Tensor:
 def input_gradient(
     dy: Tensor, x: Tensor, total: Tensor, *, stats: Statistics, weight: Tensor | None
 ) -> Tensor:
-    """weight * inv_std * (dy - mean(dy) - xhat * mean(dy * xhat)), the means over all chunks.
-
-    Args:
-        total: the sums over all chunks.
-    """
-    mean_dy, mean_product = (total / stats.count).unbind()
+    """weight * inv_std * (dy - mean(dy) - xhat * mean(dy * xhat)), the means over all chunks."""
+    mean_dy, mean_product = (total / stats.num_values).unbind()
     if stats.slope is not None:
         mean_product = mean_product * stats.slope
     scale = _scale(stats, weight)
@@ -208,3 +189,115 @@ def _all_but_channels(x: Tensor) -> list[int]:
 def _as_channels(vector: Tensor, like: Tensor) -> Tensor:
     """`vector` in the precision of `like`, to be broadcast over it."""
     return vector.to(like.dtype).view(-1, *[1] * (like.dim() - 2))
+
+
+class Chunk(NamedTuple):
+    """One chunk of the batch, with the parameters that it is normalised with."""
+
+    x: Tensor
+    # To be filled; the node makes it its output.
+    output: Tensor
+    weight: Tensor | None
+    bias: Tensor | None
+
+    @property
+    def in_graph(self) -> bool:
+        """Whether any gradient is wanted."""
+        tensors = (self.x, self.weight, self.bias)
+        return any(one.requires_grad for one in tensors if one is not None)
+
+
+class Plan(NamedTuple):
+    """What a node needs besides its chunks.
+
+    Attributes:
+        layer: name of the layer's class, for errors.
+        moves_input: whether the gradient of any chunk's input, on any rank, is wanted.
+        grouped: whether the ranks of `group` hold further chunks.
+        number: below 64, of this forward, the same on all ranks.
+    """
+
+    stats: Statistics
+    layer: str
+    moves_input: bool
+    grouped: bool = False
+    group: distributed.ProcessGroup | None = None
+    number: int = 0
+
+    def over_ranks(self, total: Tensor) -> Tensor:
+        """The sums of all ranks; every rank's backward must call this.
+
+        The forward's number and its square travel along. They are summed too, and only where the
+        ranks' numbers are all equal can both sums be what each rank expects.
+        """
+        if not self.grouped:
+            return total
+        device = comm_device(self.group, prefer=total.device)
+        numbers = total.new_tensor([[self.number], [self.number**2]])
+        message = torch.cat([total, numbers], dim=1).to(device)
+        with calling(f"{self.layer}.backward", self.group, lambda: f"{total.size(1)} channels"):
+            distributed.all_reduce(message, group=self.group)
+        world_size = distributed.get_world_size(self.group)
+        expected = [world_size * self.number, world_size * self.number**2]
+        if message[:, -1].tolist() != expected:
+            raise CollectiveError(
+                f"the ranks are in the backward of different calls of {self.layer}: all of them "
+                "must use the same outputs, in the same order, for what they differentiate"
+            )
+        return message[:, :-1].to(total.device)
+
+
+def join(plan: Plan, chunks: Sequence[Chunk]) -> list[Tensor]:
+    """The outputs of the chunks as parts of the graph, their values yet to be filled in.
+
+    One node for all chunks: its only backward has the gradients of all of them at hand and so
+    never waits, which matters since on the CPU one thread runs the backward of every chunk.
+    """
+    outputs = [chunk.output for chunk in chunks]
+    if not any(chunk.in_graph for chunk in chunks):
+        return outputs
+    parts = [(chunk.x, chunk.weight, chunk.bias) for chunk in chunks]
+    flat = [tensor for part in parts for tensor in part]
+    with torch.enable_grad():
+        results: tuple[Tensor, ...] = _Joint.apply(plan, outputs, *flat)  # type: ignore[no-untyped-call]
+    pairs = zip(chunks, results, strict=True)
+    return [result if chunk.in_graph else result.detach() for chunk, result in pairs]
+
+
+class _Joint(Function):
+    """Inputs: plan, outputs, then x, weight and bias of every chunk."""
+
+    @staticmethod
+    def forward(ctx: Any, plan: Plan, outputs: list[Tensor], *flat: Tensor | None) -> Any:
+        ctx.plan = plan
+        ctx.bias_dtypes = [bias.dtype if bias is not None else None for bias in flat[2::3]]
+        ctx.save_for_backward(*flat[0::3], *flat[1::3])
+        # Outputs must not be kept in `ctx`: a cycle through the graph would keep all of it.
+        return tuple(outputs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        plan: Plan = ctx.plan
+        # Once: each reading unpacks them again, which checkpoints forbid.
+        saved = ctx.saved_tensors
+        inputs, weights = saved[: len(gradients)], saved[len(gradients) :]
+        stats = [plan.stats.to(x.device) for x in inputs]
+        triples = list(zip(gradients, inputs, stats, strict=True))
+        sums = [gradient_sums(*triple) for triple in triples]
+        wanted = ctx.needs_input_grad[2:]
+        results: list[Tensor | None] = [None] * len(wanted)
+        for index, (of_bias, of_weight) in enumerate(sums):
+            if wanted[3 * index + 1]:
+                results[3 * index + 1] = of_weight.to(weights[index].dtype)
+            if wanted[3 * index + 2]:
+                results[3 * index + 2] = of_bias.to(ctx.bias_dtypes[index])
+        if plan.moves_input:
+            device = sums[0].device
+            total = plan.over_ranks(torch.stack([one.to(device) for one in sums]).sum(0))
+            for index, (dy, x, own) in enumerate(triples):
+                if wanted[3 * index]:
+                    results[3 * index] = input_gradient(
+                        dy, x, total.to(x.device), stats=own, weight=weights[index]
+                    )
+        return None, None, *results

@@ -7,26 +7,50 @@ import weakref
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 import torch
 from torch import Tensor, distributed
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.batchnorm import (
+    BatchNorm1d,
+    BatchNorm2d,
+    BatchNorm3d,
+    SyncBatchNorm,
+    _BatchNorm,
+)
 
+from ...collectives import CollectiveError, all_gather_object, calling, comm_device
 from ...registry import MODELS
 from ..replicas.replicate import CallbackContext
 from ..replicas.session import ReplicationSession
 from ..torch_functions import uncompiled
-from .node import Chunk, Plan, join
-from .ranks import FAILED, IN_GRAPH, MOVES_INPUT, Agreed, Ranks, is_shared
-from .statistics import EpsMode, Moments, Statistics, merge, moments, normalise, statistics
+from .statistics import (
+    Chunk,
+    EpsMode,
+    Moments,
+    Plan,
+    Statistics,
+    join,
+    merge,
+    moments,
+    no_moments,
+    normalise,
+    statistics,
+)
 
 _WITHOUT_GRAPHS = (
     "SynchronizedBatchNorm waits for other replicas or ranks in its forward, which cannot be part "
     "of a compiled graph; compile the parts of the model between these layers"
 )
 _default_eps_mode: list[EpsMode] = ["plus"]
-_NOT_SAVED = ("_place", "_agreed")
+# A rank's flags: its output is part of a graph, the gradient of its input is wanted, it gave up.
+_IN_GRAPH, _MOVES_INPUT, _FAILED = 1, 2, 4
+# Numbers before the moments in a rank's message: count, flags, number of the call.
+_HEADER = 3
+# Sums over many ranks stay exact, also in fp32.
+_NUMBERS = 64
+# How many layers have agreed, by group.
+_layers: weakref.WeakKeyDictionary[distributed.ProcessGroup, int] = weakref.WeakKeyDictionary()
 
 logger = logging.getLogger(__name__)
 
@@ -46,8 +70,7 @@ def set_sbn_eps_mode(mode: EpsMode) -> None:
     _default_eps_mode[0] = mode
 
 
-@dataclass(frozen=True)
-class _Place:
+class _Place(NamedTuple):
     """The place of a layer in a replication; gone with the copy that has it."""
 
     session: Callable[[], ReplicationSession | None]
@@ -55,18 +78,18 @@ class _Place:
     copy_id: int
 
 
-@dataclass(frozen=True)
-class _Message:
-    """What a replica brings to the meeting."""
+@dataclass
+class _Agreed:
+    """What all ranks have agreed on: the layer's number in the group; and the calls since."""
 
-    moments: Moments
-    chunk: Chunk
+    group: weakref.ref[distributed.ProcessGroup]
+    layer: int
+    calls: int = 0
 
-
-@dataclass(frozen=True)
-class _Reply:
-    stats: Statistics
-    output: Tensor
+    def next_call(self) -> int:
+        """The number of this call of this layer, below 64."""
+        self.calls += 1
+        return (7 * self.layer + self.calls) % _NUMBERS
 
 
 class SynchronizedBatchNorm(_BatchNorm):
@@ -75,7 +98,8 @@ class SynchronizedBatchNorm(_BatchNorm):
     process_group: distributed.ProcessGroup | None = None
     eps_mode: EpsMode | None = None
     _place: _Place | None = None
-    _agreed: Agreed | None = None
+    _agreed: _Agreed | None = None
+    _check_input_dim: Any = SyncBatchNorm._check_input_dim
 
     def __init__(
         self,
@@ -97,7 +121,7 @@ class SynchronizedBatchNorm(_BatchNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalise; in training every replica, or every rank of the group, must call this."""
-        if self.training and (self._place is not None or is_shared(self.process_group)):
+        if self.training and (self._place is not None or _is_shared(self.process_group)):
             synchronised: Tensor = self._synchronised(input)
             return synchronised
         return super().forward(input)
@@ -108,60 +132,54 @@ class SynchronizedBatchNorm(_BatchNorm):
         # A layer that is no copy outlives the replication, which must not stay in it.
         owned = copy_id or getattr(self, "_is_replica", False)
         find = (lambda: session) if owned else weakref.ref(session)
-        self._place = None
-        if ctx.num_copies > 1:
-            self._place = _Place(find, ctx.layer, copy_id)
+        self._place = _Place(find, ctx.layer, copy_id) if ctx.num_copies > 1 else None
 
     @uncompiled(_WITHOUT_GRAPHS)
     def _synchronised(self, x: Tensor) -> Tensor:
         if x.is_cuda and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(_WITHOUT_GRAPHS.replace("a compiled graph", "a CUDA graph"))
         session = self._place.session() if self._place else None
-        if self._place is None or session is None:
-            if not is_shared(self.process_group):
-                return super().forward(x)
-            return self._over_ranks(x)
-        return self._over_replicas(x, self._place, session)
+        if self._place is not None and session is not None:
+            return self._over_replicas(x, self._place, session)
+        return self._over_ranks(x) if _is_shared(self.process_group) else super().forward(x)
 
     def _over_replicas(self, x: Tensor, place: _Place, session: ReplicationSession) -> Tensor:
         self._check(x)
-        message = _Message(moments(x.detach()), self._chunk(x))
-        reply: _Reply = session.rendezvous(place.layer, place.copy_id, message, self._combine)
+        message = moments(x.detach()), self._chunk(x)
+        stats, output = session.rendezvous(place.layer, place.copy_id, message, self._combine)
         if place.copy_id == 0:
-            self._update(reply.stats)
-        return self._filled(reply.output, x, reply.stats)
+            self._update(stats)
+        return self._filled(output, x, stats)
 
-    def _combine(self, messages: Sequence[_Message]) -> list[_Reply]:
+    def _combine(self, messages: Sequence[tuple[Moments, Chunk]]) -> list[tuple[Any, Tensor]]:
         """Merge what the replicas know, and put their outputs into one node of the graph."""
-        device = messages[0].moments.mean.device
-        parts = [message.moments.to(device) for message in messages]
-        means, m2s = (torch.stack(one) for one in ([p.mean for p in parts], [p.m2 for p in parts]))
+        parts, chunks = zip(*messages, strict=True)
+        device = parts[0].mean.device
+        means = torch.stack([one.mean.to(device) for one in parts])
+        m2s = torch.stack([one.m2.to(device) for one in parts])
         with torch.no_grad():
-            merged = merge([part.count for part in parts], means, m2s)
+            merged = merge([one.num_values for one in parts], means, m2s)
             stats = statistics(merged, self.eps, self._eps_mode())
-        chunks = [message.chunk for message in messages]
         moves_input = any(chunk.x.requires_grad for chunk in chunks)
         outputs = join(Plan(stats, type(self).__name__, moves_input), chunks)
-        return [_Reply(stats.to(output.device), output) for output in outputs]
+        return [(stats.to(output.device), output) for output in outputs]
 
     def _over_ranks(self, x: Tensor) -> Tensor:
-        ranks = Ranks(type(self).__name__, self.num_features, self.process_group)
         world = self.process_group or distributed.group.WORLD
         assert world is not None
         if self._agreed is None or self._agreed.group() is not world:
-            self._agreed = ranks.agree()
+            self._agreed = _agree(self, world)
         number = self._agreed.next_call()
         try:
             self._check(x)
             own, chunk = moments(x.detach()), self._chunk(x)
         except Exception as error:
             # The other ranks are waiting; they learn of it in the message.
-            zeros = torch.zeros(self.num_features, dtype=torch.float64, device=x.device)
-            ranks.merge(Moments(0, zeros, zeros), FAILED, number, error)
+            _merge_ranks(self, no_moments(self.num_features, x.device), _FAILED, number, error)
             raise
-        flags = chunk.in_graph * IN_GRAPH + chunk.x.requires_grad * MOVES_INPUT
+        flags = chunk.in_graph * _IN_GRAPH + chunk.x.requires_grad * _MOVES_INPUT
         with torch.no_grad():
-            merged, moves_input = ranks.merge(own, flags, number)
+            merged, moves_input = _merge_ranks(self, own, flags, number)
             stats = statistics(merged, self.eps, self._eps_mode())
         self._update(stats)
         plan = Plan(stats, type(self).__name__, moves_input, True, self.process_group, number)
@@ -193,12 +211,11 @@ class SynchronizedBatchNorm(_BatchNorm):
             if factor is None:
                 factor = 1.0 / float(self.num_batches_tracked)
         factor = factor or 0.0
-        for buffer, new in (
-            (self.running_mean, stats.mean),
-            (self.running_var, stats.unbiased_var()),
-        ):
+        unbiased_var = stats.var * (stats.num_values / (stats.num_values - 1))
+        new = (stats.mean, unbiased_var)
+        for buffer, value in zip((self.running_mean, self.running_var), new, strict=True):
             assert buffer is not None
-            buffer.copy_(buffer.double().mul_(1 - factor).add_(new * factor))
+            buffer.copy_(buffer.double().mul_(1 - factor).add_(value * factor))
 
     def _check(self, x: Tensor) -> None:
         self._check_input_dim(x)
@@ -210,15 +227,11 @@ class SynchronizedBatchNorm(_BatchNorm):
         if not x.is_floating_point():
             raise TypeError(f"the input must be floating point, got {x.dtype}")
 
-    def _check_input_dim(self, input: Tensor) -> None:
-        if input.dim() < 2:
-            raise ValueError(f"expected at least 2D input (got {input.dim()}D input)")
-
     def _eps_mode(self) -> EpsMode:
         return self.eps_mode or _default_eps_mode[0]
 
     def __getstate__(self) -> dict[str, Any]:
-        state = {name: value for name, value in self.__dict__.items() if name not in _NOT_SAVED}
+        state = {**self.__dict__, "_place": None, "_agreed": None}
         if state.get("process_group") is not None:
             state["process_group"] = None
             logger.warning(
@@ -231,24 +244,114 @@ class SynchronizedBatchNorm(_BatchNorm):
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         copied = type(self).__new__(type(self))
         memo[id(self)] = copied
-        state = {name: value for name, value in self.__dict__.items() if name not in _NOT_SAVED}
-        # A connection between processes: shared by the copy, as by any other user of it.
-        group = state.pop("process_group", None)
+        state = {**self.__dict__, "_place": None, "_agreed": None, "process_group": None}
         copied.__setstate__(deepcopy(state, memo))  # type: ignore[no-untyped-call]
-        copied.process_group = group
+        # A connection between processes: shared by the copy, as by any other user of it.
+        copied.process_group = self.process_group
         if self._agreed is not None:
             # Else a copy that one rank makes would ask ranks that do not answer.
             copied._agreed = replace(self._agreed)
         return copied
 
 
+def _is_shared(group: distributed.ProcessGroup | None) -> bool:
+    """Whether there are several ranks in the group (None: the default group)."""
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return False
+    size = distributed.get_world_size(group)
+    if size < 0:
+        raise ValueError(
+            f"rank {distributed.get_rank()} is no member of the layer's process_group; give each "
+            "rank a group that it is in"
+        )
+    return size > 1
+
+
+def _agree(layer: SynchronizedBatchNorm, group: distributed.ProcessGroup) -> _Agreed:
+    """Make sure that messages will be equally long, since others would abort the processes.
+
+    Every rank must call this. Layers are numbered in the order of their first calls.
+    """
+    channels = all_gather_object(layer.num_features, group=layer.process_group)
+    if len(set(channels)) > 1:
+        listed = zip(distributed.get_process_group_ranks(group), channels, strict=True)
+        raise ValueError(
+            f"{type(layer).__name__} must have the same num_features on all ranks, but it has "
+            + ", ".join(f"{number} on rank {rank}" for rank, number in listed)
+        )
+    _layers[group] = _layers.get(group, 0) + 1
+    return _Agreed(weakref.ref(group), _layers[group])
+
+
+def _merge_ranks(
+    layer: SynchronizedBatchNorm,
+    own: Moments,
+    flags: int,
+    number: int,
+    problem: Exception | None = None,
+) -> tuple[Moments, bool]:
+    """Moments of all ranks, and whether any input's gradient is wanted.
+
+    Every rank must call this, also one that has no values or a problem. ``number`` is that of this
+    call, the same on all ranks.
+    """
+    group, device = layer.process_group, own.mean.device
+    values = torch.cat([own.mean, own.m2])
+    message = values.new_empty(
+        _HEADER + values.numel(), device=comm_device(group, prefer=values.device)
+    )
+    # Fills, since numbers copied to a GPU would wait for it.
+    for index, one in enumerate((own.num_values, flags, number)):
+        message[index].fill_(one)
+    message[_HEADER:].copy_(values)
+    rows = message.new_empty(distributed.get_world_size(group), message.numel())
+    with calling(
+        f"{type(layer).__name__}.forward", group, lambda: f"{layer.num_features} channels"
+    ):
+        distributed.all_gather(list(rows.unbind()), message, group)
+    counts, all_flags, numbers = rows[:, :_HEADER].long().t().tolist()
+    _compare(layer, all_flags, numbers, problem)
+    means, m2s = rows[:, _HEADER:].to(device).tensor_split(2, dim=1)
+    return merge(counts, means, m2s), any(one & _MOVES_INPUT for one in all_flags)
+
+
+def _compare(
+    layer: SynchronizedBatchNorm,
+    flags: Sequence[int],
+    numbers: Sequence[int],
+    problem: Exception | None,
+) -> None:
+    """Raise CollectiveError on every rank, where they cannot go on together."""
+    name, group = type(layer).__name__, layer.process_group
+    members = distributed.get_process_group_ranks(group)
+    if any(one & _FAILED for one in flags):
+        text = f"{type(problem).__name__}: {problem}" if problem else ""
+        texts = zip(members, all_gather_object(text, group=group), strict=True)
+        listed = "; ".join(f"rank {rank}: {one}" for rank, one in texts if one)
+        raise CollectiveError(f"{name} cannot go on: {listed}") from problem
+    outside = [rank for rank, one in zip(members, flags, strict=True) if not one & _IN_GRAPH]
+    if outside and any(one & _MOVES_INPUT for one in flags):
+        raise CollectiveError(
+            f"{name} is called without gradients on ranks {outside} (under no_grad, or nothing "
+            "requires them) but with gradients on the others, whose backward would wait for these "
+            "ranks for ever"
+        )
+    if len(set(numbers)) > 1:
+        ranks: dict[int, list[int]] = {}
+        for rank, number in zip(members, numbers, strict=True):
+            ranks.setdefault(number, []).append(rank)
+        listed = " and ".join(map(str, ranks.values()))
+        raise CollectiveError(
+            f"the ranks {listed} are in different calls of {name}: in training all ranks must call "
+            "the same layers, in the same order and equally often"
+        )
+
+
 @MODELS.register_module()
 class SynchronizedBatchNorm1d(SynchronizedBatchNorm):
     """``SynchronizedBatchNorm2d`` for ``(batch, channels)`` and ``(batch, channels, length)``."""
 
-    def _check_input_dim(self, input: Tensor) -> None:
-        if input.dim() not in (2, 3):
-            raise ValueError(f"expected 2D or 3D input (got {input.dim()}D input)")
+    _check_input_dim = BatchNorm1d._check_input_dim
 
 
 @MODELS.register_module()
@@ -280,15 +383,11 @@ class SynchronizedBatchNorm2d(SynchronizedBatchNorm):
         ReplicationError: a replica does not come to the layer.
     """
 
-    def _check_input_dim(self, input: Tensor) -> None:
-        if input.dim() != 4:
-            raise ValueError(f"expected 4D input (got {input.dim()}D input)")
+    _check_input_dim = BatchNorm2d._check_input_dim
 
 
 @MODELS.register_module()
 class SynchronizedBatchNorm3d(SynchronizedBatchNorm):
     """``SynchronizedBatchNorm2d`` for inputs ``(batch, channels, depth, height, width)``."""
 
-    def _check_input_dim(self, input: Tensor) -> None:
-        if input.dim() != 5:
-            raise ValueError(f"expected 5D input (got {input.dim()}D input)")
+    _check_input_dim = BatchNorm3d._check_input_dim

@@ -27,38 +27,53 @@ class CommHook:
     """A communication hook with its options; ``bind`` makes it for a group of ranks."""
 
     def bind(self, group: ProcessGroup) -> tuple[Any, HookFunction]:
-        """Return the state and the function that torch's ``register_comm_hook`` takes.
-
-        Every rank of ``group`` must call this.
-        """
+        """What torch's ``register_comm_hook`` takes; every rank of ``group`` must call this."""
         raise NotImplementedError(f"{type(self).__name__} must override bind(group)")
 
 
-@COMM_HOOKS.register_module(name=["allreduce", "AllReduce"])
+def _mean_in_bfloat16(group: ProcessGroup, bucket: GradBucket) -> Future[Tensor]:
+    # torch's own hook of this kind refuses gloo.
+    gradients = bucket.buffer()
+    small = gradients.to(torch.bfloat16).div_(group.size())
+    work = distributed.all_reduce(small, group=group, async_op=True)
+    assert work is not None
+    return work.get_future().then(lambda done: gradients.copy_(done.value()[0]))  # type: ignore[no-any-return]
+
+
 @dataclass(frozen=True)
-class AllReduce(CommHook):
-    """The mean in the precision of the gradients, as without any hook."""
+class _Function(CommHook):
+    """A function; without a state of its own it gets the process group."""
+
+    function: HookFunction
+    state: Any = None
+    given_state: bool = False
 
     def bind(self, group: ProcessGroup) -> tuple[Any, HookFunction]:
-        return group, default_hooks.allreduce_hook
+        return (self.state if self.given_state else group), self.function
+
+
+@COMM_HOOKS.register_module(name=["allreduce", "AllReduce"])
+class AllReduce(_Function):
+    """The mean in the precision of the gradients, as without any hook."""
+
+    def __init__(self) -> None:
+        super().__init__(default_hooks.allreduce_hook)
 
 
 @COMM_HOOKS.register_module(name=["fp16_compress", "FP16Compress"])
-@dataclass(frozen=True)
-class FP16Compress(CommHook):
+class FP16Compress(_Function):
     """The mean in float16: half the bytes of float32; gradients beyond 65504 overflow."""
 
-    def bind(self, group: ProcessGroup) -> tuple[Any, HookFunction]:
-        return group, default_hooks.fp16_compress_hook
+    def __init__(self) -> None:
+        super().__init__(default_hooks.fp16_compress_hook)
 
 
 @COMM_HOOKS.register_module(name=["bf16_compress", "BF16Compress"])
-@dataclass(frozen=True)
-class BF16Compress(CommHook):
+class BF16Compress(_Function):
     """The mean in bfloat16: half the bytes of float32 and its range, with 8 bits of precision."""
 
-    def bind(self, group: ProcessGroup) -> tuple[Any, HookFunction]:
-        return group, _mean_in_bfloat16
+    def __init__(self) -> None:
+        super().__init__(_mean_in_bfloat16)
 
 
 @COMM_HOOKS.register_module(name=["powerSGD", "PowerSGD"])
@@ -112,23 +127,22 @@ class PostLocalSGD(CommHook):
         return state, post_localSGD_hook.post_localSGD_hook
 
     def _subgroup(self, group: ProcessGroup) -> ProcessGroup:
-        """Every rank's neighbours; all ranks of the run must make all subgroups of the run."""
-        ranks = distributed.get_process_group_ranks(group)
-        if len(ranks) % self.subgroup_size:
+        # All ranks of the run must make all subgroups of the run.
+        size, ranks = self.subgroup_size, distributed.get_process_group_ranks(group)
+        if len(ranks) % size:
             raise ValueError(
-                f"comm_hook: subgroup_size={self.subgroup_size} does not divide the "
-                f"{len(ranks)} ranks of the group"
+                f"comm_hook: subgroup_size={size} does not divide the {len(ranks)} ranks of the "
+                "group"
             )
-        everyone: list[list[int] | None] = [None] * distributed.get_world_size()
+        everyone: list[Any] = [None] * distributed.get_world_size()
         distributed.all_gather_object(everyone, ranks)
-        mine: ProcessGroup | None = None
-        for members in sorted({tuple(one) for one in everyone if one is not None}):
-            for start in range(0, len(members), self.subgroup_size):
-                part = list(members[start : start + self.subgroup_size])
-                made = distributed.new_group(part)
-                if distributed.get_rank() in part:
-                    mine = made
-        assert mine is not None
+        parts = [
+            members[start : start + size]
+            for members in sorted({tuple(one) for one in everyone})
+            for start in range(0, len(members), size)
+        ]
+        made = {part: distributed.new_group(list(part)) for part in parts}
+        mine: ProcessGroup = next(made[part] for part in parts if distributed.get_rank() in part)
         return mine
 
 
@@ -177,18 +191,6 @@ def unannotated(function: HookFunction) -> HookFunction:
     return hook
 
 
-@dataclass(frozen=True)
-class _Function(CommHook):
-    """A user's function."""
-
-    function: HookFunction
-    state: Any = None
-    given_state: bool = False
-
-    def bind(self, group: ProcessGroup) -> tuple[Any, HookFunction]:
-        return (self.state if self.given_state else group), self.function
-
-
 def _find(name: str) -> Any:
     found = COMM_HOOKS.get(name)
     if found is None:
@@ -205,16 +207,3 @@ def _checked(function: Any) -> HookFunction:
             f"(state, hook), got {function!r}"
         )
     return function  # type: ignore[no-any-return]
-
-
-def _mean_in_bfloat16(group: ProcessGroup, bucket: GradBucket) -> Future[Tensor]:
-    """torch's own hook of this kind refuses gloo."""
-    gradients = bucket.buffer()
-    small = gradients.to(torch.bfloat16).div_(group.size())
-    work = distributed.all_reduce(small, group=group, async_op=True)
-    assert work is not None
-
-    def widen(done: Future[Any]) -> Tensor:
-        return gradients.copy_(done.value()[0])
-
-    return work.get_future().then(widen)  # type: ignore[no-any-return]

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import re
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -15,10 +16,9 @@ from torch.nn.parallel import DistributedDataParallel
 from ...registry import MODEL_WRAPPERS
 from ..batchnorm.conversion import convert_sync_batchnorm
 from ..steps.step import Steps, refuse_own_train_step
+from ..steps.step_checks import AveragingWatch, ThawWatch
 from ..torch_functions import check_options, option_names, refuse_double_backward
 from .comm_hooks import read_comm_hook, unannotated
-from .unused import explain_unused, trainable_names
-from .watches import AveragingWatch, ThawWatch
 
 _NAMES = [
     "StepDistributedDataParallel",
@@ -33,6 +33,25 @@ _STATIC = (
 _TORCH_OPTIONS = inspect.signature(DistributedDataParallel.__init__).parameters
 
 
+class UnusedParametersError(RuntimeError):
+    """Parameters got no gradient in a backward that was to synchronise them.
+
+    Attributes:
+        names: these parameters, by the user's names; empty where torch does not say which.
+    """
+
+    def __init__(self, names: Sequence[str]) -> None:
+        which = ", ".join(names) or "some parameters"
+        super().__init__(
+            f"the last step's loss did not depend on {which}, so their gradients never came. "
+            "Either let the wrapper look for such parameters (find_unused_parameters: true), or "
+            "take them out of the training: remove them, or freeze them (requires_grad=False) "
+            "before the model is wrapped. Where that step's backward raised an error, build "
+            "the wrapper anew instead"
+        )
+        self.names = tuple(names)
+
+
 @MODEL_WRAPPERS.register_module(name=_NAMES)
 class StepDistributedDataParallel(Steps, DistributedDataParallel):
     """torch's ``DistributedDataParallel`` with the three steps.
@@ -41,16 +60,8 @@ class StepDistributedDataParallel(Steps, DistributedDataParallel):
     override ``train_step(data, optim_wrapper)`` in a subclass; it must compute its losses by
     ``self(...)``, because ``self.module(...)`` leaves the gradients of the ranks apart. So does,
     as in torch's class, a second backward of one forward (``retain_graph``): sum the losses. A
-    step that does either raises RuntimeError in its first backwards::
-
-        @MODEL_WRAPPERS.register_module()
-        class PenalisedDDP(StepDistributedDataParallel):
-            def train_step(self, data, optim_wrapper):
-                with optim_wrapper.optim_context(self):
-                    losses = self(*self.module.data_preprocessor(data, True), mode="loss")
-                loss = losses["loss"] + penalty(self.module)
-                optim_wrapper.update_params(loss)
-                return {"loss": loss.detach()}
+    step that does either raises RuntimeError in its first backwards. docs/extending.md has an
+    example.
 
     Args:
         module: the model, on the device where it is to be trained.
@@ -98,22 +109,28 @@ class StepDistributedDataParallel(Steps, DistributedDataParallel):
         hook = None if comm_hook is None else read_comm_hook(comm_hook)
         if sync_batchnorm:
             module = convert_sync_batchnorm(module, process_group=ddp_kwargs.get("process_group"))
-        ddp_kwargs.setdefault("device_ids", _device_ids(module))
+        devices = {parameter.device for parameter in module.parameters()}
+        on_cuda = [device.type for device in devices] == ["cuda"]
+        ddp_kwargs.setdefault("device_ids", list(devices) if on_cuda else None)
         super().__init__(module=module, **_renamed(ddp_kwargs))
         self._prepare_steps(detect_anomalous_params)
         self._graph_recorded = False
         self._failure = ""
-        self._trainable = trainable_names(module, self.parameters_to_ignore)
+        ignored = self.parameters_to_ignore
+        # By the index that torch's reducer gives them.
+        self._trainable = [
+            name
+            for name, one in module.named_parameters()
+            if one.requires_grad and name not in ignored
+        ]
         everyone = self.process_group is distributed.group.WORLD
         self.data_group = None if everyone else self.process_group
         self.uneven_inputs = _join_options(uneven_inputs)
-        kind, ignored = type(self).__name__, self.parameters_to_ignore
-        self._thawed = ThawWatch(kind, module, ignored, self.process_group)
+        self._thawed = ThawWatch(type(self).__name__, module, ignored, self.process_group)
         self._hook = hook
         self._install_hook()
-        self._watch: AveragingWatch | None = None
-        if type(self).train_step is not Steps.train_step:
-            self._watch = AveragingWatch(self)
+        own_step = type(self).train_step is not Steps.train_step
+        self._watch = AveragingWatch(self) if own_step else None
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Call the model, so that the next backward averages its gradients."""
@@ -121,7 +138,7 @@ class StepDistributedDataParallel(Steps, DistributedDataParallel):
         try:
             outputs = super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
         except RuntimeError as error:
-            explain_unused(error, self._trainable, self._failure)
+            _explain_unused(error, self._trainable, self._failure)
             raise
         if self._watch is not None and torch.is_grad_enabled():
             self._watch.note_forward()
@@ -202,7 +219,7 @@ class StepDistributedDataParallel(Steps, DistributedDataParallel):
             self.register_comm_hook(state, unannotated(function))
 
     def _explain(self, error: BaseException) -> None:
-        explain_unused(error, self._trainable)
+        _explain_unused(error, self._trainable)
         # Its text: the error itself would keep the graph in memory.
         self._failure = self._failure or f"{type(error).__name__}: {error}"
         super()._explain(error)
@@ -210,26 +227,10 @@ class StepDistributedDataParallel(Steps, DistributedDataParallel):
     @classmethod
     def check_options(cls, options: Mapping[str, Any]) -> None:
         """Raise TypeError or ValueError for an option that this class does not take."""
-        names = [name for name in cls.config_signature().parameters if name != "module"]
-        check_options(cls.__name__, options, names)
+        super().check_options(options)
         if options.get("comm_hook") is not None:
             read_comm_hook(options["comm_hook"])
         _join_options(options.get("uneven_inputs", False))
-
-    @classmethod
-    def config_signature(cls) -> inspect.Signature:
-        """The arguments with torch's options in place of ``**ddp_kwargs``."""
-        own = inspect.signature(cls.__init__).parameters.values()
-        kept = [one for one in own if one.name != "self" and one.kind is not one.VAR_KEYWORD]
-        if not any(one.kind is one.VAR_KEYWORD for one in own):
-            return inspect.Signature(kept)
-        mine = {"self", *(one.name for one in kept)}
-        kept += [
-            one.replace(kind=inspect.Parameter.KEYWORD_ONLY)
-            for name, one in _TORCH_OPTIONS.items()
-            if name not in mine
-        ]
-        return inspect.Signature(kept)
 
 
 def broadcast_buffers(module: nn.Module, group: distributed.ProcessGroup | None) -> None:
@@ -241,6 +242,33 @@ def broadcast_buffers(module: nn.Module, group: distributed.ProcessGroup | None)
     ]
     for work in works:
         work.wait()
+
+
+def _explain_unused(error: BaseException, names: Sequence[str], failure: str = "") -> None:
+    """Raise a better error for torch's about gradients that did not come.
+
+    ``names`` are the trainable parameters when the module was wrapped; ``failure`` is the error of
+    the previous update, if any.
+    """
+    text = str(error)
+    if "Your training graph has changed in this iteration" in text:
+        raise RuntimeError(
+            "a parameter got a gradient now that had none in the first step, which static_graph "
+            "excludes: every step must use the same parameters. Either leave static_graph out "
+            "and give find_unused_parameters: true, or remove or freeze the parameters that only "
+            "some steps use"
+        ) from error
+    if "Expected to have finished reduction in the prior iteration" not in text:
+        return
+    if failure:
+        raise RuntimeError(
+            f"the last update raised {failure}; its backward was not finished, after which "
+            "DistributedDataParallel cannot go on: build the wrapper anew around the bare model. "
+            "Weights and optimizer are as they were before that update; clear the gradients"
+        ) from error
+    found = re.search(r"did not receive grad for rank \d+:((?:\s\d+)+)", text)
+    indices = map(int, found.group(1).split()) if found else ()
+    raise UnusedParametersError([names[at] for at in indices if at < len(names)]) from error
 
 
 def _join_options(setting: bool | Mapping[str, Any]) -> dict[str, Any] | None:
@@ -259,12 +287,3 @@ def _renamed(options: dict[str, Any]) -> dict[str, Any]:
     if old is None or options.get(new) is not None or new not in _TORCH_OPTIONS:
         return options
     return {**{k: v for k, v in options.items() if k != "broadcast_buffers"}, new: old}
-
-
-def _device_ids(module: nn.Module) -> list[Any] | None:
-    devices = {parameter.device for parameter in module.parameters()}
-    if len(devices) == 1:
-        (device,) = devices
-        if device.type == "cuda":
-            return [device]
-    return None

@@ -14,17 +14,11 @@ from torch import nn
 from ...registry import MODEL_WRAPPERS
 from ..batchnorm.conversion import convert_sync_batchnorm
 from ..steps.preprocess import device_of
-from ..steps.single import SingleDevice
 from ..steps.step import Steps, has_own_train_step
-from ..torch_functions import check_options
+from ..steps.step_checks import ThawWatch
 from .distributed import StepDistributedDataParallel, broadcast_buffers
-from .watches import ThawWatch
 
-_NAMES = [
-    "SeparateDistributedDataParallel",
-    "MMSeparateDistributedDataParallel",
-    "separate",
-]
+_NAMES = ["SeparateDistributedDataParallel", "MMSeparateDistributedDataParallel", "separate"]
 # What concerns the whole model, and what a child has no use for.
 _NOT_FOR_CHILDREN = ("detect_anomalous_params", "sync_batchnorm", "uneven_inputs")
 
@@ -37,21 +31,14 @@ class SeparateDistributedDataParallel(Steps, nn.Module):
     train is replaced by a ``StepDistributedDataParallel`` around it; the others are only moved to
     the model's device. The names of parameters and in state dicts remain those of the model.
     A model with a ``train_step(data, optim_wrapper)`` of its own is trained by it, and calls its
-    children as ever::
+    children as ever (docs/wrappers.md has an example); any other model gets the usual step.
 
-        def train_step(self, data, optims):
-            real, noise = data
-            fake = self.generator(noise).detach()
-            loss = criterion(self.discriminator(real), self.discriminator(fake))
-            optims["discriminator"].update_params(loss)
-            ...
-
-    Any other model gets the usual step. All calls of a child since its last backward belong to
-    its next one: with calls A and B, then backward of A, then backward of B, the gradients of B
-    would stay apart; sum the losses, or run backward after each call. For accumulation enter
-    ``optim_wrapper[name].optim_context(child)``, which skips what need not be sent. Where a
-    backward passes through a child that is not to be trained by it, freeze that child meanwhile
-    (``requires_grad_(False)``); its gradients are averaged otherwise, and must be cleared.
+    All calls of a child since its last backward belong to its next one: with calls A and B, then
+    backward of A, then of B, the gradients of B would stay apart; sum the losses, or run backward
+    after each call. For accumulation enter ``optim_wrapper[name].optim_context(child)``, which
+    skips what need not be sent. Where a backward passes through a child that is not to be trained
+    by it, freeze that child meanwhile (``requires_grad_(False)``); its gradients are averaged
+    otherwise, and must be cleared.
 
     Args:
         module: the model.
@@ -139,8 +126,7 @@ class SeparateDistributedDataParallel(Steps, nn.Module):
     @classmethod
     def check_options(cls, options: Mapping[str, Any]) -> None:
         """Raise TypeError or ValueError for an option that this class does not take."""
-        names = [name for name in cls.config_signature().parameters if name != "module"]
-        check_options(cls.__name__, options, names)
+        super().check_options(options)
         StepDistributedDataParallel.check_options(
             {k: v for k, v in options.items() if k not in _NOT_FOR_CHILDREN}
         )
@@ -148,36 +134,16 @@ class SeparateDistributedDataParallel(Steps, nn.Module):
     @classmethod
     def config_signature(cls) -> inspect.Signature:
         """The arguments with those of a child's wrapper in place of ``**ddp_kwargs``."""
-        own = list(inspect.signature(cls.__init__).parameters.values())[1:]
-        if own[-1].kind is not inspect.Parameter.VAR_KEYWORD:
-            return inspect.Signature(own)
-        own.pop()
-        taken = {*_NOT_FOR_CHILDREN, *(one.name for one in own)}
+        own = super().config_signature().parameters
         further = StepDistributedDataParallel.config_signature().parameters.values()
-        own += [
-            one.replace(kind=inspect.Parameter.KEYWORD_ONLY)
+        taken = {*own, *_NOT_FOR_CHILDREN}
+        last = list(inspect.signature(cls.__init__).parameters.values())[-1]
+        passed = [
+            one.replace(kind=one.KEYWORD_ONLY)
             for one in further
-            if one.name not in taken
+            if last.kind is last.VAR_KEYWORD and one.name not in taken
         ]
-        return inspect.Signature(own)
-
-    @classmethod
-    def without_group(cls, module: nn.Module, options: Mapping[str, Any]) -> SingleDevice:
-        """Return what stands in for this wrapper where there is one process and no group.
-
-        Options and model are checked as with a group.
-
-        Raises:
-            RuntimeError: the class has a train_step of its own.
-        """
-        if cls.train_step is not Steps.train_step:
-            raise RuntimeError(
-                f"{cls.__name__} has a train_step of its own and needs a process group; start "
-                "several processes, or write the step into the model"
-            )
-        cls.check_options(options)
-        check_children(module)
-        return SingleDevice(module)
+        return inspect.Signature([*own.values(), *passed])
 
 
 class _Child(StepDistributedDataParallel):

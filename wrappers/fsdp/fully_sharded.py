@@ -15,7 +15,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from ...registry import MODEL_WRAPPERS
 from ..batchnorm.conversion import convert_sync_batchnorm
-from ..blocks.blocks import BlockSpec
+from ..blocks import BlockSpec
 from ..sharding.mesh import Mesh, agree, broadcast_first
 from ..sharding.meta_init import materialise
 from ..steps.preprocess import DataPreprocessor

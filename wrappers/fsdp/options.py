@@ -28,7 +28,7 @@ from torch.distributed.fsdp.wrap import CustomPolicy
 
 from ...collectives import all_gather_object, comm_device, forget_meshes, get_world_size
 from ...registry import did_you_mean
-from ..blocks.blocks import BlockSpec
+from ..blocks import BlockSpec
 from ..sharding.mesh import Mesh
 from ..torch_functions import check_options
 

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ...registry import did_you_mean
-from ..blocks.blocks import find_blocks
+from ..blocks import find_blocks
 from ..sharding.mesh import agree, broadcast_first
 from ..sharding.meta_init import check_no_meta_buffers
 from ..steps.step import has_own_train_step

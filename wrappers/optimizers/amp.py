@@ -13,9 +13,9 @@ from torch.optim import Optimizer
 
 from ...registry import OPTIM_WRAPPERS
 from ..sharding.layout import has_placed
+from ..steps.step_checks import parameters_of
 from ..torch_functions import check_options, option_names
 from .optim import OptimWrapper, closure_advice
-from .optim_state import parameters_of
 
 _DTYPES = {name: getattr(torch, name) for name in ("float16", "bfloat16", "float32", "float64")}
 _HALF = (torch.float16, torch.bfloat16)

@@ -25,10 +25,10 @@ from ..sharding.layout import (
     no_sync,
     total_norm,
 )
+from ..steps.step_checks import FirstUpdate, has_own_step, parameters_of
 from ..torch_functions import check_options
-from .optim_state import is_spread, kind_of, load_state, parameters_of, state_of
+from .optim_state import is_spread, kind_of, load_state, state_of
 from .optimizer_fit import check_optimizer, needs_closure
-from .step_checks import FirstUpdate, has_own_step
 
 logger = logging.getLogger(__name__)
 

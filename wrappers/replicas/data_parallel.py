@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cache
 from itertools import chain
 from typing import Any
 
@@ -12,8 +13,7 @@ from torch.nn.parallel import DataParallel
 
 from ...registry import MODEL_WRAPPERS
 from ..torch_functions import uncompiled
-from .copies import run_copies
-from .replicate import parts_of, refuse_compiled, replicate, run_callbacks
+from .replicate import parts_of, refuse_compiled, replicate, run_callbacks, run_copies
 from .scatter_gather import Gather, Scatter, Scattered, dict_gather, scatter_batch, user_scattered
 from .session import ReplicationSession
 
@@ -33,11 +33,10 @@ class ReplicationCallbackDataParallel(DataParallel[nn.Module]):
     calls ``__data_parallel_replicate__(ctx, copy_id)`` of every submodule that has it (see
     ``exec_data_parallel_replication_callback``; with one copy too), runs the copies at the same
     time, and joins their outputs. Gradients sum into the parameters of ``module``. Copies live
-    for one forward; there is no way to keep them, since kept copies go stale with every step.
+    for one forward.
 
-    On the CPU only the forwards run at the same time, autograd has one thread there for the
-    backward: copies on the CPU are for trying out, not for speed. They draw their random
-    numbers (dropout) from one generator, in no fixed order.
+    Copies on the CPU are for trying out, not for speed: autograd has one thread there for the
+    backward. They draw their random numbers (dropout) from one generator, in no fixed order.
 
     Copies run in threads, copy 0 of a small model in the calling one. Of what is set for the
     calling thread they have grad and inference mode, autocast, the default device, hooks on saved
@@ -89,8 +88,7 @@ class ReplicationCallbackDataParallel(DataParallel[nn.Module]):
         if device_ids is not None and not device_ids:
             raise ValueError("device_ids must name a device; leave it out for the default")
         self.module = module
-        self.device_ids: Any = [_device(one, "device_ids") for one in device_ids or ()]
-        self.output_device = None
+        self.device_ids: Any = _devices(device_ids or ())
         if output_device is not None:
             self.output_device = _device(output_device, "output_device")
         self.dim = dim
@@ -111,20 +109,18 @@ class ReplicationCallbackDataParallel(DataParallel[nn.Module]):
         """
         with torch.autograd.profiler.record_function("DataParallel.forward"):
             outputs, _ = self._outputs(inputs, kwargs)
-            if len(self._devices()) == 1:
+            if len(self._copy_devices()) == 1:
                 return outputs[0]
             return self.gather(outputs, self._output_device())
 
     def replicate(self, module: nn.Module, device_ids: Sequence[Any]) -> list[nn.Module]:
         """Copy ``module`` to the devices and run the callbacks of the copies."""
-        copies = replicate(module, [_device(one, "device_ids") for one in device_ids])
-        return self._called_back(copies)
+        return self._called_back(replicate(module, _devices(device_ids)))
 
     def scatter(self, inputs: Any, kwargs: Any, device_ids: Sequence[Any]) -> Any:
         """Split positional and keyword arguments over the devices."""
         strategy = self.scatter_strategy or scatter_batch
-        devices = [_device(one, "device_ids") for one in device_ids]
-        return strategy(tuple(inputs), dict(kwargs or {}), devices, self.dim)
+        return strategy(tuple(inputs), dict(kwargs or {}), _devices(device_ids), self.dim)
 
     def parallel_apply(self, replicas: Sequence[Any], inputs: Sequence[Any], kwargs: Any) -> Any:
         """Call every copy in a thread of its own; returns the list of their outputs."""
@@ -132,7 +128,7 @@ class ReplicationCallbackDataParallel(DataParallel[nn.Module]):
         session = replicas[0].__dict__.pop(_SESSION, None)
         if session is None:
             session = ReplicationSession(len(replicas), self.timeout_s)
-        devices = self._devices()[: len(replicas)]
+        devices = self._copy_devices()[: len(replicas)]
         return run_copies(replicas, inputs, kwargs, devices=devices, session=session)
 
     def gather(self, outputs: Any, output_device: Any) -> Any:
@@ -142,19 +138,24 @@ class ReplicationCallbackDataParallel(DataParallel[nn.Module]):
 
     def _outputs(self, inputs: Any, kwargs: Any) -> tuple[list[Any], Scattered]:
         """What the copies return, and the arguments that each of them had."""
-        devices = self._devices()
-        if _is_capturing():
+        devices = self._copy_devices()
+        started: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        if started and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
                 f"{type(self).__name__} cannot be captured in a CUDA graph: its copies are new "
                 "modules and threads on every forward; capture the model itself, on one device"
             )
-        _check_placement(self.module, devices[0])
+        for tensor in _tensors(self.module):
+            if tensor.device != devices[0]:
+                raise RuntimeError(
+                    "module must have its parameters and buffers on device "
+                    f"{devices[0]} (device_ids[0]) but found one of them on device: {tensor.device}"
+                )
         chunks, named = self.scatter(inputs, kwargs, devices)
         if not chunks and not named:
             chunks, named = [()], [{}]
         copies = self.replicate(self.module, devices[: len(chunks)])
-        outputs = self.parallel_apply(copies, chunks, named)
-        return outputs, (chunks, named)
+        return self.parallel_apply(copies, chunks, named), (chunks, named)
 
     def _called_back(self, copies: list[nn.Module]) -> list[nn.Module]:
         if _SESSION not in copies[0].__dict__:
@@ -163,18 +164,72 @@ class ReplicationCallbackDataParallel(DataParallel[nn.Module]):
             copies[0].__dict__[_SESSION] = session
         return copies
 
-    def _devices(self) -> list[torch.device]:
+    def _copy_devices(self) -> list[torch.device]:
         if self.device_ids:
-            return [_device(one, "device_ids") for one in self.device_ids]
+            return _devices(self.device_ids)
         tensor = next(_tensors(self.module), None)
         if tensor is None or not tensor.is_cuda:
             return [_CPU]
-        return [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
+        return _devices(range(torch.cuda.device_count()))
 
     def _output_device(self) -> torch.device:
-        if self.output_device is None:
-            return self._devices()[0]
-        return _device(self.output_device, "output_device")
+        given = self.output_device
+        return self._copy_devices()[0] if given is None else _device(given, "output_device")
+
+
+def patch_replication_callback(data_parallel: DataParallel[Any]) -> None:
+    """Have a ``DataParallel`` made elsewhere run the callbacks, as if it were one of ours.
+
+    Works in place, once however often it is called, and stays through ``deepcopy`` and pickle.
+    Its type becomes ``ReplicationCallbackDataParallel``, or a subclass of that and of its own
+    type, whose overridden methods are used.
+
+    Raises:
+        AssertionError: not a ``DataParallel``.
+    """
+    if not isinstance(data_parallel, DataParallel):
+        # As documented by the systems this is for.
+        raise AssertionError(f"expected a DataParallel, got {type(data_parallel).__name__}")
+    data_parallel.__class__ = _patched(type(data_parallel))  # type: ignore[arg-type]
+
+
+class _Patched:
+    """What a patched object has in front of the methods of its own class."""
+
+    _patched_from: type[DataParallel[Any]]
+
+    def replicate(self, module: nn.Module, device_ids: Sequence[Any]) -> list[nn.Module]:
+        """Copy by the own class, which may do it without ours; call back in either case."""
+        copies: list[nn.Module] = super().replicate(module, device_ids)  # type: ignore[misc]
+        called: list[nn.Module] = self._called_back(copies)  # type: ignore[attr-defined]
+        return called
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # The class has no name to be found under: it is made again from the original one.
+        make, arguments, *rest = tuple(super().__reduce_ex__(protocol))
+        original = (self._patched_from if one is type(self) else one for one in arguments)
+        return _make_patched, (make, tuple(original)), *rest
+
+
+@cache
+def _patched(kind: type[DataParallel[Any]]) -> type[DataParallel[Any]]:
+    if issubclass(kind, ReplicationCallbackDataParallel):
+        return kind
+    if kind is DataParallel:
+        return ReplicationCallbackDataParallel
+    # Ours comes last, where the original class looks for torch's.
+    names = {"_patched_from": kind, "__module__": kind.__module__}
+    return type(kind.__name__, (_Patched, kind, ReplicationCallbackDataParallel), names)
+
+
+def _make_patched(make: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+    made = make(*arguments)
+    patch_replication_callback(made)
+    return made
+
+
+def _devices(given: Iterable[Any]) -> list[torch.device]:
+    return [_device(one, "device_ids") for one in given]
 
 
 def _device(given: Any, setting: str) -> torch.device:
@@ -213,17 +268,3 @@ def _tensors(module: nn.Module) -> Iterator[Tensor]:
         for tensor in chain(part._parameters.values(), part._buffers.values()):
             if tensor is not None:
                 yield tensor
-
-
-def _is_capturing() -> bool:
-    started: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    return started and torch.cuda.is_current_stream_capturing()
-
-
-def _check_placement(module: nn.Module, first: torch.device) -> None:
-    for tensor in _tensors(module):
-        if tensor.device != first:
-            raise RuntimeError(
-                "module must have its parameters and buffers on device "
-                f"{first} (device_ids[0]) but found one of them on device: {tensor.device}"
-            )

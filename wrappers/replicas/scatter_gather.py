@@ -19,10 +19,7 @@ Gather = Callable[[Sequence[Any], torch.device, int], Any]
 
 
 def scatter_batch(
-    inputs: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    devices: Sequence[torch.device],
-    dim: int = 0,
+    inputs: tuple[Any, ...], kwargs: dict[str, Any], devices: Sequence[torch.device], dim: int = 0
 ) -> Scattered:
     """Cut every tensor into chunks along ``dim``, as ``torch.chunk`` cuts it.
 
@@ -40,17 +37,19 @@ def scatter_batch(
     """
     if not inputs and not kwargs:
         return [], []
-    count = _count((inputs, kwargs), len(devices), dim)
-    used = devices[:count]
-    named = _scatter(kwargs, used, dim) if kwargs else [{} for _ in used]
-    return _scatter(inputs, used, dim), named
+    tensors = list(_tensors((inputs, kwargs)))
+    used = devices[: _count(tensors, len(devices), dim)]
+    chunks = {id(tensor): _chunks(tensor, used, dim) for _, tensor in tensors}
+
+    def part_of(data: Any, index: int) -> Any:
+        return join([data], lambda one: chunks[id(one[0])][index], lambda one: one[0])
+
+    places = range(len(used))
+    return [part_of(inputs, index) for index in places], [part_of(kwargs, one) for one in places]
 
 
 def user_scattered(
-    inputs: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    devices: Sequence[torch.device],
-    dim: int = 0,
+    inputs: tuple[Any, ...], kwargs: dict[str, Any], devices: Sequence[torch.device], dim: int = 0
 ) -> Scattered:
     """Take a batch that the caller has split already: one list with an entry per device.
 
@@ -88,11 +87,27 @@ def dict_gather(outputs: Sequence[Any], device: torch.device, dim: int = 0) -> A
     Raises:
         ValueError: the copies returned different keys, lengths or types.
     """
-    return join(outputs, lambda parts: _concatenated(parts, device, dim))
+
+    def leaf(parts: list[Tensor]) -> Tensor:
+        if len({part.ndim for part in parts}) > 1:
+            shapes = ", ".join(str(tuple(part.shape)) for part in parts)
+            raise ValueError(f"copies returned tensors of different dimensions: shapes {shapes}")
+        if not parts[0].ndim:
+            return torch.stack([part.to(device) for part in parts])
+        if device.type == "cuda" and all(part.is_cuda for part in parts):
+            gathered: Tensor = torch_gather(parts, device, dim)
+            return gathered
+        return torch.cat([part.to(device) for part in parts], dim)
+
+    return join(outputs, leaf)
 
 
-def join(outputs: Sequence[Any], leaf: Callable[[list[Tensor]], Tensor]) -> Any:
-    """Join nested ``outputs`` by ``leaf``, which gets the tensors of one place.
+def join(
+    outputs: Sequence[Any],
+    leaf: Callable[[list[Tensor]], Tensor],
+    other: Callable[[list[Any]], Any] = list,
+) -> Any:
+    """Join nested ``outputs``: tensors of one place by ``leaf``, what is no container by ``other``.
 
     Raises:
         ValueError: the copies returned different keys, lengths or types.
@@ -109,21 +124,26 @@ def join(outputs: Sequence[Any], leaf: Callable[[list[Tensor]], Tensor]) -> Any:
     if isinstance(first, Mapping):
         if any(one.keys() != first.keys() for one in outputs):
             raise ValueError(f"copies returned different keys: {_listed(outputs, list)}")
-        return _rebuilt(first, {key: join([one[key] for one in outputs], leaf) for key in first})
+        items = {key: join([one[key] for one in outputs], leaf, other) for key in first}
+        if not isinstance(first, dict):
+            return items
+        # Not by its type: a defaultdict takes its factory first.
+        again = copy.copy(first)
+        again.update(items)
+        return again
     if isinstance(first, (list, tuple)):
         if any(len(one) != len(first) for one in outputs):
             raise ValueError(f"copies returned different lengths: {_listed(outputs, len)}")
-        return _resequenced(first, [join(parts, leaf) for parts in zip(*outputs, strict=True)])
-    return list(outputs)
+        parts = [join(column, leaf, other) for column in zip(*outputs, strict=True)]
+        kind: Any = type(first)
+        return kind(*parts) if hasattr(first, "_fields") else kind(parts)
+    return other(list(outputs))
 
 
 def share_of_each(
     inputs: Sequence[Sequence[Any]], kwargs: Sequence[Mapping[str, Any]], dim: int
 ) -> list[float]:
-    """The part of the batch that each copy has, by the first tensor among its arguments.
-
-    Equal parts where a copy has no tensor, or the whole batch is empty.
-    """
+    """The part of the batch that each copy has, by the first tensor among its arguments."""
     copies = len(inputs)
     sizes = []
     for arguments in zip(inputs, kwargs, strict=True):
@@ -135,10 +155,10 @@ def share_of_each(
     return [size / total if total else 1 / copies for size in sizes]
 
 
-def _count(arguments: Any, devices: int, dim: int) -> int:
+def _count(tensors: Sequence[tuple[str, Tensor]], devices: int, dim: int) -> int:
     """Into how many chunks the tensors of a batch are cut, which must be the same for all."""
     counts: dict[int, str] = {}
-    for path, tensor in _tensors(arguments):
+    for path, tensor in tensors:
         if not tensor.ndim:
             continue
         if not -tensor.ndim <= dim < tensor.ndim:
@@ -170,21 +190,6 @@ def _tensors(data: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
             yield from _tensors(value, f"{path}[{index}]")
 
 
-def _scatter(data: Any, devices: Sequence[torch.device], dim: int) -> list[Any]:
-    """One version of ``data`` for every device."""
-    if isinstance(data, Tensor):
-        return _chunks(data, devices, dim)
-    if isinstance(data, Mapping) and data:
-        columns = [_scatter(value, devices, dim) for value in data.values()]
-        return [
-            _rebuilt(data, dict(zip(data, row, strict=True))) for row in zip(*columns, strict=True)
-        ]
-    if isinstance(data, (list, tuple)) and data:
-        columns = [_scatter(value, devices, dim) for value in data]
-        return [_resequenced(data, row) for row in zip(*columns, strict=True)]
-    return [data for _ in devices]
-
-
 def _chunks(tensor: Tensor, devices: Sequence[torch.device], dim: int) -> list[Tensor]:
     if not tensor.ndim:
         return [tensor.to(device) for device in devices]
@@ -194,36 +199,8 @@ def _chunks(tensor: Tensor, devices: Sequence[torch.device], dim: int) -> list[T
     return [chunk.to(device) for chunk, device in zip(chunks, devices, strict=True)]
 
 
-def _concatenated(parts: list[Tensor], device: torch.device, dim: int) -> Tensor:
-    if len({part.ndim for part in parts}) > 1:
-        shapes = ", ".join(str(tuple(part.shape)) for part in parts)
-        raise ValueError(f"copies returned tensors of different dimensions: shapes {shapes}")
-    if not parts[0].ndim:
-        return torch.stack([part.to(device) for part in parts])
-    if device.type == "cuda" and all(part.is_cuda for part in parts):
-        gathered: Tensor = torch_gather(parts, device, dim)
-        return gathered
-    return torch.cat([part.to(device) for part in parts], dim)
-
-
-def _rebuilt(like: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
-    """A mapping of the type of ``like``; a plain dict where it is not a dict."""
-    if type(like) is dict or not isinstance(like, dict):
-        return items
-    # Not by its type: a defaultdict takes its factory first.
-    again = copy.copy(like)
-    again.update(items)
-    return again
-
-
-def _resequenced(like: Sequence[Any], items: Sequence[Any]) -> Any:
-    """A list, tuple or namedtuple of the type of ``like``."""
-    kind: Any = type(like)
-    return kind(*items) if hasattr(like, "_fields") else kind(items)
-
-
 def _listed(outputs: Sequence[Any], what: Callable[[Any], Any]) -> str:
     """What every copy has, for a message."""
-    found = (what(one) for one in outputs)
-    named = (one.__name__ if isinstance(one, type) else one for one in found)
+    found = [what(one) for one in outputs]
+    named = [one.__name__ if isinstance(one, type) else one for one in found]
     return ", ".join(f"copy {copy_id} {one}" for copy_id, one in enumerate(named))

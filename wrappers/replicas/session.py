@@ -131,8 +131,7 @@ class ReplicationSession:
 
     def _arrive(self, layer: str, copy_id: int, message: Any) -> _Round:
         self._check(copy_id)
-        if self._aborted is not None:
-            raise _twin(self._aborted) from self._aborted
+        self._raise_if_aborted()
         if copy_id in self._finished and self.num_copies > 1:
             raise ReplicationError(
                 f"copy {copy_id} calls {_named(layer)} after its forward has ended; a layer that "
@@ -145,22 +144,27 @@ class ReplicationSession:
         meeting.messages[copy_id] = message
         return meeting
 
+    def _raise_if_aborted(self) -> None:
+        if self._aborted is not None:
+            raise _twin(self._aborted) from self._aborted
+
     def _wait(self, meeting: _Round, copy_id: int) -> Any:
         """Wait, with the lock held, for the reply or for what prevents it."""
         self._waiting[copy_id] = meeting
         try:
             while True:
-                if self._aborted is not None:
-                    raise _twin(self._aborted) from self._aborted
+                self._raise_if_aborted()
                 if meeting.replies is not None:
                     return meeting.replies.pop(copy_id)
-                self._raise_if_in_vain(meeting, copy_id)
+                missing = [one for one in range(self.num_copies) if one not in meeting.messages]
                 left = meeting.deadline - time.monotonic()
-                if len(meeting.messages) == self.num_copies:
-                    # Nobody is missing: the last one computes, however long that takes.
+                if not missing:
+                    # The last one computes, however long that takes.
                     left = threading.TIMEOUT_MAX
-                if left <= 0 or self._all_wait():
-                    self._give_up(meeting, copy_id)
+                elif why := self._hopeless(meeting, missing, copy_id, left):
+                    error = ReplicationError(f"copy {copy_id} waits in {meeting.place}: {why}")
+                    self.abort(error)
+                    raise error
                 try:
                     self._changed.wait(min(left, threading.TIMEOUT_MAX))
                 except BaseException as error:
@@ -170,44 +174,32 @@ class ReplicationSession:
         finally:
             del self._waiting[copy_id]
 
-    def _missing(self, meeting: _Round) -> list[int]:
-        return [one for one in range(self.num_copies) if one not in meeting.messages]
-
-    def _raise_if_in_vain(self, meeting: _Round, copy_id: int) -> None:
-        """Raise if a copy that the round needs has ended."""
-        missing = set(self._missing(meeting))
-        if meeting.replies is not None or missing.isdisjoint(self._finished):
-            return
+    def _hopeless(self, meeting: _Round, missing: list[int], copy_id: int, left_s: float) -> str:
+        """Why the ``missing`` will not come, if so; raises where one of them has ended."""
         # The first error is where the others come from.
         for one, error in self._finished.items():
             if one in missing and error is not None:
                 raise _twin(error) from error
-        gone = next(one for one in self._finished if one in missing)
-        raise ReplicationError(
-            f"copy {gone} finished without reaching {meeting.place}, where copy {copy_id} waits; "
-            "every copy must call the layer equally often"
-        )
-
-    def _all_wait(self) -> bool:
-        """Whether no copy runs that could complete a round."""
-        return len(self._waiting) == self.num_copies and all(
+        for gone in self._finished:
+            if gone in missing:
+                raise ReplicationError(
+                    f"copy {gone} finished without reaching {meeting.place}, where copy {copy_id} "
+                    "waits; every copy must call the layer equally often"
+                )
+        # Whether no copy runs that could complete a round.
+        all_wait = len(self._waiting) == self.num_copies and all(
             len(one.messages) < self.num_copies and one.replies is None
             for one in self._waiting.values()
         )
-
-    def _give_up(self, meeting: _Round, copy_id: int) -> None:
-        missing = self._missing(meeting)
+        if left_s > 0 and not all_wait:
+            return ""
         others = ", ".join(
             f"copy {one} ({self._waiting[one].place if one in self._waiting else 'still running'})"
             for one in missing
         )
-        if self._all_wait():
-            why = f"{others} waits elsewhere; every copy must call the layers in the same order"
-        else:
-            why = f"{others} did not come within timeout_s={self.timeout_s:g}"
-        error = ReplicationError(f"copy {copy_id} waits in {meeting.place}: {why}")
-        self.abort(error)
-        raise error
+        if all_wait:
+            return f"{others} waits elsewhere; every copy must call the layers in the same order"
+        return f"{others} did not come within timeout_s={self.timeout_s:g}"
 
 
 def _named(layer: str) -> str:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import threading
-import time
 import weakref
 from collections.abc import Callable, Sequence
+from queue import Empty, Full, Queue
 from typing import Any
 
 from .session import ReplicationError, ReplicationSession
@@ -15,44 +15,32 @@ MasterCallback = Callable[[list[tuple[Any, Any]]], Sequence[tuple[Any, Any]]]
 
 _MASTER = 0
 _LAYER = "SyncMaster"
+# Longer waits overflow in the queue's arithmetic.
+_LONGEST_S = threading.TIMEOUT_MAX / 2
 
 
 class FutureResult:
     """A slot for one value, None included, that one thread puts and another gets."""
 
     def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._values: list[Any] = []
+        self._slot: Queue[Any] = Queue(maxsize=1)
 
     def __reduce__(self) -> tuple[type[FutureResult], tuple[()]]:
         return type(self), ()
 
     def put(self, value: Any) -> None:
-        """Fill the slot.
-
-        Raises:
-            AssertionError: the value before has not been fetched.
-        """
-        with self._changed:
-            if self._values:
-                raise AssertionError("the previous result has not been fetched")
-            self._values.append(value)
-            self._changed.notify_all()
+        """Fill the slot; AssertionError where the value before has not been fetched."""
+        try:
+            self._slot.put_nowait(value)
+        except Full:
+            raise AssertionError("the previous result has not been fetched") from None
 
     def get(self, timeout_s: float = 60.0) -> Any:
-        """Wait for the value and empty the slot.
-
-        Raises:
-            TimeoutError: nothing came in ``timeout_s`` seconds.
-        """
-        deadline = time.monotonic() + timeout_s
-        with self._changed:
-            while not self._values:
-                left = deadline - time.monotonic()
-                if left <= 0:
-                    raise TimeoutError(f"no result came within timeout_s={timeout_s:g}")
-                self._changed.wait(min(left, threading.TIMEOUT_MAX))
-            return self._values.pop()
+        """Wait for the value and empty the slot; TimeoutError after ``timeout_s`` seconds."""
+        try:
+            return self._slot.get(timeout=min(timeout_s, _LONGEST_S))
+        except Empty:
+            raise TimeoutError(f"no result came within timeout_s={timeout_s:g}") from None
 
 
 class _Replication:
@@ -61,25 +49,24 @@ class _Replication:
     def __init__(self, callback: MasterCallback, timeout_s: float) -> None:
         self.callback = callback
         self.timeout_s = timeout_s
-        self.changed = threading.Condition()
         # Weakly: a slave goes with the copy that has it.
         self.slaves: dict[Any, weakref.ref[SlavePipe]] = {}
         # Who has sent a message that no master has taken.
         self.pending: set[Any] = set()
         self.order: list[Any] = []
         self.session: ReplicationSession | None = None
+        self.is_open = threading.Event()
 
     def alive(self) -> list[Any]:
         return [one for one, pipe in self.slaves.items() if pipe() is not None]
 
     def open(self) -> ReplicationSession:
         """Fix who takes part, and end what waits for slaves that have gone since."""
-        with self.changed:
-            alive = self.alive()
-            if self.session is None:
-                self.order = [_MASTER, *alive]
-                self.session = ReplicationSession(len(self.order), self.timeout_s)
-                self.changed.notify_all()
+        alive = self.alive()
+        if self.session is None:
+            self.order = [_MASTER, *alive]
+            self.session = ReplicationSession(len(self.order), self.timeout_s)
+            self.is_open.set()
         for copy_id, identifier in enumerate(self.order):
             if copy_id and identifier not in alive:
                 self.session.finish(copy_id)
@@ -87,18 +74,14 @@ class _Replication:
 
     def meet(self, identifier: Any, message: Any) -> Any:
         """A slave's part: wait for the master to come, then for the reply."""
-        deadline = time.monotonic() + self.timeout_s
         self.pending.add(identifier)
         try:
-            with self.changed:
-                while self.session is None:
-                    left = deadline - time.monotonic()
-                    if left <= 0:
-                        raise ReplicationError(
-                            f"slave {identifier!r} has waited for run_master of its master for "
-                            f"timeout_s={self.timeout_s:g}"
-                        )
-                    self.changed.wait(min(left, threading.TIMEOUT_MAX))
+            if not self.is_open.wait(min(self.timeout_s, _LONGEST_S)):
+                raise ReplicationError(
+                    f"slave {identifier!r} has waited for run_master of its master for "
+                    f"timeout_s={self.timeout_s:g}"
+                )
+            assert self.session is not None
             copy_id = self.order.index(identifier)
             return self.session.rendezvous(_LAYER, copy_id, message, self.combine)
         finally:
@@ -118,16 +101,6 @@ class _Replication:
                 f"them to {[identifier for identifier, _ in results]}"
             )
         return [replies[identifier] for identifier in self.order]
-
-    def close(self) -> None:
-        """End what still waits in it."""
-        error = ReplicationError("the master has begun another replication, or has failed")
-        with self.changed:
-            if self.session is None:
-                self.session = ReplicationSession(len(self.slaves) + 1, self.timeout_s)
-                self.order = [_MASTER, *self.slaves]
-                self.changed.notify_all()
-        self.session.abort(error)
 
 
 class SlavePipe:
@@ -166,7 +139,7 @@ class SyncMaster:
     returned, and the master ``run_master``, all equally often. A slave takes part as long as
     the copy that has it lives, so that a forward with fewer copies, or one, has fewer slaves.
     A copy that fails ends the wait of the others only by the timeout: new layers should use
-    ``ctx.session.rendezvous``, which is told at once.
+    ``ctx.session.rendezvous``, which is notified at once.
 
     Deep copies and pickles have the same callback and no slaves.
 
@@ -179,7 +152,7 @@ class SyncMaster:
     def __init__(self, master_callback: MasterCallback, *, timeout_s: float = 60.0) -> None:
         self._callback = master_callback
         self._timeout_s = timeout_s
-        self._replication = self._fresh()
+        self._replication = _Replication(master_callback, timeout_s)
 
     def __getstate__(self) -> dict[str, Any]:
         return {"_callback": self._callback, "_timeout_s": self._timeout_s}
@@ -229,10 +202,8 @@ class SyncMaster:
             self._begin()
             raise
 
-    def _fresh(self) -> _Replication:
-        return _Replication(self._callback, self._timeout_s)
-
     def _begin(self) -> None:
         """Leave the replication; what comes next has none of its slaves."""
-        self._replication.close()
-        self._replication = self._fresh()
+        error = ReplicationError("the master has begun another replication, or has failed")
+        self._replication.open().abort(error)
+        self._replication = _Replication(self._callback, self._timeout_s)

@@ -1,3 +1,3 @@
-"""The step contract: models that know their losses, batches onto the device, and the three steps
-that every wrapper has. Imports sharding only for the text of one error. Start with step.py.
+"""The step contract: models that know their losses, batches onto the device, the three steps that
+every wrapper has, and what a step is refused for. Imports sharding. Start with step.py.
 """

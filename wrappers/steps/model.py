@@ -8,9 +8,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from ...registry import MODELS
-from .losses import parse_losses
 from .preprocess import DataPreprocessor, device_of
-from .step import OptimizerWrapper, as_call
+from .step import OptimizerWrapper, as_call, parse_losses
 from .weight_init import BaseModule, InitSettings
 
 
@@ -23,18 +22,8 @@ class BaseModel(BaseModule):
     list of predictions and "tensor" the raw output. It may also override
     ``parse_losses(losses) -> (total, logs)``, ``val_step(data)`` and ``test_step(data)``.
     A training step of one's own belongs into a subclass of the wrapper, where it works under
-    every kind of parallelism; overridden here, ``train_step`` serves one device only::
-
-        class Classifier(BaseModel):
-            def __init__(self, width):
-                super().__init__()
-                self.net = nn.Linear(width, 10)
-
-            def forward(self, image, label=None, mode="tensor"):
-                scores = self.net(image)
-                if mode == "loss":
-                    return {"loss": F.cross_entropy(scores, label)}
-                return list(scores.argmax(1)) if mode == "predict" else scores
+    every kind of parallelism; overridden here, ``train_step`` serves one device only.
+    docs/extending.md has an example.
 
     Args:
         data_preprocessor: module called as ``data_preprocessor(data, training)``, or a dict
@@ -123,16 +112,31 @@ class SupervisedModel(BaseModel):
 
     def forward(self, *items: Any, mode: str = "tensor", **named: Any) -> Any:
         """Output of the net, its losses or the list of the predictions, by ``mode``."""
-        batch = named or items
+        batch: Any = named or items
+        key, target = self.input_key, None
+        try:
+            given = batch[key]
+            if mode == "loss":
+                key = self.target_key
+                target = batch[key]
+        except (LookupError, TypeError):
+            raise self._missing_entry(batch, key) from None
         # Half a microsecond less than by nn.Module's attribute access, which looks there last.
-        output = self._modules["net"](_entry(batch, "input_key", self.input_key))
+        output = self._modules["net"](given)
         if mode == "loss":
-            return self._losses(output, _entry(batch, "target_key", self.target_key))
-        if mode == "predict":
-            return _per_sample(output)
+            return self._losses(output, target)
         if mode == "tensor":
             return output
-        raise ValueError(f"mode must be 'loss', 'predict' or 'tensor', got {mode!r}")
+        if mode != "predict":
+            raise ValueError(f"mode must be 'loss', 'predict' or 'tensor', got {mode!r}")
+        if isinstance(output, Tensor):
+            return list(output.unbind(0))
+        if isinstance(output, list):
+            return output
+        raise TypeError(
+            "mode='predict' needs a net that returns a tensor of shape (samples, ...) or a list, "
+            f"got {type(output).__name__}"
+        )
 
     def val_step(self, data: Any) -> dict[str, Any]:
         """Evaluate one batch.
@@ -144,11 +148,11 @@ class SupervisedModel(BaseModel):
         items, named = as_call(self.data_preprocessor(data, training=False))
         preds = self(*items, **named, mode="tensor")
         result: dict[str, Any] = {"preds": preds, "num_samples": _count(preds)}
-        batch = named or items
-        if self._has_target(batch):
-            target = _entry(batch, "target_key", self.target_key)
-            result["target"] = target
-            result["loss"] = self.parse_losses(self._losses(preds, target))[0]
+        batch: Any = named or items
+        key = self.target_key
+        if batch.get(key) is not None if named else isinstance(key, int) and key < len(batch):
+            result["target"] = batch[key]
+            result["loss"] = self.parse_losses(self._losses(preds, batch[key]))[0]
         return result
 
     def test_step(self, data: Any) -> dict[str, Any]:
@@ -160,37 +164,16 @@ class SupervisedModel(BaseModel):
         loss = function(output, target)
         return loss if isinstance(loss, dict) else {"loss": loss}
 
-    def _has_target(self, batch: Any) -> bool:
-        if isinstance(self.target_key, int) and not isinstance(batch, dict):
-            return self.target_key < len(batch)
-        return isinstance(batch, dict) and batch.get(self.target_key) is not None
-
-
-def _entry(batch: Any, setting: str, key: int | str) -> Any:
-    try:
-        return batch[key]
-    except (LookupError, TypeError):
+    def _missing_entry(self, batch: Any, key: int | str) -> KeyError:
+        setting = "input_key" if key == self.input_key else "target_key"
         found = f"the keys {list(batch)}" if isinstance(batch, dict) else f"{len(batch)} entries"
-        raise KeyError(
+        return KeyError(
             f"{setting}={key!r} is not in the batch, which has {found}; "
             f"give SupervisedModel the right {setting}"
-        ) from None
-
-
-def _per_sample(output: Any) -> list[Any]:
-    if isinstance(output, Tensor):
-        return list(output.unbind(0))
-    if isinstance(output, list):
-        return output
-    raise TypeError(
-        "mode='predict' needs a net that returns a tensor of shape (samples, ...) or a list, "
-        f"got {type(output).__name__}"
-    )
+        )
 
 
 def _count(preds: Any) -> int:
     if isinstance(preds, Mapping):
         return _count(next(iter(preds.values())))
-    if isinstance(preds, tuple):
-        return _count(preds[0])
-    return len(preds)
+    return _count(preds[0]) if isinstance(preds, tuple) else len(preds)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -10,19 +11,9 @@ from torch import Tensor, nn
 
 from ...registry import MODELS
 
-_FLAT = (list, tuple)
-
 
 def move(data: Any, device: torch.device, non_blocking: bool | None = None) -> Any:
-    """Bring every tensor in nested ``data`` to ``device``.
-
-    Mappings become plain dicts, sequences and namedtuples keep their type, and anything else
-    with a ``to`` method (packed sequences, data elements) is moved by it. Strings, numbers,
-    None and other objects come back as they are.
-
-    Args:
-        non_blocking: whether to continue while tensors are copied; None: for pinned ones.
-    """
+    """Bring tensors in nested ``data`` to ``device``, as ``cast_data`` below says."""
     if type(data) is list:
         return _move_all(data, device, non_blocking)
     if isinstance(data, Tensor):
@@ -58,14 +49,8 @@ def _move_all(items: Any, device: torch.device, non_blocking: bool | None) -> li
 
 def device_of(module: nn.Module) -> torch.device:
     """Device of the first parameter (else buffer) of ``module``, torch's default without one."""
-    for tensor in _tensors(module):
-        return tensor.device
-    return torch.get_default_device()
-
-
-def _tensors(module: nn.Module) -> Iterator[Tensor]:
-    yield from module.parameters()
-    yield from module.buffers()
+    tensor: Tensor | None = next(chain(module.parameters(), module.buffers()), None)
+    return torch.get_default_device() if tensor is None else tensor.device
 
 
 @MODELS.register_module(name=["DataPreprocessor", "BaseDataPreprocessor"])
@@ -105,9 +90,6 @@ class DataPreprocessor(nn.Module):
         self._std = _numbers("std", std)
         if self._std is not None and min(self._std) <= 0:
             raise ValueError(f"std must be positive, got {std!r}")
-        # Not buffers: DDP would broadcast them on every step, a checkpoint would hold them.
-        self._shift: Tensor | None = None
-        self._scale: Tensor | None = None
         self._place(torch.empty(0))
 
     @property
@@ -118,9 +100,7 @@ class DataPreprocessor(nn.Module):
     def forward(self, data: Any, training: bool = False) -> Any:
         """Move ``data``, and normalise its input where a mean or std was given."""
         data = self.cast_data(data)
-        if self._mean is None and self._std is None:
-            return data
-        return self._replace_input(data)
+        return data if self._mean is None and self._std is None else self._replace_input(data)
 
     def cast_data(self, data: Any) -> Any:
         """Move every tensor in nested ``data`` to the device.
@@ -128,11 +108,10 @@ class DataPreprocessor(nn.Module):
         Mappings become plain dicts, sequences and namedtuples keep their type, other objects with a
         method ``to`` are moved by it, and everything else is returned unchanged.
         """
-        device = self._device
         # Most batches are flat sequences of tensors that are where they should be already.
-        for item in data if type(data) in _FLAT else (None,):
-            if not (isinstance(item, Tensor) and item.device == device):
-                return move(data, device, self.non_blocking)
+        for item in data if type(data) in (list, tuple) else (None,):
+            if not (isinstance(item, Tensor) and item.device == self._device):
+                return move(data, self._device, self.non_blocking)
         return data
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> DataPreprocessor:
@@ -143,10 +122,9 @@ class DataPreprocessor(nn.Module):
 
     def _place(self, probe: Tensor) -> None:
         self._device, self._dtype = probe.device, probe.dtype
-        if self._mean is not None:
-            self._shift = torch.tensor(self._mean, dtype=self._dtype, device=self._device)
-        if self._std is not None:
-            self._scale = torch.tensor(self._std, dtype=self._dtype, device=self._device)
+        # Not buffers: DDP would broadcast them on every step, a checkpoint would hold them.
+        self._shift = None if self._mean is None else probe.new_tensor(self._mean)
+        self._scale = None if self._std is None else probe.new_tensor(self._std)
 
     def _replace_input(self, data: Any) -> Any:
         if isinstance(data, Tensor):
@@ -179,9 +157,9 @@ class DataPreprocessor(nn.Module):
 def _numbers(name: str, value: float | Sequence[float] | None) -> list[float] | None:
     if value is None:
         return None
-    numbers = [value] if isinstance(value, (int, float)) else list(value)
     if isinstance(value, bool):
         raise TypeError(f"{name} must be a number, got {value}; give non_blocking by its name")
+    numbers = [value] if isinstance(value, (int, float)) else list(value)
     if not numbers or not all(isinstance(number, (int, float)) for number in numbers):
         raise TypeError(f"{name} must be a number or a list of numbers, got {value!r}")
     return [float(number) for number in numbers]

@@ -1,4 +1,4 @@
-"""The three steps of a model, once for all wrappers."""
+"""The three steps of a model, once for all wrappers, and the wrapper for one device."""
 
 from __future__ import annotations
 
@@ -6,17 +6,20 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from copy import deepcopy
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 from torch import Tensor, distributed, nn
 from torch.distributed import ProcessGroup
 from torch.nn.modules.module import _has_any_global_hook
 
 from ...collectives import explain_transport
+from ...registry import MODEL_WRAPPERS
 from ..sharding.layout import refusal
-from .anomalies import detect_anomalous_params, watch_gradients
-from .losses import parse_losses
+from ..torch_functions import check_options
 from .preprocess import DataPreprocessor, device_of
+from .step_checks import detect_anomalous_params, watch_gradients
+
+StepFunction: TypeAlias = Callable[[Any, Any, Any], Mapping[str, Any]]
 
 
 class OptimizerWrapper(Protocol):
@@ -27,6 +30,62 @@ class OptimizerWrapper(Protocol):
 
     def update_params(self, loss: Tensor) -> None:
         """Backward and, where a window ends, a step."""
+
+
+def parse_losses(losses: Mapping[str, Tensor | list[Tensor]]) -> tuple[Tensor, dict[str, Tensor]]:
+    """Sum the losses; return the total and the detached values to log.
+
+    A tensor counts by its mean, a list of tensors by the sum of their means. Entries whose
+    name contains "loss" are optimised, the others only logged. The log holds the total as
+    ``loss`` first, then every entry; beside other losses, an entry that is itself named
+    ``loss`` is logged as ``loss_raw``.
+
+    Raises:
+        TypeError: an entry is neither a tensor nor a list of tensors.
+        ValueError: there is no loss to optimise.
+    """
+    if not isinstance(losses, Mapping):
+        raise TypeError(
+            f"forward(..., mode='loss') must return a dict of losses, got {type(losses).__name__}"
+        )
+    only = losses.get("loss") if len(losses) == 1 else None
+    if isinstance(only, Tensor) and only.ndim == 0 and only.is_floating_point():
+        # What most steps have, at a third of the cost.
+        return only, {"loss": only.detach()}
+    parts = {name: part for name, one in losses.items() if (part := _mean(name, one)) is not None}
+    counted = [part for name, part in parts.items() if "loss" in name]
+    if not counted:
+        raise ValueError(
+            "there is no loss to optimise: a name must contain 'loss' and its value must not "
+            f"be empty; got {sorted(losses)}"
+        )
+    total = _sum(counted)
+    logs = {"loss": total.detach()}
+    logs |= {name: part.detach() for name, part in parts.items() if name != "loss"}
+    if "loss" in parts and len(counted) > 1:
+        logs["loss_raw"] = parts["loss"].detach()
+    return total, logs
+
+
+def _mean(name: str, value: Any) -> Tensor | None:
+    """One 0-d floating tensor out of an entry; None for an empty list."""
+    if isinstance(value, Tensor):
+        if not (value.is_floating_point() or value.is_complex()):
+            value = value.float()
+        # A mean of one number would only lengthen the graph.
+        mean: Tensor = value.mean() if value.ndim else value
+        return mean
+    if not isinstance(value, list) or not all(isinstance(part, Tensor) for part in value):
+        raise TypeError(f"{name} is not a tensor or list of tensors, got {type(value).__name__}")
+    means = [one for one in (_mean(name, part) for part in value) if one is not None]
+    return _sum(means) if means else None
+
+
+def _sum(parts: Sequence[Tensor]) -> Tensor:
+    total = parts[0]
+    for part in parts[1:]:
+        total = total + part
+    return total
 
 
 class Steps:
@@ -50,6 +109,7 @@ class Steps:
     detect_anomalous_params: bool
     __call__: Callable[..., Any]
     _preprocessor: DataPreprocessor
+    # Whether the model's own train_step runs, and whether forward only calls the model.
     _model_steps: bool = False
     _direct: bool = False
 
@@ -62,16 +122,16 @@ class Steps:
         model = self._modules["module"]
         if self._model_steps:
             try:
-                logs: dict[str, Tensor] = model.train_step(data, optim_wrapper)
+                own_logs: dict[str, Tensor] = model.train_step(data, optim_wrapper)
             except BaseException as error:
                 self._explain(error)
                 raise
-            return logs
+            return own_logs
         with optim_wrapper.optim_context(self):
-            args, kwargs = as_call(self._preprocess(model)(data, training=True))
-            engine = model if self._direct else self
+            data = _preprocessor_of(self, model)(data, training=True)
+            args, kwargs = (data, {}) if isinstance(data, (list, tuple)) else as_call(data)
             try:
-                losses = engine(*args, **kwargs, mode="loss")
+                losses = (model if self._direct else self)(*args, **kwargs, mode="loss")
             except (TypeError, RuntimeError) as error:
                 _explain_forward(model, error)
                 raise
@@ -165,36 +225,92 @@ class Steps:
         step = getattr(model, name, None)
         if step is not None:
             return step(data)
-        args, kwargs = as_call(self._preprocess(model)(data, training=False))
+        args, kwargs = as_call(_preprocessor_of(self, model)(data, training=False))
         try:
             return model(*args, **kwargs, mode="predict")
         except (TypeError, RuntimeError) as error:
             _explain_forward(model, error)
             raise
 
-    def _preprocess(self, model: Any) -> Callable[..., Any]:
-        for owner, name in ((model, "data_preprocessor"), (self, "_preprocessor")):
-            preprocess = owner._modules.get(name)
-            if type(preprocess) is DataPreprocessor and not (
-                preprocess._forward_pre_hooks
-                or preprocess._forward_hooks
-                or preprocess._backward_pre_hooks
-                or preprocess._backward_hooks
-                or preprocess._compiled_call_impl
-                or _has_any_global_hook()  # type: ignore[no-untyped-call]
-            ):
-                # The bare method: nn.Module's call around it costs more than its work.
-                return preprocess.forward
-            if preprocess is not None:
-                return preprocess  # type: ignore[no-any-return]
-        function: Callable[..., Any] = model.data_preprocessor
-        return function
+    @classmethod
+    def config_signature(cls) -> inspect.Signature:
+        """The arguments, with those of the base classes in place of ``**options``."""
+        found: dict[str, inspect.Parameter] = {}
+        first, *_ = made = [base for base in cls.__mro__ if "__init__" in vars(base)]
+        for base in made:
+            given = list(inspect.signature(vars(base)["__init__"]).parameters.values())[1:]
+            named = [one for one in given if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)]
+            for one in named:
+                kind = one.KEYWORD_ONLY if base is not first else one.kind
+                found.setdefault(one.name, one.replace(kind=kind))
+            if not any(one.kind is one.VAR_KEYWORD for one in given):
+                break
+        return inspect.Signature(list(found.values()))
+
+    @classmethod
+    def check_options(cls, options: Mapping[str, Any]) -> None:
+        """Raise TypeError for an option that this class does not take."""
+        names = [name for name in cls.config_signature().parameters if name != "module"]
+        check_options(cls.__name__, options, names)
 
     def _prepare_steps(self, detect: bool) -> None:
         """Set what the steps need; called by the wrappers once the module is theirs."""
         self.detect_anomalous_params = detect
         if getattr(self.module, "data_preprocessor", None) is None:
             self._preprocessor = DataPreprocessor().to(device_of(self.module))
+
+
+_W = TypeVar("_W", bound=Steps)
+
+
+@MODEL_WRAPPERS.register_module(name=["SingleDevice", "single"])
+class SingleDevice(Steps, nn.Module):
+    """Steps a model on the device it is on.
+
+    A model with a ``train_step`` of its own is stepped by it. For another optimization step
+    override ``train_step(data, optim_wrapper)`` (also ``val_step`` and ``test_step``) in a
+    subclass; docs/custom_steps.md has examples.
+
+    Args:
+        module: the model.
+        detect_anomalous_params: log the parameters that the loss does not reach, on every step;
+            costs some microseconds per parameter and step, so for the search of a mistake only.
+    """
+
+    def __init__(self, module: nn.Module, *, detect_anomalous_params: bool = False) -> None:
+        super().__init__()
+        self.module = module
+        self._prepare_steps(detect_anomalous_params)
+        self._direct = type(self).forward is SingleDevice.forward
+        self._model_steps = has_own_train_step(module)
+        if detect_anomalous_params and self._model_steps:
+            raise ValueError(
+                f"detect_anomalous_params needs the wrapper's own train_step, but "
+                f"{type(module).__name__}.train_step is used"
+            )
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Call the model."""
+        return self.module(*inputs, **kwargs)
+
+
+def _preprocessor_of(wrapper: Any, model: Any) -> Callable[..., Any]:
+    for owner, name in ((model, "data_preprocessor"), (wrapper, "_preprocessor")):
+        preprocess = owner._modules.get(name)
+        if type(preprocess) is DataPreprocessor and not (
+            preprocess._forward_pre_hooks
+            or preprocess._forward_hooks
+            or preprocess._backward_pre_hooks
+            or preprocess._backward_hooks
+            or preprocess._compiled_call_impl
+            or _has_any_global_hook()  # type: ignore[no-untyped-call]
+        ):
+            # The bare method: nn.Module's call around it costs more than its work.
+            return preprocess.forward
+        if preprocess is not None:
+            return preprocess  # type: ignore[no-any-return]
+    function: Callable[..., Any] = model.data_preprocessor
+    return function
 
 
 def as_call(data: Any) -> tuple[Sequence[Any], Mapping[str, Any]]:
@@ -212,21 +328,16 @@ def as_call(data: Any) -> tuple[Sequence[Any], Mapping[str, Any]]:
 def has_own_train_step(model: nn.Module) -> bool:
     """Whether ``model`` brings a ``train_step`` of its own, not the default of a base class."""
     step = getattr(type(model), "train_step", None)
-    if step is None:
-        return False
-    # By name, since mmengine is no dependency and models.py imports this file.
-    defaults = (("stepwrap.wrappers", "BaseModel.train_step"), ("mmengine", "BaseModel.train_step"))
+    # By name, since mmengine is no dependency and model.py imports this file.
     owner = getattr(step, "__module__", "") or ""
-    name = getattr(step, "__qualname__", "")
-    return not any(f"{owner}.".startswith(f"{pkg}.") and name == full for pkg, full in defaults)
+    is_base = getattr(step, "__qualname__", "") == "BaseModel.train_step"
+    return step is not None and not (
+        is_base and f"{owner}.".startswith(("stepwrap.wrappers.", "mmengine."))
+    )
 
 
 def refuse_own_train_step(wrapper: type[Steps], model: nn.Module, why: str) -> None:
-    """Raise TypeError for a model with a ``train_step`` that ``wrapper`` could not replace.
-
-    Args:
-        why: what a model that calls itself does there.
-    """
+    """Raise TypeError for a model with a ``train_step`` that ``wrapper`` cannot replace."""
     if wrapper.train_step is not Steps.train_step or not has_own_train_step(model):
         return
     public = next(one for one in wrapper.__mro__ if one.__module__.startswith("stepwrap.wrappers."))
@@ -250,3 +361,72 @@ def _explain_forward(model: nn.Module, error: TypeError | RuntimeError) -> None:
         f"{name}.forward has no argument 'mode', so it cannot be asked for its losses; wrap the "
         f"network as SupervisedModel(net, loss), or write {name}.forward(..., mode='tensor')"
     ) from error
+
+
+def with_train_step(wrapper: type[_W], function: StepFunction) -> type[_W]:
+    """Return a subclass of ``wrapper`` whose training step is ``function``.
+
+    The function does what an overridden ``train_step`` does: the forward by ``wrapper(...)``,
+    the update by ``optim_wrapper``; docs/custom_steps.md has an example. The method of another
+    wrapper is such a function, too.
+
+    Args:
+        wrapper: a model wrapper's class.
+        function: called as ``function(wrapper, data, optim_wrapper)``; returns what to log.
+
+    Raises:
+        TypeError: no wrapper's class, or no function of three arguments. By a step: it returns no
+            dict, or something in it that is no number.
+    """
+    if not (isinstance(wrapper, type) and issubclass(wrapper, Steps)):
+        raise TypeError(f"with_train_step needs the class of a model wrapper, got {wrapper!r}")
+    check_step_function(function)
+    name = _name_of(function)
+
+    def train_step(self: Any, data: Any, optim_wrapper: Any) -> dict[str, Any]:
+        logs = function(self, data, optim_wrapper)
+        if not isinstance(logs, Mapping):
+            raise TypeError(
+                f"the training step {name} must return a dict of what to log, got "
+                f"{type(logs).__name__}"
+            )
+        return {key: _loggable(name, key, value) for key, value in logs.items()}
+
+    members = {
+        "train_step": train_step,
+        "__module__": getattr(function, "__module__", __name__),
+        "__doc__": f"``{wrapper.__name__}`` with the training step ``{name}``.",
+    }
+    return type(f"{wrapper.__name__}_with_{name}", (wrapper,), members)
+
+
+def check_step_function(function: Any) -> None:
+    """Raise TypeError where ``function`` cannot be called as a training step."""
+    if isinstance(function, type) or not callable(function):
+        raise TypeError(
+            "a training step is a function(wrapper, data, optim_wrapper) that returns what to log, "
+            f"got {function!r}"
+        )
+    try:
+        inspect.signature(function).bind(None, None, None)
+    except ValueError:
+        return
+    except TypeError as error:
+        raise TypeError(
+            f"the training step {_name_of(function)} must take (wrapper, data, optim_wrapper): "
+            f"{error}"
+        ) from error
+
+
+def _loggable(name: str, key: str, value: Any) -> Any:
+    if not hasattr(value, "__float__"):
+        raise TypeError(
+            f"the training step {name} must return numbers or tensors, got {key}={value!r}"
+        )
+    # With a graph it would keep that until it is logged.
+    return value.detach() if isinstance(value, Tensor) else value
+
+
+def _name_of(function: Any) -> str:
+    inner = getattr(function, "func", function)
+    return str(getattr(inner, "__qualname__", type(inner).__name__)).rpartition(".")[2]

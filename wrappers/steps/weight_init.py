@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pickle import UnpicklingError
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import init
 
 from ...registry import nearest
-from ..torch_functions import check_options
+from ..torch_functions import check_options, option_names
 
 logger = logging.getLogger(__name__)
 
@@ -98,8 +98,7 @@ def _trunc_normal(
 
 
 def _xavier(weight: Tensor, gain: float = 1.0, distribution: str = "normal") -> Tensor:
-    fill = _of_distribution(distribution, init.xavier_normal_, init.xavier_uniform_)
-    return fill(weight, gain=gain)
+    return _function("xavier", distribution)(weight, gain=gain)
 
 
 def _kaiming(
@@ -109,7 +108,7 @@ def _kaiming(
     nonlinearity: str = "relu",
     distribution: str = "normal",
 ) -> Tensor:
-    fill = _of_distribution(distribution, init.kaiming_normal_, init.kaiming_uniform_)
+    fill = _function("kaiming", distribution)
     return fill(weight, a=a, mode=mode, nonlinearity=nonlinearity)
 
 
@@ -118,26 +117,40 @@ def _caffe2_xavier(weight: Tensor) -> Tensor:
     return init.kaiming_uniform_(weight, a=1, mode="fan_in", nonlinearity="leaky_relu")
 
 
-def _of_distribution(
-    name: str, normal: Callable[..., Tensor], uniform: Callable[..., Tensor]
-) -> Callable[..., Tensor]:
-    if name not in ("normal", "uniform"):
-        raise ValueError(f"distribution must be 'normal' or 'uniform', got {name!r}")
-    return normal if name == "normal" else uniform
+def _function(method: str, distribution: str) -> Callable[..., Tensor]:
+    if distribution not in ("normal", "uniform"):
+        raise ValueError(f"distribution must be 'normal' or 'uniform', got {distribution!r}")
+    found: Callable[..., Tensor] = getattr(init, f"{method}_{distribution}_")
+    return found
+
+
+def _load(
+    module: nn.Module, checkpoint: str, prefix: str | None = None, map_location: Any = "cpu"
+) -> None:
+    try:
+        loaded = torch.load(checkpoint, map_location=map_location, weights_only=True)
+    except UnpicklingError as error:
+        raise ValueError(
+            f"{checkpoint} holds more than weights and is not read: of a file that you trust save "
+            'torch.load(path, weights_only=False)["state_dict"] to another one'
+        ) from error
+    weights: Any = loaded.get("state_dict", loaded) if isinstance(loaded, Mapping) else {}
+    if prefix:
+        start = prefix.rstrip(".") + "."
+        weights = {k.removeprefix(start): one for k, one in weights.items() if k.startswith(start)}
+    own = module.state_dict()
+    if not any(name in own for name in weights):
+        where = f" under {prefix!r}" if prefix else ""
+        raise ValueError(f"{checkpoint} has no weights of {type(module).__name__}{where}")
+    missing, further = module.load_state_dict(weights, strict=False)
+    if missing or further:
+        logger.warning(
+            "%s: not in the file: %s; not in the model: %s", checkpoint, missing, further
+        )
 
 
 _PRETRAINED = "Pretrained"
-_ARGUMENTS: dict[str, tuple[str, ...]] = {
-    "Constant": ("val",),
-    "Normal": ("mean", "std"),
-    "TruncNormal": ("mean", "std", "a", "b"),
-    "Uniform": ("a", "b"),
-    "Xavier": ("gain", "distribution"),
-    "Kaiming": ("a", "mode", "nonlinearity", "distribution"),
-    "Caffe2Xavier": (),
-    _PRETRAINED: ("checkpoint", "prefix", "map_location"),
-}
-_FILLS: dict[str, Callable[..., Tensor]] = {
+_FILLS: dict[str, Callable[..., Any]] = {
     "Constant": init.constant_,
     "Normal": init.normal_,
     "TruncNormal": _trunc_normal,
@@ -145,6 +158,7 @@ _FILLS: dict[str, Callable[..., Tensor]] = {
     "Xavier": _xavier,
     "Kaiming": _kaiming,
     "Caffe2Xavier": _caffe2_xavier,
+    _PRETRAINED: _load,
 }
 _REQUIRED = {"Constant": "val", _PRETRAINED: "checkpoint"}
 
@@ -155,8 +169,8 @@ class _Entry:
 
     kind: str
     options: Mapping[str, Any]
-    bias: float = 0.0
-    layers: frozenset[str] = frozenset()
+    bias: float
+    layers: frozenset[str]
     # By the name of a submodule.
     overrides: tuple[tuple[str, _Entry], ...] = ()
 
@@ -202,21 +216,26 @@ def _mappings(name: str, given: Any) -> list[Mapping[str, Any]]:
 def _read_one(cfg: Mapping[str, Any]) -> _Entry:
     given = dict(cfg)
     kind = given.pop("type", None)
-    if kind not in _ARGUMENTS:
-        near = nearest(str(kind), list(_ARGUMENTS))
-        hint = f"did you mean {near[0]}?" if near else f"it is one of {', '.join(_ARGUMENTS)}"
+    if kind not in _FILLS:
+        near = nearest(str(kind), list(_FILLS))
+        hint = f"did you mean {near[0]}?" if near else f"it is one of {', '.join(_FILLS)}"
         raise ValueError(f"type {kind!r} of init_cfg is no initializer; {hint}")
-    if kind == _PRETRAINED:
-        return _Entry(kind, _checked(kind, given, _ARGUMENTS[kind]))
-    layers, overrides = given.pop("layer", ()), given.pop("override", ())
-    layers = (layers,) if isinstance(layers, str) else layers or ()
+    layers: Any = ()
+    overrides: Any = ()
+    allowed = [name for name in option_names(_FILLS[kind])[1:] if name != "generator"]
+    if kind != _PRETRAINED:
+        layers, overrides = given.pop("layer", None) or (), given.pop("override", None) or ()
+        allowed += ["bias", "bias_prob"]
+    check_options(f"init_cfg of type {kind!r}", given, allowed)
+    if kind in _REQUIRED and _REQUIRED[kind] not in given:
+        raise TypeError(f"init_cfg of type {kind!r} needs {_REQUIRED[kind]!r}")
+    layers = (layers,) if isinstance(layers, str) else layers
     if not isinstance(layers, Sequence) or not all(isinstance(name, str) for name in layers):
         raise TypeError(f"layer must be a str or a list of str, but got {layers!r}")
-    options = _checked(kind, given, (*_ARGUMENTS[kind], "bias", "bias_prob"))
-    bias = _bias(options)
-    outer = _Entry(kind, options, bias, frozenset(layers))
-    inner = [_read_override(one, outer) for one in _mappings("override", overrides or ())]
-    return _Entry(kind, options, bias, outer.layers, tuple(inner))
+    bias = _bias(given)
+    outer = _Entry(kind, given, bias, frozenset(layers))
+    inner = [_read_override(one, outer) for one in _mappings("override", overrides)]
+    return replace(outer, overrides=tuple(inner))
 
 
 def _read_override(cfg: Mapping[str, Any], outer: _Entry) -> tuple[str, _Entry]:
@@ -229,13 +248,6 @@ def _read_override(cfg: Mapping[str, Any], outer: _Entry) -> tuple[str, _Entry]:
     if "type" not in given:
         raise ValueError(f'`override` need "type" key, but got {given}')
     return name, _read_one(given)
-
-
-def _checked(kind: str, given: dict[str, Any], allowed: Sequence[str]) -> dict[str, Any]:
-    check_options(f"init_cfg of type {kind!r}", given, allowed)
-    if kind in _REQUIRED and _REQUIRED[kind] not in given:
-        raise TypeError(f"init_cfg of type {kind!r} needs {_REQUIRED[kind]!r}")
-    return given
 
 
 def _bias(options: dict[str, Any]) -> float:
@@ -257,30 +269,3 @@ def _initialising(module: nn.Module) -> Iterator[Any]:
             yield child
         else:
             yield from _initialising(child)
-
-
-def _load(
-    module: nn.Module, checkpoint: str, prefix: str | None = None, map_location: Any = "cpu"
-) -> None:
-    try:
-        loaded = torch.load(checkpoint, map_location=map_location, weights_only=True)
-    except UnpicklingError as error:
-        raise ValueError(
-            f"{checkpoint} holds more than weights and is not read: of a file that you trust save "
-            'torch.load(path, weights_only=False)["state_dict"] to another one'
-        ) from error
-    weights: Any = loaded.get("state_dict", loaded) if isinstance(loaded, Mapping) else {}
-    if prefix:
-        start = prefix.rstrip(".") + "."
-        weights = {
-            name[len(start) :]: one for name, one in weights.items() if name.startswith(start)
-        }
-    own = module.state_dict()
-    if not any(name in own for name in weights):
-        where = f" under {prefix!r}" if prefix else ""
-        raise ValueError(f"{checkpoint} has no weights of {type(module).__name__}{where}")
-    missing, further = module.load_state_dict(weights, strict=False)
-    if missing or further:
-        logger.warning(
-            "%s: not in the file: %s; not in the model: %s", checkpoint, missing, further
-        )
