@@ -12,7 +12,14 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 import torch
 from torch import nn
 
-from ..collectives import broadcast, distributed_available, get_rank, get_world_size
+from ..collectives import (
+    broadcast,
+    distributed_available,
+    get_rank,
+    get_world_size,
+    is_tracing,
+    trace_collectives,
+)
 from ..loops import (
     Checkpoint,
     HookList,
@@ -26,16 +33,27 @@ from ..loops import (
 from ..registry import Config, load_config
 from ..wrappers import wrap_model
 from .build.parallelism import build_bare_model
-from .build.parts import BuildError, build_parts
+from .build.parts import build_parts
 from .build.sections import read_sections
+from .failure import as_mistakes_in
 from .run_folder import held, resolve_checkpoint, saved_checkpoints
-from .tracing import traced
 
 if TYPE_CHECKING:
     from ..loops import Optimization
     from ..wrappers import StepFunction
 
 logger = logging.getLogger(__name__)
+
+
+@contextmanager
+def traced(on: bool) -> Iterator[None]:
+    """Trace collectives when `on` or when they were traced before; every rank must enter."""
+    before = is_tracing()
+    trace_collectives(on or before)
+    try:
+        yield
+    finally:
+        trace_collectives(before)
 
 
 class TrainLoop(Protocol):
@@ -279,10 +297,8 @@ def load_model(
             f"load_checkpoint({str(path)!r}).load_model(model, evaluated=True)"
         )
     config = load_config(settings, ["device=cpu"])
-    try:
+    with as_mistakes_in(config):
         model = build_bare_model(read_sections(config))
-    except BuildError as error:
-        raise error.as_config_error(config) from error.cause
     load_checkpoint(path).load_model(model, evaluated=True)
     return model.eval().to(device)
 

@@ -14,7 +14,7 @@ from torch.optim import SGD, Optimizer
 from ...loops import Hook, SchedulerHook, ScheduleWindow
 from ...registry import OPTIM_WRAPPERS, OPTIMIZERS, PARAM_SCHEDULERS, RunSections, SchedulerSection, build_tree, named_optimizers, optim_wrapper_sections, stepping_class, supply_where_taken
 from ...wrappers import NamedParameter, OptimWrapperDict, build_optimizer, named_parameters, param_groups, refuse_single_step, refuse_without_closure, share_parameters
-from .errors import building
+from ..failure import building
 
 
 def build_optimization(run: RunSections, model: nn.Module) -> tuple[Any, dict[str, Hook]]:

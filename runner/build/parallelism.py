@@ -14,7 +14,7 @@ from torch import nn
 from ...collectives import get_local_rank, get_world_size
 from ...registry import MODEL_WRAPPERS, MODELS, Problem, RunSections, build_tree, check_component, find_train_step
 from ...wrappers import BaseModule, Mesh, Preparation, StepDistributedDataParallel, auto, build_mesh, check_axes, check_preparation, find_blocks, freeze_parameters, meta_parameters, model_checks, steps_in_group_only, wrap_model, wrapper_misfits
-from .errors import Attempts, building
+from ..failure import Attempts, building
 from .optimizers import works_over_ranks
 
 AUTO_TABLES = ("single", "ddp", "fsdp")

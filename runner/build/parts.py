@@ -14,8 +14,8 @@ import torch
 from ...collectives import get_rank, get_world_size
 from ...loops import Hook, build_loader, seed_rng
 from ...registry import DATALOADERS, DATASETS, HOOKS, LOOPS, METRICS, LoaderSection, Registry, RunSections, build_tree
-from .errors import Attempts, building
-from .errors import BuildError as BuildError
+from ..failure import Attempts, building
+from ..failure import BuildError as BuildError
 from ..launcher import lonely_group
 from .optimizers import build_optimization, evaluation_precision
 from .parallelism import build_model

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
@@ -13,6 +12,7 @@ from types import FrameType
 
 from ...registry import ConfigError
 from ..failure import Failure, LaunchError, Terminated, TrainingFailed
+from ..guard import handling
 from .options import COMMANDS, UsageError, parse, read_run
 
 OK, FAILED, MISTAKE = 0, 1, 2
@@ -91,21 +91,14 @@ def _signals_end_at_once() -> Iterator[None]:
         # Whoever handles SIGTERM by then: a training that runs saves and stops.
         signal.raise_signal(signal.SIGTERM)
 
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
     handlers: dict[int, Callable[[int, FrameType | None], None]] = {signal.SIGTERM: end}
     # Not in the background, and not under nohup.
     if signal.getsignal(signal.SIGINT) == signal.default_int_handler:
         handlers[signal.SIGINT] = end
     if signal.getsignal(signal.SIGHUP) == signal.SIG_DFL:
         handlers[signal.SIGHUP] = pass_on
-    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
-    try:
+    with handling(handlers):
         yield
-    finally:
-        for number, old in before.items():
-            signal.signal(number, old)
 
 
 def _tell_stop(stop: Terminated) -> int:

@@ -7,7 +7,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from ...registry import Config, ConfigError, Problem, load_config, name_problems, nearest
 
@@ -82,6 +82,42 @@ COMMANDS = {
 }
 
 
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number from 1, got {text!r}")
+    return int(text)
+
+
+_FLAG: dict[str, Any] = {"action": "store_true"}
+_PATH: dict[str, Any] = {"nargs": "?", "const": True, "metavar": "PATH"}
+_OPTIONS: dict[str, dict[str, Any]] = {
+    "nproc": {
+        "type": _positive,
+        "metavar": "N",
+        "help": "processes on this machine (launch.nproc)",
+    },
+    "run-dir": {"metavar": "DIR", "help": "the run's folder (run_dir)"},
+    "device": {"choices": ("auto", "cpu", "cuda"), "help": "where to compute"},
+    "dry-run": {**_FLAG, "help": "one step of everything; nothing is kept"},
+    "resume": {
+        **_PATH,
+        "help": "continue the run in the run folder, or from the checkpoint at PATH",
+    },
+    "fresh": {**_FLAG, "help": "delete the results already in the run folder"},
+    "checkpoint": {
+        **_PATH,
+        "help": "a checkpoint's folder, best or latest; default: the best, else the latest",
+    },
+    "origin": {**_FLAG, "help": "say which line or override set each value"},
+    "epoch-length": {
+        "type": _positive,
+        "metavar": "N",
+        "help": "batches in an epoch, for schedules with convert_to_iter_based",
+    },
+    "keep-order": {**_FLAG, "help": "read the data by mmengine's own loaders, in its order"},
+}
+
+
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{self.prog}: {message}")
@@ -95,30 +131,67 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         SystemExit: help was asked for and printed.
     """
     if not argv or argv[0] in ("-h", "--help"):
-        _top_parser().parse_args(["--help"])
+        _print_help()
     name = "version" if argv[0] == "--version" else argv[0]
     if name not in COMMANDS:
         raise UsageError(f"stepwrap: {_unknown('command', name, COMMANDS)}")
     command = COMMANDS[name]
-    parser = _parser(name, command)
+    parser = _Parser(
+        prog=f"stepwrap {name}",
+        usage=f"stepwrap {name} {command.usage}",
+        description=command.help[0].upper() + command.help[1:] + ".",
+        allow_abbrev=False,
+    )
+    parser.add_argument("words", nargs="*", help=argparse.SUPPRESS)
+    parser.add_argument("--debug", help="show the full traceback of an error", **_FLAG)
+    for option in command.options:
+        others = ["--resume"] if option == "checkpoint" else []
+        parser.add_argument(f"--{option}", *others, **_OPTIONS[option])
     options, rest = parser.parse_known_intermixed_args(list(argv[1:]))
     if rest:
         known = [name for name in parser._option_string_actions if name.startswith("--")]
         raise UsageError(f"{parser.prog}: {_unknown('option', rest[0].partition('=')[0], known)}")
     _give_back_words(options)
-    _check_words(parser.prog, command, options.words)
+    problem = ""
+    if len(options.words) < command.least:
+        problem = f"{command.usage.split()[0]} is missing"
+    elif command.most is not None and len(options.words) > command.most:
+        problem = f"unexpected argument {options.words[command.most]!r}"
+    if problem:
+        raise UsageError(f"{parser.prog}: {problem}; usage: {parser.prog} {command.usage}".rstrip())
     options.command = name
     return options
 
 
-def _check_words(prog: str, command: Command, words: Sequence[str]) -> None:
-    if len(words) < command.least:
-        problem = f"{command.usage.split()[0]} is missing"
-    elif command.most is not None and len(words) > command.most:
-        problem = f"unexpected argument {words[command.most]!r}"
-    else:
-        return
-    raise UsageError(f"{prog}: {problem}; usage: {prog} {command.usage}".rstrip())
+def _print_help() -> None:
+    rows = "\n".join(f"  {name:<10}{command.help}" for name, command in COMMANDS.items())
+    argparse.ArgumentParser(
+        prog="stepwrap",
+        usage="stepwrap COMMAND ...",
+        description="Train any PyTorch model under any parallelism, from a config.",
+        epilog=f"commands:\n{rows}\n\nstepwrap COMMAND --help tells more.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    ).parse_args(["--help"])
+
+
+def _give_back_words(options: argparse.Namespace) -> None:
+    """`--resume a.b=1` and `--resume cfg.yaml` mean a bare `--resume` and one more word."""
+    for name in ("resume", "checkpoint"):
+        value = getattr(options, name, None)
+        if not isinstance(value, str) or Path(value).is_dir():
+            continue
+        if "=" in value:
+            options.words.append(value)
+            setattr(options, name, True)
+        elif not options.words or "=" in options.words[0]:
+            options.words.insert(0, value)
+            setattr(options, name, True)
+
+
+def _unknown(kind: str, word: str, known: Sequence[str] | dict[str, Command]) -> str:
+    near = nearest(word, known, limit=1)
+    hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
+    return f"there is no {kind} {word}; {hint}"
 
 
 def read_run(options: argparse.Namespace) -> Config | None:
@@ -143,141 +216,3 @@ def read_run(options: argparse.Namespace) -> Config | None:
     if problems:
         raise ConfigError(problems)
     return config
-
-
-def _unknown(kind: str, word: str, known: Sequence[str] | dict[str, Command]) -> str:
-    near = nearest(word, known, limit=1)
-    hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
-    return f"there is no {kind} {word}; {hint}"
-
-
-def _give_back_words(options: argparse.Namespace) -> None:
-    """`--resume a.b=1` and `--resume cfg.yaml` mean a bare `--resume` and one more word."""
-    for name in ("resume", "checkpoint"):
-        value = getattr(options, name, None)
-        if not isinstance(value, str) or Path(value).is_dir():
-            continue
-        if "=" in value:
-            options.words.append(value)
-            setattr(options, name, True)
-        elif not options.words or "=" in options.words[0]:
-            options.words.insert(0, value)
-            setattr(options, name, True)
-
-
-def _top_parser() -> argparse.ArgumentParser:
-    rows = "\n".join(f"  {name:<10}{command.help}" for name, command in COMMANDS.items())
-    return argparse.ArgumentParser(
-        prog="stepwrap",
-        usage="stepwrap COMMAND ...",
-        description="Train any PyTorch model under any parallelism, from a config.",
-        epilog=f"commands:\n{rows}\n\nstepwrap COMMAND --help tells more.",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-
-
-def _parser(name: str, command: Command) -> argparse.ArgumentParser:
-    parser = _Parser(
-        prog=f"stepwrap {name}",
-        usage=f"stepwrap {name} {command.usage}",
-        description=command.help[0].upper() + command.help[1:] + ".",
-        allow_abbrev=False,
-    )
-    parser.add_argument("words", nargs="*", help=argparse.SUPPRESS)
-    parser.add_argument("--debug", action="store_true", help="show the full traceback of an error")
-    for option in command.options:
-        _ADD[option](parser)
-    return parser
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be a whole number from 1, got {text!r}")
-    return int(text)
-
-
-def _add_nproc(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--nproc", type=_positive, metavar="N", help="processes on this machine (launch.nproc)"
-    )
-
-
-def _add_run_dir(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--run-dir", metavar="DIR", help="the run's folder (run_dir)")
-
-
-def _add_device(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), help="where to compute")
-
-
-def _add_dry_run(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--dry-run", action="store_true", help="one step of everything; nothing is kept"
-    )
-
-
-def _add_resume(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--resume",
-        nargs="?",
-        const=True,
-        default=None,
-        metavar="PATH",
-        help="continue the run in the run folder, or from the checkpoint at PATH",
-    )
-
-
-def _add_fresh(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--fresh", action="store_true", help="delete the results already in the run folder"
-    )
-
-
-def _add_checkpoint(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--checkpoint",
-        "--resume",
-        dest="checkpoint",
-        nargs="?",
-        const=True,
-        default=None,
-        metavar="PATH",
-        help="a checkpoint's folder, best or latest; default: the best, else the latest",
-    )
-
-
-def _add_origin(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--origin", action="store_true", help="say which line or override set each value"
-    )
-
-
-def _add_epoch_length(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--epoch-length",
-        type=_positive,
-        metavar="N",
-        help="batches in an epoch, for schedules with convert_to_iter_based",
-    )
-
-
-def _add_keep_order(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--keep-order",
-        action="store_true",
-        help="read the data by mmengine's own loaders, in its order",
-    )
-
-
-_ADD = {
-    "nproc": _add_nproc,
-    "run-dir": _add_run_dir,
-    "device": _add_device,
-    "dry-run": _add_dry_run,
-    "resume": _add_resume,
-    "fresh": _add_fresh,
-    "checkpoint": _add_checkpoint,
-    "origin": _add_origin,
-    "epoch-length": _add_epoch_length,
-    "keep-order": _add_keep_order,
-}
