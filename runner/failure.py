@@ -21,19 +21,15 @@ _OF_WORKER = "Original Traceback (most recent call last)"
 
 @dataclass(frozen=True)
 class Failure:
-    """One rank's error.
-
-    Attributes:
-        location: the user's innermost "file:line in function", or empty.
-        notes: what was noted on it: which part of the model, which batch.
-    """
+    """One rank's error."""
 
     kind: str
     message: str
-    location: str
+    location: str  # the user's innermost "file:line in function", or empty
     trace: str
     rank: int | None = None
     time: float = field(default_factory=time.time)
+    # Which part of the model, which batch.
     notes: list[str] = field(default_factory=list)
 
     @classmethod
@@ -53,10 +49,7 @@ class Failure:
 
     @classmethod
     def of_end(cls, exitcode: int | None, rank: int) -> Failure:
-        """Describe the end of a process that has told of no error.
-
-        Its exit code may be unknown, None; -n stands for its end by signal n.
-        """
+        """Describe the end of a process without an error; -n is its end by signal n."""
         kind, how = "ProcessEnded", f"exited with code {exitcode}"
         text = f"the process {'ended' if exitcode is None else how} before its work was done"
         if exitcode is not None and exitcode < 0:
@@ -110,14 +103,7 @@ class Terminated(BaseException):
 
 
 class BuildError(RuntimeError):
-    """A part of a run could not be built from its section of the config.
-
-    Attributes:
-        section: The key path of that section.
-        cause: What its constructor raised.
-        what: The same as text.
-        others: What else could not be built.
-    """
+    """A part could not be built from its section, a key path, for `cause`; `others` neither."""
 
     def __init__(self, section: str, cause: BaseException) -> None:
         super().__init__(section, cause)

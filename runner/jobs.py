@@ -48,27 +48,21 @@ class Job:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a job ended on one rank.
-
-    Attributes:
-        step: Optimizer updates done.
-        epoch: The epoch that it ended in or after; the first is 1.
-        signal: Number of the signal that stopped the training; 0 for none.
-        metrics: Results by phase, "val" and "test".
-        checkpoint: Whose weights were evaluated last, "" for those at hand.
-        best_by: What the best checkpoint has, such as "lowest loss"; "" where none is kept.
-    """
+    """How a job ended on one rank."""
 
     step: int
     epoch: int
+    # Its number, where one has stopped the training.
     signal: int = 0
+    # By phase, "val" and "test".
     metrics: dict[str, dict[str, float]] = field(default_factory=dict)
+    # Whose weights were evaluated last, "" for those at hand.
     checkpoint: str = ""
+    # What the best checkpoint has, such as "lowest loss"; "" where none is kept.
     best_by: str = ""
 
     @property
     def exit_code(self) -> int:
-        """What a process ends with after this outcome, the same on every rank."""
         return 128 + self.signal if self.signal else 0
 
 

@@ -21,7 +21,6 @@ from ..collectives import (
     trace_collectives,
 )
 from ..loops import (
-    Checkpoint,
     HookList,
     LoopState,
     Stateful,
@@ -56,18 +55,11 @@ def traced(on: bool) -> Iterator[None]:
         trace_collectives(before)
 
 
-class TrainLoop(Protocol):
-    """What `Runner.train` needs of a loop."""
+class Loop(Protocol):
+    """What `Runner` needs of a loop."""
 
-    def run(self, state: LoopState, hooks: HookList) -> LoopState:
-        """Train from where `state` is; returns `state`."""
-
-
-class EvaluationLoop(Protocol):
-    """What `Runner.validate` and `Runner.test` need of a loop."""
-
-    def run(self, state: LoopState, hooks: HookList) -> dict[str, float]:
-        """Evaluate the model of `state`; returns the metrics."""
+    def run(self, state: LoopState, hooks: HookList) -> Any:
+        """Go on from where `state` is; returns it after training, the metrics else."""
 
 
 class Runner:
@@ -97,11 +89,11 @@ class Runner:
     def __init__(  # noqa: PLR0913
         self,
         model: nn.Module,
-        train_loop: TrainLoop | None = None,
+        train_loop: Loop | None = None,
         *,
         optim_wrapper: Optimization | None = None,
-        val_loop: EvaluationLoop | None = None,
-        test_loop: EvaluationLoop | None = None,
+        val_loop: Loop | None = None,
+        test_loop: Loop | None = None,
         hooks: Iterable[Any] | Mapping[str, Any] = (),
         run_dir: str | os.PathLike[str] | None = None,
         seed: int | None = None,
@@ -160,24 +152,31 @@ class Runner:
         """
         loop = _given("train", "train_loop", self._train_loop)
         _given("train", "optim_wrapper", self.state.optim_wrapper)
+        state = self.state
         with traced(self._is_traced), self.hold_run_dir():
+            path: Path | None = None
             if not resume:
                 self._refuse_overwriting()
             self._owns_run_dir = True
-            path = self._latest() if resume is True else self._chosen(resume)
+            if resume:
+                path = self._latest() if resume is True else self._resolve(str(resume))
             for listener in self._hooks.on_run_start:
-                listener(self.state)
+                listener(state)
             if path:
-                load_checkpoint(path).restore(self.state)
+                load_checkpoint(path).restore(state)
                 if get_rank() == 0:
-                    logger.info("continuing from %s, step %d", path, self.state.step)
-            done = self.state.iteration
-            loop.run(self.state, self._hooks)
-            if path and self.state.iteration == done and get_rank() == 0:
-                logger.info("nothing was left to train: %s", _end_of(self.state))
+                    logger.info("continuing from %s, step %d", path, state.step)
+            done = state.iteration
+            loop.run(state, self._hooks)
+            if path and state.iteration == done and get_rank() == 0:
+                end = f"max_steps is {state.max_steps}, and {state.step} are done"
+                if state.max_epochs is not None:
+                    end = f"max_epochs is {state.max_epochs}, and {state.epoch} are done"
+                end = f"the run has come to its end ({end}); a higher number trains on"
+                logger.info("nothing was left to train: %s", end)
             for listener in self._hooks.on_run_end:
-                listener(self.state)
-        return self.state
+                listener(state)
+        return state
 
     @contextmanager
     def hold_run_dir(self) -> Iterator[None]:
@@ -208,29 +207,21 @@ class Runner:
         """
         return self._evaluate(_given("test", "test_loop", self._test_loop), checkpoint)
 
-    def _evaluate(
-        self, loop: EvaluationLoop, checkpoint: str | os.PathLike[str] | None
-    ) -> dict[str, float]:
+    def _evaluate(self, loop: Loop, which: str | os.PathLike[str] | None) -> dict[str, float]:
         with traced(self._is_traced):
             for listener in self._hooks.on_run_start:
                 listener(self.state)
-            if checkpoint is not None:
-                self._restore_model(load_checkpoint(self._resolve(checkpoint)))
-            metrics = loop.run(self.state, self._hooks)
+            if which is not None:
+                checkpoint = load_checkpoint(self._resolve(which))
+                if self.state.optim_wrapper is not None:
+                    checkpoint.restore(self.state)
+                else:
+                    checkpoint.load_model(self.state.model)
+                    checkpoint.load_states(self.state)
+            metrics: dict[str, float] = loop.run(self.state, self._hooks)
             for listener in self._hooks.on_run_end:
                 listener(self.state)
         return metrics
-
-    def _restore_model(self, checkpoint: Checkpoint) -> None:
-        if self.state.optim_wrapper is not None:
-            checkpoint.restore(self.state)
-            return
-        checkpoint.load_model(self.state.model)
-        checkpoint.load_states(self.state)
-
-    def _resolve(self, checkpoint: str | os.PathLike[str]) -> Path:
-        folder = self._folder() if checkpoint in ("best", "latest") else Path()
-        return resolve_checkpoint(folder, str(checkpoint))
 
     def _refuse_overwriting(self) -> None:
         """Refuse to start anew where another run has saved; every rank must call this."""
@@ -245,10 +236,9 @@ class Runner:
                 "continue that run with train(resume=True), or give another run_dir"
             )
 
-    def _chosen(self, resume: str | os.PathLike[str] | bool) -> Path | None:
-        if not resume:
-            return None
-        return self._resolve(str(resume))
+    def _resolve(self, which: str | os.PathLike[str]) -> Path:
+        folder = self._folder() if which in ("best", "latest") else Path()
+        return resolve_checkpoint(folder, str(which))
 
     def _latest(self) -> Path | None:
         folder = self._folder()
@@ -304,14 +294,6 @@ def load_model(
 
 
 T = TypeVar("T")
-
-
-def _end_of(state: LoopState) -> str:
-    if state.max_epochs is not None:
-        end = f"max_epochs is {state.max_epochs}, and {state.epoch} are done"
-    else:
-        end = f"max_steps is {state.max_steps}, and {state.step} are done"
-    return f"the run has come to its end ({end}); a higher number trains on"
 
 
 def _given(verb: str, name: str, part: T | None) -> T:

@@ -36,28 +36,6 @@ def whole(state: Any) -> Any:
     return state
 
 
-def whole_weights(module: nn.Module) -> dict[str, Any]:
-    """The state dict of ``module`` in whole tensors; every rank must call this."""
-    reshard(module)
-    return {name: whole(value) for name, value in module.state_dict().items()}
-
-
-def load_weights(module: nn.Module, state: Mapping[str, Any], *, strict: bool) -> None:
-    """Load whole tensors into a sharded ``module``, each rank its parts."""
-    reshard(module)
-    own = module.state_dict()
-    parts = {
-        name: take_part(value, own[name]) if is_dtensor(own.get(name)) else value
-        for name, value in state.items()
-    }
-    module.load_state_dict(parts, strict=strict)
-
-
-def load_optimizer(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-    """Load the state over whole tensors into the optimizer of a sharded model."""
-    OptimWrapper(optimizer).load_state_dict(state)
-
-
 def keep_whole(module: nn.Module) -> None:
     """Let ``module.state_dict()`` be whole from now on; every rank must call that then."""
 
@@ -90,15 +68,24 @@ class WholeStates(DDPStrategy):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The weights, whole and under the names of the module; every rank must call this."""
         module = own_module(self)
-        return whole_weights(module) if holds_shards(module) else module.state_dict()
+        if not holds_shards(module):
+            return module.state_dict()
+        reshard(module)
+        return {name: whole(value) for name, value in module.state_dict().items()}
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load whole weights, each rank its parts where the module is sharded."""
         module = own_module(self)
-        if holds_shards(module):
-            load_weights(module, checkpoint["state_dict"], strict=strict)
-        else:
+        if not holds_shards(module):
             super().load_model_state_dict(checkpoint, strict)
+            return
+        reshard(module)
+        own = module.state_dict()
+        parts = {
+            name: take_part(value, own[name]) if is_dtensor(own.get(name)) else value
+            for name, value in checkpoint["state_dict"].items()
+        }
+        module.load_state_dict(parts, strict=strict)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The state of ``optimizer`` over whole tensors; every rank must call this."""
@@ -111,7 +98,7 @@ class WholeStates(DDPStrategy):
             super().load_optimizer_state_dict(checkpoint)
             return
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
-            load_optimizer(optimizer, state)
+            OptimWrapper(optimizer).load_state_dict(state)
 
 
 def own_module(strategy: DDPStrategy) -> LightningModule:

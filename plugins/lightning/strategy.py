@@ -1,26 +1,28 @@
-"""Our wrappers inside Lightning: `Trainer(strategy="stepwrap")`."""
+"""Our wrappers inside Lightning: `Trainer(strategy="stepwrap")`, and in Fabric."""
 
 from __future__ import annotations
 
 import atexit
 import gc
+import inspect
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from ...registry import MODEL_WRAPPERS, nearest
 from ...wrappers import (
     SeparateDistributedDataParallel,
     StepDistributedDataParallel,
     revert_sync_batchnorm,
     wrap_model,
 )
-from .fabric import StepFabricStrategy
 from .module import StepLightningModule
-from .options import aside, has_own_step, read_options
 from .shards import (
     WholeStates,
     agree_on_scale,
@@ -32,9 +34,14 @@ from .shards import (
     refuse_shards,
     refuse_unequal,
 )
-from .tree import DDPStrategy, LightningModule, StrategyRegistry, Trainer
-
-__all__ = ["StepFabricStrategy", "StepLightningModule", "StepStrategy"]
+from .tree import (
+    FABRIC_REGISTRY,
+    DDPStrategy,
+    FabricDDPStrategy,
+    LightningModule,
+    StrategyRegistry,
+    Trainer,
+)
 
 
 class StepStrategy(WholeStates):
@@ -57,7 +64,7 @@ class StepStrategy(WholeStates):
     def __init__(
         self, wrapper: str | Callable[..., nn.Module] | None = None, **wrapper_options: Any
     ) -> None:
-        choice = read_options(StepStrategy, wrapper, wrapper_options)
+        choice = _read_options(StepStrategy, wrapper, wrapper_options)
         super().__init__(**choice.own)
         self.wrapper = choice.wrapper
         self.wrapper_options = choice.options
@@ -108,7 +115,7 @@ class StepStrategy(WholeStates):
             _refuse_lost_gradients(self.wrapper_options)
             if self._shards:
                 _let_children_be_called(model)
-        with aside(self.root_device):
+        with _aside(self.root_device):
             self._wrapped = wrap_model(self.wrapper, model, **self.wrapper_options)
         self._is_sharded = holds_shards(model)
         return self._wrapped  # type: ignore[no-any-return]
@@ -224,11 +231,184 @@ def _is_stepped_by_trainer(*args: Any, **kwargs: Any) -> Any:
     raise RuntimeError("this module is stepped by Lightning's Trainer, by its training_step")
 
 
-for _name, _method in (("stepwrap", "popen"), ("stepwrap_spawn", "spawn")):
-    StrategyRegistry.register(
-        _name,
-        StepStrategy,
-        description=f"stepwrap's ddp wrapper, processes by {_method}",
-        override=True,
-        start_method=_method,
+class StepFabricStrategy(FabricDDPStrategy):
+    """Fabric's DDP strategy with our ``ddp`` wrapper, or a subclass of it, around modules.
+
+    Args:
+        wrapper: a registered name, an import path or a class; default: "ddp".
+        wrapper_options: options of the wrapper, and those of Fabric's ``DDPStrategy``.
+
+    Raises:
+        KeyError: no such wrapper.
+        TypeError: no such option, or a wrapper that is not built on DistributedDataParallel:
+            ``fabric.no_backward_sync`` would not know it. Or one with a ``train_step`` of its own.
+    """
+
+    def __init__(
+        self, wrapper: str | Callable[..., nn.Module] | None = None, **wrapper_options: Any
+    ) -> None:
+        choice = _read_options(StepFabricStrategy, wrapper, wrapper_options)
+        kind = choice.wrapper
+        if not (isinstance(kind, type) and issubclass(kind, DistributedDataParallel)):
+            raise TypeError(
+                f"Fabric takes wrappers built on DistributedDataParallel, not "
+                f"{getattr(kind, '__name__', kind)}: fabric.no_backward_sync knows no other. Use "
+                "the Trainer, or call the wrapper's train_step in a loop without Fabric"
+            )
+        if has_own_step(kind):
+            raise TypeError(
+                f"{kind.__name__} has a train_step of its own, which Fabric does not call: use "
+                "StepStrategy with a StepLightningModule, or call it in a loop without Fabric"
+            )
+        super().__init__(**choice.own)
+        self.wrapper = choice.wrapper
+        self.wrapper_options = choice.options
+        self._detecting: Any = None
+
+    def setup_module(self, module: nn.Module) -> Any:
+        """Wrap ``module``; every rank must call this."""
+        with _aside(self.root_device):
+            wrapped: Any = wrap_model(self.wrapper, module, **self.wrapper_options)
+        # Who names no model in fabric.backward has one, or means the last.
+        self._detecting = wrapped
+        return wrapped
+
+    def backward(self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
+        """Run backward; log the parameters that the loss does not reach, where that is wanted."""
+        plain = super().backward
+        wrapped: Any = self._detecting if module is None else module
+        if not getattr(wrapped, "detect_anomalous_params", False):
+            plain(tensor, module, *args, **kwargs)
+            return
+        update = SimpleNamespace(update_params=lambda loss: plain(loss, module, *args, **kwargs))
+        wrapped.update_and_detect(tensor, update)
+
+
+_OURS = wrap_model.__module__.rpartition(".")[0]
+# Hooks and averaging are the wrapper's: there they work on the CPU as well.
+_NOT_OURS = {
+    "self",
+    "kwargs",
+    "ddp_comm_hook",
+    "ddp_comm_state",
+    "ddp_comm_wrapper",
+    "model_averaging_period",
+}
+
+
+class _Choice(NamedTuple):
+    """A wrapper with its options, and the options of Lightning's own strategy."""
+
+    wrapper: Callable[..., nn.Module]
+    options: dict[str, Any]
+    own: dict[str, Any]
+    shards: bool
+
+
+def _read_options(
+    strategy: type, wrapper: str | Callable[..., nn.Module] | None, given: Mapping[str, Any]
+) -> _Choice:
+    """Find the wrapper and check all options.
+
+    Args:
+        strategy: the strategy, whose base class is Lightning's.
+
+    Raises:
+        KeyError: no wrapper is registered under that name.
+        TypeError: no wrapper, or neither it nor Lightning's strategy has such an option.
+        ValueError: an option has a value that cannot be used.
+    """
+    chosen = _find(wrapper)
+    theirs = [
+        name for name in inspect.signature(strategy.__mro__[1]).parameters if name not in _NOT_OURS
+    ]
+    mine = _options_of(chosen)
+    options = {name: value for name, value in given.items() if name not in theirs}
+    title = getattr(chosen, "__name__", repr(chosen))
+    for name in options:
+        if name not in mine:
+            hint = _hint(name, mine + theirs)
+            raise TypeError(
+                f"{strategy.__name__} with wrapper {title} has no option {name!r}; {hint}"
+            )
+    if options.get("uneven_inputs"):
+        raise ValueError(
+            "uneven_inputs is for loops of ours: Lightning's samplers give all ranks equally many "
+            "batches; leave it out"
+        )
+    check = getattr(chosen, "check_options", None)
+    if check is not None:
+        check(options)
+    own = {name: value for name, value in given.items() if name in theirs}
+    return _Choice(chosen, options, own, "mesh" in mine)
+
+
+def has_own_step(wrapper: Any) -> bool:
+    """Whether a wrapper's ``train_step`` is its author's, not that of one of ours."""
+    kinds = getattr(wrapper, "__mro__", ())
+    owner = next((one for one in kinds if "train_step" in vars(one)), None)
+    return owner is not None and not owner.__module__.startswith(f"{_OURS}.")
+
+
+def _find(wrapper: Any) -> Callable[..., nn.Module]:
+    """The wrapper that is meant."""
+    if wrapper is None or isinstance(wrapper, str):
+        chosen: Any = MODEL_WRAPPERS.resolve(wrapper or "ddp")
+    else:
+        chosen = wrapper
+    known = chosen in [MODEL_WRAPPERS.get(name) for name in MODEL_WRAPPERS.names()]
+    steps = isinstance(chosen, type) and hasattr(chosen, "train_step")
+    torchs = isinstance(chosen, type) and issubclass(chosen, DistributedDataParallel)
+    if known or steps or torchs:
+        return chosen  # type: ignore[no-any-return]
+    given = getattr(chosen, "__name__", None) or f"an object of type {type(chosen).__name__}"
+    raise TypeError(
+        f"wrapper must be a model wrapper, that is a class with a train_step, or the name of one "
+        f"({', '.join(sorted(_short_names().values()))}), got {given}"
     )
+
+
+def _short_names() -> dict[Any, str]:
+    """The registered wrappers, each with its shortest name."""
+    names = sorted(MODEL_WRAPPERS.names(), key=len, reverse=True)
+    return {MODEL_WRAPPERS.get(name): name for name in names}
+
+
+def _hint(option: str, allowed: list[str]) -> str:
+    """What may have been meant by an option that a wrapper does not have."""
+    others = [n for one, n in _short_names().items() if option in _options_of(one)]
+    if others:
+        return f"that is an option of {' and '.join(sorted(others))}"
+    close = nearest(option, allowed)
+    return f"did you mean {close[0]}?" if close else f"it takes {', '.join(allowed)}"
+
+
+def _aside(device: torch.device) -> AbstractContextManager[Any]:
+    """Where a wrapper is made: on a GPU on a stream of its own, which CUDA graphs need.
+
+    https://docs.pytorch.org/docs/stable/notes/cuda.html#usage-with-distributeddataparallel
+    """
+    if device.type != "cuda":
+        return nullcontext()
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    return torch.cuda.stream(stream)
+
+
+def _options_of(wrapper: Any) -> list[str]:
+    made = getattr(wrapper, "config_signature", None)
+    signature: inspect.Signature = inspect.signature(wrapper) if made is None else made()
+    return [name for name in signature.parameters if name != "module"]
+
+
+for _name, _method in (("stepwrap", "popen"), ("stepwrap_spawn", "spawn")):
+    for _registry, _strategy in (
+        (StrategyRegistry, StepStrategy),
+        (FABRIC_REGISTRY, StepFabricStrategy),
+    ):
+        _registry.register(
+            _name,
+            _strategy,
+            description=f"stepwrap's ddp wrapper, processes by {_method}",
+            override=True,
+            start_method=_method,
+        )

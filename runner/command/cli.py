@@ -37,10 +37,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader (head, less) has gone; Python would complain once more at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
-    except KeyboardInterrupt:
-        return _tell_stop(Terminated(signal.SIGINT))
-    except Terminated as error:
-        return _tell_stop(error)
+    except (KeyboardInterrupt, Terminated) as error:
+        stop = error if isinstance(error, Terminated) else Terminated(signal.SIGINT)
+        print(_stop_text(stop), file=sys.stderr)
+        return 128 + stop.number
     except TrainingFailed as error:
         code = _tell_error(error.__cause__ or error, debug)
         again = f"continue with: stepwrap train {error.config} --resume"
@@ -57,22 +57,26 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _tell_error(error: BaseException, debug: bool) -> int:
     """Print what went wrong; returns the exit code."""
     rank = os.environ.get("RANK")
-    if isinstance(error, (UsageError, ConfigError)):
-        # The same on every rank of torchrun's: one of them tells it.
-        if not rank or rank == "0":
-            _tell(str(error), Failure.of(error).trace if debug else "")
-        return MISTAKE
+    failures = [Failure.of(error, int(rank) if rank else None)]
+    is_mistake = isinstance(error, (UsageError, ConfigError))
     if isinstance(error, LaunchError):
-        if error.failures[0].kind == "ConfigError":
-            # Most of them say the same.
-            mistakes = [one for one in error.failures if one.kind == "ConfigError"]
-            trace = mistakes[0].trace if debug else ""
-            _tell("\n".join(dict.fromkeys(one.message for one in mistakes)), trace)
-            return MISTAKE
-        _tell_failures(error.failures, debug)
-        return FAILED
-    _tell_failures([Failure.of(error, int(rank) if rank else None)], debug)
-    return FAILED
+        failures, is_mistake = error.failures, error.failures[0].kind == "ConfigError"
+    elif is_mistake and rank not in (None, "", "0"):
+        # The same on every rank of torchrun's: one of them tells it.
+        return MISTAKE
+    if is_mistake:
+        # Most ranks say the same.
+        mistakes = [one for one in failures if one.kind == failures[0].kind]
+        traces, lines = [mistakes[0].trace], list(dict.fromkeys(one.message for one in mistakes))
+    else:
+        ranks = ["" if one.rank is None else f"rank {one.rank}: " for one in failures]
+        pairs = zip(reversed(ranks), reversed(failures), strict=True)
+        traces = [f"{rank}{one.trace}\n" for rank, one in pairs]
+        lines = list(failures[0].lines())
+        if not debug:
+            lines.append("  --debug shows the whole traceback")
+    print("".join(traces if debug else []) + "\n".join(lines), file=sys.stderr)
+    return MISTAKE if is_mistake else FAILED
 
 
 @contextmanager
@@ -101,29 +105,7 @@ def _signals_end_at_once() -> Iterator[None]:
         yield
 
 
-def _tell_stop(stop: Terminated) -> int:
-    _tell(_stop_text(stop), "")
-    return 128 + stop.number
-
-
 def _stop_text(stop: Terminated) -> str:
     name = "Ctrl-C" if stop.number == signal.SIGINT else str(stop)
     saved = f"the last checkpoint is {stop.saved}" if stop.saved else "nothing was saved"
     return f"stopped by {name}; {saved}"
-
-
-def _tell(text: str, trace: str) -> None:
-    if trace:
-        print(trace, file=sys.stderr, end="")
-    print(text, file=sys.stderr)
-
-
-def _tell_failures(failures: Sequence[Failure], debug: bool) -> None:
-    if debug:
-        for failure in reversed(failures):
-            rank = "" if failure.rank is None else f"rank {failure.rank}: "
-            print(f"{rank}{failure.trace}", file=sys.stderr)
-    lines = list(failures[0].lines())
-    if not debug:
-        lines.append("  --debug shows the whole traceback")
-    print("\n".join(lines), file=sys.stderr)

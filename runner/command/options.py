@@ -20,21 +20,15 @@ class UsageError(Exception):
 
 @dataclass(frozen=True)
 class Command:
-    """One word after `stepwrap`.
-
-    It takes at least `least` and at most `most` words (None: any number) besides its options.
-
-    Attributes:
-        home: the module here that holds a function of that name.
-        section: of the config of a run, which the command cannot do without; "" for any.
-    """
+    """One word after `stepwrap`, which takes `least` to `most` (None: any number of) others."""
 
     usage: str
     help: str
-    home: str
+    home: str  # the module here that holds its function
     options: tuple[str, ...] = ()
     least: int = 1
     most: int | None = None
+    # Of the config of a run, what the command cannot do without; "" for any.
     section: str | None = None
 
 
@@ -124,12 +118,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """Turn the words after `stepwrap` into options; `command` is among them.
-
-    Raises:
-        UsageError: unknown command or option (the nearest is named), or a missing word.
-        SystemExit: help was asked for and printed.
-    """
+    """Turn the words after `stepwrap` into options; `command` is among them."""
     if not argv or argv[0] in ("-h", "--help"):
         _print_help()
     name = "version" if argv[0] == "--version" else argv[0]

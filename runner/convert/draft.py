@@ -183,23 +183,17 @@ def sections(draft: Draft, given: Any, path: str) -> Iterator[Section]:
 
 
 class Row(NamedTuple):
-    """One line of the mapping: what becomes of a setting.
-
-    Attributes:
-        theirs: its key.
-        ours: its key path here; "" where it needs nothing here.
-        to: makes our value of it, else it is taken as it is: the rows of the section that it is,
-            or a function that takes it from its section by its key, and returns `NOTHING` where
-            nothing is to be written.
-        default: what mmengine has where it is not given; without one the row is skipped then.
-        same: the only values that need nothing here.
-        refusal: what is said of others; "" lists them with what has no row.
-    """
+    """One line of the mapping: what becomes of a setting."""
 
     theirs: str
+    # Its key path here; "" where it needs nothing here.
     ours: str = ""
+    # Makes our value of it, else it is taken as it is: the rows of the section that it is, or a
+    # function that takes it from its section by its key, and may return `NOTHING`.
     to: Callable[[Section, str], Any] | tuple[Row, ...] | None = None
+    # What mmengine has where it is not given; without one the row is skipped then.
     default: Any = NOTHING
+    # The only values that need nothing here, and what is said of others ("": as without a row).
     same: tuple[Any, ...] = ()
     refusal: str = ""
 

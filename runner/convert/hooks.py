@@ -136,18 +136,9 @@ def _cycle(section: Section, key: str) -> Any:
     return total
 
 
-def _until(section: Section, key: str) -> Any:
-    end = section.pop(key)
-    return end if end < _INF else NOTHING
-
-
-def _less_or_greater(section: Section, key: str) -> str:
-    return RULES.get(section.pop(key, "less"), "min")
-
-
 # torch's names, where they are others.
 _NAMES = {"PolyLR": "PolynomialLR", "ReduceOnPlateauLR": "ReduceLROnPlateau"}
-_WINDOW = (Row("begin", "after", same=(0,)), Row("end", "until", _until))
+_WINDOW = (Row("begin", "after", same=(0,)), Row("end", "until", same=(_INF,)))
 _ETA_MIN = Row("eta_min", "eta_min", same=(None, 0))
 # One less: mmengine reaches the last factor in the last count of the window.
 _TOTAL = Row("", "total_iters", lambda one, key: one.pop("end") - one["begin"] - 1, default=None)
@@ -176,7 +167,7 @@ _SCHEDULES: dict[str, tuple[Row, ...]] = {
     "PolyLR": (*kept(power=1), _TOTAL, _ETA_MIN),
     "ReduceOnPlateauLR": (
         Row("monitor", "metric", default="loss"),
-        Row("rule", "mode", _less_or_greater, default=None),
+        Row("rule", "mode", lambda one, key: RULES.get(one.pop(key, "less"), "min"), default=None),
         *kept("factor", "patience", "threshold"),
         Row("threshold_rule", "threshold_mode"),
         *kept("cooldown"),
