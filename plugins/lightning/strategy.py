@@ -8,7 +8,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -38,10 +38,11 @@ from .tree import (
     FABRIC_REGISTRY,
     DDPStrategy,
     FabricDDPStrategy,
-    LightningModule,
     StrategyRegistry,
     Trainer,
 )
+
+T = TypeVar("T")
 
 
 class StepStrategy(WholeStates):
@@ -79,9 +80,15 @@ class StepStrategy(WholeStates):
             # torch may abort a process that ends while wrappers, in cycles, are still there.
             atexit.register(gc.collect)
         module = own_module(self)
-        if trainer.state.fn == "fit":
-            _refuse_lost_step(self.wrapper, module)
-        if trainer.state.fn == "fit" or not (self._shards or holds_shards(module)):
+        fits = trainer.state.fn == "fit"
+        if fits and has_own_step(self.wrapper) and not isinstance(module, StepLightningModule):
+            raise TypeError(
+                f"{getattr(self.wrapper, '__name__', '')} has a train_step of its own, but the "
+                f"Trainer calls the training_step of {type(module).__name__} in its place: give "
+                "the Trainer StepLightningModule(model, optim_wrapper=...), or use a wrapper "
+                "without one"
+            )
+        if fits or not (self._shards or holds_shards(module)):
             super().setup(trainer)
             if holds_shards(module):
                 refuse_averaging(getattr(trainer, "callbacks", ()))
@@ -112,7 +119,13 @@ class StepStrategy(WholeStates):
             return wrapped
         refuse_shards(model)
         if not getattr(model, "automatic_optimization", True):
-            _refuse_lost_gradients(self.wrapper_options)
+            # What averages the gradients of a static graph's first backward came with 2.6.
+            averages = "post_backward" in vars(DDPStrategy)
+            if self.wrapper_options.get("static_graph") and not averages:
+                raise ValueError(
+                    "static_graph=True with manual optimization leaves the first gradients of each "
+                    "rank apart in this release of Lightning: leave it out, or update Lightning"
+                )
             if self._shards:
                 _let_children_be_called(model)
         with _aside(self.root_device):
@@ -132,22 +145,17 @@ class StepStrategy(WholeStates):
         self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
     ) -> Tensor:
         """Run backward; log the parameters that the loss does not reach, where that is wanted."""
-        if not getattr(self.model, "detect_anomalous_params", False):
-            return super().backward(closure_loss, optimizer, *args, **kwargs)
-        ended: list[Tensor] = []
+        plain = super().backward
 
-        def update_params(loss: Tensor) -> None:
-            ended.append(super(StepStrategy, self).backward(loss, optimizer, *args, **kwargs))
+        def run(loss: Tensor) -> Tensor:
+            return plain(loss, optimizer, *args, **kwargs)
 
-        wrapped: Any = self.model
-        wrapped.update_and_detect(closure_loss, SimpleNamespace(update_params=update_params))
-        return ended[0]
+        return _run_backward(self.model, closure_loss, run)
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
         """Leave the gradients of what runs inside on their ranks."""
-        no_sync = getattr(self.model, "no_sync", nullcontext)
-        with no_sync():
+        with getattr(self.model, "no_sync", nullcontext)():
             yield
 
     def on_validation_start(self) -> None:
@@ -168,7 +176,12 @@ class StepStrategy(WholeStates):
         self._wrapped, self.model = None, self.lightning_module
         if wrapped is None:
             return
-        _take_off(wrapped, reverts=bool(self.wrapper_options.get("sync_batchnorm")))
+        if isinstance(wrapped, SeparateDistributedDataParallel):
+            for name, child in list(wrapped.module.named_children()):
+                if isinstance(child, StepDistributedDataParallel):
+                    setattr(wrapped.module, name, child.module)
+        if self.wrapper_options.get("sync_batchnorm"):
+            revert_sync_batchnorm(wrapped.module)
         if isinstance(self.lightning_module, StepLightningModule):
             self.lightning_module.step_by(None)
 
@@ -187,48 +200,28 @@ class StepStrategy(WholeStates):
         self.checkpoint_io.teardown()
 
 
-def _take_off(wrapped: Any, *, reverts: bool) -> None:
-    """Give the model its own children and layers back."""
-    model = wrapped.module
-    if isinstance(wrapped, SeparateDistributedDataParallel):
-        for name, child in list(model.named_children()):
-            if isinstance(child, StepDistributedDataParallel):
-                setattr(model, name, child.module)
-    if reverts:
-        revert_sync_batchnorm(model)
-
-
-def _refuse_lost_gradients(options: Mapping[str, Any]) -> None:
-    # What averages the gradients of a static graph's first backward came with Lightning 2.6.
-    if options.get("static_graph") and "post_backward" not in vars(DDPStrategy):
-        raise ValueError(
-            "static_graph=True with manual optimization leaves the first gradients of each rank "
-            "apart in this release of Lightning: leave it out, or update Lightning"
-        )
-
-
-def _refuse_lost_step(wrapper: Any, module: LightningModule) -> None:
-    if has_own_step(wrapper) and not isinstance(module, StepLightningModule):
-        name = wrapper.__name__
-        raise TypeError(
-            f"{name} has a train_step of its own, but the Trainer calls the training_step of "
-            f"{type(module).__name__} in its place: give the Trainer "
-            "StepLightningModule(model, optim_wrapper=...), or use a wrapper without one"
-        )
-
-
 def _let_children_be_called(module: nn.Module) -> None:
     """Have each child of ``module`` sharded by itself, since a manual step may call them so.
 
     That is what the wrapper does for a model with a ``train_step``.
     """
+
+    def train_step(*args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError("this module is stepped by Lightning's Trainer, by its training_step")
+
     cls = type(module)
-    members = {"__module__": cls.__module__, "train_step": _is_stepped_by_trainer}
+    members = {"__module__": cls.__module__, "train_step": train_step}
     module.__class__ = type(cls.__name__, (cls,), members)
 
 
-def _is_stepped_by_trainer(*args: Any, **kwargs: Any) -> Any:
-    raise RuntimeError("this module is stepped by Lightning's Trainer, by its training_step")
+def _run_backward(wrapped: Any, loss: Tensor, plain: Callable[[Tensor], T]) -> T:
+    """Run backward; log the parameters that the loss does not reach, where that is wanted."""
+    if not getattr(wrapped, "detect_anomalous_params", False):
+        return plain(loss)
+    ended: list[T] = []
+    update = SimpleNamespace(update_params=lambda loss: ended.append(plain(loss)))
+    wrapped.update_and_detect(loss, update)
+    return ended[0]
 
 
 class StepFabricStrategy(FabricDDPStrategy):
@@ -276,12 +269,8 @@ class StepFabricStrategy(FabricDDPStrategy):
     def backward(self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
         """Run backward; log the parameters that the loss does not reach, where that is wanted."""
         plain = super().backward
-        wrapped: Any = self._detecting if module is None else module
-        if not getattr(wrapped, "detect_anomalous_params", False):
-            plain(tensor, module, *args, **kwargs)
-            return
-        update = SimpleNamespace(update_params=lambda loss: plain(loss, module, *args, **kwargs))
-        wrapped.update_and_detect(tensor, update)
+        wrapped = self._detecting if module is None else module
+        _run_backward(wrapped, tensor, lambda loss: plain(loss, module, *args, **kwargs))
 
 
 _OURS = wrap_model.__module__.rpartition(".")[0]
@@ -308,16 +297,7 @@ class _Choice(NamedTuple):
 def _read_options(
     strategy: type, wrapper: str | Callable[..., nn.Module] | None, given: Mapping[str, Any]
 ) -> _Choice:
-    """Find the wrapper and check all options.
-
-    Args:
-        strategy: the strategy, whose base class is Lightning's.
-
-    Raises:
-        KeyError: no wrapper is registered under that name.
-        TypeError: no wrapper, or neither it nor Lightning's strategy has such an option.
-        ValueError: an option has a value that cannot be used.
-    """
+    """Find the wrapper and check all options, those of Lightning's strategy as well."""
     chosen = _find(wrapper)
     theirs = [
         name for name in inspect.signature(strategy.__mro__[1]).parameters if name not in _NOT_OURS

@@ -14,9 +14,15 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from ...registry import Registration, format_config, list_registrations, load_config
+from ...registry import (
+    ConfigError,
+    Problem,
+    Registration,
+    format_config,
+    list_registrations,
+    load_config,
+)
 from ..convert.convert import convert_config
-from .options import UsageError
 
 # Some of a config had no counterpart.
 INCOMPLETE = 3
@@ -40,7 +46,7 @@ def run_list(options: argparse.Namespace) -> int:
     try:
         registries = list_registrations(name)
     except KeyError as error:
-        raise UsageError(f"stepwrap list: {error}") from error
+        raise ConfigError([Problem("", f"stepwrap list: {error}")]) from error
     for registry, entries in registries.items():
         print(registry)
         for line in _in_full(entries) if name else _in_short(entries):
