@@ -1,4 +1,4 @@
-"""Errors of a run: told in a few lines, able to cross process borders, with their section."""
+"""Errors of a run, in a few lines, picklable, with the section of the config that they concern."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def as_mistakes_in(config: Config) -> Iterator[None]:
 
 
 class Attempts:
-    """Builds parts that do not need each other, to tell at the end which ones could not be."""
+    """Builds parts that do not depend on each other, and reports all that failed at the end."""
 
     def __init__(self) -> None:
         self._errors: list[BuildError] = []
@@ -159,7 +159,7 @@ class Attempts:
 
 @contextmanager
 def building(section: str, options: Iterable[str] = ()) -> Iterator[None]:
-    """Say which section of the config an error came from: that of the option it names first."""
+    """Add the section of the config to an error, with the first option that its text names."""
     try:
         yield
     except (BuildError, ConfigError):

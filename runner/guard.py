@@ -64,7 +64,7 @@ def host_identity() -> str:
 
 
 def is_running(pid: int) -> bool:
-    """Whether a process of this host has not ended; one that nobody has waited for has."""
+    """Whether a process of this host is running; a zombie is not."""
     try:
         os.kill(pid, 0)
         # "7 (a name) Z ...": off Linux there is no such file, and no telling.
@@ -128,7 +128,7 @@ class Ranks:
         self._running[rank] = _Rank(process, ours)
 
     def wait(self) -> None:
-        """Return when all have ended; `results` and `failures` then tell how."""
+        """Wait until all have ended, and fill `results` and `failures`."""
         while self._running:
             open_pipes = [one.words for one in self._running.values() if not one.words.closed]
             wait([*open_pipes, *(one.process.sentinel for one in self._running.values())], _POLL_S)

@@ -1,4 +1,4 @@
-"""What each rank does for a command: build, run, tell how it ended."""
+"""What each rank does for a command: build, run, report how it ended."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def run_dir_error(config: Config, what: str) -> ConfigError:
 
 
 def refuse_occupied(job: Job, run_dir: str, *, is_held: bool = False) -> None:
-    """Refuse to train beside another run, or over its results unless that is wished.
+    """Refuse to train beside another run, or over its results unless asked to.
 
     Every rank must call this: rank 0 looks, and all raise the same ConfigError. With `is_held`
     there is no other run.
@@ -144,7 +144,7 @@ def _train(runner: Runner, job: Job, run: RunSections) -> Outcome:
         if job.fresh:
             clear_results(folder)
         if job.resume:
-            _tell_changes(job, folder)
+            _log_changes(job, folder)
         folder.mkdir(parents=True, exist_ok=True)
         dump_config({**job.config.to_dict(), "resume": False}, folder / "config.yaml")
         if store := agent_store():
@@ -163,7 +163,7 @@ def _train(runner: Runner, job: Job, run: RunSections) -> Outcome:
     return replace(outcome, checkpoint=str(best or ""))
 
 
-def _tell_changes(job: Job, folder: Path) -> None:
+def _log_changes(job: Job, folder: Path) -> None:
     """Name the settings that are not those that the run to go on from had."""
     if isinstance(job.resume, str) and job.resume not in ("best", "latest"):
         path = Path(job.resume)

@@ -235,7 +235,7 @@ def _variables(folder: Path, nproc: int) -> dict[str, str]:
         "WORLD_SIZE": str(nproc),
         "LOCAL_WORLD_SIZE": str(nproc),
         "GROUP_RANK": "0",
-        # Nobody listens there: it is for what meets by these variables and opens a store itself.
+        # Nothing listens there: it is for code that reads these variables and opens a store itself.
         "MASTER_ADDR": "localhost",
         "MASTER_PORT": str(port),
         "TORCHELASTIC_RUN_ID": uuid.uuid4().hex,
@@ -258,7 +258,7 @@ def _rank_main(
     backend: str,
     timeout_s: float,
 ) -> None:
-    """What each started process runs; `Ranks` says what it writes into the pipe."""
+    """What each started process runs; see `Ranks` for what it sends through the pipe."""
     die_with_parent(parent)
     words.send(None)
     rank, store = int(os.environ["RANK"]), Path(os.environ["STEPWRAP_LAUNCH_DIR"]) / "store"

@@ -20,10 +20,8 @@ from ..registry import did_you_mean
 logger = logging.getLogger(__name__)
 
 _RECORDS = ("metrics.jsonl", "metrics.csv", "curves.png", "config.yaml")
-
-
 _LOCK = "run.lock"
-# How often a lock is asked for: whoever looks who has it holds it for a moment.
+# Attempts to get the lock: a process that checks who holds it has it for a moment.
 _TRIES, _PAUSE_S = 5, 0.05
 
 
@@ -57,46 +55,42 @@ def held(run_dir: Path) -> Iterator[None]:
 
 
 class _Lock:
-    """An open file that is locked, and says by whom."""
+    """An open, locked file that names its owner."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         for attempt in range(_TRIES):
             time.sleep(_PAUSE_S if attempt else 0.0)
-            self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-            if _lock(self._descriptor, fcntl.LOCK_EX) and self._is_at(path):
+            self._file = path.open("a+")
+            if _lock(self._file.fileno(), fcntl.LOCK_EX) and self._is_there():
                 break
-            os.close(self._descriptor)
+            self._file.close()
         else:
             raise BlockingIOError(f"{path.parent} is in use by {_owner(path)}")
         # A process forked from this one may outlive it, and must not have the lock then.
-        os.register_at_fork(after_in_child=self._close)
+        os.register_at_fork(after_in_child=self._file.close)
         since = time.strftime("%Y-%m-%d %H:%M:%S")
         about = {"host": socket.gethostname(), "pid": os.getpid(), "since": since}
-        os.ftruncate(self._descriptor, 0)
-        os.write(self._descriptor, json.dumps(about).encode())
+        self._file.truncate(0)
+        self._file.write(json.dumps(about))
+        self._file.flush()
 
     def release(self) -> None:
         """Let others have the folder; nothing is left of the lock."""
-        if self._is_at(self._path):
+        if self._is_there():
             self._path.unlink()
-        self._close()
+        self._file.close()
 
-    def _close(self) -> None:
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-        self._descriptor = -1
-
-    def _is_at(self, path: Path) -> bool:
-        """Whether the locked file still is the one at `path`, not one that was removed."""
+    def _is_there(self) -> bool:
+        """Whether the locked file still is the one at the path, not one that was removed."""
         try:
-            return os.path.samestat(os.fstat(self._descriptor), path.stat())
+            return os.path.samestat(os.fstat(self._file.fileno()), self._path.stat())
         except FileNotFoundError:
             return False
 
 
 def _lock(descriptor: int, kind: int) -> bool:
-    """Lock an open file if nobody else has it locked."""
+    """Lock an open file unless another process has locked it."""
     try:
         fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -119,7 +113,7 @@ def _owner(path: Path) -> str:
 
 
 def in_use(run_dir: Path) -> str:
-    """Say what keeps any run out of `run_dir`, another one that is running; empty for none."""
+    """Return why no run may use `run_dir`: another one is running; "" if none is."""
     try:
         descriptor = os.open(run_dir / _LOCK, os.O_RDONLY)
     except OSError:
@@ -135,7 +129,7 @@ def in_use(run_dir: Path) -> str:
 
 
 def occupied(run_dir: Path) -> str:
-    """Say what keeps a new run out of `run_dir`, the results of an earlier one; empty for none."""
+    """Return why no new run may use `run_dir`: an earlier one left results; "" if none did."""
     checkpoints = saved_checkpoints(run_dir)
     records = run_dir / "metrics.jsonl"
     if checkpoints:

@@ -166,7 +166,7 @@ class StepLightningModule(LightningModule):
         return []
 
     def on_train_start(self) -> None:
-        """Restore what Lightning does not, and tell the optimizers how many batches will come."""
+        """Restore what Lightning does not, and set how many batches the optimizers will get."""
         epochs, batches, done = self.trainer.max_epochs, self.trainer.num_training_batches, 0
         to_come = (epochs or 0) - self.trainer.current_epoch
         if self._restored is not None:
@@ -176,7 +176,7 @@ class StepLightningModule(LightningModule):
         ends = epochs is not None and epochs >= 0 and batches != float("inf")
         total = int(to_come * batches) if ends else -1
         self._optim.initialize_count_status(self._wrapped(), done, total)
-        # Where the run before ended by an error nobody has.
+        # A run that ended by an error has not.
         _let_go(self)
         theirs = self.optimizers()
         theirs = theirs if isinstance(theirs, list) else [theirs]
@@ -263,7 +263,7 @@ def _feed(metric: Metric, outputs: Any, batch: Any) -> None:
 
 def _refuse_settings(trainer: Trainer) -> None:
     """Refuse what the optimizer wrapper does, and strategies that average nothing of ours."""
-    # A strategy of ours says so itself: its file imports this one.
+    # By an attribute of our strategy, whose file imports this one.
     wraps = hasattr(trainer.strategy, "wrapper_options")
     if isinstance(trainer.strategy, ParallelStrategy) and not wraps:
         raise RuntimeError(
@@ -412,7 +412,7 @@ def _carries(wrapped: Any) -> bool:
 
 
 def _step_through(optimizer: Any, lightning_optimizer: Any) -> Callable[[], None]:
-    """Let Lightning see every step of ``optimizer``, whoever asks for it; returns the way back.
+    """Let Lightning see every step of ``optimizer``, whatever calls it; returns a function to undo that.
 
     It counts them, and calls its hooks, only where its own object around the optimizer is stepped.
     """

@@ -19,7 +19,7 @@ _AVERAGING = ("StochasticWeightAveraging", "WeightAveraging")
 
 
 def holds_shards(module: nn.Module) -> bool:
-    """Whether ``module`` or a part of it is spread by FSDP2, be it over one rank alone."""
+    """Whether ``module`` or a part of it is sharded by FSDP2, even over a single rank."""
     # Not by the parameters: where a forward has raised, they are whole. The name of the method is
     # enough, as importing FSDP2 takes as long as half of torch.
     return any(hasattr(one, "set_reshard_after_forward") for one in module.modules())
@@ -109,7 +109,7 @@ def own_module(strategy: DDPStrategy) -> LightningModule:
 
 @contextmanager
 def explained() -> Iterator[None]:
-    """Say what to do about a manual step that meets shards."""
+    """Add the remedy to the error of a manual step that meets shards."""
     try:
         yield
     except RuntimeError as error:

@@ -92,7 +92,7 @@ def build_bare_model(run: RunSections) -> nn.Module:
 
 
 def _initialise(model: nn.Module) -> None:
-    """Let modules with an `init_cfg` initialise themselves, which they do when they are told to."""
+    """Call `init_weights` of modules with an `init_cfg`: they do not call it themselves."""
     initialise: Any = getattr(model, "init_weights", None)
     if (
         isinstance(model, BaseModule)
@@ -100,7 +100,7 @@ def _initialise(model: nn.Module) -> None:
         and type(model).init_weights is BaseModule.init_weights
     ):
         # Ours has no settings: a method `init_weights` inside may be for other things. Models of
-        # other libraries draw their weights anew in it, also pretrained ones.
+        # other libraries reinitialise their weights in it, even pretrained ones.
         initialise = None
     if hasattr(model, "init_cfg") and initialise is not None:
         # It reaches those inside by itself.
@@ -138,7 +138,7 @@ def needs_group(run: RunSections) -> bool:
 
 
 def works_over_ranks(settings: Mapping[str, Any] | None) -> bool:
-    """Say whether an optimizer that the settings name communicates, also in one process."""
+    """Whether an optimizer in the settings communicates, even in one process."""
     filled = supply_where_taken(settings or {}, OPTIMIZERS, "process_group", None)
     return bool(filled != (settings or {}))
 

@@ -141,7 +141,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(_stop_text(stop), file=sys.stderr)
         return 128 + stop.number
     except TrainingFailed as error:
-        code = _tell_error(error.__cause__ or error, debug)
+        code = _print_error(error.__cause__ or error, debug)
         again = f"continue with: stepwrap train {error.config} --resume"
         if error.saved is not None:
             print(f"  the last checkpoint is {error.saved}; {again}", file=sys.stderr)
@@ -150,21 +150,21 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"  {told}; {again} {error.aside}", file=sys.stderr)
         return code
     except Exception as error:
-        return _tell_error(error, debug)
+        return _print_error(error, debug)
 
 
-def _tell_error(error: BaseException, debug: bool) -> int:
+def _print_error(error: BaseException, debug: bool) -> int:
     """Print what went wrong; returns the exit code."""
     rank = os.environ.get("RANK")
     failures = [Failure.of(error, int(rank) if rank else None)]
     if isinstance(error, LaunchError):
         failures = error.failures
     elif isinstance(error, ConfigError) and rank not in (None, "", "0"):
-        # The same on every rank of torchrun's: one of them tells it.
+        # Every rank of torchrun raises the same: rank 0 prints it.
         return MISTAKE
     is_mistake = failures[0].kind == "ConfigError"
     if is_mistake:
-        # Most ranks say the same.
+        # Most ranks report the same.
         mistakes = [one for one in failures if one.kind == failures[0].kind]
         traces, lines = [mistakes[0].trace], list(dict.fromkeys(one.message for one in mistakes))
     else:
@@ -191,7 +191,7 @@ def _signals_end_at_once() -> Iterator[None]:
         os._exit(128 + number)
 
     def pass_on(number: int, frame: FrameType | None) -> None:
-        # Whoever handles SIGTERM by then: a training that runs saves and stops.
+        # To the handler of SIGTERM at that time: a running training saves and stops.
         signal.raise_signal(signal.SIGTERM)
 
     handlers: dict[int, Callable[[int, FrameType | None], None]] = {signal.SIGTERM: end}

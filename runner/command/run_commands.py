@@ -101,7 +101,7 @@ def _run(job: Job, options: argparse.Namespace, run: RunSections) -> int:
     job = replace(job, dry_run=options.dry_run, debug=options.debug)
     settings = run.launch
     backend = "gloo" if settings.backend == "auto" and run.device == "cpu" else settings.backend
-    with _telling_what_is_saved(job, Path(run.run_dir)), raising_stops():
+    with _naming_checkpoints(job, Path(run.run_dir)), raising_stops():
         if settings.nproc > 1 and not started_outside():
             _try_before(job, run)
         results = launch(
@@ -122,13 +122,13 @@ def _try_before(job: Job, run: RunSections) -> None:
     if run.device != "cpu" and torch.cuda.is_available():
         return
     with warnings.catch_warnings(), as_mistakes_in(job.config):
-        # The ranks will say it too.
+        # The ranks will issue them too.
         warnings.simplefilter("ignore")
         rehearse(run, WANTED[job.command])
 
 
 @contextmanager
-def _telling_what_is_saved(job: Job, folder: Path) -> Iterator[None]:
+def _naming_checkpoints(job: Job, folder: Path) -> Iterator[None]:
     """Put the checkpoint that a run has left, or had started from, into the error of its end."""
     # Not find_checkpoint, which ranks call together: a signal may have come to one of them.
     before, set_aside = _stamped(folder), _stamped(folder, "incomplete_")
@@ -162,7 +162,7 @@ def _checked(options: argparse.Namespace) -> tuple[Config, RunSections]:
 
 
 def _report(job: Job, run: RunSections, outcome: Outcome) -> int:
-    """Tell how a job ended; returns the exit code."""
+    """Print how a job ended; returns the exit code."""
     folder = Path(run.run_dir)
     if outcome.signal:
         _report_stop(folder, outcome)
@@ -220,7 +220,7 @@ def _report_files(folder: Path, best_by: str) -> None:
 
 
 def _report_evaluated(folder: Path, checkpoint: Path) -> None:
-    """Tell where the evaluated weights lie, where that is not with the model's own."""
+    """Print where the evaluated weights are, if not with the model's own."""
     file, *keys = read_meta(checkpoint).get("evaluated", ["model.pt"])
     if keys:
         where = f"{file} of the checkpoint, under {' / '.join(keys)}; model.pt holds the plain ones"

@@ -200,7 +200,7 @@ def _wrapper_options(given: Section, kind: str) -> dict[str, Any]:
     # They follow from the rank, and from our class.
     walk(given, dropped("device_ids", "output_device", "use_orig_params", "module"))
     options = {"type": kind, **as_yaml(given)}
-    # Wrong values are told by `stepwrap check`.
+    # Wrong values are reported by `stepwrap check`.
     for problem in check_component(options, MODEL_WRAPPERS, "", ("module",)):
         if "no such argument" in problem.what:
             del options[problem.key.removeprefix(".")]
@@ -373,7 +373,7 @@ _LOADER = (
     Row("prefetch_factor", "prefetch_factor", same=(None,)),
 )
 _ORDER = (
-    # The same on all ranks, and all samples come: nothing else to say.
+    # The order is the same on all ranks, and no sample is left out.
     Row("sampler", "", (
         *kept(shuffle=True),
         Row("seed", "seed", same=(None,)),

@@ -36,7 +36,7 @@ class Draft:
 
     lines: Lines
     scope: str | None  # mmengine's default_scope
-    epoch_length: int | None  # in batches, where the user has said so
+    epoch_length: int | None  # in batches; None if not given
     keep_order: bool
     sections: dict[str, Any]
     misses: list[Miss] = field(default_factory=list)
@@ -81,7 +81,7 @@ class Draft:
         return -(-batches // self.batches)
 
     def look_up(self, wanted: Any, kind: str, scope: str | None = None) -> Any:
-        """Return the class that a type means in mmengine; None where that cannot be told."""
+        """Return the class that a type means in mmengine; None if unknown."""
         if callable(wanted):
             return wanted
         if not isinstance(wanted, str) or not find_spec("mmengine"):
@@ -193,7 +193,7 @@ class Row(NamedTuple):
     to: Callable[[Section, str], Any] | tuple[Row, ...] | None = None
     # What mmengine has where it is not given; without one the row is skipped then.
     default: Any = NOTHING
-    # The only values that need nothing here, and what is said of others ("": as without a row).
+    # The only values that need nothing here, and the refusal of others ("": as without a row).
     same: tuple[Any, ...] = ()
     refusal: str = ""
 

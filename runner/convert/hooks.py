@@ -43,8 +43,8 @@ def _schedules(draft: Draft, given: Any, path: str, optimizer: str | None) -> li
     for theirs in (False, True):
         del draft.misses[noted:]
         made = [_schedule(one, optimizer, theirs) for one in sections(draft, given, path)]
-        # Both change the optimizer's step, and neither stands the other's change. Classes of one's
-        # own are of mmengine's kind as well.
+        # Both patch the optimizer's step, and neither works with the other's patch. Schedules
+        # of the user's own derive from mmengine's as well.
         if not any("." in one.get("type", "") for one in made):
             break
     choice = {} if optimizer is None else {"optimizer": optimizer}
@@ -159,7 +159,7 @@ _SCHEDULES: dict[str, tuple[Row, ...]] = {
         Row("eta_max", "max_lr", default=None),
         Row("total_steps", "total_steps", _cycle, default=None),
         *kept("pct_start", "anneal_strategy", "div_factor", "final_div_factor", "three_phase"),
-        # torch's moves the momentum as well unless it is told not to.
+        # torch's changes the momentum as well by default.
         Row("", "cycle_momentum", lambda section, key: False, default=None),
         Row("begin", "after", same=(0,)),
         Row("end", "until"),
@@ -178,7 +178,7 @@ _SCHEDULES: dict[str, tuple[Row, ...]] = {
 }
 
 
-# What mmengine has where the config does not say otherwise.
+# mmengine's defaults.
 _DEFAULT_HOOKS = {
     "logger": {"type": "LoggerHook"},
     "checkpoint": {"type": "CheckpointHook", "interval": 1},
@@ -310,7 +310,7 @@ _HOOKS: dict[str, tuple[Row, ...]] = {
     ),
     "LoggerHook": (
         Row("interval", "", _log_interval, default=10),
-        # Each record says both, the epoch and the update.
+        # Each record has both the epoch and the update.
         *dropped("log_metric_by_epoch"),
         *only(ignore_last=True, interval_exp_name=1000, out_suffix=None, keep_local=True),
         *_DISK,

@@ -149,7 +149,7 @@ class Lines:
         below: dict[str, _Place] = {}
         name = _variable(node)
         if name in self._all.below:
-            # What a variable holds is said where it is set.
+            # The values of a variable have the lines where it is set.
             below = self._all.below[name].below
         for key, value in _items(node):
             place = self._place(value, file)
@@ -158,7 +158,7 @@ class Lines:
 
 
 def _items(node: ast.expr) -> Iterator[tuple[str | None, ast.expr]]:
-    """Yield what a dict or list is made of by key; another dict that goes into it whole by None."""
+    """Yield the parts of a dict or list by key; by None another dict that is merged into it."""
     match node:
         case ast.List(elts=values) | ast.Tuple(elts=values):
             yield from ((str(at), one) for at, one in enumerate(values))
