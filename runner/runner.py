@@ -224,7 +224,7 @@ class Runner:
         return metrics
 
     def _refuse_overwriting(self) -> None:
-        """Refuse to start from the beginning where another run has saved; every rank must call this."""
+        """Refuse to start over where another run has saved; every rank must call this."""
         folder = self.state.run_dir
         if self._owns_run_dir or folder is None or self.state.step:
             return

@@ -412,7 +412,7 @@ def _carries(wrapped: Any) -> bool:
 
 
 def _step_through(optimizer: Any, lightning_optimizer: Any) -> Callable[[], None]:
-    """Let Lightning see every step of ``optimizer``, whatever calls it; returns a function to undo that.
+    """Let Lightning see every step of ``optimizer``, whatever calls it; returns the undo function.
 
     It counts them, and calls its hooks, only where its own object around the optimizer is stepped.
     """
