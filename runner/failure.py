@@ -1,57 +1,62 @@
-"""What went wrong in a run, told in a few lines and able to cross process borders."""
+"""Errors of a run, in a few lines, picklable, with the section of the config that they concern."""
 
 from __future__ import annotations
 
+import re
 import signal
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
-from ..registry import causes, user_frame
+from ..registry import Config, ConfigError, Problem, causes, user_frame
 
+T = TypeVar("T")
 # What torch puts above the traceback of a data-loading worker.
 _OF_WORKER = "Original Traceback (most recent call last)"
 
 
 @dataclass(frozen=True)
 class Failure:
-    """One rank's error.
-
-    Attributes:
-        location: the user's innermost "file:line in function", or empty.
-        notes: what was noted on it: which part of the model, which batch.
-    """
+    """One rank's error."""
 
     kind: str
     message: str
-    location: str
+    location: str  # the user's innermost "file:line in function", or empty
     trace: str
     rank: int | None = None
     time: float = field(default_factory=time.time)
+    # Which part of the model, which batch.
     notes: list[str] = field(default_factory=list)
 
     @classmethod
     def of(cls, error: BaseException, rank: int | None = None) -> Failure:
         """Describe `error`, with the place in the user's own files that led to it."""
+        kind, message = type(error).__name__, str(error).strip()
+        notes = [note for one in causes(error) for note in getattr(one, "__notes__", [])]
+        if _OF_WORKER in message:
+            # The lines that follow the worker's traceback, in which all are indented.
+            lines = message.splitlines()
+            indented = [n for n, one in enumerate(lines) if one.startswith((" ", _OF_WORKER))]
+            said = lines[indented[-1] + 1 :] or lines[-1:]
+            message = f"{said[0].removeprefix(f'{kind}: ')} ({lines[0].strip().rstrip('.')})"
+            notes = said[1:] + notes
         trace = "".join(traceback.format_exception(error))
-        location, notes = location_of(error), _notes(error)
-        return cls(type(error).__name__, _message(error), location, trace, rank, notes=notes)
+        return cls(kind, message, _location_of(error), trace, rank, notes=notes)
 
     @classmethod
     def of_end(cls, exitcode: int | None, rank: int) -> Failure:
-        """Describe the end of a process that has told of no error.
-
-        Its exit code may be unknown, None; -n stands for its end by signal n.
-        """
+        """Describe the end of a process without an error; -n is its end by signal n."""
+        kind, how = "ProcessEnded", f"exited with code {exitcode}"
+        text = f"the process {'ended' if exitcode is None else how} before its work was done"
         if exitcode is not None and exitcode < 0:
             hint = ": is the machine out of memory?" if exitcode == -signal.SIGKILL else ""
+            kind = "ProcessKilled"
             text = f"the process was killed by {signal.Signals(-exitcode).name}{hint}"
-            return cls("ProcessKilled", text, "", text, rank)
-        how = "ended" if exitcode is None else f"exited with code {exitcode}"
-        text = f"the process {how} before its work was done"
-        return cls("ProcessEnded", text, "", text, rank)
+        return cls(kind, text, "", text, rank)
 
     def lines(self) -> Iterator[str]:
         """The few lines that a user reads."""
@@ -97,27 +102,74 @@ class Terminated(BaseException):
         self.saved = saved
 
 
-def location_of(error: BaseException) -> str:
-    """Return the user's innermost "file:line in function" that led to `error`, or ""."""
+class BuildError(RuntimeError):
+    """A part could not be built from its section, a key path, for `cause`; `others` neither."""
+
+    def __init__(self, section: str, cause: BaseException) -> None:
+        super().__init__(section, cause)
+        self.section = section
+        self.cause = cause
+        self.others: list[BuildError] = []
+        text = str(cause).strip()
+        for said in (section, section.rpartition(".")[2]):
+            text = text.removeprefix(f"{said}: ")
+        self.what = f"cannot be built: {type(cause).__name__}: {text}"
+
+    def __str__(self) -> str:
+        own = f"{self.section}: {self.what}"
+        return "\n".join(dict.fromkeys((own, *map(str, self.others))))
+
+
+@contextmanager
+def as_mistakes_in(config: Config) -> Iterator[None]:
+    """Raise what cannot be built as mistakes in `config`, each with its line there."""
+    try:
+        yield
+    except BuildError as error:
+        problems = []
+        for one in (error, *error.others):
+            where = _location_of(one.cause)
+            told = f"{one.what}\n  at {where}" if where else one.what
+            problems.append(Problem(one.section, told, config.origin(one.section)))
+        raise ConfigError(list(dict.fromkeys(problems))) from error.cause
+
+
+class Attempts:
+    """Builds parts that do not depend on each other, and reports all that failed at the end."""
+
+    def __init__(self) -> None:
+        self._errors: list[BuildError] = []
+
+    def make(self, section: str, build: Callable[[], T]) -> T | None:
+        """Return what `build` makes for a section; None where it raises."""
+        try:
+            with building(section):
+                return build()
+        except BuildError as error:
+            self._errors += [error, *error.others]
+            return None
+
+    def finish(self) -> None:
+        """Raise what has gone wrong, all of it in one BuildError."""
+        if self._errors:
+            first, *others = self._errors
+            first.others = others
+            raise first
+
+
+@contextmanager
+def building(section: str, options: Iterable[str] = ()) -> Iterator[None]:
+    """Add the section of the config to an error, with the first option that its text names."""
+    try:
+        yield
+    except (BuildError, ConfigError):
+        raise
+    except (Exception, SystemExit) as error:
+        words = re.findall(r"\w+", str(error))
+        blamed = next((word for word in words if word in options), None)
+        raise BuildError(f"{section}.{blamed}" if blamed else section, error) from error
+
+
+def _location_of(error: BaseException) -> str:
     frame = user_frame(error)
     return "" if frame is None else f"{frame.file}:{frame.line} in {frame.function}"
-
-
-def _message(error: BaseException) -> str:
-    text = str(error).strip()
-    if _OF_WORKER not in text:
-        return text
-    told = _last_lines(text)[0].removeprefix(f"{type(error).__name__}: ")
-    return f"{told} ({text.splitlines()[0].strip().rstrip('.')})"
-
-
-def _notes(error: BaseException) -> list[str]:
-    of_worker = _last_lines(str(error))[1:] if _OF_WORKER in str(error) else []
-    return [*of_worker, *(note for one in causes(error) for note in getattr(one, "__notes__", []))]
-
-
-def _last_lines(text: str) -> list[str]:
-    """The lines of a printed error that follow its traceback, in which all are indented."""
-    lines = text.strip().splitlines()
-    last = max(at for at, line in enumerate(lines) if line.startswith((" ", "Original Traceback")))
-    return lines[last + 1 :] or lines[-1:]

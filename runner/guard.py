@@ -64,7 +64,7 @@ def host_identity() -> str:
 
 
 def is_running(pid: int) -> bool:
-    """Whether a process of this host has not ended; one that nobody has waited for has."""
+    """Whether a process of this host is running; a zombie is not."""
     try:
         os.kill(pid, 0)
         # "7 (a name) Z ...": off Linux there is no such file, and no telling.
@@ -88,13 +88,12 @@ class _Rank:
 class Ranks:
     """The processes of a launch, from their start to their end.
 
-    Each says through a pipe that it is ready for signals (None), and then its pickled result
+    Each sends None through a pipe when it is ready for signals, and then its pickled result
     (bytes) or its `Failure`. One that ends without either has failed, whatever its exit code.
     After a failure the others have a few seconds to end, then they are killed; one that has a file
     `saving_*` in `folder` gets 10 minutes.
 
     Attributes:
-        count: How many have been started.
         results: What each rank has returned, pickled, by its number.
         failures: Errors of ranks, and ends without one.
         received: The stop signals that this process has got, in their order. Ranks get the same,
@@ -103,7 +102,6 @@ class Ranks:
     """
 
     def __init__(self, folder: Path) -> None:
-        self.count = 0
         self.results: dict[int, bytes] = {}
         self.failures: list[Failure] = []
         self.received: list[int] = []
@@ -128,15 +126,14 @@ class Ranks:
             process = spawn.Process(target=main, args=(os.getpid(), theirs, *args))
             process.start()
         self._running[rank] = _Rank(process, ours)
-        self.count += 1
 
     def wait(self) -> None:
-        """Return when all have ended; `results` and `failures` then tell how."""
+        """Wait until all have ended, and fill `results` and `failures`."""
         while self._running:
             open_pipes = [one.words for one in self._running.values() if not one.words.closed]
             wait([*open_pipes, *(one.process.sentinel for one in self._running.values())], _POLL_S)
             for rank, one in list(self._running.items()):
-                # What it has said last is there once it has ended.
+                # What it has sent last is there once it has ended.
                 has_ended = not one.process.is_alive()
                 self._listen(rank, one)
                 if has_ended:
@@ -197,6 +194,19 @@ class Ranks:
 
 
 @contextmanager
+def handling(handlers: Mapping[int, Callable[[int, FrameType | None], None]]) -> Iterator[None]:
+    """Handle signals so, where this is the main thread; afterwards as before."""
+    if threading.current_thread() is not threading.main_thread():
+        handlers = {}
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
 def receiving_signals(ranks: Ranks) -> Iterator[None]:
     """Note this process's stop signals in `ranks`; those started here begin with them blocked."""
     quiet = ",".join(filter(None, [os.environ.get("PYTHONWARNINGS"), "ignore:resource_tracker"]))
@@ -204,17 +214,10 @@ def receiving_signals(ranks: Ranks) -> Iterator[None]:
         # It removes the semaphores that killed ranks leave, of which the user need not read.
         # Started later, by the first process, it would lift the block of signals.
         resource_tracker.ensure_running()
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
     # What nohup has this process ignore stays ignored.
     heeded = [n for n in _RELAYED if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]
-    before = {n: signal.signal(n, lambda n, _: ranks.received.append(n)) for n in heeded}
-    try:
+    with handling(dict.fromkeys(heeded, lambda number, _: ranks.received.append(number))):
         yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 @contextmanager
@@ -236,21 +239,15 @@ def raising_stops() -> Iterator[None]:
         received.append(number)
         raise _stop(number)
 
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
     heeded = [n for n in (signal.SIGTERM, signal.SIGINT) if signal.getsignal(n) != signal.SIG_IGN]
-    before = {number: signal.signal(number, stop) for number in heeded}
-    try:
-        yield
-    except Exception as error:
-        if not received:
-            raise
-        # Raised in the middle of an import, for instance, it may come out as another error.
-        raise _stop(received[0]) from error
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    with handling(dict.fromkeys(heeded, stop)):
+        try:
+            yield
+        except Exception as error:
+            if not received:
+                raise
+            # Raised in the middle of an import, for instance, it may come out as another error.
+            raise _stop(received[0]) from error
 
 
 def _stop(number: int) -> BaseException:

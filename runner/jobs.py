@@ -1,4 +1,4 @@
-"""What each rank does for a command: build, run, tell how it ended."""
+"""What each rank does for a command: build, run, report how it ended."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from ..registry import (
     load_config,
 )
 from ..wrappers import auto
-from .build.parts import BuildError, build_parts, needs_group
+from .build.parts import build_parts, needs_group
 from .build.sections import read_sections
+from .failure import as_mistakes_in
 from .launcher import lonely_group
 from .run_folder import clear_results, in_use, occupied, resolve_checkpoint, saved_checkpoints
-from .runner import Runner
-from .tracing import traced
+from .runner import Runner, traced
 
 logger = logging.getLogger(__name__)
 
@@ -61,27 +61,21 @@ class Job:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a job ended on one rank.
-
-    Attributes:
-        step: Optimizer updates done.
-        epoch: The epoch that it ended in or after; the first is 1.
-        signal: Number of the signal that stopped the training; 0 for none.
-        metrics: Results by phase, "val" and "test".
-        checkpoint: Whose weights were evaluated last, "" for those at hand.
-        best_by: What the best checkpoint has, such as "lowest loss"; "" where none is kept.
-    """
+    """How a job ended on one rank."""
 
     step: int
     epoch: int
+    # Its number, where one has stopped the training.
     signal: int = 0
+    # By phase, "val" and "test".
     metrics: dict[str, dict[str, float]] = field(default_factory=dict)
+    # Whose weights were evaluated last, "" for those at hand.
     checkpoint: str = ""
+    # What the best checkpoint has, such as "lowest loss"; "" where none is kept.
     best_by: str = ""
 
     @property
     def exit_code(self) -> int:
-        """What a process ends with after this outcome, the same on every rank."""
         return 128 + self.signal if self.signal else 0
 
 
@@ -103,49 +97,47 @@ def _checked(job: Job) -> RunSections:
     return job.run
 
 
+def run_dir_error(config: Config, what: str) -> ConfigError:
+    """Return what is wrong with the run's folder, with the line that names it."""
+    origin = config.origin("run_dir") if "run_dir" in config else ""
+    return ConfigError([Problem("run_dir", what, origin)])
+
+
 def refuse_occupied(job: Job, run_dir: str, *, is_held: bool = False) -> None:
-    """Refuse to train beside another run, or over its results unless that is wished.
+    """Refuse to train beside another run, or over its results unless asked to.
 
     Every rank must call this: rank 0 looks, and all raise the same ConfigError. With `is_held`
     there is no other run.
     """
     if job.command != "train" or job.dry_run:
         return
-    problem: Problem | None = None
+    problem = ""
     if get_rank() == 0:
-        anew = not job.resume and not job.fresh
-        problem = None if is_held else in_use(Path(run_dir))
-        problem = problem or (occupied(Path(run_dir)) if anew else None)
+        problem = "" if is_held else in_use(Path(run_dir))
+        if not job.resume and not job.fresh:
+            problem = problem or occupied(Path(run_dir))
     problem = broadcast(problem)
-    if problem is not None:
-        origin = job.config.origin("run_dir") if "run_dir" in job.config else ""
-        raise ConfigError([replace(problem, origin=origin)])
+    if problem:
+        raise run_dir_error(job.config, problem)
 
 
 def _go_on(job: Job, run_dir: Path) -> Job:
     """Return the job for this attempt: one that torchrun has started again goes on.
 
-    Every rank must call this.
+    Every rank must call this. The store of torchrun tells, not the folder: an attempt that is
+    refused, for the results of another run that the folder holds, is started again as well.
     """
     if job.command != "train" or job.dry_run:
         return job
-    saved = broadcast(_saved_before_restart(run_dir) if get_rank() == 0 else None)
+    saved: int | None = None
+    store = agent_store() if get_rank() == 0 else None
+    if store is not None and store.check([_begun(run_dir)]):
+        saved = len(saved_checkpoints(run_dir))
+    saved = broadcast(saved)
     if saved is None:
         return job
     # Without a checkpoint the records of the attempt before would be in the way.
     return replace(job, resume=True, fresh=False) if saved else replace(job, fresh=True)
-
-
-def _saved_before_restart(run_dir: Path) -> int | None:
-    """Return how many checkpoints an earlier attempt of the same torchrun has left; None for none.
-
-    Its store tells, not the folder: an attempt that is refused, for the results of another run that
-    the folder holds, is started again as well.
-    """
-    store = agent_store()
-    if store is None or not store.check([_begun(run_dir)]):
-        return None
-    return len(saved_checkpoints(run_dir))
 
 
 def _begun(run_dir: Path) -> str:
@@ -157,7 +149,9 @@ def _run_here(job: Job, run: RunSections) -> Outcome:
     refuse_occupied(job, run.run_dir)
     with _folder(job, run.run_dir) as folder:
         run = replace(run, run_dir=str(folder))
-        runner = Runner(**_build(job, run))
+        with as_mistakes_in(job.config):
+            parts = build_parts(run, WANTED[job.command], one_batch=job.dry_run)
+        runner = Runner(**parts)
         if job.command == "train":
             with runner.hold_run_dir():
                 # Another run may have come and gone meanwhile.
@@ -166,21 +160,13 @@ def _run_here(job: Job, run: RunSections) -> Outcome:
         return _evaluate(runner, job, folder)
 
 
-def _build(job: Job, run: RunSections) -> dict[str, Any]:
-    """Build the parts; raises what cannot be built as mistakes in the config."""
-    try:
-        return build_parts(run, WANTED[job.command], one_batch=job.dry_run)
-    except BuildError as error:
-        raise error.as_config_error(job.config) from error.cause
-
-
 def _train(runner: Runner, job: Job, run: RunSections) -> Outcome:
     folder = Path(run.run_dir)
     if get_rank() == 0:
         if job.fresh:
             clear_results(folder)
         if job.resume:
-            _tell_changes(job, folder)
+            _log_changes(job, folder)
         folder.mkdir(parents=True, exist_ok=True)
         dump_config({**job.config.to_dict(), "resume": False}, folder / "config.yaml")
         if store := agent_store():
@@ -199,7 +185,7 @@ def _train(runner: Runner, job: Job, run: RunSections) -> Outcome:
     return replace(outcome, checkpoint=str(best or ""))
 
 
-def _tell_changes(job: Job, folder: Path) -> None:
+def _log_changes(job: Job, folder: Path) -> None:
     """Name the settings that are not those that the run to go on from had."""
     if isinstance(job.resume, str) and job.resume not in ("best", "latest"):
         path = Path(job.resume)
@@ -238,15 +224,11 @@ def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def _evaluate(runner: Runner, job: Job, folder: Path) -> Outcome:
-    path = None if job.dry_run else _checkpoint(job, folder)
+    path = None if job.dry_run else resolve_checkpoint(folder, job.checkpoint or "")
     verb, phase = (runner.test, "test") if job.command == "test" else (runner.validate, "val")
     metrics = {phase: verb(path)}
     state = runner.state
     return Outcome(state.step, state.running_epoch, 0, metrics, str(path or ""))
-
-
-def _checkpoint(job: Job, folder: Path) -> Path:
-    return resolve_checkpoint(folder, job.checkpoint or "")
 
 
 @contextmanager

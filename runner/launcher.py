@@ -61,15 +61,11 @@ def launch(
 ) -> dict[int, T]:
     """Call `fn(*args)` on `nproc` ranks and return each rank's result by its number.
 
-    Under torchrun or `srun` the environment decides: this process joins that group as the one
-    rank that it is, and only its own result is returned. One process alone needs no group.
-    `fn`, `args` and the results are pickled when processes are started.
-
-    Processes started here meet over files in a private folder, whose name they have in
-    `STEPWRAP_LAUNCH_DIR`, so no store listens on the network. gloo's own connections use the
-    loopback interface unless `GLOO_SOCKET_IFNAME` says otherwise. So they do under torchrun and
-    `srun` when all ranks are on one host, and there a store that rank 0 keeps listens on that
-    interface as well; one that torchrun keeps, and that of several hosts, on all of them.
+    Under torchrun or `srun` this process joins the environment's group as the one rank that it is,
+    and only its own result is returned. One process alone needs no group. `fn`, `args` and the
+    results are pickled when processes are started; these meet over files in a private folder, whose
+    name they have in `STEPWRAP_LAUNCH_DIR`: no store listens on the network. gloo uses the loopback
+    interface there unless `GLOO_SOCKET_IFNAME` says otherwise (docs/rpc.md: which stores listen).
 
     Args:
         fn: A module-level function. On every rank the default process group is there while it
@@ -117,21 +113,17 @@ def _call_beside_others(fn: Callable[..., T], args: Sequence[Any]) -> T:
         return fn(*args)
     except Exception as error:
         own = Failure.of(error, get_rank())
-        gone = _wait_for_gone(processes) if _may_follow(own) else []
+        here = [
+            (rank, pid) for rank, (host, pid) in enumerate(processes) if host == host_identity()
+        ]
+        deadline = time.monotonic() + (_DYING_S if _may_follow(own) else 0.0)
+        gone: list[int] = []
+        while not gone and time.monotonic() < deadline:
+            time.sleep(0.02)
+            gone = [rank for rank, pid in here if not is_running(pid)]
         if not gone:
             raise
         raise LaunchError([*(Failure.of_end(None, rank) for rank in gone), own]) from error
-
-
-def _wait_for_gone(processes: Sequence[tuple[str, int]]) -> list[int]:
-    """Return the ranks of this host whose processes have ended, once there is one."""
-    here = [(rank, pid) for rank, (host, pid) in enumerate(processes) if host == host_identity()]
-    deadline = time.monotonic() + _DYING_S
-    while True:
-        gone = [rank for rank, pid in here if not is_running(pid)]
-        if gone or time.monotonic() > deadline:
-            return gone
-        time.sleep(0.02)
 
 
 @contextmanager
@@ -154,7 +146,12 @@ def process_group(
         device = torch.device("cuda", local_rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
     timeout = timedelta(seconds=timeout_s)
-    meeting = meet_at_master(timeout=timeout) if store_file is None else _meet_over(store_file)
+    if store_file is None:
+        meeting = meet_at_master(timeout=timeout)
+    else:
+        rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        store = dist.FileStore(str(store_file), world_size)  # type: ignore[attr-defined]
+        meeting = {"store": store, "rank": rank, "world_size": world_size}
     dist.init_process_group(name, timeout=timeout, device_id=device, **meeting)
     with _ending_group():
         # A rank that leaves while another still connects would break its connections.
@@ -168,7 +165,7 @@ def lonely_group() -> Iterator[None]:
     if dist.is_initialized():
         yield
         return
-    store = torch._C._distributed_c10d.HashStore()
+    store = dist.HashStore()  # type: ignore[attr-defined]
     dist.init_process_group(_backend_name("auto"), store=store, rank=0, world_size=1)
     with _ending_group():
         yield
@@ -201,12 +198,6 @@ def _backend_name(backend: str) -> str:
     return "cpu:gloo,cuda:nccl" if enough and dist.is_nccl_available() else "gloo"
 
 
-def _meet_over(store_file: Path) -> dict[str, Any]:
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    store = torch._C._distributed_c10d.FileStore(str(store_file), world_size)
-    return {"store": store, "rank": rank, "world_size": world_size}
-
-
 def _start(
     fn: Callable[..., T], args: Sequence[Any], *, nproc: int, backend: str, timeout_s: float
 ) -> dict[int, T]:
@@ -222,7 +213,13 @@ def _start(
             ranks.wait()
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    _raise_problem(ranks)
+    # After a signal the ranks that lose a peer have lost it to the signal.
+    if ranks.failures and not (ranks.received and all(map(_may_follow, ranks.failures))):
+        raise LaunchError(sorted(ranks.failures, key=lambda one: (_may_follow(one), one.time)))
+    if len(ranks.results) < nproc:
+        if ranks.received[0] == signal.SIGINT:
+            raise KeyboardInterrupt
+        raise Terminated(ranks.received[0])
     return {rank: pickle.loads(result) for rank, result in sorted(ranks.results.items())}
 
 
@@ -238,7 +235,7 @@ def _variables(folder: Path, nproc: int) -> dict[str, str]:
         "WORLD_SIZE": str(nproc),
         "LOCAL_WORLD_SIZE": str(nproc),
         "GROUP_RANK": "0",
-        # Nobody listens there: it is for what meets by these variables and opens a store itself.
+        # Nothing listens there: it is for code that reads these variables and opens a store itself.
         "MASTER_ADDR": "localhost",
         "MASTER_PORT": str(port),
         "TORCHELASTIC_RUN_ID": uuid.uuid4().hex,
@@ -247,23 +244,10 @@ def _variables(folder: Path, nproc: int) -> dict[str, str]:
     }
 
 
-def _raise_problem(ranks: Ranks) -> None:
-    """Raise what has ended the ranks; nothing where all have returned."""
-    # After a signal the ranks that lose a peer have lost it to the signal.
-    if ranks.failures and not (ranks.received and all(map(_may_follow, ranks.failures))):
-        raise LaunchError(sorted(ranks.failures, key=lambda one: (_may_follow(one), one.time)))
-    if len(ranks.results) < ranks.count:
-        if ranks.received[0] == signal.SIGINT:
-            raise KeyboardInterrupt
-        raise Terminated(ranks.received[0])
-
-
 def _may_follow(failure: Failure) -> bool:
     """Whether another rank's failure may be the cause: a peer was lost, a collective cut short."""
-    lost = any(
-        text in failure.trace for text in ("by peer", "Broken pipe", "NCCL error", "SIGABRT")
-    )
-    return lost or failure.kind == "CollectiveError"
+    lost = ("by peer", "Broken pipe", "NCCL error", "SIGABRT")
+    return failure.kind == "CollectiveError" or any(text in failure.trace for text in lost)
 
 
 def _rank_main(
@@ -274,7 +258,7 @@ def _rank_main(
     backend: str,
     timeout_s: float,
 ) -> None:
-    """What each started process runs; `Ranks` says what it writes into the pipe."""
+    """What each started process runs; see `Ranks` for what it sends through the pipe."""
     die_with_parent(parent)
     words.send(None)
     rank, store = int(os.environ["RANK"]), Path(os.environ["STEPWRAP_LAUNCH_DIR"]) / "store"
@@ -295,7 +279,7 @@ def _rank_main(
 
 
 def _leave(error: Exception, rank: int, words: Connection) -> NoReturn:
-    """Tell the launcher of an error and end this process at once.
+    """Report an error to the launcher and end this process at once.
 
     Destroying a group that has lost a rank may block, and leaving with one may abort.
     """

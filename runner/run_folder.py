@@ -15,15 +15,13 @@ from pathlib import Path
 
 from ..collectives import broadcast, get_rank
 from ..loops import CheckpointError, find_checkpoint
-from ..registry import Problem, did_you_mean
+from ..registry import did_you_mean
 
 logger = logging.getLogger(__name__)
 
 _RECORDS = ("metrics.jsonl", "metrics.csv", "curves.png", "config.yaml")
-
-
 _LOCK = "run.lock"
-# How often a lock is asked for: whoever looks who has it holds it for a moment.
+# Attempts to get the lock: a process that checks who holds it has it for a moment.
 _TRIES, _PAUSE_S = 5, 0.05
 
 
@@ -57,46 +55,42 @@ def held(run_dir: Path) -> Iterator[None]:
 
 
 class _Lock:
-    """An open file that is locked, and says by whom."""
+    """An open, locked file that names its owner."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         for attempt in range(_TRIES):
             time.sleep(_PAUSE_S if attempt else 0.0)
-            self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-            if _lock(self._descriptor, fcntl.LOCK_EX) and self._is_at(path):
+            self._file = path.open("a+")
+            if _lock(self._file.fileno(), fcntl.LOCK_EX) and self._is_there():
                 break
-            os.close(self._descriptor)
+            self._file.close()
         else:
             raise BlockingIOError(f"{path.parent} is in use by {_owner(path)}")
         # A process forked from this one may outlive it, and must not have the lock then.
-        os.register_at_fork(after_in_child=self._close)
+        os.register_at_fork(after_in_child=self._file.close)
         since = time.strftime("%Y-%m-%d %H:%M:%S")
         about = {"host": socket.gethostname(), "pid": os.getpid(), "since": since}
-        os.ftruncate(self._descriptor, 0)
-        os.write(self._descriptor, json.dumps(about).encode())
+        self._file.truncate(0)
+        self._file.write(json.dumps(about))
+        self._file.flush()
 
     def release(self) -> None:
         """Let others have the folder; nothing is left of the lock."""
-        if self._is_at(self._path):
+        if self._is_there():
             self._path.unlink()
-        self._close()
+        self._file.close()
 
-    def _close(self) -> None:
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-        self._descriptor = -1
-
-    def _is_at(self, path: Path) -> bool:
-        """Whether the locked file still is the one at `path`, not one that was removed."""
+    def _is_there(self) -> bool:
+        """Whether the locked file still is the one at the path, not one that was removed."""
         try:
-            return os.path.samestat(os.fstat(self._descriptor), path.stat())
+            return os.path.samestat(os.fstat(self._file.fileno()), self._path.stat())
         except FileNotFoundError:
             return False
 
 
 def _lock(descriptor: int, kind: int) -> bool:
-    """Lock an open file if nobody else has it locked."""
+    """Lock an open file unless another process has locked it."""
     try:
         fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -118,29 +112,24 @@ def _owner(path: Path) -> str:
         return "another process"
 
 
-def user_of(run_dir: Path) -> str:
-    """Say which run has `run_dir` at the moment; empty where none has."""
+def in_use(run_dir: Path) -> str:
+    """Return why no run may use `run_dir`: another one is running; "" if none is."""
     try:
         descriptor = os.open(run_dir / _LOCK, os.O_RDONLY)
     except OSError:
         return ""
     try:
-        return "" if _lock(descriptor, fcntl.LOCK_SH) else _owner(run_dir / _LOCK)
+        if _lock(descriptor, fcntl.LOCK_SH):
+            return ""
+        user, free = _owner(run_dir / _LOCK), _free_name(run_dir)
     finally:
         os.close(descriptor)
+    what = f"{run_dir} is in use by {user}; wait for its end"
+    return f"{what}, or start another run with --run-dir {free}"
 
 
-def in_use(run_dir: Path) -> Problem | None:
-    """Return what keeps any run out of `run_dir`: another one that is running."""
-    user = user_of(run_dir)
-    if not user:
-        return None
-    another = f"start another run with --run-dir {_free_name(run_dir)}"
-    return Problem("run_dir", f"{run_dir} is in use by {user}; wait for its end, or {another}")
-
-
-def occupied(run_dir: Path) -> Problem | None:
-    """Return what keeps a new run out of `run_dir`: the results of an earlier one."""
+def occupied(run_dir: Path) -> str:
+    """Return why no new run may use `run_dir`: an earlier one left results; "" if none did."""
     checkpoints = saved_checkpoints(run_dir)
     records = run_dir / "metrics.jsonl"
     if checkpoints:
@@ -148,12 +137,11 @@ def occupied(run_dir: Path) -> Problem | None:
     elif records.exists() and records.stat().st_size:
         holds = "the records of a run without checkpoints"
     else:
-        return None
-    what = (
+        return ""
+    return (
         f"{run_dir} already holds {holds}; continue that run with --resume, start another one "
         f"with --run-dir {_free_name(run_dir)}, or delete its results with --fresh"
     )
-    return Problem("run_dir", what)
 
 
 def saved_checkpoints(run_dir: Path, prefix: str = "step_") -> list[Path]:
@@ -178,21 +166,17 @@ def resolve_checkpoint(run_dir: Path, which: str = "") -> Path:
     Raises:
         CheckpointError: There is none.
     """
-    if which not in ("", "best", "latest"):
-        return _at_path(run_dir, Path(which))
-    if which:
-        path = find_checkpoint(run_dir, "best" if which == "best" else "latest")
-    else:
-        path = find_checkpoint(run_dir, "best") or find_checkpoint(run_dir, "latest")
-    if path is None:
+    path = Path(which)
+    if which in ("", "best", "latest"):
+        found = None if which == "latest" else find_checkpoint(run_dir, "best")
+        if found is None and which != "best":
+            found = find_checkpoint(run_dir, "latest")
+        if found is not None:
+            return found
         kind = f"{which} checkpoint" if which else "checkpoint"
         raise CheckpointError(
             f"there is no {kind} in {run_dir}: train first, or name one by its path"
         )
-    return path
-
-
-def _at_path(run_dir: Path, path: Path) -> Path:
     if (path / "checkpoints").is_dir():
         return resolve_checkpoint(path, "latest")
     if path.exists():
@@ -201,20 +185,6 @@ def _at_path(run_dir: Path, path: Path) -> Path:
     there = [str(folder / one.name) for one in sorted(folder.glob("step_*"))]
     near = did_you_mean(str(path), there) or did_you_mean(str(path), ("best", "latest"))
     raise CheckpointError(f"there is no checkpoint {path}{near}")
-
-
-@contextmanager
-def new_folder(run_dir: Path) -> Iterator[None]:
-    """Have the folder inside; where that fails, remove what was made for it and is empty."""
-    made = [path for path in (run_dir, *run_dir.parents) if not path.exists()]
-    run_dir.mkdir(parents=True, exist_ok=True)
-    try:
-        yield
-    except BaseException:
-        for path in made:
-            with suppress(OSError):
-                path.rmdir()
-        raise
 
 
 def clear_results(run_dir: Path) -> None:

@@ -12,9 +12,15 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 import torch
 from torch import nn
 
-from ..collectives import broadcast, distributed_available, get_rank, get_world_size
+from ..collectives import (
+    broadcast,
+    distributed_available,
+    get_rank,
+    get_world_size,
+    is_tracing,
+    trace_collectives,
+)
 from ..loops import (
-    Checkpoint,
     HookList,
     LoopState,
     Stateful,
@@ -26,10 +32,10 @@ from ..loops import (
 from ..registry import Config, load_config
 from ..wrappers import wrap_model
 from .build.parallelism import build_bare_model
-from .build.parts import BuildError, build_parts
+from .build.parts import build_parts
 from .build.sections import read_sections
+from .failure import as_mistakes_in
 from .run_folder import held, resolve_checkpoint, saved_checkpoints
-from .tracing import traced
 
 if TYPE_CHECKING:
     from ..wrappers import StepFunction
@@ -37,18 +43,22 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class TrainLoop(Protocol):
-    """What `Runner.train` needs of a loop."""
+@contextmanager
+def traced(on: bool) -> Iterator[None]:
+    """Trace collectives when `on` or when they were traced before; every rank must enter."""
+    before = is_tracing()
+    trace_collectives(on or before)
+    try:
+        yield
+    finally:
+        trace_collectives(before)
 
-    def run(self, state: LoopState, hooks: HookList) -> LoopState:
-        """Train from where `state` is; returns `state`."""
 
+class Loop(Protocol):
+    """What `Runner` needs of a loop."""
 
-class EvaluationLoop(Protocol):
-    """What `Runner.validate` and `Runner.test` need of a loop."""
-
-    def run(self, state: LoopState, hooks: HookList) -> dict[str, float]:
-        """Evaluate the model of `state`; returns the metrics."""
+    def run(self, state: LoopState, hooks: HookList) -> Any:
+        """Go on from where `state` is; returns it after training, the metrics else."""
 
 
 class Runner:
@@ -78,11 +88,11 @@ class Runner:
     def __init__(  # noqa: PLR0913
         self,
         model: nn.Module,
-        train_loop: TrainLoop | None = None,
+        train_loop: Loop | None = None,
         *,
         optim_wrapper: Any = None,
-        val_loop: EvaluationLoop | None = None,
-        test_loop: EvaluationLoop | None = None,
+        val_loop: Loop | None = None,
+        test_loop: Loop | None = None,
         hooks: Iterable[Any] | Mapping[str, Any] = (),
         run_dir: str | os.PathLike[str] | None = None,
         seed: int | None = None,
@@ -141,24 +151,31 @@ class Runner:
         """
         loop = _given("train", "train_loop", self._train_loop)
         _given("train", "optim_wrapper", self.state.optim_wrapper)
+        state = self.state
         with traced(self._is_traced), self.hold_run_dir():
+            path: Path | None = None
             if not resume:
                 self._refuse_overwriting()
             self._owns_run_dir = True
-            path = self._latest() if resume is True else self._chosen(resume)
+            if resume:
+                path = self._latest() if resume is True else self._resolve(str(resume))
             for listener in self._hooks.on_run_start:
-                listener(self.state)
+                listener(state)
             if path:
-                load_checkpoint(path).restore(self.state)
+                load_checkpoint(path).restore(state)
                 if get_rank() == 0:
-                    logger.info("continuing from %s, step %d", path, self.state.step)
-            done = self.state.iteration
-            loop.run(self.state, self._hooks)
-            if path and self.state.iteration == done and get_rank() == 0:
-                logger.info("nothing was left to train: %s", _end_of(self.state))
+                    logger.info("continuing from %s, step %d", path, state.step)
+            done = state.iteration
+            loop.run(state, self._hooks)
+            if path and state.iteration == done and get_rank() == 0:
+                end = f"max_steps is {state.max_steps}, and {state.step} are done"
+                if state.max_epochs is not None:
+                    end = f"max_epochs is {state.max_epochs}, and {state.epoch} are done"
+                end = f"the run has come to its end ({end}); a higher number trains on"
+                logger.info("nothing was left to train: %s", end)
             for listener in self._hooks.on_run_end:
-                listener(self.state)
-        return self.state
+                listener(state)
+        return state
 
     @contextmanager
     def hold_run_dir(self) -> Iterator[None]:
@@ -189,32 +206,24 @@ class Runner:
         """
         return self._evaluate(_given("test", "test_loop", self._test_loop), checkpoint)
 
-    def _evaluate(
-        self, loop: EvaluationLoop, checkpoint: str | os.PathLike[str] | None
-    ) -> dict[str, float]:
+    def _evaluate(self, loop: Loop, which: str | os.PathLike[str] | None) -> dict[str, float]:
         with traced(self._is_traced):
             for listener in self._hooks.on_run_start:
                 listener(self.state)
-            if checkpoint is not None:
-                self._restore_model(load_checkpoint(self._resolve(checkpoint)))
-            metrics = loop.run(self.state, self._hooks)
+            if which is not None:
+                checkpoint = load_checkpoint(self._resolve(which))
+                if self.state.optim_wrapper is not None:
+                    checkpoint.restore(self.state)
+                else:
+                    checkpoint.load_model(self.state.model)
+                    checkpoint.load_states(self.state)
+            metrics: dict[str, float] = loop.run(self.state, self._hooks)
             for listener in self._hooks.on_run_end:
                 listener(self.state)
         return metrics
 
-    def _restore_model(self, checkpoint: Checkpoint) -> None:
-        if self.state.optim_wrapper is not None:
-            checkpoint.restore(self.state)
-            return
-        checkpoint.load_model(self.state.model)
-        checkpoint.load_states(self.state)
-
-    def _resolve(self, checkpoint: str | os.PathLike[str]) -> Path:
-        folder = self._folder() if checkpoint in ("best", "latest") else Path()
-        return resolve_checkpoint(folder, str(checkpoint))
-
     def _refuse_overwriting(self) -> None:
-        """Refuse to start anew where another run has saved; every rank must call this."""
+        """Refuse to start over where another run has saved; every rank must call this."""
         folder = self.state.run_dir
         if self._owns_run_dir or folder is None or self.state.step:
             return
@@ -226,10 +235,9 @@ class Runner:
                 "continue that run with train(resume=True), or give another run_dir"
             )
 
-    def _chosen(self, resume: str | os.PathLike[str] | bool) -> Path | None:
-        if not resume:
-            return None
-        return self._resolve(str(resume))
+    def _resolve(self, which: str | os.PathLike[str]) -> Path:
+        folder = self._folder() if which in ("best", "latest") else Path()
+        return resolve_checkpoint(folder, str(which))
 
     def _latest(self) -> Path | None:
         folder = self._folder()
@@ -278,23 +286,13 @@ def load_model(
             f"load_checkpoint({str(path)!r}).load_model(model, evaluated=True)"
         )
     config = load_config(settings, ["device=cpu"])
-    try:
+    with as_mistakes_in(config):
         model = build_bare_model(read_sections(config))
-    except BuildError as error:
-        raise error.as_config_error(config) from error.cause
     load_checkpoint(path).load_model(model, evaluated=True)
     return model.eval().to(device)
 
 
 T = TypeVar("T")
-
-
-def _end_of(state: LoopState) -> str:
-    if state.max_epochs is not None:
-        end = f"max_epochs is {state.max_epochs}, and {state.epoch} are done"
-    else:
-        end = f"max_steps is {state.max_steps}, and {state.step} are done"
-    return f"the run has come to its end ({end}); a higher number trains on"
 
 
 def _given(verb: str, name: str, part: T | None) -> T:

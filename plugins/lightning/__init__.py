@@ -2,8 +2,7 @@
 here Lightning is imported. Start with strategy.py.
 """
 
-from .fabric import StepFabricStrategy
 from .module import StepLightningModule
-from .strategy import StepStrategy
+from .strategy import StepFabricStrategy, StepStrategy
 
 __all__ = ["StepFabricStrategy", "StepLightningModule", "StepStrategy"]

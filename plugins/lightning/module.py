@@ -3,30 +3,50 @@
 from __future__ import annotations
 
 import inspect
+import logging
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any
+from functools import partial, wraps
+from types import MethodType
+from typing import Any, Literal, NamedTuple
 
 from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torchmetrics import Metric
 
-from ...registry import MODELS, build_tree
-from ...wrappers import SingleDevice
-from .optim import (
-    Schedule,
-    build_optim_wrapper,
-    build_schedules,
-    carried_by,
-    check_optim_wrapper,
-    further_state,
-    load_further_state,
-    members,
-    step_through,
-    walk_logged,
-)
+from ...collectives import all_gather_object, get_rank, get_world_size
+from ...registry import MODELS, OPTIM_WRAPPERS, OPTIMIZERS, PARAM_SCHEDULERS, build_tree
+from ...wrappers import OptimWrapperDict, SingleDevice, build_optimizer
 from .tree import Callback, LightningModule, ParallelStrategy, Trainer
 
+logger = logging.getLogger(__name__)
+
 _STATE_KEY = "stepwrap"
+_WANTED = (
+    "optim_wrapper must be an OptimWrapper, a config, or a function of the wrapped model that "
+    "returns one"
+)
+# What Lightning saves by itself.
+_TORCH_KEYS = ("state", "param_groups")
+# Beside the members of the optimizer wrapper, whose names are arguments.
+_CARRIED = "step_state of all ranks"
+
+
+class _Schedule(NamedTuple):
+    """A scheduler, when it is stepped and the metric that it watches, if any."""
+
+    scheduler: Any
+    by: Literal["step", "epoch"]
+    metric: str | None
+
+    def step(self, *measured: Any) -> None:
+        """Step, also where a loss scaler has skipped the update: a rate depends on its number."""
+        with warnings.catch_warnings():
+            # It knows nothing of skipped updates (pytorch/pytorch#44511).
+            warnings.filterwarnings("ignore", r"Detected call of `lr_scheduler.step\(\)`")
+            self.scheduler.step(*measured)
 
 
 class StepLightningModule(LightningModule):
@@ -65,7 +85,7 @@ class StepLightningModule(LightningModule):
         built = build_tree(model, MODELS) if isinstance(model, Mapping) else model
         if not isinstance(built, nn.Module):
             raise TypeError(f"model must be a module or a config, got {type(built).__name__}")
-        check_optim_wrapper(optim_wrapper)
+        _check_optim_wrapper(optim_wrapper)
         _check_metrics(metrics)
         self.automatic_optimization = False
         self.model = built
@@ -73,7 +93,7 @@ class StepLightningModule(LightningModule):
         self.test_metrics = nn.ModuleDict({k: one.clone() for k, one in (metrics or {}).items()})
         self._given_optim, self._given_schedulers = optim_wrapper, list(schedulers)
         self._optim: Any = None
-        self._schedules: list[Schedule] = []
+        self._schedules: list[_Schedule] = []
         # In a list, so that it is no child: names in state dicts are those of the model.
         self._stepper: list[Any] = []
         self._carried: dict[str, Any] | None = None
@@ -83,7 +103,7 @@ class StepLightningModule(LightningModule):
     def step_by(self, wrapped: nn.Module | None) -> None:
         """Take ``wrapped`` for the model's wrapper; None: on one device again."""
         # A checkpoint may be written after the run.
-        self._carried = carried_by(self._stepper[0]) if self._stepper else None
+        self._carried = _carried_by(self._stepper[0]) if self._stepper else None
         self._stepper = [] if wrapped is None else [wrapped]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -94,7 +114,13 @@ class StepLightningModule(LightningModule):
         """Train on one batch by the wrapper's ``train_step`` and log what it returns."""
         getattr(self._optim, "begin_batch", lambda: None)()
         logs = self._wrapped().train_step(batch, self._optim)
-        self.log_dict(dict(walk_logged(logs)))
+        self.log_dict(
+            {
+                name: value
+                for name, value in logs.items()
+                if isinstance(value, (int, float)) or getattr(value, "numel", lambda: 0)() == 1
+            }
+        )
         for one in self._schedules:
             # Now, as Lightning does, since a checkpoint may be written before the epoch's end.
             due = self._optim.should_update() if one.by == "step" else self.trainer.is_last_batch
@@ -126,10 +152,10 @@ class StepLightningModule(LightningModule):
         """Build optimizer wrapper and schedules; Lightning saves and restores their states."""
         if self._given_optim is None:
             raise TypeError("StepLightningModule needs an optim_wrapper to be trained")
-        self._optim = build_optim_wrapper(self._given_optim, self._wrapped())
-        self._schedules = build_schedules(self._given_schedulers, self._optim)
-        optimizers = [one.optimizer for one in members(self._optim).values()]
-        return optimizers, [one.scheduler for one in self._schedules]
+        self._optim = _build_optim_wrapper(self._given_optim, self._wrapped())
+        optimizers = {name: one.optimizer for name, one in _members(self._optim).items()}
+        self._schedules = [_schedule(one, optimizers) for one in self._given_schedulers]
+        return list(optimizers.values()), [one.scheduler for one in self._schedules]
 
     def configure_callbacks(self) -> Sequence[Callback]:
         """No callbacks: the first that Lightning asks, hence where its settings are checked."""
@@ -140,22 +166,22 @@ class StepLightningModule(LightningModule):
         return []
 
     def on_train_start(self) -> None:
-        """Restore what Lightning does not, and tell the optimizers how many batches will come."""
+        """Restore what Lightning does not, and set how many batches the optimizers will get."""
         epochs, batches, done = self.trainer.max_epochs, self.trainer.num_training_batches, 0
         to_come = (epochs or 0) - self.trainer.current_epoch
         if self._restored is not None:
-            load_further_state(self._optim, self._wrapped(), self._restored)
+            _load_further_state(self._optim, self._wrapped(), self._restored)
             done, to_come = self._optim.inner_count, epochs or 0
             self._restored = None
         ends = epochs is not None and epochs >= 0 and batches != float("inf")
         total = int(to_come * batches) if ends else -1
         self._optim.initialize_count_status(self._wrapped(), done, total)
-        # Where the run before ended by an error nobody has.
+        # A run that ended by an error has not.
         _let_go(self)
         theirs = self.optimizers()
         theirs = theirs if isinstance(theirs, list) else [theirs]
-        mine = [one.optimizer for one in members(self._optim).values()]
-        self._undo = [step_through(*pair) for pair in zip(mine, theirs, strict=True)]
+        mine = [one.optimizer for one in _members(self._optim).values()]
+        self._undo = [_step_through(*pair) for pair in zip(mine, theirs, strict=True)]
 
     def on_train_epoch_end(self) -> None:
         """Step the schedules that watch a metric, by its mean over the ranks."""
@@ -178,9 +204,9 @@ class StepLightningModule(LightningModule):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add what Lightning does not save; every rank must call this."""
         if self._optim is not None:
-            now = carried_by(self._wrapped())
+            now = _carried_by(self._wrapped())
             carried = self._carried if now is None else now
-            checkpoint[_STATE_KEY] = further_state(self._optim, carried)
+            checkpoint[_STATE_KEY] = _further_state(self._optim, carried)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Keep that until training starts."""
@@ -237,7 +263,7 @@ def _feed(metric: Metric, outputs: Any, batch: Any) -> None:
 
 def _refuse_settings(trainer: Trainer) -> None:
     """Refuse what the optimizer wrapper does, and strategies that average nothing of ours."""
-    # A strategy of ours says so itself: its file imports this one.
+    # By an attribute of our strategy, whose file imports this one.
     wraps = hasattr(trainer.strategy, "wrapper_options")
     if isinstance(trainer.strategy, ParallelStrategy) and not wraps:
         raise RuntimeError(
@@ -266,3 +292,153 @@ def _refuse_settings(trainer: Trainer) -> None:
             "StepLightningModule, whose optimizer wrapper steps: leave it out and use "
             "AmpOptimWrapper(dtype='bfloat16') or 'float16'"
         )
+
+
+def _check_optim_wrapper(given: Any) -> None:
+    """Raise TypeError for what can never become an optimizer wrapper."""
+    makes_one = callable(given) and not isinstance(given, type)
+    if given is None or makes_one or isinstance(given, Mapping) or _is_optim_wrapper(given):
+        return
+    found = given.__name__ if isinstance(given, type) else type(given).__name__
+    example = "lambda model: OptimWrapper(AdamW(model.parameters()))"
+    raise TypeError(f"{_WANTED}, got {found}; as in {example}")
+
+
+def _is_optim_wrapper(given: Any) -> bool:
+    return hasattr(given, "update_params") and hasattr(given, "state_dict")
+
+
+def _build_optim_wrapper(given: Any, wrapped: nn.Module) -> Any:
+    """Return the optimizer wrapper: ``given`` itself, what it returns, or what it describes."""
+    if isinstance(given, Mapping) and not isinstance(given, OptimWrapperDict):
+        return _from_config(given, wrapped)
+    if callable(given):
+        given = given(wrapped)
+    if not _is_optim_wrapper(given):
+        raise TypeError(f"{_WANTED}, got {type(given).__name__}")
+    return given
+
+
+def _from_config(given: Mapping[str, Any], wrapped: nn.Module) -> Any:
+    settings = {"type": "OptimWrapper", **given}
+    optimizer = settings.pop("optimizer", None)
+    if "type" not in given and "optimizer" not in given:
+        raise TypeError(
+            "optim_wrapper as a config needs the key optimizer, as in {'optimizer': {'type': "
+            f"'AdamW', 'lr': 1e-3}}}}, got the keys {', '.join(map(repr, given)) or 'none'}"
+        )
+    if not isinstance(optimizer, Mapping) or "type" not in optimizer:
+        raise TypeError(
+            "optim_wrapper as a config holds one optimizer with a type, as in {'optimizer': "
+            "{'type': 'AdamW', 'lr': 1e-3}}; for several give a function of the model that "
+            "returns an OptimWrapperDict"
+        )
+    fastest = partial(build_optimizer, OPTIMIZERS.resolve(optimizer["type"]))
+    parameters = {"params": list(wrapped.parameters())}
+    built = build_tree({**optimizer, "type": fastest}, OPTIMIZERS, parameters)
+    return build_tree(settings, OPTIM_WRAPPERS, {"optimizer": built})
+
+
+def _members(optim_wrapper: Any) -> dict[str, Any]:
+    """The optimizer wrappers by name; a single one is called ``""``."""
+    return dict(optim_wrapper) if isinstance(optim_wrapper, Mapping) else {"": optim_wrapper}
+
+
+def _schedule(given: Any, optimizers: Mapping[str, Optimizer]) -> _Schedule:
+    settings = dict(given) if isinstance(given, Mapping) else {"type": given}
+    by, metric = settings.pop("by", "epoch"), settings.pop("metric", None)
+    name = settings.pop("optimizer", next(iter(optimizers)) if len(optimizers) == 1 else None)
+    if by not in ("step", "epoch"):
+        raise ValueError(f"a schedule's by must be 'step' or 'epoch', got {by!r}")
+    if name not in optimizers:
+        known = ", ".join(map(repr, optimizers))
+        raise ValueError(f"a schedule's optimizer must be one of {known}, got {name!r}")
+    if isinstance(given, Mapping):
+        scheduler = build_tree(settings, PARAM_SCHEDULERS, {"optimizer": optimizers[name]})
+    else:
+        scheduler = given(optimizers[name])
+    watches = isinstance(scheduler, ReduceLROnPlateau)
+    if watches and metric is None:
+        raise ValueError("ReduceLROnPlateau needs metric, the name of a logged value to watch")
+    if metric is not None and not (watches and by == "epoch"):
+        raise ValueError(
+            f"metric={metric!r} is for ReduceLROnPlateau by epoch, got "
+            f"{type(scheduler).__name__} by {by}"
+        )
+    return _Schedule(scheduler, by, metric)
+
+
+def _further_state(optim_wrapper: Any, carried: Mapping[str, Any] | None) -> dict[str, Any]:
+    """What Lightning does not save: counts, the loss scale, and what each rank's step carries.
+
+    Every rank must call this where anything is carried.
+    """
+    state: dict[str, Any] = {
+        name: {key: value for key, value in one.state_dict().items() if key not in _TORCH_KEYS}
+        for name, one in _members(optim_wrapper).items()
+    }
+    if carried is not None:
+        state[_CARRIED] = all_gather_object(carried)
+    return state
+
+
+def _load_further_state(optim_wrapper: Any, wrapped: Any, state: Mapping[str, Any]) -> None:
+    """Restore ``_further_state()``; the optimizers have theirs already."""
+    for name, one in _members(optim_wrapper).items():
+        if name in state:
+            one.load_state_dict({**one.state_dict(), **state[name]})
+    if not _carries(wrapped):
+        return
+    by_rank = state.get(_CARRIED, ())
+    if len(by_rank) == get_world_size():
+        wrapped.load_step_state(by_rank[get_rank()])
+        return
+    logger.warning(
+        "the checkpoint has what the steps of %d ranks carry from batch to batch, here are %d: "
+        "they start with an empty state",
+        len(by_rank),
+        get_world_size(),
+    )
+
+
+def _carried_by(wrapped: Any) -> dict[str, Any] | None:
+    """What a step of one's own carries from batch to batch; None, on all ranks, if it does not."""
+    return wrapped.step_state() if _carries(wrapped) else None
+
+
+def _carries(wrapped: Any) -> bool:
+    own = getattr(type(wrapped), "step_state", SingleDevice.step_state)
+    return own is not SingleDevice.step_state
+
+
+def _step_through(optimizer: Any, lightning_optimizer: Any) -> Callable[[], None]:
+    """Let Lightning see every step of ``optimizer``, whatever calls it; returns the undo function.
+
+    It counts them, and calls its hooks, only where its own object around the optimizer is stepped.
+    """
+    before = vars(optimizer).get("step")
+    plain = optimizer.step
+    is_inside = False
+
+    # With its attributes: torch's schedulers look there for their own mark.
+    @wraps(plain)
+    def step(self: Any, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+        nonlocal is_inside
+        if is_inside:
+            return plain(closure, **kwargs)
+        is_inside = True
+        try:
+            return lightning_optimizer.step(closure, **kwargs)
+        finally:
+            is_inside = False
+
+    # Bound, as torch's schedulers expect it of a step that they have not marked yet.
+    optimizer.step = MethodType(step, optimizer)
+
+    def undo() -> None:
+        if before is None:
+            del optimizer.step
+        else:
+            optimizer.step = before
+
+    return undo

@@ -19,7 +19,7 @@ _AVERAGING = ("StochasticWeightAveraging", "WeightAveraging")
 
 
 def holds_shards(module: nn.Module) -> bool:
-    """Whether ``module`` or a part of it is spread by FSDP2, be it over one rank alone."""
+    """Whether ``module`` or a part of it is sharded by FSDP2, even over a single rank."""
     # Not by the parameters: where a forward has raised, they are whole. The name of the method is
     # enough, as importing FSDP2 takes as long as half of torch.
     return any(hasattr(one, "set_reshard_after_forward") for one in module.modules())
@@ -34,28 +34,6 @@ def whole(state: Any) -> Any:
     if isinstance(state, (list, tuple)):
         return type(state)(whole(value) for value in state)
     return state
-
-
-def whole_weights(module: nn.Module) -> dict[str, Any]:
-    """The state dict of ``module`` in whole tensors; every rank must call this."""
-    reshard(module)
-    return {name: whole(value) for name, value in module.state_dict().items()}
-
-
-def load_weights(module: nn.Module, state: Mapping[str, Any], *, strict: bool) -> None:
-    """Load whole tensors into a sharded ``module``, each rank its parts."""
-    reshard(module)
-    own = module.state_dict()
-    parts = {
-        name: take_part(value, own[name]) if is_dtensor(own.get(name)) else value
-        for name, value in state.items()
-    }
-    module.load_state_dict(parts, strict=strict)
-
-
-def load_optimizer(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-    """Load the state over whole tensors into the optimizer of a sharded model."""
-    OptimWrapper(optimizer).load_state_dict(state)
 
 
 def keep_whole(module: nn.Module) -> None:
@@ -90,15 +68,24 @@ class WholeStates(DDPStrategy):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The weights, whole and under the names of the module; every rank must call this."""
         module = own_module(self)
-        return whole_weights(module) if holds_shards(module) else module.state_dict()
+        if not holds_shards(module):
+            return module.state_dict()
+        reshard(module)
+        return {name: whole(value) for name, value in module.state_dict().items()}
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load whole weights, each rank its parts where the module is sharded."""
         module = own_module(self)
-        if holds_shards(module):
-            load_weights(module, checkpoint["state_dict"], strict=strict)
-        else:
+        if not holds_shards(module):
             super().load_model_state_dict(checkpoint, strict)
+            return
+        reshard(module)
+        own = module.state_dict()
+        parts = {
+            name: take_part(value, own[name]) if is_dtensor(own.get(name)) else value
+            for name, value in checkpoint["state_dict"].items()
+        }
+        module.load_state_dict(parts, strict=strict)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The state of ``optimizer`` over whole tensors; every rank must call this."""
@@ -111,7 +98,7 @@ class WholeStates(DDPStrategy):
             super().load_optimizer_state_dict(checkpoint)
             return
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
-            load_optimizer(optimizer, state)
+            OptimWrapper(optimizer).load_state_dict(state)
 
 
 def own_module(strategy: DDPStrategy) -> LightningModule:
@@ -122,7 +109,7 @@ def own_module(strategy: DDPStrategy) -> LightningModule:
 
 @contextmanager
 def explained() -> Iterator[None]:
-    """Say what to do about a manual step that meets shards."""
+    """Add the remedy to the error of a manual step that meets shards."""
     try:
         yield
     except RuntimeError as error:

@@ -12,25 +12,52 @@ import torch
 from torch import nn
 
 from ...collectives import get_local_rank, get_world_size
-from ...registry import MODEL_WRAPPERS, MODELS, Problem, RunSections, build_tree, check_component, find_train_step
-from ...wrappers import BaseModule, Mesh, Preparation, StepDistributedDataParallel, auto, build_mesh, check_axes, check_preparation, find_blocks, freeze_parameters, meta_parameters, model_checks, steps_in_group_only, wrap_model, wrapper_misfits
-from .errors import Attempts, building
-from .optimizers import works_over_ranks
+from ...registry import (
+    MODEL_WRAPPERS,
+    MODELS,
+    OPTIMIZERS,
+    Problem,
+    RunSections,
+    build_tree,
+    check_component,
+    find_train_step,
+    supply_where_taken,
+)
+from ...wrappers import (
+    BaseModule,
+    Mesh,
+    Preparation,
+    StepDistributedDataParallel,
+    auto,
+    build_mesh,
+    check_axes,
+    check_preparation,
+    find_blocks,
+    freeze_parameters,
+    meta_parameters,
+    model_checks,
+    steps_in_group_only,
+    wrap_model,
+    wrapper_misfits,
+)
+from ..failure import Attempts, building
 
 AUTO_TABLES = ("single", "ddp", "fsdp")
 
 
 def build_model(run: RunSections, ranks: int | None = None) -> tuple[nn.Module, Mesh | None]:
-    """Return the wrapped model on this rank's device, and how the ranks are laid out.
-
-    Args:
-        ranks: where one process tries what so many are to run, their number.
-    """
-    device = _device(run.device)
-    if device.type == "cuda":
+    """Return the wrapped model on this rank's device, and how the ranks are laid out."""
+    device = torch.device("cpu")
+    if run.device != "cpu" and torch.cuda.is_available():
+        device = torch.device("cuda", get_local_rank() % torch.cuda.device_count())
         # What a model or a loss puts on "cuda" must come to this rank's own device.
         torch.cuda.set_device(device)
-    mesh = _lay_out(run, device)
+    mesh = None
+    if run.mesh:
+        # `stepwrap check` builds in one process what several are to run.
+        axes = dict.fromkeys(run.mesh, 1) if get_world_size() == 1 else run.mesh
+        with building("mesh"):
+            mesh = build_mesh(axes, device.type)
     preparation = _preparation(run)
     is_meta = run.init_device == "meta"
     place: AbstractContextManager[None] = meta_parameters() if is_meta else nullcontext()
@@ -39,7 +66,10 @@ def build_model(run: RunSections, ranks: int | None = None) -> tuple[nn.Module, 
         if not is_meta:
             with _without_lists():
                 _initialise(model)
-    _check_model(run, model, preparation, _tensor_size(run, mesh))
+    tensor_size = run.mesh.get("tensor", 1)
+    if tensor_size < 1:
+        tensor_size = 1 if mesh is None else mesh.tensor_size
+    _check_model(run, model, preparation, tensor_size)
     options = {k: v for k, v in (run.wrapper or {}).items() if k not in ("type", "_scope_")}
     with building("wrapper", options):
         wrapped = wrap_model(
@@ -62,24 +92,22 @@ def build_bare_model(run: RunSections) -> nn.Module:
 
 
 def _initialise(model: nn.Module) -> None:
-    """Let modules with an `init_cfg` initialise themselves, which they do when they are told to."""
+    """Call `init_weights` of modules with an `init_cfg`: they do not call it themselves."""
     initialise: Any = getattr(model, "init_weights", None)
-    if hasattr(model, "init_cfg") and initialise is not None and not _has_no_settings(model):
+    if (
+        isinstance(model, BaseModule)
+        and model.init_cfg is None
+        and type(model).init_weights is BaseModule.init_weights
+    ):
+        # Ours has no settings: a method `init_weights` inside may be for other things. Models of
+        # other libraries reinitialise their weights in it, even pretrained ones.
+        initialise = None
+    if hasattr(model, "init_cfg") and initialise is not None:
         # It reaches those inside by itself.
         initialise()
         return
     for child in model.children():
         _initialise(child)
-
-
-def _has_no_settings(model: nn.Module) -> bool:
-    """Whether ours has no settings: then a method `init_weights` inside may be for other things.
-
-    Models of other libraries draw their weights anew in it, also pretrained ones.
-    """
-    if not isinstance(model, BaseModule):
-        return False
-    return model.init_cfg is None and type(model).init_weights is BaseModule.init_weights
 
 
 @contextmanager
@@ -109,6 +137,12 @@ def needs_group(run: RunSections) -> bool:
     return wrapper is not None and steps_in_group_only(wrapper)
 
 
+def works_over_ranks(settings: Mapping[str, Any] | None) -> bool:
+    """Whether an optimizer in the settings communicates, even in one process."""
+    filled = supply_where_taken(settings or {}, OPTIMIZERS, "process_group", None)
+    return bool(filled != (settings or {}))
+
+
 def layout_problems(run: RunSections, ranks: int) -> Iterator[Problem]:
     """Yield what does not fit together in how the ranks work together."""
     wrapper = wrapper_class(run)
@@ -117,9 +151,12 @@ def layout_problems(run: RunSections, ranks: int) -> Iterator[Problem]:
         try:
             axes = check_axes(run.mesh, ranks)
         except ValueError as error:
-            yield Problem("mesh", _told_of_launch(str(error), run, ranks))
-    data_size = _data_size(axes, ranks)
+            told = str(error)
+            if ranks == run.launch.nproc:
+                told = told.replace(f"there are {ranks}", f"launch.nproc is {ranks}")
+            yield Problem("mesh", told)
     is_meta = run.init_device == "meta"
+    data_size = _data_size(axes, ranks)
     for key, told in wrapper_misfits(wrapper, data_size, axes, is_meta=is_meta).items():
         yield Problem(key, told)
     if run.tensor_parallel is not None and "tensor" not in axes:
@@ -128,8 +165,13 @@ def layout_problems(run: RunSections, ranks: int) -> Iterator[Problem]:
     if run.tensor_parallel is None and axes.get("tensor", 1) != 1:
         what = "is more than one rank, but no tensor_parallel.plan says what is split over it"
         yield Problem("mesh.tensor", what)
-    if wrapper is auto:
-        yield from _table_problems(run.wrapper or {})
+    for name in AUTO_TABLES if wrapper is auto else ():
+        # What the wrappers that may be chosen take.
+        table, where = (run.wrapper or {}).get(name), f"wrapper.{name}"
+        if isinstance(table, Mapping):
+            yield from check_component({"type": name, **table}, MODEL_WRAPPERS, where, ("module",))
+        elif table is not None:
+            yield Problem(where, f"must be options of {name}, got {table!r}")
 
 
 def preparation_problems(run: RunSections) -> Iterator[Problem]:
@@ -174,6 +216,15 @@ def _check_model(
                 raise ValueError("every parameter is frozen, nothing is left to train")
 
 
+def _preparation(run: RunSections) -> Preparation:
+    return Preparation(
+        freeze=run.freeze,
+        tensor_parallel=None if run.tensor_parallel is None else run.tensor_parallel.plan,
+        activation_checkpointing=run.activation_checkpointing,
+        compile=run.compile,
+    )
+
+
 def _wrapper_for(run: RunSections, ranks: int | None) -> Any:
     """The wrapper, where one process tries what several are to run that of theirs."""
     wrapper = wrapper_class(run)
@@ -186,51 +237,3 @@ def _wrapper_for(run: RunSections, ranks: int | None) -> Any:
 def _data_size(axes: Mapping[str, int], ranks: int) -> int:
     sizes = [size for name, size in axes.items() if name != "tensor"]
     return abs(math.prod(sizes)) if axes else ranks
-
-
-def _told_of_launch(told: str, run: RunSections, ranks: int) -> str:
-    if ranks == run.launch.nproc:
-        return told.replace(f"there are {ranks}", f"launch.nproc is {ranks}")
-    return told
-
-
-def _table_problems(settings: Mapping[str, Any]) -> Iterator[Problem]:
-    """Yield what the wrappers that may be chosen do not take."""
-    for name in AUTO_TABLES:
-        table = settings.get(name)
-        if isinstance(table, Mapping):
-            where = f"wrapper.{name}"
-            yield from check_component({"type": name, **table}, MODEL_WRAPPERS, where, ("module",))
-        elif table is not None:
-            yield Problem(f"wrapper.{name}", f"must be options of {name}, got {table!r}")
-
-
-def _preparation(run: RunSections) -> Preparation:
-    return Preparation(
-        freeze=run.freeze,
-        tensor_parallel=None if run.tensor_parallel is None else run.tensor_parallel.plan,
-        activation_checkpointing=run.activation_checkpointing,
-        compile=run.compile,
-    )
-
-
-def _lay_out(run: RunSections, device: torch.device) -> Mesh | None:
-    if not run.mesh:
-        return None
-    # `stepwrap check` builds in one process what several are to run.
-    axes = dict.fromkeys(run.mesh, 1) if get_world_size() == 1 else run.mesh
-    with building("mesh"):
-        return build_mesh(axes, device.type)
-
-
-def _tensor_size(run: RunSections, mesh: Mesh | None) -> int:
-    wanted = run.mesh.get("tensor", 1)
-    if wanted > 0:
-        return wanted
-    return 1 if mesh is None else mesh.tensor_size
-
-
-def _device(wanted: str) -> torch.device:
-    if wanted == "cpu" or not torch.cuda.is_available():
-        return torch.device("cpu")
-    return torch.device("cuda", get_local_rank() % torch.cuda.device_count())

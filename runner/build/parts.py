@@ -3,21 +3,50 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
+from torch import nn
+from torch.optim import SGD, Optimizer
 
 from ...collectives import get_rank, get_world_size
-from ...loops import Hook, build_loader, seed_rng
-from ...registry import DATALOADERS, DATASETS, HOOKS, LOOPS, METRICS, LoaderSection, Registry, RunSections, build_tree
-from .errors import Attempts, building
-from .errors import BuildError as BuildError
+from ...loops import Hook, SchedulerHook, ScheduleWindow, build_loader, seed_rng
+from ...registry import (
+    DATALOADERS,
+    DATASETS,
+    HOOKS,
+    LOOPS,
+    METRICS,
+    OPTIM_WRAPPERS,
+    OPTIMIZERS,
+    PARAM_SCHEDULERS,
+    LoaderSection,
+    Registry,
+    RunSections,
+    SchedulerSection,
+    build_tree,
+    named_optimizers,
+    optim_wrapper_sections,
+    stepping_class,
+    supply_where_taken,
+)
+from ...wrappers import (
+    NamedParameter,
+    OptimWrapperDict,
+    build_optimizer,
+    named_parameters,
+    param_groups,
+    refuse_single_step,
+    refuse_without_closure,
+    share_parameters,
+)
+from ..failure import Attempts, building
 from ..launcher import lonely_group
-from .optimizers import build_optimization, evaluation_precision
 from .parallelism import build_model
 from .parallelism import needs_group as needs_group
 
@@ -37,54 +66,37 @@ def build_parts(
     """Build what `Runner` takes, every rank its own; `only` names the loops that are wanted.
 
     With `one_batch` each loop sees a single batch, for a trial of everything. `ranks` is for one
-    process that tries what so many are to run: see `rehearse`.
-
-    Raises:
-        BuildError: All that could not be built.
+    process that tries what so many are to run: see `rehearse`. One BuildError has all that failed.
     """
     _make_deterministic(run)
     seed_rng(run.seed)
     attempts = Attempts()
     model, mesh = attempts.make("model", partial(build_model, run, ranks)) or (None, None)
     shard = (get_rank(), get_world_size()) if mesh is None else (mesh.data_rank, mesh.data_size)
-    feed = _Feed(run, shard, one_batch)
-    loops = {
-        f"{name}_loop": attempts.make(name, partial(_build_evaluation, feed, name))
-        for name in ("val", "test")
-        if name in only
-    }
-    parts: dict[str, Any] = {
-        "model": model,
-        "val_loop": None,
-        "test_loop": None,
-        **loops,
-        "run_dir": run.run_dir,
-        "seed": run.seed,
-    }
-    hooks = attempts.make("hooks", partial(_build_all, "hooks", run.hooks, HOOKS))
+    load = partial(_build_loader, run, shard, one_batch)
+    parts: dict[str, Any] = {"model": model, "run_dir": run.run_dir, "seed": run.seed}
+    for name in ("val", "test"):
+        evaluation = partial(_build_evaluation, run, load, name)
+        parts[f"{name}_loop"] = attempts.make(name, evaluation) if name in only else None
+    hooks = attempts.make("hooks", partial(_build_all, "hooks", run.hooks, HOOKS)) or {}
     if "train" in only and run.train is not None:
-        schedules: dict[str, Hook] = {}
         if model is not None:
-            built = attempts.make("optimizer", partial(build_optimization, run, model))
+            built = attempts.make("optimizer", partial(_build_optimization, run, model))
             parts["optim_wrapper"], schedules = built or (None, {})
-        train = partial(_build_training, feed, parts["val_loop"])
+            hooks = {**schedules, **hooks}
+        train = partial(_build_training, run, load, parts["val_loop"], one_batch)
         parts["train_loop"] = attempts.make("train", train)
-        hooks = {**schedules, **(hooks or {})}
     elif model is not None:
-        precision = attempts.make("optim_wrapper", partial(evaluation_precision, run, model))
+        precision = attempts.make("optim_wrapper", partial(_evaluation_precision, run, model))
         parts["precision"] = precision or nullcontext
     attempts.finish()
-    parts["hooks"] = hooks
-    return parts
+    return {**parts, "hooks": hooks}
 
 
 def rehearse(run: RunSections, only: Collection[str] = ALL) -> dict[str, Any]:
     """Build in this process, on the CPU, what `launch.nproc` ranks are to run; returns the parts.
 
     The wrapper is the one that the ranks will have, in a group of this process alone.
-
-    Raises:
-        BuildError: All that could not be built.
     """
     ranks = run.launch.nproc
     alone: AbstractContextManager[None] = nullcontext()
@@ -95,13 +107,12 @@ def rehearse(run: RunSections, only: Collection[str] = ALL) -> dict[str, Any]:
 
 
 def _make_deterministic(run: RunSections) -> None:
-    if not run.deterministic:
-        return
-    # cuBLAS reads it when it is first used.
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True)
-    torch.backends.cudnn.deterministic = True
-    torch.backends.cudnn.benchmark = False
+    if run.deterministic:
+        # cuBLAS reads it when it is first used.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+        torch.backends.cudnn.deterministic = True
+        torch.backends.cudnn.benchmark = False
 
 
 def _build_all(section: str, named: Mapping[str, Any], registry: Registry) -> dict[str, Any]:
@@ -114,69 +125,51 @@ def _build_all(section: str, named: Mapping[str, Any], registry: Registry) -> di
     return built
 
 
-@dataclass(frozen=True)
-class _Feed:
-    """How the loops of a run get their batches.
-
-    Attributes:
-        shard: which part of the data this rank sees, of how many.
-        one_batch: each loop sees a single batch.
-    """
-
-    run: RunSections
-    shard: tuple[int, int]
-    one_batch: bool
-
-
-def _build_training(feed: _Feed, val_loop: Any) -> Any:
-    assert feed.run.train is not None
-    settings = dict(feed.run.train)
-    if feed.one_batch:
+def _build_training(
+    run: RunSections, load: Callable[[str], Any], val_loop: Any, one_batch: bool
+) -> Any:
+    settings = dict(run.train or {})
+    if one_batch:
         ones = {key: 1 for key in _TRIAL_ONES if key in settings}
         settings = {"type": settings["type"], **ones}
-    supplied = {"dataloader": _build_loader(feed, "train"), "val_loop": val_loop}
+    supplied = {"dataloader": load("train"), "val_loop": val_loop}
     with building("train"):
         return build_tree(settings, LOOPS, supplied)
 
 
-def _build_evaluation(feed: _Feed, name: str) -> Any:
-    run = feed.run
+def _build_evaluation(run: RunSections, load: Callable[[str], Any], name: str) -> Any:
     if getattr(run.data, name) is None:
         return None
     attempts = Attempts()
     metrics = attempts.make("metrics", partial(_build_all, "metrics", run.metrics, METRICS))
-    loader = attempts.make(f"data.{name}", partial(_build_loader, feed, name))
+    loader = attempts.make(f"data.{name}", partial(load, name))
     attempts.finish()
     supplied = {"dataloader": loader, "metrics": metrics}
     with building(name):
         return build_tree(getattr(run, name), LOOPS, supplied)
 
 
-def _build_loader(feed: _Feed, name: str) -> Any:
-    run = feed.run
+def _build_loader(run: RunSections, shard: tuple[int, int], one_batch: bool, name: str) -> Any:
+    """Build a loader of the rank's shard, (its number, of how many)."""
     section: LoaderSection | dict[str, Any] = getattr(run.data, name)
     with building(f"data.{name}"):
         if isinstance(section, dict):
             loader = build_tree(section, DATALOADERS)
         else:
+            options = {key: getattr(section, key) for key in _LOADER_OPTIONS}
+            if section.collate is not None:
+                options["collate"] = DATASETS.resolve(section.collate)
+            if section.prefetch_factor is not None and section.num_workers:
+                options["prefetch_factor"] = section.prefetch_factor
             loader = build_loader(
                 build_tree(section.dataset, DATASETS),
                 # Where ranks may end apart no sample needs to come twice.
                 train=name == "train" and not (run.wrapper or {}).get("uneven_inputs"),
                 seed=run.seed if section.seed is None else section.seed,
-                shard=feed.shard,
-                **_loader_options(section),
+                shard=shard,
+                **options,
             )
-    return FirstBatch(loader) if feed.one_batch else loader
-
-
-def _loader_options(section: LoaderSection) -> dict[str, Any]:
-    options = {key: getattr(section, key) for key in _LOADER_OPTIONS}
-    if section.collate is not None:
-        options["collate"] = DATASETS.resolve(section.collate)
-    if section.prefetch_factor is not None and section.num_workers:
-        options["prefetch_factor"] = section.prefetch_factor
-    return options
+    return FirstBatch(loader) if one_batch else loader
 
 
 class FirstBatch:
@@ -190,6 +183,96 @@ class FirstBatch:
         return 1
 
     def __iter__(self) -> Iterator[Any]:
-        for batch in self._loader:
-            yield batch
-            return
+        return islice(self._loader, 1)
+
+
+def _build_optimization(run: RunSections, model: nn.Module) -> tuple[Any, dict[str, Hook]]:
+    """Return the optimizer wrapper over `model`, and the hook that steps its schedules, if any."""
+    several = named_optimizers(run.optimizer or {})
+    group = getattr(model, "data_group", None)
+    with building("optimizer"):
+        given: Any = several or run.optimizer
+        if group is not None:
+            # Optimizers that work over ranks take those that have the same parameters.
+            given = supply_where_taken(given, OPTIMIZERS, "process_group", group)
+        if several:
+            refuse_single_step(model)
+            chosen = {name: one.get("params") for name, one in given.items()}
+            shares = share_parameters(model, chosen)
+    if several:
+        optimizers = {n: _optimizer(one, shares[n], f"optimizer.{n}") for n, one in given.items()}
+    elif "paramwise" in given:
+        optimizers = {"": _optimizer(given, named_parameters(model), "optimizer")}
+    else:
+        with building("optimizer"):
+            optimizers = {"": _fastest(given, list(model.parameters()))}
+    sections = optim_wrapper_sections(run.optim_wrapper, run.optimizer)
+    wrappers = {}
+    for name, optimizer in optimizers.items():
+        with building(f"optim_wrapper.{name}" if name in run.optim_wrapper else "optim_wrapper"):
+            supplied = {"optimizer": optimizer}
+            wrappers[name] = build_tree(sections[name], OPTIM_WRAPPERS, supplied)
+            refuse_without_closure(wrappers[name], model)
+    wrapper = OptimWrapperDict(**wrappers) if several else wrappers[""]
+    return wrapper, _scheduler_hook(run, optimizers)
+
+
+def _optimizer(
+    settings: Mapping[str, Any], named: Sequence[NamedParameter], where: str
+) -> Optimizer:
+    own = {key: value for key, value in settings.items() if key not in ("params", "paramwise")}
+    params: list[Any] = list(dict.fromkeys(one.parameter for one in named))
+    if settings.get("paramwise") is not None:
+        with building(f"{where}.paramwise"):
+            params = param_groups(
+                named,
+                lr=own.get("lr"),
+                weight_decay=own.get("weight_decay"),
+                paramwise=settings["paramwise"],
+                optimizer=stepping_class(own),
+            )
+    with building(where):
+        return _fastest(own, params)
+
+
+def _fastest(settings: Mapping[str, Any], params: list[Any]) -> Optimizer:
+    """Build an optimizer in the fastest implementation of its class."""
+    kind = partial(build_optimizer, OPTIMIZERS.resolve(settings["type"]))
+    built: Optimizer = build_tree({**settings, "type": kind}, OPTIMIZERS, {"params": params})
+    return built
+
+
+def _scheduler_hook(run: RunSections, optimizers: Mapping[str, Optimizer]) -> dict[str, Hook]:
+    def build(section: SchedulerSection) -> Any:
+        def make(optimizer: Optimizer) -> Any:
+            return build_tree(section.scheduler, PARAM_SCHEDULERS, {"optimizer": optimizer})
+
+        optimizer = optimizers[section.optimizer or ""]
+        if not section.after and section.until is None:
+            return make(optimizer)
+        return ScheduleWindow(optimizer, make, after=section.after, until=section.until)
+
+    with building("schedulers"):
+        pairs = [(build(one), one.by) for one in run.schedulers]
+    watched = next((one.metric for one in run.schedulers if one.metric), None)
+    named = optimizers if "" not in optimizers else None
+    return {"schedulers": SchedulerHook(pairs, metric=watched, optimizers=named)} if pairs else {}
+
+
+def _evaluation_precision(
+    run: RunSections, model: nn.Module
+) -> Callable[[], AbstractContextManager[Any]]:
+    """Return what the training evaluates `model` in, for a run that builds no optimizer.
+
+    The optimizer wrappers know it, so they are built, around an optimizer that is never used.
+    """
+    sections = optim_wrapper_sections(run.optim_wrapper, run.optimizer)
+    kinds = [OPTIM_WRAPPERS.resolve(one["type"]) for one in sections.values()]
+    parameters = list(model.parameters())
+    if not parameters or not any(hasattr(kind, "precision_context") for kind in kinds):
+        return nullcontext
+    supplied = {"optimizer": SGD(parameters, lr=0.0)}
+    built = {name: build_tree(one, OPTIM_WRAPPERS, supplied) for name, one in sections.items()}
+    wrapper = built[""] if "" in built else OptimWrapperDict(**built)
+    context: Callable[[], AbstractContextManager[Any]] = wrapper.precision_context
+    return context

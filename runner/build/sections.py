@@ -10,9 +10,18 @@ from typing import Any
 import torch
 
 from ...loops import IterTrainLoop
-from ...registry import LOOPS, Config, ConfigError, Examination, Problem, RunSections, examine_config, load_config, optim_wrapper_sections
-from .optimizers import works_over_ranks
-from .parallelism import layout_problems, preparation_problems, tables_with
+from ...registry import (
+    LOOPS,
+    Config,
+    ConfigError,
+    Examination,
+    Problem,
+    RunSections,
+    examine_config,
+    load_config,
+    optim_wrapper_sections,
+)
+from .parallelism import layout_problems, preparation_problems, tables_with, works_over_ranks
 
 _LAYOUT = {"mesh", "tensor_parallel", "wrapper", "launch", "init_device"}
 

@@ -2,20 +2,119 @@
 
 from __future__ import annotations
 
+import argparse
+import json
 import os
 import signal
 import sys
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from importlib import import_module
+from pathlib import Path
 from types import FrameType
+from typing import Any, NoReturn
 
-from ...registry import ConfigError
+from ...registry import ConfigError, Examination, Problem, examine_names, load_config, nearest
 from ..failure import Failure, LaunchError, Terminated, TrainingFailed
-from .options import COMMANDS, UsageError, parse, read_run
+from ..guard import handling
 
-OK, FAILED, MISTAKE = 0, 1, 2
+FAILED, MISTAKE = 1, 2
+_RUN = "CONFIG [key=value ...]"
+
+
+@dataclass(frozen=True)
+class Command:
+    """One word after `stepwrap`, which takes `least` to `most` (None: any number of) others."""
+
+    usage: str
+    help: str
+    home: str  # the module here that holds its function
+    options: tuple[str, ...] = ()
+    least: int = 1
+    most: int | None = None
+    # Of the config of a run, what the command cannot do without; "" for any.
+    section: str | None = None
+
+
+_RUNNING = ("nproc", "run-dir", "device", "dry-run")
+COMMANDS = {
+    "train": Command(
+        f"{_RUN} [options]",
+        "train, validate and, where data.test is given, test",
+        "run_commands",
+        (*_RUNNING, "resume", "fresh"),
+        section="train",
+    ),
+    "validate": Command(
+        f"{_RUN} [options]",
+        "evaluate a checkpoint on data.val",
+        "run_commands",
+        (*_RUNNING, "checkpoint"),
+        section="data.val",
+    ),
+    "test": Command(
+        f"{_RUN} [options]",
+        "evaluate a checkpoint on data.test",
+        "run_commands",
+        (*_RUNNING, "checkpoint"),
+        section="data.test",
+    ),
+    "check": Command(
+        _RUN,
+        "report every mistake in a config and build its parts on the CPU",
+        "run_commands",
+        section="",
+    ),
+    "show": Command(f"{_RUN} [--origin]", "print the resolved config", "commands", ("origin",)),
+    "list": Command("[REGISTRY]", "print what a config can name", "commands", (), 0, 1),
+    "convert": Command(
+        "MMENGINE_CONFIG.py [options]",
+        "print a config of mmengine, which is executed for that, as one of ours",
+        "commands",
+        ("epoch-length", "keep-order"),
+        most=1,
+    ),
+    "plot": Command("RUN_DIR ...", "draw curves.png in each RUN_DIR", "commands"),
+    "env": Command("", "print versions and devices, for a bug report", "run_commands", (), 0, 0),
+    "version": Command("", "print the version; so does --version", "commands", (), 0, 0),
+}
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number from 1, got {text!r}")
+    return int(text)
+
+
+_FLAG: dict[str, Any] = {"action": "store_true"}
+_PATH: dict[str, Any] = {"nargs": "?", "const": True, "metavar": "PATH"}
+_OPTIONS: dict[str, dict[str, Any]] = {
+    "nproc": {
+        "type": _positive,
+        "metavar": "N",
+        "help": "processes on this machine (launch.nproc)",
+    },
+    "run-dir": {"metavar": "DIR", "help": "the run's folder (run_dir)"},
+    "device": {"choices": ("auto", "cpu", "cuda"), "help": "where to compute"},
+    "dry-run": {**_FLAG, "help": "one step of everything; nothing is kept"},
+    "resume": {
+        **_PATH,
+        "help": "continue the run in the run folder, or from the checkpoint at PATH",
+    },
+    "fresh": {**_FLAG, "help": "delete the results already in the run folder"},
+    "checkpoint": {
+        **_PATH,
+        "help": "a checkpoint's folder, best or latest; default: the best, else the latest",
+    },
+    "origin": {**_FLAG, "help": "say which line or override set each value"},
+    "epoch-length": {
+        "type": _positive,
+        "metavar": "N",
+        "help": "batches in an epoch, for schedules with convert_to_iter_based",
+    },
+    "keep-order": {**_FLAG, "help": "read the data by mmengine's own loaders, in its order"},
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -37,12 +136,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader (head, less) has gone; Python would complain once more at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
-    except KeyboardInterrupt:
-        return _tell_stop(Terminated(signal.SIGINT))
-    except Terminated as error:
-        return _tell_stop(error)
+    except (KeyboardInterrupt, Terminated) as error:
+        stop = error if isinstance(error, Terminated) else Terminated(signal.SIGINT)
+        print(_stop_text(stop), file=sys.stderr)
+        return 128 + stop.number
     except TrainingFailed as error:
-        code = _tell_error(error.__cause__ or error, debug)
+        code = _print_error(error.__cause__ or error, debug)
         again = f"continue with: stepwrap train {error.config} --resume"
         if error.saved is not None:
             print(f"  the last checkpoint is {error.saved}; {again}", file=sys.stderr)
@@ -51,28 +150,32 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"  {told}; {again} {error.aside}", file=sys.stderr)
         return code
     except Exception as error:
-        return _tell_error(error, debug)
+        return _print_error(error, debug)
 
 
-def _tell_error(error: BaseException, debug: bool) -> int:
+def _print_error(error: BaseException, debug: bool) -> int:
     """Print what went wrong; returns the exit code."""
     rank = os.environ.get("RANK")
-    if isinstance(error, (UsageError, ConfigError)):
-        # The same on every rank of torchrun's: one of them tells it.
-        if not rank or rank == "0":
-            _tell(str(error), Failure.of(error).trace if debug else "")
-        return MISTAKE
+    failures = [Failure.of(error, int(rank) if rank else None)]
     if isinstance(error, LaunchError):
-        if error.failures[0].kind == "ConfigError":
-            # Most of them say the same.
-            mistakes = [one for one in error.failures if one.kind == "ConfigError"]
-            trace = mistakes[0].trace if debug else ""
-            _tell("\n".join(dict.fromkeys(one.message for one in mistakes)), trace)
-            return MISTAKE
-        _tell_failures(error.failures, debug)
-        return FAILED
-    _tell_failures([Failure.of(error, int(rank) if rank else None)], debug)
-    return FAILED
+        failures = error.failures
+    elif isinstance(error, ConfigError) and rank not in (None, "", "0"):
+        # Every rank of torchrun raises the same: rank 0 prints it.
+        return MISTAKE
+    is_mistake = failures[0].kind == "ConfigError"
+    if is_mistake:
+        # Most ranks report the same.
+        mistakes = [one for one in failures if one.kind == failures[0].kind]
+        traces, lines = [mistakes[0].trace], list(dict.fromkeys(one.message for one in mistakes))
+    else:
+        ranks = ["" if one.rank is None else f"rank {one.rank}: " for one in failures]
+        pairs = zip(reversed(ranks), reversed(failures), strict=True)
+        traces = [f"{rank}{one.trace}\n" for rank, one in pairs]
+        lines = list(failures[0].lines())
+        if not debug:
+            lines.append("  --debug shows the whole traceback")
+    print("".join(traces if debug else []) + "\n".join(lines), file=sys.stderr)
+    return MISTAKE if is_mistake else FAILED
 
 
 @contextmanager
@@ -88,29 +191,17 @@ def _signals_end_at_once() -> Iterator[None]:
         os._exit(128 + number)
 
     def pass_on(number: int, frame: FrameType | None) -> None:
-        # Whoever handles SIGTERM by then: a training that runs saves and stops.
+        # To the handler of SIGTERM at that time: a running training saves and stops.
         signal.raise_signal(signal.SIGTERM)
 
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
     handlers: dict[int, Callable[[int, FrameType | None], None]] = {signal.SIGTERM: end}
     # Not in the background, and not under nohup.
     if signal.getsignal(signal.SIGINT) == signal.default_int_handler:
         handlers[signal.SIGINT] = end
     if signal.getsignal(signal.SIGHUP) == signal.SIG_DFL:
         handlers[signal.SIGHUP] = pass_on
-    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
-    try:
+    with handling(handlers):
         yield
-    finally:
-        for number, old in before.items():
-            signal.signal(number, old)
-
-
-def _tell_stop(stop: Terminated) -> int:
-    _tell(_stop_text(stop), "")
-    return 128 + stop.number
 
 
 def _stop_text(stop: Terminated) -> str:
@@ -119,18 +210,100 @@ def _stop_text(stop: Terminated) -> str:
     return f"stopped by {name}; {saved}"
 
 
-def _tell(text: str, trace: str) -> None:
-    if trace:
-        print(trace, file=sys.stderr, end="")
-    print(text, file=sys.stderr)
+def _mistake(text: str) -> ConfigError:
+    return ConfigError([Problem("", text)])
 
 
-def _tell_failures(failures: Sequence[Failure], debug: bool) -> None:
-    if debug:
-        for failure in reversed(failures):
-            rank = "" if failure.rank is None else f"rank {failure.rank}: "
-            print(f"{rank}{failure.trace}", file=sys.stderr)
-    lines = list(failures[0].lines())
-    if not debug:
-        lines.append("  --debug shows the whole traceback")
-    print("\n".join(lines), file=sys.stderr)
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise _mistake(f"{self.prog}: {message}")
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """Turn the words after `stepwrap` into options; `command` is among them."""
+    if not argv or argv[0] in ("-h", "--help"):
+        _print_help()
+    name = "version" if argv[0] == "--version" else argv[0]
+    if name not in COMMANDS:
+        raise _mistake(f"stepwrap: {_unknown('command', name, COMMANDS)}")
+    command = COMMANDS[name]
+    parser = _Parser(
+        prog=f"stepwrap {name}",
+        usage=f"stepwrap {name} {command.usage}",
+        description=command.help[0].upper() + command.help[1:] + ".",
+        allow_abbrev=False,
+    )
+    parser.add_argument("words", nargs="*", help=argparse.SUPPRESS)
+    parser.add_argument("--debug", help="show the full traceback of an error", **_FLAG)
+    for option in command.options:
+        others = ["--resume"] if option == "checkpoint" else []
+        parser.add_argument(f"--{option}", *others, **_OPTIONS[option])
+    options, rest = parser.parse_known_intermixed_args(list(argv[1:]))
+    if rest:
+        known = [name for name in parser._option_string_actions if name.startswith("--")]
+        raise _mistake(f"{parser.prog}: {_unknown('option', rest[0].partition('=')[0], known)}")
+    _give_back_words(options)
+    problem = ""
+    if len(options.words) < command.least:
+        problem = f"{command.usage.split()[0]} is missing"
+    elif command.most is not None and len(options.words) > command.most:
+        problem = f"unexpected argument {options.words[command.most]!r}"
+    if problem:
+        raise _mistake(f"{parser.prog}: {problem}; usage: {parser.prog} {command.usage}".rstrip())
+    options.command = name
+    return options
+
+
+def _print_help() -> None:
+    rows = "\n".join(f"  {name:<10}{command.help}" for name, command in COMMANDS.items())
+    argparse.ArgumentParser(
+        prog="stepwrap",
+        usage="stepwrap COMMAND ...",
+        description="Train any PyTorch model under any parallelism, from a config.",
+        epilog=f"commands:\n{rows}\n\nstepwrap COMMAND --help tells more.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    ).parse_args(["--help"])
+
+
+def _give_back_words(options: argparse.Namespace) -> None:
+    """`--resume a.b=1` and `--resume cfg.yaml` mean a bare `--resume` and one more word."""
+    for name in ("resume", "checkpoint"):
+        value = getattr(options, name, None)
+        if not isinstance(value, str) or Path(value).is_dir():
+            continue
+        if "=" in value:
+            options.words.append(value)
+            setattr(options, name, True)
+        elif not options.words or "=" in options.words[0]:
+            options.words.insert(0, value)
+            setattr(options, name, True)
+
+
+def _unknown(kind: str, word: str, known: Sequence[str] | dict[str, Command]) -> str:
+    near = nearest(word, known, limit=1)
+    hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
+    return f"there is no {kind} {word}; {hint}"
+
+
+def read_run(options: argparse.Namespace) -> Examination | None:
+    """Return the config of a command that runs one, with the options laid upon it, examined.
+
+    Mistakes that can be told without any class are, at once: torch is not imported yet.
+    """
+    needed = COMMANDS[options.command].section
+    if needed is None:
+        return None
+    overrides = list(options.words[1:])
+    for name, key in (("nproc", "launch.nproc"), ("run_dir", "run_dir"), ("device", "device")):
+        value = getattr(options, name, None)
+        if value is not None:
+            overrides.append(f"{key}={json.dumps(value)}")
+    examined = examine_names(load_config(options.words[0], overrides))
+    problems = examined.problems
+    if examined.config.select(needed) is None:
+        parts = needed.split(".")
+        if not any(nearest(one.key.rpartition(".")[2], parts) for one in problems):
+            problems.append(Problem(needed, f"{options.command} needs this section, it is missing"))
+    if problems:
+        raise ConfigError(problems)
+    return examined

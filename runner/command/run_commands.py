@@ -1,29 +1,40 @@
-"""The commands that build and run: train, validate, test, check, env."""
+"""The commands that build and run, and what they print: train, validate, test, check, env."""
 
 from __future__ import annotations
 
 import argparse
+import math
 import os
+import platform
 import signal
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
+from importlib import metadata
 from pathlib import Path
+from typing import Any
 
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+
+from ...loops import list_checkpoints
 from ...registry import Config, ConfigError, Problem, RunSections
-from ..build.parts import BuildError, rehearse
+from ..build.parts import rehearse
 from ..build.sections import read_sections
-from ..failure import Terminated, TrainingFailed
+from ..failure import Terminated, TrainingFailed, as_mistakes_in
 from ..guard import raising_stops
-from ..jobs import Job, refuse_occupied, run_job
+from ..jobs import Job, Outcome, refuse_occupied, run_dir_error, run_job
 from ..launcher import launch, started_outside
-from ..run_folder import new_folder, saved_checkpoints
-from .report import report_check, report_environment, report_outcome
+from ..run_folder import saved_checkpoints
+from .commands import draw_curves, plots_available, read_curves
 
 
 def run_train(options: argparse.Namespace) -> int:
     """Train, and test at the end where there is test data."""
-    config, run = _load(options)
+    config, run = _checked(options)
     resume = options.resume if options.resume is not None else run.resume
     if options.fresh and resume:
         raise ConfigError([Problem("", "--fresh and --resume exclude each other")])
@@ -35,73 +46,73 @@ def run_train(options: argparse.Namespace) -> int:
         return _run(job, options, run)
     # Asked again by the ranks; here the answer comes before any is started.
     refuse_occupied(job, run.run_dir)
-    folder = nullcontext() if options.dry_run else _folder_for(config, run.run_dir)
+    folder = nullcontext() if options.dry_run else _new_folder(config, Path(run.run_dir))
     with raising_stops(), folder:
         return _run(job, options, run)
 
 
 @contextmanager
-def _folder_for(config: Config, run_dir: str) -> Iterator[None]:
-    """Make the run's folder, before anything else can fail; nothing empty is left of it."""
-    with ExitStack() as stack:
-        try:
-            stack.enter_context(new_folder(Path(run_dir)))
-        except OSError as error:
-            origin = config.origin("run_dir") if "run_dir" in config else ""
-            what = f"the folder {run_dir} cannot be made: {error.strerror}"
-            raise ConfigError([Problem("run_dir", what, origin)]) from error
+def _new_folder(config: Config, run_dir: Path) -> Iterator[None]:
+    """Make the run's folder before anything else can fail; nothing empty is left of it then."""
+    made = [path for path in (run_dir, *run_dir.parents) if not path.exists()]
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        what = f"the folder {run_dir} cannot be made: {error.strerror}"
+        raise run_dir_error(config, what) from error
+    try:
         yield
+    except BaseException:
+        for path in made:
+            with suppress(OSError):
+                path.rmdir()
+        raise
 
 
 def run_validate(options: argparse.Namespace) -> int:
-    """Evaluate a checkpoint on the validation data."""
-    return _run_evaluation("validate", options)
+    """Evaluate a checkpoint on the validation data, or with `test` on the test data."""
+    config, run = _checked(options)
+    checkpoint = None if options.checkpoint in (None, True) else options.checkpoint
+    return _run(Job(options.command, config, run, checkpoint=checkpoint), options, run)
 
 
-def run_test(options: argparse.Namespace) -> int:
-    """Evaluate a checkpoint on the test data."""
-    return _run_evaluation("test", options)
+run_test = run_validate
 
 
 def run_check(options: argparse.Namespace) -> int:
     """Report every mistake in a config, then build its parts on the CPU."""
     run = read_sections(options.examined)
-    try:
+    with as_mistakes_in(options.examined.config):
         parts = rehearse(run)
-    except BuildError as error:
-        raise error.as_config_error(options.examined.config) from error.cause
-    report_check(options.words[0], run, parts)
+    model = parts["model"].module
+    count = sum(parameter.numel() for parameter in model.parameters())
+    # fully_shard gives the model a class of its own.
+    kind = next(one for one in type(model).__mro__ if "torch.distributed" not in one.__module__)
+    loops = [name for name in ("train", "val", "test") if parts.get(f"{name}_loop") is not None]
+    print(f"{options.words[0]}: no mistakes; every part can be built")
+    print(f"model: {kind.__name__}, {count:,} parameters")
+    print(f"wrapper: {type(parts['model']).__name__}")
+    print(f"loops: {', '.join(loops) or 'none'}")
+    print(f"hooks: {', '.join(parts['hooks']) or 'none'}")
     return 0
-
-
-def run_env(options: argparse.Namespace) -> int:
-    """Print versions and devices."""
-    report_environment()
-    return 0
-
-
-def _run_evaluation(command: str, options: argparse.Namespace) -> int:
-    config, run = _load(options)
-    checkpoint = None if options.checkpoint in (None, True) else options.checkpoint
-    return _run(Job(command, config, run, checkpoint=checkpoint), options, run)
 
 
 def _run(job: Job, options: argparse.Namespace, run: RunSections) -> int:
     job = replace(job, dry_run=options.dry_run, debug=options.debug)
     settings = run.launch
     backend = "gloo" if settings.backend == "auto" and run.device == "cpu" else settings.backend
-    with _telling_what_is_saved(job, Path(run.run_dir)), raising_stops():
+    with _naming_checkpoints(job, Path(run.run_dir)), raising_stops():
         results = launch(
             run_job, (job,), nproc=settings.nproc, backend=backend, timeout_s=settings.timeout_s
         )
     if 0 not in results:
         # One of torchrun's other ranks: rank 0 does the talking.
         return next(iter(results.values())).exit_code
-    return report_outcome(job, run, results[0])
+    return _report(job, run, results[0])
 
 
 @contextmanager
-def _telling_what_is_saved(job: Job, folder: Path) -> Iterator[None]:
+def _naming_checkpoints(job: Job, folder: Path) -> Iterator[None]:
     """Put the checkpoint that a run has left, or had started from, into the error of its end."""
     # Not find_checkpoint, which ranks call together: a signal may have come to one of them.
     before, set_aside = _stamped(folder), _stamped(folder, "incomplete_")
@@ -129,8 +140,111 @@ def _stamped(folder: Path, prefix: str = "step_") -> dict[Path, int]:
     return {path: path.stat().st_mtime_ns for path in saved_checkpoints(folder, prefix)}
 
 
-def _load(options: argparse.Namespace) -> tuple[Config, RunSections]:
-    """Return the config, and all of it checked."""
+def _checked(options: argparse.Namespace) -> tuple[Config, RunSections]:
     told = os.environ.get("WORLD_SIZE") or os.environ.get("SLURM_NTASKS") or 1
     world_size = int(told) if started_outside() else None
     return options.examined.config, read_sections(options.examined, world_size)
+
+
+def _report(job: Job, run: RunSections, outcome: Outcome) -> int:
+    """Print how a job ended; returns the exit code."""
+    folder = Path(run.run_dir)
+    if outcome.signal:
+        _report_stop(folder, outcome)
+        return outcome.exit_code
+    if any(outcome.metrics.values()):
+        Console(highlight=False).print(_table(job, run, outcome))
+    if job.command != "train" and outcome.checkpoint:
+        print(f"checkpoint: {outcome.checkpoint}")
+    if job.dry_run:
+        print("dry run: every part has worked for one step; nothing was kept")
+    elif job.command == "train":
+        _report_files(folder, outcome.best_by)
+    return 0
+
+
+def _report_stop(folder: Path, outcome: Outcome) -> None:
+    name = "Ctrl-C" if outcome.signal == signal.SIGINT else signal.Signals(outcome.signal).name
+    what = f"stopped by {name}: at step {outcome.step} (epoch {outcome.epoch})"
+    saved = list_checkpoints(folder / "checkpoints")
+    if not saved:
+        print(f"{what}; nothing is saved (hooks.checkpoint is off)")
+    else:
+        path, meta = saved[0]
+        print(f"{what}; saved {path}")
+        _report_evaluated(folder, meta)
+        print(f"continue with: stepwrap train {folder / 'config.yaml'} --resume")
+
+
+def _table(job: Job, run: RunSections, outcome: Outcome) -> Table:
+    title = f"{run.name} at step {outcome.step}, epoch {outcome.epoch}"
+    table = Table(title=title, min_width=len(title))
+    table.add_column("metric")
+    phases = [phase for phase in ("val", "test") if outcome.metrics.get(phase)]
+    for phase in phases:
+        best = phase == "test" and job.command == "train" and outcome.checkpoint
+        table.add_column(f"{phase} (best checkpoint)" if best else phase, justify="right")
+    for name in dict.fromkeys(name for phase in phases for name in outcome.metrics[phase]):
+        values = [outcome.metrics[phase].get(name, math.nan) for phase in phases]
+        table.add_row(name, *(f"{value:.4f}" for value in values))
+    return table
+
+
+def _report_files(folder: Path, best_by: str) -> None:
+    if read_curves(folder):
+        drawn = plots_available()
+        told = draw_curves(folder) if drawn else "not drawn: pip install 'stepwrap[plots]'"
+        print(f"curves: {told}")
+    saved = list_checkpoints(folder / "checkpoints")
+    best = [path for path, meta in saved if meta["best"]]
+    if best:
+        print(f"best checkpoint: {best[0]}")
+        if best_by:
+            print(f"best by: {best_by}")
+    if saved:
+        path, meta = saved[0]
+        print(f"last checkpoint: {path}")
+        _report_evaluated(folder, meta)
+
+
+def _report_evaluated(folder: Path, meta: Mapping[str, Any]) -> None:
+    """Print where the evaluated weights are, if not with the model's own."""
+    file, *keys = meta.get("evaluated", ["model.pt"])
+    if keys:
+        where = f"{file} of the checkpoint, under {' / '.join(keys)}; model.pt holds the plain ones"
+        load = f"stepwrap.runner.load_model({str(folder)!r})"
+        print(f"evaluated weights: in {where}; {load} returns the model with them")
+
+
+_PACKAGES = (
+    *("stepwrap", "torch", "torchmetrics", "omegaconf", "rich", "numpy"),
+    *("matplotlib", "tensorboard", "scikit-learn", "pytorch-lightning", "mmengine", "mpi4py"),
+)
+
+
+def run_env(options: argparse.Namespace) -> int:
+    """Print versions and devices, for a bug report."""
+    facts = {"python": f"{platform.python_version()} ({sys.executable})"}
+    for name in _PACKAGES:
+        try:
+            facts[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            facts[name] = "not installed"
+    facts["system"] = f"{platform.platform()}, {os.cpu_count()} cores"
+    threads = os.environ.get("OMP_NUM_THREADS", "not set")
+    facts["threads"] = f"{torch.get_num_threads()} (OMP_NUM_THREADS={threads})"
+    if torch.cuda.is_available():
+        cudnn = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
+        facts["cuda"] = f"{torch.version.cuda}, cudnn {cudnn}"
+        for index in range(torch.cuda.device_count()):
+            card = torch.cuda.get_device_properties(index)
+            facts[f"cuda:{index}"] = f"{card.name}, {card.total_memory / 2**30:.0f} GiB"
+        facts["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "not set")
+    else:
+        facts["cuda"] = f"no device (torch built for CUDA {torch.version.cuda or 'none'})"
+    backends = ("gloo", "nccl", "mpi", "ucc", "xccl")
+    present = [name for name in backends if dist.is_backend_available(name)]
+    facts["back-ends"] = ", ".join(present) or "none"
+    for what, value in facts.items():
+        print(f"{what:<20}: {value}")
+    return 0

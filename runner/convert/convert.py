@@ -1,41 +1,60 @@
-"""Configs of mmengine as configs of ours."""
+"""What each setting of mmengine becomes here: one table, walked from top to bottom."""
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ...registry import RunSections, format_config
-from .draft import Draft, Miss, Row, Section, walk
-from .mapping import MAPPING
+from ...registry import (
+    MODEL_WRAPPERS,
+    ParamwiseSection,
+    RunSections,
+    check_component,
+    format_config,
+)
+from .draft import (
+    NO_COUNTERPART,
+    NOTHING,
+    Draft,
+    Miss,
+    Row,
+    Section,
+    as_yaml,
+    bare_name,
+    dropped,
+    kept,
+    only,
+    sections,
+    walk,
+)
+from .hooks import (
+    convert_custom_hooks,
+    convert_default_hooks,
+    convert_schedulers,
+    convert_visualizer,
+    convert_window_size,
+)
 from .source import read_source
 
-_FIRST = ("name", "imports", "seed", "deterministic", "run_dir")
-# Where mmengine has what a section here holds, if under another name.
-_THERE = {
-    "data.test": "test_dataloader",
-    "data.train": "train_dataloader",
-    "data.val": "val_dataloader",
-    "launch": "env_cfg.dist_cfg",
-    "metrics": "val_evaluator",
-    "name": "experiment_name",
-    "optimizer": "optim_wrapper.optimizer",
-    "run_dir": "work_dir",
-    "schedulers": "param_scheduler",
-    "wrapper": "model_wrapper_cfg",
-}
+_OWN_LOOP = "{} is a loop of your own: see docs/extending.md"
+_NO_STRATEGIES = "has no counterpart: wrapper, mesh and optim_wrapper say how ranks work together"
+_NO_TTA = "has no counterpart: average the predictions in the model's own test_step"
+_LAUNCHED = "ranks are started by launch.nproc, --nproc or torchrun"
+_NOT_LOADED = (
+    "a checkpoint of mmengine is no run of ours; its weights can be loaded by"
+    " init_cfg=dict(type='Pretrained', ...): docs/migrate.md"
+)
+_BUILDER = "mmengine.runner.Runner.build_dataloader"
+_PASSES = "the last batch of each pass over the data may be smaller here: see --keep-order"
+_BY_CHILDREN = "here each optimizer has the parameters of the child of its name"
 
 
 class Conversion(NamedTuple):
-    """A translated config.
-
-    Attributes:
-        config: our settings.
-        misses: what has no counterpart, or another meaning.
-    """
+    """Our settings, and what has no counterpart or another meaning."""
 
     config: dict[str, Any]
     misses: list[Miss]
@@ -52,58 +71,402 @@ class Conversion(NamedTuple):
 def convert_config(
     path: str | os.PathLike[str], *, epoch_length: int | None = None, keep_order: bool = False
 ) -> Conversion:
-    """Translate a config file of mmengine, which is executed for that.
+    """Translate a config file of mmengine, a .py file, which is executed for that.
 
-    Args:
-        path: A .py file.
-        epoch_length: Batches in an epoch of training, for schedules that mmengine converts from
-            epochs to batches.
-        keep_order: Read the data by mmengine's own loaders and samplers, in the same order.
-
-    Raises:
-        ConfigError: It cannot be read.
+    `epoch_length` is for schedules that mmengine converts from epochs to batches; with `keep_order`
+    mmengine's own loaders read the data. Raises ConfigError where the file cannot be read.
     """
-    source = read_source(Path(path))
-    draft = Draft(
-        source,
-        scope=source.settings.get("default_scope"),
-        epoch_length=epoch_length,
-        keep_order=keep_order,
-        sections={"name": Path(path).stem},
-    )
-    top = Section(draft, source.settings)
+    settings, lines = read_source(Path(path))
+    scope, name = settings.get("default_scope"), Path(path).stem
+    draft = Draft(lines, scope, epoch_length, keep_order, {"name": name})
+    top = Section(draft, settings)
     # Variables that other settings are made of are no settings.
-    walk(top, (*MAPPING, *map(Row, source.read), Row("_base_")), draft.sections)
+    walk(top, (*_MAPPING, *dropped(*lines.read, "_base_")), draft.sections)
     top.close("no setting of this name is known")
     order = dict.fromkeys((*_FIRST, *(one.name for one in fields(RunSections))))
     config = {key: _held(draft, draft.sections[key], key) for key in order if key in draft.sections}
     return Conversion(config, draft.misses)
 
 
-def _held(draft: Draft, value: Any, key: str) -> Any:
+_FIRST = ("name", "imports", "seed", "deterministic", "run_dir")
+
+
+def _held(draft: Draft, value: Any, path: str) -> Any:
     """Return a value as YAML holds it, and note what it cannot hold."""
     if isinstance(value, Mapping):
-        return {_key(draft, n, key): _held(draft, one, f"{key}.{n}") for n, one in value.items()}
+        pairs = ((key, one, f"{path}.{key}") for key, one in value.items())
+        return {_key(draft, key, at): _held(draft, one, at) for key, one, at in pairs}
     if isinstance(value, (list, tuple)):
-        return [_held(draft, one, f"{key}.{at}") for at, one in enumerate(value)]
+        return [_held(draft, one, f"{path}.{at}") for at, one in enumerate(value)]
     if value is None or isinstance(value, (str, int, float)):
         return value
-    draft.miss(_there(key), f"YAML cannot hold a {type(value).__name__}: here is its text")
+    return _text(draft, value, path, f"YAML cannot hold a {type(value).__name__}")
+
+
+def _key(draft: Draft, name: Any, path: str) -> str | int:
+    if isinstance(name, (str, int)) and not isinstance(name, bool):
+        return name
+    return _text(draft, name, path, f"a key must be a str or int, not {name!r}")
+
+
+def _text(draft: Draft, value: Any, path: str, why: str) -> str:
+    theirs = {row.ours: row.theirs for row in reversed(_MAPPING) if row.ours}
+    theirs |= {"launch": "env_cfg.dist_cfg", "optimizer": "optim_wrapper.optimizer"}
+    ours = next((key for key in theirs if f"{path}.".startswith(f"{key}.")), "")
+    draft.miss(theirs.get(ours, "") + path.removeprefix(ours), f"{why}: here is its text")
     return str(value)
 
 
-def _key(draft: Draft, name: Any, above: str) -> str | int:
-    if isinstance(name, (str, int)) and not isinstance(name, bool):
-        return name
-    draft.miss(
-        _there(f"{above}.{name}"), f"a key must be a str or int, not {name!r}: here is its text"
+# Functions of rows: see `Row.to`.
+
+
+def _given(section: Section, key: str) -> Any:
+    """Take what is not None; that is listed."""
+    return NOTHING if section[key] is None else section.pop(key)
+
+
+def _usual(theirs: str, table: str, usual: str, refusal: str, *rows: Row) -> Row:
+    """Return the row of a section whose type must be mmengine's usual one."""
+
+    def check(section: Section, key: str) -> Any:
+        kind = section.kind(table, usual)
+        if kind != usual:
+            section.miss(key, refusal.format(kind))
+        return NOTHING
+
+    return Row(theirs, "", (Row("type", "", check, default=None), *rows))
+
+
+def _imports(section: Section, key: str) -> Any:
+    given = section.pop(key, None) or []
+    return [given] if isinstance(given, str) else list(given)
+
+
+def _resume(section: Section, key: str) -> Any:
+    resumes = section.pop(key) and section.get("load_from") is None
+    return True if resumes else NOTHING
+
+
+def _compile(section: Section, key: str) -> Any:
+    given = section[key]
+    if not isinstance(given, Mapping) or not given.get("enable", True):
+        return True if section.pop(key) is True else NOTHING
+    options = Section(section.draft, section.pop(key), key)
+    walk(options, (Row("enable"), Row("target", same=("forward",), refusal=NO_COUNTERPART)))
+    return dict(options) or True
+
+
+def _model(section: Section, key: str) -> Any:
+    draft, preprocessor = section.draft, section.pop("data_preprocessor", None)
+    model = section.below(key)
+    if model is None:
+        section.miss(key, "is missing: a run needs one")
+        return NOTHING
+    part = model.part("MODELS")
+    if preprocessor is not None:
+        part.setdefault("data_preprocessor", draft.plain(preprocessor))
+    return part
+
+
+_WRAPPERS = {
+    "MMDistributedDataParallel": "ddp",
+    "DistributedDataParallel": "ddp",
+    "MMSeparateDistributedDataParallel": "separate",
+    "MMFullyShardedDataParallel": "fsdp",
+}
+
+
+def _wrapper(section: Section, key: str) -> Any:
+    unused, sync = section.pop("find_unused_parameters", False), section.pop("sync_bn", None)
+    given = section.below(key)
+    options: dict[str, Any] = {"type": "ddp"}
+    if given is not None:
+        kind = given.kind("MODEL_WRAPPERS", "MMDistributedDataParallel")
+        if kind not in _WRAPPERS:
+            what = f"{kind} is a class of mmengine's kind: subclass one of stepwrap.wrappers"
+            given.miss("type", what)
+            return NOTHING
+        options = _wrapper_options(given, _WRAPPERS[kind])
+    elif unused:
+        options["find_unused_parameters"] = True
+    if sync is not None and options["type"] == "ddp":
+        options["sync_batchnorm"] = True
+    elif sync is not None:
+        section.miss("sync_bn", f"is an option of ddp, not of {options['type']}")
+    return options if given is not None or unused or sync is not None else NOTHING
+
+
+def _wrapper_options(given: Section, kind: str) -> dict[str, Any]:
+    # They follow from the rank, and from our class.
+    walk(given, dropped("device_ids", "output_device", "use_orig_params", "module"))
+    options = {"type": kind, **as_yaml(given)}
+    # Wrong values are reported by `stepwrap check`.
+    for problem in check_component(options, MODEL_WRAPPERS, "", ("module",)):
+        if "no such argument" in problem.what:
+            del options[problem.key.removeprefix(".")]
+    for key in options.keys() & given.keys():
+        del given[key]
+    given.close(f"is no option of {kind}")
+    return options
+
+
+def _scaling(section: Section, key: str) -> Any:
+    given = section.pop(key)
+    if isinstance(given, Mapping) and given.get("enable"):
+        section.miss(f"{key}.enable", "there is no scaling of the rate: set optimizer.lr")
+    return NOTHING
+
+
+_CONSTRUCTORS = ("", "DefaultOptimWrapperConstructor")
+_PARAMWISE = tuple(one.name for one in fields(ParamwiseSection))
+
+
+def _optimization(section: Section, key: str) -> Any:
+    """Return our sections for one optimizer or several, and their wrappers."""
+    given = section.below(key)
+    if given is None:
+        return NOTHING
+    constructor = bare_name(given.pop("constructor", ""))
+    names = [name for name, one in given.items() if isinstance(one, Mapping) and "optimizer" in one]
+    if "optimizer" in given or not names:
+        if constructor not in _CONSTRUCTORS:
+            given.miss("constructor", "paramwise options are all that is translated")
+        return _single(given)
+    if constructor not in (*_CONSTRUCTORS, "MultiOptimWrapperConstructor"):
+        given.miss("constructor", _BY_CHILDREN)
+    made: dict[str, Any] = {"optimizer": {}}
+    for name in names:
+        one = given.below(name)
+        for ours, settings in _single(one).items() if one is not None else ():
+            made.setdefault(ours, {})[name] = settings
+    given.close()
+    return made
+
+
+def _single(section: Section) -> dict[str, Any]:
+    """Return our sections for one optimizer and, where it has settings, its wrapper."""
+    given = section.below("optimizer")
+    if given is None:
+        section.miss("optimizer", "is missing: training needs one")
+        return {"optimizer": {}}
+    optimizer = given.part("OPTIMIZERS")
+    paramwise = section.below("paramwise_cfg")
+    if paramwise is not None:
+        known = {key: paramwise.pop(key) for key in list(paramwise) if key in _PARAMWISE}
+        paramwise.close()
+        if known:
+            optimizer["paramwise"] = {**known, "as_mmengine": True}
+    # Its other options are those of the class.
+    wrapper = walk(section, _OPTIM_WRAPPER) | section
+    return {"optimizer": optimizer} | ({"optim_wrapper": wrapper} if wrapper else {})
+
+
+def _optim_wrapper_type(section: Section, key: str) -> Any:
+    original = section.get(key)
+    kind = section.kind("OPTIM_WRAPPERS", "OptimWrapper")
+    if kind in ("OptimWrapper", "AmpOptimWrapper"):
+        return NOTHING if kind == "OptimWrapper" else kind
+    # A class of mmengine's kind runs as it is.
+    return section.draft.name_of(original, "OPTIM_WRAPPERS", section.at(key))
+
+
+def _accumulated(section: Section, key: str) -> Any:
+    batches = section.pop(key)
+    section.draft.batches = max(section.draft.batches, batches)
+    return batches if batches != 1 else NOTHING
+
+
+_OPTIM_WRAPPER = (
+    Row("type", "type", _optim_wrapper_type, default=None),
+    Row("accumulative_counts", "accumulative_counts", _accumulated),
+    *dropped("use_fsdp"),
+    *only(clip_grad=None, loss_scale="dynamic"),
+    Row("dtype", "dtype", lambda one, key: str(one.pop(key)).removeprefix("torch."), same=(None,)),
+)
+
+
+def _training(section: Section, key: str) -> Any:
+    given, draft = section.below(key), section.draft
+    if given is None:
+        return NOTHING
+    by_epoch = given.pop("by_epoch", None)
+    by_iterations = by_epoch is False or (by_epoch is None and "max_iters" in given)
+    kind = given.kind("LOOPS", "IterBasedTrainLoop" if by_iterations else "EpochBasedTrainLoop")
+    draft.by_epoch = kind != "IterBasedTrainLoop"
+    if kind not in ("EpochBasedTrainLoop", "IterBasedTrainLoop"):
+        given.miss("type", _OWN_LOOP.format(kind))
+        draft.by_epoch = given.get("max_iters") is None
+    length = Row("max_epochs", "max_epochs", default=None)
+    if not draft.by_epoch:
+        given["val_interval"] = given.get("val_interval") or 1000
+        length = Row("max_iters", "max_steps", _counted, default=None)
+    loop = walk(given, (length, *_INTERVALS))
+    given.close()
+    return {"type": "EpochTrainLoop" if draft.by_epoch else "IterTrainLoop", **loop}
+
+
+def _counted(section: Section, key: str) -> Any:
+    """Take a number of epochs, or one of batches as one of updates; or pairs of such numbers."""
+    value, draft = section.pop(key, None), section.draft
+    if draft.by_epoch:
+        return value
+    if isinstance(value, (list, tuple)):
+        return [[draft.updates(one, section.at(key)) for one in pair] for pair in value]
+    return draft.updates(value, section.at(key))
+
+
+_INTERVALS = (
+    *(Row(key, key, _counted, same=(None,)) for key in ("val_begin", "val_interval")),
+    Row("dynamic_intervals", "dynamic_intervals", _counted, same=(None, [], ())),
+)
+
+
+def _loader(section: Section, key: str) -> Any:
+    given, draft = section.below(key), section.draft
+    if given is None:
+        return NOTHING
+    train = key == "train_dataloader"
+    if draft.keep_order or not _is_ours(given, train):
+        # All of it as mmengine builds it: its samplers, its order, its batches.
+        plain = draft.plain({"type": "", **given})
+        del plain["type"]
+        return {"type": _BUILDER, "dataloader": plain, "seed": draft.sections.get("seed", 0)}
+    loader = walk(given, _LOADER)
+    endless = draft.known_as(given["sampler"].get("type"), "DATA_SAMPLERS") == "InfiniteSampler"
+    if train and endless and not loader.get("drop_last"):
+        given.miss("sampler.type", _PASSES)
+    walk(given, _ORDER, loader)
+    given.close()
+    return loader
+
+
+def _is_ours(section: Section, train: bool) -> bool:
+    """Whether our loader does the same with these settings."""
+    sampler, collate = section.get("sampler"), section.get("collate_fn")
+    others = ("batch_sampler", "worker_init_fn", "num_batch_per_epoch", "timeout")
+    return (
+        isinstance(sampler, Mapping)
+        and section.draft.known_as(sampler.get("type"), "DATA_SAMPLERS")
+        in ("DefaultSampler", "InfiniteSampler")
+        and (not train or bool(sampler.get("round_up", True)))
+        and (collate is None or (isinstance(collate, Mapping) and len(collate) == 1))
+        and not any(section.get(key) for key in others)
     )
-    return str(name)
 
 
-def _there(key: str) -> str:
-    """Return the key path that a setting has in mmengine's config, or that of its section."""
-    for ours, theirs in _THERE.items():
-        if key == ours or key.startswith(f"{ours}."):
-            return theirs + key.removeprefix(ours)
-    return key
+def _dataset(section: Section, key: str) -> Any:
+    given = section.below(key)
+    return NOTHING if given is None else given.part("DATASETS")
+
+
+def _collate(section: Section, key: str) -> str:
+    given = section.below(key)
+    name = "pseudo_collate" if given is None else given.pop("type", None)
+    if given is None or name in ("pseudo_collate", "default_collate"):
+        return f"mmengine.dataset.{name}"
+    return section.draft.name_of(name, "FUNCTIONS", given.at("type"))
+
+
+_LOADER = (
+    Row("dataset", "dataset", _dataset),
+    *(Row(key, key, _given) for key in ("batch_size", "num_workers", "drop_last", "pin_memory")),
+    Row("prefetch_factor", "prefetch_factor", same=(None,)),
+)
+_ORDER = (
+    # The order is the same on all ranks, and no sample is left out.
+    Row("sampler", "", (
+        *kept(shuffle=True),
+        Row("seed", "seed", same=(None,)),
+        *dropped("type", "round_up", "_scope_"),
+    )),
+    Row("collate_fn", "collate", _collate, default=None),
+    # Workers stay anyway.
+    *dropped("persistent_workers"),
+    *only(worker_init_fn=None, batch_sampler=None, timeout=0, num_batch_per_epoch=None),
+    *only(multiprocessing_context=None),
+)  # fmt: skip
+
+
+def _metrics(section: Section, key: str) -> Any:
+    """Return the metrics of `val_evaluator` and `test_evaluator`, which share one section here."""
+    draft, given, path = section.draft, section.pop(key, None), key
+    other = section.pop("test_evaluator", None)
+    if given is None:
+        given, path = other, "test_evaluator"
+    elif other is not None and other != given:
+        section.miss("test_evaluator", "validation and test share their metrics: val_evaluator's")
+    if isinstance(given, Mapping) and bare_name(given.get("type", "Evaluator")) == "Evaluator":
+        evaluator = Section(draft, given, path)
+        given, path = evaluator.pop("metrics", None), evaluator.at("metrics")
+        walk(evaluator, dropped("type"))
+        evaluator.close()
+    metrics: dict[str, Any] = {}
+    for one in sections(draft, given, path):
+        wanted, prefix = one.get("type"), one.get("prefix")
+        made = one.part("METRICS")
+        found = draft.look_up(wanted, "METRICS")
+        prefix = prefix or getattr(found, "default_prefix", None) or ""
+        label = prefix or re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", bare_name(wanted)).lower()
+        while label in metrics:
+            label += "_2"
+        draft.prefixes[label] = prefix
+        metrics[label] = {"type": "ProcessMetric", "metric": made}
+    return metrics or NOTHING
+
+
+# What a row makes may depend on those above it.
+_MAPPING = (
+    Row("default_scope"),
+    Row("strategy", same=(None,), refusal=_NO_STRATEGIES),
+    Row("tta_model", same=(None,), refusal=_NO_TTA),
+    Row("launcher", same=("none",), refusal=_LAUNCHED),
+    Row("log_level", same=("INFO", None), refusal=NO_COUNTERPART),
+    Row("runner_type", same=("Runner", None), refusal=NO_COUNTERPART),
+    Row("custom_imports", "", (
+        Row("imports", "imports", _imports, default=None),
+        Row("allow_failed_imports", same=(False,)),
+    ), refusal="is not possible: every import must succeed"),
+    Row("experiment_name", "name", same=(None,)),
+    Row("work_dir", "run_dir", same=(None,)),
+    Row("randomness", "", (
+        Row("seed", "seed", same=(None,)),
+        Row("deterministic", "deterministic", lambda one, key: True if one.pop(key) else NOTHING),
+        # Ranks draw different numbers anyway, once the model is built.
+        Row("diff_rank_seed"),
+    )),
+    Row("env_cfg", "", (
+        *only(cudnn_benchmark=False),
+        Row("mp_cfg", "", only(mp_start_method="fork", opencv_num_threads=0)),
+        Row("dist_cfg", "launch", (
+            # nccl is mmengine's default, also where there is no GPU; ours follows the device.
+            Row("backend", "backend", _given, same=("nccl",)),
+            Row("timeout", "timeout_s", _given),
+        )),
+    )),
+    Row("resume", "resume", _resume),
+    Row("load_from", same=(None,), refusal=_NOT_LOADED),
+    Row("compile", "compile", _compile),
+    Row("model", "model", _model, default=None),
+    Row("model_wrapper_cfg", "wrapper", _wrapper, default=None),
+    Row("auto_scale_lr", "", _scaling),
+    Row("optim_wrapper", "", _optimization),
+    Row("train_cfg", "train", _training),
+    _usual("val_cfg", "LOOPS", "ValLoop", _OWN_LOOP, *only(fp16=False)),
+    _usual("test_cfg", "LOOPS", "TestLoop", _OWN_LOOP, *only(fp16=False)),
+    Row("train_dataloader", "data.train", _loader),
+    Row("val_dataloader", "data.val", _loader),
+    Row("test_dataloader", "data.test", _loader),
+    Row("val_evaluator", "metrics", _metrics, default=None),
+    Row("param_scheduler", "schedulers", convert_schedulers),
+    Row("default_hooks", "hooks", convert_default_hooks, default=None),
+    Row("custom_hooks", "hooks", convert_custom_hooks),
+    _usual(
+        "log_processor", "LOG_PROCESSORS", "LogProcessor", "{} has no counterpart here",
+        *dropped("by_epoch"),
+        Row("window_size", "", convert_window_size),
+        *only(num_digits=4, custom_cfg=None),
+    ),
+    Row("visualizer", "hooks", convert_visualizer),
+    # Alone they are a variable that the visualizer may be made of.
+    Row("vis_backends"),
+)  # fmt: skip

@@ -1,4 +1,4 @@
-"""What a conversion has made so far, and the walk along the rows of the mapping."""
+"""The config that a conversion writes, and the walk along the rows of the mapping."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
-from ...registry import Registry
-from .source import Source
+from ... import registry
+from .source import Lines
 
 RULES = {"greater": "max", "less": "min"}
-_NO_DICT = "is no dict, and only dicts are translated"
 NO_COUNTERPART = "has no counterpart here"
 # No value: neither given, nor to be written.
 NOTHING: Any = object()
@@ -33,48 +32,34 @@ class Miss(NamedTuple):
 
 @dataclass
 class Draft:
-    """The config that is being written.
+    """The config that is written, and what its rows have to know of each other."""
 
-    Attributes:
-        scope: mmengine's default_scope.
-        epoch_length: batches in an epoch, where the user has said so.
-        keep_order: the data come in mmengine's own order.
-        sections: the new config.
-        batches: batches per update.
-        by_epoch: whether training counts epochs.
-        log_interval: batches between two records.
-        metric_names: by name here, the prefix that mmengine gives the metric's figures.
-    """
-
-    source: Source
-    scope: str | None = None
-    epoch_length: int | None = None
-    keep_order: bool = False
-    sections: dict[str, Any] = field(default_factory=dict)
+    lines: Lines
+    scope: str | None  # mmengine's default_scope
+    epoch_length: int | None  # in batches; None if not given
+    keep_order: bool
+    sections: dict[str, Any]
     misses: list[Miss] = field(default_factory=list)
-    batches: int = 1
+    batches: int = 1  # per update
     by_epoch: bool = True
-    log_interval: int = 10
-    metric_names: dict[str, str] = field(default_factory=dict)
+    log_interval: int = 10  # in batches
+    # Of each metric's figures in mmengine's records, by its name here.
+    prefixes: dict[str, str] = field(default_factory=dict)
 
     def miss(self, key: str, what: str = NO_COUNTERPART) -> None:
         """Note a setting that is not translated, or not wholly."""
-        self.misses.append(Miss(key, what, self.source.origin(key)))
-
-    def prefix_of(self, wanted: Any) -> Any:
-        """Return the prefix that a metric's class gives to its figures, if any."""
-        return getattr(_look_up(wanted, "METRICS", self.scope), "default_prefix", None)
+        self.misses.append(Miss(key, what, self.lines.origin(key)))
 
     def metric(self, wanted: str, key: str) -> str | None:
         """Return the name here of a metric in mmengine's records; None, and noted, if unknown."""
         prefix, _, rest = wanted.partition("/")
-        if rest and prefix in self.sections.get("metrics", {}):
+        if rest and prefix in self.prefixes:
             return wanted
-        without = [name for name, given in self.metric_names.items() if not given]
-        if wanted != "auto" and (len(self.metric_names) == 1 or not rest):
+        without = [name for name, given in self.prefixes.items() if not given]
+        if wanted != "auto" and (len(self.prefixes) == 1 or not rest):
             if len(without) == 1:
                 return f"{without[0]}/{wanted}"
-            if len(self.metric_names) == 1:
+            if len(self.prefixes) == 1:
                 return wanted
         self.miss(key, f"which metric {wanted!r} is cannot be told; name one as metric/part")
         return None
@@ -95,13 +80,25 @@ class Draft:
             self.miss(key, f"{told}: rounded up")
         return -(-batches // self.batches)
 
-    def name_of(
-        self, wanted: Any, kind: str, ours: Registry, key: str, scope: str | None = None
-    ) -> str:
+    def look_up(self, wanted: Any, kind: str, scope: str | None = None) -> Any:
+        """Return the class that a type means in mmengine; None if unknown."""
+        if callable(wanted):
+            return wanted
+        if not isinstance(wanted, str) or not find_spec("mmengine"):
+            return None
+        theirs = getattr(import_module("mmengine.registry"), kind)
+        scope = scope or self.scope
+        switched = theirs.switch_scope_and_registry(scope) if scope else nullcontext(theirs)
+        with switched as table:
+            return table.get(wanted)
+
+    def name_of(self, wanted: Any, kind: str, key: str, scope: str | None = None) -> str:
         """Return the name or import path under which our config finds a type."""
-        found = _look_up(wanted, kind, scope or self.scope)
+        found = self.look_up(wanted, kind, scope)
+        ours = getattr(registry, kind, registry.DATASETS)
         if found is not None:
-            return _name(found, ours)
+            bare = getattr(found, "__name__", "")
+            return bare if bare and ours.get(bare) is found else _path(found)
         text = str(wanted)
         # Of bare names only torch's optimizers are the same in both: another Accuracy is another.
         if "." not in text and not (kind == "OPTIMIZERS" and ours.get(text)):
@@ -112,11 +109,8 @@ class Draft:
         return text
 
     def known_as(self, wanted: Any, kind: str) -> str:
-        """Return the bare name of a class of mmengine's, the import path of one of the user's.
-
-        A class of one's own may bear the name of one of mmengine's.
-        """
-        found = _look_up(wanted, kind, self.scope)
+        """Return the bare name of a class of mmengine's, the import path of one of the user's."""
+        found = self.look_up(wanted, kind)
         module = str(getattr(found, "__module__", ""))
         is_own = found is not None and module.partition(".")[0] not in ("mmengine", "torch")
         return _path(found) if is_own else bare_name(wanted)
@@ -132,12 +126,6 @@ class Draft:
             return [self.plain(one) for one in value]
         return {"_ref_": _path(value)} if callable(value) else value
 
-    def part(self, section: Section, kind: str, ours: Registry) -> dict[str, Any]:
-        """Return a part by its type, with all that is left of its section as arguments."""
-        wanted, scope = section.pop("type", None), section.pop("_scope_", None)
-        name = self.name_of(wanted, kind, ours, section.at("type"), scope)
-        return {"type": name, **{key: self.plain(value) for key, value in section.items()}}
-
 
 class Section(dict[str, Any]):
     """A dict of the old config; what no row takes from it is listed in the end."""
@@ -151,41 +139,61 @@ class Section(dict[str, Any]):
         """Return the key path of one of the settings."""
         return f"{self.path}.{key}" if self.path else key
 
+    def miss(self, key: str, what: str = NO_COUNTERPART) -> None:
+        """Note one of the settings as not translated, or not wholly."""
+        self.draft.miss(self.at(key), what)
+
     def below(self, key: str) -> Section | None:
         """Take a dict as a section of its own; None, and noted, where it is none."""
-        value = self.pop(key, None)
-        if value is not None and not isinstance(value, Mapping):
-            self.draft.miss(self.at(key), _NO_DICT)
-        return Section(self.draft, value, self.at(key)) if isinstance(value, Mapping) else None
+        return _section(self.draft, self.pop(key, None), self.at(key))
 
     def kind(self, table: str, default: str = "") -> str:
         """Take the type and return what it is known as: see `Draft.known_as`."""
         return self.draft.known_as(self.pop("type", default), table)
 
+    def part(self, table: str) -> dict[str, Any]:
+        """Return a part by its type, with all that is left here as its arguments."""
+        wanted, scope = self.pop("type", None), self.pop("_scope_", None)
+        name = self.draft.name_of(wanted, table, self.at("type"), scope)
+        return {"type": name, **{key: self.draft.plain(value) for key, value in self.items()}}
+
     def close(self, refusal: str = NO_COUNTERPART) -> None:
         """List what is left."""
         for key in self:
-            self.draft.miss(self.at(key), refusal)
+            self.miss(key, refusal)
+
+
+def _section(draft: Draft, value: Any, path: str) -> Section | None:
+    if isinstance(value, Mapping):
+        return Section(draft, value, path)
+    if value is not None:
+        draft.miss(path, "is no dict, and only dicts are translated")
+    return None
+
+
+def sections(draft: Draft, given: Any, path: str) -> Iterator[Section]:
+    """Yield the dicts of a list, or one alone, as sections, and note what is none."""
+    pairs = [(path, given)]
+    if isinstance(given, (list, tuple)):
+        pairs = [(f"{path}.{at}", one) for at, one in enumerate(given)]
+    for where, value in pairs:
+        one = _section(draft, value, where)
+        if one is not None:
+            yield one
 
 
 class Row(NamedTuple):
-    """One line of the mapping: what becomes of a setting.
-
-    Attributes:
-        theirs: its key.
-        ours: its key path here; "" where it needs nothing here.
-        to: makes our value of it, else it is taken as it is: the rows of the section that it is,
-            or a function that takes it from its section by its key, and returns `NOTHING` where
-            nothing is to be written.
-        default: what mmengine has where it is not given; without one the row is skipped then.
-        same: the only values that need nothing here.
-        refusal: what is said of others; "" lists them with what has no row.
-    """
+    """One line of the mapping: what becomes of a setting."""
 
     theirs: str
+    # Its key path here; "" where it needs nothing here.
     ours: str = ""
+    # Makes our value of it, else it is taken as it is: the rows of the section that it is, or a
+    # function that takes it from its section by its key, and may return `NOTHING`.
     to: Callable[[Section, str], Any] | tuple[Row, ...] | None = None
+    # What mmengine has where it is not given; without one the row is skipped then.
     default: Any = NOTHING
+    # The only values that need nothing here, and the refusal of others ("": as without a row).
     same: tuple[Any, ...] = ()
     refusal: str = ""
 
@@ -212,31 +220,24 @@ def walk(
     """Take from a section what the rows say, and return what they make of it, added to `made`."""
     made = {} if made is None else made
     for row in rows:
-        value = section.get(row.theirs, row.default)
-        if value is NOTHING:
+        given = section.get(row.theirs, row.default)
+        if given is NOTHING:
             continue
-        if value in row.same:
+        if given in row.same or not (row.ours or row.to or row.same):
             section.pop(row.theirs, None)
+        elif callable(row.to):
+            _write(made, row.ours, row.to(section, row.theirs))
         elif row.to is not None:
-            _write(made, row.ours, _made(section, row))
-        elif row.ours or not row.same:
-            section.pop(row.theirs, None)
-            _write(made, row.ours, value if row.ours else NOTHING)
+            below = section.below(row.theirs)
+            if below is not None:
+                _write(made, row.ours, walk(below, row.to) or NOTHING)
+                below.close(row.refusal or NO_COUNTERPART)
+        elif row.ours:
+            _write(made, row.ours, section.pop(row.theirs, given))
         elif row.refusal:
+            section.miss(row.theirs, row.refusal)
             del section[row.theirs]
-            section.draft.miss(section.at(row.theirs), row.refusal)
     return made
-
-
-def _made(section: Section, row: Row) -> Any:
-    if callable(row.to):
-        return row.to(section, row.theirs)
-    below = section.below(row.theirs)
-    if below is None:
-        return NOTHING
-    made = walk(below, row.to or ())
-    below.close(row.refusal or NO_COUNTERPART)
-    return made or NOTHING
 
 
 def _write(made: dict[str, Any], path: str, value: Any) -> None:
@@ -256,34 +257,6 @@ def bare_name(wanted: Any) -> str:
     """Return the name of a class, or that of a type, without its module."""
     name = wanted if isinstance(wanted, str) else str(getattr(wanted, "__name__", wanted))
     return name.rpartition(".")[2]
-
-
-def sections(draft: Draft, given: Any, path: str) -> Iterator[Section]:
-    """Yield the dicts of a list, or one alone, as sections, and note what is none."""
-    listed = isinstance(given, (list, tuple))
-    for at, one in enumerate(given if listed else [given]):
-        where = f"{path}.{at}" if listed else path
-        if isinstance(one, Mapping):
-            yield Section(draft, one, where)
-        elif one is not None:
-            draft.miss(where, _NO_DICT)
-
-
-def _look_up(wanted: Any, kind: str, scope: str | None) -> Any:
-    """Return the class that a type means in mmengine; None where that cannot be told."""
-    if callable(wanted):
-        return wanted
-    if not isinstance(wanted, str) or not kind or not find_spec("mmengine"):
-        return None
-    registry = getattr(import_module("mmengine.registry"), kind)
-    switched = registry.switch_scope_and_registry(scope) if scope else nullcontext(registry)
-    with switched as table:
-        return table.get(wanted)
-
-
-def _name(found: Any, ours: Registry) -> str:
-    bare = getattr(found, "__name__", "")
-    return bare if bare and ours.get(bare) is found else _path(found)
 
 
 def _path(found: Any) -> str:

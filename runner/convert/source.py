@@ -20,29 +20,8 @@ _DELETE = "_delete_"
 _THEIRS = re.compile(r"read_base\(\)|\{\{|\b_base_\.")
 
 
-class Source(NamedTuple):
-    """A config file that was executed.
-
-    Attributes:
-        settings: its variables, those of its base files among them.
-        lines: "file:line" by key path, such as ("model", "type").
-        read: names that the files themselves make use of.
-    """
-
-    settings: dict[str, Any]
-    lines: dict[tuple[str, ...], str]
-    read: frozenset[str]
-
-    def origin(self, key: str) -> str:
-        """Return the line that sets a key path, or the nearest section above it."""
-        parts = tuple(key.split("."))
-        while parts and parts not in self.lines:
-            parts = parts[:-1]
-        return self.lines.get(parts, "")
-
-
-def read_source(path: Path) -> Source:
-    """Execute a config file and return its settings; by mmengine where that is installed.
+def read_source(path: Path) -> tuple[dict[str, Any], Lines]:
+    """Execute a config file, by mmengine where that is installed; returns settings and lines.
 
     Raises:
         ConfigError: it cannot be read.
@@ -53,13 +32,12 @@ def read_source(path: Path) -> Source:
         raise _error(f"{path} must be a .py file, as mmengine's configs are")
     try:
         lines = Lines(path)
-        settings = _by_mmengine(path) if find_spec("mmengine") else _by_python(path)
+        return _by_mmengine(path) if find_spec("mmengine") else _by_python(path), lines
     except ConfigError:
         raise
     except (Exception, SystemExit) as error:
         text = f"it cannot be executed: {type(error).__name__}: {error}"
         raise _error(text, path) from error
-    return Source(settings, lines.found, frozenset(lines.read))
 
 
 def _error(what: str, origin: Path | str = "") -> ConfigError:
@@ -84,117 +62,126 @@ def _by_python(path: Path) -> dict[str, Any]:
     if used is not None:
         raise _error(f"it uses {used.group()}: install mmengine to convert it", path)
     variables = runpy.run_path(str(path))
+    bases = variables.get("_base_", ())
+    settings: dict[str, Any] = {}
+    for base in bases if isinstance(bases, (list, tuple)) else [bases]:
+        settings = _merged(settings, _by_python(path.parent / base))
     own = {
         name: value
         for name, value in variables.items()
         if not name.startswith("_") and not isinstance(value, (ModuleType, FunctionType, type))
     }
-    bases = variables.get("_base_", ())
-    settings: dict[str, Any] = {}
-    for base in bases if isinstance(bases, (list, tuple)) else [bases]:
-        settings = _merged(settings, _by_python(path.parent / base))
     return _merged(settings, own)
 
 
-def _merged(base: Mapping[str, Any], top: Mapping[str, Any]) -> dict[str, Any]:
+def _merged(base: Any, top: Mapping[str, Any]) -> dict[str, Any]:
     """Lay the settings of `top` over those of `base`, dict by dict."""
-    result = dict(base)
+    keeps = isinstance(base, Mapping) and not top.get(_DELETE)
+    result = dict(base) if keeps else {}
     for key, value in top.items():
-        if not isinstance(value, Mapping):
-            result[key] = value
-            continue
-        below = result.get(key)
-        keeps = isinstance(below, Mapping) and not value.get(_DELETE)
-        own = {name: one for name, one in value.items() if name != _DELETE}
-        result[key] = _merged(below if keeps and isinstance(below, Mapping) else {}, own)
+        if key != _DELETE:
+            is_section = isinstance(value, Mapping)
+            result[key] = _merged(result.get(key), value) if is_section else value
     return result
 
 
-class _Value(NamedTuple):
-    """An expression and the file that it stands in."""
+class _Place(NamedTuple):
+    """The "file:line" that sets a value, and those of the values in it."""
 
-    node: ast.expr
-    file: str
+    origin: str
+    below: dict[str, _Place]
+
+    def under(self, top: _Place) -> _Place:
+        """Return `top`, with the values of this one that it does not set."""
+        below = dict(self.below)
+        for key, place in top.below.items():
+            below[key] = below[key].under(place) if key in below else place
+        return _Place(top.origin, below)
 
 
 class Lines:
-    """The lines of the values in a file and the files below it.
+    """The lines of the values in a file and its base files; the file's own come first.
 
     Attributes:
-        found: "file:line" by key path; what is nearer to the top goes before.
         read: names that are read in expressions.
     """
 
     def __init__(self, path: Path) -> None:
-        self.found: dict[tuple[str, ...], str] = {}
         self.read: set[str] = set()
-        self._seen: set[Path] = set()
-        self._variables: dict[str, _Value] = {}
+        self._files: set[Path] = set()
+        self._all = _Place("", {})
         self._add(path)
 
+    def origin(self, key: str) -> str:
+        """Return the line that sets a key path, or the nearest section above it."""
+        place = self._all
+        for name in key.split("."):
+            if name not in place.below:
+                break
+            place = place.below[name]
+        return place.origin
+
     def _add(self, path: Path) -> None:
-        self._seen.add(path.resolve())
+        self._files.add(path.resolve())
         tree = ast.parse(path.read_text("utf-8"), str(path))
         for base in _bases(tree, path):
             # Others, such as YAML, have no lines here.
-            if base.suffix == ".py" and base.is_file() and base.resolve() not in self._seen:
+            if base.suffix == ".py" and base.is_file() and base.resolve() not in self._files:
                 self._add(base)
         for node in ast.walk(tree):
             name = _variable(node)
             if name is not None and isinstance(getattr(node, "ctx", None), ast.Load):
                 self.read.add(name)
         for statement in _statements(tree.body):
-            for key, value in _settings_of(statement):
-                given = _Value(value, str(path))
-                self._note(key, given)
-                if len(key) == 1:
-                    self._variables[key[0]] = self._meant(given)
+            for target, value in _assignments(statement):
+                self._set(target, self._place(value, str(path)))
 
-    def _note(self, key: tuple[str, ...], value: _Value) -> None:
-        self.found[key] = f"{value.file}:{value.node.lineno}"
-        for name, child in self._children(self._meant(value)):
-            self._note((*key, name), child)
-
-    def _meant(self, value: _Value) -> _Value:
-        """Return what a variable holds: that is said where it is set."""
-        name = _variable(value.node)
-        return value if name is None else self._variables.get(name, value)
-
-    def _children(self, value: _Value) -> Iterator[tuple[str, _Value]]:
-        node = value.node
-        if isinstance(node, (ast.List, ast.Tuple)):
-            yield from ((str(at), _Value(one, value.file)) for at, one in enumerate(node.elts))
+    def _set(self, target: ast.expr, place: _Place) -> None:
+        path = _path_of(target)
+        if not path:
             return
-        for key, child in _items(node):
-            inner = _Value(child, value.file)
-            if key is None:
-                # dict(other, ...) and {**other}: what comes later goes before.
-                yield from self._children(self._meant(inner))
-            else:
-                yield key, inner
+        section = self._all
+        for name in path[:-1]:
+            section = section.below.setdefault(name, _Place("", {}))
+        section.below[path[-1]] = section.below.get(path[-1], place).under(place)
+
+    def _place(self, node: ast.expr, file: str) -> _Place:
+        below: dict[str, _Place] = {}
+        name = _variable(node)
+        if name in self._all.below:
+            # The values of a variable have the lines where it is set.
+            below = self._all.below[name].below
+        for key, value in _items(node):
+            place = self._place(value, file)
+            below.update(place.below if key is None else {key: place})
+        return _Place(f"{file}:{node.lineno}", below)
 
 
 def _items(node: ast.expr) -> Iterator[tuple[str | None, ast.expr]]:
-    """Yield what a dict is made of by key; another dict that goes into it whole by None."""
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "dict":
-        yield from ((None, one) for one in node.args)
-        yield from ((word.arg, word.value) for word in node.keywords)
-    elif isinstance(node, ast.Dict):
-        for key, value in zip(node.keys, node.values, strict=True):
-            if key is None:
-                yield None, value
-            elif isinstance(key, ast.Constant):
-                yield str(key.value), value
+    """Yield the parts of a dict or list by key; by None another dict that is merged into it."""
+    match node:
+        case ast.List(elts=values) | ast.Tuple(elts=values):
+            yield from ((str(at), one) for at, one in enumerate(values))
+        case ast.Call(func=ast.Name(id="dict"), args=args, keywords=words):
+            yield from ((None, one) for one in args)
+            yield from ((word.arg, word.value) for word in words)
+        case ast.Dict(keys=keys, values=values):
+            for key, value in zip(keys, values, strict=True):
+                if key is None:
+                    yield None, value
+                elif isinstance(key, ast.Constant):
+                    yield str(key.value), value
 
 
 def _variable(node: ast.AST) -> str | None:
     """Return the variable that an expression names: `a`, `_base_.a` or `{{_base_.a}}`."""
-    while isinstance(node, ast.Set) and len(node.elts) == 1:
-        node = node.elts[0]
-    if isinstance(node, ast.Name):
-        return node.id
-    if isinstance(node, ast.Attribute) and _variable(node.value) == "_base_":
-        return node.attr
+    match node:
+        case ast.Set(elts=[inner]):
+            return _variable(inner)
+        case ast.Name(id=name):
+            return name
+        case ast.Attribute(value=inner, attr=name) if _variable(inner) == "_base_":
+            return name
     return None
 
 
@@ -202,72 +189,63 @@ def _statements(body: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
     """Yield statements and those inside of them, but of no function or class."""
     for statement in body:
         yield statement
-        for part in ("body", "orelse", "finalbody"):
-            if not isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+        if not isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            for part in ("body", "orelse", "finalbody"):
                 yield from _statements(getattr(statement, part, ()))
 
 
-def _settings_of(statement: ast.stmt) -> Iterator[tuple[tuple[str, ...], ast.expr]]:
-    """Yield what a statement sets by key path: `a = b`, `a.b["c"] += d`, `a.update(b=c)`."""
-    pairs: list[tuple[ast.expr, ast.expr | None]] = []
-    if isinstance(statement, ast.Assign):
-        pairs = [(target, statement.value) for target in statement.targets]
-    elif isinstance(statement, ast.AnnAssign):
-        pairs = [(statement.target, statement.value)]
-    elif isinstance(statement, ast.AugAssign):
-        # What it has so far keeps its lines.
-        pairs = [(statement.target, statement.target)]
-    elif isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call):
-        yield from _changed(statement.value)
-    for target, value in pairs:
-        key = _path_of(target)
-        if key and value is not None:
-            yield key, value
-
-
-def _changed(call: ast.Call) -> Iterator[tuple[tuple[str, ...], ast.expr]]:
-    if not isinstance(call.func, ast.Attribute) or call.func.attr != "update":
-        return
-    key = _path_of(call.func.value)
-    given = [item for one in call.args for item in _items(one)]
-    given += [(word.arg, word.value) for word in call.keywords]
-    yield from (((*key, name), value) for name, value in given if key and name is not None)
+def _assignments(statement: ast.stmt) -> Iterator[tuple[ast.expr, ast.expr]]:
+    """Yield what a statement sets: `a = b`, `a.b["c"] += d`, `a.update(b=c)`."""
+    match statement:
+        case ast.Assign(targets=targets, value=value):
+            yield from ((target, value) for target in targets)
+        case ast.AnnAssign(target=target, value=ast.expr() as value):
+            yield target, value
+        case ast.AugAssign(target=target):
+            # What it has so far keeps its lines.
+            yield target, target
+        case ast.Expr(value=ast.Call(func=ast.Attribute(value=target, attr="update")) as call):
+            given = [item for one in call.args for item in _items(one)]
+            given += [(word.arg, word.value) for word in call.keywords]
+            yield from (
+                (ast.Subscript(target, ast.Constant(key)), one) for key, one in given if key
+            )
 
 
 def _path_of(target: ast.expr) -> tuple[str, ...]:
     """Return the key path that an assignment sets: `a`, `a.b` or `a["b"]`."""
-    if isinstance(target, ast.Name):
-        return (target.id,)
-    key = getattr(target, "attr", None)
-    if isinstance(target, ast.Subscript) and isinstance(target.slice, ast.Constant):
-        key = str(target.slice.value)
-    above = _path_of(target.value) if isinstance(target, (ast.Attribute, ast.Subscript)) else ()
-    return (*above, key) if above and key is not None else ()
+    match target:
+        case ast.Name(id=name):
+            return (name,)
+        case (
+            ast.Attribute(value=above, attr=key)
+            | ast.Subscript(value=above, slice=ast.Constant(value=key))
+        ):
+            path = _path_of(above)
+            return (*path, str(key)) if path else ()
+    return ()
 
 
 def _bases(tree: ast.Module, path: Path) -> Iterator[Path]:
     """Yield the files that a config is laid over."""
     for statement in tree.body:
-        if isinstance(statement, ast.Assign):
-            if any(isinstance(one, ast.Name) and one.id == "_base_" for one in statement.targets):
+        match statement:
+            case ast.Assign(targets=[ast.Name(id="_base_")], value=value):
                 with suppress(ValueError):
-                    named = ast.literal_eval(statement.value)
+                    named = ast.literal_eval(value)
                     names = named if isinstance(named, (list, tuple)) else [named]
                     yield from (path.parent / name for name in names if isinstance(name, str))
-        elif isinstance(statement, ast.With):
-            for inner in statement.body:
-                if isinstance(inner, ast.ImportFrom) and inner.module:
-                    yield from _imported(inner.module.split("."), inner.level, path)
+            case ast.With(body=body):
+                for inner in body:
+                    if isinstance(inner, ast.ImportFrom) and inner.module:
+                        yield from _imported(inner.module.split("."), inner.level, path)
 
 
 def _imported(names: list[str], level: int, path: Path) -> Iterator[Path]:
     """Yield the file of a module, relative to that in `path` or installed."""
-    folder = None
-    if level:
-        folder = path.parents[level - 1]
-    else:
+    places = [str(path.parents[level - 1])] if level else None
+    if not level:
         spec = find_spec(names[0])
-        places = spec.submodule_search_locations if spec is not None else None
-        folder, names = Path(places[0]) if places else None, names[1:]
-    if folder is not None:
-        yield folder.joinpath(*names).with_suffix(".py")
+        places, names = spec.submodule_search_locations if spec is not None else None, names[1:]
+    if places:
+        yield Path(places[0]).joinpath(*names).with_suffix(".py")

@@ -15,7 +15,7 @@ import yaml
 
 from stepwrap.registry import HOOK_TYPES, LoaderSection, RunSections, SchedulerSection
 from stepwrap.registry.catalog import REGISTRIES
-from stepwrap.runner.command.options import COMMANDS, parse
+from stepwrap.runner.command.cli import COMMANDS, parse
 
 PAGE = (Path(__file__).parents[2] / "docs/migrate.md").read_text()
 FOLDERS = ("collectives", "loops", "parallel", "plugins", "registry", "rpc", "runner", "wrappers")

@@ -11,7 +11,7 @@ import yaml
 from programs import run
 
 from stepwrap.registry import DEFAULT_HOOKS, HOOK_TYPES, HOOKS
-from stepwrap.runner.command.options import COMMANDS
+from stepwrap.runner.command.cli import COMMANDS
 
 ROOT = Path(__file__).parents[2]
 

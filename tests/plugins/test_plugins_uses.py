@@ -24,7 +24,7 @@ from ranks import run_ranks
 from torch import nn
 
 from stepwrap.plugins.lightning import StepStrategy
-from stepwrap.plugins.lightning.options import has_own_step
+from stepwrap.plugins.lightning.strategy import has_own_step
 from stepwrap.registry import MODEL_WRAPPERS
 
 pytestmark = [pytest.mark.filterwarnings(one) for one in QUIET]

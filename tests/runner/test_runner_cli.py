@@ -14,7 +14,7 @@ from runner_parts import final_weights, run_command
 
 from stepwrap.registry import HOOKS, list_registrations
 from stepwrap.runner.command.cli import main
-from stepwrap.runner.command.plots import read_curves
+from stepwrap.runner.command.commands import read_curves
 
 BY_NAME = """
 

@@ -37,19 +37,19 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_every_line_is_that_of_its_key(tmp_path_factory: Any, values: dict[str, Any]) -> None:
     path = tmp_path_factory.mktemp("lines") / "mm.py"
     path.write_text("".join(f"{key} = {pformat(one, width=1)}\n" for key, one in values.items()))
-    source = read_source(path)
-    assert source.settings == values
+    settings, found = read_source(path)
+    assert settings == values
     lines = path.read_text().splitlines()
 
-    def compare(below: Mapping[str, Any], above: tuple[str, ...]) -> None:
+    def compare(below: Mapping[str, Any], above: str) -> None:
         for key, value in below.items():
-            file, _, line = source.lines[(*above, key)].rpartition(":")
+            file, _, line = found.origin(above + key).rpartition(":")
             assert file == str(path)
             assert key in lines[int(line) - 1]
             if isinstance(value, dict):
-                compare(value, (*above, key))
+                compare(value, f"{above}{key}.")
 
-    compare(values, ())
+    compare(values, "")
 
 
 BASE = """pipeline = [dict(type="Load"), dict(type="Flip")]
@@ -89,7 +89,7 @@ def test_the_many_ways_to_set_a_value() -> None:
     Path("base.py").write_text(BASE)
     Path("above.py").write_text(ABOVE)
     lines = Lines(Path("above.py"))
-    assert {key: lines.found.get(tuple(key.split("."))) for key in PLACES} == PLACES
+    assert {key: lines.origin(key) for key in PLACES} == PLACES
     assert {"common", "pipeline", "loader"} <= lines.read
 
 
@@ -99,8 +99,8 @@ def test_installed_bases_have_lines_too(here: Path, monkeypatch: pytest.MonkeyPa
     (here / "zoo/configs/net.py").write_text("\nmodel = dict(depth=3)\n")
     monkeypatch.syspath_prepend(str(here))
     Path("mm.py").write_text("with read_base():\n    from zoo.configs.net import *\n")
-    found = Lines(Path("mm.py")).found
-    assert found["model", "depth"] == f"{here / 'zoo/configs/net.py'}:2"
+    found = Lines(Path("mm.py")).origin("model.depth")
+    assert found == f"{here / 'zoo/configs/net.py'}:2"
 
 
 @pytest.mark.parametrize(

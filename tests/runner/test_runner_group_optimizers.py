@@ -10,7 +10,7 @@ from parallel_runs import OPTIMIZERS, PLAN, by_hand, difference, settings, train
 from ranks import RanksError, run_ranks
 
 from stepwrap.runner import Runner
-from stepwrap.runner.build.errors import BuildError
+from stepwrap.runner.failure import BuildError
 
 TP = {"tensor_parallel": {"plan": PLAN}}
 MESHES = [(2, {"tensor": 2}), *slow((4, {"data": 2, "tensor": 2}))]

@@ -14,10 +14,10 @@ from runner_parts import assert_identical, final_weights, write_run
 
 from stepwrap.registry import ConfigError, config_from_dict, load_config
 from stepwrap.runner import Runner
-from stepwrap.runner.build.errors import BuildError
 from stepwrap.runner.build.parts import build_parts
 from stepwrap.runner.build.sections import read_sections
 from stepwrap.runner.command.cli import main
+from stepwrap.runner.failure import BuildError, as_mistakes_in
 
 MODELS = '''
 import torch
@@ -269,9 +269,9 @@ def test_what_the_model_tells_is_told_when_it_is_built(
 
 def test_uneven_shares_are_told_with_the_section(gan: Path) -> None:
     config = load_config("gan.yaml", [SINGLE, "optimizer.generator.params=[generator.0]"])
-    with pytest.raises(BuildError) as caught:
+    with pytest.raises(ConfigError) as caught, as_mistakes_in(config):
         build_parts(read_sections(config))
-    text = str(caught.value.as_config_error(config))
+    text = str(caught.value)
     assert text.startswith("gan.yaml:5: optimizer: cannot be built: ValueError: no optimizer has g")
 
 

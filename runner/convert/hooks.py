@@ -1,0 +1,344 @@
+"""Hooks, and schedules of the learning rate: mmengine's as torch's, between two counts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from .draft import (
+    NOTHING,
+    RULES,
+    Draft,
+    Row,
+    Section,
+    bare_name,
+    dropped,
+    kept,
+    only,
+    sections,
+    walk,
+)
+
+_INF = 10**9
+_OWN_HOOK = "{} has no counterpart: write a hook (docs/extending.md)"
+_PAGES = "counts passes over the data here; in a loop by iterations mmengine counts none"
+
+
+def convert_schedulers(section: Section, key: str) -> Any:
+    """Return the schedules of one, a list, or lists by the optimizer's name."""
+    given, draft = section.pop(key), section.draft
+    optimizer = draft.sections.get("optimizer", {"type": ""})
+    if isinstance(given, Mapping) and "type" not in given:
+        lists = [(one, f"{key}.{name}", name) for name, one in given.items()]
+    elif given is not None and "type" not in optimizer:
+        lists = [(given, key, name) for name in list(optimizer) or [None]]
+    else:
+        lists = [(given, key, None)]
+    return [made for one in lists for made in _schedules(draft, *one)] or NOTHING
+
+
+def _schedules(draft: Draft, given: Any, path: str, optimizer: str | None) -> list[dict[str, Any]]:
+    """Return the schedules of one optimizer: all of torch, or all of mmengine."""
+    noted = len(draft.misses)
+    for theirs in (False, True):
+        del draft.misses[noted:]
+        made = [_schedule(one, optimizer, theirs) for one in sections(draft, given, path)]
+        # Both patch the optimizer's step, and neither works with the other's patch. Schedules
+        # of the user's own derive from mmengine's as well.
+        if not any("." in one.get("type", "") for one in made):
+            break
+    choice = {} if optimizer is None else {"optimizer": optimizer}
+    return [one | choice for one in made if one]
+
+
+def _schedule(section: Section, optimizer: str | None, theirs: bool) -> dict[str, Any]:
+    """Return a schedule of torch's, or mmengine's own, which our hook steps as it steps torch's."""
+    draft, original = section.draft, section.get("type")
+    kind = section.kind("PARAM_SCHEDULERS")
+    walk(section, (Row("_scope_"), *only(verbose=False)))
+    if kind == "ReduceOnPlateauLR" and theirs:
+        draft.miss(section.path, f"{kind} cannot stand beside a schedule that torch has not")
+        return {}
+    by = _unit(section)
+    if not by:
+        return {}
+    section |= {"begin": section.get("begin", 0), "end": section.get("end", _INF)}
+    if kind in _SCHEDULES and not theirs:
+        walk(section, only(param_name="lr", last_step=-1))
+    if theirs or kind not in _SCHEDULES or not _is_torchs(section, kind, optimizer):
+        made = _mmengines(section, original, kind, by)
+    else:
+        # torch's polynomial ends at zero.
+        is_torchs = kind != "PolyLR" or not section.get("eta_min")
+        name = _NAMES.get(kind, kind) if is_torchs else kind
+        made = walk(section, (*_SCHEDULES[kind], *_WINDOW), {"type": name})
+    if "metric" in made:
+        made["metric"] = draft.metric(made["metric"], section.at("monitor")) or made["metric"]
+        by = "epoch"
+    elif by == "epoch" and not draft.by_epoch:
+        section.miss("by_epoch", _PAGES)
+    section.close()
+    return made | {"by": by}
+
+
+def _unit(section: Section) -> str:
+    """Return what a schedule counts, epochs made batches if need be; "" if that is not known."""
+    draft, by_epoch = section.draft, section.pop("by_epoch", True)
+    by_batches = "step" if draft.batches == 1 else "batch"
+    if not section.pop("convert_to_iter_based", False):
+        return "epoch" if by_epoch else by_batches
+    length = draft.epoch_length
+    if length is None:
+        what = "needs the number of batches in an epoch: give --epoch-length"
+        section.miss("convert_to_iter_based", what)
+        return ""
+    for key in ("begin", "end", "T_max", "step_size", "total_steps"):
+        if section.get(key) not in (None, _INF):
+            section[key] = int(section[key] * length)
+    for key in ("milestones", "periods"):
+        if section.get(key) is not None:
+            section[key] = [each * length for each in section[key]]
+    return by_batches
+
+
+def _is_torchs(section: Section, kind: str, optimizer: str | None) -> bool:
+    """Whether torch's schedule does the same with these settings."""
+    if kind == "ReduceOnPlateauLR":
+        return not section["begin"] and section["end"] >= _INF
+    if kind != "CosineAnnealingLR" or section.get("eta_min_ratio") is None:
+        return True
+    base = section.draft.sections.get("optimizer", {})
+    settings = base.get(optimizer, base) if optimizer else base
+    if "paramwise" in settings or "lr" not in settings:
+        return False
+    section["eta_min"] = settings["lr"] * section["eta_min_ratio"]
+    return True
+
+
+def _mmengines(section: Section, original: Any, kind: str, by: str) -> dict[str, Any]:
+    if kind in (*_SCHEDULES, "CosineRestartLR") or kind.endswith("Momentum"):
+        name = f"mmengine.optim.scheduler.{kind}"
+    else:
+        name = section.draft.name_of(original, "PARAM_SCHEDULERS", section.at("type"))
+    window = walk(section, (Row("begin", "begin", same=(0,)), Row("end", "end", same=(_INF,))))
+    own = dict(section)
+    section.clear()
+    return {"type": name, **own, **window, "by_epoch": by == "epoch"}
+
+
+def _span(section: Section, key: str) -> Any:
+    return section.pop(key, None) or section["end"] - section["begin"]
+
+
+def _cycle(section: Section, key: str) -> Any:
+    total = _span(section, key)
+    section["end"] = section["begin"] + total
+    return total
+
+
+# torch's names, where they are others.
+_NAMES = {"PolyLR": "PolynomialLR", "ReduceOnPlateauLR": "ReduceLROnPlateau"}
+_WINDOW = (Row("begin", "after", same=(0,)), Row("end", "until", same=(_INF,)))
+_ETA_MIN = Row("eta_min", "eta_min", same=(None, 0))
+# One less: mmengine reaches the last factor in the last count of the window.
+_TOTAL = Row("", "total_iters", lambda one, key: one.pop("end") - one["begin"] - 1, default=None)
+_SCHEDULES: dict[str, tuple[Row, ...]] = {
+    "ConstantLR": (*kept(factor=1.0 / 3), _TOTAL),
+    "CosineAnnealingLR": (
+        *dropped("eta_min_ratio"),
+        Row("T_max", "T_max", _span, default=None),
+        _ETA_MIN,
+    ),
+    "ExponentialLR": kept(gamma=None),
+    "LinearLR": (*kept(start_factor=1.0 / 3, end_factor=1.0), _TOTAL),
+    "MultiStepLR": (
+        Row("milestones", "milestones", lambda section, key: list(section.pop(key))),
+        *kept(gamma=0.1),
+    ),
+    "OneCycleLR": (
+        Row("eta_max", "max_lr", default=None),
+        Row("total_steps", "total_steps", _cycle, default=None),
+        *kept("pct_start", "anneal_strategy", "div_factor", "final_div_factor", "three_phase"),
+        # torch's changes the momentum as well by default.
+        Row("", "cycle_momentum", lambda section, key: False, default=None),
+        Row("begin", "after", same=(0,)),
+        Row("end", "until"),
+    ),
+    "PolyLR": (*kept(power=1), _TOTAL, _ETA_MIN),
+    "ReduceOnPlateauLR": (
+        Row("monitor", "metric", default="loss"),
+        Row("rule", "mode", lambda one, key: RULES.get(one.pop(key, "less"), "min"), default=None),
+        *kept("factor", "patience", "threshold"),
+        Row("threshold_rule", "threshold_mode"),
+        *kept("cooldown"),
+        Row("min_value", "min_lr"),
+        *kept("eps"),
+    ),
+    "StepLR": kept(step_size=None, gamma=0.1),
+}
+
+
+# mmengine's defaults.
+_DEFAULT_HOOKS = {
+    "logger": {"type": "LoggerHook"},
+    "checkpoint": {"type": "CheckpointHook", "interval": 1},
+}
+_NEEDED = {"sampler_seed": "data are shuffled anew", "param_scheduler": "the schedules step"}
+_SWITCHES = {"checkpoint": "checkpoint", "logger": "log"}
+
+
+def convert_default_hooks(section: Section, key: str) -> Any:
+    draft = section.draft
+    defaults = section.below(key) or Section(draft, {}, key)
+    if "train" in draft.sections:
+        defaults |= {name: one for name, one in _DEFAULT_HOOKS.items() if name not in defaults}
+    hooks: dict[str, Any] = {}
+    for name, given in list(defaults.items()):
+        one = defaults.below(name)
+        if one is not None:
+            hooks |= _by_type(one, "HOOKS", _HOOKS)
+        elif given is None and name in _NEEDED:
+            defaults.miss(name, f"cannot be switched off: {_NEEDED[name]}")
+        elif given is None and name in _SWITCHES:
+            hooks[_SWITCHES[name]] = False
+    return hooks or NOTHING
+
+
+def convert_custom_hooks(section: Section, key: str) -> Any:
+    hooks: dict[str, Any] = {}
+    for one in sections(section.draft, section.pop(key), key):
+        hooks |= _by_type(one, "HOOKS", _HOOKS)
+    return hooks or NOTHING
+
+
+def _by_type(section: Section, table: str, kinds: dict[str, tuple[Row, ...]]) -> dict[str, Any]:
+    kind = section.kind(table)
+    walk(section, dropped("_scope_", *(["priority"] if table == "HOOKS" else [])))
+    if kind not in kinds:
+        section.draft.miss(section.path, _OWN_HOOK.format(kind))
+        return {}
+    made = walk(section, kinds[kind])
+    section.close()
+    return made
+
+
+def _log_interval(section: Section, key: str) -> Any:
+    draft, batches = section.draft, section.pop(key, 10)
+    if "train" in draft.sections:
+        draft.sections["train"]["log_every_steps"] = -(-batches // draft.batches)
+    draft.log_interval = batches
+    return NOTHING
+
+
+def _saving(section: Section, key: str) -> Any:
+    draft, interval = section.draft, section.pop(key, -1)
+    by_epoch = section.pop("by_epoch", True)
+    settings: dict[str, Any] = {"every_epochs": None, "every_secs": None}
+    if interval > 0 and by_epoch:
+        # A loop by iterations is one epoch to mmengine: at its end there is a checkpoint anyway.
+        settings["every_epochs"] = interval if draft.by_epoch else None
+    elif interval > 0:
+        settings["every_steps"] = draft.updates(interval, section.at(key))
+    keep = section.pop("max_keep_ckpts", -1)
+    # Without an interval only the last one and the best are saved.
+    settings["keep_last"] = keep if keep > 0 else None if interval > 0 else 1
+    best, rule = section.pop("save_best", None), section.pop("rule", None)
+    if isinstance(best, (list, tuple)):
+        if len(best) > 1:
+            section.miss("save_best", "one metric is kept the best of: the first")
+        best = best[0] if best else None
+        rule = rule[0] if isinstance(rule, (list, tuple)) and rule else rule
+    name = None if best is None else draft.metric(best, section.at("save_best"))
+    if name is not None:
+        settings |= {"keep_best": name, "mode": draft.mode(rule, best, section.at("rule"))}
+    return settings
+
+
+def _ema(section: Section, key: str) -> Any:
+    draft = section.draft
+    average = bare_name(section.pop("ema_type", "ExponentialMovingAverage"))
+    if average != "ExponentialMovingAverage":
+        section.miss("ema_type", f"{average} is none of ours: see the hook ema")
+        section.clear()
+        return NOTHING
+    keep, interval = 1 - section.pop(key, 0.0002), section.pop("interval", 1)
+    begin, epochs = section.pop("begin_iter", 0), section.pop("begin_epoch", 0)
+    if epochs and draft.epoch_length is None:
+        section.miss("begin_epoch", "needs --epoch-length: it counts updates here")
+    elif epochs:
+        # In the first batch of that epoch, which mmengine counts from one.
+        begin = (epochs - 1) * int(draft.epoch_length or 0) + 1
+    times, steps = max(draft.batches // interval, 1), max(interval // draft.batches, 1)
+    if draft.batches > 1:
+        section.miss(key, f"counts updates here, not batches: decay {keep:g}**{times}")
+    settings = {"decay": keep**times, "start_step": -(-max(begin, 1) // draft.batches)}
+    return settings | ({"every_steps": steps} if steps != 1 else {})
+
+
+def _early_stop(section: Section, key: str) -> Any:
+    draft, monitor, rule = section.draft, section.pop(key, None), section.pop("rule", None)
+    name = draft.metric(monitor, section.at(key))
+    patience, delta = section.pop("patience", 5), section.pop("min_delta", 0.1)
+    if name is None:
+        return NOTHING
+    mode = draft.mode(rule, monitor, section.at("rule"))
+    return {"metric": name, "patience": patience, "mode": mode, "min_delta": delta}
+
+
+_DISK = only(out_dir=None, backend_args=None, file_client_args=None)
+_HOOKS: dict[str, tuple[Row, ...]] = {
+    # What they do is done here anyway: times, the order of the data, the schedules, the records.
+    "DistSamplerSeedHook": (),
+    "IterTimerHook": (),
+    "ParamSchedulerHook": (),
+    "RuntimeInfoHook": (),
+    "CheckpointHook": (
+        Row("interval", "checkpoint", _saving, default=-1),
+        *only(save_optimizer=True, save_param_scheduler=True, save_last=True, save_begin=0),
+        *only(published_keys=None, filename_tmpl=None, greater_keys=None, less_keys=None),
+        *_DISK,
+    ),
+    "EMAHook": (
+        Row("momentum", "ema", _ema, default=0.0002),
+        *only(update_buffers=False, strict_load=False, device=None),
+    ),
+    "EarlyStoppingHook": (
+        Row("monitor", "early_stop", _early_stop, default=None),
+        # A metric that is missing is an error, and one that is NaN never an improvement.
+        *dropped("strict"),
+        *only(stopping_threshold=None, check_finite=True),
+    ),
+    "LoggerHook": (
+        Row("interval", "", _log_interval, default=10),
+        # Each record has both the epoch and the update.
+        *dropped("log_metric_by_epoch"),
+        *only(ignore_last=True, interval_exp_name=1000, out_suffix=None, keep_local=True),
+        *_DISK,
+    ),
+}
+_WRITERS: dict[str, tuple[Row, ...]] = {
+    "LocalVisBackend": (),
+    "TensorboardVisBackend": (Row("", "tensorboard", lambda one, key: True, default=None),),
+}
+
+
+def convert_window_size(section: Section, key: str) -> Any:
+    # A record holds the values since the last one.
+    walk(section, only(window_size=section.draft.log_interval))
+    return NOTHING
+
+
+def convert_visualizer(section: Section, key: str) -> Any:
+    given = section.below(key)
+    if given is None:
+        return NOTHING
+    hooks: dict[str, Any] = {}
+    kind, draft = given.kind("VISUALIZERS", "Visualizer"), section.draft
+    for one in sections(draft, given.pop("vis_backends", None), given.at("vis_backends")):
+        hooks |= _by_type(one, "VISBACKENDS", _WRITERS)
+    if kind != "Visualizer":
+        section.miss(key, f"{kind} has no counterpart: draw in a hook of your own")
+    else:
+        walk(given, (*dropped("name", "_scope_"), *only(save_dir=None)))
+        given.close()
+    return hooks or NOTHING
