@@ -186,7 +186,8 @@ def build_loader(
     kind = type(dataset).__name__
     if isinstance(dataset, IterableDataset):
         if shuffle:
-            raise ValueError(f"shuffle must be false for {kind}: it is iterable, in its own order")
+            text = "an iterable data set has its own order"
+            raise ValueError(f"shuffle must be false for {kind}: {text}")
         return DataLoader(dataset, batch_size=batch_size, drop_last=drop_last, **options)
     if not len(dataset):  # type: ignore[arg-type]
         raise ValueError(f"the data set {kind} is empty")
