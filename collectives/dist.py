@@ -21,13 +21,7 @@ from .process import ranks
 from .process.init import infer_launcher, init_dist, tasks_here
 from .process.ranks import comm_device as get_comm_device
 from .process.ranks import distributed_available as is_distributed
-from .process.ranks import (
-    get_rank,
-    get_world_size,
-    live_world_size,
-    members,
-    place_in_group,
-)
+from .process.ranks import get_rank, get_world_size, live_world_size, members, place_in_group
 from .process.ranks import rank_zero_only as master_only
 from .tensors.dicts import all_reduce_dict_in_place as all_reduce_dict
 from .tensors.dicts import all_reduce_params
