@@ -10,7 +10,7 @@ import torch.distributed as dist
 from ranks import run_ranks
 from torch import Tensor, nn
 
-from stepwrap.wrappers import OptimWrapper, PostLocalSGD, build_mesh, parallelize
+from stepwrap.wrappers import AmpOptimWrapper, OptimWrapper, PostLocalSGD, build_mesh, parallelize
 
 PLAN = {"first": "colwise", "second": "rowwise"}
 
@@ -122,6 +122,23 @@ def _calls() -> list[int]:
 
 def test_only_once() -> None:
     assert run_ranks(_calls, 2) == [[1, 0, 0]] * 2
+
+
+def _overflow() -> list[str]:
+    net = _split(scales=True)
+    net.last.weight.data.mul_(1e4)
+    optim = AmpOptimWrapper(
+        torch.optim.SGD(net.parameters(), lr=0.1),
+        dtype="float16",
+        loss_scale={"init_scale": 1e38, "backoff_factor": 1e-36},
+    )
+    return [_step(net, optim, _inputs()) for _ in range(2)]
+
+
+def test_an_update_that_overflows_is_not_the_one_compared() -> None:
+    for first, second in run_ranks(_overflow, 2):
+        assert not first
+        assert "'scale'" in second
 
 
 def _made_too_early() -> str:

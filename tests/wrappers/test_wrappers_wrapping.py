@@ -22,6 +22,13 @@ class OwnSingle(SingleDevice):
     """A wrapper that a user names."""
 
 
+class Passing(SingleDevice):
+    """Passes on what it does not know."""
+
+    def __init__(self, module: nn.Module, **options: Any) -> None:
+        super().__init__(module, **options)
+
+
 class OwnDDP(StepDistributedDataParallel):
     """A wrapper with a step of its own."""
 
@@ -72,6 +79,12 @@ def test_options_of_ddp_without_a_group() -> None:
             wrap_model(no_class, classifier())
     with pytest.raises(RuntimeError, match="OwnDDP has a train_step of its own and needs a proc"):
         wrap_model(OwnDDP, classifier())
+
+
+def test_options_that_a_subclass_passes_on() -> None:
+    assert wrap_model(Passing, classifier(), detect_anomalous_params=True).detect_anomalous_params
+    with pytest.raises(TypeError, match="did you mean detect_anomalous_params"):
+        wrap_model(Passing, classifier(), detect_anomalous=True)
 
 
 def test_named_wrappers_and_devices() -> None:
