@@ -33,9 +33,20 @@ def _wrapped(kind: str = "Net", dtype: torch.dtype = torch.float64, **options: A
     return StepFullyShardedDataParallel(model, **{"shard": ["Block"], **options})
 
 
-def _communication() -> list[tuple[int, int]]:
+class CallsChild(SupervisedModel):
+    """Steps itself."""
+
+    def train_step(self, data: Any, optim_wrapper: OptimWrapper) -> dict[str, Tensor]:
+        with optim_wrapper.optim_context(self):
+            loss = self.loss(self.net(data[0]), data[1])
+        optim_wrapper.update_params(loss)
+        return {"loss": loss.detach()}
+
+
+def _communication(kind: Any) -> list[tuple[int, int]]:
     """Return by micro-step how often gradients were reduced, and how many are there."""
-    model = _wrapped()
+    bare = kind(network("Net", torch.float64), nn.CrossEntropyLoss())
+    model = StepFullyShardedDataParallel(bare, shard=["Block"])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     seen: list[tuple[int, int]] = []
 
@@ -53,10 +64,11 @@ def _communication() -> list[tuple[int, int]]:
     return seen
 
 
-def test_gradients_meet_only_at_the_end_of_a_window() -> None:
+@pytest.mark.parametrize("kind", [SupervisedModel, CallsChild])
+def test_gradients_meet_only_at_the_end_of_a_window(kind: Any) -> None:
     """C-7: three units (two blocks and the head) reduce once in a window."""
     window = [(0, 0), (0, 0), (4, 14)]
-    for seen in run_ranks(_communication, 2):
+    for seen in run_ranks(_communication, 2, kind):
         assert seen == window * 2
 
 

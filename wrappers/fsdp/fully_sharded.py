@@ -150,8 +150,8 @@ class StepFullyShardedDataParallel(Steps, nn.Module):
         self.module = module
         if any(one.is_meta for one in module.parameters()):
             materialise(module, place.everywhere, options.param_init_fn)
-        self._roots = [Root(one) for one in roots]
         self._model_steps = has_own_train_step(module)
+        self._roots = [Root(one, steps_itself=self._model_steps) for one in roots]
         self._prepare_steps(detect_anomalous_params)
         for one in self.modules():
             # Batches go where blocks are gathered, which need not be where the shards are.

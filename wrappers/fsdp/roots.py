@@ -39,11 +39,13 @@ class Root:
 
     Attributes:
         module: the root.
+        steps_itself: whether the model has a ``train_step`` of its own.
         units: all that is gathered on its own, the root first.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, *, steps_itself: bool) -> None:
         self.module: Any = module
+        self.steps_itself = steps_itself
         self.units = [one for one in module.modules() if isinstance(one, FSDPModule)]
         for unit in self.units:
             check_torch(unit)

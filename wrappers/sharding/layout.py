@@ -244,9 +244,9 @@ def register_holder(holder: Any) -> None:
     """Let optimizer wrappers ask what keeps whole parameters and gradients where they do not look.
 
     Args:
-        holder: has a ``module`` and, of its parameters, ``no_sync()``; ``drop_gradients(ids)``,
-            which drops those not given to them yet; and ``gathered(parameters)``, the first that
-            is there for a forward only. None of them is collective.
+        holder: has a ``module``, whether the model ``steps_itself``, and, not collective,
+            ``no_sync()``; ``drop_gradients(ids)``, which drops those not given to these parameters
+            yet; and ``gathered(parameters)``, the first that is there for a forward only.
     """
     _holders.add(holder)
 
@@ -269,11 +269,14 @@ def find_gathered(parameters: Sequence[Tensor]) -> Tensor | None:
 
 @contextmanager
 def no_sync(model: nn.Module) -> Iterator[None]:
-    """Keep gradients of the forwards inside on their ranks, in all that holds parts of it."""
+    """Keep gradients of the forwards inside on their ranks, where ``model`` steps itself.
+
+    A step of a wrapper gives the wrapper for that, or the model where it wants all averaged.
+    """
     inside = {id(one) for one in model.modules()} if _holders else ()
     with ExitStack() as stack:
         for holder in list(_holders):
-            if id(holder.module) in inside:
+            if holder.steps_itself and id(holder.module) in inside:
                 stack.enter_context(holder.no_sync())
         yield
 
