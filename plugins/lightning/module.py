@@ -86,7 +86,12 @@ class StepLightningModule(LightningModule):
         if not isinstance(built, nn.Module):
             raise TypeError(f"model must be a module or a config, got {type(built).__name__}")
         _check_optim_wrapper(optim_wrapper)
-        _check_metrics(metrics)
+        fits = metrics is None or isinstance(metrics, Mapping)
+        if not fits or not all(isinstance(one, Metric) for one in (metrics or {}).values()):
+            raise TypeError(
+                "metrics must be torchmetrics by name, as in {'accuracy': MulticlassAccuracy("
+                f"num_classes=10)}}, got {metrics!r}"
+            )
         self.automatic_optimization = False
         self.model = built
         self.val_metrics = nn.ModuleDict({k: one.clone() for k, one in (metrics or {}).items()})
@@ -177,7 +182,7 @@ class StepLightningModule(LightningModule):
         total = int(to_come * batches) if ends else -1
         self._optim.initialize_count_status(self._wrapped(), done, total)
         # A run that ended by an error has not.
-        _let_go(self)
+        StepLightningModule.teardown(self, "fit")
         theirs = self.optimizers()
         theirs = theirs if isinstance(theirs, list) else [theirs]
         mine = [one.optimizer for one in _members(self._optim).values()]
@@ -199,7 +204,9 @@ class StepLightningModule(LightningModule):
 
     def teardown(self, stage: str) -> None:
         """Let the optimizers go."""
-        _let_go(self)
+        for undo in self._undo:
+            undo()
+        self._undo = []
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add what Lightning does not save; every rank must call this."""
@@ -220,21 +227,6 @@ class StepLightningModule(LightningModule):
         return wrapped
 
 
-def _let_go(module: StepLightningModule) -> None:
-    for undo in module._undo:
-        undo()
-    module._undo = []
-
-
-def _check_metrics(metrics: Any) -> None:
-    fits = metrics is None or isinstance(metrics, Mapping)
-    if not fits or not all(isinstance(one, Metric) for one in (metrics or {}).values()):
-        raise TypeError(
-            "metrics must be torchmetrics by name, as in {'accuracy': MulticlassAccuracy("
-            f"num_classes=10)}}, got {metrics!r}"
-        )
-
-
 def _measure(module: StepLightningModule, stage: str, batch: Any) -> None:
     """Evaluate one batch, in the precision of the training inside of one, and log the results."""
     in_fit = module.trainer.state.fn == "fit"
@@ -245,20 +237,15 @@ def _measure(module: StepLightningModule, stage: str, batch: Any) -> None:
     if isinstance(outputs, Mapping) and isinstance(outputs.get("loss"), Tensor):
         module.log(f"{stage}_loss", outputs["loss"], batch_size=size, sync_dist=True)
     for name, metric in getattr(module, f"{stage}_metrics").items():
-        _feed(metric, outputs, batch)
+        if isinstance(outputs, Mapping):
+            # By the names of the metric's arguments.
+            wanted = inspect.signature(metric.update).parameters.values()
+            takes_all = any(one.kind is one.VAR_KEYWORD for one in wanted)
+            names = outputs if takes_all else [one.name for one in wanted if one.name in outputs]
+            metric.update(**{name: outputs[name] for name in names})
+        else:
+            metric.update(outputs, batch)
         module.log(f"{stage}_{name}", metric, batch_size=size)
-
-
-def _feed(metric: Metric, outputs: Any, batch: Any) -> None:
-    """Update by what a step returned: by the metric's argument names, or outputs and batch."""
-    if not isinstance(outputs, Mapping):
-        metric.update(outputs, batch)
-        return
-    wanted = inspect.signature(metric.update).parameters.values()
-    if any(one.kind is one.VAR_KEYWORD for one in wanted):
-        metric.update(**outputs)
-        return
-    metric.update(**{one.name: outputs[one.name] for one in wanted if one.name in outputs})
 
 
 def _refuse_settings(trainer: Trainer) -> None:

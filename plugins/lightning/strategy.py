@@ -307,7 +307,11 @@ def _read_options(
     title = getattr(chosen, "__name__", repr(chosen))
     for name in options:
         if name not in mine:
-            hint = _hint(name, mine + theirs)
+            others = [n for one, n in _short_names().items() if name in _options_of(one)]
+            close = nearest(name, mine + theirs)
+            hint = f"did you mean {close[0]}?" if close else f"it takes {', '.join(mine + theirs)}"
+            if others:
+                hint = f"that is an option of {' and '.join(sorted(others))}"
             raise TypeError(
                 f"{strategy.__name__} with wrapper {title} has no option {name!r}; {hint}"
             )
@@ -352,15 +356,6 @@ def _short_names() -> dict[Any, str]:
     """The registered wrappers, each with its shortest name."""
     names = sorted(MODEL_WRAPPERS.names(), key=len, reverse=True)
     return {MODEL_WRAPPERS.get(name): name for name in names}
-
-
-def _hint(option: str, allowed: list[str]) -> str:
-    """What may have been meant by an option that a wrapper does not have."""
-    others = [n for one, n in _short_names().items() if option in _options_of(one)]
-    if others:
-        return f"that is an option of {' and '.join(sorted(others))}"
-    close = nearest(option, allowed)
-    return f"did you mean {close[0]}?" if close else f"it takes {', '.join(allowed)}"
 
 
 def _aside(device: torch.device) -> AbstractContextManager[Any]:
