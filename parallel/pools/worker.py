@@ -159,14 +159,10 @@ def main(
 
     Args:
         descriptors: the pipes of tasks and of results, the socket, the memory that all share.
-        slot: its place in the pool.
-        parent: the pool's process.
-        start_method: how it was started.
         queues: of a pool that has its own: of tasks and of results.
         to_close: in a forked process, what else of the pool is open.
-        begin: in a forked process, what others get through the pipe: what it runs, the function
-            that it begins with, and its arguments; tasks until it ends; whether tensors in results
-            are copied; `recurse` of `pickling.Pickler`.
+        begin: in a forked process, what others get through the pipe: what it runs, initializer and
+            its arguments, tasks until it ends, whether tensors are copied, `recurse`.
     """
     _end_with_the_pool(parent, start_method)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
