@@ -150,7 +150,7 @@ def process_group(
         meeting = meet_at_master(timeout=timeout)
     else:
         rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        store = dist.FileStore(str(store_file), world_size)  # type: ignore[attr-defined]
+        store = dist.FileStore(str(store_file), world_size)
         meeting = {"store": store, "rank": rank, "world_size": world_size}
     dist.init_process_group(name, timeout=timeout, device_id=device, **meeting)
     with _ending_group():
@@ -165,7 +165,7 @@ def lonely_group() -> Iterator[None]:
     if dist.is_initialized():
         yield
         return
-    store = dist.HashStore()  # type: ignore[attr-defined]
+    store = dist.HashStore()
     dist.init_process_group(_backend_name("auto"), store=store, rank=0, world_size=1)
     with _ending_group():
         yield

@@ -233,10 +233,10 @@ def _world() -> dist.ProcessGroup:
 def _is_served_by_rank_0() -> bool:
     """Return whether the store is as torch makes it by default, without an agent of torchrun."""
     store = _world().get_group_store()
-    while isinstance(store, dist.PrefixStore):  # type: ignore[attr-defined]
+    while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
     has_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    return isinstance(store, dist.TCPStore) and not has_agent  # type: ignore[attr-defined]
+    return isinstance(store, dist.TCPStore) and not has_agent
 
 
 def _key(group: dist.ProcessGroup | None, rank: int) -> str:

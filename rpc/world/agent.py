@@ -16,8 +16,8 @@ from functools import partial
 from typing import Any
 
 import torch.distributed.rpc as rpc
-from torch._C._distributed_c10d import PrefixStore, Store
 from torch._C._distributed_rpc import _set_rpc_timeout
+from torch.distributed import PrefixStore, Store
 from torch.distributed.rendezvous import register_rendezvous_handler
 from torch.distributed.rpc import constants
 from torch.futures import Future

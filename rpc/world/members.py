@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple, NoReturn
 
-from torch._C._distributed_c10d import Store
+from torch.distributed import Store
 
 from ..calls.node import named
 from ..errors import RpcError

@@ -13,7 +13,7 @@ from typing import TypeAlias
 from urllib.parse import urlparse
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
+from torch.distributed import FileStore, PrefixStore, Store, TCPStore
 
 from ...collectives import all_on_one_host, is_loopback, open_store
 from ..errors import RpcError

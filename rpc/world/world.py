@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Any, ClassVar
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore
+from torch.distributed import PrefixStore
 
 from ...collectives import CollectiveGroup, forget_meshes
 from ..calls.directory import did_you_mean

@@ -39,12 +39,13 @@ OTHERS = {
     "_on_meta",
     "_option_string_actions",
     "_popen",
+    "_reductions",
     "_ref_",
     "_scope_",
     "_to_sync",
 }
 # The library's own attributes that objects of torch have, too.
-OWN = {"_check", "_tensor"}
+OWN = {"_check", "_classes", "_tensor"}
 BY_NAME = {"getattr", "hasattr", "setattr", "delattr"}
 FSDP_FILE = "wrappers/fsdp/torch_internals.py"
 

@@ -1,8 +1,8 @@
 """Everything of FSDP2 that torch does not document and this room uses, each read here alone.
 
-Every name was checked with torch 2.13 by the tests, and with 2.14.1 by its source. `check_torch`
-looks for all of them when a model is wrapped, and refuses a torch that has not: without them
-gradients could be kept or lost without an error.
+The tests check every name with torch 2.13; with 2.11, 2.12 and 2.14.1 they were compared with its
+source. `check_torch` looks for all of them when a model is wrapped, and refuses a torch that lacks
+one: without it gradients could be kept or lost without an error.
 """
 
 from __future__ import annotations
@@ -41,10 +41,12 @@ def _used(unit: Any) -> Iterable[tuple[Any, tuple[str, ...]]]:
     yield torch._C, ("_current_graph_task_id",)
     yield unit, ("_get_fsdp_state",)
     state = getattr(unit, "_get_fsdp_state", lambda: None)()
-    yield state, ("_state_ctx", "_fsdp_param_groups", "_pre_forward", "_post_forward")
+    yield state, ("_state_ctx", "_pre_forward", "_post_forward")
+    if _groups_in(state) is None:
+        yield state, ("_fsdp_param_groups",)
     context = getattr(state, "_state_ctx", None)
     yield context, ("iter_forward_root", "post_backward_final_callback_queued")
-    for group in getattr(state, "_fsdp_param_groups", ()):
+    for group in _groups_in(state) or ():
         yield group, ("fsdp_params", "is_unsharded", "_partial_reduce_output")
         yield group, ("_orig_dtype", "_init_mp_dtypes")
         for one in getattr(group, "fsdp_params", ()):
@@ -53,7 +55,18 @@ def _used(unit: Any) -> Iterable[tuple[Any, tuple[str, ...]]]:
 
 def groups_of(unit: Any) -> list[Any]:
     """What torch keeps of the parameters of ``unit`` that are gathered together."""
-    return list(unit._get_fsdp_state()._fsdp_param_groups)
+    groups = _groups_in(unit._get_fsdp_state())
+    assert groups is not None
+    return groups
+
+
+def _groups_in(state: Any) -> list[Any] | None:
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    # torch 2.11 has at most one group.
+    if hasattr(state, "_fsdp_param_group"):
+        return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+    return None
 
 
 def whole_of(parameter: Any) -> Tensor | None:
