@@ -142,7 +142,7 @@ class _Rank:
         """Ask the process for the Python stacks of all its threads."""
         self.stack.write_text("")
         self.process.send_signal(signal.SIGUSR1)
-        size, deadline = 0, time.monotonic() + 10.0
+        size, deadline = 0, time.monotonic() + 60.0
         while time.monotonic() < deadline:
             time.sleep(0.05)
             if size and self.stack.stat().st_size == size:
