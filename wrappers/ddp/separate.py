@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -53,6 +52,11 @@ class SeparateDistributedDataParallel(Steps, nn.Module):
     """
 
     averages_ranks = True
+    passed_on = [
+        one.replace(kind=one.KEYWORD_ONLY)
+        for one in StepDistributedDataParallel.config_signature().parameters.values()
+        if one.name not in _NOT_FOR_CHILDREN
+    ]
 
     def __init__(
         self,
@@ -130,20 +134,6 @@ class SeparateDistributedDataParallel(Steps, nn.Module):
         StepDistributedDataParallel.check_options(
             {k: v for k, v in options.items() if k not in _NOT_FOR_CHILDREN}
         )
-
-    @classmethod
-    def config_signature(cls) -> inspect.Signature:
-        """The arguments with those of a child's wrapper in place of ``**ddp_kwargs``."""
-        own = super().config_signature().parameters
-        further = StepDistributedDataParallel.config_signature().parameters.values()
-        taken = {*own, *_NOT_FOR_CHILDREN}
-        last = list(inspect.signature(cls.__init__).parameters.values())[-1]
-        passed = [
-            one.replace(kind=one.KEYWORD_ONLY)
-            for one in further
-            if last.kind is last.VAR_KEYWORD and one.name not in taken
-        ]
-        return inspect.Signature([*own.values(), *passed])
 
 
 class _Child(StepDistributedDataParallel):
