@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import distributed, nn
+from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from ..collectives import all_gather_object, get_rank, get_world_size
+from ..collectives import all_gather_object, distributed_available, get_rank, get_world_size
 from ..registry import MODEL_WRAPPERS, Registry
 from .ddp.distributed import StepDistributedDataParallel
 from .ddp.separate import SeparateDistributedDataParallel, check_children
@@ -116,8 +116,7 @@ def wrap_model(
     elif device is not None:
         model = model.to(device)
     if prepare.tensor_parallel is not None and ranks.device_mesh is not None:
-        everything = [*model.parameters(), *model.buffers()]
-        broadcast_first([one for one in everything if not one.is_meta], ranks.device_mesh)
+        broadcast_first([*model.parameters(), *model.buffers()], ranks.device_mesh)
     prepare_model(model, prepare, mesh, localise=not shards)
     return _wrapped(wrapper, model, ranks, options, train_step)
 
@@ -218,15 +217,14 @@ def _wrapped_already(model: nn.Module, has_options: bool) -> nn.Module:
 
 
 def _wrapped(
-    wrapper: Callable[..., Any],
+    wrapper: Any,
     model: nn.Module,
     mesh: Mesh,
     options: dict[str, Any],
     train_step: StepFunction | None,
 ) -> nn.Module:
-    kind: Any = wrapper
-    grouped = distributed.is_available() and distributed.is_initialized()
-    if not grouped and isinstance(wrapper, type) and issubclass(wrapper, _IN_GROUPS):
+    is_grouped = isinstance(wrapper, type) and issubclass(wrapper, _IN_GROUPS)
+    if is_grouped and not distributed_available():
         if steps_in_group_only(wrapper):
             raise RuntimeError(
                 f"{wrapper.__name__} has a train_step of its own and needs a process group; start "
@@ -234,14 +232,14 @@ def _wrapped(
             )
         if issubclass(wrapper, SeparateDistributedDataParallel):
             check_children(model)
-        kind, known = SingleDevice, option_names(SingleDevice)
+        wrapper, known = SingleDevice, option_names(SingleDevice)
         options = {name: value for name, value in options.items() if name in known}
     elif mesh.device_mesh is not None and takes_mesh(wrapper):
         options = {"mesh": mesh, **options}
     elif mesh.data_group is not None and "process_group" in _signature(wrapper).parameters:
         options = {"process_group": mesh.data_group, **options}
-    kind = with_train_step(kind, train_step) if train_step else kind
-    wrapped: nn.Module = kind(model, **options)
+    wrapper = with_train_step(wrapper, train_step) if train_step else wrapper
+    wrapped: nn.Module = wrapper(model, **options)
     if isinstance(wrapped, Steps) and wrapped.data_group is None:
         wrapped.data_group = mesh.data_group
     return wrapped

@@ -19,6 +19,7 @@ from torch.nn.modules.batchnorm import (
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.utils.parametrize import is_parametrized
 
+from ...collectives import distributed_available
 from ..replicas.data_parallel import patch_replication_callback
 from .sync_batchnorm import (
     SynchronizedBatchNorm,
@@ -189,9 +190,7 @@ def _refuse_wrapped(module: nn.Module) -> None:
                 f"{where} is wrapped in {type(one).__name__} already: convert the bare model "
                 "first and wrap it then, or wrap it with sync_batchnorm=True"
             )
-    if not (distributed.is_available() and distributed.is_initialized()):
-        return
-    if _wrapper_of(module) is None:
+    if not distributed_available() or _wrapper_of(module) is None:
         return
     # A wrapper that nobody uses any more may still be there: it is part of cycles.
     gc.collect()

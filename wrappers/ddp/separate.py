@@ -12,10 +12,11 @@ from torch import nn
 
 from ...registry import MODEL_WRAPPERS
 from ..batchnorm.conversion import convert_sync_batchnorm
+from ..sharding.mesh import broadcast_first
 from ..steps.preprocess import device_of
 from ..steps.step import Steps, has_own_train_step
 from ..steps.step_checks import ThawWatch
-from .distributed import StepDistributedDataParallel, broadcast_buffers
+from .distributed import StepDistributedDataParallel
 
 _NAMES = ["SeparateDistributedDataParallel", "MMSeparateDistributedDataParallel", "separate"]
 # What concerns the whole model, and what a child has no use for.
@@ -118,7 +119,7 @@ class SeparateDistributedDataParallel(Steps, nn.Module):
 
     def sync_buffers(self) -> None:
         """Give every rank the buffers of the first, before evaluation; every rank must call it."""
-        broadcast_buffers(self.module, self.data_group)
+        broadcast_first(self.module.buffers(), self.data_group)
 
     def _explain(self, error: BaseException) -> None:
         for child in self._wrapped():

@@ -61,8 +61,7 @@ def shard_model(module: nn.Module, options: FsdpOptions, mesh: DeviceMesh) -> li
     if options.device is not None and not any(one.is_meta for one in module.parameters()):
         module.to(options.device)
     if options.same_weights:
-        tensors = [*module.parameters(), *module.buffers()]
-        broadcast_first([one for one in tensors if not one.is_meta], mesh)
+        broadcast_first([*module.parameters(), *module.buffers()], mesh)
     common: dict[str, Any] = {"mesh": mesh, "offload_policy": options.offload}
     if ignored:
         common["ignored_params"] = ignored

@@ -23,9 +23,10 @@ from ..sharding.layout import (
     is_dtensor,
     local_part,
     no_sync,
+    parameters_of,
     total_norm,
 )
-from ..steps.step_checks import FirstUpdate, has_own_step, parameters_of
+from ..steps.step_checks import FirstUpdate, has_own_step
 from ..torch_functions import check_options
 from .optim_state import is_spread, kind_of, load_state, state_of
 from .optimizer_fit import check_optimizer, needs_closure
@@ -446,8 +447,7 @@ class GradClip:
         """
         parameters = [
             parameter
-            for group in optimizer.param_groups
-            for parameter in group["params"]
+            for parameter in parameters_of(optimizer)
             if parameter.requires_grad and parameter.grad is not None
         ]
         if not has_placed(optimizer):
