@@ -82,8 +82,7 @@ def wrap_model(
             ranks see different batches, else SingleDevice. Without a group, SingleDevice stands
             in for StepDistributedDataParallel and SeparateDistributedDataParallel.
         model: the model, or a wrapped model, which is returned unchanged.
-        device: where to move the model first; default: it stays. A model on the meta device is
-            built there by the wrapper.
+        device: where to move the model, or to fill one on the meta device; default: it stays.
         mesh: how the ranks are laid out; default: all see different batches.
         prepare: what is done to the model before.
         train_step: a function that is the training step, as for ``with_train_step``.
@@ -98,26 +97,14 @@ def wrap_model(
     """
     if is_model_wrapper(model):
         return _wrapped_already(model, bool(wrapper or options or mesh or prepare or train_step))
-    if train_step is not None:
-        check_step_function(train_step)
     prepare, ranks = prepare or Preparation(), mesh or Mesh({"data": get_world_size()})
     wrapper = wrapper or _default(ranks.data_size)
-    agree(partial(_prepared, wrapper, model, ranks, prepare, options), ranks.device_mesh)
-    is_meta = any(one.is_meta for one in model.parameters())
-    if wrapper is auto:
-        split = split_parameters(model, prepare)
-        wrapper, options = _choose(model, ranks, options, device=device, split=split)
-    is_filled = is_meta and device is not None
-    for told in wrapper_misfits(wrapper, ranks.data_size, ranks.axes, is_meta=is_filled).values():
-        raise ValueError(told)
-    shards = takes_mesh(wrapper)
-    if device is not None and shards and is_meta:
-        options["device_id"] = options.get("device_id") or torch.device(device)
-    elif device is not None:
-        model = model.to(device)
+    check = partial(_prepared, wrapper, model, ranks, prepare, options, train_step)
+    agree(check, ranks.device_mesh)
+    wrapper, options = _place(model, wrapper, ranks, prepare, options, device)
     if prepare.tensor_parallel is not None and ranks.device_mesh is not None:
         broadcast_first([*model.parameters(), *model.buffers()], ranks.device_mesh)
-    prepare_model(model, prepare, mesh, localise=not shards)
+    prepare_model(model, prepare, mesh, localise=not takes_mesh(wrapper))
     return _wrapped(wrapper, model, ranks, options, train_step)
 
 
@@ -127,8 +114,11 @@ def _prepared(
     mesh: Mesh,
     prepare: Preparation,
     options: Mapping[str, Any],
+    train_step: StepFunction | None,
 ) -> dict[str, Any]:
     """Freeze parameters and check the rest; returns what must be the same on all ranks."""
+    if train_step is not None:
+        check_step_function(train_step)
     if not callable(wrapper):
         raise TypeError(
             "wrapper must be a class such as StepDistributedDataParallel, or the function auto, "
@@ -141,6 +131,28 @@ def _prepared(
     if check_wrapper is not None:
         check_wrapper(options)
     return {"wrapper": getattr(wrapper, "__name__", str(wrapper)), "mesh": mesh.axes, **prepared}
+
+
+def _place(
+    model: nn.Module,
+    wrapper: Callable[..., nn.Module],
+    mesh: Mesh,
+    prepare: Preparation,
+    options: dict[str, Any],
+    device: torch.device | str | None,
+) -> tuple[Callable[..., nn.Module], dict[str, Any]]:
+    """Move the model, or have the wrapper fill it there; returns what to wrap it by."""
+    if wrapper is auto:
+        split = split_parameters(model, prepare)
+        wrapper, options = _choose(model, mesh, options, device=device, split=split)
+    is_filled = device is not None and any(one.is_meta for one in model.parameters())
+    for told in wrapper_misfits(wrapper, mesh.data_size, mesh.axes, is_meta=is_filled).values():
+        raise ValueError(told)
+    if device is not None and is_filled:
+        options["device_id"] = options.get("device_id") or torch.device(device)
+    elif device is not None:
+        model.to(device)
+    return wrapper, options
 
 
 def takes_mesh(wrapper: Callable[..., nn.Module]) -> bool:

@@ -62,10 +62,9 @@ def convert_sync_batchnorm(
     """Make all BatchNorm layers of a model synchronised, in place; returns the model.
 
     The layers change their class and stay the same objects: parameters, buffers, hooks, flags and
-    what else refers to them are untouched, and so are optimizers made before. Layers of the other
-    implementation are converted too and keep their group. A ``DataParallel`` begins to run
-    replication callbacks, which ours need. Layers that override ``forward``, or are parametrized,
-    cannot be converted and are named in a warning of the log.
+    optimizers made before are untouched. Layers of the other implementation are converted too and
+    keep their group. A ``DataParallel`` begins to run replication callbacks, which ours need.
+    Layers that override ``forward``, or are parametrized, stay and are named in a warning.
 
     Args:
         implementation: "stepwrap": ``SynchronizedBatchNorm1d`` and so on, on any device. "torch":
@@ -82,14 +81,13 @@ def convert_sync_batchnorm(
             f'sync_bn should be "torch" or "stepwrap", but got {implementation!r} for '
             "implementation; a process_group is given by its name"
         )
-    layers = [(path, one) for path, one in module.named_modules() if isinstance(one, _BatchNorm)]
-    kinds = [_synchronised(path, one, implementation) for path, one in layers]
-    if any(kind not in (None, type(one)) for (_, one), kind in zip(layers, kinds, strict=True)):
+    changes: list[tuple[Any, type[_BatchNorm]]] = []
+    for path, one in module.named_modules():
+        if isinstance(one, _BatchNorm) and (kind := _synchronised(path, one, implementation)):
+            changes.append((one, kind))
+    if any(type(layer) is not kind for layer, kind in changes):
         _refuse_wrapped(module)
-    layer: Any
-    for (_, layer), kind in zip(layers, kinds, strict=True):
-        if kind is None:
-            continue
+    for layer, kind in changes:
         if type(layer) is not kind:
             made = isinstance(layer, SynchronizedBatchNorm)
             layer.__dict__.setdefault(_ORIGIN, _plain(layer) if made else type(layer))
