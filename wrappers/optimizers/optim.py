@@ -305,7 +305,9 @@ class OptimWrapper(Accumulation):
 
     def get_momentum(self) -> dict[str, list[float]]:
         """Momentum (Adam-like: the first beta; else 0) of every group."""
-        return {"momentum": [_momentum(group) for group in self.optimizer.param_groups]}
+        groups = self.optimizer.param_groups
+        found = (one.get("momentum", one.get("betas", (0.0,))[0]) for one in groups)
+        return {"momentum": list(map(float, found))}
 
     def state_dict(self) -> dict[str, Any]:
         """The optimizer's state with its kind and our count of micro-batches beside it.
@@ -360,10 +362,6 @@ def _count(name: str, value: Any) -> int:
         # As documented by the system that this is for.
         raise AssertionError(f"_{name} at least greater than or equal to 1, got {value!r}")
     return operator.index(value)
-
-
-def _momentum(group: Mapping[str, Any]) -> float:
-    return float(group.get("momentum", group.get("betas", (0.0,))[0]))
 
 
 def closure_advice(optimizer: Optimizer) -> str:
