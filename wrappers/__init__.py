@@ -1,4 +1,6 @@
-"""Models and optimizers that step, under any parallelism."""
+"""Models and optimizers that step, under any parallelism. Imports registry and collectives. Start
+with wrapping.py, then steps/step.py.
+"""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -151,6 +153,8 @@ __all__ = [
     "patch_replication_callback",
     "patch_sync_batchnorm",
     "prepare_model",
+    "refuse_single_step",
+    "refuse_without_closure",
     "reshard",
     "revert_sync_batchnorm",
     "set_sbn_eps_mode",
@@ -162,8 +166,6 @@ __all__ = [
     "with_train_step",
     "wrap_model",
     "wrapper_misfits",
-    "refuse_single_step",
-    "refuse_without_closure",
 ]
 
 

@@ -131,6 +131,30 @@ def _can_run(module: nn.Module) -> bool:
     return type(module).forward is not nn.Module.forward or "forward" in vars(module)
 
 
+def find_parameters(
+    model: nn.Module, patterns: str | Iterable[str], setting: str
+) -> dict[str, nn.Parameter]:
+    """Parameters by name: those that ``patterns`` fit, and those of modules whose paths they fit.
+
+    ``setting`` is what the patterns belong to, for the ValueError where one fits nothing.
+    """
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    modules = [path for path, _ in model.named_modules(remove_duplicate=False) if path]
+    chosen: list[str] = []
+    for pattern in [patterns] if isinstance(patterns, str) else patterns:
+        inside = tuple(f"{path}." for path in modules if fnmatchcase(path, pattern))
+        found = [
+            name for name in parameters if fnmatchcase(name, pattern) or name.startswith(inside)
+        ]
+        if not found:
+            hint = did_you_mean(pattern, [*parameters, *modules])
+            raise ValueError(
+                f"{setting}: no parameter of the model has the name or path {pattern!r}{hint}"
+            )
+        chosen += found
+    return {name: parameters[name] for name in chosen}
+
+
 def compile_model(model: nn.Module, spec: CompileSpec = True) -> nn.Module:
     """Compile ``model`` by ``torch.compile``, in place; returns it.
 

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from ..registry import did_you_mean
 from .blocks import (
     CheckpointingSpec,
     CompileSpec,
@@ -18,6 +16,7 @@ from .blocks import (
     compile_model,
     find_checkpointed,
     find_compiled,
+    find_parameters,
     read_checkpointing,
     read_compile,
 )
@@ -75,7 +74,7 @@ def model_checks(
     """
     plan, blocks = preparation.tensor_parallel, preparation.activation_checkpointing
     return {
-        "freeze": lambda: list(_find_parameters(model, preparation.freeze)),
+        "freeze": lambda: list(find_parameters(model, preparation.freeze, "freeze")),
         "tensor_parallel.plan": lambda: _check_plan(model, plan, tensor_size),
         "activation_checkpointing": lambda: (
             None if blocks is None else list(find_checkpointed(model, blocks))
@@ -122,28 +121,10 @@ def freeze_parameters(model: nn.Module, patterns: str | Iterable[str]) -> list[s
     Raises:
         ValueError: something matches nothing.
     """
-    found = _find_parameters(model, patterns)
+    found = find_parameters(model, patterns, "freeze")
     for parameter in found.values():
         parameter.requires_grad_(False)
     return list(found)
-
-
-def _find_parameters(model: nn.Module, patterns: str | Iterable[str]) -> dict[str, nn.Parameter]:
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    modules = [path for path, _ in model.named_modules(remove_duplicate=False) if path]
-    chosen: list[str] = []
-    for pattern in [patterns] if isinstance(patterns, str) else patterns:
-        inside = tuple(f"{path}." for path in modules if fnmatchcase(path, pattern))
-        found = [
-            name for name in parameters if fnmatchcase(name, pattern) or name.startswith(inside)
-        ]
-        if not found:
-            hint = did_you_mean(pattern, [*parameters, *modules])
-            raise ValueError(
-                f"freeze: no parameter of the model has the name or path {pattern!r}{hint}"
-            )
-        chosen += found
-    return {name: parameters[name] for name in chosen}
 
 
 def split_parameters(model: nn.Module, preparation: Preparation) -> list[nn.Parameter]:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, distributed, nn
 
+from ..collectives import distributed_available
 from ..registry import MODEL_WRAPPERS
 from .batchnorm.conversion import convert_sync_batchnorm
 from .replicas.data_parallel import ReplicationCallbackDataParallel
@@ -67,13 +68,11 @@ class StepDataParallel(Steps, ReplicationCallbackDataParallel):
     ) -> None:
         StepDataParallel.check_options(options)
         refuse_own_train_step(type(self), module, "uses one device only")
-        if distributed.is_available() and distributed.is_initialized():
-            ranks = distributed.get_world_size()
-            if ranks > 1:
-                raise RuntimeError(
-                    f"{type(self).__name__} steps in one process and would leave the gradients of "
-                    f"{ranks} ranks apart; use ddp, or one rank (launch.nproc=1)"
-                )
+        if distributed_available() and (ranks := distributed.get_world_size()) > 1:
+            raise RuntimeError(
+                f"{type(self).__name__} steps in one process and would leave the gradients of "
+                f"{ranks} ranks apart; use ddp, or one rank (launch.nproc=1)"
+            )
         if sync_batchnorm:
             module = convert_sync_batchnorm(module)
         super().__init__(module, device_ids, output_device, dim, **options)

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import distributed, nn
+from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from ..collectives import all_gather_object, get_rank, get_world_size
+from ..collectives import all_gather_object, distributed_available, get_rank, get_world_size
 from ..registry import MODEL_WRAPPERS, Registry
 from .ddp.distributed import StepDistributedDataParallel
 from .ddp.separate import SeparateDistributedDataParallel, check_children
@@ -82,8 +82,7 @@ def wrap_model(
             ranks see different batches, else SingleDevice. Without a group, SingleDevice stands
             in for StepDistributedDataParallel and SeparateDistributedDataParallel.
         model: the model, or a wrapped model, which is returned unchanged.
-        device: where to move the model first; default: it stays. A model on the meta device is
-            built there by the wrapper.
+        device: where to move the model, or to fill one on the meta device; default: it stays.
         mesh: how the ranks are laid out; default: all see different batches.
         prepare: what is done to the model before.
         train_step: a function that is the training step, as for ``with_train_step``.
@@ -98,27 +97,14 @@ def wrap_model(
     """
     if is_model_wrapper(model):
         return _wrapped_already(model, bool(wrapper or options or mesh or prepare or train_step))
-    if train_step is not None:
-        check_step_function(train_step)
     prepare, ranks = prepare or Preparation(), mesh or Mesh({"data": get_world_size()})
     wrapper = wrapper or _default(ranks.data_size)
-    agree(partial(_prepared, wrapper, model, ranks, prepare, options), ranks.device_mesh)
-    is_meta = any(one.is_meta for one in model.parameters())
-    if wrapper is auto:
-        split = split_parameters(model, prepare)
-        wrapper, options = _choose(model, ranks, options, device=device, split=split)
-    is_filled = is_meta and device is not None
-    for told in wrapper_misfits(wrapper, ranks.data_size, ranks.axes, is_meta=is_filled).values():
-        raise ValueError(told)
-    shards = takes_mesh(wrapper)
-    if device is not None and shards and is_meta:
-        options["device_id"] = options.get("device_id") or torch.device(device)
-    elif device is not None:
-        model = model.to(device)
+    check = partial(_prepared, wrapper, model, ranks, prepare, options, train_step)
+    agree(check, ranks.device_mesh)
+    wrapper, options = _place(model, wrapper, ranks, prepare, options, device)
     if prepare.tensor_parallel is not None and ranks.device_mesh is not None:
-        everything = [*model.parameters(), *model.buffers()]
-        broadcast_first([one for one in everything if not one.is_meta], ranks.device_mesh)
-    prepare_model(model, prepare, mesh, localise=not shards)
+        broadcast_first([*model.parameters(), *model.buffers()], ranks.device_mesh)
+    prepare_model(model, prepare, mesh, localise=not takes_mesh(wrapper))
     return _wrapped(wrapper, model, ranks, options, train_step)
 
 
@@ -128,8 +114,11 @@ def _prepared(
     mesh: Mesh,
     prepare: Preparation,
     options: Mapping[str, Any],
+    train_step: StepFunction | None,
 ) -> dict[str, Any]:
     """Freeze parameters and check the rest; returns what must be the same on all ranks."""
+    if train_step is not None:
+        check_step_function(train_step)
     if not callable(wrapper):
         raise TypeError(
             "wrapper must be a class such as StepDistributedDataParallel, or the function auto, "
@@ -142,6 +131,28 @@ def _prepared(
     if check_wrapper is not None:
         check_wrapper(options)
     return {"wrapper": getattr(wrapper, "__name__", str(wrapper)), "mesh": mesh.axes, **prepared}
+
+
+def _place(
+    model: nn.Module,
+    wrapper: Callable[..., nn.Module],
+    mesh: Mesh,
+    prepare: Preparation,
+    options: dict[str, Any],
+    device: torch.device | str | None,
+) -> tuple[Callable[..., nn.Module], dict[str, Any]]:
+    """Move the model, or have the wrapper fill it there; returns what to wrap it by."""
+    if wrapper is auto:
+        split = split_parameters(model, prepare)
+        wrapper, options = _choose(model, mesh, options, device=device, split=split)
+    is_filled = device is not None and any(one.is_meta for one in model.parameters())
+    for told in wrapper_misfits(wrapper, mesh.data_size, mesh.axes, is_meta=is_filled).values():
+        raise ValueError(told)
+    if device is not None and is_filled:
+        options["device_id"] = options.get("device_id") or torch.device(device)
+    elif device is not None:
+        model.to(device)
+    return wrapper, options
 
 
 def takes_mesh(wrapper: Callable[..., nn.Module]) -> bool:
@@ -218,15 +229,14 @@ def _wrapped_already(model: nn.Module, has_options: bool) -> nn.Module:
 
 
 def _wrapped(
-    wrapper: Callable[..., Any],
+    wrapper: Any,
     model: nn.Module,
     mesh: Mesh,
     options: dict[str, Any],
     train_step: StepFunction | None,
 ) -> nn.Module:
-    kind: Any = wrapper
-    grouped = distributed.is_available() and distributed.is_initialized()
-    if not grouped and isinstance(wrapper, type) and issubclass(wrapper, _IN_GROUPS):
+    is_grouped = isinstance(wrapper, type) and issubclass(wrapper, _IN_GROUPS)
+    if is_grouped and not distributed_available():
         if steps_in_group_only(wrapper):
             raise RuntimeError(
                 f"{wrapper.__name__} has a train_step of its own and needs a process group; start "
@@ -234,14 +244,14 @@ def _wrapped(
             )
         if issubclass(wrapper, SeparateDistributedDataParallel):
             check_children(model)
-        kind, known = SingleDevice, option_names(SingleDevice)
+        wrapper, known = SingleDevice, option_names(SingleDevice)
         options = {name: value for name, value in options.items() if name in known}
     elif mesh.device_mesh is not None and takes_mesh(wrapper):
         options = {"mesh": mesh, **options}
     elif mesh.data_group is not None and "process_group" in _signature(wrapper).parameters:
         options = {"process_group": mesh.data_group, **options}
-    kind = with_train_step(kind, train_step) if train_step else kind
-    wrapped: nn.Module = kind(model, **options)
+    wrapper = with_train_step(wrapper, train_step) if train_step else wrapper
+    wrapped: nn.Module = wrapper(model, **options)
     if isinstance(wrapped, Steps) and wrapped.data_group is None:
         wrapped.data_group = mesh.data_group
     return wrapped

@@ -275,7 +275,7 @@ def _ignored() -> list[Any]:
         model = _wrapped("Net", **option)
         model.train_step(own_batches(dist.get_rank(), torch.float64)[0], sgd(model))
         kinds.append({isinstance(one, DTensor) for one in model.module.net.head.parameters()})
-    with pytest.raises(ValueError, match="is called 'net.heat'; did you mean net.head"):
+    with pytest.raises(ValueError, match="name or path 'net.heat'; did you mean net.head"):
         _wrapped("Net", ignored_parameters=["net.heat"])
     logging.getLogger("stepwrap.wrappers.fsdp.units").removeHandler(handler)
     return [kinds, "net.head.weight, net.head.bias: ignored" in records[0]]

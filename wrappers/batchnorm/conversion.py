@@ -19,6 +19,7 @@ from torch.nn.modules.batchnorm import (
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.utils.parametrize import is_parametrized
 
+from ...collectives import distributed_available
 from ..replicas.data_parallel import patch_replication_callback
 from .sync_batchnorm import (
     SynchronizedBatchNorm,
@@ -61,10 +62,9 @@ def convert_sync_batchnorm(
     """Make all BatchNorm layers of a model synchronised, in place; returns the model.
 
     The layers change their class and stay the same objects: parameters, buffers, hooks, flags and
-    what else refers to them are untouched, and so are optimizers made before. Layers of the other
-    implementation are converted too and keep their group. A ``DataParallel`` begins to run
-    replication callbacks, which ours need. Layers that override ``forward``, or are parametrized,
-    cannot be converted and are named in a warning of the log.
+    optimizers made before are untouched. Layers of the other implementation are converted too and
+    keep their group. A ``DataParallel`` begins to run replication callbacks, which ours need.
+    Layers that override ``forward``, or are parametrized, stay and are named in a warning.
 
     Args:
         implementation: "stepwrap": ``SynchronizedBatchNorm1d`` and so on, on any device. "torch":
@@ -81,14 +81,13 @@ def convert_sync_batchnorm(
             f'sync_bn should be "torch" or "stepwrap", but got {implementation!r} for '
             "implementation; a process_group is given by its name"
         )
-    layers = [(path, one) for path, one in module.named_modules() if isinstance(one, _BatchNorm)]
-    kinds = [_synchronised(path, one, implementation) for path, one in layers]
-    if any(kind not in (None, type(one)) for (_, one), kind in zip(layers, kinds, strict=True)):
+    changes: list[tuple[Any, type[_BatchNorm]]] = []
+    for path, one in module.named_modules():
+        if isinstance(one, _BatchNorm) and (kind := _synchronised(path, one, implementation)):
+            changes.append((one, kind))
+    if any(type(layer) is not kind for layer, kind in changes):
         _refuse_wrapped(module)
-    layer: Any
-    for (_, layer), kind in zip(layers, kinds, strict=True):
-        if kind is None:
-            continue
+    for layer, kind in changes:
         if type(layer) is not kind:
             made = isinstance(layer, SynchronizedBatchNorm)
             layer.__dict__.setdefault(_ORIGIN, _plain(layer) if made else type(layer))
@@ -189,9 +188,7 @@ def _refuse_wrapped(module: nn.Module) -> None:
                 f"{where} is wrapped in {type(one).__name__} already: convert the bare model "
                 "first and wrap it then, or wrap it with sync_batchnorm=True"
             )
-    if not (distributed.is_available() and distributed.is_initialized()):
-        return
-    if _wrapper_of(module) is None:
+    if not distributed_available() or _wrapper_of(module) is None:
         return
     # A wrapper that nobody uses any more may still be there: it is part of cycles.
     gc.collect()

@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ...registry import MODEL_WRAPPERS
 from ..batchnorm.conversion import convert_sync_batchnorm
+from ..sharding.mesh import broadcast_first
 from ..steps.step import Steps, refuse_own_train_step
 from ..steps.step_checks import AveragingWatch, ThawWatch
 from ..torch_functions import check_options, option_names, refuse_double_backward
@@ -182,7 +183,7 @@ class StepDistributedDataParallel(Steps, DistributedDataParallel):
         Every rank must call this: torch does it at the start of a forward only, and training
         ends with one after which the running statistics differ.
         """
-        broadcast_buffers(self.module, self.process_group)
+        broadcast_first(self.module.buffers(), self.process_group)
 
     def no_sync(self) -> AbstractContextManager[Any]:  # type: ignore[override]
         """Leave the gradients of the forwards inside on their ranks."""
@@ -231,17 +232,6 @@ class StepDistributedDataParallel(Steps, DistributedDataParallel):
         if options.get("comm_hook") is not None:
             read_comm_hook(options["comm_hook"])
         _join_options(options.get("uneven_inputs", False))
-
-
-def broadcast_buffers(module: nn.Module, group: distributed.ProcessGroup | None) -> None:
-    """Give every rank of ``group`` (None: of all) the buffers of its first."""
-    source = 0 if group is None else distributed.get_global_rank(group, 0)
-    works = [
-        distributed.broadcast(buffer, source, group=group, async_op=True)
-        for buffer in module.buffers()
-    ]
-    for work in works:
-        work.wait()
 
 
 def _explain_unused(error: BaseException, names: Sequence[str], failure: str = "") -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -13,10 +12,11 @@ from torch import nn
 
 from ...registry import MODEL_WRAPPERS
 from ..batchnorm.conversion import convert_sync_batchnorm
+from ..sharding.mesh import broadcast_first
 from ..steps.preprocess import device_of
 from ..steps.step import Steps, has_own_train_step
 from ..steps.step_checks import ThawWatch
-from .distributed import StepDistributedDataParallel, broadcast_buffers
+from .distributed import StepDistributedDataParallel
 
 _NAMES = ["SeparateDistributedDataParallel", "MMSeparateDistributedDataParallel", "separate"]
 # What concerns the whole model, and what a child has no use for.
@@ -53,6 +53,11 @@ class SeparateDistributedDataParallel(Steps, nn.Module):
     """
 
     averages_ranks = True
+    passed_on = [
+        one.replace(kind=one.KEYWORD_ONLY)
+        for one in StepDistributedDataParallel.config_signature().parameters.values()
+        if one.name not in _NOT_FOR_CHILDREN
+    ]
 
     def __init__(
         self,
@@ -114,7 +119,7 @@ class SeparateDistributedDataParallel(Steps, nn.Module):
 
     def sync_buffers(self) -> None:
         """Give every rank the buffers of the first, before evaluation; every rank must call it."""
-        broadcast_buffers(self.module, self.data_group)
+        broadcast_first(self.module.buffers(), self.data_group)
 
     def _explain(self, error: BaseException) -> None:
         for child in self._wrapped():
@@ -130,20 +135,6 @@ class SeparateDistributedDataParallel(Steps, nn.Module):
         StepDistributedDataParallel.check_options(
             {k: v for k, v in options.items() if k not in _NOT_FOR_CHILDREN}
         )
-
-    @classmethod
-    def config_signature(cls) -> inspect.Signature:
-        """The arguments with those of a child's wrapper in place of ``**ddp_kwargs``."""
-        own = super().config_signature().parameters
-        further = StepDistributedDataParallel.config_signature().parameters.values()
-        taken = {*own, *_NOT_FOR_CHILDREN}
-        last = list(inspect.signature(cls.__init__).parameters.values())[-1]
-        passed = [
-            one.replace(kind=one.KEYWORD_ONLY)
-            for one in further
-            if last.kind is last.VAR_KEYWORD and one.name not in taken
-        ]
-        return inspect.Signature([*own.values(), *passed])
 
 
 class _Child(StepDistributedDataParallel):

@@ -20,7 +20,6 @@ from ..sharding.mesh import Mesh, agree, broadcast_first
 from ..sharding.meta_init import materialise
 from ..steps.preprocess import DataPreprocessor
 from ..steps.step import OptimizerWrapper, Steps, has_own_train_step
-from ..torch_functions import check_options
 from .options import FURTHER, FsdpOptions, read_options, sharding_mesh
 from .roots import Root
 from .torch_internals import call_as_forward
@@ -116,6 +115,10 @@ class StepFullyShardedDataParallel(Steps, nn.Module):
     averages_ranks = True
     # A policy of wrapping is a mapping with a type, but no part of its own.
     config_plain = ("auto_wrap_policy", "param_init_fn")
+    passed_on = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default)
+        for name, default in FURTHER.items()
+    ]
     _shows_leaves = False
 
     def __init__(
@@ -247,28 +250,6 @@ class StepFullyShardedDataParallel(Steps, nn.Module):
             "are shards tied to this group of processes: copy the bare model before it is "
             "wrapped, or save state_dict() and load it into a new one"
         )
-
-    @classmethod
-    def check_options(cls, options: Mapping[str, Any]) -> None:
-        """Raise TypeError for an option that this class does not take."""
-        names = [name for name in cls.config_signature().parameters if name != "module"]
-        check_options(cls.__name__, options, names)
-
-    @classmethod
-    def config_signature(cls) -> inspect.Signature:
-        """The arguments with all options in place of ``**fsdp_kwargs``."""
-        own = inspect.signature(cls.__init__).parameters.values()
-        kept = {one.name: one for one in own if one.kind is not one.VAR_KEYWORD}
-        del kept["self"]
-        if any(one.kind is one.VAR_KEYWORD for one in own):
-            base = inspect.signature(StepFullyShardedDataParallel.__init__).parameters.values()
-            passed = [one for one in base if one.kind is one.KEYWORD_ONLY]
-            passed += [
-                inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default)
-                for name, default in FURTHER.items()
-            ]
-            kept |= {one.name: one for one in passed if one.name not in kept}
-        return inspect.Signature(list(kept.values()))
 
     def update_and_detect(self, total: Tensor, optim_wrapper: OptimizerWrapper) -> None:
         """As in the other wrappers, by the parameters that the last forward saw."""

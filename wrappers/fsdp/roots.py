@@ -120,7 +120,9 @@ class Root:
 
     def _before_forward(self, module: nn.Module, inputs: Any) -> None:
         try:
-            self._begin()
+            # torch keeps the states of modules in a dict that garbage collection may shrink just
+            # when the compiler walks through it.
+            _untraced(self._begin)
             if not self._depth:
                 _untraced(self._unify_flags)
         finally:

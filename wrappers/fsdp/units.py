@@ -6,7 +6,6 @@ import logging
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
-from fnmatch import fnmatchcase
 from itertools import combinations
 from typing import Any
 
@@ -16,8 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ...registry import did_you_mean
-from ..blocks import find_blocks
+from ..blocks import find_blocks, find_parameters
 from ..sharding.mesh import agree, broadcast_first
 from ..sharding.meta_init import check_no_meta_buffers
 from ..steps.step import has_own_train_step
@@ -61,8 +59,7 @@ def shard_model(module: nn.Module, options: FsdpOptions, mesh: DeviceMesh) -> li
     if options.device is not None and not any(one.is_meta for one in module.parameters()):
         module.to(options.device)
     if options.same_weights:
-        tensors = [*module.parameters(), *module.buffers()]
-        broadcast_first([one for one in tensors if not one.is_meta], mesh)
+        broadcast_first([*module.parameters(), *module.buffers()], mesh)
     common: dict[str, Any] = {"mesh": mesh, "offload_policy": options.offload}
     if ignored:
         common["ignored_params"] = ignored
@@ -192,22 +189,15 @@ def full_precision_units(
 def find_ignored(model: nn.Module, named: Iterable[object]) -> set[nn.Parameter]:
     """The parameters that are named: by themselves, by modules, or by names and patterns."""
     found: set[nn.Parameter] = set()
-    modules = dict(model.named_modules())
-    parameters = dict(model.named_parameters(remove_duplicate=False))
     for one in named:
         if isinstance(one, nn.Parameter):
             found.add(one)
         elif isinstance(one, nn.Module):
             found.update(one.parameters())
-        elif isinstance(one, str) and one in modules:
-            found.update(modules[one].parameters())
         else:
-            fitting = [p for name, p in parameters.items() if fnmatchcase(name, str(one))]
-            if not fitting:
-                hint = did_you_mean(str(one), [*parameters, *filter(None, modules)])
-                raise ValueError(f"no parameter or module of the model is called {one!r}{hint}")
-            found.update(fitting)
-    trained = [name for name, p in parameters.items() if p in found and p.requires_grad]
+            found.update(find_parameters(model, str(one), "ignored parameters").values())
+    parameters = model.named_parameters(remove_duplicate=False)
+    trained = [name for name, p in parameters if p in found and p.requires_grad]
     if trained:
         logger.warning(
             "%s: ignored parameters that are trained; each rank updates its own copy by the "

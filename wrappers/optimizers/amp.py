@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ...registry import OPTIM_WRAPPERS
-from ..sharding.layout import has_placed
-from ..steps.step_checks import parameters_of
+from ..sharding.layout import has_placed, parameters_of
 from ..torch_functions import check_options, option_names
 from .optim import OptimWrapper, closure_advice
 
@@ -80,7 +79,8 @@ class AmpOptimWrapper(OptimWrapper):
         device: str | torch.device | None = None,
     ) -> None:
         super().__init__(optimizer, accumulative_counts, clip_grad)
-        self.device_type = _device_type(optimizer) if device is None else torch.device(device).type
+        place = next(parameters_of(optimizer)).device if device is None else torch.device(device)
+        self.device_type = place.type
         self.cast_dtype = _dtype(dtype, self.device_type)
         enabled = self.cast_dtype is torch.float16
         self._together = use_fsdp or (enabled and has_placed(optimizer))
@@ -149,10 +149,6 @@ class AmpOptimWrapper(OptimWrapper):
 def _both(outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]) -> Iterator[None]:
     with outer, inner:
         yield
-
-
-def _device_type(optimizer: Optimizer) -> str:
-    return next(parameters_of(optimizer)).device.type
 
 
 def _dtype(dtype: str | torch.dtype | None, device_type: str) -> torch.dtype:

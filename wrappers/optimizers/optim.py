@@ -23,9 +23,10 @@ from ..sharding.layout import (
     is_dtensor,
     local_part,
     no_sync,
+    parameters_of,
     total_norm,
 )
-from ..steps.step_checks import FirstUpdate, has_own_step, parameters_of
+from ..steps.step_checks import FirstUpdate, has_own_step
 from ..torch_functions import check_options
 from .optim_state import is_spread, kind_of, load_state, state_of
 from .optimizer_fit import check_optimizer, needs_closure
@@ -304,7 +305,9 @@ class OptimWrapper(Accumulation):
 
     def get_momentum(self) -> dict[str, list[float]]:
         """Momentum (Adam-like: the first beta; else 0) of every group."""
-        return {"momentum": [_momentum(group) for group in self.optimizer.param_groups]}
+        groups = self.optimizer.param_groups
+        found = (one.get("momentum", one.get("betas", (0.0,))[0]) for one in groups)
+        return {"momentum": list(map(float, found))}
 
     def state_dict(self) -> dict[str, Any]:
         """The optimizer's state with its kind and our count of micro-batches beside it.
@@ -359,10 +362,6 @@ def _count(name: str, value: Any) -> int:
         # As documented by the system that this is for.
         raise AssertionError(f"_{name} at least greater than or equal to 1, got {value!r}")
     return operator.index(value)
-
-
-def _momentum(group: Mapping[str, Any]) -> float:
-    return float(group.get("momentum", group.get("betas", (0.0,))[0]))
 
 
 def closure_advice(optimizer: Optimizer) -> str:
@@ -446,8 +445,7 @@ class GradClip:
         """
         parameters = [
             parameter
-            for group in optimizer.param_groups
-            for parameter in group["params"]
+            for parameter in parameters_of(optimizer)
             if parameter.requires_grad and parameter.grad is not None
         ]
         if not has_placed(optimizer):

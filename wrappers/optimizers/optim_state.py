@@ -8,7 +8,7 @@ half a second.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from itertools import chain
 from typing import Any
 
@@ -21,16 +21,10 @@ from ..sharding.layout import (
     is_dtensor,
     is_placed,
     layout_of,
+    parameters_of,
     take_part,
 )
-
-# How a step is computed: the own choice stays, since another device or sharding may not have it.
-_IMPLEMENTATION = ("fused", "foreach", "capturable", "differentiable")
-
-
-def parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:
-    """Yield what ``optimizer`` updates."""
-    return (one for group in optimizer.param_groups for one in group["params"])
+from .optimizer_fit import IMPLEMENTATIONS
 
 
 def kind_of(optimizer: Optimizer) -> str:
@@ -73,7 +67,8 @@ def load_state(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
     groups = state["param_groups"]
     pairs = zip(groups, optimizer.param_groups, strict=False)
     state["param_groups"] = [
-        {**saved, **{name: own[name] for name in _IMPLEMENTATION if name in saved and name in own}}
+        # Another device or sharding may not have the implementation that was saved.
+        {**saved, **{name: own[name] for name in IMPLEMENTATIONS if name in saved and name in own}}
         for saved, own in pairs
     ] + list(groups[len(optimizer.param_groups) :])
     keys = chain.from_iterable(group["params"] for group in groups)

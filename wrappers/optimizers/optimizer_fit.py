@@ -20,7 +20,7 @@ from ..sharding.layout import find_gathered, is_dtensor, is_placed, layout_of, l
 from ..torch_functions import option_names
 
 # Who sets one of these has chosen an implementation, or asks for what fused ones cannot do.
-_CHOICES = ("fused", "foreach", "capturable", "differentiable")
+IMPLEMENTATIONS = ("fused", "foreach", "capturable", "differentiable")
 _INSTEAD = "use AdamW, SGD or another optimizer that steps each element by itself"
 
 
@@ -42,7 +42,7 @@ def build_optimizer(
     items = walkable(params)
     tensors = tensors_of(items)
     check_fit(cls, tensors)
-    if "fused" in option_names(cls) and not any(name in kwargs for name in _CHOICES):
+    if "fused" in option_names(cls) and not any(name in kwargs for name in IMPLEMENTATIONS):
         kinds = {}
         for one in tensors:
             place = (one.device_mesh, one.placements) if is_dtensor(one) else None

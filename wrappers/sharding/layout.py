@@ -281,6 +281,11 @@ def no_sync(model: nn.Module) -> Iterator[None]:
         yield
 
 
+def parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:
+    """Yield what ``optimizer`` updates."""
+    return (one for group in optimizer.param_groups for one in group["params"])
+
+
 _seen: WeakKeyDictionary[Optimizer, tuple[tuple[int, ...], bool]] = WeakKeyDictionary()
 
 
@@ -290,7 +295,7 @@ def has_placed(optimizer: Optimizer) -> bool:
     sizes = tuple(len(group["params"]) for group in optimizer.param_groups)
     known = _seen.get(optimizer)
     if known is None or known[0] != sizes:
-        answer = any(is_placed(p) for group in optimizer.param_groups for p in group["params"])
+        answer = any(map(is_placed, parameters_of(optimizer)))
         known = _seen[optimizer] = (sizes, answer)
     return known[1]
 

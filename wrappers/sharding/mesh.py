@@ -8,7 +8,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, distributed
@@ -28,6 +28,8 @@ from ...registry import did_you_mean
 from .layout import local_part
 
 _BUCKET_BYTES = 64 * 2**20
+# None: all ranks of the run.
+Ranks: TypeAlias = DeviceMesh | ProcessGroup | None
 
 # From the outermost to the innermost: the ranks of one tensor group are neighbours.
 AXES = ("data", "replicate", "shard", "tensor")
@@ -122,7 +124,7 @@ def build_mesh(axes: Mapping[str, int], device_type: str = "cpu") -> Mesh:
         ValueError: the axes do not fit the ranks, or differ between ranks.
     """
     sizes = check_axes(axes, get_world_size())
-    if not (distributed.is_available() and distributed.is_initialized()):
+    if not distributed_available():
         return Mesh(sizes)
     everywhere = all_gather_object(sizes)
     for rank, other in enumerate(everywhere):
@@ -206,25 +208,29 @@ def _gather(own: Any, mesh: DeviceMesh | None) -> list[Any]:
 
 
 @torch.no_grad()
-def broadcast_first(tensors: Iterable[Tensor], mesh: DeviceMesh) -> None:
-    """Overwrite ``tensors`` with those of the mesh's first rank; every rank must call this.
+def broadcast_first(tensors: Iterable[Tensor], ranks: Ranks) -> None:
+    """Overwrite ``tensors`` with those of the first of ``ranks``.
 
-    Of sharded tensors the local parts travel. Those of one dtype travel together.
+    Every rank must call this. Of sharded tensors the local parts travel, those on the meta device
+    are left out, and those of one dtype travel together.
     """
     buckets: dict[tuple[Any, ...], list[Tensor]] = {}
     taken: Counter[tuple[Any, ...]] = Counter()
     for part in map(local_part, tensors):
-        if part.numel():
+        if part.numel() and not part.is_meta:
             kind = (part.dtype, part.device)
             buckets.setdefault((*kind, taken[kind] // _BUCKET_BYTES), []).append(part)
             taken[kind] += part.nbytes
-    for group, source in _routes(mesh):
+    for group, source in _routes(ranks):
         for (_, device, _), bucket in buckets.items():
             _send(bucket, group, source, comm_device(group, prefer=device))
 
 
-def _routes(mesh: DeviceMesh) -> Iterator[tuple[ProcessGroup, int]]:
+def _routes(mesh: Ranks) -> Iterator[tuple[ProcessGroup | None, int]]:
     """One group for each axis, and its rank that has what the first rank of the mesh has."""
+    if not isinstance(mesh, DeviceMesh):
+        yield mesh, 0 if mesh is None else distributed.get_global_rank(mesh, 0)
+        return
     coordinate = mesh.get_coordinate()
     if coordinate is None:
         raise ValueError(f"rank {distributed.get_rank()} is not in the mesh {mesh}")
@@ -235,7 +241,7 @@ def _routes(mesh: DeviceMesh) -> Iterator[tuple[ProcessGroup, int]]:
             yield mesh.get_group(axis), int(mesh.mesh[tuple(place)])
 
 
-def _send(bucket: Sequence[Tensor], group: ProcessGroup, source: int, device: torch.device) -> None:
+def _send(bucket: Sequence[Tensor], group: Any, source: int, device: torch.device) -> None:
     flat = torch.cat([part.reshape(-1) for part in bucket]).to(device)
     distributed.broadcast(flat, source, group=group)
     if distributed.get_rank() != source:

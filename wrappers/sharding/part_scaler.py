@@ -11,7 +11,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.optim import Optimizer
 
-from .layout import local_part
+from .layout import local_part, parameters_of
 
 
 class PartScaler(ShardedGradScaler):
@@ -33,8 +33,7 @@ class PartScaler(ShardedGradScaler):
         # torch's kernel takes all gradients at once, and fails when their meshes differ.
         parts = [
             SimpleNamespace(grad=local_part(parameter.grad))
-            for group in optimizer.param_groups
-            for parameter in group["params"]
+            for parameter in parameters_of(optimizer)
             if parameter.grad is not None
         ]
         local: Any = SimpleNamespace(param_groups=[{"params": parts}])

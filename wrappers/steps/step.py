@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from copy import deepcopy
 from typing import Any, Protocol, TypeAlias, TypeVar
@@ -99,12 +99,14 @@ class Steps:
         data_group: the ranks that see different batches; None for all of them.
         collective_eval: whether evaluation steps need every rank of ``data_group``.
         averages_ranks: whether a backward averages the gradients over ``data_group``.
+        passed_on: what ``**options`` of the class takes beside the arguments of its bases.
     """
 
     module: Any
     data_group: ProcessGroup | None = None
     collective_eval: bool = False
     averages_ranks: bool = False
+    passed_on: Iterable[inspect.Parameter] = ()
     _modules: Any
     detect_anomalous_params: bool
     __call__: Callable[..., Any]
@@ -234,16 +236,18 @@ class Steps:
 
     @classmethod
     def config_signature(cls) -> inspect.Signature:
-        """The arguments, with those of the base classes in place of ``**options``."""
+        """The arguments, with ``passed_on`` and those of the bases in place of ``**options``."""
         found: dict[str, inspect.Parameter] = {}
-        first, *_ = made = [base for base in cls.__mro__ if "__init__" in vars(base)]
-        for base in made:
+        for base in (one for one in cls.__mro__ if "__init__" in vars(one)):
             given = list(inspect.signature(vars(base)["__init__"]).parameters.values())[1:]
             named = [one for one in given if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)]
-            for one in named:
-                kind = one.KEYWORD_ONLY if base is not first else one.kind
+            passes_on = any(one.kind is one.VAR_KEYWORD for one in given)
+            further = vars(base).get("passed_on", ()) if passes_on else ()
+            is_first = not found
+            for one in (*named, *further):
+                kind = one.kind if is_first else one.KEYWORD_ONLY
                 found.setdefault(one.name, one.replace(kind=kind))
-            if not any(one.kind is one.VAR_KEYWORD for one in given):
+            if not passes_on:
                 break
         return inspect.Signature(list(found.values()))
 

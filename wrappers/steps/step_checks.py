@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.utils.checkpoint import CheckpointFunction
 
 from ...collectives import comm_device
-from ..sharding.layout import is_dtensor, layout_of, local_part, split_models
+from ..sharding.layout import is_dtensor, layout_of, local_part, parameters_of, split_models
 
 logger = logging.getLogger(__name__)
 
@@ -84,11 +84,6 @@ def has_own_step(model: Any) -> bool:
         return True
     owner = next((one for one in type(model).__mro__ if "train_step" in vars(one)), None)
     return owner is None or not owner.__module__.startswith("stepwrap.wrappers.")
-
-
-def parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:
-    """Yield what ``optimizer`` updates."""
-    return (one for group in optimizer.param_groups for one in group["params"])
 
 
 def _is_reached(parameters: Sequence[Tensor], name: str, has_run: bool) -> bool:
