@@ -50,6 +50,7 @@ def _reduce_every_dtype() -> None:
 
 
 @pytest.mark.parametrize("world_size", [2, *slow(3)])
+@pytest.mark.slow
 def test_every_dtype_is_reduced_by_every_operation(world_size: int) -> None:
     """C-24."""
     run_ranks(_reduce_every_dtype, world_size)

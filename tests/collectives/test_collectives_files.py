@@ -272,6 +272,7 @@ def _lose_a_rank(tmpdir: str, when: str, everywhere: bool) -> None:
 
 # When the first rank reads, it is the first rank that dies.
 @pytest.mark.parametrize(("when", "dead"), [("entering", 1), ("reading", 0), *slow(("writing", 1))])
+@pytest.mark.slow
 def test_a_killed_rank_leaves_no_file_behind(when: str, dead: int, tmp_path: Path) -> None:
     (tmp_path / "foreign").touch()
     with pytest.raises(RanksError) as caught:

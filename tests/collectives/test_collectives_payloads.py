@@ -57,6 +57,7 @@ def _failures(objects: list[Any], tmpdir: str) -> list[str]:
     max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(sent=st.lists(objects(), min_size=2, max_size=2))
+@pytest.mark.slow
 def test_any_object_comes_through_every_object_collective(sent: list[Any], tmp_path: Any) -> None:
     assert run_ranks(_failures, 2, sent, str(tmp_path)) == [[], []]
 

@@ -144,6 +144,7 @@ def check_two_ranks(name: str, folder: Path, *more: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["gan", *slow(*(name for name in STEPS if name != "gan"))])
+@pytest.mark.slow
 def test_a_step_on_two_ranks(name: str, folder: Path) -> None:
     """Half the batch on each rank: the weights of plain PyTorch, also with a resume."""
     check_two_ranks(name, folder)

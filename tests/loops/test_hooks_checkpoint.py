@@ -404,6 +404,7 @@ def _fail_on_rank_1(folder: Path) -> str:
     return "none"
 
 
+@pytest.mark.slow
 def test_what_a_rank_saves_without_the_others_is_not_the_latest(tmp_path: Path) -> None:
     run_ranks(_fail_on_rank_1, 2, tmp_path, timeout_s=20, group_timeout_s=2)
     assert saved_steps(tmp_path) == []

@@ -110,6 +110,7 @@ def check_against_one_rank(world_size: int, samples: int, batch_size: int, sized
 
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("samples", [3, 5, 7])
+@pytest.mark.slow
 def test_each_sample_counts_once_where_steps_are_collective(world_size: int, samples: int) -> None:
     check_against_one_rank(world_size, samples, 1, sized=True)
 

@@ -245,6 +245,7 @@ next(batches)
 """
 
 
+@pytest.mark.slow
 def test_workers_in_use_do_not_hold_up_the_exit() -> None:
     """The exit ends them by SIGTERM and waits for them."""
     subprocess.run([sys.executable, "-c", _LINGERING], check=True, timeout=60)

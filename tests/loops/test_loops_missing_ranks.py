@@ -167,6 +167,7 @@ def stop_the_store(port: int) -> str:
     return "no error"
 
 
+@pytest.mark.slow
 def test_a_stopped_rank_that_serves_the_store_is_named() -> None:
     assert (
         "rank 0 does not answer, nor does the store that it serves: it is stuck or stopped"

@@ -52,6 +52,7 @@ def _evaluate() -> dict[str, Any]:
     return {"plain": sum(plain) / len(plain), **found}
 
 
+@pytest.mark.slow
 def test_validate_test_and_predict() -> None:
     for rank in run_ranks(_evaluate, 2, timeout_s=120):
         plain = rank.pop("plain")
@@ -87,6 +88,7 @@ def _log_nothing(*args: Any, **kwargs: Any) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+@pytest.mark.slow
 def test_compiled_modules_reach_the_same_weights() -> None:
     for rank in run_ranks(_compiled, 2, timeout_s=200):
         assert len(rank) == 6
@@ -103,6 +105,7 @@ class Seen(Automatic):
 
 
 @pytest.mark.parametrize("wrapper", ["ddp", *slow("fsdp")])
+@pytest.mark.slow
 def test_the_spawn_launcher(wrapper: str, tmp_path: Path) -> None:
     os.chdir(tmp_path)
     os.environ["PYTHONWARNINGS"] = "ignore"

@@ -241,6 +241,7 @@ def watch_until_error(server: PushPullGradServerImpl, group: RpcGroup, folder: P
 
 
 @pytest.mark.parametrize("primary", [1, *slow(0)])
+@pytest.mark.slow
 def test_a_dead_primary_is_told_to_every_client(primary: int, tmp_path: Path) -> None:
     """Rank 0 also keeps the tables of all groups; both deaths are told."""
     roles: list[Role] = [watch_until_error] * 2 + [push_until_error] * 2

@@ -169,6 +169,7 @@ def test_two_hosts_by_torchrun(hosts: Hosts, tmp_path: Path) -> None:
     assert second == {"call": "w0", "same": True, "total": 3.0}
 
 
+@pytest.mark.slow
 def test_two_hosts_of_which_one_vanishes(hosts: Hosts, tmp_path: Path) -> None:
     address = f'dist_init_method="tcp://{ADDRESSES[0]}:{PORT}"'
     for rank in range(2):

@@ -105,6 +105,7 @@ def test_processes_of_one_script_use_their_own_globals(tmp_path: Path) -> None:
     run([str(script), str(tmp_path / "b"), "same"])
 
 
+@pytest.mark.slow
 def test_another_script_gets_them_by_value(tmp_path: Path) -> None:
     script, other = tmp_path / "script.py", tmp_path / "other.py"
     script.write_text(SCRIPT)

@@ -73,6 +73,7 @@ def test_by_launch() -> None:
 
 
 @pytest.mark.parametrize("killed", ["0", *slow("2")])
+@pytest.mark.slow
 def test_by_torchrun_which_starts_all_again_when_one_is_killed(killed: str, tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(PROGRAM)
     torchrun = "-m torch.distributed.run --standalone --nproc-per-node 3 --max-restarts 1"
@@ -99,6 +100,7 @@ def _by_spawn(rank: int, port: int, folder: Path) -> None:
     (folder / f"{rank}").write_text(f"{name} {total} {os.getpid()}")
 
 
+@pytest.mark.slow
 def test_by_torch_multiprocessing(tmp_path: Path) -> None:
     mp.spawn(_by_spawn, (free_port(), tmp_path), nprocs=3)
     results = [(tmp_path / str(rank)).read_text().split() for rank in range(3)]
@@ -179,6 +181,7 @@ def test_a_killed_member_is_named_and_the_others_go_on(tmp_path: Path) -> None:
             assert text.startswith("'w2' is gone or cannot be reached, so ")
 
 
+@pytest.mark.slow
 def test_without_rank_zero_nobody_meets_and_nobody_waits(tmp_path: Path) -> None:
     for told in run_and_lose("w0", tmp_path):
         assert set(told) == {"in flight", "sync", "async", "barrier", "group", "stop"}

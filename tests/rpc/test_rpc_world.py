@@ -214,6 +214,7 @@ def test_rank_zero_is_missing() -> None:
     assert answers[1] == ("RpcError", f"{text}: Connection refused")
 
 
+@pytest.mark.slow
 def test_one_rank_twice() -> None:
     answers = run_ranks(
         _begin, 3, ["a", "b", "c"], [3, 3, 3], free_port(), [0, 1, 1], init_rpc=False, begin_s=4.0

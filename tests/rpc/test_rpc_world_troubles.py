@@ -73,6 +73,7 @@ def _die_after_meeting(rank: int, url: str, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("step", ["calls", *slow("collectives")])
+@pytest.mark.slow
 def test_a_member_that_dies_after_the_meeting_is_named(step: str, tmp_path: Path) -> None:
     folder = tmp_path / ("dist" if step == "collectives" else "rpc")
     folder.mkdir()
@@ -201,6 +202,7 @@ def _ends_unanswered(rank: int, url: str, folder: Path) -> None:
         (folder / str(rank)).write_text("made")
 
 
+@pytest.mark.slow
 def test_a_call_that_is_never_answered_does_not_outlive_its_world(tmp_path: Path) -> None:
     run_and_expect([0, 0], _ends_unanswered, local_place(), tmp_path)
 
@@ -280,6 +282,7 @@ def _die_without_calls(rank: int, url: str, folder: Path) -> None:
     (folder / "told").write_text(": ".join(told(world.stop, 20)))
 
 
+@pytest.mark.slow
 def test_rank_zero_is_named_where_it_dies_before_the_end(tmp_path: Path) -> None:
     url = local_place()
     run_and_expect([-signal.SIGKILL, 0], _die_without_calls, url, tmp_path)

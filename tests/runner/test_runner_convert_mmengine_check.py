@@ -33,6 +33,7 @@ optim_wrapper = dict(optimizer=dict(type="SGD", lr=0.1))
 """
 
 
+@pytest.mark.slow
 def test_a_check_prints_no_line_for_each_parameter(tmp_path: Path) -> None:
     (tmp_path / "mm.py").write_text(CONFIG)
     conversion = convert_config(tmp_path / "mm.py")

@@ -101,6 +101,7 @@ EXACT: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.slow
 def test_options_that_change_no_number(tmp_path: Path) -> None:
     configs = [settings(options) for options in EXACT]
     configs += [

@@ -67,6 +67,7 @@ def save_slowly(out: Path) -> None:
         raise
 
 
+@pytest.mark.slow
 def test_a_rank_that_saves_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_guard, "_GRACE_S", 1.0)
     with pytest.raises(LaunchError, match=r"ValueError: no luck \(rank 1\)") as caught:
@@ -183,6 +184,7 @@ reads_proc = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 
 @reads_proc
+@pytest.mark.slow
 def test_nothing_listens_beyond_this_machine() -> None:
     # The launcher is the process of all tests, of which an earlier one may have left a store.
     before = sockets(os.getpid())
@@ -284,6 +286,7 @@ for kind in {kinds}:
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="the system counts no threads")
+@pytest.mark.slow
 def test_no_thread_of_a_group_outlives_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that exits with one aborts now and then."""
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
@@ -335,6 +338,7 @@ def train_to_the_end(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("start", ["--resume", *slow("--fresh")])
+@pytest.mark.slow
 def test_what_torchrun_restarts_goes_on_from_the_last_checkpoint(
     start: str, tmp_path: Path
 ) -> None:

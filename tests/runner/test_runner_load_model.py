@@ -61,6 +61,7 @@ def test_the_evaluated_model_of_a_paused_run(run: Path, capsys: pytest.CaptureFi
     assert "differ" not in told
 
 
+@pytest.mark.slow
 def test_a_folder_without_its_config(run: Path) -> None:
     with pytest.raises(CheckpointError, match="there is no checkpoint in runs/points"):
         load_model("runs/points")

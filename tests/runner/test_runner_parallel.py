@@ -71,6 +71,7 @@ def test_sequence_plan() -> None:
     assert worst(2, with_("AdamW", 1, **sections)) <= 1e-12
 
 
+@pytest.mark.slow
 def test_sequence_plan_sharded() -> None:
     sections = {"mesh": {"data": 2, "tensor": 2}, "tensor_parallel": {"plan": SEQUENCE_PLAN}}
     config = with_("AdamW", 2, wrapper={"type": "fsdp", "shard": ["Block"]}, **sections)
@@ -131,6 +132,7 @@ def test_prepared_models(form: str, section: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("form", ["separate", "tensor", *slow("ddp x tensor")])
 @pytest.mark.parametrize("section", [CHECKPOINTED, COMPILED, *slow({**CHECKPOINTED, **COMPILED})])
+@pytest.mark.slow
 def test_prepared_models_in_parts(form: str, section: dict[str, Any]) -> None:
     assert worst(*prepared(form, **section)) <= 1e-12
 

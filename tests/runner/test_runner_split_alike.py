@@ -30,6 +30,7 @@ def _told(config: dict[str, Any]) -> str:
         ("net.norm", "net.norm.weight", {"type": "AmpOptimWrapper", "dtype": "bfloat16"}),
     ],
 )
+@pytest.mark.slow
 def test_norms_left_out_of_a_sequence_plan(
     ranks: int, form: dict[str, Any], left_out: str, first: str, optim: dict[str, Any]
 ) -> None:
@@ -42,6 +43,7 @@ def test_norms_left_out_of_a_sequence_plan(
 
 
 @pytest.mark.parametrize(("ranks", "form"), FORMS)
+@pytest.mark.slow
 def test_a_whole_sequence_plan_passes_in_half_precision(ranks: int, form: dict[str, Any]) -> None:
     config = settings(ranks // 2, tensor_parallel={"plan": SEQUENCE_PLAN}, **form)
     config["model"]["net"]["dtype"] = "float32"

@@ -114,6 +114,7 @@ def test_a_signal_before_training_ends_it_quietly(start: Start, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("nproc", [1, *slow(2)])
+@pytest.mark.slow
 def test_a_signal_in_the_final_test_tells_what_is_saved(
     start: Start, tmp_path: Path, nproc: int
 ) -> None:
@@ -161,6 +162,7 @@ def test_a_raising_rank_ends_all_and_is_named_and_the_resume_is_exact(
         ),
     ],
 )
+@pytest.mark.slow
 def test_a_rank_that_is_gone_ends_all_and_is_named(
     start: Start, tmp_path: Path, part: str, deadly: str, told: str
 ) -> None:

@@ -52,6 +52,7 @@ def _train(penalty: str, axes: dict[str, int] | None) -> list[dict[str, Tensor]]
 
 @pytest.mark.parametrize("penalty", ["p.square().sum()", "p.abs().sum()", "p.norm()"])
 @pytest.mark.parametrize("axes", [None, {"data": 1, "tensor": 2}])
+@pytest.mark.slow
 def test_penalties_of_shards_are_those_of_whole_weights(
     penalty: str, axes: dict[str, int] | None
 ) -> None:

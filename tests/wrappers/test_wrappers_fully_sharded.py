@@ -79,6 +79,7 @@ UNEVEN = [OPTIONS[3], OPTIONS[7], *(one for one in OPTIONS if one[0] != "Net")]
 
 
 @pytest.mark.parametrize(("ranks", "cases"), [(2, OPTIONS), *slow((4, UNEVEN))], ids=["2", "4"])
+@pytest.mark.slow
 def test_options_change_no_number(ranks: int, cases: list[tuple[str, dict[str, Any]]]) -> None:
     results = run_ranks(_each, ranks, cases)
     for at, (kind, options) in enumerate(cases):

@@ -306,6 +306,7 @@ def _gans() -> list[float]:
     return far
 
 
+@pytest.mark.slow
 def test_a_model_with_two_optimizers() -> None:
     for far in run_ranks(_gans, RANKS):
         assert max(far) <= 1e-12

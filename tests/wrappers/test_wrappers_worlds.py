@@ -3,6 +3,7 @@
 from datetime import timedelta
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 from fsdp_runs import largest_difference, network, own_batches, train_plainly, whole
@@ -70,6 +71,7 @@ def _in_two_worlds(folder: Path, by_torch: bool) -> list[dict[str, Tensor]]:
     return trained
 
 
+@pytest.mark.slow
 def test_a_new_world_in_the_same_processes(tmp_path: Path) -> None:
     expected = train_plainly(ranks=4)
     for by_torch in (False, True):
