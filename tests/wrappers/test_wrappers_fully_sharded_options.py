@@ -198,7 +198,11 @@ def test_wrapping_policies(policy: Any, paths: list[str] | None) -> None:
         ({"auto_wrap_policy": "size_based"}, ValueError, "did you mean size_based_auto_wrap_poli"),
         ({"auto_wrap_policy": {"type": "ModuleWrapPolicy"}}, ValueError, "needs module_classes"),
         ({"auto_wrap_policy": "torch.nn.nothing"}, ValueError, "import path of a function: "),
-        ({"auto_wrap_policy": 3}, TypeError, "a name, a mapping or a function, got 3"),
+        (
+            {"auto_wrap_policy": 3},
+            TypeError,
+            "auto_wrap_policy must be a function or its import path, got 3",
+        ),
         ({"auto_wrap_policy": CustomPolicy(lambda module: True)}, TypeError, "give the blocks by"),
         ({"param_init_fn": "torch.nn.init"}, TypeError, "must be a function or its import path"),
         ({"param_init_fn": {"scale": 2}}, TypeError, "must be a function or its import path"),

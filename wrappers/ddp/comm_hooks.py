@@ -17,6 +17,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import (
 )
 from torch.futures import Future
 
+from ...collectives import all_gather_object
 from ...registry import COMM_HOOKS, build_tree, did_you_mean
 
 # What torch calls with the state and one bucket of gradients.
@@ -134,15 +135,10 @@ class PostLocalSGD(CommHook):
                 f"comm_hook: subgroup_size={size} does not divide the {len(ranks)} ranks of the "
                 "group"
             )
-        everyone: list[Any] = [None] * distributed.get_world_size()
-        distributed.all_gather_object(everyone, ranks)
-        parts = [
-            members[start : start + size]
-            for members in sorted({tuple(one) for one in everyone})
-            for start in range(0, len(members), size)
-        ]
-        made = {part: distributed.new_group(list(part)) for part in parts}
-        mine: ProcessGroup = next(made[part] for part in parts if distributed.get_rank() in part)
+        rows = sorted({tuple(one) for one in all_gather_object(ranks)})
+        parts = [list(row[at : at + size]) for row in rows for at in range(0, len(row), size)]
+        made = distributed.new_subgroups_by_enumeration(parts)  # type: ignore[no-untyped-call]
+        mine: ProcessGroup = made[0]
         return mine
 
 

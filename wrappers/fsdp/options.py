@@ -5,9 +5,10 @@ that they ask for.
 from __future__ import annotations
 
 import functools
+import itertools
 import pkgutil
 import socket
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
@@ -24,7 +25,7 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     ShardingStrategy,
 )
-from torch.distributed.fsdp.wrap import CustomPolicy
+from torch.distributed.fsdp.wrap import CustomPolicy, always_wrap_policy
 
 from ...collectives import all_gather_object, comm_device, forget_meshes, get_world_size
 from ...registry import did_you_mean
@@ -33,7 +34,6 @@ from ..sharding.mesh import Mesh
 from ..torch_functions import check_options
 
 WrapPolicy: TypeAlias = Callable[..., bool]
-Groups: TypeAlias = ProcessGroup | tuple[ProcessGroup, ProcessGroup]
 
 # Further options beside the arguments that the wrapper names itself, with their defaults.
 FURTHER: dict[str, Any] = {
@@ -61,31 +61,39 @@ _STRATEGIES = {
     "_HYBRID_SHARD_ZERO2": (False, True),
 }
 _HYBRID_AXES = ("replicate", "shard")
-_PRECISION = ("param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs")
-# What the older class has besides: the only value with a counterpart, and what to do instead.
-_OLD_PRECISION: dict[str, tuple[bool | None, str]] = {
-    "buffer_dtype": (
-        None,
-        " has no counterpart: buffers keep their dtype; convert them in the model",
+_DTYPES = ("param_dtype", "reduce_dtype", "output_dtype")
+# What FSDP2 has no counterpart for: the only value that is taken, and what to do instead.
+_REFUSED = {
+    "use_orig_params": (
+        True,
+        "every parameter is sharded by itself and keeps its name; leave the option out",
     ),
+    "limit_all_gathers": (
+        True,
+        "memory is freed in order without a limiter; leave the option out, prefetch sets how far "
+        "ahead parameters are gathered",
+    ),
+    "buffer_dtype": (None, "buffers keep their dtype; convert them in the model"),
     "keep_low_precision_grads": (
         False,
-        " has no counterpart: gradients have the dtype of their parameters; convert the model "
-        "itself to the low precision",
+        "gradients have the dtype of their parameters; convert the model itself to the low "
+        "precision",
     ),
     "cast_root_forward_inputs": (
         True,
-        "=False has no counterpart; cast_forward_inputs=False leaves the inputs of all blocks as "
-        "they are",
+        "cast_forward_inputs=False leaves the inputs of all blocks as they are",
     ),
 }
-_WITHOUT_COUNTERPART = {
-    "use_orig_params": (
-        "every parameter is sharded by itself and keeps its name; leave the option out"
+_OF_PRECISION = tuple(_REFUSED)[2:]
+# Likewise members of torch's enums.
+_REFUSED_MEMBERS = {
+    "NO_SHARD": (
+        "without shards every rank has the whole model, which is StepDistributedDataParallel "
+        "(wrapper: ddp)"
     ),
-    "limit_all_gathers": (
-        "memory is freed in order without a limiter; leave the option out, prefetch sets how far "
-        "ahead parameters are gathered"
+    "BACKWARD_POST": (
+        "the next block is gathered before the gradients of this one, as by BACKWARD_PRE; leave "
+        "the option out"
     ),
 }
 # Names of torch's policies, each with the option that it has.
@@ -104,8 +112,8 @@ class FsdpOptions:
     blocks: BlockSpec | None
     policy: WrapPolicy | None
     mesh: Mesh | DeviceMesh | None
-    # One process group, or that of the shards and that of the copies.
-    groups: Groups | None
+    # None, one, or that of the shards and that of the copies.
+    groups: tuple[ProcessGroup, ...]
     # Shards within a host, copies on every host.
     hybrid: bool
     precision: MixedPrecisionPolicy
@@ -128,16 +136,13 @@ def read_options(given: Mapping[str, Any]) -> FsdpOptions:
         TypeError: a value of another kind.
     """
     options = {**FURTHER, **given}
-    for name, why in _WITHOUT_COUNTERPART.items():
-        if options[name] not in (True, None):
-            raise ValueError(f"{name}={options[name]!r} has no counterpart: {why}")
+    _refuse(options)
     blocks, policy = _read_policy(options["auto_wrap_policy"])
     _only_one(options, "shard", "auto_wrap_policy")
     _only_one(options, "mesh", "device_mesh", "process_group")
     _only_one(options, "reshard_after_forward", "sharding_strategy")
-    free, hybrid = _read_strategy(options["sharding_strategy"])
-    if options.get("reshard_after_forward") is not None:
-        free = _read_free(options["reshard_after_forward"])
+    strategy = _member("sharding_strategy", options["sharding_strategy"], ShardingStrategy)
+    free, hybrid = _STRATEGIES[strategy or "FULL_SHARD"]
     device, mesh = options["device_id"], options.get("mesh")
     names = ("ignored_parameters", "ignored_modules", "ignored_states")
     return FsdpOptions(
@@ -148,7 +153,7 @@ def read_options(given: Mapping[str, Any]) -> FsdpOptions:
         hybrid=hybrid,
         precision=_read_precision(options.get("mixed_precision")),
         offload=_read_offload(options.get("cpu_offload")),
-        free_after_forward=free,
+        free_after_forward=_read_free(options.get("reshard_after_forward"), free),
         prefetch=_read_prefetch(options),
         ignored=tuple(one for name in names for one in _listed(name, options[name])),
         param_init_fn=_read_function("param_init_fn", options["param_init_fn"]),
@@ -163,19 +168,16 @@ def _only_one(options: Mapping[str, Any], *names: str) -> None:
         raise ValueError(f"{' and '.join(said)} say the same thing: give one of them")
 
 
-def _read_strategy(value: Any) -> tuple[bool | int, bool]:
+def _refuse(options: Mapping[str, Any], owner: str = "") -> None:
+    for name, (allowed, instead) in _REFUSED.items():
+        value = options.get(name)
+        if value not in (allowed, None):
+            raise ValueError(f"{owner}{name}={value!r} has no counterpart: {instead}")
+
+
+def _read_free(value: Any, default: bool) -> bool | int:
     if value is None:
-        return True, False
-    name = _member("sharding_strategy", value, ShardingStrategy, [*_STRATEGIES, "NO_SHARD"])
-    if name == "NO_SHARD":
-        raise ValueError(
-            "sharding_strategy NO_SHARD has no counterpart: without shards every rank has the "
-            "whole model, which is StepDistributedDataParallel (wrapper: ddp)"
-        )
-    return _STRATEGIES[name]
-
-
-def _read_free(value: Any) -> bool | int:
+        return default
     if not isinstance(value, int) or (value is not False and value < 1):
         raise TypeError(
             "reshard_after_forward must be true, false or a number of ranks that the parameters "
@@ -184,30 +186,23 @@ def _read_free(value: Any) -> bool | int:
     return value
 
 
-def _read_groups(value: Any) -> Groups | None:
-    if value is None or isinstance(value, ProcessGroup):
-        return value
-    if isinstance(value, (tuple, list)) and len(value) == 2:
-        shards, copies = value
-        if isinstance(shards, ProcessGroup) and isinstance(copies, ProcessGroup):
-            return shards, copies
-    raise TypeError(
-        "process_group must be a process group, or two of them (that of the shards and that of "
-        f"the copies), got {value!r}"
-    )
+def _read_groups(value: Any) -> tuple[ProcessGroup, ...]:
+    groups = tuple(value) if isinstance(value, (tuple, list)) else (value,)
+    if value is None:
+        return ()
+    if len(groups) not in (1, 2) or not all(isinstance(one, ProcessGroup) for one in groups):
+        raise TypeError(
+            "process_group must be a process group, or two of them (that of the shards and that of "
+            f"the copies), got {value!r}"
+        )
+    return groups
 
 
 def _read_prefetch(options: Mapping[str, Any]) -> tuple[int, int]:
-    depth, backward = options["prefetch"], options["backward_prefetch"]
+    depth = options["prefetch"]
     _only_one(options, "prefetch", "backward_prefetch")
     _only_one(options, "prefetch", "forward_prefetch")
-    if backward is not None:
-        names = [one.name for one in BackwardPrefetch]
-        if _member("backward_prefetch", backward, BackwardPrefetch, names) == "BACKWARD_POST":
-            raise ValueError(
-                "backward_prefetch BACKWARD_POST has no counterpart: the next block is gathered "
-                "before the gradients of this one, as by BACKWARD_PRE; leave the option out"
-            )
+    _member("backward_prefetch", options["backward_prefetch"], BackwardPrefetch)
     if depth is None:
         return int(_flag("forward_prefetch", options["forward_prefetch"] or False)), 0
     found = (depth, depth)
@@ -222,34 +217,23 @@ def _read_prefetch(options: Mapping[str, Any]) -> tuple[int, int]:
 
 def _read_policy(value: Any) -> tuple[BlockSpec | None, WrapPolicy | None]:
     """Blocks, or a function of torch's wrapping policies."""
-    if isinstance(value, str):
-        value = {"type": value}
-    if isinstance(value, Mapping):
-        return _named_policy(value.get("type"), _arguments_in(value))
-    if isinstance(value, CustomPolicy):
+    kind, settings = _typed(value)
+    if isinstance(kind, CustomPolicy):
         raise TypeError(
             "auto_wrap_policy of torch's CustomPolicy has no counterpart: give the blocks by shard"
         )
-    if value is not None and not callable(value):
-        raise TypeError(f"auto_wrap_policy must be a name, a mapping or a function, got {value!r}")
-    return None, value
-
-
-def _named_policy(
-    kind: Any, settings: Mapping[str, Any]
-) -> tuple[BlockSpec | None, WrapPolicy | None]:
+    if not isinstance(kind, str) or "." in kind:
+        return None, _read_function("auto_wrap_policy", value)
     if kind not in _POLICIES:
-        if isinstance(kind, str) and "." not in kind:
-            hint = did_you_mean(kind, _POLICIES)
-            raise ValueError(
-                f"auto_wrap_policy must be one of {', '.join(_POLICIES)}, or the import path of a "
-                f"function, got {kind!r}{hint}"
-            )
-        return None, _read_function("auto_wrap_policy", {**settings, "type": kind})
+        hint = did_you_mean(kind, _POLICIES)
+        raise ValueError(
+            f"auto_wrap_policy must be one of {', '.join(_POLICIES)}, or the import path of a "
+            f"function, got {kind!r}{hint}"
+        )
     key = _POLICIES[kind]
     check_options(kind, settings, [key] if key else [])
     if key is None:
-        return None, lambda module, recurse, nonwrapped_numel: True
+        return None, always_wrap_policy
     if key == "min_num_params":
         return {"min_params": settings.get(key, 100_000_000)}, None
     if key not in settings:
@@ -276,15 +260,17 @@ def _flag(name: str, value: Any) -> bool:
     return value
 
 
-def _member(name: str, value: Any, enum: Any, allowed: Sequence[str]) -> str:
+def _member(name: str, value: Any, enum: Any) -> str | None:
     """The name of an enum's member, given by name or as the member itself."""
-    if isinstance(value, enum):
-        value = value.name
-    if not isinstance(value, str):
+    value = value.name if isinstance(value, enum) else value
+    allowed = [one.name for one in enum]
+    if value is not None and not isinstance(value, str):
         raise TypeError(
             f"{name} must be one of {', '.join(allowed)}, or a {enum.__name__}, got {value!r}"
         )
-    if value not in allowed:
+    if value in _REFUSED_MEMBERS:
+        raise ValueError(f"{name} {value} has no counterpart: {_REFUSED_MEMBERS[value]}")
+    if value is not None and value not in allowed:
         hint = did_you_mean(value, allowed)
         raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {value!r}{hint}")
     return value
@@ -292,24 +278,24 @@ def _member(name: str, value: Any, enum: Any, allowed: Sequence[str]) -> str:
 
 def _read_function(name: str, value: Any) -> Callable[..., Any] | None:
     """A function, its import path, or a mapping of ``type`` and further arguments."""
-    settings: dict[str, Any] = {}
-    if isinstance(value, Mapping):
-        settings = _arguments_in(value)
-        value = value.get("type")
-    if isinstance(value, str):
+    if value is None:
+        return None
+    function, settings = _typed(value)
+    if isinstance(function, str):
         try:
-            value = pkgutil.resolve_name(value)
+            function = pkgutil.resolve_name(function)
         except (ImportError, AttributeError, ValueError) as error:
             raise ValueError(f"{name} must be the import path of a function: {error}") from error
-    if value is None and not settings:
-        return None
-    if not callable(value):
-        raise TypeError(f"{name} must be a function or its import path, got {value!r}")
-    return functools.partial(value, **settings) if settings else value
+    if not callable(function):
+        raise TypeError(f"{name} must be a function or its import path, got {function!r}")
+    return functools.partial(function, **settings) if settings else function
 
 
-def _arguments_in(value: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: one for name, one in value.items() if name != "type"}
+def _typed(value: Any) -> tuple[Any, dict[str, Any]]:
+    """What is named, and its arguments."""
+    if not isinstance(value, Mapping):
+        return value, {}
+    return value.get("type"), {name: one for name, one in value.items() if name != "type"}
 
 
 def _read_precision(value: Any) -> MixedPrecisionPolicy:
@@ -319,7 +305,7 @@ def _read_precision(value: Any) -> MixedPrecisionPolicy:
     if isinstance(value, MixedPrecisionPolicy):
         return value
     if isinstance(value, MixedPrecision):
-        names = ("param_dtype", "reduce_dtype", "cast_forward_inputs", *_OLD_PRECISION)
+        names = (*_DTYPES[:2], "cast_forward_inputs", *_OF_PRECISION)
         value = {name: getattr(value, name) for name in names}
         # Here every block casts what comes in, and the root is one of them.
         value["cast_forward_inputs"] |= value["cast_root_forward_inputs"]
@@ -329,11 +315,9 @@ def _read_precision(value: Any) -> MixedPrecisionPolicy:
             "mixed_precision must be a mapping of dtype names or torch's policy, got "
             f"{type(value).__name__}"
         )
-    check_options("mixed_precision", value, [*_PRECISION, *_OLD_PRECISION])
-    for name, (allowed, why) in _OLD_PRECISION.items():
-        if value.get(name, allowed) not in (allowed, None):
-            raise ValueError(f"mixed_precision.{name}{why}")
-    dtypes = {name: _read_dtype(name, value[name]) for name in _PRECISION[:3] if name in value}
+    check_options("mixed_precision", value, [*_DTYPES, "cast_forward_inputs", *_OF_PRECISION])
+    _refuse(value, "mixed_precision.")
+    dtypes = {name: _read_dtype(name, value.get(name)) for name in _DTYPES}
     cast = _flag("cast_forward_inputs", value.get("cast_forward_inputs", True))
     return MixedPrecisionPolicy(**dtypes, cast_forward_inputs=cast)
 
@@ -432,17 +416,17 @@ def _data_group(mesh: DeviceMesh) -> ProcessGroup | None:
 
 def _make(options: FsdpOptions, device_type: str) -> DeviceMesh:
     groups = options.groups
-    if isinstance(groups, tuple):
+    if len(groups) == 2:
         return _of_two_groups(*groups, device_type=device_type)
+    if options.hybrid and groups:
+        raise ValueError(
+            "sharding_strategy HYBRID_SHARD needs two process groups, that of the shards and "
+            "that of the copies, or a mesh of two axes"
+        )
     if options.hybrid:
-        if groups is not None:
-            raise ValueError(
-                "sharding_strategy HYBRID_SHARD needs two process groups, that of the shards and "
-                "that of the copies, or a mesh of two axes"
-            )
         return _by_host(device_type)
-    if groups is not None:
-        return DeviceMesh.from_group(groups, device_type)
+    if groups:
+        return DeviceMesh.from_group(groups[0], device_type)
     return init_device_mesh(device_type, (get_world_size(),), mesh_dim_names=("data",))
 
 
@@ -460,17 +444,13 @@ def _of_two_groups(shards: ProcessGroup, copies: ProcessGroup, *, device_type: s
 
 def _by_host(device_type: str) -> DeviceMesh:
     hosts = all_gather_object(socket.gethostname())
-    sizes = {hosts.count(host) for host in hosts}
-    size = hosts.count(hosts[0])
-    if len(sizes) > 1 or any(
-        len(set(hosts[at : at + size])) > 1 for at in range(0, len(hosts), size)
-    ):
+    sizes = [len(list(ranks)) for _, ranks in itertools.groupby(hosts)]
+    if len(set(sizes)) > 1 or len(sizes) > len(set(hosts)):
         raise ValueError(
             "HYBRID_SHARD needs equally many neighbouring ranks on every host; give the mesh, "
-            f"such as {{replicate: 2, shard: -1}}. Ranks per host: {sorted(sizes)}"
+            f"such as {{replicate: 2, shard: -1}}. Neighbouring ranks on one host: {sizes}"
         )
-    shape = (len(hosts) // size, size)
-    return init_device_mesh(device_type, shape, mesh_dim_names=_HYBRID_AXES)
+    return init_device_mesh(device_type, (len(sizes), sizes[0]), mesh_dim_names=_HYBRID_AXES)
 
 
 def _device_type(options: FsdpOptions, model: nn.Module) -> str:

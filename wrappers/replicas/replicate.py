@@ -8,6 +8,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from itertools import accumulate
 from typing import Any, TypeVar
 
@@ -221,36 +222,39 @@ def _paired(module: nn.Module, master: nn.Module, copy_id: int) -> list[nn.Modul
     kinds, expected = list(map(type, mine)), list(map(type, theirs))
     if kinds == expected:
         return mine
+    told = f"it has {len(mine)} submodules, the master {len(theirs)}"
     layers = [path for path, _ in master.named_modules()]
     for position, (layer, own, other) in enumerate(zip(layers, kinds, expected, strict=False)):
         if own is not other:
-            raise ValueError(
-                f"copy {copy_id} is not a copy of the master: at position {position} "
-                f"(layer {layer!r}) it has {own.__name__}, the master {other.__name__}"
-            )
-    raise ValueError(
-        f"copy {copy_id} is not a copy of the master: it has {len(mine)} submodules, "
-        f"the master {len(theirs)}"
-    )
+            place = f"at position {position} (layer {layer!r})"
+            told = f"{place} it has {own.__name__}, the master {other.__name__}"
+            break
+    raise ValueError(f"copy {copy_id} is not a copy of the master: {told}")
 
 
 class _Surroundings:
     """What the calling thread has set for itself and every copy's thread is to have as well."""
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
-        self.grad = torch.is_grad_enabled()
-        self.inference = torch.is_inference_mode_enabled()
-        self.autocast = [
-            (kind, torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled())
-            for kind in ("cpu", "cuda")
-            if torch.is_autocast_enabled(kind)
-        ]
-        self.default_device = torch.get_default_device()
+        # What makes each context, in the order in which they are entered.
+        self._contexts: list[Callable[[], Any]] = []
+        if torch.is_inference_mode_enabled():
+            self._contexts.append(torch.inference_mode)
+        self._contexts.append(partial(torch.set_grad_enabled, torch.is_grad_enabled()))
+        for kind in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(kind):
+                dtype, cached = torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled()
+                self._contexts.append(partial(torch.autocast, kind, dtype, cache_enabled=cached))
+        default = torch.get_default_device()
+        if default.type != "cpu":
+            self._contexts.append(lambda: default)
         # (pack, unpack), as of `save_on_cpu`; only the innermost ones are used.
-        self.saving = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        saving = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        if saving is not None:
+            self._contexts.append(partial(torch.autograd.graph.saved_tensors_hooks, *saving))
         started = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-        self.current = torch.device("cuda", torch.cuda.current_device()) if started else None
-        self.streams = {
+        self._current = torch.device("cuda", torch.cuda.current_device()) if started else None
+        self._streams = {
             device: torch.cuda.current_stream(device) for device in devices if device.type == "cuda"
         }
 
@@ -258,23 +262,16 @@ class _Surroundings:
     def entered(self, device: torch.device) -> Iterator[None]:
         """In a new thread: as in the calling thread, with ``device`` as the current one."""
         with ExitStack() as stack:
-            if self.inference:
-                stack.enter_context(torch.inference_mode())
-            stack.enter_context(torch.set_grad_enabled(self.grad))
-            for kind, dtype, cached in self.autocast:
-                stack.enter_context(torch.autocast(kind, dtype, cache_enabled=cached))
-            if self.default_device.type != "cpu":
-                stack.enter_context(self.default_device)
-            if self.saving is not None:
-                stack.enter_context(torch.autograd.graph.saved_tensors_hooks(*self.saving))
+            for make in self._contexts:
+                stack.enter_context(make())
             stack.enter_context(self.on(device))
-            if device in self.streams:
-                stack.enter_context(torch.cuda.stream(self.streams[device]))
+            if device in self._streams:
+                stack.enter_context(torch.cuda.stream(self._streams[device]))
             yield
 
     def on(self, device: torch.device) -> Any:
         """With ``device``, if it is a CUDA device, else the caller's, as the current one."""
-        wanted = device if device.type == "cuda" else self.current
+        wanted = device if device.type == "cuda" else self._current
         return nullcontext() if wanted is None else torch.cuda.device(wanted)
 
 
@@ -310,7 +307,12 @@ def run_copies(
 
     _run_in_threads(work, range(0 if apart else 1, len(modules)), session)
     if failures:
-        failed, cause = _first(failures)
+        # The one that the others, which were woken by it, come from.
+        by_identity = {id(error): (copy_id, error) for copy_id, error in failures}
+        failed, cause = failures[0]
+        for _ in failures:
+            failed, cause = by_identity.get(id(cause.__cause__), (failed, cause))
+        by_identity.clear()
         failures.clear()
         note(cause, f"in copy {failed} of {len(modules)} on {devices[failed]}")
         try:
@@ -365,12 +367,3 @@ def _run_in_threads(work: Callable[[int], None], apart: range, session: Replicat
             if thread.ident is not None:
                 thread.join()
         raise
-
-
-def _first(failures: list[tuple[int, BaseException]]) -> tuple[int, BaseException]:
-    """The failure that the others, which were woken by it, come from."""
-    by_identity = {id(error): (copy_id, error) for copy_id, error in failures}
-    found = failures[0]
-    for _ in failures:
-        found = by_identity.get(id(found[1].__cause__), found)
-    return found
