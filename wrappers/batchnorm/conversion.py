@@ -9,13 +9,8 @@ from contextlib import contextmanager
 from typing import Any, Literal, TypeVar, get_args
 
 from torch import distributed, nn
-from torch.nn.modules.batchnorm import (
-    BatchNorm1d,
-    BatchNorm2d,
-    BatchNorm3d,
-    SyncBatchNorm,
-    _BatchNorm,
-)
+from torch.nn import SyncBatchNorm
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.utils.parametrize import is_parametrized
 
@@ -42,9 +37,9 @@ class BatchNormXd(_BatchNorm):
 
 # Kept from before `patch_sync_batchnorm` can replace the names in torch.nn.
 _PAIRS: list[tuple[type[_BatchNorm], type[SynchronizedBatchNorm]]] = [
-    (BatchNorm1d, SynchronizedBatchNorm1d),
-    (BatchNorm2d, SynchronizedBatchNorm2d),
-    (BatchNorm3d, SynchronizedBatchNorm3d),
+    (nn.BatchNorm1d, SynchronizedBatchNorm1d),
+    (nn.BatchNorm2d, SynchronizedBatchNorm2d),
+    (nn.BatchNorm3d, SynchronizedBatchNorm3d),
     (BatchNormXd, SynchronizedBatchNorm),
     (SyncBatchNorm, SynchronizedBatchNorm),
 ]
@@ -188,11 +183,7 @@ def _refuse_wrapped(module: nn.Module) -> None:
                 f"{where} is wrapped in {type(one).__name__} already: convert the bare model "
                 "first and wrap it then, or wrap it with sync_batchnorm=True"
             )
-    if not distributed_available() or _wrapper_of(module) is None:
-        return
-    # A wrapper that nobody uses any more may still be there: it is part of cycles.
-    gc.collect()
-    wrapper = _wrapper_of(module)
+    wrapper = _wrapper_of(module) if distributed_available() else None
     if wrapper is not None:
         raise ValueError(
             f"{type(module).__name__} is inside {type(wrapper).__name__} already: convert the "
@@ -202,6 +193,8 @@ def _refuse_wrapped(module: nn.Module) -> None:
 
 def _wrapper_of(module: nn.Module) -> DistributedDataParallel | None:
     """The live wrapper that ``module`` is inside of; looks through all objects (0.1 s)."""
+    # A wrapper that nobody uses any more may still be there: it is part of cycles.
+    gc.collect()
     for one in gc.get_objects():
         # Not isinstance: that runs the code of proxies.
         if not issubclass(type(one), DistributedDataParallel):

@@ -8,15 +8,13 @@ fp32 on other devices, and rounded once, at the end.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
-from torch import Tensor, distributed
+from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
-
-from ...collectives import CollectiveError, calling, comm_device
 
 EpsMode: TypeAlias = Literal["plus", "clamp"]
 
@@ -211,40 +209,13 @@ class Plan(NamedTuple):
     """What a node needs besides its chunks.
 
     Attributes:
-        layer: name of the layer's class, for errors.
         moves_input: whether the gradient of any chunk's input, on any rank, is wanted.
-        grouped: whether the ranks of `group` hold further chunks.
-        number: below 64, of this forward, the same on all ranks.
+        over_ranks: makes the gradient sums of this process those of all ranks.
     """
 
     stats: Statistics
-    layer: str
     moves_input: bool
-    grouped: bool = False
-    group: distributed.ProcessGroup | None = None
-    number: int = 0
-
-    def over_ranks(self, total: Tensor) -> Tensor:
-        """The sums of all ranks; every rank's backward must call this.
-
-        The forward's number and its square travel along. They are summed too, and only where the
-        ranks' numbers are all equal can both sums be what each rank expects.
-        """
-        if not self.grouped:
-            return total
-        device = comm_device(self.group, prefer=total.device)
-        numbers = total.new_tensor([[self.number], [self.number**2]])
-        message = torch.cat([total, numbers], dim=1).to(device)
-        with calling(f"{self.layer}.backward", self.group, lambda: f"{total.size(1)} channels"):
-            distributed.all_reduce(message, group=self.group)
-        world_size = distributed.get_world_size(self.group)
-        expected = [world_size * self.number, world_size * self.number**2]
-        if message[:, -1].tolist() != expected:
-            raise CollectiveError(
-                f"the ranks are in the backward of different calls of {self.layer}: all of them "
-                "must use the same outputs, in the same order, for what they differentiate"
-            )
-        return message[:, :-1].to(total.device)
+    over_ranks: Callable[[Tensor], Tensor] = lambda total: total
 
 
 def join(plan: Plan, chunks: Sequence[Chunk]) -> list[Tensor]:

@@ -7,17 +7,12 @@ import weakref
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple, get_args
 
 import torch
-from torch import Tensor, distributed
-from torch.nn.modules.batchnorm import (
-    BatchNorm1d,
-    BatchNorm2d,
-    BatchNorm3d,
-    SyncBatchNorm,
-    _BatchNorm,
-)
+from torch import Tensor, distributed, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from ...collectives import CollectiveError, all_gather_object, calling, comm_device
 from ...registry import MODELS
@@ -99,7 +94,7 @@ class SynchronizedBatchNorm(_BatchNorm):
     eps_mode: EpsMode | None = None
     _place: _Place | None = None
     _agreed: _Agreed | None = None
-    _check_input_dim: Any = SyncBatchNorm._check_input_dim
+    _check_input_dim: Any = nn.SyncBatchNorm._check_input_dim
 
     def __init__(
         self,
@@ -161,7 +156,7 @@ class SynchronizedBatchNorm(_BatchNorm):
             merged = merge([one.num_values for one in parts], means, m2s)
             stats = statistics(merged, self.eps, self._eps_mode())
         moves_input = any(chunk.x.requires_grad for chunk in chunks)
-        outputs = join(Plan(stats, type(self).__name__, moves_input), chunks)
+        outputs = join(Plan(stats, moves_input), chunks)
         return [(stats.to(output.device), output) for output in outputs]
 
     def _over_ranks(self, x: Tensor) -> Tensor:
@@ -182,8 +177,8 @@ class SynchronizedBatchNorm(_BatchNorm):
             merged, moves_input = _merge_ranks(self, own, flags, number)
             stats = statistics(merged, self.eps, self._eps_mode())
         self._update(stats)
-        plan = Plan(stats, type(self).__name__, moves_input, True, self.process_group, number)
-        (output,) = join(plan, [chunk])
+        over_ranks = partial(_sum_ranks, type(self).__name__, self.process_group, number)
+        (output,) = join(Plan(stats, moves_input, over_ranks), [chunk])
         return self._filled(output, x, stats)
 
     def _chunk(self, x: Tensor) -> Chunk:
@@ -347,11 +342,32 @@ def _compare(
         )
 
 
+def _sum_ranks(
+    name: str, group: distributed.ProcessGroup | None, number: int, total: Tensor
+) -> Tensor:
+    """The gradient sums of all ranks; every rank's backward must call this.
+
+    The forward's number and its square travel along. They are summed too, and only where the
+    ranks' numbers are all equal can both sums be what each rank expects.
+    """
+    numbers = total.new_tensor([[number], [number**2]])
+    message = torch.cat([total, numbers], dim=1).to(comm_device(group, prefer=total.device))
+    with calling(f"{name}.backward", group, lambda: f"{total.size(1)} channels"):
+        distributed.all_reduce(message, group=group)
+    world_size = distributed.get_world_size(group)
+    if message[:, -1].tolist() != [world_size * number, world_size * number**2]:
+        raise CollectiveError(
+            f"the ranks are in the backward of different calls of {name}: all of them must use the "
+            "same outputs, in the same order, for what they differentiate"
+        )
+    return message[:, :-1].to(total.device)
+
+
 @MODELS.register_module()
 class SynchronizedBatchNorm1d(SynchronizedBatchNorm):
     """``SynchronizedBatchNorm2d`` for ``(batch, channels)`` and ``(batch, channels, length)``."""
 
-    _check_input_dim = BatchNorm1d._check_input_dim
+    _check_input_dim = nn.BatchNorm1d._check_input_dim
 
 
 @MODELS.register_module()
@@ -365,8 +381,7 @@ class SynchronizedBatchNorm2d(SynchronizedBatchNorm):
 
     In training every replica, or every rank, must call the layer equally often and in the same
     order. With ranks, also the backward is collective, when any rank's input needs a gradient.
-    The backward cannot be differentiated again. A synchronised forward is left out of graphs of
-    ``torch.compile`` (an error with ``fullgraph=True``) and cannot be captured in a CUDA graph.
+    docs/data_parallel.md has the limits: compiling, CUDA graphs, double backward, checkpointing.
 
     Args:
         num_features: as in torch, like ``eps``, ``momentum``, ``affine`` and
@@ -383,11 +398,11 @@ class SynchronizedBatchNorm2d(SynchronizedBatchNorm):
         ReplicationError: a replica does not come to the layer.
     """
 
-    _check_input_dim = BatchNorm2d._check_input_dim
+    _check_input_dim = nn.BatchNorm2d._check_input_dim
 
 
 @MODELS.register_module()
 class SynchronizedBatchNorm3d(SynchronizedBatchNorm):
     """``SynchronizedBatchNorm2d`` for inputs ``(batch, channels, depth, height, width)``."""
 
-    _check_input_dim = BatchNorm3d._check_input_dim
+    _check_input_dim = nn.BatchNorm3d._check_input_dim

@@ -272,8 +272,6 @@ def _join_options(setting: bool | Mapping[str, Any]) -> dict[str, Any] | None:
 
 def _renamed(options: dict[str, Any]) -> dict[str, Any]:
     """``broadcast_buffers`` under its name in newer versions of torch, which warn of the old."""
-    new = "forward_sync_buffers"
-    old = options.get("broadcast_buffers")
-    if old is None or options.get(new) is not None or new not in _TORCH_OPTIONS:
-        return options
-    return {**{k: v for k, v in options.items() if k != "broadcast_buffers"}, new: old}
+    new, old = "forward_sync_buffers", options.pop("broadcast_buffers", None)
+    name = new if new in _TORCH_OPTIONS and options.get(new) is None else "broadcast_buffers"
+    return options if old is None else {**options, name: old}

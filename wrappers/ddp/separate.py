@@ -96,12 +96,9 @@ class SeparateDistributedDataParallel(Steps, nn.Module):
                 child.to(device)
         self.module = module
         self.data_group = next(iter(wrapped.values())).data_group
-        module.register_load_state_dict_pre_hook(  # type: ignore[no-untyped-call]
-            _rename_versions
-        )
-        module.register_load_state_dict_post_hook(  # type: ignore[no-untyped-call]
-            _rename_misfits
-        )
+        untyped: Any = module
+        untyped.register_load_state_dict_pre_hook(_rename_versions)
+        untyped.register_load_state_dict_post_hook(_rename_misfits)
         self._prepare_steps(False)
         self._model_steps = has_own_train_step(module)
 
@@ -125,7 +122,7 @@ class SeparateDistributedDataParallel(Steps, nn.Module):
         for child in self._wrapped():
             child._explain(error)
 
-    def _wrapped(self) -> list[StepDistributedDataParallel]:
+    def _wrapped(self) -> list[_Child]:
         return [child for child in self.module.children() if isinstance(child, _Child)]
 
     @classmethod
@@ -144,9 +141,8 @@ class _Child(StepDistributedDataParallel):
         super().__init__(module, **options)
         self._thawed = thawed
         self._trainable = [f"{name}.{one}" for one in self._trainable]
-        self.register_load_state_dict_pre_hook(  # type: ignore[no-untyped-call]
-            _rename_weights
-        )
+        untyped: Any = self
+        untyped.register_load_state_dict_pre_hook(_rename_weights)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         if torch.is_grad_enabled():

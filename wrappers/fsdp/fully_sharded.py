@@ -68,23 +68,17 @@ _ADVICE = {
 class StepFullyShardedDataParallel(Steps, nn.Module):
     """Parameters, gradients and optimizer state in shards, by torch's ``fully_shard``.
 
-    Needs a process group, and every rank must construct it, train and evaluate with it: blocks
-    are gathered where they are used and freed after. ``module`` is the user's model with its own
-    names; its parameters are DTensors outside of a forward. Make the optimizer afterwards, from
-    the ``parameters()`` of the wrapper: asking for them frees what a forward without a backward
-    left gathered, so do it on all ranks or none. Evaluate and clear gradients through the wrapper
-    as well: the model's own ``val_step`` and ``zero_grad`` only see shards. Weights and buffers
-    become those of the first rank. Parameters on the meta device are filled here, one module after
-    the other (see ``meta_parameters``).
+    Needs a process group, and every rank must construct it, train and evaluate with it. ``module``
+    is the user's model with its own names; its parameters are DTensors outside of a forward. Make
+    the optimizer afterwards, from the ``parameters()`` of the wrapper: asking for them frees what a
+    forward without a backward left gathered, so do it on all ranks or none. Evaluate and clear
+    gradients through the wrapper as well: the model's own ``val_step`` and ``zero_grad`` only see
+    shards. Weights and buffers become those of the first rank. Parameters on the meta device are
+    filled here (see ``meta_parameters``).
 
-    A model with a ``train_step`` of its own is stepped by it, also with several optimizers. It
-    calls ``self(...)`` or its children: each child that has parameters is gathered by itself
-    then. Where the model has parameters of its own, or children share some, it calls ``self(...)``
-    alone; use ``separate`` for any other step.
-
-    For another optimization step override ``train_step(data, optim_wrapper)`` in a subclass, with
-    ``self(...)`` for the forward. A sum over parameters is one over shards, and made whole by
-    ``full_tensor()`` before it meets other tensors: docs/extending.md has an example.
+    A model with a ``train_step`` of its own is stepped by it: docs/wrappers.md has what it may
+    call. For another optimization step override ``train_step(data, optim_wrapper)`` in a subclass,
+    with ``self(...)`` for the forward: docs/extending.md has an example with sums over parameters.
 
     Args:
         module: the model.
@@ -240,7 +234,6 @@ class StepFullyShardedDataParallel(Steps, nn.Module):
         broadcast_first(self.module.buffers(), self._mesh)
 
     def __deepcopy__(self, memo: Any) -> NoReturn:
-        """Refuse: see ``__reduce_ex__``."""
         self.__reduce_ex__(0)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:

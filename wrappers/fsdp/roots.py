@@ -24,11 +24,6 @@ from .torch_internals import (
     whole_of,
 )
 
-_DOUBLE = (
-    "meets blocks that fsdp has freed by then; compute it inside of the model's forward with no "
-    "block named in shard, or use ddp"
-)
-
 
 class Root:
     """A module that ``fully_shard`` was applied to last, with the units inside it.
@@ -186,7 +181,11 @@ def _shard_flags(parameters: Iterable[Any]) -> list[bool]:
 
 
 def _refuse_double_backward(unit: nn.Module, inputs: Any, output: Any) -> None:
-    refuse_double_backward(output, _DOUBLE)
+    refuse_double_backward(
+        output,
+        "meets blocks that fsdp has freed by then; compute it inside of the model's forward with "
+        "no block named in shard, or use ddp",
+    )
 
 
 def _set_flag(parameter: Any, flag: bool) -> None:

@@ -42,11 +42,12 @@ def _used(unit: Any) -> Iterable[tuple[Any, tuple[str, ...]]]:
     yield unit, ("_get_fsdp_state",)
     state = getattr(unit, "_get_fsdp_state", lambda: None)()
     yield state, ("_state_ctx", "_pre_forward", "_post_forward")
-    if _groups_in(state) is None:
+    groups = _groups_in(state)
+    if groups is None:
         yield state, ("_fsdp_param_groups",)
     context = getattr(state, "_state_ctx", None)
     yield context, ("iter_forward_root", "post_backward_final_callback_queued")
-    for group in _groups_in(state) or ():
+    for group in groups or ():
         yield group, ("fsdp_params", "is_unsharded", "_partial_reduce_output")
         yield group, ("_orig_dtype", "_init_mp_dtypes")
         for one in getattr(group, "fsdp_params", ()):

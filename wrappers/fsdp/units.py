@@ -60,9 +60,11 @@ def shard_model(module: nn.Module, options: FsdpOptions, mesh: DeviceMesh) -> li
         module.to(options.device)
     if options.same_weights:
         broadcast_first([*module.parameters(), *module.buffers()], mesh)
-    common: dict[str, Any] = {"mesh": mesh, "offload_policy": options.offload}
-    if ignored:
-        common["ignored_params"] = ignored
+    common: dict[str, Any] = {
+        "mesh": mesh,
+        "offload_policy": options.offload,
+        "ignored_params": ignored or None,
+    }
     # Between blocks nothing would cast back what is not in the dtype of the next one.
     inner = replace(options.precision, output_dtype=None)
     # The innermost first: a unit takes what those inside it have left.
@@ -283,11 +285,11 @@ def _with_dtypes_apart(
         dtypes: dict[nn.Module, set[torch.dtype]] = {}
         count: Counter[torch.dtype] = Counter()
         for module in _own_modules(root, set(units.values())):
-            own = module.parameters(recurse=False)
-            trained = [one for one in own if one.requires_grad and one not in ignored]
-            dtypes[module] = {one.dtype for one in trained}
-            for one in trained:
-                count[one.dtype] += one.numel()
+            dtypes[module] = set()
+            for one in module.parameters(recurse=False):
+                if one.requires_grad and one not in ignored:
+                    dtypes[module].add(one.dtype)
+                    count[one.dtype] += one.numel()
         usual = {dtype for dtype, _ in count.most_common(1)}
         for module, found in dtypes.items():
             if found <= usual:

@@ -35,16 +35,11 @@ class ReplicationCallbackDataParallel(DataParallel[nn.Module]):
     time, and joins their outputs. Gradients sum into the parameters of ``module``. Copies live
     for one forward.
 
-    Copies on the CPU are for trying out, not for speed: autograd has one thread there for the
-    backward. They draw their random numbers (dropout) from one generator, in no fixed order.
-
     Copies run in threads, copy 0 of a small model in the calling one. Of what is set for the
     calling thread they have grad and inference mode, autocast, the default device, hooks on saved
-    tensors and context variables. ``torch.profiler`` sees them with ``profile_all_threads``.
-
-    The model must not be compiled, and no CUDA graph can be captured: the copies are new
-    modules in other threads. Both are refused. ``torch.compile`` around this wrapper leaves
-    its forward uncompiled.
+    tensors and context variables. ``torch.profiler`` sees them with ``profile_all_threads``. On
+    the CPU they are for trying out, not for speed: autograd has one thread there for the backward.
+    ``torch.compile`` around this wrapper leaves its forward uncompiled.
 
     Args:
         module: the model, on the first of the devices.
@@ -237,18 +232,17 @@ def _device(given: Any, setting: str) -> torch.device:
     if given == _CPU:
         return _CPU
     device = torch.device("cuda", given) if isinstance(given, int) else torch.device(given)
-    if device.type == "cuda":
-        count = torch.cuda.device_count()
-        if (device.index or 0) >= count:
-            raise ValueError(
-                f"{setting} names {device}, but there are {count} CUDA devices"
-                + ("" if count else '; several copies on the CPU are ["cpu", "cpu"]')
-            )
-        if device.index is None:
-            return torch.device("cuda", torch.cuda.current_device())
-    elif device.type != "cpu":
+    if device.type == "cpu":
+        return _CPU
+    if device.type != "cuda":
         raise ValueError(f"{setting} must name CUDA devices or cpu, got {device}")
-    return _CPU if device.type == "cpu" else device
+    count = torch.cuda.device_count()
+    if (device.index or 0) >= count:
+        raise ValueError(
+            f"{setting} names {device}, but there are {count} CUDA devices"
+            + ("" if count else '; several copies on the CPU are ["cpu", "cpu"]')
+        )
+    return torch.device("cuda", torch.cuda.current_device()) if device.index is None else device
 
 
 def _callable(given: Any, setting: str) -> Any:

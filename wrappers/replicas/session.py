@@ -67,6 +67,12 @@ class ReplicationSession:
     def __reduce__(self) -> tuple[type[ReplicationSession], tuple[int, float]]:
         return type(self), (self.num_copies, self.timeout_s)
 
+    @property
+    def pending(self) -> set[int]:
+        """The copies whose messages have no reply yet."""
+        with self._changed:
+            return {one for meeting in self._rounds.values() for one in meeting.messages}
+
     def rendezvous(self, layer: str, copy_id: int, message: Any, combine: Combine) -> Any:
         """Give a message, wait for those of all copies, and return the reply to this one.
 

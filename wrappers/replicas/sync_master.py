@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from queue import Empty, Full, Queue
 from typing import Any
 
@@ -43,75 +44,15 @@ class FutureResult:
             raise TimeoutError(f"no result came within timeout_s={timeout_s:g}") from None
 
 
-class _Replication:
-    """The slaves of one replication, and where they meet the master once it has come."""
-
-    def __init__(self, callback: MasterCallback, timeout_s: float) -> None:
-        self.callback = callback
-        self.timeout_s = timeout_s
-        # Weakly: a slave goes with the copy that has it.
-        self.slaves: dict[Any, weakref.ref[SlavePipe]] = {}
-        # Who has sent a message that no master has taken.
-        self.pending: set[Any] = set()
-        self.order: list[Any] = []
-        self.session: ReplicationSession | None = None
-        self.is_open = threading.Event()
-
-    def alive(self) -> list[Any]:
-        return [one for one, pipe in self.slaves.items() if pipe() is not None]
-
-    def open(self) -> ReplicationSession:
-        """Fix who takes part, and end what waits for slaves that have gone since."""
-        alive = self.alive()
-        if self.session is None:
-            self.order = [_MASTER, *alive]
-            self.session = ReplicationSession(len(self.order), self.timeout_s)
-            self.is_open.set()
-        for copy_id, identifier in enumerate(self.order):
-            if copy_id and identifier not in alive:
-                self.session.finish(copy_id)
-        return self.session
-
-    def meet(self, identifier: Any, message: Any) -> Any:
-        """A slave's part: wait for the master to come, then for the reply."""
-        self.pending.add(identifier)
-        try:
-            if not self.is_open.wait(min(self.timeout_s, _LONGEST_S)):
-                raise ReplicationError(
-                    f"slave {identifier!r} has waited for run_master of its master for "
-                    f"timeout_s={self.timeout_s:g}"
-                )
-            assert self.session is not None
-            copy_id = self.order.index(identifier)
-            return self.session.rendezvous(_LAYER, copy_id, message, self.combine)
-        finally:
-            self.pending.discard(identifier)
-
-    def combine(self, messages: list[Any]) -> list[Any]:
-        """Have the master's callback answer all messages."""
-        self.pending.clear()
-        results = list(self.callback(list(zip(self.order, messages, strict=True))))
-        if not results or results[0][0] != _MASTER:
-            # As documented by the systems this is for.
-            raise AssertionError("The first result should belongs to the master.")
-        replies = dict(results)
-        if replies.keys() != set(self.order) or len(results) != len(self.order):
-            raise ValueError(
-                f"the master's callback must give one reply to each of {self.order}, it gave "
-                f"them to {[identifier for identifier, _ in results]}"
-            )
-        return [replies[identifier] for identifier in self.order]
-
-
 class SlavePipe:
     """What a copy talks to the master with; made by ``SyncMaster.register_slave``.
 
     A deep copy or a pickle of one belongs to no master.
     """
 
-    def __init__(self, identifier: Any, replication: _Replication | None = None) -> None:
+    def __init__(self, identifier: Any, meet: Callable[[Any], Any] | None = None) -> None:
         self.identifier = identifier
-        self._replication = replication
+        self._meet = meet
 
     def __reduce__(self) -> tuple[type[SlavePipe], tuple[Any]]:
         return type(self), (self.identifier,)
@@ -124,11 +65,11 @@ class SlavePipe:
                 or this is a copy of a slave.
             Exception: what the master's callback raised.
         """
-        if self._replication is None:
+        if self._meet is None:
             raise ReplicationError(
                 f"slave {self.identifier!r} belongs to no master; get one from register_slave"
             )
-        return self._replication.meet(self.identifier, message)
+        return self._meet(message)
 
 
 class SyncMaster:
@@ -152,7 +93,8 @@ class SyncMaster:
     def __init__(self, master_callback: MasterCallback, *, timeout_s: float = 60.0) -> None:
         self._callback = master_callback
         self._timeout_s = timeout_s
-        self._replication = _Replication(master_callback, timeout_s)
+        self._session = ReplicationSession(1, timeout_s)
+        self._begin()
 
     def __getstate__(self) -> dict[str, Any]:
         return {"_callback": self._callback, "_timeout_s": self._timeout_s}
@@ -163,7 +105,7 @@ class SyncMaster:
     @property
     def nr_slaves(self) -> int:
         """How many slaves there are."""
-        return len(self._replication.alive())
+        return len(self._slaves)
 
     def register_slave(self, identifier: Any) -> SlavePipe:
         """Make a slave; the first one after a forward begins a new replication.
@@ -174,13 +116,17 @@ class SyncMaster:
         """
         if identifier == _MASTER:
             raise ValueError("identifier 0 is the master's; slaves count from 1")
-        if self._replication.session is not None:
-            if self._replication.pending:
-                # As documented by the systems this is for.
-                raise AssertionError("Queue is not clean before next initialization.")
+        if self._has_run and self._session.pending:
+            # As documented by the systems this is for.
+            raise AssertionError("Queue is not clean before next initialization.")
+        # Without a run: a forward in eval mode, whose copies have gone or are being replaced.
+        if self._has_run or not self._slaves or identifier in self._slaves:
             self._begin()
-        pipe = SlavePipe(identifier, self._replication)
-        self._replication.slaves[identifier] = weakref.ref(pipe)
+        meet = partial(self._session.rendezvous, _LAYER, len(self._order), combine=self._combine)
+        pipe = self._slaves[identifier] = SlavePipe(identifier, meet)
+        # Until the master comes, those that wait already wait for it as well.
+        self._order.append(identifier)
+        self._session.num_copies += 1
         return pipe
 
     def run_master(self, message: Any) -> Any:
@@ -192,18 +138,41 @@ class SyncMaster:
             ReplicationError: a slave did not come in time, or has gone.
             Exception: what the callback raised; the slaves raise it as well.
         """
-        if self._replication.session is not None and not self._replication.alive():
+        if not self._slaves:
             # A forward with one copy registers none.
             self._begin()
-        replication = self._replication
+        self._has_run = True
+        for copy_id, identifier in enumerate(self._order):
+            if copy_id and identifier not in self._slaves:
+                self._session.finish(copy_id)
         try:
-            return replication.open().rendezvous(_LAYER, 0, message, replication.combine)
+            return self._session.rendezvous(_LAYER, 0, message, self._combine)
         except BaseException:
             self._begin()
             raise
 
     def _begin(self) -> None:
         """Leave the replication; what comes next has none of its slaves."""
-        error = ReplicationError("the master has begun another replication, or has failed")
-        self._replication.open().abort(error)
-        self._replication = _Replication(self._callback, self._timeout_s)
+        self._session.abort(
+            ReplicationError("the master has begun another replication, or has failed")
+        )
+        self._session = ReplicationSession(1, self._timeout_s)
+        self._order: list[Any] = [_MASTER]
+        # Weakly: a slave goes with the copy that has it.
+        self._slaves: weakref.WeakValueDictionary[Any, SlavePipe] = weakref.WeakValueDictionary()
+        self._has_run = False
+
+    def _combine(self, messages: list[Any]) -> list[Any]:
+        """Have the callback answer all messages."""
+        order = self._order
+        results = list(self._callback(list(zip(order, messages, strict=True))))
+        if not results or results[0][0] != _MASTER:
+            # As documented by the systems this is for.
+            raise AssertionError("The first result should belongs to the master.")
+        replies = dict(results)
+        if replies.keys() != set(order) or len(results) != len(order):
+            raise ValueError(
+                f"the master's callback must give one reply to each of {order}, it gave "
+                f"them to {[identifier for identifier, _ in results]}"
+            )
+        return [replies[identifier] for identifier in order]
