@@ -74,17 +74,14 @@ class SeparateDistributedDataParallel(Steps, nn.Module):
         group = ddp_kwargs.get("process_group")
         if sync_batchnorm:
             module = convert_sync_batchnorm(module, process_group=group)
-        options = {
-            **ddp_kwargs,
-            "broadcast_buffers": broadcast_buffers,
-            "find_unused_parameters": find_unused_parameters,
-        }
+        ddp_kwargs["broadcast_buffers"] = broadcast_buffers
+        ddp_kwargs["find_unused_parameters"] = find_unused_parameters
         device = device_of(module)
         # Also of the children that get no wrapper, since they are wholly frozen.
         thawed = ThawWatch(type(self).__name__, module, (), group)
         # A child may have several names.
         wrapped = {
-            child: _Child(child, name, thawed, **options)
+            child: _Child(child, name, thawed, **ddp_kwargs)
             for name, child in module.named_children()
             if _is_trained(child)
         }

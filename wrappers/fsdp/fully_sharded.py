@@ -135,9 +135,10 @@ class StepFullyShardedDataParallel(Steps, nn.Module):
             "mixed_precision": mixed_precision,
             "cpu_offload": cpu_offload,
             "reshard_after_forward": reshard_after_forward,
+            **fsdp_kwargs,
         }
         self._roots: list[Root] = []
-        options = _read(type(self), module, {**given, **fsdp_kwargs}, detect_anomalous_params)
+        options = _read(type(self), module, given, detect_anomalous_params)
         place = sharding_mesh(options, module)
         self.data_group, self._mesh = place.data_group, place.shards
         self.collective_eval = True

@@ -165,10 +165,8 @@ def _count(tensors: Sequence[tuple[str, Tensor]], devices: int, dim: int) -> int
             raise ValueError(
                 f"{path} of shape {tuple(tensor.shape)} cannot be split along dim={dim}"
             )
-        size = tensor.shape[dim]
-        chunk = -(-size // devices)
-        # As torch.chunk: nothing is cut into as many empty chunks as there are devices.
-        counts.setdefault(-(-size // chunk) if size else devices, f"{path} of size {size}")
+        count = len(tensor.chunk(devices, dim))
+        counts.setdefault(count, f"{path} of size {tensor.shape[dim]}")
     if len(counts) > 1:
         found = ", ".join(f"{what} into {count} chunks" for count, what in counts.items())
         raise ValueError(

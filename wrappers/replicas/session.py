@@ -60,8 +60,7 @@ class ReplicationSession:
         self._rounds: dict[tuple[str, int], _Round] = {}
         self._calls: Counter[tuple[str, int]] = Counter()
         self._waiting: dict[int, _Round] = {}
-        # In the order in which the copies ended.
-        self._finished: dict[int, BaseException | None] = {}
+        self._finished: set[int] = set()
         self._aborted: BaseException | None = None
 
     def __reduce__(self) -> tuple[type[ReplicationSession], tuple[int, float]]:
@@ -117,11 +116,13 @@ class ReplicationSession:
         """Say that the forward of a copy has ended, well or with ``error``.
 
         Copies that wait for it, or will, raise: its error, or a ``ReplicationError`` that
-        names the layer. Only the first call for a copy counts.
+        names the layer.
         """
         self._check(copy_id)
+        if error is not None:
+            self.abort(error)
         with self._changed:
-            self._finished.setdefault(copy_id, error)
+            self._finished.add(copy_id)
             self._changed.notify_all()
 
     def abort(self, error: BaseException) -> None:
@@ -159,16 +160,16 @@ class ReplicationSession:
         self._waiting[copy_id] = meeting
         try:
             while True:
-                self._raise_if_aborted()
                 if meeting.replies is not None:
                     return meeting.replies.pop(copy_id)
+                self._raise_if_aborted()
                 missing = [one for one in range(self.num_copies) if one not in meeting.messages]
                 left = meeting.deadline - time.monotonic()
                 if not missing:
                     # The last one computes, however long that takes.
                     left = threading.TIMEOUT_MAX
                 elif why := self._hopeless(meeting, missing, copy_id, left):
-                    error = ReplicationError(f"copy {copy_id} waits in {meeting.place}: {why}")
+                    error = ReplicationError(why)
                     self.abort(error)
                     raise error
                 try:
@@ -181,17 +182,12 @@ class ReplicationSession:
             del self._waiting[copy_id]
 
     def _hopeless(self, meeting: _Round, missing: list[int], copy_id: int, left_s: float) -> str:
-        """Why the ``missing`` will not come, if so; raises where one of them has ended."""
-        # The first error is where the others come from.
-        for one, error in self._finished.items():
-            if one in missing and error is not None:
-                raise _twin(error) from error
-        for gone in self._finished:
-            if gone in missing:
-                raise ReplicationError(
-                    f"copy {gone} finished without reaching {meeting.place}, where copy {copy_id} "
-                    "waits; every copy must call the layer equally often"
-                )
+        """Why the ``missing`` will not come, if so."""
+        if gone := self._finished.intersection(missing):
+            return (
+                f"copy {min(gone)} finished without reaching {meeting.place}, where copy {copy_id} "
+                "waits; every copy must call the layer equally often"
+            )
         # Whether no copy runs that could complete a round.
         all_wait = len(self._waiting) == self.num_copies and all(
             len(one.messages) < self.num_copies and one.replies is None
@@ -203,9 +199,10 @@ class ReplicationSession:
             f"copy {one} ({self._waiting[one].place if one in self._waiting else 'still running'})"
             for one in missing
         )
+        waits = f"copy {copy_id} waits in {meeting.place}: {others}"
         if all_wait:
-            return f"{others} waits elsewhere; every copy must call the layers in the same order"
-        return f"{others} did not come within timeout_s={self.timeout_s:g}"
+            return f"{waits} waits elsewhere; every copy must call the layers in the same order"
+        return f"{waits} did not come within timeout_s={self.timeout_s:g}"
 
 
 def _named(layer: str) -> str:
