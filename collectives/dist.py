@@ -85,10 +85,7 @@ def gather_object(
 def broadcast_object_list(
     data: list[Any], src: int = 0, group: distributed.ProcessGroup | None = None
 ) -> None:
-    """Overwrite a list's objects with those of rank `src` in place; every rank must call this.
-
-    Args:
-        src: a global rank, also for a sub-group.
+    """Overwrite a list's objects with those of global rank `src`; every rank must call this.
 
     Raises:
         AssertionError: on every rank, when `data` is no list on some rank.
@@ -122,10 +119,8 @@ def get_default_group() -> distributed.ProcessGroup | None:
 def get_backend(group: distributed.ProcessGroup | None = None) -> str | None:
     """Return the name of the group's backend in lower case, None without a group.
 
-    A group with several has torch's way to write them, such as "cpu:gloo,cuda:nccl".
-
-    Raises:
-        ValueError: this process is no member of the group.
+    A group with several has torch's way to write them, such as "cpu:gloo,cuda:nccl". A process that
+    is no member gets a ValueError.
     """
     if not is_distributed():
         return None
@@ -146,11 +141,7 @@ def is_main_process(group: distributed.ProcessGroup | None = None) -> bool:
 
 
 def barrier(group: distributed.ProcessGroup | None = None, timeout_s: float | None = None) -> None:
-    """Wait until every rank of the group has come here; every one of them must call this.
-
-    Raises:
-        CollectiveError: not all ranks came within `timeout_s` (default: the group's timeout).
-    """
+    """Wait until every rank of the group is here, as `stepwrap.collectives.synchronize` does."""
     synchronize(timeout_s, group)
 
 
@@ -179,11 +170,7 @@ def init_local_group(node_rank: int, num_gpus_per_node: int) -> None:
 
 
 def get_local_group() -> distributed.ProcessGroup | None:
-    """Return the group of this host's ranks, None without a process group.
-
-    Raises:
-        RuntimeError: `init_local_group` has not been called.
-    """
+    """Return the group that `init_local_group` has made, None without a process group."""
     if not is_distributed():
         return None
     group = _live_local_group()
@@ -195,10 +182,8 @@ def get_local_group() -> distributed.ProcessGroup | None:
 def get_local_size() -> int:
     """Return the number of ranks on this host, 1 without a process group.
 
-    Asked in this order: the local group, LOCAL_WORLD_SIZE, SLURM and Open MPI.
-
-    Raises:
-        RuntimeError: nothing of this is there.
+    Asked in this order: the local group, LOCAL_WORLD_SIZE, SLURM and Open MPI; a RuntimeError where
+    none of them tells.
     """
     if not is_distributed():
         return 1

@@ -16,7 +16,7 @@ from ..process.ranks import distributed_available, members
 from ..tensors.tensors import start_barrier, synchronize
 from ..trace.calling import calling
 from . import operations
-from .operations import CollectiveHandle, Operation, ReduceOp, Steps
+from .operations import CollectiveHandle, ReduceOp, Steps
 
 T = TypeVar("T")
 _Tensors: TypeAlias = "Sequence[torch.Tensor]"
@@ -111,15 +111,17 @@ class CollectiveGroup:
 
     def send(self, tensor: torch.Tensor, dst: int, tag: int = 0) -> None:
         """Send a message to rank `dst`, which receives it by a tensor of the same size."""
-        Operation(operations.send(self._live(), "group.send", tensor, dst, tag)).complete()
+        _run(operations.send(self._live(), "group.send", tensor, dst, tag), False)
 
     def isend(self, tensor: torch.Tensor, dst: int, tag: int = 0) -> CollectiveHandle[None]:
         """Begin to send a message; its handle must be waited for."""
-        return Operation(operations.send(self._live(), "group.isend", tensor, dst, tag)).begin()
+        steps = operations.send(self._live(), "group.isend", tensor, dst, tag)
+        return CollectiveHandle(steps, is_async=True)
 
     def recv(self, tensor: torch.Tensor, src: int | None = None, tag: int = 0) -> int:
         """Receive a message of rank `src`, or of any; return the sender's global rank."""
-        return Operation(operations.recv(self._live(), "group.recv", tensor, src, tag)).complete()
+        steps = operations.recv(self._live(), "group.recv", tensor, src, tag)
+        return CollectiveHandle(steps, is_async=False).wait()
 
     def irecv(
         self, tensor: torch.Tensor, src: int | None = None, tag: int = 0
@@ -128,7 +130,8 @@ class CollectiveGroup:
 
         On ranks that are no members it raises a RuntimeError as all calls do, and never returns -1.
         """
-        return Operation(operations.recv(self._live(), "group.irecv", tensor, src, tag)).begin()
+        steps = operations.recv(self._live(), "group.irecv", tensor, src, tag)
+        return CollectiveHandle(steps, is_async=True)
 
     def broadcast(self, tensor: torch.Tensor, src: int, async_op: bool = False) -> _Handle:
         """Overwrite the tensor with that of rank `src`."""
@@ -292,8 +295,8 @@ class CollectiveGroup:
 
 
 def _run(steps: Steps[None], async_op: bool) -> _Handle:
-    operation = Operation(steps)
-    return operation.begin() if async_op else operation.complete()
+    handle = CollectiveHandle(steps, is_async=async_op)
+    return handle if async_op else None
 
 
 def _new_group(

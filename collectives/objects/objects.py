@@ -1,7 +1,7 @@
 """Python objects across ranks: any picklable object, large ones without needless copies."""
 
 import secrets
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -37,11 +37,8 @@ def broadcast(obj: T, src: int = 0, group: dist.ProcessGroup | None = None) -> T
     if live_world_size(group) == 1:
         return obj
     is_source = dist.get_rank() == src
-    # Outside of the call, here and below: pickling runs the user's code.
-    parcel, problem = attempt(lambda: pack(obj) if is_source else None)
     others = [rank for rank in members(group) if rank != src]
-    with calling("broadcast", group, _describe(obj), f"from rank {src}", meets=True) as call:
-        received = _exchange(call, parcel, problem, others)
+    received = _collect("broadcast", obj, group, others, f"from rank {src}", is_sent=is_source)
     copy: T = obj if is_source else received[src]
     return copy
 
@@ -58,9 +55,7 @@ def all_gather_object(obj: T, group: dist.ProcessGroup | None = None) -> list[T]
     """
     if live_world_size(group) == 1:
         return [obj]
-    parcel, problem = attempt(lambda: pack(obj))
-    with calling("all_gather_object", group, _describe(obj), meets=True) as call:
-        return list(_exchange(call, parcel, problem, members(group)).values())
+    return list(_collect("all_gather_object", obj, group, members(group)).values())
 
 
 def gather_object(obj: T, dst: int = 0, group: dist.ProcessGroup | None = None) -> list[T] | None:
@@ -75,9 +70,7 @@ def gather_object(obj: T, dst: int = 0, group: dist.ProcessGroup | None = None) 
     place_in_group(dst, group, "dst")
     if live_world_size(group) == 1:
         return [obj]
-    parcel, problem = attempt(lambda: pack(obj))
-    with calling("gather_object", group, _describe(obj), f"to rank {dst}", meets=True) as call:
-        received = _exchange(call, parcel, problem, [dst])
+    received = _collect("gather_object", obj, group, [dst], f"to rank {dst}")
     return list(received.values()) if dist.get_rank() == dst else None
 
 
@@ -109,10 +102,7 @@ def pad_to_largest_tensor(
     """Return all ranks' element counts and the tensor (n,), with zeros up to the largest of them.
 
     Every rank must call this. A tensor that is as long already is returned itself, as it is
-    without a process group.
-
-    Raises:
-        ValueError: on every rank, when some rank's tensor has not one dimension.
+    without a process group. Another number of dimensions is a ValueError on every rank.
     """
     counts = all_gather_object(tensor.numel() if tensor.dim() == 1 else None, group)
     sizes = [count for count in counts if count is not None]
@@ -135,8 +125,24 @@ def sync_random_seed(group: dist.ProcessGroup | None = None) -> int:
     return broadcast(secrets.randbelow(2**31), members(group)[0], group)
 
 
-def _describe(obj: object) -> Callable[[], str | Iterable[object]]:
-    return lambda: obj.keys() if isinstance(obj, Mapping) else type(obj).__name__
+def _collect(
+    name: str,
+    obj: object,
+    group: dist.ProcessGroup | None,
+    receivers: Sequence[int],
+    detail: str = "",
+    *,
+    is_sent: bool = True,
+) -> dict[int, Any]:
+    """Return the objects of all ranks that send theirs, by global rank, on the receivers."""
+
+    def describe() -> str | Iterable[object]:
+        return obj.keys() if isinstance(obj, Mapping) else type(obj).__name__
+
+    # Outside of the call: pickling runs the user's code.
+    parcel, problem = attempt(lambda: pack(obj) if is_sent else None)
+    with calling(name, group, describe, detail, meets=True) as call:
+        return _exchange(call, parcel, problem, receivers)
 
 
 def _pack_each(objs: object, src: int, ranks: Sequence[int]) -> dict[int, Parcel]:
@@ -265,12 +271,7 @@ def _agree_on(
 
 
 def _bytes_of(parcel: Parcel) -> torch.Tensor:
-    data = torch.empty(parcel.size, dtype=torch.uint8)
-    memory, end = data.numpy().data, 0
-    for piece in parcel.pieces:
-        memory[end : end + len(piece)] = piece
-        end += len(piece)
-    return data
+    return torch.frombuffer(bytearray().join(parcel.pieces), dtype=torch.uint8)
 
 
 def _wait_for(works: Iterable[dist.Work | None]) -> None:

@@ -1,6 +1,5 @@
 """The objects and results of all ranks, gathered through the network or a shared directory."""
 
-import contextlib
 import hashlib
 import os
 import secrets
@@ -54,14 +53,12 @@ def collect_results(
     """
     if device not in ("cpu", "gpu", "npu"):
         raise NotImplementedError(f"device must be 'cpu' , 'gpu' or 'npu', but got {device!r}")
-    if device == "cpu":
-        return collect_results_cpu(results, size, tmpdir, group, remove_tmpdir=remove_tmpdir)
-    if tmpdir is not None or remove_tmpdir:
+    if device != "cpu" and (tmpdir is not None or remove_tmpdir):
         raise AssertionError(
             f"tmpdir should be None when device is {device}, and remove_tmpdir False; "
             f"got tmpdir={tmpdir!r} and remove_tmpdir={remove_tmpdir}"
         )
-    return collect_results_gpu(results, size, group)
+    return collect_results_cpu(results, size, tmpdir, group, remove_tmpdir=remove_tmpdir)
 
 
 def collect_results_cpu(
@@ -79,9 +76,8 @@ def collect_results_cpu(
     gathered = all_gather_object_cpu(result_part, tmpdir, group=group)
 
     def remove() -> None:
-        if tmpdir is not None and _is_first(group):
-            with contextlib.suppress(FileNotFoundError):
-                shutil.rmtree(tmpdir)
+        if tmpdir is not None and _is_first(group) and os.path.exists(tmpdir):
+            shutil.rmtree(tmpdir)
 
     if remove_tmpdir:
         # No rank goes on before it is gone.
@@ -93,9 +89,7 @@ def collect_results_gpu(
     result_part: Sequence[T], size: int, group: dist.ProcessGroup | None = None
 ) -> list[T] | None:
     """Like `collect_results`: through the process group, on its communication device."""
-    results_of_all(lambda: _check(result_part, size), group, "collect_results() ")
-    gathered = all_gather_object_gpu(result_part, group=group)
-    return None if gathered is None else interleaved(gathered)[:size]
+    return collect_results_cpu(result_part, size, group=group)
 
 
 def create_tmpdir(
@@ -183,14 +177,8 @@ def all_gather_object_gpu(
 ) -> list[T] | None:
     """Return the objects of all ranks, in rank order; every rank must call this.
 
-    They travel through the process group, on its communication device: on the CPU as well.
-
-    Args:
-        rank_zero_return_only: whether all but the group's first rank get None.
-
-    Raises:
-        CollectiveError: on every rank, when an object cannot be pickled or unpickled; or when a
-            rank does not take part.
+    Like `all_gather_object_cpu` without a directory: they travel through the process group, on its
+    communication device, which may be the CPU.
     """
     if live_world_size(group) == 1:
         return [data]

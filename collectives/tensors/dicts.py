@@ -77,10 +77,8 @@ def all_reduce_dict_in_place(
 
     The ranks' dicts must have the same keys, in any order, with the same shapes, dtypes and kinds
     of device. Each value keeps its dtype; those of one dtype travel together. Numbers count as
-    tensors, floats as float64. With one process nothing changes.
-
-    Args:
-        op: as for `all_reduce`.
+    tensors, floats as float64. The operations are those of `all_reduce`. With one process nothing
+    changes.
 
     Raises:
         AssertionError: on every rank, when `data` is no dict on some rank.

@@ -66,11 +66,8 @@ def reduce_mean(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) ->
     """Return the mean of the ranks' tensors as a new tensor; every rank must call this.
 
     The shapes must agree, which is not checked. Integers give float32. The result is detached: no
-    gradient flows to any rank. With one process it is the tensor itself.
-
-    Raises:
-        TypeError, ValueError: it is no tensor, or a sparse, meta or quantized one; where, as for
-            `all_reduce`.
+    gradient flows to any rank. With one process it is the tensor itself. Errors are as for
+    `all_reduce`.
     """
     world_size = live_world_size(group)
     with checking("reduce_mean", group, lambda: describe_tensor(tensor)):
@@ -91,14 +88,8 @@ def reduce_mean(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) ->
 def broadcast(data: torch.Tensor, src: int = 0, group: dist.ProcessGroup | None = None) -> None:
     """Overwrite a tensor with that of rank `src` in place; every rank must call this.
 
-    Shapes and dtypes must agree, which is not checked.
-
-    Args:
-        src: a global rank, also for a sub-group.
-
-    Raises:
-        TypeError, ValueError: no dense tensor with values, or `src` is no rank of the group;
-            where, as for `all_reduce`.
+    Shapes and dtypes must agree, which is not checked; `src` is a global rank, also for a
+    sub-group, or it is a ValueError. Errors are as for `all_reduce`.
     """
     world_size = live_world_size(group)
     with checking("dist.broadcast", group, lambda: f"{describe_tensor(data)} from rank {src}"):
@@ -133,14 +124,8 @@ def gather(
 ) -> list[torch.Tensor]:
     """Return the tensors of all ranks, in rank order, on rank `dst`; every rank must call this.
 
-    The other ranks get an empty list. Otherwise like `all_gather`.
-
-    Args:
-        dst: a global rank, also for a sub-group.
-
-    Raises:
-        ValueError, TypeError: on every rank, as for `all_gather`; also when the ranks' `dst` differ
-            or `dst` is no rank of the group.
+    The other ranks get an empty list. Otherwise like `all_gather`: it is a ValueError on every rank
+    as well when the ranks' `dst`, a global rank, differ or one is no rank of the group.
     """
     return _gather("gather", data, dst, group)
 
@@ -169,11 +154,8 @@ def synchronize(timeout_s: float | None = None, group: dist.ProcessGroup | None 
             # function in torch.distributed refuses groups made with any other name than "gloo".
             live.monitored_barrier(timeout, wait_all_ranks=True)  # type: ignore[attr-defined]
             return
-        work = start_barrier(group)
-        if timeout is None:
-            work.wait()
-        else:
-            work.wait(timeout)
+        # No time at all is torch's default: the timeout of the group.
+        start_barrier(group).wait(timeout or timedelta(0))
 
 
 def start_barrier(group: dist.ProcessGroup | None = None) -> dist.Work:
