@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch import distributed
 
+from .errors import Group
 from .objects import objects
 from .objects.agree import results_of_all
 from .objects.objects import sync_random_seed
@@ -70,21 +71,17 @@ _local: weakref.WeakKeyDictionary[
 ] = weakref.WeakKeyDictionary()
 
 
-def all_gather_object(data: _T, group: distributed.ProcessGroup | None = None) -> list[_T]:
+def all_gather_object(data: _T, group: Group = None) -> list[_T]:
     """Return the objects of all ranks, in rank order; every rank must call this."""
     return objects.all_gather_object(data, group)
 
 
-def gather_object(
-    data: _T, dst: int = 0, group: distributed.ProcessGroup | None = None
-) -> list[_T] | None:
+def gather_object(data: _T, dst: int = 0, group: Group = None) -> list[_T] | None:
     """Return the objects of all ranks on global rank `dst`; every rank must call this."""
     return objects.gather_object(data, dst, group)
 
 
-def broadcast_object_list(
-    data: list[Any], src: int = 0, group: distributed.ProcessGroup | None = None
-) -> None:
+def broadcast_object_list(data: list[Any], src: int = 0, group: Group = None) -> None:
     """Overwrite a list's objects with those of global rank `src`; every rank must call this.
 
     Raises:
@@ -116,7 +113,7 @@ def get_default_group() -> distributed.ProcessGroup | None:
     return distributed.group.WORLD if is_distributed() else None
 
 
-def get_backend(group: distributed.ProcessGroup | None = None) -> str | None:
+def get_backend(group: Group = None) -> str | None:
     """Return the name of the group's backend in lower case, None without a group.
 
     A group with several has torch's way to write them, such as "cpu:gloo,cuda:nccl". A process that
@@ -130,17 +127,17 @@ def get_backend(group: distributed.ProcessGroup | None = None) -> str | None:
     return names.pop() if len(names) == 1 else config
 
 
-def get_dist_info(group: distributed.ProcessGroup | None = None) -> tuple[int, int]:
+def get_dist_info(group: Group = None) -> tuple[int, int]:
     """Return rank and world size, (-1, -1) when this process is no member of the group."""
     return get_rank(group), get_world_size(group)
 
 
-def is_main_process(group: distributed.ProcessGroup | None = None) -> bool:
+def is_main_process(group: Group = None) -> bool:
     """Return whether this process is the first of the group; always True without one."""
     return get_rank(group) == 0
 
 
-def barrier(group: distributed.ProcessGroup | None = None, timeout_s: float | None = None) -> None:
+def barrier(group: Group = None, timeout_s: float | None = None) -> None:
     """Wait until every rank of the group is here, as `stepwrap.collectives.synchronize` does."""
     synchronize(timeout_s, group)
 

@@ -35,6 +35,8 @@ _SHOWN = 5
 _STANDARD_LIBRARY = os.path.dirname(os.__file__) + os.sep
 
 
+# None is the default group.
+Group: TypeAlias = dist.ProcessGroup | None
 Describe: TypeAlias = "Callable[[], str | Iterable[object]]"
 
 
@@ -47,7 +49,7 @@ class Call:
     """
 
     name: str
-    group: dist.ProcessGroup | None = None
+    group: Group = None
     describe: Describe | None = None
     detail: str = ""
     meets: bool = False

@@ -5,6 +5,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from ..errors import Group
 from ..objects.objects import all_gather_object, broadcast
 from ..objects.serialize import obj2tensor, tensor2obj
 from ..process.ranks import comm_device, distributed_available, live_world_size, members
@@ -34,7 +35,7 @@ class NonDist(BaseDistBackend):
 class _TorchRanks(BaseDistBackend):
     """The ranks of a torch process group; without one, a process of its own."""
 
-    group: dist.ProcessGroup | None = None
+    group: Group = None
 
     @property
     def is_initialized(self) -> bool:
@@ -62,7 +63,7 @@ class TorchDist(_TorchRanks):
         group: default: the default group, also one that is made later.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+    def __init__(self, group: Group = None) -> None:
         self.group = group
 
     def all_gather_object(self, obj: T) -> list[T]:

@@ -10,6 +10,7 @@ from typing import TypeAlias, TypeVar
 import torch
 import torch.distributed as dist
 
+from ..errors import Group
 from ..objects import objects
 from ..objects.agree import results_of_all
 from ..process.ranks import distributed_available, members
@@ -54,7 +55,7 @@ class CollectiveGroup:
         current_relative_rank: None on ranks that are no members.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, current_relative_rank: int | None) -> None:
+    def __init__(self, group: Group, current_relative_rank: int | None) -> None:
         is_member = current_relative_rank is not None
         # torch gives those that are no members a number instead of a group.
         self.group = group if is_member else None
@@ -186,10 +187,7 @@ class CollectiveGroup:
         return _run(operations.reduce_scatter(self._live(), output, input_list, op), async_op)
 
     def all_to_all(
-        self,
-        output_tensor_list: _Tensors,
-        input_tensor_list: _Tensors,
-        async_op: bool = False,
+        self, output_tensor_list: _Tensors, input_tensor_list: _Tensors, async_op: bool = False
     ) -> _Handle:
         """Fill the outputs with what each rank has for this one; the shapes may differ."""
         lists = output_tensor_list, input_tensor_list

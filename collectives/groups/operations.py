@@ -174,13 +174,7 @@ def all_reduce(group: _Group, data: Any, op: ReduceOp, *, several: bool = False)
 
 
 def reduce(
-    group: _Group,
-    data: Any,
-    dst: int,
-    op: ReduceOp,
-    *,
-    several: bool = False,
-    dst_tensor: int = 0,
+    group: _Group, data: Any, dst: int, op: ReduceOp, *, several: bool = False, dst_tensor: int = 0
 ) -> Steps[None]:
     name = _name("reduce", several)
     yield Named(name, group, lambda: f"{_name_of(op)} of {_describe(data, several)} to rank {dst}")

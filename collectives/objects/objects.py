@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from ..errors import Call, CollectiveError, attempt, name_ranks, text_of
+from ..errors import Call, CollectiveError, Group, attempt, name_ranks, text_of
 from ..process.ranks import comm_device, live_world_size, members, place_in_group
 from ..trace.calling import calling
 from ..trace.first_message import INLINE_BYTES, gather_numbers, meet, raise_disagreement
@@ -22,7 +22,7 @@ _DONE, _NOT_UNPICKLED, _NOT_MAPPED = range(3)
 _NOTHING = Parcel([])
 
 
-def broadcast(obj: T, src: int = 0, group: dist.ProcessGroup | None = None) -> T:
+def broadcast(obj: T, src: int = 0, group: Group = None) -> T:
     """Return the object of global rank `src` on every rank; every rank must call this.
 
     The source gets its own object back, the others a copy; what they pass is ignored. Tensors
@@ -43,7 +43,7 @@ def broadcast(obj: T, src: int = 0, group: dist.ProcessGroup | None = None) -> T
     return copy
 
 
-def all_gather_object(obj: T, group: dist.ProcessGroup | None = None) -> list[T]:
+def all_gather_object(obj: T, group: Group = None) -> list[T]:
     """Return the objects of all ranks, in rank order, on every rank; every rank must call this.
 
     All are copies, the own one too; tensors inside arrive on the CPU. Without a process group the
@@ -58,7 +58,7 @@ def all_gather_object(obj: T, group: dist.ProcessGroup | None = None) -> list[T]
     return list(_collect("all_gather_object", obj, group, members(group)).values())
 
 
-def gather_object(obj: T, dst: int = 0, group: dist.ProcessGroup | None = None) -> list[T] | None:
+def gather_object(obj: T, dst: int = 0, group: Group = None) -> list[T] | None:
     """Return the objects of all ranks, in rank order, on global rank `dst`, None on the others.
 
     Otherwise like `all_gather_object`; every rank must call this.
@@ -97,7 +97,7 @@ def scatter_object(objs: Sequence[T] | None, src: int, group: dist.ProcessGroup)
 
 
 def pad_to_largest_tensor(
-    tensor: torch.Tensor, group: dist.ProcessGroup | None = None
+    tensor: torch.Tensor, group: Group = None
 ) -> tuple[list[int], torch.Tensor]:
     """Return all ranks' element counts and the tensor (n,), with zeros up to the largest of them.
 
@@ -116,7 +116,7 @@ def pad_to_largest_tensor(
     return sizes, torch.cat([tensor, tensor.new_zeros(missing)]) if missing else tensor
 
 
-def sync_random_seed(group: dist.ProcessGroup | None = None) -> int:
+def sync_random_seed(group: Group = None) -> int:
     """Return one new seed in [0, 2**31) on all ranks; every rank must call this.
 
     It is the group's first rank's, from the operating system: seeding does not repeat it, and no
@@ -128,7 +128,7 @@ def sync_random_seed(group: dist.ProcessGroup | None = None) -> int:
 def _collect(
     name: str,
     obj: object,
-    group: dist.ProcessGroup | None,
+    group: Group,
     receivers: Sequence[int],
     detail: str = "",
     *,
@@ -214,10 +214,7 @@ def _share(
 
 
 def _transmit(
-    group: dist.ProcessGroup | None,
-    parcel: Parcel,
-    sizes: Mapping[int, int],
-    receivers: Sequence[int],
+    group: Group, parcel: Parcel, sizes: Mapping[int, int], receivers: Sequence[int]
 ) -> dict[int, memoryview]:
     """Return the large parcels by global rank, each after a message of its exact size."""
     rank, device = dist.get_rank(), comm_device(group)

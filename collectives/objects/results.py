@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from ..errors import CollectiveError, text_of
+from ..errors import CollectiveError, Group, text_of
 from ..process.ranks import distributed_available, live_world_size, members
 from .agree import results_of_all
 from .objects import all_gather_object, gather_object
@@ -28,7 +28,7 @@ def collect_results(
     size: int,
     device: str = "cpu",
     tmpdir: str | os.PathLike[str] | None = None,
-    group: dist.ProcessGroup | None = None,
+    group: Group = None,
     *,
     remove_tmpdir: bool = False,
 ) -> list[T] | None:
@@ -65,7 +65,7 @@ def collect_results_cpu(
     result_part: Sequence[T],
     size: int,
     tmpdir: str | os.PathLike[str] | None = None,
-    group: dist.ProcessGroup | None = None,
+    group: Group = None,
     *,
     remove_tmpdir: bool = False,
 ) -> list[T] | None:
@@ -85,9 +85,7 @@ def collect_results_cpu(
     return None if gathered is None else interleaved(gathered)[:size]
 
 
-def collect_results_gpu(
-    result_part: Sequence[T], size: int, group: dist.ProcessGroup | None = None
-) -> list[T] | None:
+def collect_results_gpu(result_part: Sequence[T], size: int, group: Group = None) -> list[T] | None:
     """Like `collect_results`: through the process group, on its communication device."""
     return collect_results_cpu(result_part, size, group=group)
 
@@ -136,7 +134,7 @@ def all_gather_object_cpu(
     tmpdir: str | os.PathLike[str] | None = None,
     rank_zero_return_only: bool = True,
     use_system_tmp: bool | None = None,
-    group: dist.ProcessGroup | None = None,
+    group: Group = None,
 ) -> list[T] | None:
     """Return the objects of all ranks, in rank order; every rank must call this.
 
@@ -173,7 +171,7 @@ def all_gather_object_cpu(
 
 
 def all_gather_object_gpu(
-    data: T, rank_zero_return_only: bool = True, group: dist.ProcessGroup | None = None
+    data: T, rank_zero_return_only: bool = True, group: Group = None
 ) -> list[T] | None:
     """Return the objects of all ranks, in rank order; every rank must call this.
 
@@ -187,9 +185,7 @@ def all_gather_object_gpu(
     return all_gather_object(data, group)
 
 
-def _gather_through_files(
-    data: T, folder: Path, only_first: bool, group: dist.ProcessGroup | None
-) -> list[T] | None:
+def _gather_through_files(data: T, folder: Path, only_first: bool, group: Group) -> list[T] | None:
     digests = results_of_all(lambda: _write(data, folder), group, _BY_FILES)
     gathered: list[T] | None = None
 
@@ -224,11 +220,11 @@ def _parent(use_system_tmp: bool) -> str:
     return tempfile.gettempdir() if use_system_tmp else os.getcwd()
 
 
-def _is_first(group: dist.ProcessGroup | None) -> bool:
+def _is_first(group: Group) -> bool:
     return live_world_size(group) == 1 or dist.get_rank(group) == 0
 
 
-def _from_first_rank(make: Callable[[], str], group: dist.ProcessGroup | None, what: str) -> str:
+def _from_first_rank(make: Callable[[], str], group: Group, what: str) -> str:
     """Return what the group's first rank makes; its error is raised on every rank."""
     if live_world_size(group) == 1:
         return make()

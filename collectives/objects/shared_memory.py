@@ -17,6 +17,9 @@ import torch
 
 from ..process.ranks import process_space
 
+# The most buffers that one writev takes on Linux.
+_MOST_PIECES = 1024
+
 
 def host() -> bytes:
     """Return 8 bytes that two ranks share when one can map the other's memory."""
@@ -35,8 +38,7 @@ def offered(pieces: Sequence[memoryview]) -> Iterator[list[int]]:
         try:
             descriptor = os.memfd_create("stepwrap", os.MFD_CLOEXEC)
             stack.callback(os.close, descriptor)
-            with open(descriptor, "wb", closefd=False) as file:
-                file.writelines(pieces)
+            _write(descriptor, pieces)
             place = [os.getpid(), descriptor, os.fstat(descriptor).st_ino, 0]
         # No memory, no descriptor: the parcel takes the slow way, and all ranks know it.
         except OSError:
@@ -57,3 +59,14 @@ def take(place: Sequence[int], size: int) -> memoryview:
             return torch.from_file(path, shared=False, size=size, dtype=torch.uint8).numpy().data
         except RuntimeError as error:
             raise OSError(str(error)) from error
+
+
+def _write(descriptor: int, pieces: Sequence[memoryview]) -> None:
+    left = [piece for piece in pieces if len(piece)]
+    while left:
+        # One call each, which a file object would make, takes a fifth longer for many tensors.
+        written = os.writev(descriptor, left[:_MOST_PIECES])
+        while left and written >= len(left[0]):
+            written -= len(left.pop(0))
+        if written:
+            left[0] = left[0][written:]

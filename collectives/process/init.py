@@ -104,9 +104,7 @@ def init_dist(
 
 
 def meet_at_master(
-    rank: int | None = None,
-    world_size: int | None = None,
-    timeout: timedelta = default_pg_timeout,
+    rank: int | None = None, world_size: int | None = None, timeout: timedelta = default_pg_timeout
 ) -> dict[str, Any]:
     """Return store, rank and world size for `init_process_group`; every rank must call this.
 

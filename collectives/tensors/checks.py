@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import torch
 import torch.distributed as dist
 
-from ..errors import text_of
+from ..errors import Group, text_of
 from ..process.ranks import members
 from ..trace.calling import calling
 from ..trace.tracing import is_tracing
@@ -111,9 +111,7 @@ def tensor_of(name: str, value: object) -> torch.Tensor:
 
 
 @contextlib.contextmanager
-def checking(
-    name: str, group: dist.ProcessGroup | None, describe: Callable[[], str]
-) -> Iterator[None]:
+def checking(name: str, group: Group, describe: Callable[[], str]) -> Iterator[None]:
     """Surround what a rank does alone before a call that begins with no message.
 
     While tracing, its errors reach all ranks in the meeting that comes before such a call.
