@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch import distributed
 
+from .errors import Group
 from .objects import objects
 from .objects.agree import results_of_all
 from .objects.objects import sync_random_seed
@@ -70,25 +71,18 @@ _local: weakref.WeakKeyDictionary[
 ] = weakref.WeakKeyDictionary()
 
 
-def all_gather_object(data: _T, group: distributed.ProcessGroup | None = None) -> list[_T]:
+def all_gather_object(data: _T, group: Group = None) -> list[_T]:
     """Return the objects of all ranks, in rank order; every rank must call this."""
     return objects.all_gather_object(data, group)
 
 
-def gather_object(
-    data: _T, dst: int = 0, group: distributed.ProcessGroup | None = None
-) -> list[_T] | None:
+def gather_object(data: _T, dst: int = 0, group: Group = None) -> list[_T] | None:
     """Return the objects of all ranks on global rank `dst`; every rank must call this."""
     return objects.gather_object(data, dst, group)
 
 
-def broadcast_object_list(
-    data: list[Any], src: int = 0, group: distributed.ProcessGroup | None = None
-) -> None:
-    """Overwrite a list's objects with those of rank `src` in place; every rank must call this.
-
-    Args:
-        src: a global rank, also for a sub-group.
+def broadcast_object_list(data: list[Any], src: int = 0, group: Group = None) -> None:
+    """Overwrite a list's objects with those of global rank `src`; every rank must call this.
 
     Raises:
         AssertionError: on every rank, when `data` is no list on some rank.
@@ -119,13 +113,11 @@ def get_default_group() -> distributed.ProcessGroup | None:
     return distributed.group.WORLD if is_distributed() else None
 
 
-def get_backend(group: distributed.ProcessGroup | None = None) -> str | None:
+def get_backend(group: Group = None) -> str | None:
     """Return the name of the group's backend in lower case, None without a group.
 
-    A group with several has torch's way to write them, such as "cpu:gloo,cuda:nccl".
-
-    Raises:
-        ValueError: this process is no member of the group.
+    A group with several has torch's way to write them, such as "cpu:gloo,cuda:nccl". A process that
+    is no member gets a ValueError.
     """
     if not is_distributed():
         return None
@@ -135,22 +127,18 @@ def get_backend(group: distributed.ProcessGroup | None = None) -> str | None:
     return names.pop() if len(names) == 1 else config
 
 
-def get_dist_info(group: distributed.ProcessGroup | None = None) -> tuple[int, int]:
+def get_dist_info(group: Group = None) -> tuple[int, int]:
     """Return rank and world size, (-1, -1) when this process is no member of the group."""
     return get_rank(group), get_world_size(group)
 
 
-def is_main_process(group: distributed.ProcessGroup | None = None) -> bool:
+def is_main_process(group: Group = None) -> bool:
     """Return whether this process is the first of the group; always True without one."""
     return get_rank(group) == 0
 
 
-def barrier(group: distributed.ProcessGroup | None = None, timeout_s: float | None = None) -> None:
-    """Wait until every rank of the group has come here; every one of them must call this.
-
-    Raises:
-        CollectiveError: not all ranks came within `timeout_s` (default: the group's timeout).
-    """
+def barrier(group: Group = None, timeout_s: float | None = None) -> None:
+    """Wait until every rank of the group is here, as `stepwrap.collectives.synchronize` does."""
     synchronize(timeout_s, group)
 
 
@@ -179,11 +167,7 @@ def init_local_group(node_rank: int, num_gpus_per_node: int) -> None:
 
 
 def get_local_group() -> distributed.ProcessGroup | None:
-    """Return the group of this host's ranks, None without a process group.
-
-    Raises:
-        RuntimeError: `init_local_group` has not been called.
-    """
+    """Return the group that `init_local_group` has made, None without a process group."""
     if not is_distributed():
         return None
     group = _live_local_group()
@@ -195,10 +179,8 @@ def get_local_group() -> distributed.ProcessGroup | None:
 def get_local_size() -> int:
     """Return the number of ranks on this host, 1 without a process group.
 
-    Asked in this order: the local group, LOCAL_WORLD_SIZE, SLURM and Open MPI.
-
-    Raises:
-        RuntimeError: nothing of this is there.
+    Asked in this order: the local group, LOCAL_WORLD_SIZE, SLURM and Open MPI; a RuntimeError where
+    none of them tells.
     """
     if not is_distributed():
         return 1

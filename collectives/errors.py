@@ -6,8 +6,8 @@ import contextlib
 import json
 import os
 import sys
-import threading
 import time
+import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from types import FrameType
@@ -35,6 +35,8 @@ _SHOWN = 5
 _STANDARD_LIBRARY = os.path.dirname(os.__file__) + os.sep
 
 
+# None is the default group.
+Group: TypeAlias = dist.ProcessGroup | None
 Describe: TypeAlias = "Callable[[], str | Iterable[object]]"
 
 
@@ -47,7 +49,7 @@ class Call:
     """
 
     name: str
-    group: dist.ProcessGroup | None = None
+    group: Group = None
     describe: Describe | None = None
     detail: str = ""
     meets: bool = False
@@ -90,28 +92,19 @@ class Place:
 
 def call_site() -> str:
     """Return "file:line" of the nearest caller outside this folder."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame and frame.f_back and frame.f_code.co_filename.startswith(_NOT_CALLERS):
+    frame = sys._getframe(1)
+    while frame.f_back and frame.f_code.co_filename.startswith(_NOT_CALLERS):
         frame = frame.f_back
-    return _location(frame) if frame else "?"
+    return _location(frame)
 
 
-def main_thread_site() -> str:
-    """Return "file:line in function" of what the main thread runs, in the user's code if it can."""
-    return _site_from(sys._current_frames().get(threading.main_thread().ident or 0))
+def users_site(innermost: FrameType | None = None) -> str:
+    """Return "file:line in function" of the user's innermost code that has led to a frame.
 
-
-def users_site() -> str:
-    """Return "file:line in function" of the user's code that has called this, if there is any."""
-    return _site_from(sys._getframe(1))
-
-
-def _site_from(innermost: FrameType | None) -> str:
-    """Return the innermost place in the user's code; without any, outside the standard library."""
-    frames = []
-    while innermost:
-        frames.append(innermost)
-        innermost = innermost.f_back
+    Without any, that of the innermost code outside the standard library. The default frame is that
+    of the caller.
+    """
+    frames = [frame for frame, _ in traceback.walk_stack(innermost or sys._getframe(1))]
     for is_wanted in (_is_the_users, lambda path: not path.startswith((_STANDARD_LIBRARY, "<"))):
         for frame in frames:
             if is_wanted(frame.f_code.co_filename):
@@ -124,8 +117,7 @@ def tell(
 ) -> str:
     """Return one sentence on where each rank is, and on what differs in what they pass."""
     places = sorted(places, key=lambda place: place.rank)
-    has_details = len({place.call for place in places}) == 1
-    has_details = has_details and len({place.detail for place in places}) > 1
+    has_details = len({p.call for p in places}) == 1 and len({p.detail for p in places}) > 1
     by_call: dict[tuple[str, str], list[Place]] = {}
     for place in places:
         name = f"{place.call} {place.detail}" if has_details else place.call

@@ -128,10 +128,8 @@ def metric_sync(backend: BackendLike = None) -> dict[str, Callable[..., Any]]:
 
         accuracy = MulticlassAccuracy(num_classes=10, **metric_sync("torch_cpu"))
 
-    The ranks' states must match as torchmetrics asks for: as many tensors on every rank.
-
-    Args:
-        backend: a name, a class or an instance, as `get_dist_backend` takes them.
+    The ranks' states must match as torchmetrics asks for: as many tensors on every rank. The
+    back-end is given as to `get_dist_backend`.
     """
     resolved = get_dist_backend(backend)
     return {

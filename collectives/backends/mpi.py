@@ -33,12 +33,10 @@ class MPI4PyDist(TensorBaseDistBackend):
 
     @property
     def rank(self) -> int:
-        """The rank in COMM_WORLD; 0 when MPI is not initialised."""
         return int(_load_mpi().COMM_WORLD.Get_rank()) if self.is_initialized else 0
 
     @property
     def world_size(self) -> int:
-        """The size of COMM_WORLD; 1 when MPI is not initialised."""
         return int(_load_mpi().COMM_WORLD.Get_size()) if self.is_initialized else 1
 
     def _object_to_tensor(self, obj: Any) -> tuple[torch.Tensor, torch.Tensor]:

@@ -18,8 +18,6 @@ _BUILTIN: dict[str, type[BaseDistBackend]] = {
     "torch_cuda": TorchCUDADist,
 }
 _DEFAULT = "torch"
-
-
 _classes = dict(_BUILTIN)
 _instances: dict[str, BaseDistBackend] = {}
 _default = _DEFAULT
@@ -116,8 +114,9 @@ def _check_name(name: str) -> str:
     if name not in _classes:
         near = difflib.get_close_matches(str(name), _classes, n=1)
         hint = f"; did you mean {near[0]}?" if near else ""
-        known = ", ".join(_classes)
-        raise AssertionError(f"the back-end must be one of {known}, got {name!r}{hint}")
+        raise AssertionError(
+            f"the back-end must be one of {', '.join(_classes)}, got {name!r}{hint}"
+        )
     return name
 
 

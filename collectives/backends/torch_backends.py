@@ -5,6 +5,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from ..errors import Group
 from ..objects.objects import all_gather_object, broadcast
 from ..objects.serialize import obj2tensor, tensor2obj
 from ..process.ranks import comm_device, distributed_available, live_world_size, members
@@ -18,40 +19,26 @@ T = TypeVar("T")
 
 
 class NonDist(BaseDistBackend):
-    """One process, whatever else is running."""
+    """One process, whatever else is running: objects are returned themselves, for any `src`."""
 
-    @property
-    def is_initialized(self) -> bool:
-        """False: there is nobody to talk to."""
-        return False
-
-    @property
-    def rank(self) -> int:
-        """0."""
-        return 0
-
-    @property
-    def world_size(self) -> int:
-        """1."""
-        return 1
+    is_initialized = False
+    rank = 0
+    world_size = 1
 
     def all_gather_object(self, obj: T) -> list[T]:
-        """Return the object itself in a list."""
         return [obj]
 
     def broadcast_object(self, obj: T, src: int = 0) -> T:
-        """Return the object itself, for any `src`."""
         return obj
 
 
 class _TorchRanks(BaseDistBackend):
     """The ranks of a torch process group; without one, a process of its own."""
 
-    group: dist.ProcessGroup | None = None
+    group: Group = None
 
     @property
     def is_initialized(self) -> bool:
-        """Whether there is a process group."""
         return distributed_available()
 
     @property
@@ -62,7 +49,6 @@ class _TorchRanks(BaseDistBackend):
 
     @property
     def world_size(self) -> int:
-        """The number of members of the group; 1 without one."""
         return live_world_size(self.group)
 
 
@@ -77,15 +63,13 @@ class TorchDist(_TorchRanks):
         group: default: the default group, also one that is made later.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+    def __init__(self, group: Group = None) -> None:
         self.group = group
 
     def all_gather_object(self, obj: T) -> list[T]:
-        """Return the objects of all members, in group order; every member must call this."""
         return all_gather_object(obj, self.group)
 
     def broadcast_object(self, obj: T, src: int = 0) -> T:
-        """Return the object of the group's rank `src`; every member must call this."""
         ranks = members(self.group)
         if src not in range(len(ranks)):
             raise ValueError(f"src must be a rank below {len(ranks)}, got {src!r}")

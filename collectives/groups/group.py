@@ -10,13 +10,14 @@ from typing import TypeAlias, TypeVar
 import torch
 import torch.distributed as dist
 
+from ..errors import Group
 from ..objects import objects
 from ..objects.agree import results_of_all
 from ..process.ranks import distributed_available, members
 from ..tensors.tensors import start_barrier, synchronize
 from ..trace.calling import calling
 from . import operations
-from .operations import CollectiveHandle, Operation, ReduceOp, Steps
+from .operations import CollectiveHandle, ReduceOp, Steps
 
 T = TypeVar("T")
 _Tensors: TypeAlias = "Sequence[torch.Tensor]"
@@ -54,7 +55,7 @@ class CollectiveGroup:
         current_relative_rank: None on ranks that are no members.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, current_relative_rank: int | None) -> None:
+    def __init__(self, group: Group, current_relative_rank: int | None) -> None:
         is_member = current_relative_rank is not None
         # torch gives those that are no members a number instead of a group.
         self.group = group if is_member else None
@@ -111,15 +112,17 @@ class CollectiveGroup:
 
     def send(self, tensor: torch.Tensor, dst: int, tag: int = 0) -> None:
         """Send a message to rank `dst`, which receives it by a tensor of the same size."""
-        Operation(operations.send(self._live(), "group.send", tensor, dst, tag)).complete()
+        _run(operations.send(self._live(), "group.send", tensor, dst, tag), False)
 
     def isend(self, tensor: torch.Tensor, dst: int, tag: int = 0) -> CollectiveHandle[None]:
         """Begin to send a message; its handle must be waited for."""
-        return Operation(operations.send(self._live(), "group.isend", tensor, dst, tag)).begin()
+        steps = operations.send(self._live(), "group.isend", tensor, dst, tag)
+        return CollectiveHandle(steps, is_async=True)
 
     def recv(self, tensor: torch.Tensor, src: int | None = None, tag: int = 0) -> int:
         """Receive a message of rank `src`, or of any; return the sender's global rank."""
-        return Operation(operations.recv(self._live(), "group.recv", tensor, src, tag)).complete()
+        steps = operations.recv(self._live(), "group.recv", tensor, src, tag)
+        return CollectiveHandle(steps, is_async=False).wait()
 
     def irecv(
         self, tensor: torch.Tensor, src: int | None = None, tag: int = 0
@@ -128,7 +131,8 @@ class CollectiveGroup:
 
         On ranks that are no members it raises a RuntimeError as all calls do, and never returns -1.
         """
-        return Operation(operations.recv(self._live(), "group.irecv", tensor, src, tag)).begin()
+        steps = operations.recv(self._live(), "group.irecv", tensor, src, tag)
+        return CollectiveHandle(steps, is_async=True)
 
     def broadcast(self, tensor: torch.Tensor, src: int, async_op: bool = False) -> _Handle:
         """Overwrite the tensor with that of rank `src`."""
@@ -183,10 +187,7 @@ class CollectiveGroup:
         return _run(operations.reduce_scatter(self._live(), output, input_list, op), async_op)
 
     def all_to_all(
-        self,
-        output_tensor_list: _Tensors,
-        input_tensor_list: _Tensors,
-        async_op: bool = False,
+        self, output_tensor_list: _Tensors, input_tensor_list: _Tensors, async_op: bool = False
     ) -> _Handle:
         """Fill the outputs with what each rank has for this one; the shapes may differ."""
         lists = output_tensor_list, input_tensor_list
@@ -292,8 +293,8 @@ class CollectiveGroup:
 
 
 def _run(steps: Steps[None], async_op: bool) -> _Handle:
-    operation = Operation(steps)
-    return operation.begin() if async_op else operation.complete()
+    handle = CollectiveHandle(steps, is_async=async_op)
+    return handle if async_op else None
 
 
 def _new_group(

@@ -52,38 +52,54 @@ class Named(NamedTuple):
     failed: str = ""
 
 
-class Operation(Generic[T]):
-    """A call whose arguments have been checked."""
+class CollectiveHandle(Generic[T]):
+    """A call of a group that has begun; its tensors must be left alone until `wait()`."""
 
-    def __init__(self, steps: Steps[T]) -> None:
-        self._steps = steps
+    def __init__(self, steps: Steps[T], *, is_async: bool) -> None:
+        self._steps, self._outcome = steps, list[T]()
         self._named: Named = next(steps)
         name, group, describe, failed = self._named
         with contextlib.nullcontext() if failed else checking(name, group, describe):
             next(steps)
+        with self._calling():
+            self._works: Sequence[dist.Work] = next(steps)
+            if not is_async:
+                self._wait_for_works()
+        if not is_async:
+            self._finish()
 
-    def begin(self) -> CollectiveHandle[T]:
-        with self.calling():
-            works = next(self._steps)
-        return CollectiveHandle(self, works)
+    def wait(self) -> T:
+        """Wait until everything is where it belongs; what is copied back is copied here.
 
-    def complete(self) -> T:
-        with self.calling():
-            for work in next(self._steps):
-                work.wait()
-        return self.finish()
+        Returns:
+            The sender's global rank for a message that is received, else None; the same when
+            called again.
 
-    def finish(self) -> T:
-        """Leave the outcome where the caller expects it, once everything has come."""
+        Raises:
+            CollectiveError: it has failed, or the group's timeout is over.
+        """
+        if not self._outcome:
+            with self._calling(is_late=True):
+                self._wait_for_works()
+            self._finish()
+        return self._outcome[0]
+
+    def is_completed(self) -> bool:
+        """Return whether `wait()` would return at once."""
+        return bool(self._outcome) or all(work.is_completed() for work in self._works)
+
+    def _wait_for_works(self) -> None:
+        for work in self._works:
+            work.wait()
+
+    def _finish(self) -> None:
         try:
             next(self._steps)
         except StopIteration as end:
-            outcome: T = end.value
-            return outcome
-        raise AssertionError("a call has no steps after its end")
+            self._outcome.append(end.value)
 
     @contextlib.contextmanager
-    def calling(self, *, is_late: bool = False) -> Iterator[None]:
+    def _calling(self, *, is_late: bool = False) -> Iterator[None]:
         """Surround the transport's work; `is_late` while waiting for what has begun before."""
         name, group, describe, failed = self._named
         name = f"{name}.wait" if is_late else name
@@ -98,35 +114,6 @@ class Operation(Generic[T]):
                     f"{name}() on rank {place.rank} ({place.site}) {failed}. The transport "
                     f"({transport}) says: {error}"
                 ) from error
-
-
-class CollectiveHandle(Generic[T]):
-    """A call of a group that has begun; its tensors must be left alone until `wait()`."""
-
-    def __init__(self, operation: Operation[T], works: Sequence[dist.Work]) -> None:
-        self._operation, self._works = operation, works
-        self._outcome: list[T] = []
-
-    def wait(self) -> T:
-        """Wait until everything is where it belongs; what is copied back is copied here.
-
-        Returns:
-            The sender's global rank for a message that is received, else None; the same when
-            called again.
-
-        Raises:
-            CollectiveError: it has failed, or the group's timeout is over.
-        """
-        if not self._outcome:
-            with self._operation.calling(is_late=True):
-                for work in self._works:
-                    work.wait()
-            self._outcome.append(self._operation.finish())
-        return self._outcome[0]
-
-    def is_completed(self) -> bool:
-        """Return whether `wait()` would return at once."""
-        return bool(self._outcome) or all(work.is_completed() for work in self._works)
 
 
 def send(group: _Group, name: str, tensor: torch.Tensor, dst: int, tag: int) -> Steps[None]:
@@ -187,13 +174,7 @@ def all_reduce(group: _Group, data: Any, op: ReduceOp, *, several: bool = False)
 
 
 def reduce(
-    group: _Group,
-    data: Any,
-    dst: int,
-    op: ReduceOp,
-    *,
-    several: bool = False,
-    dst_tensor: int = 0,
+    group: _Group, data: Any, dst: int, op: ReduceOp, *, several: bool = False, dst_tensor: int = 0
 ) -> Steps[None]:
     name = _name("reduce", several)
     yield Named(name, group, lambda: f"{_name_of(op)} of {_describe(data, several)} to rank {dst}")
@@ -239,7 +220,8 @@ def all_gather(group: _Group, tensor_list: _Tensors, tensor: torch.Tensor) -> St
     parts = [Memory(target, device, is_read=False) for target in targets]
     yield
     yield start_all_gather([part.bytes for part in parts], own, group)
-    _store(parts)
+    for part in parts:
+        part.store()
 
 
 def all_gather_several(
@@ -278,7 +260,8 @@ def gather(
     memory = [part.bytes for part in parts] or None
     yield
     yield [dist.gather(own, memory, dst, group, async_op=True)]
-    _store(parts)
+    for part in parts:
+        part.store()
 
 
 def scatter(
@@ -367,11 +350,6 @@ def _write(result: torch.Tensor, targets: _Tensors) -> None:
         target.detach().copy_(result)
 
 
-def _store(parts: Sequence[Memory]) -> None:
-    for part in parts:
-        part.store()
-
-
 def _check_peer(name: str, rank: int | None, tag: int, group: _Group) -> None:
     if len(members(group)) == 1:
         raise ValueError(
@@ -428,16 +406,16 @@ def _output_lists(data: object, inputs: _Tensors) -> list[list[torch.Tensor]]:
             f"{name} must have one list for each of the {len(inputs)} tensors in "
             f"input_tensor_list, got {got}"
         )
-    lists = [
-        checked_tensors(f"{name}[{index}]", outputs, is_target=True, are_alike=True)
-        for index, outputs in enumerate(data)
-    ]
-    for index, outputs in enumerate(lists):
-        check_like(f"{name}[{index}][0]", outputs[0], "input_tensor_list[0]", inputs[0])
+    lists = []
+    for index, listed in enumerate(data):
+        where = f"{name}[{index}]"
+        outputs = checked_tensors(where, listed, is_target=True, are_alike=True)
+        check_like(f"{where}[0]", outputs[0], "input_tensor_list[0]", inputs[0])
+        lists.append(outputs)
         if len(outputs) != len(lists[0]):
             raise ValueError(
-                f"{name}[{index}] must have as many tensors as {name}[0], which has "
-                f"{len(lists[0])}, got {len(outputs)}"
+                f"{where} must have as many tensors as {name}[0], which has {len(lists[0])}, "
+                f"got {len(outputs)}"
             )
     return lists
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
 
-from ..errors import Call, CollectiveError, attempt, call_site, text_of
+from ..errors import Call, CollectiveError, Group, attempt, call_site, text_of
 from ..process.ranks import distributed_available
 from ..trace.first_message import Header, meet
 from .objects import all_gather_object
@@ -73,9 +73,7 @@ def run_together(
     return [one for one, _ in reports], [failure for _, failure in reports], own
 
 
-def results_of_all(
-    action: Callable[[], T], group: dist.ProcessGroup | None = None, what: str = ""
-) -> list[T]:
+def results_of_all(action: Callable[[], T], group: Group = None, what: str = "") -> list[T]:
     """Run `action` and return all ranks' results, or raise on every rank what failed on one."""
     results, failures, own = run_together(action, lambda own: all_gather_object(own, group))
     raise_first(failures, own, what)

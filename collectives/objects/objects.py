@@ -1,13 +1,13 @@
 """Python objects across ranks: any picklable object, large ones without needless copies."""
 
 import secrets
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from ..errors import Call, CollectiveError, attempt, name_ranks, text_of
+from ..errors import Call, CollectiveError, Group, attempt, name_ranks, text_of
 from ..process.ranks import comm_device, live_world_size, members, place_in_group
 from ..trace.calling import calling
 from ..trace.first_message import INLINE_BYTES, gather_numbers, meet, raise_disagreement
@@ -22,7 +22,7 @@ _DONE, _NOT_UNPICKLED, _NOT_MAPPED = range(3)
 _NOTHING = Parcel([])
 
 
-def broadcast(obj: T, src: int = 0, group: dist.ProcessGroup | None = None) -> T:
+def broadcast(obj: T, src: int = 0, group: Group = None) -> T:
     """Return the object of global rank `src` on every rank; every rank must call this.
 
     The source gets its own object back, the others a copy; what they pass is ignored. Tensors
@@ -37,16 +37,13 @@ def broadcast(obj: T, src: int = 0, group: dist.ProcessGroup | None = None) -> T
     if live_world_size(group) == 1:
         return obj
     is_source = dist.get_rank() == src
-    # Outside of the call, here and below: pickling runs the user's code.
-    parcel, problem = attempt(lambda: pack(obj) if is_source else None)
     others = [rank for rank in members(group) if rank != src]
-    with calling("broadcast", group, _describe(obj), f"from rank {src}", meets=True) as call:
-        received = _exchange(call, parcel, problem, others)
+    received = _collect("broadcast", obj, group, others, f"from rank {src}", is_sent=is_source)
     copy: T = obj if is_source else received[src]
     return copy
 
 
-def all_gather_object(obj: T, group: dist.ProcessGroup | None = None) -> list[T]:
+def all_gather_object(obj: T, group: Group = None) -> list[T]:
     """Return the objects of all ranks, in rank order, on every rank; every rank must call this.
 
     All are copies, the own one too; tensors inside arrive on the CPU. Without a process group the
@@ -58,12 +55,10 @@ def all_gather_object(obj: T, group: dist.ProcessGroup | None = None) -> list[T]
     """
     if live_world_size(group) == 1:
         return [obj]
-    parcel, problem = attempt(lambda: pack(obj))
-    with calling("all_gather_object", group, _describe(obj), meets=True) as call:
-        return list(_exchange(call, parcel, problem, members(group)).values())
+    return list(_collect("all_gather_object", obj, group, members(group)).values())
 
 
-def gather_object(obj: T, dst: int = 0, group: dist.ProcessGroup | None = None) -> list[T] | None:
+def gather_object(obj: T, dst: int = 0, group: Group = None) -> list[T] | None:
     """Return the objects of all ranks, in rank order, on global rank `dst`, None on the others.
 
     Otherwise like `all_gather_object`; every rank must call this.
@@ -75,9 +70,7 @@ def gather_object(obj: T, dst: int = 0, group: dist.ProcessGroup | None = None) 
     place_in_group(dst, group, "dst")
     if live_world_size(group) == 1:
         return [obj]
-    parcel, problem = attempt(lambda: pack(obj))
-    with calling("gather_object", group, _describe(obj), f"to rank {dst}", meets=True) as call:
-        received = _exchange(call, parcel, problem, [dst])
+    received = _collect("gather_object", obj, group, [dst], f"to rank {dst}")
     return list(received.values()) if dist.get_rank() == dst else None
 
 
@@ -104,15 +97,12 @@ def scatter_object(objs: Sequence[T] | None, src: int, group: dist.ProcessGroup)
 
 
 def pad_to_largest_tensor(
-    tensor: torch.Tensor, group: dist.ProcessGroup | None = None
+    tensor: torch.Tensor, group: Group = None
 ) -> tuple[list[int], torch.Tensor]:
     """Return all ranks' element counts and the tensor (n,), with zeros up to the largest of them.
 
     Every rank must call this. A tensor that is as long already is returned itself, as it is
-    without a process group.
-
-    Raises:
-        ValueError: on every rank, when some rank's tensor has not one dimension.
+    without a process group. Another number of dimensions is a ValueError on every rank.
     """
     counts = all_gather_object(tensor.numel() if tensor.dim() == 1 else None, group)
     sizes = [count for count in counts if count is not None]
@@ -126,7 +116,7 @@ def pad_to_largest_tensor(
     return sizes, torch.cat([tensor, tensor.new_zeros(missing)]) if missing else tensor
 
 
-def sync_random_seed(group: dist.ProcessGroup | None = None) -> int:
+def sync_random_seed(group: Group = None) -> int:
     """Return one new seed in [0, 2**31) on all ranks; every rank must call this.
 
     It is the group's first rank's, from the operating system: seeding does not repeat it, and no
@@ -135,8 +125,24 @@ def sync_random_seed(group: dist.ProcessGroup | None = None) -> int:
     return broadcast(secrets.randbelow(2**31), members(group)[0], group)
 
 
-def _describe(obj: object) -> Callable[[], str | Iterable[object]]:
-    return lambda: obj.keys() if isinstance(obj, Mapping) else type(obj).__name__
+def _collect(
+    name: str,
+    obj: object,
+    group: Group,
+    receivers: Sequence[int],
+    detail: str = "",
+    *,
+    is_sent: bool = True,
+) -> dict[int, Any]:
+    """Return the objects of all ranks that send theirs, by global rank, on the receivers."""
+
+    def describe() -> str | Iterable[object]:
+        return obj.keys() if isinstance(obj, Mapping) else type(obj).__name__
+
+    # Outside of the call: pickling runs the user's code.
+    parcel, problem = attempt(lambda: pack(obj) if is_sent else None)
+    with calling(name, group, describe, detail, meets=True) as call:
+        return _exchange(call, parcel, problem, receivers)
 
 
 def _pack_each(objs: object, src: int, ranks: Sequence[int]) -> dict[int, Parcel]:
@@ -208,10 +214,7 @@ def _share(
 
 
 def _transmit(
-    group: dist.ProcessGroup | None,
-    parcel: Parcel,
-    sizes: Mapping[int, int],
-    receivers: Sequence[int],
+    group: Group, parcel: Parcel, sizes: Mapping[int, int], receivers: Sequence[int]
 ) -> dict[int, memoryview]:
     """Return the large parcels by global rank, each after a message of its exact size."""
     rank, device = dist.get_rank(), comm_device(group)
@@ -265,12 +268,7 @@ def _agree_on(
 
 
 def _bytes_of(parcel: Parcel) -> torch.Tensor:
-    data = torch.empty(parcel.size, dtype=torch.uint8)
-    memory, end = data.numpy().data, 0
-    for piece in parcel.pieces:
-        memory[end : end + len(piece)] = piece
-        end += len(piece)
-    return data
+    return torch.frombuffer(bytearray().join(parcel.pieces), dtype=torch.uint8)
 
 
 def _wait_for(works: Iterable[dist.Work | None]) -> None:

@@ -1,6 +1,5 @@
 """The objects and results of all ranks, gathered through the network or a shared directory."""
 
-import contextlib
 import hashlib
 import os
 import secrets
@@ -13,7 +12,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from ..errors import CollectiveError, text_of
+from ..errors import CollectiveError, Group, text_of
 from ..process.ranks import distributed_available, live_world_size, members
 from .agree import results_of_all
 from .objects import all_gather_object, gather_object
@@ -29,7 +28,7 @@ def collect_results(
     size: int,
     device: str = "cpu",
     tmpdir: str | os.PathLike[str] | None = None,
-    group: dist.ProcessGroup | None = None,
+    group: Group = None,
     *,
     remove_tmpdir: bool = False,
 ) -> list[T] | None:
@@ -54,21 +53,19 @@ def collect_results(
     """
     if device not in ("cpu", "gpu", "npu"):
         raise NotImplementedError(f"device must be 'cpu' , 'gpu' or 'npu', but got {device!r}")
-    if device == "cpu":
-        return collect_results_cpu(results, size, tmpdir, group, remove_tmpdir=remove_tmpdir)
-    if tmpdir is not None or remove_tmpdir:
+    if device != "cpu" and (tmpdir is not None or remove_tmpdir):
         raise AssertionError(
             f"tmpdir should be None when device is {device}, and remove_tmpdir False; "
             f"got tmpdir={tmpdir!r} and remove_tmpdir={remove_tmpdir}"
         )
-    return collect_results_gpu(results, size, group)
+    return collect_results_cpu(results, size, tmpdir, group, remove_tmpdir=remove_tmpdir)
 
 
 def collect_results_cpu(
     result_part: Sequence[T],
     size: int,
     tmpdir: str | os.PathLike[str] | None = None,
-    group: dist.ProcessGroup | None = None,
+    group: Group = None,
     *,
     remove_tmpdir: bool = False,
 ) -> list[T] | None:
@@ -79,9 +76,8 @@ def collect_results_cpu(
     gathered = all_gather_object_cpu(result_part, tmpdir, group=group)
 
     def remove() -> None:
-        if tmpdir is not None and _is_first(group):
-            with contextlib.suppress(FileNotFoundError):
-                shutil.rmtree(tmpdir)
+        if tmpdir is not None and _is_first(group) and os.path.exists(tmpdir):
+            shutil.rmtree(tmpdir)
 
     if remove_tmpdir:
         # No rank goes on before it is gone.
@@ -89,13 +85,9 @@ def collect_results_cpu(
     return None if gathered is None else interleaved(gathered)[:size]
 
 
-def collect_results_gpu(
-    result_part: Sequence[T], size: int, group: dist.ProcessGroup | None = None
-) -> list[T] | None:
+def collect_results_gpu(result_part: Sequence[T], size: int, group: Group = None) -> list[T] | None:
     """Like `collect_results`: through the process group, on its communication device."""
-    results_of_all(lambda: _check(result_part, size), group, "collect_results() ")
-    gathered = all_gather_object_gpu(result_part, group=group)
-    return None if gathered is None else interleaved(gathered)[:size]
+    return collect_results_cpu(result_part, size, group=group)
 
 
 def create_tmpdir(
@@ -142,7 +134,7 @@ def all_gather_object_cpu(
     tmpdir: str | os.PathLike[str] | None = None,
     rank_zero_return_only: bool = True,
     use_system_tmp: bool | None = None,
-    group: dist.ProcessGroup | None = None,
+    group: Group = None,
 ) -> list[T] | None:
     """Return the objects of all ranks, in rank order; every rank must call this.
 
@@ -179,18 +171,12 @@ def all_gather_object_cpu(
 
 
 def all_gather_object_gpu(
-    data: T, rank_zero_return_only: bool = True, group: dist.ProcessGroup | None = None
+    data: T, rank_zero_return_only: bool = True, group: Group = None
 ) -> list[T] | None:
     """Return the objects of all ranks, in rank order; every rank must call this.
 
-    They travel through the process group, on its communication device: on the CPU as well.
-
-    Args:
-        rank_zero_return_only: whether all but the group's first rank get None.
-
-    Raises:
-        CollectiveError: on every rank, when an object cannot be pickled or unpickled; or when a
-            rank does not take part.
+    Like `all_gather_object_cpu` without a directory: they travel through the process group, on its
+    communication device, which may be the CPU.
     """
     if live_world_size(group) == 1:
         return [data]
@@ -199,9 +185,7 @@ def all_gather_object_gpu(
     return all_gather_object(data, group)
 
 
-def _gather_through_files(
-    data: T, folder: Path, only_first: bool, group: dist.ProcessGroup | None
-) -> list[T] | None:
+def _gather_through_files(data: T, folder: Path, only_first: bool, group: Group) -> list[T] | None:
     digests = results_of_all(lambda: _write(data, folder), group, _BY_FILES)
     gathered: list[T] | None = None
 
@@ -236,11 +220,11 @@ def _parent(use_system_tmp: bool) -> str:
     return tempfile.gettempdir() if use_system_tmp else os.getcwd()
 
 
-def _is_first(group: dist.ProcessGroup | None) -> bool:
+def _is_first(group: Group) -> bool:
     return live_world_size(group) == 1 or dist.get_rank(group) == 0
 
 
-def _from_first_rank(make: Callable[[], str], group: dist.ProcessGroup | None, what: str) -> str:
+def _from_first_rank(make: Callable[[], str], group: Group, what: str) -> str:
     """Return what the group's first rank makes; its error is raised on every rank."""
     if live_world_size(group) == 1:
         return make()

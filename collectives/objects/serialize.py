@@ -22,6 +22,7 @@ _WARN_FROM = 2**30
 _APART_FROM = 16 * 1024
 _ALIGNMENT = 64
 _COUNTS = struct.Struct("<QQ")
+_FLOAT8 = torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz
 _DTYPES = {
     str(dtype): dtype
     for dtype in (
@@ -29,15 +30,11 @@ _DTYPES = {
         *(torch.complex32, torch.complex64, torch.complex128, torch.bool),
         *(torch.uint8, torch.uint16, torch.uint32, torch.uint64),
         *(torch.int8, torch.int16, torch.int32, torch.int64),
-        *(torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz),
+        *_FLOAT8,
     )
 }
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
-_WITHOUT_NUMPY = {
-    dtype
-    for dtype in _NAMES
-    if dtype in (torch.bfloat16, torch.complex32) or str(dtype).startswith("torch.float8")
-}
+_WITHOUT_NUMPY = {torch.bfloat16, torch.complex32, *_FLOAT8}
 # What every rank has, since it runs this package.
 _EVERYWHERE = {
     *("builtins", "collections", "datetime", "decimal"),
@@ -98,8 +95,7 @@ def serialize_to_tensor(data: object) -> torch.Tensor:
 def obj2tensor(pyobj: object, device: torch.device | str | None = None) -> torch.Tensor:
     """Return the object's pickle as a uint8 tensor (bytes,).
 
-    Args:
-        device: where the tensor lies (default: the group's communication device, else the CPU).
+    It is on the group's communication device by default, the CPU without a group.
     """
     data = io.BytesIO()
     _Pickler(data).dump(pyobj)
@@ -274,8 +270,5 @@ def _rebuild_tensor(
     else:
         tensor = torch.frombuffer(content, dtype=dtype).reshape(shape)
     if order is not None:
-        inverse = [0] * len(order)
-        for place, dim in enumerate(order):
-            inverse[dim] = place
-        tensor = tensor.permute(inverse)
+        tensor = tensor.permute(sorted(range(len(order)), key=order.__getitem__))
     return tensor.requires_grad_() if requires_grad else tensor

@@ -9,7 +9,6 @@ the first write on.
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import uuid
 from collections.abc import Iterator, Sequence
@@ -31,7 +30,7 @@ def host() -> bytes:
 
 @contextlib.contextmanager
 def offered(pieces: Sequence[memoryview]) -> Iterator[list[int]]:
-    """Keep the pieces in memory for others to map: process id, descriptor, inode, 0 or errno."""
+    """Keep the pieces in memory for others to map: process id, descriptor, inode, 1 on failure."""
     if not pieces:
         yield [0, 0, 0, 0]
         return
@@ -42,32 +41,30 @@ def offered(pieces: Sequence[memoryview]) -> Iterator[list[int]]:
             _write(descriptor, pieces)
             place = [os.getpid(), descriptor, os.fstat(descriptor).st_ino, 0]
         # No memory, no descriptor: the parcel takes the slow way, and all ranks know it.
-        except OSError as error:
+        except OSError:
             stack.close()
-            place = [0, 0, 0, error.errno or errno.EIO]
+            place = [0, 0, 0, 1]
         yield place
 
 
 def take(place: Sequence[int], size: int) -> memoryview:
     """Return a private, writable mapping of what a rank of this host offers; else OSError."""
     process, descriptor, inode, _ = place
-    own = os.open(f"/proc/{process}/fd/{descriptor}", os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        status = os.fstat(own)
+    with open(f"/proc/{process}/fd/{descriptor}", "rb") as file:
+        status, path = os.fstat(file.fileno()), f"/proc/self/fd/{file.fileno()}"
         if (status.st_ino, status.st_size) != (inode, size):
-            raise OSError(errno.ESTALE, "the shared memory is not what the rank announced")
-        # Not the standard mmap, which keeps a descriptor open for as long as the memory lives.
-        data = torch.from_file(f"/proc/self/fd/{own}", shared=False, size=size, dtype=torch.uint8)
-        return data.numpy().data
-    except RuntimeError as error:
-        raise OSError(errno.ENOMEM, str(error)) from error
-    finally:
-        os.close(own)
+            raise OSError("the shared memory is not what the rank announced")
+        try:
+            # Not the standard mmap, which keeps a descriptor open for as long as the memory lives.
+            return torch.from_file(path, shared=False, size=size, dtype=torch.uint8).numpy().data
+        except RuntimeError as error:
+            raise OSError(str(error)) from error
 
 
 def _write(descriptor: int, pieces: Sequence[memoryview]) -> None:
     left = [piece for piece in pieces if len(piece)]
     while left:
+        # One call each, which a file object would make, takes a fifth longer for many tensors.
         written = os.writev(descriptor, left[:_MOST_PIECES])
         while left and written >= len(left[0]):
             written -= len(left.pop(0))

@@ -104,9 +104,7 @@ def init_dist(
 
 
 def meet_at_master(
-    rank: int | None = None,
-    world_size: int | None = None,
-    timeout: timedelta = default_pg_timeout,
+    rank: int | None = None, world_size: int | None = None, timeout: timedelta = default_pg_timeout
 ) -> dict[str, Any]:
     """Return store, rank and world size for `init_process_group`; every rank must call this.
 
@@ -131,15 +129,14 @@ def meet_at_master(
     if store is not None:
         # What ranks of an attempt before a restart have written leads nowhere.
         store = PrefixStore(f"attempt_{env.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
-    elif one_host:
-        host = host if is_loopback(host) else "127.0.0.1"
+    else:
         options: dict[str, Any] = {"world_size": size, "timeout": timeout, "multi_tenant": True}
-        if rank == 0:
+        if one_host and not is_loopback(host):
+            host = "127.0.0.1"
+        if one_host and rank == 0:
             store = open_store(host, port, **options)
         else:
-            store = TCPStore(host, port, is_master=False, **options)
-    else:
-        store = TCPStore(host, port, size, rank == 0, timeout, multi_tenant=True)
+            store = TCPStore(host, port, is_master=rank == 0, **options)
     return {"store": store, "rank": rank, "world_size": size}
 
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 # threads would outlive its end. torch imports it with the first DistributedDataParallel.
 import torch.distributed.nn.functional
 
-from ..errors import CollectiveError
+from ..errors import CollectiveError, Group
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -37,7 +37,7 @@ def distributed_available() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
-def get_rank(group: dist.ProcessGroup | None = None) -> int:
+def get_rank(group: Group = None) -> int:
     """Return this process's rank in the group, -1 when it is no member.
 
     Without a process group the launcher's environment answers (RANK, then SLURM), else 0. The live
@@ -52,7 +52,7 @@ def get_rank(group: dist.ProcessGroup | None = None) -> int:
     return live
 
 
-def get_world_size(group: dist.ProcessGroup | None = None) -> int:
+def get_world_size(group: Group = None) -> int:
     """Return the number of ranks in the group, -1 when this process is no member.
 
     Without a process group the launcher's environment answers (WORLD_SIZE, then SLURM), else 1.
@@ -96,7 +96,7 @@ def launched_local_rank() -> int | None:
     return local_rank
 
 
-def live_world_size(group: dist.ProcessGroup | None = None) -> int:
+def live_world_size(group: Group = None) -> int:
     """Return the size of the live group, 1 without one; a ValueError if not a member."""
     if not distributed_available():
         return 1
@@ -106,14 +106,14 @@ def live_world_size(group: dist.ProcessGroup | None = None) -> int:
     return world_size
 
 
-def members(group: dist.ProcessGroup | None = None) -> list[int]:
+def members(group: Group = None) -> list[int]:
     """Return the global ranks of the group's members, in group order; [0] without a group."""
     if not distributed_available():
         return [0]
     return dist.get_process_group_ranks(group)
 
 
-def place_in_group(rank: int, group: dist.ProcessGroup | None = None, name: str = "src") -> int:
+def place_in_group(rank: int, group: Group = None, name: str = "src") -> int:
     """Return the group rank of a global rank; a ValueError on argument `name` if it has none."""
     ranks = members(group)
     if rank not in ranks:
@@ -121,9 +121,7 @@ def place_in_group(rank: int, group: dist.ProcessGroup | None = None, name: str 
     return ranks.index(rank)
 
 
-def comm_device(
-    group: dist.ProcessGroup | None = None, *, prefer: torch.device | None = None
-) -> torch.device:
+def comm_device(group: Group = None, *, prefer: torch.device | None = None) -> torch.device:
     """Return the device on which tensors travel in the group; the CPU without a group.
 
     Args:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import torch
 import torch.distributed as dist
 
-from ..errors import text_of
+from ..errors import Group, text_of
 from ..process.ranks import members
 from ..trace.calling import calling
 from ..trace.tracing import is_tracing
@@ -27,11 +27,8 @@ def describe_dtype(data: object, *, with_shape: bool = False) -> str:
     first = data[0] if isinstance(data, list | tuple) and data else data
     if not isinstance(first, torch.Tensor):
         return type(first).__name__
-    return (
-        f"tensors of {first.dtype} and shape {tuple(first.shape)}"
-        if with_shape
-        else str(first.dtype)
-    )
+    shape = f" and shape {tuple(first.shape)}"
+    return f"tensors of {first.dtype}{shape}" if with_shape else str(first.dtype)
 
 
 def checked_tensor(name: str, data: object, *, is_target: bool = False) -> torch.Tensor:
@@ -62,7 +59,6 @@ def checked_tensors(
         raise ValueError(f"{name} must not be empty")
     for index, tensor in enumerate(data):
         checked_tensor(f"{name}[{index}]", tensor, is_target=is_target)
-    for index, tensor in enumerate(data):
         check_like(f"{name}[{index}]", tensor, f"{name}[0]", data[0], shape=are_alike)
     return list(data)
 
@@ -115,9 +111,7 @@ def tensor_of(name: str, value: object) -> torch.Tensor:
 
 
 @contextlib.contextmanager
-def checking(
-    name: str, group: dist.ProcessGroup | None, describe: Callable[[], str]
-) -> Iterator[None]:
+def checking(name: str, group: Group, describe: Callable[[], str]) -> Iterator[None]:
     """Surround what a rank does alone before a call that begins with no message.
 
     While tracing, its errors reach all ranks in the meeting that comes before such a call.

@@ -9,9 +9,8 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 
-from ..errors import Call, Place, attempt, call_site, differences, tell
+from ..errors import Call, Group, Place, attempt, call_site, differences, tell
 from ..objects.agree import agree
 from ..process.ranks import comm_device, live_world_size, members
 from ..trace.calling import calling
@@ -27,10 +26,7 @@ _CLEAR_KEYS = (str, int, float, bool, bytes, type(None))
 
 
 def all_reduce_dict(
-    py_dict: Mapping[K, V],
-    reduce_op: str = "sum",
-    to_float: bool = True,
-    group: dist.ProcessGroup | None = None,
+    py_dict: Mapping[K, V], reduce_op: str = "sum", to_float: bool = True, group: Group = None
 ) -> Mapping[K, V | torch.Tensor]:
     """Reduce a dict of tensors or numbers over the ranks; every rank must call this.
 
@@ -70,17 +66,13 @@ def all_reduce_dict(
     return kind((key, reduced[key]) for key in py_dict)
 
 
-def all_reduce_dict_in_place(
-    data: dict[Any, Any], op: str = "sum", group: dist.ProcessGroup | None = None
-) -> None:
+def all_reduce_dict_in_place(data: dict[Any, Any], op: str = "sum", group: Group = None) -> None:
     """Replace a dict's tensors by their reduction over the ranks; every rank must call this.
 
     The ranks' dicts must have the same keys, in any order, with the same shapes, dtypes and kinds
     of device. Each value keeps its dtype; those of one dtype travel together. Numbers count as
-    tensors, floats as float64. With one process nothing changes.
-
-    Args:
-        op: as for `all_reduce`.
+    tensors, floats as float64. The operations are those of `all_reduce`. With one process nothing
+    changes.
 
     Raises:
         AssertionError: on every rank, when `data` is no dict on some rank.
@@ -104,7 +96,7 @@ def all_reduce_params(
     coalesce: bool = True,
     bucket_size_mb: float = -1,
     op: str = "sum",
-    group: dist.ProcessGroup | None = None,
+    group: Group = None,
 ) -> None:
     """Reduce parameters or buffers over the ranks in place; every rank must call this.
 
@@ -155,7 +147,7 @@ def _check_dtypes(name: str, tensors: dict[K, torch.Tensor], op: str) -> dict[K,
 
 def _reduced(
     name: str,
-    group: dist.ProcessGroup | None,
+    group: Group,
     make: Callable[[], dict[K, torch.Tensor]],
     op: str,
     setting: str,

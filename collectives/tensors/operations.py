@@ -11,6 +11,7 @@ from typing import Final
 import torch
 import torch.distributed as dist
 
+from ..errors import Group
 from ..process.ranks import comm_device, live_world_size, members
 
 _BITWISE: Final = {"band": torch.bitwise_and, "bor": torch.bitwise_or, "bxor": torch.bitwise_xor}
@@ -111,7 +112,7 @@ def travel_device(group: dist.ProcessGroup, tensor: torch.Tensor) -> torch.devic
 
 
 def start_all_gather(
-    parts: Sequence[torch.Tensor], own: torch.Tensor, group: dist.ProcessGroup | None
+    parts: Sequence[torch.Tensor], own: torch.Tensor, group: Group
 ) -> list[dist.Work]:
     """Begin to fill `parts`, by group rank, with every rank's bytes; lengths may differ."""
     ranks = members(group)
@@ -140,7 +141,7 @@ class Reduction:
         self,
         tensor: torch.Tensor,
         op: str,
-        group: dist.ProcessGroup | None = None,
+        group: Group = None,
         *,
         is_wide: bool = False,
         others: Sequence[torch.Tensor] = (),

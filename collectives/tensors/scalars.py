@@ -8,9 +8,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
 import torch
-import torch.distributed as dist
 
-from ..errors import attempt
+from ..errors import Group, attempt
 from ..objects.agree import agree
 from ..process.ranks import live_world_size
 from ..trace.calling import calling
@@ -21,7 +20,7 @@ _VALUES: Final = INLINE_BYTES // 8
 
 
 def mean_scalars(
-    scalars: Mapping[str, torch.Tensor | float], group: dist.ProcessGroup | None = None
+    scalars: Mapping[str, torch.Tensor | float], group: Group = None
 ) -> dict[str, float]:
     """Return each scalar's mean over the ranks that have it; every rank must call this.
 

@@ -9,7 +9,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from ..errors import Call, attempt, ranks_by_text
+from ..errors import Call, Group, attempt, ranks_by_text
 from ..objects.agree import agree
 from ..process.ranks import (
     comm_device,
@@ -32,7 +32,7 @@ from .operations import (
 )
 
 
-def all_reduce(data: torch.Tensor, op: str = "sum", group: dist.ProcessGroup | None = None) -> None:
+def all_reduce(data: torch.Tensor, op: str = "sum", group: Group = None) -> None:
     """Reduce a tensor over the ranks in place; every rank must call this.
 
     Shapes and dtypes must agree, which is not checked. Sums of booleans are True where any is. The
@@ -62,15 +62,12 @@ def all_reduce(data: torch.Tensor, op: str = "sum", group: dist.ProcessGroup | N
         target.copy_(reduced)
 
 
-def reduce_mean(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
+def reduce_mean(tensor: torch.Tensor, group: Group = None) -> torch.Tensor:
     """Return the mean of the ranks' tensors as a new tensor; every rank must call this.
 
     The shapes must agree, which is not checked. Integers give float32. The result is detached: no
-    gradient flows to any rank. With one process it is the tensor itself.
-
-    Raises:
-        TypeError, ValueError: it is no tensor, or a sparse, meta or quantized one; where, as for
-            `all_reduce`.
+    gradient flows to any rank. With one process it is the tensor itself. Errors are as for
+    `all_reduce`.
     """
     world_size = live_world_size(group)
     with checking("reduce_mean", group, lambda: describe_tensor(tensor)):
@@ -88,17 +85,11 @@ def reduce_mean(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) ->
     return share.to(tensor.device, dtype)
 
 
-def broadcast(data: torch.Tensor, src: int = 0, group: dist.ProcessGroup | None = None) -> None:
+def broadcast(data: torch.Tensor, src: int = 0, group: Group = None) -> None:
     """Overwrite a tensor with that of rank `src` in place; every rank must call this.
 
-    Shapes and dtypes must agree, which is not checked.
-
-    Args:
-        src: a global rank, also for a sub-group.
-
-    Raises:
-        TypeError, ValueError: no dense tensor with values, or `src` is no rank of the group;
-            where, as for `all_reduce`.
+    Shapes and dtypes must agree, which is not checked; `src` is a global rank, also for a
+    sub-group, or it is a ValueError. Errors are as for `all_reduce`.
     """
     world_size = live_world_size(group)
     with checking("dist.broadcast", group, lambda: f"{describe_tensor(data)} from rank {src}"):
@@ -114,7 +105,7 @@ def broadcast(data: torch.Tensor, src: int = 0, group: dist.ProcessGroup | None 
         target.copy_(sent)
 
 
-def all_gather(data: torch.Tensor, group: dist.ProcessGroup | None = None) -> list[torch.Tensor]:
+def all_gather(data: torch.Tensor, group: Group = None) -> list[torch.Tensor]:
     """Return the tensors of all ranks, in rank order, on every rank; every rank must call this.
 
     All are detached copies on the device of `data`, the own one too; with one process the list
@@ -128,24 +119,16 @@ def all_gather(data: torch.Tensor, group: dist.ProcessGroup | None = None) -> li
     return _gather("all_gather", data, None, group)
 
 
-def gather(
-    data: torch.Tensor, dst: int = 0, group: dist.ProcessGroup | None = None
-) -> list[torch.Tensor]:
+def gather(data: torch.Tensor, dst: int = 0, group: Group = None) -> list[torch.Tensor]:
     """Return the tensors of all ranks, in rank order, on rank `dst`; every rank must call this.
 
-    The other ranks get an empty list. Otherwise like `all_gather`.
-
-    Args:
-        dst: a global rank, also for a sub-group.
-
-    Raises:
-        ValueError, TypeError: on every rank, as for `all_gather`; also when the ranks' `dst` differ
-            or `dst` is no rank of the group.
+    The other ranks get an empty list. Otherwise like `all_gather`: it is a ValueError on every rank
+    as well when the ranks' `dst`, a global rank, differ or one is no rank of the group.
     """
     return _gather("gather", data, dst, group)
 
 
-def synchronize(timeout_s: float | None = None, group: dist.ProcessGroup | None = None) -> None:
+def synchronize(timeout_s: float | None = None, group: Group = None) -> None:
     """Wait until every rank has come here; every rank must call this.
 
     Args:
@@ -169,14 +152,11 @@ def synchronize(timeout_s: float | None = None, group: dist.ProcessGroup | None 
             # function in torch.distributed refuses groups made with any other name than "gloo".
             live.monitored_barrier(timeout, wait_all_ranks=True)  # type: ignore[attr-defined]
             return
-        work = start_barrier(group)
-        if timeout is None:
-            work.wait()
-        else:
-            work.wait(timeout)
+        # No time at all is torch's default: the timeout of the group.
+        start_barrier(group).wait(timeout or timedelta(0))
 
 
-def start_barrier(group: dist.ProcessGroup | None = None) -> dist.Work:
+def start_barrier(group: Group = None) -> dist.Work:
     """Begin torch's own barrier; every rank must call this."""
     device_ids = None
     if "cuda:nccl" in dist.get_backend_config(group).split(","):
@@ -189,9 +169,7 @@ def start_barrier(group: dist.ProcessGroup | None = None) -> dist.Work:
     return work
 
 
-def _gather(
-    name: str, data: torch.Tensor, dst: int | None, group: dist.ProcessGroup | None
-) -> list[torch.Tensor]:
+def _gather(name: str, data: torch.Tensor, dst: int | None, group: Group) -> list[torch.Tensor]:
     def make() -> torch.Tensor:
         checked_tensor("data", data)
         if dst is not None:

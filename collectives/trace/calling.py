@@ -13,7 +13,7 @@ from typing import NamedTuple, TypeAlias
 
 import torch.distributed as dist
 
-from ..errors import Call, CollectiveError, Place, tell, users_site
+from ..errors import Call, CollectiveError, Group, Place, tell, users_site
 from ..process.ranks import live_world_size, members
 from . import tracing as trace
 
@@ -133,7 +133,7 @@ _Known: TypeAlias = "tuple[list[Place], dict[int, str]]"
 
 
 def _failure(
-    own: Place, group: dist.ProcessGroup | None, error: BaseException, *, is_call: bool = True
+    own: Place, group: Group, error: BaseException, *, is_call: bool = True
 ) -> CollectiveError:
     """Return the error to raise, after asking where the other ranks are."""
     ranks = members(group)
@@ -148,17 +148,18 @@ def _failure(
     )
 
 
-def _withdraw(group: dist.ProcessGroup | None) -> None:
+def _withdraw(group: Group) -> None:
     """After a success, take back what an earlier failure has told the others."""
-    if _pasts and _world() in _pasts and _pasts[_world()].posted:
-        past, key = _pasts[_world()], _key(group, dist.get_rank())
+    past = _pasts.get(_world()) if _pasts else None
+    if past and past.posted:
         past.silent.clear()
+        key = _key(group, dist.get_rank())
         if key in past.posted:
             past.posted.discard(key)
             _world().get_group_store().delete_key(key)
 
 
-def _ask_in_time(own: Place, ranks: list[int], group: dist.ProcessGroup | None) -> _Known:
+def _ask_in_time(own: Place, ranks: list[int], group: Group) -> _Known:
     """Return what `_ask` does, also when the store's process has died or been stopped."""
     known: list[_Known] = []
     has_store = threading.Event()
@@ -182,11 +183,7 @@ def _ask_in_time(own: Place, ranks: list[int], group: dist.ProcessGroup | None) 
 
 
 def _ask(
-    own: Place,
-    ranks: list[int],
-    group: dist.ProcessGroup | None,
-    patience: float,
-    has_store: threading.Event,
+    own: Place, ranks: list[int], group: Group, patience: float, has_store: threading.Event
 ) -> _Known:
     """Return where the ranks that failed too are, and what is known of the others."""
     store, past = _world().get_group_store(), _pasts.setdefault(_world(), _Past(set(), set()))
@@ -239,5 +236,5 @@ def _is_served_by_rank_0() -> bool:
     return isinstance(store, dist.TCPStore) and not has_agent
 
 
-def _key(group: dist.ProcessGroup | None, rank: int) -> str:
+def _key(group: Group, rank: int) -> str:
     return f"stepwrap/failed/{(group or _world()).group_name}/{rank}"

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from ..errors import Call, CollectiveError, Place, tell, text_of
+from ..errors import Call, CollectiveError, Group, Place, tell, text_of
 from ..process.ranks import comm_device, members
 
 # One packet on any network; most objects that ranks exchange fit into it.
@@ -85,7 +85,7 @@ def digest(text: str) -> bytes:
     return hashlib.blake2b(text.encode(), digest_size=8).digest()
 
 
-def gather_rows(message: torch.Tensor, group: dist.ProcessGroup | None) -> list[memoryview]:
+def gather_rows(message: torch.Tensor, group: Group) -> list[memoryview]:
     """Return all ranks' messages, bytes on the communication device, which are equal in size."""
     rows = [torch.empty_like(message) for _ in range(dist.get_world_size(group))]
     dist.all_gather(rows, message, group)
@@ -95,7 +95,7 @@ def gather_rows(message: torch.Tensor, group: dist.ProcessGroup | None) -> list[
 
 
 def gather_numbers(
-    numbers: Sequence[float], group: dist.ProcessGroup | None, kind: str = "q"
+    numbers: Sequence[float], group: Group, kind: str = "q"
 ) -> list[tuple[int, ...]]:
     """Return all ranks' numbers, equally many, each in 64 bits: "q" integers, "d" floats."""
     layout = struct.Struct(f"<{len(numbers)}{kind}")
@@ -110,5 +110,5 @@ def _decode(row: memoryview) -> Header:
     return Header(call, agreed, host, size, bool(number & _FAILED), bool(number & _FOREIGN), inline)
 
 
-def _to_tensor(message: bytearray, group: dist.ProcessGroup | None) -> torch.Tensor:
+def _to_tensor(message: bytearray, group: Group) -> torch.Tensor:
     return torch.frombuffer(message, dtype=torch.uint8).to(comm_device(group))

@@ -7,6 +7,7 @@ import collections
 import contextlib
 import itertools
 import os
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -15,7 +16,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ..errors import Call, call_site, main_thread_site
+from ..errors import Call, call_site, users_site
 from ..process.ranks import distributed_available, process_space
 from .first_message import meet, raise_disagreement
 
@@ -24,6 +25,7 @@ _LOOK_S = 0.5
 ANSWER_S = 2.0
 _JOIN_S = 2.0
 _KEPT = 256
+_WATCHED = "stepwrap/watched"
 _OFF = ("", "0", "false", "no", "off")
 _is_on = os.environ.get("STEPWRAP_COLLECTIVE_TRACE", "").lower() not in _OFF
 _records: collections.deque[CollectiveRecord] = collections.deque(maxlen=_KEPT)
@@ -136,9 +138,6 @@ def will_answer(store: Any, rank: int) -> bool:
     return False
 
 
-_WATCHED = "stepwrap/watched"
-
-
 def _questions() -> Iterator[str]:
     return (f"stepwrap/where/{number}" for number in itertools.count())
 
@@ -147,7 +146,7 @@ class _Watch(threading.Thread):
     """Answers for this rank, also while its main thread computes, sleeps or waits."""
 
     running: _Watch | None = None
-    lock = threading.Lock()
+    lock = threading.RLock()
 
     def __init__(self, world: dist.ProcessGroup) -> None:
         super().__init__(name="stepwrap-trace", daemon=True)
@@ -166,7 +165,7 @@ class _Watch(threading.Thread):
         with cls.lock:
             if cls.running is None or cls.running.world() is not world:
                 watch = cls(world)
-                cls._end()
+                cls.stop()
                 cls.running = watch
                 watch.start()
 
@@ -174,15 +173,11 @@ class _Watch(threading.Thread):
     def stop(cls) -> None:
         """End the watch; a thread that is in the store at exit would abort the process."""
         with cls.lock:
-            cls._end()
-
-    @classmethod
-    def _end(cls) -> None:
-        if cls.running is not None:
-            cls.running.ended.set()
-            # The process that serves the store may have been stopped.
-            cls.running.join(_JOIN_S)
-            cls.running = None
+            if cls.running is not None:
+                cls.running.ended.set()
+                # The process that serves the store may have been stopped.
+                cls.running.join(_JOIN_S)
+                cls.running = None
 
     def run(self) -> None:
         # The process that served the store may go: then nobody asks any more.
@@ -206,13 +201,10 @@ def _whereabouts() -> str:
     running = next((record for record in reversed(records) if record.state == "running"), None)
     if running:
         return f"is in {running}"
-    progress = _progress
-    parts = [f"is at {main_thread_site()}"]
-    if progress is not None:
-        parts.append(f", in {progress()}")
-    if records:
-        parts.append(f"; its last collective was {records[-1]}")
-    return "".join(parts)
+    main, progress = sys._current_frames().get(threading.main_thread().ident or 0), _progress
+    where = f", in {progress()}" if progress else ""
+    last = f"; its last collective was {records[-1]}" if records else ""
+    return f"is at {users_site(main)}{where}{last}"
 
 
 atexit.register(_Watch.stop)
