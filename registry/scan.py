@@ -20,7 +20,6 @@ _ROOT = Path(__file__).resolve().parent.parent
 # Made anew by `python -c "from stepwrap.registry.scan import *; write_table()"`.
 _TABLE = Path(__file__).with_name("namespaces.json")
 _REGISTER = "register_module"
-_STATISTICS = "modules_statistic_results.json"
 _log = logging.getLogger(__name__)
 
 
@@ -108,7 +107,8 @@ def count_registered_modules(
     found = {name: traverse_registry_tree(one, verbose) for name, one in REGISTRIES.items()}
     counted = {"scan_date": f"{datetime.now():%Y-%m-%d %H:%M:%S}", "registries": found}
     if save_path is not None:
-        Path(save_path, _STATISTICS).write_text(json.dumps(counted, indent=2), encoding="utf-8")
+        file = Path(save_path, "modules_statistic_results.json")
+        file.write_text(json.dumps(counted, indent=2), encoding="utf-8")
     return counted
 
 
@@ -173,23 +173,15 @@ def _registered_in(location: str) -> Iterator[tuple[str, Registration]]:
 
 
 def _registered_by(tree: ast.Module, module: str) -> Iterator[tuple[str, Registration]]:
-    """Yield the registrations that decorators `@REGISTRY.register_module(name)` make."""
-    constants = {
-        target.id: node.value
-        for node in tree.body
-        if isinstance(node, ast.Assign)
-        for target in node.targets
-        if isinstance(target, ast.Name)
-    }
+    """Yield the registrations that decorators `@REGISTRY.register_module(name=[...])` make."""
     definitions = [one for one in tree.body if isinstance(one, ast.ClassDef | ast.FunctionDef)]
     for node, call in [(one, call) for one in definitions for call in one.decorator_list]:
         if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute)):
             continue
         registry, entry = call.func.value, _described(node, module)
         if call.func.attr == _REGISTER and isinstance(registry, ast.Name):
-            given = [*call.args[:1], *(word.value for word in call.keywords if word.arg == "name")]
-            values = [constants[one.id] if isinstance(one, ast.Name) else one for one in given]
-            names = ast.literal_eval(values[0]) if values else node.name
+            given = [word.value for word in call.keywords if word.arg == "name"]
+            names = ast.literal_eval(given[0]) if given else node.name
             first, *aliases = [names] if isinstance(names, str) else names
             yield registry.id, entry._replace(name=first, aliases=tuple(aliases))
 
