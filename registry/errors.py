@@ -144,12 +144,12 @@ def shown(path: str | os.PathLike[str]) -> str:
 
 
 def user_frame(error: BaseException) -> traceback.FrameSummary | None:
-    """Return the innermost place that led to `error` in a file of the user.
-
-    Files of ours and of installed packages are not.
-    """
-    frames = (frame for one in causes(error) for frame in reversed(_frames(one)))
-    return next((frame for frame in frames if _is_users(frame.filename)), None)
+    """Return the innermost place that led to `error` in the user's own files."""
+    for frame in (frame for one in causes(error) for frame in reversed(_frames(one))):
+        path = str(Path(frame.filename).resolve())
+        if not frame.filename.startswith("<") and not path.startswith((*_OWN, *_LIBRARIES)):
+            return frame
+    return None
 
 
 def _frames(error: BaseException) -> traceback.StackSummary:
@@ -174,8 +174,3 @@ def causes(error: BaseException) -> Iterator[BaseException]:
         current = current.__cause__ or (
             None if current.__suppress_context__ else current.__context__
         )
-
-
-def _is_users(file: str) -> bool:
-    path = str(Path(file).resolve())
-    return not file.startswith("<") and not path.startswith((*_OWN, *_LIBRARIES))

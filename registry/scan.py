@@ -188,10 +188,8 @@ def _registered_by(tree: ast.Module, module: str) -> Iterator[tuple[str, Registr
 
 def _described(node: ast.ClassDef | ast.FunctionDef, module: str) -> Registration:
     text = ast.get_docstring(node) or ""
-    methods = [part for part in node.body if isinstance(part, ast.FunctionDef)]
-    makers = [one for one in methods if one.name == "__init__"]
-    if isinstance(node, ast.FunctionDef):
-        makers = [node]
+    functions = [one for one in (node, *node.body) if isinstance(one, ast.FunctionDef)]
+    makers = [one for one in functions if one is node or one.name == "__init__"]
     meanings = _documented_arguments(text)
     arguments = tuple(
         (declaration, meanings.get(declaration.partition(":")[0], ""))
@@ -205,14 +203,10 @@ def _declarations(arguments: ast.arguments) -> Iterator[str]:
     """Yield `name: type = default` of each argument but `self`."""
     positional = [*arguments.posonlyargs, *arguments.args]
     missing = [None] * (len(positional) - len(arguments.defaults))
-    pairs = [
-        *zip(positional, [*missing, *arguments.defaults], strict=True),
-        *zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True),
-    ]
-    for argument, default in pairs:
+    defaults = [*missing, *arguments.defaults, *arguments.kw_defaults]
+    for argument, default in zip([*positional, *arguments.kwonlyargs], defaults, strict=True):
         if argument.arg != "self":
-            kind = f": {ast.unparse(argument.annotation)}" if argument.annotation else ""
-            yield f"{argument.arg}{kind}{f' = {ast.unparse(default)}' if default else ''}"
+            yield ast.unparse(argument) + (f" = {ast.unparse(default)}" if default else "")
 
 
 def _documented_arguments(docstring: str) -> dict[str, str]:
