@@ -8,7 +8,6 @@ import traceback
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
 
 _ROOT = Path(__file__).resolve().parent.parent
 _OWN = tuple(
@@ -21,7 +20,7 @@ _LIBRARIES = tuple(
 )
 # Characters of a name or value that a message repeats.
 MOST_SHOWN = 80
-_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<name>\S+)')
+_FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')
 
 
 @dataclass(frozen=True)
@@ -134,7 +133,7 @@ def describe_at(error: BaseException) -> str:
         return text
     if isinstance(error, SyntaxError):
         text = f"{type(error).__name__}: {error.msg}"
-    return f"{text} ({shown(frame.file)}:{frame.line})"
+    return f"{text} ({shown(frame.filename)}:{frame.lineno})"
 
 
 def shown(path: str | os.PathLike[str]) -> str:
@@ -144,29 +143,25 @@ def shown(path: str | os.PathLike[str]) -> str:
     return str(absolute.relative_to(cwd) if absolute.is_relative_to(cwd) else absolute)
 
 
-class UserFrame(NamedTuple):
-    """A place in a file that is neither ours nor of an installed package."""
-
-    file: str
-    line: int
-    function: str
-
-
-def user_frame(error: BaseException) -> UserFrame | None:
-    """Return the innermost place in the user's own files that led to `error`."""
-    frames = (frame for one in causes(error) for frame in reversed(list(_frames(one))))
-    return next((frame for frame in frames if _is_users(frame.file)), None)
+def user_frame(error: BaseException) -> traceback.FrameSummary | None:
+    """Return the innermost place that led to `error` in the user's own files."""
+    for frame in (frame for one in causes(error) for frame in reversed(_frames(one))):
+        path = str(Path(frame.filename).resolve())
+        if not frame.filename.startswith("<") and not path.startswith((*_OWN, *_LIBRARIES)):
+            return frame
+    return None
 
 
-def _frames(error: BaseException) -> Iterator[UserFrame]:
-    """Yield where an error was raised, outermost first."""
-    for frame in traceback.extract_tb(error.__traceback__):
-        yield UserFrame(frame.filename, frame.lineno or 0, frame.name)
+def _frames(error: BaseException) -> traceback.StackSummary:
+    """Return where an error was raised, outermost first."""
+    frames = traceback.extract_tb(error.__traceback__)
     if isinstance(error, SyntaxError):
-        yield UserFrame(error.filename or "<unknown>", error.lineno or 0, "<module>")
+        place = (error.filename or "<unknown>", error.lineno or 0, "<module>")
+        frames.append(traceback.FrameSummary(*place))
     # An error of a data-loading worker carries its traceback as text.
-    for match in _FRAME.finditer(str(error)):
-        yield UserFrame(match["file"], int(match["line"]), match["name"])
+    for file, line, name in _FRAME.findall(str(error)):
+        frames.append(traceback.FrameSummary(file, int(line), name))
+    return frames
 
 
 def causes(error: BaseException) -> Iterator[BaseException]:
@@ -179,8 +174,3 @@ def causes(error: BaseException) -> Iterator[BaseException]:
         current = current.__cause__ or (
             None if current.__suppress_context__ else current.__context__
         )
-
-
-def _is_users(file: str) -> bool:
-    path = str(Path(file).resolve())
-    return not file.startswith("<") and not path.startswith((*_OWN, *_LIBRARIES))

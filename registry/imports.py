@@ -18,7 +18,6 @@ from .errors import describe_at, did_you_mean, shortened, shown_value
 # An import runs foreign code, which may also call sys.exit().
 IMPORT_FAILURES = (Exception, SystemExit)
 _SKIPPED = {"build", "dist", "node_modules", "site-packages", "venv", "env", "__pycache__"}
-_MAX_FILES = 2000
 _MAX_SECONDS = 2.0
 
 
@@ -87,7 +86,6 @@ class ModuleSources:
         self.kind = kind
         self.failures: dict[str, FailedImportError] = {}
         self._modules: dict[str, ModuleType | None] = {}
-        self._names: dict[str, list[str]] = {}
 
     def load_locations(self) -> None:
         """Import what has not been imported; failures are kept, not raised."""
@@ -104,12 +102,13 @@ class ModuleSources:
 
     def names(self) -> list[str]:
         """Return the names of the public classes of all namespaces that are of the kind."""
-        for namespace in self.namespaces:
-            if namespace not in self._names:
-                base = object if self.kind is None else import_path(self.kind)
-                classes = self._classes(namespace).items()
-                self._names[namespace] = [name for name, one in classes if issubclass(one, base)]
-        return list(dict.fromkeys(name for one in self.namespaces for name in self._names[one]))
+        base = object if self.kind is None else import_path(self.kind)
+        return [
+            name
+            for namespace in self.namespaces
+            for name, one in self._classes(namespace).items()
+            if issubclass(one, base)
+        ]
 
     def summaries(self, namespace: str) -> dict[str, str]:
         """Return the public classes of a namespace with the first lines of their docstrings."""
@@ -200,7 +199,7 @@ def where_defined(name: str) -> list[str]:
     """Return sentences on the definitions of `name` under the working directory, with the remedy.
 
     Nothing is imported. Hidden folders, environments and build folders are left out; the search
-    ends after 2,000 files or two seconds.
+    ends after two seconds.
     """
     if not name.isidentifier():
         return []
@@ -219,7 +218,6 @@ def where_defined(name: str) -> list[str]:
 
 def _source_files(root: Path) -> Iterator[Path]:
     stop = time.monotonic() + _MAX_SECONDS
-    count = 0
     for folder, subfolders, files in os.walk(root):
         subfolders[:] = sorted(
             sub
@@ -230,8 +228,7 @@ def _source_files(root: Path) -> Iterator[Path]:
         )
         for file in sorted(files):
             if file.endswith(".py"):
-                count += 1
-                if count > _MAX_FILES or time.monotonic() > stop:
+                if time.monotonic() > stop:
                     return
                 yield Path(folder, file)
 

@@ -4,7 +4,7 @@ import inspect
 import logging
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from importlib import import_module
 from typing import Any, TypeVar, overload
@@ -146,23 +146,15 @@ class Registry:
             return _add(self, module, names, force)
         return lambda target: _add(self, target, names, force)
 
-    def get(self, key: str, *, imports: bool = True) -> Any:
-        """Return what `key` names, None when there is nothing.
-
-        Args:
-            key: "Name", "scope.Name" or an import path.
-            imports: False looks only at what has been registered and imports nothing.
-        """
+    def get(self, key: str) -> Any:
+        """Return what `key` ("Name", "scope.Name" or an import path) names, None for nothing."""
         if not isinstance(key, str):
             raise TypeError(f"key must be a str, got {key!r} of type {type(key).__name__}")
-        found = _find(self, key, imports)
-        if found is None and imports and "." in key:
-            try:
+        found = _find(self, key)
+        if found is None and "." in key:
+            with suppress(ImportError):
                 found = import_path(key)
-            except ImportError:
-                return None
-            return found if callable(found) else None
-        return found
+        return found if callable(found) else None
 
     def resolve(self, key: str) -> Any:
         """Return what `key` names or raise a KeyError that says why there is nothing."""
@@ -218,8 +210,7 @@ class Registry:
 
         Of the namespaces only those of the registry's kind.
         """
-        self.sources.load_locations()
-        return sorted({*self.module_dict, *self.aliases, *self.sources.names()})
+        return sorted({*self, *self.aliases, *self.sources.names()})
 
     def __contains__(self, key: str) -> bool:
         return self.get(key) is not None
@@ -241,31 +232,27 @@ def _lineage(registry: Registry) -> list[Registry]:
     return [registry, *(_lineage(registry.parent) if registry.parent is not None else ())]
 
 
-def _find(registry: Registry, key: str, imports: bool) -> Any:
+def _find(registry: Registry, key: str) -> Any:
     scope, rest = registry.split_scope_key(key)
     if scope is None:
-        found = _own(registry, key, imports)
-        if found is None and registry.parent is not None:
-            return _find(registry.parent, key, imports)
-        return found
+        found = (_own(member, key) for member in _lineage(registry))
+        return next((one for one in found if one is not None), None)
     if scope == registry.scope:
-        return _own(registry, rest, imports)
+        return _own(registry, rest)
     if scope in registry.children:
-        return _find(registry.children[scope], rest, imports)
+        return _find(registry.children[scope], rest)
     root = registry.root
     if root is registry or scope not in {root.scope, *root.children}:
         return None
-    return _find(root, key, imports)
+    return _find(root, key)
 
 
-def _own(registry: Registry, name: str, imports: bool) -> Any:
-    if imports and name not in registry.module_dict:
+def _own(registry: Registry, name: str) -> Any:
+    if name not in registry.module_dict:
         registry.sources.load_locations()
     name = name if name in registry.module_dict else registry.aliases.get(name, name)
     found = registry.module_dict.get(name)
-    if found is None and imports:
-        found = registry.sources.find(name)
-    return found
+    return registry.sources.find(name) if found is None else found
 
 
 def _add(registry: Registry, target: T, names: Sequence[str] | None, force: bool) -> T:
@@ -315,10 +302,9 @@ def missed(registry: Registry, key: str) -> RegistryKeyError:
             remarks = [f"{shortened(key)} can be imported but is neither a class nor a function"]
     related = f" (scopes {', '.join(scopes)})" if len(scopes) > 1 else ""
     what = f"{shortened(key)} is not in the {registry.scope}::{registry.name} registry{related}"
-    asked = _lineage(registry)
     if not first and not is_other_kind:
         what += _near_names(registry, key)
-    for member in asked:
+    for member in _lineage(registry):
         for name, failure in member.sources.failures.items():
             # What is to register itself must be there; the packages behind a namespace may lack.
             first += [failure] if name in member.sources.locations else []
@@ -358,7 +344,7 @@ def build_from_cfg(
         KeyError: there is no `type`, or its name is not registered.
         Exception: whatever the constructor itself raises, unchanged.
     """
-    args = _merged(cfg, default_args)
+    args = merged(cfg, default_args)
     if not isinstance(registry, Registry):
         raise TypeError(f"registry must be a Registry, got {type(registry).__name__}")
     scope = args.pop("_scope_", None)
@@ -403,12 +389,11 @@ def check_arguments(target: Any, args: Collection[str]) -> None:
 
 def _is_dict_like(cfg: Any) -> bool:
     """Whether `cfg` is a mapping or has what building needs of one, as mmengine's `Config`."""
-    return isinstance(cfg, Mapping) or (
-        hasattr(type(cfg), "__getitem__") and callable(getattr(cfg, "items", None))
-    )
+    return hasattr(type(cfg), "__getitem__") and callable(getattr(cfg, "items", None))
 
 
-def _merged(cfg: Mapping[str, Any], default_args: Mapping[str, Any] | None) -> dict[str, Any]:
+def merged(cfg: Mapping[str, Any], default_args: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return `cfg` over `default_args`, or raise TypeError or KeyError if there is no type."""
     if not _is_dict_like(cfg):
         raise TypeError(f"cfg must be a dict with a type, got {type(cfg).__name__}")
     if default_args is not None and not _is_dict_like(default_args):

@@ -20,7 +20,6 @@ _ROOT = Path(__file__).resolve().parent.parent
 # Made anew by `python -c "from stepwrap.registry.scan import *; write_table()"`.
 _TABLE = Path(__file__).with_name("namespaces.json")
 _REGISTER = "register_module"
-_STATISTICS = "modules_statistic_results.json"
 _log = logging.getLogger(__name__)
 
 
@@ -108,7 +107,8 @@ def count_registered_modules(
     found = {name: traverse_registry_tree(one, verbose) for name, one in REGISTRIES.items()}
     counted = {"scan_date": f"{datetime.now():%Y-%m-%d %H:%M:%S}", "registries": found}
     if save_path is not None:
-        Path(save_path, _STATISTICS).write_text(json.dumps(counted, indent=2), encoding="utf-8")
+        file = Path(save_path, "modules_statistic_results.json")
+        file.write_text(json.dumps(counted, indent=2), encoding="utf-8")
     return counted
 
 
@@ -173,33 +173,23 @@ def _registered_in(location: str) -> Iterator[tuple[str, Registration]]:
 
 
 def _registered_by(tree: ast.Module, module: str) -> Iterator[tuple[str, Registration]]:
-    """Yield the registrations that decorators `@REGISTRY.register_module(name)` make."""
-    constants = {
-        target.id: node.value
-        for node in tree.body
-        if isinstance(node, ast.Assign)
-        for target in node.targets
-        if isinstance(target, ast.Name)
-    }
+    """Yield the registrations that decorators `@REGISTRY.register_module(name=[...])` make."""
     definitions = [one for one in tree.body if isinstance(one, ast.ClassDef | ast.FunctionDef)]
     for node, call in [(one, call) for one in definitions for call in one.decorator_list]:
         if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute)):
             continue
         registry, entry = call.func.value, _described(node, module)
         if call.func.attr == _REGISTER and isinstance(registry, ast.Name):
-            given = [*call.args[:1], *(word.value for word in call.keywords if word.arg == "name")]
-            values = [constants[one.id] if isinstance(one, ast.Name) else one for one in given]
-            names = ast.literal_eval(values[0]) if values else node.name
+            given = [word.value for word in call.keywords if word.arg == "name"]
+            names = ast.literal_eval(given[0]) if given else node.name
             first, *aliases = [names] if isinstance(names, str) else names
             yield registry.id, entry._replace(name=first, aliases=tuple(aliases))
 
 
 def _described(node: ast.ClassDef | ast.FunctionDef, module: str) -> Registration:
     text = ast.get_docstring(node) or ""
-    methods = [part for part in node.body if isinstance(part, ast.FunctionDef)]
-    makers = [one for one in methods if one.name == "__init__"]
-    if isinstance(node, ast.FunctionDef):
-        makers = [node]
+    functions = [one for one in (node, *node.body) if isinstance(one, ast.FunctionDef)]
+    makers = [one for one in functions if one is node or one.name == "__init__"]
     meanings = _documented_arguments(text)
     arguments = tuple(
         (declaration, meanings.get(declaration.partition(":")[0], ""))
@@ -213,14 +203,10 @@ def _declarations(arguments: ast.arguments) -> Iterator[str]:
     """Yield `name: type = default` of each argument but `self`."""
     positional = [*arguments.posonlyargs, *arguments.args]
     missing = [None] * (len(positional) - len(arguments.defaults))
-    pairs = [
-        *zip(positional, [*missing, *arguments.defaults], strict=True),
-        *zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True),
-    ]
-    for argument, default in pairs:
+    defaults = [*missing, *arguments.defaults, *arguments.kw_defaults]
+    for argument, default in zip([*positional, *arguments.kwonlyargs], defaults, strict=True):
         if argument.arg != "self":
-            kind = f": {ast.unparse(argument.annotation)}" if argument.annotation else ""
-            yield f"{argument.arg}{kind}{f' = {ast.unparse(default)}' if default else ''}"
+            yield ast.unparse(argument) + (f" = {ast.unparse(default)}" if default else "")
 
 
 def _documented_arguments(docstring: str) -> dict[str, str]:

@@ -10,7 +10,7 @@ from .arguments import parameters_of, plain_names, required_names
 from .catalog import COMM_HOOKS, DATASETS, MODEL_WRAPPERS, MODELS
 from .errors import RegistryKeyError, did_you_mean
 from .imports import import_path
-from .registry import Registry, check_arguments, find_type, missed
+from .registry import Registry, check_arguments, find_type, merged, missed
 
 
 def build_tree(
@@ -28,13 +28,10 @@ def build_tree(
         TypeError, KeyError: as `build_from_cfg`.
         Exception: whatever a constructor raises, unchanged.
     """
-    if not callable(getattr(cfg, "items", None)):
-        raise TypeError(f"cfg must be a dict with a type, got {type(cfg).__name__}")
-    own, defaults = dict(cfg.items()), dict(default_args or {})
-    if "type" not in own and "type" not in defaults:
-        raise RegistryKeyError('cfg or default_args must contain the key "type"')
+    wanted = merged(cfg, default_args)["type"]
+    own = dict(cfg.items())
     table = registry.at_scope(own.get("_scope_"))
-    return _call(find_type(own.get("type", defaults.get("type")), table), own, table, defaults)
+    return _call(find_type(wanted, table), own, table, default_args or {})
 
 
 def find_nested(wanted: Any, registry: Registry) -> tuple[Any, bool]:

@@ -172,4 +172,4 @@ def building(section: str, options: Iterable[str] = ()) -> Iterator[None]:
 
 def _location_of(error: BaseException) -> str:
     frame = user_frame(error)
-    return "" if frame is None else f"{frame.file}:{frame.line} in {frame.function}"
+    return "" if frame is None else f"{frame.filename}:{frame.lineno} in {frame.name}"

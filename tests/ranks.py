@@ -91,12 +91,12 @@ def run_ranks(
     with tempfile.TemporaryDirectory(prefix="ranks_") as folder:
         call.store = str(Path(folder, "store")) if init else None
         try:
-            results, reports, broken = _crew.call(call, timeout_s)
+            results, reports, broken = _processes.call(call, timeout_s)
         except BaseException:
-            _crew.kill()
+            _processes.kill()
             raise
     if broken:
-        _crew.kill()
+        _processes.kill()
     if reports:
         raise RanksError(world_size, reports)
     return [results[rank] for rank in range(world_size)]
@@ -104,7 +104,7 @@ def run_ranks(
 
 def shutdown() -> None:
     """End the rank processes; the next `run_ranks` starts new ones."""
-    _crew.shutdown()
+    _processes.shutdown()
 
 
 class _Rank:
@@ -168,7 +168,7 @@ class _Rank:
         self.connection.close()
 
 
-class _Crew:
+class _Processes:
     """The rank processes of this pytest run."""
 
     def __init__(self) -> None:
@@ -176,7 +176,7 @@ class _Crew:
         self.folder: Path | None = None
 
     def call(self, call: RankCall, timeout_s: float) -> tuple[dict[int, Any], dict[int, str], bool]:
-        """Return results and failure reports by rank, and whether the crew must be killed."""
+        """Return results and failure reports by rank, and whether the processes must be killed."""
         self._grow(call.world_size)
         members = self.members[: call.world_size]
         message = pickle.dumps(call)
@@ -202,7 +202,7 @@ class _Crew:
 
     def _grow(self, size: int) -> None:
         if self.folder is None:
-            self.folder = Path(tempfile.mkdtemp(prefix="ranks_crew_"))
+            self.folder = Path(tempfile.mkdtemp(prefix="ranks_"))
         new = [_Rank(rank, self.folder) for rank in range(len(self.members), size)]
         self.members += new
         start = _Wait(new, START_TIMEOUT_S)
@@ -286,5 +286,5 @@ class _Wait:
         return {rank: self.failures[rank][1] for rank in in_order}
 
 
-_crew = _Crew()
+_processes = _Processes()
 atexit.register(shutdown)

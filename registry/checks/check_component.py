@@ -17,12 +17,7 @@ _FLAGS = ("type", "_scope_")
 
 
 def check_component(
-    cfg: Any,
-    registry: Registry,
-    where: str,
-    runtime_args: Collection[str] = (),
-    *,
-    imports: bool = True,
+    cfg: Any, registry: Registry, where: str, runtime_args: Collection[str] = ()
 ) -> list[Problem]:
     """Return the problems that would prevent `build_tree` from building `cfg` and its nested parts.
 
@@ -31,12 +26,9 @@ def check_component(
         registry: where the type is looked up.
         where: the key path of `cfg`, for the problems.
         runtime_args: names of arguments that the caller will supply, as an optimizer's `params`.
-        imports: False checks only what needs no class, and imports nothing.
     """
     found = component_check(cfg, registry, where, runtime_args)
-    if isinstance(found, Problem):
-        return [found]
-    return list(found()) if imports else []
+    return [found] if isinstance(found, Problem) else list(found())
 
 
 def component_check(

@@ -1,7 +1,6 @@
 """The sections `optimizer`, with options by parameter, `optim_wrapper` and `schedulers`."""
 
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
 from typing import Any
 
 from ..arguments import parameters_of, signature_of, title
@@ -109,11 +108,7 @@ def _optimizer_checks(settings: Any, where: str, *, several: bool) -> Iterator[P
         found: list[Problem] = []
         _check_options(settings["paramwise"], at, found)
         yield from found
-        yield partial(_paramwise_of, settings, at)
-
-
-def _paramwise_of(settings: Mapping[str, Any], where: str) -> Iterator[Problem]:
-    yield from _class_problems(settings["paramwise"], stepping_class(settings), where)
+        yield lambda: _class_problems(settings["paramwise"], stepping_class(settings), at)
 
 
 def _by_name(optim_wrapper: Mapping[str, Any], names: Mapping[str, Any]) -> bool:

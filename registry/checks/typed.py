@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import MISSING, Field, fields, is_dataclass
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from ..arguments import ArgumentProblem, parameters_of, signature_of, title
+from ..arguments import ArgumentProblem, parameters_of, title
 from ..errors import MOST_SHOWN, Problem, did_you_mean, meant_by, nearest, one_of, shown_value
 
 T = TypeVar("T")
@@ -171,10 +171,7 @@ def _is_plain(hint: Any) -> bool:
 def _hints(target: Callable[..., Any]) -> dict[str, Any]:
     """Return the annotations by argument, none where they cannot be read."""
     parameters = parameters_of(target).values()
-    direct = {p.name: p.annotation for p in parameters if p.annotation is not p.empty}
-    found = {name: hint for name, hint in direct.items() if not isinstance(hint, str)}
-    if signature_of(target) is None:
-        return {}
+    found = {p.name: p.annotation for p in parameters if not isinstance(p.annotation, str)}
     function = getattr(target, "__init__") if isinstance(target, type) else target  # noqa: B009
     try:
         return {**found, **get_type_hints(function)}

@@ -1,6 +1,5 @@
 """Config files, YAML or Python, with the files that they build on; the line of each value."""
 
-import importlib.util
 import os
 import re
 import runpy
@@ -49,7 +48,7 @@ _FLOAT = re.compile(
     re.VERBOSE,
 )
 _BASE = "_base_"
-_SHIPPED = "stepwrap.configs"
+_SHIPPED = Path(__file__).resolve().parents[2] / "configs"
 _MAX_CHAIN = 50
 
 
@@ -59,10 +58,7 @@ def find_config(name: str | os.PathLike[str], folder: Path, origin: str = "") ->
     # os.path's: a name that no path can have is that of no file.
     if os.path.isfile(path):
         return path
-    spec = importlib.util.find_spec(_SHIPPED)
-    folders = (spec.submodule_search_locations or []) if spec else []
-    sources = [one for shipped in folders for one in _sources_in(Path(shipped))]
-    shipped = {one.stem: one for one in sources if one.suffix != ".py"}
+    shipped = {one.stem: one for one in _sources_in(_SHIPPED) if one.suffix != ".py"}
     if str(name) in shipped:
         return shipped[str(name)]
     if os.path.isdir(path):

@@ -197,4 +197,4 @@ class _Expansion:
 def _first_line(error: BaseException) -> str:
     text = (str(error).splitlines() or [type(error).__name__])[0]
     text = re.sub(r"^\w+ raised while resolving interpolation: ", "", text).strip("'\"")
-    return shortened(text, 200)
+    return shortened(" ".join(map(shortened, text.split())), 200)

@@ -21,12 +21,6 @@ from ..steps.step_checks import AveragingWatch, ThawWatch
 from ..torch_functions import check_options, option_names, refuse_double_backward
 from .comm_hooks import read_comm_hook, unannotated
 
-_NAMES = [
-    "StepDistributedDataParallel",
-    "MMDistributedDataParallel",
-    "DistributedDataParallel",
-    "ddp",
-]
 _STATIC = (
     "loses a part under static_graph, which averages the gradients when the inner backward is "
     "done; leave static_graph out"
@@ -53,7 +47,14 @@ class UnusedParametersError(RuntimeError):
         self.names = tuple(names)
 
 
-@MODEL_WRAPPERS.register_module(name=_NAMES)
+@MODEL_WRAPPERS.register_module(
+    name=[
+        "StepDistributedDataParallel",
+        "MMDistributedDataParallel",
+        "DistributedDataParallel",
+        "ddp",
+    ]
+)
 class StepDistributedDataParallel(Steps, DistributedDataParallel):
     """torch's ``DistributedDataParallel`` with the three steps.
 

@@ -18,12 +18,13 @@ from ..steps.step import Steps, has_own_train_step
 from ..steps.step_checks import ThawWatch
 from .distributed import StepDistributedDataParallel
 
-_NAMES = ["SeparateDistributedDataParallel", "MMSeparateDistributedDataParallel", "separate"]
 # What concerns the whole model, and what a child has no use for.
 _NOT_FOR_CHILDREN = ("detect_anomalous_params", "sync_batchnorm", "uneven_inputs")
 
 
-@MODEL_WRAPPERS.register_module(name=_NAMES)
+@MODEL_WRAPPERS.register_module(
+    name=["SeparateDistributedDataParallel", "MMSeparateDistributedDataParallel", "separate"]
+)
 class SeparateDistributedDataParallel(Steps, nn.Module):
     """Averages the gradients of each direct child of a model by itself, as a GAN needs it.
 
