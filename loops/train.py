@@ -148,7 +148,7 @@ class _TrainLoop:
         state.updated_at = None
         if not holds_gradients(state.model):
             state.updated_at = (state.epoch, state.batch, state.iteration)
-        state.logs.start(state.iteration)
+        state.logs.start()
         started_at = state.step
         with StopSignals(state.clock_s) as signals:
             try:
