@@ -77,7 +77,7 @@ class ShardedBatchSampler(Sampler[list[int]]):
         if drop_last and 0 < num_samples < batch_size * world_size:
             raise ValueError(
                 f"drop_last leaves no batch: {num_samples} samples are fewer than batch_size "
-                f"{batch_size} on {world_size} rank(s)"
+                f"{batch_size} times world size {world_size}"
             )
         self.num_samples = num_samples
         self.batch_size = batch_size
@@ -181,8 +181,7 @@ def build_loader(
     kind = type(dataset).__name__
     if isinstance(dataset, IterableDataset):
         if shuffle:
-            text = "an iterable data set has its own order"
-            raise ValueError(f"shuffle must be false for {kind}: {text}")
+            raise ValueError(f"shuffle must be false for {kind}: an iterable one has its own order")
         return DataLoader(dataset, batch_size=batch_size, drop_last=drop_last, **options)
     if not len(dataset):  # type: ignore[arg-type]
         raise ValueError(f"the data set {kind} is empty")
@@ -316,7 +315,7 @@ class WorkerStart:
 
     def __call__(self, worker: int) -> None:
         # Handlers and no SIG_IGN, which programs started by the worker would inherit.
-        signal.signal(signal.SIGINT, _ignore)
+        signal.signal(signal.SIGINT, lambda number, frame: None)
         leaving = _worker_exits.get(os.getppid())
         if leaving is not None:
 
@@ -351,13 +350,5 @@ def _exit_of_this_process() -> None:
     if os.getpid() in _worker_exits:
         return
     leaving = _worker_exits[os.getpid()] = mmap.mmap(-1, 1)
-
-    def leave() -> None:
-        leaving[0] = 1
-
     # Of those, the ones with a priority come before the workers' end.
-    multiprocessing.util.Finalize(None, leave, exitpriority=1000)
-
-
-def _ignore(number: int, frame: FrameType | None) -> None:
-    pass
+    multiprocessing.util.Finalize(None, leaving.__setitem__, (0, 1), exitpriority=1000)

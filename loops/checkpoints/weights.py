@@ -44,8 +44,7 @@ def plain(value: Any, where: str) -> Any:
         return kind(items)
     if type(value) in (list, tuple, set, torch.Size):
         return type(value)(plain(item, f"{where}.{i}") for i, item in enumerate(value))
-    for number in (bool, int, float):
-        # bool first: a NumPy bool is none of them but has item(), as all NumPy scalars.
+    for number in (int, float):
         if isinstance(value, number):
             return number(value)
     if type(value).__module__ == "numpy" and getattr(value, "shape", None) == ():
@@ -190,7 +189,7 @@ def savable(state: LoopState) -> LoopState:
     if start is None or start[0] != state.epoch:
         effect, saved = "lacks those of the batches since the last update", state
     else:
-        effect = f"repeats the {state.iteration - start[2]} batch(es) since the last update"
+        effect = f"repeats the batches since the last update ({state.iteration - start[2]})"
         saved = replace(state, epoch=start[0], batch=start[1], iteration=start[2])
     if own_rank() == 0:
         logger.warning(

@@ -90,10 +90,9 @@ class ScheduleWindow:
         self._after = after
         self._until = until
         self._count = 0
-        self._inner: LRScheduler | None = None
-        self._made()
-        if after == 0:
-            self._inner = make(optimizer)
+        self._inner = None if after else make(optimizer)
+        if after:
+            self._made()
 
     def step(self) -> None:
         """Count one step, and let the scheduler act if it is within its part."""
@@ -161,12 +160,11 @@ class SchedulerHook(Hook):
             if by not in _UNITS:
                 name = type(scheduler).__name__
                 raise ValueError(f"{name}: by must be 'batch', 'step' or 'epoch', got {by!r}")
-        plateau = [s for s, _ in schedulers if isinstance(s, ReduceLROnPlateau)]
-        if plateau and metric is None:
-            raise ValueError("ReduceLROnPlateau needs `metric`, the name of the metric to watch")
         self._schedulers = [scheduler for scheduler, _ in schedulers]
         self._optimizers = dict(optimizers or {})
-        self._plateau = plateau
+        plateau = self._plateau = [s for s in self._schedulers if isinstance(s, ReduceLROnPlateau)]
+        if plateau and metric is None:
+            raise ValueError("ReduceLROnPlateau needs `metric`, the name of the metric to watch")
         self._watched = WatchedMetric(metric or "", None, setting="ReduceLROnPlateau: metric")
         timed = [(s, by) for s, by in schedulers if s not in plateau]
         self._timed = {unit: [one for one, by in timed if by == unit] for unit in _UNITS}
