@@ -6,7 +6,7 @@ import logging
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from copy import copy
 from itertools import chain, repeat
 from typing import Any, ClassVar, TypeAlias
@@ -20,7 +20,6 @@ from torchmetrics import Metric
 from ..collectives import (
     TorchDist,
     all_gather_object,
-    comm_device,
     distributed_available,
     failure_of,
 )
@@ -32,12 +31,11 @@ from .loaders import batches_from, first_batch_apart, length_of, size_before_pad
 from .notes import naming_missing_ranks, note_failure
 from .rng import preserved_rng
 from .state import LoopState, Phase
+from .uneven import on_all_ranks
 
 logger = logging.getLogger(__name__)
 
 _END = object()
-# What a rank tells the others before each step: the greatest counts.
-_DONE, _GOES_ON, _FAILED = range(3)
 # Called between two batches; may request a stop.
 Poll: TypeAlias = Callable[[LoopState], object]
 _PLAIN = (bool, int, float, str, type(None))
@@ -64,30 +62,25 @@ class Rounds:
             return zip(batches_from(self._loader, epoch=0), repeat(True), strict=False)
         return self._endless()
 
-    def kept(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def kept(self) -> Iterator[None]:
         """Keep an exception for the next `agree`, where it would keep other ranks waiting."""
-        return self._keeping() if self._together else nullcontext()
+        try:
+            yield
+        except Exception as error:
+            if not self._together:
+                raise
+            self._failure = self._failure or error
 
     def agree(self) -> bool:
         """Whether there is a step to make; raises on every rank what was kept on one."""
         if not self._together:
             return True
-        own = _GOES_ON if self._has_batch else _DONE
-        own = own if self._failure is None else _FAILED
         # By all ranks: a step also needs those that hold parts of the same layers.
-        flag = torch.full((), own, device=comm_device())
-        dist.all_reduce(flag, op=dist.ReduceOp.MAX)
-        told = int(flag.item())
-        if told == _FAILED:
+        all_done, none_failed = on_all_ranks(None, not self._has_batch, self._failure is None)
+        if not none_failed:
             raise_everywhere(self._failure)
-        return told == _GOES_ON
-
-    @contextmanager
-    def _keeping(self) -> Iterator[None]:
-        try:
-            yield
-        except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks must hear of it
-            self._failure = self._failure or error
+        return not all_done
 
     def _endless(self) -> Iterator[tuple[Any, bool]]:
         own: Iterator[Any] = iter(())
@@ -101,9 +94,8 @@ class Rounds:
 
     def _next(self, own: Iterator[Any]) -> Any:
         batch = _END
-        if self._failure is None:
-            with self.kept():
-                batch = next(own, _END)
+        with self.kept():
+            batch = next(own, _END)
         self._has_batch = batch is not _END
         return batch
 
@@ -179,11 +171,7 @@ class _EvalLoop:
             RuntimeError: Steps must be called by every rank, and the loader, a metric or a hook of
                 another rank has raised an error, which is named.
         """
-        if not hasattr(state.model, self.step_name):
-            raise TypeError(
-                f"{type(state.model).__name__} has no {self.step_name}; wrap the model, as in "
-                "SingleDevice(model)"
-            )
+        require_step(state.model, self.step_name)
         with (
             self._running(state),
             naming_missing_ranks(state),
@@ -355,6 +343,12 @@ def _unchanged(model: nn.Module) -> Iterator[None]:
         with torch.no_grad():
             for owner, name, buffer, value in buffers:
                 owner[name] = buffer.copy_(value)
+
+
+def require_step(model: nn.Module, name: str) -> None:
+    if not hasattr(model, name):
+        kind = type(model).__name__
+        raise TypeError(f"{kind} has no {name}; wrap the model, as in SingleDevice(model)")
 
 
 def announce_failure(state: LoopState, hooks: HookList, error: BaseException) -> None:

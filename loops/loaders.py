@@ -29,7 +29,7 @@ from .rng import mix_seed, preserved_generators, preserved_rng, seed_rng
 
 logger = logging.getLogger(__name__)
 
-# Batches whose indices are made at once, so that a batch costs no call.
+# Batches whose indices are made at once.
 _RUN_OF_BATCHES = 64
 
 
@@ -77,7 +77,7 @@ class ShardedBatchSampler(Sampler[list[int]]):
         if drop_last and 0 < num_samples < batch_size * world_size:
             raise ValueError(
                 f"drop_last leaves no batch: {num_samples} samples are fewer than batch_size "
-                f"{batch_size} on {world_size} rank(s)"
+                f"{batch_size} times world size {world_size}"
             )
         self.num_samples = num_samples
         self.batch_size = batch_size
@@ -102,24 +102,21 @@ class ShardedBatchSampler(Sampler[list[int]]):
         self._first = batch
 
     def __iter__(self) -> Iterator[list[int]]:
-        # Not a generator: the position counts as of now, not of the first next().
-        starts = range(self._first, len(self), _RUN_OF_BATCHES)
-        return itertools.chain.from_iterable(map(self._batches(self._epoch), starts))
+        # No generator itself: the position counts as of now, not of the first next().
+        return itertools.chain.from_iterable(self._batches(self._epoch, self._first))
 
-    def _batches(self, epoch: int) -> Callable[[int], list[BatchIndices]]:
+    def _batches(self, epoch: int, first: int) -> Iterator[list[BatchIndices]]:
+        """Yield the batches many at a time, so that one costs no call."""
         own = torch.arange(self._own_samples) * self.world_size + self.rank
         samples = self._order(epoch)[own % self.num_samples] if len(own) else own
-
-        def batches(first: int) -> list[BatchIndices]:
+        for start in range(first, len(self), _RUN_OF_BATCHES):
             made = []
-            for index in range(first, min(first + _RUN_OF_BATCHES, len(self))):
-                start = index * self.batch_size
-                indices = BatchIndices(samples[start : start + self.batch_size].tolist())
+            for index in range(start, min(start + _RUN_OF_BATCHES, len(self))):
+                at = index * self.batch_size
+                indices = BatchIndices(samples[at : at + self.batch_size].tolist())
                 indices.key = (self.seed, epoch, index, self.rank)
                 made.append(indices)
-            return made
-
-        return batches
+            yield made
 
     def _order(self, epoch: int) -> torch.Tensor:
         if not self.shuffle:
@@ -148,9 +145,7 @@ class SeededSamples(Dataset[Any]):
         if isinstance(indices, BatchIndices):
             seed_rng(mix_seed(*indices.key))
         many = getattr(self.samples, "__getitems__", None)
-        if many is not None:
-            return list(many(indices))
-        return [self.samples[index] for index in indices]
+        return list(map(self.samples.__getitem__, indices) if many is None else many(indices))
 
 
 def build_loader(
@@ -186,8 +181,7 @@ def build_loader(
     kind = type(dataset).__name__
     if isinstance(dataset, IterableDataset):
         if shuffle:
-            text = "an iterable data set has its own order"
-            raise ValueError(f"shuffle must be false for {kind}: {text}")
+            raise ValueError(f"shuffle must be false for {kind}: an iterable one has its own order")
         return DataLoader(dataset, batch_size=batch_size, drop_last=drop_last, **options)
     if not len(dataset):  # type: ignore[arg-type]
         raise ValueError(f"the data set {kind} is empty")
@@ -210,10 +204,9 @@ def _complete(options: dict[str, Any], seed: int) -> None:
 
 
 def length_of(loader: Iterable[Any]) -> int | None:
-    if not isinstance(loader, Sized):
-        return None
+    """Return the number of batches, where it is known."""
     try:
-        return len(loader)
+        return len(loader) if isinstance(loader, Sized) else None
     except TypeError:
         return None
 
@@ -322,7 +315,7 @@ class WorkerStart:
 
     def __call__(self, worker: int) -> None:
         # Handlers and no SIG_IGN, which programs started by the worker would inherit.
-        signal.signal(signal.SIGINT, _ignore)
+        signal.signal(signal.SIGINT, lambda number, frame: None)
         leaving = _worker_exits.get(os.getppid())
         if leaving is not None:
 
@@ -357,13 +350,5 @@ def _exit_of_this_process() -> None:
     if os.getpid() in _worker_exits:
         return
     leaving = _worker_exits[os.getpid()] = mmap.mmap(-1, 1)
-
-    def leave() -> None:
-        leaving[0] = 1
-
     # Of those, the ones with a priority come before the workers' end.
-    multiprocessing.util.Finalize(None, leave, exitpriority=1000)
-
-
-def _ignore(number: int, frame: FrameType | None) -> None:
-    pass
+    multiprocessing.util.Finalize(None, leaving.__setitem__, (0, 1), exitpriority=1000)

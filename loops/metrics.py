@@ -298,12 +298,10 @@ class WatchedMetric:
 
     def start(self, state: LoopState) -> None:
         """Learn the direction before training, where there is such a metric, and log it."""
-        if self.name.partition("/")[0] not in state.higher_is_better:
-            return
-        asked = self._mode is None
-        extreme = self.extreme(state)
-        if asked and get_rank() == 0:
-            logger.info("%s: the best %s is the %s", self._hook, self.name, extreme)
+        if self._mode is None and self.name.partition("/")[0] in state.higher_is_better:
+            extreme = self.extreme(state)
+            if get_rank() == 0:
+                logger.info("%s: the best %s is the %s", self._hook, self.name, extreme)
 
     def extreme(self, state: LoopState) -> str:
         """Return which value is the best, "lowest" or "highest"; ValueError if nothing tells."""

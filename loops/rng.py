@@ -91,15 +91,14 @@ def preserved_generators(owners: Iterable[Any]) -> Iterator[None]:
 
 def _restorer_of(value: Any) -> Callable[[], Any] | None:
     """Return what puts a generator back to its present state; None for anything else."""
-    if isinstance(value, torch.Generator):
-        return partial(value.set_state, value.get_state())
+    numpy = sys.modules.get("numpy")
     if isinstance(value, random.Random):
         return partial(value.setstate, value.getstate())
-    numpy = sys.modules.get("numpy")
-    if numpy is not None and isinstance(value, numpy.random.RandomState):
-        return partial(value.set_state, value.get_state())
     if numpy is not None and isinstance(value, numpy.random.Generator):
         return partial(setattr, value.bit_generator, "state", deepcopy(value.bit_generator.state))
+    is_legacy = numpy is not None and isinstance(value, numpy.random.RandomState)
+    if is_legacy or isinstance(value, torch.Generator):
+        return partial(value.set_state, value.get_state())
     return None
 
 

@@ -148,11 +148,6 @@ def step_of(model: Any, optim_wrapper: Any) -> Callable[[Any, Any], Any]:
     return counted_step
 
 
-def updates_between(done: int, last: int, window: int) -> int:
-    """Return the updates from batch `done` to batch `last`, which ends a window itself."""
-    return last // window - done // window + (1 if last % window else 0)
-
-
 def holds_gradients(model: nn.Module) -> bool:
     return any(parameter.grad is not None for parameter in model.parameters())
 

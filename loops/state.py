@@ -12,6 +12,9 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
+# Stands, as their update, beside the values of a checkpoint.
+_RESTORED = -1
+
 
 class LogBuffer:
     """Collects the logs of training steps without touching the device.
@@ -22,19 +25,14 @@ class LogBuffer:
     def __init__(self) -> None:
         # Of each batch the update that it belongs to, and its logs.
         self._raw: list[tuple[int, Mapping[str, Any]]] = []
-        # Raw values of a checkpoint, before those in `_raw`.
-        self._earlier: dict[str, list[Any]] = {}
         self._sums: dict[str, tuple[Tensor, float]] = {}
         # By name, the first value that is not finite of those that are in `_sums`.
         self._nonfinite: dict[str, tuple[int, str]] = {}
-        # The batch, counted over the run, with whose logs `_raw` begins.
-        self._first = 0
         self.append = self._raw.append
 
-    def start(self, iteration: int) -> None:
-        """Let the next logs be those of batch `iteration` of the run."""
-        self._raw.clear()
-        self._first = iteration
+    def start(self) -> None:
+        """Drop raw values of an earlier training, but not those of a checkpoint."""
+        self._raw[:] = [one for one in self._raw if one[0] == _RESTORED]
 
     def means(self) -> dict[str, Tensor]:
         """Return the means of all that was logged since `clear`, on the device."""
@@ -44,29 +42,25 @@ class LogBuffer:
         """Turn the raw values into sums on the device; waits for it."""
         sums, nonfinite = self._all_sums(), self._nonfinite
         if not all(are_finite([total for total, _ in sums.values()])):
-            for step, name, text in _not_finite(self._raw):
+            for step, name, text in _not_finite(self._raw, _RESTORED):
                 nonfinite.setdefault(name, (step, text))
         self.clear()
         self._sums, self._nonfinite = sums, nonfinite
 
     def clear(self) -> None:
-        self._sums, self._nonfinite, self._earlier = {}, {}, {}
-        self._first += len(self._raw)
+        self._sums, self._nonfinite = {}, {}
         self._raw.clear()
 
-    def first_nonfinite(
-        self, watches: Callable[[str], bool], after: int = -1
-    ) -> tuple[int, str] | None:
+    def first_nonfinite(self, watches: Callable[[str], bool], after: int) -> tuple[int, str] | None:
         """Return update and text of the first value after an update that is not finite, or None."""
-        recent = [(step, logs) for step, logs in self._raw if step > after]
         found = [(step, name, text) for name, (step, text) in self._nonfinite.items()]
-        found += _not_finite(recent)
+        found += _not_finite(self._raw, after)
         told = [(s, f"{name} is {text}") for s, name, text in found if s > after and watches(name)]
         return min(told, key=lambda one: one[0], default=None)
 
-    def state_dict(self, iteration: int) -> dict[str, Any]:
-        """Return the raw values, as they are: added up in two parts they would give another sum."""
-        values = self._by_name(max(0, iteration - self._first))
+    def state_dict(self, last: int | None = None) -> dict[str, Any]:
+        """Return the raw values, up to update `last`: in two parts they would give another sum."""
+        values = _by_name([one for one in self._raw if last is None or one[0] <= last])
         return {
             "sums": {name: (total.cpu(), count) for name, (total, count) in self._sums.items()},
             "values": {name: _compact(name, some) for name, some in values.items()},
@@ -76,26 +70,26 @@ class LogBuffer:
         """Go on from a state, on the device where the logs are made."""
         self.clear()
         self._sums = {n: (total.to(device), count) for n, (total, count) in state["sums"].items()}
-        self._earlier = {
-            name: [one.to(device) if isinstance(one, Tensor) else one for one in values]
-            for name, values in state["values"].items()
-        }
+        for name, values in state["values"].items():
+            for one in values:
+                value = one.to(device) if isinstance(one, Tensor) else one
+                self.append((_RESTORED, {name: value}))
 
     def _all_sums(self) -> dict[str, tuple[Tensor, float]]:
         sums = dict(self._sums)
-        for name, values in self._by_name(len(self._raw)).items():
+        for name, values in _by_name(self._raw).items():
             new = _sum(name, values), len(values)
             old = sums.get(name)
             sums[name] = new if old is None else (old[0] + new[0], old[1] + new[1])
         return sums
 
-    def _by_name(self, count: int) -> dict[str, list[Any]]:
-        """The raw values, of the first `count` batches in `_raw`."""
-        by_name = {name: list(values) for name, values in self._earlier.items()}
-        for _, logs in self._raw[:count]:
-            for name, value in logs.items():
-                by_name.setdefault(name, []).append(value)
-        return by_name
+
+def _by_name(raw: Sequence[tuple[int, Mapping[str, Any]]]) -> dict[str, list[Any]]:
+    by_name: dict[str, list[Any]] = {}
+    for _, logs in raw:
+        for name, value in logs.items():
+            by_name.setdefault(name, []).append(value)
+    return by_name
 
 
 def mean_logs(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -134,9 +128,12 @@ def are_finite(tensors: Sequence[Tensor]) -> list[bool]:
     return finite
 
 
-def _not_finite(raw: Sequence[tuple[int, Mapping[str, Any]]]) -> list[tuple[int, str, str]]:
+def _not_finite(
+    raw: Sequence[tuple[int, Mapping[str, Any]]], after: int
+) -> list[tuple[int, str, str]]:
+    recent = [(step, logs) for step, logs in raw if step > after]
     values = [
-        (step, name, torch.as_tensor(value)) for step, logs in raw for name, value in logs.items()
+        (step, n, torch.as_tensor(value)) for step, logs in recent for n, value in logs.items()
     ]
     finite = are_finite([value for _, _, value in values])
     pairs = zip(values, finite, strict=True)

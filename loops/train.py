@@ -10,7 +10,7 @@ from typing import Any
 
 from ..collectives import mean_scalars
 from ..registry import LOOPS
-from .evaluate import ValLoop, announce_failure
+from .evaluate import ValLoop, announce_failure, require_step
 from .hook import HookList, Scalars
 from .loaders import batches_from, length_of
 from .metrics import directions_of
@@ -21,7 +21,6 @@ from .schedule import (
     positive,
     start_counting,
     step_of,
-    updates_between,
     window_of,
 )
 from .signals import StopSignals
@@ -40,9 +39,8 @@ _EMPTY = "the training loader has no batches: more samples, a smaller batch_size
 
 
 class _TrainLoop:
-    # What the iteration loop sets: the update after which to stop, and that it validates by them.
+    # The update after which to stop; None where epochs are counted, and validated by.
     _last_step: int | None = None
-    _validates_updates = False
     # Found out at the start of each run.
     _inputs: PassInputs
 
@@ -107,7 +105,7 @@ class _TrainLoop:
             state.logs.fold()
         if monotonic() >= signals.due_s:
             signals.poll(state)
-        if self._validates_updates:
+        if self._last_step is not None:
             self._validate(state.step, state, hooks, signals)
         for on_save_point in hooks.on_save_point:
             on_save_point(state)
@@ -148,7 +146,7 @@ class _TrainLoop:
         state.updated_at = None
         if not holds_gradients(state.model):
             state.updated_at = (state.epoch, state.batch, state.iteration)
-        state.logs.start(state.iteration)
+        state.logs.start()
         started_at = state.step
         with StopSignals(state.clock_s) as signals:
             try:
@@ -178,11 +176,7 @@ class _TrainLoop:
                 f"{type(state.optim_wrapper).__name__} is no optimizer wrapper, it has no "
                 f"{', '.join(missing)}; wrap an optimizer, as in OptimWrapper(optimizer)"
             )
-        if not hasattr(state.model, "train_step"):
-            raise TypeError(
-                f"{type(state.model).__name__} has no train_step; wrap the model, as in "
-                "SingleDevice(model)"
-            )
+        require_step(state.model, "train_step")
         state.higher_is_better = directions_of(getattr(self.val_loop, "metrics", {}))
         by_epoch = self._last_step is None
         self._inputs = PassInputs(state, length_of(self.dataloader), by_epoch=by_epoch)
@@ -253,7 +247,8 @@ class EpochTrainLoop(_TrainLoop):
             left = max(0, (self.max_epochs - state.epoch) * length - state.batch)
             last = state.iteration + left
             if window is not None:
-                state.max_steps = state.step + updates_between(state.iteration, last, window)
+                # The last window may have fewer batches.
+                state.max_steps = state.step - (-last // window) - state.iteration // window
         elif window != 1:
             logger.warning(
                 "the training loader has no length, so the end of the run is not known: gradients "
@@ -295,7 +290,6 @@ class IterTrainLoop(_TrainLoop):
         schedule = ValSchedule("steps", max_steps, val_begin, val_interval, dynamic_intervals)
         super().__init__(dataloader, schedule, val_loop, log_every_steps, sanity_val)
         self.max_steps = self._last_step = schedule.last
-        self._validates_updates = val_loop is not None
 
     def run(self, state: LoopState, hooks: HookList) -> LoopState:
         """Train until `max_steps` or a stop, from where `state` is; every rank must call this."""

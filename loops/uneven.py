@@ -68,10 +68,10 @@ class PassInputs:
     def _uneven(self, batches: Iterable[Any], state: LoopState) -> Iterator[Any]:
         """Yield `batches`; clears `state.together` once a rank has no more."""
         for batch in batches:
-            state.together = state.together and all(_on_all_ranks(self._group, True))
+            state.together = state.together and all(on_all_ranks(self._group, True))
             yield batch
         if state.together:
-            state.together = all(_on_all_ranks(self._group, False))
+            state.together = all(on_all_ranks(self._group, False))
 
     def _compared(self, batches: Iterable[Any], state: LoopState) -> Iterator[Any]:
         """Yield `batches`; a rank that trained on without another one would wait for it."""
@@ -79,7 +79,7 @@ class PassInputs:
         while True:
             batch = next(own, _END)
             has_batch = batch is not _END
-            all_have, none_has = _on_all_ranks(None, has_batch, not has_batch)
+            all_have, none_has = on_all_ranks(None, has_batch, not has_batch)
             if none_has:
                 return
             if not all_have:
@@ -87,9 +87,8 @@ class PassInputs:
                 ended, others = ([r for r, h in enumerate(have) if h is x] for x in (False, True))
                 raise ValueError(
                     "every rank needs the same number of training batches, but "
-                    f"{name_ranks(ended)} {'have' if len(ended) > 1 else 'has'} no more after "
-                    f"{state.batch} in epoch {state.epoch}, and {name_ranks(others)} "
-                    f"{'have' if len(others) > 1 else 'has'}; StepDistributedDataParallel("
+                    f"{name_ranks(ended)} ran out after {state.batch} in epoch {state.epoch}, and "
+                    f"{name_ranks(others)} did not; StepDistributedDataParallel("
                     "uneven_inputs=True) in an EpochTrainLoop can do without"
                 )
             yield batch
@@ -120,7 +119,7 @@ class PassInputs:
             setattr(state, name, ahead[name])
 
 
-def _on_all_ranks(group: dist.ProcessGroup | None, *own: bool) -> list[bool]:
+def on_all_ranks(group: dist.ProcessGroup | None, *own: bool) -> list[bool]:
     """Return which of the answers are yes on all ranks of the group; each of them must ask."""
     answers = torch.tensor(own, dtype=torch.uint8, device=comm_device(group))
     dist.all_reduce(answers, dist.ReduceOp.MIN, group=group)

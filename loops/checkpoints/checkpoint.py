@@ -325,7 +325,7 @@ def _own_contents(state: LoopState, gradients: bool) -> dict[str, Any]:
     own = {
         "rng": capture_rng(weights.device_of(model)),
         "gradients": weights.gradients_of(model) if gradients else {},
-        "logs": state.logs.state_dict(state.iteration),
+        "logs": state.logs.state_dict(None if gradients else state.step),
     }
     carried = weights.step_state(state.model) if gradients else {}
     if carried:

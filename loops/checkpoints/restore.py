@@ -151,9 +151,9 @@ class Checkpoint:
         if saved != now:
             inside = "; the running epoch goes on at the same share of its samples"
             logger.warning(
-                "%s was saved by %d rank(s), this run has %d: batches and random numbers will not "
-                "be those of %d%s",
-                *(self.path, saved, now, saved, inside if state.batch else ""),
+                "%s was saved at world size %d, this run has %d: batches and random numbers will "
+                "be others%s",
+                *(self.path, saved, now, inside if state.batch else ""),
             )
         # Ranks that share a model's layers see the same samples.
         shares = int(self.meta.get("data_size", saved)), weights.data_size(state.model)

@@ -44,8 +44,7 @@ def plain(value: Any, where: str) -> Any:
         return kind(items)
     if type(value) in (list, tuple, set, torch.Size):
         return type(value)(plain(item, f"{where}.{i}") for i, item in enumerate(value))
-    for number in (bool, int, float):
-        # bool first: a NumPy bool is none of them but has item(), as all NumPy scalars.
+    for number in (int, float):
         if isinstance(value, number):
             return number(value)
     if type(value).__module__ == "numpy" and getattr(value, "shape", None) == ():
@@ -92,7 +91,8 @@ def weights_of(model: nn.Module) -> OrderedDict[str, Any]:
     """Return the state dict of `model` with the user's names, as `plain` makes it."""
     state = state_of(model)
     weights = OrderedDict((plain_name(k), plain(v, f"model: {k}")) for k, v in state.items())
-    _set_versions(weights, {plain_name(k): v for k, v in _versions(state).items()})
+    versions: Mapping[str, Any] = getattr(state, "_metadata", {})
+    vars(weights)["_metadata"] = OrderedDict((plain_name(k), v) for k, v in versions.items())
     return weights
 
 
@@ -107,9 +107,9 @@ def load_weights(model: nn.Module, weights: Mapping[str, Any]) -> None:
     state = OrderedDict(
         (own[name], _fitted(value, present[own[name]])) for name, value in weights.items()
     )
-    versions = _versions(weights)
-    names = {name: plain_name(name) for name, _ in model.named_modules()}
-    _set_versions(state, {n: versions[plain] for n, plain in names.items() if plain in versions})
+    versions: Mapping[str, Any] = getattr(weights, "_metadata", {})
+    names = [(name, plain_name(name)) for name, _ in model.named_modules()]
+    vars(state)["_metadata"] = OrderedDict((n, versions[p]) for n, p in names if p in versions)
     model.load_state_dict(state)
 
 
@@ -189,7 +189,7 @@ def savable(state: LoopState) -> LoopState:
     if start is None or start[0] != state.epoch:
         effect, saved = "lacks those of the batches since the last update", state
     else:
-        effect = f"repeats the {state.iteration - start[2]} batch(es) since the last update"
+        effect = f"repeats the batches since the last update ({state.iteration - start[2]})"
         saved = replace(state, epoch=start[0], batch=start[1], iteration=start[2])
     if own_rank() == 0:
         logger.warning(
@@ -228,12 +228,3 @@ def _fitted(value: Any, like: Any) -> Any:
     # On a mesh of one rank nothing is sharded, yet a DTensor takes nothing but a DTensor.
     placed = any(is_dtensor(one) for one in (value, like)) or is_sharded(like)
     return take_part(value, like) if placed or not isinstance(value, Tensor) else value
-
-
-def _versions(state: Mapping[str, Any]) -> Mapping[str, Any]:
-    versions: Mapping[str, Any] = getattr(state, "_metadata", {})
-    return versions
-
-
-def _set_versions(state: OrderedDict[str, Any], versions: Mapping[str, Any]) -> None:
-    vars(state)["_metadata"] = OrderedDict(versions)

@@ -69,10 +69,7 @@ class CheckpointHook(Hook):
         if keep_last is not None and keep_last < 1:
             raise ValueError(f"keep_last must be at least 1, or null for all, got {keep_last!r}")
         self._cadence = Cadence(every_steps, every_epochs, every_secs)
-        # Asked after every update: inside an epoch only the clock is to be looked at then.
-        self._counts_steps = every_steps is not None
         self._keep_last = keep_last
-        self._has_best = keep_best is not None
         self._watched = WatchedMetric(keep_best or "", mode, setting="CheckpointHook: keep_best")
         self._save_on_exception = save_on_exception
         self._best: float | None = None
@@ -92,7 +89,8 @@ class CheckpointHook(Hook):
             self._saved_at = _position(state)
 
     def on_save_point(self, state: LoopState) -> None:
-        waiting = state.clock_s < self._cadence.due_at_s and not self._counts_steps
+        # Called after every update: inside an epoch only the clock is to be looked at then.
+        waiting = state.clock_s < self._cadence.due_at_s and self._cadence.every_steps is None
         if waiting and state.batch and state.evaluated_at != state.step:
             return
         by_step = self._cadence.due_step(state) and self._saved_at[0] != state.step
@@ -123,18 +121,16 @@ class CheckpointHook(Hook):
         return f"{self._watched.extreme(state)} {self._watched.name}"
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the best value of the metric so far and when it was last looked at."""
         return {"best": self._best, "judged_at": self._judged_at}
 
     def load_state_dict(self, state: dict[str, Any], /) -> None:
-        """Go on comparing with the best value of the saved run."""
         self._best = state["best"]
         self._judged_at = state["judged_at"]
 
     def _is_best(self, state: LoopState) -> bool:
         """Say whether a validation has just ended with the best value so far."""
         new = state.evaluated_at == state.step and self._judged_at != state.step
-        if not self._has_best or not new:
+        if not self._watched.name or not new:
             return False
         self._judged_at = state.step
         value = self._watched.value_in(state.metrics)
@@ -208,17 +204,18 @@ def _save_after_error(folder: Path, state: LoopState) -> None:
 def _launcher_waits() -> Iterator[None]:
     """Keep the launcher, if there is one, from ending this rank for another's failure."""
     place = os.environ.get("STEPWRAP_LAUNCH_DIR")
-    marker = Path(place) / f"saving_{get_rank()}" if place else None
+    if not place:
+        yield
+        return
+    marker = Path(place) / f"saving_{get_rank()}"
     # Without the marker there are still some seconds to save in.
     with suppress(OSError):
-        if marker is not None:
-            marker.touch()
+        marker.touch()
     try:
         yield
     finally:
         with suppress(OSError):
-            if marker is not None:
-                marker.unlink(missing_ok=True)
+            marker.unlink(missing_ok=True)
 
 
 def _folder(state: LoopState) -> Path | None:

@@ -43,8 +43,7 @@ class EarlyStopHook(Hook):
         self._stop_if_due(state)
 
     def on_eval_end(self, state: LoopState, metrics: dict[str, float]) -> None:
-        cut_short = not metrics and bool(state.stop_reason)
-        if state.phase is not Phase.VAL or cut_short:
+        if state.phase is not Phase.VAL or (state.stop_reason and not metrics):
             return
         value = self._watched.value_in(metrics)
         if self._watched.improves(value, self._best, state, min_delta=self._min_delta):
@@ -54,11 +53,9 @@ class EarlyStopHook(Hook):
             self._stop_if_due(state)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the best value so far and how long ago it was."""
         return {"best": self._best, "best_step": self._best_step, "waited": self._waited}
 
     def load_state_dict(self, state: dict[str, Any], /) -> None:
-        """Go on waiting where the saved run was."""
         self._best = state["best"]
         self._best_step = state["best_step"]
         self._waited = state["waited"]

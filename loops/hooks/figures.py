@@ -60,11 +60,9 @@ class GradNormHook(Hook):
             self._counts.clear()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the sums since the last log record."""
         return {"sums": dict(self._sums), "counts": dict(self._counts)}
 
     def load_state_dict(self, state: dict[str, Any], /) -> None:
-        """Go on from the sums of a checkpoint."""
         self._sums, self._counts = dict(state["sums"]), dict(state["counts"])
 
     def on_train_end(self, state: LoopState) -> None:

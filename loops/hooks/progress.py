@@ -17,9 +17,8 @@ from rich.table import Column
 from ...collectives import get_rank
 from ...registry import HOOKS
 from ..hook import EVENTS, Hook
-from ..state import LoopState
+from ..state import LoopState, Phase
 
-_VERBS = {"val": "validating", "test": "testing"}
 # Told in words of their own at the end of the line.
 _SPEED_KEYS = ("samples_per_s", "steps_per_s", "data_share")
 _DATA_SHARE_SHOWN = 0.1
@@ -121,7 +120,7 @@ class _Bar:
         )
 
     def start_eval(self, state: LoopState) -> None:
-        verb = _VERBS.get(state.phase.value, state.phase.value)
+        verb = "testing" if state.phase is Phase.TEST else "validating"
         self._eval = self._progress.add_task(verb, total=None, count="", values="")
         self._progress.refresh()
 

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
-from itertools import chain
 from typing import Any, Literal
 
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
-from torch.utils.hooks import RemovableHandle
 
 from ...registry import HOOKS, PARAM_SCHEDULERS
 from ..hook import Hook, Scalars
@@ -92,10 +90,9 @@ class ScheduleWindow:
         self._after = after
         self._until = until
         self._count = 0
-        self._inner: LRScheduler | None = None
-        self._made()
-        if after == 0:
-            self._inner = make(optimizer)
+        self._inner = None if after else make(optimizer)
+        if after:
+            self._made()
 
     def step(self) -> None:
         """Count one step, and let the scheduler act if it is within its part."""
@@ -163,14 +160,13 @@ class SchedulerHook(Hook):
             if by not in _UNITS:
                 name = type(scheduler).__name__
                 raise ValueError(f"{name}: by must be 'batch', 'step' or 'epoch', got {by!r}")
-        plateau = [s for s, _ in schedulers if isinstance(s, ReduceLROnPlateau)]
-        if plateau and metric is None:
-            raise ValueError("ReduceLROnPlateau needs `metric`, the name of the metric to watch")
         self._schedulers = [scheduler for scheduler, _ in schedulers]
         self._optimizers = dict(optimizers or {})
-        self._plateau = plateau
+        plateau = self._plateau = [s for s in self._schedulers if isinstance(s, ReduceLROnPlateau)]
+        if plateau and metric is None:
+            raise ValueError("ReduceLROnPlateau needs `metric`, the name of the metric to watch")
         self._watched = WatchedMetric(metric or "", None, setting="ReduceLROnPlateau: metric")
-        timed = [(_Delayed(s), by) for s, by in schedulers if s not in plateau]
+        timed = [(s, by) for s, by in schedulers if s not in plateau]
         self._timed = {unit: [one for one, by in timed if by == unit] for unit in _UNITS}
         self._epochs: int | None = None
 
@@ -186,12 +182,10 @@ class SchedulerHook(Hook):
         self._finish_epochs(state.epoch)
 
     def on_batch_end(self, state: LoopState, batch: Any, logs: Mapping[str, Tensor]) -> None:
-        for scheduler in self._timed["batch"]:
-            scheduler.step()
+        _step(self._timed["batch"])
 
     def on_update(self, state: LoopState) -> None:
-        for scheduler in self._timed["step"]:
-            scheduler.step()
+        _step(self._timed["step"])
 
     def on_eval_start(self, state: LoopState) -> None:
         # The validation after a pass comes before its save point, and a plateau acts on it.
@@ -218,10 +212,9 @@ class SchedulerHook(Hook):
             scalars.update(_rates("lr", [group for one in used for group in one.param_groups]))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of each scheduler, and the steps that still wait for an update."""
-        delayed = [(one.waiting, one.stepped) for one in chain(*self._timed.values())]
+        """Return the state of each scheduler, and the epochs that they have counted."""
         states = [scheduler.state_dict() for scheduler in self._schedulers]
-        return {"schedulers": states, "delayed": delayed, "epochs": self._epochs}
+        return {"schedulers": states, "epochs": self._epochs}
 
     def load_state_dict(self, state: dict[str, Any], /) -> None:
         """Take over the schedulers' states; ValueError if there is another number of them."""
@@ -233,16 +226,13 @@ class SchedulerHook(Hook):
             )
         for scheduler, part in zip(self._schedulers, saved, strict=True):
             scheduler.load_state_dict(dict(part))
-        for delayed, own in zip(chain(*self._timed.values()), state["delayed"], strict=True):
-            delayed.waiting, delayed.stepped = own
         self._epochs = state["epochs"]
 
     def _finish_epochs(self, finished: int) -> None:
         # None: a validation without a training.
         if self._epochs is not None and self._epochs != finished:
             for _ in range(self._epochs, finished):
-                for scheduler in self._timed["epoch"]:
-                    scheduler.step()
+                _step(self._timed["epoch"])
             self._epochs = finished
 
 
@@ -252,40 +242,13 @@ def _rates(name: str, groups: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     return {f"{name}/{group.get('name', at)}": group["lr"] for at, group in enumerate(groups)}
 
 
-class _Delayed:
-    """A scheduler whose steps wait until its optimizer is about to make its first step.
-
-    A loss scaler that starts too high skips the first updates; torch warns when a scheduler is
-    stepped during them (pytorch/pytorch#44511). The steps are made up for right before the
-    optimizer's first step, which so has the right rate.
-    """
-
-    def __init__(self, scheduler: LRScheduler | ScheduleWindow) -> None:
-        self._scheduler = scheduler
-        self.waiting = 0
-        # Whether the optimizer has made a step, also before a resume; and in this process.
-        self.stepped = self._stepped_here = False
-        self._watch: RemovableHandle | None = scheduler.optimizer.register_step_pre_hook(
-            self._catch_up
-        )
-
-    def step(self) -> None:
-        if not self.stepped:
-            self.waiting += 1
-        elif not self._stepped_here:
-            # Torch knows of the steps of this process alone.
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", r"Detected call of `lr_scheduler.step\(\)`")
-                self._scheduler.step()
-        else:
-            if self._watch is not None:
-                # Not from within the call: torch is going through its hooks then.
-                self._watch.remove()
-                self._watch = None
-            self._scheduler.step()
-
-    def _catch_up(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
-        self.stepped = self._stepped_here = True
-        for _ in range(self.waiting):
-            self._scheduler.step()
-        self.waiting = 0
+def _step(schedulers: Sequence[LRScheduler | ScheduleWindow]) -> None:
+    for scheduler in schedulers:
+        if getattr(scheduler.optimizer, "_opt_called", False):
+            scheduler.step()
+            continue
+        # A loss scaler that starts too high skips the first updates, and torch knows of those of
+        # this process alone: it would warn (pytorch/pytorch#44511).
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", r"Detected call of `lr_scheduler.step\(\)`")
+            scheduler.step()

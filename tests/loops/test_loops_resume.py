@@ -184,7 +184,7 @@ def test_another_number_of_ranks_goes_on_at_the_same_share_of_the_epoch(
     load_checkpoint(path).restore(state)
     assert load_checkpoint(path).meta["batch"] == 4
     assert state.batch == 8
-    assert "was saved by 2 rank(s), this run has 1" in caplog.text
+    assert "was saved at world size 2, this run has 1" in caplog.text
     assert "goes on at the same share" in caplog.text
     files = [load_checkpoint(path).read(f"rank_0000{rank}.pt") for rank in (0, 1)]
     values = torch.cat([own["logs"]["values"]["loss"] for own in files])

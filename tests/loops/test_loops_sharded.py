@@ -189,7 +189,7 @@ def test_a_window_of_fsdp_is_told_of(tmp_path: Path) -> None:
     (counters, text), (others, silence) = run_ranks(_lost_window, 2, tmp_path)
     assert counters == others == [2, 3, 1]
     assert "in the middle of an accumulation window" in text
-    assert "repeats the 1 batch(es) since the last update" in text
+    assert "repeats the batches since the last update (1)" in text
     assert "lacks those of the batches since the last update" in text
     assert not silence
 
