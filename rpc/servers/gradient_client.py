@@ -20,7 +20,6 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
-from torch.futures import Future
 
 from ..calls import node as _node
 from ..calls.group import RpcGroup
@@ -28,7 +27,7 @@ from ..calls.node import Node
 from ..errors import RpcError
 from .model_state import check_model, copied, load_snapshot, state_of, unwrap
 from .ordered_server import KnownState, OrderedServerBase, StateServer, Update, Wanted, pull_update
-from .reduction import Gradients, Push, Receipt
+from .reduction import Gradients, Push, Receipt, when_gone
 
 logger = logging.getLogger(__name__)
 
@@ -91,12 +90,7 @@ class PushPullGradServer:
         known, wanted = self._known, None
         if isinstance(self.o_server, StateServer):
             wanted = self.o_server.wanted(self.model_name, known.mark)
-        update = self._sender().push(_gradients_of(model), wanted)
-        if update is None:
-            return self.pull(model)
-        model.zero_grad(set_to_none=False)
-        _load(model, self._updated(known, update))
-        return True
+        return self._load(model, known, self._sender().push(_gradients_of(model), wanted))
 
     def pull(self, model: nn.Module) -> bool:
         """Set a model's gradients to zero and its parameters to the newest published ones.
@@ -105,27 +99,32 @@ class PushPullGradServer:
         been published, since there has been no step yet.
         """
         check_model(model)
-        model.zero_grad(set_to_none=False)
-        # Once, and replaced as a whole: other threads may pull.
-        known = self._known
-        try:
-            update = pull_update(self.o_server, self.model_name, None, known)
-        except KeyError as error:
-            raise RpcError(f"the ordered server of {self.server_name!r} is gone") from error
-        if update is None:
-            return False
-        _load(model, self._updated(known, update))
-        return True
+        return self._load(model, self._known, None)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_known": KnownState()}
 
-    def _updated(self, known: KnownState, update: Update) -> dict[str, Any]:
+    def _load(self, model: nn.Module, known: KnownState, update: Update | None) -> bool:
+        """Load the newest state: `known` with its `update`, None if that is still to be asked for.
+
+        `known` was read once, and is replaced as a whole: other threads may pull.
+        """
+        model.zero_grad(set_to_none=False)
+        if update is None:
+            try:
+                update = pull_update(self.o_server, self.model_name, None, known)
+            except KeyError as error:
+                raise RpcError(f"the ordered server of {self.server_name!r} is gone") from error
+        if update is None:
+            return False
         if update.state is not None:
             known = known.updated(update)
             if known.mark is not None:
                 self._known = known
-        return known.state
+        own = state_of(model)
+        buffers = dict(unwrap(model).named_buffers(remove_duplicate=False))
+        load_snapshot(model, known.state | {name: own[name] for name in buffers if name in own})
+        return True
 
     def _sender(self) -> _Sender:
         """Return this process's sender to the server: all accessors of a process are one client."""
@@ -135,12 +134,6 @@ class PushPullGradServer:
             if key not in senders:
                 senders[key] = _Sender(self.server_name, self.group, self.secondary_reducers)
             return senders[key]
-
-
-def _load(model: nn.Module, state: dict[str, Any]) -> None:
-    own = state_of(model)
-    buffers = dict(unwrap(model).named_buffers(remove_duplicate=False))
-    load_snapshot(model, state | {name: own[name] for name in buffers if name in own})
 
 
 def _gradients_of(model: nn.Module) -> Gradients:
@@ -328,9 +321,8 @@ class _Sender:
             if reducer in self._met or reducer == _STAND_IN:
                 return
             self._met.add(reducer)
-        key = f"{self._server_name}/{reducer}/_alive_service"
-        alive: Future[bool] = self._group.registered_async(key, timeout=0)
-        alive.add_done_callback(partial(_note_end, weakref.ref(self), reducer))
+        prefix = f"{self._server_name}/{reducer}"
+        when_gone(self._group, prefix, partial(_recover_later, weakref.ref(self), reducer))
 
     def recover_quietly(self, reducer: str) -> None:
         """Recover what was sent to a reducer; that the primary is gone the next push reports."""
@@ -345,13 +337,9 @@ class _Sender:
         return self._group.registered_sync(f"{prefix}/{service}", args)
 
 
-def _note_end(own: weakref.ref[_Sender], reducer: str, done: Future[bool]) -> None:
-    try:
-        is_in_order = done.wait()
-    except RuntimeError:
-        is_in_order = False
+def _recover_later(own: weakref.ref[_Sender], reducer: str) -> None:
     sender = own()
-    if sender is not None and not is_in_order:
+    if sender is not None:
         # Sending again may take a while.
         threading.Thread(target=sender.recover_quietly, args=(reducer,), daemon=True).start()
 

@@ -18,7 +18,7 @@ from ..calls.group import RpcGroup
 from ..errors import RpcError
 from .gradient_client import PushPullGradServer
 from .ordered_server import OrderedServerBase, offer, own_state_server
-from .reducers import ManagedModel, Primary, RemotePrimary, Secondary, leave_with_world
+from .reducers import ManagedModel, Primary, RemotePrimary, Secondary
 from .reduction import OnFull, ReduceSettings
 
 logger = logging.getLogger(__name__)
@@ -110,7 +110,6 @@ class PushPullGradServerImpl:
         with contextlib.ExitStack() as undo:
             self._offer(undo)
             self._offers = undo.pop_all()
-        leave_with_world(self._secondary)
 
     @property
     def dropped(self) -> int:
