@@ -40,23 +40,6 @@ class Member(NamedTuple):
     rank: int
     settings: Mapping[str, Any]
 
-    @property
-    def fault(self) -> str | None:
-        """Why it cannot belong to any world: it has a name that cannot be."""
-        if isinstance(self.name, str) and _NAME.fullmatch(self.name):
-            return None
-        shown = repr(self.name)
-        if len(shown) >= 80:
-            shown = f"{shown[:60]}... ({len(str(self.name))} long)"
-        return (
-            "a name must be 1 to 127 of the letters a-z and A-Z, digits, underscores, colons and "
-            f"dashes, got {shown}"
-        )
-
-    def as_text(self) -> str:
-        name = self.name if self.fault is None else repr(self.name)[:80]
-        return json.dumps({"name": name, "fault": self.fault, "settings": dict(self.settings)})
-
 
 def agree_on_members(
     place: MeetingPlace, own: Member, world_size: int, timeout_s: float
@@ -83,7 +66,7 @@ class _Attempt:
     def lead(self) -> dict[int, str]:
         self._place.enter(0, self._deadline)
         store = self._place.store
-        store.set("member_0", self._own.as_text())
+        self._enter_own(store)
         try:
             names = self._collect(store)
         except BaseException as error:
@@ -91,9 +74,9 @@ class _Attempt:
             text = str(error) or f"rank 0 was stopped by {type(error).__name__}"
             store.set(_VERDICT, json.dumps({"error": kind, "text": text}))
             if isinstance(error, ValueError):
-                linger(store, self._world_size)
+                linger(store, 0, self._world_size)
             elif isinstance(error, RpcError):
-                linger(store, sum(store.check([key]) for key in self._keys))
+                linger(store, 0, sum(store.check([key]) for key in self._keys))
             raise
         store.set(_VERDICT, json.dumps({"names": names}))
         return names
@@ -120,6 +103,10 @@ class _Attempt:
                 )
             time.sleep(_RETRY_S)
 
+    def _enter_own(self, store: Store) -> None:
+        entry = {"name": self._own.name, "settings": dict(self._own.settings)}
+        store.set(self._keys[self._own.rank], json.dumps(entry, default=repr))
+
     def _collect(self, store: Store) -> dict[int, str]:
         names: dict[int, str] = {}
         for rank, key in enumerate(self._keys):
@@ -128,8 +115,7 @@ class _Attempt:
                 if not self._place.is_current():
                     raise ValueError(f"another rank 0 has opened a world at {self._place.where}")
                 self._raise_missing(store)
-            if other["fault"]:
-                raise ValueError(f"rank {rank}: {other['fault']}")
+            _check_name(other["name"], rank)
             for setting, ours in self._own.settings.items():
                 theirs = other["settings"][setting]
                 if theirs != ours:
@@ -158,11 +144,7 @@ class _Attempt:
         if store.add(f"claims_{rank}", 1) > 1:
             self._wait_for_other(store)
             return None
-        store.set(f"member_{rank}", self._own.as_text())
-        if self._own.fault:
-            _raise_verdict(
-                store, {"error": "ValueError", "text": f"rank {rank}: {self._own.fault}"}
-            )
+        self._enter_own(store)
         try:
             is_decided = self._wait_for(store, _VERDICT)
             if not is_decided and place.is_current():
@@ -226,6 +208,18 @@ class _Attempt:
         return max(0.0, self._deadline - time.monotonic())
 
 
+def _check_name(name: object, rank: int) -> None:
+    if isinstance(name, str) and _NAME.fullmatch(name):
+        return
+    shown = repr(name)
+    if len(shown) >= 80:
+        shown = f"{shown[:60]}... ({len(str(name))} long)"
+    raise ValueError(
+        f"rank {rank}: a name must be 1 to 127 of the letters a-z and A-Z, digits, underscores, "
+        f"colons and dashes, got {shown}"
+    )
+
+
 def _read(store: Store, key: str) -> dict[str, Any]:
     """Return what is written under a key; nothing where it is not there."""
     if not store.check([key]):
@@ -240,11 +234,11 @@ def _raise_verdict(store: Store, verdict: dict[str, Any]) -> NoReturn:
     raise (ValueError if verdict["error"] == "ValueError" else RpcError)(verdict["text"])
 
 
-def linger(store: Store, count: int) -> None:
-    """Have rank 0, with whom the store goes, wait until `count` have read it, itself included."""
+def linger(store: Store, rank: int, count: int) -> None:
+    """Note that this member has read the store; rank 0, with whom it goes, waits for `count`."""
     store.add("seen", 1)
     deadline = time.monotonic() + _LINGER_S
-    while store.add("seen", 0) < count and time.monotonic() < deadline:
+    while rank == 0 and store.add("seen", 0) < count and time.monotonic() < deadline:
         time.sleep(0.01)
 
 
@@ -265,10 +259,7 @@ def together(place: MeetingPlace, step: str, rank: int, names: Mapping[int, str]
             deadline = time.monotonic() + _LAST_S
             while (missing := _missing(store, step, names)) and time.monotonic() < deadline:
                 time.sleep(0.01)
-            if rank == 0:
-                linger(store, len(names) - len(missing))
-            else:
-                store.add("seen", 1)
+            linger(store, rank, len(names) - len(missing))
         who = f"{', '.join(map(repr, missing))} not come; " if missing else ""
         reason = str(error).strip().partition("\n")[0]
         raise RpcError(f"{what}: {who}{reason}") from error
@@ -288,12 +279,9 @@ def leave_together(
                     missing = named(_missing(store, "left", names))
                     raise RpcError(f"end of the world: {missing} not come within {timeout_s:g} s")
         finally:
-            if rank == 0:
-                linger(store, len(names) - len(_missing(store, "left", names)))
-            else:
-                # Rank 0 may be gone already: what it had to say has been read.
-                with contextlib.suppress(RuntimeError):
-                    store.add("seen", 1)
+            # Rank 0 may be gone already: what it had to say has been read.
+            with contextlib.suppress(RuntimeError):
+                linger(store, rank, len(names) - len(_missing(store, "left", names)))
 
 
 def _missing(store: Store, step: str, names: Mapping[int, str]) -> list[str]:
