@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+import secrets
 import time
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple, NoReturn
@@ -62,11 +63,13 @@ class _Attempt:
         self._timeout_s = timeout_s
         self._deadline = time.monotonic() + timeout_s
         self._keys = [f"member_{rank}" for rank in range(world_size)]
+        entry = {"name": own.name, "settings": dict(own.settings), "token": secrets.token_hex(8)}
+        self._entry = json.dumps(entry, default=repr)
 
     def lead(self) -> dict[int, str]:
         self._place.enter(0, self._deadline)
         store = self._place.store
-        self._enter_own(store)
+        store.set("member_0", self._entry)
         try:
             names = self._collect(store)
         except BaseException as error:
@@ -103,10 +106,6 @@ class _Attempt:
                 )
             time.sleep(_RETRY_S)
 
-    def _enter_own(self, store: Store) -> None:
-        entry = {"name": self._own.name, "settings": dict(self._own.settings)}
-        store.set(self._keys[self._own.rank], json.dumps(entry, default=repr))
-
     def _collect(self, store: Store) -> dict[int, str]:
         names: dict[int, str] = {}
         for rank, key in enumerate(self._keys):
@@ -136,15 +135,15 @@ class _Attempt:
         place, store, rank = self._place, self._place.store, self._own.rank
         if verdict:
             is_error = verdict.get("error") == "ValueError" and not place.outlives_world
-            if is_error and not store.check([f"claims_{rank}"]):
+            if is_error and not store.check([self._keys[rank]]):
                 # Rank 0 is still there to tell this one too.
                 _raise_verdict(store, verdict)
             return None
-        # A rank claims its place once; a second one finds what the first one has written.
-        if store.add(f"claims_{rank}", 1) > 1:
-            self._wait_for_other(store)
+        # The first one of a rank has its place.
+        first = store.compare_set(self._keys[rank], "", self._entry).decode()
+        if first != self._entry:
+            self._wait_for_other(store, json.loads(first)["name"])
             return None
-        self._enter_own(store)
         try:
             is_decided = self._wait_for(store, _VERDICT)
             if not is_decided and place.is_current():
@@ -152,8 +151,7 @@ class _Attempt:
         except BaseException:
             # It may come again before rank 0 has given up.
             with contextlib.suppress(RuntimeError):
-                for key in (f"member_{rank}", f"claims_{rank}"):
-                    store.delete_key(key)
+                store.delete_key(self._keys[rank])
             raise
         return self._obey(store) if is_decided else None
 
@@ -169,16 +167,12 @@ class _Attempt:
             )
         return names
 
-    def _wait_for_other(self, store: Store) -> None:
+    def _wait_for_other(self, store: Store, other: str) -> None:
         """See whether a place that is taken belongs to a world whose rank 0 has died."""
         if self._place.outlives_world:
             is_decided = self._wait_for(store, _VERDICT)
             if not is_decided and not self._place.is_current():
                 return
-        # It is written just after the place has been taken.
-        key = self._keys[self._own.rank]
-        self._wait_for(store, key)
-        other = _read(store, key).get("name", "another process")
         raise ValueError(
             f"rank {self._own.rank} of the world is {other!r}, so {self._own.name!r} cannot be it"
         )
