@@ -32,10 +32,10 @@ class Met(NamedTuple):
 
 
 class Late(NamedTuple):
-    """Whom a member has waited for in vain: who had not come, and who had come and left again."""
+    """Whom a member has waited for in vain: those who have "not come", else "given up" again."""
 
-    missing: list[str]
-    gave_up: list[str]
+    names: list[str]
+    state: str
 
 
 class Directory:
@@ -131,14 +131,13 @@ class Directory:
                 return self._over.get(token, Met(0, []))
             _, arrival = found.arrived.pop(name)
             absent = [one for one in found.members if one not in found.arrived and one != name]
-            gave_up = [one for one in absent if one in found.gave_up]
             missing = [one for one in absent if one not in found.gave_up]
             found.gave_up.add(name)
             if not found.arrived:
                 self._rounds.remove(found)
         # Nobody reads it, but while an answer is owed the transport cannot be freed.
         arrival.set_result(Met(0, []))
-        return Late(missing, gave_up)
+        return Late(missing, "not come") if missing else Late(absent, "given up")
 
     def _forget(self, holder: str, group: str | None = None) -> None:
         """Forget what a process holds, in one group or in all."""

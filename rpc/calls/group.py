@@ -298,7 +298,7 @@ def held(kind: Kind, group: str, key: Hashable) -> Any:
 
 
 def call_held(group: str, key: Hashable, args: Any, kwargs: Any) -> Any:
-    return held("service", group, key)(*args, **(kwargs or {}))
+    return held("service", group, key)(*args, **kwargs)
 
 
 def _try_held(group: str, key: Hashable, args: Any, kwargs: Any) -> Any:

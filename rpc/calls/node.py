@@ -69,24 +69,19 @@ class Node:
         try:
             met: Met = call_sync(self.manager, _manage, arrival, timeout=timeout, what=what)
         except RpcError as error:
-            late = self._give_up(token, error)
+            try:
+                given = "give_up", self.name, token
+                late: Late | Met = call_sync(self.manager, _manage, given, timeout=_ASK_S)
+            except RpcError:
+                # A manager that does not answer is the error itself.
+                raise error from None
             if isinstance(late, Late):
-                absent = late.missing, "not come"
-                names, state = absent if late.missing else (late.gave_up, "given up")
-                raise RpcError(f"{what}: {named(names)} {state} within {timeout:g} s") from error
+                text = f"{named(late.names)} {late.state} within {timeout:g} s"
+                raise RpcError(f"{what}: {text}") from error
             met = late
         if is_whole and met.gone:
             raise RpcError(f"{what}: {named(met.gone)} ended")
         return met
-
-    def _give_up(self, token: str, error: RpcError) -> Late | Met:
-        """Ask who had not come; a manager that does not answer is the error itself."""
-        try:
-            given = "give_up", self.name, token
-            late: Late | Met = call_sync(self.manager, _manage, given, timeout=_ASK_S)
-        except RpcError:
-            raise error from None
-        return late
 
     def withdraw(self, group: str, generation: int) -> None:
         """Have the manager forget what this process holds in a group, without waiting for it."""

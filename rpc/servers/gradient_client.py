@@ -26,7 +26,7 @@ from ..calls.group import RpcGroup
 from ..calls.node import Node
 from ..errors import RpcError
 from .model_state import check_model, copied, load_snapshot, state_of, unwrap
-from .ordered_server import KnownState, OrderedServerBase, StateServer, Update, Wanted, pull_update
+from .ordered_server import KnownState, Mark, OrderedServerBase, Update, pull_update
 from .reduction import Gradients, Push, Receipt, when_gone
 
 logger = logging.getLogger(__name__)
@@ -87,10 +87,8 @@ class PushPullGradServer:
             RpcError: the primary reducer is gone or has failed.
         """
         check_model(model)
-        known, wanted = self._known, None
-        if isinstance(self.o_server, StateServer):
-            wanted = self.o_server.wanted(self.model_name, known.mark)
-        return self._load(model, known, self._sender().push(_gradients_of(model), wanted))
+        known = self._known
+        return self._load(model, known, self._sender().push(_gradients_of(model), known.mark))
 
     def pull(self, model: nn.Module) -> bool:
         """Set a model's gradients to zero and its parameters to the newest published ones.
@@ -156,8 +154,8 @@ class _Pending:
     # Where it was sent last.
     reducer: str = ""
     is_acknowledged: bool = False
-    # Asked along with it while its caller waits, and the answer to that.
-    wanted: Wanted | None = None
+    # Of the state that its caller has, and what leads to the newest one, where the reducer has it.
+    mark: Mark | None = None
     news: Update | None = None
 
 
@@ -187,10 +185,10 @@ class _Sender:
     def dropped(self) -> int:
         return sum(self._dropped.values())
 
-    def push(self, gradients: Gradients, wanted: Wanted | None = None) -> Update | None:
-        """Deliver gradients to a living reducer; return what is `wanted`, where that has it."""
+    def push(self, gradients: Gradients, mark: Mark | None) -> Update | None:
+        """Deliver gradients to a living reducer; return what is newer than `mark`, if it knows."""
         with self._lock:
-            pending = _Pending(self._next_number, gradients, wanted=wanted)
+            pending = _Pending(self._next_number, gradients, mark=mark)
             self._next_number += 1
             self._pushes[pending.number] = pending
         try:
@@ -200,7 +198,7 @@ class _Sender:
                 self._pushes.pop(pending.number, None)
             raise
         # The push is kept until the primary has it; what was pulled is not.
-        news, pending.news, pending.wanted = pending.news, None, None
+        news, pending.news = pending.news, None
         return news
 
     def _deliver(self, pending: _Pending, is_again: bool = False) -> None:
@@ -221,8 +219,10 @@ class _Sender:
             pending.reducer = reducer
             low, content = min(self._pushes), pending.gradients
             push = Push(self._client, pending.number, low, content, asked, is_again)
-        receipt = self._ask(reducer, push, pending)
-        if receipt is None:
+        try:
+            receipt = self._ask(reducer, push, pending)
+        except (KeyError, RpcError) as error:
+            self._recover(reducer, error)
             return self._has_arrived(pending)
         self._note(reducer, push, receipt)
         if receipt.state == "taken":
@@ -237,30 +237,29 @@ class _Sender:
             return self._has_arrived(pending)
         raise (queue.Full if receipt.state == "full" else RpcError)(receipt.text)
 
-    def _ask(self, reducer: str, push: Push, pending: _Pending) -> Receipt | None:
-        """Return the reducer's answer, None where it is dead."""
-        receipt: Receipt
+    def _ask(self, reducer: str, push: Push, pending: _Pending) -> Receipt:
+        """Return the reducer's answer; raise KeyError or RpcError where it is dead."""
         try:
             if reducer in self._idle and not self._call(reducer, "_is_running_service"):
                 return Receipt("idle", held=push.asked)
             self._idle.discard(reducer)
-            given = push, reducer != _STAND_IN, pending.wanted
-            receipt, pending.news = self._call(reducer, "_push_service", *given)
+            given = push, reducer != _STAND_IN, pending.mark
+            receipt: Receipt
+            receipt, news = self._call(reducer, "_push_service", *given)
+            pending.news = None if push.is_again else news
             self._watch(reducer)
             return receipt
-        except KeyError as error:
-            if reducer != _STAND_IN and reducer not in self._met:
-                # It has not been made yet.
-                return Receipt("idle", held=push.asked)
-            self._recover(reducer, error)
-            return None
+        except KeyError:
+            if reducer == _STAND_IN or reducer in self._met:
+                raise
+            # It has not been made yet.
+            return Receipt("idle", held=push.asked)
         except RpcError as error:
-            # What became of the push?
+            # What became of the push? Where nobody answers this either, the reducer is dead.
             try:
                 is_back = self._call(reducer, "_withdraw_service", push.client, push.number)
             except (KeyError, RpcError):
-                self._recover(reducer, error)
-                return None
+                raise error from None
             where = repr(reducer or "the primary")
             text = f"the queue of {where} has been full for too long: {error}"
             return Receipt("full" if is_back else "taken", text, held=push.asked)

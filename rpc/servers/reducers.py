@@ -18,7 +18,7 @@ from ..calls import node as _node
 from ..calls.group import RpcGroup, call_held, held_or_none
 from ..errors import RpcError
 from .model_state import snapshot, unwrap
-from .ordered_server import OrderedServerBase, OrderedServerSimple, Update, Wanted, pull_here
+from .ordered_server import Mark, OrderedServerBase, OrderedServerSimple, Update
 from .reduction import (
     Batch,
     Gradients,
@@ -227,7 +227,7 @@ class RemotePrimary:
         """Hand over a batch. Has no time limit: a primary that dies breaks the call."""
         # `registered_async` would ask the manager where it is, before every batch.
         key = f"{self._prefix}/_reduce_service"
-        given = self._group.get_group_name(), key, (batch,), None
+        given: Any = (self._group.get_group_name(), key, (batch,), {})
         return self._group.rpc_async(self._name, call_held, timeout=0, args=given)
 
     def layout(self) -> Layout | None:
@@ -266,6 +266,13 @@ class Intake(Level[Push]):
         has_room = self.unsent is None or self.num_taken + 1 < self._batch_size
         return bool(self.items) and has_room
 
+    def gather(self, push: Push) -> None:
+        """Add a push that was taken; a full sum is the next batch. Not within `locked`."""
+        total = self.add(push)
+        if total is not None:
+            with self.locked():
+                self.unsent = Batch(self.name, total, self.finish())
+
     def receipt(self, item: Push, state: State, text: str) -> Receipt:
         held = {number for client, number, _ in self.pushes if client == item.client}
         dropped = {**self.dropped_by, self.name: self.dropped}
@@ -276,7 +283,8 @@ class Secondary:
     """Takes pushes, adds them up and hands over each full batch.
 
     All methods may be called from any thread, `step` from one at a time. `changed` guards it, and
-    is notified when there may be something to do.
+    is notified when there may be something to do. `news` returns what leads from a client's state
+    to the newest one, if that is kept in this process: it spares the client a second call.
     """
 
     def __init__(
@@ -285,6 +293,7 @@ class Secondary:
         settings: ReduceSettings,
         changed: threading.Condition,
         primary: Primary | RemotePrimary,
+        news: Callable[[Mark | None], Update | None],
     ) -> None:
         self.level = Intake(name, settings, changed)
         self.is_running = False
@@ -292,6 +301,7 @@ class Secondary:
         self.lost: tuple[State, str] | None = None
         self._name = name
         self._primary = primary
+        self._news = news
         # Why the thread of this process has ended, and why the primary takes nothing.
         self._failure = ""
         self._trouble = ""
@@ -312,14 +322,11 @@ class Secondary:
         """Return what clients call; the primary too, to shut this reducer out."""
 
         def push(
-            push: Push, must_run: bool, wanted: Wanted | None = None
+            push: Push, must_run: bool, mark: Mark | None
         ) -> Future[tuple[Receipt, Update | None]]:
             def answer(done: Future[Receipt]) -> tuple[Receipt, Update | None]:
                 receipt = done.wait()
-                if wanted is None or receipt.state != "taken":
-                    return receipt, None
-                # Spares the client a second call, where the states are in this process.
-                return receipt, pull_here(wanted)
+                return receipt, self._news(mark) if receipt.state == "taken" else None
 
             return self.push(push, must_run).then(answer)
 
@@ -392,7 +399,7 @@ class Secondary:
                 self.level.is_sending = True
                 work = partial(self._send, self.level.unsent)
             else:
-                work = partial(self._add, self.level.take())
+                work = partial(self.level.gather, self.level.take())
         work()
         return True
 
@@ -408,12 +415,6 @@ class Secondary:
     def leave(self) -> None:
         """Tell those who watch that this reducer leaves in good order."""
         _leave(self._end)
-
-    def _add(self, push: Push) -> None:
-        total = self.level.add(push)
-        if total is not None:
-            with self.level.locked():
-                self.level.unsent = Batch(self._name, total, self.level.finish())
 
     def _send(self, batch: Batch) -> None:
         try:
