@@ -106,8 +106,7 @@ class World:
                     _start_collectives(self, meeting, dist_backend, undo)
                 if init_rpc:
                     _start_rpc(self, meeting, rpc_threads, device_maps or {}, undo)
-            if self._ending.is_cancelled:
-                raise RuntimeError(f"the world of {name!r} was stopped while it was made")
+            self._ending.check_wanted(name)
             self._ends = undo.pop_all()
         self.started = True
         atexit.register(self._leave)
@@ -286,6 +285,10 @@ class _Ending:
         self.is_over = threading.Event()
         self._claims: dict[str, tuple[int, object]] = {}
         self.begin(_AT_ONCE_S)
+
+    def check_wanted(self, name: str) -> None:
+        if self.is_cancelled:
+            raise RuntimeError(f"the world of {name!r} was stopped while it was made")
 
     def claim(self, timeout_s: float) -> bool:
         """Return whether the caller is the one to end the world; else wait until it has ended.
