@@ -72,8 +72,7 @@ def call_async(
         try:
             answer = done.wait()
         except RuntimeError as error:
-            cause, failure = error.with_traceback(None), lost(error)
-            fail_by(result, partial(_raise, type(failure), str(failure), cause))
+            fail_by(result, partial(_raise, str(lost(error)), error.with_traceback(None)))
             return
         try:
             result.set_result(_open(answer))
@@ -114,8 +113,8 @@ def fail_by(future: Future[Any], fail: Callable[[], Any]) -> None:
     future.set_result(None)
 
 
-def _raise(kind: type[Exception], text: str, cause: Exception) -> None:
-    raise kind(text) from cause
+def _raise(text: str, cause: Exception) -> None:
+    raise RpcError(text) from cause
 
 
 def own_name() -> str:
@@ -134,22 +133,21 @@ class _Slots:
         self._waiting: deque[tuple[Parcel, Future[Answer]]] = deque()
         self._lock = threading.Lock()
 
-    def enter(self, parcel: Parcel) -> Future[Answer] | None:
-        """Take a free slot; without one, have the call carried out later and return its answer."""
+    def serve(self, parcel: Parcel) -> Future[Answer]:
+        """Carry a call out in a free slot, here and now; without one, later and elsewhere."""
         with self._lock:
-            if self._free:
-                self._free -= 1
-                return None
-            later: Future[Answer] = Future(devices=devices())
-            self._waiting.append((parcel, later))
-            return later
-
-    def leave(self) -> None:
-        """Give the slot back, or to those that wait for one."""
-        work = self._next()
-        if work is not None:
-            # The caller's own answer is sent when it returns, so it cannot work on itself.
-            threading.Thread(target=self._work_on, args=(work,), daemon=True).start()
+            if not self._free:
+                later: Future[Answer] = Future(devices=devices())
+                self._waiting.append((parcel, later))
+                return later
+            self._free -= 1
+        try:
+            return _carry_out(parcel)
+        finally:
+            work = self._next()
+            if work is not None:
+                # The caller's own answer is sent when it returns, so it cannot work on itself.
+                threading.Thread(target=self._work_on, args=(work,), daemon=True).start()
 
     def _work_on(self, work: tuple[Parcel, Future[Answer]] | None) -> None:
         while work is not None:
@@ -158,6 +156,7 @@ class _Slots:
             work = self._next()
 
     def _next(self) -> tuple[Parcel, Future[Answer]] | None:
+        """Take a call that waits for the slot of the last one; without any, the slot is free."""
         with self._lock:
             if self._waiting:
                 return self._waiting.popleft()
@@ -180,14 +179,7 @@ def _serve_now(parcel: Parcel) -> Future[Answer]:
 
 @async_execution  # type: ignore[untyped-decorator]
 def _serve(parcel: Parcel) -> Future[Answer]:
-    slots = _slots
-    later = slots.enter(parcel)
-    if later is not None:
-        return later
-    try:
-        return _carry_out(parcel)
-    finally:
-        slots.leave()
+    return _slots.serve(parcel)
 
 
 def _carry_out(parcel: Parcel) -> Future[Answer]:
@@ -240,11 +232,21 @@ def devices() -> list[int | str | torch.device]:
     return [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
 
 
-# torch's text for a time-out; the rest it takes from the connection that broke.
+# torch's text for a time-out, and words of its other texts with ours, which adds theirs.
 _TIME_OUT = re.compile(r"RPCErr:1:.*?\((\d+) ms\)", re.DOTALL)
-_BROKEN = ("eof", "connection", "pipe", "broken", "error originated at tensorpipe", "not running")
-_NO_WORLD = ("has not been initialized", "RPC not initialized")
-_DEVICES = ("set_device_map", "device mapping", "device map")
+_TEXTS = {
+    ("has not been initialized", "rpc not initialized"): (
+        "{what} cannot be called on {to!r}: the world has been stopped"
+    ),
+    ("set_device_map", "device mapping", "device map"): (
+        "{what} on {to!r}: a tensor that is not on the CPU was to be sent, and "
+        "World(device_maps=...) does not say to which device: {error}"
+    ),
+    ("eof", "connection", "pipe", "broken", "error originated at tensorpipe", "not running"): (
+        "{to!r} is gone or cannot be reached, so {what} has no answer: {error}"
+    ),
+    ("",): "{what} could not be called on {to!r}: {error}",
+}
 
 # In seconds: what torch can count, in milliseconds of 32 bits.
 _SHORTEST, _LONGEST = 0.001, 2e6
@@ -270,17 +272,9 @@ def called(func: Func) -> str:
 def transport_error(error: RuntimeError, to: str, func: Func | str) -> RpcError:
     """Return the error for a message to `to` that torch could not deliver or get answered."""
     what = func if isinstance(func, str) else called(func)
-    text = str(error)
-    late = _TIME_OUT.search(text)
+    late = _TIME_OUT.search(str(error))
     if late:
         return RpcError(f"{to!r} has not answered {what} within {int(late[1]) / 1000:g} s")
-    if any(phrase in text for phrase in _NO_WORLD):
-        return RpcError(f"{what} cannot be called on {to!r}: the world has been stopped")
-    if any(phrase in text for phrase in _DEVICES):
-        return RpcError(
-            f"{what} on {to!r}: a tensor that is not on the CPU was to be sent, and "
-            f"World(device_maps=...) does not say to which device: {text}"
-        )
-    if any(word in text.lower() for word in _BROKEN):
-        return RpcError(f"{to!r} is gone or cannot be reached, so {what} has no answer: {text}")
-    return RpcError(f"{what} could not be called on {to!r}: {text}")
+    said = str(error).lower()
+    text = next(text for words, text in _TEXTS.items() if any(word in said for word in words))
+    return RpcError(text.format(what=what, to=to, error=error))

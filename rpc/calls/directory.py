@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import difflib
 import threading
-from collections.abc import Callable, Hashable, Iterable
-from typing import Literal, NamedTuple
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
 
 from torch.futures import Future
 
 from ..errors import RpcError
 
 Kind = Literal["value", "service"]
+# What is held: in which table, of which group, under which key.
+Place = tuple[Kind, str, Hashable]
 
 # How many results of meetings are kept, for those whose answer came too late.
 _REMEMBERED = 1000
@@ -29,57 +32,53 @@ class Met(NamedTuple):
 
 
 class Late(NamedTuple):
-    """Whom a member has waited for in vain: who had not come, and who had come and left again."""
+    """Whom a member has waited for in vain: those who have "not come", else "given up" again."""
 
-    missing: list[str]
-    gave_up: list[str]
+    names: list[str]
+    state: str
 
 
 class Directory:
     """The tables and meetings of a world."""
 
     def __init__(self, names: Iterable[str]) -> None:
-        self._holders: dict[tuple[Kind, str, Hashable], str] = {}
+        self._holders: dict[Place, str] = {}
         self._living = set(names)
         self._rounds: list[_Round] = []
         self._over: dict[str, Met] = {}
         self._count = 0
         self._lock = threading.Lock()
 
-    def add(self, kind: Kind, group: str, key: Hashable, holder: str) -> bool:
+    def add(self, place: Place, holder: str) -> bool:
         """Note the holder of a key; False where another one has it."""
         with self._lock:
             if holder not in self._living:
                 raise RpcError(f"{holder!r} is held to be gone")
             # The same holder comes again after an answer that was lost.
-            return self._holders.setdefault((kind, group, key), holder) == holder
+            return self._holders.setdefault(place, holder) == holder
 
-    def remove(self, kind: Kind, group: str, key: Hashable, holder: str) -> bool:
+    def remove(self, place: Place, holder: str) -> bool:
         """Forget a key; False where `holder` does not hold it."""
         with self._lock:
-            if self._holders.get((kind, group, key)) != holder:
-                return False
-            del self._holders[kind, group, key]
-            return True
+            return self._holders.get(place) == holder and bool(self._holders.pop(place))
 
-    def find(self, kind: Kind, group: str, key: Hashable) -> str | None:
-        with self._lock:
-            return self._holders.get((kind, group, key))
+    def find(self, place: Place) -> str | None:
+        return self._holders.get(place)
 
     def hint(self, kind: Kind, group: str, key: Hashable) -> str:
         """Return what somebody may have meant by a key that nobody holds, for the error's text."""
-        with self._lock:
-            here = [(of, name) for of, place, name in self._holders if place == group]
         other: Kind = "service" if kind == "value" else "value"
-        if (other, key) in here:
-            return f"; it is the key of a {other}"
-        return did_you_mean(key, (name for of, name in here if of == kind))
+        with self._lock:
+            if (other, group, key) in self._holders:
+                return f"; it is the key of a {other}"
+            keys = [one for *table, one in self._holders if table == [kind, group]]
+        return did_you_mean(key, keys)
 
     def withdraw(self, group: str, generation: int, holder: str) -> None:
         """Forget everything that `holder` has in a group, and end its barriers there."""
         error = RuntimeError(f"group {group!r} has been destroyed in {holder!r}")
         with self._lock:
-            self._forget(lambda place, name: place == group and name == holder)
+            self._forget(holder, group)
             ended = self._take_arrivals(holder, error, barrier_place(group, generation))
         _answer(ended)
 
@@ -89,7 +88,7 @@ class Directory:
             if name not in self._living:
                 return
             self._living.discard(name)
-            self._forget(lambda _, holder: holder == name)
+            self._forget(name)
             ended = self._take_arrivals(name, RuntimeError(f"{name!r} is held to be gone"))
             ended += self._take_complete()
         _answer(ended)
@@ -123,28 +122,28 @@ class Directory:
         _answer(ended)
         return arrival
 
-    def give_up(self, place: Hashable, name: str, token: str) -> Late | Met:
+    def give_up(self, name: str, token: str) -> Late | Met:
         """Leave a place where one has waited too long; `Met` if the last one has come since."""
         with self._lock:
-            for found in self._rounds:
-                if found.place == place and found.arrived.get(name, ("",))[0] == token:
-                    break
-            else:
+            here = (one for one in self._rounds if one.arrived.get(name, ("",))[0] == token)
+            found = next(here, None)
+            if found is None:
                 return self._over.get(token, Met(0, []))
             _, arrival = found.arrived.pop(name)
-            missing = [one for one in found.members if one not in found.arrived and one != name]
-            gave_up = [one for one in missing if one in found.gave_up]
+            absent = [one for one in found.members if one not in found.arrived and one != name]
+            missing = [one for one in absent if one not in found.gave_up]
             found.gave_up.add(name)
             if not found.arrived:
                 self._rounds.remove(found)
         # Nobody reads it, but while an answer is owed the transport cannot be freed.
         arrival.set_result(Met(0, []))
-        return Late([one for one in missing if one not in gave_up], gave_up)
+        return Late(missing, "not come") if missing else Late(absent, "given up")
 
-    def _forget(self, concerns: Callable[[str, str], bool]) -> None:
-        for key, holder in list(self._holders.items()):
-            if concerns(key[1], holder):
-                del self._holders[key]
+    def _forget(self, holder: str, group: str | None = None) -> None:
+        """Forget what a process holds, in one group or in all."""
+        for place, name in list(self._holders.items()):
+            if name == holder and group in (None, place[1]):
+                del self._holders[place]
 
     def _take_arrivals(
         self, name: str, error: Exception, place: Hashable | None = None
@@ -172,15 +171,15 @@ class Directory:
         return ended
 
 
+@dataclass
 class _Round:
     """One meeting: who is expected, who has come, and who has left again."""
 
-    def __init__(self, place: Hashable, members: tuple[str, ...], is_whole: bool) -> None:
-        self.place = place
-        self.members = members
-        self.is_whole = is_whole
-        self.arrived: dict[str, tuple[str, Future[Met]]] = {}
-        self.gave_up: set[str] = set()
+    place: Hashable
+    members: tuple[str, ...]
+    is_whole: bool
+    arrived: dict[str, tuple[str, Future[Met]]] = field(default_factory=dict)
+    gave_up: set[str] = field(default_factory=set)
 
 
 _Ended = tuple[Future[Met], Met | Exception]
@@ -189,10 +188,10 @@ _Ended = tuple[Future[Met], Met | Exception]
 def _answer(ended: Iterable[_Ended]) -> None:
     """Complete futures. Not under the lock: completing one sends the answer."""
     for arrival, outcome in ended:
-        if isinstance(outcome, Exception):
-            arrival.set_exception(outcome)  # type: ignore[arg-type]
-        else:
-            arrival.set_result(outcome)
+        answer: Any = (
+            arrival.set_exception if isinstance(outcome, Exception) else arrival.set_result
+        )
+        answer(outcome)
 
 
 def barrier_place(group: str, generation: int) -> Hashable:

@@ -226,7 +226,7 @@ class RpcGroup:
             node.held[place] = held
         is_added = False
         try:
-            is_added = node.ask("add", *place, node.name)
+            is_added = node.ask("add", place, node.name)
         finally:
             if not is_added:
                 node.held.pop(place, None)
@@ -235,13 +235,13 @@ class RpcGroup:
 
     def _release(self, kind: Kind, key: Hashable) -> None:
         node, place = self._own_end(), (kind, self.group_name, key)
-        is_held = place in node.held and node.ask("remove", *place, node.name)
+        is_held = place in node.held and node.ask("remove", place, node.name)
         node.held.pop(place, None)
         if not is_held:
             raise _key_error(self.group_name, kind, key, f"not {_HELD[kind]}")
 
     def _find(self, kind: Kind, key: Hashable) -> str | None:
-        holder: str | None = _node.current().ask("find", kind, self.group_name, key)
+        holder: str | None = _node.current().ask("find", (kind, self.group_name, key))
         return holder
 
     def _find_or_raise(self, kind: Kind, key: Hashable) -> str:
@@ -298,7 +298,7 @@ def held(kind: Kind, group: str, key: Hashable) -> Any:
 
 
 def call_held(group: str, key: Hashable, args: Any, kwargs: Any) -> Any:
-    return held("service", group, key)(*args, **(kwargs or {}))
+    return held("service", group, key)(*args, **kwargs)
 
 
 def _try_held(group: str, key: Hashable, args: Any, kwargs: Any) -> Any:

@@ -14,7 +14,7 @@ from torch.futures import Future
 
 from ..errors import RpcError
 from .calls import call_async, call_sync, never_waits
-from .directory import Directory, Kind, Late, Met
+from .directory import Directory, Late, Met, Place
 
 # How long a question about who is missing may take, in seconds.
 _ASK_S = 2.0
@@ -31,8 +31,8 @@ class Node:
         self.members = tuple(sorted(names.values()))
         self.manager = names[0]
         self.rpc_timeout = rpc_timeout
-        # The values and services of this process, by kind, group and key.
-        self.held: dict[tuple[Kind, str, Hashable], Any] = {}
+        # The values and services of this process.
+        self.held: dict[Place, Any] = {}
         # The results that references of other processes refer to, by their numbers.
         self.kept: dict[str, Any] = {}
         # The `RpcGroup`s that were made here and not destroyed, by name.
@@ -69,24 +69,19 @@ class Node:
         try:
             met: Met = call_sync(self.manager, _manage, arrival, timeout=timeout, what=what)
         except RpcError as error:
-            late = self._give_up(place, token, error)
+            try:
+                given = "give_up", self.name, token
+                late: Late | Met = call_sync(self.manager, _manage, given, timeout=_ASK_S)
+            except RpcError:
+                # A manager that does not answer is the error itself.
+                raise error from None
             if isinstance(late, Late):
-                absent = late.missing, "not come"
-                names, state = absent if late.missing else (late.gave_up, "given up")
-                raise RpcError(f"{what}: {named(names)} {state} within {timeout:g} s") from error
+                text = f"{named(late.names)} {late.state} within {timeout:g} s"
+                raise RpcError(f"{what}: {text}") from error
             met = late
         if is_whole and met.gone:
             raise RpcError(f"{what}: {named(met.gone)} ended")
         return met
-
-    def _give_up(self, place: Hashable, token: str, error: RpcError) -> Late | Met:
-        """Ask who had not come; a manager that does not answer is the error itself."""
-        given = "give_up", place, self.name, token
-        try:
-            late: Late | Met = call_sync(self.manager, _manage, given, timeout=_ASK_S)
-        except RpcError:
-            raise error from None
-        return late
 
     def withdraw(self, group: str, generation: int) -> None:
         """Have the manager forget what this process holds in a group, without waiting for it."""

@@ -11,7 +11,7 @@ import contextlib
 import itertools
 import queue
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -182,28 +182,26 @@ def _raise_again(failure: Parcel) -> None:
     raise unpack_error(failure)
 
 
-def _find(number: str, holder: str) -> _Kept:
-    kept = _node.current().kept
-    # Messages may overtake each other: that of the first holder may come before the call.
-    if number not in kept and holder == number:
-        kept[number] = _Kept(number)
-    if number not in kept:
-        raise RpcError(f"{own_name()!r} has forgotten the value: all references to it were gone")
-    found: _Kept = kept[number]
-    return found
-
-
-def _forget_unheld(number: str, kept: _Kept) -> None:
-    if kept.is_begun and not kept.holders:
-        _node.current().kept.pop(number, None)
+@contextlib.contextmanager
+def _found(number: str, holder: str) -> Iterator[_Kept]:
+    """Find a value and change its holders; without any, it is forgotten once it was asked for."""
+    node = _node.current()
+    with node.lock:
+        # Messages may overtake each other: that of the first holder may come before the call.
+        if number not in node.kept and holder == number:
+            node.kept[number] = _Kept(number)
+        if number not in node.kept:
+            raise RpcError(f"{node.name!r} has forgotten the value: all references to it were gone")
+        kept: _Kept = node.kept[number]
+        yield kept
+        if kept.is_begun and not kept.holders:
+            del node.kept[number]
 
 
 def _keep(number: str, call: Parcel) -> Any:
     """Carry a call out and keep what comes of it."""
-    with _node.current().lock:
-        kept = _find(number, number)
+    with _found(number, number) as kept:
         kept.is_begun = True
-        _forget_unheld(number, kept)
 
     def make() -> Any:
         func, args, kwargs = unpack(call)
@@ -214,24 +212,20 @@ def _keep(number: str, call: Parcel) -> Any:
 
 @never_waits
 def _kept_value(number: str, holder: str) -> Future[Any]:
-    with _node.current().lock:
-        kept = _find(number, holder)
-    return kept.value()
+    with _found(number, holder) as kept:
+        return kept.value()
 
 
 @never_waits
 def _retain(number: str, holder: str, other: str) -> None:
-    with _node.current().lock:
-        _find(number, holder).holders.add(other)
+    with _found(number, holder) as kept:
+        kept.holders.add(other)
 
 
 @never_waits
 def _drop(number: str, holder: str) -> None:
-    node = _node.current()
-    with node.lock, contextlib.suppress(RpcError):
-        kept = _find(number, holder)
+    with contextlib.suppress(RpcError), _found(number, holder) as kept:
         kept.holders.discard(holder)
-        _forget_unheld(number, kept)
 
 
 def _release(owner: str, number: str, holder: str) -> None:

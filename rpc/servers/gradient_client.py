@@ -20,15 +20,14 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
-from torch.futures import Future
 
 from ..calls import node as _node
 from ..calls.group import RpcGroup
 from ..calls.node import Node
 from ..errors import RpcError
 from .model_state import check_model, copied, load_snapshot, state_of, unwrap
-from .ordered_server import KnownState, OrderedServerBase, StateServer, Update, Wanted, pull_update
-from .reduction import Gradients, Push, Receipt
+from .ordered_server import KnownState, Mark, OrderedServerBase, Update, pull_update
+from .reduction import Gradients, Push, Receipt, when_gone
 
 logger = logging.getLogger(__name__)
 
@@ -88,15 +87,8 @@ class PushPullGradServer:
             RpcError: the primary reducer is gone or has failed.
         """
         check_model(model)
-        known, wanted = self._known, None
-        if isinstance(self.o_server, StateServer):
-            wanted = self.o_server.wanted(self.model_name, known.mark)
-        update = self._sender().push(_gradients_of(model), wanted)
-        if update is None:
-            return self.pull(model)
-        model.zero_grad(set_to_none=False)
-        _load(model, self._updated(known, update))
-        return True
+        known = self._known
+        return self._load(model, known, self._sender().push(_gradients_of(model), known.mark))
 
     def pull(self, model: nn.Module) -> bool:
         """Set a model's gradients to zero and its parameters to the newest published ones.
@@ -105,27 +97,32 @@ class PushPullGradServer:
         been published, since there has been no step yet.
         """
         check_model(model)
-        model.zero_grad(set_to_none=False)
-        # Once, and replaced as a whole: other threads may pull.
-        known = self._known
-        try:
-            update = pull_update(self.o_server, self.model_name, None, known)
-        except KeyError as error:
-            raise RpcError(f"the ordered server of {self.server_name!r} is gone") from error
-        if update is None:
-            return False
-        _load(model, self._updated(known, update))
-        return True
+        return self._load(model, self._known, None)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_known": KnownState()}
 
-    def _updated(self, known: KnownState, update: Update) -> dict[str, Any]:
+    def _load(self, model: nn.Module, known: KnownState, update: Update | None) -> bool:
+        """Load the newest state: `known` with its `update`, None if that is still to be asked for.
+
+        `known` was read once, and is replaced as a whole: other threads may pull.
+        """
+        model.zero_grad(set_to_none=False)
+        if update is None:
+            try:
+                update = pull_update(self.o_server, self.model_name, None, known)
+            except KeyError as error:
+                raise RpcError(f"the ordered server of {self.server_name!r} is gone") from error
+        if update is None:
+            return False
         if update.state is not None:
             known = known.updated(update)
             if known.mark is not None:
                 self._known = known
-        return known.state
+        own = state_of(model)
+        buffers = dict(unwrap(model).named_buffers(remove_duplicate=False))
+        load_snapshot(model, known.state | {name: own[name] for name in buffers if name in own})
+        return True
 
     def _sender(self) -> _Sender:
         """Return this process's sender to the server: all accessors of a process are one client."""
@@ -135,12 +132,6 @@ class PushPullGradServer:
             if key not in senders:
                 senders[key] = _Sender(self.server_name, self.group, self.secondary_reducers)
             return senders[key]
-
-
-def _load(model: nn.Module, state: dict[str, Any]) -> None:
-    own = state_of(model)
-    buffers = dict(unwrap(model).named_buffers(remove_duplicate=False))
-    load_snapshot(model, state | {name: own[name] for name in buffers if name in own})
 
 
 def _gradients_of(model: nn.Module) -> Gradients:
@@ -163,8 +154,8 @@ class _Pending:
     # Where it was sent last.
     reducer: str = ""
     is_acknowledged: bool = False
-    # Asked along with it while its caller waits, and the answer to that.
-    wanted: Wanted | None = None
+    # Of the state that its caller has, and what leads to the newest one, where the reducer has it.
+    mark: Mark | None = None
     news: Update | None = None
 
 
@@ -194,10 +185,10 @@ class _Sender:
     def dropped(self) -> int:
         return sum(self._dropped.values())
 
-    def push(self, gradients: Gradients, wanted: Wanted | None = None) -> Update | None:
-        """Deliver gradients to a living reducer; return what is `wanted`, where that has it."""
+    def push(self, gradients: Gradients, mark: Mark | None) -> Update | None:
+        """Deliver gradients to a living reducer; return what is newer than `mark`, if it knows."""
         with self._lock:
-            pending = _Pending(self._next_number, gradients, wanted=wanted)
+            pending = _Pending(self._next_number, gradients, mark=mark)
             self._next_number += 1
             self._pushes[pending.number] = pending
         try:
@@ -207,7 +198,7 @@ class _Sender:
                 self._pushes.pop(pending.number, None)
             raise
         # The push is kept until the primary has it; what was pulled is not.
-        news, pending.news, pending.wanted = pending.news, None, None
+        news, pending.news = pending.news, None
         return news
 
     def _deliver(self, pending: _Pending, is_again: bool = False) -> None:
@@ -228,8 +219,10 @@ class _Sender:
             pending.reducer = reducer
             low, content = min(self._pushes), pending.gradients
             push = Push(self._client, pending.number, low, content, asked, is_again)
-        receipt = self._ask(reducer, push, pending)
-        if receipt is None:
+        try:
+            receipt = self._ask(reducer, push, pending)
+        except (KeyError, RpcError) as error:
+            self._recover(reducer, error)
             return self._has_arrived(pending)
         self._note(reducer, push, receipt)
         if receipt.state == "taken":
@@ -244,30 +237,29 @@ class _Sender:
             return self._has_arrived(pending)
         raise (queue.Full if receipt.state == "full" else RpcError)(receipt.text)
 
-    def _ask(self, reducer: str, push: Push, pending: _Pending) -> Receipt | None:
-        """Return the reducer's answer, None where it is dead."""
-        receipt: Receipt
+    def _ask(self, reducer: str, push: Push, pending: _Pending) -> Receipt:
+        """Return the reducer's answer; raise KeyError or RpcError where it is dead."""
         try:
             if reducer in self._idle and not self._call(reducer, "_is_running_service"):
                 return Receipt("idle", held=push.asked)
             self._idle.discard(reducer)
-            given = push, reducer != _STAND_IN, pending.wanted
-            receipt, pending.news = self._call(reducer, "_push_service", *given)
+            given = push, reducer != _STAND_IN, pending.mark
+            receipt: Receipt
+            receipt, news = self._call(reducer, "_push_service", *given)
+            pending.news = None if push.is_again else news
             self._watch(reducer)
             return receipt
-        except KeyError as error:
-            if reducer != _STAND_IN and reducer not in self._met:
-                # It has not been made yet.
-                return Receipt("idle", held=push.asked)
-            self._recover(reducer, error)
-            return None
+        except KeyError:
+            if reducer == _STAND_IN or reducer in self._met:
+                raise
+            # It has not been made yet.
+            return Receipt("idle", held=push.asked)
         except RpcError as error:
-            # What became of the push?
+            # What became of the push? Where nobody answers this either, the reducer is dead.
             try:
                 is_back = self._call(reducer, "_withdraw_service", push.client, push.number)
             except (KeyError, RpcError):
-                self._recover(reducer, error)
-                return None
+                raise error from None
             where = repr(reducer or "the primary")
             text = f"the queue of {where} has been full for too long: {error}"
             return Receipt("full" if is_back else "taken", text, held=push.asked)
@@ -328,9 +320,8 @@ class _Sender:
             if reducer in self._met or reducer == _STAND_IN:
                 return
             self._met.add(reducer)
-        key = f"{self._server_name}/{reducer}/_alive_service"
-        alive: Future[bool] = self._group.registered_async(key, timeout=0)
-        alive.add_done_callback(partial(_note_end, weakref.ref(self), reducer))
+        prefix = f"{self._server_name}/{reducer}"
+        when_gone(self._group, prefix, partial(_recover_later, weakref.ref(self), reducer))
 
     def recover_quietly(self, reducer: str) -> None:
         """Recover what was sent to a reducer; that the primary is gone the next push reports."""
@@ -345,13 +336,9 @@ class _Sender:
         return self._group.registered_sync(f"{prefix}/{service}", args)
 
 
-def _note_end(own: weakref.ref[_Sender], reducer: str, done: Future[bool]) -> None:
-    try:
-        is_in_order = done.wait()
-    except RuntimeError:
-        is_in_order = False
+def _recover_later(own: weakref.ref[_Sender], reducer: str) -> None:
     sender = own()
-    if sender is not None and not is_in_order:
+    if sender is not None:
         # Sending again may take a while.
         threading.Thread(target=sender.recover_quietly, args=(reducer,), daemon=True).start()
 

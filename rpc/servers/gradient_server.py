@@ -14,11 +14,11 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ..calls.group import RpcGroup
+from ..calls.group import RpcGroup, held_or_none
 from ..errors import RpcError
 from .gradient_client import PushPullGradServer
-from .ordered_server import OrderedServerBase, offer, own_state_server
-from .reducers import ManagedModel, Primary, RemotePrimary, Secondary, leave_with_world
+from .ordered_server import Mark, OrderedServerBase, Update, offer, own_state_server
+from .reducers import ManagedModel, Primary, RemotePrimary, Secondary
 from .reduction import OnFull, ReduceSettings
 
 logger = logging.getLogger(__name__)
@@ -105,12 +105,11 @@ class PushPullGradServerImpl:
             self._primary = Primary(self._name, settings, self._changed, self._shut_out)
             self._levels.append(self._primary)
         primary = self._primary or RemotePrimary(server_name, group, self.primary_reducer)
-        self._secondary = Secondary(self._name, settings, self._changed, primary)
+        self._secondary = Secondary(self._name, settings, self._changed, primary, self._news)
         self._levels.append(self._secondary)
         with contextlib.ExitStack() as undo:
             self._offer(undo)
             self._offers = undo.pop_all()
-        leave_with_world(self._secondary)
 
     @property
     def dropped(self) -> int:
@@ -231,6 +230,12 @@ class PushPullGradServerImpl:
             token=uuid.uuid4().hex,
         )
         offer(undo, self.group, "value", self.server_name, accessor)
+
+    def _news(self, mark: Mark | None) -> Update | None:
+        # The tensors are the server's own: they are for sending.
+        key = f"{self.server_name}_o_server/_pull_changes"
+        service = held_or_none("service", self.group.get_group_name(), key)
+        return None if service is None else service(self.model_name, None, mark, frozenset())
 
     def _shut_out(self, reducer: str, text: str) -> None:
         """Tell a reducer that it is held dead; one that sleeps finds it when it wakes."""

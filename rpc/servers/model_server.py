@@ -63,10 +63,8 @@ class PushPullModelServer:
             RpcError: the server is gone or has not answered in time; it may have accepted.
         """
         check_model(model)
-        version = _version_of(model)
-        if version is None:
-            version = 0
-            _set_version(model, version)
+        version = _version_of(model) or 0
+        _set_version(model, version)
         if self._send(model, version):
             _set_version(model, version + 1)
             return True

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.futures import Future
 
-from ..calls.group import RpcGroup, held_or_none
+from ..calls.group import RpcGroup
 from .model_state import copied, on_cpu
 
 
@@ -152,15 +152,10 @@ def offer(
 
 
 State = Mapping[str, Any]
-# A service and its arguments, to be called along with another call: group, key, arguments.
-Wanted = tuple[str, str, tuple[Any, ...]]
 
 
-class Mark(NamedTuple):
-    """One state under one key: the server that was started, not its name, and a push there."""
-
-    server: str
-    number: int
+# One state under a key: the server that was started, not its name, and the number of a push there.
+Mark = tuple[str, int]
 
 
 class Update(NamedTuple):
@@ -209,21 +204,6 @@ class StateServer(OrderedServerSimple):
         found: Update | None = self.group.registered_sync(service, given)
         return found
 
-    def wanted(self, key: Hashable, mark: Mark | None) -> Wanted:
-        """Return what asks for the newest state, for `pull_here`."""
-        service = f"{self.server_name}/_pull_changes"
-        return self.group.get_group_name(), service, (key, None, mark, frozenset())
-
-
-def pull_here(wanted: Wanted) -> Update | None:
-    """Return what leads to the newest state; None where there is none in this process.
-
-    The state's tensors are the server's: they are for sending.
-    """
-    group, key, args = wanted
-    service = held_or_none("service", group, key)
-    return None if service is None else service(*args)
-
 
 class StateServerImpl(OrderedServerSimpleImpl):
     """An ordered server of states that knows when each of their tensors was last changed."""
@@ -234,11 +214,10 @@ class StateServerImpl(OrderedServerSimpleImpl):
         super().__init__(server_name, group, version_depth)
 
     def _services(self) -> dict[str, Callable[..., Any]]:
-        return {
-            **super()._services(),
-            "_push_changes": self._push_changes,
-            "_pull_changes": self._pull_changes,
-        }
+        services = super()._services()
+        services["_push_changes"] = self._push_changes
+        services["_pull_changes"] = self._pull_changes
+        return services
 
     def _accessor(self) -> StateServer:
         return StateServer(self.server_name, self.group)
@@ -259,14 +238,14 @@ class StateServerImpl(OrderedServerSimpleImpl):
             if mark is not None:
                 if newest is None:
                     raise NothingKeptError(f"nothing is kept under {key!r}")
-                if mark != Mark(self._name, ledger.number):
+                if mark != (self._name, ledger.number):
                     return None
             whole = dict(state) if mark is None else {**old, **state}
             if not super()._push_service(key, whole, version, prev_version):
                 return None
             self._ledgers[key] = ledger
             ledger.note(state, is_whole=whole.keys() != old.keys())
-            return Mark(self._name, ledger.number)
+            return (self._name, ledger.number)
 
     def _pull_changes(
         self, key: Hashable, version: Any, mark: Mark | None, lacking: Set[str]
@@ -277,14 +256,15 @@ class StateServerImpl(OrderedServerSimpleImpl):
                 return None
             state, newest_version = newest
             ledger = self._ledgers[key]
-            update = Update(newest_version, Mark(self._name, ledger.number))
-            is_ours = mark is not None and mark.server == self._name
-            is_comparable = version is not None and (mark is None or is_ours)
+            update = Update(newest_version, (self._name, ledger.number))
+            # The push that the client knows; 0 is none of this server.
+            known = mark[1] if mark is not None and mark[0] == self._name else 0
+            is_comparable = version is not None and (mark is None or known > 0)
             if mark == update.mark or (is_comparable and version >= newest_version):
                 return update
-            if mark is None or not is_ours or mark.number < ledger.whole:
+            if known < ledger.whole:
                 return update._replace(is_whole=True, state=state)
-            changed = {name for name, number in ledger.changes.items() if number > mark.number}
+            changed = {name for name, number in ledger.changes.items() if number > known}
             return update._replace(state={name: state[name] for name in changed | lacking})
 
 
@@ -378,9 +358,8 @@ class KnownState:
 
 
 def _is_alike(one: Any, other: Any) -> bool:
-    if not isinstance(one, Tensor) or not isinstance(other, Tensor):
-        return False
-    return one.dtype == other.dtype and one.shape == other.shape
+    are_tensors = isinstance(one, Tensor) and isinstance(other, Tensor)
+    return are_tensors and one.dtype == other.dtype and one.shape == other.shape
 
 
 def _is_same(one: Any, other: Any) -> bool:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
-import weakref
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -17,7 +18,7 @@ from ..calls import node as _node
 from ..calls.group import RpcGroup, call_held, held_or_none
 from ..errors import RpcError
 from .model_state import snapshot, unwrap
-from .ordered_server import OrderedServerBase, OrderedServerSimple, Update, Wanted, pull_here
+from .ordered_server import Mark, OrderedServerBase, OrderedServerSimple, Update
 from .reduction import (
     Batch,
     Gradients,
@@ -28,9 +29,9 @@ from .reduction import (
     Receipt,
     ReduceSettings,
     State,
-    answer_all,
     check_gradients,
     layout_of,
+    when_gone,
 )
 
 logger = logging.getLogger(__name__)
@@ -112,15 +113,14 @@ class Primary:
         shut_out: Callable[[str, str], None],
     ) -> None:
         self.model: ManagedModel | None = None
-        self._changed = changed
         self._shut_out = shut_out
-        # Between reducers a full queue cannot be an error: who pushed has gone on.
-        drops = settings.on_full == "drop_oldest"
-        self.level = Level[Batch](
-            f"{name} (primary)", settings, "drop_oldest" if drops else "block"
-        )
+        if settings.on_full == "error":
+            # Between reducers a full queue cannot be an error: who pushed has gone on.
+            settings = replace(settings, on_full="block")
+        self.level = Level[Batch](f"{name} (primary)", settings, changed)
         self._failure = ""
         self._fenced: set[str] = set()
+        # By client, the numbers of its pushes that it may ask for.
         self._arrived: dict[str, set[int]] = {}
 
     @property
@@ -137,12 +137,16 @@ class Primary:
 
     def take(self, batch: Batch) -> Future[Receipt]:
         answer: Future[Receipt] = Future()
-        with self._changed:
-            state, text = self._accept(batch, answer)
-            receipt = None if state is None else self.level.receipt(batch, state, text)
-            self._changed.notify_all()
-        if receipt is not None:
-            answer.set_result(receipt)
+        with self.level.locked():
+            refusal = self._refusal(batch)
+            if refusal is not None:
+                self.level.reply(batch, answer, *refusal)
+                return answer
+            for client, number, low in batch.ids:
+                known = self._arrived.get(client, set())
+                self._arrived[client] = {number, *(one for one in known if one >= low)}
+            # May have to wait; it is here all the same, whatever becomes of its reducer.
+            self.level.offer(batch, answer)
         return answer
 
     def layout(self) -> Layout | None:
@@ -154,11 +158,10 @@ class Primary:
 
     def fence(self, reducer: str, client: str, numbers: Iterable[int]) -> list[int]:
         """Take no more batches of a reducer; return which pushes of a client have arrived."""
-        with self._changed:
+        with self.level.locked():
             is_new = reducer not in self._fenced
             self._fenced.add(reducer)
-            known = self._arrived.get(client, set())
-            arrived = [number for number in numbers if number in known]
+            arrived = sorted(self._arrived.get(client, set()).intersection(numbers))
         if is_new:
             logger.warning("the reducer %r is held dead, and shut out, for %r", reducer, client)
             # It may live, with pushes that are no full batch: their clients must learn of it.
@@ -166,64 +169,46 @@ class Primary:
         return arrived
 
     def run(self) -> None:
-        with self._changed:
+        with self.level.locked():
             self._failure = ""
-            self._changed.notify_all()
 
     def fail(self, text: str) -> None:
         """Refuse batches until `run`; what was being reduced is lost."""
-        with self._changed:
+        with self.level.locked():
             self._failure = text
             for batch, _ in self.level.waiting:
-                self._note(batch.ids, has_arrived=False)
-            answers = self.level.dismiss("failed", text)
-            lost = self.level.drop_broken()
-        if lost:
-            logger.warning("%d pushes were lost in a step that failed", lost)
-        answer_all(answers)
+                for client, number, _ in batch.ids:
+                    self._arrived[client].discard(number)
+            self.level.fail(text)
 
     def step(self) -> bool:
         """Do one piece of work; False where there is none."""
-        with self._changed:
+        with self.level.locked():
             if not self.has_work:
                 return False
             batch = self.level.take()
-            answers = self.level.admit()
-        answer_all(answers)
         # Not under the lock: a step may be long.
         total = self.level.add(batch)
         if total is not None:
             if self.model is not None:
                 self.model.step(total)
-            with self._changed:
+            with self.level.locked():
                 self.level.finish()
             if self.model is not None:
                 self.model.publish()
         return True
 
-    def _accept(self, batch: Batch, answer: Future[Receipt]) -> tuple[State | None, str]:
-        """Take a batch, or say why not; None where it has to wait."""
+    def _refusal(self, batch: Batch) -> tuple[State, str] | None:
         if batch.reducer in self._fenced:
             return "fenced", _why_fenced(batch.reducer)
         if self._failure:
             return "failed", self._failure
-        layout = self.layout()
-        try:
-            if layout is not None:
-                check_gradients(batch.gradients, layout)
-        except ValueError as error:
-            return "refused", str(error)
-        for client, low in batch.lows.items():
-            known = self._arrived.get(client, set())
-            self._arrived[client] = {number for number in known if number >= low}
-        # Those that wait too: they are here, whatever becomes of their reducer.
-        self._note(batch.ids, has_arrived=True)
-        return self.level.offer(batch, answer), ""
-
-    def _note(self, ids: Iterable[PushId], has_arrived: bool) -> None:
-        for client, number in ids:
-            known = self._arrived.setdefault(client, set())
-            (known.add if has_arrived else known.discard)(number)
+        if self.model is not None:
+            try:
+                check_gradients(batch.gradients, self.model.layout)
+            except ValueError as error:
+                return "refused", str(error)
+        return None
 
 
 def _why_fenced(reducer: str) -> str:
@@ -242,7 +227,7 @@ class RemotePrimary:
         """Hand over a batch. Has no time limit: a primary that dies breaks the call."""
         # `registered_async` would ask the manager where it is, before every batch.
         key = f"{self._prefix}/_reduce_service"
-        given = self._group.get_group_name(), key, (batch,), None
+        given: Any = (self._group.get_group_name(), key, (batch,), {})
         return self._group.rpc_async(self._name, call_held, timeout=0, args=given)
 
     def layout(self) -> Layout | None:
@@ -251,24 +236,17 @@ class RemotePrimary:
         return layout
 
     def watch(self, on_end: Callable[[], None]) -> None:
-
-        def note(done: Future[bool]) -> None:
-            try:
-                done.wait()
-            except RuntimeError:
-                on_end()
-
-        alive = self._group.registered_async(f"{self._prefix}/_alive_service", timeout=0)
-        alive.add_done_callback(note)
+        when_gone(self._group, self._prefix, on_end)
 
 
 class Intake(Level[Push]):
     """The pushes that a secondary reducer holds until the primary has them."""
 
-    def __init__(self, name: str, settings: ReduceSettings) -> None:
-        super().__init__(name, settings, settings.on_full)
-        self.unsent: Batch | None = None
-        self.is_sending = False
+    unsent: Batch | None = None
+    is_sending = False
+
+    def __init__(self, name: str, settings: ReduceSettings, changed: threading.Condition) -> None:
+        super().__init__(name, settings, changed)
         # By reducer: clients learn what the primary has dropped too.
         self.dropped_by: dict[str, int] = {}
         self._batch_size = settings.batch_size
@@ -288,8 +266,15 @@ class Intake(Level[Push]):
         has_room = self.unsent is None or self.num_taken + 1 < self._batch_size
         return bool(self.items) and has_room
 
-    def receipt(self, item: Push, state: State, text: str = "") -> Receipt:
-        held = {number for client, number in self.pushes if client == item.client}
+    def gather(self, push: Push) -> None:
+        """Add a push that was taken; a full sum is the next batch. Not within `locked`."""
+        total = self.add(push)
+        if total is not None:
+            with self.locked():
+                self.unsent = Batch(self.name, total, self.finish())
+
+    def receipt(self, item: Push, state: State, text: str) -> Receipt:
+        held = {number for client, number, _ in self.pushes if client == item.client}
         dropped = {**self.dropped_by, self.name: self.dropped}
         return Receipt(state, text, tuple(held.intersection(item.asked)), dropped)
 
@@ -298,7 +283,8 @@ class Secondary:
     """Takes pushes, adds them up and hands over each full batch.
 
     All methods may be called from any thread, `step` from one at a time. `changed` guards it, and
-    is notified when there may be something to do.
+    is notified when there may be something to do. `news` returns what leads from a client's state
+    to the newest one, if that is kept in this process: it spares the client a second call.
     """
 
     def __init__(
@@ -307,20 +293,24 @@ class Secondary:
         settings: ReduceSettings,
         changed: threading.Condition,
         primary: Primary | RemotePrimary,
+        news: Callable[[Mark | None], Update | None],
     ) -> None:
-        self.level = Intake(name, settings)
+        self.level = Intake(name, settings, changed)
         self.is_running = False
         # Set once and for all: the primary is gone ("failed") or has shut this reducer out.
         self.lost: tuple[State, str] | None = None
         self._name = name
-        self._changed = changed
         self._primary = primary
+        self._news = news
         # Why the thread of this process has ended, and why the primary takes nothing.
         self._failure = ""
         self._trouble = ""
         self._layout: Layout | None = None
         self._is_watching = False
-        self._watchers: list[Future[bool]] = []
+        # What those who watch this reducer wait for: whether it leaves in good order.
+        self._end: Future[bool] = Future()
+        # The end of the world waits for all answers that are owed.
+        _node.current().left.add_done_callback(partial(_leave, self._end))
 
     @property
     def has_work(self) -> bool:
@@ -332,26 +322,17 @@ class Secondary:
         """Return what clients call; the primary too, to shut this reducer out."""
 
         def push(
-            push: Push, must_run: bool, wanted: Wanted | None = None
+            push: Push, must_run: bool, mark: Mark | None
         ) -> Future[tuple[Receipt, Update | None]]:
             def answer(done: Future[Receipt]) -> tuple[Receipt, Update | None]:
                 receipt = done.wait()
-                if wanted is None or receipt.state != "taken":
-                    return receipt, None
-                # Spares the client a second call, where the states are in this process.
-                return receipt, pull_here(wanted)
+                return receipt, self._news(mark) if receipt.state == "taken" else None
 
             return self.push(push, must_run).then(answer)
 
-        def alive() -> Future[bool]:
-            watcher: Future[bool] = Future()
-            with self._changed:
-                self._watchers.append(watcher)
-            return watcher
-
         return {
             f"{prefix}/_push_service": push,
-            f"{prefix}/_alive_service": alive,
+            f"{prefix}/_alive_service": lambda: self._end,
             f"{prefix}/_withdraw_service": self.withdraw,
             f"{prefix}/_shut_out_service": partial(self.lose, "fenced"),
             f"{prefix}/_is_running_service": lambda: self.is_running,
@@ -369,91 +350,79 @@ class Secondary:
         except (RpcError, KeyError) as error:
             answer.set_result(Receipt("failed", f"the primary reducer cannot be asked: {error}"))
             return answer
-        with self._changed:
+        with self.level.locked():
             layout = self._layout
             if layout is None:
                 # Without a model all must at least be like the one before.
                 before = self.level.items[-1] if self.level.items else push
                 layout = layout_of(before.gradients)
             check_gradients(push.gradients, layout)
-            state, text = self._accept(push, answer, must_run)
-            receipt = None if state is None else self.level.receipt(push, state, text)
-            self._changed.notify_all()
-        if receipt is not None:
-            answer.set_result(receipt)
+            refusal = self._refusal(must_run)
+            if refusal is not None:
+                self.level.reply(push, answer, *refusal)
+            elif self._trouble:
+                # The primary may work again: the answer to the batch decides.
+                self._trouble = ""
+                self.level.waiting.append((push, answer))
+            else:
+                self.level.offer(push, answer, is_forced=push.is_again)
         return answer
 
     def withdraw(self, client: str, number: int) -> bool:
         """Send away a push that waits; False where it does not wait any more."""
-        with self._changed:
-            answers = self.level.dismiss("full", "", lambda push: push[:2] == (client, number))
-        answer_all(answers)
-        return bool(answers)
+        with self.level.locked():
+            return self.level.dismiss("full", "", lambda push: push[:2] == (client, number))
 
     def run(self) -> None:
-        with self._changed:
+        with self.level.locked():
             self.is_running, self._failure, self._trouble = True, "", ""
-            self._changed.notify_all()
 
     def halt(self) -> None:
         """Keep what is here and send those that wait elsewhere."""
-        with self._changed:
+        with self.level.locked():
             self.is_running = False
-            answers = self.level.dismiss("idle", f"the reducer {self._name!r} was stopped")
-        answer_all(answers)
+            self.level.dismiss("idle", f"the reducer {self._name!r} was stopped")
 
     def fail(self, text: str) -> None:
         """Answer every push by an error until `run`; what was being added is lost."""
-        with self._changed:
+        with self.level.locked():
             self._failure = text
-            lost = self.level.drop_broken()
-            answers = self.level.dismiss("failed", text)
-        if lost:
-            logger.warning("%d pushes at the reducer %r could not be reduced", lost, self._name)
-        answer_all(answers)
+            self.level.fail(text)
 
     def step(self) -> bool:
-        with self._changed:
+        """Do one piece of work; False where there is none."""
+        work: Callable[[], None]
+        with self.level.locked():
             if not self.has_work:
                 return False
-            batch = self.level.unsent if self.level.can_send else None
-            push = self.level.take() if batch is None else None
-            self.level.is_sending = self.level.is_sending or batch is not None
-            answers = self.level.admit()
-        answer_all(answers)
-        if batch is not None:
-            self._send(batch)
-        if push is not None and (total := self.level.add(push)) is not None:
-            with self._changed:
-                self.level.unsent = Batch(self._name, total, *self.level.finish())
+            if self.level.unsent is not None and not self.level.is_sending:
+                self.level.is_sending = True
+                work = partial(self._send, self.level.unsent)
+            else:
+                work = partial(self.level.gather, self.level.take())
+        work()
         return True
 
     def lose(self, state: State, text: str) -> None:
         """Take nothing any more: the primary is gone ("failed") or takes nothing ("fenced")."""
-        with self._changed:
+        with self.level.locked():
             self.lost = self.lost or (state, text)
-            answers = self.level.dismiss(*self.lost)
-            self._changed.notify_all()
-        answer_all(answers)
+            self.level.dismiss(*self.lost)
         if state == "fenced":
             # Those who watch send their pushes again, through others.
-            self.leave(is_in_order=False)
+            _leave(self._end, is_in_order=False)
 
-    def leave(self, is_in_order: bool = True) -> None:
-        """Answer those who watch whether this reducer leaves in good order."""
-        with self._changed:
-            watchers, self._watchers = self._watchers, []
-        for watcher in watchers:
-            watcher.set_result(is_in_order)
+    def leave(self) -> None:
+        """Tell those who watch that this reducer leaves in good order."""
+        _leave(self._end)
 
     def _send(self, batch: Batch) -> None:
         try:
-            self._primary.take(batch).add_done_callback(self._on_answer)
+            self._primary.take(batch).add_done_callback(partial(self._on_answer, batch))
         except (RpcError, KeyError) as error:
             self.lose("failed", f"the primary reducer is gone: {error}")
 
-    def _on_answer(self, done: Future[Receipt]) -> None:
-        level = self.level
+    def _on_answer(self, batch: Batch, done: Future[Receipt]) -> None:
         try:
             receipt = done.wait()
         except Exception as error:
@@ -462,60 +431,44 @@ class Secondary:
         if receipt.state == "fenced":
             self.lose("fenced", receipt.text)
             return
-        with self._changed:
+        level = self.level
+        with level.locked():
             level.is_sending = False
             level.dropped_by.update(receipt.dropped)
             if receipt.state == "failed":
                 self._trouble = receipt.text
-                answers = level.dismiss("failed", receipt.text)
-            else:
-                if receipt.state == "refused" and level.unsent is not None:
-                    count, self._layout = len(level.unsent.ids), None
-                    level.dropped += count
-                    text = "%d pushes at the reducer %r were refused: %s"
-                    logger.warning(text, count, self._name, receipt.text)
-                level.unsent = None
-                answers = level.admit()
-            self._changed.notify_all()
-        answer_all(answers)
+                level.dismiss("failed", receipt.text)
+                return
+            if receipt.state == "refused":
+                self._layout = None
+                level.dropped += len(batch.ids)
+                text = "%d pushes at the reducer %r were refused: %s"
+                logger.warning(text, len(batch.ids), self._name, receipt.text)
+            level.unsent = None
+            level.admit()
 
     def _connect(self) -> None:
         """Learn what gradients must look like; the primary may know it later than we live."""
         if self._layout is None and self.lost is None:
             self._layout = self._primary.layout()
-        with self._changed:
+        with self.level.locked():
             has_watched, self._is_watching = self._is_watching, True
         if not has_watched:
             self._primary.watch(lambda: self.lose("failed", "the primary reducer is gone"))
 
-    def _accept(
-        self, push: Push, answer: Future[Receipt], must_run: bool
-    ) -> tuple[State | None, str]:
-        """Take a push, or say why not; None where it has to wait."""
+    def _refusal(self, must_run: bool) -> tuple[State, str] | None:
         if self.lost is not None:
             return self.lost
         if self._failure:
             return "failed", self._failure
         if must_run and not self.is_running:
             return "idle", f"the reducer {self._name!r} is not running"
-        if not self._trouble:
-            state = self.level.offer(push, answer, is_forced=push.is_again)
-            return state, f"the queue of {self._name!r} is full" if state == "full" else ""
-        if not self.level.can_send:
+        if self._trouble and not self.level.can_send:
             return "failed", self._trouble
-        # The primary may work again: the answer to the batch decides.
-        self._trouble = ""
-        self.level.waiting.append((push, answer))
-        return None, ""
+        return None
 
 
-def leave_with_world(secondary: Secondary) -> None:
-    """Answer those who watch when the world ends: it waits for all answers that are owed."""
-    own = weakref.ref(secondary)
-
-    def leave(_: Future[None]) -> None:
-        living = own()
-        if living is not None:
-            living.leave()
-
-    _node.current().left.add_done_callback(leave)
+def _leave(end: Future[bool], _: object = None, *, is_in_order: bool = True) -> None:
+    # The first answer counts: torch refuses a second one.
+    with contextlib.suppress(RuntimeError):
+        end.set_result(is_in_order)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from typing import Generic, Literal, NamedTuple, TypeVar, get_args
@@ -12,12 +15,15 @@ import torch
 from torch import Tensor
 from torch.futures import Future
 
+from ..calls.group import RpcGroup
 from .model_state import named
+
+logger = logging.getLogger(__name__)
 
 Gradients = dict[str, Tensor]
 Layout = dict[str, tuple[int, ...]]
-# A client and the number that it gave to a push: unique for a server.
-PushId = tuple[str, int]
+# A client, the number that it gave to a push (unique for a server), and `Push.low`.
+PushId = tuple[str, int, int]
 
 OnFull = Literal["block", "drop_oldest", "error"]
 State = Literal["taken", "idle", "full", "failed", "fenced", "refused"]
@@ -41,20 +47,15 @@ class Push(NamedTuple):
 
     @property
     def ids(self) -> list[PushId]:
-        return [(self.client, self.number)]
-
-    @property
-    def lows(self) -> dict[str, int]:
-        return {self.client: self.low}
+        return [(self.client, self.number, self.low)]
 
 
 class Batch(NamedTuple):
-    """What a secondary reducer has made of several pushes, and `Push.low` of their clients."""
+    """What a secondary reducer has made of several pushes."""
 
     reducer: str
     gradients: Gradients
     ids: list[PushId]
-    lows: dict[str, int]
 
 
 class Receipt(NamedTuple):
@@ -68,13 +69,17 @@ class Receipt(NamedTuple):
     dropped: Mapping[str, int] = {}
 
 
-Answer = tuple[Future[Receipt], Receipt]
+def when_gone(group: RpcGroup, prefix: str, note: Callable[[], None]) -> None:
+    """Call `note` when the reducer of that name has died or was shut out."""
 
+    def end(done: Future[bool]) -> None:
+        is_in_order = False
+        with contextlib.suppress(RuntimeError):
+            is_in_order = done.wait()
+        if not is_in_order:
+            note()
 
-def answer_all(answers: Iterable[Answer]) -> None:
-    """Give those who wait their receipts. Not under a lock: completing a future sends it."""
-    for answer, receipt in answers:
-        answer.set_result(receipt)
+    group.registered_async(f"{prefix}/_alive_service", timeout=0).add_done_callback(end)
 
 
 @dataclass(frozen=True)
@@ -170,10 +175,10 @@ Item = TypeVar("Item", bound=Push | Batch)
 class Level(Generic[Item]):
     """One level of the reduction: a queue, those that wait for a place in it, and a sum.
 
-    Everything but `add` is to be called under the reducer's lock.
+    Everything but `add` is to be called within `locked`.
     """
 
-    def __init__(self, name: str, settings: ReduceSettings, on_full: OnFull) -> None:
+    def __init__(self, name: str, settings: ReduceSettings, changed: threading.Condition) -> None:
         self.name = name
         self.dropped = 0
         self.items: deque[Item] = deque()
@@ -181,45 +186,59 @@ class Level(Generic[Item]):
         # How many items are in the sum, and the pushes in them.
         self.num_taken = 0
         self._ids: list[PushId] = []
-        self._lows: dict[str, int] = {}
         self._reduction = Reduction(settings)
-        self._limit = settings.max_queue_size
-        self._on_full = on_full
+        self._settings = settings
+        self._changed = changed
+        self._replies: list[tuple[Future[Receipt], Receipt]] = []
 
-    def offer(
-        self, item: Item, answer: Future[Receipt], *, is_forced: bool = False
-    ) -> State | None:
-        """Take an item, whatever the limit where `is_forced`; "full" refuses it, None: it waits."""
-        is_full = len(self.items) >= self._limit and not is_forced
-        if is_full and self._on_full == "error":
-            return "full"
-        if is_full and self._on_full == "block":
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Hold the server's lock, notify its thread, and then send the replies.
+
+        Completing a future sends its value, which must not happen under the lock.
+        """
+        with self._changed:
+            yield
+            replies, self._replies = self._replies, []
+            self._changed.notify_all()
+        for answer, receipt in replies:
+            answer.set_result(receipt)
+
+    def reply(self, item: Item, answer: Future[Receipt], state: State, text: str = "") -> None:
+        self._replies.append((answer, self.receipt(item, state, text)))
+
+    def receipt(self, item: Item, state: State, text: str) -> Receipt:
+        return Receipt(state, text, dropped={self.name: self.dropped})
+
+    def offer(self, item: Item, answer: Future[Receipt], *, is_forced: bool = False) -> None:
+        """Take an item; in a full queue `on_full` decides, unless the item `is_forced`."""
+        is_full = len(self.items) >= self._settings.max_queue_size and not is_forced
+        if is_full and self._settings.on_full == "block":
             self.waiting.append((item, answer))
-            return None
-        if is_full:
-            self.dropped += len(self.items.popleft().ids)
-        self.items.append(item)
-        return "taken"
+        elif is_full and self._settings.on_full == "error":
+            self.reply(item, answer, "full", f"the queue of {self.name!r} is full")
+        else:
+            if is_full:
+                self.dropped += len(self.items.popleft().ids)
+            self.items.append(item)
+            self.reply(item, answer, "taken")
 
-    def admit(self) -> list[Answer]:
+    def admit(self) -> None:
         """Give those that wait the free places."""
-        answers = []
-        while self.waiting and len(self.items) < self._limit:
+        while self.waiting and len(self.items) < self._settings.max_queue_size:
             item, answer = self.waiting.popleft()
             self.items.append(item)
-            answers.append((answer, self.receipt(item, "taken")))
-        return answers
+            self.reply(item, answer, "taken")
 
     def dismiss(
         self, state: State, text: str = "", is_meant: Callable[[Item], bool] = lambda item: True
-    ) -> list[Answer]:
-        """Send away those that wait and are meant."""
+    ) -> bool:
+        """Send away those that wait and are meant; return whether there were any."""
         leaving = [one for one in self.waiting if is_meant(one[0])]
         self.waiting = deque(one for one in self.waiting if not is_meant(one[0]))
-        return [(answer, self.receipt(item, state, text)) for item, answer in leaving]
-
-    def receipt(self, item: Item, state: State, text: str = "") -> Receipt:
-        return Receipt(state, text, dropped={self.name: self.dropped})
+        for item, answer in leaving:
+            self.reply(item, answer, state, text)
+        return bool(leaving)
 
     @property
     def pushes(self) -> list[PushId]:
@@ -230,25 +249,23 @@ class Level(Generic[Item]):
         item = self.items.popleft()
         self.num_taken += 1
         self._ids += item.ids
-        for client, low in item.lows.items():
-            self._lows[client] = max(low, self._lows.get(client, 0))
+        self.admit()
         return item
 
     def add(self, item: Item) -> Gradients | None:
         """Add what was taken; return a full sum. Not under the lock: it may be large."""
         return self._reduction.add(item.gradients)
 
-    def finish(self) -> tuple[list[PushId], dict[str, int]]:
-        """Begin the next sum; return the pushes in the last one, and the lows of their clients."""
-        finished = self._ids, self._lows
-        self._ids, self._lows, self.num_taken = [], {}, 0
+    def finish(self) -> list[PushId]:
+        """Begin the next sum; return the pushes in the last one."""
+        finished, self._ids, self.num_taken = self._ids, [], 0
         return finished
 
-    def drop_broken(self) -> int:
-        """Forget the sum where an error has left it half done; return how many pushes are lost."""
-        if self._reduction.count == self.num_taken:
-            return 0
-        self._reduction.clear()
-        count = len(self.finish()[0])
-        self.dropped += count
-        return count
+    def fail(self, text: str) -> None:
+        """Send away those that wait, and forget a sum that an error has left half done."""
+        if self._reduction.count != self.num_taken:
+            self._reduction.clear()
+            lost = len(self.finish())
+            self.dropped += lost
+            logger.warning("%d pushes at the reducer %r were lost by an error", lost, self.name)
+        self.dismiss("failed", text)

@@ -201,14 +201,9 @@ def _part_quietly(grace_s: float) -> None:
     breaker = threading.Timer(grace_s, agent.shutdown)
     breaker.daemon = True
     breaker.start()
-    # It would write the stack of a meeting that a member has not lived to see.
-    log = logging.getLogger(rpc.api.__name__)
-    was_disabled, log.disabled = log.disabled, True
     try:
-        rpc.api._wait_all_workers(grace_s)
         agent.join(shutdown=True, timeout=grace_s)
     finally:
-        log.disabled = was_disabled
         breaker.cancel()
         # Two shutdowns at once would wait for one event, which wakes one of them.
         breaker.join()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+import secrets
 import time
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple, NoReturn
@@ -40,23 +41,6 @@ class Member(NamedTuple):
     rank: int
     settings: Mapping[str, Any]
 
-    @property
-    def fault(self) -> str | None:
-        """Why it cannot belong to any world: it has a name that cannot be."""
-        if isinstance(self.name, str) and _NAME.fullmatch(self.name):
-            return None
-        shown = repr(self.name)
-        if len(shown) >= 80:
-            shown = f"{shown[:60]}... ({len(str(self.name))} long)"
-        return (
-            "a name must be 1 to 127 of the letters a-z and A-Z, digits, underscores, colons and "
-            f"dashes, got {shown}"
-        )
-
-    def as_text(self) -> str:
-        name = self.name if self.fault is None else repr(self.name)[:80]
-        return json.dumps({"name": name, "fault": self.fault, "settings": dict(self.settings)})
-
 
 def agree_on_members(
     place: MeetingPlace, own: Member, world_size: int, timeout_s: float
@@ -79,11 +63,13 @@ class _Attempt:
         self._timeout_s = timeout_s
         self._deadline = time.monotonic() + timeout_s
         self._keys = [f"member_{rank}" for rank in range(world_size)]
+        entry = {"name": own.name, "settings": dict(own.settings), "token": secrets.token_hex(8)}
+        self._entry = json.dumps(entry, default=repr)
 
     def lead(self) -> dict[int, str]:
         self._place.enter(0, self._deadline)
         store = self._place.store
-        store.set("member_0", self._own.as_text())
+        store.set("member_0", self._entry)
         try:
             names = self._collect(store)
         except BaseException as error:
@@ -91,9 +77,9 @@ class _Attempt:
             text = str(error) or f"rank 0 was stopped by {type(error).__name__}"
             store.set(_VERDICT, json.dumps({"error": kind, "text": text}))
             if isinstance(error, ValueError):
-                linger(store, self._world_size)
+                linger(store, 0, self._world_size)
             elif isinstance(error, RpcError):
-                linger(store, sum(store.check([key]) for key in self._keys))
+                linger(store, 0, sum(store.check([key]) for key in self._keys))
             raise
         store.set(_VERDICT, json.dumps({"names": names}))
         return names
@@ -128,8 +114,7 @@ class _Attempt:
                 if not self._place.is_current():
                     raise ValueError(f"another rank 0 has opened a world at {self._place.where}")
                 self._raise_missing(store)
-            if other["fault"]:
-                raise ValueError(f"rank {rank}: {other['fault']}")
+            _check_name(other["name"], rank)
             for setting, ours in self._own.settings.items():
                 theirs = other["settings"][setting]
                 if theirs != ours:
@@ -150,19 +135,15 @@ class _Attempt:
         place, store, rank = self._place, self._place.store, self._own.rank
         if verdict:
             is_error = verdict.get("error") == "ValueError" and not place.outlives_world
-            if is_error and not store.check([f"claims_{rank}"]):
+            if is_error and not store.check([self._keys[rank]]):
                 # Rank 0 is still there to tell this one too.
                 _raise_verdict(store, verdict)
             return None
-        # A rank claims its place once; a second one finds what the first one has written.
-        if store.add(f"claims_{rank}", 1) > 1:
-            self._wait_for_other(store)
+        # The first one of a rank has its place.
+        first = store.compare_set(self._keys[rank], "", self._entry).decode()
+        if first != self._entry:
+            self._wait_for_other(store, json.loads(first)["name"])
             return None
-        store.set(f"member_{rank}", self._own.as_text())
-        if self._own.fault:
-            _raise_verdict(
-                store, {"error": "ValueError", "text": f"rank {rank}: {self._own.fault}"}
-            )
         try:
             is_decided = self._wait_for(store, _VERDICT)
             if not is_decided and place.is_current():
@@ -170,8 +151,7 @@ class _Attempt:
         except BaseException:
             # It may come again before rank 0 has given up.
             with contextlib.suppress(RuntimeError):
-                for key in (f"member_{rank}", f"claims_{rank}"):
-                    store.delete_key(key)
+                store.delete_key(self._keys[rank])
             raise
         return self._obey(store) if is_decided else None
 
@@ -187,16 +167,12 @@ class _Attempt:
             )
         return names
 
-    def _wait_for_other(self, store: Store) -> None:
+    def _wait_for_other(self, store: Store, other: str) -> None:
         """See whether a place that is taken belongs to a world whose rank 0 has died."""
         if self._place.outlives_world:
             is_decided = self._wait_for(store, _VERDICT)
             if not is_decided and not self._place.is_current():
                 return
-        # It is written just after the place has been taken.
-        key = self._keys[self._own.rank]
-        self._wait_for(store, key)
-        other = _read(store, key).get("name", "another process")
         raise ValueError(
             f"rank {self._own.rank} of the world is {other!r}, so {self._own.name!r} cannot be it"
         )
@@ -226,6 +202,18 @@ class _Attempt:
         return max(0.0, self._deadline - time.monotonic())
 
 
+def _check_name(name: object, rank: int) -> None:
+    if isinstance(name, str) and _NAME.fullmatch(name):
+        return
+    shown = repr(name)
+    if len(shown) >= 80:
+        shown = f"{shown[:60]}... ({len(str(name))} long)"
+    raise ValueError(
+        f"rank {rank}: a name must be 1 to 127 of the letters a-z and A-Z, digits, underscores, "
+        f"colons and dashes, got {shown}"
+    )
+
+
 def _read(store: Store, key: str) -> dict[str, Any]:
     """Return what is written under a key; nothing where it is not there."""
     if not store.check([key]):
@@ -240,11 +228,11 @@ def _raise_verdict(store: Store, verdict: dict[str, Any]) -> NoReturn:
     raise (ValueError if verdict["error"] == "ValueError" else RpcError)(verdict["text"])
 
 
-def linger(store: Store, count: int) -> None:
-    """Have rank 0, with whom the store goes, wait until `count` have read it, itself included."""
+def linger(store: Store, rank: int, count: int) -> None:
+    """Note that this member has read the store; rank 0, with whom it goes, waits for `count`."""
     store.add("seen", 1)
     deadline = time.monotonic() + _LINGER_S
-    while store.add("seen", 0) < count and time.monotonic() < deadline:
+    while rank == 0 and store.add("seen", 0) < count and time.monotonic() < deadline:
         time.sleep(0.01)
 
 
@@ -265,10 +253,7 @@ def together(place: MeetingPlace, step: str, rank: int, names: Mapping[int, str]
             deadline = time.monotonic() + _LAST_S
             while (missing := _missing(store, step, names)) and time.monotonic() < deadline:
                 time.sleep(0.01)
-            if rank == 0:
-                linger(store, len(names) - len(missing))
-            else:
-                store.add("seen", 1)
+            linger(store, rank, len(names) - len(missing))
         who = f"{', '.join(map(repr, missing))} not come; " if missing else ""
         reason = str(error).strip().partition("\n")[0]
         raise RpcError(f"{what}: {who}{reason}") from error
@@ -288,12 +273,9 @@ def leave_together(
                     missing = named(_missing(store, "left", names))
                     raise RpcError(f"end of the world: {missing} not come within {timeout_s:g} s")
         finally:
-            if rank == 0:
-                linger(store, len(names) - len(_missing(store, "left", names)))
-            else:
-                # Rank 0 may be gone already: what it had to say has been read.
-                with contextlib.suppress(RuntimeError):
-                    store.add("seen", 1)
+            # Rank 0 may be gone already: what it had to say has been read.
+            with contextlib.suppress(RuntimeError):
+                linger(store, rank, len(names) - len(_missing(store, "left", names)))
 
 
 def _missing(store: Store, step: str, names: Mapping[int, str]) -> list[str]:

@@ -1,5 +1,6 @@
 """Gradient servers against plain training, and the arithmetic of their reduction."""
 
+import threading
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from ranks import run_ranks
 from torch import Tensor, nn
 
 from stepwrap.rpc import PushPullGradServerImpl, World
-from stepwrap.rpc.servers.reduction import Level, Push, ReduceSettings, Reduction
+from stepwrap.rpc.servers.reduction import Level, Push, Receipt, ReduceSettings, Reduction
 
 UPDATES = 8
 CLIENTS = 4
@@ -120,17 +121,22 @@ def test_running_sum_equals_stacking(
     policy=st.sampled_from(["block", "drop_oldest", "error"]),
 )
 def test_queue_loses_nothing_untold(moves: list[str], policy: Any) -> None:
-    queue = Level[Push]("queue", ReduceSettings("sum", torch.device("cpu"), 2, 3, policy), policy)
-    offered, refused, taken = 0, 0, []
+    limits = ReduceSettings("sum", torch.device("cpu"), 2, 3, policy)
+    queue = Level[Push]("queue", limits, threading.Condition())
+    offered, answers, taken = 0, [], []
     for move in moves:
-        if move == "take" and queue.items:
-            taken.append(queue.take().number)
-            queue.admit()
-        elif move != "take":
-            push = Push("client", offered, 0, {})
-            state = queue.offer(push, torch.futures.Future(), is_forced=move == "force")
-            offered, refused = offered + 1, refused + (state == "full")
-            assert len(queue.items) <= 3 or "force" in moves
+        with queue.locked():
+            if move == "take" and queue.items:
+                taken.append(queue.take().number)
+            elif move != "take":
+                answers.append(torch.futures.Future[Receipt]())
+                push = Push("client", offered, 0, {})
+                queue.offer(push, answers[-1], is_forced=move == "force")
+                offered += 1
+        assert len(queue.items) <= 3 or "force" in moves
+    states = [answer.wait().state for answer in answers if answer.done()]
+    assert len(states) == offered - len(queue.waiting)
+    refused = states.count("full")
     here = len(queue.items) + len(queue.waiting)
     assert offered == len(taken) + here + refused + queue.dropped
     assert taken == sorted(taken) or "force" in moves

@@ -17,6 +17,7 @@ versions = st.integers(0, 4)
 pushes = st.tuples(st.sampled_from(KEYS), versions, versions)
 
 
+@settings(deadline=None)
 @given(st.lists(pushes, max_size=30), st.integers(1, 3))
 def test_alone_it_is_a_list_of_versions(script: list[tuple[str, int, int]], depth: int) -> None:
     group = SimpleNamespace(
