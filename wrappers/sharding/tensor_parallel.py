@@ -89,8 +89,7 @@ def _split(
     for path, style in styles.items():
         layer = model.get_submodule(path)
         parallelize_module(layer, mesh, style)
-        layer.register_forward_hook(_wait_for_output)
-        layer.register_forward_hook(_refuse_double_backward)
+        layer.register_forward_hook(_finish)
     _restore(before)
     if localise:
         _localise_parts(model)
@@ -99,10 +98,6 @@ def _split(
         if id(old) not in present:
             # An optimizer that has it trains nothing.
             old.is_replaced = True  # type: ignore[attr-defined]
-
-
-def _refuse_double_backward(layer: nn.Module, inputs: Any, output: Any) -> None:
-    refuse_double_backward(output, _DOUBLE)
 
 
 def check_plan(
@@ -307,11 +302,12 @@ class _Waited(torch.autograd.Function):
         return gradient
 
 
-def _wait_for_output(layer: nn.Module, inputs: Any, output: Any) -> Any:
+def _finish(layer: nn.Module, inputs: Any, output: Any) -> Any:
     # A block that torch has compiled would send the gradient of another kind of tensor past the
     # layer, and its backward would fail.
     if type(output) is AsyncCollectiveTensor:
-        return _Waited.apply(output)  # type: ignore[no-untyped-call]
+        output = _Waited.apply(output)  # type: ignore[no-untyped-call]
+    refuse_double_backward(output, _DOUBLE)
     return output
 
 

@@ -357,7 +357,8 @@ def with_train_step(wrapper: type[_W], function: StepFunction) -> type[_W]:
     """Return a subclass of ``wrapper`` whose training step is ``function``.
 
     The function does what an overridden ``train_step`` does: the forward by ``wrapper(...)``,
-    the update by ``optim_wrapper``; docs/custom_steps.md has an example.
+    the update by ``optim_wrapper``; docs/custom_steps.md has an example. It may also be the
+    method of another wrapper.
 
     Args:
         function: called as ``function(wrapper, data, optim_wrapper)``; returns what to log.
