@@ -6,7 +6,7 @@ import copyreg
 import functools
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from fnmatch import fnmatchcase
 from typing import Any, TypeAlias
 
@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.checkpoint import checkpoint
 
-from ..registry import did_you_mean, nearest
+from ..registry import did_you_mean
 from .batchnorm.sync_batchnorm import SynchronizedBatchNorm
 from .torch_functions import check_options, uncompiled
 
@@ -30,11 +30,11 @@ def find_blocks(model: nn.Module, spec: BlockSpec | None) -> dict[str, nn.Module
     """Modules that ``spec`` names, by path and in module order.
 
     Args:
-        spec: one of these, or a list of them: a class or its name (subclasses count), the path
-            of a module, or a pattern of ``fnmatch`` for paths, of whose matches the outermost
-            count, so that ``net.blocks.*`` are the blocks and not what is in them. Or a mapping
-            with ``classes`` (such a list) and ``min_params``: then the smallest modules are
-            taken that have at least so many parameters outside of those already taken.
+        spec: a class or its name (subclasses count), the path of a module, or a pattern of
+            ``fnmatch`` for paths, of whose matches the outermost count (``net.blocks.*`` are not
+            what is in the blocks); or a list of these. Or a mapping with ``classes`` (such a
+            list) and ``min_params``: then also the smallest modules that have at least so many
+            parameters outside of those already taken.
 
     Raises:
         ValueError: something matches nothing, or is a container without a ``forward``.
@@ -90,11 +90,9 @@ def _matches(modules: Mapping[str, nn.Module], name: str | type[nn.Module]) -> l
     if not found:
         classes = list(dict.fromkeys(type(module).__name__ for module in modules.values()))
         wanted = name if isinstance(name, str) else name.__name__
-        close = nearest(wanted, [*classes, *filter(None, modules)])
-        hint = (
-            f"did you mean {' or '.join(close)}?" if close else f"its classes: {', '.join(classes)}"
-        )
-        raise ValueError(f"no module of the model has the class or path {wanted!r}; {hint}")
+        hint = did_you_mean(wanted, [*classes, *filter(None, modules)])
+        hint = hint or f"; its classes: {', '.join(classes)}"
+        raise ValueError(f"no module of the model has the class or path {wanted!r}{hint}")
     return found
 
 
@@ -104,13 +102,13 @@ def _class_names(module: nn.Module) -> set[str]:
     return {one.__name__ for one in kinds} | {f"{one.__module__}.{one.__name__}" for one in kinds}
 
 
-def _by_size(modules: Mapping[str, nn.Module], chosen: set[str], min_params: float) -> list[str]:
+def _by_size(modules: dict[str, nn.Module], chosen: set[str], min_params: float) -> list[str]:
     """Paths of the smallest modules with enough parameters outside of those in ``chosen``."""
     taken = {id(one) for path in chosen for one in modules[path].parameters()}
     found: list[str] = []
     largest = 0
     # Children come after their parents in module order, so backwards they come first.
-    for path, module in reversed(list(modules.items())):
+    for path, module in reversed(modules.items()):
         if not path or not _can_run(module) or path in chosen:
             continue
         free = [one for one in module.parameters() if id(one) not in taken]
@@ -169,9 +167,8 @@ def compile_model(model: nn.Module, spec: CompileSpec = True) -> nn.Module:
         ValueError: something matches no module, or there is no such backend or mode.
         TypeError: there is no such option.
     """
-    found, options = find_compiled(model, spec), read_compile(spec) or {}
-    options.pop("blocks", None)
-    for module in found.values():
+    options = {k: value for k, value in (read_compile(spec) or {}).items() if k != "blocks"}
+    for module in find_compiled(model, spec).values():
         module.compile(**options)
     return model
 
@@ -182,18 +179,19 @@ def find_compiled(model: nn.Module, spec: CompileSpec) -> dict[str, nn.Module]:
     if options is None:
         return {}
     backend, mode = options.get("backend", "inductor"), options.get("mode")
-    known = torch.compiler.list_backends(exclude_tags=()) if isinstance(backend, str) else [backend]
-    if backend not in known:
-        hint = did_you_mean(backend, known)
-        raise ValueError(f"compile: there is no backend {backend!r}{hint}")
-    if mode is not None and backend != "inductor":
-        raise ValueError(f"compile: mode is an option of inductor, and the backend is {backend!r}")
-    modes = [] if mode is None else list(torch._inductor.list_mode_options())
-    if mode is not None and mode not in modes:
-        hint = did_you_mean(mode, modes)
-        raise ValueError(f"compile: there is no mode {mode!r}, only {', '.join(modes)}{hint}")
-    blocks = options.get("blocks")
-    return {"": model} if blocks is None else find_blocks(model, blocks)
+    if isinstance(backend, str):
+        known = torch.compiler.list_backends(exclude_tags=())
+        if backend not in known:
+            hint = did_you_mean(backend, known)
+            raise ValueError(f"compile: there is no backend {backend!r}{hint}")
+    if mode is not None:
+        if backend != "inductor":
+            raise ValueError(f"compile: mode is an option of inductor, not of {backend!r}")
+        modes = list(torch._inductor.list_mode_options())
+        if mode not in modes:
+            hint = did_you_mean(mode, modes)
+            raise ValueError(f"compile: there is no mode {mode!r}, only {', '.join(modes)}{hint}")
+    return find_blocks(model, options["blocks"]) if "blocks" in options else {"": model}
 
 
 def read_compile(spec: Any) -> dict[str, Any] | None:
@@ -292,21 +290,15 @@ def _checkpointed(kind: Any, preserve: bool) -> type[nn.Module]:
             return _without_moving_twice(norms, call, args, preserve)
         return checkpoint(call, *args, use_reentrant=False, preserve_rng_state=preserve)
 
-    namespace = {
-        "__module__": kind.__module__,
-        "__qualname__": kind.__qualname__,
-        "__doc__": kind.__doc__,
-        "_made_from": (kind, preserve),
-        "forward": forward,
-    }
+    namespace = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
+    namespace |= {"_made_from": (kind, preserve), "forward": forward}
     bases = (_Checkpointed, kind)
     return types.new_class(kind.__name__, bases, exec_body=lambda body: body.update(namespace))
 
 
-def _new(kind: Any, preserve: bool, *arguments: Any) -> nn.Module:
+def _new(kind: Any, preserve: bool, *arguments: Any) -> Any:
     made: Any = _checkpointed(kind, preserve)
-    new: nn.Module = made.__new__(made, *arguments)
-    return new
+    return made.__new__(made, *arguments)
 
 
 @uncompiled("a checkpointed block with running statistics runs outside of graphs")
@@ -320,11 +312,12 @@ def _without_moving_twice(
                 "copies do not meet again in the backward; choose smaller blocks, or ddp"
             )
 
-    def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        return nullcontext(), _still(norms)
-
     return checkpoint(
-        call, *args, use_reentrant=False, preserve_rng_state=preserve, context_fn=contexts
+        call,
+        *args,
+        use_reentrant=False,
+        preserve_rng_state=preserve,
+        context_fn=lambda: (nullcontext(), _still(norms)),
     )
 
 

@@ -32,11 +32,8 @@ if TYPE_CHECKING:
 class Preparation:
     """What is to be done to a model before it is wrapped.
 
-    Attributes:
-        freeze: what ``freeze_parameters`` takes.
-        tensor_parallel: the plan that ``parallelize`` takes.
-        activation_checkpointing: what ``checkpoint_activations`` takes.
-        compile: what ``compile_model`` takes.
+    Each attribute is what these take: ``freeze_parameters``, ``parallelize`` (the plan),
+    ``checkpoint_activations`` and ``compile_model``.
     """
 
     freeze: Iterable[str] = ()
@@ -47,15 +44,15 @@ class Preparation:
 
 def check_preparation(preparation: Preparation) -> list[tuple[str, str]]:
     """Return what is wrong with a preparation for any model, each as key path and problem."""
-    checks: dict[str, Callable[[], object]] = {}
-    if preparation.activation_checkpointing is not None:
-        read = partial(read_checkpointing, preparation.activation_checkpointing)
-        checks["activation_checkpointing"] = read
-    checks["compile"] = partial(read_compile, preparation.compile)
+    checks: dict[str, Callable[[], object]] = {
+        "compile": partial(read_compile, preparation.compile)
+    }
+    if (blocks := preparation.activation_checkpointing) is not None:
+        checks["activation_checkpointing"] = partial(read_checkpointing, blocks)
     for name, style in (preparation.tensor_parallel or {}).items():
-        from .sharding.tensor_parallel import check_styles
+        from .sharding.tensor_parallel import read_style
 
-        checks[f"tensor_parallel.plan.{name}"] = partial(check_styles, {name: style})
+        checks[f"tensor_parallel.plan.{name}"] = partial(read_style, name, style)
     problems = []
     for key, check in checks.items():
         try:
@@ -68,10 +65,7 @@ def check_preparation(preparation: Preparation) -> list[tuple[str, str]]:
 def model_checks(
     model: nn.Module, preparation: Preparation, tensor_size: int
 ) -> dict[str, Callable[[], object]]:
-    """Return what raises where a preparation does not fit ``model``, by key path.
-
-    What each of them returns must be the same on all ranks.
-    """
+    """By key path, what raises if ``model`` does not fit, and returns what all ranks must have."""
     plan, blocks = preparation.tensor_parallel, preparation.activation_checkpointing
     return {
         "freeze": lambda: list(find_parameters(model, preparation.freeze, "freeze")),
@@ -100,10 +94,13 @@ def _check_compiled(model: nn.Module, preparation: Preparation) -> list[str]:
     compiled = find_compiled(model, preparation.compile)
     inside = {id(part) for one in compiled.values() for part in one.modules()}
     if inside and preparation.tensor_parallel:
-        from .sharding.tensor_parallel import row_split_tables
+        from torch.distributed.tensor.parallel import RowwiseParallel
 
-        for path in row_split_tables(model, preparation.tensor_parallel):
-            if id(model.get_submodule(path)) in inside:
+        from .sharding.tensor_parallel import planned_layers
+
+        rowwise = planned_layers(model, preparation.tensor_parallel, RowwiseParallel)
+        for path, layer in rowwise.items():
+            if isinstance(layer, nn.Embedding) and id(layer) in inside:
                 raise ValueError(
                     f"torch cannot compile the table {path!r}, which is split by rows; compile the "
                     "blocks without it, or split it colwise_replicate_output"
@@ -115,11 +112,8 @@ def freeze_parameters(model: nn.Module, patterns: str | Iterable[str]) -> list[s
     """Let parameters require no gradient; returns their names.
 
     Args:
-        patterns: names of parameters or paths of modules, whose parameters are meant, or
-            ``fnmatch`` patterns of either.
-
-    Raises:
-        ValueError: something matches nothing.
+        patterns: names of parameters, paths of modules (for all in them), or ``fnmatch`` patterns
+            of either; ValueError where one matches nothing.
     """
     found = find_parameters(model, patterns, "freeze")
     for parameter in found.values():
@@ -133,8 +127,8 @@ def split_parameters(model: nn.Module, preparation: Preparation) -> list[nn.Para
         return []
     from .sharding.tensor_parallel import planned_layers
 
-    paths = planned_layers(model, preparation.tensor_parallel)
-    return [one for path in paths for one in model.get_submodule(path).parameters()]
+    layers = planned_layers(model, preparation.tensor_parallel).values()
+    return [one for layer in layers for one in layer.parameters()]
 
 
 def prepare_model(
@@ -142,8 +136,7 @@ def prepare_model(
 ) -> nn.Module:
     """Do to ``model``, in place, what the preparation says: freeze, split, checkpoint, compile.
 
-    Every rank must call this. The weights must be the same on all ranks; ``wrap_model`` sees to
-    that itself.
+    Every rank must call this, with the same weights; ``wrap_model`` sees to those itself.
 
     Args:
         mesh: needed for ``tensor_parallel``.

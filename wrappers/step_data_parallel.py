@@ -25,24 +25,19 @@ class StepDataParallel(Steps, ReplicationCallbackDataParallel):
     """``ReplicationCallbackDataParallel`` with the three steps.
 
     For one process and a batch that is split over several devices. In a training step
-    (``mode="loss"``) the losses of the copies become those of the whole batch: losses without
-    dimensions are averaged, each copy weighted by its part of the batch (the size of the first
-    tensor among its inputs). So a mean over samples is the mean over the whole batch, but a sum
-    over samples comes out smaller, and a mean that counts samples unequally (ignored labels,
-    class weights) differs: return the samples' losses instead. Losses with dimensions are
-    concatenated, as one per sample. In ``mode="predict"`` lists are concatenated.
+    (``mode="loss"``) losses without dimensions are averaged, each copy weighted by its part of
+    the batch (the size of the first tensor among its inputs). So a mean over samples is that of
+    the whole batch, but a sum over samples comes out smaller, and a mean that counts samples
+    unequally (ignored labels, class weights) differs: return the samples' losses instead. Losses
+    with dimensions are concatenated, as are lists in ``mode="predict"``.
 
-    ``val_step`` and ``test_step`` evaluate on the first device, without copies, by the model's
-    own steps: their results need not be joinable.
-
-    For another optimization step override ``train_step(data, optim_wrapper)`` in a subclass;
-    it must compute its losses by ``self(..., mode="loss")`` to use all devices.
+    ``val_step`` and ``test_step`` evaluate on the first device, without copies. Another step is a
+    subclass's ``train_step(data, optim_wrapper)``; ``self(..., mode="loss")`` uses all devices.
 
     Args:
         module: the model, on the first of the devices.
-        device_ids: as in ``ReplicationCallbackDataParallel``.
+        device_ids, dim: as in ``ReplicationCallbackDataParallel``.
         output_device: as there; also where the losses are added.
-        dim: as there.
         detect_anomalous_params: log the parameters that the loss does not reach, on every step.
         sync_batchnorm: make the model's BatchNorm layers train with the statistics of the whole
             batch, by ``convert_sync_batchnorm``.
@@ -99,8 +94,8 @@ class StepDataParallel(Steps, ReplicationCallbackDataParallel):
         """Split the arguments over the devices, but give every copy the ``mode``."""
         if "mode" not in kwargs:
             return super().scatter(inputs, kwargs, device_ids)
-        mode = {"mode": kwargs["mode"]}
-        others = {name: value for name, value in kwargs.items() if name != "mode"}
+        others = dict(kwargs)
+        mode = {"mode": others.pop("mode")}
         chunks, named = super().scatter(inputs, others, device_ids)
         if not chunks and not named:
             return [()], [mode]
@@ -110,7 +105,6 @@ class StepDataParallel(Steps, ReplicationCallbackDataParallel):
 def _averaged(parts: list[Tensor], shares: list[float], device: torch.device) -> Tensor:
     """One loss out of those of the copies, which had these shares of the batch."""
     if parts[0].ndim:
-        joined: Tensor = dict_gather(parts, device)
-        return joined
+        return dict_gather(parts, device)  # type: ignore[no-any-return]
     weighted = (part.to(device) * share for part, share in zip(parts, shares, strict=True))
     return reduce(torch.add, weighted)

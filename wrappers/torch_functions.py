@@ -31,11 +31,7 @@ def check_options(owner: str, given: Iterable[str], allowed: Sequence[str]) -> N
 
 
 def refuse_double_backward(output: Any, why: str) -> None:
-    """Let a backward with ``create_graph=True`` through the tensors in ``output`` raise.
-
-    Args:
-        why: what is in the way, and what works instead.
-    """
+    """Let a backward with ``create_graph=True`` through the tensors in ``output`` raise."""
     # What is compiled refuses by itself.
     if not torch.is_grad_enabled() or torch.compiler.is_compiling():
         return
@@ -45,8 +41,7 @@ def refuse_double_backward(output: Any, why: str) -> None:
         if torch.is_grad_enabled():
             raise RuntimeError(f"a gradient of a gradient (create_graph=True) {why}")
 
-    leaves = [output] if isinstance(output, Tensor) else tree_leaves(output)
-    for one in leaves:
+    for one in [output] if isinstance(output, Tensor) else tree_leaves(output):
         if isinstance(one, Tensor) and one.requires_grad:
             one.register_hook(check)  # type: ignore[no-untyped-call]
 

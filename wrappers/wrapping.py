@@ -6,7 +6,6 @@ import inspect
 import logging
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -51,11 +50,8 @@ def is_model_wrapper(model: nn.Module, registry: Registry = MODEL_WRAPPERS) -> b
 def is_module_wrapper(module: nn.Module, extra: Iterable[type[nn.Module]] = ()) -> bool:
     """Whether ``module`` or any module inside it is a DataParallel or DistributedDataParallel.
 
-    Subclasses count; FullyShardedDataParallel and other wrappers count only when they are given.
-    ``is_model_wrapper`` considers only the module itself.
-
     Args:
-        extra: further classes that count as wrappers.
+        extra: further classes that count as wrappers, such as FullyShardedDataParallel.
     """
     wrappers = (DataParallel, DistributedDataParallel, *extra)
     return any(isinstance(one, wrappers) for one in module.modules())
@@ -73,15 +69,15 @@ def wrap_model(
 ) -> nn.Module:
     """Prepare and wrap ``model`` for this process, or for the group when there is one.
 
-    Every rank must call this. The options are checked in both cases. In this order: parameters
-    are frozen, the model is moved, its layers are split, blocks are checkpointed, then compiled,
-    and the whole is wrapped. Before layers are split, all ranks get the weights of the first.
+    Every rank must call this. Parameters are frozen, the model is moved, its layers are split (all
+    ranks get the weights of the first before), blocks are checkpointed, then compiled, and the
+    whole is wrapped.
 
     Args:
         wrapper: a wrapper class, or ``auto``. Default: StepDistributedDataParallel where several
-            ranks see different batches, else SingleDevice. Without a group, SingleDevice stands
-            in for StepDistributedDataParallel and SeparateDistributedDataParallel.
-        model: the model, or a wrapped model, which is returned unchanged.
+            ranks see different batches, else SingleDevice, which also stands in for it and for
+            SeparateDistributedDataParallel without a group.
+        model: a wrapped one is returned unchanged.
         device: where to move the model, or to fill one on the meta device; default: it stays.
         mesh: how the ranks are laid out; default: all see different batches.
         prepare: what is done to the model before.
@@ -91,46 +87,38 @@ def wrap_model(
     Raises:
         TypeError: the model is wrapped already and a wrapper or options are given, or the
             wrapper is no class or has no such argument.
-        ValueError: wrapper, mesh and preparation do not go together, or as those say; or they are
-            not the same on every rank. A mistake on one rank is raised on every rank.
+        ValueError: wrapper, mesh and preparation do not go together, or are not the same on every
+            rank. A mistake on one rank is raised on every rank.
         RuntimeError: a wrapper with a step of its own needs a process group, and there is none.
     """
     if is_model_wrapper(model):
         return _wrapped_already(model, bool(wrapper or options or mesh or prepare or train_step))
-    prepare, ranks = prepare or Preparation(), mesh or Mesh({"data": get_world_size()})
+    todo, ranks = prepare or Preparation(), mesh or Mesh({"data": get_world_size()})
     wrapper = wrapper or _default(ranks.data_size)
-    check = partial(_prepared, wrapper, model, ranks, prepare, options, train_step)
-    agree(check, ranks.device_mesh)
-    wrapper, options = _place(model, wrapper, ranks, prepare, options, device)
-    if prepare.tensor_parallel is not None and ranks.device_mesh is not None:
+
+    def checked() -> dict[str, Any]:
+        """Freeze parameters and check the rest; returns what must be the same on all ranks."""
+        if train_step is not None:
+            check_step_function(train_step)
+        if not callable(wrapper):
+            raise TypeError(
+                "wrapper must be a class such as StepDistributedDataParallel, or the function "
+                f"auto, got {wrapper!r}: names and settings of wrappers are for configs"
+            )
+        freeze_parameters(model, todo.freeze)
+        checks = model_checks(model, todo, ranks.tensor_size)
+        prepared = {key.partition(".")[0]: check() for key, check in checks.items()}
+        if hasattr(wrapper, "check_options"):
+            wrapper.check_options(options)
+        name = getattr(wrapper, "__name__", str(wrapper))
+        return {"wrapper": name, "mesh": ranks.axes, **prepared}
+
+    agree(checked, ranks.device_mesh)
+    wrapper, options = _place(model, wrapper, ranks, todo, options, device)
+    if todo.tensor_parallel is not None and ranks.device_mesh is not None:
         broadcast_first([*model.parameters(), *model.buffers()], ranks.device_mesh)
-    prepare_model(model, prepare, mesh, localise=not takes_mesh(wrapper))
+    prepare_model(model, todo, mesh, localise=not takes_mesh(wrapper))
     return _wrapped(wrapper, model, ranks, options, train_step)
-
-
-def _prepared(
-    wrapper: Callable[..., nn.Module],
-    model: nn.Module,
-    mesh: Mesh,
-    prepare: Preparation,
-    options: Mapping[str, Any],
-    train_step: StepFunction | None,
-) -> dict[str, Any]:
-    """Freeze parameters and check the rest; returns what must be the same on all ranks."""
-    if train_step is not None:
-        check_step_function(train_step)
-    if not callable(wrapper):
-        raise TypeError(
-            "wrapper must be a class such as StepDistributedDataParallel, or the function auto, "
-            f"got {wrapper!r}: names and settings of wrappers are for configs"
-        )
-    freeze_parameters(model, prepare.freeze)
-    checks = model_checks(model, prepare, mesh.tensor_size)
-    prepared = {key.partition(".")[0]: check() for key, check in checks.items()}
-    check_wrapper = getattr(wrapper, "check_options", None)
-    if check_wrapper is not None:
-        check_wrapper(options)
-    return {"wrapper": getattr(wrapper, "__name__", str(wrapper)), "mesh": mesh.axes, **prepared}
 
 
 def _place(
@@ -157,15 +145,15 @@ def _place(
 
 def takes_mesh(wrapper: Callable[..., nn.Module]) -> bool:
     """Whether ``wrapper`` spreads the model over the ranks of a mesh, as fsdp does."""
-    return "mesh" in _signature(wrapper).parameters
+    return _takes(wrapper, "mesh")
 
 
 def steps_in_group_only(wrapper: Callable[..., nn.Module]) -> bool:
     """Whether ``wrapper`` can only step inside a process group, even of one process."""
     if takes_mesh(wrapper):
         return True
-    stands_in = issubclass(wrapper, _IN_GROUPS) if isinstance(wrapper, type) else False
-    return stands_in and wrapper.train_step is not Steps.train_step  # type: ignore[attr-defined]
+    grouped = isinstance(wrapper, type) and issubclass(wrapper, _IN_GROUPS)
+    return grouped and wrapper.train_step is not Steps.train_step  # type: ignore[attr-defined]
 
 
 def wrapper_misfits(
@@ -178,7 +166,6 @@ def wrapper_misfits(
     """Return what keeps ``wrapper`` from running, by the name of the setting that is to blame.
 
     Args:
-        wrapper: as for ``wrap_model``.
         data_size: how many ranks see different batches.
         axes: those of the mesh.
         is_meta: the parameters of the model are on the meta device.
@@ -209,10 +196,10 @@ def _default(data_size: int) -> type[nn.Module]:
     return StepDistributedDataParallel if data_size > 1 else SingleDevice
 
 
-def _signature(wrapper: Any) -> inspect.Signature:
+def _takes(wrapper: Any, name: str) -> bool:
     made = getattr(wrapper, "config_signature", None)
     signature: inspect.Signature = inspect.signature(wrapper) if made is None else made()
-    return signature
+    return name in signature.parameters
 
 
 def _wrapped_already(model: nn.Module, has_options: bool) -> nn.Module:
@@ -221,7 +208,7 @@ def _wrapped_already(model: nn.Module, has_options: bool) -> nn.Module:
             f"the model is already wrapped in {type(model).__name__}: give the bare model, "
             "or no wrapper, no wrapper options and no train_step"
         )
-    if not isinstance(model, Steps) and not hasattr(model, "train_step"):
+    if not hasattr(model, "train_step"):
         raise TypeError(
             f"{type(model).__name__} has no train_step: give the bare model, it is wrapped here"
         )
@@ -235,8 +222,8 @@ def _wrapped(
     options: dict[str, Any],
     train_step: StepFunction | None,
 ) -> nn.Module:
-    is_grouped = isinstance(wrapper, type) and issubclass(wrapper, _IN_GROUPS)
-    if is_grouped and not distributed_available():
+    in_group = isinstance(wrapper, type) and issubclass(wrapper, _IN_GROUPS)
+    if in_group and not distributed_available():
         if steps_in_group_only(wrapper):
             raise RuntimeError(
                 f"{wrapper.__name__} has a train_step of its own and needs a process group; start "
@@ -248,7 +235,7 @@ def _wrapped(
         options = {name: value for name, value in options.items() if name in known}
     elif mesh.device_mesh is not None and takes_mesh(wrapper):
         options = {"mesh": mesh, **options}
-    elif mesh.data_group is not None and "process_group" in _signature(wrapper).parameters:
+    elif mesh.data_group is not None and _takes(wrapper, "process_group"):
         options = {"process_group": mesh.data_group, **options}
     wrapper = with_train_step(wrapper, train_step) if train_step else wrapper
     wrapped: nn.Module = wrapper(model, **options)
@@ -278,16 +265,12 @@ def auto(
     and a rank of n under fsdp (w + g + s g) / n, plus the blocks that are gathered just then.
 
     Args:
-        module: the model.
-        memory_gib: what each rank may use for that, in 2**30 bytes. Default: 70% of the memory
-            that the least endowed rank has: what is free on its CUDA device, or its share of
-            what is available on its machine.
+        memory_gib: what each rank may use for that, in 2**30 bytes. Default: 70% of what the rank
+            with the least has: free on its CUDA device, or its share of its machine's.
         optimizer_states: tensors that the optimizer keeps per parameter: 2 for Adam and its like,
             1 for SGD with momentum.
-        single: options of the wrapper, where it is chosen; as ``ddp`` and ``fsdp``.
-
-    Raises:
-        TypeError: a wrapper has no such option.
+        single: options of the wrapper where it is chosen, as ``ddp`` and ``fsdp``; TypeError for
+            one that it does not have.
     """
     options = {"memory_gib": memory_gib, "optimizer_states": optimizer_states}
     tables = {"single": single, "ddp": ddp, "fsdp": fsdp}
@@ -303,10 +286,10 @@ def _choose(
     device: torch.device | str | None = None,
     split: Collection[nn.Parameter] = (),
 ) -> tuple[type[nn.Module], dict[str, Any]]:
-    """Return the wrapper that suits ``model`` with its options, and log why at rank 0.
+    """Return the wrapper that suits ``model``, and its options; every rank must call this.
 
-    Every rank must call this. ``options`` are those of ``auto``, ``device`` is where the model will
-    be, and ``split`` the parameters to be shared out over the tensor group.
+    ``options`` are those of ``auto``, ``device`` is where the model will be, and ``split`` the
+    parameters to be shared out over the tensor group.
     """
     check_options("auto", options, [name for name in option_names(auto) if name != "module"])
     for name in _WRAPPERS:

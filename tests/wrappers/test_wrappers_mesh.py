@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import RanksError, run_ranks
+from ranks import run_ranks
 from torch import distributed
 
 from stepwrap.wrappers import build_mesh, check_axes
@@ -84,11 +84,16 @@ def test_all_ranks_see_their_own() -> None:
     assert [one[:4] for one in places] == [(0, 2, 0, 1.0), (1, 2, 0, 1.0)]
 
 
-def _unlike() -> None:
-    axes = {"data": 2} if distributed.get_rank() == 0 else {"tensor": 2}
-    build_mesh(axes)
+def _unlike() -> list[str]:
+    told = []
+    for others in ({"tensor": 2}, {"data": 3}):
+        with pytest.raises(ValueError, match="on rank 1") as caught:
+            build_mesh({"data": 2} if distributed.get_rank() == 0 else others)
+        told.append(str(caught.value))
+    return told
 
 
 def test_ranks_that_disagree() -> None:
-    with pytest.raises(RanksError, match="data 2 on rank 0, data 1 x tensor 2 on rank 1"):
-        run_ranks(_unlike, 2)
+    for different, wrong in run_ranks(_unlike, 2):
+        assert "'mesh' is data 2 on rank 0 and data 1 x tensor 2 on rank 1" in different
+        assert "on rank 1: data 3 = 3 ranks, but there are 2" in wrong

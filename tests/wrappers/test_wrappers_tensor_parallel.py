@@ -209,3 +209,16 @@ def _changed_in_place() -> float:
 
 def test_outputs_can_be_changed_in_place() -> None:
     assert max(run_ranks(_changed_in_place, 2)) <= 1e-14
+
+
+def _gradient_of_a_gradient() -> None:
+    net = Block()
+    parallelize(net, build_mesh({"tensor": 2}), {"first": "colwise", "second": "rowwise"})
+    inputs = torch.ones(3, 4, requires_grad=True)
+    output = net.second(torch.tanh(net.first(inputs))).sum()
+    with pytest.raises(RuntimeError, match="create_graph=True.* split over a tensor axis"):
+        torch.autograd.grad(output, inputs, create_graph=True)
+
+
+def test_a_gradient_of_a_gradient_is_refused() -> None:
+    run_ranks(_gradient_of_a_gradient, 2)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from ..sharding.layout import register_holder
+from ..sharding.layout import holders
 from ..torch_functions import refuse_double_backward, uncompiled
 from .torch_internals import (
     check_torch,
@@ -51,7 +51,7 @@ class Root:
         self._holds = self._held = False
         self._gathered_once = False
         self._inside = self._depth = 0
-        register_holder(self)
+        holders.add(self)
         # In front of torch's own hook, which gathers.
         module.register_forward_pre_hook(self._before_forward, prepend=True)
         module.register_forward_hook(self._after_forward, always_call=True)

@@ -20,7 +20,6 @@ _DTYPES = {name: getattr(torch, name) for name in ("float16", "bfloat16", "float
 _HALF = (torch.float16, torch.bfloat16)
 _SCALE_KEY = "loss_scaler"
 
-
 _Init = TypeVar("_Init", bound=Callable[..., None])
 
 
@@ -47,16 +46,14 @@ class AmpOptimWrapper(OptimWrapper):
     optimizer=optimizer)``.
 
     Args:
-        optimizer: as in ``OptimWrapper``.
-        accumulative_counts: as in ``OptimWrapper``.
+        optimizer, accumulative_counts: as in ``OptimWrapper``.
         clip_grad: as in ``OptimWrapper``; the gradients are unscaled first.
         loss_scale: "dynamic", a number (a fixed scale), or arguments of
             ``torch.amp.GradScaler``.
-        dtype: "float16", "bfloat16" or such a ``torch.dtype``; default: autocast's own for
-            the device. "float32" and "float64" switch autocast off.
+        dtype: a ``torch.dtype`` or its name; default: autocast's own for the device. "float32"
+            and "float64" switch autocast off.
         use_fsdp: decide together with all ranks whether an update is skipped, at one small
-            collective per update. Where the optimizer's parameters are sharded this is so anyway:
-            an infinity in one rank's part stops all.
+            collective per update; so it is anyway where the optimizer's parameters are sharded.
         device: default: the device of the parameters.
 
     Raises:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import logging
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,7 +26,7 @@ from ..sharding.layout import (
     total_norm,
 )
 from ..steps.step_checks import FirstUpdate, has_own_step
-from ..torch_functions import check_options
+from ..torch_functions import check_options, option_names
 from .optim_state import is_spread, kind_of, load_state, state_of
 from .optimizer_fit import check_optimizer, needs_closure
 
@@ -44,7 +43,16 @@ class Accumulation:
     """Counts micro-batches, ``accumulative_counts`` per update; base of the optimizer wrappers."""
 
     def __init__(self, accumulative_counts: int) -> None:
-        self._accumulative_counts = _count("accumulative_counts", accumulative_counts)
+        # Integers of numpy have an index as well, and bools must not count.
+        if isinstance(accumulative_counts, bool) or not hasattr(accumulative_counts, "__index__"):
+            raise TypeError(f"accumulative_counts must be an int, got {accumulative_counts!r}")
+        if accumulative_counts < 1:
+            # As documented by the system that this is for.
+            raise AssertionError(
+                "_accumulative_counts at least greater than or equal to 1, "
+                f"got {accumulative_counts!r}"
+            )
+        self._accumulative_counts = operator.index(accumulative_counts)
         self._inner_count = 0
         self._max_counts = -1
         self._remainder_counts = -1
@@ -59,8 +67,8 @@ class Accumulation:
     def initialize_count_status(self, model: nn.Module, init_counts: int, max_counts: int) -> None:
         """Tell where training starts and ends, in micro-batches.
 
-        With ``max_counts`` known, a last window that is shorter than the others still ends
-        in an update and its losses are averaged over its own length.
+        With ``max_counts`` known, a shorter last window still ends in an update, and its losses
+        are averaged over its own length.
         """
         if self._first is not None:
             self._first.note(model)
@@ -101,11 +109,7 @@ class Accumulation:
 
     @property
     def loss_scale(self) -> float | Tensor:
-        """The factor of this window's gradients, for backwards other than that of ``backward``.
-
-        ``(loss * loss_scale).backward()`` keeps small gradients from vanishing in float16; what
-        it leaves is divided by the same.
-        """
+        """The factor of this window's gradients; other backwards than `backward` multiply by it."""
         return 1.0
 
     def _check_first(self) -> None:
@@ -118,9 +122,9 @@ class Accumulation:
         every = self._accumulative_counts
         start = index - index % every
         end = start + every
+        if 0 < self._max_counts <= index:
+            return every
         if self._max_counts > 0:
-            if index >= self._max_counts:
-                return every
             end = min(end, self._max_counts)
         # Gradients gathered before a restart are lost, so they must not be averaged over.
         return end - max(start, self._resumed_at)
@@ -130,11 +134,10 @@ class Accumulation:
 class OptimWrapper(Accumulation):
     """An optimizer with gradient accumulation and clipping.
 
-    ``update_params(loss)`` scales the loss, runs backward and, at the end of a window,
-    clips, steps and then clears the gradients. A subclass may override ``backward`` and
-    ``step`` (another precision), ``optim_context`` (what the forward runs in) or
-    ``update_params`` as a whole. An optimizer that needs a closure, as LBFGS, is updated by
-    ``update_by_closure``, from a training step of your own::
+    ``update_params(loss)`` scales the loss, runs backward and, at the end of a window, clips,
+    steps and then clears the gradients. A subclass may override ``backward`` and ``step``,
+    ``optim_context`` or ``update_params``. An optimizer that needs a closure, as LBFGS, is
+    updated by ``update_by_closure``, from a training step of your own::
 
         class TwiceNoisy(OptimWrapper):
             def backward(self, loss, **kwargs):
@@ -154,10 +157,9 @@ class OptimWrapper(Accumulation):
 
     Raises:
         AssertionError: ``accumulative_counts`` below 1, or ``clip_grad`` says nothing.
-        TypeError: no optimizer, ``accumulative_counts`` is no integer, or ``clip_grad`` has an
-            argument that torch's function has not.
-        ValueError: the optimizer cannot step these parameters because they are spread over the
-            ranks; or it needs a closure and there is accumulation or clipping.
+        TypeError: an argument of another type, or one in ``clip_grad`` that torch does not take.
+        ValueError: the optimizer cannot step parameters spread over the ranks, or it needs a
+            closure and there is accumulation or clipping.
     """
 
     # How to clip may have a type, but is no part of its own.
@@ -181,7 +183,7 @@ class OptimWrapper(Accumulation):
         self._is_sharded = any(is_dtensor(one) for one in parameters_of(optimizer))
         self._first = FirstUpdate(optimizer)
         self.grad_norm: Tensor | None = None
-        self._clip = None if clip_grad is None else GradClip.from_settings(clip_grad)
+        self._clip = None if clip_grad is None else GradClip(clip_grad)
         if self._needs_closure:
             _check_closure(self)
         self.base_param_settings: dict[str, Any] | None = None
@@ -243,9 +245,8 @@ class OptimWrapper(Accumulation):
         """Clip, if so configured, and update the parameters.
 
         Raises:
-            RuntimeError: none of them has ever had a gradient, though `backward` has run; the
-                model has other parameters in the place of some; or the first gradients of a
-                custom training step, or of what ranks hold whole, differ between ranks.
+            RuntimeError: none of them has ever had a gradient, though `backward` has run; they
+                are no longer the model's; or the first gradients differ between ranks.
             ValueError: the optimizer needs a closure.
         """
         if self._first is not None:
@@ -270,15 +271,12 @@ class OptimWrapper(Accumulation):
                 parameter.grad = None
 
     def optim_context(self, model: nn.Module) -> AbstractContextManager[Any]:
-        """What the forward of the coming micro-batch runs in.
-
-        That is ``model.no_sync()`` when the micro-batch does not end its window.
-        """
+        """``model.no_sync()`` where the coming micro-batch does not end its window."""
         if self._first is not None:
             self._first.note(model)
         if self._accumulative_counts == 1 or self.should_sync():
             return _NOTHING
-        own: Callable[[], AbstractContextManager[Any]] | None = getattr(model, "no_sync", None)
+        own: Any = getattr(model, "no_sync", None)
         return no_sync(model) if own is None else own()
 
     @property
@@ -326,9 +324,8 @@ class OptimWrapper(Accumulation):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore ``state_dict()``, or the state of the bare optimizer.
 
-        Also that saved under another kind of parallelism: where this rank has a part of a
-        parameter, a whole tensor, or anything with ``shape`` and ``[slices]`` that returns
-        tensors, may stand for it.
+        It may come from another kind of parallelism: a whole tensor, or anything with ``shape``
+        and ``[slices]`` that returns tensors, may stand for this rank's part.
 
         Raises:
             ValueError: it is the state of another kind of optimizer, or of other parameters.
@@ -342,8 +339,7 @@ class OptimWrapper(Accumulation):
         base = state.pop(_BASE_KEY, None)
         if base is not None and self.base_param_settings is not None:
             self.base_param_settings = dict(base)
-        count = state.pop(_COUNT_KEY, None)
-        if count is not None:
+        if (count := state.pop(_COUNT_KEY, None)) is not None:
             self._inner_count = self._resumed_at = count
         load_state(self.optimizer, state)
 
@@ -352,16 +348,6 @@ class OptimWrapper(Accumulation):
             f"{type(self).__name__}({type(self.optimizer).__name__}, "
             f"accumulative_counts={self._accumulative_counts}, clip_grad={self._clip})"
         )
-
-
-def _count(name: str, value: Any) -> int:
-    # Integers of numpy have an index as well, and bools must not count.
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
-        raise TypeError(f"{name} must be an int, got {value!r}")
-    if value < 1:
-        # As documented by the system that this is for.
-        raise AssertionError(f"_{name} at least greater than or equal to 1, got {value!r}")
-    return operator.index(value)
 
 
 def closure_advice(optimizer: Optimizer) -> str:
@@ -404,73 +390,64 @@ def _check_closure(optim_wrapper: Any, model: Any = None) -> None:
         )
 
 
-_OPTIONS = {
-    "norm": ("max_norm", "norm_type", "error_if_nonfinite", "foreach"),
-    "value": ("clip_value", "foreach"),
-}
+_CLIPS: dict[str, Any] = {"norm": clip_grad_norm_, "value": clip_grad_value_}
 
 
-@dataclass(frozen=True)
 class GradClip:
-    """How the gradients of an optimizer are clipped: by torch's function for "norm" or "value"."""
+    """Clips the gradients of an optimizer by torch's function for "norm" or "value"."""
 
-    kind: str
-    options: Mapping[str, Any]
-
-    @classmethod
-    def from_settings(cls, settings: Mapping[str, Any]) -> GradClip:
-        """Check ``{"type": "norm", "max_norm": 1.0, ...}``; the type follows from the keys."""
+    def __init__(self, settings: Mapping[str, Any]) -> None:
         if not isinstance(settings, Mapping) or not settings:
             raise AssertionError(
                 "If `clip_grad` is not None, it should be a `dict` which is the arguments of "
                 "`torch.nn.utils.clip_grad_norm_` or `torch.nn.utils.clip_grad_value_`, "
                 f"got {settings!r}"
             )
-        options = dict(settings)
-        kind = options.pop("type", "value" if "clip_value" in options else "norm")
-        if kind not in _OPTIONS:
+        self.options = options = dict(settings)
+        self.kind = kind = options.pop("type", "value" if "clip_value" in options else "norm")
+        if kind not in _CLIPS:
             raise ValueError(f'type of clip_grad should be "norm" or "value" but got {kind!r}')
+        allowed = option_names(_CLIPS[kind])[1:]
         if not options:
             raise AssertionError(
                 "`clip_grad` should contain other arguments besides `type`: "
-                f"for {kind!r} at least {_OPTIONS[kind][0]!r}"
+                f"for {kind!r} at least {allowed[0]!r}"
             )
-        check_options(f"clip_grad of type {kind!r}", options, _OPTIONS[kind])
-        return cls(kind, options)
+        check_options(f"clip_grad of type {kind!r}", options, allowed)
+
+    def __repr__(self) -> str:
+        return f"GradClip(kind={self.kind!r}, options={self.options})"
 
     def __call__(self, optimizer: Optimizer) -> Tensor | None:
-        """Clip in place; the total norm of the whole gradients before (None for "value").
+        """Clip in place; returns the total norm before (None for "value").
 
         Where parameters are sharded every rank must call this.
         """
-        parameters = [
+        parameters: Any = [
             parameter
             for parameter in parameters_of(optimizer)
             if parameter.requires_grad and parameter.grad is not None
         ]
+        clip: Callable[..., Tensor | None] = _CLIPS[self.kind]
         if not has_placed(optimizer):
-            if self.kind == "norm":
-                return clip_grad_norm_(parameters, **self.options)
-            clip_grad_value_(parameters, **self.options)
-            return None
+            return clip(parameters, **self.options)
         # torch's functions fail on parameters of different meshes; they only look at `grad`.
-        parts: Any = [SimpleNamespace(grad=local_part(_gradient(one))) for one in parameters]
+        parts = [SimpleNamespace(grad=local_part(one.grad)) for one in parameters]
         if self.kind == "norm":
             return _clip_parts_by_norm(parameters, parts, **self.options)
-        clip_grad_value_(parts, **self.options)
-        return None
+        return clip(parts, **self.options)
 
 
 @torch.no_grad()
 def _clip_parts_by_norm(
-    parameters: Sequence[Tensor],
+    parameters: Any,
     parts: Any,
     max_norm: float,
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> Tensor:
-    total = total_norm(map(_gradient, parameters), float(norm_type), like=parameters)
+    total = total_norm([one.grad for one in parameters], float(norm_type), like=parameters)
     if error_if_nonfinite and not total.isfinite():
         raise RuntimeError(
             f"The total norm of order {norm_type} of the gradients is {total.item()}, so it "
@@ -478,8 +455,3 @@ def _clip_parts_by_norm(
         )
     clip_grads_with_norm_(parts, max_norm, total, foreach)
     return total
-
-
-def _gradient(parameter: Tensor) -> Tensor:
-    assert parameter.grad is not None
-    return parameter.grad

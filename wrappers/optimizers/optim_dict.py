@@ -11,6 +11,9 @@ from torch import nn
 from ...registry import OPTIM_WRAPPERS
 from .optim import OptimWrapper
 
+# What decides in which precision a member's forward runs.
+_CAST = ("device_type", "cast_dtype")
+
 
 def _refused(name: str) -> Callable[..., Any]:
     def method(self: OptimWrapperDict, *args: Any, **kwargs: Any) -> Any:
@@ -78,13 +81,9 @@ class OptimWrapperDict(Mapping[str, OptimWrapper]):
 
     def precision_context(self) -> AbstractContextManager[Any]:
         """What an evaluation of the model in training runs in, where it is the same for all."""
-        casts = {
-            (getattr(one, "device_type", None), getattr(one, "cast_dtype", None))
-            for one in self.values()
-        }
-        context = getattr(next(iter(self.values()), None), "precision_context", nullcontext)
-        made: AbstractContextManager[Any] = context() if len(casts) == 1 else nullcontext()
-        return made
+        casts = {tuple(getattr(one, a, None) for a in _CAST) for one in self.values()}
+        member: Any = next(iter(self.values())) if len(casts) == 1 else None
+        return getattr(member, "precision_context", nullcontext)()
 
     def zero_grad(self, **kwargs: Any) -> None:
         """Clear the gradients of all."""
@@ -94,17 +93,15 @@ class OptimWrapperDict(Mapping[str, OptimWrapper]):
     def begin_batch(self) -> None:
         """Make `should_update` consider only the members that take part in the coming batch.
 
-        The training loops call this before each training step, as a loop of your own must whose
-        members do not all take part in every batch.
+        To be called before each training step; our training loops do.
         """
         self._before = {name: wrapper._inner_count for name, wrapper in self.items()}
 
     def should_update(self) -> bool:
         """Whether the last batch ended a window of a member that took part in it.
 
-        Without `begin_batch`: whether the last micro-batch of any member, however long ago,
-        ended its window. So also after a batch that no member has counted, which is one that
-        a step of one's own does by hand, where no windows are set.
+        Without `begin_batch`, or where a step updates by hand so that no member has counted:
+        whether the last micro-batch of any member, however long ago, ended its window.
         """
         before = self._before
         if before is None or all(
@@ -117,8 +114,7 @@ class OptimWrapperDict(Mapping[str, OptimWrapper]):
     def initialize_count_status(self, model: nn.Module, init_counts: int, max_counts: int) -> None:
         """Tell the `followers` where training starts and ends.
 
-        The counts are those of a member that sees every batch once; a member that is updated
-        at another rhythm is initialised by the caller beforehand.
+        A member that does not see every batch once is to be initialised beforehand.
         """
         self._before = None
         for wrapper in self.followers():
@@ -141,11 +137,11 @@ class OptimWrapperDict(Mapping[str, OptimWrapper]):
 
     def get_lr(self) -> dict[str, list[float]]:
         """Learning rates as ``name.lr`` (and ``name.base_lr``)."""
-        return _by_member(self, "get_lr")
+        return {f"{n}.{k}": rates for n, one in self.items() for k, rates in one.get_lr().items()}
 
     def get_momentum(self) -> dict[str, list[float]]:
         """Momenta as ``name.momentum``."""
-        return _by_member(self, "get_momentum")
+        return {f"{n}.{k}": v for n, one in self.items() for k, v in one.get_momentum().items()}
 
     def state_dict(self) -> dict[str, Any]:
         """State by member; every rank must call this where `collective_state`."""
@@ -173,11 +169,3 @@ def _has_ended(wrapper: OptimWrapper, before: int) -> bool:
     # Of several micro-batches in a batch an earlier one may have ended it.
     earlier = (wrapper._inner_count - 1) // every > before // every
     return wrapper._inner_count > before and (earlier or wrapper.should_update())
-
-
-def _by_member(group: OptimWrapperDict, method: str) -> dict[str, list[float]]:
-    return {
-        f"{name}.{key}": value
-        for name, wrapper in group.items()
-        for key, value in getattr(wrapper, method)().items()
-    }

@@ -1,9 +1,8 @@
-"""The state of an optimizer in a form that loads under any other kind of parallelism.
+"""The state of an optimizer in a form that loads under any other kind of parallelism: that of
+torch's own optimizer over whole tensors, whose parts are ``DTensor``s when saved.
 
-There it is that of torch's own optimizer over whole tensors: parts are ``DTensor``s when saved,
-and cut out of wholes when loaded. ``ZeroRedundancyOptimizer`` and ``PostLocalSGDOptimizer``
-count as the optimizer inside them; they are told by what they have, since importing them costs
-half a second.
+``ZeroRedundancyOptimizer`` and ``PostLocalSGDOptimizer`` count as the optimizer inside them, and
+are told by what they have, since importing them costs half a second.
 """
 
 from __future__ import annotations
@@ -42,8 +41,8 @@ def is_spread(optimizer: Optimizer) -> bool:
 def state_of(optimizer: Optimizer) -> dict[str, Any]:
     """Return the state, parts of tensors as ``DTensor``s.
 
-    Every rank must call this for ``ZeroRedundancyOptimizer``, and only the first of its group
-    gets the state; the others get the settings alone.
+    Every rank must call this for ``ZeroRedundancyOptimizer``; the first of its group gets the
+    state, the others the settings alone.
     """
     state = dict(_consolidated(optimizer) if _is_zero(optimizer) else optimizer.state_dict())
     if has_placed(optimizer):
@@ -56,12 +55,9 @@ def state_of(optimizer: Optimizer) -> dict[str, Any]:
 
 
 def load_state(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-    """Load what `state_of` returned under this or another kind of parallelism.
+    """Load what `state_of` returned under any kind of parallelism; ValueError for another model's.
 
     Whole tensors, and what can be cut like them, may stand where this optimizer has parts.
-
-    Raises:
-        ValueError: it is the state of other parameters.
     """
     state = dict(state)
     groups = state["param_groups"]
@@ -116,17 +112,13 @@ def _spread(values: Any, owner: Tensor) -> Any:
     }
 
 
-def _fitted(values: Any, owner: Tensor) -> Any:
+def _fitted(value: Any, owner: Tensor) -> Any:
     """The state of one parameter, cut to this rank's part of it."""
-    if not isinstance(values, Mapping):
-        return values
-    return {name: _fitted_value(value, owner) for name, value in values.items()}
-
-
-def _fitted_value(value: Any, owner: Tensor) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _fitted(one, owner) for name, one in value.items()}
     if isinstance(value, list):
         # Vectors of all parameters, as LBFGS has them.
-        return [_fitted_value(one, owner) for one in value]
+        return [_fitted(one, owner) for one in value]
     if not hasattr(value, "shape") or (isinstance(value, Tensor) and not is_placed(owner)):
         return value.full_tensor() if is_dtensor(value) else value
     if len(value.shape) and tuple(value.shape) == layout_of(owner).shape:

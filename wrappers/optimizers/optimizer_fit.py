@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, get_process_group_ranks
 from torch.optim import Optimizer
 
-from ..sharding.layout import find_gathered, is_dtensor, is_placed, layout_of, local_part
+from ..sharding.layout import holders, is_dtensor, is_placed, layout_of, local_part
 from ..torch_functions import option_names
 
 # Who sets one of these has chosen an implementation, or asks for what fused ones cannot do.
@@ -30,11 +30,9 @@ def build_optimizer(
     """Build ``cls(params, **kwargs)``, fused where torch can.
 
     Args:
-        cls: an optimizer class.
         params: parameters, ``(name, parameter)`` pairs or groups, as torch takes them.
-        kwargs: further arguments; ``fused``, ``foreach``, ``capturable`` or
-            ``differentiable`` among them leave the choice to the caller. Sparse gradients
-            need ``fused=False``.
+        kwargs: further arguments; ``fused``, ``foreach``, ``capturable`` or ``differentiable``
+            among them leave the choice to the caller. Sparse gradients need ``fused=False``.
 
     Raises:
         ValueError: parameters are spread over the ranks, and ``cls`` needs them whole.
@@ -74,8 +72,7 @@ def walkable(params: Iterable[Any]) -> list[Any]:
     for at, item in enumerate(items):
         if isinstance(item, dict):
             params = item["params"]
-            whole = params if isinstance(params, Tensor) else list(params)
-            items[at] = {**item, "params": whole}
+            items[at] = {**item, "params": params if isinstance(params, Tensor) else list(params)}
     return items
 
 
@@ -93,23 +90,22 @@ def tensors_of(items: Iterable[Any]) -> list[Tensor]:
 
 def needs_closure(cls: Any) -> bool:
     """Whether a step of ``cls`` must be given a function that computes the loss again."""
-    step: Any = getattr(cls, "step", None)
     try:
-        closure = inspect.signature(step).parameters.get("closure")
-    except (TypeError, ValueError):
+        closure = inspect.signature(cls.step).parameters.get("closure")
+    except (AttributeError, TypeError, ValueError):
         return False
     return closure is not None and closure.default is closure.empty
 
 
 def check_fit(cls: Any, tensors: Sequence[Tensor]) -> None:
     """Raise ValueError where ``cls`` would step these parameters wrongly, or not at all."""
-    gathered = find_gathered(tensors)
-    if gathered is not None:
-        raise ValueError(
-            f"a parameter of shape {tuple(gathered.shape)} is there for a forward of fsdp only, "
-            "and no step would change its shards: make the optimizer of wrapper.parameters(), or "
-            "after reshard(wrapper)"
-        )
+    for gathered in (holder.gathered(tensors) for holder in list(holders)):
+        if gathered is not None:
+            raise ValueError(
+                f"a parameter of shape {tuple(gathered.shape)} is there for a forward of fsdp "
+                "only, and no step would change its shards: make the optimizer of "
+                "wrapper.parameters(), or after reshard(wrapper)"
+            )
     placed = [one for one in tensors if is_placed(one)]
     if not placed:
         return
@@ -145,10 +141,9 @@ def check_group(cls: Any, tensors: Iterable[Tensor], group: ProcessGroup | None)
 def check_optimizer(optimizer: Optimizer) -> None:
     """Raise ValueError for an optimizer that an optimizer wrapper cannot step."""
     inner: Any = getattr(optimizer, "optim", optimizer)
-    kinds = dict.fromkeys((type(optimizer), type(inner)))
     tensors = tensors_of(optimizer.param_groups)
-    for cls in kinds:
-        if inner is not optimizer and hasattr(cls, "step") and needs_closure(cls):
+    for cls in dict.fromkeys((type(optimizer), type(inner))):
+        if inner is not optimizer and needs_closure(cls):
             raise ValueError(
                 f"{type(optimizer).__name__} cannot step by {cls.__name__}, which needs a closure "
                 "and takes all parameters as one vector"

@@ -1,5 +1,5 @@
-"""The user's own names of parameters, whatever the model is wrapped in; and by them, learning
-rates, weight decays and other options, and the parameters of each of several optimizers.
+"""The user's own names of parameters, and by them the options of parameter groups and the
+parameters of each of several optimizers.
 """
 
 from __future__ import annotations
@@ -33,17 +33,9 @@ _NORMS_OF_MMENGINE = (_NormBase, nn.GroupNorm, nn.LayerNorm)
 _NORM_NAME = re.compile(r"Norm(\dd)?$", re.IGNORECASE)
 # How torch's layers call theirs, attention and recurrent ones included.
 _BIAS_NAME = re.compile(r"bias|in_proj_bias|bias_[ih]h_l\d+(_reverse)?")
-# By kind of parameter, the options of which the first that is set decides its decay.
-_DECAYS = {
-    "norm": "norm",
-    "norm bias": "norm",
-    "dwconv": "dwconv",
-    "dwconv bias": "dwconv",
-    "bias": "bias",
-}
-# As mmengine's code has it; its docstring leaves biases of norm layers and of depthwise
-# convolutions out of `bias_decay_mult`.
-_DECAYS_OF_MMENGINE = {**_DECAYS, "norm bias": "norm bias", "dwconv bias": "bias dwconv"}
+# By kind of parameter, the options of which the first that is set decides its decay, as mmengine's
+# code has it: its docstring leaves these two out of `bias_decay_mult`. Else the first word decides.
+_DECAYS_OF_MMENGINE = {"norm bias": ["norm", "bias"], "dwconv bias": ["bias", "dwconv"]}
 
 
 class NamedParameter(NamedTuple):
@@ -121,9 +113,7 @@ def share_parameters(
             if not any(_belongs(name, pattern) for name in names):
                 near = _near_names(pattern, names)
                 raise ValueError(f"{optimizer}: no parameter matches {pattern!r}{near}")
-        shares[optimizer] = [
-            one for one in named if any(_belongs(one.name, pattern) for pattern in wanted)
-        ]
+        shares[optimizer] = [one for one in named if any(_belongs(one.name, p) for p in wanted)]
     _refuse_uneven(named, shares)
     return shares
 
@@ -166,10 +156,8 @@ def _refuse_uneven(
         several = owners[one.parameter]
         if len(several) > 1:
             same = [other.name for other in trained if owners[other.parameter] == several]
-            raise ValueError(
-                f"{' and '.join(several)} both have {_listed(same)}; every parameter needs one "
-                "optimizer"
-            )
+            told = f"{' and '.join(several)} both have {_listed(same)}"
+            raise ValueError(f"{told}; every parameter needs one optimizer")
 
 
 def param_groups(
@@ -182,12 +170,11 @@ def param_groups(
 ) -> list[dict[str, Any]]:
     """Return the model's parameters in as few groups as have options of their own.
 
-    The names are the user's own under every wrapper. A custom key is looked for in the full
-    name, or, with `*`, `?` or `[` in it, must fit the whole of it (fnmatch); the longest one
-    that does decides alone. Other options go by the kind of parameter: biases outside norm
-    layers (`bias_lr_mult`; `bias_decay_mult` leaves out depthwise convolutions too), norm
-    layers, depthwise convolutions, and those with one dimension (`flat_decay_mult`) that none
-    of the three decided. Each group has a `name`, which the log records show.
+    A custom key is looked for in the user's own full name, or, with `*`, `?` or `[` in it, must
+    fit the whole of it (fnmatch); the longest one that does decides alone. Other options go by
+    the kind of parameter: biases outside norm layers (`bias_lr_mult`; `bias_decay_mult` leaves
+    out depthwise convolutions too), norm layers, depthwise convolutions, and those with one
+    dimension (`flat_decay_mult`) that none of the three decided. Logs show a group's `name`.
 
     Args:
         model: wrapped or not; or some of its parameters, from `named_parameters`.
@@ -229,12 +216,11 @@ class _Rules:
 
     def refuse_unmatched(self, names: Sequence[str]) -> None:
         for key in self.keys:
-            if any(self._matches(key, name) for name in names):
-                continue
-            said = f"paramwise.custom_keys.{key}: no parameter matches{_near_names(key, names)}"
-            if not self.section.as_mmengine:
-                raise ValueError(said)
-            logger.warning("%s", said)
+            if not any(self._matches(key, name) for name in names):
+                told = f"paramwise.custom_keys.{key}: no parameter matches{_near_names(key, names)}"
+                if not self.section.as_mmengine:
+                    raise ValueError(told)
+                logger.warning("%s", told)
 
     def options_of(self, one: NamedParameter) -> tuple[str, Options]:
         """Return why a parameter has its options, and the options."""
@@ -244,17 +230,17 @@ class _Rules:
         kind = _kind(one, as_mmengine=self.section.as_mmengine)
         lr_mult = self.section.bias_lr_mult if kind in ("bias", "dwconv bias") else None
         kind, decay_mult = self._decay_of(kind, is_flat=one.parameter.ndim == 1)
-        options = {
-            "lr": self._product("lr", lr_mult, "bias_lr_mult"),
-            "weight_decay": self._product("weight_decay", decay_mult, f"{kind} decay"),
-        }
-        return kind or "other", _without_none(options)
+        lr = self._product("lr", lr_mult, "bias_lr_mult")
+        decay = self._product("weight_decay", decay_mult, f"{kind} decay")
+        return kind or "other", _without_none({"lr": lr, "weight_decay": decay})
 
     def _decay_of(self, kind: str, *, is_flat: bool) -> tuple[str, float | None]:
         """Return why a parameter has its decay, and what multiplies it."""
-        decays = _DECAYS_OF_MMENGINE if self.section.as_mmengine else _DECAYS
         why = kind.removesuffix(" bias") if kind.startswith("norm") else kind
-        for option in decays.get(kind, "").split():
+        options = kind.split()[:1]
+        if self.section.as_mmengine:
+            options = _DECAYS_OF_MMENGINE.get(kind, options)
+        for option in options:
             multiple = getattr(self.section, f"{option}_decay_mult")
             if multiple is not None:
                 return why, multiple
@@ -269,14 +255,10 @@ class _Rules:
         return fnmatchcase(name, key) if _is_pattern(key) else key in name
 
     def _custom(self, key: str) -> Options:
-        given = dict(self.section.custom_keys[key])
-        where = f"custom_keys.{key}"
-        lr_mult, decay_mult = given.pop("lr_mult", None), given.pop("decay_mult", None)
-        options = {
-            "lr": self._product("lr", lr_mult, f"{where}.lr_mult"),
-            "weight_decay": self._product("weight_decay", decay_mult, f"{where}.decay_mult"),
-        }
-        return _without_none({**options, **given})
+        given, where = dict(self.section.custom_keys[key]), f"custom_keys.{key}"
+        lr = self._product("lr", given.pop("lr_mult", None), f"{where}.lr_mult")
+        decay = self._product("weight_decay", given.pop("decay_mult", None), f"{where}.decay_mult")
+        return _without_none({"lr": lr, "weight_decay": decay, **given})
 
     def _product(self, name: str, multiple: float | None, setting: str) -> float | None:
         base = self.base[name]
@@ -295,18 +277,13 @@ def _kind(one: NamedParameter, *, as_mmengine: bool) -> str:
         is_dwconv = isinstance(owner, nn.Conv2d) and owner.groups == owner.in_channels
         is_bias = leaf == "bias"
     else:
-        is_norm = isinstance(owner, _NORMS) or _named_as_norm(owner)
+        # The bases too: a class may have been derived from the user's on the way.
+        names = [] if owner._modules else [cls.__name__ for cls in type(owner).__mro__]
+        is_norm = isinstance(owner, _NORMS) or any(map(_NORM_NAME.search, names))
         is_dwconv = isinstance(owner, _ConvNd) and owner.groups == owner.in_channels > 1
         is_bias = _BIAS_NAME.fullmatch(leaf) is not None
     parts = {"norm": is_norm, "dwconv": is_dwconv, "bias": is_bias}
     return " ".join(part for part, holds in parts.items() if holds)
-
-
-def _named_as_norm(owner: nn.Module) -> bool:
-    if owner._modules:
-        return False
-    # The bases too: a class may have been derived from the user's on the way.
-    return any(_NORM_NAME.search(cls.__name__) for cls in type(owner).__mro__)
 
 
 def _without_none(options: Options) -> Options:

@@ -31,11 +31,9 @@ class ZeroRedundancyOptimizer(TorchZeroRedundancyOptimizer):
     Every rank must construct and step it.
 
     Args:
-        params: parameters or groups.
         optimizer_class: what steps the parts: a class, its name or ``{"_ref_": name}``.
         process_group: the ranks that share the work; default: all. Where layers are split over
             a tensor group, the ``data_group`` of the model's wrapper.
-        parameters_as_bucket_view: as in torch's class.
         overlap_with_ddp: refused: it needs a hook and a step of its own.
         defaults: options of that optimizer.
 
@@ -76,15 +74,13 @@ class PostLocalSGD(PostLocalSGDOptimizer):
 
     Lin, Stich, Patel, Jaggi, "Don't Use Large Mini-Batches, Use Local SGD", 2018. The gradients
     must stay apart after the warm-up: ``comm_hook: {type: post_localSGD, start_localSGD_iter: N}``
-    of the wrapper with N equal to ``warmup_steps``. Between two averages the ranks' weights
-    differ: each rank evaluates its own, and those of the first are saved.
+    of the wrapper with N equal to ``warmup_steps``. Between two averages each rank evaluates its
+    own weights, and those of the first are saved.
 
     Args:
-        params: parameters or groups.
-        optimizer_class: what steps: a class, its name or ``{"_ref_": name}``.
         period: updates between two averages.
         warmup_steps: updates before the first.
-        process_group, defaults: as for ``ZeroRedundancyOptimizer``.
+        optimizer_class, process_group, defaults: as for ``ZeroRedundancyOptimizer``.
 
     Raises:
         TypeError, ValueError: as there; or ``period`` is below 2, or ``warmup_steps`` negative.
@@ -129,10 +125,8 @@ class PostLocalSGD(PostLocalSGDOptimizer):
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step, and average the weights where it is time; every rank must call this."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        with torch.enable_grad():
+            loss = None if closure is None else closure()
         super().step()  # type: ignore[no-untyped-call]
         return loss
 
@@ -147,7 +141,7 @@ def _optimizer_class(wanted: Any, defaults: Mapping[str, Any]) -> type[Optimizer
     allowed = [name for name in option_names(found) if name != "params"]
     check_options(found.__name__, defaults, allowed)
     cls: type[Optimizer] = found
-    if hasattr(cls, "step") and needs_closure(cls):
+    if needs_closure(cls):
         raise ValueError(
             f"optimizer_class cannot be {cls.__name__}, which needs a closure and all parameters "
             "together: give one that steps from gradients, such as AdamW"

@@ -1,8 +1,6 @@
-"""Where this process's part of a tensor lies in the whole: one view of all kinds of sharding.
-
-Three kinds of tensors occur: torch's ``DTensor`` (FSDP2), *localised* parameters (ordinary
-parameters that hold one part of a tensor-parallel weight and say so by an attribute
-``tensor_layout``), and plain ones, which are whole. What is written here holds for any mixture.
+"""Where this process's part of a tensor lies in the whole, for any mixture of three kinds: torch's
+``DTensor`` (FSDP2), *localised* parameters (ordinary ones that hold one part of a tensor-parallel
+weight and say so by an attribute ``tensor_layout``), and plain ones, which are whole.
 """
 
 from __future__ import annotations
@@ -54,7 +52,7 @@ class Layout:
         return tuple(slice(offset, offset + size) for offset, size in pairs)
 
     def __deepcopy__(self, memo: Any) -> Layout:
-        """Itself: it says where something is, and a copy is in the same place."""
+        """Itself: a copy is in the same place."""
         return self
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
@@ -79,11 +77,7 @@ def is_dtensor(value: object) -> TypeGuard[DTensor]:
 
 
 def layout_of(tensor: Tensor) -> Layout:
-    """Return the place of ``tensor``'s part; not collective.
-
-    Raises:
-        RuntimeError: a ``DTensor`` whose parts are still to be summed has no such place.
-    """
+    """Return the place of ``tensor``'s part; RuntimeError where parts are still to be summed."""
     if is_dtensor(tensor):
         (chunk,) = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]
         return Layout(
@@ -162,10 +156,8 @@ def take_part(source: Any, like: Tensor) -> Tensor:
         source: a whole tensor, or anything with ``shape`` and ``[slices]`` that returns
             tensors; also a tensor with the layout of ``like``, whose memory may be shared.
             A ``DTensor`` of another layout is gathered, for which every rank must call this.
-        like: a ``DTensor`` gives a ``DTensor``, a localised or plain parameter a plain tensor.
-
-    Raises:
-        ValueError: ``source`` has another shape than the whole of ``like``.
+        like: a ``DTensor`` gives a ``DTensor``, a localised or plain parameter a plain tensor;
+            ValueError where its whole has another shape than ``source``.
     """
     part = _cut(source, like).to(device=local_part(like).device, dtype=like.dtype)
     return as_global(part, like) if is_dtensor(like) else part
@@ -180,8 +172,8 @@ def copy_whole_(target: Tensor, source: Any) -> None:
 def reshard(model: nn.Module) -> None:
     """Give up what FSDP2 has put together for a forward, so that only parts are left; local.
 
-    After a forward without a backward the parameters of the outermost module are whole. A change
-    of the parts then would not be seen by the next forward.
+    The outermost module keeps its parameters whole after a forward without a backward, and the
+    next forward would not see a change of the parts.
     """
     module: Any
     for module in model.modules():
@@ -199,12 +191,9 @@ def total_norm(
     same order.
 
     Args:
-        tensors: any mixture of kinds.
-        norm_type: the order of the norm, above 0; ``math.inf`` for the largest.
+        norm_type: the order of the norm, above 0 (ValueError) for sharded ones; ``math.inf`` for
+            the largest.
         like: the parameters whose gradients ``tensors`` are; needed where they are localised.
-
-    Raises:
-        ValueError: ``norm_type`` is not above 0 and a tensor is sharded.
     """
     tensors = list(tensors)
     owners = tensors if like is None else list(like)
@@ -236,19 +225,11 @@ def total_norm(
 # the ranks of a group must train alike what each of them holds whole.
 split_models: WeakKeyDictionary[nn.Module, tuple[ProcessGroup, bool]] = WeakKeyDictionary()
 
-
-_holders: WeakSet[Any] = WeakSet()
-
-
-def register_holder(holder: Any) -> None:
-    """Let optimizer wrappers ask what keeps whole parameters and gradients where they do not look.
-
-    Args:
-        holder: has a ``module``, whether the model ``steps_itself``, and, not collective,
-            ``no_sync()``; ``drop_gradients(ids)``, which drops those not given to these parameters
-            yet; and ``gathered(parameters)``, the first that is there for a forward only.
-    """
-    _holders.add(holder)
+# What keeps whole parameters and gradients where optimizer wrappers do not look. Each one has a
+# ``module``, whether the model ``steps_itself``, and, not collective, ``no_sync()``;
+# ``drop_gradients(ids)``, which drops those not given to these parameters yet; and
+# ``gathered(parameters)``, the first that is there for a forward only.
+holders: WeakSet[Any] = WeakSet()
 
 
 def drop_held_gradients(parameters: Iterable[Tensor]) -> None:
@@ -256,26 +237,17 @@ def drop_held_gradients(parameters: Iterable[Tensor]) -> None:
 
     Under fsdp, those of the forwards under ``no_sync``, and those of a backward that raised.
     """
-    chosen = {id(one) for one in parameters} if _holders else ()
-    for holder in list(_holders):
+    chosen = {id(one) for one in parameters} if holders else ()
+    for holder in list(holders):
         holder.drop_gradients(chosen)
-
-
-def find_gathered(parameters: Sequence[Tensor]) -> Tensor | None:
-    """Return the first of ``parameters`` that is there for a forward only; not collective."""
-    found = (holder.gathered(parameters) for holder in list(_holders))
-    return next((one for one in found if one is not None), None)
 
 
 @contextmanager
 def no_sync(model: nn.Module) -> Iterator[None]:
-    """Keep gradients of the forwards inside on their ranks, where ``model`` steps itself.
-
-    A step of a wrapper gives the wrapper for that, or the model where it wants all averaged.
-    """
-    inside = {id(one) for one in model.modules()} if _holders else ()
+    """Keep gradients of the forwards inside on their ranks, where ``model`` steps itself."""
+    inside = {id(one) for one in model.modules()} if holders else ()
     with ExitStack() as stack:
-        for holder in list(_holders):
+        for holder in list(holders):
             if holder.steps_itself and id(holder.module) in inside:
                 stack.enter_context(holder.no_sync())
         yield
@@ -293,11 +265,11 @@ def has_placed(optimizer: Optimizer) -> bool:
     """Whether a parameter of ``optimizer`` is a ``DTensor`` or localised."""
     # By the sizes of the groups: asking each parameter on each step costs as much as clipping.
     sizes = tuple(len(group["params"]) for group in optimizer.param_groups)
-    known = _seen.get(optimizer)
-    if known is None or known[0] != sizes:
+    known, answer = _seen.get(optimizer, ((), False))
+    if known != sizes:
         answer = any(map(is_placed, parameters_of(optimizer)))
-        known = _seen[optimizer] = (sizes, answer)
-    return known[1]
+        _seen[optimizer] = (sizes, answer)
+    return answer
 
 
 def _localised(tensor: Tensor) -> Layout | None:
@@ -307,8 +279,7 @@ def _localised(tensor: Tensor) -> Layout | None:
 def _groups(tensor: Tensor) -> tuple[ProcessGroup, ...]:
     """The groups over which ``tensor`` is spread, as in ``Layout.sharded_over``."""
     if not is_dtensor(tensor):
-        layout = _localised(tensor)
-        return () if layout is None else layout.sharded_over
+        return getattr(_localised(tensor), "sharded_over", ())
     mesh = tensor.device_mesh
     return tuple(
         mesh.get_group(dim)
@@ -337,16 +308,12 @@ def _cut(source: Any, like: Tensor) -> Tensor:
 
 def _power(parts: Sequence[Tensor], norm_type: float) -> Tensor:
     """The norm of ``parts`` to the power in which norms of several processes add up."""
-    # An empty part has no largest element.
-    filled = [part for part in parts if part.numel()]
-    if not filled:
-        return torch.zeros((), dtype=torch.float64)
-    norm = get_total_norm(filled, norm_type).double()
+    # An empty part has no largest element; without any torch gives 0.
+    norm = get_total_norm([part for part in parts if part.numel()], norm_type).double()
     return norm if math.isinf(norm_type) else norm**norm_type
 
 
 def _comm_device(owner: Tensor) -> torch.device:
     """Where the groups of a sharded tensor communicate; its parts may be offloaded from there."""
-    mesh = layout_of(owner).mesh
-    here = local_part(owner).device
+    mesh, here = layout_of(owner).mesh, local_part(owner).device
     return here if mesh is None or mesh.device_type == here.type else torch.device(mesh.device_type)

@@ -1,11 +1,9 @@
-"""Ranks laid out along named axes: who has which data and which part of a tensor, and what the
-ranks of a mesh tell each other before they train.
-"""
+"""Ranks laid out along named axes, and what they tell each other before they train."""
 
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import ChainMap, Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -84,11 +82,9 @@ class Mesh:
 def check_axes(axes: Mapping[str, int], world_size: int) -> dict[str, int]:
     """Return the size of every axis, from the outermost to the innermost.
 
-    A size of -1 is filled with the ranks that the others leave. Without a data axis the ranks
-    beside ``tensor`` are none.
-
     Args:
-        axes: sizes of ``data``, or of ``shard`` with or without ``replicate``; and ``tensor``.
+        axes: sizes of ``data`` (default: 1), or of ``shard`` with or without ``replicate``; and
+            ``tensor``. One of them may be -1: the ranks that the others leave.
 
     Raises:
         ValueError: the axes do not go together, or do not make up ``world_size``.
@@ -123,14 +119,10 @@ def build_mesh(axes: Mapping[str, int], device_type: str = "cpu") -> Mesh:
     Raises:
         ValueError: the axes do not fit the ranks, or differ between ranks.
     """
+    agree(lambda: {"mesh": _product(check_axes(axes, get_world_size()))})
     sizes = check_axes(axes, get_world_size())
     if not distributed_available():
         return Mesh(sizes)
-    everywhere = all_gather_object(sizes)
-    for rank, other in enumerate(everywhere):
-        if other != everywhere[0]:
-            told = f"{_product(everywhere[0])} on rank 0, {_product(other)} on rank {rank}"
-            raise ValueError(f"the mesh must be the same on all ranks, got {told}")
     # A mesh of a world made later counts as equal to one of before, though its groups differ.
     forget_meshes()
     mesh = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
@@ -172,8 +164,7 @@ def _data_group(mesh: DeviceMesh, sizes: Mapping[str, int]) -> ProcessGroup | No
 def agree(describe: Callable[[], Mapping[str, Any]], mesh: DeviceMesh | None = None) -> None:
     """Raise on every rank what ``describe`` raises on one, or ValueError where its results differ.
 
-    Every rank of the mesh (default: of the run) must call this. The ranks send each other one
-    object for each axis.
+    Every rank of the mesh (default: of the run) must call this; it costs one object for each axis.
 
     Args:
         describe: what is compared, by a name for the message; values that can be pickled.
@@ -201,18 +192,15 @@ def _gather(own: Any, mesh: DeviceMesh | None) -> list[Any]:
         return all_gather_object(own)
     known = {get_rank(): own}
     for group, _ in _routes(mesh):
-        known = {
-            rank: one for part in all_gather_object(known, group) for rank, one in part.items()
-        }
+        known = dict(ChainMap(*all_gather_object(known, group)))
     return [known[rank] for rank in sorted(known)]
 
 
 @torch.no_grad()
 def broadcast_first(tensors: Iterable[Tensor], ranks: Ranks) -> None:
-    """Overwrite ``tensors`` with those of the first of ``ranks``.
+    """Overwrite ``tensors`` with those of the first of ``ranks``; every rank must call this.
 
-    Every rank must call this. Of sharded tensors the local parts travel, those on the meta device
-    are left out, and those of one dtype travel together.
+    Of sharded tensors the local parts travel; those on the meta device are left out.
     """
     buckets: dict[tuple[Any, ...], list[Tensor]] = {}
     taken: Counter[tuple[Any, ...]] = Counter()

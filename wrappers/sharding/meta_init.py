@@ -25,10 +25,10 @@ _Slot: TypeAlias = tuple[nn.Module, str]
 def meta_parameters() -> Iterator[None]:
     """Put the parameters of modules that are constructed inside onto the meta device.
 
-    They have shapes but no memory. Buffers are real, because nothing could compute them again.
-    Random streams do not move, so a wrapper that builds the model right after gives it the weights
-    that the same seed gives an ordinary one. It holds for all threads. Weights that a constructor
-    sets by itself, outside of ``reset_parameters``, are lost.
+    They have shapes but no memory; buffers are real, because nothing could compute them again.
+    Random streams do not move, so that a wrapper made right after gives the model the weights that
+    the same seed gives an ordinary one. It holds for all threads. Weights that a constructor sets
+    by itself, outside of ``reset_parameters``, are lost.
     """
     handle = register_module_parameter_registration_hook(_to_meta)  # type: ignore[arg-type]
     try:
@@ -53,12 +53,10 @@ def materialise(model: nn.Module, mesh: DeviceMesh, init: Initialiser | None = N
 
     To be called after ``fully_shard``. Memory: the shards, and the whole parameters of one module
     at a time, with those inside it that its ``reset_parameters`` writes as well. Modules come in
-    the order of an ordinary construction: those inside a module before itself. A tied parameter
-    is made by the first one that has it.
+    the order of an ordinary construction, and the first one that has it makes a tied parameter.
 
-    All ranks draw from the random state of the mesh's first rank, and a rank whose own stream
-    stood there is left where an ordinary construction would leave it; any other gets its own
-    state back.
+    All ranks draw from the random state of the mesh's first rank; one whose own state differs gets
+    it back after that.
 
     Args:
         mesh: all ranks that hold parts of the model.
@@ -68,8 +66,7 @@ def materialise(model: nn.Module, mesh: DeviceMesh, init: Initialiser | None = N
     Raises:
         ValueError: a parameter that nothing has written.
     """
-    jobs = _plan(model, init)
-    device = torch.device(mesh.device_type)
+    jobs, device = _plan(model, init), torch.device(mesh.device_type)
     # Not `to_empty`, which would empty the buffers too.
     model._apply(  # type: ignore[no-untyped-call]
         lambda one: torch.empty_like(one, device=device) if one.is_meta else one
@@ -189,8 +186,10 @@ def _plan(model: nn.Module, init: Initialiser | None) -> list[_Job]:
     jobs = []
     for module in _inside_out(model, set()):
         slots: list[_Slot] = [(module, name) for name, _ in _meta_parameters(module)]
-        start = _reset_of(module) if init is None else functools.partial(_call, init, module)
-        if init is None and start is not None:
+        start: Any = getattr(module, "reset_parameters", getattr(module, "_reset_parameters", None))
+        if init is not None:
+            start = functools.partial(_call, init, module)
+        elif start is not None:
             slots += [slot for slot in _rehearse(module, start) if slot not in slots]
         if slots:
             jobs.append(_Job(module, start, slots))
@@ -217,10 +216,6 @@ def _inside_out(module: nn.Module, seen: set[nn.Module]) -> Iterator[nn.Module]:
 def _meta_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
     own = module.named_parameters(recurse=False, remove_duplicate=False)
     return [(name, one) for name, one in own if one.is_meta]
-
-
-def _reset_of(module: nn.Module) -> Callable[[], Any] | None:
-    return getattr(module, "reset_parameters", getattr(module, "_reset_parameters", None))
 
 
 def _rehearse(module: nn.Module, init: Callable[[], Any]) -> list[_Slot]:

@@ -56,9 +56,8 @@ def parallelize(
     Dropout between them draws the same mask for the parts of all ranks. A split layer's parameters
     can be used by its own ``forward`` alone. docs/wrappers.md has an example of attention.
 
-    Before the first step of an ``OptimWrapper`` the ranks compare the gradients of the parameters
-    that each of them holds whole: one that differs, as that of a norm outside of the plan between
-    parts of the sequence, is an error that names it.
+    Before the first step of an ``OptimWrapper`` the ranks compare the gradients of parameters that
+    each of them holds whole: one that differs (a norm left out of the plan) is an error.
 
     Args:
         mesh: with a tensor axis; or torch's mesh of that axis.
@@ -66,20 +65,20 @@ def parallelize(
             mapping of such a ``type`` and its options (``input`` and ``output``, "replicate" or
             "shard(dimension)", ``local_output``; for sequence ``dim`` and ``local_output``), or
             an object of torch's ``ParallelStyle``.
-        localise: keep this rank's part as an ordinary parameter, that ``DistributedDataParallel``
-            and every optimizer take, with its place as its attribute ``tensor_layout``. False
-            leaves torch's DTensors, for ``fully_shard``.
+        localise: keep this rank's part as an ordinary parameter, which ``DistributedDataParallel``
+            and every optimizer take, with an attribute ``tensor_layout``. False leaves torch's
+            DTensors, for ``fully_shard``.
 
     Raises:
         ValueError: what in the plan cannot be; the model is unchanged then.
         TypeError: a style is none.
     """
-    tensor_mesh, size = _tensor_axis(mesh)
+    axis, size = _tensor_axis(mesh)
     styles = check_plan(model, plan, size)
-    if tensor_mesh is not None:
-        _split(model, tensor_mesh, styles, localise)
+    if axis is not None:
+        _split(model, axis, styles, localise)
         if size > 1:
-            split_models[model] = tensor_mesh.get_group(), isinstance(mesh, Mesh)
+            split_models[model] = axis.get_group(), isinstance(mesh, Mesh)
     return model
 
 
@@ -90,8 +89,7 @@ def _split(
     for path, style in styles.items():
         layer = model.get_submodule(path)
         parallelize_module(layer, mesh, style)
-        layer.register_forward_hook(_wait_for_output)
-        layer.register_forward_hook(_refuse_double_backward)
+        layer.register_forward_hook(_finish)
     _restore(before)
     if localise:
         _localise_parts(model)
@@ -100,10 +98,6 @@ def _split(
         if id(old) not in present:
             # An optimizer that has it trains nothing.
             old.is_replaced = True  # type: ignore[attr-defined]
-
-
-def _refuse_double_backward(layer: nn.Module, inputs: Any, output: Any) -> None:
-    refuse_double_backward(output, _DOUBLE)
 
 
 def check_plan(
@@ -120,21 +114,12 @@ def check_plan(
     return styles
 
 
-def check_styles(plan: Mapping[str, Style]) -> dict[str, ParallelStyle]:
-    """Return torch's style for every entry of a plan, or raise as ``parallelize``."""
-    return {name: _style(name, spec) for name, spec in plan.items()}
-
-
-def planned_layers(model: nn.Module, plan: Mapping[str, Style]) -> list[str]:
-    """Paths of the modules that a plan names; mistakes in it are not checked."""
-    return list(_planned(model, plan, []))
-
-
-def row_split_tables(model: nn.Module, plan: Mapping[str, Style]) -> list[str]:
-    """Paths of the embeddings of which a plan gives each rank some rows."""
+def planned_layers(
+    model: nn.Module, plan: Mapping[str, Style], kind: type[ParallelStyle] = ParallelStyle
+) -> dict[str, nn.Module]:
+    """The modules to which a plan gives such a style, by path; its mistakes are not checked."""
     styles = _planned(model, plan, [])
-    tables = {path for path, one in model.named_modules() if isinstance(one, nn.Embedding)}
-    return [p for p, style in styles.items() if p in tables and isinstance(style, RowwiseParallel)]
+    return {k: model.get_submodule(k) for k, style in styles.items() if isinstance(style, kind)}
 
 
 def _tensor_axis(mesh: Mesh | DeviceMesh) -> tuple[DeviceMesh | None, int]:
@@ -156,7 +141,7 @@ def _planned(
     modules = dict(model.named_modules())
     chosen: dict[str, tuple[str, ParallelStyle]] = {}
     for name, spec in plan.items():
-        style = _style(name, spec)
+        style = read_style(name, spec)
         found = [path for path in modules if path and fnmatchcase(path, name)]
         found = [name] if name in modules else found
         if not found:
@@ -168,12 +153,13 @@ def _planned(
             fixed = isinstance(spec, ParallelStyle) or "input" in spec
             if isinstance(modules[path], nn.Embedding) and not fixed:
                 # torch takes the rows of a table for features that come split, which ids do not.
-                style = _style(name, {**_options(name, spec), "input": "replicate"})
+                style = read_style(name, {**_options(name, spec), "input": "replicate"})
             chosen[path] = name, style
     return {path: chosen[path][1] for path in modules if path in chosen}
 
 
-def _style(name: str, spec: Any) -> ParallelStyle:
+def read_style(name: str, spec: Any) -> ParallelStyle:
+    """Return torch's style for the entry ``name`` of a plan, or raise as ``parallelize``."""
     if isinstance(spec, ParallelStyle):
         return spec
     options = _options(name, spec)
@@ -206,10 +192,9 @@ def _placement(name: str, text: Any) -> Placement | None:
         return text
     if text == "replicate":
         return Replicate()
-    match = re.fullmatch(r"shard\((-?\d+)\)", str(text))
-    if match is None:
-        raise ValueError(f"{name}: a layout is replicate or shard(dimension), got {text!r}")
-    return Shard(int(match[1]))
+    if match := re.fullmatch(r"shard\((-?\d+)\)", str(text)):
+        return Shard(int(match[1]))
+    raise ValueError(f"{name}: a layout is replicate or shard(dimension), got {text!r}")
 
 
 def _layer_problems(path: str, module: nn.Module, style: ParallelStyle, size: int) -> Iterator[str]:
@@ -270,15 +255,12 @@ def _restore(before: list[tuple[nn.Module, str, nn.Parameter]]) -> None:
 
 
 class _Parts:
-    """Shows a layer its parameters as DTensors while it runs, and everybody else its parts.
-
-    Args:
-        places: by name of a parameter or buffer, mesh, placements, shape and stride of the whole.
-        owned: those among the parts that say their layout.
-    """
+    """Shows a layer its parameters as DTensors while it runs, and everybody else its parts."""
 
     def __init__(self, places: dict[str, tuple[Any, ...]], owned: list[Tensor]) -> None:
+        # By name of a parameter or buffer, mesh, placements, shape and stride of the whole.
         self._places = places
+        # Those among the parts that say their layout.
         self._owned = owned
         self._kept: dict[str, Tensor] = {}
 
@@ -320,11 +302,12 @@ class _Waited(torch.autograd.Function):
         return gradient
 
 
-def _wait_for_output(layer: nn.Module, inputs: Any, output: Any) -> Any:
+def _finish(layer: nn.Module, inputs: Any, output: Any) -> Any:
     # A block that torch has compiled would send the gradient of another kind of tensor past the
     # layer, and its backward would fail.
     if type(output) is AsyncCollectiveTensor:
-        return _Waited.apply(output)  # type: ignore[no-untyped-call]
+        output = _Waited.apply(output)  # type: ignore[no-untyped-call]
+    refuse_double_backward(output, _DOUBLE)
     return output
 
 
@@ -355,12 +338,11 @@ def _localise_parts(model: nn.Module) -> None:
 
 
 def _local(whole: DTensor) -> Tensor:
-    part = local_part(whole.detach())
+    part: Any = local_part(whole.detach())
     if isinstance(whole, nn.Parameter):
         kept = {name: value for name, value in vars(whole).items() if name != "_is_param"}
         part = nn.Parameter(part, requires_grad=whole.requires_grad)
         part.__dict__.update(kept)
-    layout = layout_of(whole)
-    if layout.sharded_over:
-        part.tensor_layout = layout  # type: ignore[attr-defined]
-    return part
+    if (layout := layout_of(whole)).sharded_over:
+        part.tensor_layout = layout
+    return part  # type: ignore[no-any-return]

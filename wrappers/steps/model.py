@@ -21,9 +21,8 @@ class BaseModel(BaseModule):
     losses (the names that contain "loss" are optimised, the others logged), "predict" a
     list of predictions and "tensor" the raw output. It may also override
     ``parse_losses(losses) -> (total, logs)``, ``val_step(data)`` and ``test_step(data)``.
-    A training step of one's own belongs into a subclass of the wrapper, where it works under
-    every kind of parallelism; overridden here, ``train_step`` serves one device only.
-    docs/extending.md has an example.
+    A training step of one's own belongs into a subclass of the wrapper (docs/extending.md), where
+    it works under every kind of parallelism; overridden here, it serves one device only.
 
     Args:
         data_preprocessor: module called as ``data_preprocessor(data, training)``, or a dict
@@ -63,9 +62,7 @@ class BaseModel(BaseModule):
         """Predictions for one batch; eval mode and gradients are the caller's business."""
         return self._run_forward(self.data_preprocessor(data, training=False), "predict")
 
-    def test_step(self, data: Any) -> Any:
-        """Predictions for one batch; eval mode and gradients are the caller's business."""
-        return self._run_forward(self.data_preprocessor(data, training=False), "predict")
+    test_step = val_step
 
     def _run_forward(self, data: Any, mode: str) -> Any:
         """Call the model with a preprocessed batch; for a ``train_step`` of one's own."""
@@ -83,10 +80,8 @@ class SupervisedModel(BaseModel):
         net: called with the input.
         loss: called as ``loss(output, target)``; returns a tensor (its mean counts) or a
             dict of losses.
-        input_key: index or name of the input in the batch.
-        target_key: index or name of the target in the batch.
-        data_preprocessor: as in ``BaseModel``.
-        init_cfg: as in ``BaseModel``.
+        input_key, target_key: index or name of the input, and of the target, in the batch.
+        data_preprocessor, init_cfg: as in ``BaseModel``.
     """
 
     _modules: dict[str, Any]

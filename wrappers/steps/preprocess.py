@@ -29,12 +29,11 @@ def move(data: Any, device: torch.device, non_blocking: bool | None = None) -> A
     if callable(getattr(data, "to", None)):
         # Not every such method knows of more than the device.
         return data.to(device, non_blocking=True) if non_blocking else data.to(device)
-    if isinstance(data, tuple) and hasattr(data, "_fields"):
-        return type(data)(*_move_all(data, device, non_blocking))
-    if isinstance(data, Sequence) and not isinstance(data, (range, memoryview)):
-        rebuild: Callable[[list[Any]], Any] = type(data)
-        return rebuild(_move_all(data, device, non_blocking))
-    return data
+    if not isinstance(data, Sequence) or isinstance(data, (range, memoryview)):
+        return data
+    rebuild: Any = type(data)
+    moved = _move_all(data, device, non_blocking)
+    return rebuild(*moved) if hasattr(data, "_fields") else rebuild(moved)
 
 
 def _move_all(items: Any, device: torch.device, non_blocking: bool | None) -> list[Any]:
@@ -71,8 +70,7 @@ class DataPreprocessor(nn.Module):
         std: what the difference is divided by, likewise.
         input_key: the entry to normalise; default: the first of a sequence, "inputs" of a
             mapping.
-        non_blocking: whether to continue while tensors are copied to the device; default: for those
-            in pinned memory.
+        non_blocking: go on while tensors are copied; default: for those in pinned memory.
     """
 
     def __init__(
@@ -86,8 +84,7 @@ class DataPreprocessor(nn.Module):
         super().__init__()
         self.input_key = input_key
         self.non_blocking = non_blocking
-        self._mean = _numbers("mean", mean)
-        self._std = _numbers("std", std)
+        self._mean, self._std = _numbers("mean", mean), _numbers("std", std)
         if self._std is not None and min(self._std) <= 0:
             raise ValueError(f"std must be positive, got {std!r}")
         self._place(torch.empty(0))
@@ -105,8 +102,8 @@ class DataPreprocessor(nn.Module):
     def cast_data(self, data: Any) -> Any:
         """Move every tensor in nested ``data`` to the device.
 
-        Mappings become plain dicts, sequences and namedtuples keep their type, other objects with a
-        method ``to`` are moved by it, and everything else is returned unchanged.
+        Mappings become plain dicts, sequences and namedtuples keep their type, other objects are
+        moved by their method ``to`` or stay as they are.
         """
         # Most batches are flat sequences of tensors that are where they should be already.
         for item in data if type(data) in (list, tuple) else (None,):

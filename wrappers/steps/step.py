@@ -35,10 +35,9 @@ class OptimizerWrapper(Protocol):
 def parse_losses(losses: Mapping[str, Tensor | list[Tensor]]) -> tuple[Tensor, dict[str, Tensor]]:
     """Sum the losses; return the total and the detached values to log.
 
-    A tensor counts by its mean, a list of tensors by the sum of their means. Entries whose
-    name contains "loss" are optimised, the others only logged. The log holds the total as
-    ``loss`` first, then every entry; beside other losses, an entry that is itself named
-    ``loss`` is logged as ``loss_raw``.
+    A tensor counts by its mean, a list of tensors by the sum of their means. Entries whose name
+    contains "loss" are optimised, the others only logged. The log holds the total as ``loss``
+    first, then every entry; one named ``loss`` beside other losses is logged as ``loss_raw``.
 
     Raises:
         TypeError: an entry is neither a tensor nor a list of tensors.
@@ -124,11 +123,10 @@ class Steps:
         model = self._modules["module"]
         if self._model_steps:
             try:
-                own_logs: dict[str, Tensor] = model.train_step(data, optim_wrapper)
+                return model.train_step(data, optim_wrapper)  # type: ignore[no-any-return]
             except BaseException as error:
                 self._explain(error)
                 raise
-            return own_logs
         with optim_wrapper.optim_context(self):
             data = _preprocessor_of(self, model)(data, training=True)
             args, kwargs = (data, {}) if isinstance(data, (list, tuple)) else as_call(data)
@@ -204,11 +202,7 @@ class Steps:
         return super().__reduce_ex__(protocol)
 
     def update_and_detect(self, total: Tensor, optim_wrapper: OptimizerWrapper) -> None:
-        """Update by ``total`` and log the parameters that it does not reach.
-
-        For callers that do not use ``train_step``; of ``optim_wrapper`` it only needs
-        ``update_params``.
-        """
+        """Update by ``optim_wrapper.update_params``; log the parameters that ``total`` misses."""
         model: Any = self
         with watch_gradients(model) as received:
             try:
@@ -219,13 +213,12 @@ class Steps:
         detect_anomalous_params(total, model, received=received)
 
     def _explain(self, error: BaseException) -> None:
-        """Raise a better error than one of an update, where the wrapper knows one."""
+        """Raise a better error than that of an update, where the wrapper knows one."""
         explain_transport(error, "train_step")
 
     def _evaluate(self, name: str, data: Any) -> Any:
         model = self.module
-        step = getattr(model, name, None)
-        if step is not None:
+        if (step := getattr(model, name, None)) is not None:
             return step(data)
         args, kwargs = as_call(_preprocessor_of(self, model)(data, training=False))
         try:
@@ -240,13 +233,13 @@ class Steps:
         found: dict[str, inspect.Parameter] = {}
         for base in (one for one in cls.__mro__ if "__init__" in vars(one)):
             given = list(inspect.signature(vars(base)["__init__"]).parameters.values())[1:]
-            named = [one for one in given if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)]
             passes_on = any(one.kind is one.VAR_KEYWORD for one in given)
             further = vars(base).get("passed_on", ()) if passes_on else ()
             is_first = not found
-            for one in (*named, *further):
-                kind = one.kind if is_first else one.KEYWORD_ONLY
-                found.setdefault(one.name, one.replace(kind=kind))
+            for one in (*given, *further):
+                if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD):
+                    kind = one.kind if is_first else one.KEYWORD_ONLY
+                    found.setdefault(one.name, one.replace(kind=kind))
             if not passes_on:
                 break
         return inspect.Signature(list(found.values()))
@@ -271,12 +264,10 @@ _W = TypeVar("_W", bound=Steps)
 class SingleDevice(Steps, nn.Module):
     """Steps a model on the device it is on.
 
-    A model with a ``train_step`` of its own is stepped by it. For another optimization step
-    override ``train_step(data, optim_wrapper)`` (also ``val_step`` and ``test_step``) in a
-    subclass; docs/custom_steps.md has examples.
+    A model with a ``train_step`` of its own is stepped by it. For another step override
+    ``train_step``, ``val_step`` or ``test_step`` in a subclass; see docs/custom_steps.md.
 
     Args:
-        module: the model.
         detect_anomalous_params: log the parameters that the loss does not reach, on every step;
             costs some microseconds per parameter and step, so for the search of a mistake only.
     """
@@ -289,7 +280,7 @@ class SingleDevice(Steps, nn.Module):
         self._model_steps = has_own_train_step(module)
         if detect_anomalous_params and self._model_steps:
             raise ValueError(
-                f"detect_anomalous_params needs the wrapper's own train_step, but "
+                "detect_anomalous_params needs the wrapper's own train_step, but "
                 f"{type(module).__name__}.train_step is used"
             )
 
@@ -313,8 +304,7 @@ def _preprocessor_of(wrapper: Any, model: Any) -> Callable[..., Any]:
             return preprocess.forward
         if preprocess is not None:
             return preprocess  # type: ignore[no-any-return]
-    function: Callable[..., Any] = model.data_preprocessor
-    return function
+    return model.data_preprocessor  # type: ignore[no-any-return]
 
 
 def as_call(data: Any) -> tuple[Sequence[Any], Mapping[str, Any]]:
@@ -323,21 +313,17 @@ def as_call(data: Any) -> tuple[Sequence[Any], Mapping[str, Any]]:
         return data, {}
     if isinstance(data, dict):
         return (), data
-    raise TypeError(
-        "Output of `data_preprocessor` should be list, tuple or dict, "
-        f"but got {type(data).__name__}"
-    )
+    kind = type(data).__name__
+    raise TypeError(f"Output of `data_preprocessor` should be list, tuple or dict, but got {kind}")
 
 
 def has_own_train_step(model: nn.Module) -> bool:
     """Whether ``model`` brings a ``train_step`` of its own, not the default of a base class."""
     step = getattr(type(model), "train_step", None)
     # By name, since mmengine is no dependency and model.py imports this file.
-    owner = getattr(step, "__module__", "") or ""
-    is_base = getattr(step, "__qualname__", "") == "BaseModel.train_step"
-    return step is not None and not (
-        is_base and f"{owner}.".startswith(("stepwrap.wrappers.", "mmengine."))
-    )
+    if getattr(step, "__qualname__", "") == "BaseModel.train_step":
+        return not f"{step.__module__}.".startswith(("stepwrap.wrappers.", "mmengine."))
+    return step is not None
 
 
 def refuse_own_train_step(wrapper: type[Steps], model: nn.Module, why: str) -> None:
@@ -371,11 +357,10 @@ def with_train_step(wrapper: type[_W], function: StepFunction) -> type[_W]:
     """Return a subclass of ``wrapper`` whose training step is ``function``.
 
     The function does what an overridden ``train_step`` does: the forward by ``wrapper(...)``,
-    the update by ``optim_wrapper``; docs/custom_steps.md has an example. The method of another
-    wrapper is such a function, too.
+    the update by ``optim_wrapper``; docs/custom_steps.md has an example. It may also be the
+    method of another wrapper.
 
     Args:
-        wrapper: a model wrapper's class.
         function: called as ``function(wrapper, data, optim_wrapper)``; returns what to log.
 
     Raises:
@@ -390,9 +375,9 @@ def with_train_step(wrapper: type[_W], function: StepFunction) -> type[_W]:
     def train_step(self: Any, data: Any, optim_wrapper: Any) -> dict[str, Any]:
         logs = function(self, data, optim_wrapper)
         if not isinstance(logs, Mapping):
+            kind = type(logs).__name__
             raise TypeError(
-                f"the training step {name} must return a dict of what to log, got "
-                f"{type(logs).__name__}"
+                f"the training step {name} must return a dict of what to log, got {kind}"
             )
         return {key: _loggable(name, key, value) for key, value in logs.items()}
 
@@ -416,17 +401,16 @@ def check_step_function(function: Any) -> None:
     except ValueError:
         return
     except TypeError as error:
+        name = _name_of(function)
         raise TypeError(
-            f"the training step {_name_of(function)} must take (wrapper, data, optim_wrapper): "
-            f"{error}"
+            f"the training step {name} must take (wrapper, data, optim_wrapper): {error}"
         ) from error
 
 
 def _loggable(name: str, key: str, value: Any) -> Any:
     if not hasattr(value, "__float__"):
-        raise TypeError(
-            f"the training step {name} must return numbers or tensors, got {key}={value!r}"
-        )
+        told = f"the training step {name} must return numbers or tensors, got {key}={value!r}"
+        raise TypeError(told)
     # With a graph it would keep that until it is logged.
     return value.detach() if isinstance(value, Tensor) else value
 

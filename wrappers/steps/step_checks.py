@@ -27,9 +27,8 @@ _BACKWARDS = 64
 class FirstUpdate:
     """Looks at the gradients that an optimizer is about to take for the first time.
 
-    A second backward, or ``torch.autograd.grad``, leaves the ranks' gradients apart in a step of
-    one's own. So does, in a tensor group, a layer outside of the plan that sees a part of the
-    sequence or of the features. Nothing fails then: the weights drift apart, and the results.
+    A step of one's own (by a second backward or ``torch.autograd.grad``) and, in a tensor group, a
+    layer left out of the plan leave the ranks' gradients apart, and nothing else fails then.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -45,14 +44,10 @@ class FirstUpdate:
     def check(self, has_run: bool) -> bool:
         """Return whether all is well, so that nothing needs to be looked at again.
 
-        Every rank that shares gradients must call this.
+        Every rank that shares gradients must call this; RuntimeError where something is wrong.
 
         Args:
             has_run: there has been a backward.
-
-        Raises:
-            RuntimeError: no parameter has a gradient, or the model has others in the place of
-                some; or the ranks have different gradients.
         """
         parameters = list(parameters_of(self._optimizer))
         if not self._is_reached:
@@ -237,13 +232,8 @@ class ThawWatch:
 
     def __init__(self, kind: str, module: nn.Module, ignored: Iterable[str], group: Any) -> None:
         self._kind = kind
-        self._frozen = {
-            name: one
-            for name, one in module.named_parameters()
-            if not one.requires_grad and name not in set(ignored)
-        }
-        if distributed.get_world_size(group) == 1:
-            self._frozen = {}
+        named = module.named_parameters() if distributed.get_world_size(group) > 1 else ()
+        self._frozen = {k: p for k, p in named if not p.requires_grad and k not in set(ignored)}
 
     def check(self) -> None:
         """Look at all of them, before a forward."""
@@ -261,8 +251,7 @@ class ThawWatch:
 def watch_gradients(model: nn.Module) -> Iterator[set[int]]:
     """Collect the ids of the parameters whose gradients a backward inside adds to.
 
-    So those inside re-entrant activation checkpointing are known, whose part of the graph does
-    not exist outside of backward.
+    Re-entrant activation checkpointing builds its part of the graph only then.
     """
     received: set[int] = set()
     handles = [
@@ -287,10 +276,9 @@ def detect_anomalous_params(
     To be called after backward. They are logged once for each distinct set of names, per model.
 
     Args:
-        received: what ``watch_gradients`` collected in the backward. Without it, a parameter
-            that has a gradient counts as reached where the graph has re-entrant activation
-            checkpointing (``torch.utils.checkpoint`` with ``use_reentrant=True``), so do not
-            clear the gradients before.
+        received: what ``watch_gradients`` collected in the backward. Without it, do not clear the
+            gradients before: one counts as reached by them where the graph has re-entrant
+            activation checkpointing (``use_reentrant=True``).
     """
     reached, checkpointed = _leaves(loss)
     missing = {}
@@ -300,24 +288,19 @@ def detect_anomalous_params(
         used = checkpointed and parameter.grad is not None
         if not (used if received is None else id(parameter) in received):
             missing[name] = parameter
-    names = list(missing)
     seen: set[tuple[str, ...]] = model.__dict__.setdefault("_anomalies_seen", set())
-    if names and tuple(names) not in seen:
-        seen.add(tuple(names))
-        for name, parameter in missing.items():
-            logger.error(
-                "%s with shape %s is not in the computational graph", name, parameter.size()
-            )
-    return names
+    if tuple(missing) not in seen:
+        seen.add(tuple(missing))
+        for name, one in missing.items():
+            logger.error("%s with shape %s is not in the computational graph", name, one.size())
+    return list(missing)
 
 
 def _leaves(loss: Tensor) -> tuple[set[int], bool]:
     """Ids of the leaves under ``loss``, and whether a part of the graph is yet to be built."""
-    leaves = {id(loss)}
-    checkpointed = False
+    leaves, checkpointed = {id(loss)}, False
     # The nodes themselves are kept: an id alone could be reused while we walk.
-    visited = {loss.grad_fn}
-    stack = [loss.grad_fn]
+    visited, stack = {None, loss.grad_fn}, [loss.grad_fn]
     while stack:
         node = stack.pop()
         if node is None:
@@ -325,8 +308,7 @@ def _leaves(loss: Tensor) -> tuple[set[int], bool]:
         if hasattr(node, "variable"):
             leaves.add(id(node.variable))
         checkpointed = checkpointed or isinstance(node, _REENTRANT)
-        for following, _ in node.next_functions:
-            if following not in visited:
-                visited.add(following)
-                stack.append(following)
+        following = {one for one, _ in node.next_functions} - visited
+        visited |= following
+        stack += following
     return leaves, checkpointed

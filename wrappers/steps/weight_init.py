@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pickle import UnpicklingError
 from typing import Any
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import init
 
-from ...registry import nearest
+from ...registry import did_you_mean
 from ..torch_functions import check_options, option_names
 
 logger = logging.getLogger(__name__)
@@ -36,8 +36,7 @@ class BaseModule(nn.Module):
 
     def __init__(self, init_cfg: InitSettings | None = None) -> None:
         super().__init__()
-        if init_cfg is not None:
-            _read(init_cfg)
+        _read(init_cfg)
         self.init_cfg = init_cfg
         self.is_init = False
 
@@ -52,12 +51,11 @@ class BaseModule(nn.Module):
         if self.is_init:
             logger.warning("init_weights of %s has been called more than once", type(self).__name__)
             return
-        entries = [] if self.init_cfg is None else _read(self.init_cfg)
+        entries = _read(self.init_cfg)
         for entry in entries:
             if entry.kind != _PRETRAINED:
                 entry.apply(self)
-        for module in _initialising(self):
-            module.init_weights()
+        _initialise_inside(self)
         for entry in entries:
             if entry.kind == _PRETRAINED:
                 entry.apply(self)
@@ -201,8 +199,8 @@ class _Entry:
             init.constant_(bias, self.bias)
 
 
-def _read(init_cfg: InitSettings) -> list[_Entry]:
-    return [_read_one(one) for one in _mappings("init_cfg", init_cfg)]
+def _read(init_cfg: InitSettings | None) -> list[_Entry]:
+    return [_read_one(one) for one in _mappings("init_cfg", () if init_cfg is None else init_cfg)]
 
 
 def _mappings(name: str, given: Any) -> list[Mapping[str, Any]]:
@@ -217,9 +215,9 @@ def _read_one(cfg: Mapping[str, Any]) -> _Entry:
     given = dict(cfg)
     kind = given.pop("type", None)
     if kind not in _FILLS:
-        near = nearest(str(kind), list(_FILLS))
-        hint = f"did you mean {near[0]}?" if near else f"it is one of {', '.join(_FILLS)}"
-        raise ValueError(f"type {kind!r} of init_cfg is no initializer; {hint}")
+        hint = did_you_mean(str(kind), _FILLS)
+        names = ", ".join(_FILLS)
+        raise ValueError(f"type {kind!r} of init_cfg is no initializer, it is one of {names}{hint}")
     layers: Any = ()
     overrides: Any = ()
     allowed = [name for name in option_names(_FILLS[kind])[1:] if name != "generator"]
@@ -232,8 +230,7 @@ def _read_one(cfg: Mapping[str, Any]) -> _Entry:
     layers = (layers,) if isinstance(layers, str) else layers
     if not isinstance(layers, Sequence) or not all(isinstance(name, str) for name in layers):
         raise TypeError(f"layer must be a str or a list of str, but got {layers!r}")
-    bias = _bias(given)
-    outer = _Entry(kind, given, bias, frozenset(layers))
+    outer = _Entry(kind, given, _take_bias(given), frozenset(layers))
     inner = [_read_override(one, outer) for one in _mappings("override", overrides)]
     return replace(outer, overrides=tuple(inner))
 
@@ -250,7 +247,7 @@ def _read_override(cfg: Mapping[str, Any], outer: _Entry) -> tuple[str, _Entry]:
     return name, _read_one(given)
 
 
-def _bias(options: dict[str, Any]) -> float:
+def _take_bias(options: dict[str, Any]) -> float:
     """Take ``bias`` or ``bias_prob``, that of a sigmoid's output, out of ``options``."""
     bias, share = options.pop("bias", 0.0), options.pop("bias_prob", None)
     if not isinstance(bias, (int, float)):
@@ -262,10 +259,11 @@ def _bias(options: dict[str, Any]) -> float:
     return -math.log((1 - share) / share)
 
 
-def _initialising(module: nn.Module) -> Iterator[Any]:
-    """The outermost modules inside that initialise themselves."""
+def _initialise_inside(module: nn.Module) -> None:
+    """Have the outermost modules inside initialise themselves that can."""
     for child in module.children():
-        if callable(getattr(child, "init_weights", None)):
-            yield child
+        start: Any = getattr(child, "init_weights", None)
+        if callable(start):
+            start()
         else:
-            yield from _initialising(child)
+            _initialise_inside(child)
