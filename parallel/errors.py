@@ -16,13 +16,6 @@ class TimeoutError(multiprocessing.TimeoutError, builtins.TimeoutError):  # noqa
 class RemoteTraceback(Exception):
     """The traceback in the other process or thread, as the `__cause__` of an error of a task."""
 
-    def __init__(self, text: str) -> None:
-        super().__init__(text)
-        self.text = text
-
-    def __str__(self) -> str:
-        return self.text
-
 
 class RemoteError(RuntimeError):
     """An error of a task that cannot be made anew in this process.

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from queue import Empty, SimpleQueue
-from typing import Any
+from typing import Any, ClassVar
 
-__all__ = ["AndEvent", "MultiEvent", "OrEvent"]
+__all__ = ["AndEvent", "OrEvent"]
 
 
-class MultiEvent:
-    """What `OrEvent` and `AndEvent` share: an event whose state is that of its members.
+class _MultiEvent:
+    """An event whose state is that of its members, which know of it only while it is waited for."""
 
-    Members know nothing of an event made of them, except while a thread waits for it.
-    """
+    _of: ClassVar[Callable[[Iterable[bool]], bool]]
 
-    def __init__(self, *events: threading.Event | MultiEvent) -> None:
+    def __init__(self, *events: threading.Event | _MultiEvent) -> None:
         for event in events:
-            if not isinstance(event, (threading.Event, MultiEvent)):
+            if not isinstance(event, (threading.Event, _MultiEvent)):
                 raise ValueError(
                     f"{type(self).__name__}() takes threading.Event, OrEvent and AndEvent objects, "
                     f"got {type(event).__name__}"
@@ -28,7 +27,7 @@ class MultiEvent:
 
     def is_set(self) -> bool:
         """Return whether the members are set as is asked for: any of them, or all."""
-        raise NotImplementedError
+        return type(self)._of(event.is_set() for event in self._events)
 
     def set(self) -> None:
         """Do nothing: the members are what can be set."""
@@ -45,90 +44,70 @@ class MultiEvent:
             return True
         if timeout is not None and timeout <= 0:
             return False
-        waiter = _Waiter(self)
+        # Unlike a condition it may be put to by a signal handler of the very thread that waits.
+        notices: SimpleQueue[None] = SimpleQueue()
+
+        def notify() -> None:
+            if self.is_set():
+                notices.put(None)
+
         for condition in self._conditions:
-            condition.waiters.add(waiter)
+            condition.callbacks.add(notify)
         try:
-            # What was set before the waiter was there has not notified it.
-            return self.is_set() or waiter.wait(timeout)
+            # What was set before has notified nobody.
+            if not self.is_set():
+                notices.get(timeout=timeout)
+            return True
+        except Empty:
+            return self.is_set()
         finally:
             for condition in self._conditions:
-                condition.waiters.discard(waiter)
+                condition.callbacks.discard(notify)
 
     def _leaves(self) -> Iterator[threading.Event]:
         for event in self._events:
-            if isinstance(event, MultiEvent):
+            if isinstance(event, _MultiEvent):
                 yield from event._leaves()
             else:
                 yield event
 
 
-class OrEvent(MultiEvent):
-    """Is set while any of the given events is.
-
-    Args:
-        events: `threading.Event` objects or events of this kind.
+class OrEvent(_MultiEvent):
+    """Is set while any of the given events is: `threading.Event` objects or events of this kind.
 
     Raises:
         ValueError: for anything else.
     """
 
-    def is_set(self) -> bool:
-        """Return whether any of the events is set."""
-        return any(event.is_set() for event in self._events)
+    _of = any
 
 
-class AndEvent(MultiEvent):
-    """Is set while all of the given events are.
-
-    Args:
-        events: `threading.Event` objects or events of this kind.
+class AndEvent(_MultiEvent):
+    """Is set while all of the given events are: `threading.Event` objects or events of this kind.
 
     Raises:
         ValueError: for anything else.
     """
 
-    def is_set(self) -> bool:
-        """Return whether all of the events are set."""
-        return all(event.is_set() for event in self._events)
-
-
-class _Waiter:
-    """Notified by the thread that sets the event; the one that waits for it wakes."""
-
-    def __init__(self, event: MultiEvent) -> None:
-        self._event = event
-        # Unlike a condition it may be put to by a signal handler of the very thread that waits.
-        self._notices: SimpleQueue[None] = SimpleQueue()
-
-    def notify(self) -> None:
-        if self._event.is_set():
-            self._notices.put(None)
-
-    def wait(self, timeout: float | None) -> bool:
-        try:
-            self._notices.get(timeout=timeout)
-        except Empty:
-            return self._event.is_set()
-        return True
+    _of = all
 
 
 class _NotifyingCondition(threading.Condition):
     """The condition that `threading.Event.set` notifies once its flag is changed."""
 
-    waiters: set[_Waiter]
+    callbacks: set[Callable[[], None]]
 
     def notify_all(self) -> None:
         super().notify_all()
-        for waiter in tuple(self.waiters):
-            waiter.notify()
+        for callback in tuple(self.callbacks):
+            callback()
 
 
 def _notifying_condition(leaf: threading.Event) -> _NotifyingCondition:
     # Its class changes, not its method `set`, which others may hold already (a timer, say); what
     # waits for it goes on to do so.
     found: Any = vars(leaf)["_cond"]
-    vars(found).setdefault("waiters", set())
+    vars(found).setdefault("callbacks", set())
     found.__class__ = _NotifyingCondition
     condition: _NotifyingCondition = found
     return condition

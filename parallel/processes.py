@@ -8,7 +8,6 @@ import multiprocessing
 import os
 import pickle
 import signal
-import struct
 import sys
 import tempfile
 import threading
@@ -27,7 +26,6 @@ logger = logging.getLogger(__name__)
 
 # A process that has reported goes on to its exit handlers, which may wait for its threads.
 _EXIT_S = 5.0
-_LENGTH = struct.Struct("!Q")
 CRASHES = {signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL}
 
 
@@ -202,9 +200,8 @@ class Process(BaseProcess):
         multiprocessing.context.assert_spawning(self)
         state = {key: value for key, value in vars(self).items() if key != "_close_report"}
         state["_report"] = DupFd(self._report)
-        file = io.BytesIO()
-        _SpawnPickler(file).dump((*type(self).__bases__, state))
-        return _revived, (file.getvalue(),)
+        pickler = _SpawnPickler(io.BytesIO())
+        return _revived, (pickler.message((*type(self).__bases__, state)),)
 
 
 def how_it_ended(exitcode: int | None) -> str:
@@ -250,10 +247,9 @@ def _run_all(target: Callable[[], object], cleaner: Callable[[], object] | None)
     """Call both and return what they raised, which for `sys.exit(0)` is nothing."""
     failures: list[Any] = []
     pid = os.getpid()
-    for step in (target, cleaner):
+    for step in filter(None, (target, cleaner)):
         try:
-            if step is not None:
-                step()
+            step()
         except BaseException as error:
             if os.getpid() != pid:
                 raise
@@ -278,21 +274,14 @@ def _report_file() -> int:
 
 
 def _write_report(file: int, report: tuple[str, bytes]) -> None:
-    data = memoryview(pickle.dumps(report))
-    written = 0
-    while written < len(data):
-        written += os.pwrite(file, data[written:], _LENGTH.size + written)
-    # Last, so that there is nothing to read before all is there.
-    os.pwrite(file, _LENGTH.pack(len(data)), 0)
+    data = pickle.dumps(report)
+    # Last the mark at the beginning, so that there is nothing to read before all is there.
+    if os.pwrite(file, data, 1) == len(data):
+        os.pwrite(file, b"!", 0)
 
 
 def _read_report(file: int) -> tuple[str, bytes] | None:
-    header = os.pread(file, _LENGTH.size, 0)
-    if len(header) < _LENGTH.size or header == bytes(_LENGTH.size):
+    if os.pread(file, 1, 0) != b"!":
         return None
-    (length,) = _LENGTH.unpack(header)
-    data = b""
-    while len(data) < length:
-        data += os.pread(file, length - len(data), _LENGTH.size + len(data))
-    text, described = pickle.loads(data)
-    return text, described
+    report: tuple[str, bytes] = pickle.loads(os.pread(file, os.fstat(file).st_size, 1))
+    return report

@@ -257,11 +257,10 @@ class ModelAssigner:
         merged = self._problem.merged(groups)
         found = search(merged, iterations, seed)
         if not found.fits:
+            listed = [", ".join(self.names[index] for index in group) for group in groups]
             units = [
-                f"model {names[0]}"
-                if len(names) == 1
-                else f"models {', '.join(names)} that share parameters"
-                for names in ([self.names[index] for index in group] for group in groups)
+                f"model {names}" if len(group) == 1 else f"models {names} that share parameters"
+                for group, names in zip(groups, listed, strict=True)
             ]
             raise RuntimeError(does_not_fit(merged, self.rooms, units, found, self._max_mem_ratio))
         placed = torch.empty(len(self.names), dtype=torch.long)
@@ -281,12 +280,5 @@ def _floats(values: Sequence[float]) -> Tensor:
 
 def _distances(rooms: Sequence[Room], gpu_gpu: float, cpu_gpu: float) -> Tensor:
     is_cpu = torch.tensor([room.device.type == "cpu" for room in rooms])
-    return (
-        torch.where(
-            is_cpu[:, None] | is_cpu,
-            number("cpu_gpu_distance", cpu_gpu),
-            number("gpu_gpu_distance", gpu_gpu),
-        )
-        .double()
-        .fill_diagonal_(0.0)
-    )
+    far, near = number("cpu_gpu_distance", cpu_gpu), number("gpu_gpu_distance", gpu_gpu)
+    return torch.where(is_cpu[:, None] | is_cpu, far, near).double().fill_diagonal_(0.0)

@@ -115,12 +115,10 @@ def _is_present(device: torch.device) -> bool:
         return True
     if device.type != "cuda":
         raise ValueError(f"the free memory of {device} is not known: give free_mib for it")
-    present = device.index < torch.cuda.device_count()
-    if not present:
-        _log.warning(
-            "%s is left out: %d GPUs are available here", device, torch.cuda.device_count()
-        )
-    return present
+    count = torch.cuda.device_count()
+    if device.index >= count:
+        _log.warning("%s is left out: %d GPUs are available here", device, count)
+    return bool(device.index < count)
 
 
 def _free(device: torch.device) -> float:
@@ -133,9 +131,9 @@ def _free(device: torch.device) -> float:
 
 
 def _compute(device: torch.device, cpu_weight: float) -> float:
-    if device.type != "cuda":
-        return cpu_weight if device.type == "cpu" else 1.0
-    if device.index >= torch.cuda.device_count():
+    if device.type == "cpu":
+        return cpu_weight
+    if device.type != "cuda" or device.index >= torch.cuda.device_count():
         return 1.0
     try:
         return 1.0 - torch.cuda.utilization(device) / 100
@@ -147,32 +145,22 @@ def _compute(device: torch.device, cpu_weight: float) -> float:
 
 def _free_ram() -> float:
     """Return the bytes of RAM that this process could take."""
-    free = _by_psutil()
-    if free is None:
+    try:
+        free = float(importlib.import_module("psutil").virtual_memory().available)
+    except ImportError:
         free = _by_meminfo()
-    if free is None:
-        raise RuntimeError(
-            'the free memory of the CPU is not known here: give free_mib={"cpu": ...}, or install '
-            "psutil"
-        )
     return min(free, _room_of_container())
 
 
-def _by_psutil() -> float | None:
+def _by_meminfo() -> float:
     try:
-        psutil = importlib.import_module("psutil")
-    except ImportError:
-        return None
-    return float(psutil.virtual_memory().available)
-
-
-def _by_meminfo() -> float | None:
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return None
-    kib = [line.split()[1] for line in lines if line.startswith("MemAvailable:")]
-    return float(kib[0]) * 1024 if kib else None
+        text = Path("/proc/meminfo").read_text()
+    except OSError as error:
+        raise RuntimeError(
+            'the free memory of the CPU is not known here: give free_mib={"cpu": ...}, or install '
+            "psutil"
+        ) from error
+    return 1024 * float(text.partition("MemAvailable:")[2].split()[0])
 
 
 def _room_of_container() -> float:

@@ -30,9 +30,7 @@ def does_not_fit(
     max_mem_ratio: float,
 ) -> str:
     """Return how much each device lacks in `found`, the placement that lacks least."""
-    total, allowed = float(problem.sizes.sum()), float(problem.capacities.sum())
-    lines = [_headline(problem, units, total, allowed, certain=found.certain)]
-    lines.append("What comes nearest:")
+    lines = [_headline(problem, units, certain=found.certain), "What comes nearest:"]
     assignment = found.assignment
     used = problem.used(assignment)
     over = beyond(used, problem.capacities).tolist()
@@ -52,25 +50,19 @@ def does_not_fit(
     return "\n".join(lines)
 
 
-def _headline(
-    problem: Problem, units: Sequence[str], total: float, allowed: float, *, certain: bool
-) -> str:
-    if beyond(problem.sizes.sum(), problem.capacities.sum()) > 0:
-        return (
-            f"Estimated model will use {_in_bytes(total)}, but only have {_in_bytes(allowed)} "
-            "allowed memory in total."
-        )
-    largest = int(problem.sizes.argmax())
-    if problem.sizes[largest] > problem.capacities.max():
-        return (
-            f"Estimated model will use {_in_bytes(float(problem.sizes[largest]))} for "
-            f"{units[largest]} alone, more than any device allows."
-        )
-    verdict = "no placement fits" if certain else "no placement was found that fits"
-    return (
-        f"Estimated model will use {_in_bytes(total)} of {_in_bytes(allowed)} allowed memory in "
-        f"total, but {verdict} on the single devices."
-    )
+def _headline(problem: Problem, units: Sequence[str], *, certain: bool) -> str:
+    sizes, capacities = problem.sizes, problem.capacities
+    total, allowed = _in_bytes(float(sizes.sum())), _in_bytes(float(capacities.sum()))
+    largest = int(sizes.argmax())
+    if beyond(sizes.sum(), capacities.sum()) > 0:
+        how = f"{total}, but only have {allowed} allowed memory in total"
+    elif sizes[largest] > capacities.max():
+        size = _in_bytes(float(sizes[largest]))
+        how = f"{size} for {units[largest]} alone, more than any device allows"
+    else:
+        verdict = "no placement fits" if certain else "no placement was found that fits"
+        how = f"{total} of {allowed} allowed memory in total, but {verdict} on the single devices"
+    return f"Estimated model will use {how}."
 
 
 def placement_table(
@@ -79,19 +71,13 @@ def placement_table(
     """Return who sits where, how full each device is, and what crosses."""
     used, work = problem.used(placed), share(problem.complexities) @ problem.one_hot(placed)
     wanted = share(problem.compute)
-    rows = [("device", "size", "allowed", "computes", "should", "models")]
+    rows: list[Sequence[str]] = [("device", "size", "allowed", "computes", "should", "models")]
     for index, room in enumerate(rooms):
         here = (placed == index).nonzero().flatten().tolist()
-        rows.append(
-            (
-                str(room.device),
-                _in_mib(float(used[index])),
-                _in_mib(float(problem.capacities[index])),
-                _percent(float(work[index])),
-                _percent(float(wanted[index])),
-                ", ".join(names[model] for model in here) or "-",
-            )
-        )
+        sizes = [_in_mib(float(mib[index])) for mib in (used, problem.capacities)]
+        parts = [_percent(float(part[index])) for part in (work, wanted)]
+        models = ", ".join(names[model] for model in here) or "-"
+        rows.append((str(room.device), *sizes, *parts, models))
     apart = placed[:, None] != placed[None, :]
     crossing = torch.where(apart, problem.connection, 0.0).sum() / problem.connection.sum()
     return f"{_columns(rows)}\n{_percent(float(crossing.nan_to_num()))} of the connections cross"
@@ -141,11 +127,7 @@ class _Box(NamedTuple):
 
 
 def draw(problem: Problem, rooms: Sequence[Room], names: Sequence[str], placed: Tensor) -> Figure:
-    """Draw the models in their devices, and how much crosses from device to device.
-
-    Raises:
-        ImportError: matplotlib is missing; the text names the extra.
-    """
+    """Draw the models in their devices, and how much crosses from device to device."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -175,57 +157,28 @@ def _draw_devices(
     boxes: dict[int, _Box] = {}
     for index, (room, full) in enumerate(zip(rooms, used, strict=True)):
         left, allowed = index * (_WIDTH + _GAP), float(problem.capacities[index])
-        frame = FancyBboxPatch(
-            (left, -rows), _WIDTH, rows + 1.9, boxstyle="round,pad=0.12", fc="#f6f8fa", ec=_FRAME
-        )
+        frame = FancyBboxPatch((left, -rows), _WIDTH, rows + 1.9, boxstyle="round,pad=0.12")
+        frame.set(fc="#f6f8fa", ec=_FRAME)
         axes.add_patch(frame)
-        middle = left + _WIDTH / 2
+        middle, size = left + _WIDTH / 2, f"{_in_mib(full)} of {_in_mib(allowed)}"
         axes.text(middle, 1.55, str(room.device), ha="center", va="center", weight="bold")
-        axes.text(
-            middle,
-            0.95,
-            f"{_in_mib(full)} of {_in_mib(allowed)}",
-            ha="center",
-            va="center",
-            size=7.5,
-        )
+        axes.text(middle, 0.95, size, ha="center", va="center", size=7.5)
         part = full / allowed if allowed else 0.0
         axes.add_patch(Rectangle((left, 0.4), _WIDTH, 0.22, fc="white", ec=_FRAME, lw=0.6))
         axes.add_patch(Rectangle((left, 0.4), _WIDTH * part, 0.22, fc=_FRAME, ec="none"))
         for row, model in enumerate((placed == index).nonzero().flatten().tolist()):
-            boxes[model] = _Box(left, -row - 0.3, index)
-            _draw_model(axes, boxes[model], names[model], float(problem.sizes[model]))
+            boxes[model] = box = _Box(left, -row - 0.3, index)
+            shape = Rectangle((left + 0.1, box.middle - 0.3), _WIDTH - 0.2, 0.6, zorder=3)
+            shape.set(fc=_MODEL, ec=_FRAME, lw=0.6)
+            axes.add_patch(shape)
+            name = names[model]
+            short = name if len(name) <= _LABEL else f"{name[: _LABEL - 1]}…"
+            label = f"{short} · {_in_mib(float(problem.sizes[model]))}"
+            axes.text(middle, box.middle, label, ha="center", va="center", size=6.5, zorder=4)
     axes.set_xlim(-0.5, len(rooms) * (_WIDTH + _GAP) - _GAP + 0.5)
     axes.set_ylim(-rows - 0.3, 2.2)
     axes.set_axis_off()
     return [boxes[model] for model in range(len(names))]
-
-
-def _draw_model(axes: Any, box: _Box, name: str, size: float) -> None:
-    from matplotlib.patches import FancyBboxPatch
-
-    axes.add_patch(
-        FancyBboxPatch(
-            (box.left + 0.15, box.middle - 0.3),
-            _WIDTH - 0.3,
-            0.6,
-            boxstyle="round,pad=0.06",
-            fc=_MODEL,
-            ec=_FRAME,
-            lw=0.6,
-            zorder=3,
-        )
-    )
-    short = name if len(name) <= _LABEL else f"{name[: _LABEL - 1]}…"
-    axes.text(
-        box.left + _WIDTH / 2,
-        box.middle,
-        f"{short} · {_in_mib(size)}",
-        ha="center",
-        va="center",
-        size=6.5,
-        zorder=4,
-    )
 
 
 def _draw_connections(axes: Any, problem: Problem, boxes: Sequence[_Box]) -> None:
@@ -242,29 +195,22 @@ def _draw_connections(axes: Any, problem: Problem, boxes: Sequence[_Box]) -> Non
         edge = start.left + _WIDTH - 0.1
         # A straight line behind other columns would seem to end in them.
         bend = -0.12 * (end.device - start.device - 1) if crosses else 0.5
-        axes.add_patch(
-            FancyArrowPatch(
-                (edge, start.middle),
-                (end.left + 0.1 if crosses else edge, end.middle),
-                connectionstyle=f"arc3,rad={bend}",
-                arrowstyle="-",
-                color=_CROSSES if crosses else _STAYS,
-                lw=0.5 + 2.5 * strength,
-                alpha=0.75,
-                zorder=2,
-            )
+        line = FancyArrowPatch(
+            (edge, start.middle),
+            (end.left + 0.1 if crosses else edge, end.middle),
+            connectionstyle=f"arc3,rad={bend}",
+            arrowstyle="-",
+            color=_CROSSES if crosses else _STAYS,
+            lw=0.5 + 2.5 * strength,
+            alpha=0.75,
+            zorder=2,
         )
+        axes.add_patch(line)
     more = f", the strongest {_LINES} of {len(pairs)}" if len(pairs) > _LINES else ""
     axes.set_title(f"who sits where{more}", size=10)
-    lines = [Line2D([], [], color=_CROSSES, lw=2), Line2D([], [], color=_STAYS, lw=2)]
-    axes.legend(
-        lines,
-        ["crosses", "stays"],
-        loc="upper center",
-        bbox_to_anchor=(0.5, 0),
-        ncols=2,
-        fontsize=8,
-    )
+    lines = [Line2D([], [], color=color, lw=2) for color in (_CROSSES, _STAYS)]
+    place = {"loc": "upper center", "bbox_to_anchor": (0.5, 0)}
+    axes.legend(lines, ["crosses", "stays"], ncols=2, fontsize=8, **place)
 
 
 def _draw_crossing(axes: Any, problem: Problem, rooms: Sequence[Room], placed: Tensor) -> None:

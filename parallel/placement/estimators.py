@@ -27,11 +27,7 @@ class ModelSizeEstimator:
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        size_multiplier: float = 2,
-        *,
-        optimizer: OptimizerOf | None = None,
+        self, model: nn.Module, size_multiplier: float = 2, *, optimizer: OptimizerOf | None = None
     ) -> None:
         """Take `model` as it is now.
 
@@ -78,7 +74,8 @@ class ModelSizeEstimator:
         if self.optimizer is None or not trained:
             return 0.0
         if isinstance(self.optimizer, Optimizer):
-            return _state_bytes(_stepped(self.optimizer, trained), trained) / _MIB
+            _check_stepped(self.optimizer, trained)
+            return _state_bytes(self.optimizer, trained) / _MIB
         shapes = [nn.Parameter(torch.empty_like(one, device="meta")) for one in trained]
         return _state_bytes(_tried(self.optimizer, shapes), shapes) / _MIB
 
@@ -161,7 +158,7 @@ def _state_bytes(optimizer: Optimizer, parameters: list[nn.Parameter]) -> int:
     return sum(_bytes(value) for value in values if isinstance(value, Tensor))
 
 
-def _stepped(optimizer: Optimizer, parameters: list[nn.Parameter]) -> Optimizer:
+def _check_stepped(optimizer: Optimizer, parameters: list[nn.Parameter]) -> None:
     held = {one for group in optimizer.param_groups for one in group["params"]}
     if held.isdisjoint(parameters):
         raise ValueError(f"{type(optimizer).__name__} holds no parameter of this model")
@@ -170,7 +167,6 @@ def _stepped(optimizer: Optimizer, parameters: list[nn.Parameter]) -> Optimizer:
             f"{type(optimizer).__name__} has not stepped, so its state is not known: give what "
             "makes it from a list of parameters, such as torch.optim.Adam"
         )
-    return optimizer
 
 
 def _tried(

@@ -6,7 +6,7 @@ import difflib
 import math
 import numbers
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias, TypeVar
 
 import torch
@@ -116,34 +116,28 @@ def held_mib(models: Mapping[str, Any]) -> dict[torch.device, float]:
 
     They will leave that place or stay in it, so for them it is free.
     """
+    modules = [model for model in models.values() if isinstance(model, nn.Module)]
+    tensors = (one for model in modules for one in (*model.parameters(), *model.buffers()))
     sizes: dict[torch.device, float] = defaultdict(float)
-    for tensor in {id(one): one for one in _tensors(models)}.values():
-        size = tensor.numel() * tensor.element_size() / _MIB
-        sizes[torch.device("cpu") if tensor.device.type == "cpu" else tensor.device] += size
-    return dict(sizes)
+    for tensor in dict.fromkeys(tensors):
+        if not nn.parameter.is_lazy(tensor):
+            size = tensor.numel() * tensor.element_size() / _MIB
+            sizes[torch.device("cpu") if tensor.device.type == "cpu" else tensor.device] += size
+    return sizes
 
 
 def move(models: Mapping[str, Any], devices: Sequence[torch.device]) -> None:
     """Move each model to its device."""
     gpus = torch.cuda.device_count()
-    for (name, model), device in zip(models.items(), devices, strict=True):
+    pairs = list(zip(models.items(), devices, strict=True))
+    remedy = "move_models=False makes the placement alone"
+    for (name, model), device in pairs:
         if isinstance(model, nn.Module) and device.type == "cuda" and device.index >= gpus:
-            raise ValueError(
-                f"model {name} cannot be moved to {device}: {gpus} GPUs are available here; "
-                "move_models=False makes the placement alone"
-            )
-    for (name, model), device in zip(models.items(), devices, strict=True):
+            problem = f"cannot be moved to {device}: {gpus} GPUs are available here"
+            raise ValueError(f"model {name} {problem}; {remedy}")
+    for (name, model), device in pairs:
         try:
             model.to(device)
         except Exception as error:
-            raise RuntimeError(
-                f"model {name} could not be moved to {device}: {error}; move_models=False makes "
-                "the placement alone"
-            ) from error
-
-
-def _tensors(models: Mapping[str, Any]) -> Iterator[Tensor]:
-    for model in models.values():
-        if isinstance(model, nn.Module):
-            yield from (one for one in model.parameters() if not nn.parameter.is_lazy(one))
-            yield from (one for one in model.buffers() if not nn.parameter.is_lazy(one))
+            problem = f"could not be moved to {device}: {error}"
+            raise RuntimeError(f"model {name} {problem}; {remedy}") from error

@@ -11,20 +11,15 @@ from typing import Any
 from ..errors import TimeoutError
 from ..processes import default_context
 from .dispatcher import Backlog, Dispatcher, Monitor, PoolStates
-from .results import (
-    AsyncResult,
-    Bar,
-    Callback,
-    IMapIterator,
-    IMapUnorderedIterator,
-    MapResult,
-    chunks_of,
-)
+from .results import AsyncResult, Call, Callback, IMapIterator, IMapUnorderedIterator, MapResult
 from .worker import map_caller, starmap_caller
 from .worker import worker as run_tasks
 from .workers import Options
 
 __all__ = ["BasePool"]
+
+Function = Callable[..., Any]
+Items = Iterable[Any]
 
 
 class BasePool:
@@ -58,7 +53,7 @@ class BasePool:
         self,
         processes: int | None = None,
         initializer: Callable[..., object] | None = None,
-        initargs: Iterable[Any] = (),
+        initargs: Items = (),
         maxtasksperchild: int | None = None,
         context: BaseContext | None = None,
     ) -> None:
@@ -124,19 +119,14 @@ class BasePool:
 
     worker = staticmethod(run_tasks)
 
-    def apply(
-        self,
-        func: Callable[..., Any],
-        args: Iterable[Any] = (),
-        kwds: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def apply(self, func: Function, args: Items = (), kwds: Mapping[str, Any] | None = None) -> Any:
         """Run a function in a worker; return its value or raise its error."""
         return self.apply_async(func, args, kwds).get()
 
     def apply_async(
         self,
-        func: Callable[..., Any],
-        args: Iterable[Any] = (),
+        func: Function,
+        args: Items = (),
         kwds: Mapping[str, Any] | None = None,
         callback: Callback = None,
         error_callback: Callback = None,
@@ -153,17 +143,15 @@ class BasePool:
         self._monitor.check()
         job = next(self._jobs)
         task = (job, 0, self._prepared(func), tuple(args), dict(kwds or {}))
-        name = f"apply({_name_of(func)})"
-        result = AsyncResult(
-            job, self._cache, callback, error_callback, name=name, on_end=self._call_ended
-        )
+        call = Call(f"apply({_name_of(func)})", self._call_ended)
+        result = AsyncResult(job, self._cache, callback, error_callback, call)
         _submit(self, result, (task,))
         return result
 
     def map(
         self,
-        func: Callable[[Any], Any],
-        iterable: Iterable[Any],
+        func: Function,
+        iterable: Items,
         chunksize: int | None = None,
         *,
         progress: bool = False,
@@ -179,8 +167,8 @@ class BasePool:
 
     def map_async(
         self,
-        func: Callable[[Any], Any],
-        iterable: Iterable[Any],
+        func: Function,
+        iterable: Items,
         chunksize: int | None = None,
         callback: Callback = None,
         error_callback: Callback = None,
@@ -189,12 +177,12 @@ class BasePool:
     ) -> MapResult:
         """As `map`, but return at once; a callback takes the whole list."""
         calls = (callback, error_callback)
-        return submit_items(self, map_caller, func, iterable, chunksize, calls, progress)
+        return _submit_items(self, map_caller, func, iterable, chunksize, calls, progress)
 
     def starmap(
         self,
-        func: Callable[..., Any],
-        iterable: Iterable[Iterable[Any]],
+        func: Function,
+        iterable: Iterable[Items],
         chunksize: int | None = None,
         *,
         progress: bool = False,
@@ -205,8 +193,8 @@ class BasePool:
 
     def starmap_async(
         self,
-        func: Callable[..., Any],
-        iterable: Iterable[Iterable[Any]],
+        func: Function,
+        iterable: Iterable[Items],
         chunksize: int | None = None,
         callback: Callback = None,
         error_callback: Callback = None,
@@ -215,12 +203,12 @@ class BasePool:
     ) -> MapResult:
         """As `starmap`, but return at once; a callback takes the whole list."""
         calls = (callback, error_callback)
-        return submit_items(self, starmap_caller, func, iterable, chunksize, calls, progress)
+        return _submit_items(self, starmap_caller, func, iterable, chunksize, calls, progress)
 
     def imap(
         self,
-        func: Callable[[Any], Any],
-        iterable: Iterable[Any],
+        func: Function,
+        iterable: Items,
         chunksize: int = 1,
         *,
         lookahead: int | None = None,
@@ -235,12 +223,12 @@ class BasePool:
             lookahead: items read ahead (default: 32 per worker).
             progress: show a bar.
         """
-        return submit_lazily(self, IMapIterator, func, iterable, chunksize, lookahead, progress)
+        return _submit_lazily(self, IMapIterator, func, iterable, chunksize, lookahead, progress)
 
     def imap_unordered(
         self,
-        func: Callable[[Any], Any],
-        iterable: Iterable[Any],
+        func: Function,
+        iterable: Items,
         chunksize: int = 1,
         *,
         lookahead: int | None = None,
@@ -248,7 +236,7 @@ class BasePool:
     ) -> IMapIterator:
         """As `imap`, but values come as they are ready."""
         kind = IMapUnorderedIterator
-        return submit_lazily(self, kind, func, iterable, chunksize, lookahead, progress)
+        return _submit_lazily(self, kind, func, iterable, chunksize, lookahead, progress)
 
     def close(self) -> None:
         """Take no more calls; the workers end when all that was taken is done."""
@@ -304,7 +292,7 @@ class BasePool:
         """Return, for each worker, the function it begins with, and its arguments."""
         return [(self._initializer, self._initargs)] * self._processes
 
-    def _prepared(self, func: Callable[..., Any]) -> Callable[..., Any]:
+    def _prepared(self, func: Function) -> Function:
         """Return what workers are to call for a function."""
         return func
 
@@ -316,11 +304,11 @@ class BasePool:
 _LOOKAHEAD = 32
 
 
-def submit_items(
+def _submit_items(
     pool: BasePool,
-    caller: Callable[..., Any],
-    func: Callable[..., Any],
-    iterable: Iterable[Any],
+    caller: Function,
+    func: Function,
+    iterable: Items,
     chunksize: int | None,
     callbacks: tuple[Callback, Callback],
     progress: bool,
@@ -334,23 +322,21 @@ def submit_items(
     name = f"{caller.__name__.removesuffix('_caller')}({_name_of(func)})"
     job = next(pool._jobs)
     prepared = pool._prepared(func)
-    bar = Bar(name, len(items), is_shown=progress)
-    more: dict[str, Any] = {"name": name, "on_end": pool._call_ended, "bar": bar}
-    result = MapResult(job, pool._cache, chunksize, len(items), *callbacks, **more)
-    begins = range(0, len(items), chunksize)
+    call = Call(name, pool._call_ended, len(items), progress=progress)
+    result = MapResult(job, pool._cache, chunksize, len(items), *callbacks, call)
     tasks: Iterator[tuple[Any, ...]] = (
         (job, chunk, caller, ((prepared, items[begin : begin + chunksize]),), {})
-        for chunk, begin in enumerate(begins)
+        for chunk, begin in enumerate(range(0, len(items), chunksize))
     )
     _submit(pool, result, tasks)
     return result
 
 
-def submit_lazily(
+def _submit_lazily(
     pool: BasePool,
     kind: type[IMapIterator],
-    func: Callable[[Any], Any],
-    iterable: Iterable[Any],
+    func: Function,
+    iterable: Items,
     chunksize: int,
     lookahead: int | None,
     progress: bool,
@@ -359,7 +345,6 @@ def submit_lazily(
     pool._monitor.check()
     _check_chunksize(chunksize)
     ahead = _ahead(lookahead, chunksize, pool._processes)
-    name = f"imap({_name_of(func)})"
     total = len(iterable) if isinstance(iterable, Sized) else None
     job = next(pool._jobs)
     prepared = pool._prepared(func)
@@ -367,23 +352,15 @@ def submit_lazily(
     def submit(chunk: int, items: list[Any]) -> None:
         _put(pool, iterator, (job, chunk, map_caller, ((prepared, items),), {}))
 
-    def end(iterator: IMapIterator) -> None:
+    def end(job: int) -> None:
         pool._open_inputs.discard(iterator)
         pool._call_ended(job)
         # A closed pool may have waited for just this.
         if pool._monitor.phase is not PoolStates.RUN:
             pool._monitor.wake()
 
-    iterator = kind(
-        job,
-        pool._cache,
-        chunks_of(iterable, chunksize),
-        submit,
-        shape=(ahead, chunksize),
-        name=name,
-        on_end=end,
-        bar=Bar(name, total, is_shown=progress),
-    )
+    call = Call(f"imap({_name_of(func)})", end, total, progress=progress)
+    iterator = kind(job, pool._cache, iterable, submit, ahead=ahead, chunksize=chunksize, call=call)
     pool._open_inputs.add(iterator)
     iterator.feed()
     return iterator

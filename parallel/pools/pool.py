@@ -27,9 +27,7 @@ class Pool(BasePool):
     `pickling.dumps` takes, lambdas and local functions among them.
 
     Args:
-        processes: workers (default: as many as the machine has cores).
-        initializer: called in each worker first, with `initargs`; if it fails the pool is broken.
-        maxtasksperchild: tasks after which a worker is replaced; None: never.
+        processes: this, `initializer`, `initargs` and `maxtasksperchild` are those of `BasePool`.
         is_recursive: see `pickling.Pickler`.
         is_daemon: False lets tasks start processes of their own.
         is_copy_tensor: whether workers get copies of tensors, in functions, arguments and results,
@@ -131,18 +129,11 @@ class CtxPool(Pool):
         start_method: str | None = None,
     ) -> None:
         self._contexts = worker_contexts
+        limits: Any = {"retries": retries, "task_timeout": task_timeout}
+        begin = (processes, initializer, initargs, maxtasksperchild)
+        tensors = (is_copy_tensor, share_method)
         super().__init__(
-            processes,
-            initializer,
-            initargs,
-            maxtasksperchild,
-            is_recursive,
-            is_daemon,
-            is_copy_tensor,
-            share_method,
-            retries=retries,
-            task_timeout=task_timeout,
-            start_method=start_method,
+            *begin, is_recursive, is_daemon, *tensors, start_method=start_method, **limits
         )
 
     def _beginnings(self) -> Beginnings:
@@ -158,11 +149,7 @@ class ThreadPool(BasePool):
     Functions, arguments, results and errors are passed as they are. Threads cannot be killed:
     `terminate` drops what has not begun and does not wait for the rest; `join` does.
 
-    Args:
-        processes: threads (default: as many as the machine has cores).
-        initializer: called in each thread first, with `initargs`; if it fails the pool is broken.
-        maxtasksperchild: tasks after which a thread is replaced; None: never.
-        is_recursive: of pools of processes; has no effect here, nor have the following.
+    Args: as of `BasePool`, of threads; `is_recursive` and what follows it have no effect.
     """
 
     _is_waited = False
@@ -195,10 +182,7 @@ class ThreadPool(BasePool):
 class CtxThreadPool(ThreadPool):
     """A pool whose threads call functions with their context first: `func(ctx, *args, **kwargs)`.
 
-    Args:
-        processes: threads.
-        initializer: called in each thread first, with `initargs`.
-        worker_contexts: one for each thread (default: None for all).
+    Args: as of `BasePool`; `worker_contexts` has one for each thread (default: None for all).
 
     Raises:
         ValueError: there are more contexts than threads, or fewer.
@@ -248,8 +232,9 @@ class Threads:
         self._work = work
         self._maxtasks = maxtasks
         self._threads: dict[int, threading.Thread] = {}
-        # Places whose thread is ending; what an initializer has raised, and in which thread.
-        self._ended: set[int] = set()
+        # Places without a thread, or with one that is ending.
+        self._vacant = set(range(len(beginnings)))
+        # In which thread an initializer has failed, and with what.
         self._failure: tuple[str, BaseException] | None = None
         self._tasks: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._results: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -282,12 +267,12 @@ class Threads:
         ends = (self._tasks.get, self._results.put)
         if queues is not None:
             ends = (queues[0].get, queues[1].put)
-        for slot in range(len(self._beginnings)):
-            if slot in self._ended or slot not in self._threads:
-                self._ended.discard(slot)
-                thread = threading.Thread(target=self._run, args=(slot, *ends), daemon=True)
-                self._threads[slot] = thread
-                thread.start()
+        for slot in tuple(self._vacant):
+            self._vacant.discard(slot)
+            self._threads[slot] = threading.Thread(
+                target=self._run, args=(slot, *ends), daemon=True
+            )
+            self._threads[slot].start()
 
     def terminate(self) -> None:
         """Drop the tasks that have not begun; the threads end after those that have."""
@@ -312,5 +297,5 @@ class Threads:
         else:
             self._work(get, put, None, (), self._maxtasks)
         finally:
-            self._ended.add(slot)
+            self._vacant.add(slot)
             self.wake()

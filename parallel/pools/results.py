@@ -22,28 +22,45 @@ Outcome = tuple[bool, Any]
 _READING_S = 10e-3
 
 
-class Bar:
-    """A progress bar on the terminal, which any thread may move; without `is_shown` nothing."""
+class Call:
+    """A call as results know it: its name, a progress bar for any thread to move, its end.
 
-    def __init__(self, name: str = "", total: int | None = None, *, is_shown: bool = False) -> None:
-        self._progress: Any = None
-        if is_shown:
+    Attributes:
+        on_end: takes the job; of the pool, which it keeps from being collected before the end.
+    """
+
+    def __init__(
+        self,
+        name: str = "task",
+        on_end: Callable[[int], object] | None = None,
+        total: int | None = None,
+        *,
+        progress: bool = False,
+    ) -> None:
+        self.name = name
+        self.on_end = on_end
+        self._bar: Any = None
+        if progress:
             from rich.progress import Progress
 
-            self._progress = Progress(transient=False)
-            self._task = self._progress.add_task(name, total=total)
-            self._progress.start()
+            self._bar = Progress(transient=False)
+            self._task = self._bar.add_task(name, total=total)
+            self._bar.start()
 
     def advance(self, items: int) -> None:
-        if self._progress is not None:
-            self._progress.advance(self._task, items)
+        if self._bar is not None:
+            self._bar.advance(self._task, items)
 
-    def stop(self) -> None:
-        if self._progress is not None:
-            self._progress.stop()
+    def stop_bar(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
 
-
-_NO_BAR = Bar()
+    def items_name(self, chunk: int, chunksize: int) -> str:
+        """Return the items of a chunk in words, for messages."""
+        if chunksize == 1:
+            return f"task {chunk} of {self.name}"
+        begin = chunk * chunksize
+        return f"tasks {begin} to {begin + chunksize - 1} of {self.name}"
 
 
 class AsyncResult:
@@ -55,20 +72,14 @@ class AsyncResult:
         cache: MutableMapping[int, Any],
         callback: Callback = None,
         error_callback: Callback = None,
-        *,
-        name: str = "task",
-        on_end: Callable[[int], object] | None = None,
-        bar: Bar = _NO_BAR,
+        call: Call | None = None,
     ) -> None:
         self._job = job
         # The pool's unfinished calls by number.
         self._cache = cache
         self._callback = callback
         self._error_callback = error_callback
-        self._name = name
-        # A method of the pool, which keeps it from being collected before the result is there.
-        self._on_end = on_end
-        self._bar = bar
+        self._call = call or Call()
         self._outcome: Outcome | None = None
         # Released at the end: a third of the price of an Event, and there is one per task.
         self._latch = threading.Lock()
@@ -86,7 +97,7 @@ class AsyncResult:
             ValueError: it has not ended yet.
         """
         if self._outcome is None:
-            raise ValueError(f"the result of {self._name} is not ready")
+            raise ValueError(f"the result of {self._call.name} is not ready")
         return self._outcome[0]
 
     def wait(self, timeout: float | None = None) -> None:
@@ -103,7 +114,8 @@ class AsyncResult:
         """
         self.wait(timeout)
         if self._outcome is None:
-            raise TimeoutError(f"the result of {self._name} did not come within {timeout:g} s")
+            message = f"the result of {self._call.name} did not come within {timeout:g} s"
+            raise TimeoutError(message)
         success, value = self._outcome
         if success:
             return value
@@ -124,25 +136,26 @@ class AsyncResult:
 
     def task_name(self, chunk: int) -> str:
         """Return a task of this call in words, for messages."""
-        return f"task {self._job} of {self._name}"
+        return f"task {self._job} of {self._call.name}"
 
     def _finish(self, outcome: Outcome) -> None:
         # The thread that takes it out of the cache is the one that ends it.
         if self._cache.pop(self._job, None) is None:
             return
         success, value = outcome
-        self._bar.stop()
+        call = self._call
+        call.stop_bar()
         callback = self._callback if success else self._error_callback
         try:
             if callback is not None:
                 callback(value)
         except BaseException:
-            _log.exception("the callback of %s failed", self._name)
+            _log.exception("the callback of %s failed", call.name)
         self._outcome = outcome
         self._latch.release()
-        if self._on_end is not None:
-            self._on_end(self._job)
-        self._callback = self._error_callback = self._on_end = None
+        if call.on_end is not None:
+            call.on_end(self._job)
+        self._callback = self._error_callback = call.on_end = None
 
 
 class MapResult(AsyncResult):
@@ -159,7 +172,7 @@ class MapResult(AsyncResult):
         length: int,
         callback: Callback = None,
         error_callback: Callback = None,
-        **more: Any,
+        call: Call | None = None,
     ) -> None:
         self._chunksize = chunksize
         self._left = -(-length // chunksize)
@@ -167,7 +180,7 @@ class MapResult(AsyncResult):
         self._error: BaseException | None = None
         # Tasks that cannot be sent fail in the thread of the caller.
         self._counting = threading.Lock()
-        super().__init__(job, cache, callback, error_callback, **more)
+        super().__init__(job, cache, callback, error_callback, call)
         if not length:
             self._finish((True, self._value))
 
@@ -179,7 +192,7 @@ class MapResult(AsyncResult):
             self._value[begin : begin + self._chunksize] = value
         elif self._error is None:
             self._error = value
-        self._bar.advance(self._chunksize)
+        self._call.advance(self._chunksize)
         with self._counting:
             self._left -= 1
             is_last = self._left == 0
@@ -189,7 +202,7 @@ class MapResult(AsyncResult):
 
     def task_name(self, chunk: int) -> str:
         """Return the items of a chunk in words, for messages."""
-        return items_name(chunk, self._chunksize, self._name)
+        return self._call.items_name(chunk, self._chunksize)
 
 
 class IMapIterator:
@@ -204,25 +217,22 @@ class IMapIterator:
         self,
         job: int,
         cache: MutableMapping[int, Any],
-        source: Iterator[list[Any]],
+        iterable: Iterable[Any],
         submit: Callable[[int, list[Any]], None],
         *,
-        shape: tuple[int, int] = (1, 1),
-        name: str = "imap",
-        on_end: Callable[[IMapIterator], None] | None = None,
-        bar: Bar = _NO_BAR,
+        ahead: int,
+        chunksize: int,
+        call: Call,
     ) -> None:
         self._job = job
         self._cache = cache
         # None when nothing more will be read.
-        self._source: Iterator[list[Any]] | None = source
+        self._source: Iterator[list[Any]] | None = _chunks_of(iterable, chunksize)
         self._input_error: BaseException | None = None
         self._submit: Callable[[int, list[Any]], None] | None = submit
         # Chunks that are out or not yet taken, at most; items in a chunk.
-        self._ahead, self._chunksize = shape
-        self._name = name
-        self._on_end = on_end
-        self._bar = bar
+        self._ahead, self._chunksize = ahead, chunksize
+        self._call = call
         # Chunks that were read and that were taken; those whose results are to come, and have come.
         self._count = self._taken = 0
         self._out: set[int] = set()
@@ -252,8 +262,10 @@ class IMapIterator:
                     self._end()
                 left = deadline - time.monotonic()
                 if left <= 0:
-                    message = f"the next result of {self._name} did not come within {timeout:g} s"
-                    raise TimeoutError(message)
+                    name = self._call.name
+                    raise TimeoutError(
+                        f"the next result of {name} did not come within {timeout:g} s"
+                    )
                 # Otherwise another thread has left the input before the look-ahead was full.
                 if self._reading.locked() or not self._wants_more():
                     self._changed.wait(None if left == math.inf else left)
@@ -308,7 +320,7 @@ class IMapIterator:
 
     def task_name(self, chunk: int) -> str:
         """Return the items of a chunk in words, for messages."""
-        return items_name(chunk, self._chunksize, self._name)
+        return self._call.items_name(chunk, self._chunksize)
 
     def _wants_more(self) -> bool:
         return self._source is not None and self._count - self._taken < self._ahead
@@ -323,11 +335,11 @@ class IMapIterator:
             return False
         success, value = self._arrived.pop(number)
         self._taken += 1
-        self._bar.advance(self._chunksize)
+        self._call.advance(self._chunksize)
         if not success:
             if isinstance(value, StopIteration):
                 # As in generators: it would end the loop over the results, and nobody would know.
-                raise RuntimeError(f"a task of {self._name} raised StopIteration") from value
+                raise RuntimeError(f"a task of {self._call.name} raised StopIteration") from value
             raise value
         self._values.extend(value)
         return bool(self._values)
@@ -378,15 +390,15 @@ class IMapIterator:
         """Leave the cache while no task is out, and the pool at the end; wake who waits."""
         if not self._out:
             self._cache.pop(self._job, None)
-            if self._source is None and self._on_end is not None:
-                self._on_end(self)
+            if self._source is None and self._call.on_end is not None:
+                self._call.on_end(self._job)
                 # They hold the pool.
-                self._submit = self._on_end = None
+                self._submit = self._call.on_end = None
         self._changed.notify_all()
 
     def _end(self) -> NoReturn:
         """Raise what comes after the last result."""
-        self._bar.stop()
+        self._call.stop_bar()
         error, self._input_error = self._input_error, None
         raise StopIteration if error is None else error
 
@@ -398,7 +410,7 @@ class IMapUnorderedIterator(IMapIterator):
         return next(iter(self._arrived), None)
 
 
-def chunks_of(iterable: Iterable[Any], size: int) -> Iterator[list[Any]]:
+def _chunks_of(iterable: Iterable[Any], size: int) -> Iterator[list[Any]]:
     """Yield lists of `size` items; an error of the input comes after the items before it."""
     items = iter(iterable)
     while True:
@@ -413,11 +425,3 @@ def chunks_of(iterable: Iterable[Any], size: int) -> Iterator[list[Any]]:
         if not chunk:
             return
         yield chunk
-
-
-def items_name(chunk: int, chunksize: int, name: str) -> str:
-    """Return the items of a chunk in words, for messages."""
-    if chunksize == 1:
-        return f"task {chunk} of {name}"
-    begin = chunk * chunksize
-    return f"tasks {begin} to {begin + chunksize - 1} of {name}"

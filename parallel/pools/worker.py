@@ -20,7 +20,7 @@ import socket
 import struct
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing import reduction
 
 from ..transport import descriptors as _descriptors
@@ -49,7 +49,8 @@ PICKLE = 0x80
 
 _MESSAGE_BYTES = 1 << 17
 _PR_SET_PDEATHSIG = 1
-_PLAIN = {type(None), bool, int, float, str, bytes}
+# What the C pickler takes without any of our reducers.
+PLAIN = frozenset({type(None), bool, int, float, str, bytes})
 # Lists that are quickly seen to be of such.
 _SHORT = 256
 # What is longer is better in memory that the pool maps.
@@ -136,14 +137,7 @@ def receive_beside(beside: socket.socket, number: int) -> tuple[bytes, list[int]
             raise EOFError("the other side of the pool is gone")
         if NUMBER.unpack_from(part) == (number,):
             return part[NUMBER.size :], fds
-        close_all(fds)
-
-
-def close_all(fds: Sequence[int]) -> None:
-    """Close descriptors, those that are not open too."""
-    for fd in fds:
-        with contextlib.suppress(OSError):
-            os.close(fd)
+        _descriptors.close(fds)
 
 
 def main(
@@ -167,29 +161,23 @@ def main(
     _end_with_the_pool(parent, start_method)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    close_all(to_close)
+    _descriptors.close(to_close)
     if start_method == "fork":
         from ..processes import use_one_thread
 
         use_one_thread()
     end = _WorkerEnd(descriptors, slot)
     os.register_at_fork(after_in_child=end.disown)
-    try:
+    with end.reporting():
         work, initializer, initargs, maxtasks, *end.packing = begin or end.begin()
         if initializer is not None:
             initializer(*initargs)
-    except BaseException as error:
-        end.send_error(0, FAILED, error)
-        sys.exit(1)
     end.send(0, READY)
     if queues is None:
         work(end.get, end.put, None, (), maxtasks)
         return
-    try:
+    with end.reporting():
         work(queues[0].get, _putting(queues[1]), None, (), maxtasks)
-    except BaseException as error:
-        end.send_error(0, FAILED, error)
-        sys.exit(1)
 
 
 def _putting(outqueue: Any) -> Callable[[Any], None]:
@@ -228,9 +216,7 @@ def _watch(parent: int) -> None:
         fd = os.pidfd_open(parent)
     except ProcessLookupError:
         os._exit(1)
-    poll = select.poll()
-    poll.register(fd, select.POLLIN)
-    poll.poll()
+    select.select([fd], [], [])
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -251,6 +237,15 @@ class _WorkerEnd:
 
     def disown(self) -> None:
         self._is_disowned = True
+
+    @contextlib.contextmanager
+    def reporting(self) -> Iterator[None]:
+        """Write what is raised as the failure of the worker, and end it."""
+        try:
+            yield
+        except BaseException as error:
+            self.send_error(0, FAILED, error)
+            sys.exit(1)
 
     def begin(self) -> Any:
         """Return what the worker runs, the function that it begins with, and its arguments."""
@@ -308,7 +303,7 @@ class _WorkerEnd:
         if self._is_disowned:
             # It has come out of the task as well, which the worker itself answers.
             os._exit(1)
-        _, _, (success, value) = result
+        success, value = result[2]
         if not success:
             self.send_error(self._number, ERROR, value)
             return
@@ -344,7 +339,7 @@ class _WorkerEnd:
         """Return a value as bytes, and whether descriptors belong to it, which are sent."""
         kind = type(value)
         is_short = kind is list and len(value) <= _SHORT
-        if kind in _PLAIN or (is_short and _PLAIN.issuperset(map(type, value))):
+        if kind in PLAIN or (is_short and PLAIN.issuperset(map(type, value))):
             data = pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
             if len(data) <= _INLINE_BYTES:
                 return data, False
@@ -421,10 +416,7 @@ def proxy_ctx_caller(
 
 
 def enter(
-    holder: Any,
-    context: Any,
-    initializer: Callable[..., object] | None,
-    initargs: Sequence[Any],
+    holder: Any, context: Any, initializer: Callable[..., object] | None, initargs: Sequence[Any]
 ) -> None:
     """Begin as a worker with a context, which `WithContext` finds in the holder."""
     holder.storage = context

@@ -25,9 +25,7 @@ Task = tuple[int, int, Any, Any, Any]
 
 # A function is small where sending it again costs less than waiting for the worker to have it.
 _SMALL_FUNCTION = 512
-# What the C pickler takes without any of our reducers, and what is quickly seen to be such.
-_PLAIN = frozenset({type(None), bool, int, float, str, bytes})
-_SEQUENCES = (list, tuple)
+# Arguments that are quickly seen to be plain.
 _SHORT = 16
 _INLINE_BYTES = protocol.PACKET_BYTES - protocol.TASK.size
 _NUMBER = protocol.NUMBER
@@ -63,8 +61,8 @@ class Encoder:
 
     def pack(self, value: Any) -> Packed:
         """Return a value as it travels."""
-        kind = type(value)
-        if kind in _SEQUENCES and len(value) <= _SHORT and _PLAIN.issuperset(map(type, value)):
+        is_short = type(value) in (list, tuple) and len(value) <= _SHORT
+        if is_short and protocol.PLAIN.issuperset(map(type, value)):
             data = pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
             if len(data) <= _INLINE_BYTES:
                 return Packed(data, ())
@@ -179,7 +177,7 @@ class WorkerHandle:
         """Take the process in, which may be a child of a fork server instead."""
         self.process = process
         self.pid = process.pid or 0
-        protocol.close_all(self.pipes.theirs)
+        _descriptors.close(self.pipes.theirs)
         if is_child:
             # Code of the user's may already have waited for it.
             with contextlib.suppress(ProcessLookupError):
@@ -315,10 +313,10 @@ class WorkerHandle:
 
     def close(self) -> int | None:
         self.pipes.close()
-        protocol.close_all([self.death_fd])
+        _descriptors.close([self.death_fd])
         process, self.process = self.process, None
         if process is None:
-            protocol.close_all(self.pipes.theirs)
+            _descriptors.close(self.pipes.theirs)
             return None
         process.join()
         exitcode = process.exitcode
@@ -392,8 +390,11 @@ class Pipes:
             os.write(self._tasks, protocol.TASK.pack(0, 0, len(data), kind, 0) + data)
 
     def begin(self, packed: Packed) -> None:
-        """Send what the worker begins with."""
-        self.send(0, protocol.TASK.pack(0, 0, 0, protocol.BEGIN, 0), [packed])
+        """Send what the worker begins with, and close its descriptors."""
+        try:
+            self.send(0, protocol.TASK.pack(0, 0, 0, protocol.BEGIN, 0), [packed])
+        finally:
+            release(packed)
 
     def take_back(self) -> Iterator[int]:
         """Yield the numbers of the tasks that the worker has not taken; it gets them no more."""
@@ -438,7 +439,7 @@ class Pipes:
 
     def close(self) -> None:
         self._beside.close()
-        protocol.close_all([self._tasks, self._taking, self.results])
+        _descriptors.close([self._tasks, self._taking, self.results])
 
     def _fds(self, number: int) -> list[int] | OSError:
         try:

@@ -19,8 +19,8 @@ from typing import Any
 
 from ..errors import BrokenPoolError, TaskTimeoutError, WorkerDiedError
 from ..processes import CRASHES, how_it_ended
+from ..transport.descriptors import close
 from ..transport.remote_errors import rebuild
-from ..transport.wire import release
 from . import worker as protocol
 from .worker_handle import Encoder, Task, WorkerHandle
 
@@ -92,7 +92,7 @@ class Workers:
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._epoll.register(self._wake_fd, select.EPOLLIN)
         own = [self._counters_fd, self._wake_fd]
-        self._close = weakref.finalize(self, protocol.close_all, own)
+        self._close = weakref.finalize(self, close, own)
         self._close.atexit = False
 
     def wake(self) -> None:
@@ -142,29 +142,25 @@ class Workers:
         try:
             method = self._start_method
             packing = (options.copy_tensor, options.recurse)
-            begin = (options.work, *options.beginnings[slot], options.maxtasks, *packing)
+            begin: Any = (options.work, *options.beginnings[slot], options.maxtasks, *packing)
             to_close = []
             if method == "fork":
                 to_close = [self._epoll.fileno(), self._wake_fd, *worker.pipes.fds]
                 for other in self.by_slot.values():
                     to_close += [*other.pipes.fds, other.death_fd]
             else:
-                packed = self._encoder.pack(begin)
-                try:
-                    worker.pipes.begin(packed)
-                finally:
-                    release(packed)
+                worker.pipes.begin(self._encoder.pack(begin))
+                begin = None
             fds = (*worker.pipes.theirs, self._counters_fd)
             inherited = [protocol.InheritedDescriptor(fd) for fd in fds]
-            more = (queues, to_close, begin if method == "fork" else None)
             process = options.context.Process(
                 target=protocol.main,
-                args=(inherited, slot, os.getpid(), method, *more),
+                args=(inherited, slot, os.getpid(), method, queues, to_close, begin),
                 name=f"PoolWorker-{slot}",
                 daemon=options.is_daemon,
             )
             process.start()
-            worker.started(process, is_child=self._start_method != "forkserver")
+            worker.started(process, is_child=method != "forkserver")
         except BaseException:
             worker.close()
             raise
@@ -313,18 +309,13 @@ def death_error(
     task: str, worker: WorkerHandle, exitcode: int | None, timeout: float | None
 ) -> WorkerDiedError:
     """Return the error of a task that ended with its worker, killed after `timeout` or not."""
-    known: dict[str, Any] = {
-        "task": task,
-        "worker": worker.slot,
-        "pid": worker.pid,
-        "exitcode": exitcode,
-    }
+    known: dict[str, Any] = {"worker": worker.slot, "pid": worker.pid, "exitcode": exitcode}
     where = f"worker {worker.slot} (pid {worker.pid})"
     if worker.is_overdue:
         text = f"{task} ran longer than task_timeout={timeout:g} s; {where} was killed and replaced"
-        return TaskTimeoutError(text, **known)
+        return TaskTimeoutError(text, task=task, **known)
     how = how_it_ended(exitcode)
     if exitcode is not None and exitcode >= 0:
         how += " (os._exit or sys.exit in the task)"
     verb = "are" if task.startswith("tasks") else "is"
-    return WorkerDiedError(f"{task} {verb} lost: {where} {how}", **known)
+    return WorkerDiedError(f"{task} {verb} lost: {where} {how}", task=task, **known)

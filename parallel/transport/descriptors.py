@@ -5,7 +5,6 @@ from __future__ import annotations
 import array
 import contextlib
 import errno
-import mmap
 import os
 import resource
 import socket
@@ -37,21 +36,11 @@ class Received:
             os.close(self.detach())
 
 
-@contextlib.contextmanager
-def received(numbers: Iterable[int]) -> Iterator[list[Received]]:
-    """Give descriptors, and close those that have not been detached by the end."""
-    taken = [Received(number) for number in numbers]
-    try:
-        yield taken
-    finally:
-        for descriptor in taken:
-            descriptor.close()
-
-
 def close(numbers: Iterable[int]) -> None:
-    """Close the descriptors."""
+    """Close descriptors, among which may be some that are not open."""
     for number in numbers:
-        os.close(number)
+        with contextlib.suppress(OSError):
+            os.close(number)
 
 
 def bundled(numbers: Sequence[int]) -> int:
@@ -169,29 +158,21 @@ def write_memory(buffers: Sequence[memoryview]) -> int:
     return descriptor
 
 
-def read_memory(descriptor: int, *, to_keep: bool) -> list[memoryview]:
-    """Return the buffers in the memory; the descriptor stays open.
-
-    Args:
-        to_keep: the buffers may be written to and kept for long. Else they are only to be read,
-            and keep a descriptor open.
+def read_memory(descriptor: int) -> list[memoryview]:
+    """Return the buffers in the memory, which may be written to; the descriptor stays open.
 
     Raises:
         OSError: the memory cannot be mapped.
     """
     size = os.fstat(descriptor).st_size
-    memory = _kept(descriptor, size) if to_keep else _mapped(descriptor, size)
+    memory = _memory(descriptor, size)
     (count,) = _COUNT.unpack_from(memory)
     sizes = struct.unpack_from(f"<{count}Q", memory, _COUNT.size)
     steps = (size + -size % _ALIGNMENT for size in (_COUNT.size * (count + 1), *sizes))
     return [memory[start : start + size] for start, size in zip(accumulate(steps), sizes)]  # noqa: B905
 
 
-def _mapped(descriptor: int, size: int) -> memoryview:
-    return memoryview(mmap.mmap(descriptor, size, mmap.MAP_PRIVATE, mmap.PROT_READ))
-
-
-def _kept(descriptor: int, size: int) -> memoryview:
+def _memory(descriptor: int, size: int) -> memoryview:
     torch = sys.modules.get("torch")
     if torch is None:
         # The standard mmap would keep a descriptor open for as long as the memory lives.

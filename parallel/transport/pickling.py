@@ -147,11 +147,11 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 
     def _reduced_definition(self, obj: Any) -> Any:
         module = obj.__module__
-        if module in _static_modules and _is_found(obj):
-            # By name, which is what pickle itself does.
-            return NotImplemented
         found = None
-        if module == _MAIN:
+        if module in _static_modules and _attribute(module, obj.__qualname__) is obj:
+            # By name, which is what pickle itself does.
+            found = NotImplemented
+        elif module == _MAIN:
             found = _reduced_of_script(obj, by_value=self._recurse)
         return super().reducer_override(obj) if found is None else found
 
@@ -190,13 +190,6 @@ def _give_back(pickler: Pickler, size: int) -> None:
         )
 
 
-def _is_found(obj: Any) -> bool:
-    found: Any = sys.modules.get(obj.__module__)
-    for part in obj.__qualname__.split("."):
-        found = getattr(found, part, None)
-    return found is obj
-
-
 _MAIN = "__main__"
 # A process that multiprocessing has spawned has the script under the second name.
 _NAMES = (_MAIN, "__mp_main__")
@@ -211,11 +204,8 @@ def _reduced_of_script(obj: FunctionType | type, *, by_value: bool) -> Any:
     Args:
         by_value: functions take along the globals that they use, as they are now.
     """
-    module = sys.modules.get(_MAIN)
-    path = _path(module)
-    if path is None or _attribute(module, obj.__qualname__) is not obj:
-        return None
-    if by_value and isinstance(obj, FunctionType):
+    path = _script_of(obj)
+    if path is None or (by_value and isinstance(obj, FunctionType)):
         return None
     is_there = obj.__qualname__.split(".")[0] in _names_when_imported(path)
     return _found, (path, obj.__qualname__, None if is_there else _value(obj))
@@ -226,35 +216,26 @@ def reduce_for_any_script(obj: Any) -> Any:
 
     None for any other object. A receiver that runs this script takes its own of that name.
     """
-    if not isinstance(obj, FunctionType | type) or obj.__module__ not in _NAMES:
+    path = _script_of(obj) if isinstance(obj, FunctionType | type) else None
+    if path is None:
         return None
-    module = sys.modules.get(obj.__module__)
-    path = _path(module)
-    if module is None or path is None or _attribute(module, obj.__qualname__) is not obj:
-        return None
-    if (
-        module.__name__ != _MAIN
-        and module.__name__ not in cloudpickle.list_registry_pickle_by_value()
-    ):
+    name = obj.__module__
+    if name != _MAIN and name not in cloudpickle.list_registry_pickle_by_value():
         # Only the processes of this script have a module of that name.
-        cloudpickle.register_pickle_by_value(module)
+        cloudpickle.register_pickle_by_value(sys.modules[name])
     try:
-        return _found, (path, obj.__qualname__, _dumped(obj))
+        return _found, (path, obj.__qualname__, cloudpickle.dumps(obj))
     except Exception as error:
         # It need not be sent where the script is the same.
         return _found, (path, obj.__qualname__, None, str(error))
 
 
-def _value(obj: FunctionType | type) -> bytes | None:
-    if isinstance(obj, FunctionType):
-        return _dumped(obj)
-    if obj not in _values:
-        _values[obj] = _dumped(obj)
-    return _values[obj]
-
-
-def _dumped(obj: FunctionType | type) -> bytes:
-    data: bytes = cloudpickle.dumps(obj)
+def _value(obj: FunctionType | type) -> bytes:
+    data: bytes | None = None if isinstance(obj, FunctionType) else _values.get(obj)
+    if data is None:
+        data = cloudpickle.dumps(obj)
+        if isinstance(obj, type):
+            _values[obj] = data
     return data
 
 
@@ -278,7 +259,7 @@ def _names_when_imported(path: str) -> frozenset[str]:
 
 
 def _found(path: str, name: str, value: bytes | None, reason: str = "") -> Any:
-    for module in map(sys.modules.get, _NAMES):
+    for module in _NAMES:
         own = _attribute(module, name) if _path(module) == path else None
         if own is not None:
             return own
@@ -289,8 +270,15 @@ def _found(path: str, name: str, value: bytes | None, reason: str = "") -> Any:
     return pickle.loads(value)
 
 
-def _path(module: ModuleType | None) -> str | None:
-    file = getattr(module, "__file__", None)
+def _script_of(obj: FunctionType | type) -> str | None:
+    """Return the path of the script, if the object is found in it by its name."""
+    name = obj.__module__
+    is_found = name in _NAMES and _attribute(name, obj.__qualname__) is obj
+    return _path(name) if is_found else None
+
+
+def _path(module: str) -> str | None:
+    file = getattr(sys.modules.get(module), "__file__", None)
     return None if file is None else _real(file)
 
 
@@ -299,8 +287,8 @@ def _real(file: str) -> str:
     return os.path.realpath(file)
 
 
-def _attribute(module: ModuleType | None, name: str) -> Any:
-    found: Any = module
+def _attribute(module: str, name: str) -> Any:
+    found: Any = sys.modules.get(module)
     for part in name.split("."):
         found = getattr(found, part, None)
     return found

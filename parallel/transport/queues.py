@@ -64,13 +64,8 @@ class SimpleQueue:
         self._take_side(puts=False)
         return unpack(*self._channel.receive(None if timeout is None else _checked(timeout)))
 
-    def quick_put(self, obj: object) -> None:
-        """Do the same as `put`, which takes no lock either."""
-        self.put(obj)
-
-    def quick_get(self, timeout: float | None = None) -> Any:
-        """Do the same as `get`, which takes no lock either."""
-        return self.get(timeout)
+    # The same: `put` and `get` take no lock either.
+    quick_put, quick_get = put, get
 
     def empty(self) -> bool:
         """Return whether there is nothing to get now."""
@@ -185,13 +180,8 @@ class MultiP2PQueue:
                 if message is not None:
                     return unpack(*message)
 
-    def quick_get(self, timeout: float | None = None) -> Any:
-        """Do the same as `get`, which takes no lock either."""
-        return self.get(timeout)
-
-    def quick_put(self, obj: object) -> None:
-        """Do the same as `put`, which takes no lock either."""
-        self.put(obj)
+    # The same: `put` and `get` take no lock either.
+    quick_put, quick_get = put, get
 
     def empty(self) -> bool:
         """Return whether there is nothing to get now."""

@@ -7,7 +7,7 @@ import pickle
 import traceback
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 from ..errors import RemoteError, RemoteTraceback
 from .pickling import dumps, loads
@@ -40,20 +40,22 @@ class ExceptionWithTraceback:
         self.tb = _quoted(self._text)
 
     def __reduce__(self) -> tuple[Callable[[bytes], BaseException], tuple[bytes]]:
-        return rebuild, (_describe(self.exc, self._text),)
+        return rebuild, (describe(self.exc, self._text),)
 
 
-class _Description(NamedTuple):
-    type_name: str
-    message: str
-    text: str
-    notes: list[str]
-    pickled: bytes | None
+def describe(error: BaseException, text: str | None = None) -> bytes:
+    """Return what `rebuild` needs to make an exception anew in another process. Never raises.
 
-
-def describe(error: BaseException) -> bytes:
-    """Return what `rebuild` needs to make an exception anew in another process. Never raises."""
-    return _describe(error, format_error(error))
+    Args:
+        text: its traceback (default: the one that it has).
+    """
+    text = format_error(error) if text is None else text
+    pickled, reason = _pickled(error)
+    if pickled is None:
+        text = f"{text}\n(it could not be pickled: {reason})"
+    notes = getattr(error, "__notes__", None)
+    notes = [shorten(note) for note in notes if type(note) is str] if type(notes) is list else []
+    return pickle.dumps((_type_name(error), _message(error), text, notes, pickled))
 
 
 def rebuild(data: bytes) -> BaseException:
@@ -61,19 +63,18 @@ def rebuild(data: bytes) -> BaseException:
 
     It has its own type, or is a `RemoteError` where that cannot be had in this process.
     """
-    description = _Description(*pickle.loads(data))
-    text = description.text
-    if description.pickled is not None:
+    type_name, message, text, notes, pickled = pickle.loads(data)
+    if pickled is not None:
         # The code of a class may raise anything at all while an instance is made.
         try:
-            error = _made_from(description.pickled)
-            if description.notes and not hasattr(error, "__notes__"):
-                error.__dict__["__notes__"] = description.notes
+            error = _made_from(pickled)
+            if notes and not hasattr(error, "__notes__"):
+                error.__dict__["__notes__"] = notes
             error.__cause__ = RemoteTraceback(_quoted(text))
             return error
         except BaseException as reason:
             text = f"{text}\n(it could not be made anew in this process: {_summary(reason)})"
-    failure = RemoteError(description.type_name, description.message, text)
+    failure = RemoteError(type_name, message, text)
     failure.__cause__ = RemoteTraceback(_quoted(text))
     return failure
 
@@ -118,15 +119,6 @@ def _summary(error: BaseException) -> str:
     return f"{_type_name(error)}: {_message(error)}"
 
 
-def _describe(error: BaseException, text: str) -> bytes:
-    pickled, reason = _pickled(error)
-    if pickled is None:
-        text = f"{text}\n(it could not be pickled: {reason})"
-    notes = getattr(error, "__notes__", None)
-    notes = [shorten(note) for note in notes if type(note) is str] if type(notes) is list else []
-    return pickle.dumps((_type_name(error), _message(error), text, notes, pickled))
-
-
 def _pickled(error: BaseException) -> tuple[bytes | None, str]:
     """Return a pickle that was seen to give this type, and the same message if one does.
 
@@ -136,7 +128,9 @@ def _pickled(error: BaseException) -> tuple[bytes | None, str]:
     reason = ""
     for form in (error, _Parts(error)):
         try:
-            data = _bounded_dumps(form)
+            data = dumps(form, copy_tensor=True)
+            if len(data) > PICKLE_LIMIT:
+                raise ValueError(f"its pickle has {len(data)} bytes, more than {PICKLE_LIMIT}")
             copy = _made_from(data)
             if type(copy) is not type(error):
                 raise TypeError(f"it comes back as {_summary(copy)}")
@@ -146,13 +140,6 @@ def _pickled(error: BaseException) -> tuple[bytes | None, str]:
         except BaseException as problem:
             reason = reason or _summary(problem)
     return second_best, reason
-
-
-def _bounded_dumps(value: object) -> bytes:
-    data = dumps(value, copy_tensor=True)
-    if len(data) > PICKLE_LIMIT:
-        raise ValueError(f"its pickle has {len(data)} bytes, more than {PICKLE_LIMIT}")
-    return data
 
 
 def _made_from(pickled: bytes) -> BaseException:

@@ -28,12 +28,7 @@ Place = tuple[int, int, tuple[int, ...] | None]
 Content = tuple[Any, ...]
 
 
-def whole(storage: UntypedStorage) -> Content:
-    """Return all of the storage."""
-    return _content(as_bytes(storage))
-
-
-def viewed(storage: UntypedStorage, views: list[Tensor]) -> Iterator[tuple[Content, list[Place]]]:
+def _viewed(storage: UntypedStorage, views: list[Tensor]) -> Iterator[tuple[Content, list[Place]]]:
     """Give storages for views of one: those that may overlap stay together, gaps are left out.
 
     Where other views lie in the gaps of one, the gaps are written too.
@@ -178,8 +173,8 @@ def _remember(key: Any, storage: UntypedStorage) -> None:
     reductions.shared_cache[key] = reductions.StorageWeakRef(storage)  # type: ignore[no-untyped-call]
 
 
-def _empty() -> UntypedStorage:
-    return UntypedStorage(0)  # type: ignore[no-untyped-call]
+def _empty(size: int = 0, device: str = "cpu") -> UntypedStorage:
+    return UntypedStorage(size, device=device)  # type: ignore[no-untyped-call]
 
 
 def _of_descriptor(descriptor: Received, size: int) -> UntypedStorage:
@@ -206,19 +201,13 @@ def _of_process(process: int, number: int, inode: int, device: int, size: int) -
     if known is not None:
         return known
     # The sender may have ended, and this process may be the one that it had the memory from.
-    for path in (f"/proc/{process}/fd/{number}", *_own_descriptors()):
+    own = (f"/proc/self/fd/{own}" for own in os.listdir("/proc/self/fd"))
+    for path in (f"/proc/{process}/fd/{number}", *own):
         with contextlib.suppress(FileNotFoundError), explaining():
-            if _key(os.stat(path)) == key:
+            status = os.stat(path)
+            if (status.st_ino, status.st_dev) == key:
                 return _of_descriptor(Received(os.open(path, os.O_RDWR | os.O_CLOEXEC)), size)
     raise _gone(f"a descriptor of process {process}")
-
-
-def _key(status: os.stat_result) -> tuple[int, int]:
-    return status.st_ino, status.st_dev
-
-
-def _own_descriptors() -> Iterator[str]:
-    yield from (f"/proc/self/fd/{number}" for number in os.listdir("/proc/self/fd"))
 
 
 def _gone(place: str) -> OSError:
@@ -232,13 +221,7 @@ def _gone(place: str) -> OSError:
 # What `reduced` is for.
 KINDS = (Tensor, TypedStorage, UntypedStorage, torch.cuda.Event)
 
-_SPARSE = {
-    torch.sparse_coo,
-    torch.sparse_csr,
-    torch.sparse_csc,
-    torch.sparse_bsr,
-    torch.sparse_bsc,
-}
+_SPARSE = {torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc}
 Share = Callable[[UntypedStorage], Content]
 
 
@@ -294,12 +277,12 @@ def lay_out(parts: list[Any], share: Share | None) -> tuple[list[Any], list[Cont
     for storage, indices in owners.values():
         views = [parts[index] for index in indices if isinstance(parts[index], Tensor)]
         if share is not None or len(views) < len(indices):
-            written = share(storage) if share else whole(storage)
+            written = share(storage) if share else _content(as_bytes(storage))
             for index in indices:
                 slots[index] = _slot(parts[index], len(contents))
             contents.append(written)
             continue
-        for content, places in viewed(storage, views):
+        for content, places in _viewed(storage, views):
             for number, offset, stride in places:
                 slots[indices[number]] = _slot(views[number], len(contents), offset, stride)
             contents.append(content)
@@ -344,40 +327,28 @@ def _reduced_tensor(tensor: Tensor, parts: list[Any], *, copy_tensor: bool) -> A
             f"recorded it ({type(tensor.grad_fn).__name__}), which ends at the process; "
             "detach() it, or pass it with copy_tensor=True"
         )
-    if not _is_bare(tensor):
-        # Not left to pickle: it would find what torch registers for multiprocessing.
-        return tensor.__reduce_ex__(5)  # type: ignore[no-untyped-call]
-    if tensor.layout in _SPARSE:
+    is_bare = type(tensor) is Tensor and not tensor.__dict__ and not tensor.is_nested
+    if is_bare and tensor.layout in _SPARSE:
         parts_of = _parts_of_sparse(tensor.detach())
         return _sparse, (tensor.layout, tuple(tensor.shape), tensor.requires_grad, parts_of)
-    if not _has_plain_storage(tensor):
+    is_strided = is_bare and tensor.layout is torch.strided and not tensor.is_quantized
+    is_plain = is_strided and tensor.device.type in ("cpu", "cuda")
+    is_handle = tensor.is_cuda and not copy_tensor
+    if not is_plain or (is_handle and (tensor.is_conj() or tensor.is_neg())):
+        # Not left to pickle: it would find what torch registers for multiprocessing.
         return tensor.__reduce_ex__(5)  # type: ignore[no-untyped-call]
-    if tensor.is_cuda and not copy_tensor:
-        if tensor.is_conj() or tensor.is_neg():
-            return tensor.__reduce_ex__(5)  # type: ignore[no-untyped-call]
+    if is_handle:
         return reductions.reduce_tensor(tensor)  # type: ignore[no-untyped-call]
     warn_if_has_hooks(tensor)
     parts.append(tensor)
     return take, (MARK,)
 
 
-def _is_bare(tensor: Tensor) -> bool:
-    return type(tensor) is Tensor and not tensor.__dict__ and not tensor.is_nested
-
-
-def _has_plain_storage(tensor: Tensor) -> bool:
-    return (
-        tensor.device.type in ("cpu", "cuda")
-        and tensor.layout is torch.strided
-        and not tensor.is_quantized
-    )
-
-
 def _reduced_storage(storage: UntypedStorage, parts: list[Any], *, copy_tensor: bool) -> Any:
     if storage.device.type == "meta":
-        return _meta_storage, (storage.nbytes(),)
+        return _empty, (storage.nbytes(), "meta")
     if storage.is_cuda and not copy_tensor:
-        return _storage_of, (as_bytes(storage),)
+        return Tensor.untyped_storage, (as_bytes(storage),)
     parts.append(storage)
     return take, (MARK,)
 
@@ -407,11 +378,3 @@ def _sparse(
             first, second, values, size, layout=layout, check_invariants=False
         )
     return tensor.requires_grad_() if requires_grad else tensor
-
-
-def _storage_of(tensor: Tensor) -> UntypedStorage:
-    return tensor.untyped_storage()
-
-
-def _meta_storage(size: int) -> UntypedStorage:
-    return UntypedStorage(size, device="meta")  # type: ignore[no-untyped-call]

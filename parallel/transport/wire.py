@@ -22,9 +22,9 @@ INLINE_BYTES = 32768
 # A tag, which no pickle begins with, and flags.
 _HEADER = struct.Struct("<BB")
 _TAG = 1
-# The first descriptor is memory; it has buffers besides the pickle; the pickle is of the parts of a
-# value with tensors; the only descriptor carries the others.
-_IN_MEMORY, _WITH_BUFFERS, _WITH_PARTS, _BUNDLED = 1, 2, 4, 8
+# The first descriptor is memory; the pickle is of the parts of a value with tensors; the only
+# descriptor carries the others.
+_IN_MEMORY, _WITH_PARTS, _BUNDLED = 1, 2, 4
 _SCALARS = frozenset({type(None), bool, int, float, str, bytes})
 
 
@@ -64,7 +64,8 @@ def unpack(data: bytes | memoryview, fds: Sequence[int] = ()) -> Any:
     """
     if not fds and data[0] != _TAG:
         return pickle.loads(data)
-    with _descriptors.received(fds) as descriptors:
+    descriptors = [_descriptors.Received(fd) for fd in fds]
+    try:
         _, flags = _HEADER.unpack_from(data)
         if flags & _BUNDLED:
             carrier = descriptors.pop().detach()
@@ -73,8 +74,11 @@ def unpack(data: bytes | memoryview, fds: Sequence[int] = ()) -> Any:
         if not flags & _IN_MEMORY:
             return load(memoryview(data)[_HEADER.size :], buffers=descriptors)
         with contextlib.closing(descriptors.pop(0)) as memory, _descriptors.explaining():
-            buffers = _descriptors.read_memory(memory.number, to_keep=bool(flags & _WITH_BUFFERS))
+            buffers = _descriptors.read_memory(memory.number)
         return load(buffers[0], buffers=[*buffers[1:], *descriptors])
+    finally:
+        for descriptor in descriptors:
+            descriptor.close()
 
 
 def release(packed: Packed) -> None:
@@ -99,7 +103,7 @@ def _packed(
         stream, parts = _around_tensors(stream, parts, descriptors, copy_tensor=copy_tensor)
         flags |= _WITH_PARTS
     if parts or len(stream) > INLINE_BYTES - _HEADER.size:
-        flags |= _IN_MEMORY | (_WITH_BUFFERS if parts else 0)
+        flags |= _IN_MEMORY
         buffers = [memoryview(stream), *(part.raw() for part in parts)]
         descriptors.insert(0, _descriptors.write_memory(buffers))
         stream = b""
