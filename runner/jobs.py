@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ..collectives import agent_store, broadcast, get_rank, get_world_size, synchronize
+from ..collectives import agent_store, broadcast, get_rank, synchronize
 from ..loops import CheckpointHook, find_checkpoint
 from ..registry import (
     Config,
@@ -24,8 +24,8 @@ from ..registry import (
     load_config,
 )
 from ..wrappers import auto
-from .build.parts import build_parts, needs_group
-from .build.sections import read_sections
+from .build.parallelism import needs_group
+from .build.parts import build_parts
 from .failure import as_mistakes_in
 from .launcher import lonely_group
 from .run_folder import clear_results, in_use, occupied, resolve_checkpoint, saved_checkpoints
@@ -43,15 +43,11 @@ WANTED = {"train": ("train", "val", "test"), "validate": ("val",), "test": ("tes
 
 @dataclass(frozen=True)
 class Job:
-    """One command, as it is handed to every rank.
-
-    Attributes:
-        run: the sections of the config, where it has been checked; else each rank checks it.
-    """
+    """One command, as it is handed to every rank; `run` has the checked sections of `config`."""
 
     command: str
     config: Config
-    run: RunSections | None = None
+    run: RunSections
     resume: bool | str = False
     checkpoint: str | None = None
     dry_run: bool = False
@@ -82,19 +78,14 @@ class Outcome:
 def run_job(job: Job) -> Outcome:
     """Do `job`; every rank must call this."""
     with _console_log(job.debug):
-        run = _checked(job)
-        group: AbstractContextManager[None] = lonely_group() if needs_group(run) else nullcontext()
-        with group, traced(run.trace_collectives):
-            return _run_here(job, run)
-
-
-def _checked(job: Job) -> RunSections:
-    """Return the sections of the config; what it imports is there then, in a new process too."""
-    if job.run is None:
-        return read_sections(job.config, get_world_size())
-    if failed := import_problems(job.config):
-        raise ConfigError(failed)
-    return job.run
+        # What the config imports has to be there in a new process too.
+        if failed := import_problems(job.config):
+            raise ConfigError(failed)
+        alone: AbstractContextManager[None] = nullcontext()
+        if needs_group(job.run):
+            alone = lonely_group()
+        with alone, traced(job.run.trace_collectives):
+            return _run_here(job)
 
 
 def run_dir_error(config: Config, what: str) -> ConfigError:
@@ -103,7 +94,7 @@ def run_dir_error(config: Config, what: str) -> ConfigError:
     return ConfigError([Problem("run_dir", what, origin)])
 
 
-def refuse_occupied(job: Job, run_dir: str, *, is_held: bool = False) -> None:
+def refuse_occupied(job: Job, *, is_held: bool = False) -> None:
     """Refuse to train beside another run, or over its results unless asked to.
 
     Every rank must call this: rank 0 looks, and all raise the same ConfigError. With `is_held`
@@ -111,17 +102,17 @@ def refuse_occupied(job: Job, run_dir: str, *, is_held: bool = False) -> None:
     """
     if job.command != "train" or job.dry_run:
         return
-    problem = ""
+    problem, folder = "", Path(job.run.run_dir)
     if get_rank() == 0:
-        problem = "" if is_held else in_use(Path(run_dir))
+        problem = "" if is_held else in_use(folder)
         if not job.resume and not job.fresh:
-            problem = problem or occupied(Path(run_dir))
+            problem = problem or occupied(folder)
     problem = broadcast(problem)
     if problem:
         raise run_dir_error(job.config, problem)
 
 
-def _go_on(job: Job, run_dir: Path) -> Job:
+def _go_on(job: Job) -> Job:
     """Return the job for this attempt: one that torchrun has started again goes on.
 
     Every rank must call this. The store of torchrun tells, not the folder: an attempt that is
@@ -130,6 +121,7 @@ def _go_on(job: Job, run_dir: Path) -> Job:
     if job.command != "train" or job.dry_run:
         return job
     saved: int | None = None
+    run_dir = Path(job.run.run_dir)
     store = agent_store() if get_rank() == 0 else None
     if store is not None and store.check([_begun(run_dir)]):
         saved = len(saved_checkpoints(run_dir))
@@ -144,24 +136,23 @@ def _begun(run_dir: Path) -> str:
     return f"stepwrap/begun/{run_dir.resolve()}"
 
 
-def _run_here(job: Job, run: RunSections) -> Outcome:
-    job = _go_on(job, Path(run.run_dir))
-    refuse_occupied(job, run.run_dir)
-    with _folder(job, run.run_dir) as folder:
-        run = replace(run, run_dir=str(folder))
+def _run_here(job: Job) -> Outcome:
+    job = _go_on(job)
+    refuse_occupied(job)
+    with _folder(job) as folder:
+        job = replace(job, run=replace(job.run, run_dir=str(folder)))
         with as_mistakes_in(job.config):
-            parts = build_parts(run, WANTED[job.command], one_batch=job.dry_run)
+            parts = build_parts(job.run, WANTED[job.command], one_batch=job.dry_run)
         runner = Runner(**parts)
         if job.command == "train":
             with runner.hold_run_dir():
                 # Another run may have come and gone meanwhile.
-                refuse_occupied(job, run.run_dir, is_held=True)
-                return _train(runner, job, run)
+                refuse_occupied(job, is_held=True)
+                return _train(runner, job, folder)
         return _evaluate(runner, job, folder)
 
 
-def _train(runner: Runner, job: Job, run: RunSections) -> Outcome:
-    folder = Path(run.run_dir)
+def _train(runner: Runner, job: Job, folder: Path) -> Outcome:
     if get_rank() == 0:
         if job.fresh:
             clear_results(folder)
@@ -178,7 +169,7 @@ def _train(runner: Runner, job: Job, run: RunSections) -> Outcome:
     savers = [one for one in state.stateful.values() if isinstance(one, CheckpointHook)]
     best_by = next((one.best_by(state) for one in savers if metrics), "")
     outcome = Outcome(state.step, state.running_epoch, state.signal, metrics, best_by=best_by)
-    if state.signal or run.data.test is None:
+    if state.signal or job.run.data.test is None:
         return outcome
     best = find_checkpoint(folder, "best")
     metrics["test"] = runner.test(best)
@@ -232,10 +223,10 @@ def _evaluate(runner: Runner, job: Job, folder: Path) -> Outcome:
 
 
 @contextmanager
-def _folder(job: Job, run_dir: str) -> Iterator[Path]:
+def _folder(job: Job) -> Iterator[Path]:
     """The run's folder; for a dry run one that is removed afterwards."""
     if not job.dry_run:
-        yield Path(run_dir)
+        yield Path(job.run.run_dir)
         return
     mine = tempfile.mkdtemp(prefix="stepwrap_dry_run_") if get_rank() == 0 else ""
     folder = Path(broadcast(mine))

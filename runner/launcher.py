@@ -44,8 +44,6 @@ from .guard import (
     receiving_signals,
 )
 
-__all__ = ["LaunchError", "launch", "process_group", "started_outside"]
-
 T = TypeVar("T")
 # Between the end of a process's connections and its own.
 _DYING_S = 1.0

@@ -29,12 +29,11 @@ from ..loops import (
     mix_seed,
     seed_rng,
 )
-from ..registry import Config, load_config
+from ..registry import MODELS, Config, build_tree, load_config
 from ..wrappers import wrap_model
-from .build.parallelism import build_bare_model
 from .build.parts import build_parts
 from .build.sections import read_sections
-from .failure import as_mistakes_in
+from .failure import as_mistakes_in, building
 from .run_folder import held, resolve_checkpoint, saved_checkpoints
 
 if TYPE_CHECKING:
@@ -287,7 +286,9 @@ def load_model(
         )
     config = load_config(settings, ["device=cpu"])
     with as_mistakes_in(config):
-        model = build_bare_model(read_sections(config))
+        run = read_sections(config)
+        with building("model"):
+            model: nn.Module = build_tree(run.model, MODELS)
     load_checkpoint(path).load_model(model, evaluated=True)
     return model.eval().to(device)
 

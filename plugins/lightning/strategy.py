@@ -126,8 +126,6 @@ class StepStrategy(WholeStates):
                     "static_graph=True with manual optimization leaves the first gradients of each "
                     "rank apart in this release of Lightning: leave it out, or update Lightning"
                 )
-            if self._shards:
-                _let_children_be_called(model)
         with _aside(self.root_device):
             self._wrapped = wrap_model(self.wrapper, model, **self.wrapper_options)
         self._is_sharded = holds_shards(model)
@@ -200,20 +198,6 @@ class StepStrategy(WholeStates):
         self.checkpoint_io.teardown()
 
 
-def _let_children_be_called(module: nn.Module) -> None:
-    """Have each child of ``module`` sharded by itself, since a manual step may call them so.
-
-    That is what the wrapper does for a model with a ``train_step``.
-    """
-
-    def train_step(*args: Any, **kwargs: Any) -> Any:
-        raise RuntimeError("this module is stepped by Lightning's Trainer, by its training_step")
-
-    cls = type(module)
-    members = {"__module__": cls.__module__, "train_step": train_step}
-    module.__class__ = type(cls.__name__, (cls,), members)
-
-
 def _run_backward(wrapped: Any, loss: Tensor, plain: Callable[[Tensor], T]) -> T:
     """Run backward; log the parameters that the loss does not reach, where that is wanted."""
     if not getattr(wrapped, "detect_anomalous_params", False):
@@ -276,7 +260,6 @@ class StepFabricStrategy(FabricDDPStrategy):
 _OURS = wrap_model.__module__.rpartition(".")[0]
 # Hooks and averaging are the wrapper's: there they work on the CPU as well.
 _NOT_OURS = {
-    "self",
     "kwargs",
     "ddp_comm_hook",
     "ddp_comm_state",

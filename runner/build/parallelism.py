@@ -84,13 +84,6 @@ def build_model(run: RunSections, ranks: int | None = None) -> tuple[nn.Module, 
     return wrapped, mesh
 
 
-def build_bare_model(run: RunSections) -> nn.Module:
-    """Return the model of a run on the CPU, not wrapped or prepared, with any weights."""
-    with building("model"):
-        model: nn.Module = build_tree(run.model, MODELS)
-    return model
-
-
 def _initialise(model: nn.Module) -> None:
     """Call `init_weights` of modules with an `init_cfg`: they do not call it themselves."""
     initialise: Any = getattr(model, "init_weights", None)

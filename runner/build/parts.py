@@ -47,8 +47,7 @@ from ...wrappers import (
 )
 from ..failure import Attempts, building
 from ..launcher import lonely_group
-from .parallelism import build_model
-from .parallelism import needs_group as needs_group
+from .parallelism import build_model, needs_group
 
 ALL = frozenset({"train", "val", "test"})
 _LOADER_OPTIONS = ("batch_size", "shuffle", "num_workers", "drop_last", "pin_memory")
@@ -93,7 +92,7 @@ def build_parts(
     return {**parts, "hooks": hooks}
 
 
-def rehearse(run: RunSections, only: Collection[str] = ALL) -> dict[str, Any]:
+def rehearse(run: RunSections) -> dict[str, Any]:
     """Build in this process, on the CPU, what `launch.nproc` ranks are to run; returns the parts.
 
     The wrapper is the one that the ranks will have, in a group of this process alone.
@@ -103,7 +102,7 @@ def rehearse(run: RunSections, only: Collection[str] = ALL) -> dict[str, Any]:
     if ranks > 1 or needs_group(run):
         alone = lonely_group()
     with alone:
-        return build_parts(replace(run, device="cpu"), only, ranks=ranks)
+        return build_parts(replace(run, device="cpu"), ranks=ranks)
 
 
 def _make_deterministic(run: RunSections) -> None:

@@ -11,6 +11,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import redirect_stdout
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -91,11 +92,7 @@ def run_plot(options: argparse.Namespace) -> int:
 
 def plots_available() -> bool:
     """Whether the extra `plots` is installed."""
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
-        return False
-    return True
+    return find_spec("matplotlib") is not None
 
 
 def draw_curves(run_dir: Path) -> Path:

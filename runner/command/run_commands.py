@@ -10,7 +10,6 @@ import signal
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -41,14 +40,15 @@ def run_train(options: argparse.Namespace) -> int:
     if options.dry_run and resume:
         what = "--dry-run and --resume exclude each other: a dry run starts from the beginning"
         raise ConfigError([Problem("", what)])
-    job = Job("train", config, run, resume, fresh=options.fresh, dry_run=options.dry_run)
+    switches = {name: getattr(options, name) for name in ("dry_run", "debug", "fresh")}
+    job = Job("train", config, run, resume=resume, **switches)
     if started_outside():
-        return _run(job, options, run)
+        return _run(job)
     # Asked again by the ranks; here the answer comes before any is started.
-    refuse_occupied(job, run.run_dir)
+    refuse_occupied(job)
     folder = nullcontext() if options.dry_run else _new_folder(config, Path(run.run_dir))
     with raising_stops(), folder:
-        return _run(job, options, run)
+        return _run(job)
 
 
 @contextmanager
@@ -73,7 +73,8 @@ def run_validate(options: argparse.Namespace) -> int:
     """Evaluate a checkpoint on the validation data, or with `test` on the test data."""
     config, run = _checked(options)
     checkpoint = None if options.checkpoint in (None, True) else options.checkpoint
-    return _run(Job(options.command, config, run, checkpoint=checkpoint), options, run)
+    switches = {name: getattr(options, name) for name in ("dry_run", "debug")}
+    return _run(Job(options.command, config, run, checkpoint=checkpoint, **switches))
 
 
 run_test = run_validate
@@ -97,18 +98,17 @@ def run_check(options: argparse.Namespace) -> int:
     return 0
 
 
-def _run(job: Job, options: argparse.Namespace, run: RunSections) -> int:
-    job = replace(job, dry_run=options.dry_run, debug=options.debug)
-    settings = run.launch
-    backend = "gloo" if settings.backend == "auto" and run.device == "cpu" else settings.backend
-    with _naming_checkpoints(job, Path(run.run_dir)), raising_stops():
+def _run(job: Job) -> int:
+    settings = job.run.launch
+    backend = "gloo" if settings.backend == "auto" and job.run.device == "cpu" else settings.backend
+    with _naming_checkpoints(job, Path(job.run.run_dir)), raising_stops():
         results = launch(
             run_job, (job,), nproc=settings.nproc, backend=backend, timeout_s=settings.timeout_s
         )
     if 0 not in results:
         # One of torchrun's other ranks: rank 0 does the talking.
         return next(iter(results.values())).exit_code
-    return _report(job, run, results[0])
+    return _report(job, results[0])
 
 
 @contextmanager
@@ -146,14 +146,14 @@ def _checked(options: argparse.Namespace) -> tuple[Config, RunSections]:
     return options.examined.config, read_sections(options.examined, world_size)
 
 
-def _report(job: Job, run: RunSections, outcome: Outcome) -> int:
+def _report(job: Job, outcome: Outcome) -> int:
     """Print how a job ended; returns the exit code."""
-    folder = Path(run.run_dir)
+    folder = Path(job.run.run_dir)
     if outcome.signal:
         _report_stop(folder, outcome)
         return outcome.exit_code
     if any(outcome.metrics.values()):
-        Console(highlight=False).print(_table(job, run, outcome))
+        Console(highlight=False).print(_table(job, outcome))
     if job.command != "train" and outcome.checkpoint:
         print(f"checkpoint: {outcome.checkpoint}")
     if job.dry_run:
@@ -176,8 +176,8 @@ def _report_stop(folder: Path, outcome: Outcome) -> None:
         print(f"continue with: stepwrap train {folder / 'config.yaml'} --resume")
 
 
-def _table(job: Job, run: RunSections, outcome: Outcome) -> Table:
-    title = f"{run.name} at step {outcome.step}, epoch {outcome.epoch}"
+def _table(job: Job, outcome: Outcome) -> Table:
+    title = f"{job.run.name} at step {outcome.step}, epoch {outcome.epoch}"
     table = Table(title=title, min_width=len(title))
     table.add_column("metric")
     phases = [phase for phase in ("val", "test") if outcome.metrics.get(phase)]

@@ -26,18 +26,10 @@ from .draft import (
     as_yaml,
     bare_name,
     dropped,
-    kept,
     only,
-    sections,
     walk,
 )
-from .hooks import (
-    convert_custom_hooks,
-    convert_default_hooks,
-    convert_schedulers,
-    convert_visualizer,
-    convert_window_size,
-)
+from .hooks import custom_hooks, default_hooks, schedulers, visualizer, window_size
 from .source import read_source
 
 _OWN_LOOP = "{} is a loop of your own: see docs/extending.md"
@@ -264,8 +256,8 @@ def _single(section: Section) -> dict[str, Any]:
 def _optim_wrapper_type(section: Section, key: str) -> Any:
     original = section.get(key)
     kind = section.kind("OPTIM_WRAPPERS", "OptimWrapper")
-    if kind in ("OptimWrapper", "AmpOptimWrapper"):
-        return NOTHING if kind == "OptimWrapper" else kind
+    if kind in ("", "OptimWrapper", "AmpOptimWrapper"):
+        return kind if kind == "AmpOptimWrapper" else NOTHING
     # A class of mmengine's kind runs as it is.
     return section.draft.name_of(original, "OPTIM_WRAPPERS", section.at(key))
 
@@ -375,7 +367,7 @@ _LOADER = (
 _ORDER = (
     # The order is the same on all ranks, and no sample is left out.
     Row("sampler", "", (
-        *kept(shuffle=True),
+        Row("shuffle", "shuffle", default=True),
         Row("seed", "seed", same=(None,)),
         *dropped("type", "round_up", "_scope_"),
     )),
@@ -389,19 +381,17 @@ _ORDER = (
 
 def _metrics(section: Section, key: str) -> Any:
     """Return the metrics of `val_evaluator` and `test_evaluator`, which share one section here."""
-    draft, given, path = section.draft, section.pop(key, None), key
-    other = section.pop("test_evaluator", None)
-    if given is None:
-        given, path = other, "test_evaluator"
-    elif other is not None and other != given:
+    draft, above, other = section.draft, section, section.get("test_evaluator")
+    if section.get(key) is None:
+        key = "test_evaluator"
+    elif other is not None and other != section[key]:
         section.miss("test_evaluator", "validation and test share their metrics: val_evaluator's")
+    given = section.get(key)
     if isinstance(given, Mapping) and bare_name(given.get("type", "Evaluator")) == "Evaluator":
-        evaluator = Section(draft, given, path)
-        given, path = evaluator.pop("metrics", None), evaluator.at("metrics")
-        walk(evaluator, dropped("type"))
-        evaluator.close()
+        above, key = Section(draft, given, key), "metrics"
+        walk(above, dropped("type"))
     metrics: dict[str, Any] = {}
-    for one in sections(draft, given, path):
+    for one in above.each(key):
         wanted, prefix = one.get("type"), one.get("prefix")
         made = one.part("METRICS")
         found = draft.look_up(wanted, "METRICS")
@@ -411,6 +401,9 @@ def _metrics(section: Section, key: str) -> Any:
             label += "_2"
         draft.prefixes[label] = prefix
         metrics[label] = {"type": "ProcessMetric", "metric": made}
+    if above is not section:
+        above.close()
+    walk(section, dropped("val_evaluator", "test_evaluator"))
     return metrics or NOTHING
 
 
@@ -457,16 +450,16 @@ _MAPPING = (
     Row("val_dataloader", "data.val", _loader),
     Row("test_dataloader", "data.test", _loader),
     Row("val_evaluator", "metrics", _metrics, default=None),
-    Row("param_scheduler", "schedulers", convert_schedulers),
-    Row("default_hooks", "hooks", convert_default_hooks, default=None),
-    Row("custom_hooks", "hooks", convert_custom_hooks),
+    Row("param_scheduler", "schedulers", schedulers),
+    Row("default_hooks", "hooks", default_hooks, default=None),
+    Row("custom_hooks", "hooks", custom_hooks),
     _usual(
         "log_processor", "LOG_PROCESSORS", "LogProcessor", "{} has no counterpart here",
         *dropped("by_epoch"),
-        Row("window_size", "", convert_window_size),
+        Row("window_size", "", window_size),
         *only(num_digits=4, custom_cfg=None),
     ),
-    Row("visualizer", "hooks", convert_visualizer),
+    Row("visualizer", "hooks", visualizer),
     # Alone they are a variable that the visualizer may be made of.
     Row("vis_backends"),
 )  # fmt: skip

@@ -15,6 +15,7 @@ from .source import Lines
 
 RULES = {"greater": "max", "less": "min"}
 NO_COUNTERPART = "has no counterpart here"
+NO_TYPE = "is missing: it says what is built"
 # No value: neither given, nor to be written.
 NOTHING: Any = object()
 
@@ -84,7 +85,7 @@ class Draft:
         """Return the class that a type means in mmengine; None if unknown."""
         if callable(wanted):
             return wanted
-        if not isinstance(wanted, str) or not find_spec("mmengine"):
+        if not (wanted and isinstance(wanted, str) and find_spec("mmengine")):
             return None
         theirs = getattr(import_module("mmengine.registry"), kind)
         scope = scope or self.scope
@@ -99,9 +100,11 @@ class Draft:
         if found is not None:
             bare = getattr(found, "__name__", "")
             return bare if bare and ours.get(bare) is found else _path(found)
-        text = str(wanted)
+        text = str(wanted or "")
+        if not text:
+            self.miss(key, NO_TYPE)
         # Of bare names only torch's optimizers are the same in both: another Accuracy is another.
-        if "." not in text and not (kind == "OPTIMIZERS" and ours.get(text)):
+        elif "." not in text and not (kind == "OPTIMIZERS" and ours.get(text)):
             why = "write its import path"
             if not find_spec("mmengine"):
                 why = f"{why}, or convert where mmengine is installed"
@@ -145,11 +148,31 @@ class Section(dict[str, Any]):
 
     def below(self, key: str) -> Section | None:
         """Take a dict as a section of its own; None, and noted, where it is none."""
-        return _section(self.draft, self.pop(key, None), self.at(key))
+        value = self.pop(key, None)
+        if isinstance(value, Mapping):
+            return Section(self.draft, value, self.at(key))
+        if value is not None:
+            self.miss(key, "is no dict, and only dicts are translated")
+        return None
+
+    def each(self, key: str) -> Iterator[Section]:
+        """Take the dicts of a list, or one alone, as sections; what is none is noted."""
+        above, names = self, [key]
+        if isinstance(self.get(key), (list, tuple)):
+            items = {str(at): one for at, one in enumerate(self.pop(key))}
+            above, names = Section(self.draft, items, self.at(key)), list(items)
+        for name in names:
+            one = above.below(name)
+            if one is not None:
+                yield one
 
     def kind(self, table: str, default: str = "") -> str:
         """Take the type and return what it is known as: see `Draft.known_as`."""
-        return self.draft.known_as(self.pop("type", default), table)
+        wanted = self.pop("type", default)
+        if not wanted:
+            self.miss("type", NO_TYPE)
+            return ""
+        return self.draft.known_as(wanted, table)
 
     def part(self, table: str) -> dict[str, Any]:
         """Return a part by its type, with all that is left here as its arguments."""
@@ -161,25 +184,6 @@ class Section(dict[str, Any]):
         """List what is left."""
         for key in self:
             self.miss(key, refusal)
-
-
-def _section(draft: Draft, value: Any, path: str) -> Section | None:
-    if isinstance(value, Mapping):
-        return Section(draft, value, path)
-    if value is not None:
-        draft.miss(path, "is no dict, and only dicts are translated")
-    return None
-
-
-def sections(draft: Draft, given: Any, path: str) -> Iterator[Section]:
-    """Yield the dicts of a list, or one alone, as sections, and note what is none."""
-    pairs = [(path, given)]
-    if isinstance(given, (list, tuple)):
-        pairs = [(f"{path}.{at}", one) for at, one in enumerate(given)]
-    for where, value in pairs:
-        one = _section(draft, value, where)
-        if one is not None:
-            yield one
 
 
 class Row(NamedTuple):

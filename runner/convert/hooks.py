@@ -5,44 +5,33 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from .draft import (
-    NOTHING,
-    RULES,
-    Draft,
-    Row,
-    Section,
-    bare_name,
-    dropped,
-    kept,
-    only,
-    sections,
-    walk,
-)
+from .draft import NOTHING, RULES, Row, Section, bare_name, dropped, kept, only, walk
 
 _INF = 10**9
 _OWN_HOOK = "{} has no counterpart: write a hook (docs/extending.md)"
 _PAGES = "counts passes over the data here; in a loop by iterations mmengine counts none"
 
 
-def convert_schedulers(section: Section, key: str) -> Any:
+def schedulers(section: Section, key: str) -> Any:
     """Return the schedules of one, a list, or lists by the optimizer's name."""
-    given, draft = section.pop(key), section.draft
-    optimizer = draft.sections.get("optimizer", {"type": ""})
+    given, optimizer = section[key], section.draft.sections.get("optimizer", {"type": ""})
+    above, pairs = section, [(key, None)]
     if isinstance(given, Mapping) and "type" not in given:
-        lists = [(one, f"{key}.{name}", name) for name, one in given.items()]
+        above, pairs = Section(section.draft, given, key), [(name, name) for name in given]
     elif given is not None and "type" not in optimizer:
-        lists = [(given, key, name) for name in list(optimizer) or [None]]
-    else:
-        lists = [(given, key, None)]
-    return [made for one in lists for made in _schedules(draft, *one)] or NOTHING
+        pairs = [(key, name) for name in list(optimizer) or [None]]
+    made = [one for pair in pairs for one in _schedules(above, *pair)]
+    del section[key]
+    return made or NOTHING
 
 
-def _schedules(draft: Draft, given: Any, path: str, optimizer: str | None) -> list[dict[str, Any]]:
+def _schedules(above: Section, key: str, optimizer: str | None) -> list[dict[str, Any]]:
     """Return the schedules of one optimizer: all of torch, or all of mmengine."""
-    noted = len(draft.misses)
+    draft, noted = above.draft, len(above.draft.misses)
     for theirs in (False, True):
         del draft.misses[noted:]
-        made = [_schedule(one, optimizer, theirs) for one in sections(draft, given, path)]
+        given = Section(draft, above, above.path)
+        made = [_schedule(one, optimizer, theirs) for one in given.each(key)]
         # Both patch the optimizer's step, and neither works with the other's patch. Schedules
         # of the user's own derive from mmengine's as well.
         if not any("." in one.get("type", "") for one in made):
@@ -55,6 +44,8 @@ def _schedule(section: Section, optimizer: str | None, theirs: bool) -> dict[str
     """Return a schedule of torch's, or mmengine's own, which our hook steps as it steps torch's."""
     draft, original = section.draft, section.get("type")
     kind = section.kind("PARAM_SCHEDULERS")
+    if not kind:
+        return {}
     walk(section, (Row("_scope_"), *only(verbose=False)))
     if kind == "ReduceOnPlateauLR" and theirs:
         draft.miss(section.path, f"{kind} cannot stand beside a schedule that torch has not")
@@ -187,7 +178,7 @@ _NEEDED = {"sampler_seed": "data are shuffled anew", "param_scheduler": "the sch
 _SWITCHES = {"checkpoint": "checkpoint", "logger": "log"}
 
 
-def convert_default_hooks(section: Section, key: str) -> Any:
+def default_hooks(section: Section, key: str) -> Any:
     draft = section.draft
     defaults = section.below(key) or Section(draft, {}, key)
     if "train" in draft.sections:
@@ -204,9 +195,9 @@ def convert_default_hooks(section: Section, key: str) -> Any:
     return hooks or NOTHING
 
 
-def convert_custom_hooks(section: Section, key: str) -> Any:
+def custom_hooks(section: Section, key: str) -> Any:
     hooks: dict[str, Any] = {}
-    for one in sections(section.draft, section.pop(key), key):
+    for one in section.each(key):
         hooks |= _by_type(one, "HOOKS", _HOOKS)
     return hooks or NOTHING
 
@@ -214,6 +205,8 @@ def convert_custom_hooks(section: Section, key: str) -> Any:
 def _by_type(section: Section, table: str, kinds: dict[str, tuple[Row, ...]]) -> dict[str, Any]:
     kind = section.kind(table)
     walk(section, dropped("_scope_", *(["priority"] if table == "HOOKS" else [])))
+    if not kind:
+        return {}
     if kind not in kinds:
         section.draft.miss(section.path, _OWN_HOOK.format(kind))
         return {}
@@ -322,19 +315,19 @@ _WRITERS: dict[str, tuple[Row, ...]] = {
 }
 
 
-def convert_window_size(section: Section, key: str) -> Any:
+def window_size(section: Section, key: str) -> Any:
     # A record holds the values since the last one.
     walk(section, only(window_size=section.draft.log_interval))
     return NOTHING
 
 
-def convert_visualizer(section: Section, key: str) -> Any:
+def visualizer(section: Section, key: str) -> Any:
     given = section.below(key)
     if given is None:
         return NOTHING
     hooks: dict[str, Any] = {}
-    kind, draft = given.kind("VISUALIZERS", "Visualizer"), section.draft
-    for one in sections(draft, given.pop("vis_backends", None), given.at("vis_backends")):
+    kind = given.kind("VISUALIZERS", "Visualizer")
+    for one in given.each("vis_backends"):
         hooks |= _by_type(one, "VISBACKENDS", _WRITERS)
     if kind != "Visualizer":
         section.miss(key, f"{kind} has no counterpart: draw in a hook of your own")

@@ -11,7 +11,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from types import FunctionType, ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 from ...registry import ConfigError, Problem
 
@@ -85,20 +85,6 @@ def _merged(base: Any, top: Mapping[str, Any]) -> dict[str, Any]:
     return result
 
 
-class _Place(NamedTuple):
-    """The "file:line" that sets a value, and those of the values in it."""
-
-    origin: str
-    below: dict[str, _Place]
-
-    def under(self, top: _Place) -> _Place:
-        """Return `top`, with the values of this one that it does not set."""
-        below = dict(self.below)
-        for key, place in top.below.items():
-            below[key] = below[key].under(place) if key in below else place
-        return _Place(top.origin, below)
-
-
 class Lines:
     """The lines of the values in a file and its base files; the file's own come first.
 
@@ -109,17 +95,14 @@ class Lines:
     def __init__(self, path: Path) -> None:
         self.read: set[str] = set()
         self._files: set[Path] = set()
-        self._all = _Place("", {})
+        self._origins: dict[str, str] = {}  # "file:line" by key path
         self._add(path)
 
     def origin(self, key: str) -> str:
         """Return the line that sets a key path, or the nearest section above it."""
-        place = self._all
-        for name in key.split("."):
-            if name not in place.below:
-                break
-            place = place.below[name]
-        return place.origin
+        while key and key not in self._origins:
+            key = key.rpartition(".")[0]
+        return self._origins.get(key, "")
 
     def _add(self, path: Path) -> None:
         self._files.add(path.resolve())
@@ -133,28 +116,38 @@ class Lines:
             if name is not None and isinstance(getattr(node, "ctx", None), ast.Load):
                 self.read.add(name)
         for statement in _statements(tree.body):
-            for target, value in _assignments(statement):
-                self._set(target, self._place(value, str(path)))
+            self._add_statement(statement, path)
 
-    def _set(self, target: ast.expr, place: _Place) -> None:
-        path = _path_of(target)
-        if not path:
-            return
-        section = self._all
-        for name in path[:-1]:
-            section = section.below.setdefault(name, _Place("", {}))
-        section.below[path[-1]] = section.below.get(path[-1], place).under(place)
+    def _add_statement(self, statement: ast.stmt, file: Path) -> None:
+        """Note what a statement sets: `a = b`, `a.b["c"] += d`, `a.update(b=c)`."""
+        match statement:
+            case ast.Assign(targets=targets, value=value):
+                for target in targets:
+                    self._set(_path_of(target), value, file)
+            case ast.AnnAssign(target=target, value=ast.expr() as value):
+                self._set(_path_of(target), value, file)
+            case ast.AugAssign(target=target):
+                # What it has so far keeps its lines.
+                self._set(_path_of(target), target, file)
+            case ast.Expr(value=ast.Call(func=ast.Attribute(value=target)) as call):
+                self._set_items(_path_of(target), call, file)
 
-    def _place(self, node: ast.expr, file: str) -> _Place:
-        below: dict[str, _Place] = {}
-        name = _variable(node)
-        if name in self._all.below:
-            # The values of a variable have the lines where it is set.
-            below = self._all.below[name].below
-        for key, value in _items(node):
-            place = self._place(value, file)
-            below.update(place.below if key is None else {key: place})
-        return _Place(f"{file}:{node.lineno}", below)
+    def _set(self, key: str, node: ast.expr, file: Path) -> None:
+        if key:
+            self._set_items(key, node, file)
+            self._origins[key] = f"{file}:{node.lineno}"
+
+    def _set_items(self, above: str, node: ast.expr, file: Path) -> None:
+        variable = _variable(node)
+        # The values of a variable have the lines where it is set.
+        for key, origin in list(self._origins.items()) if variable else ():
+            if key.startswith(f"{variable}."):
+                self._origins[f"{above}{key.removeprefix(str(variable))}"] = origin
+        for name, value in _items(node):
+            if name is None:
+                self._set_items(above, value, file)
+            else:
+                self._set(f"{above}.{name}", value, file)
 
 
 def _items(node: ast.expr) -> Iterator[tuple[str | None, ast.expr]]:
@@ -162,7 +155,9 @@ def _items(node: ast.expr) -> Iterator[tuple[str | None, ast.expr]]:
     match node:
         case ast.List(elts=values) | ast.Tuple(elts=values):
             yield from ((str(at), one) for at, one in enumerate(values))
-        case ast.Call(func=ast.Name(id="dict"), args=args, keywords=words):
+        case ast.Call(
+            func=ast.Name(id="dict") | ast.Attribute(attr="update"), args=args, keywords=words
+        ):
             yield from ((None, one) for one in args)
             yield from ((word.arg, word.value) for word in words)
         case ast.Dict(keys=keys, values=values):
@@ -194,36 +189,18 @@ def _statements(body: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
                 yield from _statements(getattr(statement, part, ()))
 
 
-def _assignments(statement: ast.stmt) -> Iterator[tuple[ast.expr, ast.expr]]:
-    """Yield what a statement sets: `a = b`, `a.b["c"] += d`, `a.update(b=c)`."""
-    match statement:
-        case ast.Assign(targets=targets, value=value):
-            yield from ((target, value) for target in targets)
-        case ast.AnnAssign(target=target, value=ast.expr() as value):
-            yield target, value
-        case ast.AugAssign(target=target):
-            # What it has so far keeps its lines.
-            yield target, target
-        case ast.Expr(value=ast.Call(func=ast.Attribute(value=target, attr="update")) as call):
-            given = [item for one in call.args for item in _items(one)]
-            given += [(word.arg, word.value) for word in call.keywords]
-            yield from (
-                (ast.Subscript(target, ast.Constant(key)), one) for key, one in given if key
-            )
-
-
-def _path_of(target: ast.expr) -> tuple[str, ...]:
-    """Return the key path that an assignment sets: `a`, `a.b` or `a["b"]`."""
+def _path_of(target: ast.expr) -> str:
+    """Return the key path that an assignment sets: `a`, `a.b` or `a["b"]`; "" for others."""
     match target:
         case ast.Name(id=name):
-            return (name,)
+            return name
         case (
             ast.Attribute(value=above, attr=key)
             | ast.Subscript(value=above, slice=ast.Constant(value=key))
         ):
             path = _path_of(above)
-            return (*path, str(key)) if path else ()
-    return ()
+            return path and f"{path}.{str(key)}"
+    return ""
 
 
 def _bases(tree: ast.Module, path: Path) -> Iterator[Path]:

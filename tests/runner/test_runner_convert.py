@@ -386,6 +386,10 @@ def test_averages_of_some_batches(counts: int, interval: int, decay: float, step
         ("param_scheduler = [3]", "2: param_scheduler.0: is no dict"),
         ("val_evaluator = [3]", "2: val_evaluator.0: is no dict"),
         ("visualizer = dict(vis_backends=[3])", "2: visualizer.vis_backends.0: is no dict"),
+        ("custom_hooks = [dict(interval=3)]", "2: custom_hooks.0.type: is missing"),
+        ("param_scheduler = [dict(begin=3)]", "2: param_scheduler.0.type: is missing"),
+        ("optim_wrapper = dict(optimizer=dict(lr=1))",
+         "2: optim_wrapper.optimizer.type: is missing: it says what is built"),
         ("train_cfg = dict(by_epoch=False)", "2: train_cfg.max_iters: must be a number of batches"),
         ('val_evaluator = dict(type="convert_parts.Close")\n'
          'custom_hooks = [dict(type="EarlyStoppingHook", monitor="share", rule="up")]',

@@ -8,9 +8,10 @@ import pytest
 from ranks import run_ranks
 from runner_parts import Command, assert_identical, final_weights, write_run
 
-from stepwrap.collectives import recent_collectives, trace_collectives
+from stepwrap.collectives import get_world_size, recent_collectives, trace_collectives
 from stepwrap.registry import load_config
 from stepwrap.runner import Runner
+from stepwrap.runner.build.sections import read_sections
 from stepwrap.runner.jobs import Job, run_job
 
 ASTRAY = """
@@ -58,7 +59,7 @@ def train_twice(folder: Path) -> list[int]:
     for name, word in (("on", "trace_collectives=true"), ("off", "trace_collectives=false")):
         sys.modules.pop("points", None)
         config = load_config(folder / "points.yaml", settings(folder, name, word))
-        run_job(Job("train", config))
+        run_job(Job("train", config, read_sections(config, get_world_size())))
         counts.append(recorded())
     return counts
 
@@ -96,11 +97,12 @@ def test_a_runner_from_a_config_traces_its_own_verbs_alone(tmp_path: Path) -> No
 
 def train_while_traced(folder: Path) -> bool:
     sys.modules.pop("points", None)
+    words = settings(folder, "r", "trace_collectives=false")
+    config = load_config(folder / "points.yaml", words)
     before = recorded()
     trace_collectives(True)
     try:
-        word = "trace_collectives=false"
-        run_job(Job("train", load_config(folder / "points.yaml", settings(folder, "r", word))))
+        run_job(Job("train", config, read_sections(config, get_world_size())))
     finally:
         trace_collectives(False)
     return recorded() > before

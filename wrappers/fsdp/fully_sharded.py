@@ -23,7 +23,7 @@ from ..steps.step import OptimizerWrapper, Steps, has_own_train_step
 from .options import FURTHER, FsdpOptions, read_options, sharding_mesh
 from .roots import Root
 from .torch_internals import call_as_forward
-from .units import check_model, shard_model
+from .units import calls_children, check_model, shard_model
 
 __all__ = ["StepFullyShardedDataParallel"]
 
@@ -149,7 +149,7 @@ class StepFullyShardedDataParallel(Steps, nn.Module):
         if any(one.is_meta for one in module.parameters()):
             materialise(module, place.everywhere, options.param_init_fn)
         self._model_steps = has_own_train_step(module)
-        self._roots = [Root(one, steps_itself=self._model_steps) for one in roots]
+        self._roots = [Root(one, steps_itself=calls_children(module)) for one in roots]
         self._prepare_steps(detect_anomalous_params)
         for one in self.modules():
             # Batches go where blocks are gathered, which need not be where the shards are.

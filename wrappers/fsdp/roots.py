@@ -34,7 +34,7 @@ class Root:
 
     Attributes:
         module: the root.
-        steps_itself: whether the model has a ``train_step`` of its own.
+        steps_itself: whether a step of the model may call its children by themselves.
         units: all that is gathered on its own, the root first.
     """
 

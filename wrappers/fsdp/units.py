@@ -32,11 +32,19 @@ def check_model(module: nn.Module, detect: bool) -> None:
             f"{type(module).__name__} is sharded already: give the model as it was before "
             "fully_shard; shard names its blocks"
         )
-    if detect and has_own_train_step(module):
+    if detect and calls_children(module):
         raise ValueError(
             f"detect_anomalous_params needs the wrapper's own train_step, but "
-            f"{type(module).__name__}.train_step is used"
+            f"{type(module).__name__} steps itself"
         )
+
+
+def calls_children(model: nn.Module) -> bool:
+    """Whether a step of ``model`` may call its children by themselves, in any order.
+
+    So does a ``train_step`` of its own, and a step of Lightning's under manual optimization.
+    """
+    return has_own_train_step(model) or not getattr(model, "automatic_optimization", True)
 
 
 def shard_model(module: nn.Module, options: FsdpOptions, mesh: DeviceMesh) -> list[nn.Module]:
@@ -147,7 +155,7 @@ def find_roots(model: nn.Module, ignored: set[nn.Parameter]) -> dict[str, nn.Mod
     in one child.
     """
     roots: dict[str, nn.Module] = {}
-    if not has_own_train_step(model) or not _collect_called(model, "", ignored, roots):
+    if not calls_children(model) or not _collect_called(model, "", ignored, roots):
         return {"": model}
     found = [one for root in roots.values() for one in set(root.parameters())]
     return roots if found and len(found) == len(set(found)) else {"": model}
