@@ -41,7 +41,8 @@ def stay_away(how: str, folder: Path) -> None:
     """Stop this process, or sleep, until both of the other ranks have given up."""
     if how == "stop":
         os.kill(os.getpid(), signal.SIGSTOP)
-    while not given_up(folder):
+    # Not by `given_up`: errors name the function that the rank is in.
+    while len(os.listdir(folder)) < 2:
         time.sleep(0.01)
 
 
