@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from loop_parts import make_data, make_loader
+from marks import slow
 from ranks import run_ranks
 from torch import Tensor, nn
 from torchmetrics.classification import MulticlassConfusionMatrix
@@ -115,7 +116,7 @@ def test_each_sample_counts_once_where_steps_are_collective(world_size: int, sam
     check_against_one_rank(world_size, samples, 1, sized=True)
 
 
-@pytest.mark.parametrize(("world_size", "samples"), [(2, 1), (2, 7), (4, 2)])
+@pytest.mark.parametrize(("world_size", "samples"), [(2, 1), *slow((2, 7), (4, 2))])
 def test_loaders_without_a_length(world_size: int, samples: int) -> None:
     check_against_one_rank(world_size, samples, 2, sized=False)
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from marks import slow
 from torch.distributed.rpc import get_worker_info
 from worlds import in_group, told
 
@@ -57,7 +58,7 @@ def _calls(world: World, group: RpcGroup) -> None:
     )
 
 
-@pytest.mark.parametrize("size", [3, 4])
+@pytest.mark.parametrize("size", [3, *slow(4)])
 def test_calls_by_name_rank_and_description_with_lambdas_and_tensors(size: int) -> None:
     in_group(_calls, size)
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from fsdp_runs import Block, Net, Normed, own_batches, whole
+from marks import slow
 from ranks import run_ranks
 from step_models import sgd
 from torch import Tensor, nn
@@ -108,7 +109,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(
-    ("ranks", "more"), [(1, {}), (2, {}), (4, {"axes": {"replicate": 2, "shard": 2}})]
+    ("ranks", "more"), [(2, {}), *slow((1, {}), (4, {"axes": {"replicate": 2, "shard": 2}}))]
 )
 def test_weights_are_those_of_an_ordinary_construction(ranks: int, more: dict[str, Any]) -> None:
     cases = [(kind, {**options, **more}) for kind, options in CASES]

@@ -19,6 +19,7 @@ from batchnorm_cases import (
     train,
     with_parameters,
 )
+from marks import slow
 from ranks import run_ranks
 from torch import Tensor, nn
 
@@ -77,7 +78,7 @@ def _errors() -> dict[tuple[str, ...], float]:
     return found
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [2, *slow(4)])
 def test_equals_the_full_batch(world_size: int) -> None:
     """D-13, D-14, D-17."""
     for errors in run_ranks(_errors, world_size):
