@@ -1,6 +1,7 @@
 """Loss weights under every wrapper: any split of a global batch gives its whole gradients."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from parity_cells import make_mesh, whole_weights
 from ranks import RanksError, run_ranks
 from step_models import classifier
 from torch import Tensor, nn
-from weighted_models import Tagger, difference, train_whole
+from weighted_models import Tagger, difference, global_batch, split, train_whole
 from weighted_runs import (
     Apart,
     Weighted,
@@ -21,12 +22,14 @@ from weighted_runs import (
     train,
 )
 
+from stepwrap.loops import LoopState, find_checkpoint, load_checkpoint, save_checkpoint
 from stepwrap.wrappers import (
     CommHook,
     OptimWrapper,
     OptimWrapperDict,
     PostLocalSGD,
     SeparateDistributedDataParallel,
+    SingleDevice,
     StepDistributedDataParallel,
     with_train_step,
 )
@@ -245,3 +248,35 @@ def test_what_does_not_average_is_refused() -> None:
     assert "PostLocalSGD steps by the gradients of one rank" in first[12]
     assert first[13] == first[14]
     assert "loss_weight excludes join()" in first[13]
+
+
+def _begin_window(folder: Path) -> None:
+    """Train two of three micro-batches, and save."""
+    mesh, cell = make_mesh("ddp", 2), Weighted()
+    wrapper = StepDistributedDataParallel(Tagger())
+    optim_wrapper = optimizer_of(wrapper, cell)
+    for batch in pieces_of(cell, 0, mesh)[:2]:
+        wrapper.train_step(batch, optim_wrapper)
+    save_checkpoint(folder, LoopState(wrapper, optim_wrapper, iteration=2))
+
+
+def _end_window(folder: Path, world: int) -> float:
+    """Go on from the checkpoint with what is left of the global batch."""
+    pieces = split(global_batch(0), 6, seed=0)[4:]
+    wrapper: Any = StepDistributedDataParallel(Tagger()) if world > 1 else SingleDevice(Tagger())
+    optim_wrapper = optimizer_of(wrapper, Weighted())
+    state = LoopState(wrapper, optim_wrapper)
+    path = find_checkpoint(folder)
+    assert path is not None
+    load_checkpoint(path).restore(state)
+    if world == 1:
+        pieces = [{key: torch.cat([one[key] for one in pieces]) for key in pieces[0]}]
+    wrapper.train_step(pieces[torch.distributed.get_rank()], optim_wrapper)
+    assert optim_wrapper.window_weight == 0
+    return difference(whole_weights(wrapper), train_whole("tokens", 1)[0])
+
+
+@pytest.mark.parametrize("world", [2, 1])
+def test_a_window_goes_on_from_a_checkpoint(tmp_path: Path, world: int) -> None:
+    run_ranks(_begin_window, 2, tmp_path)
+    assert max(run_ranks(_end_window, world, tmp_path, world)) <= 1e-12

@@ -80,6 +80,7 @@ class WeightedWindow:
         unit: a power of two near the first weight, the same on all ranks: it keeps float16 in
             range and changes no digit; 0 while there has been no weight.
         weight: of the micro-batch whose backward comes next.
+        total: of the micro-batches on this rank whose gradients are held.
     """
 
     def __init__(
@@ -95,10 +96,11 @@ class WeightedWindow:
         self.weight: float | Tensor | None = None
         self._optimizer = optimizer
         self._is_single = accumulative_counts == 1
-        self._total: float | Tensor | None = None
+        self.total: float | Tensor | None = None
         self._model: Any = None
         self._group: Any = None
         self._ranks = 1
+        self._device = torch.device("cpu")
         self._sent: tuple[Tensor, Any] | None = None
 
     def note(self, model: Any) -> None:
@@ -118,6 +120,9 @@ class WeightedWindow:
         self._group = getattr(model, "data_group", getattr(model, "process_group", None))
         spread = averages and distributed.is_initialized()
         self._ranks = distributed.get_world_size(self._group) if spread else 1
+        # By what is the same on all ranks, not by where the weights are.
+        near = next(parameters_of(self._optimizer)).device
+        self._device = comm_device(self._group, prefer=near) if spread else near
 
     def scaled(self, loss: Tensor) -> Tensor:
         """The loss times the weight of its micro-batch; every rank must call this."""
@@ -136,7 +141,7 @@ class WeightedWindow:
         """Count the micro-batch whose backward begins; at the end of a window tell the others."""
         if self.weight is None:
             raise RuntimeError(_ADVICE)
-        self._total = self.weight if self._total is None else self._total + self.weight
+        self.total = self.weight if self.total is None else self.total + self.weight
         self.weight = None
         if ends and self._ranks > 1:
             self._send()
@@ -146,9 +151,9 @@ class WeightedWindow:
 
         Where nothing in the window weighs anything they become zero.
         """
-        if self._total is None:
+        if self.total is None:
             raise RuntimeError(_ADVICE)
-        total = self._received() if self._ranks > 1 else self._total
+        total = self._received() if self._ranks > 1 else self.total
         is_nothing = not isinstance(total, Tensor) and total == 0
         self.clear()
         if self._is_single and self._ranks == 1 and not is_nothing:
@@ -168,11 +173,11 @@ class WeightedWindow:
 
     def clear(self) -> None:
         """Forget the micro-batches whose gradients have been cleared."""
-        self._total = self._sent = None
+        self.total = self._sent = None
 
     def _send(self) -> None:
         """Begin to add up the window's weight over the ranks."""
-        summed = self._tensor(self._total)
+        summed = self._tensor(self.total)
         self._sent = summed, distributed.all_reduce(summed, group=self._group, async_op=True)
 
     def _received(self) -> float | Tensor:
@@ -193,13 +198,11 @@ class WeightedWindow:
             self.unit = 2.0 ** (math.frexp(weight)[1] - 1)
 
     def _tensor(self, value: Any) -> Tensor:
-        """``value`` where the ranks communicate, by what is the same on all of them."""
-        device = next(parameters_of(self._optimizer)).device
-        device = comm_device(self._group, prefer=device)
+        """``value`` where the ranks communicate."""
         if isinstance(value, Tensor):
-            return value.to(device, torch.float64, copy=True)
+            return value.to(self._device, torch.float64, copy=True)
         # On an accelerator a copy from the host would wait.
-        return torch.full((), value, dtype=torch.float64, device=device)
+        return torch.full((), value, dtype=torch.float64, device=self._device)
 
 
 def _refuse_ranks() -> None:
@@ -278,7 +281,7 @@ def _tokens(batch: Any) -> Tensor:
     if not isinstance(target, Tensor):
         kind = type(target).__name__
         raise TypeError(f"loss_weight=tokens counts targets in a tensor, got {kind}; {_INSTEAD}")
-    return (target != _IGNORED).sum()
+    return (target != _IGNORED).count_nonzero()
 
 
 def _summed(entry: Any) -> Any:

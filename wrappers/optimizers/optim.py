@@ -148,6 +148,20 @@ class Accumulation:
         weight = self.loss_weight.of(batch) if self.batch_counts else 0.0
         self.last_weight = self._window.weight = weight
 
+    @property
+    def window_weight(self) -> float:
+        """What the micro-batches weigh whose gradients this rank holds; for checkpoints.
+
+        To be set where the gradients of a window are set: those that are held count as 0 else.
+        """
+        total = None if self.loss_weight is None else self._window.total
+        return 0.0 if total is None else float(total)
+
+    @window_weight.setter
+    def window_weight(self, weight: float) -> None:
+        if self.loss_weight is not None:
+            self._window.total = weight
+
     def scale_loss(self, loss: Tensor) -> Tensor:
         """Divide ``loss`` by the number of micro-batches in its window.
 
