@@ -20,6 +20,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -112,10 +113,12 @@ def hand_written(batches: ClockedBatches, device: torch.device) -> Contestant:
 
 
 @contestant("stepwrap wrapper")
-def wrapper(batches: ClockedBatches, device: torch.device) -> Contestant:
+def wrapper(
+    batches: ClockedBatches, device: torch.device, loss_weight: str | None = None
+) -> Contestant:
     net, optimizer = make_parts(device)
     model = SingleDevice(SupervisedModel(net, nn.CrossEntropyLoss()).to(device))
-    optim_wrapper = OptimWrapper(optimizer)
+    optim_wrapper = OptimWrapper(optimizer, loss_weight=loss_weight)
 
     def run() -> None:
         model.train()
@@ -123,6 +126,10 @@ def wrapper(batches: ClockedBatches, device: torch.device) -> Contestant:
             model.train_step(batch, optim_wrapper)
 
     return run
+
+
+for weight in ("samples", "tokens"):
+    CONTESTANTS[f"stepwrap wrapper, loss_weight: {weight}"] = partial(wrapper, loss_weight=weight)
 
 
 def run_loop(batches: ClockedBatches, device: torch.device, make_hooks: Callable[[], list]) -> None:

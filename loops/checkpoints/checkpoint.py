@@ -322,11 +322,13 @@ def _contents(state: LoopState) -> dict[str, Any]:
 
 def _own_contents(state: LoopState, gradients: bool) -> dict[str, Any]:
     model = weights.user_model(state.model)
-    own = {
+    own: dict[str, Any] = {
         "rng": capture_rng(weights.device_of(model)),
         "gradients": weights.gradients_of(model) if gradients else {},
         "logs": state.logs.state_dict(None if gradients else state.step),
     }
+    if own["gradients"]:
+        own["window_weights"] = weights.window_weights(state)
     carried = weights.step_state(state.model) if gradients else {}
     if carried:
         own["step"] = carried

@@ -187,6 +187,9 @@ class Checkpoint:
             placed = bool(own) and own.get("places", {}) == weights.gradient_places(model)
             part = own["gradients"] if placed else weights.mean_gradients(model, ranks())
             weights.set_gradients(model, part)
+            before = int(self.meta.get("data_size", self.meta["world_size"]))
+            growth = 1.0 if placed else before / weights.data_size(state.model)
+            weights.restore_window_weights(state, [own] if placed else ranks(), growth)
         with reading(self.path, every, "logs"):
             # Older checkpoints have none.
             nothing: dict[str, Any] = {"sums": {}, "values": {}}

@@ -181,6 +181,35 @@ def _mean(name: str, layout: Layout, ranks: Sequence[Mapping[str, Any]]) -> Tens
     return total * parts / len(ranks)
 
 
+def window_weights(state: LoopState) -> list[float]:
+    """Return what the gradients on this rank weigh with `loss_weight`, by optimizer wrapper."""
+    return [getattr(one, "window_weight", 0.0) for one in _members(state)]
+
+
+def restore_window_weights(
+    state: LoopState, ranks: Sequence[Mapping[str, Any]], growth: float
+) -> None:
+    """Restore what the gradients weigh that `set_gradients` has set.
+
+    Args:
+        ranks: contents of this rank's file, or of all, whose mean counts.
+        growth: how many times as many ranks saw different batches; of means that much is missing.
+    """
+    saved = [own.get("window_weights", []) for own in ranks]
+    for member, values in zip(_members(state), zip(*saved, strict=True), strict=False):
+        if any(values):
+            member.window_weight = sum(values) / len(values) * growth
+            for group in member.optimizer.param_groups:
+                for parameter in group["params"] if growth != 1 else ():
+                    if parameter.grad is not None:
+                        local_part(parameter.grad).mul_(growth)
+
+
+def _members(state: LoopState) -> list[Any]:
+    optim = state.optim_wrapper
+    return list(optim.values()) if isinstance(optim, Mapping) else [optim]
+
+
 def savable(state: LoopState) -> LoopState:
     """Return the state as it can be saved: at the window's start where its gradients are lost."""
     if not _loses_gradients(state):

@@ -10,6 +10,8 @@ from parity_checkpoints import LOAD_BOUNDS, Load
 from parity_matrix import empty, worst
 from parity_models import BATCH, SAMPLES
 from parity_plain import DTYPES, MAX_NORM, OPTIMIZERS
+from parity_weighted import Row, section
+from weighted_runs import Apart
 
 MODELS = {
     "transformer": "Transformer",
@@ -50,13 +52,20 @@ diverge. For the same reason eps is {eps} instead of torch's 1e-8, with which an
 gradient is as small as its rounding error would move as fast as any other."""
 
 
-def page(cells: list[Outcome], loads: list[Load], failures: list[str], *, minutes: float) -> str:
+def page(
+    cells: list[Outcome],
+    loads: list[Load],
+    weighted: dict[Row, list[Apart]],
+    failures: list[str],
+    *,
+    minutes: float,
+) -> str:
     """Return the page."""
     parts = [_head(cells, minutes)]
     if failures:
         parts.append("## Not run\n\n" + "\n".join(f"- {line}" for line in failures))
     parts += [_model(name, cells) for name in MODELS]
-    parts += [_settings(cells), _empty(), _checkpoints(loads)]
+    parts += [_settings(cells), section(weighted), _empty(), _checkpoints(loads)]
     return "\n\n".join(parts) + "\n"
 
 

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from step_models import batches, classifier, flat, mlp
 from torch import nn
+from weighted_models import Tagger, difference, global_batch, split, train_whole
 
 from stepwrap.wrappers import (
     AmpOptimWrapper,
@@ -94,3 +95,20 @@ def test_ddp_over_nccl(tmp_path: Path) -> None:
         assert torch.allclose(flat(single), flat(ddp), rtol=0, atol=1e-6)
     finally:
         dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("counts", [1, 4])
+def test_loss_weights_stay_on_the_device(counts: int) -> None:
+    model = wrap_model(None, Tagger(dtype=torch.float64), device="cuda")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+    wrapper = OptimWrapper(optimizer, counts, loss_weight="tokens")
+    for update in range(3):
+        for batch in split(global_batch(update), counts, seed=update):
+            model.train_step(batch, wrapper)
+    assert wrapper.last_weight.is_cuda
+    assert difference(model.module.state_dict(), train_whole("tokens", 3)[0]) <= 1e-12
+    nothing = global_batch(3)
+    nothing["labels"][:] = -100
+    for batch in split(nothing, counts, seed=3):
+        model.train_step(batch, wrapper)
+    assert flat(model).isfinite().all()
