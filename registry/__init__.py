@@ -41,6 +41,7 @@ from .checks.schema import (
     SchedulerSection,
 )
 from .errors import ConfigError, Problem, causes, did_you_mean, nearest, user_frame
+from .imports import import_path
 from .registry import Registry, build_from_cfg, build_model_from_cfg
 from .scan import Registration, count_registered_modules, list_registrations, traverse_registry_tree
 from .text.config import Config, config_from_dict, dump_config, format_config, load_config
@@ -89,6 +90,7 @@ __all__ = [
     "examine_names",
     "find_train_step",
     "format_config",
+    "import_path",
     "import_problems",
     "list_registrations",
     "load_config",

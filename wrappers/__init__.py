@@ -22,6 +22,7 @@ from .ddp.comm_hooks import CommHook
 from .ddp.distributed import StepDistributedDataParallel, UnusedParametersError
 from .ddp.separate import SeparateDistributedDataParallel
 from .optimizers.amp import AmpOptimWrapper
+from .optimizers.loss_weight import LossWeight
 from .optimizers.optim import OptimWrapper, refuse_without_closure
 from .optimizers.optim_dict import OptimWrapperDict
 from .optimizers.optimizer_fit import build_optimizer
@@ -96,6 +97,7 @@ __all__ = [
     "DataPreprocessor",
     "FutureResult",
     "Layout",
+    "LossWeight",
     "Mesh",
     "NamedParameter",
     "OptimWrapper",

@@ -50,7 +50,8 @@ DOORS = {
         SchedulerSection build_from_cfg build_model_from_cfg build_tree causes check_component
         check_config check_paramwise config_from_dict count_registered_modules default_of
         did_you_mean dump_config examine_config examine_names find_train_step format_config
-        import_problems list_registrations load_config name_problems named_optimizers nearest
+        import_path import_problems list_registrations load_config name_problems named_optimizers
+        nearest
         optim_wrapper_sections stepping_class supply_where_taken traverse_registry_tree user_frame
     """,
     "rpc": """
@@ -62,7 +63,7 @@ DOORS = {
     "runner": "LaunchError Runner launch load_model",
     "wrappers": """
         AmpOptimWrapper BaseModel BaseModule CallbackContext CommHook DataPreprocessor FutureResult
-        Layout Mesh NamedParameter OptimWrapper OptimWrapperDict PostLocalSGD Preparation
+        Layout LossWeight Mesh NamedParameter OptimWrapper OptimWrapperDict PostLocalSGD Preparation
         ReplicationCallbackDataParallel ReplicationError ReplicationSession
         SeparateDistributedDataParallel SingleDevice SlavePipe StepDataParallel
         StepDistributedDataParallel StepFullyShardedDataParallel StepFunction SupervisedModel

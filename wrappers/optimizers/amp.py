@@ -46,7 +46,7 @@ class AmpOptimWrapper(OptimWrapper):
     optimizer=optimizer)``.
 
     Args:
-        optimizer, accumulative_counts: as in ``OptimWrapper``.
+        optimizer, accumulative_counts, loss_weight: as in ``OptimWrapper``.
         clip_grad: as in ``OptimWrapper``; the gradients are unscaled first.
         loss_scale: "dynamic", a number (a fixed scale), or arguments of
             ``torch.amp.GradScaler``.
@@ -74,8 +74,9 @@ class AmpOptimWrapper(OptimWrapper):
         dtype: str | torch.dtype | None = None,
         use_fsdp: bool = False,
         device: str | torch.device | None = None,
+        loss_weight: str | Mapping[str, Any] | Callable[[Any], Any] | None = None,
     ) -> None:
-        super().__init__(optimizer, accumulative_counts, clip_grad)
+        super().__init__(optimizer, accumulative_counts, clip_grad, loss_weight)
         place = next(parameters_of(optimizer)).device if device is None else torch.device(device)
         self.device_type = place.type
         self.cast_dtype = _dtype(dtype, self.device_type)
@@ -105,6 +106,8 @@ class AmpOptimWrapper(OptimWrapper):
 
     def step(self, **kwargs: Any) -> None:
         """Unscale and clip, if so configured, and update unless a gradient is infinite."""
+        if self.loss_weight is not None:
+            self._window.average()
         if self._first is not None:
             self._check_first()
         if self._needs_closure:

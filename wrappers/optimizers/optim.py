@@ -27,12 +27,14 @@ from ..sharding.layout import (
 )
 from ..steps.step_checks import FirstUpdate, has_own_step
 from ..torch_functions import check_options, option_names
+from .loss_weight import LossWeight, WeightedWindow
 from .optim_state import is_spread, kind_of, load_state, state_of
 from .optimizer_fit import check_optimizer, needs_closure
 
 logger = logging.getLogger(__name__)
 
 _COUNT_KEY = "stepwrap.inner_count"
+_UNIT_KEY = "stepwrap.loss_unit"
 _KIND_KEY = "stepwrap.optimizer"
 _BASE_KEY = "base_param_settings"
 # Entering this costs a tenth of a generator-based context, on every step.
@@ -40,7 +42,14 @@ _NOTHING = nullcontext()
 
 
 class Accumulation:
-    """Counts micro-batches, ``accumulative_counts`` per update; base of the optimizer wrappers."""
+    """Counts micro-batches, ``accumulative_counts`` per update; base of the optimizer wrappers.
+
+    Attributes:
+        loss_weight: what the losses are means over; None where a micro-batch counts as one.
+        batch_counts: whether the coming micro-batch is a real one. A loop sets it to False for
+            one that only keeps other ranks company: it weighs 0.
+        last_weight: of the last micro-batch that was weighed on this rank.
+    """
 
     def __init__(self, accumulative_counts: int) -> None:
         # Integers of numpy have an index as well, and bools must not count.
@@ -58,6 +67,11 @@ class Accumulation:
         self._remainder_counts = -1
         self._resumed_at = 0
         self._first: FirstUpdate | None = None
+        self._pass_start, self._pass_end = 0, -1
+        self.loss_weight: LossWeight | None = None
+        self._window: WeightedWindow
+        self.batch_counts = True
+        self.last_weight: float | Tensor | None = None
 
     @property
     def inner_count(self) -> int:
@@ -74,9 +88,10 @@ class Accumulation:
             self._first.note(model)
         every = self._accumulative_counts
         self._inner_count = self._resumed_at = init_counts
+        self._pass_start, self._pass_end = 0, -1
         self._max_counts = max_counts
         self._remainder_counts = max_counts % every if max_counts > 0 else -1
-        if init_counts % every:
+        if init_counts % every and self.loss_weight is None:
             logger.warning(
                 "Resumed iteration number is not divisible by accumulative_counts "
                 "(%d and %d): the first update sees %d micro-batches only.",
@@ -90,18 +105,56 @@ class Accumulation:
                 "BatchNorm: its statistics come from single micro-batches."
             )
 
+    def begin_pass(self, start: int, length: int | None) -> None:
+        """Tell where a pass over the data begins and, where it is known, how long it is.
+
+        With ``loss_weight`` a window begins with the pass, and a shorter last one ends with it;
+        without, windows go on over its end, and this changes nothing. May be called again as soon
+        as the length is known.
+
+        Args:
+            start: micro-batches before the pass, also where it is resumed inside.
+            length: micro-batches in it.
+        """
+        if self.loss_weight is not None:
+            self._pass_start = start
+            self._pass_end = -1 if length is None else start + length
+
     def should_update(self) -> bool:
         """Whether the micro-batch just counted ends its window."""
         count = self._inner_count
-        return count % self._accumulative_counts == 0 or count == self._max_counts
+        full = (count - self._pass_start) % self._accumulative_counts == 0
+        return full or count in (self._pass_end, self._max_counts)
 
     def should_sync(self) -> bool:
         """Whether the coming micro-batch ends its window (asked before its backward)."""
         count = self._inner_count + 1
-        return count % self._accumulative_counts == 0 or count == self._max_counts
+        full = (count - self._pass_start) % self._accumulative_counts == 0
+        return full or count in (self._pass_end, self._max_counts)
+
+    def weigh(self, batch: Any, model: Any = None) -> None:
+        """Set what the coming micro-batch weighs; without ``loss_weight`` nothing happens.
+
+        To be called with the preprocessed batch before the backward; the usual steps do.
+
+        Args:
+            model: the wrapper, which knows the ranks whose gradients are averaged; default: that
+                of the last ``optim_context``.
+        """
+        if self.loss_weight is None:
+            return
+        if model is not None:
+            self._window.note(model)
+        weight = self.loss_weight.of(batch) if self.batch_counts else 0.0
+        self.last_weight = self._window.weight = weight
 
     def scale_loss(self, loss: Tensor) -> Tensor:
-        """Divide ``loss`` by the number of micro-batches in its window."""
+        """Divide ``loss`` by the number of micro-batches in its window.
+
+        With ``loss_weight``: multiply it by its weight; ``step`` divides by those of the window.
+        """
+        if self.loss_weight is not None:
+            return self._window.scaled(loss)
         if self._accumulative_counts == 1:
             return loss
         length = self._window_length(self._inner_count)
@@ -149,6 +202,9 @@ class OptimWrapper(Accumulation):
         accumulative_counts: micro-batches per update.
         clip_grad: ``{"max_norm": 1.0}``, or ``{"type": "value", "clip_value": 0.5}``;
             further keys are arguments of torch's clipping functions.
+        loss_weight: what the losses are means over, over the window and over all ranks that
+            average their gradients: "samples", "tokens", ``{"key": name}`` or a function, as for
+            ``LossWeight``. Default: each micro-batch of each rank counts the same.
 
     Attributes:
         reads_parts: ``load_state_dict`` takes what can be cut in place of tensors.
@@ -159,7 +215,7 @@ class OptimWrapper(Accumulation):
         AssertionError: ``accumulative_counts`` below 1, or ``clip_grad`` says nothing.
         TypeError: an argument of another type, or one in ``clip_grad`` that torch does not take.
         ValueError: the optimizer cannot step parameters spread over the ranks, or it needs a
-            closure and there is accumulation or clipping.
+            closure and there is accumulation, clipping or ``loss_weight``.
     """
 
     # How to clip may have a type, but is no part of its own.
@@ -171,6 +227,7 @@ class OptimWrapper(Accumulation):
         optimizer: Optimizer,
         accumulative_counts: int = 1,
         clip_grad: Mapping[str, Any] | None = None,
+        loss_weight: str | Mapping[str, Any] | Callable[[Any], Any] | None = None,
     ) -> None:
         super().__init__(accumulative_counts)
         if not hasattr(optimizer, "param_groups"):
@@ -184,6 +241,9 @@ class OptimWrapper(Accumulation):
         self._first = FirstUpdate(optimizer)
         self.grad_norm: Tensor | None = None
         self._clip = None if clip_grad is None else GradClip(clip_grad)
+        if loss_weight is not None:
+            self.loss_weight = LossWeight(loss_weight)
+            self._window = WeightedWindow(optimizer, self._accumulative_counts)
         if self._needs_closure:
             _check_closure(self)
         self.base_param_settings: dict[str, Any] | None = None
@@ -238,6 +298,8 @@ class OptimWrapper(Accumulation):
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Run backward and count the micro-batch."""
+        if self.loss_weight is not None:
+            self._window.take(ends=self.should_sync())
         loss.backward(**kwargs)  # type: ignore[no-untyped-call]
         self._inner_count += 1
 
@@ -249,6 +311,8 @@ class OptimWrapper(Accumulation):
                 are no longer the model's; or the first gradients differ between ranks.
             ValueError: the optimizer needs a closure.
         """
+        if self.loss_weight is not None:
+            self._window.average()
         if self._first is not None:
             self._check_first()
         if self._needs_closure:
@@ -259,6 +323,8 @@ class OptimWrapper(Accumulation):
 
     def zero_grad(self, **kwargs: Any) -> None:
         """Clear the gradients, under fsdp also those that wait for the end of their window."""
+        if self.loss_weight is not None:
+            self._window.clear()
         optimizer = self.optimizer
         if self._is_sharded:
             drop_held_gradients(parameters_of(optimizer))
@@ -274,6 +340,8 @@ class OptimWrapper(Accumulation):
         """``model.no_sync()`` where the coming micro-batch does not end its window."""
         if self._first is not None:
             self._first.note(model)
+        if self.loss_weight is not None:
+            self._window.note(model)
         if self._accumulative_counts == 1 or self.should_sync():
             return _NOTHING
         own: Any = getattr(model, "no_sync", None)
@@ -319,6 +387,8 @@ class OptimWrapper(Accumulation):
             state[_BASE_KEY] = dict(self.base_param_settings)
         state[_KIND_KEY] = kind_of(self.optimizer)
         state[_COUNT_KEY] = self._inner_count
+        if self.loss_weight is not None:
+            state[_UNIT_KEY] = self._window.unit
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -341,6 +411,9 @@ class OptimWrapper(Accumulation):
             self.base_param_settings = dict(base)
         if (count := state.pop(_COUNT_KEY, None)) is not None:
             self._inner_count = self._resumed_at = count
+        unit = state.pop(_UNIT_KEY, 0.0)
+        if self.loss_weight is not None:
+            self._window.unit = unit
         load_state(self.optimizer, state)
 
     def __repr__(self) -> str:
@@ -373,6 +446,11 @@ def _check_closure(optim_wrapper: Any, model: Any = None) -> None:
         raise ValueError(
             f"{name} with a closure needs accumulative_counts=1, got {every}: each of its losses "
             "must be that of the same data; use larger batches"
+        )
+    if optim_wrapper.loss_weight is not None:
+        raise ValueError(
+            f"{name} with a closure needs loss_weight=None: each of its losses must be the mean "
+            "that it compares; compute that in the closure"
         )
     if optim_wrapper._clip is not None:
         raise ValueError(

@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from ...registry import OPTIM_WRAPPERS
+from .loss_weight import LossWeight
 from .optim import OptimWrapper
 
 # What decides in which precision a member's forward runs.
@@ -90,6 +91,41 @@ class OptimWrapperDict(Mapping[str, OptimWrapper]):
         for wrapper in self.values():
             wrapper.zero_grad(**kwargs)
 
+    @property
+    def loss_weight(self) -> LossWeight | None:
+        """That of the first member that has one."""
+        return next((one.loss_weight for one in self._weighing()), None)
+
+    @property
+    def last_weight(self) -> float | Tensor | None:
+        """That of the first member that has a ``loss_weight``."""
+        return next((one.last_weight for one in self._weighing()), None)
+
+    @property
+    def batch_counts(self) -> bool:
+        """Whether the coming batch is a real one; to be set, for all members."""
+        return all(one.batch_counts for one in self._weighing())
+
+    @batch_counts.setter
+    def batch_counts(self, counts: bool) -> None:
+        for one in self._weighing():
+            one.batch_counts = counts
+
+    def weigh(self, batch: Any, model: Any = None) -> None:
+        """Set what the coming micro-batch of each member weighs."""
+        for one in self._weighing():
+            one.weigh(batch, model)
+
+    def begin_pass(self, start: int, length: int | None) -> None:
+        """Tell the `followers` where a pass over the data begins, and how long it is."""
+        for wrapper in self.followers():
+            if getattr(wrapper, "loss_weight", None) is not None:
+                wrapper.begin_pass(start, length)
+
+    def _weighing(self) -> list[OptimWrapper]:
+        # Members may be mmengine's.
+        return [one for one in self.values() if getattr(one, "loss_weight", None) is not None]
+
     def begin_batch(self) -> None:
         """Make `should_update` consider only the members that take part in the coming batch.
 
@@ -167,5 +203,6 @@ def _has_ended(wrapper: OptimWrapper, before: int) -> bool:
     """Whether a window of ``wrapper`` has ended since it had counted to ``before``."""
     every = wrapper._accumulative_counts
     # Of several micro-batches in a batch an earlier one may have ended it.
-    earlier = (wrapper._inner_count - 1) // every > before // every
+    start = getattr(wrapper, "_pass_start", 0)
+    earlier = (wrapper._inner_count - 1 - start) // every > (before - start) // every
     return wrapper._inner_count > before and (earlier or wrapper.should_update())

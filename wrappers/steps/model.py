@@ -53,7 +53,10 @@ class BaseModel(BaseModule):
     def train_step(self, data: Any, optim_wrapper: OptimizerWrapper) -> dict[str, Tensor]:
         """Train on one batch without any wrapper; returns what to log, detached."""
         with optim_wrapper.optim_context(self):
-            losses = self._run_forward(self.data_preprocessor(data, training=True), "loss")
+            data = self.data_preprocessor(data, training=True)
+            if getattr(optim_wrapper, "loss_weight", None) is not None:
+                optim_wrapper.weigh(data, self)  # type: ignore[attr-defined]
+            losses = self._run_forward(data, "loss")
         total, logs = self.parse_losses(losses)
         optim_wrapper.update_params(total)
         return logs

@@ -129,6 +129,8 @@ class Steps:
                 raise
         with optim_wrapper.optim_context(self):
             data = _preprocessor_of(self, model)(data, training=True)
+            if getattr(optim_wrapper, "loss_weight", None) is not None:
+                optim_wrapper.weigh(data, self)  # type: ignore[attr-defined]
             args, kwargs = (data, {}) if isinstance(data, (list, tuple)) else as_call(data)
             try:
                 losses = (model if self._direct else self)(*args, **kwargs, mode="loss")

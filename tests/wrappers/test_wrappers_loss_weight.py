@@ -1,0 +1,335 @@
+"""Loss weights: what a batch weighs, windows, errors; on one device."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from step_models import batches, classifier, flat, sgd
+from torch import Tensor, nn
+from weighted_models import (
+    CLIP,
+    SAMPLES,
+    SETTINGS,
+    Batch,
+    Tagger,
+    difference,
+    global_batch,
+    split,
+    train_whole,
+)
+
+from stepwrap.wrappers import (
+    AmpOptimWrapper,
+    LossWeight,
+    OptimWrapper,
+    OptimWrapperDict,
+    SingleDevice,
+)
+
+UPDATES = 3
+
+
+def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+
+
+def _train(
+    wrapper: Any, optim_wrapper: OptimWrapper, pieces: int, dtype: torch.dtype = torch.float64
+) -> list[float]:
+    """Train on split batches; return the losses of the updates, averaged by weight."""
+    losses = []
+    for update in range(UPDATES):
+        parts = []
+        for batch in split(global_batch(update, dtype), pieces, seed=update):
+            loss = wrapper.train_step(batch, optim_wrapper)["loss"].item()
+            parts.append((loss, float(optim_wrapper.last_weight or 0.0)))
+        total = sum(weight for _, weight in parts)
+        losses.append(sum(one * weight for one, weight in parts if weight) / total)
+    return losses
+
+
+@pytest.mark.parametrize("counted", SETTINGS)
+@pytest.mark.parametrize("clip", [None, CLIP], ids=["unclipped", "clipped"])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-6)], ids=["fp64", "fp32"]
+)
+def test_a_split_batch_is_a_whole_one(
+    counted: str, clip: Any, dtype: torch.dtype, tolerance: float
+) -> None:
+    model = SingleDevice(Tagger(counted, dtype))
+    optim_wrapper = OptimWrapper(
+        _optimizer(model), 4, clip_grad=clip, loss_weight=SETTINGS[counted]
+    )
+    losses = _train(model, optim_wrapper, 4, dtype)
+    weights, whole = train_whole(counted, UPDATES, dtype, clip=clip is not None)
+    assert difference(model.module.state_dict(), weights) <= tolerance
+    assert losses == pytest.approx(whole, abs=tolerance)
+
+
+def _labelled(update: int, dtype: torch.dtype = torch.float64) -> Batch:
+    batch = global_batch(update, dtype)
+    batch["labels"][:3] = 1
+    return batch
+
+
+@pytest.mark.parametrize(
+    ("setting", "batch", "weight"),
+    [
+        ("samples", [torch.zeros(3, 2), torch.zeros(3)], 3),
+        ("samples", {"id": torch.tensor(7), "inputs": torch.zeros(5, 2)}, 5),
+        ("samples", {"inputs": [torch.zeros(3, 8, 8), torch.zeros(3, 9, 9)]}, 2),
+        ("samples", ({"a": "text"}, {"b": torch.zeros(4)}), 4),
+        ("tokens", [torch.zeros(2, 3), torch.tensor([[1, -100, 0], [-100, -100, 2]])], 3),
+        ("tokens", {"inputs": torch.zeros(2), "labels": torch.tensor([1, -100])}, 1),
+        ("tokens", {"target": torch.tensor([0, 1])}, 2),
+        ({"key": "mask"}, {"mask": torch.tensor([[True, False], [True, True]])}, 3),
+        ({"key": 2}, (0, 0, torch.tensor([0.25, 0.5])), 0.75),
+        ({"key": "count"}, {"count": 6}, 6),
+        (len, [1, 2, 3], 3),
+        ("builtins.len", [1, 2], 2),
+        (lambda batch: torch.tensor([2.5]), None, 2.5),
+    ],
+)
+def test_weight_of_a_batch(setting: Any, batch: Any, weight: float) -> None:
+    assert LossWeight(setting).of(batch) == weight
+
+
+@pytest.mark.parametrize(
+    ("setting", "error", "text"),
+    [
+        ("token", ValueError, "must be samples, tokens.* got 'token'; did you mean tokens"),
+        ({"keys": "mask"}, ValueError, "must be {key: name or index}, got {'keys': 'mask'}"),
+        ({"key": 1.5}, ValueError, "must be {key: name or index}"),
+        (3, TypeError, "a function or its import path, got 3"),
+        ("weighted_models.count_of_masks", ImportError, "did you mean count_of_mask"),
+        ("weighted_models.SAMPLES", TypeError, "weighted_models.SAMPLES is no function"),
+    ],
+)
+def test_settings_that_are_none(setting: Any, error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        OptimWrapper(_optimizer(nn.Linear(1, 1)), loss_weight=setting)
+
+
+@pytest.mark.parametrize(
+    ("setting", "batch", "error", "text"),
+    [
+        (
+            "tokens",
+            {"image": torch.zeros(2), "class": torch.zeros(2)},
+            KeyError,
+            r"needs an entry labels, targets or target .* keys \['image', 'class'\].*{key: ...}",
+        ),
+        ("tokens", [torch.zeros(2)], KeyError, "needs a second entry .* has 1 entries"),
+        ("tokens", [0, [1, 2]], TypeError, "counts targets in a tensor, got list"),
+        ("samples", {"text": "a"}, KeyError, r"needs a tensor, but the batch has the keys"),
+        ({"key": "mask"}, {"masks": 1}, KeyError, r"'mask'.* needs that entry, .*\['masks'\]"),
+        (lambda batch: -1, [], ValueError, "at least 0, got -1"),
+        (lambda batch: math.nan, [], ValueError, "finite number of at least 0, got nan"),
+        (lambda batch: torch.ones(2), [], ValueError, r"one number for a batch, got shape \(2,\)"),
+    ],
+)
+def test_batches_that_cannot_be_weighed(
+    setting: Any, batch: Any, error: type[Exception], text: str
+) -> None:
+    with pytest.raises(error, match=text):
+        LossWeight(setting).of(batch)
+
+
+def test_one_batch_for_an_update_is_exact() -> None:
+    """There is nothing to average, so that not a bit changes."""
+    found = []
+    for setting in (None, "samples"):
+        model = SingleDevice(classifier())
+        optim_wrapper = sgd(model, momentum=0.9, loss_weight=setting)
+        for batch in batches(4):
+            model.train_step(batch, optim_wrapper)
+        found.append(flat(model))
+    assert torch.equal(*found)
+    assert optim_wrapper.last_weight == 4
+
+
+def test_windows_end_with_a_pass() -> None:
+    """Two passes of five micro-batches in windows of three: 3, 2 and 3, 2."""
+    found, updates = [], []
+    data = batches(5, size=2)
+    model = SingleDevice(classifier(torch.float64))
+    data = [[inputs.double(), target] for inputs, target in data]
+    optim_wrapper = sgd(model, accumulative_counts=3, loss_weight="samples")
+    optim_wrapper.initialize_count_status(model, 0, 10)
+    for start in (0, 5):
+        # The length may be told when it is known.
+        optim_wrapper.begin_pass(start, None)
+        for index, batch in enumerate(data):
+            if index == 4:
+                optim_wrapper.begin_pass(start, 5)
+            model.train_step(batch, optim_wrapper)
+            if optim_wrapper.should_update():
+                updates.append(optim_wrapper.inner_count)
+    found.append(flat(model))
+    whole = SingleDevice(classifier(torch.float64))
+    plain = sgd(whole)
+    for part in (data[:3], data[3:]) * 2:
+        inputs, target = zip(*part, strict=True)
+        whole.train_step([torch.cat(inputs), torch.cat(target)], plain)
+    found.append(flat(whole))
+    assert updates == [3, 5, 8, 10]
+    torch.testing.assert_close(*found, rtol=0, atol=1e-12)
+
+
+def test_without_weights_windows_go_on_over_a_pass() -> None:
+    optim_wrapper = sgd(classifier(), accumulative_counts=3)
+    optim_wrapper.begin_pass(5, 4)
+    assert [count for count in range(12) if _updates_at(optim_wrapper, count)] == [0, 3, 6, 9]
+
+
+def _updates_at(optim_wrapper: OptimWrapper, count: int) -> bool:
+    optim_wrapper._inner_count = count
+    return optim_wrapper.should_update()
+
+
+class _Masked(nn.Module):
+    """A mean over a mask, which is a NaN where nothing is masked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
+
+    def forward(self, values: Tensor, mask: Tensor, mode: str = "loss") -> dict[str, Tensor]:
+        return {"loss": (self.weight * values * mask).sum() / mask.sum()}
+
+
+@pytest.mark.parametrize("counts", [1, 2])
+def test_a_window_that_weighs_nothing_gives_gradients_of_zero(counts: int) -> None:
+    model = SingleDevice(_Masked())
+    optim_wrapper = sgd(model, accumulative_counts=counts, loss_weight={"key": "mask"})
+    values = torch.tensor([2.0, 4.0])
+    for _ in range(counts):
+        model.train_step({"values": values, "mask": torch.zeros(2)}, optim_wrapper)
+    assert optim_wrapper.last_weight == 0
+    assert model.module.weight.item() == 1
+    for _ in range(counts):
+        model.train_step({"values": values, "mask": torch.ones(2)}, optim_wrapper)
+    assert model.module.weight.item() == pytest.approx(1 - 0.1 * 3)
+
+
+def test_a_batch_that_stands_in_counts_for_nothing() -> None:
+    model = SingleDevice(classifier(torch.float64))
+    optim_wrapper = sgd(model, accumulative_counts=2, loss_weight="samples")
+    one, other = batches(2, dtype=torch.float64)
+    model.train_step(one, optim_wrapper)
+    optim_wrapper.batch_counts = False
+    model.train_step(other, optim_wrapper)
+    assert optim_wrapper.last_weight == 0
+    alone = SingleDevice(classifier(torch.float64))
+    alone.train_step(one, sgd(alone))
+    torch.testing.assert_close(flat(model), flat(alone), rtol=0, atol=1e-12)
+
+
+def test_each_micro_batch_must_be_weighed() -> None:
+    model = classifier()
+    optim_wrapper = sgd(model, loss_weight="samples")
+    inputs, target = batches(1)[0]
+    with pytest.raises(RuntimeError, match=r"call optim_wrapper.weigh\(batch\)"):
+        optim_wrapper.update_params(model(inputs, target, mode="loss")["loss"])
+    optim_wrapper.weigh([inputs, target])
+    optim_wrapper.update_params(model(inputs, target, mode="loss")["loss"])
+    with pytest.raises(RuntimeError, match=r"call optim_wrapper.weigh\(batch\)"):
+        optim_wrapper.backward(model(inputs, target, mode="loss")["loss"])
+    with pytest.raises(RuntimeError, match=r"call optim_wrapper.weigh\(batch\)"):
+        optim_wrapper.step()
+    # So that a step of one's own serves both.
+    sgd(model).weigh([inputs, target])
+
+
+def test_a_bare_model_weighs_by_itself() -> None:
+    model, wrapped = classifier(torch.float64), SingleDevice(classifier(torch.float64))
+    for one in (model, wrapped):
+        optim_wrapper = sgd(one, accumulative_counts=2, loss_weight="samples")
+        for size in (1, 5):
+            one.train_step(batches(1, size, torch.float64)[0], optim_wrapper)
+    assert torch.equal(flat(model), flat(wrapped))
+
+
+def test_gradients_that_are_cleared_weigh_nothing() -> None:
+    """As after a failed step: the window goes on with what is left of it."""
+    model = SingleDevice(classifier(torch.float64))
+    optim_wrapper = sgd(model, accumulative_counts=3, loss_weight="samples")
+    first, *rest = batches(3, dtype=torch.float64)
+    model.train_step(first, optim_wrapper)
+    optim_wrapper.zero_grad()
+    for batch in rest:
+        model.train_step(batch, optim_wrapper)
+    alone = SingleDevice(classifier(torch.float64))
+    plain = sgd(alone, accumulative_counts=2)
+    for batch in rest:
+        alone.train_step(batch, plain)
+    torch.testing.assert_close(flat(model), flat(alone), rtol=0, atol=1e-12)
+
+
+def test_the_unit_is_saved() -> None:
+    """So that under float16 a resumed run overflows where an unbroken one does."""
+    model = SingleDevice(classifier())
+    optim_wrapper = sgd(model, accumulative_counts=2, loss_weight="samples")
+    for batch in batches(2, size=48):
+        model.train_step(batch, optim_wrapper)
+    state = optim_wrapper.state_dict()
+    assert state["stepwrap.loss_unit"] == 32
+    again = sgd(model, accumulative_counts=2, loss_weight="samples")
+    again.load_state_dict(state)
+    again.weigh(batches(1, size=4)[0], model)
+    assert again.scale_loss(torch.tensor(1.0)).item() == 4 / 32
+    sgd(model).load_state_dict(state)
+    assert "stepwrap.loss_unit" not in sgd(model).state_dict()
+
+
+def test_members_are_weighed_together() -> None:
+    net = nn.ModuleDict({"a": nn.Linear(2, 1), "b": nn.Linear(2, 1)})
+    group = OptimWrapperDict(
+        a=sgd(net["a"], accumulative_counts=2, loss_weight="samples"), b=sgd(net["b"])
+    )
+    assert group.loss_weight is group["a"].loss_weight
+    assert OptimWrapperDict(b=sgd(net["b"])).loss_weight is None
+    group.weigh([torch.zeros(3)])
+    assert group.last_weight == group["a"].last_weight == 3
+    group.batch_counts = False
+    group.weigh([torch.zeros(3)])
+    assert group.last_weight == 0
+    assert not group.batch_counts
+    group.begin_pass(0, 3)
+    assert [count for count in range(1, 5) if _updates_at(group["a"], count)] == [2, 3, 4]
+
+
+def test_a_closure_weighs_by_itself() -> None:
+    optimizer = torch.optim.LBFGS(nn.Linear(2, 1).parameters())
+    with pytest.raises(ValueError, match="LBFGS with a closure needs loss_weight=None"):
+        OptimWrapper(optimizer, loss_weight="samples")
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float16", 2e-2), ("bfloat16", 2e-2)])
+@pytest.mark.parametrize("clip", [None, CLIP], ids=["unclipped", "clipped"])
+def test_half_precision(dtype: str, tolerance: float, clip: Any) -> None:
+    model = SingleDevice(Tagger("tokens", torch.float32))
+    optim_wrapper = AmpOptimWrapper(
+        _optimizer(model), 4, clip_grad=clip, dtype=dtype, loss_scale=1024.0, loss_weight="tokens"
+    )
+    losses = _train(model, optim_wrapper, 4, torch.float32)
+    weights, whole = train_whole("tokens", UPDATES, torch.float32, clip=clip is not None)
+    assert difference(model.module.state_dict(), weights) <= tolerance
+    assert losses == pytest.approx(whole, abs=tolerance)
+
+
+def test_float16_stays_in_range() -> None:
+    """A loss times thousands of tokens and times the scale would be beyond it."""
+    model = SingleDevice(Tagger("tokens", torch.float32))
+    optim_wrapper = AmpOptimWrapper(
+        _optimizer(model), 2, dtype="float16", loss_scale=2.0**12, loss_weight=_many
+    )
+    for batch in split(_labelled(0, torch.float32), 2, seed=0):
+        model.train_step(batch, optim_wrapper)
+    assert optim_wrapper.loss_scaler.get_scale() == 2.0**12
+    assert difference(model.module.state_dict(), Tagger("tokens", torch.float32).state_dict()) > 0
+
+
+def _many(batch: Batch) -> float:
+    return 1e6 * len(batch["labels"]) / SAMPLES

@@ -1,0 +1,288 @@
+"""What a micro-batch weighs, and gradients as those of one mean over all that was weighed."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, distributed
+from torch.distributed import ReduceOp
+from torch.optim import Optimizer
+
+from ...collectives import comm_device
+from ...registry import did_you_mean, import_path
+from ..sharding.layout import local_part, parameters_of
+
+_TARGETS = ("labels", "targets", "target")
+_IGNORED = -100
+_BY_NAME = ("samples", "tokens")
+_INSTEAD = "name the entry whose sum is the weight, {key: ...}, or give a function of the batch"
+_ADVICE = (
+    "with loss_weight each micro-batch is weighed before its backward, and its loss scaled: call "
+    "optim_wrapper.weigh(batch) with the preprocessed batch in a train_step of your own, then "
+    "optim_wrapper.update_params(loss), or backward(scale_loss(loss))"
+)
+
+
+class LossWeight:
+    """What the losses of a batch are means over: how much of it there is in a batch.
+
+    Args:
+        setting: "samples": the first dimension of the first tensor. "tokens": the targets that are
+            not -100, torch's ``ignore_index``; targets are the entry "labels", "targets" or
+            "target", or the second one. ``{"key": name_or_index}``: the sum of that entry, a mask
+            or weights. A function, or its import path, called with the preprocessed batch, that
+            returns a number or a tensor without dimensions.
+
+    Raises:
+        TypeError, ValueError: the setting is none of these.
+        ImportError: the path leads to nothing.
+    """
+
+    def __init__(self, setting: Any) -> None:
+        self.setting = setting
+        self._measure = _read(setting)
+
+    def of(self, batch: Any) -> float | Tensor:
+        """The weight of a preprocessed batch: a number, on accelerators maybe a 0-d tensor.
+
+        Raises:
+            KeyError: the batch has no such entry.
+            ValueError: it is negative or not finite; of a tensor on an accelerator nobody looks.
+        """
+        found = self._measure(batch)
+        if isinstance(found, Tensor):
+            if found.numel() != 1:
+                shape = tuple(found.shape)
+                raise ValueError(f"{self} must give one number for a batch, got shape {shape}")
+            found = found.detach().reshape(())
+            if found.device.type != "cpu":
+                return found.double()
+        weight = float(found)
+        if not 0 <= weight < math.inf:
+            raise ValueError(f"{self} must give a finite number of at least 0, got {weight}")
+        return weight
+
+    def __repr__(self) -> str:
+        return f"loss_weight={getattr(self.setting, '__qualname__', None) or repr(self.setting)}"
+
+
+class WeightedWindow:
+    """The weights of the micro-batches whose gradients meet in an update.
+
+    A loss is scaled by its weight in some unit, and when the window has ended the gradients are
+    divided by the weight of the window on all ranks that average their gradients.
+
+    Attributes:
+        unit: a power of two near the first weight, the same on all ranks: it keeps float16 in
+            range and changes no digit; 0 while there has been no weight.
+        weight: of the micro-batch whose backward comes next.
+    """
+
+    def __init__(self, optimizer: Optimizer, accumulative_counts: int) -> None:
+        if hasattr(optimizer, "averager"):
+            raise ValueError(
+                f"{type(optimizer).__name__} steps by the gradients of one rank, which loss_weight "
+                "makes those of all: leave one of the two out"
+            )
+        self.unit = 0.0
+        self.weight: float | Tensor | None = None
+        self._optimizer = optimizer
+        self._is_single = accumulative_counts == 1
+        self._total: float | Tensor | None = None
+        self._model: Any = None
+        self._group: Any = None
+        self._ranks = 1
+        self._sent: tuple[Tensor, Any] | None = None
+
+    def note(self, model: Any) -> None:
+        """Learn which ranks average their gradients, from what wraps the model."""
+        if self._model is not None and self._model() is model:
+            return
+        self._model = weakref.ref(model)
+        # torch's own DistributedDataParallel averages as well.
+        averages = getattr(model, "averages_ranks", hasattr(model, "require_backward_grad_sync"))
+        self._group = getattr(model, "data_group", getattr(model, "process_group", None))
+        spread = averages and distributed.is_initialized()
+        self._ranks = distributed.get_world_size(self._group) if spread else 1
+
+    def scaled(self, loss: Tensor) -> Tensor:
+        """The loss times the weight of its micro-batch; every rank must call this."""
+        if self.weight is None:
+            raise RuntimeError(_ADVICE)
+        if self._model is None:
+            _refuse_ranks()
+        if self._is_single and self._ranks == 1:
+            return loss
+        if not self.unit:
+            self._agree_on_unit()
+        share = self.weight / (self.unit or 1.0)
+        return loss * (share.to(loss.dtype) if isinstance(share, Tensor) else share)
+
+    def take(self, *, ends: bool) -> None:
+        """Count the micro-batch whose backward begins; at the end of a window tell the others."""
+        if self.weight is None:
+            raise RuntimeError(_ADVICE)
+        self._total = self.weight if self._total is None else self._total + self.weight
+        self.weight = None
+        if ends and self._ranks > 1:
+            self._send()
+
+    def average(self) -> None:
+        """Bring the gradients from sums in the unit to the mean; every rank must call this.
+
+        Where nothing in the window weighs anything they become zero.
+        """
+        if self._total is None:
+            raise RuntimeError(_ADVICE)
+        total = self._received() if self._ranks > 1 else self._total
+        is_nothing = not isinstance(total, Tensor) and total == 0
+        self.clear()
+        if self._is_single and self._ranks == 1 and not is_nothing:
+            return
+        gradients = [
+            local_part(p.grad) for p in parameters_of(self._optimizer) if p.grad is not None
+        ]
+        with torch.no_grad():
+            if is_nothing:
+                # Not times 0, which would leave a NaN: a mean over nothing may have one.
+                torch._foreach_zero_(gradients)
+                return
+            factor = self.unit * self._ranks / total
+            if isinstance(factor, Tensor):
+                factor = factor.where(factor.isfinite(), 0.0)
+            _multiply(gradients, factor)
+
+    def clear(self) -> None:
+        """Forget the micro-batches whose gradients have been cleared."""
+        self._total = self._sent = None
+
+    def _send(self) -> None:
+        """Begin to add up the window's weight over the ranks."""
+        summed = self._tensor(self._total)
+        self._sent = summed, distributed.all_reduce(summed, group=self._group, async_op=True)
+
+    def _received(self) -> float | Tensor:
+        if self._sent is None:
+            # A step by hand, before the window's end.
+            self._send()
+        assert self._sent is not None
+        summed, work = self._sent
+        work.wait()
+        return summed.item() if summed.device.type == "cpu" else summed
+
+    def _agree_on_unit(self) -> None:
+        most = self._tensor(self.weight)
+        if self._ranks > 1:
+            distributed.all_reduce(most, ReduceOp.MAX, group=self._group)
+        weight = most.item()
+        if weight:
+            self.unit = 2.0 ** (math.frexp(weight)[1] - 1)
+
+    def _tensor(self, value: Any) -> Tensor:
+        """``value`` where the ranks communicate, by what is the same on all of them."""
+        device = next(parameters_of(self._optimizer)).device
+        device = comm_device(self._group, prefer=device)
+        if isinstance(value, Tensor):
+            return value.to(device, torch.float64, copy=True)
+        # On an accelerator a copy from the host would wait.
+        return torch.full((), value, dtype=torch.float64, device=device)
+
+
+def _refuse_ranks() -> None:
+    """Raise RuntimeError where there are ranks, and nobody has said which average gradients."""
+    if distributed.is_initialized() and distributed.get_world_size() > 1:
+        raise RuntimeError(
+            "with loss_weight the optimizer wrapper must know whose gradients are averaged: enter "
+            "optim_wrapper.optim_context(self) of the model's wrapper for the forward, or call "
+            "optim_wrapper.weigh(batch, self)"
+        )
+
+
+def _multiply(gradients: list[Tensor], factor: float | Tensor) -> None:
+    kinds: dict[Any, list[Tensor]] = {}
+    for one in gradients:
+        kinds.setdefault((one.device, one.dtype), []).append(one)
+    for (device, dtype), some in kinds.items():
+        own = factor.to(device, dtype) if isinstance(factor, Tensor) else factor
+        torch._foreach_mul_(some, own)
+
+
+def _read(setting: Any) -> Callable[[Any], Any]:
+    """The function that measures a batch."""
+    if callable(setting):
+        return setting  # type: ignore[no-any-return]
+    if isinstance(setting, Mapping):
+        key = setting.get("key")
+        if list(setting) != ["key"] or isinstance(key, bool) or not isinstance(key, (str, int)):
+            raise ValueError(f"loss_weight must be {{key: name or index}}, got {dict(setting)!r}")
+        return lambda batch: _summed(_entry(batch, key, f"{{key: {key!r}}} needs that entry"))
+    if not isinstance(setting, str):
+        raise TypeError(
+            "loss_weight must be samples, tokens, {key: ...}, a function or its import path, "
+            f"got {setting!r}"
+        )
+    if setting in _BY_NAME:
+        return _samples if setting == "samples" else _tokens
+    if "." not in setting:
+        raise ValueError(
+            f"loss_weight must be {', '.join(_BY_NAME)}, {{key: ...}} or the import path of a "
+            f"function, got {setting!r}{did_you_mean(setting, _BY_NAME)}"
+        )
+    found = import_path(setting)
+    if not callable(found):
+        raise TypeError(f"loss_weight: {setting} is no function, but {type(found).__name__}")
+    return found  # type: ignore[no-any-return]
+
+
+def _samples(batch: Any) -> int:
+    count = _first_count(batch)
+    if count is None:
+        raise KeyError(f"loss_weight=samples needs a tensor, but {_described(batch)}; {_INSTEAD}")
+    return count
+
+
+def _first_count(data: Any) -> int | None:
+    """The first dimension of the first tensor; the length of a list inside: it holds samples."""
+    for one in data.values() if isinstance(data, Mapping) else data:
+        if isinstance(one, Tensor) and one.ndim:
+            return one.shape[0]
+        if isinstance(one, list):
+            return len(one)
+        if isinstance(one, (tuple, Mapping)) and (count := _first_count(one)) is not None:
+            return count
+    return None
+
+
+def _tokens(batch: Any) -> Tensor:
+    key: Any = 1
+    if isinstance(batch, Mapping):
+        key = next((name for name in _TARGETS if name in batch), None)
+    sought = (
+        "a second entry" if key == 1 else f"an entry {', '.join(_TARGETS[:-1])} or {_TARGETS[-1]}"
+    )
+    target = _entry(batch, key, f"tokens needs {sought} with the targets")
+    if not isinstance(target, Tensor):
+        kind = type(target).__name__
+        raise TypeError(f"loss_weight=tokens counts targets in a tensor, got {kind}; {_INSTEAD}")
+    return (target != _IGNORED).sum()
+
+
+def _summed(entry: Any) -> Any:
+    return entry.sum(dtype=torch.float64) if isinstance(entry, Tensor) else entry
+
+
+def _entry(batch: Any, key: Any, needed: str) -> Any:
+    try:
+        return batch[key]
+    except (LookupError, TypeError):
+        raise KeyError(f"loss_weight={needed}, but {_described(batch)}; {_INSTEAD}") from None
+
+
+def _described(batch: Any) -> str:
+    if isinstance(batch, Mapping):
+        return f"the batch has the keys {list(batch)}"
+    return f"the batch has {len(batch)} entries"
