@@ -114,7 +114,8 @@ class ThroughputHook(Hook):
     one step.
 
     Args:
-        tokens_per_sample: Tokens in a sample; default: the model's attribute of that name.
+        tokens_per_sample: Tokens in a sample; default: those that `loss_weight: tokens` counts, or
+            else the model's attribute of that name.
         flops_per_token: Floating-point operations of forward and backward for one token; default:
             the model's attribute of that name.
         flops_per_sample: The same for one sample; not together with `flops_per_token`.
@@ -150,10 +151,13 @@ class ThroughputHook(Hook):
             )
         self._path: tuple[Any, ...] | None = ()
         self._tokens_per_sample: float | None = None
+        self._counts_tokens = False
         self._use: tuple[str, float] | None = None
         self._start_interval(0)
 
     def on_train_start(self, state: LoopState) -> None:
+        weight = getattr(getattr(state.optim_wrapper, "loss_weight", None), "setting", None)
+        self._counts_tokens = weight == "tokens" and self._given["tokens_per_sample"] is None
         self._tokens_per_sample = self._count(state, "tokens_per_sample")
         self._use = self._use_of(state)
         self._start_interval(state.step)
@@ -163,7 +167,8 @@ class ThroughputHook(Hook):
 
     def on_batch_start(self, state: LoopState, batch: Any) -> None:
         self._waited_s += perf_counter() - self._mark_s
-        if self._path is None:
+        # One that only keeps other ranks company counts for nothing.
+        if self._path is None or not getattr(state.optim_wrapper, "batch_counts", True):
             return
         # Written out here: this is called for every batch.
         try:
@@ -177,6 +182,8 @@ class ThroughputHook(Hook):
                 self._samples += int(reduce(getitem, self._path, batch).shape[0])
 
     def on_batch_end(self, state: LoopState, batch: Any, logs: Mapping[str, Tensor]) -> None:
+        if self._counts_tokens:
+            self._tokens += state.optim_wrapper.last_weight
         self._mark_s = perf_counter()
 
     def collect_logs(self, state: LoopState, scalars: Scalars) -> None:
@@ -184,10 +191,14 @@ class ThroughputHook(Hook):
         steps = state.step - self._first_step
         # The reduction over the ranks is a mean, and samples are to be summed; ranks that share
         # a model's layers see the same ones.
-        done = {"sample": self._samples * data_size(state.model) / elapsed_s}
+        ranks = data_size(state.model)
+        done: dict[str, float | Tensor] = {"sample": self._samples * ranks / elapsed_s}
         scalars["samples_per_s"] = done["sample"]
-        if self._tokens_per_sample is not None:
+        if self._counts_tokens:
+            done["token"] = self._tokens * ranks / elapsed_s
+        elif self._tokens_per_sample is not None:
             done["token"] = done["sample"] * self._tokens_per_sample
+        if "token" in done:
             scalars["tokens_per_s"] = done["token"]
         if self._use is not None:
             unit, share = self._use
@@ -226,10 +237,10 @@ class ThroughputHook(Hook):
         for unit, flops in known.items():
             if flops is None:
                 continue
-            if unit == "token" and self._tokens_per_sample is None:
+            if unit == "token" and not (self._counts_tokens or self._tokens_per_sample):
                 raise ValueError(
                     "ThroughputHook: mfu by flops_per_token needs tokens_per_sample, as a setting "
-                    "or an attribute of the model"
+                    "or an attribute of the model, or loss_weight: tokens"
                 )
             return unit, flops / (peak * _devices(state.model))
         raise ValueError(
@@ -241,6 +252,7 @@ class ThroughputHook(Hook):
         self._since_s = self._mark_s = self._eval_start_s = perf_counter()
         self._first_step = step
         self._samples = 0
+        self._tokens: float | Tensor = 0.0
         self._waited_s = 0.0
         self._evaluating_s = 0.0
 

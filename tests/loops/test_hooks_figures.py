@@ -270,6 +270,31 @@ def test_copies_on_one_device_are_one_device() -> None:
     assert record["mfu"] == pytest.approx(1e3 * record["tokens_per_s"] / 1e9)
 
 
+def test_tokens_are_those_that_the_loss_counts() -> None:
+    seen, state = RecordsHook(), new_state(loss_weight="tokens")
+    ragged = [(inputs, targets.clone()) for inputs, targets in batches()]
+    for count, (_, targets) in enumerate(ragged):
+        targets[:count] = -100
+    speed = ThroughputHook(flops_per_token=10.0, peak_flops=1e6)
+    train(state, [speed, seen], epochs=1, log_every_steps=1, dataloader=ragged)
+    for count, record in enumerate(seen.records):
+        assert record["samples_per_s"] == pytest.approx(4 * record["steps_per_s"])
+        assert record["tokens_per_s"] == pytest.approx((4 - count) * record["steps_per_s"])
+        assert record["mfu"] == pytest.approx(10 * record["tokens_per_s"] / 1e6)
+
+
+def test_a_batch_that_only_keeps_others_company_is_no_sample() -> None:
+    hook, state = ThroughputHook(), new_state(loss_weight="samples")
+    hook.on_train_start(state)
+    for counts in (True, False):
+        state.optim_wrapper.batch_counts = counts
+        hook.on_batch_start(state, torch.zeros(5, 3))
+    state.step = 1
+    scalars: Scalars = {}
+    hook.collect_logs(state, scalars)
+    assert float(scalars["samples_per_s"]) == pytest.approx(5 * float(scalars["steps_per_s"]))
+
+
 @pytest.mark.parametrize(
     ("counts", "told"),
     [
