@@ -28,8 +28,9 @@ class StepDataParallel(Steps, ReplicationCallbackDataParallel):
     (``mode="loss"``) losses without dimensions are averaged, each copy weighted by its part of
     the batch (the size of the first tensor among its inputs). So a mean over samples is that of
     the whole batch, but a sum over samples comes out smaller, and a mean that counts samples
-    unequally (ignored labels, class weights) differs: return the samples' losses instead. Losses
-    with dimensions are concatenated, as are lists in ``mode="predict"``.
+    unequally (ignored labels, class weights) differs: return the samples' losses instead, or give
+    the optimizer wrapper a ``loss_weight``. Losses with dimensions are concatenated, as are lists
+    in ``mode="predict"``.
 
     ``val_step`` and ``test_step`` evaluate on the first device, without copies. Another step is a
     subclass's ``train_step(data, optim_wrapper)``; ``self(..., mode="loss")`` uses all devices.
@@ -72,6 +73,11 @@ class StepDataParallel(Steps, ReplicationCallbackDataParallel):
             module = convert_sync_batchnorm(module)
         super().__init__(module, device_ids, output_device, dim, **options)
         self._prepare_steps(detect_anomalous_params)
+        self._loss_weight: Any = None
+
+    def weigh_by(self, loss_weight: Any) -> None:
+        """Weigh the parts of a batch by a ``LossWeight``, as the whole one is weighed."""
+        self._loss_weight = loss_weight
 
     @uncompiled("its copies are new modules in other threads")
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -84,11 +90,21 @@ class StepDataParallel(Steps, ReplicationCallbackDataParallel):
         outputs, arguments = self._outputs(inputs, kwargs)
         device = self._output_device()
         if mode == "loss":
-            shares = share_of_each(*arguments, self.dim)
+            shares = self._shares(*arguments)
             return join(outputs, lambda parts: _averaged(parts, shares, device))
         if all(isinstance(one, list) for one in outputs):
             return list(chain.from_iterable(move(outputs, device)))
         return self.gather(outputs, device)
+
+    def _shares(self, inputs: Any, kwargs: Any) -> list[float]:
+        """The part of the batch that each copy has."""
+        if self._loss_weight is None:
+            return share_of_each(inputs, kwargs, self.dim)
+        named = [{key: one for key, one in each.items() if key != "mode"} for each in kwargs]
+        batches = [own or args for own, args in zip(named, inputs, strict=True)]
+        weights = [float(self._loss_weight.of(batch)) for batch in batches]
+        total = sum(weights)
+        return [weight / total if total else 0.0 for weight in weights]
 
     def scatter(self, inputs: Any, kwargs: Any, device_ids: Sequence[Any]) -> Any:
         """Split the arguments over the devices, but give every copy the ``mode``."""
@@ -106,5 +122,7 @@ def _averaged(parts: list[Tensor], shares: list[float], device: torch.device) ->
     """One loss out of those of the copies, which had these shares of the batch."""
     if parts[0].ndim:
         return dict_gather(parts, device)  # type: ignore[no-any-return]
-    weighted = (part.to(device) * share for part, share in zip(parts, shares, strict=True))
+    pairs = zip(parts, shares, strict=True)
+    # A mean over nothing may be a NaN, which it would remain times 0.
+    weighted = ((part if share else part.nan_to_num()).to(device) * share for part, share in pairs)
     return reduce(torch.add, weighted)

@@ -115,8 +115,10 @@ def _by_name(optim_wrapper: Mapping[str, Any], names: Mapping[str, Any]) -> bool
     if not names or "type" in optim_wrapper:
         return False
     sections = all(isinstance(one, Mapping) for one in optim_wrapper.values())
-    # Of the settings of all, clipping alone is a section itself.
-    each = sections and bool(optim_wrapper) and "clip_grad" not in optim_wrapper
+    # Of the settings of all, these alone may be sections themselves.
+    each = (
+        sections and bool(optim_wrapper) and not {"clip_grad", "loss_weight"} & set(optim_wrapper)
+    )
     return each or any(name in names for name in optim_wrapper)
 
 

@@ -215,6 +215,10 @@ def _build_optimization(run: RunSections, model: nn.Module) -> tuple[Any, dict[s
             supplied = {"optimizer": optimizer}
             wrappers[name] = build_tree(sections[name], OPTIM_WRAPPERS, supplied)
             refuse_without_closure(wrappers[name], model)
+            weigh_by: Any = getattr(model, "weigh_by", None)
+            loss_weight = getattr(wrappers[name], "loss_weight", None)
+            if weigh_by is not None and loss_weight is not None:
+                weigh_by(loss_weight)
     wrapper = OptimWrapperDict(**wrappers) if several else wrappers[""]
     return wrapper, _scheduler_hook(run, optimizers)
 

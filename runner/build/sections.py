@@ -21,6 +21,7 @@ from ...registry import (
     load_config,
     optim_wrapper_sections,
 )
+from ...wrappers import LossWeight
 from .parallelism import layout_problems, preparation_problems, tables_with, works_over_ranks
 
 _LAYOUT = {"mesh", "tensor_parallel", "wrapper", "launch", "init_device"}
@@ -68,6 +69,8 @@ def _misfits(run: RunSections, ranks: int, faulty: frozenset[str]) -> Iterator[P
     yield from preparation_problems(run)
     if not faulty & {"wrapper", "optimizer", "optim_wrapper", "train"}:
         yield from _uneven_problems(run)
+    if not faulty & {"optimizer", "optim_wrapper"}:
+        yield from _weight_problems(run)
 
 
 def _uneven_problems(run: RunSections) -> Iterator[Problem]:
@@ -93,6 +96,19 @@ def _uneven_problems(run: RunSections) -> Iterator[Problem]:
     if isinstance(loop, type) and issubclass(loop, IterTrainLoop):
         what = "needs an EpochTrainLoop: updates that only some ranks make cannot be counted"
         yield Problem(where, what)
+
+
+def _weight_problems(run: RunSections) -> Iterator[Problem]:
+    """Yield the settings by which no loss can be weighed."""
+    for name, one in optim_wrapper_sections(run.optim_wrapper, run.optimizer).items():
+        if one.get("loss_weight") is None:
+            continue
+        try:
+            LossWeight(one["loss_weight"])
+        except (ImportError, TypeError, ValueError) as error:
+            where = f"optim_wrapper.{name}" if name in run.optim_wrapper else "optim_wrapper"
+            yield Problem(f"{where}.loss_weight", str(error).removeprefix("loss_weight "))
+            return
 
 
 def _with_table_hint(problem: Problem, config: Config) -> Problem:

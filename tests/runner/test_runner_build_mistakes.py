@@ -164,12 +164,39 @@ def test_what_hangs_on_a_wrong_section_is_not_told() -> None:
         ),
         (["wrapper={type: auto, shard: [Net]}"], "did you mean wrapper.fsdp.shard?"),
         (["wrapper={type: ddp, comm_hook: foo}"], "wrapper.comm_hook: cannot be built: ValueE"),
+        (["optim_wrapper.loss_weight=token"], "optim_wrapper.loss_weight: must be samples, tokens"),
+        (["optim_wrapper.loss_weight=token"], "got 'token'; did you mean tokens?"),
+        (
+            ["optim_wrapper={loss_weight: {keys: mask}}"],
+            "loss_weight: must be {key: name or index}",
+        ),
+        (
+            ["optim_wrapper.loss_weight=wrong_nets.Nett"],
+            "wrong_nets has no Nett; did you mean Net?",
+        ),
+        (
+            [
+                "wrapper={type: ddp, comm_hook: {type: powerSGD}}",
+                "optim_wrapper.loss_weight=samples",
+            ],
+            "optim_wrapper: cannot be built: ValueError: loss_weight needs gradients that are",
+        ),
     ],
 )
 def test_check_refuses_what_could_not_start(
     nets: Path, capsys: Capture, words: list[str], told: str
 ) -> None:
     assert told in mistakes(capsys, "check", "launch.nproc=2", *words)
+
+
+def test_loss_weights_in_a_config(nets: Path, capsys: Capture) -> None:
+    for weight in ("samples", "{key: 1}", "builtins.len"):
+        assert main(["check", "points.yaml", f"optim_wrapper.loss_weight={weight}"]) == 0, weight
+    words = ["train.max_epochs=1", "optim_wrapper.loss_weight=samples"]
+    assert main(["train", "points.yaml", *words]) == 0
+    # The setting of all optimizers, not that of one called loss_weight.
+    words = [*GAN, "optim_wrapper={loss_weight: {key: 1}}"]
+    assert main(["check", "points.yaml", *words]) == 0
 
 
 @pytest.mark.parametrize("optimizer", [ZERO, LOCAL])

@@ -23,11 +23,11 @@ class Tagger(BaseModel):
         super().__init__()
         torch.manual_seed(0)
         self.counted = counted
-        self.first = nn.Linear(FEATURES, 8, dtype=dtype)
+        self.first = nn.Sequential(nn.Linear(FEATURES, 8, dtype=dtype), nn.Tanh())
         self.second = nn.Linear(8, CLASSES, dtype=dtype)
 
     def forward(self, inputs: Tensor, labels: Tensor, mask: Tensor, mode: str = "loss") -> Any:
-        scores = self.second(self.first(inputs).tanh())
+        scores = self.second(self.first(inputs))
         if self.counted == "tokens":
             return {"loss": F.cross_entropy(scores.flatten(0, 1), labels.flatten())}
         losses = F.cross_entropy(scores.transpose(1, 2), labels, reduction="none")

@@ -25,7 +25,14 @@ HookFunction = Callable[[Any, GradBucket], Any]
 
 
 class CommHook:
-    """A communication hook with its options; ``bind`` makes it for a group of ranks."""
+    """A communication hook with its options; ``bind`` makes it for a group of ranks.
+
+    Attributes:
+        averages: whether it gives the mean over the ranks, up to rounding, whatever came before:
+            others exclude ``loss_weight``.
+    """
+
+    averages = False
 
     def bind(self, group: ProcessGroup) -> tuple[Any, HookFunction]:
         """What torch's ``register_comm_hook`` takes; every rank of ``group`` must call this."""
@@ -57,6 +64,8 @@ class _Function(CommHook):
 class AllReduce(_Function):
     """The mean in the precision of the gradients, as without any hook."""
 
+    averages = True
+
     def __init__(self) -> None:
         super().__init__(default_hooks.allreduce_hook)
 
@@ -65,6 +74,8 @@ class AllReduce(_Function):
 class FP16Compress(_Function):
     """The mean in float16: half the bytes of float32; gradients beyond 65504 overflow."""
 
+    averages = True
+
     def __init__(self) -> None:
         super().__init__(default_hooks.fp16_compress_hook)
 
@@ -72,6 +83,8 @@ class FP16Compress(_Function):
 @COMM_HOOKS.register_module(name=["bf16_compress", "BF16Compress"])
 class BF16Compress(_Function):
     """The mean in bfloat16: half the bytes of float32 and its range, with 8 bits of precision."""
+
+    averages = True
 
     def __init__(self) -> None:
         super().__init__(_mean_in_bfloat16)

@@ -118,6 +118,7 @@ class StepDistributedDataParallel(Steps, DistributedDataParallel):
         self._prepare_steps(detect_anomalous_params)
         self._graph_recorded = False
         self._failure = ""
+        self._is_weighed = self._is_joined = False
         ignored = self.parameters_to_ignore
         # By the index that torch's reducer gives them.
         self._trainable = [
@@ -173,10 +174,13 @@ class StepDistributedDataParallel(Steps, DistributedDataParallel):
         # torch changes the filters at the end, and leaves the wrapper as if it were still inside.
         with warnings.catch_warnings():
             try:
+                self._is_joined = enable
+                self._check_weights()
                 with super().join(divide_by_initial_world_size, enable, throw_on_early_termination):
                     yield
             finally:
                 super().join(enable=False)
+                self._is_joined = False
 
     def sync_buffers(self) -> None:
         """Give every rank the buffers of the first, before evaluation.
@@ -219,6 +223,31 @@ class StepDistributedDataParallel(Steps, DistributedDataParallel):
         if self._hook is not None:
             state, function = self._hook.bind(self.process_group)
             self.register_comm_hook(state, unannotated(function))
+
+    def weigh_by(self, loss_weight: Any) -> None:
+        """Learn what losses are means over (a ``LossWeight``).
+
+        Raises:
+            ValueError: there is a communication hook that does not average, or ranks have joined.
+        """
+        self._is_weighed = True
+        self._check_weights()
+
+    def _check_weights(self) -> None:
+        if not self._is_weighed:
+            return
+        if self._comm_hooks and not getattr(self._hook, "averages", False):
+            raise ValueError(
+                "loss_weight needs gradients that are averaged over the ranks, which the comm_hook "
+                f"{self._comm_hooks[0][0].__qualname__} need not do: use allreduce, fp16_compress "
+                "or bf16_compress, or a CommHook of your own with averages = True"
+            )
+        if self._is_joined:
+            raise ValueError(
+                "loss_weight excludes join(), in which a rank without batches cannot tell that it "
+                "weighs nothing: let it repeat its last batch with optim_wrapper.batch_counts = "
+                "False until all have ended"
+            )
 
     def _explain(self, error: BaseException) -> None:
         _explain_unused(error, self._trainable)

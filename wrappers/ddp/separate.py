@@ -116,6 +116,11 @@ class SeparateDistributedDataParallel(Steps, nn.Module):
         """Give every rank the buffers of the first, before evaluation; every rank must call it."""
         broadcast_first(self.module.buffers(), self.data_group)
 
+    def weigh_by(self, loss_weight: Any) -> None:
+        """Learn what losses are means over; raises ValueError as the wrapper of a child does."""
+        for child in self._wrapped():
+            child.weigh_by(loss_weight)
+
     def _explain(self, error: BaseException) -> None:
         for child in self._wrapped():
             child._explain(error)

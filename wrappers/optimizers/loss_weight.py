@@ -83,12 +83,15 @@ class WeightedWindow:
         is_single: a window has one micro-batch.
     """
 
-    def __init__(self, optimizer: Optimizer, accumulative_counts: int) -> None:
+    def __init__(
+        self, loss_weight: LossWeight, optimizer: Optimizer, accumulative_counts: int
+    ) -> None:
         if hasattr(optimizer, "averager"):
             raise ValueError(
                 f"{type(optimizer).__name__} steps by the gradients of one rank, which loss_weight "
                 "makes those of all: leave one of the two out"
             )
+        self._loss_weight = loss_weight
         self.unit = 0.0
         self.weight: float | Tensor | None = None
         self._optimizer = optimizer
@@ -100,9 +103,16 @@ class WeightedWindow:
         self._sent: tuple[Tensor, Any] | None = None
 
     def note(self, model: Any) -> None:
-        """Learn which ranks average their gradients, from what wraps the model."""
+        """Learn which ranks average their gradients, from what wraps the model.
+
+        A wrapper that has ``weigh_by(loss_weight)`` is told, and may raise ValueError.
+        """
         if self._model is not None and self._model() is model:
             return
+        weigh_by = getattr(model, "weigh_by", None)
+        if weigh_by is not None:
+            weigh_by(self._loss_weight)
+        # Known from here on only: where that raises, the next call must raise as well.
         self._model = weakref.ref(model)
         # torch's own DistributedDataParallel averages as well.
         averages = getattr(model, "averages_ranks", hasattr(model, "require_backward_grad_sync"))

@@ -249,7 +249,7 @@ class OptimWrapper(Accumulation):
         self._clip = None if clip_grad is None else GradClip(clip_grad)
         if loss_weight is not None:
             self.loss_weight = LossWeight(loss_weight)
-            self._window = WeightedWindow(optimizer, self._accumulative_counts)
+            self._window = WeightedWindow(self.loss_weight, optimizer, accumulative_counts)
         if self._needs_closure:
             _check_closure(self)
         self.base_param_settings: dict[str, Any] | None = None

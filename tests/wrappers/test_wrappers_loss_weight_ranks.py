@@ -1,0 +1,247 @@
+"""Loss weights under every wrapper: any split of a global batch gives its whole gradients."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from marks import slow
+from parity_cells import make_mesh, whole_weights
+from ranks import RanksError, run_ranks
+from step_models import classifier
+from torch import Tensor, nn
+from weighted_models import Tagger, difference, train_whole
+from weighted_runs import (
+    Apart,
+    Weighted,
+    all_cells,
+    optimizer_of,
+    pieces_of,
+    run_weighted,
+    train,
+)
+
+from stepwrap.wrappers import (
+    CommHook,
+    OptimWrapper,
+    OptimWrapperDict,
+    PostLocalSGD,
+    SeparateDistributedDataParallel,
+    StepDistributedDataParallel,
+    with_train_step,
+)
+
+QUICK = [
+    ("single", 1),
+    ("dp, 2 replicas", 1),
+    ("ddp", 2),
+    ("fsdp", 2),
+    ("separate", 2),
+]
+FOURS = [("ddp", 4), ("hsdp", 4), ("ddp x tp", 4), ("fsdp x tp", 4), ("tp 2", 2)]
+# One setting of each kind; the whole product is slow.
+FEW = [
+    Weighted("tokens", "fp64", 3, True),
+    Weighted("samples", "fp32", 1, False),
+    Weighted("mask", "fp64", 1, True),
+    Weighted("tokens", "fp16", 3, True),
+    Weighted("own", "bf16", 1, False),
+]
+
+
+def _far(cells: list[Apart]) -> list[str]:
+    return [
+        f"{one.cell}: {one.weights:.1e}, loss {one.losses:.1e}"
+        for one in cells
+        if not one.is_within
+    ]
+
+
+@pytest.mark.parametrize(("kind", "world"), [*QUICK, *(one for row in FOURS for one in slow(row))])
+def test_pieces_are_a_whole(kind: str, world: int) -> None:
+    for cells in run_ranks(run_weighted, world, kind, FEW):
+        assert _far(cells) == []
+
+
+@pytest.mark.parametrize(("kind", "world"), [one for row in QUICK + FOURS for one in slow(row)])
+def test_all_pieces_are_a_whole(kind: str, world: int) -> None:
+    for cells in run_ranks(run_weighted, world, kind, all_cells(), timeout_s=300):
+        assert _far(cells) == []
+
+
+def _own_step(wrapper: Any, data: Any, optim_wrapper: OptimWrapper) -> dict[str, Tensor]:
+    with optim_wrapper.optim_context(wrapper):
+        optim_wrapper.weigh(data)
+        losses = wrapper(**data, mode="loss")
+    optim_wrapper.update_params(losses["loss"])
+    return losses
+
+
+def _forgetful(wrapper: Any, data: Any, optim_wrapper: OptimWrapper) -> dict[str, Tensor]:
+    with optim_wrapper.optim_context(wrapper):
+        losses = wrapper(**data, mode="loss")
+    optim_wrapper.update_params(losses["loss"])
+    return losses
+
+
+def _weighs_outside(wrapper: Any, data: Any, optim_wrapper: OptimWrapper) -> dict[str, Tensor]:
+    losses = wrapper(**data, mode="loss")
+    optim_wrapper.weigh(data)
+    optim_wrapper.update_params(losses["loss"])
+    return losses
+
+
+def _by_step(step: Any) -> float:
+    """Train by a step of one's own; return the difference of the weights to whole batches."""
+    mesh, cell = make_mesh("ddp", 2), Weighted()
+    wrapper = with_train_step(StepDistributedDataParallel, step)(Tagger())
+    train(wrapper, optimizer_of(wrapper, cell), cell, mesh)
+    return difference(whole_weights(wrapper), train_whole("tokens", cell.updates)[0])
+
+
+def test_a_step_of_ones_own() -> None:
+    assert max(run_ranks(_by_step, 2, _own_step)) <= 1e-12
+
+
+@pytest.mark.parametrize(
+    ("step", "text"),
+    [
+        (_forgetful, r"call optim_wrapper.weigh\(batch\) with the preprocessed batch"),
+        (
+            _weighs_outside,
+            r"enter optim_wrapper.optim_context\(self\) .* optim_wrapper.weigh\(batch",
+        ),
+    ],
+)
+def test_steps_that_cannot_be_weighed(step: Any, text: str) -> None:
+    with pytest.raises(RanksError, match=text) as error:
+        run_ranks(_by_step, 2, step)
+    assert len(error.value.reports) == 2
+
+
+class _TwoOptimizers(Tagger):
+    """Steps its two layers by an optimizer each, the second one after every micro-batch."""
+
+    def train_step(self, data: Any, optim_wrapper: Any) -> dict[str, Tensor]:
+        first, second = optim_wrapper["first"], optim_wrapper["second"]
+        with first.optim_context(self.first), second.optim_context(self.second):
+            data = self.data_preprocessor(data, training=True)
+            optim_wrapper.weigh(data)
+            losses = self(**data, mode="loss")
+        total, logs = self.parse_losses(losses)
+        first.backward(
+            first.scale_loss(total), inputs=list(self.first.parameters()), retain_graph=True
+        )
+        second.backward(second.scale_loss(total), inputs=list(self.second.parameters()))
+        for one in (first, second):
+            if one.should_update():
+                one.step()
+                one.zero_grad()
+        return logs
+
+
+def _two_optimizers() -> float:
+    mesh, cell = make_mesh("separate", 2), Weighted()
+    wrapper = SeparateDistributedDataParallel(_TwoOptimizers())
+    parts = {"first": wrapper.module.first, "second": wrapper.module.second}
+    optim_wrapper: Any = OptimWrapperDict(
+        **{name: optimizer_of(part, cell) for name, part in parts.items()}
+    )
+    train(wrapper, optim_wrapper, cell, mesh)
+    return difference(whole_weights(wrapper), train_whole("tokens", cell.updates)[0])
+
+
+def test_several_optimizers() -> None:
+    assert max(run_ranks(_two_optimizers, 2)) <= 1e-12
+
+
+def _with_torch() -> float:
+    """Train by torch's own class, in a loop of one's own."""
+    mesh, cell = make_mesh("ddp", 2), Weighted()
+    wrapper = nn.parallel.DistributedDataParallel(Tagger())
+    optim_wrapper = optimizer_of(wrapper, cell)
+    for update in range(cell.updates):
+        for batch in pieces_of(cell, update, mesh):
+            _own_step(wrapper, batch, optim_wrapper)
+    return difference(wrapper.module.state_dict(), train_whole("tokens", cell.updates)[0])
+
+
+def test_under_the_wrapper_of_torch() -> None:
+    assert max(run_ranks(_with_torch, 2)) <= 1e-12
+
+
+def _weighing_nothing() -> list[float]:
+    """An update to which one rank contributes nothing, and one of nothing at all."""
+    wrapper = StepDistributedDataParallel(Tagger("mask", torch.float64))
+    optim_wrapper = optimizer_of(wrapper, Weighted("mask", accumulate=1))
+    before, steps = wrapper.module.second.bias.detach().clone(), []
+    (batch,) = pieces_of(Weighted("mask", accumulate=1), 0, make_mesh("ddp", 2))[:1]
+    for counts in ((), (1,)):
+        optim_wrapper.batch_counts = wrapper.process_group.rank() in counts
+        wrapper.train_step(batch, optim_wrapper)
+        steps.append((wrapper.module.second.bias - before).abs().max().item())
+    return steps
+
+
+def test_ranks_that_weigh_nothing() -> None:
+    first, second = run_ranks(_weighing_nothing, 2)
+    assert first == second
+    assert first[0] == 0
+    assert 0 < first[1] < 1
+
+
+class _OwnMean(CommHook):
+    averages = True
+
+    def bind(self, group: Any) -> Any:
+        return group, _mean
+
+
+def _mean(state: Any, bucket: Any) -> Any:
+    work = torch.distributed.all_reduce(bucket.buffer().div_(2), group=state, async_op=True)
+    return work.get_future().then(lambda done: done.value()[0])
+
+
+def _refusal(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def _refusals() -> list[str]:
+    """What each setting is refused with; "" where it is not."""
+    found = []
+    local = {"type": "post_localSGD", "start_localSGD_iter": 2}
+    for hook in (None, "bf16_compress", _OwnMean(), {"type": "powerSGD"}, local, _mean):
+        for kind in (StepDistributedDataParallel, SeparateDistributedDataParallel):
+            wrapper = kind(Tagger(), comm_hook=hook)
+            optim_wrapper = optimizer_of(wrapper, Weighted())
+            # Not only at the first time.
+            for _ in range(2):
+                text = _refusal(lambda: optim_wrapper.optim_context(wrapper))  # noqa: B023
+            found.append(text)
+    options: Any = {"period": 2, "optimizer_class": "SGD", "lr": 0.1}
+    optimizer = PostLocalSGD(classifier().parameters(), **options)
+    found.append(_refusal(lambda: OptimWrapper(optimizer, loss_weight="samples")))
+    wrapper = StepDistributedDataParallel(Tagger())
+    with wrapper.join():
+        optim_wrapper = optimizer_of(wrapper, Weighted())
+        found.append(_refusal(lambda: optim_wrapper.optim_context(wrapper)))
+    found.append(_refusal(lambda: wrapper.join().__enter__()))
+    return found
+
+
+def test_what_does_not_average_is_refused() -> None:
+    first, second = run_ranks(_refusals, 2)
+    assert first == second
+    assert first[:6] == [""] * 6
+    for text, part in zip(
+        first[6:12:2], ("powerSGD_hook", "post_localSGD_hook", "_mean"), strict=True
+    ):
+        assert f"comm_hook {part} need not" in text
+    assert first[6:12:2] == first[7:12:2]
+    assert "PostLocalSGD steps by the gradients of one rank" in first[12]
+    assert first[13] == first[14]
+    assert "loss_weight excludes join()" in first[13]
