@@ -30,7 +30,7 @@ from ..loops import (
     seed_rng,
 )
 from ..registry import MODELS, Config, build_tree, load_config
-from ..wrappers import wrap_model
+from ..wrappers import LossWeight, wrap_model
 from .build.parts import build_parts
 from .build.sections import read_sections
 from .failure import as_mistakes_in, building
@@ -79,6 +79,8 @@ class Runner:
             what to log, in place of the wrapper's own `train_step`; for a bare model.
         precision: Makes the context that evaluations run in, such as `partial(torch.autocast,
             "cuda", dtype=torch.bfloat16)`; default: that of an `AmpOptimWrapper`, if there is one.
+        loss_weight: What losses are means over in evaluations, as for `OptimWrapper`; default: that
+            of the optimizer wrapper.
 
     Attributes:
         state: What the loops remember.
@@ -97,6 +99,7 @@ class Runner:
         seed: int | None = None,
         train_step: StepFunction | None = None,
         precision: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        loss_weight: Any = None,
     ) -> None:
         _require_group()
         named = _named(hooks)
@@ -112,6 +115,7 @@ class Runner:
             optim_wrapper=optim_wrapper,
             run_dir=None if run_dir is None else Path(run_dir),
             precision=precision,
+            loss_weight=None if loss_weight is None else LossWeight(loss_weight),
             stateful={f"hooks.{n}": h for n, h in named.items() if isinstance(h, Stateful)},
         )
         if seed is not None:
