@@ -168,9 +168,10 @@ class Runner:
                 load_checkpoint(path).restore(state)
                 if get_rank() == 0:
                     logger.info("continuing from %s, step %d", path, state.step)
-            done = state.iteration
+            # In updates: another number of ranks may make them of other numbers of batches.
+            done = state.step
             loop.run(state, self._hooks)
-            if path and state.iteration == done and get_rank() == 0:
+            if path and state.step == done and get_rank() == 0:
                 end = f"max_steps is {state.max_steps}, and {state.step} are done"
                 if state.max_epochs is not None:
                     end = f"max_epochs is {state.max_epochs}, and {state.epoch} are done"
