@@ -7,19 +7,31 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 from torchmetrics import Metric
 
 from ..registry import DATASETS, METRICS, MODELS
 
-__all__ = ["CharTransformer", "NextCharLoss", "SourceText", "UnigramEntropy"]
+__all__ = [
+    "CharTransformer",
+    "NextCharLoss",
+    "SourceLines",
+    "SourceText",
+    "UnigramEntropy",
+    "pad_batch",
+]
 
 VOCABULARY = 128
+# A target that does not count: what cross-entropy ignores by default.
+IGNORED = -100
 
 
 @lru_cache(maxsize=2)
 def _read_source(split: str) -> Tensor:
     """Every tenth file of the library's top folder is held out; the rest is to train on."""
+    if split not in ("train", "val"):
+        raise ValueError(f"split must be 'train' or 'val', got {split!r}")
     files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
     held_out = files[5::10]
     chosen = held_out if split == "val" else [file for file in files if file not in held_out]
@@ -42,8 +54,6 @@ class SourceText(Dataset[tuple[Tensor, Tensor]]):
     """
 
     def __init__(self, split: str = "train", block: int = 64, limit: int | None = None) -> None:
-        if split not in ("train", "val"):
-            raise ValueError(f"split must be 'train' or 'val', got {split!r}")
         self.text = _read_source(split)
         self.block = block
         blocks = (len(self.text) - 1) // block
@@ -57,6 +67,46 @@ class SourceText(Dataset[tuple[Tensor, Tensor]]):
         start = index * self.stride
         chunk = self.text[start : start + self.block + 1].long()
         return chunk[:-1], chunk[1:]
+
+
+@DATASETS.register_module()
+class SourceLines(Dataset[tuple[Tensor, Tensor]]):
+    """Single lines of source text, as long as they are; empty ones are left out.
+
+    A sample is (characters (length,), next characters (length,)), from the line feed before the
+    line to the one at its end; `pad_batch` makes batches of them.
+
+    Args:
+        split: "train" or "val", as in `SourceText`.
+        max_length: longer lines are cut.
+        limit: use at most this many lines, spread evenly over the text.
+    """
+
+    def __init__(
+        self, split: str = "train", max_length: int = 80, limit: int | None = None
+    ) -> None:
+        text = _read_source(split).numpy().tobytes()
+        lines = [line.rstrip() for line in text.split(b"\n") if line.strip()]
+        stride = max(1, len(lines) // limit) if limit else 1
+        self.lines = lines[::stride][:limit]
+        self.max_length = max_length
+
+    def __len__(self) -> int:
+        return len(self.lines)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        line = b"\n" + self.lines[index] + b"\n"
+        codes = torch.tensor(list(line[: self.max_length + 1]))
+        return codes[:-1], codes[1:]
+
+
+def pad_batch(samples: list[tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
+    """Pad samples to the longest of them; the targets that stand for padding do not count."""
+    inputs, labels = zip(*samples, strict=True)
+    return {
+        "inputs": pad_sequence(list(inputs), batch_first=True),
+        "labels": pad_sequence(list(labels), batch_first=True, padding_value=IGNORED),
+    }
 
 
 class _Block(nn.Module):
@@ -85,7 +135,12 @@ class _Block(nn.Module):
 
 @MODELS.register_module()
 class CharTransformer(nn.Module):
-    """A small causal transformer: (batch, length) int64 -> (batch, length, 128) logits."""
+    """A small causal transformer: (batch, length) int64 -> (batch, length, 128) logits.
+
+    Attributes:
+        flops_per_token: operations of forward and backward in a sequence of `max_length`, by the
+            formula of Chowdhery et al., "PaLM", 2022, appendix B.
+    """
 
     def __init__(
         self, width: int = 96, depth: int = 2, heads: int = 4, max_length: int = 64
@@ -98,6 +153,9 @@ class CharTransformer(nn.Module):
         self.blocks = nn.Sequential(*(_Block(width, heads) for _ in range(depth)))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, VOCABULARY)
+        computing = nn.ModuleList([self.blocks, self.norm, self.head])
+        weights = sum(weight.numel() for weight in computing.parameters())
+        self.flops_per_token = 6 * weights + 12 * depth * width * max_length
 
     def forward(self, characters: Tensor) -> Tensor:
         places = torch.arange(characters.shape[1], device=characters.device)
@@ -108,10 +166,11 @@ class CharTransformer(nn.Module):
 
 @MODELS.register_module()
 class NextCharLoss(nn.Module):
-    """Mean cross-entropy in nats over all characters of (batch, length, 128) logits."""
+    """Mean cross-entropy in nats over the characters of (batch, length, 128) logits that count."""
 
     def forward(self, logits: Tensor, target: Tensor) -> Tensor:
-        return functional.cross_entropy(logits.flatten(0, 1), target.flatten())
+        scores, wanted = logits.flatten(0, 1), target.flatten()
+        return functional.cross_entropy(scores, wanted, ignore_index=IGNORED)
 
 
 @METRICS.register_module()
@@ -131,7 +190,7 @@ class UnigramEntropy(Metric):
         self.add_state("counts", zeros, dist_reduce_fx="sum")
 
     def update(self, target: Tensor) -> None:
-        self.counts += torch.bincount(target.flatten(), minlength=VOCABULARY)
+        self.counts += torch.bincount(target[target != IGNORED], minlength=VOCABULARY)
 
     def compute(self) -> Tensor:
         shares = self.counts / self.counts.sum()

@@ -18,8 +18,9 @@ from .hooks.log import LogHook, TensorBoardHook
 from .hooks.nan_guard import NanGuardHook, NonFiniteError
 from .hooks.progress import ProgressHook
 from .hooks.scheduler import PolyLR, SchedulerHook, ScheduleWindow
-from .loaders import ShardedBatchSampler, build_loader
+from .loaders import build_loader
 from .metrics import MeanLoss, ProcessMetric
+from .order.sampler import ShardedBatchSampler
 from .rng import mix_seed, seed_rng
 from .schedule import Cadence
 from .state import LoopState, Phase, Stateful

@@ -258,6 +258,8 @@ class _EvalLoop:
         polled = 0.0 if state.stop_reason else math.inf if together else self._batches_to_poll()
         step = getattr(state.model, self.step_name)
         precision = getattr(state.optim_wrapper, "precision_context", state.precision)
+        weighs = getattr(state.optim_wrapper, "loss_weight", None) or state.loss_weight
+        weight_of = None if weighs is None else weighs.of
         group = getattr(state.model, "data_group", None)
         rounds = Rounds(self.dataloader, together, group, self.phase)
         count = 0
@@ -272,7 +274,7 @@ class _EvalLoop:
                 outputs = step(batch)
             if counts:
                 with rounds.kept():
-                    scores.feed_metrics(self.metrics, outputs, batch)
+                    scores.feed_metrics(self.metrics, outputs, batch, weight_of)
                     for announce_end in hooks.on_eval_batch_end:
                         announce_end(state, batch, outputs)
             count += 1

@@ -1,4 +1,4 @@
-"""The order of the data and its shards: pure functions of (seed, epoch)."""
+"""Loaders, and places in them: of ours a function of (seed, epoch), of others found again."""
 
 from __future__ import annotations
 
@@ -19,110 +19,15 @@ from torch.utils.data import (
     Dataset,
     DistributedSampler,
     IterableDataset,
-    Sampler,
     default_collate,
 )
 
 from ..collectives import get_rank, get_world_size
 from .notes import add_note, describe_samples, name_of
+from .order.sampler import BatchIndices, ShardedBatchSampler
 from .rng import mix_seed, preserved_generators, preserved_rng, seed_rng
 
 logger = logging.getLogger(__name__)
-
-# Batches whose indices are made at once.
-_RUN_OF_BATCHES = 64
-
-
-class BatchIndices(list[int]):
-    """Indices of one batch, and what the randomness in making it is a function of."""
-
-    key: tuple[int, ...] = ()
-
-
-class ShardedBatchSampler(Sampler[list[int]]):
-    """One rank's batches, a pure function of (seed, epoch, batch).
-
-    Global batch k of W ranks is the positions k*B*W to (k+1)*B*W of the epoch's order; rank r takes
-    every W-th of them, from the r-th.
-
-    Args:
-        num_samples: Samples in the whole data set.
-        batch_size: Samples per batch and rank.
-        shuffle: A new permutation for each epoch instead of the natural order.
-        seed: The same on every rank.
-        rank: Which of the `world_size` shards, which together have all samples.
-        world_size: How many shards.
-        drop_last: Leave out a last global batch that is not full; ValueError if none is left.
-        even: Give every rank the same number of batches and samples, by starting again from the
-            epoch's first samples at its end (training), which `pads` tells. Without it each sample
-            comes exactly once, and a rank may have fewer batches than others, or none (evaluation).
-    """
-
-    def __init__(
-        self,
-        num_samples: int,
-        batch_size: int,
-        *,
-        shuffle: bool,
-        seed: int = 0,
-        rank: int = 0,
-        world_size: int = 1,
-        drop_last: bool = False,
-        even: bool = True,
-    ) -> None:
-        if batch_size < 1:
-            raise ValueError(f"batch_size must be >= 1, got {batch_size}")
-        if not 0 <= rank < world_size:
-            raise ValueError(f"rank must be in 0..{world_size - 1}, got {rank}")
-        if drop_last and 0 < num_samples < batch_size * world_size:
-            raise ValueError(
-                f"drop_last leaves no batch: {num_samples} samples are fewer than batch_size "
-                f"{batch_size} times world size {world_size}"
-            )
-        self.num_samples = num_samples
-        self.batch_size = batch_size
-        self.shuffle = shuffle
-        self.seed = seed
-        self.rank = rank
-        self.world_size = world_size
-        self.pads = even and not drop_last and num_samples % world_size != 0
-        # How many this rank has in an epoch, repeated ones counted.
-        self._own_samples = max(0, -(-(num_samples - (0 if even else rank)) // world_size))
-        if drop_last:
-            self._own_samples = num_samples // (batch_size * world_size) * batch_size
-        self._epoch = 0
-        self._first = 0
-
-    def __len__(self) -> int:
-        return -(-self._own_samples // self.batch_size)
-
-    def set_position(self, epoch: int, batch: int = 0) -> None:
-        """Let the next iteration begin with batch `batch` of epoch `epoch`."""
-        self._epoch = epoch
-        self._first = batch
-
-    def __iter__(self) -> Iterator[list[int]]:
-        # No generator itself: the position counts as of now, not of the first next().
-        return itertools.chain.from_iterable(self._batches(self._epoch, self._first))
-
-    def _batches(self, epoch: int, first: int) -> Iterator[list[BatchIndices]]:
-        """Yield the batches many at a time, so that one costs no call."""
-        own = torch.arange(self._own_samples) * self.world_size + self.rank
-        samples = self._order(epoch)[own % self.num_samples] if len(own) else own
-        for start in range(first, len(self), _RUN_OF_BATCHES):
-            made = []
-            for index in range(start, min(start + _RUN_OF_BATCHES, len(self))):
-                at = index * self.batch_size
-                indices = BatchIndices(samples[at : at + self.batch_size].tolist())
-                indices.key = (self.seed, epoch, index, self.rank)
-                made.append(indices)
-            yield made
-
-    def _order(self, epoch: int) -> torch.Tensor:
-        if not self.shuffle:
-            return torch.arange(self.num_samples)
-        generator = torch.Generator().manual_seed(mix_seed(self.seed, epoch))
-        return torch.randperm(self.num_samples, generator=generator)
 
 
 class SeededSamples(Dataset[Any]):

@@ -47,7 +47,11 @@ _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 @METRICS.register_module()
 class MeanLoss(Metric):
-    """Mean loss per sample, from the batches' mean losses and sample counts."""
+    """Mean loss per sample, from the batches' mean losses and sample counts.
+
+    Where the training has a `loss_weight` batches weigh by that, as in every metric whose update
+    takes `loss` and `num_samples`.
+    """
 
     full_state_update = False
     higher_is_better = False
@@ -57,10 +61,13 @@ class MeanLoss(Metric):
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.add_state("total", torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
-        self.add_state("samples", torch.zeros((), dtype=torch.int64), dist_reduce_fx="sum")
+        self.add_state("samples", torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
 
-    def update(self, loss: Tensor, num_samples: int) -> None:
-        """Add one batch: its mean loss (0-d) and how many samples it had."""
+    def update(self, loss: Tensor, num_samples: float | Tensor) -> None:
+        """Add one batch: its mean loss (0-d) and how many samples it had, or its weight."""
+        if not num_samples:
+            # The mean over nothing may be NaN.
+            return
         self.total += loss.detach().double() * num_samples
         self.samples += num_samples
 
@@ -69,11 +76,21 @@ class MeanLoss(Metric):
         return self.total / self.samples
 
 
-def feed_metrics(metrics: Mapping[str, AnyMetric], outputs: Any, batch: Any) -> None:
-    """Update metrics with a step's outputs: a mapping by keyword, all else as (outputs, batch)."""
+def feed_metrics(
+    metrics: Mapping[str, AnyMetric],
+    outputs: Any,
+    batch: Any,
+    weight_of: Callable[[Any], float | Tensor] | None = None,
+) -> None:
+    """Update metrics with a step's outputs: a mapping by keyword, all else as (outputs, batch).
+
+    `weight_of` tells what the mean loss of a batch is a mean over, where that is not its samples.
+    """
     for name, metric in metrics.items():
         update = metric.add if isinstance(metric, BaseMetric) else metric.update
         args, kwargs = _arguments(name, metric, update, outputs, batch)
+        if weight_of is not None and kwargs.keys() >= {"loss", "num_samples"}:
+            kwargs["num_samples"] = weight_of(batch)
         try:
             update(*args, **kwargs)
         except Exception as error:

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from .state import LoopState
+from .state import LoopState, WeighedLogs
 
 
 class Cadence:
@@ -99,6 +99,11 @@ def positive(name: str, value: int) -> int:
     return value
 
 
+def updates_done(batch: int, length: int, window: int) -> int:
+    """Return how many windows are complete after `batch` of a pass's batches, which ends one."""
+    return -(-batch // window) if batch >= length else batch // window
+
+
 def members_of(optim_wrapper: Any) -> list[Any]:
     """Return the optimizer wrappers of a group, or the only one."""
     is_group = isinstance(optim_wrapper, Mapping)
@@ -115,7 +120,25 @@ def window_of(optim_wrapper: Any) -> int | None:
     return windows.pop() if len(windows) == 1 else None
 
 
+def is_weighted(optim_wrapper: Any) -> bool:
+    """Say whether losses are weighted by what they are means over; then windows end with a pass."""
+    return getattr(optim_wrapper, "loss_weight", None) is not None
+
+
 def step_of(model: Any, optim_wrapper: Any) -> Callable[[Any, Any], Any]:
+    """Return the training step, with `loss_weight` one whose logs know what they weigh."""
+    train_step = _counted_step_of(model, optim_wrapper)
+    if not is_weighted(optim_wrapper):
+        return train_step
+
+    def weighed_step(data: Any, optim_wrapper: Any) -> Any:
+        logs = train_step(data, optim_wrapper)
+        return WeighedLogs(logs, optim_wrapper.last_weight)
+
+    return weighed_step
+
+
+def _counted_step_of(model: Any, optim_wrapper: Any) -> Callable[[Any, Any], Any]:
     """Return the training step; where windows accumulate, one that has to count its batch.
 
     Else a window would hold other batches than its losses are divided by. An optimizer of a group

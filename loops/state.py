@@ -2,18 +2,32 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
+from ..collectives import mean_scalars
+
+if TYPE_CHECKING:
+    from ..wrappers import LossWeight
+
 # Stands, as their update, beside the values of a checkpoint.
 _RESTORED = -1
+
+
+class WeighedLogs(dict[str, Any]):
+    """The logs of a batch, and what they are means over; 0 where they count nothing."""
+
+    def __init__(self, logs: Mapping[str, Any], weight: float | Tensor) -> None:
+        super().__init__(logs)
+        self.weight = weight
 
 
 class LogBuffer:
@@ -25,7 +39,7 @@ class LogBuffer:
     def __init__(self) -> None:
         # Of each batch the update that it belongs to, and its logs.
         self._raw: list[tuple[int, Mapping[str, Any]]] = []
-        self._sums: dict[str, tuple[Tensor, float]] = {}
+        self._sums: dict[str, tuple[Tensor, float | Tensor]] = {}
         # By name, the first value that is not finite of those that are in `_sums`.
         self._nonfinite: dict[str, tuple[int, str]] = {}
         self.append = self._raw.append
@@ -36,11 +50,11 @@ class LogBuffer:
 
     def means(self) -> dict[str, Tensor]:
         """Return the means of all that was logged since `clear`, on the device."""
-        return {name: total / count for name, (total, count) in self._all_sums().items()}
+        return {name: total / count for name, (total, count) in self.sums().items()}
 
     def fold(self) -> None:
         """Turn the raw values into sums on the device; waits for it."""
-        sums, nonfinite = self._all_sums(), self._nonfinite
+        sums, nonfinite = self.sums(), self._nonfinite
         if not all(are_finite([total for total, _ in sums.values()])):
             for step, name, text in _not_finite(self._raw, _RESTORED):
                 nonfinite.setdefault(name, (step, text))
@@ -60,25 +74,36 @@ class LogBuffer:
 
     def state_dict(self, last: int | None = None) -> dict[str, Any]:
         """Return the raw values, up to update `last`: in two parts they would give another sum."""
-        values = _by_name([one for one in self._raw if last is None or one[0] <= last])
+        raw = [one for one in self._raw if last is None or one[0] <= last]
+        sums = {name: (one.cpu(), _on(n, "cpu")) for name, (one, n) in self._sums.items()}
+        values, weighed = _by_name(raw), _weights_by_name(raw)
         return {
-            "sums": {name: (total.cpu(), count) for name, (total, count) in self._sums.items()},
+            "sums": sums,
             "values": {name: _compact(name, some) for name, some in values.items()},
+            "weights": {name: _compact("weight", some) for name, some in weighed.items()},
         }
 
     def load_state_dict(self, state: Mapping[str, Any], device: torch.device) -> None:
         """Go on from a state, on the device where the logs are made."""
         self.clear()
-        self._sums = {n: (total.to(device), count) for n, (total, count) in state["sums"].items()}
+        sums = state["sums"].items()
+        self._sums = {name: (one.to(device), _on(count, device)) for name, (one, count) in sums}
         for name, values in state["values"].items():
-            for one in values:
-                value = one.to(device) if isinstance(one, Tensor) else one
-                self.append((_RESTORED, {name: value}))
+            weighed = state.get("weights", {}).get(name)
+            for index, one in enumerate(values):
+                logs: Mapping[str, Any] = {name: _on(one, device)}
+                if weighed is not None:
+                    logs = WeighedLogs(logs, _on(weighed[index], device))
+                self.append((_RESTORED, logs))
 
-    def _all_sums(self) -> dict[str, tuple[Tensor, float]]:
+    def sums(self) -> dict[str, tuple[Tensor, float | Tensor]]:
+        """Return by name the sum of what was logged since `clear`, and the count or the weight."""
         sums = dict(self._sums)
+        weighed = _weights_by_name(self._raw)
         for name, values in _by_name(self._raw).items():
-            new = _sum(name, values), len(values)
+            new: tuple[Tensor, float | Tensor] = _sum(name, values), len(values)
+            if name in weighed:
+                new = _weighed_sum(name, values, weighed[name])
             old = sums.get(name)
             sums[name] = new if old is None else (old[0] + new[0], old[1] + new[1])
         return sums
@@ -92,18 +117,45 @@ def _by_name(raw: Sequence[tuple[int, Mapping[str, Any]]]) -> dict[str, list[Any
     return by_name
 
 
-def mean_logs(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return one state for any number of ranks to go on from: the mean of all the saved ranks."""
-    sums: dict[str, tuple[Tensor, float]] = {}
+def _weights_by_name(raw: Sequence[tuple[int, Mapping[str, Any]]]) -> dict[str, list[Any]]:
+    """Return the weights of the values that have any, in the order of the values."""
+    weighed = [(step, one) for step, one in raw if isinstance(one, WeighedLogs)]
+    return _by_name([(step, dict.fromkeys(one, one.weight)) for step, one in weighed])
+
+
+def mean_logs(states: Sequence[Mapping[str, Any]], share: float) -> dict[str, Any]:
+    """Return one state for any number of ranks to go on from: the mean of all the saved ranks.
+
+    Of what is weighed each gets `share` of that mean, so that all together weigh as much as before.
+    """
+    sums: dict[str, tuple[Tensor, float | Tensor]] = {}
+    weighed = False
     for state in states:
         buffer = LogBuffer()
         buffer.load_state_dict(state, torch.device("cpu"))
-        for name, (total, count) in buffer._all_sums().items():
+        for name, (total, count) in buffer.sums().items():
             before = sums.get(name, (torch.zeros(()), 0))
             sums[name] = (before[0] + total, before[1] + count)
-    shares = len(states)
-    means = {name: (total / shares, count / shares) for name, (total, count) in sums.items()}
+            weighed = weighed or isinstance(count, Tensor)
+    parts = len(states) / (share if weighed else 1)
+    means = {name: (total / parts, count / parts) for name, (total, count) in sums.items()}
     return {"sums": means, "values": {}}
+
+
+def merged_means(scalars: Mapping[str, Any], weighed: LogBuffer | None) -> dict[str, float]:
+    """Return means over the ranks, by weight of what is `weighed`; every rank must call this."""
+    sums = {} if weighed is None else weighed.sums()
+    weights = {f"{name} weight": count for name, (_, count) in sums.items()}
+    totals = {name: total for name, (total, _) in sums.items()}
+    merged = mean_scalars({**scalars, **totals, **weights})
+    for name in sums:
+        weight = merged.pop(f"{name} weight")
+        merged[name] = merged[name] / weight if weight else math.nan
+    return merged
+
+
+def _on(value: Any, device: torch.device | str) -> Any:
+    return value.to(device) if isinstance(value, Tensor) else value
 
 
 def _compact(name: str, values: list[Any]) -> Any:
@@ -149,6 +201,15 @@ def _sum(name: str, values: list[Any]) -> Tensor:
         return sum((_sum(name, [_tensor(name, one)]) for one in values), torch.zeros(()))
     stacked = stacked if stacked.dtype == torch.float64 else stacked.float()
     return stacked.sum() if stacked.ndim == 1 else stacked.flatten(1).mean(1).sum()
+
+
+def _weighed_sum(name: str, values: list[Any], weights: list[Any]) -> tuple[Tensor, Tensor]:
+    """Return the sum of the values times their weights, and that of the weights."""
+    means = torch.stack([_sum(name, [value]).double() for value in values])
+    factors = torch.stack([torch.as_tensor(one, dtype=torch.float64) for one in weights])
+    factors = factors.to(means.device)
+    # What counts nothing may be NaN.
+    return torch.where(factors > 0, means * factors, 0.0).sum(), factors.sum()
 
 
 def _tensor(name: str, value: Any) -> Tensor:
@@ -200,6 +261,7 @@ class LoopState:
         optim_wrapper: The optimizer wrapper; None where nothing is trained.
         run_dir: The run's folder; None when nothing is to be written.
         precision: Makes the context that evaluations run in where `optim_wrapper` does not tell.
+        loss_weight: What losses are means over in evaluations, where `optim_wrapper` does not tell.
         stateful: Further things that belong into a checkpoint, by name.
         epoch: Finished passes over the data.
         batch: Batches done in the running epoch.
@@ -220,6 +282,8 @@ class LoopState:
         signal: Number of the signal that stops the run (SIGTERM, SIGINT); 0 for none.
         in_step: A batch is being read or trained on: it is not in the counters yet, but maybe in
             the random streams and the weights.
+        data_layout: How the training data is cut into updates, as `loops.order.layout` describes
+            it; empty before the first training.
         together: All ranks are in this step. False in the last batches of a pass in which this
             rank has more than others (`uneven_inputs`): hooks must not communicate then.
         updated_at: (epoch, batch, iteration) of the last update, where the running accumulation
@@ -232,6 +296,7 @@ class LoopState:
     optim_wrapper: Any = None
     run_dir: Path | None = None
     precision: Callable[[], AbstractContextManager[Any]] = nullcontext
+    loss_weight: LossWeight | None = None
     stateful: dict[str, Stateful] = field(default_factory=dict)
     epoch: int = 0
     batch: int = 0
@@ -249,6 +314,7 @@ class LoopState:
     stop_reason: str = ""
     signal: int = 0
     in_step: bool = False
+    data_layout: dict[str, int] = field(default_factory=dict)
     together: bool = True
     updated_at: tuple[int, int, int] | None = None
     restored_from: tuple[Path, int] | None = None
@@ -271,7 +337,7 @@ class LoopState:
     def state_dict(self) -> dict[str, Any]:
         """Return the counters, the clock and the last metrics."""
         counters = {name: getattr(self, name) for name in (*_COUNTERS, "recorded_at", "clock_s")}
-        return {**counters, "metrics": dict(self.metrics)}
+        return {**counters, "metrics": dict(self.metrics), "data_layout": dict(self.data_layout)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over the counters of a checkpoint; a request to stop is not among them."""
@@ -279,6 +345,7 @@ class LoopState:
             setattr(self, name, int(state[name]))
         # Older checkpoints hold nothing of the logs since the last record.
         self.recorded_at = int(state.get("recorded_at", self.step))
+        self.data_layout = {name: int(n) for name, n in state.get("data_layout", {}).items()}
         self.updated_at = None
         self.clock_s = float(state["clock_s"])
         self.metrics = {name: float(value) for name, value in state["metrics"].items()}

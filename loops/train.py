@@ -8,23 +8,25 @@ from contextlib import contextmanager
 from time import monotonic
 from typing import Any
 
-from ..collectives import mean_scalars
 from ..registry import LOOPS
 from .evaluate import ValLoop, announce_failure, require_step
 from .hook import HookList, Scalars
 from .loaders import batches_from, length_of
 from .metrics import directions_of
 from .notes import naming_missing_ranks, note_failure
+from .order.layout import lay_out
 from .schedule import (
     ValSchedule,
     holds_gradients,
+    is_weighted,
     positive,
     start_counting,
     step_of,
+    updates_done,
     window_of,
 )
 from .signals import StopSignals
-from .state import LoopState
+from .state import LoopState, merged_means
 from .uneven import PassInputs
 
 logger = logging.getLogger(__name__)
@@ -67,6 +69,7 @@ class _TrainLoop:
         optim = state.optim_wrapper
         train_step = step_of(state.model, optim)
         log = state.logs.append
+        self._inputs.begin(state)
         state.in_step = True
         left = batches_from(self.dataloader, state.epoch, state.batch)
         for batch in self._inputs.watched(left, state):
@@ -115,7 +118,7 @@ class _TrainLoop:
         scalars: Scalars = dict(state.logs.means())
         for collect in hooks.collect_logs:
             collect(state, scalars)
-        record = mean_scalars(scalars)
+        record = merged_means(scalars, state.logs if is_weighted(state.optim_wrapper) else None)
         for listener in hooks.on_log:
             listener(state, record)
 
@@ -179,7 +182,8 @@ class _TrainLoop:
         require_step(state.model, "train_step")
         state.higher_is_better = directions_of(getattr(self.val_loop, "metrics", {}))
         by_epoch = self._last_step is None
-        self._inputs = PassInputs(state, length_of(self.dataloader), by_epoch=by_epoch)
+        lay_out(state, self.dataloader)
+        self._inputs = PassInputs(state, self.dataloader, by_epoch=by_epoch)
         if self.sanity_val and isinstance(self.val_loop, ValLoop):
             self.val_loop.try_batch(state)
 
@@ -242,14 +246,18 @@ class EpochTrainLoop(_TrainLoop):
     def _count(self, state: LoopState) -> None:
         state.max_epochs = self.max_epochs
         length, window = self._inputs.length, window_of(state.optim_wrapper)
-        last = -1
+        last, weighted = -1, is_weighted(state.optim_wrapper)
         if length is not None:
-            left = max(0, (self.max_epochs - state.epoch) * length - state.batch)
+            epochs = max(0, self.max_epochs - state.epoch)
+            left = max(0, epochs * length - state.batch)
             last = state.iteration + left
-            if window is not None:
+            if window is not None and weighted:
+                done = updates_done(state.batch, length, window)
+                state.max_steps = state.step + max(0, epochs * -(-length // window) - done)
+            elif window is not None:
                 # The last window may have fewer batches.
                 state.max_steps = state.step - (-last // window) - state.iteration // window
-        elif window != 1:
+        elif window != 1 and not weighted:
             logger.warning(
                 "the training loader has no length, so the end of the run is not known: gradients "
                 "of a last accumulation window that is not full will be lost"
@@ -314,7 +322,13 @@ class IterTrainLoop(_TrainLoop):
         state.max_steps = self.max_steps
         length, window = self._inputs.length, window_of(state.optim_wrapper)
         last = -1
-        if window is not None:
+        if window is not None and is_weighted(state.optim_wrapper):
+            if length is not None:
+                done = updates_done(state.batch, length, window) + self.max_steps - state.step
+                passes, begun = divmod(done, -(-length // window))
+                last = state.iteration - state.batch + passes * length + begun * window
+                state.max_epochs = state.epoch + passes + (begun > 0)
+        elif window is not None:
             last = (state.iteration // window + self.max_steps - state.step) * window
             if length is not None:
                 left = last - state.iteration

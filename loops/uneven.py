@@ -9,8 +9,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..collectives import all_gather_object, broadcast, comm_device, name_ranks
-from .schedule import members_of, window_of
+from ..collectives import TorchDist, all_gather_object, broadcast, comm_device, name_ranks
+from .loaders import length_of
+from .order.sampler import ShardedBatchSampler
+from .schedule import is_weighted, members_of, window_of
 from .state import LoopState
 
 _END = object()
@@ -26,24 +28,40 @@ class PassInputs:
     batches is: counters, optimizers, schedulers and whatever else is in `state.stateful`. Where a
     rank does not know how many it has, the ranks compare as they go; `length` is the most, else
     None.
+
+    With `loss_weight` ranks may have different numbers of batches under every wrapper: one that has
+    run out goes on with its last batch, which counts nothing.
     """
 
-    def __init__(self, state: LoopState, length: int | None, *, by_epoch: bool) -> None:
-        lengths = all_gather_object(length)
+    def __init__(self, state: LoopState, loader: Iterable[Any], *, by_epoch: bool) -> None:
+        lengths = all_gather_object(length_of(loader))
         known = [one for one in lengths if one is not None]
         self.length = max(known) if len(known) == len(lengths) else None
         self._compares = self.length is None and len(lengths) > 1
         # Arguments of `join`, and the ranks with batches of their own.
-        self._options: dict[str, Any] | None = getattr(state.model, "uneven_inputs", None)
+        self._options: dict[str, Any] | None = None
         self._group: dist.ProcessGroup | None = getattr(state.model, "data_group", None)
+        self._weighted = is_weighted(state.optim_wrapper)
+        if self._weighted:
+            self._compares = self._compares or len(set(lengths)) > 1
+            sampler = getattr(loader, "batch_sampler", None)
+            self._sampler = sampler if isinstance(sampler, ShardedBatchSampler) else None
+            return
+        self._options = getattr(state.model, "uneven_inputs", None)
         if self._options is not None:
             _check(state, by_epoch)
         elif len(set(lengths)) > 1:
             raise ValueError(
                 "every rank needs the same number of training batches, but by rank they are "
                 f"{lengths}; build_loader(..., train=True) shares them out, and "
-                "StepDistributedDataParallel(uneven_inputs=True) can do without"
+                "StepDistributedDataParallel(uneven_inputs=True) can do without, and so can every "
+                "wrapper with a loss_weight of the optimizer wrapper"
             )
+
+    def begin(self, state: LoopState) -> None:
+        """Tell the optimizer wrapper where the pass begins, and ends where that is known."""
+        if self._weighted:
+            state.optim_wrapper.begin_pass(state.iteration - state.batch, self.length)
 
     @contextmanager
     def joined(self, state: LoopState) -> Iterator[None]:
@@ -61,6 +79,8 @@ class PassInputs:
 
     def watched(self, batches: Iterable[Any], state: LoopState) -> Iterable[Any]:
         """Return `batches`, and watch whether all ranks have one; all must iterate."""
+        if self._weighted:
+            return self._standing_in(batches, state)
         if self._options is not None:
             return self._uneven(batches, state)
         return self._compared(batches, state) if self._compares else batches
@@ -72,6 +92,38 @@ class PassInputs:
             yield batch
         if state.together:
             state.together = all(on_all_ranks(self._group, False))
+
+    def _standing_in(self, batches: Iterable[Any], state: LoopState) -> Iterator[Any]:
+        """Yield batches as long as any rank has one; the optimizer wrapper knows which count."""
+        own, optim = iter(batches), state.optim_wrapper
+        batch = last = next(own, _END)
+        if self._compares:
+            last = self._lent(batch)
+        while last is not _END:
+            has_batch = batch is not _END
+            ended = on_all_ranks(None, not has_batch)[0] if self._compares else not has_batch
+            if ended:
+                break
+            last = batch if has_batch else last
+            counts = self._sampler is None or self._sampler.counts(state.batch)
+            optim.batch_counts = has_batch and counts
+            yield last
+            batch = next(own, _END)
+        if self.length is None and last is not _END and not optim.should_update():
+            # Nobody knew that the window would end here: one more batch ends it.
+            optim.begin_pass(state.iteration - state.batch, state.batch + 1)
+            optim.batch_counts = False
+            yield last
+        optim.batch_counts = True
+
+    def _lent(self, batch: Any) -> Any:
+        """Return a rank's first batch, or another rank's to stand in for it; all must call this."""
+        ranks = TorchDist(self._group)
+        has = ranks.all_gather_object(batch is not _END)
+        if all(has) or not any(has):
+            return batch
+        lent = ranks.broadcast_object(None if batch is _END else batch, has.index(True))
+        return lent if batch is _END else batch
 
     def _compared(self, batches: Iterable[Any], state: LoopState) -> Iterator[Any]:
         """Yield `batches`; a rank that trained on without another one would wait for it."""

@@ -30,7 +30,7 @@ from ..loops import (
     seed_rng,
 )
 from ..registry import MODELS, Config, build_tree, load_config
-from ..wrappers import wrap_model
+from ..wrappers import LossWeight, wrap_model
 from .build.parts import build_parts
 from .build.sections import read_sections
 from .failure import as_mistakes_in, building
@@ -79,6 +79,8 @@ class Runner:
             what to log, in place of the wrapper's own `train_step`; for a bare model.
         precision: Makes the context that evaluations run in, such as `partial(torch.autocast,
             "cuda", dtype=torch.bfloat16)`; default: that of an `AmpOptimWrapper`, if there is one.
+        loss_weight: What losses are means over in evaluations, as for `OptimWrapper`; default: that
+            of the optimizer wrapper.
 
     Attributes:
         state: What the loops remember.
@@ -97,6 +99,7 @@ class Runner:
         seed: int | None = None,
         train_step: StepFunction | None = None,
         precision: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        loss_weight: Any = None,
     ) -> None:
         _require_group()
         named = _named(hooks)
@@ -112,6 +115,7 @@ class Runner:
             optim_wrapper=optim_wrapper,
             run_dir=None if run_dir is None else Path(run_dir),
             precision=precision,
+            loss_weight=None if loss_weight is None else LossWeight(loss_weight),
             stateful={f"hooks.{n}": h for n, h in named.items() if isinstance(h, Stateful)},
         )
         if seed is not None:
@@ -164,9 +168,10 @@ class Runner:
                 load_checkpoint(path).restore(state)
                 if get_rank() == 0:
                     logger.info("continuing from %s, step %d", path, state.step)
-            done = state.iteration
+            # In updates: another number of ranks may make them of other numbers of batches.
+            done = state.step
             loop.run(state, self._hooks)
-            if path and state.iteration == done and get_rank() == 0:
+            if path and state.step == done and get_rank() == 0:
                 end = f"max_steps is {state.max_steps}, and {state.step} are done"
                 if state.max_epochs is not None:
                     end = f"max_epochs is {state.max_epochs}, and {state.epoch} are done"

@@ -149,15 +149,13 @@ class Checkpoint:
         """Restore what only this rank knew, or the nearest thing to it."""
         saved, now = int(self.meta["world_size"]), world_size()
         if saved != now:
-            inside = "; the running epoch goes on at the same share of its samples"
             logger.warning(
-                "%s was saved at world size %d, this run has %d: batches and random numbers will "
-                "be others%s",
-                *(self.path, saved, now, inside if state.batch else ""),
+                "%s was saved at world size %d, this run has %d: random numbers will be others",
+                *(self.path, saved, now),
             )
         # Ranks that share a model's layers see the same samples.
         shares = int(self.meta.get("data_size", saved)), weights.data_size(state.model)
-        state.batch = state.batch * shares[0] // shares[1]
+        state.data_layout.setdefault("ranks", shares[0])
         model = weights.user_model(state.model)
         as_saved = (saved, shares[0]) == (now, shares[1])
         data_rank = own_rank() if as_saved else _data_rank(state.model)
@@ -173,9 +171,11 @@ class Checkpoint:
                     "step starts with an empty state",
                     *(self.path, own_rank()),
                 )
-        self._restore_sums(state, content if as_saved else {}, files)
+        self._restore_sums(state, content if as_saved else {}, files, shares[0] / shares[1])
 
-    def _restore_sums(self, state: LoopState, own: Mapping[str, Any], files: Reader) -> None:
+    def _restore_sums(
+        self, state: LoopState, own: Mapping[str, Any], files: Reader, share: float
+    ) -> None:
         """Restore gradients and logs: this rank's `own`, else the means over those that saved."""
         model, every = weights.user_model(state.model), "rank_*.pt"
 
@@ -194,7 +194,7 @@ class Checkpoint:
             # Older checkpoints have none.
             nothing: dict[str, Any] = {"sums": {}, "values": {}}
             logs = [one.get("logs", nothing) for one in ([own] if own else ranks())]
-            one = logs[0] if own else mean_logs(logs)
+            one = logs[0] if own else mean_logs(logs, share)
             state.logs.load_state_dict(one, weights.device_of(model))
 
     def _restore_rng(self, model: nn.Module, share: int, spacing: int) -> dict[str, Any]:

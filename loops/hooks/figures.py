@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from functools import partial, reduce
 from operator import getitem
@@ -9,13 +10,14 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from ...registry import HOOKS
 from ...wrappers import total_norm
-from ..checkpoints.weights import data_size
+from ..checkpoints.files import world_size
+from ..checkpoints.weights import data_size, user_model
 from ..hook import Hook, Scalars
 from ..state import LoopState
 
@@ -106,19 +108,58 @@ def _norm(optimizer: Optimizer) -> Tensor:
 class ThroughputHook(Hook):
     """Adds speed to the log records.
 
-    docs/hooks.md describes `samples_per_s`, `steps_per_s` and `data_share`. Ranks of a tensor axis
-    share their samples. Nothing is synchronised: on an accelerator the figures are right over an
-    interval, because every log record waits for the device, not within one step.
+    docs/hooks.md describes `samples_per_s`, `steps_per_s`, `data_share`, `tokens_per_s` and `mfu`.
+    Ranks of a tensor axis share their samples. Nothing is synchronised: on an accelerator the
+    figures are right over an interval, because every log record waits for the device, not within
+    one step.
+
+    Args:
+        tokens_per_sample: Tokens in a sample; default: those that `loss_weight: tokens` counts, or
+            else the model's attribute of that name.
+        flops_per_token: Floating-point operations of forward and backward for one token; default:
+            the model's attribute of that name.
+        flops_per_sample: The same for one sample; not together with `flops_per_token`.
+        peak_flops: Operations per second that one device could do at most, in the dtype in which
+            the model computes.
     """
 
     # Last of all, so that the time of other hooks does not count as waiting for data.
     order = 95
 
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        *,
+        tokens_per_sample: float | None = None,
+        flops_per_token: float | None = None,
+        flops_per_sample: float | None = None,
+        peak_flops: float | None = None,
+    ) -> None:
+        self._given = {
+            "tokens_per_sample": tokens_per_sample,
+            "flops_per_token": flops_per_token,
+            "flops_per_sample": flops_per_sample,
+            "peak_flops": peak_flops,
+        }
+        for name, count in self._given.items():
+            if count is not None and not 0 < count < math.inf:
+                raise ValueError(f"ThroughputHook: {name} must be more than 0, got {count}")
+        if flops_per_token is not None and flops_per_sample is not None:
+            raise ValueError("ThroughputHook takes flops_per_token or flops_per_sample, got both")
+        if peak_flops is None and (flops_per_token or flops_per_sample):
+            raise ValueError(
+                "ThroughputHook: mfu needs peak_flops beside the flops of a token or sample"
+            )
         self._path: tuple[Any, ...] | None = ()
+        self._tokens_per_sample: float | None = None
+        self._counts_tokens = False
+        self._use: tuple[str, float] | None = None
         self._start_interval(0)
 
     def on_train_start(self, state: LoopState) -> None:
+        weight = getattr(getattr(state.optim_wrapper, "loss_weight", None), "setting", None)
+        self._counts_tokens = weight == "tokens" and self._given["tokens_per_sample"] is None
+        self._tokens_per_sample = self._count(state, "tokens_per_sample")
+        self._use = self._use_of(state)
         self._start_interval(state.step)
 
     def on_epoch_start(self, state: LoopState) -> None:
@@ -126,7 +167,8 @@ class ThroughputHook(Hook):
 
     def on_batch_start(self, state: LoopState, batch: Any) -> None:
         self._waited_s += perf_counter() - self._mark_s
-        if self._path is None:
+        # One that only keeps other ranks company counts for nothing.
+        if self._path is None or not getattr(state.optim_wrapper, "batch_counts", True):
             return
         # Written out here: this is called for every batch.
         try:
@@ -140,6 +182,8 @@ class ThroughputHook(Hook):
                 self._samples += int(reduce(getitem, self._path, batch).shape[0])
 
     def on_batch_end(self, state: LoopState, batch: Any, logs: Mapping[str, Tensor]) -> None:
+        if self._counts_tokens:
+            self._tokens += state.optim_wrapper.last_weight
         self._mark_s = perf_counter()
 
     def collect_logs(self, state: LoopState, scalars: Scalars) -> None:
@@ -147,7 +191,18 @@ class ThroughputHook(Hook):
         steps = state.step - self._first_step
         # The reduction over the ranks is a mean, and samples are to be summed; ranks that share
         # a model's layers see the same ones.
-        scalars["samples_per_s"] = self._samples * data_size(state.model) / elapsed_s
+        ranks = data_size(state.model)
+        done: dict[str, float | Tensor] = {"sample": self._samples * ranks / elapsed_s}
+        scalars["samples_per_s"] = done["sample"]
+        if self._counts_tokens:
+            done["token"] = self._tokens * ranks / elapsed_s
+        elif self._tokens_per_sample is not None:
+            done["token"] = done["sample"] * self._tokens_per_sample
+        if "token" in done:
+            scalars["tokens_per_s"] = done["token"]
+        if self._use is not None:
+            unit, share = self._use
+            scalars["mfu"] = done[unit] * share
         scalars["steps_per_s"] = steps / elapsed_s
         scalars["data_share"] = min(1.0, self._waited_s / elapsed_s)
         self._start_interval(state.step)
@@ -165,12 +220,49 @@ class ThroughputHook(Hook):
     def on_save_point(self, state: LoopState) -> None:
         self._mark_s = perf_counter()
 
+    def _count(self, state: LoopState, name: str) -> float | None:
+        """Return a count that the settings give, or else the model, or the net inside it."""
+        model = user_model(state.model)
+        told = (getattr(part, name, None) for part in (model, getattr(model, "net", None)))
+        return next((one for one in (self._given[name], *told) if one is not None), None)
+
+    def _use_of(self, state: LoopState) -> tuple[str, float] | None:
+        """Return the unit whose flops are known, and its share of a second of all devices."""
+        peak = self._given["peak_flops"]
+        if peak is None:
+            return None
+        # What the settings give counts before what the model tells.
+        units = sorted(("token", "sample"), key=lambda one: self._given[f"flops_per_{one}"] is None)
+        known = {unit: self._count(state, f"flops_per_{unit}") for unit in units}
+        for unit, flops in known.items():
+            if flops is None:
+                continue
+            if unit == "token" and not (self._counts_tokens or self._tokens_per_sample):
+                raise ValueError(
+                    "ThroughputHook: mfu by flops_per_token needs tokens_per_sample, as a setting "
+                    "or an attribute of the model, or loss_weight: tokens"
+                )
+            return unit, flops / (peak * _devices(state.model))
+        raise ValueError(
+            "ThroughputHook: mfu needs flops_per_token or flops_per_sample beside peak_flops, as a "
+            "setting or an attribute of the model"
+        )
+
     def _start_interval(self, step: int) -> None:
         self._since_s = self._mark_s = self._eval_start_s = perf_counter()
         self._first_step = step
         self._samples = 0
+        self._tokens: float | Tensor = 0.0
         self._waited_s = 0.0
         self._evaluating_s = 0.0
+
+
+def _devices(model: nn.Module) -> int:
+    """Return how many devices train the model, over all ranks."""
+    here = 1
+    if isinstance(model, nn.DataParallel):
+        here = len(set(model.device_ids)) or torch.cuda.device_count() or 1
+    return here * world_size()
 
 
 def _path_to_tensor(batch: Any) -> tuple[Any, ...] | None:

@@ -20,7 +20,7 @@ from ..hook import EVENTS, Hook
 from ..state import LoopState, Phase
 
 # Told in words of their own at the end of the line.
-_SPEED_KEYS = ("samples_per_s", "steps_per_s", "data_share")
+_SPEED_KEYS = ("samples_per_s", "tokens_per_s", "mfu", "steps_per_s", "data_share")
 _DATA_SHARE_SHOWN = 0.1
 
 
@@ -60,16 +60,16 @@ def values_text(values: Mapping[str, float]) -> str:
     return " ".join(f"{name} {value:.4g}" for name, value in shown.items())
 
 
-def _samples_text(record: Mapping[str, float]) -> list[str]:
-    """`1234 samples/s`, with four digits, but no power of ten; empty where it is not known."""
-    speed = record.get("samples_per_s")
-    if speed is None:
-        return []
-    return [f"{speed:.0f} samples/s" if speed >= 1000 else f"{speed:.4g} samples/s"]
+def _rates_text(record: Mapping[str, float]) -> list[str]:
+    """`1234 samples/s 12345 tokens/s 41% MFU`, those that are known; never with a power of ten."""
+    rates = [(name, record.get(f"{name}_per_s")) for name in ("samples", "tokens")]
+    known = [(name, rate) for name, rate in rates if rate is not None]
+    words = [f"{rate:{'.0f' if rate >= 1000 else '.4g'}} {name}/s" for name, rate in known]
+    return [*words, f"{record['mfu']:.0%} MFU"] if "mfu" in record else words
 
 
 def _speed(state: LoopState, record: Mapping[str, float]) -> list[str]:
-    words = _samples_text(record)
+    words = _rates_text(record)
     if record.get("data_share", 0.0) > _DATA_SHARE_SHOWN:
         words.append(f"({record['data_share']:.0%} waiting for data)")
     steps_per_s = record.get("steps_per_s", 0.0)
@@ -185,7 +185,7 @@ class ProgressHook(Hook):
         if self._bar is None:
             self._say(train_line(state, record))
             return
-        self._bar.values = " ".join([values_text(record), *_samples_text(record)])
+        self._bar.values = " ".join([values_text(record), *_rates_text(record)])
         # By a time of its own: slow updates have just been shown, with the values before these.
         if perf_counter() >= self._log_due_s:
             self._refresh(state)

@@ -88,6 +88,9 @@ def build_parts(
     elif model is not None:
         precision = attempts.make("optim_wrapper", partial(_evaluation_precision, run, model))
         parts["precision"] = precision or nullcontext
+        sections = optim_wrapper_sections(run.optim_wrapper, run.optimizer).values()
+        weights = [one.get("loss_weight") for one in sections]
+        parts["loss_weight"] = next((one for one in weights if one is not None), None)
     attempts.finish()
     return {**parts, "hooks": hooks}
 

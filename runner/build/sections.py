@@ -82,10 +82,13 @@ def _uneven_problems(run: RunSections) -> Iterator[Problem]:
     if options.get("sync_batchnorm"):
         what = "excludes sync_batchnorm: a rank without a batch has no statistics to give"
         yield Problem(where, what)
+    sections = optim_wrapper_sections(run.optim_wrapper, run.optimizer).values()
+    if any(one.get("loss_weight") is not None for one in sections):
+        # A rank that has run out goes on with a batch that weighs nothing.
+        return
     if works_over_ranks(run.optimizer):
         what = "does not go together with an optimizer that communicates at each update"
         yield Problem(where, what)
-    sections = optim_wrapper_sections(run.optim_wrapper, run.optimizer).values()
     if any(one.get("accumulative_counts", 1) != 1 for one in sections):
         what = "needs accumulative_counts=1: a rank that runs out of batches inside a window"
         yield Problem(where, f"{what} would lose its gradients")

@@ -6,7 +6,14 @@ import pytest
 import torch
 
 from stepwrap.configs.digits import Digits, SmallCNN
-from stepwrap.configs.source_lm import CharTransformer, SourceText, UnigramEntropy
+from stepwrap.configs.source_lm import (
+    CharTransformer,
+    NextCharLoss,
+    SourceLines,
+    SourceText,
+    UnigramEntropy,
+    pad_batch,
+)
 
 
 def test_digits_splits_share_no_image_and_lose_none() -> None:
@@ -41,6 +48,47 @@ def test_source_text_holds_files_out() -> None:
     start = len(val) // 2
     piece = bytes(val[start : start + 400].tolist())
     assert piece not in bytes(train.tolist())
+
+
+def test_source_lines_are_lines_of_the_text() -> None:
+    lines = SourceLines("val", max_length=20)
+    text = bytes(SourceText("val").text.tolist())
+    assert len(lines) == sum(1 for line in text.split(b"\n") if line.strip())
+    inputs, target = lines[7]
+    assert torch.equal(inputs[1:], target[:-1])
+    assert bytes(inputs.tolist()).startswith(b"\n")
+    assert bytes(inputs[1:].tolist()) in text
+    lengths = {len(lines[index][0]) for index in range(200)}
+    assert max(lengths) == 20
+    assert len(lengths) > 5
+
+
+def test_lines_are_spread_over_the_text() -> None:
+    few, all_of_them = SourceLines("val", limit=5), SourceLines("val")
+    assert len(few) == 5
+    assert torch.equal(few[4][0], all_of_them[len(all_of_them) // 5 * 4][0])
+
+
+def test_padding_changes_neither_loss_nor_entropy() -> None:
+    samples = [SourceLines("val")[index] for index in range(4)]
+    model, loss = CharTransformer(width=16, heads=2, max_length=80).double(), NextCharLoss()
+    batch = pad_batch(samples)
+    assert batch["inputs"].shape == batch["labels"].shape == (4, max(len(x) for x, _ in samples))
+    alone = [loss(model(x[None]), y[None]).item() * len(y) for x, y in samples]
+    together = loss(model(batch["inputs"]), batch["labels"]).item()
+    assert together == pytest.approx(sum(alone) / sum(len(y) for _, y in samples))
+    padded, plain = UnigramEntropy(), UnigramEntropy()
+    padded.update(batch["labels"])
+    for _, target in samples:
+        plain.update(target)
+    assert padded.compute() == plain.compute()
+
+
+def test_transformer_tells_its_operations() -> None:
+    # Two blocks with attention, two layers and two norms each; then one more norm, and the head.
+    blocks = 2 * (3 * 64 + 64 + 4 * 64 + 32 + 4 * 64 + 8 + 2 * 16)
+    model = CharTransformer(width=8, depth=2, heads=2, max_length=10)
+    assert model.flops_per_token == 6 * (blocks + 16 + 8 * 128 + 128) + 12 * 2 * 8 * 10
 
 
 def test_transformer_does_not_see_the_future() -> None:

@@ -21,6 +21,8 @@ from stepwrap.wrappers import (
     OptimWrapper,
     OptimWrapperDict,
     Preparation,
+    SingleDevice,
+    StepDataParallel,
     SupervisedModel,
     build_mesh,
     wrap_model,
@@ -211,9 +213,108 @@ def test_a_batch_of_another_shape() -> None:
     assert float(scalars["samples_per_s"]) == pytest.approx(5 * float(scalars["steps_per_s"]))
 
 
+def record_of_batches(model: nn.Module, **counts: float) -> dict[str, float]:
+    """Return the speed of two updates with batches of 5 samples."""
+    hook, state = ThroughputHook(**counts), LoopState(model=model)
+    hook.on_train_start(state)
+    for _ in range(2):
+        hook.on_batch_start(state, torch.zeros(5, 3))
+        hook.on_batch_end(state, torch.zeros(5, 3), {})
+    state.step = 2
+    scalars: Scalars = {}
+    hook.collect_logs(state, scalars)
+    return {name: float(value) for name, value in scalars.items()}
+
+
+class Told(nn.Linear):
+    """A network that tells what it takes."""
+
+    tokens_per_sample = 6
+    flops_per_token = 1e3
+    flops_per_sample = 7e3
+
+
+def test_tokens_and_mfu_by_settings() -> None:
+    counts = {"tokens_per_sample": 4, "flops_per_token": 100.0, "peak_flops": 1e9}
+    record = record_of_batches(nn.Identity(), **counts)
+    assert record["tokens_per_s"] == pytest.approx(4 * record["samples_per_s"])
+    assert record["mfu"] == pytest.approx(100 * record["tokens_per_s"] / 1e9)
+
+
+def test_mfu_without_tokens() -> None:
+    record = record_of_batches(nn.Identity(), flops_per_sample=50.0, peak_flops=1e6)
+    assert record["mfu"] == pytest.approx(50 * record["samples_per_s"] / 1e6)
+    assert "tokens_per_s" not in record
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["model", "net"])
+def test_tokens_and_mfu_by_the_model(inside: bool) -> None:
+    model = SingleDevice(SupervisedModel(Told(3, 1), nn.MSELoss()) if inside else Told(3, 1))
+    record = record_of_batches(model)
+    assert record["tokens_per_s"] == pytest.approx(6 * record["samples_per_s"])
+    assert "mfu" not in record
+    record = record_of_batches(model, peak_flops=1e9)
+    assert record["mfu"] == pytest.approx(1e3 * record["tokens_per_s"] / 1e9)
+
+
+def test_settings_come_before_what_the_model_tells() -> None:
+    model = SingleDevice(Told(3, 1))
+    record = record_of_batches(model, tokens_per_sample=2, flops_per_sample=10.0, peak_flops=1e9)
+    assert record["tokens_per_s"] == pytest.approx(2 * record["samples_per_s"])
+    assert record["mfu"] == pytest.approx(10 * record["samples_per_s"] / 1e9)
+
+
+def test_copies_on_one_device_are_one_device() -> None:
+    copies = StepDataParallel(Told(3, 1), device_ids=["cpu", "cpu"])
+    record = record_of_batches(copies, peak_flops=1e9)
+    assert record["mfu"] == pytest.approx(1e3 * record["tokens_per_s"] / 1e9)
+
+
+def test_tokens_are_those_that_the_loss_counts() -> None:
+    seen, state = RecordsHook(), new_state(loss_weight="tokens")
+    ragged = [(inputs, targets.clone()) for inputs, targets in batches()]
+    for count, (_, targets) in enumerate(ragged):
+        targets[:count] = -100
+    speed = ThroughputHook(flops_per_token=10.0, peak_flops=1e6)
+    train(state, [speed, seen], epochs=1, log_every_steps=1, dataloader=ragged)
+    for count, record in enumerate(seen.records):
+        assert record["samples_per_s"] == pytest.approx(4 * record["steps_per_s"])
+        assert record["tokens_per_s"] == pytest.approx((4 - count) * record["steps_per_s"])
+        assert record["mfu"] == pytest.approx(10 * record["tokens_per_s"] / 1e6)
+
+
+def test_a_batch_that_only_keeps_others_company_is_no_sample() -> None:
+    hook, state = ThroughputHook(), new_state(loss_weight="samples")
+    hook.on_train_start(state)
+    for counts in (True, False):
+        state.optim_wrapper.batch_counts = counts
+        hook.on_batch_start(state, torch.zeros(5, 3))
+    state.step = 1
+    scalars: Scalars = {}
+    hook.collect_logs(state, scalars)
+    assert float(scalars["samples_per_s"]) == pytest.approx(5 * float(scalars["steps_per_s"]))
+
+
+@pytest.mark.parametrize(
+    ("counts", "told"),
+    [
+        ({"tokens_per_sample": 0}, "tokens_per_sample must be more than 0, got 0"),
+        ({"peak_flops": float("nan")}, "peak_flops must be more than 0, got nan"),
+        ({"flops_per_sample": 1.0}, "mfu needs peak_flops"),
+        ({"peak_flops": 1.0}, "mfu needs flops_per_token or flops_per_sample"),
+        ({"peak_flops": 1.0, "flops_per_token": 1.0}, "flops_per_token needs tokens_per_sample"),
+        ({"peak_flops": 1.0, "flops_per_token": 1.0, "flops_per_sample": 1.0}, "got both"),
+    ],
+)
+def test_counts_that_are_wrong_or_missing(counts: dict[str, float], told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        record_of_batches(nn.Identity(), **counts)
+
+
 def _records_of_rank() -> list[dict[str, float]]:
     seen = RecordsHook()
-    train(new_state(), [ThroughputHook(), GradNormHook(), seen], epochs=1, log_every_steps=1)
+    speed = ThroughputHook(tokens_per_sample=3, flops_per_token=10.0, peak_flops=1e6)
+    train(new_state(), [speed, GradNormHook(), seen], epochs=1, log_every_steps=1)
     return seen.records
 
 
@@ -222,6 +323,8 @@ def test_samples_are_summed_over_ranks_and_norms_equal_one_process() -> None:
     assert first == second
     for record in first:
         assert record["samples_per_s"] == pytest.approx(2 * 4 * record["steps_per_s"])
+        assert record["tokens_per_s"] == pytest.approx(3 * record["samples_per_s"])
+        assert record["mfu"] == pytest.approx(10 * record["tokens_per_s"] / (2 * 1e6))
     pairs = batches()
     windows = [tuple(map(torch.cat, zip(*pairs[i : i + 2], strict=True))) for i in (0, 2)]
     assert [r["grad_norm"] for r in first] == pytest.approx(norms_by_hand(windows), rel=1e-5)
@@ -234,10 +337,13 @@ def _records_of_a_split_model() -> list[dict[str, float]]:
     wrapped = wrap_model(None, model, mesh=build_mesh({"tensor": 2}), prepare=plan)
     state = LoopState(wrapped, OptimWrapper(torch.optim.SGD(wrapped.parameters(), lr=0.1)))
     loader_of_all = build_loader(data(), batch_size=4, shard=(0, 1))
-    train(state, [ThroughputHook(), seen], epochs=1, val_loop=None, dataloader=loader_of_all)
+    speed = ThroughputHook(flops_per_sample=10.0, peak_flops=1e6)
+    train(state, [speed, seen], epochs=1, val_loop=None, dataloader=loader_of_all)
     return seen.records
 
 
 def test_samples_that_ranks_of_a_tensor_axis_share_count_once() -> None:
     for record in run_ranks(_records_of_a_split_model, 2)[0]:
         assert record["samples_per_s"] == pytest.approx(4 * record["steps_per_s"])
+        # Two devices work on each of them.
+        assert record["mfu"] == pytest.approx(10 * record["samples_per_s"] / (2 * 1e6))

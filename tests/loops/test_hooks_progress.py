@@ -198,6 +198,13 @@ def test_speed_is_shown_without_powers_of_ten(
     assert f"lr 1e-05 {shown} samples/s" in capsys.readouterr().out
 
 
+def test_tokens_and_mfu_stand_beside_samples(capsys: pytest.CaptureFixture[str]) -> None:
+    hook, state = ProgressHook(), new_state()
+    hook.on_train_start(state)
+    hook.on_log(state, {"samples_per_s": 5.0, "tokens_per_s": 1234567.8, "mfu": 0.414})
+    assert "5 samples/s 1234568 tokens/s 41% MFU" in capsys.readouterr().out
+
+
 def test_the_bar_shows_speed_without_powers_of_ten(terminal: Terminal) -> None:
     with terminal:
         hook, state = ProgressHook(), new_state()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import random
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -176,18 +178,57 @@ def _save_inside_an_epoch(folder: Path) -> Path:
     return hook.saved[3]
 
 
-def test_another_number_of_ranks_goes_on_at_the_same_share_of_the_epoch(
+def test_another_number_of_ranks_goes_on_with_updates_of_the_same_size(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = run_ranks(_save_inside_an_epoch, 2, tmp_path)[0]
     state = make_state()
     load_checkpoint(path).restore(state)
     assert load_checkpoint(path).meta["batch"] == 4
-    assert state.batch == 8
     assert "was saved at world size 2, this run has 1" in caplog.text
-    assert "goes on at the same share" in caplog.text
     files = [load_checkpoint(path).read(f"rank_0000{rank}.pt") for rank in (0, 1)]
     values = torch.cat([own["logs"]["values"]["loss"] for own in files])
     assert state.logs.means()["loss"].item() == pytest.approx(values.mean().item(), rel=1e-6)
-    make_loop("epochs", 0).run(state, HookList())
-    assert state.epoch == 3
+    with caplog.at_level(logging.INFO):
+        make_loop("epochs", 0).run(state, HookList())
+    assert "accumulative_counts is 2 and a batch has up to 2 samples on each rank" in caplog.text
+    assert "the last update of an epoch" not in caplog.text
+    # 4 of the first epoch's 5 updates were done.
+    assert (state.epoch, state.step) == (3, 15)
+    assert (state.iteration, state.optim_wrapper.inner_count) == (30, 30)
+
+
+class _List:
+    """A loader that is not of `build_loader`, with its batches by index."""
+
+    def __init__(self) -> None:
+        self.read: list[int] = []
+
+    def __len__(self) -> int:
+        return 10
+
+    def __iter__(self) -> Iterator[Any]:
+        for index in range(len(self)):
+            self.read.append(index)
+            yield list(make_data(10)[index : index + 1])
+
+
+def _train_lists(folder: Path, stop: int | None) -> list[int]:
+    class Stop(Hook):
+        def on_update(self, state: LoopState) -> None:
+            if state.step == stop:
+                state.request_stop("enough")
+
+    state, loader = make_state(), _List()
+    if stop is None:
+        load_checkpoint(folder / "step_00000006").restore(state)
+    EpochTrainLoop(loader, max_epochs=1).run(state, HookList([Stop()]))
+    if stop is not None:
+        save_checkpoint(folder, state)
+    return [state.iteration, state.step, len(loader.read)]
+
+
+def test_other_loaders_go_on_at_the_same_share_of_the_epoch(tmp_path: Path) -> None:
+    """6 of 10 batches on one rank are those of 3 on each of two."""
+    run_ranks(_train_lists, 1, tmp_path, 6)
+    assert run_ranks(_train_lists, 2, tmp_path, None) == [[13, 13, 10]] * 2

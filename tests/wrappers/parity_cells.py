@@ -20,7 +20,16 @@ from parity_models import (
     make_parts,
     micro_batch,
 )
-from parity_plain import DTYPES, HALVES, MAX_NORM, OPTIMIZERS, SCALE, Recipe, Reference
+from parity_plain import (
+    DTYPES,
+    HALVES,
+    MAX_NORM,
+    OPTIMIZERS,
+    SCALE,
+    Recipe,
+    Reference,
+    weight_of,
+)
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -42,6 +51,7 @@ from stepwrap.wrappers import (
 WORLDS = (1, 2, 4)
 BOUNDS = {"fp64": 1e-12, "fp32": 2e-6, "bf16": 2e-2, "fp16": 2e-2}
 VALIDATION = 64
+WEIGHTS = {"transformer": ("samples", "tokens"), "cnn": ("samples",)}
 
 
 @dataclass(frozen=True)
@@ -107,7 +117,7 @@ class Outcome:
         parameters: largest difference of a parameter or buffer to the plain ones, on this rank.
         losses: largest difference of a micro-batch's loss; relative under autocast.
         validation: loss on the validation data at the end, without autocast.
-        checkpoint: where it was saved; None if it was not.
+        checkpoint: where it was saved; None if it was not, as where losses are weighted.
         seconds: how long it took.
     """
 
@@ -128,10 +138,15 @@ class Outcome:
 
 
 def recipes_of(kind: str, model: str, dtypes: Iterable[str] = DTYPES) -> list[Recipe]:
-    """Every recipe of a row and model."""
+    """Every recipe of a row and model, those with weighted losses last."""
     separate = KINDS[kind].wrapper == "separate"
     rest = itertools.product(dtypes, (1, 3), (False, True), OPTIMIZERS)
-    return [Recipe(model, *one, separate=separate) for one in rest]
+    equal = [Recipe(model, *one, separate=separate) for one in rest]
+    how = ((1, False, "SGD"), (3, True, "AdamW"))
+    return equal + [
+        Recipe(model, dtype, *one, separate=separate, weight=weight)
+        for weight, dtype, one in itertools.product(WEIGHTS[model], dtypes, how)
+    ]
 
 
 def make_mesh(kind: str, world: int, device: str = "cpu") -> Mesh:
@@ -172,7 +187,9 @@ def make_optimizer(recipe: Recipe, wrapper: Any) -> Any:
             kind = AmpOptimWrapper
             options.update(dtype=HALVES[recipe.dtype], loss_scale={"init_scale": SCALE})
         optimizer = build_optimizer(make, parameters, **settings)
-        return kind(optimizer, recipe.accumulate, clip, **options)
+        return kind(
+            optimizer, recipe.accumulate, clip, loss_weight=recipe.weight or None, **options
+        )
 
     if not recipe.separate:
         return wrapped(wrapper.parameters())
@@ -208,7 +225,7 @@ def run_cells(
         losses = train(wrapper, optimizer, recipe, mesh, device)
         parameters = weights_apart(whole_weights(wrapper), plain[recipe].weights)
         path = None
-        if checkpoints is not None:
+        if checkpoints is not None and not recipe.weight:
             state = LoopState(wrapper, optimizer, iteration=recipe.micro_steps)
             folder = checkpoints / f"{kind}_{world}_{recipe.model}_{index}".replace(" ", "_")
             path = save_checkpoint(folder, state)
@@ -229,13 +246,17 @@ def run_cells(
 
 def train(wrapper: Any, optimizer: Any, recipe: Recipe, mesh: Mesh, device: str = "cpu") -> Tensor:
     """Train; returns the mean over the ranks of every micro-batch's loss, in fp64 on the CPU."""
-    data = make_data(recipe.model, recipe.weights_dtype)
+    data = make_data(recipe.model, recipe.weights_dtype, padded=recipe.weight == "tokens")
+    ragged = bool(recipe.weight)
     wrapper.train()
-    losses = []
+    losses, weights = [], []
     for index in range(recipe.micro_steps):
-        batch = micro_batch(data, index, mesh.data_rank, mesh.data_size)
+        batch = micro_batch(data, index, mesh.data_rank, mesh.data_size, ragged=ragged)
         losses.append(wrapper.train_step(batch, optimizer)["loss"])
-    return _mean_over_ranks(torch.stack(losses).double()).cpu()
+        weights.append(weight_of(recipe, batch[1]))
+    counts = torch.tensor(weights, dtype=torch.float64, device=device)
+    means = _mean_over_ranks(torch.stack(losses).double() * counts)
+    return (means / _mean_over_ranks(counts)).cpu()
 
 
 def validation_loss(

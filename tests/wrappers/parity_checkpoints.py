@@ -42,13 +42,13 @@ class Load:
 
 
 def load_all(kind: str, world: int, sources: list[Outcome], timeout_s: float = 300.0) -> list[Load]:
-    """Load all checkpoints under one row and number of ranks.
+    """Load all that saved a checkpoint under one row and number of ranks.
 
     Raises:
         RanksError: a rank failed.
     """
     groups: dict[tuple[str, torch.dtype], list[Outcome]] = defaultdict(list)
-    for one in sources:
+    for one in (one for one in sources if one.checkpoint is not None):
         groups[one.recipe.model, one.recipe.weights_dtype].append(one)
     loads = []
     for (model, dtype), group in groups.items():

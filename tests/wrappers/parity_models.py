@@ -17,6 +17,9 @@ from stepwrap.wrappers import BaseModel
 
 WIDTH, HEADS, TOKENS, VOCABULARY = 16, 4, 8, 24
 SAMPLES, BATCH = 240, 16
+# Of micro-batches that are not all full, in turn.
+RAGGED = (BATCH, 9, 13)
+IGNORED = -100
 
 # The linear layers in pairs: the first split by its outputs, the second by its inputs.
 PLANS = {
@@ -148,7 +151,9 @@ class SeparateParts(TwoParts):
     def train_step(self, data: Any, optim_wrapper: Any) -> dict[str, Tensor]:
         body, head = optim_wrapper["body"], optim_wrapper["head"]
         with body.optim_context(self.body), head.optim_context(self.head):
-            losses = self(*self.data_preprocessor(data, training=True), mode="loss")
+            data = self.data_preprocessor(data, training=True)
+            optim_wrapper.weigh(data)
+            losses = self(*data, mode="loss")
         total, logs = self.parse_losses(losses)
         # Each part's gradients by a backward of its own, so that each wrapper counts one.
         body.backward(
@@ -162,13 +167,22 @@ class SeparateParts(TwoParts):
         return logs
 
 
-def make_data(name: str, dtype: torch.dtype, seed: int = 1) -> tuple[Tensor, Tensor]:
-    """Return inputs and targets of all samples, the same for the same seed."""
+def make_data(
+    name: str, dtype: torch.dtype, seed: int = 1, *, padded: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Return inputs and targets of all samples, the same for the same seed.
+
+    With `padded` the sequences of the transformer end at different places.
+    """
     generator = torch.Generator().manual_seed(seed)
     if name == "transformer":
         tokens = torch.randint(VOCABULARY, (SAMPLES, TOKENS), generator=generator)
         # A rule to learn: the next token in order, of the token before.
-        return tokens, (tokens.roll(1, dims=1) + 1) % VOCABULARY
+        target = (tokens.roll(1, dims=1) + 1) % VOCABULARY
+        if padded:
+            lengths = torch.randint(1, TOKENS + 1, (SAMPLES, 1), generator=generator)
+            target.masked_fill_(torch.arange(TOKENS) >= lengths, IGNORED)
+        return tokens, target
     images = torch.randn(SAMPLES, 1, 8, 8, generator=generator, dtype=torch.float64).to(dtype)
     return images, images.unflatten(2, (2, 4)).unflatten(4, (2, 4)).mean((1, 3, 5)).flatten(
         1
@@ -176,8 +190,14 @@ def make_data(name: str, dtype: torch.dtype, seed: int = 1) -> tuple[Tensor, Ten
 
 
 def micro_batch(
-    data: tuple[Tensor, Tensor], index: int, rank: int = 0, ranks: int = 1
+    data: tuple[Tensor, Tensor], index: int, rank: int = 0, ranks: int = 1, *, ragged: bool = False
 ) -> list[Tensor]:
-    """Return a rank's part of micro-batch `index`; with one rank the whole."""
-    start = index * BATCH % SAMPLES + rank * BATCH // ranks
-    return [one[start : start + BATCH // ranks] for one in data]
+    """Return a rank's part of micro-batch `index`; with one rank the whole.
+
+    With `ragged` micro-batches, and the ranks' parts of one, have different sizes.
+    """
+    size = RAGGED[index % len(RAGGED)] if ragged else BATCH
+    # Later ranks have more.
+    cuts = [int(size * (one / ranks) ** (1.5 if ragged else 1)) for one in (rank, rank + 1)]
+    start = index * BATCH % SAMPLES
+    return [one[start + cuts[0] : start + cuts[1]] for one in data]

@@ -8,10 +8,8 @@ import torch
 from parity_cells import BOUNDS, KINDS, VALIDATION, WORLDS, Outcome
 from parity_checkpoints import LOAD_BOUNDS, Load
 from parity_matrix import empty, worst
-from parity_models import BATCH, SAMPLES
+from parity_models import BATCH, RAGGED, SAMPLES
 from parity_plain import DTYPES, MAX_NORM, OPTIMIZERS
-from parity_weighted import Row, section
-from weighted_runs import Apart
 
 MODELS = {
     "transformer": "Transformer",
@@ -32,13 +30,17 @@ Every wrapper reaches the same numbers as the same models trained by hand with `
 wrote this page (torch {torch}, gloo, CPU, {minutes:.0f} minutes); the tests run a part of it.
 
 - **Cell**: a wrapper, a number of ranks, a model, a dtype, accumulation 1 or 3, with or without
-  clipping by norm, and an optimizer. Of {cells} cells, {within} are within the bounds.
+  clipping by norm, an optimizer, and what the losses are means over. Of {cells} cells, {within} are
+  within the bounds.
 - **Training**: {steps} steps each. Micro-batches of {batch} of the {samples} samples are split over
   the ranks that see different data. The ranks start with different weights; rank 0's must be used.
 - **Parameters**: the largest difference of any parameter or running statistic at the end, on any
   rank. Bounds: {fp64} in fp64, {fp32} in fp32.
 - **Loss**: the largest difference of the loss of any micro-batch (mean over the ranks). The same
   bounds; in bf16 {bf16} of the loss. bf16 means autocast with fp32 weights, on both sides.
+- **Weighted** cells have `loss_weight`: by samples, and for the transformer by tokens, of sequences
+  that end at different places. Their micro-batches have {ragged} samples in turn, of which
+  the ranks have different numbers; the hand-written side takes one mean over the whole window.
 - **BatchNorm** layers are synchronised (`sync_batchnorm: true`) if ranks or replicas see different
   samples. With accumulation, their statistics are those of one micro-batch, on both sides.
 - **Optimizers**: SGD ({sgd}) and AdamW ({adamw}). Gradients are clipped to a norm of {norm}.
@@ -52,20 +54,13 @@ diverge. For the same reason eps is {eps} instead of torch's 1e-8, with which an
 gradient is as small as its rounding error would move as fast as any other."""
 
 
-def page(
-    cells: list[Outcome],
-    loads: list[Load],
-    weighted: dict[Row, list[Apart]],
-    failures: list[str],
-    *,
-    minutes: float,
-) -> str:
+def page(cells: list[Outcome], loads: list[Load], failures: list[str], *, minutes: float) -> str:
     """Return the page."""
     parts = [_head(cells, minutes)]
     if failures:
         parts.append("## Not run\n\n" + "\n".join(f"- {line}" for line in failures))
     parts += [_model(name, cells) for name in MODELS]
-    parts += [_settings(cells), section(weighted), _empty(), _checkpoints(loads)]
+    parts += [_settings(cells), _empty(), _checkpoints(loads)]
     return "\n\n".join(parts) + "\n"
 
 
@@ -79,6 +74,7 @@ def _head(cells: list[Outcome], minutes: float) -> str:
         steps=max((one.recipe.steps for one in cells), default=0),
         batch=BATCH,
         samples=SAMPLES,
+        ragged=", ".join(map(str, RAGGED)),
         norm=MAX_NORM,
         sgd=f"lr {sgd['lr']}, momentum {sgd['momentum']}",
         adamw=f"lr {adamw['lr']}, weight decay {adamw['weight_decay']}, eps {adamw['eps']:.0e}",
@@ -127,6 +123,9 @@ def _settings(cells: list[Outcome]) -> str:
         "clipped by norm": lambda one: one.recipe.clip,
         "SGD, momentum": lambda one: one.recipe.optimizer == "SGD",
         "AdamW": lambda one: one.recipe.optimizer == "AdamW",
+        "unweighted, equal sizes": lambda one: not one.recipe.weight,
+        "by samples, ragged": lambda one: one.recipe.weight == "samples",
+        "by tokens, ragged": lambda one: one.recipe.weight == "tokens",
         **{
             f"{world} rank{'s'[: world > 1]}": lambda one, world=world: one.world == world
             for world in WORLDS
@@ -171,7 +170,7 @@ def _checkpoints(loads: list[Load]) -> str:
     )
     lines = [
         "## Checkpoints\n",
-        f"Every cell saves a checkpoint; every wrapper and rank count loads it: {loaded}.",
+        f"Every unweighted cell saves one; every wrapper and rank count loads it: {loaded}.",
         "The figures are relative differences between the loss on validation data",
         f"({VALIDATION} samples) and that in the run that saved the checkpoint. Weights trained",
         "under bf16 are fp32, and are evaluated in fp32.\n",

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from parity_models import make_data, make_parts, micro_batch
+from parity_models import IGNORED, make_data, make_parts, micro_batch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -37,6 +37,8 @@ class Recipe:
         optimizer: "SGD" or "AdamW".
         separate: an optimizer, and a norm, for each of the two parts.
         steps: updates.
+        weight: what losses are means over, "samples" or "tokens", in micro-batches and parts of
+            different sizes; "" where all have one size, and each counts the same.
     """
 
     model: str
@@ -46,6 +48,7 @@ class Recipe:
     optimizer: str
     separate: bool = False
     steps: int = 30
+    weight: str = ""
 
     @property
     def micro_steps(self) -> int:
@@ -64,7 +67,8 @@ class Recipe:
 
     def __str__(self) -> str:
         clip = "clipped" if self.clip else "unclipped"
-        return f"{self.model} {self.dtype} {self.optimizer} x{self.accumulate} {clip}"
+        weight = f" by {self.weight}" if self.weight else ""
+        return f"{self.model} {self.dtype} {self.optimizer} x{self.accumulate} {clip}{weight}"
 
 
 @dataclass(frozen=True)
@@ -93,14 +97,18 @@ def train_plain(recipe: Recipe, device: str = "cpu") -> Reference:
         groups = [[one for group in groups for one in group]]
     optimizers = [make(group, **options) for group in groups]
     scaler = torch.amp.GradScaler(device, SCALE, enabled=recipe.dtype == "fp16")
-    data = make_data(recipe.model, dtype)
+    data = make_data(recipe.model, dtype, padded=recipe.weight == "tokens")
+    batches = [micro_batch(data, i, ragged=bool(recipe.weight)) for i in range(recipe.micro_steps)]
+    weights = [weight_of(recipe, target) for _, target in batches]
     losses = []
-    for index in range(recipe.micro_steps):
-        inputs, target = (one.to(device) for one in micro_batch(data, index))
+    for index, batch in enumerate(batches):
+        inputs, target = (one.to(device) for one in batch)
+        start = index - index % recipe.accumulate
+        share = weights[index] / sum(weights[start : start + recipe.accumulate])
         with autocast(recipe, device):
             scores = net["head"](net["body"](inputs))
             loss = F.cross_entropy(scores, target.flatten())
-        scaler.scale(loss / recipe.accumulate).backward()
+        scaler.scale(loss * share).backward()
         losses.append(loss.detach())
         if (index + 1) % recipe.accumulate == 0:
             for group, optimizer in zip(groups, optimizers, strict=True):
@@ -110,5 +118,12 @@ def train_plain(recipe: Recipe, device: str = "cpu") -> Reference:
                 scaler.step(optimizer)
                 optimizer.zero_grad()
             scaler.update()
-    weights = {name: value.cpu() for name, value in net.state_dict().items()}
-    return Reference(torch.stack(losses).double().cpu(), weights)
+    values = {name: value.cpu() for name, value in net.state_dict().items()}
+    return Reference(torch.stack(losses).double().cpu(), values)
+
+
+def weight_of(recipe: Recipe, target: Tensor) -> int:
+    """Return what a micro-batch counts in its update."""
+    if recipe.weight == "tokens":
+        return int((target != IGNORED).sum())
+    return len(target) if recipe.weight else 1

@@ -25,7 +25,6 @@ from parity_checkpoints import Load, load_all  # noqa: E402
 from parity_matrix import filled, first_line, run_row, worst, write_references  # noqa: E402
 from parity_page import page  # noqa: E402
 from parity_plain import Recipe  # noqa: E402
-from parity_weighted import broken, run_rows  # noqa: E402
 from ranks import RanksError, shutdown  # noqa: E402
 
 MODELS = ("transformer", "cnn")
@@ -47,15 +46,14 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="parity_") as folder:
         cells = train_rows(rows, Path(folder), failures)
         loads = load_rows(rows, cells, failures)
-    weighted = run_rows(rows, failures)
     shutdown()
-    wrong = [describe(one) for one in (*cells, *loads) if not one.is_within] + broken(weighted)
-    text = page(cells, loads, weighted, failures, minutes=(time.monotonic() - started) / 60)
+    broken = [describe(one) for one in (*cells, *loads) if not one.is_within]
+    text = page(cells, loads, failures, minutes=(time.monotonic() - started) / 60)
     arguments.output.write_text(text, encoding="utf-8")
     print(text)
-    for line in (*failures, *wrong):
+    for line in (*failures, *broken):
         print("BROKEN:", line)
-    return 1 if failures or wrong else 0
+    return 1 if failures or broken else 0
 
 
 def train_rows(rows: list[tuple[str, int]], folder: Path, failures: list[str]) -> list[Outcome]:
@@ -94,15 +92,15 @@ def load_rows(rows: list[tuple[str, int]], cells: list[Outcome], failures: list[
     return loads
 
 
-def describe(cell: Outcome | Load) -> str:
+def describe(broken: Outcome | Load) -> str:
     """Say which cell broke its bound, and by what."""
-    if isinstance(cell, Load):
-        source = cell.source
+    if isinstance(broken, Load):
+        source = broken.source
         told = f"{source.kind}, {source.world} ranks, {source.recipe}"
-        return f"{told}, loaded under {cell.kind}, {cell.world}: {cell.difference:.1e}"
-    recipe: Recipe = cell.recipe
-    told = f"{cell.parameters:.1e}, loss {cell.losses:.1e}"
-    return f"{cell.kind}, {cell.world} ranks, {recipe}: {told}"
+        return f"{told}, loaded under {broken.kind}, {broken.world}: {broken.difference:.1e}"
+    recipe: Recipe = broken.recipe
+    told = f"{broken.parameters:.1e}, loss {broken.losses:.1e}"
+    return f"{broken.kind}, {broken.world} ranks, {recipe}: {told}"
 
 
 if __name__ == "__main__":

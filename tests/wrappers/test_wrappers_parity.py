@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from marks import slow
-from parity_cells import BOUNDS, KINDS, WORLDS, Outcome
+from parity_cells import BOUNDS, KINDS, WEIGHTS, WORLDS, Outcome
 from parity_checkpoints import load_all
 from parity_matrix import empty, filled, run_row, write_references
 from parity_plain import Recipe
@@ -35,6 +35,17 @@ RECIPES = [
         ("fp32", 1, True, "SGD"),
         ("bf16", 1, False, "AdamW"),
         ("fp16", 1, True, "SGD"),
+    )
+]
+RECIPES += [
+    Recipe(model, *how, steps=STEPS, weight=weight)
+    for model, weights in WEIGHTS.items()
+    for weight in weights
+    for how in (
+        ("fp64", 3, True, "AdamW"),
+        ("fp64", 1, False, "SGD"),
+        ("fp32", 3, True, "SGD"),
+        ("fp16", 3, True, "SGD"),
     )
 ]
 
@@ -86,16 +97,17 @@ def test_every_checkpoint_loads_under_every_wrapper(
 
 def test_other_training_is_seen(references: Path, tmp_path: Path) -> None:
     """The bounds are such that a small difference in what is trained breaks them."""
-    recipe = RECIPES[0]
-    for other in (
-        replace(recipe, clip=False),
-        replace(recipe, accumulate=1, steps=3 * STEPS),
-        replace(recipe, optimizer="SGD"),
+    recipe, weighted = RECIPES[0], replace(RECIPES[0], weight="tokens")
+    for expected, other in (
+        (recipe, replace(recipe, clip=False)),
+        (recipe, replace(recipe, accumulate=1, steps=3 * STEPS)),
+        (recipe, replace(recipe, optimizer="SGD")),
+        (weighted, replace(weighted, weight="samples")),
     ):
         path = tmp_path / "other.pt"
         write_references(path, [other])
-        _rename(path, recipe, other)
-        (cell,) = run_row("single", 1, [recipe], path)
+        _rename(path, expected, other)
+        (cell,) = run_row("single", 1, [expected], path)
         assert not cell.is_within
         assert cell.parameters > 1e3 * BOUNDS["fp64"]
 

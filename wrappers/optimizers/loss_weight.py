@@ -80,6 +80,7 @@ class WeightedWindow:
         unit: a power of two near the first weight, the same on all ranks: it keeps float16 in
             range and changes no digit; 0 while there has been no weight.
         weight: of the micro-batch whose backward comes next.
+        is_single: a window has one micro-batch.
         total: of the micro-batches on this rank whose gradients are held.
     """
 
@@ -95,7 +96,7 @@ class WeightedWindow:
         self.unit = 0.0
         self.weight: float | Tensor | None = None
         self._optimizer = optimizer
-        self._is_single = accumulative_counts == 1
+        self.is_single = accumulative_counts == 1
         self.total: float | Tensor | None = None
         self._model: Any = None
         self._group: Any = None
@@ -130,7 +131,7 @@ class WeightedWindow:
             raise RuntimeError(_ADVICE)
         if self._model is None:
             _refuse_ranks()
-        if self._is_single and self._ranks == 1:
+        if self.is_single and self._ranks == 1:
             return loss
         if not self.unit:
             self._agree_on_unit()
@@ -156,7 +157,7 @@ class WeightedWindow:
         total = self._received() if self._ranks > 1 else self.total
         is_nothing = not isinstance(total, Tensor) and total == 0
         self.clear()
-        if self._is_single and self._ranks == 1 and not is_nothing:
+        if self.is_single and self._ranks == 1 and not is_nothing:
             return
         gradients = [
             local_part(p.grad) for p in parameters_of(self._optimizer) if p.grad is not None

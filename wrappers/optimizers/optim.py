@@ -105,6 +105,12 @@ class Accumulation:
                 "BatchNorm: its statistics come from single micro-batches."
             )
 
+    def accumulate(self, counts: int) -> None:
+        """Take that many micro-batches per update from here on, where a window begins."""
+        self._accumulative_counts = counts
+        if self.loss_weight is not None:
+            self._window.is_single = counts == 1
+
     def begin_pass(self, start: int, length: int | None) -> None:
         """Tell where a pass over the data begins and, where it is known, how long it is.
 

@@ -1,0 +1,177 @@
+"""The order of an epoch's samples and one rank's part of it: pure functions of (seed, epoch)."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import torch
+from torch.utils.data import Sampler
+
+from ..rng import mix_seed
+
+# Batches whose indices are made at once.
+_RUN_OF_BATCHES = 64
+
+
+class BatchIndices(list[int]):
+    """Indices of one batch, and what the randomness in making it is a function of."""
+
+    key: tuple[int, ...] = ()
+
+
+class ShardedBatchSampler(Sampler[list[int]]):
+    """One rank's batches, a pure function of (seed, epoch, batch).
+
+    Update k is the positions k*G to (k+1)*G of the epoch's order, for G = `global_batch`. They are
+    cut into `micro_batches` runs; of each run rank r takes every W-th position, from the r-th. So
+    which samples an update has does not depend on the number of ranks: see `cut`, which training
+    loops call. At first G is `batch_size` times W, in one run.
+
+    Args:
+        num_samples: Samples in the whole data set.
+        batch_size: Samples per batch and rank, at most.
+        shuffle: A new permutation for each epoch instead of the natural order.
+        seed: The same on every rank.
+        rank: Which of the `world_size` shards, which together have all samples.
+        world_size: How many shards.
+        drop_last: Leave out a last run that is not full; ValueError if none is left.
+        even: Give every rank the same number of batches and samples, by starting again from the
+            epoch's first samples at its end (training), which `pads` tells. Without it each sample
+            comes exactly once, and a rank may have fewer batches than others, or none (evaluation).
+    """
+
+    def __init__(
+        self,
+        num_samples: int,
+        batch_size: int,
+        *,
+        shuffle: bool,
+        seed: int = 0,
+        rank: int = 0,
+        world_size: int = 1,
+        drop_last: bool = False,
+        even: bool = True,
+    ) -> None:
+        if batch_size < 1:
+            raise ValueError(f"batch_size must be >= 1, got {batch_size}")
+        if not 0 <= rank < world_size:
+            raise ValueError(f"rank must be in 0..{world_size - 1}, got {rank}")
+        if drop_last and 0 < num_samples < batch_size * world_size:
+            raise ValueError(
+                f"drop_last leaves no batch: {num_samples} samples are fewer than batch_size "
+                f"{batch_size} times world size {world_size}"
+            )
+        self.num_samples = num_samples
+        self.batch_size = batch_size
+        self.shuffle = shuffle
+        self.seed = seed
+        self.rank = rank
+        self.world_size = world_size
+        self.drop_last = drop_last
+        self.even = even
+        self._epoch = 0
+        self._first = 0
+        self.cut(batch_size * world_size)
+
+    def cut(
+        self,
+        global_batch: int,
+        micro_batches: int = 1,
+        *,
+        length: int | None = None,
+        whole: bool = False,
+        weighted: bool = False,
+    ) -> None:
+        """Say how many samples an update has and in how many batches each rank gets its part.
+
+        Args:
+            global_batch: Samples per update, over all ranks.
+            micro_batches: Batches per update.
+            length: Positions in an epoch; default: as many as the arguments of the class ask for.
+            whole: Cut the last update of an epoch, which may have fewer samples, into as many
+                batches as the others.
+            weighted: The losses are weighted by what they are means over: nothing is repeated to
+                make the ranks even. Their parts of a run differ by one sample at most. A rank that
+                has none gets the run's first sample, for which `counts` is False.
+
+        Raises:
+            ValueError: The samples are too few for that many batches.
+        """
+        run = -(-global_batch // max(1, micro_batches))
+        if micro_batches < 1 or run * (micro_batches - 1) >= global_batch:
+            raise ValueError(
+                f"micro_batches must be >= 1 and leave none of them empty, got {micro_batches} "
+                f"for a global batch of {global_batch} samples"
+            )
+        self.global_batch, self.micro_batches = global_batch, micro_batches
+        self._run = self._last_run = run
+        self._weighted = weighted
+        own_length = self.num_samples // run * run if self.drop_last else self.num_samples
+        self.positions = own_length if length is None else length
+        rest = self.positions % global_batch
+        if whole and rest:
+            share = micro_batches * self.world_size
+            self._last_run = -(-rest // share) * self.world_size
+            self.positions += self._last_run * micro_batches - rest
+        elif self.even and not weighted:
+            self.positions += -self.positions % self.world_size
+        self.length = self.positions if length is None else length
+        self.pads = self.positions > self.num_samples
+
+    @property
+    def batches(self) -> int:
+        """Batches in an epoch, of the rank that has most."""
+        full = self.length // self.global_batch
+        rest = self.positions - full * self.global_batch
+        return full * self.micro_batches - (-rest // self._last_run)
+
+    def __len__(self) -> int:
+        count = self.batches
+        # Only the last run can be too short for a rank.
+        if count and not (self._weighted or self.counts(count - 1)):
+            count -= 1
+        return count
+
+    def counts(self, batch: int) -> bool:
+        """Say whether this rank has samples of its own in a batch of the epoch."""
+        start, end = self._span(batch)
+        return start + self.rank < end
+
+    def set_position(self, epoch: int, batch: int = 0) -> None:
+        """Let the next iteration begin with batch `batch` of epoch `epoch`."""
+        self._epoch = epoch
+        self._first = batch
+
+    def __iter__(self) -> Iterator[list[int]]:
+        # No generator itself: the position counts as of now, not of the first next().
+        return itertools.chain.from_iterable(self._batches(self._epoch, self._first))
+
+    def _span(self, batch: int) -> tuple[int, int]:
+        """Return the positions from and to which all ranks' parts of a batch reach."""
+        update, index = divmod(batch, self.micro_batches)
+        first = update * self.global_batch
+        run = self._run if first + self.global_batch <= self.length else self._last_run
+        start = first + index * run
+        return start, min(start + run, first + self.global_batch, self.positions)
+
+    def _batches(self, epoch: int, first: int) -> Iterator[list[BatchIndices]]:
+        """Yield the batches many at a time, so that one costs no call."""
+        order, count = self._order(epoch), len(self)
+        if self.positions > self.num_samples:
+            order = order[torch.arange(self.positions) % self.num_samples]
+        for begin in range(first, count, _RUN_OF_BATCHES):
+            made = []
+            for index in range(begin, min(begin + _RUN_OF_BATCHES, count)):
+                start, end = self._span(index)
+                own = order[start + self.rank : end : self.world_size].tolist()
+                indices = BatchIndices(own or order[start : start + 1].tolist())
+                indices.key = (self.seed, epoch, index, self.rank)
+                made.append(indices)
+            yield made
+
+    def _order(self, epoch: int) -> torch.Tensor:
+        if not self.shuffle:
+            return torch.arange(self.num_samples)
+        generator = torch.Generator().manual_seed(mix_seed(self.seed, epoch))
+        return torch.randperm(self.num_samples, generator=generator)

@@ -1,0 +1,118 @@
+"""The language model on lines: a token-weighted loss, the same however a batch is split."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from marks import slow
+from programs import run
+from ranks import run_ranks
+
+from stepwrap.loops import find_checkpoint, load_checkpoint
+from stepwrap.registry import load_config
+from stepwrap.runner import Runner
+
+# Five updates of 32 lines, the last one of an epoch shorter, and a second epoch.
+SMALL = (
+    "model.net.width=16",
+    "model.net.depth=1",
+    "model.net.heads=2",
+    "data.train.dataset.limit=150",
+    "data.val.dataset.limit=50",
+    "schedulers=null",
+    "hooks.progress=false",
+    "train.max_steps=8",
+    "train.val_interval=8",
+    "train.log_every_steps=1",
+)
+WHOLE = ("optim_wrapper.accumulative_counts=1", "data.train.batch_size=32")
+QUARTERS = ("optim_wrapper.accumulative_counts=4", "data.train.batch_size=8")
+HALVES_OF_TWO_RANKS = ("optim_wrapper.accumulative_counts=2", "data.train.batch_size=8")
+
+
+def train_in_fp64(run_dir: Path, *overrides: str, resume: bool = False) -> None:
+    torch.set_default_dtype(torch.float64)
+    try:
+        config = load_config("source_lines", [*SMALL, *overrides, f"run_dir={run_dir}"])
+        Runner.from_config(config).train(resume=resume)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def losses_of(run_dir: Path) -> list[float]:
+    """Return the losses of every update, and that of the validation."""
+    records = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
+    return [one["loss"] for one in records]
+
+
+def weights_apart(one: Path, other: Path) -> float:
+    """Return the largest difference of a weight at the end of two runs."""
+    first, second = (load_checkpoint(find_checkpoint(run)).read("model.pt") for run in (one, other))
+    assert first.keys() == second.keys()
+    return max(float((first[name] - second[name]).abs().max()) for name in first)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "split"),
+    [
+        (1, QUARTERS),
+        *slow((2, HALVES_OF_TWO_RANKS), (2, ("wrapper.type=fsdp", *HALVES_OF_TWO_RANKS))),
+    ],
+    ids=["micro-batches", "ddp", "fsdp"],
+)
+def test_any_split_of_a_batch_gives_the_same_run(
+    ranks: int, split: tuple[str, ...], tmp_path: Path
+) -> None:
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    train_in_fp64(whole, *WHOLE)
+    run_ranks(train_in_fp64, ranks, parts, *split)
+    assert losses_of(parts) == pytest.approx(losses_of(whole), abs=1e-12)
+    assert weights_apart(whole, parts) < 1e-12
+
+
+def test_without_a_weight_the_split_matters(tmp_path: Path) -> None:
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    for run_dir, split in ((whole, WHOLE), (parts, QUARTERS)):
+        train_in_fp64(run_dir, "optim_wrapper.loss_weight=null", *split)
+    assert weights_apart(whole, parts) > 1e-6
+
+
+def test_validation_is_a_mean_over_characters(tmp_path: Path) -> None:
+    few, many = tmp_path / "few", tmp_path / "many"
+    train_in_fp64(few, "train.max_steps=1", "data.val.batch_size=7")
+    train_in_fp64(many, "train.max_steps=1", "data.val.batch_size=50")
+    assert losses_of(few)[-1] == pytest.approx(losses_of(many)[-1], abs=1e-12)
+
+
+def test_a_run_goes_on_in_other_batches(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    train_in_fp64(whole, "train.max_steps=4")
+    train_in_fp64(parts, "train.max_steps=2")
+    with caplog.at_level("INFO"):
+        train_in_fp64(parts, "train.max_steps=4", "data.train.batch_size=32", resume=True)
+    # As many batches as before it was stopped, now that one is an update.
+    assert "nothing was left to train" not in caplog.text
+    assert weights_apart(whole, parts) < 1e-12
+
+
+@pytest.mark.slow
+def test_the_example_of_the_page_on_exactness(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs/exactness.md").read_text()
+    top = page.partition("\n## ")[0]
+    commands = re.findall(r"^stepwrap (.*)$", top, flags=re.MULTILINE)
+    outputs = [run("-m", "stepwrap.runner", *one.split(), cwd=tmp_path) for one in commands]
+    assert len(outputs) == 3
+    (code,) = re.findall(r"```python\n(.*?)```", top, flags=re.DOTALL)
+    assert float(run("-c", code, cwd=tmp_path)) < 1e-5
+
+
+@pytest.mark.slow
+def test_the_model_learns(tmp_path: Path) -> None:
+    words = "-m", "stepwrap.runner", "train", "source_lines", "--run-dir", str(tmp_path / "run")
+    run(*words, "train.max_steps=100", "train.val_interval=100", cwd=tmp_path)
+    records = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
+    record = [one for one in records if one["phase"] == "val"][-1]
+    assert 2.5 < record["unigram"] < 3.6
+    assert record["loss"] < record["unigram"] - 0.5

@@ -1,0 +1,215 @@
+"""Losses as means over what they weigh, through loops: stand-ins, records, validations."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from elastic_runs import make_net, make_optimizer, wrapped
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from marks import slow
+from ranks import run_ranks
+from torch import Tensor, nn
+
+from stepwrap.loops import (
+    EpochTrainLoop,
+    Hook,
+    HookList,
+    IterTrainLoop,
+    LoopState,
+    MeanLoss,
+    ShardedBatchSampler,
+    ValLoop,
+)
+from stepwrap.loops.checkpoints.weights import weights_of
+from stepwrap.wrappers import OptimWrapper, SingleDevice, SupervisedModel
+
+EPOCHS = 2
+WINDOW = 2
+IGNORED = -100
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    samples=st.integers(1, 60),
+    size=st.integers(1, 20),
+    batch=st.integers(1, 5),
+    world=st.integers(1, 4),
+)
+def test_weighted_shares_have_each_sample_once(
+    samples: int, size: int, batch: int, world: int
+) -> None:
+    """Each update's samples are the next of the global order, in equally many batches."""
+    micro = -(-size // (batch * world))
+    whole = ShardedBatchSampler(samples, 1, shuffle=True, seed=5)
+    order = [index for one in whole for index in one]
+    by_update: dict[int, list[int]] = {}
+    lengths = set()
+    for rank in range(world):
+        sampler = ShardedBatchSampler(
+            samples, batch, shuffle=True, seed=5, rank=rank, world_size=world
+        )
+        sampler.cut(size, micro, weighted=True)
+        lengths.add(len(sampler))
+        for index, indices in enumerate(sampler):
+            assert len(indices) <= batch
+            if sampler.counts(index):
+                by_update.setdefault(index // micro, []).extend(indices)
+            else:
+                assert len(indices) == 1
+    assert len(lengths) == 1
+    pieces = [sorted(order[at : at + size]) for at in range(0, samples, size)]
+    assert [sorted(by_update[k]) for k in range(len(pieces))] == pieces
+
+
+def test_a_cut_that_leaves_batches_empty_is_refused() -> None:
+    sampler = ShardedBatchSampler(10, 2, shuffle=False)
+    with pytest.raises(ValueError, match="got 4 for a global batch of 5"):
+        sampler.cut(5, 4)
+
+
+def _batches(count: int, rank: int) -> list[list[Tensor]]:
+    """Return batches of 1 to 3 samples, some of whose targets do not count."""
+    generator = torch.Generator().manual_seed(10 + rank)
+    made = []
+    for index in range(count):
+        size = 1 + index % 3
+        inputs = torch.randn(size, 4, generator=generator, dtype=torch.float64)
+        target = torch.randint(0, 3, (size,), generator=generator)
+        target[1:2] = IGNORED
+        made.append([inputs, target])
+    return made
+
+
+class Unsized:
+    """Batches whose number cannot be told."""
+
+    def __init__(self, batches: list[list[Tensor]]) -> None:
+        self.batches = batches
+
+    def __iter__(self) -> Iterator[list[Tensor]]:
+        return iter(self.batches)
+
+
+class _Records(Hook):
+    def __init__(self) -> None:
+        self.records: list[dict[str, float]] = []
+        self.validated: list[dict[str, float]] = []
+
+    def on_log(self, state: LoopState, record: dict[str, float]) -> None:
+        self.records.append(record)
+
+    def on_eval_end(self, state: LoopState, metrics: dict[str, float]) -> None:
+        self.validated.append(metrics)
+
+
+def _train(
+    kind: str, counts: tuple[int, ...], sized: bool, by_steps: int | None = None
+) -> dict[str, Any]:
+    model: Any = SupervisedModel(make_net(), nn.CrossEntropyLoss())
+    rank = 0
+    if dist.is_initialized():
+        model = wrapped(kind, model)
+        rank = dist.get_rank(model.data_group)
+    else:
+        model = SingleDevice(model)
+    optim = OptimWrapper(make_optimizer(model), WINDOW, loss_weight="tokens")
+    state, records = LoopState(model, optim), _Records()
+    own = _batches(counts[rank], rank)
+    loader: Any = own if sized else Unsized(own)
+    val_loop = ValLoop(own, {"loss": MeanLoss()})
+    if by_steps is None:
+        loop: Any = EpochTrainLoop(loader, max_epochs=EPOCHS, val_loop=val_loop, log_every_steps=2)
+    else:
+        loop = IterTrainLoop(loader, max_steps=by_steps, val_loop=val_loop, log_every_steps=2)
+    loop.run(state, HookList([records]))
+    full = {
+        n: getattr(w, "full_tensor", lambda w=w: w)() for n, w in weights_of(model.module).items()
+    }
+    return {
+        "weights": full,
+        "step": (state.step, state.max_steps, state.epoch),
+        "records": [one["loss"] for one in records.records],
+        "validated": [one["loss"] for one in records.validated],
+    }
+
+
+def _plain(counts: tuple[int, ...]) -> dict[str, Any]:
+    """Return what plain PyTorch makes of each window's batches of all ranks as one batch."""
+    net, records = make_net(), []
+    optimizer = make_optimizer(net)
+    data = [_batches(count, rank) for rank, count in enumerate(counts)]
+    sums, validated, step = [0.0, 0], [], 0
+    for _ in range(EPOCHS):
+        for start in range(0, max(counts), WINDOW):
+            parts = [b for own in data for b in own[start : start + WINDOW]]
+            inputs, target = (torch.cat([one[i] for one in parts]) for i in (0, 1))
+            loss = nn.functional.cross_entropy(net(inputs), target)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            tokens = int((target != IGNORED).sum())
+            sums, step = [sums[0] + loss.item() * tokens, sums[1] + tokens], step + 1
+            if step % 2 == 0:
+                records.append(sums[0] / sums[1])
+                sums = [0.0, 0]
+        every = [b for own in data for b in own]
+        inputs, target = (torch.cat([one[i] for one in every]) for i in (0, 1))
+        with torch.no_grad():
+            validated.append(nn.functional.cross_entropy(net(inputs), target).item())
+    if step % 2:
+        records.append(sums[0] / sums[1])
+    weights = {f"net.{name}": w.detach() for name, w in net.state_dict().items()}
+    return {"weights": weights, "step": step, "records": records, "validated": validated}
+
+
+def _assert_equal(got: dict[str, Any], expected: dict[str, Any], *, sized: bool) -> None:
+    for name, value in expected["weights"].items():
+        assert (got["weights"][name] - value).abs().max().item() <= 1e-12, name
+    last = expected["step"]
+    assert got["step"] == (last, last if sized else None, EPOCHS)
+    assert got["records"] == pytest.approx(expected["records"], abs=1e-12)
+    assert got["validated"] == pytest.approx(expected["validated"], abs=1e-12)
+
+
+@pytest.mark.parametrize("sized", [True, False])
+def test_windows_end_with_a_pass(sized: bool) -> None:
+    """Of 5 batches the last window has one; nobody loses it where the number is not known."""
+    got = _train("", (5,), sized)
+    _assert_equal(got, _plain((5,)), sized=sized)
+
+
+@pytest.mark.parametrize("by_steps", [2, 3, 5, 6])
+def test_updates_are_counted_by_passes(by_steps: int) -> None:
+    got = _train("", (5,), True, by_steps)
+    assert got["step"] == (by_steps, by_steps, (by_steps - 1) // 3)
+
+
+@pytest.mark.parametrize(
+    ("kind", "counts", "sized"),
+    [
+        ("ddp", (5, 2), True),
+        ("ddp", (3, 0), False),
+        *slow(
+            ("ddp", (1, 5, 4), True),
+            ("fsdp", (5, 2), True),
+            ("fsdp", (0, 5, 4), False),
+            ("hsdp", (5, 2), False),
+            ("hsdp", (1, 5, 4, 2), True),
+            ("tensor", (5, 2), True),
+            ("tensor", (5, 2), False),
+        ),
+    ],
+)
+def test_ranks_with_different_numbers_of_batches(
+    kind: str, counts: tuple[int, ...], sized: bool
+) -> None:
+    """One that has run out goes on with a batch that counts nothing."""
+    expected = _plain(counts)
+    ranks = len(counts) * (2 if kind == "tensor" else 1)
+    for got in run_ranks(_train, ranks, kind, counts, sized):
+        _assert_equal(got, expected, sized=sized)
