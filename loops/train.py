@@ -194,8 +194,8 @@ class EpochTrainLoop(_TrainLoop):
 
     Args:
         dataloader: This rank's batches; the same number on every rank, unless the model's wrapper
-            has `uneven_inputs`. Where the number is not known in advance, the ranks compare before
-            each batch whether all have one.
+            has `uneven_inputs` or the optimizer wrapper a `loss_weight`. Where the number is not
+            known in advance, the ranks compare before each batch whether all have one.
         max_epochs: Passes over the data.
         val_loop: Validates; None for never.
         val_begin: The first epoch after which it may run.

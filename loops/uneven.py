@@ -99,22 +99,24 @@ class PassInputs:
         batch = last = next(own, _END)
         if self._compares:
             last = self._lent(batch)
-        while last is not _END:
-            has_batch = batch is not _END
-            ended = on_all_ranks(None, not has_batch)[0] if self._compares else not has_batch
-            if ended:
-                break
-            last = batch if has_batch else last
-            counts = self._sampler is None or self._sampler.counts(state.batch)
-            optim.batch_counts = has_batch and counts
-            yield last
-            batch = next(own, _END)
-        if self.length is None and last is not _END and not optim.should_update():
-            # Nobody knew that the window would end here: one more batch ends it.
-            optim.begin_pass(state.iteration - state.batch, state.batch + 1)
-            optim.batch_counts = False
-            yield last
-        optim.batch_counts = True
+        try:
+            while last is not _END:
+                has_batch = batch is not _END
+                ended = on_all_ranks(None, not has_batch)[0] if self._compares else not has_batch
+                if ended:
+                    break
+                last = batch if has_batch else last
+                counts = self._sampler is None or self._sampler.counts(state.batch)
+                optim.batch_counts = has_batch and counts
+                yield last
+                batch = next(own, _END)
+            if self.length is None and last is not _END and not optim.should_update():
+                # Nobody knew that the window would end here: one more batch ends it.
+                optim.begin_pass(state.iteration - state.batch, state.batch + 1)
+                optim.batch_counts = False
+                yield last
+        finally:
+            optim.batch_counts = True
 
     def _lent(self, batch: Any) -> Any:
         """Return a rank's first batch, or another rank's to stand in for it; all must call this."""
