@@ -10,9 +10,11 @@ from typing import Any
 
 from ..collectives import mean_scalars
 from ..registry import LOOPS
+from .data.passes import batches_of_pass
+from .data.streams import telling
 from .evaluate import ValLoop, announce_failure, require_step
 from .hook import HookList, Scalars
-from .loaders import batches_from, length_of
+from .loaders import length_of
 from .metrics import directions_of
 from .notes import naming_missing_ranks, note_failure
 from .schedule import (
@@ -57,7 +59,7 @@ class _TrainLoop:
     ) -> None:
         if length_of(dataloader) == 0:
             raise ValueError(_EMPTY)
-        self.dataloader = dataloader
+        self.dataloader = telling(dataloader)
         self.val_loop = val_loop
         self.schedule = schedule
         self.sanity_val = sanity_val
@@ -68,7 +70,7 @@ class _TrainLoop:
         train_step = step_of(state.model, optim)
         log = state.logs.append
         state.in_step = True
-        left = batches_from(self.dataloader, state.epoch, state.batch)
+        left = batches_of_pass(self.dataloader, state)
         for batch in self._inputs.watched(left, state):
             for on_batch_start in hooks.on_batch_start:
                 on_batch_start(state, batch)
@@ -179,7 +181,7 @@ class _TrainLoop:
         require_step(state.model, "train_step")
         state.higher_is_better = directions_of(getattr(self.val_loop, "metrics", {}))
         by_epoch = self._last_step is None
-        self._inputs = PassInputs(state, length_of(self.dataloader), by_epoch=by_epoch)
+        self._inputs = PassInputs(state, self.dataloader, by_epoch=by_epoch)
         if self.sanity_val and isinstance(self.val_loop, ValLoop):
             self.val_loop.try_batch(state)
 
@@ -190,8 +192,9 @@ class EpochTrainLoop(_TrainLoop):
 
     Args:
         dataloader: This rank's batches; the same number on every rank, unless the model's wrapper
-            has `uneven_inputs`. Where the number is not known in advance, the ranks compare before
-            each batch whether all have one.
+            has `uneven_inputs`. Where the number is not known in advance, or only estimated, as for
+            an iterable data set, the ranks compare before each batch whether all have one.
+            docs/checkpoints.md tells how a resumed run finds its place in any loader.
         max_epochs: Passes over the data.
         val_loop: Validates; None for never.
         val_begin: The first epoch after which it may run.
