@@ -18,6 +18,7 @@ from .hooks.log import LogHook, TensorBoardHook
 from .hooks.nan_guard import NanGuardHook, NonFiniteError
 from .hooks.progress import ProgressHook
 from .hooks.scheduler import PolyLR, SchedulerHook, ScheduleWindow
+from .hooks.spike_guard import SpikeError, SpikeGuardHook
 from .loaders import ShardedBatchSampler, build_loader
 from .metrics import MeanLoss, ProcessMetric
 from .rng import mix_seed, seed_rng
@@ -49,6 +50,8 @@ __all__ = [
     "ScheduleWindow",
     "SchedulerHook",
     "ShardedBatchSampler",
+    "SpikeError",
+    "SpikeGuardHook",
     "Stateful",
     "TensorBoardHook",
     "TestLoop",

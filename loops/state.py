@@ -51,6 +51,11 @@ class LogBuffer:
         self._sums, self._nonfinite = {}, {}
         self._raw.clear()
 
+    def drop(self, update: int) -> None:
+        """Forget what the batches of the last update have logged."""
+        while self._raw and self._raw[-1][0] == update:
+            self._raw.pop()
+
     def first_nonfinite(self, watches: Callable[[str], bool], after: int) -> tuple[int, str] | None:
         """Return update and text of the first value after an update that is not finite, or None."""
         found = [(step, name, text) for name, (step, text) in self._nonfinite.items()]
@@ -224,6 +229,9 @@ class LoopState:
             rank has more than others (`uneven_inputs`): hooks must not communicate then.
         updated_at: (epoch, batch, iteration) of the last update, where the running accumulation
             window began; None where that is not known.
+        left_out: Steps without an update, by number: their batches are read, and that is all. None
+            where every step is made.
+        skipped: The last step was left out, before it began or by a guard: no weight has moved.
         restored_from: Folder and serial number of the checkpoint that the run has gone back to
             and not yet gone on from.
     """
@@ -251,6 +259,8 @@ class LoopState:
     in_step: bool = False
     together: bool = True
     updated_at: tuple[int, int, int] | None = None
+    left_out: set[int] | None = None
+    skipped: bool = False
     restored_from: tuple[Path, int] | None = None
 
     @property

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -43,7 +44,7 @@ COMMANDS = {
         f"{_RUN} [options]",
         "train, validate and, where data.test is given, test",
         "run_commands",
-        (*_RUNNING, "resume", "fresh"),
+        (*_RUNNING, "resume", "fresh", "without-step"),
         section="train",
     ),
     "validate": Command(
@@ -87,6 +88,13 @@ def _positive(text: str) -> int:
     return int(text)
 
 
+def _steps(text: str) -> int | str:
+    if not re.fullmatch(r"[1-9]\d*(-[1-9]\d*)?", text):
+        told = f"must be the number of a step, or a range such as 1200-1210, got {text!r}"
+        raise argparse.ArgumentTypeError(told)
+    return int(text) if text.isdecimal() else text
+
+
 _FLAG: dict[str, Any] = {"action": "store_true"}
 _PATH: dict[str, Any] = {"nargs": "?", "const": True, "metavar": "PATH"}
 _OPTIONS: dict[str, dict[str, Any]] = {
@@ -103,6 +111,12 @@ _OPTIONS: dict[str, dict[str, Any]] = {
         "help": "continue the run in the run folder, or from the checkpoint at PATH",
     },
     "fresh": {**_FLAG, "help": "delete the results already in the run folder"},
+    "without-step": {
+        "type": _steps,
+        "action": "append",
+        "metavar": "K",
+        "help": "leave out step K, or steps K-L (train.skip_steps); may be given several times",
+    },
     "checkpoint": {
         **_PATH,
         "help": "a checkpoint's folder, best or latest; default: the best, else the latest",
@@ -298,7 +312,12 @@ def read_run(options: argparse.Namespace) -> Examination | None:
         value = getattr(options, name, None)
         if value is not None:
             overrides.append(f"{key}={json.dumps(value)}")
-    examined = examine_names(load_config(options.words[0], overrides))
+    config = load_config(options.words[0], overrides)
+    if without := getattr(options, "without_step", None):
+        steps = [*(config.select("train.skip_steps") or ()), *without]
+        overrides.append(f"train.skip_steps={json.dumps(steps)}")
+        config = load_config(options.words[0], overrides)
+    examined = examine_names(config)
     problems = examined.problems
     if examined.config.select(needed) is None:
         parts = needed.split(".")

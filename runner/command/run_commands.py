@@ -19,7 +19,7 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
-from ...loops import list_checkpoints
+from ...loops import find_checkpoint, list_checkpoints, load_checkpoint
 from ...registry import Config, ConfigError, Problem, RunSections
 from ..build.parts import rehearse
 from ..build.sections import read_sections
@@ -27,7 +27,7 @@ from ..failure import Terminated, TrainingFailed, as_mistakes_in
 from ..guard import raising_stops
 from ..jobs import Job, Outcome, refuse_occupied, run_dir_error, run_job
 from ..launcher import launch, started_outside
-from ..run_folder import saved_checkpoints
+from ..run_folder import resolve_checkpoint, saved_checkpoints
 from .commands import draw_curves, plots_available, read_curves
 
 
@@ -40,6 +40,9 @@ def run_train(options: argparse.Namespace) -> int:
     if options.dry_run and resume:
         what = "--dry-run and --resume exclude each other: a dry run starts from the beginning"
         raise ConfigError([Problem("", what)])
+    if options.without_step and resume:
+        first = min(int(str(one).partition("-")[0]) for one in options.without_step)
+        resume = _checkpoint_before(first, Path(run.run_dir), resume)
     switches = {name: getattr(options, name) for name in ("dry_run", "debug", "fresh")}
     job = Job("train", config, run, resume=resume, **switches)
     if started_outside():
@@ -49,6 +52,22 @@ def run_train(options: argparse.Namespace) -> int:
     folder = nullcontext() if options.dry_run else _new_folder(config, Path(run.run_dir))
     with raising_stops(), folder:
         return _run(job)
+
+
+def _checkpoint_before(step: int, run_dir: Path, resume: bool | str) -> bool | str:
+    """Return from where to resume so that `step` is still to come: the latest unless told."""
+    if resume is True:
+        path = find_checkpoint(run_dir, before=step)
+        if path is not None or not saved_checkpoints(run_dir):
+            return path is None or str(path)
+        what = f"no checkpoint in {run_dir} is from before it; --fresh trains from the beginning"
+        raise ConfigError([Problem("", f"--without-step {step}: {what}")])
+    found = resolve_checkpoint(run_dir, str(resume))
+    done = load_checkpoint(found).meta["step"]
+    if done >= step:
+        what = f"{found} has trained on it already: --resume alone finds an earlier checkpoint"
+        raise ConfigError([Problem("", f"--without-step {step}: {what}")])
+    return resume
 
 
 @contextmanager
