@@ -8,11 +8,12 @@ import os
 import platform
 import signal
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -27,8 +28,13 @@ from ..failure import Terminated, TrainingFailed, as_mistakes_in
 from ..guard import raising_stops
 from ..jobs import Job, Outcome, refuse_occupied, run_dir_error, run_job
 from ..launcher import launch, started_outside
+from ..replay import Replayed, Watch, replay
 from ..run_folder import resolve_checkpoint, saved_checkpoints
 from .commands import draw_curves, plots_available, read_curves
+
+T = TypeVar("T")
+# How long ranks wait for one in the debugger: a week.
+_DEBUGGING_S = 7 * 24 * 3600.0
 
 
 def run_train(options: argparse.Namespace) -> int:
@@ -99,6 +105,47 @@ def run_validate(options: argparse.Namespace) -> int:
 run_test = run_validate
 
 
+def run_replay(options: argparse.Namespace) -> int:
+    """Run one step of a run again, on as many ranks as it had, and say what came of it."""
+    folder, trace = Path(options.words[0]), options.profile or ""
+    if trace and not Path(trace).absolute().parent.is_dir():
+        raise ConfigError([Problem("", f"--profile {trace}: there is no such folder")])
+    saved = list_checkpoints(folder / "checkpoints")
+    config = options.examined.config
+    nproc = saved[0][1]["world_size"] if saved else int(config.select("launch.nproc") or 1)
+    run = read_sections(options.examined, nproc)
+    # A rank under a debugger keeps the others waiting.
+    wait_s = _DEBUGGING_S if options.debugger else run.launch.timeout_s
+    run = replace(run, launch=replace(run.launch, nproc=nproc, timeout_s=wait_s))
+    switches = {name: getattr(options, name) for name in ("rank", "debugger", "anomaly")}
+    watch = Watch(options.step, profile=trace, **switches)
+    job = Job("replay", config, run, debug=options.debug)
+    seen = _launch(replay, job, watch)
+    if 0 in seen:
+        _report_step(watch, seen)
+    return 0
+
+
+def _report_step(watch: Watch, seen: Mapping[int, Replayed]) -> None:
+    first = seen[0]
+    source = first.checkpoint or "the beginning of the run"
+    print(f"step {watch.step}, from {source}, {watch.step - first.started_at - 1} steps before it")
+    for rank, one in sorted(seen.items()):
+        for number, logs in enumerate(one.logs, 1):
+            batch = f", batch {number}" if len(one.logs) > 1 else ""
+            told = ", ".join(f"{name} {value!r}" for name, value in logs.items())
+            print(f"rank {rank}{batch}: {told}")
+    for name, rates in first.rates.items():
+        print(f"{name}: {', '.join(map(repr, rates))}")
+    if first.skipped:
+        print("the spike guard has left it out")
+    if first.saved:
+        result = "are, bit for bit," if first.equal else "are NOT"
+        print(f"the weights after it {result} those of {first.saved}")
+    for table in (one.profile for one in seen.values() if one.profile):
+        print(f"{table}\ntrace: {watch.profile}")
+
+
 def run_check(options: argparse.Namespace) -> int:
     """Report every mistake in a config, then build its parts on the CPU."""
     run = read_sections(options.examined)
@@ -117,13 +164,22 @@ def run_check(options: argparse.Namespace) -> int:
     return 0
 
 
-def _run(job: Job) -> int:
+def _launch(work: Callable[..., T], job: Job, *more: Any) -> dict[int, T]:
     settings = job.run.launch
     backend = "gloo" if settings.backend == "auto" and job.run.device == "cpu" else settings.backend
-    with _naming_checkpoints(job, Path(job.run.run_dir)), raising_stops():
-        results = launch(
-            run_job, (job,), nproc=settings.nproc, backend=backend, timeout_s=settings.timeout_s
+    with raising_stops():
+        return launch(
+            work,
+            (job, *more),
+            nproc=settings.nproc,
+            backend=backend,
+            timeout_s=settings.timeout_s,
         )
+
+
+def _run(job: Job) -> int:
+    with _naming_checkpoints(job, Path(job.run.run_dir)):
+        results = _launch(run_job, job)
     if 0 not in results:
         # One of torchrun's other ranks: rank 0 does the talking.
         return next(iter(results.values())).exit_code
