@@ -86,7 +86,7 @@ class SpikeGuardHook(Hook):
     def __init__(
         self,
         *,
-        threshold: float = 10.0,
+        threshold: float = 20.0,
         window: int = 128,
         warmup: int = 32,
         watch: str = "both",

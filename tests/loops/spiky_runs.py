@@ -27,7 +27,7 @@ BATCH = 4
 class Spiky(Dataset[Any]):
     """A noisy regression; reading a sample draws from the random stream of this process.
 
-    `wild` says by what the target of a sample is multiplied, `without` which are not there.
+    `wild` gives samples other targets, `without` says which are not there.
     """
 
     def __init__(
@@ -36,8 +36,8 @@ class Spiky(Dataset[Any]):
         generator = torch.Generator().manual_seed(1)
         self.inputs = torch.randn(size, 6, generator=generator)
         self.targets = self.inputs.sum(1, keepdim=True)
-        for index, factor in (wild or {}).items():
-            self.targets[index] *= factor
+        for index, target in (wild or {}).items():
+            self.targets[index] = target
         gone = set(without)
         self.there = [index for index in range(size) if index not in gone]
 
