@@ -18,6 +18,7 @@ from .hooks.log import LogHook, TensorBoardHook
 from .hooks.nan_guard import NanGuardHook, NonFiniteError
 from .hooks.progress import ProgressHook
 from .hooks.scheduler import PolyLR, SchedulerHook, ScheduleWindow
+from .hooks.spike_guard import SpikeError, SpikeGuardHook
 from .loaders import build_loader
 from .metrics import MeanLoss, ProcessMetric
 from .order.sampler import ShardedBatchSampler
@@ -50,6 +51,8 @@ __all__ = [
     "ScheduleWindow",
     "SchedulerHook",
     "ShardedBatchSampler",
+    "SpikeError",
+    "SpikeGuardHook",
     "Stateful",
     "TensorBoardHook",
     "TestLoop",

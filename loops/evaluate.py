@@ -30,6 +30,7 @@ from .hook import HookList
 from .loaders import batches_from, first_batch_apart, length_of, size_before_padding
 from .notes import naming_missing_ranks, note_failure
 from .rng import preserved_rng
+from .skips import buffer_restorer
 from .state import LoopState, Phase
 from .uneven import on_all_ranks
 
@@ -329,9 +330,8 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
 @contextmanager
 def _unchanged(model: nn.Module) -> Iterator[None]:
     """Evaluate `model` inside; its buffers and its modules' plain attributes stay as they are."""
-    modules = list(user_model(model).modules())
-    named = [(m._buffers, name, b) for m in modules for name, b in m._buffers.items()]
-    buffers = [(o, name, b, b.detach().clone()) for o, name, b in named if b is not None]
+    put_back_buffers = buffer_restorer(model)
+    modules = user_model(model).modules()
     plain = [(vars(m), {n: v for n, v in vars(m).items() if type(v) in _PLAIN}) for m in modules]
     # Compiled for a batch of the validation first, it would be compiled otherwise for training.
     compiles = "torch._dynamo" in sys.modules
@@ -342,9 +342,7 @@ def _unchanged(model: nn.Module) -> Iterator[None]:
     finally:
         for attributes, values in plain:
             attributes.update(values)
-        with torch.no_grad():
-            for owner, name, buffer, value in buffers:
-                owner[name] = buffer.copy_(value)
+        put_back_buffers()
 
 
 def require_step(model: nn.Module, name: str) -> None:

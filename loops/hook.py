@@ -71,7 +71,7 @@ class Hook:
         """A training step is done; `logs` are detached tensors on the device."""
 
     def on_update(self, state: LoopState) -> None:
-        """The weights were updated; `state.step` counts this update."""
+        """The weights were updated, or `state.skipped`; `state.step` counts this update."""
 
     def collect_logs(self, state: LoopState, scalars: Scalars) -> None:
         """Add this rank's scalars to `scalars` before they are averaged over the ranks.

@@ -70,11 +70,31 @@ def restore_rng(streams: dict[str, Any], device: torch.device | None = None) -> 
 @contextmanager
 def preserved_rng(device: torch.device | None = None) -> Iterator[None]:
     """Leave the random streams as they were, whatever the block draws from them."""
-    streams = capture_rng(device)
+    put_back = rng_restorer(device)
     try:
         yield
     finally:
-        restore_rng(streams, device)
+        put_back()
+
+
+def rng_restorer(device: torch.device | None = None) -> Callable[[], None]:
+    """Return what puts the random streams back to where they are now."""
+    kept: list[Callable[[], Any]] = [
+        partial(random.setstate, random.getstate()),
+        partial(torch.set_rng_state, torch.get_rng_state()),
+    ]
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        place = _cuda(device)
+        kept.append(partial(torch.cuda.set_rng_state, torch.cuda.get_rng_state(place), place))
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        kept.append(partial(numpy.random.set_state, numpy.random.get_state()))
+
+    def put_back() -> None:
+        for one in kept:
+            one()
+
+    return put_back
 
 
 @contextmanager

@@ -65,6 +65,11 @@ class LogBuffer:
         self._sums, self._nonfinite = {}, {}
         self._raw.clear()
 
+    def drop(self, update: int) -> None:
+        """Forget what the batches of the last update have logged."""
+        while self._raw and self._raw[-1][0] == update:
+            self._raw.pop()
+
     def first_nonfinite(self, watches: Callable[[str], bool], after: int) -> tuple[int, str] | None:
         """Return update and text of the first value after an update that is not finite, or None."""
         found = [(step, name, text) for name, (step, text) in self._nonfinite.items()]
@@ -290,6 +295,9 @@ class LoopState:
             window began; None where that is not known.
         loader: What reads the training batches, if it tells its place by a state of its own.
         loader_state: Its place in a checkpoint, until the loop has gone on from there.
+        left_out: Steps without an update, by number: their batches are read, and that is all. None
+            where every step is made.
+        skipped: The last step was left out, before it began or by a guard: no weight has moved.
         restored_from: Folder and serial number of the checkpoint that the run has gone back to
             and not yet gone on from.
     """
@@ -321,6 +329,8 @@ class LoopState:
     updated_at: tuple[int, int, int] | None = None
     loader: Stateful | None = None
     loader_state: Any = None
+    left_out: set[int] | None = None
+    skipped: bool = False
     restored_from: tuple[Path, int] | None = None
 
     @property

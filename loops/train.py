@@ -9,6 +9,7 @@ from time import monotonic
 from typing import Any
 
 from ..registry import LOOPS
+from .checkpoints.restore import load_checkpoint
 from .data.passes import batches_of_pass
 from .data.streams import telling
 from .evaluate import ValLoop, announce_failure, require_step
@@ -28,6 +29,7 @@ from .schedule import (
     window_of,
 )
 from .signals import StopSignals
+from .skips import GoingBack, passing_over, steps_of
 from .state import LoopState, merged_means
 from .uneven import PassInputs
 
@@ -47,17 +49,20 @@ class _TrainLoop:
     _last_step: int | None = None
     # Found out at the start of each run.
     _inputs: PassInputs
+    # Whether the run has come to its end, or a stop.
+    _ended = False
 
     def _count(self, state: LoopState) -> None:
         """Tell the state and the optimizer wrapper how long the run will be."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         dataloader: Iterable[Any],
         schedule: ValSchedule,
         val_loop: ValLoop | None,
         log_every_steps: int,
         sanity_val: bool,
+        skip_steps: Iterable[int | str],
     ) -> None:
         if length_of(dataloader) == 0:
             raise ValueError(_EMPTY)
@@ -66,6 +71,7 @@ class _TrainLoop:
         self.schedule = schedule
         self.sanity_val = sanity_val
         self.log_every_steps = positive("log_every_steps", log_every_steps)
+        self.skip_steps = steps_of(skip_steps)
 
     def _pass(self, state: LoopState, hooks: HookList, signals: StopSignals) -> None:
         optim = state.optim_wrapper
@@ -74,6 +80,8 @@ class _TrainLoop:
         self._inputs.begin(state)
         state.in_step = True
         left = batches_of_pass(self.dataloader, state)
+        if state.left_out is not None:
+            left, train_step = passing_over(left, train_step, state)
         for batch in self._inputs.watched(left, state):
             for on_batch_start in hooks.on_batch_start:
                 on_batch_start(state, batch)
@@ -144,10 +152,14 @@ class _TrainLoop:
 
     @contextmanager
     def _session(self, state: LoopState, hooks: HookList) -> Iterator[StopSignals]:
-        """Start and end the training of the run, handle signals, announce errors."""
+        """Start and end the training of the run, handle signals, announce errors.
+
+        Without an end, the run has gone back to a checkpoint and is to go on from there.
+        """
         self._check(state)
         self._count(state)
         state.stop_reason, state.signal, state.in_step = "", 0, False
+        state.left_out, state.skipped = set(self.skip_steps) or None, False
         state.updated_at = None
         if not holds_gradients(state.model):
             state.updated_at = (state.epoch, state.batch, state.iteration)
@@ -167,10 +179,13 @@ class _TrainLoop:
                         self._record(state, hooks)
                     for on_train_end in hooks.on_train_end:
                         on_train_end(state)
+                    self._ended = True
             except BaseException as error:
                 note_failure(error, state, self.dataloader, "train_step")
                 announce_failure(state, hooks, error)
-                raise
+                if not isinstance(error, GoingBack):
+                    raise
+                load_checkpoint(error.checkpoint).restore(state)
 
     def _check(self, state: LoopState) -> None:
         if state.optim_wrapper is None:
@@ -208,9 +223,11 @@ class EpochTrainLoop(_TrainLoop):
         log_every_steps: Updates between two log records.
         sanity_val: Run one batch of the validation before training, to find mistakes in it; see
             `ValLoop.try_batch`.
+        skip_steps: Steps that make no update, by their numbers in the log records, or as ranges
+            such as "1200-1210". They count like all others; docs/hooks.md.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         dataloader: Iterable[Any],
         *,
@@ -221,30 +238,33 @@ class EpochTrainLoop(_TrainLoop):
         dynamic_intervals: Sequence[tuple[int, int]] | None = None,
         log_every_steps: int = 50,
         sanity_val: bool = True,
+        skip_steps: Sequence[int | str] = (),
     ) -> None:
         schedule = ValSchedule("epochs", max_epochs, val_begin, val_interval, dynamic_intervals)
-        super().__init__(dataloader, schedule, val_loop, log_every_steps, sanity_val)
+        super().__init__(dataloader, schedule, val_loop, log_every_steps, sanity_val, skip_steps)
         self.max_epochs = schedule.last
 
     def run(self, state: LoopState, hooks: HookList) -> LoopState:
         """Train until `max_epochs` or a stop, from where `state` is; every rank must call this."""
-        with self._session(state, hooks) as signals:
-            if not state.batch and self.val_loop is not None:
-                self._catch_up(state.epoch, state, hooks, signals)
-            while state.epoch < self.max_epochs and not state.stop_reason:
-                for on_epoch_start in hooks.on_epoch_start:
-                    on_epoch_start(state)
-                state.model.train()
-                with self._inputs.joined(state):
-                    self._pass(state, hooks, signals)
-                if state.stop_reason:
-                    break
-                for on_epoch_end in hooks.on_epoch_end:
-                    on_epoch_end(state)
-                self._end_pass(state)
-                self._validate(state.epoch, state, hooks, signals)
-                for on_save_point in hooks.on_save_point:
-                    on_save_point(state)
+        self._ended = False
+        while not self._ended:
+            with self._session(state, hooks) as signals:
+                if not state.batch and self.val_loop is not None:
+                    self._catch_up(state.epoch, state, hooks, signals)
+                while state.epoch < self.max_epochs and not state.stop_reason:
+                    for on_epoch_start in hooks.on_epoch_start:
+                        on_epoch_start(state)
+                    state.model.train()
+                    with self._inputs.joined(state):
+                        self._pass(state, hooks, signals)
+                    if state.stop_reason:
+                        break
+                    for on_epoch_end in hooks.on_epoch_end:
+                        on_epoch_end(state)
+                    self._end_pass(state)
+                    self._validate(state.epoch, state, hooks, signals)
+                    for on_save_point in hooks.on_save_point:
+                        on_save_point(state)
         return state
 
     def _count(self, state: LoopState) -> None:
@@ -285,9 +305,11 @@ class IterTrainLoop(_TrainLoop):
         log_every_steps: Updates between two log records.
         sanity_val: Run one batch of the validation before training, to find mistakes in it; see
             `ValLoop.try_batch`.
+        skip_steps: Steps that make no update, by their numbers in the log records, or as ranges
+            such as "1200-1210". They count like all others; docs/hooks.md.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         dataloader: Iterable[Any],
         *,
@@ -298,28 +320,31 @@ class IterTrainLoop(_TrainLoop):
         dynamic_intervals: Sequence[tuple[int, int]] | None = None,
         log_every_steps: int = 50,
         sanity_val: bool = True,
+        skip_steps: Sequence[int | str] = (),
     ) -> None:
         schedule = ValSchedule("steps", max_steps, val_begin, val_interval, dynamic_intervals)
-        super().__init__(dataloader, schedule, val_loop, log_every_steps, sanity_val)
+        super().__init__(dataloader, schedule, val_loop, log_every_steps, sanity_val, skip_steps)
         self.max_steps = self._last_step = schedule.last
 
     def run(self, state: LoopState, hooks: HookList) -> LoopState:
         """Train until `max_steps` or a stop, from where `state` is; every rank must call this."""
-        with self._session(state, hooks) as signals:
-            for on_epoch_start in hooks.on_epoch_start:
-                on_epoch_start(state)
-            state.model.train()
-            if self.val_loop is not None:
-                self._catch_up(state.step, state, hooks, signals)
-            while state.step < self.max_steps and not state.stop_reason:
-                self._pass(state, hooks, signals)
-                if state.step < self.max_steps and not state.stop_reason:
-                    self._end_pass(state)
-                    for on_save_point in hooks.on_save_point:
-                        on_save_point(state)
-            if not state.stop_reason:
-                for on_epoch_end in hooks.on_epoch_end:
-                    on_epoch_end(state)
+        self._ended = False
+        while not self._ended:
+            with self._session(state, hooks) as signals:
+                for on_epoch_start in hooks.on_epoch_start:
+                    on_epoch_start(state)
+                state.model.train()
+                if self.val_loop is not None:
+                    self._catch_up(state.step, state, hooks, signals)
+                while state.step < self.max_steps and not state.stop_reason:
+                    self._pass(state, hooks, signals)
+                    if state.step < self.max_steps and not state.stop_reason:
+                        self._end_pass(state)
+                        for on_save_point in hooks.on_save_point:
+                            on_save_point(state)
+                if not state.stop_reason:
+                    for on_epoch_end in hooks.on_epoch_end:
+                        on_epoch_end(state)
         return state
 
     def _count(self, state: LoopState) -> None:

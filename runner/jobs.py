@@ -77,6 +77,13 @@ class Outcome:
 
 def run_job(job: Job) -> Outcome:
     """Do `job`; every rank must call this."""
+    with prepared(job):
+        return _run_here(job)
+
+
+@contextmanager
+def prepared(job: Job) -> Iterator[None]:
+    """Have log lines, the modules that the config imports, and the group that its parts need."""
     with _console_log(job.debug):
         # What the config imports has to be there in a new process too.
         if failed := import_problems(job.config):
@@ -85,7 +92,7 @@ def run_job(job: Job) -> Outcome:
         if needs_group(job.run):
             alone = lonely_group()
         with alone, traced(job.run.trace_collectives):
-            return _run_here(job)
+            yield
 
 
 def run_dir_error(config: Config, what: str) -> ConfigError:

@@ -244,9 +244,14 @@ def load_checkpoint(path: Path | str) -> Checkpoint:
 
 
 def find_checkpoint(
-    run_dir: Path | str, which: Literal["latest", "best"] = "latest"
+    run_dir: Path | str,
+    which: Literal["latest", "best"] = "latest",
+    *,
+    before: int | None = None,
 ) -> Path | None:
     """Return the latest or best undamaged checkpoint of a run; every rank must call this.
+
+    With `before` only those count that were saved before that step.
 
     A damaged one is named in the log and the one before it taken; CheckpointError if there are
     checkpoints and each is damaged, but not for "best". None where there is none.
@@ -254,14 +259,16 @@ def find_checkpoint(
     if which not in ("latest", "best"):
         raise ValueError(f'which must be "latest" or "best", got {which!r}')
     root = Path(run_dir) if own_rank() == 0 else None
-    return together(f"searching {run_dir}", lambda: root and _search(root, which))[0]
+    return together(f"searching {run_dir}", lambda: root and _search(root, which, before))[0]
 
 
-def _search(root: Path, which: str) -> Path | None:
+def _search(root: Path, which: str, before: int | None) -> Path | None:
     folder = root / "checkpoints" if (root / "checkpoints").is_dir() else root
     problems: list[str] = []
     for path, meta in list_checkpoints(folder, problems):
         if which == "best" and not meta["best"]:
+            continue
+        if before is not None and meta["step"] >= before:
             continue
         damage = damage_of(path, meta["files"])
         if not damage:

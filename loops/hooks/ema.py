@@ -71,6 +71,8 @@ class EMAHook(Hook):
         if self._restored is not None:
             # From another rank, in the middle of a run: this one had fewer batches.
             self._start(state)
+        if state.skipped:
+            return
         since = state.step - self._start_step
         if since <= 0:
             _copy(self._average, self._parts())

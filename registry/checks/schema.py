@@ -18,6 +18,7 @@ HOOK_TYPES = {
     "ema": "EMAHook",
     "grad_norm": "GradNormHook",
     "nan_guard": "NanGuardHook",
+    "spike_guard": "SpikeGuardHook",
     "tensorboard": "TensorBoardHook",
 }
 DEFAULT_HOOKS = ("progress", "log", "checkpoint", "throughput", "nan_guard")

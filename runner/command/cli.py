@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -43,7 +44,7 @@ COMMANDS = {
         f"{_RUN} [options]",
         "train, validate and, where data.test is given, test",
         "run_commands",
-        (*_RUNNING, "resume", "fresh"),
+        (*_RUNNING, "resume", "fresh", "without-step"),
         section="train",
     ),
     "validate": Command(
@@ -66,6 +67,13 @@ COMMANDS = {
         "run_commands",
         section="",
     ),
+    "replay": Command(
+        "RUN_DIR --step K [key=value ...] [options]",
+        "run one step of a run again, from the nearest checkpoint",
+        "run_commands",
+        ("step", "rank", "debugger", "anomaly", "profile"),
+        section="train",
+    ),
     "show": Command(f"{_RUN} [--origin]", "print the resolved config", "commands", ("origin",)),
     "list": Command("[REGISTRY]", "print what a config can name", "commands", (), 0, 1),
     "convert": Command(
@@ -87,6 +95,13 @@ def _positive(text: str) -> int:
     return int(text)
 
 
+def _steps(text: str) -> int | str:
+    if not re.fullmatch(r"[1-9]\d*(-[1-9]\d*)?", text):
+        told = f"must be the number of a step, or a range such as 1200-1210, got {text!r}"
+        raise argparse.ArgumentTypeError(told)
+    return int(text) if text.isdecimal() else text
+
+
 _FLAG: dict[str, Any] = {"action": "store_true"}
 _PATH: dict[str, Any] = {"nargs": "?", "const": True, "metavar": "PATH"}
 _OPTIONS: dict[str, dict[str, Any]] = {
@@ -103,6 +118,26 @@ _OPTIONS: dict[str, dict[str, Any]] = {
         "help": "continue the run in the run folder, or from the checkpoint at PATH",
     },
     "fresh": {**_FLAG, "help": "delete the results already in the run folder"},
+    "without-step": {
+        "type": _steps,
+        "action": "append",
+        "metavar": "K",
+        "help": "leave out step K, or steps K-L (train.skip_steps); may be given several times",
+    },
+    "step": {
+        "type": _positive,
+        "required": True,
+        "metavar": "K",
+        "help": "the step's number in the log records",
+    },
+    "rank": {
+        "type": lambda text: _positive(text) if text != "0" else 0,
+        "metavar": "R",
+        "help": "the rank to look into; default: 0, with --anomaly all",
+    },
+    "debugger": {**_FLAG, "help": "stop right before the training step, and where it fails"},
+    "anomaly": {**_FLAG, "help": "name the forward call whose gradient is NaN"},
+    "profile": {"metavar": "FILE", "help": "write a trace of the step for chrome://tracing"},
     "checkpoint": {
         **_PATH,
         "help": "a checkpoint's folder, best or latest; default: the best, else the latest",
@@ -285,6 +320,15 @@ def _unknown(kind: str, word: str, known: Sequence[str] | dict[str, Command]) ->
     return f"there is no {kind} {word}; {hint}"
 
 
+def _config_of(folder: str) -> str:
+    settings = Path(folder) / "config.yaml"
+    if not settings.is_file():
+        raise _mistake(
+            f"stepwrap replay: {folder} is not the folder of a run: no config.yaml in it"
+        )
+    return str(settings)
+
+
 def read_run(options: argparse.Namespace) -> Examination | None:
     """Return the config of a command that runs one, with the options laid upon it, examined.
 
@@ -293,12 +337,20 @@ def read_run(options: argparse.Namespace) -> Examination | None:
     needed = COMMANDS[options.command].section
     if needed is None:
         return None
-    overrides = list(options.words[1:])
+    source, overrides = options.words[0], list(options.words[1:])
+    if options.command == "replay":
+        source = _config_of(source)
+        overrides = [f"run_dir={json.dumps(options.words[0])}", "hooks.progress=false", *overrides]
     for name, key in (("nproc", "launch.nproc"), ("run_dir", "run_dir"), ("device", "device")):
         value = getattr(options, name, None)
         if value is not None:
             overrides.append(f"{key}={json.dumps(value)}")
-    examined = examine_names(load_config(options.words[0], overrides))
+    config = load_config(source, overrides)
+    if without := getattr(options, "without_step", None):
+        steps = [*(config.select("train.skip_steps") or ()), *without]
+        overrides.append(f"train.skip_steps={json.dumps(steps)}")
+        config = load_config(source, overrides)
+    examined = examine_names(config)
     problems = examined.problems
     if examined.config.select(needed) is None:
         parts = needed.split(".")

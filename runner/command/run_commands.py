@@ -8,18 +8,19 @@ import os
 import platform
 import signal
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
-from ...loops import list_checkpoints
+from ...loops import find_checkpoint, list_checkpoints, load_checkpoint
 from ...registry import Config, ConfigError, Problem, RunSections
 from ..build.parts import rehearse
 from ..build.sections import read_sections
@@ -27,8 +28,13 @@ from ..failure import Terminated, TrainingFailed, as_mistakes_in
 from ..guard import raising_stops
 from ..jobs import Job, Outcome, refuse_occupied, run_dir_error, run_job
 from ..launcher import launch, started_outside
-from ..run_folder import saved_checkpoints
+from ..replay import Replayed, Watch, replay
+from ..run_folder import resolve_checkpoint, saved_checkpoints
 from .commands import draw_curves, plots_available, read_curves
+
+T = TypeVar("T")
+# How long ranks wait for one in the debugger: a week.
+_DEBUGGING_S = 7 * 24 * 3600.0
 
 
 def run_train(options: argparse.Namespace) -> int:
@@ -40,6 +46,9 @@ def run_train(options: argparse.Namespace) -> int:
     if options.dry_run and resume:
         what = "--dry-run and --resume exclude each other: a dry run starts from the beginning"
         raise ConfigError([Problem("", what)])
+    if options.without_step and resume:
+        first = min(int(str(one).partition("-")[0]) for one in options.without_step)
+        resume = _checkpoint_before(first, Path(run.run_dir), resume)
     switches = {name: getattr(options, name) for name in ("dry_run", "debug", "fresh")}
     job = Job("train", config, run, resume=resume, **switches)
     if started_outside():
@@ -49,6 +58,22 @@ def run_train(options: argparse.Namespace) -> int:
     folder = nullcontext() if options.dry_run else _new_folder(config, Path(run.run_dir))
     with raising_stops(), folder:
         return _run(job)
+
+
+def _checkpoint_before(step: int, run_dir: Path, resume: bool | str) -> bool | str:
+    """Return from where to resume so that `step` is still to come: the latest unless told."""
+    if resume is True:
+        path = find_checkpoint(run_dir, before=step)
+        if path is not None or not saved_checkpoints(run_dir):
+            return path is None or str(path)
+        what = f"no checkpoint in {run_dir} is from before it; --fresh trains from the beginning"
+        raise ConfigError([Problem("", f"--without-step {step}: {what}")])
+    found = resolve_checkpoint(run_dir, str(resume))
+    done = load_checkpoint(found).meta["step"]
+    if done >= step:
+        what = f"{found} has trained on it already: --resume alone finds an earlier checkpoint"
+        raise ConfigError([Problem("", f"--without-step {step}: {what}")])
+    return resume
 
 
 @contextmanager
@@ -80,6 +105,47 @@ def run_validate(options: argparse.Namespace) -> int:
 run_test = run_validate
 
 
+def run_replay(options: argparse.Namespace) -> int:
+    """Run one step of a run again, on as many ranks as it had, and say what came of it."""
+    folder, trace = Path(options.words[0]), options.profile or ""
+    if trace and not Path(trace).absolute().parent.is_dir():
+        raise ConfigError([Problem("", f"--profile {trace}: there is no such folder")])
+    saved = list_checkpoints(folder / "checkpoints")
+    config = options.examined.config
+    nproc = saved[0][1]["world_size"] if saved else int(config.select("launch.nproc") or 1)
+    run = read_sections(options.examined, nproc)
+    # A rank under a debugger keeps the others waiting.
+    wait_s = _DEBUGGING_S if options.debugger else run.launch.timeout_s
+    run = replace(run, launch=replace(run.launch, nproc=nproc, timeout_s=wait_s))
+    switches = {name: getattr(options, name) for name in ("rank", "debugger", "anomaly")}
+    watch = Watch(options.step, profile=trace, **switches)
+    job = Job("replay", config, run, debug=options.debug)
+    seen = _launch(replay, job, watch)
+    if 0 in seen:
+        _report_step(watch, seen)
+    return 0
+
+
+def _report_step(watch: Watch, seen: Mapping[int, Replayed]) -> None:
+    first = seen[0]
+    source = first.checkpoint or "the beginning of the run"
+    print(f"step {watch.step}, from {source}, {watch.step - first.started_at - 1} steps before it")
+    for rank, one in sorted(seen.items()):
+        for number, logs in enumerate(one.logs, 1):
+            batch = f", batch {number}" if len(one.logs) > 1 else ""
+            told = ", ".join(f"{name} {value!r}" for name, value in logs.items())
+            print(f"rank {rank}{batch}: {told}")
+    for name, rates in first.rates.items():
+        print(f"{name}: {', '.join(map(repr, rates))}")
+    if first.skipped:
+        print("the spike guard has left it out")
+    if first.saved:
+        result = "are, bit for bit," if first.equal else "are NOT"
+        print(f"the weights after it {result} those of {first.saved}")
+    for table in (one.profile for one in seen.values() if one.profile):
+        print(f"{table}\ntrace: {watch.profile}")
+
+
 def run_check(options: argparse.Namespace) -> int:
     """Report every mistake in a config, then build its parts on the CPU."""
     run = read_sections(options.examined)
@@ -98,13 +164,22 @@ def run_check(options: argparse.Namespace) -> int:
     return 0
 
 
-def _run(job: Job) -> int:
+def _launch(work: Callable[..., T], job: Job, *more: Any) -> dict[int, T]:
     settings = job.run.launch
     backend = "gloo" if settings.backend == "auto" and job.run.device == "cpu" else settings.backend
-    with _naming_checkpoints(job, Path(job.run.run_dir)), raising_stops():
-        results = launch(
-            run_job, (job,), nproc=settings.nproc, backend=backend, timeout_s=settings.timeout_s
+    with raising_stops():
+        return launch(
+            work,
+            (job, *more),
+            nproc=settings.nproc,
+            backend=backend,
+            timeout_s=settings.timeout_s,
         )
+
+
+def _run(job: Job) -> int:
+    with _naming_checkpoints(job, Path(job.run.run_dir)):
+        results = _launch(run_job, job)
     if 0 not in results:
         # One of torchrun's other ranks: rank 0 does the talking.
         return next(iter(results.values())).exit_code

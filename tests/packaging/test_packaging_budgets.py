@@ -17,8 +17,10 @@ PARAMETERS = 8
 # BasePool has multiprocessing's calls and the documented methods to override. OptimWrapperDict
 # hands the documented calls of an optimizer wrapper to each member.
 MANY_METHODS = {"BasePool", "CollectiveGroup", "Hook", "OptimWrapperDict", "RpcGroup"}
-# Documented signatures of the systems whose names we keep; Runner takes each part by its name.
+# Documented signatures of the systems whose names we keep; Runner takes each part by its name, a
+# training loop each key of its section in a config.
 MANY_PARAMETERS = {
+    "loops/train.py:__init__",
     "parallel/placement/assigner.py:__init__",
     "parallel/placement/assigner.py:optimize_placement",
     "parallel/pools/pool.py:__init__",

@@ -27,7 +27,7 @@ DOORS = {
         Cadence Checkpoint CheckpointError CheckpointHook EMAHook EarlyStopHook EpochTrainLoop
         GradNormHook Hook HookList IterTrainLoop LogHook LoopState MeanLoss NanGuardHook
         NonFiniteError Phase PolyLR ProcessMetric ProgressHook ScheduleWindow
-        SchedulerHook ShardedBatchSampler Stateful
+        SchedulerHook ShardedBatchSampler SpikeError SpikeGuardHook Stateful
         TensorBoardHook TestLoop ThroughputHook ValLoop build_loader find_checkpoint
         list_checkpoints load_checkpoint mix_seed prune_checkpoints save_alone save_checkpoint
         seed_rng

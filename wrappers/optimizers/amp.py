@@ -112,6 +112,9 @@ class AmpOptimWrapper(OptimWrapper):
             self._check_first()
         if self._needs_closure:
             raise ValueError(closure_advice(self.optimizer))
+        if self.guard is not None and not self.guard.allows(self):
+            self.zero_grad()
+            return
         # Fused optimizers unscale by themselves, and would ask no other rank.
         if self._clip is not None or self._together:
             self.loss_scaler.unscale_(self.optimizer)

@@ -7,7 +7,7 @@ import operator
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -41,6 +41,16 @@ _BASE_KEY = "base_param_settings"
 _NOTHING = nullcontext()
 
 
+class UpdateGuard(Protocol):
+    """Decides before each update whether it is made."""
+
+    def note(self, loss: Tensor) -> None:
+        """Hear of the loss of a micro-batch, before its backward."""
+
+    def allows(self, optim_wrapper: OptimWrapper) -> bool:
+        """Whether to update by the gradients as they are now, not clipped and not unscaled."""
+
+
 class Accumulation:
     """Counts micro-batches, ``accumulative_counts`` per update; base of the optimizer wrappers.
 
@@ -72,6 +82,7 @@ class Accumulation:
         self._window: WeightedWindow
         self.batch_counts = True
         self.last_weight: float | Tensor | None = None
+        self.guard: UpdateGuard | None = None
 
     @property
     def inner_count(self) -> int:
@@ -173,6 +184,8 @@ class Accumulation:
 
         With ``loss_weight``: multiply it by its weight; ``step`` divides by those of the window.
         """
+        if self.guard is not None:
+            self.guard.note(loss.detach())
         if self.loss_weight is not None:
             return self._window.scaled(loss)
         if self._accumulative_counts == 1:
@@ -227,6 +240,8 @@ class OptimWrapper(Accumulation):
             ``LossWeight``. Default: each micro-batch of each rank counts the same.
 
     Attributes:
+        guard: asked before each update; where it says no the gradients are cleared, and nothing
+            else happens. ``SpikeGuardHook`` sets it.
         reads_parts: ``load_state_dict`` takes what can be cut in place of tensors.
         grad_norm: total norm before clipping at the last update, a tensor on the device
             of the gradients; None while nothing was clipped by norm.
@@ -337,6 +352,9 @@ class OptimWrapper(Accumulation):
             self._check_first()
         if self._needs_closure:
             raise ValueError(closure_advice(self.optimizer))
+        if self.guard is not None and not self.guard.allows(self):
+            self.zero_grad()
+            return
         if self._clip is not None:
             self.grad_norm = self._clip(self.optimizer)
         self.optimizer.step(**kwargs)

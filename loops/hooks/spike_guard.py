@@ -1,0 +1,263 @@
+"""Leaving out updates whose loss or gradients stick out from those before."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ...collectives import comm_device, distributed_available, get_rank, get_world_size
+from ...registry import HOOKS
+from ...wrappers import OptimWrapper, total_norm
+from ..checkpoints.restore import find_checkpoint
+from ..hook import Hook, Scalars
+from ..skips import GoingBack, window_restorer
+from ..state import LoopState
+
+logger = logging.getLogger(__name__)
+
+_WATCHED = ("loss", "grad_norm")
+# The least that counts as a deviation, as a share of the median: equal values have none.
+_LEAST = 0.01
+
+
+@dataclass
+class _Series:
+    """One figure of the steps that were made, of each that of the rank with the highest."""
+
+    name: str
+    threshold: float
+    warmup: int
+    made: deque[float]
+
+    def judge(self, values: Sequence[float]) -> str:
+        """Say which rank's value sticks out, and from what; nothing where none does."""
+        rank = max(range(len(values)), key=lambda at: _height(values[at]))
+        value, told = values[rank], f"{self.name} {values[rank]:.5g} on rank {rank}"
+        if not math.isfinite(value):
+            return told
+        if len(self.made) < self.warmup:
+            return ""
+        middle = median(self.made)
+        deviation = max(median(abs(one - middle) for one in self.made), _LEAST * abs(middle))
+        bound = middle + self.threshold * deviation
+        if value <= bound:
+            return ""
+        return f"{told} is above {bound:.5g} (median {middle:.5g}, deviation {deviation:.3g})"
+
+
+class SpikeError(ArithmeticError):
+    """One step after the other sticks out: leaving steps out does not help."""
+
+
+@HOOKS.register_module()
+class SpikeGuardHook(Hook):
+    """Leaves out the steps whose loss or gradient norm sticks out, or is NaN or infinite.
+
+    Decided before the update, by all ranks alike: a value of any rank above `median + threshold *
+    MAD` of the last `window` steps that were made (MAD: the median absolute deviation; of each step
+    the value of the rank with the highest). The run goes on as if the batches of the step, all
+    those of its accumulation window, had not been there: docs/hooks.md. Each step costs a small
+    collective and waits for the device. Adds `skipped_steps`, those since the last record, to the
+    log records.
+
+    Args:
+        threshold: Median absolute deviations above the median from which on a value sticks out.
+        window: Steps that a value is compared with.
+        warmup: Steps to wait for before comparing; NaN and infinity stick out from the first.
+        watch: "both", or "loss" or "grad_norm" alone.
+        before: Steps before one that sticks out to be left out as well. The run goes back to the
+            latest checkpoint from before them, if there is one.
+        after: Steps after it to be left out as well.
+        max_in_row: So many steps in a row may stick out; one more is a SpikeError.
+    """
+
+    # After the hooks that save and those that evaluate, which may draw random numbers.
+    order = 90
+
+    def __init__(
+        self,
+        *,
+        threshold: float = 20.0,
+        window: int = 128,
+        warmup: int = 32,
+        watch: str = "both",
+        before: int = 0,
+        after: int = 0,
+        max_in_row: int = 10,
+    ) -> None:
+        if not threshold > 0:
+            raise ValueError(f"SpikeGuardHook: threshold must be above 0, got {threshold!r}")
+        if watch not in ("both", *_WATCHED):
+            told = f"must be both, loss or grad_norm, got {watch!r}"
+            raise ValueError(f"SpikeGuardHook: watch {told}")
+        if not 2 <= warmup <= window:
+            told = f"must be from 2 to window ({window}), got {warmup!r}"
+            raise ValueError(f"SpikeGuardHook: warmup {told}")
+        for name, value in (("before", before), ("after", after), ("max_in_row", max_in_row)):
+            if value < 0:
+                raise ValueError(f"SpikeGuardHook: {name} must be at least 0, got {value!r}")
+        self._around = before, after
+        self._max_in_row = max_in_row
+        self._series = [
+            _Series(name, threshold, warmup, deque(maxlen=window))
+            for name in _WATCHED
+            if watch in ("both", name)
+        ]
+        self._left_out: set[int] = set()
+        self._in_row = self._count = 0
+        self._losses: list[Tensor] = []
+        self._refused = False
+
+    def on_train_start(self, state: LoopState) -> None:
+        optim = state.optim_wrapper
+        if not isinstance(optim, OptimWrapper) or optim._needs_closure:
+            kind = "several optimizers" if isinstance(optim, Mapping) else type(optim).__name__
+            kind = type(optim.optimizer).__name__ if isinstance(optim, OptimWrapper) else kind
+            raise TypeError(
+                f"SpikeGuardHook needs one OptimWrapper, whose single update it can leave out, got "
+                f"{kind}; train.skip_steps leaves out steps of any"
+            )
+        self._state, optim.guard = state, self
+        self._losses, self._refused = [], False
+        self._undo = window_restorer(state)
+        if self._left_out or any(self._around):
+            state.left_out = (state.left_out or set()) | self._left_out
+
+    def on_epoch_start(self, state: LoopState) -> None:
+        self.on_save_point(state)
+
+    def on_save_point(self, state: LoopState) -> None:
+        # The last event before the next batch is read.
+        if state.updated_at is not None and state.updated_at[2] == state.iteration:
+            self._undo = window_restorer(state)
+
+    def on_batch_end(self, state: LoopState, batch: Any, logs: Mapping[str, Tensor]) -> None:
+        if self._refused:
+            self._refused = False
+            self._undo()
+            state.logs.drop(state.step + 1)
+
+    def on_update(self, state: LoopState) -> None:
+        self._count += state.skipped
+
+    def collect_logs(self, state: LoopState, scalars: Scalars) -> None:
+        scalars["skipped_steps"] = float(self._count)
+
+    def on_log(self, state: LoopState, record: dict[str, float]) -> None:
+        if state.recorded_at == state.step:
+            self._count = 0
+
+    def on_train_end(self, state: LoopState) -> None:
+        state.optim_wrapper.guard = None
+
+    def on_exception(self, state: LoopState, error: BaseException) -> None:
+        if getattr(state.optim_wrapper, "guard", None) is self:
+            state.optim_wrapper.guard = None
+
+    def state_dict(self) -> dict[str, Any]:
+        made = {one.name: list(one.made) for one in self._series}
+        return {"made": made, "left_out": sorted(self._left_out), "count": self._count}
+
+    def load_state_dict(self, state: dict[str, Any], /) -> None:
+        for one in self._series:
+            one.made.clear()
+            one.made.extend(state["made"].get(one.name, ()))
+        # A run that has gone back knows more than its checkpoint.
+        self._left_out |= set(state["left_out"])
+        self._count = state["count"]
+
+    def note(self, loss: Tensor) -> None:
+        """Hear of the loss of a micro-batch."""
+        self._losses.append(loss)
+
+    def allows(self, optim_wrapper: OptimWrapper) -> bool:
+        """Whether nothing sticks out, on no rank; every rank must call this."""
+        state, losses = self._state, self._losses
+        self._losses, state.skipped = [], False
+        if not state.together:
+            return True
+        names = [one.name for one in self._series]
+        columns = list(zip(*_by_rank(_measured(names, losses, optim_wrapper)), strict=True))
+        pairs = list(zip(self._series, columns, strict=True))
+        reasons = {one.name: told for one, values in pairs if (told := one.judge(values))}
+        if reasons.keys() == {"grad_norm"} and _overflows(optim_wrapper, columns[-1]):
+            return True
+        if reasons:
+            self._refuse(state, f"step {state.step + 1}: {', '.join(reasons.values())}")
+            return False
+        for one, values in pairs:
+            one.made.append(max(values))
+        self._in_row = 0
+        return True
+
+    def _refuse(self, state: LoopState, reason: str) -> None:
+        """Have the step left out; every rank must call this."""
+        self._in_row += 1
+        if self._in_row > self._max_in_row:
+            raise SpikeError(
+                f"{self._in_row} steps in a row stick out, the last: {reason}. Leaving out more of "
+                "them does not help: look at the data, lower the learning rate, or raise threshold"
+            )
+        before, after = self._around
+        step = state.step + 1
+        if state.left_out is not None:
+            more = set(range(step - before if before else step + 1, step + after + 1))
+            self._left_out |= more
+            state.left_out |= more
+        if get_rank() == 0:
+            logger.warning("left out %s", reason)
+        folder = state.run_dir
+        path = find_checkpoint(folder, before=step - before) if before and folder else None
+        if path is not None:
+            raise GoingBack(path, reason)
+        if before and get_rank() == 0:
+            logger.warning("no checkpoint is from before step %d to go back to", step - before)
+        state.skipped = self._refused = True
+
+
+def _measured(
+    names: Sequence[str], losses: Sequence[Tensor], optim_wrapper: OptimWrapper
+) -> Tensor:
+    """This rank's figures of the step, on the device; every rank must call this."""
+    params = [one for group in optim_wrapper.optimizer.param_groups for one in group["params"]]
+    params = [one for one in params if one.grad is not None]
+    measured = []
+    if "loss" in names:
+        means = [one.double().mean() for one in losses]
+        measured.append(torch.stack(means).mean() if means else torch.zeros(()).double())
+    if "grad_norm" in names:
+        norm = total_norm([one.grad for one in params], like=params)
+        measured.append((norm / optim_wrapper.loss_scale).double())
+    device = measured[-1].device
+    return torch.stack([one.to(device) for one in measured])
+
+
+def _by_rank(own: Tensor) -> list[list[float]]:
+    """The values of all ranks, in one small collective."""
+    if not distributed_available() or get_world_size() == 1:
+        return [own.tolist()]
+    own = own.to(comm_device())
+    rows = [torch.empty_like(own) for _ in range(get_world_size())]
+    dist.all_gather(rows, own)
+    table: list[list[float]] = torch.stack(rows).tolist()
+    return table
+
+
+def _overflows(optim_wrapper: OptimWrapper, norms: Sequence[float]) -> bool:
+    """Whether the loss scale may be too high: its scaler skips the update, and lowers it."""
+    scaler = getattr(optim_wrapper, "loss_scaler", None)
+    has_scale = scaler is not None and scaler.is_enabled()
+    return has_scale and not all(map(math.isfinite, norms))
+
+
+def _height(value: float) -> float:
+    return value if math.isfinite(value) else math.inf

@@ -1,0 +1,124 @@
+"""Steps that are left out of a training: which, how a loop passes over them, what goes back."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import nullcontext
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from .checkpoints.weights import device_of, step_state, user_model
+from .rng import preserved_rng, rng_restorer
+from .schedule import windows_of
+from .state import LoopState
+
+_END = object()
+# A longer range is a slip of the keyboard, and would fill the memory.
+_LONGEST = 1_000_000
+
+
+class GoingBack(Exception):  # noqa: N818 - no error: the loop goes on from the checkpoint
+    """Ends a training, on every rank alike, that is to go on from an earlier checkpoint."""
+
+    def __init__(self, checkpoint: Path, reason: str) -> None:
+        super().__init__(f"{reason}; going back to {checkpoint}")
+        self.checkpoint = checkpoint
+
+
+def steps_of(skip_steps: Iterable[int | str]) -> set[int]:
+    """Return the steps that numbers and ranges such as "1200-1210" name."""
+    steps: set[int] = set()
+    for entry in skip_steps if isinstance(skip_steps, Iterable) else [repr(skip_steps)]:
+        ends = re.fullmatch(r"(\d+)(?:-(\d+))?", "" if isinstance(entry, bool) else str(entry))
+        first, last = (int(ends[1]), int(ends[2] or ends[1])) if ends else (0, 0)
+        if not 1 <= first <= last < first + _LONGEST:
+            raise ValueError(
+                'skip_steps must hold numbers of steps from 1, and ranges such as "1200-1210" of '
+                f"at most {_LONGEST:,} steps, got {entry!r}"
+            )
+        steps.update(range(first, last + 1))
+    return steps
+
+
+def passing_over(
+    batches: Iterable[Any], train_step: Callable[[Any, Any], Any], state: LoopState
+) -> tuple[Iterable[Any], Callable[[Any, Any], Any]]:
+    """Return both such that nothing is done in the steps that are in `state.left_out`.
+
+    Their batches are read, so that all others stay in their places, but leave no trace in the
+    random streams.
+
+    Raises:
+        ValueError: Several optimizers accumulate: no one knows what each of them would have
+            counted.
+    """
+    left_out, device, optim = state.left_out, device_of(state.model), state.optim_wrapper
+    assert left_out is not None
+    is_group = isinstance(optim, Mapping)
+    if is_group and max(windows_of(optim), default=1) > 1:
+        raise ValueError(
+            "steps of several optimizers can be left out with accumulative_counts=1 only, "
+            f"got {windows_of(optim)}"
+        )
+
+    def read() -> Iterator[Any]:
+        own = iter(batches)
+        while True:
+            with preserved_rng(device) if state.step + 1 in left_out else nullcontext():
+                batch = next(own, _END)
+            if batch is _END:
+                return
+            yield batch
+
+    def step(batch: Any, optim_wrapper: Any) -> Any:
+        state.skipped = state.step + 1 in left_out
+        if not state.skipped:
+            return train_step(batch, optim_wrapper)
+        if hasattr(optim_wrapper, "_inner_count"):
+            optim_wrapper._inner_count += 1
+        # Of the window's batches from before a resume.
+        optim_wrapper.zero_grad()
+        return {}
+
+    return read(), step
+
+
+def buffer_restorer(model: nn.Module) -> Callable[[], None]:
+    """Return what puts the buffers of `model` back to what they are now."""
+    owners = [module._buffers for module in user_model(model).modules()]
+    kept = [
+        (owner, name, buffer, buffer.detach().clone())
+        for owner in owners
+        for name, buffer in owner.items()
+        if buffer is not None
+    ]
+
+    def put_back() -> None:
+        with torch.no_grad():
+            for owner, name, buffer, value in kept:
+                owner[name] = buffer.copy_(value)
+
+    return put_back
+
+
+def window_restorer(state: LoopState) -> Callable[[], None]:
+    """Return what undoes all that the batches of a window change, but for weights and counters.
+
+    That is the buffers, the random streams, and what a training step carries from batch to batch.
+    """
+    wrapper: Any = state.model
+    buffers, streams = buffer_restorer(wrapper), rng_restorer(device_of(wrapper))
+    carried = deepcopy(step_state(wrapper))
+
+    def put_back() -> None:
+        buffers()
+        streams()
+        if carried:
+            wrapper.load_step_state(carried)
+
+    return put_back

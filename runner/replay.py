@@ -1,0 +1,240 @@
+"""One step of a run again: from the nearest checkpoint, on all ranks, while one is looked into."""
+
+from __future__ import annotations
+
+import os
+import pdb
+import signal
+import sys
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
+
+from ..collectives import all_gather_object, broadcast, get_rank, get_world_size
+from ..loops import (
+    Hook,
+    LoopState,
+    SpikeGuardHook,
+    find_checkpoint,
+    list_checkpoints,
+    load_checkpoint,
+)
+from ..wrappers import local_part, reshard
+from .build.parts import build_parts
+from .failure import as_mistakes_in
+from .jobs import Job, prepared
+from .runner import Runner
+
+_MOST_ROWS = 15
+
+
+@dataclass(frozen=True)
+class Watch:
+    """What to do at which step; `rank` is the one looked into, None for the tool's default."""
+
+    step: int
+    rank: int | None = None
+    debugger: bool = False
+    anomaly: bool = False
+    # Where to write the profiler's trace; "" for no profile.
+    profile: str = ""
+
+    def here(self, default: int | None = 0) -> bool:
+        """Whether this rank is looked into; of all, where that is the default, None."""
+        rank = default if self.rank is None else self.rank
+        return rank is None or rank == get_rank()
+
+
+@dataclass
+class Replayed:
+    """What a rank has seen of the step."""
+
+    # "" where the replay has begun at the beginning.
+    checkpoint: str = ""
+    started_at: int = 0
+    # Of each of its batches what the training step has logged.
+    logs: list[dict[str, float]] = field(default_factory=list)
+    rates: dict[str, list[float]] = field(default_factory=dict)
+    skipped: bool = False
+    profile: str = ""
+    # The checkpoint of the step itself, and whether all its weights are the same; "" for none.
+    saved: str = ""
+    equal: bool = False
+
+
+def replay(job: Job, watch: Watch) -> Replayed:
+    """Train `job`'s run up to and including the step, writing nothing; every rank must call this.
+
+    Raises:
+        ValueError: There is no such rank, or the run ends before the step.
+    """
+    with prepared(job):
+        if watch.rank is not None and watch.rank >= get_world_size():
+            ranks = f"the run has {get_world_size()}, counted from 0"
+            raise ValueError(f"--rank {watch.rank}: there is no such rank; {ranks}")
+        folder = Path(job.run.run_dir)
+        path = find_checkpoint(folder, before=watch.step)
+        latest = find_checkpoint(folder)
+        with as_mistakes_in(job.config):
+            parts = build_parts(job.run, ("train", "val"))
+        hook = ReplayHook(watch)
+        hooks = {**parts["hooks"], "replay": hook}
+        runner = Runner(**{**parts, "hooks": hooks, "run_dir": None})
+        if latest is not None:
+            _recall(runner.state, latest)
+        state = runner.train(resume=path or False)
+        if not hook.done:
+            end = f"the run ends after step {state.step}"
+            raise ValueError(f"--step {watch.step}: there is no such step; {end}")
+        seen = hook.seen
+        seen.checkpoint = str(path or "")
+        _compare(seen, state, folder)
+        return seen
+
+
+def _recall(state: LoopState, latest: Path) -> None:
+    """Tell the guards which steps the run has left out since the checkpoint it starts from."""
+    guards = {n: one for n, one in state.stateful.items() if isinstance(one, SpikeGuardHook)}
+    saved = load_checkpoint(latest).read("state.pt")["stateful"] if guards else {}
+    for name in guards.keys() & saved.keys():
+        guards[name].load_state_dict(saved[name])
+
+
+def _compare(seen: Replayed, state: LoopState, folder: Path) -> None:
+    """Compare the weights with those that the run has saved at this step, if it has."""
+    listed = list_checkpoints(folder / "checkpoints") if get_rank() == 0 else []
+    saved = broadcast(next((str(p) for p, meta in listed if meta["step"] == state.step), ""))
+    if not saved:
+        return
+    ours = {name: _bits(value) for name, value in _values(state.model)}
+    load_checkpoint(saved).load_model(state.model)
+    equal = all(ours[name].equal(_bits(value)) for name, value in _values(state.model))
+    seen.saved, seen.equal = saved, all(all_gather_object(equal))
+
+
+def _values(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    reshard(model)
+    yield from model.named_parameters()
+    yield from model.named_buffers()
+
+
+def _bits(value: Tensor) -> Tensor:
+    """This rank's part, as bytes: a NaN is equal to itself."""
+    return local_part(value).detach().clone().reshape(-1).view(torch.uint8)
+
+
+class ReplayHook(Hook):
+    """Looks into one step of a training and stops it there."""
+
+    # After all others: the debugger begins right before the training step.
+    order = 99
+
+    def __init__(self, watch: Watch) -> None:
+        self.seen = Replayed()
+        self.done = False
+        self._watch = watch
+        self._open = ExitStack()
+        self._debugger: _Debugger | None = None
+
+    def on_train_start(self, state: LoopState) -> None:
+        self.seen.started_at = state.step
+        if state.left_out is not None:
+            # To be looked into nevertheless.
+            state.left_out.discard(self._watch.step)
+
+    def on_batch_start(self, state: LoopState, batch: Any) -> None:
+        if state.step + 1 != self._watch.step:
+            return
+        if not self.seen.logs:
+            self._start()
+        if self._debugger is not None:
+            self._debugger.begin(sys._getframe(1))
+
+    def on_batch_end(self, state: LoopState, batch: Any, logs: Mapping[str, Any]) -> None:
+        if state.step + 1 == self._watch.step:
+            means = {name: torch.as_tensor(v).double().mean() for name, v in logs.items()}
+            self.seen.logs.append({name: mean.item() for name, mean in means.items()})
+            # A rate is that of this step before the schedules go on.
+            self.seen.rates = state.optim_wrapper.get_lr()
+
+    def on_update(self, state: LoopState) -> None:
+        if state.step == self._watch.step:
+            self._open.close()
+            self.done, self.seen.skipped = True, state.skipped
+            state.request_stop("the step was replayed")
+
+    def on_exception(self, state: LoopState, error: BaseException) -> None:
+        if self._debugger is not None and isinstance(error, Exception) and not self.done:
+            self._debugger.message(f"{type(error).__name__}: {error}")
+            self._debugger.reset()
+            self._debugger.interaction(None, error.__traceback__)
+        self._open.close()
+
+    def _start(self) -> None:
+        watch, tools = self._watch, self._open
+        if watch.anomaly and watch.here(default=None):
+            # Torch tells of the forward by a warning, which only rank 0 shows otherwise.
+            tools.enter_context(warnings.catch_warnings())
+            warnings.simplefilter("always")
+            tools.enter_context(torch.autograd.set_detect_anomaly(True))
+        if watch.profile and watch.here():
+            tools.enter_context(self._profiling())
+        if watch.debugger and watch.here():
+            tools.enter_context(_terminal())
+            self._debugger = _Debugger.at_terminal()
+
+    @contextmanager
+    def _profiling(self) -> Iterator[None]:
+        kinds = [ProfilerActivity.CPU]
+        kinds += [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
+        with profile(activities=kinds, record_shapes=True) as profiler:
+            yield
+        profiler.export_chrome_trace(self._watch.profile)
+        averages = profiler.key_averages()
+        order = "self_cuda_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
+        self.seen.profile = averages.table(sort_by=order, row_limit=_MOST_ROWS)
+
+
+class _Debugger(pdb.Pdb):
+    """Python's debugger; leaving it, or the end of its input, lets the step go on."""
+
+    do_q = do_quit = do_exit = do_EOF = pdb.Pdb.do_continue  # noqa: N815 - names of its commands
+
+    def begin(self, frame: FrameType) -> None:
+        """Stop at the line after the present one of `frame`."""
+        self.reset()
+        self.set_until(frame)
+        above: FrameType | None = frame
+        while above is not None:
+            above.f_trace = self.trace_dispatch
+            self.botframe, above = above, above.f_back
+        sys.settrace(self.trace_dispatch)
+
+    @classmethod
+    def at_terminal(cls) -> _Debugger:
+        # A process that was started for a rank has an empty standard input in Python only.
+        own = None if get_world_size() == 1 else open(0, closefd=False)  # noqa: SIM115
+        return cls(stdin=own, nosigint=True)
+
+
+@contextmanager
+def _terminal() -> Iterator[None]:
+    """Have this process read from the terminal, which is that of the launcher's group."""
+    if not os.isatty(0) or os.tcgetpgrp(0) == os.getpgrp():
+        yield
+        return
+    before, handler = os.tcgetpgrp(0), signal.signal(signal.SIGTTOU, signal.SIG_IGN)
+    os.tcsetpgrp(0, os.getpgrp())
+    try:
+        yield
+    finally:
+        os.tcsetpgrp(0, before)
+        signal.signal(signal.SIGTTOU, handler)

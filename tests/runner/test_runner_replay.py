@@ -1,0 +1,228 @@
+"""One step of a run again: the same bits, under a debugger, anomaly mode, a profiler."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import select
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from runner_parts import TIMEOUT_S, Command
+
+from stepwrap.runner.command.cli import main
+
+Capture = pytest.CaptureFixture[str]
+Start = Callable[..., Command]
+
+ROOTED = """
+import torch
+from torch import nn
+
+
+class Net(nn.Linear):
+    def __init__(self):
+        super().__init__(2, 2)
+        generator = torch.Generator().manual_seed(1)
+        self.rare = torch.randn(48, 2, generator=generator)[17]
+
+    def forward(self, points):
+        scores = super().forward(points)
+        if self.training and (points == self.rare).all(1).any():
+            scores = scores + 0 * torch.sqrt(scores - scores)
+        return scores
+"""
+
+
+def trained(run: Path, capsys: Capture, *words: str) -> None:
+    short = ["run_dir=runs", "data.test=null", "train.max_epochs=1"]
+    assert main(["train", "points.yaml", *short, *words]) == 0
+    capsys.readouterr()
+
+
+def files_in(folder: Path) -> dict[str, int]:
+    return {str(p): p.stat().st_mtime_ns for p in folder.rglob("*") if p.is_file()}
+
+
+@pytest.mark.parametrize(("step", "source"), [(9, "step_00000006"), (3, "the beginning of")])
+def test_a_step_is_the_same_bit_for_bit(run: Path, capsys: Capture, step: int, source: str) -> None:
+    trained(run, capsys, "train.log_every_steps=1")
+    before = files_in(run / "runs")
+    assert main(["replay", "runs", "--step", str(step)]) == 0
+    told = capsys.readouterr().out
+    assert f"step {step}, from " in told
+    assert source in told
+    assert ", 2 steps before it" in told
+    found = f"the weights after it are, bit for bit, those of runs/checkpoints/step_{step:08d}"
+    assert found in told
+    records = map(json.loads, (run / "runs/metrics.jsonl").read_text().splitlines())
+    record = next(one for one in records if one["step"] == step and one["phase"] == "train")
+    assert f"rank 0: loss {record['loss']!r}" in told
+    assert files_in(run / "runs") == before
+
+
+def test_what_is_not_the_same_is_told(run: Path, capsys: Capture) -> None:
+    trained(run, capsys)
+    assert main(["replay", "runs", "--step", "9", "data.train.seed=5"]) == 0
+    told = capsys.readouterr().out
+    assert "the weights after it are NOT those of runs/checkpoints/step_00000009" in told
+
+
+def test_two_ranks_are_replayed_whatever_the_config_says(start: Start, tmp_path: Path) -> None:
+    words = [
+        "run_dir=runs",
+        "optim_wrapper.accumulative_counts=2",
+        "hooks.checkpoint.every_steps=2",
+    ]
+    assert start("train", "points.yaml", "--nproc", "2", *words).finish()[0] == 0
+    code, out, err = start("replay", "runs", "--step", "4", "launch.nproc=1").finish()
+    assert code == 0, err
+    lines = re.findall(r"^rank \d, batch \d: loss [\d.]+$", out, flags=re.MULTILINE)
+    assert [line[:15] for line in lines] == [f"rank {r}, batch {b}" for r in (0, 1) for b in (1, 2)]
+    assert len({line.rpartition(" ")[2] for line in lines}) == 4
+    assert "the weights after it are, bit for bit, those of runs/checkpoints/step_00000004" in out
+
+
+def test_anomaly_mode_names_the_forward_call(run: Path, capsys: Capture) -> None:
+    (run / "rooted.py").write_text(ROOTED)
+    net = ["model.net={type: rooted.Net}", "train.max_epochs=1", "data.train.shuffle=false"]
+    assert main(["train", "points.yaml", "run_dir=runs", *net]) == 1
+    capsys.readouterr()
+    words = ["replay", "runs", "--step", "2"]
+    assert main(words) == 0
+    with pytest.warns(UserWarning, match="rooted.py"):
+        assert main([*words[:-1], "5", "--anomaly"]) == 1
+    assert "Function 'SqrtBackward0' returned nan values" in capsys.readouterr().err
+
+
+def test_a_profile_is_of_the_step_alone(run: Path, capsys: Capture) -> None:
+    trained(run, capsys)
+    assert main(["replay", "runs", "--step", "8", "--profile", "trace.json"]) == 0
+    told = capsys.readouterr().out
+    assert "aten::addmm" in told
+    assert told.rstrip().endswith("trace: trace.json")
+    events = json.loads((run / "trace.json").read_text())["traceEvents"]
+    names = [one["name"] for one in events]
+    assert names.count("aten::linear") == 2
+    assert any("AdamW.step" in name for name in names)
+
+
+def debugged(folder: Path, text: str, *words: str) -> tuple[int, str]:
+    done = subprocess.run(
+        [sys.executable, "-m", "stepwrap.runner", "replay", "runs", "--debugger", *words],
+        cwd=folder,
+        input=text,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_the_debugger_begins_at_the_training_step(run: Path, capsys: Capture) -> None:
+    trained(run, capsys)
+    code, told = debugged(run, "p state.step\np batch[0].shape\ns\nw\nc\n", "--step", "8")
+    assert code == 0, told
+    assert "-> logs = train_step(batch, optim)" in told
+    assert "(Pdb) 7\n(Pdb) torch.Size([4, 2])" in told
+    assert "def train_step(self, data: Any" in told
+    assert "step 8, from runs/checkpoints/step_00000006" in told
+    # The end of the input is no error either.
+    code, told = debugged(run, "", "--step", "9")
+    assert code == 0, told
+    assert "bit for bit, those of runs/checkpoints/step_00000009" in told
+
+
+def test_the_debugger_shows_where_a_step_fails(run: Path, capsys: Capture) -> None:
+    trained(run, capsys)
+    with (run / "points.py").open("a") as module:
+        module.write(
+            "\n    def forward(self, points):\n        assert not self.training, 'not here'\n"
+        )
+        module.write("        return super().forward(points)\n")
+    code, told = debugged(run, "c\np points.shape\nc\n", "--step", "4")
+    assert code == 1
+    assert "AssertionError: not here" in told
+    assert "(Pdb) torch.Size([4, 2])" in told
+
+
+def test_a_debugger_in_a_rank_has_the_terminal(start: Start, tmp_path: Path) -> None:
+    words = ["run_dir=runs", "data.test=null", "train.max_epochs=1"]
+    assert start("train", "points.yaml", "--nproc", "2", *words).finish()[0] == 0
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.chdir(tmp_path)
+        command = ["-m", "stepwrap.runner", "replay", "runs", "--step", "3", "--debugger"]
+        os.execv(sys.executable, [sys.executable, *command, "--rank", "1"])
+    shown, limit = b"", time.monotonic() + TIMEOUT_S
+    asked = [b"import os; print('rank', os.environ['RANK'])\n", b"c\n"]
+    while time.monotonic() < limit:
+        if not select.select([terminal], [], [], 1.0)[0]:
+            continue
+        try:
+            shown += os.read(terminal, 4096)
+        except OSError:
+            break
+        if asked and shown.count(b"(Pdb) ") == 3 - len(asked):
+            os.write(terminal, asked.pop(0))
+    os.close(terminal)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0, shown.decode()
+    assert "rank 1" in shown.decode()
+    assert "step 3, from the beginning of the run" in shown.decode()
+
+
+def test_a_step_that_was_left_out_can_be_looked_into(run: Path, capsys: Capture) -> None:
+    trained(run, capsys, "train.skip_steps=[5, 8]")
+    assert main(["replay", "runs", "--step", "8"]) == 0
+    assert re.search(r"^rank 0: loss [\d.]+$", capsys.readouterr().out, flags=re.MULTILINE)
+    assert main(["replay", "runs", "--step", "9"]) == 0
+    assert "are, bit for bit, those of" in capsys.readouterr().out
+
+
+def test_steps_that_a_guard_has_gone_back_on_are_left_out_again(run: Path, capsys: Capture) -> None:
+    (run / "points.py").write_text(
+        (run / "points.py").read_text()
+        + "\n\nclass Wild(Points):\n"
+        + "    def __init__(self, size=48):\n"
+        + "        super().__init__(size)\n"
+        + "        self.inputs[36] = float('nan')\n"
+    )
+    words = ["data.train={dataset: {type: points.Wild}, batch_size: 4, shuffle: false}"]
+    words += ["hooks.spike_guard={before: 3, warmup: 4}"]
+    trained(run, capsys, *words)
+    # The sample is in step 10; the run has gone back to step 6, and left out 7 to 10.
+    for step, told in (
+        (9, "are, bit for bit,"),
+        (12, "are, bit for bit,"),
+        (10, "has left it out"),
+    ):
+        assert main(["replay", "runs", "--step", str(step)]) == 0
+        shown = capsys.readouterr().out
+        assert (told in shown) is (step != 9), shown
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "told"),
+    [
+        (["runs"], 2, "the following arguments are required: --step"),
+        (["runs", "--step", "0"], 2, "must be a whole number from 1, got '0'"),
+        (["elsewhere", "--step", "3"], 2, "elsewhere is not the folder of a run: no config.yaml"),
+        (["runs", "--step", "13"], 1, "there is no such step; the run ends after step 12"),
+        (["runs", "--step", "3", "--rank", "1"], 1, "there is no such rank; the run has 1"),
+        (["runs", "--step", "3", "--profile", "no/t.json"], 2, "there is no such folder"),
+    ],
+)
+def test_mistakes_are_named(
+    run: Path, capsys: Capture, words: list[str], code: int, told: str
+) -> None:
+    if words[2:]:
+        trained(run, capsys)
+    assert main(["replay", *words]) == code
+    assert told in capsys.readouterr().err
