@@ -8,6 +8,7 @@ import mmap
 import multiprocessing.util
 import os
 import signal
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from copy import copy
 from types import FrameType
@@ -67,7 +68,8 @@ def build_loader(
     """Return this rank's loader.
 
     Args:
-        dataset: Map-style and not empty, or an iterable one that shards itself.
+        dataset: Map-style and not empty, or an iterable one that shards itself; with `state_dict`
+            and `load_state_dict` a resumed run goes on from its place in it.
         batch_size: Samples per batch and rank.
         train: Give every rank the same number of batches; else each sample comes exactly once.
         shuffle: A new order in each epoch, the same for any number of workers.
@@ -116,6 +118,11 @@ def length_of(loader: Iterable[Any]) -> int | None:
         return None
 
 
+def is_stream(loader: Any) -> bool:
+    """Say whether a loader reads an iterable data set, whose length is only an estimate."""
+    return isinstance(getattr(loader, "dataset", None), IterableDataset)
+
+
 def size_before_padding(loader: Iterable[Any]) -> int | None:
     """Return the data set's size where the sampler repeats some samples to be even, else None."""
     sampler = getattr(loader, "batch_sampler", None)
@@ -132,39 +139,51 @@ def batches_from(loader: Iterable[Any], epoch: int, batch: int = 0) -> Iterator[
     """Return the batches of pass `epoch` from batch `batch` on.
 
     Skipped by index where the loader is a sequence or its sampler's order is a function of the
-    epoch; otherwise batches are read and thrown away, and one log line says so.
+    epoch; otherwise batches are read and thrown away, and a warning says what that costs.
     """
     sampler = getattr(loader, "batch_sampler", None)
     if isinstance(sampler, ShardedBatchSampler):
         sampler.set_position(epoch, batch)
         return iter(loader)
-    repeatable = _set_epoch(loader, epoch)
+    repeatable = set_epoch(loader, epoch)
     if not batch:
         return iter(loader)
     if isinstance(loader, Sequence):
         return map(loader.__getitem__, range(batch, len(loader)))
     order = getattr(sampler, "sampler", None)
     repeatable = repeatable or isinstance(order, torch.utils.data.SequentialSampler)
+    repeatable = repeatable and not is_stream(loader)
     # The random streams come from the checkpoint: finding the place must not move them.
     with preserved_rng():
         if isinstance(loader, DataLoader) and sampler is not None and repeatable:
             return iter(_like(loader, list(sampler)[batch:], loader.num_workers))
-        logger.warning(
-            "resuming at batch %d of %s by reading and discarding: its order cannot be indexed, "
-            "and what it shuffles may differ; build_loader gives an exact and immediate resume",
-            batch,
-            type(loader).__name__,
-        )
-        batches = iter(loader)
-        next(itertools.islice(batches, batch, batch), None)
-        return batches
+        return _read_past(loader, batch)
 
 
-def _set_epoch(loader: Iterable[Any], epoch: int) -> bool:
+def _read_past(loader: Iterable[Any], batch: int) -> Iterator[Any]:
+    remedy = "a data set with state_dict() and load_state_dict() goes on at once, exactly"
+    if not is_stream(loader):
+        remedy = "build_loader, or a loader with state_dict() and load_state_dict(), does at once"
+    logger.warning(
+        "resuming at batch %d of %s by reading and discarding: %d batches are read again before "
+        "training goes on, which takes as long as it took the first time, and the samples differ "
+        "from those of the first time if their order is random; %s",
+        *(batch, name_of(loader), batch, remedy),
+    )
+    begin = time.monotonic()
+    batches = iter(loader)
+    next(itertools.islice(batches, batch, batch), None)
+    logger.info("reading and discarding %d batches took %.1f s", batch, time.monotonic() - begin)
+    return batches
+
+
+def set_epoch(loader: Iterable[Any], epoch: int) -> bool:
     """Tell every sampler of `loader` that asks for it which epoch begins; say whether any does."""
     batch_sampler = getattr(loader, "batch_sampler", None)
     samplers = getattr(loader, "sampler", None), getattr(batch_sampler, "sampler", None)
-    parts: dict[int, Any] = {id(part): part for part in (loader, batch_sampler, *samplers)}
+    # Of an iterable data set the order may be a function of the epoch, as of Hugging Face's.
+    stream = getattr(loader, "dataset", None) if is_stream(loader) else None
+    parts: dict[int, Any] = {id(part): part for part in (loader, batch_sampler, *samplers, stream)}
     told = [part.set_epoch(epoch) for part in parts.values() if hasattr(part, "set_epoch")]
     return bool(told)
 

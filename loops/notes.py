@@ -118,19 +118,24 @@ def _of_step(
 def _of_reading(
     error: BaseException, frames: Sequence[FrameType], loader: Any, place: str
 ) -> Iterator[str]:
-    dataset, collate = getattr(loader, "dataset", None), getattr(loader, "collate_fn", None)
+    dataset = getattr(loader, "dataset", None)
+    collate = _users(getattr(loader, "collate_fn", None), "collate")
     readers = [one for one in (loader, dataset) if one is not None]
     code = getattr(collate, "__code__", None)
     collating = [frame for frame in frames if code is not None and frame.f_code is code]
     is_read = any(_first(frame) is one for frame in frames for one in readers)
     if not (collating or is_read or "in DataLoader worker process" in str(error)):
         return
-    if type(dataset).__module__.startswith(f"{__package__}."):
-        # What build_loader puts around a data set that workers read.
-        dataset = getattr(dataset, "samples", dataset)
-    yield f"while reading {place} from {name_of(readers[-1] if dataset is None else dataset)}"
+    dataset = _users(readers[-1], "samples")
+    yield f"while reading {place} from {name_of(dataset)}"
     if collating:
         yield f"{name_of(collate)} was given {describe_samples(_first(collating[0]))}"
+
+
+def _users(part: Any, name: str) -> Any:
+    """Return what is inside of a part that our loaders put around it; else itself."""
+    is_ours = type(part).__module__.startswith(f"{__package__}.")
+    return getattr(part, name, part) if is_ours else part
 
 
 def _place(state: LoopState, loop: FrameType) -> str:

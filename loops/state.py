@@ -288,6 +288,8 @@ class LoopState:
             rank has more than others (`uneven_inputs`): hooks must not communicate then.
         updated_at: (epoch, batch, iteration) of the last update, where the running accumulation
             window began; None where that is not known.
+        loader: What reads the training batches, if it tells its place by a state of its own.
+        loader_state: Its place in a checkpoint, until the loop has gone on from there.
         restored_from: Folder and serial number of the checkpoint that the run has gone back to
             and not yet gone on from.
     """
@@ -317,6 +319,8 @@ class LoopState:
     data_layout: dict[str, int] = field(default_factory=dict)
     together: bool = True
     updated_at: tuple[int, int, int] | None = None
+    loader: Stateful | None = None
+    loader_state: Any = None
     restored_from: tuple[Path, int] | None = None
 
     @property

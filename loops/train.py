@@ -9,9 +9,11 @@ from time import monotonic
 from typing import Any
 
 from ..registry import LOOPS
+from .data.passes import batches_of_pass
+from .data.streams import telling
 from .evaluate import ValLoop, announce_failure, require_step
 from .hook import HookList, Scalars
-from .loaders import batches_from, length_of
+from .loaders import length_of
 from .metrics import directions_of
 from .notes import naming_missing_ranks, note_failure
 from .order.layout import lay_out
@@ -59,7 +61,7 @@ class _TrainLoop:
     ) -> None:
         if length_of(dataloader) == 0:
             raise ValueError(_EMPTY)
-        self.dataloader = dataloader
+        self.dataloader = telling(dataloader)
         self.val_loop = val_loop
         self.schedule = schedule
         self.sanity_val = sanity_val
@@ -71,7 +73,7 @@ class _TrainLoop:
         log = state.logs.append
         self._inputs.begin(state)
         state.in_step = True
-        left = batches_from(self.dataloader, state.epoch, state.batch)
+        left = batches_of_pass(self.dataloader, state)
         for batch in self._inputs.watched(left, state):
             for on_batch_start in hooks.on_batch_start:
                 on_batch_start(state, batch)
@@ -195,7 +197,9 @@ class EpochTrainLoop(_TrainLoop):
     Args:
         dataloader: This rank's batches; the same number on every rank, unless the model's wrapper
             has `uneven_inputs` or the optimizer wrapper a `loss_weight`. Where the number is not
-            known in advance, the ranks compare before each batch whether all have one.
+            known in advance, or only estimated, as for an iterable data set, the ranks compare
+            before each batch whether all have one. docs/checkpoints.md tells how a resumed run
+            finds its place in any loader.
         max_epochs: Passes over the data.
         val_loop: Validates; None for never.
         val_begin: The first epoch after which it may run.

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from ..collectives import TorchDist, all_gather_object, broadcast, comm_device, name_ranks
-from .loaders import length_of
+from .loaders import is_stream, length_of
 from .order.sampler import ShardedBatchSampler
 from .schedule import is_weighted, members_of, window_of
 from .state import LoopState
@@ -26,24 +26,28 @@ class PassInputs:
     together with other ranks is left out from where the first one has run out of batches:
     `state.together` says so. At the end of the pass all are brought to where the rank with most
     batches is: counters, optimizers, schedulers and whatever else is in `state.stateful`. Where a
-    rank does not know how many it has, the ranks compare as they go; `length` is the most, else
-    None.
+    rank does not know how many it has, or only estimates it, as for an iterable data set, the ranks
+    compare as they go; `length` is the most, else None.
 
     With `loss_weight` ranks may have different numbers of batches under every wrapper: one that has
     run out goes on with its last batch, which counts nothing.
     """
 
     def __init__(self, state: LoopState, loader: Iterable[Any], *, by_epoch: bool) -> None:
-        lengths = all_gather_object(length_of(loader))
+        told = all_gather_object((length_of(loader), is_stream(loader)))
+        lengths = [length for length, _ in told]
         known = [one for one in lengths if one is not None]
         self.length = max(known) if len(known) == len(lengths) else None
-        self._compares = self.length is None and len(lengths) > 1
+        is_sure = self.length is not None and not any(estimated for _, estimated in told)
+        self._compares = not is_sure and len(told) > 1
         # Arguments of `join`, and the ranks with batches of their own.
         self._options: dict[str, Any] | None = None
         self._group: dist.ProcessGroup | None = getattr(state.model, "data_group", None)
         self._weighted = is_weighted(state.optim_wrapper)
         if self._weighted:
             self._compares = self._compares or len(set(lengths)) > 1
+            # Windows end with the pass: an estimate would end them elsewhere.
+            self.length = self.length if is_sure else None
             sampler = getattr(loader, "batch_sampler", None)
             self._sampler = sampler if isinstance(sampler, ShardedBatchSampler) else None
             return

@@ -171,7 +171,20 @@ class Checkpoint:
                     "step starts with an empty state",
                     *(self.path, own_rank()),
                 )
+        self._restore_place(state, content, same_shares=shares[0] == shares[1])
         self._restore_sums(state, content if as_saved else {}, files, shares[0] / shares[1])
+
+    def _restore_place(
+        self, state: LoopState, content: Mapping[str, Any], *, same_shares: bool
+    ) -> None:
+        """Let the loader go on from where it was, if this rank has the same share of the data."""
+        state.loader, state.loader_state = None, content.get("loader") if same_shares else None
+        if content.get("loader") is not None and not same_shares:
+            logger.warning(
+                "the loader's place in %s is of one of %s shares of the data, which cannot be "
+                "divided anew: of what is left of this pass, samples may come twice or not at all",
+                *(self.path, self.meta.get("data_size", self.meta["world_size"])),
+            )
 
     def _restore_sums(
         self, state: LoopState, own: Mapping[str, Any], files: Reader, share: float

@@ -1,0 +1,189 @@
+"""Iterable data sets with a state, read by this process or by workers, from any batch on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from copy import deepcopy
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+
+from ..loaders import is_stream
+from ..rng import mix_seed, preserved_rng, seed_rng
+from ..state import Stateful
+
+# What a worker yields, a batch of them, where its turn in the round has already been.
+_PASSED = object()
+_OPTIONS = (
+    *("batch_size", "drop_last", "num_workers", "pin_memory", "timeout", "worker_init_fn"),
+    *("multiprocessing_context", "generator", "prefetch_factor", "persistent_workers", "in_order"),
+)
+
+
+def telling(loader: Any) -> Any:
+    """Return a loader like `loader` that tells its place, if its data set does; else itself."""
+    tells = is_stream(loader) and isinstance(loader.dataset, Stateful)
+    return StreamLoader(loader) if tells and type(loader) is DataLoader else loader
+
+
+class StreamLoader(DataLoader[Any]):
+    """Gives the batches of a plain `loader` over an iterable data set, and tells its place.
+
+    Its state is that of each worker's copy of the data set after the last batch that was given
+    out, however many have been read ahead. The random streams of workers are a function of
+    (seed, epoch, worker, batch), so that augmentations go on as well.
+    """
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        stream = Stream(loader.dataset)
+        options: dict[str, Any] = {name: getattr(loader, name) for name in _OPTIONS}
+        super().__init__(stream, collate_fn=_Collate(loader.collate_fn, stream), **options)
+        stream.passed = [_PASSED] * (self.batch_size or 1)
+        # Where workers end with the pass, the next one begins with fresh copies of the data set.
+        stream.stays = not self.num_workers or self.persistent_workers
+        self._stream = stream
+        self._places: list[dict[str, Any] | None] = [None] * max(1, self.num_workers)
+        # The worker that gave the last batch of this pass.
+        self._last = -1
+        self._seed: int | None = None
+
+    def __iter__(self) -> Any:
+        stream, epoch = self._stream, self._stream.epoch
+        if stream.restored is None:
+            self._last = -1
+            self._places = [one if one and one["epoch"] != epoch else None for one in self._places]
+        if self._seed is None:
+            self._seed = (self.generator or torch.default_generator).initial_seed()
+        stream.seed = self._seed
+        # No generator itself: workers start now, and draw their seed as in any DataLoader.
+        batches = super().__iter__()
+        # Workers have it by now; those of the next pass must not.
+        stream.restored = None
+        return self._noting_places(batches)
+
+    def _noting_places(self, batches: Iterator[Any]) -> Iterator[Any]:
+        for worker, place, batch in batches:
+            if place is not None:
+                self._places[worker], self._last = place, worker
+                yield batch
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the place after the last batch that was given out."""
+        place = {"epoch": self._stream.epoch, "last": self._last, "seed": self._seed}
+        return {**place, "workers": list(self._places)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Let the next iteration go on from there; ValueError inside a pass of other workers."""
+        saved, now = len(state["workers"]), len(self._places)
+        inside = state["epoch"] == self._stream.epoch
+        if saved != now and inside:
+            raise ValueError(
+                f"num_workers must be {saved} to the end of this pass, as when it began, got "
+                f"{self.num_workers}: each worker has read a part of its own of "
+                f"{type(self._stream.samples).__name__}"
+            )
+        # Those that live on from an earlier pass would not hear of it.
+        self._iterator = None
+        self._seed = state["seed"]
+        self._last = state["last"] if inside else -1
+        self._places = list(state["workers"]) if saved == now else [None] * now
+        self._stream.restored = (self._last, list(self._places))
+
+
+class Stream(IterableDataset[Any]):
+    """An iterable data set that goes on from where it, or a worker's copy of it, was."""
+
+    def __init__(self, samples: Any) -> None:
+        self.samples = samples
+        self.seed = 0
+        self.stays = True
+        self.passed: list[object] = []
+        # For the next iteration: the worker that gave the last batch, and the places by worker.
+        self.restored: tuple[int, list[dict[str, Any] | None]] | None = None
+        # Shared with the workers, which may outlive a pass.
+        self._epoch = torch.zeros((), dtype=torch.int64)
+        self._epoch.share_memory_()  # type: ignore[no-untyped-call]
+        self.worker = 0
+        self._batches = 0
+        self._ended = False
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    @property
+    def epoch(self) -> int:
+        return int(self._epoch)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Begin a pass; called in the process that has the loader."""
+        self._epoch.fill_(epoch)
+        getattr(self.samples, "set_epoch", lambda _: None)(epoch)
+
+    def __iter__(self) -> Iterator[Any]:
+        # No generator itself: what was restored is for this iteration alone.
+        restored, self.restored = self.restored, None
+        info = get_worker_info()
+        self.worker = 0 if info is None else info.id
+        self._batches, self._ended = 0, False
+        return self._read(*(restored or (-1, [])))
+
+    def _read(self, last: int, places: list[dict[str, Any] | None]) -> Iterator[Any]:
+        # A round of batches begins with worker 0, and `last` need not be the last of its round.
+        if self.worker <= last < len(places) - 1:
+            yield from self.passed
+        place = places[self.worker] if places else None
+        if place is not None:
+            with preserved_rng():
+                self._go_on_from(place)
+        # Not where it knows already: copies may share the number, as those of Hugging Face do.
+        if getattr(self.samples, "epoch", None) != self.epoch:
+            getattr(self.samples, "set_epoch", lambda _: None)(self.epoch)
+        self._start_batch()
+        if not self._ended:
+            yield from self.samples
+            self._ended = True
+
+    def _go_on_from(self, place: dict[str, Any]) -> None:
+        inside = place["epoch"] == self.epoch
+        if inside:
+            self.samples.load_state_dict(place["samples"])
+            self._batches, self._ended = place["batches"], place["ended"]
+        elif self.stays and not hasattr(self.samples, "set_epoch"):
+            # What it remembers from pass to pass, such as a generator of its own.
+            self.samples.load_state_dict(place["samples"])
+            if not place["ended"]:
+                for _ in self.samples:
+                    pass
+
+    def place(self) -> dict[str, Any]:
+        """Return where this copy is after a batch; the next one begins."""
+        # Copied, since a worker sends it while it reads on.
+        state = deepcopy(self.samples.state_dict())
+        self._batches += 1
+        self._start_batch()
+        return {
+            "samples": state,
+            "batches": self._batches,
+            "ended": self._ended,
+            "epoch": self.epoch,
+        }
+
+    def _start_batch(self) -> None:
+        if get_worker_info() is not None:
+            seed_rng(mix_seed(self.seed, self.epoch, self.worker, self._batches))
+
+
+class _Collate:
+    """Makes a batch, and adds the worker that has read it and the place after it."""
+
+    def __init__(self, collate: Any, stream: Stream) -> None:
+        self.collate = collate
+        self.stream = stream
+
+    def __call__(self, samples: Any) -> tuple[int, dict[str, Any] | None, Any]:
+        first = samples[0] if type(samples) is list and samples else samples
+        if first is _PASSED:
+            return self.stream.worker, None, None
+        batch = self.collate(samples)
+        return self.stream.worker, self.stream.place(), batch
