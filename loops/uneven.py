@@ -46,6 +46,8 @@ class PassInputs:
         self._weighted = is_weighted(state.optim_wrapper)
         if self._weighted:
             self._compares = self._compares or len(set(lengths)) > 1
+            # Windows end with the pass: an estimate would end them elsewhere.
+            self.length = self.length if is_sure else None
             sampler = getattr(loader, "batch_sampler", None)
             self._sampler = sampler if isinstance(sampler, ShardedBatchSampler) else None
             return

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from ..loaders import ShardedBatchSampler, batches_from, set_epoch
+from ..loaders import batches_from, set_epoch
+from ..order.sampler import ShardedBatchSampler
 from ..rng import preserved_rng
 from ..state import LoopState, Stateful
 
