@@ -14,10 +14,12 @@ from .hooks.checkpoint import CheckpointHook
 from .hooks.early_stop import EarlyStopHook
 from .hooks.ema import EMAHook
 from .hooks.figures import GradNormHook, ThroughputHook
+from .hooks.ledger import LedgerHook
 from .hooks.log import LogHook, TensorBoardHook
 from .hooks.nan_guard import NanGuardHook, NonFiniteError
 from .hooks.progress import ProgressHook
 from .hooks.scheduler import PolyLR, SchedulerHook, ScheduleWindow
+from .ledger import Difference, Ledger, LedgerError, first_difference, read_ledger
 from .loaders import ShardedBatchSampler, build_loader
 from .metrics import MeanLoss, ProcessMetric
 from .rng import mix_seed, seed_rng
@@ -63,4 +65,10 @@ __all__ = [
     "save_alone",
     "save_checkpoint",
     "seed_rng",
+    "Difference",
+    "Ledger",
+    "LedgerError",
+    "LedgerHook",
+    "first_difference",
+    "read_ledger",
 ]

@@ -92,6 +92,8 @@ class ShardedBatchSampler(Sampler[list[int]]):
             self._own_samples = num_samples // (batch_size * world_size) * batch_size
         self._epoch = 0
         self._first = 0
+        # The epoch whose samples were worked out last, and they.
+        self._known: tuple[int, torch.Tensor] | None = None
 
     def __len__(self) -> int:
         return -(-self._own_samples // self.batch_size)
@@ -101,14 +103,19 @@ class ShardedBatchSampler(Sampler[list[int]]):
         self._epoch = epoch
         self._first = batch
 
+    def indices_of(self, epoch: int, batch: int) -> list[int]:
+        """Return the samples of one batch."""
+        at = batch * self.batch_size
+        indices: list[int] = self._samples(epoch)[at : at + self.batch_size].tolist()
+        return indices
+
     def __iter__(self) -> Iterator[list[int]]:
         # No generator itself: the position counts as of now, not of the first next().
         return itertools.chain.from_iterable(self._batches(self._epoch, self._first))
 
     def _batches(self, epoch: int, first: int) -> Iterator[list[BatchIndices]]:
         """Yield the batches many at a time, so that one costs no call."""
-        own = torch.arange(self._own_samples) * self.world_size + self.rank
-        samples = self._order(epoch)[own % self.num_samples] if len(own) else own
+        samples = self._samples(epoch)
         for start in range(first, len(self), _RUN_OF_BATCHES):
             made = []
             for index in range(start, min(start + _RUN_OF_BATCHES, len(self))):
@@ -117,6 +124,14 @@ class ShardedBatchSampler(Sampler[list[int]]):
                 indices.key = (self.seed, epoch, index, self.rank)
                 made.append(indices)
             yield made
+
+    def _samples(self, epoch: int) -> torch.Tensor:
+        """Return this rank's samples of an epoch, in their order."""
+        if self._known is None or self._known[0] != epoch:
+            own = torch.arange(self._own_samples) * self.world_size + self.rank
+            own = self._order(epoch)[own % self.num_samples] if len(own) else own
+            self._known = epoch, own
+        return self._known[1]
 
     def _order(self, epoch: int) -> torch.Tensor:
         if not self.shuffle:

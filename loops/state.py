@@ -200,6 +200,7 @@ class LoopState:
         optim_wrapper: The optimizer wrapper; None where nothing is trained.
         run_dir: The run's folder; None when nothing is to be written.
         precision: Makes the context that evaluations run in where `optim_wrapper` does not tell.
+        dataloader: What the training reads its batches from.
         stateful: Further things that belong into a checkpoint, by name.
         epoch: Finished passes over the data.
         batch: Batches done in the running epoch.
@@ -232,6 +233,7 @@ class LoopState:
     optim_wrapper: Any = None
     run_dir: Path | None = None
     precision: Callable[[], AbstractContextManager[Any]] = nullcontext
+    dataloader: Any = None
     stateful: dict[str, Stateful] = field(default_factory=dict)
     epoch: int = 0
     batch: int = 0

@@ -142,6 +142,7 @@ class _TrainLoop:
         """Start and end the training of the run, handle signals, announce errors."""
         self._check(state)
         self._count(state)
+        state.dataloader = self.dataloader
         state.stop_reason, state.signal, state.in_step = "", 0, False
         state.updated_at = None
         if not holds_gradients(state.model):

@@ -25,8 +25,8 @@ from ..build.parts import rehearse
 from ..build.sections import read_sections
 from ..failure import Terminated, TrainingFailed, as_mistakes_in
 from ..guard import raising_stops
-from ..jobs import Job, Outcome, refuse_occupied, run_dir_error, run_job
-from ..launcher import launch, started_outside
+from ..jobs import Job, Outcome, on_ranks, refuse_occupied, run_dir_error, run_job
+from ..launcher import started_outside
 from ..run_folder import saved_checkpoints
 from .commands import draw_curves, plots_available, read_curves
 
@@ -99,12 +99,8 @@ def run_check(options: argparse.Namespace) -> int:
 
 
 def _run(job: Job) -> int:
-    settings = job.run.launch
-    backend = "gloo" if settings.backend == "auto" and job.run.device == "cpu" else settings.backend
     with _naming_checkpoints(job, Path(job.run.run_dir)), raising_stops():
-        results = launch(
-            run_job, (job,), nproc=settings.nproc, backend=backend, timeout_s=settings.timeout_s
-        )
+        results = on_ranks(job.run, run_job, (job,))
     if 0 not in results:
         # One of torchrun's other ranks: rank 0 does the talking.
         return next(iter(results.values())).exit_code
