@@ -14,11 +14,13 @@ from .hooks.checkpoint import CheckpointHook
 from .hooks.early_stop import EarlyStopHook
 from .hooks.ema import EMAHook
 from .hooks.figures import GradNormHook, ThroughputHook
+from .hooks.ledger import LedgerHook
 from .hooks.log import LogHook, TensorBoardHook
 from .hooks.nan_guard import NanGuardHook, NonFiniteError
 from .hooks.progress import ProgressHook
 from .hooks.scheduler import PolyLR, SchedulerHook, ScheduleWindow
 from .hooks.spike_guard import SpikeError, SpikeGuardHook
+from .ledger import Difference, Ledger, LedgerError, first_difference, read_ledger
 from .loaders import build_loader
 from .metrics import MeanLoss, ProcessMetric
 from .order.sampler import ShardedBatchSampler
@@ -67,4 +69,10 @@ __all__ = [
     "save_alone",
     "save_checkpoint",
     "seed_rng",
+    "Difference",
+    "Ledger",
+    "LedgerError",
+    "LedgerHook",
+    "first_difference",
+    "read_ledger",
 ]

@@ -267,6 +267,7 @@ class LoopState:
         run_dir: The run's folder; None when nothing is to be written.
         precision: Makes the context that evaluations run in where `optim_wrapper` does not tell.
         loss_weight: What losses are means over in evaluations, where `optim_wrapper` does not tell.
+        dataloader: What the training reads its batches from.
         stateful: Further things that belong into a checkpoint, by name.
         epoch: Finished passes over the data.
         batch: Batches done in the running epoch.
@@ -307,6 +308,7 @@ class LoopState:
     run_dir: Path | None = None
     precision: Callable[[], AbstractContextManager[Any]] = nullcontext
     loss_weight: LossWeight | None = None
+    dataloader: Any = None
     stateful: dict[str, Stateful] = field(default_factory=dict)
     epoch: int = 0
     batch: int = 0

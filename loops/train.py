@@ -79,7 +79,7 @@ class _TrainLoop:
         log = state.logs.append
         self._inputs.begin(state)
         state.in_step = True
-        left = batches_of_pass(self.dataloader, state)
+        left: Iterable[Any] = batches_of_pass(self.dataloader, state)
         if state.left_out is not None:
             left, train_step = passing_over(left, train_step, state)
         for batch in self._inputs.watched(left, state):
@@ -158,6 +158,7 @@ class _TrainLoop:
         """
         self._check(state)
         self._count(state)
+        state.dataloader = self.dataloader
         state.stop_reason, state.signal, state.in_step = "", 0, False
         state.left_out, state.skipped = set(self.skip_steps) or None, False
         state.updated_at = None

@@ -6,11 +6,11 @@ import logging
 import shutil
 import tempfile
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from ..collectives import agent_store, broadcast, get_rank, synchronize
 from ..loops import CheckpointHook, find_checkpoint
@@ -27,11 +27,13 @@ from ..wrappers import auto
 from .build.parallelism import needs_group
 from .build.parts import build_parts
 from .failure import as_mistakes_in
-from .launcher import lonely_group
+from .launcher import launch, lonely_group
 from .run_folder import clear_results, in_use, occupied, resolve_checkpoint, saved_checkpoints
 from .runner import Runner, traced
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 # Settings of how a run is started, and those of optimizers and schedules that no state holds.
 _OF_THE_START = ("run_dir", "resume", "launch")
@@ -93,6 +95,13 @@ def prepared(job: Job) -> Iterator[None]:
             alone = lonely_group()
         with alone, traced(job.run.trace_collectives):
             yield
+
+
+def on_ranks(run: RunSections, fn: Callable[..., T], args: Sequence[Any]) -> dict[int, T]:
+    """Call `fn(*args)` on the ranks of a run and return the results, as `launch` does."""
+    settings = run.launch
+    backend = "gloo" if settings.backend == "auto" and run.device == "cpu" else settings.backend
+    return launch(fn, args, nproc=settings.nproc, backend=backend, timeout_s=settings.timeout_s)
 
 
 def run_dir_error(config: Config, what: str) -> ConfigError:

@@ -189,7 +189,8 @@ def resolve_checkpoint(run_dir: Path, which: str = "") -> Path:
 
 def clear_results(run_dir: Path) -> None:
     """Delete what a run has written into `run_dir`, and nothing else."""
-    shutil.rmtree(run_dir / "checkpoints", ignore_errors=True)
+    for name in ("checkpoints", "ledger"):
+        shutil.rmtree(run_dir / name, ignore_errors=True)
     for name in _RECORDS:
         (run_dir / name).unlink(missing_ok=True)
 

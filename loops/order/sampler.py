@@ -118,6 +118,8 @@ class ShardedBatchSampler(Sampler[list[int]]):
             self.positions += -self.positions % self.world_size
         self.length = self.positions if length is None else length
         self.pads = self.positions > self.num_samples
+        # The epoch whose order was worked out last, and that.
+        self._known: tuple[int, torch.Tensor] | None = None
 
     @property
     def batches(self) -> int:
@@ -143,6 +145,12 @@ class ShardedBatchSampler(Sampler[list[int]]):
         self._epoch = epoch
         self._first = batch
 
+    def indices_of(self, epoch: int, batch: int) -> list[int]:
+        """Return the samples of one batch of this rank."""
+        samples, (start, end) = self._samples(epoch), self._span(batch)
+        own: list[int] = samples[start + self.rank : end : self.world_size].tolist()
+        return own or samples[start : start + 1].tolist()
+
     def __iter__(self) -> Iterator[list[int]]:
         # No generator itself: the position counts as of now, not of the first next().
         return itertools.chain.from_iterable(self._batches(self._epoch, self._first))
@@ -157,18 +165,23 @@ class ShardedBatchSampler(Sampler[list[int]]):
 
     def _batches(self, epoch: int, first: int) -> Iterator[list[BatchIndices]]:
         """Yield the batches many at a time, so that one costs no call."""
-        order, count = self._order(epoch), len(self)
-        if self.positions > self.num_samples:
-            order = order[torch.arange(self.positions) % self.num_samples]
+        count = len(self)
         for begin in range(first, count, _RUN_OF_BATCHES):
             made = []
             for index in range(begin, min(begin + _RUN_OF_BATCHES, count)):
-                start, end = self._span(index)
-                own = order[start + self.rank : end : self.world_size].tolist()
-                indices = BatchIndices(own or order[start : start + 1].tolist())
+                indices = BatchIndices(self.indices_of(epoch, index))
                 indices.key = (self.seed, epoch, index, self.rank)
                 made.append(indices)
             yield made
+
+    def _samples(self, epoch: int) -> torch.Tensor:
+        """Return the epoch's samples by position."""
+        if self._known is None or self._known[0] != epoch:
+            order = self._order(epoch)
+            if self.positions > self.num_samples:
+                order = order[torch.arange(self.positions) % self.num_samples]
+            self._known = epoch, order
+        return self._known[1]
 
     def _order(self, epoch: int) -> torch.Tensor:
         if not self.shuffle:

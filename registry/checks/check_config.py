@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,6 +20,7 @@ from .schema import (
     HOOK_TYPES,
     SCHEDULER_KEYS,
     Component,
+    LedgerSection,
     RunSections,
     SchedulerSection,
 )
@@ -119,9 +120,11 @@ def examine_names(cfg: Mapping[str, Any]) -> Examination:
         kept = {key: value for key, value in values.items() if key not in wrong}
         sections = check_section(RunSections, {"model": {}, **kept}, "", [])
     if sections is not None:
+        if sections.ledger and "ledger" in hooks:
+            problems.append(Problem("ledger", "stands beside hooks.ledger, give one of the two"))
         sections = replace(
             sections,
-            hooks=hooks,
+            hooks={**hooks, **_ledger_hook(sections.ledger)},
             schedulers=list(schedulers.values()),
             run_dir=sections.run_dir or f"runs/{sections.name}",
         )
@@ -178,6 +181,13 @@ def _hooks(given: Any, problems: list[Problem]) -> dict[str, Component]:
         else:
             hooks[name] = {"type": HOOK_TYPES.get(name), **own}
     return hooks
+
+
+def _ledger_hook(section: LedgerSection | bool) -> dict[str, Component]:
+    if not section:
+        return {}
+    settings = asdict(LedgerSection() if section is True else section)
+    return {"ledger": {"type": HOOK_TYPES["ledger"], **settings}}
 
 
 def _schedulers(given: Any, problems: list[Problem]) -> dict[str, SchedulerSection]:

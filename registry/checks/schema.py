@@ -20,6 +20,7 @@ HOOK_TYPES = {
     "nan_guard": "NanGuardHook",
     "spike_guard": "SpikeGuardHook",
     "tensorboard": "TensorBoardHook",
+    "ledger": "LedgerHook",
 }
 DEFAULT_HOOKS = ("progress", "log", "checkpoint", "throughput", "nan_guard")
 # Settings of a scheduler that are ours; the others are its own arguments.
@@ -60,6 +61,15 @@ class LaunchSection:
     nproc: int = field(default=1, metadata={"minimum": 1})
     backend: str = "auto"
     timeout_s: float = field(default=1800, metadata={"minimum": 1})
+
+
+@dataclass(frozen=True, kw_only=True)
+class LedgerSection:
+    """Hashes of every so many steps, for comparing runs; another way to write `hooks.ledger`."""
+
+    every_steps: int = field(default=1, metadata={"minimum": 1})
+    full: bool = False
+    max_mib: float = field(default=64.0, metadata={"minimum": 1})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,6 +130,7 @@ class RunSections:
         optimizer: one with a `type`, or several by name; `optim_wrapper` may be by name then.
         schedulers: always a list.
         val, test: None when there is no data for them.
+        ledger: what `hooks` has as `ledger`, where the config has it as a section.
         init_device: "meta" builds parameters without memory, which the wrapper fills.
         freeze: names of parameters that are not trained, or paths of modules.
         activation_checkpointing: blocks that are computed again for the backward.
@@ -155,5 +166,6 @@ class RunSections:
     test: Component | None = None
     metrics: dict[str, Component] = field(default_factory=dict)
     hooks: dict[str, Component] = field(default_factory=dict)
+    ledger: LedgerSection | bool = False
     launch: LaunchSection = field(default_factory=LaunchSection)
     resume: bool | str = False

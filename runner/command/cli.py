@@ -83,6 +83,14 @@ COMMANDS = {
         ("epoch-length", "keep-order"),
         most=1,
     ),
+    "bisect": Command(
+        "RUN_A RUN_B [options]",
+        "name the first step, rank and part at which two runs with ledgers differ",
+        "bisect",
+        ("no-rerun",),
+        least=2,
+        most=2,
+    ),
     "plot": Command("RUN_DIR ...", "draw curves.png in each RUN_DIR", "commands"),
     "env": Command("", "print versions and devices, for a bug report", "run_commands", (), 0, 0),
     "version": Command("", "print the version; so does --version", "commands", (), 0, 0),
@@ -143,6 +151,7 @@ _OPTIONS: dict[str, dict[str, Any]] = {
         "help": "a checkpoint's folder, best or latest; default: the best, else the latest",
     },
     "origin": {**_FLAG, "help": "say which line or override set each value"},
+    "no-rerun": {**_FLAG, "help": "compare the ledgers as they are, repeat no steps"},
     "epoch-length": {
         "type": _positive,
         "metavar": "N",
@@ -156,8 +165,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code.
 
     0 is success, 1 an error in the run, 2 a mistake in the command line or the config, 3 that
-    `convert` found something without a counterpart, 130 an end by Ctrl-C, 143 one by SIGTERM or
-    by the end of the terminal.
+    `convert` found something without a counterpart or `bisect` a difference, 130 an end by Ctrl-C,
+    143 one by SIGTERM or by the end of the terminal.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in words

@@ -8,12 +8,12 @@ import os
 import platform
 import signal
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,13 +26,12 @@ from ..build.parts import rehearse
 from ..build.sections import read_sections
 from ..failure import Terminated, TrainingFailed, as_mistakes_in
 from ..guard import raising_stops
-from ..jobs import Job, Outcome, refuse_occupied, run_dir_error, run_job
-from ..launcher import launch, started_outside
+from ..jobs import Job, Outcome, on_ranks, refuse_occupied, run_dir_error, run_job
+from ..launcher import started_outside
 from ..replay import Replayed, Watch, replay
 from ..run_folder import resolve_checkpoint, saved_checkpoints
 from .commands import draw_curves, plots_available, read_curves
 
-T = TypeVar("T")
 # How long ranks wait for one in the debugger: a week.
 _DEBUGGING_S = 7 * 24 * 3600.0
 
@@ -120,7 +119,8 @@ def run_replay(options: argparse.Namespace) -> int:
     switches = {name: getattr(options, name) for name in ("rank", "debugger", "anomaly")}
     watch = Watch(options.step, profile=trace, **switches)
     job = Job("replay", config, run, debug=options.debug)
-    seen = _launch(replay, job, watch)
+    with raising_stops():
+        seen = on_ranks(job.run, replay, (job, watch))
     if 0 in seen:
         _report_step(watch, seen)
     return 0
@@ -164,22 +164,9 @@ def run_check(options: argparse.Namespace) -> int:
     return 0
 
 
-def _launch(work: Callable[..., T], job: Job, *more: Any) -> dict[int, T]:
-    settings = job.run.launch
-    backend = "gloo" if settings.backend == "auto" and job.run.device == "cpu" else settings.backend
-    with raising_stops():
-        return launch(
-            work,
-            (job, *more),
-            nproc=settings.nproc,
-            backend=backend,
-            timeout_s=settings.timeout_s,
-        )
-
-
 def _run(job: Job) -> int:
-    with _naming_checkpoints(job, Path(job.run.run_dir)):
-        results = _launch(run_job, job)
+    with _naming_checkpoints(job, Path(job.run.run_dir)), raising_stops():
+        results = on_ranks(job.run, run_job, (job,))
     if 0 not in results:
         # One of torchrun's other ranks: rank 0 does the talking.
         return next(iter(results.values())).exit_code

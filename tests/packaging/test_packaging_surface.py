@@ -24,8 +24,9 @@ DOORS = {
         is_loopback is_tracing meet_at_master name_ranks open_store failure_of run_together
     """,
     "loops": """
-        Cadence Checkpoint CheckpointError CheckpointHook EMAHook EarlyStopHook EpochTrainLoop
-        GradNormHook Hook HookList IterTrainLoop LogHook LoopState MeanLoss NanGuardHook
+        Cadence Checkpoint CheckpointError CheckpointHook Difference EMAHook EarlyStopHook
+        EpochTrainLoop GradNormHook Hook HookList IterTrainLoop Ledger LedgerError LedgerHook
+        LogHook first_difference read_ledger LoopState MeanLoss NanGuardHook
         NonFiniteError Phase PolyLR ProcessMetric ProgressHook ScheduleWindow
         SchedulerHook ShardedBatchSampler SpikeError SpikeGuardHook Stateful
         TensorBoardHook TestLoop ThroughputHook ValLoop build_loader find_checkpoint

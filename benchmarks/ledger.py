@@ -1,0 +1,93 @@
+"""What a ledger costs of a training step of the digits CNN, in microseconds and as a share.
+
+Batches of 64 in memory, AdamW. The runs take turns within every round, in another order each time;
+the median over the rounds of the difference to the run without a ledger is printed as a share of
+its median step. On the CPU one thread computes, and its processor time counts; on a GPU the clock.
+
+    python benchmarks/ledger.py [--device cuda] [--steps 200] [--rounds 15]
+"""
+
+import argparse
+import random
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from stepwrap.configs.digits import Digits, SmallCNN
+from stepwrap.loops import EpochTrainLoop, Hook, HookList, LedgerHook, LoopState
+from stepwrap.wrappers import OptimWrapper, SingleDevice, SupervisedModel
+
+BATCH = 64
+LEDGERS = {
+    "no ledger": None,
+    "every_steps: 10": {"every_steps": 10},
+    "every_steps: 1": {"every_steps": 1},
+    "every_steps: 1, full": {"every_steps": 1, "full": True},
+}
+
+
+class Clock(Hook):
+    """Notes when a run begins and ends, without its own start and end."""
+
+    order = 1
+
+    def on_epoch_start(self, state: LoopState) -> None:
+        self.start_s = self._now(state)
+
+    def on_epoch_end(self, state: LoopState) -> None:
+        self.end_s = self._now(state)
+
+    def _now(self, state: LoopState) -> float:
+        if next(state.model.parameters()).is_cuda:
+            torch.cuda.synchronize()
+            return time.perf_counter()
+        # One thread computes and nothing waits, so that other programs do not count.
+        return time.process_time()
+
+
+def us_per_step(batches: list[tuple[torch.Tensor, ...]], settings: dict | None) -> float:
+    torch.manual_seed(0)
+    device = batches[0][0].device
+    model = SupervisedModel(SmallCNN(), nn.CrossEntropyLoss()).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.003)
+    clock = Clock()
+    hooks = [clock] if settings is None else [clock, LedgerHook(**settings)]
+    with tempfile.TemporaryDirectory() as folder:
+        state = LoopState(
+            model=SingleDevice(model), optim_wrapper=OptimWrapper(optimizer), run_dir=Path(folder)
+        )
+        EpochTrainLoop(batches, max_epochs=1).run(state, HookList(hooks))
+    return (clock.end_s - clock.start_s) / len(batches) * 1e6
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--rounds", type=int, default=15)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    data = Digits("train")
+    images, labels = data.images.to(options.device), data.labels.to(options.device)
+    count = len(labels) // BATCH
+    pool = [(images[i::count][:BATCH], labels[i::count][:BATCH]) for i in range(count)]
+    batches = [pool[i % count] for i in range(options.steps)]
+    for settings in LEDGERS.values():
+        us_per_step(batches[:20], settings)
+    took: dict[str, list[float]] = {name: [] for name in LEDGERS}
+    for _ in range(options.rounds):
+        for name in random.sample(list(LEDGERS), len(LEDGERS)):
+            took[name].append(us_per_step(batches, LEDGERS[name]))
+    bare = took["no ledger"]
+    step_us = statistics.median(bare)
+    for name, times in took.items():
+        more = statistics.median(a - b for a, b in zip(times, bare, strict=True))
+        print(f"{name:<22} {statistics.median(times):9.1f} us  {more / step_us:+7.2%}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,148 @@
+"""64-bit hashes: of tensors where they are, of bytes, of the random streams."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import struct
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...wrappers import local_part
+
+# Bytes that are hashed at once on an accelerator: a model needs no second copy of itself there.
+_BLOCK = 1 << 23
+# The state of Python's generator: 624 words and a position.
+_WORDS = struct.Struct("<625I")
+# Odd, so that multiplying by them modulo 2**64 loses nothing: the multiplier of "rrmxmx" mixers
+# (https://mostlymangling.blogspot.com/2018/07/on-mixing-functions-in-fast-splittable.html) and
+# 2**64 divided by the golden ratio, as signed numbers.
+_MULTIPLIER = 0xD6E8FEB86659FD93 - (1 << 64)
+_GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
+
+
+@torch.no_grad()
+def hash_tensors(tensors: Iterable[Tensor]) -> int | Tensor:
+    """Return a hash of all bits of `tensors` in their order; of sharded ones the parts count.
+
+    It is computed where the first tensor is: on an accelerator a 0-d int64 tensor, which nothing
+    waits for, by `hash_words`; on the CPU, where this takes less time, a number from SHA-1.
+    """
+    parts = [_bytes_of(tensor) for tensor in tensors]
+    if parts and parts[0].device.type != "cpu":
+        return hash_words(parts)
+    digest = hashlib.sha1(usedforsecurity=False)
+    for part in parts:
+        content: Any = part.cpu().numpy()
+        digest.update(content)
+    return _number(digest.digest())
+
+
+def hash_words(parts: Sequence[Tensor]) -> Tensor:
+    """Return a hash of bytes, uint8 vectors, by integer arithmetic on the device of the first.
+
+    Each 8 bytes are mixed with their position by a function that can be inverted, and the results
+    added: a change within 8 bytes is always seen, any other one but for 1 in 2**64.
+    """
+    device = parts[0].device
+    sums: list[Tensor] = []
+    pieces: list[Tensor] = []
+    size = 0
+    for piece in (one for part in parts for one in torch.split(part, _BLOCK)):
+        pieces.append(piece.to(device))
+        size += len(piece)
+        if size >= _BLOCK:
+            sums.append(_sum_of_words(pieces, size))
+            pieces, size = [], 0
+    sums.append(_sum_of_words(pieces or [parts[0][:0]], size))
+    # The last word is filled up by zeros.
+    return _mixed(torch.stack(sums)).sum() + sum(map(len, parts))
+
+
+def bits_of(value: Tensor | float) -> int | Tensor:
+    """Return the bits of a number, or the hash of several."""
+    tensor = torch.as_tensor(value).detach()
+    if tensor.ndim or tensor.is_complex():
+        return hash_tensors([tensor])
+    return tensor.double().view(torch.int64)
+
+
+def hash_bytes(data: bytes) -> int:
+    """Return a hash of `data`."""
+    return _number(hashlib.sha1(data, usedforsecurity=False).digest())
+
+
+def hash_streams(device: torch.device) -> Iterator[tuple[str, int]]:
+    """Yield name and hash of each random stream of this process."""
+    _, words, gauss = random.getstate()
+    yield "python", hash_bytes(_WORDS.pack(*words) + repr(gauss).encode())
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        _, keys, *rest = numpy.random.get_state()
+        yield "numpy", hash_bytes(keys.tobytes() + repr(rest).encode())
+    yield "torch", hash_bytes(torch.get_rng_state().numpy().tobytes())
+    if device.type == "cuda":
+        yield "cuda", hash_bytes(torch.cuda.get_rng_state(device).numpy().tobytes())
+
+
+def fetch(values: Sequence[int | Tensor]) -> list[int]:
+    """Return hashes as numbers, waiting once for each device."""
+    fetched = [value if isinstance(value, int) else 0 for value in values]
+    places: dict[torch.device, list[tuple[int, Tensor]]] = {}
+    for at, value in enumerate(values):
+        if isinstance(value, Tensor):
+            places.setdefault(value.device, []).append((at, value))
+    for some in places.values():
+        numbers = torch.stack([value for _, value in some]).tolist()
+        for (at, _), number in zip(some, numbers, strict=True):
+            fetched[at] = number
+    return fetched
+
+
+def _number(digest: bytes) -> int:
+    return int.from_bytes(digest[:8], "little", signed=True)
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    part = local_part(tensor).detach()
+    if part.layout is torch.sparse_coo:
+        part = part.coalesce()
+        return torch.cat([_bytes_of(part.indices()), _bytes_of(part.values())])
+    if part.is_complex():
+        part = torch.view_as_real(part.resolve_conj())
+    return part.resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+
+
+def _sum_of_words(pieces: list[Tensor], size: int) -> Tensor:
+    # A fresh tensor: it is computed on in place.
+    words = torch.cat([*pieces, pieces[0].new_zeros(-size % 8)]).view(torch.int64)
+    return _mixed(words).sum()
+
+
+def _mixed(words: Tensor) -> Tensor:
+    """Mix words in place with their positions."""
+    words ^= _keys(words.device, len(words).bit_length())[: len(words)]
+    return _mix_(words)
+
+
+@cache
+def _keys(device: torch.device, bits: int) -> Tensor:
+    """Return numbers for the positions of up to 2**bits words."""
+    return _mix_(torch.arange(1, (1 << bits) + 1, device=device) * _GOLDEN)
+
+
+def _mix_(words: Tensor) -> Tensor:
+    """Have each bit of a word change about half of its bits."""
+    # Shifts would need a mask, since those of torch keep the sign.
+    halves = words.view(torch.int32)
+    low, high = (halves[0::2], halves[1::2])[:: 1 if sys.byteorder == "little" else -1]
+    for _ in range(2):
+        low ^= high
+        words *= _MULTIPLIER
+    low ^= high
+    return words

@@ -1,0 +1,246 @@
+"""Hashes of what each step does, so that two runs can be compared step by step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from ...collectives import get_rank, get_world_size
+from ...registry import HOOKS
+from ...wrappers import reshard
+from ..checkpoints.weights import device_of, plain_name, user_model
+from ..hook import Hook
+from ..ledger import Item, LedgerWriter
+from ..schedule import positive
+from ..state import LoopState
+from .fingerprint import bits_of, fetch, hash_bytes, hash_streams, hash_tensors
+
+Named = list[tuple[str, Tensor]]
+# Stages of a whole accumulation window, not of each of its batches.
+_OF_THE_WINDOW = ("gradient", "update")
+# Samples of some libraries are objects within objects.
+_DEEPEST = 8
+
+
+@HOOKS.register_module()
+class LedgerHook(Hook):
+    """Writes hashes of data, random streams, losses, gradients and weights, for `stepwrap bisect`.
+
+    Every rank writes its own file, `<run_dir>/ledger/rank_<rank>.bin`; nothing is written if
+    `state.run_dir` is None, and nothing is communicated. docs/exactness.md says what is hashed and
+    what it costs. In a config the section `ledger` has the same arguments.
+
+    Args:
+        every_steps: Optimizer updates between two entries.
+        full: Also hash each parameter, gradient and buffer by itself and the output of each
+            innermost module (not of a compiled model).
+        max_mib: The size of a rank's file, in MiB. The interval between entries doubles each time
+            that half of what is left of it has been used.
+        until: The update after which training ends, for a run that repeats a part of another one.
+    """
+
+    # Last of all: what other hooks do to batches and weights counts as the step's.
+    order = 99
+
+    def __init__(
+        self,
+        *,
+        every_steps: int = 1,
+        full: bool = False,
+        max_mib: float = 64.0,
+        until: int | None = None,
+    ) -> None:
+        if not max_mib > 0:
+            raise ValueError(f"LedgerHook: max_mib must be > 0, got {max_mib!r}")
+        self._every_steps = self._interval = positive("every_steps", every_steps)
+        self._full = full
+        self._max_bytes = int(max_mib * 2**20)
+        self._until = until
+        self._writer: LedgerWriter | None = None
+        self._handles: list[RemovableHandle] = []
+        # By the parameter's identity.
+        self._names: dict[int, str] = {}
+        self._entry: dict[Item, int | Tensor] = {}
+        # Whether the running update will have an entry, and which of its batches is trained on.
+        self._due = False
+        self._where = ""
+
+    def on_train_start(self, state: LoopState) -> None:
+        self._close()
+        if state.run_dir is None:
+            return
+        rank = get_rank()
+        self._writer = LedgerWriter(
+            state.run_dir / "ledger" / f"rank_{rank}.bin",
+            full=self._full,
+            rank=rank,
+            world_size=get_world_size(),
+            step=state.step,
+            max_bytes=self._max_bytes,
+        )
+        model = user_model(state.model)
+        self._names = {id(p): plain_name(name) for name, p in model.named_parameters()}
+        for name, optimizer in _optimizers(state):
+            hash_gradients = partial(self._hash_gradients, name)
+            self._handles.append(optimizer.register_step_pre_hook(hash_gradients))
+        if self._full and not any(map(_is_compiled, state.model.modules())):
+            self._watch_outputs(model)
+        self._hash_weights(state)
+        trained = {id(p) for _, one in _optimizers(state) for p in _parameters(one.param_groups)}
+        frozen = [p for p in model.parameters() if id(p) not in trained]
+        self._add_group("update", "parameters in no optimizer", self._named(frozen))
+        self._write(state.step)
+
+    def on_batch_start(self, state: LoopState, batch: Any) -> None:
+        self._due = (state.step + 1) % self._interval == 0 and self._writer is not None
+        if not self._due:
+            return
+        # Not known where a run was resumed within a window: what came before is not in the entry.
+        began = state.iteration if state.updated_at is None else state.updated_at[2]
+        number = state.iteration - began + 1
+        self._where = f" of batch {number}" if number > 1 else ""
+        sampler: Any = getattr(state.dataloader, "batch_sampler", None)
+        if hasattr(sampler, "indices_of"):
+            indices = sampler.indices_of(state.epoch, state.batch)
+            self._add("data", "sample ids", hash_bytes(repr(indices).encode()))
+        for name, value in hash_streams(device_of(state.model)):
+            self._add("random state", name, value)
+        for key, part in _items_of(batch) or [("", batch)]:
+            self._add("data", f"batch.{key}".rstrip("."), hash_tensors(_tensors_in(part)))
+
+    def on_batch_end(self, state: LoopState, batch: Any, logs: Mapping[str, Tensor]) -> None:
+        if self._due:
+            for name, value in logs.items():
+                self._add("forward", name, bits_of(value))
+
+    def on_update(self, state: LoopState) -> None:
+        if self._due:
+            self._hash_weights(state)
+            self._write(state.step)
+            self._due = False
+        if self._until is not None and state.step >= self._until:
+            state.request_stop(f"update {self._until} is done (LedgerHook: until)")
+
+    def on_train_end(self, state: LoopState) -> None:
+        self._close()
+
+    def on_exception(self, state: LoopState, error: BaseException) -> None:
+        self._close()
+
+    def _hash_gradients(self, name: str, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if not self._due:
+            return
+        for group, parameters in _groups(name, optimizer):
+            own = [(n, p.grad) for n, p in self._named(parameters) if p.grad is not None]
+            self._add_group("gradient", group, own)
+
+    def _hash_weights(self, state: LoopState) -> None:
+        reshard(state.model)
+        for name, optimizer in _optimizers(state):
+            for group, parameters in _groups(name, optimizer):
+                self._add_group("update", group, self._named(parameters))
+        buffers = [(plain_name(n), one) for n, one in user_model(state.model).named_buffers()]
+        self._add_group("update", "buffers", buffers)
+
+    def _add_group(self, stage: str, group: str, named: Named) -> None:
+        # In a full ledger first of all what tells most.
+        for name, tensor in named if self._full else ():
+            self._add(stage, name, hash_tensors([tensor]))
+        if named:
+            self._add(stage, group, hash_tensors(tensor for _, tensor in named))
+
+    def _add(self, stage: str, name: str, value: int | Tensor) -> None:
+        name = name if stage in _OF_THE_WINDOW else f"{name}{self._where}"
+        item = Item(stage, name)
+        number = 1
+        while item in self._entry:
+            # A module that is called again, an optimizer that steps twice for a batch.
+            number += 1
+            item = Item(stage, f"{name} ({number})")
+        self._entry[item] = value
+
+    def _write(self, step: int) -> None:
+        assert self._writer is not None
+        # Log values come after the step that they explain.
+        items = sorted(self._entry, key=lambda item: item.stage in _OF_THE_WINDOW)
+        hashes = fetch([self._entry[item] for item in items])
+        self._writer.write(step, dict(zip(items, hashes, strict=True)))
+        self._entry.clear()
+        self._interval = self._every_steps * self._writer.stride
+
+    def _named(self, parameters: Iterable[Tensor]) -> Named:
+        return [(self._names.get(id(p), "a parameter"), p) for p in parameters]
+
+    def _watch_outputs(self, model: nn.Module) -> None:
+        def watch(name: str, layer: nn.Module) -> None:
+            def note(module: nn.Module, inputs: Any, output: Any) -> None:
+                # Not of copies, which run in threads, in any order.
+                if self._due and module is layer:
+                    self._add("forward", f"output of {name}", hash_tensors(_tensors_in(output)))
+
+            self._handles.append(layer.register_forward_hook(note))
+
+        for name, layer in model.named_modules():
+            if name and not any(True for _ in layer.children()):
+                watch(name, layer)
+
+    def _close(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        self._entry.clear()
+        self._due = False
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+
+def _optimizers(state: LoopState) -> Iterator[tuple[str, Optimizer]]:
+    wrapper = state.optim_wrapper
+    members = wrapper.items() if hasattr(wrapper, "items") else [("", wrapper)]
+    for name, member in members:
+        optimizer = member.optimizer
+        # Torch's optimizer for local SGD calls no hooks, but the one inside it does.
+        yield name, optimizer.optim if hasattr(optimizer, "averager") else optimizer
+
+
+def _groups(name: str, optimizer: Optimizer) -> Iterator[tuple[str, list[Tensor]]]:
+    for at, group in enumerate(optimizer.param_groups):
+        own = f"group {group.get('name', at)}"
+        yield f"{name}/{own}" if name else own, group["params"]
+
+
+def _parameters(groups: Iterable[Mapping[str, Any]]) -> Iterator[Tensor]:
+    return (one for group in groups for one in group["params"])
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    return "_orig_mod" in module._modules or module._compiled_call_impl is not None
+
+
+def _items_of(value: Any) -> list[tuple[Any, Any]]:
+    """Return the parts of a batch, or of something in it, by key; none of a single value."""
+    if isinstance(value, (Tensor, str, bytes)):
+        return []
+    if isinstance(value, Sequence):
+        return list(enumerate(value))
+    return list((value if isinstance(value, Mapping) else getattr(value, "__dict__", {})).items())
+
+
+def _tensors_in(value: Any, depth: int = _DEEPEST) -> Iterator[Tensor]:
+    """Yield the tensors in nested data, and for numbers, texts and arrays their hashes."""
+    if isinstance(value, Tensor):
+        yield value
+    elif hasattr(value, "tobytes"):
+        yield torch.tensor(hash_bytes(value.tobytes()))
+    elif isinstance(value, (bool, int, float, complex, str, bytes, type(None))):
+        yield torch.tensor(hash_bytes(repr(value).encode()))
+    elif depth:
+        for _, part in _items_of(value):
+            yield from _tensors_in(part, depth - 1)

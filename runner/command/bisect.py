@@ -1,0 +1,135 @@
+"""The command `bisect`: where two runs part, by their ledgers and by training an interval again."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import tempfile
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+
+from ...loops import (
+    Difference,
+    Ledger,
+    LedgerError,
+    first_difference,
+    list_checkpoints,
+    read_ledger,
+)
+from ...registry import Config, ConfigError, Problem, RunSections, import_problems, load_config
+from ..build.parallelism import needs_group
+from ..build.sections import read_sections
+from ..guard import raising_stops
+from ..jobs import on_ranks
+from ..launcher import lonely_group, started_outside
+from ..runner import Runner
+
+# The exit code where the runs differ.
+DIFFERENT = 3
+# Stages of which only a full ledger has the parts: modules and parameters.
+_BY_PARTS = ("forward", "gradient", "update")
+# What a run that is repeated does without, and how its ledger is.
+_OFF = ("checkpoint", "progress", "log", "tensorboard", "throughput")
+_FULL = "every_steps: 1, full: true, max_mib: 4096"
+
+
+def run_bisect(options: argparse.Namespace) -> int:
+    """Print where two runs part first; returns 0 where their ledgers do not tell any difference."""
+    folders = [Path(word) for word in options.words]
+    if started_outside():
+        raise _mistake("it starts the ranks that it needs by itself, without torchrun or srun")
+    try:
+        ledgers = a, b = read_ledger(folders[0]), read_ledger(folders[1])
+        found = first_difference(a, b)
+    except LedgerError as error:
+        raise _mistake(str(error)) from error
+    if found is None:
+        common = sorted({*a.steps} & {*b.steps})
+        print(
+            f"no difference in the {len(common)} steps of both ledgers, {common[0]} the first, "
+            f"{common[-1]} the last"
+        )
+        return 0
+    agreed = "" if found.agreed < 0 else f"agree up to step {found.agreed} and "
+    print(f"the ledgers {agreed}differ at {found}")
+    if not options.no_rerun and _is_vague(found, ledgers):
+        with raising_stops(), tempfile.TemporaryDirectory(prefix="stepwrap_bisect_") as scratch:
+            found = _narrow(found, folders, ledgers, Path(scratch))
+    print(f"the runs part at {found}")
+    return DIFFERENT
+
+
+def _mistake(what: str) -> ConfigError:
+    return ConfigError([Problem("", f"stepwrap bisect: {what}")])
+
+
+def _is_vague(found: Difference, ledgers: Sequence[Ledger]) -> bool:
+    """Say whether steps before the difference have no entry, or its entry no parts."""
+    if found.agreed != found.step - 1:
+        return True
+    return found.stage in _BY_PARTS and not all(one.is_full(found.step) for one in ledgers)
+
+
+def _narrow(
+    found: Difference, folders: list[Path], ledgers: Sequence[Ledger], scratch: Path
+) -> Difference:
+    """Return the difference that full ledgers of the interval tell; `found` where they cannot."""
+    full = []
+    for number, (folder, ledger) in enumerate(zip(folders, ledgers, strict=True)):
+        repeated = _repeat(folder, found, ledger.world_size(found.step), scratch / str(number))
+        if found.step not in repeated.steps:
+            print(f"{folder} could not be repeated: it ended before step {found.step}")
+            return found
+        other = first_difference(ledger, repeated)
+        if other is not None:
+            print(
+                f"{folder} did not repeat itself: the ledger of the repetition differs from the "
+                f"recorded one at {other}. Code, data or machine have changed since, or the run is "
+                "not deterministic (deterministic: true)"
+            )
+            return found
+        full.append(repeated)
+    narrowed = first_difference(full[0], full[1])
+    if narrowed is None:
+        print("the repetitions do not differ")
+    return narrowed or found
+
+
+def _repeat(folder: Path, found: Difference, nproc: int, run_dir: Path) -> Ledger:
+    """Train up to the difference from the nearest checkpoint before it; return the full ledger."""
+    saved = [(meta["step"], path) for path, meta in list_checkpoints(folder / "checkpoints")]
+    step, start = max((one for one in saved if one[0] <= found.agreed), default=(0, None))
+    whence = start or "the beginning"
+    print(f"repeating steps {step + 1} to {found.step} of {folder} from {whence}", flush=True)
+    settings = folder / "config.yaml"
+    if not settings.is_file():
+        raise _mistake(
+            f"{folder} has no config.yaml to repeat steps with, as a run of `stepwrap train` has; "
+            "--no-rerun compares the ledgers alone"
+        )
+    overrides = [
+        f"run_dir={json.dumps(str(run_dir))}",
+        f"launch.nproc={nproc}",
+        "ledger=false",
+        f"hooks.ledger={{{_FULL}, until: {found.step}}}",
+        *(f"hooks.{name}=false" for name in _OFF),
+    ]
+    config = load_config(settings, overrides)
+    run = read_sections(config)
+    on_ranks(run, _train, (config, run, start))
+    return read_ledger(run_dir)
+
+
+def _train(config: Config, run: RunSections, start: Path | None) -> None:
+    """Train on this rank; what resuming without some hooks warns of is left out."""
+    if failed := import_problems(config):
+        raise ConfigError(failed)
+    alone: AbstractContextManager[None] = lonely_group() if needs_group(run) else nullcontext()
+    logging.disable(logging.WARNING)
+    try:
+        with alone:
+            Runner.from_config(config).train(resume=start or False)
+    finally:
+        logging.disable(logging.NOTSET)
