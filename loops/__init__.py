@@ -8,6 +8,8 @@ from .checkpoints.checkpoint import (
 )
 from .checkpoints.files import CheckpointError
 from .checkpoints.restore import Checkpoint, find_checkpoint, load_checkpoint
+from .data.loaders import build_loader
+from .data.sampler import ShardedBatchSampler
 from .evaluate import TestLoop, ValLoop
 from .hook import Hook, HookList
 from .hooks.checkpoint import CheckpointHook
@@ -21,9 +23,7 @@ from .hooks.progress import ProgressHook
 from .hooks.scheduler import PolyLR, SchedulerHook, ScheduleWindow
 from .hooks.spike_guard import SpikeError, SpikeGuardHook
 from .ledger import Difference, Ledger, LedgerError, first_difference, read_ledger
-from .loaders import build_loader
 from .metrics import MeanLoss, ProcessMetric
-from .order.sampler import ShardedBatchSampler
 from .rng import mix_seed, seed_rng
 from .schedule import Cadence
 from .state import LoopState, Phase, Stateful

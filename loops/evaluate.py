@@ -26,8 +26,8 @@ from ..collectives import (
 from ..registry import LOOPS
 from . import metrics as scores
 from .checkpoints.weights import device_of, user_model
+from .data.loaders import batches_from, first_batch_apart, length_of, size_before_padding
 from .hook import HookList
-from .loaders import batches_from, first_batch_apart, length_of, size_before_padding
 from .notes import naming_missing_ranks, note_failure
 from .rng import preserved_rng
 from .skips import buffer_restorer

@@ -27,7 +27,7 @@ from ..collectives import (
     get_rank,
 )
 from ..registry import METRICS, nearest
-from .loaders import SeededSamples
+from .data.loaders import SeededSamples
 from .notes import add_note, describe, name_of
 from .state import LoopState
 

@@ -288,7 +288,7 @@ class LoopState:
         signal: Number of the signal that stops the run (SIGTERM, SIGINT); 0 for none.
         in_step: A batch is being read or trained on: it is not in the counters yet, but maybe in
             the random streams and the weights.
-        data_layout: How the training data is cut into updates, as `loops.order.layout` describes
+        data_layout: How the training data is cut into updates, as `loops.data.layout` describes
             it; empty before the first training.
         together: All ranks are in this step. False in the last batches of a pass in which this
             rank has more than others (`uneven_inputs`): hooks must not communicate then.

@@ -10,14 +10,14 @@ from typing import Any
 
 from ..registry import LOOPS
 from .checkpoints.restore import load_checkpoint
+from .data.layout import lay_out
+from .data.loaders import length_of
 from .data.passes import batches_of_pass
 from .data.streams import telling
 from .evaluate import ValLoop, announce_failure, require_step
 from .hook import HookList, Scalars
-from .loaders import length_of
 from .metrics import directions_of
 from .notes import naming_missing_ranks, note_failure
-from .order.layout import lay_out
 from .schedule import (
     ValSchedule,
     holds_gradients,

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from ..collectives import TorchDist, all_gather_object, broadcast, comm_device, name_ranks
-from .loaders import is_stream, length_of
-from .order.sampler import ShardedBatchSampler
+from .data.loaders import is_stream, length_of
+from .data.sampler import ShardedBatchSampler
 from .schedule import is_weighted, members_of, window_of
 from .state import LoopState
 

@@ -1,3 +1,4 @@
-"""Training data from loaders and data sets that tell where they are. Imports loaders and state.
-Start with passes.py.
+"""Training data: its order, how updates are cut out of it on any number of ranks, and loaders that go
+on from a place. Imports checkpoints, schedules, notes, the state and the random streams of `loops`.
+Start reading in sampler.py, then loaders.py; passes.py and streams.py are for loaders of others.
 """

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from ..loaders import batches_from, set_epoch
-from ..order.sampler import ShardedBatchSampler
 from ..rng import preserved_rng
 from ..state import LoopState, Stateful
+from .loaders import batches_from, set_epoch
+from .sampler import ShardedBatchSampler
 
 logger = logging.getLogger(__name__)
 

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from ..loaders import is_stream
 from ..rng import mix_seed, preserved_rng, seed_rng
 from ..state import Stateful
+from .loaders import is_stream
 
 # What a worker yields, a batch of them, where its turn in the round has already been.
 _PASSED = object()

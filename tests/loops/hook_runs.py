@@ -19,9 +19,9 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanSquaredError, Metric
 
 from stepwrap.collectives import get_world_size
+from stepwrap.loops.data.loaders import build_loader
 from stepwrap.loops.evaluate import ValLoop
 from stepwrap.loops.hook import Hook, HookList
-from stepwrap.loops.loaders import build_loader
 from stepwrap.loops.state import LoopState
 from stepwrap.loops.train import EpochTrainLoop
 from stepwrap.wrappers import (

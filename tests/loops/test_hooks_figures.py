@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 
 from stepwrap.loops import GradNormHook, ThroughputHook
+from stepwrap.loops.data.loaders import build_loader
 from stepwrap.loops.hook import Hook, Scalars
-from stepwrap.loops.loaders import build_loader
 from stepwrap.loops.state import LoopState
 from stepwrap.wrappers import (
     AmpOptimWrapper,

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from stepwrap.loops import ShardedBatchSampler, build_loader
-from stepwrap.loops.loaders import batches_from
+from stepwrap.loops.data.loaders import batches_from
 
 SHAPES = {"samples": st.integers(1, 60), "size": st.integers(1, 7), "world": st.integers(1, 4)}
 

@@ -23,10 +23,10 @@ from torch.utils.data import (
     default_collate,
 )
 
-from ..collectives import get_rank, get_world_size
-from .notes import add_note, describe_samples, name_of
-from .order.sampler import BatchIndices, ShardedBatchSampler
-from .rng import mix_seed, preserved_generators, preserved_rng, seed_rng
+from ...collectives import get_rank, get_world_size
+from ..notes import add_note, describe_samples, name_of
+from ..rng import mix_seed, preserved_generators, preserved_rng, seed_rng
+from .sampler import BatchIndices, ShardedBatchSampler
 
 logger = logging.getLogger(__name__)
 
