@@ -155,7 +155,7 @@ def _move(state: LoopState, saved: Mapping[str, int], sampler: ShardedBatchSampl
 
 def _begin_update_again(state: LoopState) -> None:
     """Drop gradients that are of other ranks or batches, or of which nobody knows the weight."""
-    weights.set_gradients(weights.user_model(state.model), {})
+    state.optim_wrapper.zero_grad()
     logger.warning("the update that had begun begins again, with the same samples")
 
 

@@ -7,9 +7,22 @@ from typing import Any
 
 import pytest
 import torch
-from elastic_runs import plain, train, updates
+from elastic_runs import make_data, make_net, make_optimizer, plain, train, updates
 from marks import slow
 from ranks import run_ranks
+from torch import nn
+
+from stepwrap.loops import (
+    EpochTrainLoop,
+    Hook,
+    HookList,
+    LoopState,
+    build_loader,
+    find_checkpoint,
+    load_checkpoint,
+    save_checkpoint,
+)
+from stepwrap.wrappers import OptimWrapper, SingleDevice, SupervisedModel
 
 KINDS = ["ddp", *slow("fsdp", "hsdp", "tensor")]
 
@@ -121,3 +134,35 @@ def test_another_batch_size_keeps_the_global_batch(tmp_path: Path) -> None:
     done = _stages("ddp", tmp_path / "now", stages, samples=19, accumulate=1)
     whole = _stages("ddp", tmp_path / "whole", [(2, None, 4)], samples=19, accumulate=1)
     assert _difference(done, whole[0][0]["weights"]) <= 1e-12
+
+
+class _FailInside(Hook):
+    """Saves in the middle of a window, as is done after an error between two batches."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_batch_start(self, state: LoopState, batch: Any) -> None:
+        if state.iteration == 3:
+            state.in_step = False
+            save_checkpoint(self.folder, state)
+            raise KeyError("inside a window")
+
+
+def test_an_update_that_had_begun_begins_again(tmp_path: Path) -> None:
+    def run(*hooks: Hook) -> LoopState:
+        model = SingleDevice(SupervisedModel(make_net(), nn.CrossEntropyLoss()))
+        optim = OptimWrapper(make_optimizer(model), 2, loss_weight="samples")
+        state, path = LoopState(model, optim), find_checkpoint(tmp_path)
+        if path is not None:
+            load_checkpoint(path).restore(state)
+        loader = build_loader(make_data(47), batch_size=5, train=True, shuffle=True, seed=7)
+        return EpochTrainLoop(loader, max_epochs=2).run(state, HookList(hooks))
+
+    with pytest.raises(KeyError, match="inside a window"):
+        run(_FailInside(tmp_path))
+    state = run()
+    assert (state.iteration, state.step) == (20, 10)
+    got = dict(state.model.module.named_parameters())
+    for name, value in plain(47, 10)[0].items():
+        assert (got[name] - value).abs().max().item() <= 1e-12
