@@ -16,7 +16,7 @@ from .imports import FailedImportError, ModuleSources, import_path, where_define
 T = TypeVar("T", bound=Callable[..., Any])
 _log = logging.getLogger(__name__)
 # A registry with at most so many names is told in full.
-_FEW = 12
+_FEW = 20
 # Where the innermost `switch_scope_and_registry` has switched to.
 _switched_to: ContextVar[str | None] = ContextVar("stepwrap_registry_scope", default=None)
 
