@@ -74,6 +74,7 @@ def test_what_is_not_the_same_is_told(run: Path, capsys: Capture) -> None:
     assert "the weights after it are NOT those of runs/checkpoints/step_00000009" in told
 
 
+@pytest.mark.slow
 def test_two_ranks_are_replayed_whatever_the_config_says(start: Start, tmp_path: Path) -> None:
     words = [
         "run_dir=runs",
@@ -153,6 +154,7 @@ def test_the_debugger_shows_where_a_step_fails(run: Path, capsys: Capture) -> No
     assert "(Pdb) torch.Size([4, 2])" in told
 
 
+@pytest.mark.slow
 def test_a_debugger_in_a_rank_has_the_terminal(start: Start, tmp_path: Path) -> None:
     words = ["run_dir=runs", "data.test=null", "train.max_epochs=1"]
     assert start("train", "points.yaml", "--nproc", "2", *words).finish()[0] == 0
