@@ -391,6 +391,7 @@ def _restore_on_ranks(path: Path) -> tuple[dict[str, torch.Tensor], float]:
     return weights_of(state), torch.rand(()).item()
 
 
+@pytest.mark.slow
 def test_checkpoints_move_between_wrappers_and_world_sizes(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

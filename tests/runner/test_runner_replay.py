@@ -127,6 +127,7 @@ def debugged(folder: Path, text: str, *words: str) -> tuple[int, str]:
     return done.returncode, done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_the_debugger_begins_at_the_training_step(run: Path, capsys: Capture) -> None:
     trained(run, capsys)
     code, told = debugged(run, "p state.step\np batch[0].shape\ns\nw\nc\n", "--step", "8")
