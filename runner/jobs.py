@@ -218,7 +218,7 @@ def _effect(key: str) -> str:
     if parts[0] in ("optimizer", "schedulers") and parts[-1] not in _OF_THE_RUN:
         return " (has no effect: the state in the checkpoint goes on)"
     if key == "data.train.batch_size":
-        return " (takes effect; inside an epoch the position is counted in batches)"
+        return " (the most that a rank gets at once; an update keeps its samples)"
     return ""
 
 

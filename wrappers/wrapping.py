@@ -93,7 +93,7 @@ def wrap_model(
     """
     if is_model_wrapper(model):
         return _wrapped_already(model, bool(wrapper or options or mesh or prepare or train_step))
-    todo, ranks = prepare or Preparation(), mesh or Mesh({"data": get_world_size()})
+    preparation, ranks = prepare or Preparation(), mesh or Mesh({"data": get_world_size()})
     wrapper = wrapper or _default(ranks.data_size)
 
     def checked() -> dict[str, Any]:
@@ -105,8 +105,8 @@ def wrap_model(
                 "wrapper must be a class such as StepDistributedDataParallel, or the function "
                 f"auto, got {wrapper!r}: names and settings of wrappers are for configs"
             )
-        freeze_parameters(model, todo.freeze)
-        checks = model_checks(model, todo, ranks.tensor_size)
+        freeze_parameters(model, preparation.freeze)
+        checks = model_checks(model, preparation, ranks.tensor_size)
         prepared = {key.partition(".")[0]: check() for key, check in checks.items()}
         if hasattr(wrapper, "check_options"):
             wrapper.check_options(options)
@@ -114,10 +114,10 @@ def wrap_model(
         return {"wrapper": name, "mesh": ranks.axes, **prepared}
 
     agree(checked, ranks.device_mesh)
-    wrapper, options = _place(model, wrapper, ranks, todo, options, device)
-    if todo.tensor_parallel is not None and ranks.device_mesh is not None:
+    wrapper, options = _place(model, wrapper, ranks, preparation, options, device)
+    if preparation.tensor_parallel is not None and ranks.device_mesh is not None:
         broadcast_first([*model.parameters(), *model.buffers()], ranks.device_mesh)
-    prepare_model(model, todo, mesh, localise=not takes_mesh(wrapper))
+    prepare_model(model, preparation, mesh, localise=not takes_mesh(wrapper))
     return _wrapped(wrapper, model, ranks, options, train_step)
 
 

@@ -167,7 +167,7 @@ def _tell(
     if sampler.global_batch != sampler.batch_size * sampler.world_size * window:
         count, ranks = sampler.micro_batches, sampler.world_size
         size = -(-sampler.global_batch // (count * ranks))
-        logger.info(
+        logger.warning(
             "an update has %d samples, as when the run began: accumulative_counts is %d and a "
             "batch has up to %d samples on each rank (%d, data.train.batch_size %d)",
             *(sampler.global_batch, count, size, ranks, sampler.batch_size),

@@ -7,7 +7,6 @@ import json
 import logging
 import tempfile
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 from ...loops import (
@@ -18,12 +17,12 @@ from ...loops import (
     list_checkpoints,
     read_ledger,
 )
-from ...registry import Config, ConfigError, Problem, RunSections, import_problems, load_config
-from ..build.parallelism import needs_group
+from ...registry import ConfigError, Problem, load_config
+from ..build.parts import build_parts
 from ..build.sections import read_sections
 from ..guard import raising_stops
-from ..jobs import on_ranks
-from ..launcher import lonely_group, started_outside
+from ..jobs import Job, on_ranks, prepared
+from ..launcher import started_outside
 from ..runner import Runner
 
 # The exit code where the runs differ.
@@ -117,19 +116,16 @@ def _repeat(folder: Path, found: Difference, nproc: int, run_dir: Path) -> Ledge
         *(f"hooks.{name}=false" for name in _OFF),
     ]
     config = load_config(settings, overrides)
-    run = read_sections(config)
-    on_ranks(run, _train, (config, run, start))
+    job = Job("bisect", config, read_sections(config))
+    on_ranks(job.run, _train, (job, start))
     return read_ledger(run_dir)
 
 
-def _train(config: Config, run: RunSections, start: Path | None) -> None:
+def _train(job: Job, start: Path | None) -> None:
     """Train on this rank; what resuming without some hooks warns of is left out."""
-    if failed := import_problems(config):
-        raise ConfigError(failed)
-    alone: AbstractContextManager[None] = lonely_group() if needs_group(run) else nullcontext()
     logging.disable(logging.WARNING)
     try:
-        with alone:
-            Runner.from_config(config).train(resume=start or False)
+        with prepared(job):
+            Runner(**build_parts(job.run, ("train", "val"))).train(resume=start or False)
     finally:
         logging.disable(logging.NOTSET)

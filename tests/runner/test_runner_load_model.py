@@ -46,7 +46,11 @@ def test_the_evaluated_model_of_a_paused_run(run: Path, capsys: pytest.CaptureFi
                  "data.train.batch_size=8", "train.max_epochs=3"]) == 0  # fmt: skip
     told = capsys.readouterr().err
     assert "  optimizer.lr: 0.01 -> 0.5 (has no effect: the state in the checkpoint goes" in told
-    assert "  data.train.batch_size: 4 -> 8 (takes effect; inside an epoch the position" in told
+    assert (
+        "  data.train.batch_size: 4 -> 8 (the most that a rank gets at once; an update keeps"
+        in told
+    )
+    assert "an update has 4 samples, as when the run began: accumulative_counts is 1" in told
     assert "  hooks.stop.at_step: 31 -> not set" in told
     rates = [
         json.loads(line)
