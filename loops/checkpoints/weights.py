@@ -23,6 +23,7 @@ from ...wrappers import (
     local_part,
     take_part,
 )
+from ..schedule import members_of
 from ..state import LoopState
 from .files import own_rank, world_size
 from .shards import overlap
@@ -190,7 +191,7 @@ def _mean(name: str, layout: Layout, ranks: Sequence[Mapping[str, Any]]) -> Tens
 
 def window_weights(state: LoopState) -> list[float]:
     """Return what the gradients on this rank weigh with `loss_weight`, by optimizer wrapper."""
-    return [getattr(one, "window_weight", 0.0) for one in _members(state)]
+    return [getattr(one, "window_weight", 0.0) for one in members_of(state.optim_wrapper)]
 
 
 def restore_window_weights(
@@ -203,18 +204,15 @@ def restore_window_weights(
         growth: how many times as many ranks saw different batches; of means that much is missing.
     """
     saved = [own.get("window_weights", []) for own in ranks]
-    for member, values in zip(_members(state), zip(*saved, strict=True), strict=False):
+    for member, values in zip(
+        members_of(state.optim_wrapper), zip(*saved, strict=True), strict=False
+    ):
         if any(values):
             member.window_weight = sum(values) / len(values) * growth
             for group in member.optimizer.param_groups:
                 for parameter in group["params"] if growth != 1 else ():
                     if parameter.grad is not None:
                         local_part(parameter.grad).mul_(growth)
-
-
-def _members(state: LoopState) -> list[Any]:
-    optim = state.optim_wrapper
-    return list(optim.values()) if isinstance(optim, Mapping) else [optim]
 
 
 def savable(state: LoopState) -> LoopState:

@@ -129,11 +129,18 @@ class CtxPool(Pool):
         start_method: str | None = None,
     ) -> None:
         self._contexts = worker_contexts
-        limits: Any = {"retries": retries, "task_timeout": task_timeout}
-        begin = (processes, initializer, initargs, maxtasksperchild)
-        tensors = (is_copy_tensor, share_method)
         super().__init__(
-            *begin, is_recursive, is_daemon, *tensors, start_method=start_method, **limits
+            processes,
+            initializer,
+            initargs,
+            maxtasksperchild,
+            is_recursive,
+            is_daemon,
+            is_copy_tensor,
+            share_method,
+            retries=retries,
+            task_timeout=task_timeout,
+            start_method=start_method,
         )
 
     def _beginnings(self) -> Beginnings:

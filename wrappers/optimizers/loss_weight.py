@@ -136,7 +136,9 @@ class WeightedWindow:
         if not self.unit:
             self._agree_on_unit()
         share = self.weight / (self.unit or 1.0)
-        return loss * (share.to(loss.dtype) if isinstance(share, Tensor) else share)
+        if isinstance(share, Tensor):
+            return loss * share.to(loss.dtype)
+        return loss if share == 1 else loss * share
 
     def take(self, *, ends: bool) -> None:
         """Count the micro-batch whose backward begins; at the end of a window tell the others."""
@@ -170,6 +172,9 @@ class WeightedWindow:
             factor = self.unit * self._ranks / total
             if isinstance(factor, Tensor):
                 factor = factor.where(factor.isfinite(), 0.0)
+            elif factor == 1:
+                # As where all micro-batches are full.
+                return
             _multiply(gradients, factor)
 
     def clear(self) -> None:
