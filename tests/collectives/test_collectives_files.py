@@ -262,8 +262,15 @@ def _lose_a_rank(tmpdir: str, when: str, everywhere: bool) -> None:
     own: Any = rank
     if rank == 1 and when == "writing":
         own = _DuringPickling(_die_after_all_parts, tmpdir)
-    if rank == 1 and when == "entering":
-        _die()
+    if when == "entering":
+        # Not while another rank still connects to this one.
+        connected = Path(f"{tmpdir}_connected")
+        connected.mkdir(exist_ok=True)
+        (connected / str(rank)).touch()
+        while rank == 1:
+            if len(_files(connected)) == 3:
+                _die()
+            time.sleep(0.002)
     if rank == 1 and when == "reading":
         own = _DiesOnLoading()
     name, text = outcome(all_gather_object_cpu, own, tmpdir, not everywhere)
