@@ -207,7 +207,9 @@ def _ask(
             will_answer = (trace.will_answer(store, rank) for rank in missing.values())
             if not question or waited_s > _BUSY_S or not any(will_answer):
                 break
-        if not missing:
+        # Who is in a collective may be about to fail like this rank.
+        may_fail = any(r not in places and text.startswith(trace.IN) for r, text in answers.items())
+        if not missing and (waited_s > patience or not may_fail):
             break
         time.sleep(_POLL_S)
     past.silent.update(missing)

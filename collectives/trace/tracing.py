@@ -23,6 +23,7 @@ from .first_message import meet, raise_disagreement
 # How often a rank looks whether another one asks where it is, and how long that one waits.
 _LOOK_S = 0.5
 ANSWER_S = 2.0
+IN = "is in"
 _JOIN_S = 2.0
 _KEPT = 256
 _WATCHED = "stepwrap/watched"
@@ -200,7 +201,7 @@ def _whereabouts() -> str:
     records = list(_records) if _is_on else []
     running = next((record for record in reversed(records) if record.state == "running"), None)
     if running:
-        return f"is in {running}"
+        return f"{IN} {running}"
     main, progress = sys._current_frames().get(threading.main_thread().ident or 0), _progress
     where = f", in {progress()}" if progress else ""
     last = f"; its last collective was {records[-1]}" if records else ""
