@@ -29,7 +29,7 @@ from .schedule import (
     window_of,
 )
 from .signals import StopSignals
-from .skips import GoingBack, passing_over, steps_of
+from .skips import GoingBack, skipping, steps_of
 from .state import LoopState, merged_means
 from .uneven import PassInputs
 
@@ -76,17 +76,17 @@ class _TrainLoop:
     def _pass(self, state: LoopState, hooks: HookList, signals: StopSignals) -> None:
         optim = state.optim_wrapper
         train_step = step_of(state.model, optim)
-        log = state.logs.append
+        log, weighted = state.logs.append, is_weighted(optim)
         self._inputs.begin(state)
         state.in_step = True
         left: Iterable[Any] = batches_of_pass(self.dataloader, state)
-        if state.left_out is not None:
-            left, train_step = passing_over(left, train_step, state)
+        if state.skip_steps is not None:
+            left, train_step = skipping(left, train_step, state)
         for batch in self._inputs.watched(left, state):
             for on_batch_start in hooks.on_batch_start:
                 on_batch_start(state, batch)
             logs = train_step(batch, optim)
-            log((state.step + 1, logs))
+            log((state.step + 1, logs, optim.last_weight if weighted else None))
             for on_batch_end in hooks.on_batch_end:
                 on_batch_end(state, batch, logs)
             state.iteration += 1
@@ -160,7 +160,7 @@ class _TrainLoop:
         self._count(state)
         state.dataloader = self.dataloader
         state.stop_reason, state.signal, state.in_step = "", 0, False
-        state.left_out, state.skipped = set(self.skip_steps) or None, False
+        state.skip_steps, state.skipped = set(self.skip_steps) or None, False
         state.updated_at = None
         if not holds_gradients(state.model):
             state.updated_at = (state.epoch, state.batch, state.iteration)

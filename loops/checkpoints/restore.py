@@ -178,7 +178,7 @@ class Checkpoint:
         self, state: LoopState, content: Mapping[str, Any], *, same_shares: bool
     ) -> None:
         """Let the loader go on from where it was, if this rank has the same share of the data."""
-        state.loader, state.loader_state = None, content.get("loader") if same_shares else None
+        state.reader, state.reader_state = None, content.get("loader") if same_shares else None
         if content.get("loader") is not None and not same_shares:
             logger.warning(
                 "the loader's place in %s is of one of %s shares of the data, which cannot be "

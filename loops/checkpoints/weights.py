@@ -135,9 +135,9 @@ def step_state(model: Any) -> dict[str, Any]:
 
 def loader_place(state: LoopState) -> Any:
     """Return where this rank's training loader is, None where the counters say it."""
-    if state.loader_state is not None or state.loader is None:
-        return state.loader_state
-    return state.loader.state_dict()
+    if state.reader_state is not None or state.reader is None:
+        return state.reader_state
+    return state.reader.state_dict()
 
 
 def gradients_of(model: nn.Module) -> dict[str, Tensor]:

@@ -21,13 +21,13 @@ logger = logging.getLogger(__name__)
 def batches_of_pass(loader: Iterable[Any], state: LoopState) -> Iterator[Any]:
     """Return the batches of the running pass that are left.
 
-    From then on `state.loader` tells where they are, if the loader or its iterator can.
+    From then on `state.reader` tells where they are, if the loader or its iterator can.
     """
-    place, state.loader_state = state.loader_state, None
-    if place is None and state.batch and state.loader is not None:
+    place, state.reader_state = state.reader_state, None
+    if place is None and state.batch and state.reader is not None:
         # The run goes on in the process that has begun the pass.
-        place = state.loader.state_dict()
-    batches, state.loader = _with_place(loader, state.epoch, state.batch, place)
+        place = state.reader.state_dict()
+    batches, state.reader = _with_place(loader, state.epoch, state.batch, place)
     return batches
 
 

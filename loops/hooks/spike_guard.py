@@ -112,7 +112,7 @@ class SpikeGuardHook(Hook):
             for name in _WATCHED
             if watch in ("both", name)
         ]
-        self._left_out: set[int] = set()
+        self._skip_steps: set[int] = set()
         self._in_row = self._count = 0
         self._losses: list[Tensor] = []
         self._refused = False
@@ -129,8 +129,8 @@ class SpikeGuardHook(Hook):
         self._state, optim.guard = state, self
         self._losses, self._refused = [], False
         self._undo = window_restorer(state)
-        if self._left_out or any(self._around):
-            state.left_out = (state.left_out or set()) | self._left_out
+        if self._skip_steps or any(self._around):
+            state.skip_steps = (state.skip_steps or set()) | self._skip_steps
 
     def on_epoch_start(self, state: LoopState) -> None:
         self.on_save_point(state)
@@ -165,14 +165,14 @@ class SpikeGuardHook(Hook):
 
     def state_dict(self) -> dict[str, Any]:
         made = {one.name: list(one.made) for one in self._series}
-        return {"made": made, "left_out": sorted(self._left_out), "count": self._count}
+        return {"made": made, "left_out": sorted(self._skip_steps), "count": self._count}
 
     def load_state_dict(self, state: dict[str, Any], /) -> None:
         for one in self._series:
             one.made.clear()
             one.made.extend(state["made"].get(one.name, ()))
         # A run that has gone back knows more than its checkpoint.
-        self._left_out |= set(state["left_out"])
+        self._skip_steps |= set(state["left_out"])
         self._count = state["count"]
 
     def note(self, loss: Tensor) -> None:
@@ -209,10 +209,10 @@ class SpikeGuardHook(Hook):
             )
         before, after = self._around
         step = state.step + 1
-        if state.left_out is not None:
+        if state.skip_steps is not None:
             more = set(range(step - before if before else step + 1, step + after + 1))
-            self._left_out |= more
-            state.left_out |= more
+            self._skip_steps |= more
+            state.skip_steps |= more
         if get_rank() == 0:
             logger.warning("left out %s", reason)
         folder = state.run_dir
