@@ -297,17 +297,12 @@ class IterTrainLoop(_TrainLoop):
     The whole run is one epoch of events; `state.epoch` counts the passes.
 
     Args:
-        dataloader: As in `EpochTrainLoop`.
         max_steps: Optimizer updates.
-        val_loop: Validates; None for never.
-        val_begin: The first update after which it may run.
+        val_begin: The first update after which `val_loop` may run.
         val_interval: Updates between two validations; there is always one after the last update.
         dynamic_intervals: (step, val_interval) pairs: from that update on, another interval.
-        log_every_steps: Updates between two log records.
-        sanity_val: Run one batch of the validation before training, to find mistakes in it; see
-            `ValLoop.try_batch`.
-        skip_steps: Steps that make no update, by their numbers in the log records, or as ranges
-            such as "1200-1210". They count like all others; docs/hooks.md.
+
+    The others are as in `EpochTrainLoop`.
     """
 
     def __init__(  # noqa: PLR0913

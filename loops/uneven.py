@@ -102,7 +102,7 @@ class PassInputs:
         own, optim = iter(batches), state.optim_wrapper
         batch = last = next(own, _END)
         if self._compares:
-            last = self._lent(batch)
+            last = first_batch_of(self._group, batch, batch is not _END)
         try:
             while last is not _END:
                 has_batch = batch is not _END
@@ -121,15 +121,6 @@ class PassInputs:
                 yield last
         finally:
             optim.batch_counts = True
-
-    def _lent(self, batch: Any) -> Any:
-        """Return a rank's first batch, or another rank's to stand in for it; all must call this."""
-        ranks = TorchDist(self._group)
-        has = ranks.all_gather_object(batch is not _END)
-        if all(has) or not any(has):
-            return batch
-        lent = ranks.broadcast_object(None if batch is _END else batch, has.index(True))
-        return lent if batch is _END else batch
 
     def _compared(self, batches: Iterable[Any], state: LoopState) -> Iterator[Any]:
         """Yield `batches`; a rank that trained on without another one would wait for it."""
@@ -175,6 +166,16 @@ class PassInputs:
             part.load_state_dict(states["stateful"][name])
         for name in _PROGRESS:
             setattr(state, name, ahead[name])
+
+
+def first_batch_of(group: dist.ProcessGroup | None, batch: Any, has_batch: bool) -> Any:
+    """Return this rank's first batch, or another's where it has none; each rank must call this."""
+    ranks = TorchDist(group)
+    has = ranks.all_gather_object(has_batch)
+    if all(has) or not any(has):
+        return batch
+    lent = ranks.broadcast_object(batch if has_batch else None, has.index(True))
+    return batch if has_batch else lent
 
 
 def on_all_ranks(group: dist.ProcessGroup | None, *own: bool) -> list[bool]:

@@ -89,18 +89,15 @@ def save_alone(folder: Path, state: LoopState, *, reason: str = "exception") -> 
         logger.warning("no checkpoint of step %d is saved: %s", state.step, problem)
         return None
 
-    def alone(mine: Any) -> list[Any]:
-        return [mine]
-
     if exact:
-        path = _save(folder, state, reason, gather=alone)
+        path = _save(folder, state, reason, gather=lambda mine: [mine])
         state.restored_from = None
         logger.info("saved checkpoint %s (after the error)", path)
         return path
     assert state.updated_at is not None
     epoch, batch, iteration = state.updated_at
     saved = replace(state, epoch=epoch, batch=batch, iteration=iteration)
-    path = _save(folder, saved, reason, gather=alone, gradients=False, aside=True)
+    path = _save(folder, saved, reason, gather=lambda mine: [mine], gradients=False, aside=True)
     logger.info("saved %s after the error, without the random streams that belong to it", path)
     return path
 

@@ -178,8 +178,9 @@ class Checkpoint:
         self, state: LoopState, content: Mapping[str, Any], *, same_shares: bool
     ) -> None:
         """Let the loader go on from where it was, if this rank has the same share of the data."""
-        state.reader, state.reader_state = None, content.get("loader") if same_shares else None
-        if content.get("loader") is not None and not same_shares:
+        state.reader, state.reader_state = None, content.get("loader")
+        if state.reader_state is not None and not same_shares:
+            state.reader_state = None
             logger.warning(
                 "the loader's place in %s is of one of %s shares of the data, which cannot be "
                 "divided anew: of what is left of this pass, samples may come twice or not at all",
@@ -200,9 +201,7 @@ class Checkpoint:
             placed = bool(own) and own.get("places", {}) == weights.gradient_places(model)
             part = own["gradients"] if placed else weights.mean_gradients(model, ranks())
             weights.set_gradients(model, part)
-            before = int(self.meta.get("data_size", self.meta["world_size"]))
-            growth = 1.0 if placed else before / weights.data_size(state.model)
-            weights.restore_window_weights(state, [own] if placed else ranks(), growth)
+            weights.restore_window_weights(state, [own] if placed else ranks(), share)
         with reading(self.path, every, "logs"):
             # Older checkpoints have none.
             nothing: dict[str, Any] = {"sums": {}, "values": {}}

@@ -170,12 +170,8 @@ class ThroughputHook(Hook):
         # One that only keeps other ranks company counts for nothing.
         if self._path is None or not getattr(state.optim_wrapper, "batch_counts", True):
             return
-        # Written out here: this is called for every batch.
         try:
-            first = batch
-            for key in self._path:
-                first = first[key]
-            self._samples += first.shape[0]
+            self._samples += reduce(getitem, self._path, batch).shape[0]
         except (AttributeError, IndexError, KeyError, TypeError):
             self._path = _path_to_tensor(batch)
             if self._path is not None:

@@ -40,7 +40,8 @@ class _Series:
 
     def judge(self, values: Sequence[float]) -> str:
         """Say which rank's value sticks out, and from what; nothing where none does."""
-        rank = max(range(len(values)), key=lambda at: _height(values[at]))
+        heights = [value if math.isfinite(value) else math.inf for value in values]
+        rank = heights.index(max(heights))
         value, told = values[rank], f"{self.name} {values[rank]:.5g} on rank {rank}"
         if not math.isfinite(value):
             return told
@@ -97,8 +98,9 @@ class SpikeGuardHook(Hook):
         if not threshold > 0:
             raise ValueError(f"SpikeGuardHook: threshold must be above 0, got {threshold!r}")
         if watch not in ("both", *_WATCHED):
-            told = f"must be both, loss or grad_norm, got {watch!r}"
-            raise ValueError(f"SpikeGuardHook: watch {told}")
+            raise ValueError(
+                f"SpikeGuardHook: watch must be both, loss or grad_norm, got {watch!r}"
+            )
         if not 2 <= warmup <= window:
             told = f"must be from 2 to window ({window}), got {warmup!r}"
             raise ValueError(f"SpikeGuardHook: warmup {told}")
@@ -120,8 +122,8 @@ class SpikeGuardHook(Hook):
     def on_train_start(self, state: LoopState) -> None:
         optim = state.optim_wrapper
         if not isinstance(optim, OptimWrapper) or optim._needs_closure:
-            kind = "several optimizers" if isinstance(optim, Mapping) else type(optim).__name__
-            kind = type(optim.optimizer).__name__ if isinstance(optim, OptimWrapper) else kind
+            one = optim.optimizer if isinstance(optim, OptimWrapper) else optim
+            kind = "several optimizers" if isinstance(optim, Mapping) else type(one).__name__
             raise TypeError(
                 f"SpikeGuardHook needs one OptimWrapper, whose single update it can leave out, got "
                 f"{kind}; train.skip_steps leaves out steps of any"
@@ -257,7 +259,3 @@ def _overflows(optim_wrapper: OptimWrapper, norms: Sequence[float]) -> bool:
     scaler = getattr(optim_wrapper, "loss_scaler", None)
     has_scale = scaler is not None and scaler.is_enabled()
     return has_scale and not all(map(math.isfinite, norms))
-
-
-def _height(value: float) -> float:
-    return value if math.isfinite(value) else math.inf
