@@ -12,8 +12,7 @@ from ..registry import LOOPS
 from .checkpoints.restore import load_checkpoint
 from .data.layout import lay_out
 from .data.loaders import length_of
-from .data.passes import batches_of_pass
-from .data.streams import telling
+from .data.places import batches_of_pass, telling
 from .evaluate import ValLoop, announce_failure, require_step
 from .hook import HookList, Scalars
 from .metrics import directions_of
@@ -77,7 +76,6 @@ class _TrainLoop:
         optim = state.optim_wrapper
         train_step = step_of(state.model, optim)
         log, weighted = state.logs.append, is_weighted(optim)
-        self._inputs.begin(state)
         state.in_step = True
         left: Iterable[Any] = batches_of_pass(self.dataloader, state)
         if state.skip_steps is not None:

@@ -62,11 +62,6 @@ class PassInputs:
                 "wrapper with a loss_weight of the optimizer wrapper"
             )
 
-    def begin(self, state: LoopState) -> None:
-        """Tell the optimizer wrapper where the pass begins, and ends where that is known."""
-        if self._weighted:
-            state.optim_wrapper.begin_pass(state.iteration - state.batch, self.length)
-
     @contextmanager
     def joined(self, state: LoopState) -> Iterator[None]:
         """Run a pass inside; every rank must enter."""
@@ -100,6 +95,7 @@ class PassInputs:
     def _standing_in(self, batches: Iterable[Any], state: LoopState) -> Iterator[Any]:
         """Yield batches as long as any rank has one; the optimizer wrapper knows which count."""
         own, optim = iter(batches), state.optim_wrapper
+        optim.begin_pass(state.iteration - state.batch, self.length)
         batch = last = next(own, _END)
         if self._compares:
             last = first_batch_of(self._group, batch, batch is not _END)

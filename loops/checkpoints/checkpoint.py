@@ -330,8 +330,10 @@ def _own_contents(state: LoopState, gradients: bool) -> dict[str, Any]:
     if carried:
         own["step"] = carried
     # Inside a window it is further on than a checkpoint of where the window began.
-    place = weights.loader_place(state) if gradients else None
-    if place is not None:
+    place = state.reader_state
+    if place is None and state.reader is not None:
+        place = state.reader.state_dict()
+    if place is not None and gradients:
         own["loader"] = weights.plain(place, "loader")
     places = weights.gradient_places(model)
     return {**own, "places": places} if places else own
