@@ -158,7 +158,8 @@ class Checkpoint:
         state.data_layout.setdefault("ranks", shares[0])
         model = weights.user_model(state.model)
         as_saved = (saved, shares[0]) == (now, shares[1])
-        data_rank = own_rank() if as_saved else _data_rank(state.model)
+        group = getattr(state.model, "data_group", None)
+        data_rank = own_rank() if as_saved or group is None else get_rank(group)
         # The ranks of a tensor group are neighbours, and go on with the same streams.
         content = self._restore_rng(model, data_rank, 1 if as_saved else saved // shares[0])
         with reading(self.path, rank_file(data_rank), "step"):
@@ -171,21 +172,15 @@ class Checkpoint:
                     "step starts with an empty state",
                     *(self.path, own_rank()),
                 )
-        self._restore_place(state, content, same_shares=shares[0] == shares[1])
-        self._restore_sums(state, content if as_saved else {}, files, shares[0] / shares[1])
-
-    def _restore_place(
-        self, state: LoopState, content: Mapping[str, Any], *, same_shares: bool
-    ) -> None:
-        """Let the loader go on from where it was, if this rank has the same share of the data."""
         state.reader, state.reader_state = None, content.get("loader")
-        if state.reader_state is not None and not same_shares:
+        if state.reader_state is not None and shares[0] != shares[1]:
             state.reader_state = None
             logger.warning(
                 "the loader's place in %s is of one of %s shares of the data, which cannot be "
                 "divided anew: of what is left of this pass, samples may come twice or not at all",
-                *(self.path, self.meta.get("data_size", self.meta["world_size"])),
+                *(self.path, shares[0]),
             )
+        self._restore_sums(state, content if as_saved else {}, files, shares[0] / shares[1])
 
     def _restore_sums(
         self, state: LoopState, own: Mapping[str, Any], files: Reader, share: float
@@ -222,12 +217,6 @@ class Checkpoint:
         with reading(self.path, name, "rng"):
             restore_rng(content["rng"], weights.device_of(model))
         return content
-
-
-def _data_rank(model: nn.Module) -> int:
-    """This rank's place among those that see different batches."""
-    group = getattr(model, "data_group", None)
-    return own_rank() if group is None else get_rank(group)
 
 
 def _for(part: Any, content: Any) -> Any:

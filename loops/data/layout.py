@@ -91,7 +91,7 @@ def lay_out(state: LoopState, loader: Iterable[Any]) -> None:
     sampler.cut(update.size, count, length=length, whole=whole, weighted=weighted)
     if count != window:
         members_of(state.optim_wrapper)[0].accumulate(count)
-    _tell(sampler, saved, window, repeats=sampler.positions > sampler.length)
+    _tell(sampler, saved, window)
     if weighted or count != saved["micro_batches"]:
         _move(state, saved, sampler)
     state.data_layout = {
@@ -152,9 +152,7 @@ def _begin_update_again(state: LoopState) -> None:
     logger.warning("the update that had begun begins again, with the same samples")
 
 
-def _tell(
-    sampler: ShardedBatchSampler, saved: Mapping[str, int], window: int, *, repeats: bool
-) -> None:
+def _tell(sampler: ShardedBatchSampler, saved: Mapping[str, int], window: int) -> None:
     if get_rank() != 0:
         return
     if sampler.global_batch != sampler.batch_size * sampler.world_size * window:
@@ -165,7 +163,7 @@ def _tell(
             "batch has up to %d samples on each rank (%d, data.train.batch_size %d)",
             *(sampler.global_batch, count, size, ranks, sampler.batch_size),
         )
-    if repeats:
+    if sampler.positions > sampler.length:
         logger.warning(
             "the last update of an epoch has %d samples, which the ranks cannot share equally: "
             "some come twice in it; optim_wrapper.loss_weight=samples needs no equal shares",

@@ -16,11 +16,12 @@ from torch import Tensor
 
 from ...collectives import comm_device, distributed_available, get_rank, get_world_size
 from ...registry import HOOKS
-from ...wrappers import OptimWrapper, total_norm
+from ...wrappers import OptimWrapper
 from ..checkpoints.restore import find_checkpoint
 from ..hook import Hook, Scalars
 from ..skips import GoingBack, window_restorer
 from ..state import LoopState
+from .figures import gradient_norm
 
 logger = logging.getLogger(__name__)
 
@@ -230,15 +231,13 @@ def _measured(
     names: Sequence[str], losses: Sequence[Tensor], optim_wrapper: OptimWrapper
 ) -> Tensor:
     """This rank's figures of the step, on the device; every rank must call this."""
-    params = [one for group in optim_wrapper.optimizer.param_groups for one in group["params"]]
-    params = [one for one in params if one.grad is not None]
     measured = []
     if "loss" in names:
         means = [one.double().mean() for one in losses]
         measured.append(torch.stack(means).mean() if means else torch.zeros(()).double())
     if "grad_norm" in names:
-        norm = total_norm([one.grad for one in params], like=params)
-        measured.append((norm / optim_wrapper.loss_scale).double())
+        norm = gradient_norm(optim_wrapper.optimizer) / optim_wrapper.loss_scale
+        measured.append(norm.double())
     device = measured[-1].device
     return torch.stack([one.to(device) for one in measured])
 
