@@ -272,8 +272,7 @@ class EpochTrainLoop(_TrainLoop):
         last, weighted = -1, is_weighted(state.optim_wrapper)
         if length is not None:
             epochs = max(0, self.max_epochs - state.epoch)
-            left = max(0, epochs * length - state.batch)
-            last = state.iteration + left
+            last = state.iteration + max(0, epochs * length - state.batch)
             if window is not None and weighted:
                 done = updates_done(state.batch, length, window)
                 state.max_steps = state.step + max(0, epochs * -(-length // window) - done)

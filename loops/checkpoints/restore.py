@@ -194,9 +194,10 @@ class Checkpoint:
 
         with reading(self.path, every, "gradients"):
             placed = bool(own) and own.get("places", {}) == weights.gradient_places(model)
-            part = own["gradients"] if placed else weights.mean_gradients(model, ranks())
+            sources = [own] if placed else ranks()
+            part = own["gradients"] if placed else weights.mean_gradients(model, sources)
             weights.set_gradients(model, part)
-            weights.restore_window_weights(state, [own] if placed else ranks(), share)
+            weights.restore_window_weights(state, sources, share)
         with reading(self.path, every, "logs"):
             # Older checkpoints have none.
             nothing: dict[str, Any] = {"sums": {}, "values": {}}

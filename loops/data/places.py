@@ -116,10 +116,9 @@ class StreamLoader(DataLoader[Any]):
     """
 
     def __init__(self, loader: DataLoader[Any]) -> None:
-        stream = Stream(loader.dataset)
+        stream = Stream(loader.dataset, loader.batch_size or 1)
         options: dict[str, Any] = {name: getattr(loader, name) for name in _OPTIONS}
         super().__init__(stream, collate_fn=_Collate(loader.collate_fn, stream), **options)
-        stream.passed = [_PASSED] * (self.batch_size or 1)
         # Where workers end with the pass, the next one begins with fresh copies of the data set.
         stream.stays = not self.num_workers or self.persistent_workers
         self._stream = stream
@@ -174,11 +173,11 @@ class StreamLoader(DataLoader[Any]):
 class Stream(IterableDataset[Any]):
     """An iterable data set that goes on from where it, or a worker's copy of it, was."""
 
-    def __init__(self, samples: Any) -> None:
+    def __init__(self, samples: Any, batch_size: int) -> None:
         self.samples = samples
+        self.batch_size = batch_size
         self.seed = 0
         self.stays = True
-        self.passed: list[object] = []
         # For the next iteration: the worker that gave the last batch, and the places by worker.
         self.restored: tuple[int, list[dict[str, Any] | None]] | None = None
         # Shared with the workers, which may outlive a pass.
@@ -211,7 +210,7 @@ class Stream(IterableDataset[Any]):
     def _read(self, last: int, places: list[dict[str, Any] | None]) -> Iterator[Any]:
         # A round of batches begins with worker 0, and `last` need not be the last of its round.
         if self.worker <= last < len(places) - 1:
-            yield from self.passed
+            yield from [_PASSED] * self.batch_size
         place = places[self.worker] if places else None
         if place is not None:
             with preserved_rng():
