@@ -14,7 +14,7 @@ from torch import nn
 
 from .checkpoints.weights import device_of, step_state, user_model
 from .rng import capture_rng, preserved_rng, restore_rng
-from .schedule import windows_of
+from .schedule import is_weighted, members_of, windows_of
 from .state import LoopState
 
 _END = object()
@@ -82,6 +82,10 @@ def skipping(
         state.skipped = state.step + 1 in skipped
         if not state.skipped:
             return train_step(batch, optim_wrapper)
+        if is_weighted(optim_wrapper):
+            # Nothing of this batch counts, nor what was weighed before it.
+            for member in members_of(optim_wrapper):
+                member.last_weight = 0.0
         if hasattr(optim_wrapper, "_inner_count"):
             optim_wrapper._inner_count += 1
         # Of the window's batches from before a resume.

@@ -255,9 +255,8 @@ def _search(root: Path, which: str, before: int | None) -> Path | None:
     folder = root / "checkpoints" if (root / "checkpoints").is_dir() else root
     problems: list[str] = []
     for path, meta in list_checkpoints(folder, problems):
-        if which == "best" and not meta["best"]:
-            continue
-        if before is not None and meta["step"] >= before:
+        is_late = before is not None and meta["step"] >= before
+        if is_late or (which == "best" and not meta["best"]):
             continue
         damage = damage_of(path, meta["files"])
         if not damage:
