@@ -17,11 +17,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torchmetrics import Metric
 
-from ..collectives import (
-    all_gather_object,
-    distributed_available,
-    failure_of,
-)
+from ..collectives import all_gather_object, distributed_available, failure_of
 from ..registry import LOOPS
 from . import metrics as scores
 from .checkpoints.weights import device_of, user_model
