@@ -1,11 +1,6 @@
 """Training, validation and test loops; hooks; checkpoints; the order of the data."""
 
-from .checkpoints.checkpoint import (
-    list_checkpoints,
-    prune_checkpoints,
-    save_alone,
-    save_checkpoint,
-)
+from .checkpoints.checkpoint import list_checkpoints, prune_checkpoints, save_alone, save_checkpoint
 from .checkpoints.files import CheckpointError
 from .checkpoints.restore import Checkpoint, find_checkpoint, load_checkpoint
 from .data.loaders import build_loader

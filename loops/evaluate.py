@@ -17,12 +17,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torchmetrics import Metric
 
-from ..collectives import (
-    TorchDist,
-    all_gather_object,
-    distributed_available,
-    failure_of,
-)
+from ..collectives import all_gather_object, distributed_available, failure_of
 from ..registry import LOOPS
 from . import metrics as scores
 from .checkpoints.weights import device_of, user_model
@@ -32,7 +27,7 @@ from .notes import naming_missing_ranks, note_failure
 from .rng import preserved_rng
 from .skips import buffer_restorer
 from .state import LoopState, Phase
-from .uneven import on_all_ranks
+from .uneven import first_batch_of, on_all_ranks
 
 logger = logging.getLogger(__name__)
 
@@ -87,7 +82,11 @@ class Rounds:
         own: Iterator[Any] = iter(())
         with self.kept():
             own = iter(batches_from(self._loader, epoch=0))
-        last = self._first(self._next(own))
+        batch = self._next(own)
+        self.agree()
+        last = first_batch_of(self._group, batch, self._has_batch)
+        if last is _END:
+            raise ValueError(f"the {self._phase.value} loader has no batches on any rank")
         while True:
             yield last, self._has_batch
             batch = self._next(own)
@@ -99,18 +98,6 @@ class Rounds:
             batch = next(own, _END)
         self._has_batch = batch is not _END
         return batch
-
-    def _first(self, batch: Any) -> Any:
-        """Return this rank's first batch, or one that stands in for it."""
-        self.agree()
-        ranks = TorchDist(self._group)
-        has = ranks.all_gather_object(self._has_batch)
-        if not any(has):
-            raise ValueError(f"the {self._phase.value} loader has no batches on any rank")
-        if all(has):
-            return batch
-        lent = ranks.broadcast_object(batch if self._has_batch else None, has.index(True))
-        return batch if self._has_batch else lent
 
 
 def raise_everywhere(error: Exception | None) -> None:

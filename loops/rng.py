@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import random
 import sys
+from array import array
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
@@ -32,8 +33,10 @@ def seed_rng(seed: int) -> None:
 def capture_rng(device: torch.device | None = None) -> dict[str, Any]:
     """Return the streams of Python, torch (CPU and CUDA) and NumPy as tensors and numbers."""
     version, words, gauss = random.getstate()
+    # By way of an array, since torch takes each number of a tuple by itself.
+    numbers = torch.frombuffer(array("q", words), dtype=torch.int64)
     streams: dict[str, Any] = {
-        "python": {"version": version, "words": torch.tensor(words), "gauss": gauss},
+        "python": {"version": version, "words": numbers, "gauss": gauss},
         "torch": torch.get_rng_state(),
     }
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
@@ -43,7 +46,7 @@ def capture_rng(device: torch.device | None = None) -> dict[str, Any]:
         kind, keys, position, has_gauss, cached = numpy.random.get_state()
         streams["numpy"] = {
             "kind": str(kind),
-            "keys": torch.tensor(keys.tolist()),
+            "keys": torch.from_numpy(keys.astype("int64")),
             "position": int(position),
             "has_gauss": int(has_gauss),
             "cached": float(cached),
@@ -61,7 +64,7 @@ def restore_rng(streams: dict[str, Any], device: torch.device | None = None) -> 
     numpy = sys.modules.get("numpy")
     if numpy is not None and "numpy" in streams:
         saved = streams["numpy"]
-        keys = numpy.array(saved["keys"].tolist(), dtype="uint32")
+        keys = saved["keys"].numpy().astype("uint32")
         numpy.random.set_state(
             (saved["kind"], keys, saved["position"], saved["has_gauss"], saved["cached"])
         )
@@ -70,31 +73,11 @@ def restore_rng(streams: dict[str, Any], device: torch.device | None = None) -> 
 @contextmanager
 def preserved_rng(device: torch.device | None = None) -> Iterator[None]:
     """Leave the random streams as they were, whatever the block draws from them."""
-    put_back = rng_restorer(device)
+    streams = capture_rng(device)
     try:
         yield
     finally:
-        put_back()
-
-
-def rng_restorer(device: torch.device | None = None) -> Callable[[], None]:
-    """Return what puts the random streams back to where they are now."""
-    kept: list[Callable[[], Any]] = [
-        partial(random.setstate, random.getstate()),
-        partial(torch.set_rng_state, torch.get_rng_state()),
-    ]
-    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        place = _cuda(device)
-        kept.append(partial(torch.cuda.set_rng_state, torch.cuda.get_rng_state(place), place))
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        kept.append(partial(numpy.random.set_state, numpy.random.get_state()))
-
-    def put_back() -> None:
-        for one in kept:
-            one()
-
-    return put_back
+        restore_rng(streams, device)
 
 
 @contextmanager

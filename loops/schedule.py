@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from .state import LoopState, WeighedLogs
+from .state import LoopState
 
 
 class Cadence:
@@ -126,19 +126,6 @@ def is_weighted(optim_wrapper: Any) -> bool:
 
 
 def step_of(model: Any, optim_wrapper: Any) -> Callable[[Any, Any], Any]:
-    """Return the training step, with `loss_weight` one whose logs know what they weigh."""
-    train_step = _counted_step_of(model, optim_wrapper)
-    if not is_weighted(optim_wrapper):
-        return train_step
-
-    def weighed_step(data: Any, optim_wrapper: Any) -> Any:
-        logs = train_step(data, optim_wrapper)
-        return WeighedLogs(logs, optim_wrapper.last_weight)
-
-    return weighed_step
-
-
-def _counted_step_of(model: Any, optim_wrapper: Any) -> Callable[[Any, Any], Any]:
     """Return the training step; where windows accumulate, one that has to count its batch.
 
     Else a window would hold other batches than its losses are divided by. An optimizer of a group

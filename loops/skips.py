@@ -1,4 +1,4 @@
-"""Steps that are left out of a training: which, how a loop passes over them, what goes back."""
+"""Steps that a training skips: which, how a loop passes over them, what is undone after them."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from .checkpoints.weights import device_of, step_state, user_model
-from .rng import preserved_rng, rng_restorer
-from .schedule import windows_of
+from .rng import capture_rng, preserved_rng, restore_rng
+from .schedule import is_weighted, members_of, windows_of
 from .state import LoopState
 
 _END = object()
@@ -22,8 +22,11 @@ _END = object()
 _LONGEST = 1_000_000
 
 
-class GoingBack(Exception):  # noqa: N818 - no error: the loop goes on from the checkpoint
-    """Ends a training, on every rank alike, that is to go on from an earlier checkpoint."""
+class GoingBack(BaseException):
+    """Ends a training, on every rank alike, that is to go on from an earlier checkpoint.
+
+    No error, and therefore, like KeyboardInterrupt, no Exception.
+    """
 
     def __init__(self, checkpoint: Path, reason: str) -> None:
         super().__init__(f"{reason}; going back to {checkpoint}")
@@ -45,10 +48,10 @@ def steps_of(skip_steps: Iterable[int | str]) -> set[int]:
     return steps
 
 
-def passing_over(
+def skipping(
     batches: Iterable[Any], train_step: Callable[[Any, Any], Any], state: LoopState
 ) -> tuple[Iterable[Any], Callable[[Any, Any], Any]]:
-    """Return both such that nothing is done in the steps that are in `state.left_out`.
+    """Return both such that nothing is done in the steps that are in `state.skip_steps`.
 
     Their batches are read, so that all others stay in their places, but leave no trace in the
     random streams.
@@ -57,8 +60,8 @@ def passing_over(
         ValueError: Several optimizers accumulate: no one knows what each of them would have
             counted.
     """
-    left_out, device, optim = state.left_out, device_of(state.model), state.optim_wrapper
-    assert left_out is not None
+    skipped, device, optim = state.skip_steps, device_of(state.model), state.optim_wrapper
+    assert skipped is not None
     is_group = isinstance(optim, Mapping)
     if is_group and max(windows_of(optim), default=1) > 1:
         raise ValueError(
@@ -69,16 +72,20 @@ def passing_over(
     def read() -> Iterator[Any]:
         own = iter(batches)
         while True:
-            with preserved_rng(device) if state.step + 1 in left_out else nullcontext():
+            with preserved_rng(device) if state.step + 1 in skipped else nullcontext():
                 batch = next(own, _END)
             if batch is _END:
                 return
             yield batch
 
     def step(batch: Any, optim_wrapper: Any) -> Any:
-        state.skipped = state.step + 1 in left_out
+        state.skipped = state.step + 1 in skipped
         if not state.skipped:
             return train_step(batch, optim_wrapper)
+        if is_weighted(optim_wrapper):
+            # Nothing of this batch counts, nor what was weighed before it.
+            for member in members_of(optim_wrapper):
+                member.last_weight = 0.0
         if hasattr(optim_wrapper, "_inner_count"):
             optim_wrapper._inner_count += 1
         # Of the window's batches from before a resume.
@@ -90,11 +97,10 @@ def passing_over(
 
 def buffer_restorer(model: nn.Module) -> Callable[[], None]:
     """Return what puts the buffers of `model` back to what they are now."""
-    owners = [module._buffers for module in user_model(model).modules()]
     kept = [
-        (owner, name, buffer, buffer.detach().clone())
-        for owner in owners
-        for name, buffer in owner.items()
+        (module._buffers, name, buffer, buffer.detach().clone())
+        for module in user_model(model).modules()
+        for name, buffer in module._buffers.items()
         if buffer is not None
     ]
 
@@ -112,12 +118,12 @@ def window_restorer(state: LoopState) -> Callable[[], None]:
     That is the buffers, the random streams, and what a training step carries from batch to batch.
     """
     wrapper: Any = state.model
-    buffers, streams = buffer_restorer(wrapper), rng_restorer(device_of(wrapper))
-    carried = deepcopy(step_state(wrapper))
+    put_back_buffers, device = buffer_restorer(wrapper), device_of(wrapper)
+    streams, carried = capture_rng(device), deepcopy(step_state(wrapper))
 
     def put_back() -> None:
-        buffers()
-        streams()
+        put_back_buffers()
+        restore_rng(streams, device)
         if carried:
             wrapper.load_step_state(carried)
 

@@ -7,8 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from enum import Enum
+from itertools import repeat
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -22,23 +23,20 @@ if TYPE_CHECKING:
 _RESTORED = -1
 
 
-class WeighedLogs(dict[str, Any]):
-    """The logs of a batch, and what they are means over; 0 where they count nothing."""
-
-    def __init__(self, logs: Mapping[str, Any], weight: float | Tensor) -> None:
-        super().__init__(logs)
-        self.weight = weight
+# Of a batch the update that it belongs to, its logs, and what they are means over: 0 where they
+# count nothing, None where all batches count the same.
+_BatchLogs: TypeAlias = "tuple[int, Mapping[str, Any], float | Tensor | None]"
 
 
 class LogBuffer:
     """Collects the logs of training steps without touching the device.
 
-    `append` takes (update, logs): it is a list's own method, since it is called for every batch.
+    `append` takes (update, logs, weight), the weight as `loss_weight` gives it, else None. It is a
+    list's own method, since it is called for every batch.
     """
 
     def __init__(self) -> None:
-        # Of each batch the update that it belongs to, and its logs.
-        self._raw: list[tuple[int, Mapping[str, Any]]] = []
+        self._raw: list[_BatchLogs] = []
         self._sums: dict[str, tuple[Tensor, float | Tensor]] = {}
         # By name, the first value that is not finite of those that are in `_sums`.
         self._nonfinite: dict[str, tuple[int, str]] = {}
@@ -79,53 +77,45 @@ class LogBuffer:
 
     def state_dict(self, last: int | None = None) -> dict[str, Any]:
         """Return the raw values, up to update `last`: in two parts they would give another sum."""
-        raw = [one for one in self._raw if last is None or one[0] <= last]
-        sums = {name: (one.cpu(), _on(n, "cpu")) for name, (one, n) in self._sums.items()}
-        values, weighed = _by_name(raw), _weights_by_name(raw)
+        raw = _by_name([one for one in self._raw if last is None or one[0] <= last]).items()
         return {
-            "sums": sums,
-            "values": {name: _compact(name, some) for name, some in values.items()},
-            "weights": {name: _compact("weight", some) for name, some in weighed.items()},
+            "sums": {name: (one.cpu(), _on(n, "cpu")) for name, (one, n) in self._sums.items()},
+            "values": {name: _compact(name, values) for name, (values, _) in raw},
+            "weights": {name: _compact("weight", some) for name, (_, some) in raw if some},
         }
 
     def load_state_dict(self, state: Mapping[str, Any], device: torch.device) -> None:
         """Go on from a state, on the device where the logs are made."""
         self.clear()
         sums = state["sums"].items()
-        self._sums = {name: (one.to(device), _on(count, device)) for name, (one, count) in sums}
+        self._sums = {name: (one.to(device), _on(n, device)) for name, (one, n) in sums}
         for name, values in state["values"].items():
-            weighed = state.get("weights", {}).get(name)
-            for index, one in enumerate(values):
-                logs: Mapping[str, Any] = {name: _on(one, device)}
-                if weighed is not None:
-                    logs = WeighedLogs(logs, _on(weighed[index], device))
-                self.append((_RESTORED, logs))
+            weights = state.get("weights", {}).get(name, repeat(None))
+            for value, weight in zip(values, weights, strict=False):
+                self.append((_RESTORED, {name: _on(value, device)}, _on(weight, device)))
 
     def sums(self) -> dict[str, tuple[Tensor, float | Tensor]]:
         """Return by name the sum of what was logged since `clear`, and the count or the weight."""
         sums = dict(self._sums)
-        weighed = _weights_by_name(self._raw)
-        for name, values in _by_name(self._raw).items():
+        for name, (values, weights) in _by_name(self._raw).items():
             new: tuple[Tensor, float | Tensor] = _sum(name, values), len(values)
-            if name in weighed:
-                new = _weighed_sum(name, values, weighed[name])
+            if weights:
+                new = _weighed_sum(name, values, weights)
             old = sums.get(name)
             sums[name] = new if old is None else (old[0] + new[0], old[1] + new[1])
         return sums
 
 
-def _by_name(raw: Sequence[tuple[int, Mapping[str, Any]]]) -> dict[str, list[Any]]:
-    by_name: dict[str, list[Any]] = {}
-    for _, logs in raw:
+def _by_name(raw: Sequence[_BatchLogs]) -> dict[str, tuple[list[Any], list[Any]]]:
+    """Return all values of a name and, if they have any, their weights."""
+    by_name: dict[str, tuple[list[Any], list[Any]]] = {}
+    for _, logs, weight in raw:
         for name, value in logs.items():
-            by_name.setdefault(name, []).append(value)
+            values, weights = by_name.setdefault(name, ([], []))
+            values.append(value)
+            if weight is not None:
+                weights.append(weight)
     return by_name
-
-
-def _weights_by_name(raw: Sequence[tuple[int, Mapping[str, Any]]]) -> dict[str, list[Any]]:
-    """Return the weights of the values that have any, in the order of the values."""
-    weighed = [(step, one) for step, one in raw if isinstance(one, WeighedLogs)]
-    return _by_name([(step, dict.fromkeys(one, one.weight)) for step, one in weighed])
 
 
 def mean_logs(states: Sequence[Mapping[str, Any]], share: float) -> dict[str, Any]:
@@ -185,16 +175,11 @@ def are_finite(tensors: Sequence[Tensor]) -> list[bool]:
     return finite
 
 
-def _not_finite(
-    raw: Sequence[tuple[int, Mapping[str, Any]]], after: int
-) -> list[tuple[int, str, str]]:
-    recent = [(step, logs) for step, logs in raw if step > after]
-    values = [
-        (step, n, torch.as_tensor(value)) for step, logs in recent for n, value in logs.items()
-    ]
-    finite = are_finite([value for _, _, value in values])
-    pairs = zip(values, finite, strict=True)
-    return [(step, name, str(v.tolist())) for (step, name, v), good in pairs if not good]
+def _not_finite(raw: Sequence[_BatchLogs], after: int) -> list[tuple[int, str, str]]:
+    recent = [(step, name, v) for step, logs, _ in raw if step > after for name, v in logs.items()]
+    finite = are_finite([torch.as_tensor(value) for _, _, value in recent])
+    pairs = zip(recent, finite, strict=True)
+    return [(step, n, str(torch.as_tensor(v).tolist())) for (step, n, v), good in pairs if not good]
 
 
 def _sum(name: str, values: list[Any]) -> Tensor:
@@ -294,11 +279,11 @@ class LoopState:
             rank has more than others (`uneven_inputs`): hooks must not communicate then.
         updated_at: (epoch, batch, iteration) of the last update, where the running accumulation
             window began; None where that is not known.
-        loader: What reads the training batches, if it tells its place by a state of its own.
-        loader_state: Its place in a checkpoint, until the loop has gone on from there.
-        left_out: Steps without an update, by number: their batches are read, and that is all. None
-            where every step is made.
-        skipped: The last step was left out, before it began or by a guard: no weight has moved.
+        reader: What reads the batches of `dataloader`, if it tells its place by a state of its own.
+        reader_state: Its state in a checkpoint, until the loop has gone on from there.
+        skip_steps: Steps without an update, by number: their batches are read, and that is all.
+            None where every step is made.
+        skipped: The last step was skipped, before it began or by a guard: no weight has moved.
         restored_from: Folder and serial number of the checkpoint that the run has gone back to
             and not yet gone on from.
     """
@@ -329,9 +314,9 @@ class LoopState:
     data_layout: dict[str, int] = field(default_factory=dict)
     together: bool = True
     updated_at: tuple[int, int, int] | None = None
-    loader: Stateful | None = None
-    loader_state: Any = None
-    left_out: set[int] | None = None
+    reader: Stateful | None = None
+    reader_state: Any = None
+    skip_steps: set[int] | None = None
     skipped: bool = False
     restored_from: tuple[Path, int] | None = None
 

@@ -12,8 +12,7 @@ from ..registry import LOOPS
 from .checkpoints.restore import load_checkpoint
 from .data.layout import lay_out
 from .data.loaders import length_of
-from .data.passes import batches_of_pass
-from .data.streams import telling
+from .data.places import batches_of_pass, telling
 from .evaluate import ValLoop, announce_failure, require_step
 from .hook import HookList, Scalars
 from .metrics import directions_of
@@ -29,7 +28,7 @@ from .schedule import (
     window_of,
 )
 from .signals import StopSignals
-from .skips import GoingBack, passing_over, steps_of
+from .skips import GoingBack, skipping, steps_of
 from .state import LoopState, merged_means
 from .uneven import PassInputs
 
@@ -76,17 +75,16 @@ class _TrainLoop:
     def _pass(self, state: LoopState, hooks: HookList, signals: StopSignals) -> None:
         optim = state.optim_wrapper
         train_step = step_of(state.model, optim)
-        log = state.logs.append
-        self._inputs.begin(state)
+        log, weighted = state.logs.append, is_weighted(optim)
         state.in_step = True
         left: Iterable[Any] = batches_of_pass(self.dataloader, state)
-        if state.left_out is not None:
-            left, train_step = passing_over(left, train_step, state)
+        if state.skip_steps is not None:
+            left, train_step = skipping(left, train_step, state)
         for batch in self._inputs.watched(left, state):
             for on_batch_start in hooks.on_batch_start:
                 on_batch_start(state, batch)
             logs = train_step(batch, optim)
-            log((state.step + 1, logs))
+            log((state.step + 1, logs, optim.last_weight if weighted else None))
             for on_batch_end in hooks.on_batch_end:
                 on_batch_end(state, batch, logs)
             state.iteration += 1
@@ -160,7 +158,7 @@ class _TrainLoop:
         self._count(state)
         state.dataloader = self.dataloader
         state.stop_reason, state.signal, state.in_step = "", 0, False
-        state.left_out, state.skipped = set(self.skip_steps) or None, False
+        state.skip_steps, state.skipped = set(self.skip_steps) or None, False
         state.updated_at = None
         if not holds_gradients(state.model):
             state.updated_at = (state.epoch, state.batch, state.iteration)
@@ -274,8 +272,7 @@ class EpochTrainLoop(_TrainLoop):
         last, weighted = -1, is_weighted(state.optim_wrapper)
         if length is not None:
             epochs = max(0, self.max_epochs - state.epoch)
-            left = max(0, epochs * length - state.batch)
-            last = state.iteration + left
+            last = state.iteration + max(0, epochs * length - state.batch)
             if window is not None and weighted:
                 done = updates_done(state.batch, length, window)
                 state.max_steps = state.step + max(0, epochs * -(-length // window) - done)
@@ -297,17 +294,12 @@ class IterTrainLoop(_TrainLoop):
     The whole run is one epoch of events; `state.epoch` counts the passes.
 
     Args:
-        dataloader: As in `EpochTrainLoop`.
         max_steps: Optimizer updates.
-        val_loop: Validates; None for never.
-        val_begin: The first update after which it may run.
+        val_begin: The first update after which `val_loop` may run.
         val_interval: Updates between two validations; there is always one after the last update.
         dynamic_intervals: (step, val_interval) pairs: from that update on, another interval.
-        log_every_steps: Updates between two log records.
-        sanity_val: Run one batch of the validation before training, to find mistakes in it; see
-            `ValLoop.try_batch`.
-        skip_steps: Steps that make no update, by their numbers in the log records, or as ranges
-            such as "1200-1210". They count like all others; docs/hooks.md.
+
+    The others are as in `EpochTrainLoop`.
     """
 
     def __init__(  # noqa: PLR0913

@@ -62,11 +62,6 @@ class PassInputs:
                 "wrapper with a loss_weight of the optimizer wrapper"
             )
 
-    def begin(self, state: LoopState) -> None:
-        """Tell the optimizer wrapper where the pass begins, and ends where that is known."""
-        if self._weighted:
-            state.optim_wrapper.begin_pass(state.iteration - state.batch, self.length)
-
     @contextmanager
     def joined(self, state: LoopState) -> Iterator[None]:
         """Run a pass inside; every rank must enter."""
@@ -100,9 +95,10 @@ class PassInputs:
     def _standing_in(self, batches: Iterable[Any], state: LoopState) -> Iterator[Any]:
         """Yield batches as long as any rank has one; the optimizer wrapper knows which count."""
         own, optim = iter(batches), state.optim_wrapper
+        optim.begin_pass(state.iteration - state.batch, self.length)
         batch = last = next(own, _END)
         if self._compares:
-            last = self._lent(batch)
+            last = first_batch_of(self._group, batch, batch is not _END)
         try:
             while last is not _END:
                 has_batch = batch is not _END
@@ -121,15 +117,6 @@ class PassInputs:
                 yield last
         finally:
             optim.batch_counts = True
-
-    def _lent(self, batch: Any) -> Any:
-        """Return a rank's first batch, or another rank's to stand in for it; all must call this."""
-        ranks = TorchDist(self._group)
-        has = ranks.all_gather_object(batch is not _END)
-        if all(has) or not any(has):
-            return batch
-        lent = ranks.broadcast_object(None if batch is _END else batch, has.index(True))
-        return lent if batch is _END else batch
 
     def _compared(self, batches: Iterable[Any], state: LoopState) -> Iterator[Any]:
         """Yield `batches`; a rank that trained on without another one would wait for it."""
@@ -175,6 +162,16 @@ class PassInputs:
             part.load_state_dict(states["stateful"][name])
         for name in _PROGRESS:
             setattr(state, name, ahead[name])
+
+
+def first_batch_of(group: dist.ProcessGroup | None, batch: Any, has_batch: bool) -> Any:
+    """Return this rank's first batch, or another's where it has none; each rank must call this."""
+    ranks = TorchDist(group)
+    has = ranks.all_gather_object(has_batch)
+    if all(has) or not any(has):
+        return batch
+    lent = ranks.broadcast_object(batch if has_batch else None, has.index(True))
+    return batch if has_batch else lent
 
 
 def on_all_ranks(group: dist.ProcessGroup | None, *own: bool) -> list[bool]:

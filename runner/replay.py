@@ -146,9 +146,9 @@ class ReplayHook(Hook):
 
     def on_train_start(self, state: LoopState) -> None:
         self.seen.started_at = state.step
-        if state.left_out is not None:
+        if state.skip_steps is not None:
             # To be looked into nevertheless.
-            state.left_out.discard(self._watch.step)
+            state.skip_steps.discard(self._watch.step)
 
     def on_batch_start(self, state: LoopState, batch: Any) -> None:
         if state.step + 1 != self._watch.step:

@@ -89,18 +89,15 @@ def save_alone(folder: Path, state: LoopState, *, reason: str = "exception") -> 
         logger.warning("no checkpoint of step %d is saved: %s", state.step, problem)
         return None
 
-    def alone(mine: Any) -> list[Any]:
-        return [mine]
-
     if exact:
-        path = _save(folder, state, reason, gather=alone)
+        path = _save(folder, state, reason, gather=lambda mine: [mine])
         state.restored_from = None
         logger.info("saved checkpoint %s (after the error)", path)
         return path
     assert state.updated_at is not None
     epoch, batch, iteration = state.updated_at
     saved = replace(state, epoch=epoch, batch=batch, iteration=iteration)
-    path = _save(folder, saved, reason, gather=alone, gradients=False, aside=True)
+    path = _save(folder, saved, reason, gather=lambda mine: [mine], gradients=False, aside=True)
     logger.info("saved %s after the error, without the random streams that belong to it", path)
     return path
 
@@ -333,8 +330,10 @@ def _own_contents(state: LoopState, gradients: bool) -> dict[str, Any]:
     if carried:
         own["step"] = carried
     # Inside a window it is further on than a checkpoint of where the window began.
-    place = weights.loader_place(state) if gradients else None
-    if place is not None:
+    place = state.reader_state
+    if place is None and state.reader is not None:
+        place = state.reader.state_dict()
+    if place is not None and gradients:
         own["loader"] = weights.plain(place, "loader")
     places = weights.gradient_places(model)
     return {**own, "places": places} if places else own

@@ -158,7 +158,8 @@ class Checkpoint:
         state.data_layout.setdefault("ranks", shares[0])
         model = weights.user_model(state.model)
         as_saved = (saved, shares[0]) == (now, shares[1])
-        data_rank = own_rank() if as_saved else _data_rank(state.model)
+        group = getattr(state.model, "data_group", None)
+        data_rank = own_rank() if as_saved or group is None else get_rank(group)
         # The ranks of a tensor group are neighbours, and go on with the same streams.
         content = self._restore_rng(model, data_rank, 1 if as_saved else saved // shares[0])
         with reading(self.path, rank_file(data_rank), "step"):
@@ -171,20 +172,15 @@ class Checkpoint:
                     "step starts with an empty state",
                     *(self.path, own_rank()),
                 )
-        self._restore_place(state, content, same_shares=shares[0] == shares[1])
-        self._restore_sums(state, content if as_saved else {}, files, shares[0] / shares[1])
-
-    def _restore_place(
-        self, state: LoopState, content: Mapping[str, Any], *, same_shares: bool
-    ) -> None:
-        """Let the loader go on from where it was, if this rank has the same share of the data."""
-        state.loader, state.loader_state = None, content.get("loader") if same_shares else None
-        if content.get("loader") is not None and not same_shares:
+        state.reader, state.reader_state = None, content.get("loader")
+        if state.reader_state is not None and shares[0] != shares[1]:
+            state.reader_state = None
             logger.warning(
                 "the loader's place in %s is of one of %s shares of the data, which cannot be "
                 "divided anew: of what is left of this pass, samples may come twice or not at all",
-                *(self.path, self.meta.get("data_size", self.meta["world_size"])),
+                *(self.path, shares[0]),
             )
+        self._restore_sums(state, content if as_saved else {}, files, shares[0] / shares[1])
 
     def _restore_sums(
         self, state: LoopState, own: Mapping[str, Any], files: Reader, share: float
@@ -198,11 +194,10 @@ class Checkpoint:
 
         with reading(self.path, every, "gradients"):
             placed = bool(own) and own.get("places", {}) == weights.gradient_places(model)
-            part = own["gradients"] if placed else weights.mean_gradients(model, ranks())
+            sources = [own] if placed else ranks()
+            part = own["gradients"] if placed else weights.mean_gradients(model, sources)
             weights.set_gradients(model, part)
-            before = int(self.meta.get("data_size", self.meta["world_size"]))
-            growth = 1.0 if placed else before / weights.data_size(state.model)
-            weights.restore_window_weights(state, [own] if placed else ranks(), growth)
+            weights.restore_window_weights(state, sources, share)
         with reading(self.path, every, "logs"):
             # Older checkpoints have none.
             nothing: dict[str, Any] = {"sums": {}, "values": {}}
@@ -223,12 +218,6 @@ class Checkpoint:
         with reading(self.path, name, "rng"):
             restore_rng(content["rng"], weights.device_of(model))
         return content
-
-
-def _data_rank(model: nn.Module) -> int:
-    """This rank's place among those that see different batches."""
-    group = getattr(model, "data_group", None)
-    return own_rank() if group is None else get_rank(group)
 
 
 def _for(part: Any, content: Any) -> Any:
@@ -266,9 +255,8 @@ def _search(root: Path, which: str, before: int | None) -> Path | None:
     folder = root / "checkpoints" if (root / "checkpoints").is_dir() else root
     problems: list[str] = []
     for path, meta in list_checkpoints(folder, problems):
-        if which == "best" and not meta["best"]:
-            continue
-        if before is not None and meta["step"] >= before:
+        is_late = before is not None and meta["step"] >= before
+        if is_late or (which == "best" and not meta["best"]):
             continue
         damage = damage_of(path, meta["files"])
         if not damage:

@@ -133,13 +133,6 @@ def step_state(model: Any) -> dict[str, Any]:
     return carried
 
 
-def loader_place(state: LoopState) -> Any:
-    """Return where this rank's training loader is, None where the counters say it."""
-    if state.loader_state is not None or state.loader is None:
-        return state.loader_state
-    return state.loader.state_dict()
-
-
 def gradients_of(model: nn.Module) -> dict[str, Tensor]:
     """Return copies of this rank's parts of the gradients, by the user's names."""
     # Copied: under DDP a gradient may be a view that would be written with its whole bucket.

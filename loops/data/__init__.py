@@ -1,5 +1,4 @@
 """Training data: its order, how updates are cut out of it on any number of ranks, and loaders that
 go on from a place. Imports checkpoints, schedules, notes, the state and the random streams of
-`loops`. Start reading in sampler.py, then loaders.py; passes.py and streams.py are for loaders of
-others.
+`loops`. Start reading in sampler.py, then loaders.py; places.py is for loaders of others.
 """

@@ -76,14 +76,13 @@ def lay_out(state: LoopState, loader: Iterable[Any]) -> None:
     if not isinstance(sampler, ShardedBatchSampler):
         _keep_share(state)
         return
-    weighted, window = is_weighted(state.optim_wrapper), _window_of(state)
+    weighted, window = is_weighted(state.optim_wrapper), window_of(state.optim_wrapper) or 1
     saved = _saved(state, sampler, window)
     known = saved["samples"] == sampler.num_samples
     # What a run without weights has repeated to be even is not repeated with them.
     most = saved["samples"] if weighted else saved["length"]
     length = min(saved["length"], most) if known else None
-    is_free = _may_accumulate(state, weighted) and (weighted or _has_whole_windows(saved))
-    only = None if is_free else saved["micro_batches"]
+    only = _fixed_count(state, saved, weighted)
     update = _Update(saved["global_batch"], equal=not weighted, only=only)
     count = update.batches(sampler.world_size, sampler.batch_size)
     if count is None:
@@ -92,7 +91,7 @@ def lay_out(state: LoopState, loader: Iterable[Any]) -> None:
     sampler.cut(update.size, count, length=length, whole=whole, weighted=weighted)
     if count != window:
         members_of(state.optim_wrapper)[0].accumulate(count)
-    _tell(sampler, saved, window, repeats=sampler.positions > sampler.length)
+    _tell(sampler, saved, window)
     if weighted or count != saved["micro_batches"]:
         _move(state, saved, sampler)
     state.data_layout = {
@@ -120,22 +119,16 @@ def _saved(state: LoopState, sampler: ShardedBatchSampler, window: int) -> dict[
     return {**own, **before}
 
 
-def _window_of(state: LoopState) -> int:
-    return window_of(state.optim_wrapper) or 1
-
-
-def _has_whole_windows(saved: Mapping[str, int]) -> bool:
-    """Say whether each epoch ended with an update, where windows may go on over its end."""
-    return -(-saved["length"] // saved["run"]) % (saved["global_batch"] // saved["run"]) == 0
-
-
-def _may_accumulate(state: LoopState, weighted: bool) -> bool:
-    """Say whether the run may get another number of batches per update."""
+def _fixed_count(state: LoopState, saved: Mapping[str, int], weighted: bool) -> int | None:
+    """Return the batches per update where they must stay as before, None where any will do."""
     members = members_of(state.optim_wrapper)
     uneven = getattr(state.model, "uneven_inputs", None) is not None and not weighted
     closure = getattr(members[0], "_needs_closure", False)
-    able = len(members) == 1 and hasattr(members[0], "accumulate")
-    return able and not (uneven or closure)
+    able = len(members) == 1 and hasattr(members[0], "accumulate") and not (uneven or closure)
+    # Without weights a window may go on over the end of an epoch.
+    runs = -(-saved["length"] // saved["run"])
+    ends_with_epoch = weighted or runs % (saved["global_batch"] // saved["run"]) == 0
+    return None if able and ends_with_epoch else saved["micro_batches"]
 
 
 def _move(state: LoopState, saved: Mapping[str, int], sampler: ShardedBatchSampler) -> None:
@@ -159,9 +152,7 @@ def _begin_update_again(state: LoopState) -> None:
     logger.warning("the update that had begun begins again, with the same samples")
 
 
-def _tell(
-    sampler: ShardedBatchSampler, saved: Mapping[str, int], window: int, *, repeats: bool
-) -> None:
+def _tell(sampler: ShardedBatchSampler, saved: Mapping[str, int], window: int) -> None:
     if get_rank() != 0:
         return
     if sampler.global_batch != sampler.batch_size * sampler.world_size * window:
@@ -172,7 +163,7 @@ def _tell(
             "batch has up to %d samples on each rank (%d, data.train.batch_size %d)",
             *(sampler.global_batch, count, size, ranks, sampler.batch_size),
         )
-    if repeats:
+    if sampler.positions > sampler.length:
         logger.warning(
             "the last update of an epoch has %d samples, which the ranks cannot share equally: "
             "some come twice in it; optim_wrapper.loss_weight=samples needs no equal shares",
@@ -192,7 +183,7 @@ def _keep_share(state: LoopState) -> None:
         )
         state.batch = state.batch * before // now
     if is_weighted(state.optim_wrapper) and holds_gradients(state.model):
-        begun = state.batch % _window_of(state)
+        begun = state.batch % (window_of(state.optim_wrapper) or 1)
         state.batch, state.iteration = state.batch - begun, state.iteration - begun
         _begin_update_again(state)
     state.data_layout = {"ranks": now}

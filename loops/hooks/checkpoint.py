@@ -24,7 +24,6 @@ from ..checkpoints.weights import is_spread
 from ..hook import Hook
 from ..metrics import WatchedMetric
 from ..schedule import Cadence
-from ..skips import GoingBack
 from ..state import LoopState
 from .nan_guard import NonFiniteError, bad_parameter
 
@@ -107,7 +106,7 @@ class CheckpointHook(Hook):
 
     def on_exception(self, state: LoopState, error: BaseException) -> None:
         training, self._training = self._training, False
-        harmful = isinstance(error, (NonFiniteError, CheckpointError, GoingBack))
+        harmful = isinstance(error, (NonFiniteError, CheckpointError))
         if not training or harmful or not isinstance(error, Exception):
             return
         folder = _folder(state)

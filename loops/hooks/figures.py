@@ -79,7 +79,10 @@ class GradNormHook(Hook):
     ) -> None:
         norm = getattr(wrapper, "grad_norm", None)
         if norm is None:
-            norm = _norm(optimizer)
+            norm = gradient_norm(optimizer)
+            # A fused optimizer gets the loss scaler's scale with gradients that still bear it.
+            scale = getattr(optimizer, "grad_scale", None)
+            norm = norm if scale is None else norm / scale
         count: Tensor | float = 1.0
         # A fused optimizer is called for updates that the loss scaler skips, and told so.
         overflow = getattr(optimizer, "found_inf", None)
@@ -95,13 +98,11 @@ class GradNormHook(Hook):
         self._handles = []
 
 
-def _norm(optimizer: Optimizer) -> Tensor:
+def gradient_norm(optimizer: Optimizer) -> Tensor:
+    """Return the L2 norm of all gradients as they are; every rank must call this."""
     every = (param for group in optimizer.param_groups for param in group["params"])
     params = [param for param in every if param.grad is not None]
-    norm = total_norm([param.grad for param in params], like=params)
-    # A fused optimizer gets the loss scaler's scale along with gradients that still bear it.
-    scale = getattr(optimizer, "grad_scale", None)
-    return norm if scale is None else norm / scale
+    return total_norm([param.grad for param in params], like=params)
 
 
 @HOOKS.register_module()
@@ -170,12 +171,8 @@ class ThroughputHook(Hook):
         # One that only keeps other ranks company counts for nothing.
         if self._path is None or not getattr(state.optim_wrapper, "batch_counts", True):
             return
-        # Written out here: this is called for every batch.
         try:
-            first = batch
-            for key in self._path:
-                first = first[key]
-            self._samples += first.shape[0]
+            self._samples += reduce(getitem, self._path, batch).shape[0]
         except (AttributeError, IndexError, KeyError, TypeError):
             self._path = _path_to_tensor(batch)
             if self._path is not None:
@@ -193,13 +190,11 @@ class ThroughputHook(Hook):
         # a model's layers see the same ones.
         ranks = data_size(state.model)
         done: dict[str, float | Tensor] = {"sample": self._samples * ranks / elapsed_s}
-        scalars["samples_per_s"] = done["sample"]
         if self._counts_tokens:
             done["token"] = self._tokens * ranks / elapsed_s
         elif self._tokens_per_sample is not None:
             done["token"] = done["sample"] * self._tokens_per_sample
-        if "token" in done:
-            scalars["tokens_per_s"] = done["token"]
+        scalars.update({f"{unit}s_per_s": rate for unit, rate in done.items()})
         if self._use is not None:
             unit, share = self._use
             scalars["mfu"] = done[unit] * share

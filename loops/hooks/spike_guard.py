@@ -16,11 +16,12 @@ from torch import Tensor
 
 from ...collectives import comm_device, distributed_available, get_rank, get_world_size
 from ...registry import HOOKS
-from ...wrappers import OptimWrapper, total_norm
+from ...wrappers import OptimWrapper
 from ..checkpoints.restore import find_checkpoint
 from ..hook import Hook, Scalars
 from ..skips import GoingBack, window_restorer
 from ..state import LoopState
+from .figures import gradient_norm
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +41,8 @@ class _Series:
 
     def judge(self, values: Sequence[float]) -> str:
         """Say which rank's value sticks out, and from what; nothing where none does."""
-        rank = max(range(len(values)), key=lambda at: _height(values[at]))
+        heights = [value if math.isfinite(value) else math.inf for value in values]
+        rank = heights.index(max(heights))
         value, told = values[rank], f"{self.name} {values[rank]:.5g} on rank {rank}"
         if not math.isfinite(value):
             return told
@@ -97,8 +99,9 @@ class SpikeGuardHook(Hook):
         if not threshold > 0:
             raise ValueError(f"SpikeGuardHook: threshold must be above 0, got {threshold!r}")
         if watch not in ("both", *_WATCHED):
-            told = f"must be both, loss or grad_norm, got {watch!r}"
-            raise ValueError(f"SpikeGuardHook: watch {told}")
+            raise ValueError(
+                f"SpikeGuardHook: watch must be both, loss or grad_norm, got {watch!r}"
+            )
         if not 2 <= warmup <= window:
             told = f"must be from 2 to window ({window}), got {warmup!r}"
             raise ValueError(f"SpikeGuardHook: warmup {told}")
@@ -112,7 +115,7 @@ class SpikeGuardHook(Hook):
             for name in _WATCHED
             if watch in ("both", name)
         ]
-        self._left_out: set[int] = set()
+        self._skip_steps: set[int] = set()
         self._in_row = self._count = 0
         self._losses: list[Tensor] = []
         self._refused = False
@@ -120,8 +123,8 @@ class SpikeGuardHook(Hook):
     def on_train_start(self, state: LoopState) -> None:
         optim = state.optim_wrapper
         if not isinstance(optim, OptimWrapper) or optim._needs_closure:
-            kind = "several optimizers" if isinstance(optim, Mapping) else type(optim).__name__
-            kind = type(optim.optimizer).__name__ if isinstance(optim, OptimWrapper) else kind
+            one = optim.optimizer if isinstance(optim, OptimWrapper) else optim
+            kind = "several optimizers" if isinstance(optim, Mapping) else type(one).__name__
             raise TypeError(
                 f"SpikeGuardHook needs one OptimWrapper, whose single update it can leave out, got "
                 f"{kind}; train.skip_steps leaves out steps of any"
@@ -129,8 +132,8 @@ class SpikeGuardHook(Hook):
         self._state, optim.guard = state, self
         self._losses, self._refused = [], False
         self._undo = window_restorer(state)
-        if self._left_out or any(self._around):
-            state.left_out = (state.left_out or set()) | self._left_out
+        if self._skip_steps or any(self._around):
+            state.skip_steps = (state.skip_steps or set()) | self._skip_steps
 
     def on_epoch_start(self, state: LoopState) -> None:
         self.on_save_point(state)
@@ -165,14 +168,14 @@ class SpikeGuardHook(Hook):
 
     def state_dict(self) -> dict[str, Any]:
         made = {one.name: list(one.made) for one in self._series}
-        return {"made": made, "left_out": sorted(self._left_out), "count": self._count}
+        return {"made": made, "left_out": sorted(self._skip_steps), "count": self._count}
 
     def load_state_dict(self, state: dict[str, Any], /) -> None:
         for one in self._series:
             one.made.clear()
             one.made.extend(state["made"].get(one.name, ()))
         # A run that has gone back knows more than its checkpoint.
-        self._left_out |= set(state["left_out"])
+        self._skip_steps |= set(state["left_out"])
         self._count = state["count"]
 
     def note(self, loss: Tensor) -> None:
@@ -209,10 +212,10 @@ class SpikeGuardHook(Hook):
             )
         before, after = self._around
         step = state.step + 1
-        if state.left_out is not None:
+        if state.skip_steps is not None:
             more = set(range(step - before if before else step + 1, step + after + 1))
-            self._left_out |= more
-            state.left_out |= more
+            self._skip_steps |= more
+            state.skip_steps |= more
         if get_rank() == 0:
             logger.warning("left out %s", reason)
         folder = state.run_dir
@@ -228,15 +231,13 @@ def _measured(
     names: Sequence[str], losses: Sequence[Tensor], optim_wrapper: OptimWrapper
 ) -> Tensor:
     """This rank's figures of the step, on the device; every rank must call this."""
-    params = [one for group in optim_wrapper.optimizer.param_groups for one in group["params"]]
-    params = [one for one in params if one.grad is not None]
     measured = []
     if "loss" in names:
         means = [one.double().mean() for one in losses]
         measured.append(torch.stack(means).mean() if means else torch.zeros(()).double())
     if "grad_norm" in names:
-        norm = total_norm([one.grad for one in params], like=params)
-        measured.append((norm / optim_wrapper.loss_scale).double())
+        norm = gradient_norm(optim_wrapper.optimizer) / optim_wrapper.loss_scale
+        measured.append(norm.double())
     device = measured[-1].device
     return torch.stack([one.to(device) for one in measured])
 
@@ -257,7 +258,3 @@ def _overflows(optim_wrapper: OptimWrapper, norms: Sequence[float]) -> bool:
     scaler = getattr(optim_wrapper, "loss_scaler", None)
     has_scale = scaler is not None and scaler.is_enabled()
     return has_scale and not all(map(math.isfinite, norms))
-
-
-def _height(value: float) -> float:
-    return value if math.isfinite(value) else math.inf

@@ -205,7 +205,7 @@ def test_values_on_several_devices() -> None:
     state = LoopState(model=nn.Sequential(nn.Linear(2, 1), nn.Linear(1, 1).cuda()), step=1)
     guard.collect_logs(state, {})
     logs = {"ratio": torch.tensor(1.0), "loss": torch.tensor(float("nan"), device="cuda")}
-    state.logs.append((1, logs))
+    state.logs.append((1, logs, None))
     with pytest.raises(NonFiniteError, match="loss is nan"):
         guard.on_update(state)
     state.model[1].bias.data[0] = float("inf")

@@ -6,6 +6,7 @@ import json
 import logging
 import math
 import random
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ from stepwrap.loops import (
     find_checkpoint,
     load_checkpoint,
 )
-from stepwrap.wrappers import AmpOptimWrapper, OptimWrapper
+from stepwrap.wrappers import AmpOptimWrapper, OptimWrapper, SingleDevice
 
 KINDS = (300.0, -1e4, math.nan, math.inf)
 WARMUP = 8
@@ -205,6 +206,25 @@ def test_a_run_goes_back_to_before_the_samples_around(ranks: int, tmp_path: Path
             "abandoned_step_00000015",
             *(f"step_{step:08d}" for step in (5, 10, 15, 20, 25, 26)),
         ]
+
+
+class Careful(SingleDevice):
+    """Its training step goes on after errors."""
+
+    def train_step(self, data: Any, optim_wrapper: Any) -> Any:
+        with suppress(Exception):
+            return super().train_step(data, optim_wrapper)
+        return {}
+
+
+def test_a_step_that_goes_on_after_errors_goes_back(tmp_path: Path) -> None:
+    state = make_state(run_dir=tmp_path)
+    state.model = Careful(state.model.module)
+    noted = Skipped()
+    saver = CheckpointHook(every_steps=5, every_epochs=None)
+    wild = {sample_at(12, 0, 1): math.nan}
+    train(state, Spiky(80, wild), [SpikeGuardHook(before=4), noted, saver])
+    assert noted.steps == [8, 9, 10, 11, 12]
 
 
 def test_without_a_checkpoint_to_go_back_to_the_step_alone_is_left_out(caplog: Any) -> None:

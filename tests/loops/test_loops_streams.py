@@ -129,6 +129,20 @@ def _resume(path: Path, loader: Any) -> LoopState:
     return EpochTrainLoop(loader, max_epochs=1).run(state, HookList())
 
 
+@pytest.mark.slow
+def test_spawned_workers_go_on_within_their_round(tmp_path: Path) -> None:
+    options: dict[str, Any] = {
+        "batch_size": 3,
+        "num_workers": 2,
+        "multiprocessing_context": "spawn",
+    }
+    state, hook = make_state(), SaveAll(tmp_path)
+    EpochTrainLoop(build_loader(Lines(), **options), max_epochs=1).run(state, HookList([hook]))
+    # The third batch is of the first worker.
+    resumed = _resume(hook.saved[2][1], build_loader(Lines(), **options))
+    assert_identical(weights_of(resumed), weights_of(state))
+
+
 def test_other_workers_inside_a_pass_are_refused(tmp_path: Path) -> None:
     path = _save(tmp_path, build_loader(Lines(), batch_size=3, num_workers=2))
     with pytest.raises(ValueError, match="num_workers must be 2 to the end of this pass.* got 1"):

@@ -1,17 +1,23 @@
-"""Iterable data sets with a state, read by this process or by workers, from any batch on."""
+"""Going on inside a pass: from the place that a loader tells, or one found again."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+import logging
+from collections.abc import Callable, Iterable, Iterator
 from copy import deepcopy
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from ..rng import mix_seed, preserved_rng, seed_rng
-from ..state import Stateful
-from .loaders import is_stream
+from ..state import LoopState, Stateful
+from .loaders import batches_from, is_stream, set_epoch
+from .sampler import ShardedBatchSampler
+
+logger = logging.getLogger(__name__)
 
 # What a worker yields, a batch of them, where its turn in the round has already been.
 _PASSED = object()
@@ -19,6 +25,80 @@ _OPTIONS = (
     *("batch_size", "drop_last", "num_workers", "pin_memory", "timeout", "worker_init_fn"),
     *("multiprocessing_context", "generator", "prefetch_factor", "persistent_workers", "in_order"),
 )
+
+
+def batches_of_pass(loader: Iterable[Any], state: LoopState) -> Iterator[Any]:
+    """Return the batches of the running pass that are left.
+
+    From then on `state.reader` tells where they are, if the loader or its iterator can.
+    """
+    place, state.reader_state = state.reader_state, None
+    if place is None and state.batch and state.reader is not None:
+        # The run goes on in the process that has begun the pass.
+        place = state.reader.state_dict()
+    batches, state.reader = _with_place(loader, state.epoch, state.batch, place)
+    return batches
+
+
+def _with_place(
+    loader: Iterable[Any], epoch: int, batch: int, place: Any
+) -> tuple[Iterator[Any], Stateful | None]:
+    """Return batches, from a place that was saved if there is one, and what tells theirs."""
+    if place is None:
+        batches = batches_from(loader, epoch, batch)
+        return batches, _teller(loader, batches)
+    set_epoch(loader, epoch)
+    # The random streams come from the checkpoint: finding the place must not move them.
+    with preserved_rng():
+        if isinstance(loader, Stateful):
+            _load(loader, place, loader)
+        batches = iter(loader)
+        teller = _teller(loader, batches)
+        if teller is None:
+            logger.warning("%s cannot take its place in the checkpoint", type(loader).__name__)
+            return batches_from(loader, epoch, batch), None
+        if not isinstance(loader, Stateful):
+            _load(teller, place, loader)
+    if batch:
+        return batches, teller
+    if isinstance(loader, DataLoader) and not (loader.generator or loader.persistent_workers):
+        # As any iterator of a DataLoader does that begins a pass, for the seed of its workers.
+        torch.empty((), dtype=torch.int64).random_()
+    for first in batches:
+        return itertools.chain([first], batches), teller
+    # The place was the end of the pass before.
+    batches = iter(loader)
+    return batches, _teller(loader, batches)
+
+
+def _teller(loader: Iterable[Any], batches: Iterator[Any]) -> Stateful | None:
+    """Return what tells the place of the batches; None where their order is known by index."""
+    if isinstance(getattr(loader, "batch_sampler", None), ShardedBatchSampler):
+        return None
+    for one in (loader, batches):
+        if isinstance(one, Stateful):
+            return one
+    own: Any = batches
+    is_grain = hasattr(own, "get_state") and hasattr(own, "set_state")
+    return _Renamed(own.get_state, own.set_state) if is_grain else None
+
+
+def _load(teller: Stateful, place: Any, loader: Iterable[Any]) -> None:
+    try:
+        teller.load_state_dict(place)
+    except Exception as error:
+        raise ValueError(
+            f"{type(loader).__name__} cannot go on from its place in the checkpoint: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+
+
+@dataclass
+class _Renamed:
+    """An iterator's place under the names of a `Stateful`, where its own are those of grain."""
+
+    state_dict: Callable[[], Any]
+    load_state_dict: Callable[[Any], Any]
 
 
 def telling(loader: Any) -> Any:
@@ -36,10 +116,9 @@ class StreamLoader(DataLoader[Any]):
     """
 
     def __init__(self, loader: DataLoader[Any]) -> None:
-        stream = Stream(loader.dataset)
+        stream = Stream(loader.dataset, loader.batch_size or 1)
         options: dict[str, Any] = {name: getattr(loader, name) for name in _OPTIONS}
         super().__init__(stream, collate_fn=_Collate(loader.collate_fn, stream), **options)
-        stream.passed = [_PASSED] * (self.batch_size or 1)
         # Where workers end with the pass, the next one begins with fresh copies of the data set.
         stream.stays = not self.num_workers or self.persistent_workers
         self._stream = stream
@@ -94,11 +173,11 @@ class StreamLoader(DataLoader[Any]):
 class Stream(IterableDataset[Any]):
     """An iterable data set that goes on from where it, or a worker's copy of it, was."""
 
-    def __init__(self, samples: Any) -> None:
+    def __init__(self, samples: Any, batch_size: int) -> None:
         self.samples = samples
+        self.batch_size = batch_size
         self.seed = 0
         self.stays = True
-        self.passed: list[object] = []
         # For the next iteration: the worker that gave the last batch, and the places by worker.
         self.restored: tuple[int, list[dict[str, Any] | None]] | None = None
         # Shared with the workers, which may outlive a pass.
@@ -131,7 +210,7 @@ class Stream(IterableDataset[Any]):
     def _read(self, last: int, places: list[dict[str, Any] | None]) -> Iterator[Any]:
         # A round of batches begins with worker 0, and `last` need not be the last of its round.
         if self.worker <= last < len(places) - 1:
-            yield from self.passed
+            yield from [_PASSED] * self.batch_size
         place = places[self.worker] if places else None
         if place is not None:
             with preserved_rng():
