@@ -237,7 +237,6 @@ class Dispatcher:
         self._done: deque[Result] = deque()
         # How often a task was lost that is run again.
         self._tries: dict[tuple[int, int], int] = {}
-        self._ended_jobs: deque[int] = deque()
         # Whether a worker may have room, so that not each `put` looks at all of them.
         self._may_have_room = False
         self._needs_maintenance = self._is_closing = self._is_terminating = False
@@ -284,8 +283,10 @@ class Dispatcher:
     def forget(self, job: int) -> None:
         """Drop the function of a call that has ended, here and in the workers."""
         if job in self._encoder.functions:
-            self._ended_jobs.append(job)
-            self._workers.wake()
+            with self._lock:
+                self._encoder.functions.pop(job, None)
+                for worker in self._workers.by_slot.values():
+                    worker.forget(job)
 
     def size(self) -> int:
         return len(self._workers.by_slot)
@@ -335,12 +336,6 @@ class Dispatcher:
             self._needs_maintenance = True
         if is_uneven and not self._backlog:
             workers.take_back(self._backlog.put_back)
-        while self._ended_jobs:
-            job = self._ended_jobs.popleft()
-            self._encoder.functions.pop(job, None)
-            with self._lock:
-                for worker in workers.by_slot.values():
-                    worker.forget(job)
         while self._may_have_room and self._backlog:
             self._send_waiting()
 

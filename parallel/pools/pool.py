@@ -192,10 +192,7 @@ class ThreadPool(BasePool):
         super().__init__(processes, initializer, initargs, maxtasksperchild)
 
     def terminate(self) -> None:
-        """Drop what has not begun; results that are not there fail with `PoolTerminatedError`.
-
-        Does not wait for tasks that are running: `join` does.
-        """
+        """Drop what has not begun; results that are not there fail with `PoolTerminatedError`."""
         self._monitor.stop()
         self._monitor.wait_failed()
 
