@@ -148,19 +148,15 @@ def _free_ram() -> float:
     try:
         free = float(importlib.import_module("psutil").virtual_memory().available)
     except ImportError:
-        free = _by_meminfo()
+        try:
+            text = Path("/proc/meminfo").read_text()
+        except OSError as error:
+            raise RuntimeError(
+                'the free memory of the CPU is not known here: give free_mib={"cpu": ...}, or '
+                "install psutil"
+            ) from error
+        free = 1024 * float(text.partition("MemAvailable:")[2].split()[0])
     return min(free, _room_of_container())
-
-
-def _by_meminfo() -> float:
-    try:
-        text = Path("/proc/meminfo").read_text()
-    except OSError as error:
-        raise RuntimeError(
-            'the free memory of the CPU is not known here: give free_mib={"cpu": ...}, or install '
-            "psutil"
-        ) from error
-    return 1024 * float(text.partition("MemAvailable:")[2].split()[0])
 
 
 def _room_of_container() -> float:

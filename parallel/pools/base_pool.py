@@ -76,6 +76,8 @@ class BasePool:
         self._open_inputs: set[IMapIterator] = set()
         self._engine = self._make_engine()
         self._inqueue, self._outqueue = self.setup_queues()
+        if self._inqueue is not self._engine:
+            self._engine.queues = self._inqueue, self._outqueue
         is_plain = type(self).pool_outqueue_get is BasePool.pool_outqueue_get
         self._monitor = Monitor(self, is_plain=is_plain)
         self._monitor.start()
@@ -102,8 +104,7 @@ class BasePool:
         Raises:
             BrokenPoolError: they do not come up.
         """
-        is_own = self._inqueue is self._engine
-        self._engine.repopulate(None if is_own else (self._inqueue, self._outqueue))
+        self._engine.repopulate()
 
     def maintain_pool(self) -> None:
         """Replace workers that have ended."""
@@ -322,8 +323,8 @@ def _submit_items(
     name = f"{caller.__name__.removesuffix('_caller')}({_name_of(func)})"
     job = next(pool._jobs)
     prepared = pool._prepared(func)
-    call = Call(name, pool._call_ended, len(items), progress=progress)
-    result = MapResult(job, pool._cache, chunksize, len(items), *callbacks, call)
+    call = Call(name, pool._call_ended, len(items), chunksize=chunksize, progress=progress)
+    result = MapResult(job, pool._cache, len(items), *callbacks, call)
     tasks: Iterator[tuple[Any, ...]] = (
         (job, chunk, caller, ((prepared, items[begin : begin + chunksize]),), {})
         for chunk, begin in enumerate(range(0, len(items), chunksize))
@@ -359,8 +360,9 @@ def _submit_lazily(
         if pool._monitor.phase is not PoolStates.RUN:
             pool._monitor.wake()
 
-    call = Call(f"imap({_name_of(func)})", end, total, progress=progress)
-    iterator = kind(job, pool._cache, iterable, submit, ahead=ahead, chunksize=chunksize, call=call)
+    name = f"imap({_name_of(func)})"
+    call = Call(name, end, total, chunksize=chunksize, progress=progress)
+    iterator = kind(job, pool._cache, iterable, submit, ahead=ahead, call=call)
     pool._open_inputs.add(iterator)
     iterator.feed()
     return iterator

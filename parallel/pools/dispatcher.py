@@ -237,11 +237,11 @@ class Dispatcher:
         self._done: deque[Result] = deque()
         # How often a task was lost that is run again.
         self._tries: dict[tuple[int, int], int] = {}
-        self._ended_jobs: deque[int] = deque()
         # Whether a worker may have room, so that not each `put` looks at all of them.
         self._may_have_room = False
         self._needs_maintenance = self._is_closing = self._is_terminating = False
-        self._has_queues = False
+        # Of a pool that has its own: of tasks and of results.
+        self.queues: tuple[Any, Any] | None = None
 
     def put(self, task: Task | None) -> None:
         """Take a task, and send it at once where none waits and a worker has room.
@@ -283,8 +283,10 @@ class Dispatcher:
     def forget(self, job: int) -> None:
         """Drop the function of a call that has ended, here and in the workers."""
         if job in self._encoder.functions:
-            self._ended_jobs.append(job)
-            self._workers.wake()
+            with self._lock:
+                self._encoder.functions.pop(job, None)
+                for worker in self._workers.by_slot.values():
+                    worker.forget(job)
 
     def size(self) -> int:
         return len(self._workers.by_slot)
@@ -298,16 +300,15 @@ class Dispatcher:
         self._is_terminating = True
         self.wake()
 
-    def repopulate(self, queues: tuple[Any, Any] | None = None) -> None:
+    def repopulate(self) -> None:
         """Start the workers that are missing, now or, after failures, a little later."""
-        if queues is not None:
-            self._has_queues = True
+        if self.queues is not None:
             # Nobody calls `get`.
             self._turn(0.0)
             if self._workers.broken is not None:
                 raise self._workers.broken
         if not self._is_closing and not self._is_terminating:
-            self._workers.start_missing(queues)
+            self._workers.start_missing(self.queues)
 
     def join(self) -> None:
         """Wait until the workers have ended, and let go of all that the pool has open."""
@@ -335,12 +336,6 @@ class Dispatcher:
             self._needs_maintenance = True
         if is_uneven and not self._backlog:
             workers.take_back(self._backlog.put_back)
-        while self._ended_jobs:
-            job = self._ended_jobs.popleft()
-            self._encoder.functions.pop(job, None)
-            with self._lock:
-                for worker in workers.by_slot.values():
-                    worker.forget(job)
         while self._may_have_room and self._backlog:
             self._send_waiting()
 
@@ -389,13 +384,13 @@ class Dispatcher:
                 waiting.insert(0, lost)
             else:
                 call = self._calls.get(job)
-                name = f"task {chunk}" if call is None else call.task_name(chunk)
+                name = f"task {chunk}" if call is None else call._call.task_name(job, chunk)
                 error = death_error(name, worker, exitcode, self._options.task_timeout)
                 self._done.append((job, chunk, (False, error)))
         with self._lock:
             self._backlog.put_back(worker.slot, waiting)
         if not self._is_terminating:
-            self._workers.count_end(worker, exitcode, has_queues=self._has_queues)
+            self._workers.count_end(worker, exitcode, has_queues=self.queues is not None)
         self._needs_maintenance = True
 
     def _send_waiting(self) -> None:

@@ -96,7 +96,30 @@ class P2PPool(Pool):
         return Backlog(self._processes)
 
 
-class CtxPool(Pool):
+class _InContexts(BasePool):
+    """Workers begin with a context each, and call functions with it."""
+
+    _holder: Any = CtxPoolStorage
+    _contexts: Sequence[Any] | None
+
+    def _beginnings(self) -> Beginnings:
+        beginnings = super()._beginnings()
+        contexts = [None] * len(beginnings) if self._contexts is None else self._contexts
+        if len(contexts) != len(beginnings):
+            raise ValueError(
+                "Context number is not equal to the number of pool workers. There are "
+                f"{len(contexts)} contexts, {len(beginnings)} workers"
+            )
+        return [
+            (enter, (self._holder, context, *beginning))
+            for context, beginning in zip(contexts, beginnings, strict=True)
+        ]
+
+    def _prepared(self, func: Callable[..., Any]) -> Callable[..., Any]:
+        return WithContext(func, self._holder)
+
+
+class CtxPool(_InContexts, Pool):
     """A pool whose workers call functions with their context first: `func(ctx, *args, **kwargs)`.
 
     Args:
@@ -143,12 +166,6 @@ class CtxPool(Pool):
             start_method=start_method,
         )
 
-    def _beginnings(self) -> Beginnings:
-        return _in_contexts(CtxPoolStorage, self._contexts, super()._beginnings())
-
-    def _prepared(self, func: Callable[..., Any]) -> Callable[..., Any]:
-        return WithContext(func)
-
 
 class ThreadPool(BasePool):
     """A pool of threads of this process.
@@ -175,10 +192,7 @@ class ThreadPool(BasePool):
         super().__init__(processes, initializer, initargs, maxtasksperchild)
 
     def terminate(self) -> None:
-        """Drop what has not begun; results that are not there fail with `PoolTerminatedError`.
-
-        Does not wait for tasks that are running: `join` does.
-        """
+        """Drop what has not begun; results that are not there fail with `PoolTerminatedError`."""
         self._monitor.stop()
         self._monitor.wait_failed()
 
@@ -186,7 +200,7 @@ class ThreadPool(BasePool):
         return Threads(self._beginnings(), self.worker, self._maxtasksperchild)
 
 
-class CtxThreadPool(ThreadPool):
+class CtxThreadPool(_InContexts, ThreadPool):
     """A pool whose threads call functions with their context first: `func(ctx, *args, **kwargs)`.
 
     Args: as of `BasePool`; `worker_contexts` has one for each thread (default: None for all).
@@ -195,7 +209,7 @@ class CtxThreadPool(ThreadPool):
         ValueError: there are more contexts than threads, or fewer.
     """
 
-    _local = threading.local()
+    _holder = threading.local()
 
     def __init__(
         self,
@@ -206,27 +220,6 @@ class CtxThreadPool(ThreadPool):
     ) -> None:
         self._contexts = worker_contexts
         super().__init__(processes, initializer, initargs)
-
-    def _beginnings(self) -> Beginnings:
-        return _in_contexts(self._local, self._contexts, super()._beginnings())
-
-    def _prepared(self, func: Callable[..., Any]) -> Callable[..., Any]:
-        return WithContext(func, self._local)
-
-
-def _in_contexts(holder: Any, contexts: Sequence[Any] | None, beginnings: Beginnings) -> Beginnings:
-    """Return what workers begin with, each in its context."""
-    if contexts is None:
-        contexts = [None] * len(beginnings)
-    if len(contexts) != len(beginnings):
-        raise ValueError(
-            "Context number is not equal to the number of pool workers. There are "
-            f"{len(contexts)} contexts, {len(beginnings)} workers"
-        )
-    return [
-        (enter, (holder, context, *beginning))
-        for context, beginning in zip(contexts, beginnings, strict=True)
-    ]
 
 
 class Threads:
@@ -245,6 +238,8 @@ class Threads:
         self._failure: tuple[str, BaseException] | None = None
         self._tasks: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._results: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        # Between which threads work: a pool may have its own.
+        self.queues: tuple[Any, Any] = self._tasks, self._results
         self.put = self._tasks.put
 
     def get(self, timeout: float | None = None) -> Any:
@@ -264,21 +259,16 @@ class Threads:
     def size(self) -> int:
         return sum(thread.is_alive() for thread in self._threads.values())
 
-    def repopulate(self, queues: tuple[Any, Any] | None = None) -> None:
-        """Start the threads that are missing, between the pool's own queues where it has some."""
+    def repopulate(self) -> None:
+        """Start the threads that are missing."""
         if self._failure is not None:
             name, failure = self._failure
             text = "".join(traceback.format_exception(failure)).rstrip()
             message = f"the pool is broken: the initializer failed in {name}:\n{text}"
             raise BrokenPoolError(message) from failure
-        ends = (self._tasks.get, self._results.put)
-        if queues is not None:
-            ends = (queues[0].get, queues[1].put)
         for slot in tuple(self._vacant):
             self._vacant.discard(slot)
-            self._threads[slot] = threading.Thread(
-                target=self._run, args=(slot, *ends), daemon=True
-            )
+            self._threads[slot] = threading.Thread(target=self._run, args=(slot,), daemon=True)
             self._threads[slot].start()
 
     def terminate(self) -> None:
@@ -294,7 +284,8 @@ class Threads:
         for thread in self._threads.values():
             thread.join()
 
-    def _run(self, slot: int, get: Callable[[], Any], put: Callable[[Any], None]) -> None:
+    def _run(self, slot: int) -> None:
+        tasks, results = self.queues
         initializer, initargs = self._beginnings[slot]
         try:
             if initializer is not None:
@@ -302,7 +293,7 @@ class Threads:
         except BaseException as error:
             self._failure = threading.current_thread().name, error
         else:
-            self._work(get, put, None, (), self._maxtasks)
+            self._work(tasks.get, results.put, None, (), self._maxtasks)
         finally:
             self._vacant.add(slot)
             self.wake()

@@ -27,18 +27,21 @@ class Call:
 
     Attributes:
         on_end: takes the job; of the pool, which it keeps from being collected before the end.
+        chunksize: items in a task; 0 where the call is one task.
     """
 
     def __init__(
         self,
-        name: str = "task",
-        on_end: Callable[[int], object] | None = None,
+        name: str,
+        on_end: Callable[[int], object] | None,
         total: int | None = None,
         *,
+        chunksize: int = 0,
         progress: bool = False,
     ) -> None:
         self.name = name
         self.on_end = on_end
+        self.chunksize = chunksize
         self._bar: Any = None
         if progress:
             from rich.progress import Progress
@@ -47,20 +50,20 @@ class Call:
             self._task = self._bar.add_task(name, total=total)
             self._bar.start()
 
-    def advance(self, items: int) -> None:
+    def advance(self) -> None:
         if self._bar is not None:
-            self._bar.advance(self._task, items)
+            self._bar.advance(self._task, self.chunksize)
 
     def stop_bar(self) -> None:
         if self._bar is not None:
             self._bar.stop()
 
-    def items_name(self, chunk: int, chunksize: int) -> str:
-        """Return the items of a chunk in words, for messages."""
-        if chunksize == 1:
-            return f"task {chunk} of {self.name}"
-        begin = chunk * chunksize
-        return f"tasks {begin} to {begin + chunksize - 1} of {self.name}"
+    def task_name(self, job: int, chunk: int) -> str:
+        """Return a task in words, by its items where it has some, for messages."""
+        if self.chunksize > 1:
+            begin = chunk * self.chunksize
+            return f"tasks {begin} to {begin + self.chunksize - 1} of {self.name}"
+        return f"task {chunk if self.chunksize else job} of {self.name}"
 
 
 class AsyncResult:
@@ -70,16 +73,16 @@ class AsyncResult:
         self,
         job: int,
         cache: MutableMapping[int, Any],
-        callback: Callback = None,
-        error_callback: Callback = None,
-        call: Call | None = None,
+        callback: Callback,
+        error_callback: Callback,
+        call: Call,
     ) -> None:
         self._job = job
         # The pool's unfinished calls by number.
         self._cache = cache
         self._callback = callback
         self._error_callback = error_callback
-        self._call = call or Call()
+        self._call = call
         self._outcome: Outcome | None = None
         # Released at the end: a third of the price of an Event, and there is one per task.
         self._latch = threading.Lock()
@@ -134,10 +137,6 @@ class AsyncResult:
         self._error_callback = None
         self.fail(error)
 
-    def task_name(self, chunk: int) -> str:
-        """Return a task of this call in words, for messages."""
-        return f"task {self._job} of {self._call.name}"
-
     def _finish(self, outcome: Outcome) -> None:
         # The thread that takes it out of the cache is the one that ends it.
         if self._cache.pop(self._job, None) is None:
@@ -168,14 +167,12 @@ class MapResult(AsyncResult):
         self,
         job: int,
         cache: MutableMapping[int, Any],
-        chunksize: int,
         length: int,
-        callback: Callback = None,
-        error_callback: Callback = None,
-        call: Call | None = None,
+        callback: Callback,
+        error_callback: Callback,
+        call: Call,
     ) -> None:
-        self._chunksize = chunksize
-        self._left = -(-length // chunksize)
+        self._left = -(-length // call.chunksize)
         self._value: list[Any] = [None] * length
         self._error: BaseException | None = None
         # Tasks that cannot be sent fail in the thread of the caller.
@@ -188,21 +185,17 @@ class MapResult(AsyncResult):
         """Take the results of one chunk; called by the pool."""
         success, value = outcome
         if success:
-            begin = chunk * self._chunksize
-            self._value[begin : begin + self._chunksize] = value
+            begin = chunk * self._call.chunksize
+            self._value[begin : begin + len(value)] = value
         elif self._error is None:
             self._error = value
-        self._call.advance(self._chunksize)
+        self._call.advance()
         with self._counting:
             self._left -= 1
             is_last = self._left == 0
         if is_last:
             error = self._error
             self._finish((True, self._value) if error is None else (False, error))
-
-    def task_name(self, chunk: int) -> str:
-        """Return the items of a chunk in words, for messages."""
-        return self._call.items_name(chunk, self._chunksize)
 
 
 class IMapIterator:
@@ -221,17 +214,16 @@ class IMapIterator:
         submit: Callable[[int, list[Any]], None],
         *,
         ahead: int,
-        chunksize: int,
         call: Call,
     ) -> None:
         self._job = job
         self._cache = cache
         # None when nothing more will be read.
-        self._source: Iterator[list[Any]] | None = _chunks_of(iterable, chunksize)
+        self._source: Iterator[list[Any]] | None = _chunks_of(iterable, call.chunksize)
         self._input_error: BaseException | None = None
         self._submit: Callable[[int, list[Any]], None] | None = submit
-        # Chunks that are out or not yet taken, at most; items in a chunk.
-        self._ahead, self._chunksize = ahead, chunksize
+        # Chunks that are out or not yet taken, at most.
+        self._ahead = ahead
         self._call = call
         # Chunks that were read and that were taken; those whose results are to come, and have come.
         self._count = self._taken = 0
@@ -318,10 +310,6 @@ class IMapIterator:
                 self._source, self._input_error = None, error
             self._settle()
 
-    def task_name(self, chunk: int) -> str:
-        """Return the items of a chunk in words, for messages."""
-        return self._call.items_name(chunk, self._chunksize)
-
     def _wants_more(self) -> bool:
         return self._source is not None and self._count - self._taken < self._ahead
 
@@ -335,7 +323,7 @@ class IMapIterator:
             return False
         success, value = self._arrived.pop(number)
         self._taken += 1
-        self._call.advance(self._chunksize)
+        self._call.advance()
         if not success:
             if isinstance(value, StopIteration):
                 # As in generators: it would end the loop over the results, and nobody would know.

@@ -142,7 +142,7 @@ class PushPullGradServerImpl:
         if self._thread is not None:
             raise RuntimeError("manage_model must be called before start, or after stop")
         self._primary.model = ManagedModel(
-            model, optimizer, lr_scheduler, o_server=self.o_server, model_name=self.model_name
+            model, optimizer, lr_scheduler, self.o_server, self.model_name
         )
 
     def start(self) -> None:

@@ -6,11 +6,10 @@ import contextlib
 import logging
 import threading
 from collections.abc import Callable, Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from torch import nn
 from torch.futures import Future
 from torch.optim import Optimizer
 
@@ -18,7 +17,7 @@ from ..calls import node as _node
 from ..calls.group import RpcGroup, call_held, held_or_none
 from ..errors import RpcError
 from .model_state import snapshot, unwrap
-from .ordered_server import Mark, OrderedServerBase, OrderedServerSimple, Update
+from .ordered_server import Mark, OrderedServerSimple, Update
 from .reduction import (
     Batch,
     Gradients,
@@ -37,62 +36,53 @@ from .reduction import (
 logger = logging.getLogger(__name__)
 
 
+@dataclass
 class ManagedModel:
     """The model that a gradient server trains, with its optimizer; gets `pp_version`, 0."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizer: Optimizer,
-        lr_scheduler: Any,
-        *,
-        o_server: OrderedServerBase,
-        model_name: str,
-    ) -> None:
-        self._model: Any = model
-        self._optimizer = optimizer
-        self._lr_scheduler = lr_scheduler
-        self._o_server = o_server
-        self._model_name = model_name
-        self._trained = {
-            name: parameter
-            for name, parameter in unwrap(model).named_parameters()
-            if parameter.requires_grad
-        }
+    model: Any
+    optimizer: Optimizer
+    lr_scheduler: Any
+    o_server: Any
+    model_name: str
+
+    def __post_init__(self) -> None:
+        named = unwrap(self.model).named_parameters()
+        self._trained = {name: one for name, one in named if one.requires_grad}
         self.layout = layout_of(self._trained)
-        model.pp_version = 0  # type: ignore[assignment]
+        self.model.pp_version = 0
 
     def step(self, gradients: Gradients) -> None:
         for name, parameter in self._trained.items():
             parameter.grad = gradients[name].to(parameter.device, parameter.dtype)
-        self._optimizer.step()
-        if self._lr_scheduler is not None:
-            self._lr_scheduler.step()
+        self.optimizer.step()
+        if self.lr_scheduler is not None:
+            self.lr_scheduler.step()
 
     def publish(self) -> None:
-        state, version = snapshot(self._model), self._model.pp_version
+        state, version = snapshot(self.model), self.model.pp_version
         if self._push(state, version):
             return
-        found = self._o_server.pull(self._model_name)
+        found = self.o_server.pull(self.model_name)
         newest = None if found is None else found[1]
         logger.warning(
             "version %r of model %r was refused by its ordered server, which has %r: somebody "
             "else publishes under that name, or has done so before",
-            *(version + 1, self._model_name, newest),
+            *(version + 1, self.model_name, newest),
         )
         if isinstance(newest, int):
             self._push(state, newest)
 
     def _push(self, state: Gradients, version: int) -> bool:
-        server: Any = self._o_server
+        server = self.o_server
         push = server.push
         if type(server).push is OrderedServerSimple.push:
             # A call would copy the state, which is a copy already that nobody changes.
             service = f"{server.server_name}/_push_service"
             push = held_or_none("service", server.group.get_group_name(), service) or push
-        is_accepted: bool = push(self._model_name, state, version + 1, version)
+        is_accepted: bool = push(self.model_name, state, version + 1, version)
         if is_accepted:
-            self._model.pp_version = version + 1
+            self.model.pp_version = version + 1
         return is_accepted
 
 
@@ -215,28 +205,28 @@ def _why_fenced(reducer: str) -> str:
     return f"the primary reducer has shut out {reducer!r}, which a client held to be dead"
 
 
+@dataclass
 class RemotePrimary:
     """The primary reducer, from the process of a secondary one."""
 
-    def __init__(self, prefix: str, group: RpcGroup, name: str) -> None:
-        self._prefix = prefix
-        self._group = group
-        self._name = name
+    prefix: str
+    group: RpcGroup
+    name: str
 
     def take(self, batch: Batch) -> Future[Receipt]:
         """Hand over a batch. Has no time limit: a primary that dies breaks the call."""
         # `registered_async` would ask the manager where it is, before every batch.
-        key = f"{self._prefix}/_reduce_service"
-        given: Any = (self._group.get_group_name(), key, (batch,), {})
-        return self._group.rpc_async(self._name, call_held, timeout=0, args=given)
+        key = f"{self.prefix}/_reduce_service"
+        given: Any = (self.group.get_group_name(), key, (batch,), {})
+        return self.group.rpc_async(self.name, call_held, timeout=0, args=given)
 
     def layout(self) -> Layout | None:
         """Return what gradients must look like, None while the primary does not know."""
-        layout: Layout | None = self._group.registered_sync(f"{self._prefix}/_layout_service")
+        layout: Layout | None = self.group.registered_sync(f"{self.prefix}/_layout_service")
         return layout
 
     def watch(self, on_end: Callable[[], None]) -> None:
-        when_gone(self._group, self._prefix, on_end)
+        when_gone(self.group, self.prefix, on_end)
 
 
 class Intake(Level[Push]):

@@ -51,31 +51,28 @@ _store: Store | None = None
 class Agent:
     """The transport of one world."""
 
-    def __init__(self, node: Node, rank: int, world_size: int, join_timeout_s: float) -> None:
+    def __init__(self, node: Node, rank: int, join_timeout_s: float) -> None:
         self._node = node
         self._rank = rank
-        self._world_size = world_size
         self._join_timeout_s = join_timeout_s
         self._world = ""
-        self._has_begun = False
         self._have_one_past = False
         self._is_complete = False
         self._is_stopping = False
         self._watches: list[Future[None]] = []
+        if _ending is not None:
+            _ending.join(join_timeout_s)
+            if _ending.is_alive():
+                raise RpcError(
+                    "a call of the world before is still being served here after "
+                    f"{join_timeout_s:g} s: there can be no other world before it returns"
+                )
 
     def start(
         self, store: Store, threads: int, device_maps: Mapping[str, Mapping[int, int]]
     ) -> None:
         """Join the others; every member must call this."""
-        if _ending is not None:
-            _ending.join(self._join_timeout_s)
-            if _ending.is_alive():
-                raise RpcError(
-                    "a call of the world before is still being served here after "
-                    f"{self._join_timeout_s:g} s: there can be no other world before it returns"
-                )
         serve_at_once(threads)
-        self._has_begun = True
         if self._rank == 0:
             store.set("world", uuid.uuid4().hex)
         store.set(f"past_{self._rank}", _past)
@@ -90,7 +87,7 @@ class Agent:
         self._join(store, options)
         _set_rpc_timeout(self._node.rpc_timeout)
         self._world = store.get("world").decode()
-        pasts = {store.get(f"past_{rank}") for rank in range(self._world_size)}
+        pasts = {store.get(f"past_{rank}") for rank in self._node.names}
         self._have_one_past = len(pasts) == 1
         if self._node.directory is not None:
             self._watch()
@@ -114,7 +111,7 @@ class Agent:
                 rpc.init_rpc(  # type: ignore[no-untyped-call]
                     self._node.name,
                     rank=self._rank,
-                    world_size=self._world_size,
+                    world_size=len(self._node.names),
                     rpc_backend_options=options,
                 )
         finally:
@@ -144,8 +141,6 @@ class Agent:
         Calls that are still served here after `timeout_s` go on by themselves.
         """
         global _ending
-        if not self._has_begun:
-            return
         self._is_stopping = True
         # torch waits for the functions that it runs, and nothing can end those.
         _ending = threading.Thread(

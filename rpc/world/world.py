@@ -338,7 +338,7 @@ def _start_rpc(
     undo: contextlib.ExitStack,
 ) -> None:
     world._node = Node(world.name, world.rank_name_map, world.rpc_timeout)
-    agent = Agent(world._node, world.rank, world.world_size, world.dist_timeout)
+    agent = Agent(world._node, world.rank, world.dist_timeout)
     undo.callback(lambda: agent.stop(world._ending.left()))
     with together(meeting, "calls", world.rank, world.rank_name_map):
         agent.start(meeting.store, threads, device_maps)
