@@ -96,7 +96,6 @@ WHOLE: dict[str, Any] = {
 }  # fmt: skip
 # What mmengine's rank or ours decides, and what has no effect on what a run computes or keeps.
 WITHOUT_EFFECT = {
-    "auto_scale_lr",
     "custom_hooks.0.priority",
     "custom_hooks.1.strict",
     "default_hooks.logger.log_metric_by_epoch",
