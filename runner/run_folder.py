@@ -110,17 +110,13 @@ def _owner(path: Path) -> str:
 def in_use(run_dir: Path) -> str:
     """Return why no run may use `run_dir`: another one is running; "" if none is."""
     try:
-        descriptor = os.open(run_dir / _LOCK, os.O_RDONLY)
+        with (run_dir / _LOCK).open() as file:
+            if _lock(file.fileno(), fcntl.LOCK_SH):
+                return ""
     except OSError:
         return ""
-    try:
-        if _lock(descriptor, fcntl.LOCK_SH):
-            return ""
-        user, free = _owner(run_dir / _LOCK), _free_name(run_dir)
-    finally:
-        os.close(descriptor)
-    what = f"{run_dir} is in use by {user}; wait for its end"
-    return f"{what}, or start another run with --run-dir {free}"
+    what = f"{run_dir} is in use by {_owner(run_dir / _LOCK)}; wait for its end"
+    return f"{what}, or start another run with --run-dir {_free_name(run_dir)}"
 
 
 def occupied(run_dir: Path) -> str:

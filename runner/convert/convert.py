@@ -29,6 +29,7 @@ from .draft import (
     by_rows,
     dropped,
     inside,
+    kept,
     only,
     walk,
 )
@@ -224,21 +225,18 @@ def _optimization(given: Section) -> Any:
 
 def _single(section: Section) -> dict[str, Any]:
     """Return our sections for one optimizer and, where it has settings, its wrapper."""
-    given = section.below("optimizer")
-    if given is None:
+    made = walk(section, _OPTIMIZER)
+    if "type" not in made.setdefault("optimizer", {}):
         section.miss("optimizer", "is missing: training needs one")
-        return {"optimizer": {}}
-    optimizer = given.part("OPTIMIZERS")
-    paramwise = section.below("paramwise_cfg")
-    if paramwise is not None:
-        known = {key: paramwise.pop(key) for key in list(paramwise) if key in _PARAMWISE}
-        paramwise.close()
-        if known:
-            optimizer["paramwise"] = {**known, "as_mmengine": True}
     # Its other options are those of the class.
     wrapper = walk(section, _OPTIM_WRAPPER) | section
     section.clear()
-    return {"optimizer": optimizer} | ({"optim_wrapper": wrapper} if wrapper else {})
+    return made | ({"optim_wrapper": wrapper} if wrapper else {})
+
+
+def _paramwise(given: Section) -> Any:
+    known = walk(given, kept(*_PARAMWISE))
+    return {**known, "as_mmengine": True} if known else NOTHING
 
 
 def _optim_wrapper_type(section: Section, key: str) -> Any:
@@ -256,6 +254,10 @@ def _accumulated(section: Section, key: str) -> Any:
     return batches if batches != 1 else NOTHING
 
 
+_OPTIMIZER = (
+    Row("optimizer", "optimizer", inside(lambda given: given.part("OPTIMIZERS"))),
+    Row("paramwise_cfg", "optimizer.paramwise", inside(_paramwise)),
+)
 _OPTIM_WRAPPER = (
     Row("type", "type", _optim_wrapper_type, default=None),
     Row("accumulative_counts", "accumulative_counts", _accumulated),

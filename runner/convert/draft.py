@@ -260,7 +260,12 @@ def walk(
         if given in row.same or not (row.ours or row.to or row.same):
             section.pop(row.theirs, None)
         elif row.to is not None:
-            _write(made, row.ours, row.to(section, row.theirs))
+            try:
+                _write(made, row.ours, row.to(section, row.theirs))
+            except (AttributeError, TypeError, ValueError) as error:
+                # The rest of the config is translated; mmengine would refuse the value as well.
+                section.miss(row.theirs, f"cannot be translated ({error}): is its value right?")
+                section.pop(row.theirs, None)
         elif row.ours:
             _write(made, row.ours, section.pop(row.theirs, given))
         elif row.refusal:
