@@ -201,7 +201,7 @@ class Registry:
         waiting = [above[-1]]
         while waiting:
             member = waiting.pop(0)
-            waiting.extend(member.children.values())
+            waiting = [*member.children.values(), *waiting]
             if member not in above:
                 yield member
 

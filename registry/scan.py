@@ -78,10 +78,7 @@ def traverse_registry_tree(registry: Registry, verbose: bool = True) -> list[dic
         namespace, such as those of torch.optim, are registered nowhere.
     """
     counted: list[dict[str, Any]] = []
-    waiting = [registry.root]
-    while waiting:
-        member = waiting.pop(0)
-        waiting = [*member.children.values(), *waiting]
+    for member in registry.root.family():
         by_folder: dict[str, list[str]] = {}
         for name in member:
             package = str(getattr(member.module_dict[name], "__module__", "")).rpartition(".")[0]

@@ -7,7 +7,7 @@ import shutil
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -90,10 +90,7 @@ def prepared(job: Job) -> Iterator[None]:
         # What the config imports has to be there in a new process too.
         if failed := import_problems(job.config):
             raise ConfigError(failed)
-        alone: AbstractContextManager[None] = nullcontext()
-        if needs_group(job.run):
-            alone = lonely_group()
-        with alone, traced(job.run.trace_collectives):
+        with lonely_group(needs_group(job.run)), traced(job.run.trace_collectives):
             yield
 
 

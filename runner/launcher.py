@@ -158,9 +158,9 @@ def process_group(
 
 
 @contextmanager
-def lonely_group() -> Iterator[None]:
-    """Have a group of this process alone, for wrappers that cannot do without any."""
-    if dist.is_initialized():
+def lonely_group(needed: bool = True) -> Iterator[None]:
+    """Have a group of this process alone, where wrappers cannot do without any."""
+    if not needed or dist.is_initialized():
         yield
         return
     store = dist.HashStore()

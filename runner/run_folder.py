@@ -10,8 +10,9 @@ import shutil
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from typing import IO
 
 from ..collectives import broadcast, get_rank
 from ..loops import CheckpointError, find_checkpoint
@@ -36,57 +37,51 @@ def held(run_dir: Path) -> Iterator[None]:
         BlockingIOError: Another run has it; says which. On every rank.
         OSError: The folder or the file cannot be made. On every rank.
     """
-    lock: _Lock | None = None
-    problem: OSError | None = None
-    if get_rank() == 0:
-        try:
-            run_dir.mkdir(parents=True, exist_ok=True)
-            lock = _Lock(run_dir / _LOCK)
-        except OSError as error:
-            problem = error
-    problem = broadcast(problem)
-    if problem is not None:
-        raise problem
+    with ExitStack() as stack:
+        problem: OSError | None = None
+        if get_rank() == 0:
+            try:
+                run_dir.mkdir(parents=True, exist_ok=True)
+                stack.enter_context(_locked(run_dir / _LOCK))
+            except OSError as error:
+                problem = error
+        problem = broadcast(problem)
+        if problem is not None:
+            raise problem
+        yield
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Have a locked file that names its owner; nothing is left of it."""
+    for attempt in range(_TRIES):
+        time.sleep(_PAUSE_S if attempt else 0.0)
+        file = path.open("a+")
+        if _lock(file.fileno(), fcntl.LOCK_EX) and _is_at(file, path):
+            break
+        file.close()
+    else:
+        raise BlockingIOError(f"{path.parent} is in use by {_owner(path)}")
+    # A process forked from this one may outlive it, and must not have the lock then.
+    os.register_at_fork(after_in_child=file.close)
+    since = time.strftime("%Y-%m-%d %H:%M:%S")
+    file.truncate(0)
+    file.write(json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "since": since}))
+    file.flush()
     try:
         yield
     finally:
-        if lock is not None:
-            lock.release()
+        if _is_at(file, path):
+            path.unlink()
+        file.close()
 
 
-class _Lock:
-    """An open, locked file that names its owner."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        for attempt in range(_TRIES):
-            time.sleep(_PAUSE_S if attempt else 0.0)
-            self._file = path.open("a+")
-            if _lock(self._file.fileno(), fcntl.LOCK_EX) and self._is_there():
-                break
-            self._file.close()
-        else:
-            raise BlockingIOError(f"{path.parent} is in use by {_owner(path)}")
-        # A process forked from this one may outlive it, and must not have the lock then.
-        os.register_at_fork(after_in_child=self._file.close)
-        since = time.strftime("%Y-%m-%d %H:%M:%S")
-        about = {"host": socket.gethostname(), "pid": os.getpid(), "since": since}
-        self._file.truncate(0)
-        self._file.write(json.dumps(about))
-        self._file.flush()
-
-    def release(self) -> None:
-        """Let others have the folder; nothing is left of the lock."""
-        if self._is_there():
-            self._path.unlink()
-        self._file.close()
-
-    def _is_there(self) -> bool:
-        """Whether the locked file still is the one at the path, not one that was removed."""
-        try:
-            return os.path.samestat(os.fstat(self._file.fileno()), self._path.stat())
-        except FileNotFoundError:
-            return False
+def _is_at(file: IO[str], path: Path) -> bool:
+    """Whether an open file still is the one at the path, not one that was removed."""
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    except FileNotFoundError:
+        return False
 
 
 def _lock(descriptor: int, kind: int) -> bool:
@@ -115,17 +110,13 @@ def _owner(path: Path) -> str:
 def in_use(run_dir: Path) -> str:
     """Return why no run may use `run_dir`: another one is running; "" if none is."""
     try:
-        descriptor = os.open(run_dir / _LOCK, os.O_RDONLY)
+        with (run_dir / _LOCK).open() as file:
+            if _lock(file.fileno(), fcntl.LOCK_SH):
+                return ""
     except OSError:
         return ""
-    try:
-        if _lock(descriptor, fcntl.LOCK_SH):
-            return ""
-        user, free = _owner(run_dir / _LOCK), _free_name(run_dir)
-    finally:
-        os.close(descriptor)
-    what = f"{run_dir} is in use by {user}; wait for its end"
-    return f"{what}, or start another run with --run-dir {free}"
+    what = f"{run_dir} is in use by {_owner(run_dir / _LOCK)}; wait for its end"
+    return f"{what}, or start another run with --run-dir {_free_name(run_dir)}"
 
 
 def occupied(run_dir: Path) -> str:

@@ -157,17 +157,17 @@ class Runner:
         state = self.state
         with traced(self._is_traced), self.hold_run_dir():
             path: Path | None = None
-            if not resume:
-                self._refuse_overwriting()
-            self._owns_run_dir = True
             if resume:
                 path = self._latest() if resume is True else self._resolve(str(resume))
+            else:
+                self._refuse_overwriting()
             for listener in self._hooks.on_run_start:
                 listener(state)
             if path:
                 load_checkpoint(path).restore(state)
                 if get_rank() == 0:
                     logger.info("continuing from %s, step %d", path, state.step)
+            self._owns_run_dir = True
             # In updates: another number of ranks may make them of other numbers of batches.
             done = state.step
             loop.run(state, self._hooks)

@@ -14,6 +14,7 @@ from .typed import value_problems
 Later: TypeAlias = Callable[[], Iterator[Problem]]
 
 _FLAGS = ("type", "_scope_")
+_MISSPELT = "there is no such setting; did you mean type?"
 
 
 def check_component(
@@ -47,9 +48,7 @@ def component_check(
 def type_problem(cfg: Mapping[str, Any], where: str) -> Problem | None:
     """Return the problem that a key of `cfg`, which has no `type`, is a misspelt one."""
     near = misspelt_type(cfg)
-    if near is None:
-        return None
-    return Problem(f"{where}.{near}", "there is no such setting; did you mean type?")
+    return None if near is None else Problem(f"{where}.{near}", _MISSPELT)
 
 
 def misspelt_type(cfg: Mapping[str, Any]) -> str | None:
@@ -67,63 +66,59 @@ def with_type(cfg: Mapping[str, Any], kind: str) -> dict[str, Any]:
     return {**cfg} if misspelt_type(cfg) is not None else {"type": kind, **cfg}
 
 
-def _class_problems(
-    cfg: Mapping[str, Any], registry: Registry, where: str, runtime_args: Collection[str]
-) -> Iterator[Problem]:
+def object_problems(find: Callable[[Any], Any], setting: Any, where: str) -> Iterator[Problem]:
+    """Yield what `find` has to say about a setting that names an object."""
     try:
-        table = registry.at_scope(cfg.get("_scope_"))
-        target = find_type(cfg["type"], table)
-    except (KeyError, TypeError) as error:
-        yield Problem(f"{where}.type", str(error), cause=error)
-        return
-    for name in cfg:
-        if name in runtime_args:
-            yield Problem(f"{where}.{name}", "is supplied by the run itself and cannot be set")
-    yield from _call_problems(target, cfg, table, where, runtime_args)
+        find(setting)
+    except (ImportError, KeyError, TypeError) as error:
+        yield Problem(where, str(error), cause=error)
 
 
-def _call_problems(
-    target: Any,
+def _class_problems(
     cfg: Mapping[str, Any],
     registry: Registry,
     where: str,
     runtime_args: Collection[str],
+    *,
+    is_nested: bool = False,
 ) -> Iterator[Problem]:
+    try:
+        table = registry.at_scope(cfg.get("_scope_"))
+        if is_nested:
+            target, same = find_nested(cfg["type"], table)
+            runtime_args = nested_runtime(target, dict.fromkeys(runtime_args), same)
+        else:
+            target = find_type(cfg["type"], table)
+    except (KeyError, TypeError) as error:
+        yield Problem(f"{where}.type", str(error), cause=error)
+        return
+    for name in cfg if not is_nested else ():
+        if name in runtime_args:
+            yield Problem(f"{where}.{name}", "is supplied by the run itself and cannot be set")
     given = {str(key): value for key, value in cfg.items() if key not in _FLAGS}
     wrong = [*argument_problems(target, [*given], runtime_args), *value_problems(target, given)]
     for problem in wrong:
         yield Problem(f"{where}.{problem.name}", problem.what)
     for key, value in given.items():
         if key not in plain_names(target):
-            yield from _nested_problems(value, registry, f"{where}.{key}", runtime_args)
+            yield from _nested_problems(value, table, f"{where}.{key}", runtime_args)
 
 
 def _nested_problems(
     value: Any, registry: Registry, where: str, runtime_args: Collection[str]
 ) -> Iterator[Problem]:
     if isinstance(value, list | tuple):
-        for at, item in enumerate(value):
-            yield from _nested_problems(item, registry, f"{where}.{at}", runtime_args)
-        return
+        value = dict(enumerate(value))
     if not isinstance(value, Mapping) or value.get("_raw_") is True:
         return
-    key = "type" if "type" in value else "_ref_"
-    if key not in value or (key == "_ref_" and len(value) > 1):
-        near = misspelt_type(value)
-        if near is not None and look_up_nested(value[near], registry) is not None:
-            yield Problem(f"{where}.{near}", "there is no such setting; did you mean type?")
-            return
+    near = misspelt_type(value)
+    if "type" in value:
+        yield from _class_problems(value, registry, where, runtime_args, is_nested=True)
+    elif set(value) == {"_ref_"}:
+        find = partial(find_reference, registry=registry)
+        yield from object_problems(find, value["_ref_"], f"{where}._ref_")
+    elif near is not None and look_up_nested(value[near], registry) is not None:
+        yield Problem(f"{where}.{near}", _MISSPELT)
+    else:
         for name, inner in value.items():
             yield from _nested_problems(inner, registry, f"{where}.{name}", runtime_args)
-        return
-    try:
-        if key == "_ref_":
-            find_reference(value["_ref_"], registry)
-            return
-        table = registry.at_scope(value.get("_scope_"))
-        target, same = find_nested(value["type"], table)
-    except (KeyError, TypeError) as error:
-        yield Problem(f"{where}.{key}", str(error), cause=error)
-        return
-    supplied = nested_runtime(target, dict.fromkeys(runtime_args), same)
-    yield from _call_problems(target, value, table, where, supplied)

@@ -13,7 +13,7 @@ from ..imports import find_entry, import_entry, import_path, make_importable
 from ..registry import Registry
 from ..text.config import Config, config_from_dict
 from ..tree import find_train_step
-from .check_component import Later, component_check, type_problem, with_type
+from .check_component import Later, component_check, object_problems, type_problem, with_type
 from .optimizer_sections import missing_setting, optimization_checks, with_wrapper_type
 from .schema import (
     DEFAULT_HOOKS,
@@ -238,7 +238,7 @@ def _checks(
     step = values.get("train_step")
     if isinstance(step, str | dict):
         misspelt = type_problem(step, "train_step") if isinstance(step, dict) else None
-        yield misspelt or partial(_object_problems, find_train_step, step, "train_step")
+        yield misspelt or partial(object_problems, find_train_step, step, "train_step")
     metrics = values.get("metrics")
     for name, metric in metrics.items() if isinstance(metrics, dict) else ():
         yield component_check(metric, METRICS, f"metrics.{name}")
@@ -255,14 +255,7 @@ def _data_checks(data: Mapping[str, Any]) -> Iterator[Problem | Later]:
             if isinstance(loader.get("dataset"), dict):
                 yield component_check(loader["dataset"], DATASETS, f"{where}.dataset")
             if isinstance(loader.get("collate"), str):
-                yield partial(_object_problems, import_path, loader["collate"], f"{where}.collate")
-
-
-def _object_problems(find: Callable[[Any], Any], setting: Any, where: str) -> Iterator[Problem]:
-    try:
-        find(setting)
-    except (ImportError, TypeError) as error:
-        yield Problem(where, str(error), cause=error)
+                yield partial(object_problems, import_path, loader["collate"], f"{where}.collate")
 
 
 def _need_problems(values: Mapping[str, Any]) -> Iterator[Problem]:

@@ -1,6 +1,7 @@
 """The sections `optimizer`, with options by parameter, `optim_wrapper` and `schedulers`."""
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 from ..arguments import parameters_of, signature_of, title
@@ -108,7 +109,14 @@ def _optimizer_checks(settings: Any, where: str, *, several: bool) -> Iterator[P
         found: list[Problem] = []
         _check_options(settings["paramwise"], at, found)
         yield from found
-        yield lambda: _class_problems(settings["paramwise"], stepping_class(settings), at)
+        yield partial(_group_problems, settings, at)
+
+
+def _group_problems(settings: Mapping[str, Any], where: str) -> Iterator[Problem]:
+    optimizer = stepping_class(settings)
+    # Of a class that there is not, which is told elsewhere, nothing is known.
+    if optimizer is not None:
+        yield from _class_problems(settings["paramwise"], optimizer, where)
 
 
 def _by_name(optim_wrapper: Mapping[str, Any], names: Mapping[str, Any]) -> bool:

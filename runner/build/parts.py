@@ -101,10 +101,7 @@ def rehearse(run: RunSections) -> dict[str, Any]:
     The wrapper is the one that the ranks will have, in a group of this process alone.
     """
     ranks = run.launch.nproc
-    alone: AbstractContextManager[None] = nullcontext()
-    if ranks > 1 or needs_group(run):
-        alone = lonely_group()
-    with alone:
+    with lonely_group(ranks > 1 or needs_group(run)):
         return build_parts(replace(run, device="cpu"), ranks=ranks)
 
 
@@ -193,7 +190,7 @@ def _build_optimization(run: RunSections, model: nn.Module) -> tuple[Any, dict[s
     several = named_optimizers(run.optimizer or {})
     group = getattr(model, "data_group", None)
     with building("optimizer"):
-        given: Any = several or run.optimizer
+        given: Any = several or {"": run.optimizer}
         if group is not None:
             # Optimizers that work over ranks take those that have the same parameters.
             given = supply_where_taken(given, OPTIMIZERS, "process_group", group)
@@ -201,13 +198,12 @@ def _build_optimization(run: RunSections, model: nn.Module) -> tuple[Any, dict[s
             refuse_single_step(model)
             chosen = {name: one.get("params") for name, one in given.items()}
             shares = share_parameters(model, chosen)
-    if several:
-        optimizers = {n: _optimizer(one, shares[n], f"optimizer.{n}") for n, one in given.items()}
-    elif "paramwise" in given:
-        optimizers = {"": _optimizer(given, named_parameters(model), "optimizer")}
-    else:
-        with building("optimizer"):
-            optimizers = {"": _fastest(given, list(model.parameters()))}
+        else:
+            shares = {"": named_parameters(model)}
+    optimizers = {
+        name: _optimizer(one, shares[name], f"optimizer.{name}" if name else "optimizer")
+        for name, one in given.items()
+    }
     sections = optim_wrapper_sections(run.optim_wrapper, run.optimizer)
     wrappers = {}
     for name, optimizer in optimizers.items():
@@ -238,13 +234,9 @@ def _optimizer(
                 optimizer=stepping_class(own),
             )
     with building(where):
-        return _fastest(own, params)
-
-
-def _fastest(settings: Mapping[str, Any], params: list[Any]) -> Optimizer:
-    """Build an optimizer in the fastest implementation of its class."""
-    kind = partial(build_optimizer, OPTIMIZERS.resolve(settings["type"]))
-    built: Optimizer = build_tree({**settings, "type": kind}, OPTIMIZERS, {"params": params})
+        # In the fastest implementation of its class.
+        kind = partial(build_optimizer, OPTIMIZERS.resolve(own["type"]))
+        built: Optimizer = build_tree({**own, "type": kind}, OPTIMIZERS, {"params": params})
     return built
 
 

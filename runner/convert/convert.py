@@ -23,9 +23,13 @@ from .draft import (
     Miss,
     Row,
     Section,
+    Take,
     as_yaml,
     bare_name,
+    by_rows,
     dropped,
+    inside,
+    kept,
     only,
     walk,
 )
@@ -112,21 +116,16 @@ def _text(draft: Draft, value: Any, path: str, why: str) -> str:
 # Functions of rows: see `Row.to`.
 
 
-def _given(section: Section, key: str) -> Any:
-    """Take what is not None; that is listed."""
-    return NOTHING if section[key] is None else section.pop(key)
+def _usual(table: str, usual: str, refusal: str, *rows: Row) -> Take:
+    """Return the function of a row whose setting is a dict of mmengine's usual type."""
 
-
-def _usual(theirs: str, table: str, usual: str, refusal: str, *rows: Row) -> Row:
-    """Return the row of a section whose type must be mmengine's usual one."""
-
-    def check(section: Section, key: str) -> Any:
-        kind = section.kind(table, usual)
+    def make(given: Section) -> Any:
+        kind = given.kind(table, usual)
         if kind != usual:
-            section.miss(key, refusal.format(kind))
-        return NOTHING
+            given.miss("type", refusal.format(kind))
+        return walk(given, rows)
 
-    return Row(theirs, "", (Row("type", "", check, default=None), *rows))
+    return inside(make)
 
 
 def _imports(section: Section, key: str) -> Any:
@@ -202,22 +201,12 @@ def _wrapper_options(given: Section, kind: str) -> dict[str, Any]:
     return options
 
 
-def _scaling(section: Section, key: str) -> Any:
-    given = section.pop(key)
-    if isinstance(given, Mapping) and given.get("enable"):
-        section.miss(f"{key}.enable", "there is no scaling of the rate: set optimizer.lr")
-    return NOTHING
-
-
 _CONSTRUCTORS = ("", "DefaultOptimWrapperConstructor")
 _PARAMWISE = tuple(one.name for one in fields(ParamwiseSection))
 
 
-def _optimization(section: Section, key: str) -> Any:
+def _optimization(given: Section) -> Any:
     """Return our sections for one optimizer or several, and their wrappers."""
-    given = section.below(key)
-    if given is None:
-        return NOTHING
     constructor = bare_name(given.pop("constructor", ""))
     names = [name for name, one in given.items() if isinstance(one, Mapping) and "optimizer" in one]
     if "optimizer" in given or not names:
@@ -231,26 +220,23 @@ def _optimization(section: Section, key: str) -> Any:
         one = given.below(name)
         for ours, settings in _single(one).items() if one is not None else ():
             made.setdefault(ours, {})[name] = settings
-    given.close()
     return made
 
 
 def _single(section: Section) -> dict[str, Any]:
     """Return our sections for one optimizer and, where it has settings, its wrapper."""
-    given = section.below("optimizer")
-    if given is None:
+    made = walk(section, _OPTIMIZER)
+    if "type" not in made.setdefault("optimizer", {}):
         section.miss("optimizer", "is missing: training needs one")
-        return {"optimizer": {}}
-    optimizer = given.part("OPTIMIZERS")
-    paramwise = section.below("paramwise_cfg")
-    if paramwise is not None:
-        known = {key: paramwise.pop(key) for key in list(paramwise) if key in _PARAMWISE}
-        paramwise.close()
-        if known:
-            optimizer["paramwise"] = {**known, "as_mmengine": True}
     # Its other options are those of the class.
     wrapper = walk(section, _OPTIM_WRAPPER) | section
-    return {"optimizer": optimizer} | ({"optim_wrapper": wrapper} if wrapper else {})
+    section.clear()
+    return made | ({"optim_wrapper": wrapper} if wrapper else {})
+
+
+def _paramwise(given: Section) -> Any:
+    known = walk(given, kept(*_PARAMWISE))
+    return {**known, "as_mmengine": True} if known else NOTHING
 
 
 def _optim_wrapper_type(section: Section, key: str) -> Any:
@@ -268,6 +254,10 @@ def _accumulated(section: Section, key: str) -> Any:
     return batches if batches != 1 else NOTHING
 
 
+_OPTIMIZER = (
+    Row("optimizer", "optimizer", inside(lambda given: given.part("OPTIMIZERS"))),
+    Row("paramwise_cfg", "optimizer.paramwise", inside(_paramwise)),
+)
 _OPTIM_WRAPPER = (
     Row("type", "type", _optim_wrapper_type, default=None),
     Row("accumulative_counts", "accumulative_counts", _accumulated),
@@ -277,11 +267,8 @@ _OPTIM_WRAPPER = (
 )
 
 
-def _training(section: Section, key: str) -> Any:
-    given, draft = section.below(key), section.draft
-    if given is None:
-        return NOTHING
-    by_epoch = given.pop("by_epoch", None)
+def _training(given: Section) -> Any:
+    draft, by_epoch = given.draft, given.pop("by_epoch", None)
     by_iterations = by_epoch is False or (by_epoch is None and "max_iters" in given)
     kind = given.kind("LOOPS", "IterBasedTrainLoop" if by_iterations else "EpochBasedTrainLoop")
     draft.by_epoch = kind != "IterBasedTrainLoop"
@@ -293,7 +280,6 @@ def _training(section: Section, key: str) -> Any:
         given["val_interval"] = given.get("val_interval") or 1000
         length = Row("max_iters", "max_steps", _counted, default=None)
     loop = walk(given, (length, *_INTERVALS))
-    given.close()
     return {"type": "EpochTrainLoop" if draft.by_epoch else "IterTrainLoop", **loop}
 
 
@@ -313,23 +299,19 @@ _INTERVALS = (
 )
 
 
-def _loader(section: Section, key: str) -> Any:
-    given, draft = section.below(key), section.draft
-    if given is None:
-        return NOTHING
-    train = key == "train_dataloader"
+def _loader(given: Section) -> Any:
+    draft, train = given.draft, given.path == "train_dataloader"
     if draft.keep_order or not _is_ours(given, train):
         # All of it as mmengine builds it: its samplers, its order, its batches.
         plain = draft.plain({"type": "", **given})
         del plain["type"]
+        given.clear()
         return {"type": _BUILDER, "dataloader": plain, "seed": draft.sections.get("seed", 0)}
     loader = walk(given, _LOADER)
     endless = draft.known_as(given["sampler"].get("type"), "DATA_SAMPLERS") == "InfiniteSampler"
     if train and endless and not loader.get("drop_last"):
         given.miss("sampler.type", _PASSES)
-    walk(given, _ORDER, loader)
-    given.close()
-    return loader
+    return walk(given, _ORDER, loader)
 
 
 def _is_ours(section: Section, train: bool) -> bool:
@@ -346,11 +328,6 @@ def _is_ours(section: Section, train: bool) -> bool:
     )
 
 
-def _dataset(section: Section, key: str) -> Any:
-    given = section.below(key)
-    return NOTHING if given is None else given.part("DATASETS")
-
-
 def _collate(section: Section, key: str) -> str:
     given = section.below(key)
     name = "pseudo_collate" if given is None else given.pop("type", None)
@@ -360,13 +337,13 @@ def _collate(section: Section, key: str) -> str:
 
 
 _LOADER = (
-    Row("dataset", "dataset", _dataset),
-    *(Row(key, key, _given) for key in ("batch_size", "num_workers", "drop_last", "pin_memory")),
-    Row("prefetch_factor", "prefetch_factor", same=(None,)),
+    Row("dataset", "dataset", inside(lambda given: given.part("DATASETS"))),
+    *(Row(key, key, same=(None,)) for key in ("batch_size", "num_workers", "drop_last")),
+    *(Row(key, key, same=(None,)) for key in ("pin_memory", "prefetch_factor")),
 )
 _ORDER = (
     # The order is the same on all ranks, and no sample is left out.
-    Row("sampler", "", (
+    Row("sampler", "", by_rows(
         Row("shuffle", "shuffle", default=True),
         Row("seed", "seed", same=(None,)),
         *dropped("type", "round_up", "_scope_"),
@@ -415,25 +392,26 @@ _MAPPING = (
     Row("launcher", same=("none",), refusal=_LAUNCHED),
     Row("log_level", same=("INFO", None), refusal=NO_COUNTERPART),
     Row("runner_type", same=("Runner", None), refusal=NO_COUNTERPART),
-    Row("custom_imports", "", (
+    Row("custom_imports", "", by_rows(
         Row("imports", "imports", _imports, default=None),
         Row("allow_failed_imports", same=(False,)),
-    ), refusal="is not possible: every import must succeed"),
+        refusal="is not possible: every import must succeed",
+    )),
     Row("experiment_name", "name", same=(None,)),
     Row("work_dir", "run_dir", same=(None,)),
-    Row("randomness", "", (
+    Row("randomness", "", by_rows(
         Row("seed", "seed", same=(None,)),
-        Row("deterministic", "deterministic", lambda one, key: True if one.pop(key) else NOTHING),
+        Row("deterministic", "deterministic", same=(False,)),
         # Ranks draw different numbers anyway, once the model is built.
         Row("diff_rank_seed"),
     )),
-    Row("env_cfg", "", (
+    Row("env_cfg", "", by_rows(
         *only(cudnn_benchmark=False),
-        Row("mp_cfg", "", only(mp_start_method="fork", opencv_num_threads=0)),
-        Row("dist_cfg", "launch", (
+        Row("mp_cfg", "", by_rows(*only(mp_start_method="fork", opencv_num_threads=0))),
+        Row("dist_cfg", "launch", by_rows(
             # nccl is mmengine's default, also where there is no GPU; ours follows the device.
-            Row("backend", "backend", _given, same=("nccl",)),
-            Row("timeout", "timeout_s", _given),
+            Row("backend", "backend", same=("nccl", None)),
+            Row("timeout", "timeout_s", same=(None,)),
         )),
     )),
     Row("resume", "resume", _resume),
@@ -441,25 +419,28 @@ _MAPPING = (
     Row("compile", "compile", _compile),
     Row("model", "model", _model, default=None),
     Row("model_wrapper_cfg", "wrapper", _wrapper, default=None),
-    Row("auto_scale_lr", "", _scaling),
-    Row("optim_wrapper", "", _optimization),
-    Row("train_cfg", "train", _training),
-    _usual("val_cfg", "LOOPS", "ValLoop", _OWN_LOOP, *only(fp16=False)),
-    _usual("test_cfg", "LOOPS", "TestLoop", _OWN_LOOP, *only(fp16=False)),
-    Row("train_dataloader", "data.train", _loader),
-    Row("val_dataloader", "data.val", _loader),
-    Row("test_dataloader", "data.test", _loader),
+    Row("auto_scale_lr", "", by_rows(
+        Row("enable", same=(False,), refusal="there is no scaling of the rate: set optimizer.lr"),
+        *dropped("base_batch_size"),
+    )),
+    Row("optim_wrapper", "", inside(_optimization)),
+    Row("train_cfg", "train", inside(_training)),
+    Row("val_cfg", "", _usual("LOOPS", "ValLoop", _OWN_LOOP, *only(fp16=False))),
+    Row("test_cfg", "", _usual("LOOPS", "TestLoop", _OWN_LOOP, *only(fp16=False))),
+    Row("train_dataloader", "data.train", inside(_loader)),
+    Row("val_dataloader", "data.val", inside(_loader)),
+    Row("test_dataloader", "data.test", inside(_loader)),
     Row("val_evaluator", "metrics", _metrics, default=None),
     Row("param_scheduler", "schedulers", schedulers),
     Row("default_hooks", "hooks", default_hooks, default=None),
     Row("custom_hooks", "hooks", custom_hooks),
-    _usual(
-        "log_processor", "LOG_PROCESSORS", "LogProcessor", "{} has no counterpart here",
+    Row("log_processor", "", _usual(
+        "LOG_PROCESSORS", "LogProcessor", "{} has no counterpart here",
         *dropped("by_epoch"),
         Row("window_size", "", window_size),
         *only(num_digits=4, custom_cfg=None),
-    ),
-    Row("visualizer", "hooks", visualizer),
+    )),
+    Row("visualizer", "hooks", inside(visualizer)),
     # Alone they are a variable that the visualizer may be made of.
     Row("vis_backends"),
 )  # fmt: skip

@@ -8,7 +8,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from ... import registry
 from .source import Lines
@@ -178,12 +178,21 @@ class Section(dict[str, Any]):
         """Return a part by its type, with all that is left here as its arguments."""
         wanted, scope = self.pop("type", None), self.pop("_scope_", None)
         name = self.draft.name_of(wanted, table, self.at("type"), scope)
-        return {"type": name, **{key: self.draft.plain(value) for key, value in self.items()}}
+        return {"type": name, **{key: self.draft.plain(self.pop(key)) for key in list(self)}}
+
+    def refuse(self, what: str) -> None:
+        """Note all of it as not translated."""
+        self.draft.miss(self.path, what)
+        self.clear()
 
     def close(self, refusal: str = NO_COUNTERPART) -> None:
         """List what is left."""
         for key in self:
             self.miss(key, refusal)
+
+
+# Takes a setting from its section by its key and makes our value of it, or `NOTHING`.
+Take: TypeAlias = Callable[[Section, str], Any]
 
 
 class Row(NamedTuple):
@@ -192,14 +201,35 @@ class Row(NamedTuple):
     theirs: str
     # Its key path here; "" where it needs nothing here.
     ours: str = ""
-    # Makes our value of it, else it is taken as it is: the rows of the section that it is, or a
-    # function that takes it from its section by its key, and may return `NOTHING`.
-    to: Callable[[Section, str], Any] | tuple[Row, ...] | None = None
+    # Without one the value is taken as it is.
+    to: Take | None = None
     # What mmengine has where it is not given; without one the row is skipped then.
     default: Any = NOTHING
     # The only values that need nothing here, and the refusal of others ("": as without a row).
     same: tuple[Any, ...] = ()
     refusal: str = ""
+
+
+def inside(make: Callable[[Section], Any], refusal: str = NO_COUNTERPART) -> Take:
+    """Return the function of a row whose setting is a dict, of which `make` makes our value.
+
+    What `make` leaves in it is listed with the refusal.
+    """
+
+    def take(section: Section, key: str) -> Any:
+        below = section.below(key)
+        if below is None:
+            return NOTHING
+        made = make(below)
+        below.close(refusal)
+        return made
+
+    return take
+
+
+def by_rows(*rows: Row, refusal: str = NO_COUNTERPART) -> Take:
+    """Return the function of a row whose setting is a dict, for which there are rows again."""
+    return inside(lambda below: walk(below, rows) or NOTHING, refusal)
 
 
 def kept(*keys: str, **defaults: Any) -> tuple[Row, ...]:
@@ -229,13 +259,13 @@ def walk(
             continue
         if given in row.same or not (row.ours or row.to or row.same):
             section.pop(row.theirs, None)
-        elif callable(row.to):
-            _write(made, row.ours, row.to(section, row.theirs))
         elif row.to is not None:
-            below = section.below(row.theirs)
-            if below is not None:
-                _write(made, row.ours, walk(below, row.to) or NOTHING)
-                below.close(row.refusal or NO_COUNTERPART)
+            try:
+                _write(made, row.ours, row.to(section, row.theirs))
+            except (AttributeError, TypeError, ValueError) as error:
+                # The rest of the config is translated; mmengine would refuse the value as well.
+                section.miss(row.theirs, f"cannot be translated ({error}): is its value right?")
+                section.pop(row.theirs, None)
         elif row.ours:
             _write(made, row.ours, section.pop(row.theirs, given))
         elif row.refusal:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from .draft import NOTHING, RULES, Row, Section, bare_name, dropped, kept, only, walk
@@ -48,7 +48,7 @@ def _schedule(section: Section, optimizer: str | None, theirs: bool) -> dict[str
         return {}
     walk(section, (Row("_scope_"), *only(verbose=False)))
     if kind == "ReduceOnPlateauLR" and theirs:
-        draft.miss(section.path, f"{kind} cannot stand beside a schedule that torch has not")
+        section.refuse(f"{kind} cannot stand beside a schedule that torch has not")
         return {}
     by = _unit(section)
     if not by:
@@ -187,7 +187,7 @@ def default_hooks(section: Section, key: str) -> Any:
     for name, given in list(defaults.items()):
         one = defaults.below(name)
         if one is not None:
-            hooks |= _by_type(one, "HOOKS", _HOOKS)
+            hooks |= _by_type([one], "HOOKS", _HOOKS)
         elif given is None and name in _NEEDED:
             defaults.miss(name, f"cannot be switched off: {_NEEDED[name]}")
         elif given is None and name in _SWITCHES:
@@ -196,22 +196,21 @@ def default_hooks(section: Section, key: str) -> Any:
 
 
 def custom_hooks(section: Section, key: str) -> Any:
-    hooks: dict[str, Any] = {}
-    for one in section.each(key):
-        hooks |= _by_type(one, "HOOKS", _HOOKS)
-    return hooks or NOTHING
+    return _by_type(section.each(key), "HOOKS", _HOOKS) or NOTHING
 
 
-def _by_type(section: Section, table: str, kinds: dict[str, tuple[Row, ...]]) -> dict[str, Any]:
-    kind = section.kind(table)
-    walk(section, dropped("_scope_", *(["priority"] if table == "HOOKS" else [])))
-    if not kind:
-        return {}
-    if kind not in kinds:
-        section.draft.miss(section.path, _OWN_HOOK.format(kind))
-        return {}
-    made = walk(section, kinds[kind])
-    section.close()
+def _by_type(
+    sections: Iterable[Section], table: str, kinds: dict[str, tuple[Row, ...]]
+) -> dict[str, Any]:
+    """Return our hooks for those of mmengine, each by the rows of its kind."""
+    made: dict[str, Any] = {}
+    for section in sections:
+        kind = section.kind(table)
+        if kind and kind not in kinds:
+            section.refuse(_OWN_HOOK.format(kind))
+        elif kind:
+            made |= walk(section, (*dropped("_scope_", "priority"), *kinds[kind]))
+            section.close()
     return made
 
 
@@ -321,17 +320,10 @@ def window_size(section: Section, key: str) -> Any:
     return NOTHING
 
 
-def visualizer(section: Section, key: str) -> Any:
-    given = section.below(key)
-    if given is None:
-        return NOTHING
-    hooks: dict[str, Any] = {}
+def visualizer(given: Section) -> Any:
     kind = given.kind("VISUALIZERS", "Visualizer")
-    for one in given.each("vis_backends"):
-        hooks |= _by_type(one, "VISBACKENDS", _WRITERS)
+    hooks = _by_type(given.each("vis_backends"), "VISBACKENDS", _WRITERS)
     if kind != "Visualizer":
-        section.miss(key, f"{kind} has no counterpart: draw in a hook of your own")
-    else:
-        walk(given, (*dropped("name", "_scope_"), *only(save_dir=None)))
-        given.close()
+        given.refuse(f"{kind} has no counterpart: draw in a hook of your own")
+    walk(given, (*dropped("name", "_scope_"), *only(save_dir=None)))
     return hooks or NOTHING

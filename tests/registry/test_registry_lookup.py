@@ -258,7 +258,7 @@ def test_a_miss_names_the_scopes_and_the_relative_that_has_it(
     family: dict[str, Registry],
 ) -> None:
     text = miss(family["hound"], "In_samoyed")
-    assert "(scopes hound, root, samoyed, little_hound, little_samoyed)" in text
+    assert "(scopes hound, root, little_hound, samoyed, little_samoyed)" in text
     assert "did you mean samoyed.In_samoyed" in text
 
 

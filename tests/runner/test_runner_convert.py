@@ -390,6 +390,10 @@ def test_averages_of_some_batches(counts: int, interval: int, decay: float, step
         ("param_scheduler = [dict(begin=3)]", "2: param_scheduler.0.type: is missing"),
         ("optim_wrapper = dict(optimizer=dict(lr=1))",
          "2: optim_wrapper.optimizer.type: is missing: it says what is built"),
+        ('custom_hooks = [dict(type="EMAHook", momentum="x")]',
+         "2: custom_hooks.0.momentum: cannot be translated (unsupported operand"),
+        ('default_hooks = dict(checkpoint=dict(type="CheckpointHook", interval=None))',
+         "2: default_hooks.checkpoint.interval: cannot be translated ('>' not supported"),
         ("train_cfg = dict(by_epoch=False)", "2: train_cfg.max_iters: must be a number of batches"),
         ('val_evaluator = dict(type="convert_parts.Close")\n'
          'custom_hooks = [dict(type="EarlyStoppingHook", monitor="share", rule="up")]',

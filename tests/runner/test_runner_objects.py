@@ -147,6 +147,15 @@ def test_the_checkpoints_of_another_run_are_not_overwritten(tmp_path: Path) -> N
     assert again.train().step == 12
 
 
+def test_a_resume_that_fails_makes_no_run_folder_its_own(tmp_path: Path) -> None:
+    make_runner(hooks=[CheckpointHook()], run_dir=tmp_path).train()
+    other = make_runner(hooks=[CheckpointHook()], run_dir=tmp_path)
+    with pytest.raises(CheckpointError):
+        other.train(resume="lost")
+    with pytest.raises(FileExistsError, match="step_00000012"):
+        other.train()
+
+
 def test_resume_without_a_checkpoint_starts_from_the_beginning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

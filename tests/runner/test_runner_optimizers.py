@@ -199,6 +199,10 @@ def complaints(folder: Path, *overrides: str) -> list[str]:
             "optimizer.generator.paramwise={custom_keys: {a.b: {lr_mul: 2}}}",
             "paramwise.custom_keys.a.b.lr_mul: there is no such option of AdamW; did you mean lr_m",
         ),
+        (
+            "optimizer.generator={type: Sdg, paramwise: {custom_keys: {generator: {nesterov: 1}}}}",
+            "optimizer.generator.type: Sdg is not in the stepwrap::OPTIMIZERS registry; did you",
+        ),
         ("optim_wrapper={generater: {}}", "optim_wrapper.generater: there is no such optimizer; d"),
         (
             "optim_wrapper={generator: 3}",

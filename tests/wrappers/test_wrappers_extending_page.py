@@ -19,9 +19,27 @@ NAMES = ("Penalised", "PenalisedShards")
 PLAN = {"net.blocks.*.up": "colwise", "net.blocks.*.down": "rowwise"}
 
 
+def _examples(title: str) -> list[str]:
+    section = PAGE.split(f"\n## {title}\n")[1].split("\n## ")[0]
+    return re.findall(r"```python\n(.*?)```", section, flags=re.DOTALL)
+
+
+def test_the_model_trains_and_predicts() -> None:
+    names: dict[str, Any] = {}
+    (code,) = _examples("A model")
+    exec(code, names)
+    model = names["Autoencoder"]()
+    wrapper, images = wrap_model(None, model), torch.rand(4, 1, 8, 8)
+    optim = OptimWrapper(torch.optim.SGD(model.parameters(), lr=0.1))
+    before = wrapper.train_step((images, torch.zeros(4)), optim)
+    after = wrapper.train_step({"image": images}, optim)
+    assert set(after) == {"loss", "loss_pixels", "code_size"}
+    assert after["loss"] < before["loss"]
+    assert [code.shape for code in wrapper.val_step((images,))] == [(8,)] * 4
+
+
 def _register_steps(penalty: str) -> None:
-    section = PAGE.split("\n## A training step\n")[1].split("\n## ")[0]
-    for code in re.findall(r"```python\n(.*?)```", section, flags=re.DOTALL):
+    for code in _examples("A training step"):
         # A rank process may have them from another call.
         forced = code.replace("register_module()", "register_module(force=True)")
         exec(forced.replace("1e-4", "1e-1").replace("p.square().sum()", penalty), {})
