@@ -15,7 +15,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ...registry import MODEL_WRAPPERS
 from ..batchnorm.conversion import convert_sync_batchnorm
-from ..sharding.mesh import broadcast_first
 from ..steps.step import Steps, refuse_own_train_step
 from ..steps.step_checks import AveragingWatch, ThawWatch
 from ..torch_functions import check_options, option_names, refuse_double_backward
@@ -181,14 +180,6 @@ class StepDistributedDataParallel(Steps, DistributedDataParallel):
             finally:
                 super().join(enable=False)
                 self._is_joined = False
-
-    def sync_buffers(self) -> None:
-        """Give every rank the buffers of the first, before evaluation.
-
-        Every rank must call this: torch does it at the start of a forward only, and training
-        ends with one after which the running statistics differ.
-        """
-        broadcast_first(self.module.buffers(), self.process_group)
 
     def no_sync(self) -> AbstractContextManager[Any]:  # type: ignore[override]
         """Leave the gradients of the forwards inside on their ranks."""

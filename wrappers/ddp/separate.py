@@ -12,7 +12,6 @@ from torch import nn
 
 from ...registry import MODEL_WRAPPERS
 from ..batchnorm.conversion import convert_sync_batchnorm
-from ..sharding.mesh import broadcast_first
 from ..steps.preprocess import device_of
 from ..steps.step import Steps, has_own_train_step
 from ..steps.step_checks import ThawWatch
@@ -111,10 +110,6 @@ class SeparateDistributedDataParallel(Steps, nn.Module):
             for child in self._wrapped():
                 stack.enter_context(child.no_sync())
             yield
-
-    def sync_buffers(self) -> None:
-        """Give every rank the buffers of the first, before evaluation; every rank must call it."""
-        broadcast_first(self.module.buffers(), self.data_group)
 
     def weigh_by(self, loss_weight: Any) -> None:
         """Learn what losses are means over; raises ValueError as the wrapper of a child does."""

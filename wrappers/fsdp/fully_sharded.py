@@ -16,7 +16,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from ...registry import MODEL_WRAPPERS
 from ..batchnorm.conversion import convert_sync_batchnorm
 from ..blocks import BlockSpec
-from ..sharding.mesh import Mesh, agree, broadcast_first
+from ..sharding.mesh import Mesh, agree
 from ..sharding.meta_init import materialise
 from ..steps.preprocess import DataPreprocessor
 from ..steps.step import OptimizerWrapper, Steps, has_own_train_step
@@ -140,7 +140,7 @@ class StepFullyShardedDataParallel(Steps, nn.Module):
         self._roots: list[Root] = []
         options = _read(type(self), module, given, detect_anomalous_params)
         place = sharding_mesh(options, module)
-        self.data_group, self._mesh = place.data_group, place.shards
+        self.data_group = place.data_group
         self.collective_eval = True
         if sync_batchnorm:
             convert_sync_batchnorm(module, process_group=self.data_group)
@@ -226,13 +226,6 @@ class StepFullyShardedDataParallel(Steps, nn.Module):
         super().zero_grad(set_to_none)
         for root in self._roots:
             root.drop_gradients()
-
-    def sync_buffers(self) -> None:
-        """Give every rank the buffers of the first, before evaluation.
-
-        Every rank must call this.
-        """
-        broadcast_first(self.module.buffers(), self._mesh)
 
     def __deepcopy__(self, memo: Any) -> NoReturn:
         self.__reduce_ex__(0)

@@ -17,7 +17,11 @@ from ...registry import did_you_mean, import_path
 from ..sharding.layout import local_part, parameters_of
 
 _TARGETS = ("labels", "targets", "target")
+_NAMED_TARGETS = "tokens needs an entry labels, targets or target with the targets"
+_SECOND_ENTRY = "tokens needs a second entry with the targets"
 _IGNORED = -100
+# Up to so many targets a list is counted sooner than two kernels are started.
+_FEW = 256
 _BY_NAME = ("samples", "tokens")
 _INSTEAD = "name the entry whose sum is the weight, {key: ...}, or give a function of the batch"
 _ADVICE = (
@@ -58,9 +62,9 @@ class LossWeight:
             if found.numel() != 1:
                 shape = tuple(found.shape)
                 raise ValueError(f"{self} must give one number for a batch, got shape {shape}")
-            found = found.detach().reshape(())
-            if found.device.type != "cpu":
-                return found.double()
+            if not found.is_cpu:
+                return found.detach().reshape(()).double()
+            found = found.item()
         weight = float(found)
         if not 0 <= weight < math.inf:
             raise ValueError(f"{self} must give a finite number of at least 0, got {weight}")
@@ -81,7 +85,8 @@ class WeightedWindow:
             range and changes no digit; 0 while there has been no weight.
         weight: of the micro-batch whose backward comes next.
         is_single: a window has one micro-batch.
-        total: of the micro-batches on this rank whose gradients are held.
+        total: of the micro-batches on this rank whose gradients are held; None for none, also to
+            be set when they have been cleared.
     """
 
     def __init__(
@@ -140,13 +145,14 @@ class WeightedWindow:
             return loss * share.to(loss.dtype)
         return loss if share == 1 else loss * share
 
-    def take(self, *, ends: bool) -> None:
-        """Count the micro-batch whose backward begins; at the end of a window tell the others."""
-        if self.weight is None:
+    def take(self, ends: Callable[[], bool]) -> None:
+        """Count the micro-batch whose backward begins; where it ``ends`` a window, tell others."""
+        weight = self.weight
+        if weight is None:
             raise RuntimeError(_ADVICE)
-        self.total = self.weight if self.total is None else self.total + self.weight
-        self.weight = None
-        if ends and self._ranks > 1:
+        self.total = weight if self.total is None else self.total + weight
+        self.weight = self._sent = None
+        if self._ranks > 1 and ends():
             self._send()
 
     def average(self) -> None:
@@ -157,8 +163,8 @@ class WeightedWindow:
         if self.total is None:
             raise RuntimeError(_ADVICE)
         total = self._received() if self._ranks > 1 else self.total
-        is_nothing = not isinstance(total, Tensor) and total == 0
-        self.clear()
+        is_nothing = isinstance(total, float) and total == 0
+        self.total = None
         if self.is_single and self._ranks == 1 and not is_nothing:
             return
         gradients = [
@@ -176,10 +182,6 @@ class WeightedWindow:
                 # As where all micro-batches are full.
                 return
             _multiply(gradients, factor)
-
-    def clear(self) -> None:
-        """Forget the micro-batches whose gradients have been cleared."""
-        self.total = self._sent = None
 
     def _send(self) -> None:
         """Begin to add up the window's weight over the ranks."""
@@ -266,9 +268,13 @@ def _samples(batch: Any) -> int:
 
 def _first_count(data: Any) -> int | None:
     """The first dimension of the first tensor; the length of a list inside: it holds samples."""
-    for one in data.values() if isinstance(data, Mapping) else data:
-        if isinstance(one, Tensor) and one.ndim:
-            return one.shape[0]
+    if isinstance(data, (tuple, list)):
+        entries = data
+    else:
+        entries = (data,) if isinstance(data, Tensor) else getattr(data, "values", tuple)()
+    for one in entries:
+        if isinstance(one, Tensor) and one.dim():
+            return one.size(0)
         if isinstance(one, list):
             return len(one)
         if isinstance(one, (tuple, Mapping)) and (count := _first_count(one)) is not None:
@@ -276,14 +282,16 @@ def _first_count(data: Any) -> int | None:
     return None
 
 
-def _tokens(batch: Any) -> Tensor:
-    key: Any = 1
-    if isinstance(batch, Mapping):
+def _tokens(batch: Any) -> int | Tensor:
+    # Not isinstance(batch, Mapping), which takes as long as the counting.
+    if hasattr(batch, "keys"):
         key = next((name for name in _TARGETS if name in batch), None)
-    sought = (
-        "a second entry" if key == 1 else f"an entry {', '.join(_TARGETS[:-1])} or {_TARGETS[-1]}"
-    )
-    target = _entry(batch, key, f"tokens needs {sought} with the targets")
+        target = _entry(batch, key, _NAMED_TARGETS)
+    else:
+        target = _entry(batch, 1, _SECOND_ENTRY)
+    if type(target) is Tensor and target.is_cpu and target.numel() <= _FEW:
+        values = (target if target.dim() == 1 else target.flatten()).tolist()
+        return len(values) - values.count(_IGNORED)
     if not isinstance(target, Tensor):
         kind = type(target).__name__
         raise TypeError(f"loss_weight=tokens counts targets in a tensor, got {kind}; {_INSTEAD}")
@@ -295,13 +303,18 @@ def _summed(entry: Any) -> Any:
 
 
 def _entry(batch: Any, key: Any, needed: str) -> Any:
-    try:
-        return batch[key]
-    except (LookupError, TypeError):
-        raise KeyError(f"loss_weight={needed}, but {_described(batch)}; {_INSTEAD}") from None
+    # An index into a tensor would choose a sample.
+    if not isinstance(batch, Tensor):
+        try:
+            return batch[key]
+        except (LookupError, TypeError):
+            pass
+    raise KeyError(f"loss_weight={needed}, but {_described(batch)}; {_INSTEAD}")
 
 
 def _described(batch: Any) -> str:
     if isinstance(batch, Mapping):
         return f"the batch has the keys {list(batch)}"
-    return f"the batch has {len(batch)} entries"
+    if isinstance(batch, (tuple, list)):
+        return f"the batch has {len(batch)} entries"
+    return f"the batch is of type {type(batch).__name__}"

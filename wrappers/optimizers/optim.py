@@ -334,7 +334,7 @@ class OptimWrapper(Accumulation):
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Run backward and count the micro-batch."""
         if self.loss_weight is not None:
-            self._window.take(ends=self.should_sync())
+            self._window.take(self.should_sync)
         loss.backward(**kwargs)  # type: ignore[no-untyped-call]
         self._inner_count += 1
 
@@ -362,7 +362,7 @@ class OptimWrapper(Accumulation):
     def zero_grad(self, **kwargs: Any) -> None:
         """Clear the gradients, under fsdp also those that wait for the end of their window."""
         if self.loss_weight is not None:
-            self._window.clear()
+            self._window.total = None
         optimizer = self.optimizer
         if self._is_sharded:
             drop_held_gradients(parameters_of(optimizer))

@@ -15,6 +15,7 @@ from torch.nn.modules.module import _has_any_global_hook
 from ...collectives import explain_transport
 from ...registry import MODEL_WRAPPERS
 from ..sharding.layout import refusal
+from ..sharding.mesh import broadcast_first
 from ..torch_functions import check_options
 from .preprocess import DataPreprocessor, device_of
 from .step_checks import detect_anomalous_params, watch_gradients
@@ -162,8 +163,11 @@ class Steps:
     def sync_buffers(self) -> None:
         """Give every rank the buffers of the first (running statistics), before evaluation.
 
-        Every rank must call this; with one rank there is nothing to do.
+        Every rank must call this: torch does it at the start of a forward only, and training ends
+        with one after which they differ. With one rank there is nothing to do.
         """
+        if self.averages_ranks and distributed.is_initialized():
+            broadcast_first(self.module.buffers(), self.data_group)
 
     def average(self, value: Tensor) -> Tensor:
         """The mean of a detached ``value`` over the ranks that average their gradients.
