@@ -19,7 +19,7 @@ from lightning_parts import (
 )
 from lightning_runs import WRAPPERS, whole_weights
 from marks import slow
-from programs import run
+from programs import run, run_script
 from ranks import run_ranks
 from torch import nn
 
@@ -134,6 +134,36 @@ def test_the_example_by_the_subprocess_launcher(tmp_path: Path) -> None:
     ]
     assert len(accuracies) == 2
     assert min(accuracies) > 0.85
+
+
+_ENDS_AFTER_A_RUN = f"""
+import atexit, os, sys
+import torch.distributed as dist
+
+def tell():
+    tasks = [open(f"/proc/self/task/{{one}}/comm").read() for one in os.listdir("/proc/self/task")]
+    # In one write: two processes print.
+    sys.stdout.write(f"end {{dist.is_initialized()}} {{sum('gloo' in one for one in tasks)}}\\n")
+    sys.stdout.flush()
+
+# Runs after what stepwrap registers, since it is registered before.
+atexit.register(tell)
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+sys.path.insert(0, {str(Path(__file__).parents[1])!r})
+from lightning_parts import Automatic, loader, make_trainer
+from stepwrap.plugins.lightning import StepStrategy
+
+strategy = StepStrategy(comm_hook="bf16_compress", sync_batchnorm=True)
+trainer = make_trainer(strategy, devices=2)
+trainer.fit(Automatic(), loader())
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="the system lists no threads")
+def test_the_group_ends_before_the_interpreter(tmp_path: Path) -> None:
+    out = run_script(_ENDS_AFTER_A_RUN, tmp_path)
+    assert [one for one in out.splitlines() if one.startswith("end")] == ["end False 0"] * 2
 
 
 def _one_device() -> dict[str, float]:
