@@ -139,11 +139,9 @@ class StepStrategy(WholeStates):
     ) -> Tensor:
         """Run backward; log the parameters that the loss does not reach, where that is wanted."""
         plain = super().backward
-
-        def run(loss: Tensor) -> Tensor:
-            return plain(loss, optimizer, *args, **kwargs)
-
-        return _run_backward(self.model, closure_loss, run)
+        return _run_backward(
+            self.model, closure_loss, lambda loss: plain(loss, optimizer, *args, **kwargs)
+        )
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
