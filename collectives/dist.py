@@ -255,13 +255,11 @@ def cast_data_device(data: _T, device: torch.device | str, out: _T | None = None
         TypeError: something in there is no tensor, or `out` is of another class, or is a set, whose
             order is not defined. Nothing has been filled then.
     """
-    if out is not None:
-        # Once before anything is filled, for its errors.
-        list(_paired(data, out))
+    # All of them first: an error leaves nothing filled.
+    pairs = [] if out is None else list(_paired(data, out))
     moved = _move(data, torch.device(device))
-    if out is not None:
-        for source, target in _paired(moved, out):
-            target.copy_(source)
+    for source, target in pairs:
+        target.copy_(source)
     return moved  # type: ignore[no-any-return]
 
 

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from ..collectives import (
     adopt_slurm,
     all_gather_object,
-    forget_meshes,
+    end_group,
     get_rank,
     meet_at_master,
     synchronize,
@@ -182,10 +182,7 @@ def _ending_group() -> Iterator[None]:
         traceback.clear_frames(error.__traceback__)
         raise
     finally:
-        forget_meshes()
-        gc.collect()
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        end_group()
 
 
 def _backend_name(backend: str) -> str:

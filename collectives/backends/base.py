@@ -3,7 +3,10 @@
 from abc import ABC, abstractmethod
 from typing import Any, TypeVar
 
+import torch
+
 from ..errors import CollectiveError, attempt, text_of
+from ..objects.serialize import obj2tensor, tensor2obj
 
 T = TypeVar("T")
 
@@ -131,3 +134,20 @@ class TensorBaseDistBackend(BaseDistBackend):
             raise CollectiveError(
                 f"an object cannot be sent or received on {'; '.join(failed)}"
             ) from problem
+
+
+class PicklesInTensors:
+    """Three hooks of a TensorBaseDistBackend: pickles in plain tensors of torch."""
+
+    def _device(self) -> torch.device:
+        return torch.device("cpu")
+
+    def _object_to_tensor(self, obj: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        tensor = obj2tensor(obj, self._device())
+        return tensor, torch.tensor([tensor.numel()], device=tensor.device)
+
+    def _tensor_to_object(self, tensor: torch.Tensor, size: int) -> Any:
+        return tensor2obj(tensor[:size])
+
+    def _pad_tensor(self, tensor: torch.Tensor, max_size: int) -> torch.Tensor:
+        return torch.nn.functional.pad(tensor, (0, max_size - tensor.numel()))

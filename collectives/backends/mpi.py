@@ -1,18 +1,16 @@
 """The back-end over MPI."""
 
 from types import ModuleType
-from typing import Any
 
 import torch
 
-from ..objects.serialize import obj2tensor, tensor2obj
-from .base import TensorBaseDistBackend
+from .base import PicklesInTensors, TensorBaseDistBackend
 
 # What a config can name.
 __all__ = ["MPI4PyDist"]
 
 
-class MPI4PyDist(TensorBaseDistBackend):
+class MPI4PyDist(PicklesInTensors, TensorBaseDistBackend):
     """The ranks of MPI's COMM_WORLD, as `mpirun -n 4 python script.py` starts them.
 
     MPI is initialised when the back-end is made. MPI knows no timeout: a script whose ranks may
@@ -38,16 +36,6 @@ class MPI4PyDist(TensorBaseDistBackend):
     @property
     def world_size(self) -> int:
         return int(_load_mpi().COMM_WORLD.Get_size()) if self.is_initialized else 1
-
-    def _object_to_tensor(self, obj: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        tensor = obj2tensor(obj, "cpu")
-        return tensor, torch.tensor([tensor.numel()])
-
-    def _tensor_to_object(self, tensor: torch.Tensor, size: int) -> Any:
-        return tensor2obj(tensor[:size])
-
-    def _pad_tensor(self, tensor: torch.Tensor, max_size: int) -> torch.Tensor:
-        return torch.nn.functional.pad(tensor, (0, max_size - tensor.numel()))
 
     def _all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         mpi, rows = _load_mpi(), tensor.new_empty(self.world_size, tensor.numel())

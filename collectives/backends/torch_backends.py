@@ -1,16 +1,15 @@
 """The back-ends of torch, and the one of a single process."""
 
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
 from ..errors import Group
 from ..objects.objects import all_gather_object, broadcast
-from ..objects.serialize import obj2tensor, tensor2obj
 from ..process.ranks import comm_device, distributed_available, live_world_size, members
 from ..trace.calling import calling
-from .base import BaseDistBackend, TensorBaseDistBackend
+from .base import BaseDistBackend, PicklesInTensors, TensorBaseDistBackend
 
 # What a config can name.
 __all__ = ["NonDist", "TorchCPUDist", "TorchCUDADist", "TorchDist"]
@@ -76,7 +75,7 @@ class TorchDist(_TorchRanks):
         return broadcast(obj, ranks[src], self.group)
 
 
-class TorchCPUDist(_TorchRanks, TensorBaseDistBackend):
+class TorchCPUDist(_TorchRanks, PicklesInTensors, TensorBaseDistBackend):
     """The ranks of the default group, with pickles in plain tensors on the CPU.
 
     A group that has no back-end for the CPU carries them on its own device. Nothing but torch's
@@ -85,16 +84,6 @@ class TorchCPUDist(_TorchRanks, TensorBaseDistBackend):
 
     def _device(self) -> torch.device:
         return comm_device(prefer=torch.device("cpu"))
-
-    def _object_to_tensor(self, obj: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        tensor = obj2tensor(obj, self._device())
-        return tensor, torch.tensor(tensor.numel(), device=tensor.device)
-
-    def _tensor_to_object(self, tensor: torch.Tensor, size: int) -> Any:
-        return tensor2obj(tensor[:size])
-
-    def _pad_tensor(self, tensor: torch.Tensor, max_size: int) -> torch.Tensor:
-        return torch.nn.functional.pad(tensor, (0, max_size - tensor.numel()))
 
     def _all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         parts = [torch.empty_like(tensor) for _ in range(self.world_size)]

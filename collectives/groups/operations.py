@@ -227,7 +227,7 @@ def all_gather(group: _Group, tensor_list: _Tensors, tensor: torch.Tensor) -> St
 def all_gather_several(
     group: _Group, output_tensor_lists: Sequence[_Tensors], input_tensor_list: _Tensors
 ) -> Steps[None]:
-    name = _name("all_gather", True)
+    name = "group.all_gather_multigpu"
     yield Named(name, group, lambda: _describe(input_tensor_list, True))
     inputs = checked_tensors("input_tensor_list", input_tensor_list, are_alike=True)
     lists = _output_lists(output_tensor_lists, inputs)
@@ -287,7 +287,7 @@ def reduce_scatter(
     The traffic is that of a ring, gloo's own is three times as slow, and every dtype and operation
     has it.
     """
-    name = _name("reduce_scatter", False)
+    name = "group.reduce_scatter"
     yield Named(name, group, lambda: f"{_name_of(op)} of {describe_dtype(output)}")
     target = checked_tensor("output", output, is_target=True).detach()
     inputs = one_per_rank("input_list", input_list, group)

@@ -1,5 +1,7 @@
 """Starting the process group from what a launcher has put into the environment; and its end."""
 
+import atexit
+import gc
 import ipaddress
 import multiprocessing
 import os
@@ -63,7 +65,8 @@ def init_dist(
 
     Sets multiprocessing's start method to "spawn" where none is set, and RANK, WORLD_SIZE,
     LOCAL_RANK, MASTER_ADDR and MASTER_PORT for "slurm" and "mpi" where they are not set. Makes the
-    local rank's GPU the current one, unless the backend is for CPUs only.
+    local rank's GPU the current one, unless the backend is for CPUs only. A group that nothing has
+    destroyed before ends when the process exits.
 
     Args:
         launcher: "pytorch" (torchrun), "slurm", "mpi" (Open MPI) or "none", which starts nothing.
@@ -191,6 +194,26 @@ def forget_meshes() -> None:
     for module, clear in _CLEARING:
         with suppress(ImportError, AttributeError):
             attrgetter(clear)(import_module(f"torch.distributed.tensor.{module}"))()
+
+
+def end_group() -> None:
+    """Destroy the default group, if there is one, after what would keep its threads running.
+
+    Also runs when the process exits: a thread of gloo that lets go of its last tensor while the
+    interpreter is finalized aborts the process ("terminate called without an active exception").
+    """
+    forget_meshes()
+    # Wrappers in cycles. One that is a group's last owner would wait for the group's thread while
+    # that waits for Python's lock.
+    gc.collect()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@atexit.register
+def _end_group_at_exit() -> None:
+    if dist.is_available() and dist.is_initialized():
+        end_group()
 
 
 def adopt_slurm(env: MutableMapping[str, str]) -> None:

@@ -167,12 +167,11 @@ def _reduced(
         reduction.start().wait()
         return reduction.result() if to_float is None else reduction.wide_result(to_float)
 
+    if live_world_size(group) == 1:
+        make()
+        return
     # Outside of the call: a generator or a mapping is the user's code.
     made, problem = attempt(make)
-    if live_world_size(group) == 1:
-        if problem is not None:
-            raise problem
-        return
     tensors = made or {}
     entries = {key: describe_tensor(tensor) for key, tensor in tensors.items()}
     with calling(name, group, lambda: list(entries), meets=True) as call:

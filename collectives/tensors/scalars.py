@@ -39,12 +39,11 @@ def mean_scalars(
         CollectiveError: on every rank, when one is in another collective; or when a rank does not
             take part.
     """
-    made, problem = attempt(lambda: _floats(scalars))
-    world_size, own = live_world_size(group), made or {}
+    world_size = live_world_size(group)
     if world_size == 1:
-        if problem is not None:
-            raise problem
-        return own
+        return _floats(scalars)
+    made, problem = attempt(lambda: _floats(scalars))
+    own = made or {}
     keys = sorted(own)
     values = [own[key] for key in keys]
     first = struct.pack(f"<{len(values[:_VALUES])}d", *values[:_VALUES])

@@ -176,11 +176,10 @@ def _gather(name: str, data: torch.Tensor, dst: int | None, group: Group) -> lis
             place_in_group(dst, group, "dst")
         return as_bytes(as_sent(data, comm_device(group, prefer=data.device)))
 
-    made, problem = attempt(make)
     if live_world_size(group) == 1:
-        if problem is not None:
-            raise problem
+        make()
         return [data]
+    made, problem = attempt(make)
     to = "" if dst is None else f" to rank {dst}"
     with calling(name, group, lambda: f"{describe_tensor(data)}{to}", meets=True) as call:
         parts = _gather_bytes(call, data, made, problem, dst)

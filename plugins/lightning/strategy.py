@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
-import gc
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -76,9 +74,6 @@ class StepStrategy(WholeStates):
 
     def setup(self, trainer: Trainer) -> None:
         """Wrap the model, to train it, and where it is sharded also to evaluate it."""
-        if not self._keeps_process:
-            # torch may abort a process that ends while wrappers, in cycles, are still there.
-            atexit.register(gc.collect)
         module = own_module(self)
         fits = trainer.state.fn == "fit"
         if fits and has_own_step(self.wrapper) and not isinstance(module, StepLightningModule):
@@ -144,11 +139,9 @@ class StepStrategy(WholeStates):
     ) -> Tensor:
         """Run backward; log the parameters that the loss does not reach, where that is wanted."""
         plain = super().backward
-
-        def run(loss: Tensor) -> Tensor:
-            return plain(loss, optimizer, *args, **kwargs)
-
-        return _run_backward(self.model, closure_loss, run)
+        return _run_backward(
+            self.model, closure_loss, lambda loss: plain(loss, optimizer, *args, **kwargs)
+        )
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from calls import outcome
 from ports import free_port
+from programs import run_script
 from ranks import run_ranks
 
 from stepwrap.collectives.dist import (
@@ -143,6 +144,40 @@ def _leave_groups_of_its_own(folder: str) -> None:
 def test_a_destroyed_group_is_kept_by_nobody(tmp_path: Path) -> None:
     """Threads of one that is kept abort the process when it ends."""
     run_ranks(_leave_groups_of_its_own, 2, str(tmp_path))
+
+
+_ENDS_WITH_A_GROUP = """
+import atexit, os
+import torch
+import torch.distributed as dist
+
+def tell():
+    tasks = [open(f"/proc/self/task/{one}/comm").read() for one in os.listdir("/proc/self/task")]
+    print(dist.is_initialized(), sum("gloo" in one for one in tasks) > 0)
+
+# Runs after what stepwrap registers, since it is registered before.
+atexit.register(tell)
+from stepwrap.collectives.dist import init_dist
+
+init_dist("pytorch", "gloo")
+kept = [dist.group.WORLD]
+kept.append(kept)
+del kept
+dist.all_reduce(torch.ones(1))
+tell()
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="the system lists no threads")
+def test_a_group_and_its_threads_end_before_the_interpreter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread that wants Python's lock while the interpreter is finalized aborts the process."""
+    meeting = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    for name, value in {**meeting, "MASTER_PORT": str(free_port())}.items():
+        monkeypatch.setenv(name, value)
+    out = run_script(_ENDS_WITH_A_GROUP, tmp_path)
+    assert out.splitlines() == ["True True", "False False"]
 
 
 def _backends_without_a_name(backend: str | None) -> str | None:

@@ -20,8 +20,9 @@ DOORS = {
         recent_collectives reduce_mean register_dist_backend serialize_to_tensor
         set_default_dist_backend sync_random_seed synchronize tensor2obj
         trace_collectives unregister_dist_backend
-        adopt_slurm agent_store all_on_one_host calling explain_transport forget_meshes in_progress
-        is_loopback is_tracing meet_at_master name_ranks open_store failure_of run_together
+        adopt_slurm agent_store all_on_one_host calling end_group explain_transport forget_meshes
+        in_progress is_loopback is_tracing meet_at_master name_ranks open_store failure_of
+        run_together
     """,
     "loops": """
         Cadence Checkpoint CheckpointError CheckpointHook Difference EMAHook EarlyStopHook
