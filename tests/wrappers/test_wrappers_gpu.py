@@ -45,6 +45,21 @@ def test_float32_equals_the_cpu() -> None:
     assert torch.allclose(flat(model).cpu(), flat(plain), rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("counts", [1, 2])
+def test_a_window_that_weighs_nothing_gives_gradients_of_zero(counts: int) -> None:
+    model = wrap_model(None, classifier(), device="cuda")
+    wrapper = OptimWrapper(
+        _optimizer(model),
+        accumulative_counts=counts,
+        loss_weight=lambda batch: batch[0].new_zeros(()),
+    )
+    before = flat(model).clone()
+    for batch in batches(counts):
+        model.train_step(batch, wrapper)
+    assert wrapper.last_weight == 0
+    assert torch.equal(flat(model), before)
+
+
 @pytest.mark.parametrize(
     ("dtype", "scaled"), [("bfloat16", False), ("float16", True), (None, True)]
 )

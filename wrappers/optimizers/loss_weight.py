@@ -163,19 +163,21 @@ class WeightedWindow:
         if self.total is None:
             raise RuntimeError(_ADVICE)
         total = self._received() if self._ranks > 1 else self.total
-        is_nothing = isinstance(total, float) and total == 0
         self.total = None
-        if self.is_single and self._ranks == 1 and not is_nothing:
+        # Then the loss was not scaled.
+        is_whole = self.is_single and self._ranks == 1
+        if is_whole and isinstance(total, float) and total:
             return
         gradients = [
             local_part(p.grad) for p in parameters_of(self._optimizer) if p.grad is not None
         ]
         with torch.no_grad():
-            if is_nothing:
+            if isinstance(total, float) and total == 0:
                 # Not times 0, which would leave a NaN: a mean over nothing may have one.
                 torch._foreach_zero_(gradients)
                 return
-            factor = self.unit * self._ranks / total
+            # On an accelerator nobody looks whether there is anything: then this is not finite.
+            factor = (total if is_whole else self.unit * self._ranks) / total
             if isinstance(factor, Tensor):
                 factor = factor.where(factor.isfinite(), 0.0)
             elif factor == 1:
