@@ -40,7 +40,7 @@ from .checks.schema import (
     RunSections,
     SchedulerSection,
 )
-from .errors import ConfigError, Problem, causes, did_you_mean, nearest, user_frame
+from .errors import ConfigError, Problem, causes, did_you_mean, is_users_file, nearest, user_frame
 from .imports import import_path
 from .registry import Registry, build_from_cfg, build_model_from_cfg
 from .scan import Registration, count_registered_modules, list_registrations, traverse_registry_tree
@@ -102,4 +102,5 @@ __all__ = [
     "supply_where_taken",
     "traverse_registry_tree",
     "user_frame",
+    "is_users_file",
 ]

@@ -10,14 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 _ROOT = Path(__file__).resolve().parent.parent
-_OWN = tuple(
-    f"{_ROOT / name}/" for name in ("collectives", "loops", "registry", "runner", "wrappers")
-)
-_LIBRARIES = tuple(
-    f"{Path(path).resolve()}/"
-    for name, path in sysconfig.get_paths().items()
-    if name in ("stdlib", "platstdlib", "purelib", "platlib")
-)
+_OWN = [_ROOT / name for name in ("collectives", "loops", "registry", "runner", "wrappers")]
+_LIBRARIES = map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib"))
+_NOT_USERS = tuple(f"{path.resolve()}/" for path in (*_OWN, *map(Path, _LIBRARIES)))
 # Characters of a name or value that a message repeats.
 MOST_SHOWN = 80
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')
@@ -146,10 +141,14 @@ def shown(path: str | os.PathLike[str]) -> str:
 def user_frame(error: BaseException) -> traceback.FrameSummary | None:
     """Return the innermost place that led to `error` in the user's own files."""
     for frame in (frame for one in causes(error) for frame in reversed(_frames(one))):
-        path = str(Path(frame.filename).resolve())
-        if not frame.filename.startswith("<") and not path.startswith((*_OWN, *_LIBRARIES)):
+        if is_users_file(frame.filename):
             return frame
     return None
+
+
+def is_users_file(name: str) -> bool:
+    """Say whether a file of code is the user's own, neither of this package nor installed."""
+    return not name.startswith("<") and not str(Path(name).resolve()).startswith(_NOT_USERS)
 
 
 def _frames(error: BaseException) -> traceback.StackSummary:

@@ -91,6 +91,13 @@ COMMANDS = {
         least=2,
         most=2,
     ),
+    "verify-resume": Command(
+        f"{_RUN} [options]",
+        "train, kill and resume; name the first thing that is not as without the kill",
+        "verify_resume",
+        ("nproc", "run-dir", "device", "kill-at", "then"),
+        section="train",
+    ),
     "plot": Command("RUN_DIR ...", "draw curves.png in each RUN_DIR", "commands"),
     "env": Command("", "print versions and devices, for a bug report", "run_commands", (), 0, 0),
     "version": Command("", "print the version; so does --version", "commands", (), 0, 0),
@@ -151,6 +158,12 @@ _OPTIONS: dict[str, dict[str, Any]] = {
         "help": "a checkpoint's folder, best or latest; default: the best, else the latest",
     },
     "origin": {**_FLAG, "help": "say which line or override set each value"},
+    "kill-at": {
+        "type": _positive,
+        "metavar": "K",
+        "help": "the step after which to kill; default: in the middle of an epoch",
+    },
+    "then": {"type": _positive, "metavar": "M", "help": "resume on M processes"},
     "no-rerun": {**_FLAG, "help": "compare the ledgers as they are, repeat no steps"},
     "epoch-length": {
         "type": _positive,
@@ -175,7 +188,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             options = parse(words)
             options.examined = read_run(options)
             home = import_module(f".{COMMANDS[options.command].home}", __package__)
-            return int(getattr(home, f"run_{options.command}")(options))
+            return int(getattr(home, f"run_{options.command.replace('-', '_')}")(options))
     except BrokenPipeError:
         # The reader (head, less) has gone; Python would complain once more at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -299,7 +312,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def _print_help() -> None:
-    rows = "\n".join(f"  {name:<10}{command.help}" for name, command in COMMANDS.items())
+    rows = "\n".join(f"  {name:<15}{command.help}" for name, command in COMMANDS.items())
     argparse.ArgumentParser(
         prog="stepwrap",
         usage="stepwrap COMMAND ...",

@@ -54,7 +54,7 @@ def test_the_extras_of_the_readme_are_those_of_the_package() -> None:
 
 def test_the_page_on_the_command_names_all_of_it() -> None:
     page = (ROOT / "docs/commands.md").read_text()
-    assert set(re.findall(r"^stepwrap (\w+) ", page, flags=re.MULTILINE)) == set(COMMANDS)
+    assert set(re.findall(r"^stepwrap ([\w-]+) ", page, flags=re.MULTILINE)) == set(COMMANDS)
     takers = dict(re.findall(r"^\| `--([\w-]+)\b.*?` \| (.*?) \|", page, flags=re.MULTILINE))
     assert takers.pop("debug") == "all"
     expected: dict[str, list[str]] = {}

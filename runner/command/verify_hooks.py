@@ -1,0 +1,195 @@
+"""What the runs of `verify-resume` do besides training: die at a step, note samples, be traced."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import random
+import signal
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache, partial
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...collectives import all_gather_object, get_rank
+from ...loops import Hook, LoopState, ShardedBatchSampler, save_checkpoint
+from ...registry import is_users_file
+
+# What a generator of the process is called, before its library.
+GLOBAL = "the global generator of "
+_GENERATORS = (random.Random, torch.Generator, np.random.Generator, np.random.RandomState)
+_VALUES = (bool, int, float, complex, str, bytes, *_GENERATORS)
+# Of a larger array a new value in it is not noticed.
+_MOST_BYTES = 1 << 12
+
+_is_users = cache(is_users_file)
+
+
+class KillHook(Hook):
+    """Saves a checkpoint after an update, and kills all ranks by SIGKILL after a later one."""
+
+    # After the checkpoint hook, whose state is saved, and the ledger.
+    order = 100
+
+    def __init__(self, *, save_at: int, kill_at: int) -> None:
+        self._save_at, self._kill_at = save_at, kill_at
+
+    def on_update(self, state: LoopState) -> None:
+        if state.step != self._kill_at:
+            return
+        processes = all_gather_object(os.getpid())
+        if get_rank() == 0:
+            # This one last.
+            for process in reversed(processes):
+                os.kill(process, signal.SIGKILL)
+        signal.pause()
+
+    def on_save_point(self, state: LoopState) -> None:
+        if state.step == self._save_at and state.batch and state.run_dir is not None:
+            save_checkpoint(state.run_dir / "checkpoints", state)
+
+
+class SamplesHook(Hook):
+    """Writes this rank's samples into `<run_dir>/samples`, so that sorting gives all their order.
+
+    A line is a JSON list: update, epoch, batch, number within the batch, rank, index.
+    """
+
+    def on_batch_start(self, state: LoopState, batch: Any) -> None:
+        sampler = getattr(state.dataloader, "batch_sampler", None)
+        if not isinstance(sampler, ShardedBatchSampler) or not sampler.counts(state.batch):
+            return
+        assert state.run_dir is not None
+        folder = state.run_dir / "samples"
+        folder.mkdir(exist_ok=True)
+        with (folder / f"{get_rank()}_{os.getpid()}.jsonl").open("a") as file:
+            for number, index in enumerate(sampler.indices_of(state.epoch, state.batch)):
+                row = (state.step + 1, state.epoch, state.batch, number, sampler.rank, index)
+                file.write(f"{json.dumps(row)}\n")
+
+
+class TraceHook(Hook):
+    """Writes which lines of the user's files draw random numbers or change what objects hold.
+
+    Compared before and after each line are the generators of Python, NumPy and torch, the
+    attributes of `self`, the global names of the module, and generators that are local, also in
+    data-loading workers. Each change is written once, as a line of JSON: "data" (a
+    batch was read) or "step", whether in a worker, what has changed, and file:line.
+
+    Args:
+        folder: Gets a file from each process.
+        rank: The one to trace.
+    """
+
+    order = 100
+
+    def __init__(self, *, folder: str, rank: int) -> None:
+        self._folder, self._rank = Path(folder), rank
+        self._stage = "data"
+        self._process = os.getpid()
+        self._has_seeded_workers = False
+        self._marks: dict[str, dict[str, Any]] = {}
+        self._written: set[str] = set()
+
+    def on_train_start(self, state: LoopState) -> None:
+        sampler = getattr(state.dataloader, "batch_sampler", None)
+        self._has_seeded_workers = isinstance(sampler, ShardedBatchSampler)
+        if get_rank() == self._rank:
+            sys.settrace(self._enter)
+            loader: Any = state.dataloader
+            if hasattr(loader, "worker_init_fn"):
+                loader.worker_init_fn = partial(self._start_worker, loader.worker_init_fn)
+
+    def on_batch_start(self, state: LoopState, batch: Any) -> None:
+        self._stage = "step"
+
+    def on_save_point(self, state: LoopState) -> None:
+        self._stage = "data"
+
+    def on_train_end(self, state: LoopState) -> None:
+        sys.settrace(None)
+
+    def _start_worker(self, start: Callable[[int], None] | None, worker: int) -> None:
+        sys.settrace(self._enter)
+        if start is not None:
+            start(worker)
+
+    def _enter(self, frame: FrameType, event: str, arg: Any) -> Callable[..., Any] | None:
+        """Begin to follow the lines of a call, if it is one of the user's functions."""
+        code, caller = frame.f_code, frame.f_back
+        if not _is_users(code.co_filename) or code.co_name == "<module>":
+            return None
+        if caller is not None and _is_users(caller.f_code.co_filename):
+            self._compare(caller, caller.f_lineno)
+        self._compare(frame, None)
+        line = frame.f_lineno
+
+        def follow(frame: FrameType, event: str, arg: Any) -> Callable[..., Any]:
+            nonlocal line
+            self._compare(frame, line)
+            line = frame.f_lineno
+            return follow
+
+        return follow
+
+    def _compare(self, frame: FrameType, line: int | None) -> None:
+        """Note what is not as before; what has changed is the work of `line`, if given."""
+        for where, values in _namespaces(frame):
+            marks = {name: _mark(value) for name, value in values.items()}
+            before, self._marks[where] = self._marks.get(where, marks), marks
+            for name in values if line is not None and marks != before else ():
+                if marks[name] != before.get(name):
+                    place = f"{frame.f_code.co_filename}:{line}"
+                    self._write(_described(name, values[name], where), place)
+
+    def _write(self, what: str, place: str) -> None:
+        in_worker = os.getpid() != self._process
+        text = json.dumps((self._stage, in_worker, what, place))
+        seeded = in_worker and self._has_seeded_workers and what.startswith(GLOBAL)
+        if text not in self._written and not seeded:
+            self._written.add(text)
+            with (self._folder / f"{os.getpid()}.jsonl").open("a") as file:
+                file.write(f"{text}\n")
+
+
+def _namespaces(frame: FrameType) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield what a frame can change: whose it is, and the values by name."""
+    streams = {"python": random._inst, "numpy": np.random.mtrand._rand}
+    streams["torch"] = torch.default_generator
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        streams["cuda"] = torch.cuda.default_generators[torch.cuda.current_device()]
+    yield "", streams
+    # Python adds to others, such as the warnings given.
+    own = {name: value for name, value in frame.f_globals.items() if name[:2] != "__"}
+    yield frame.f_globals["__name__"], own
+    local = frame.f_locals
+    generators = {name: value for name, value in local.items() if type(value) in _GENERATORS}
+    yield f"{frame.f_code.co_name}()", generators
+    owner = local.get("self")
+    yield f"{type(owner).__name__} {id(owner)}", getattr(owner, "__dict__", {})
+
+
+def _mark(value: Any) -> Any:
+    """Return what is equal as long as a value is the same."""
+    if isinstance(value, torch.Generator):
+        return value.get_state().numpy().tobytes()
+    is_small = isinstance(value, np.ndarray) and value.nbytes <= _MOST_BYTES
+    if type(value) in _VALUES or is_small:
+        return pickle.dumps(value)
+    if isinstance(value, Tensor):
+        return id(value), value._version
+    return id(value), len(value) if isinstance(value, list | dict | set) else 0
+
+
+def _described(name: str, value: Any, where: str) -> str:
+    kind = type(value)
+    library = kind.__module__.partition(".")[0]
+    told = f", a {library} {kind.__name__}" if kind in _GENERATORS else ""
+    return f"{name} of {where.partition(' ')[0]}{told}" if where else f"{GLOBAL}{name}"

@@ -1,0 +1,295 @@
+"""The command `verify-resume`: a run that is killed and resumed, beside one that is not."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import shutil
+import sys
+from collections.abc import Iterator, Mapping
+from itertools import zip_longest
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...loops import (
+    Checkpoint,
+    Difference,
+    find_checkpoint,
+    first_difference,
+    load_checkpoint,
+    read_ledger,
+)
+from ...registry import ConfigError, Problem, RunSections, optim_wrapper_sections
+from ..build.sections import read_sections
+from ..guard import die_with_parent, raising_stops
+from ..launcher import started_outside
+from . import verify_hooks
+from .cli import main
+from .verify_hooks import GLOBAL
+
+DIFFERENT = 1
+# Updates between the checkpoint that is resumed from and the kill.
+_LOST = 2
+_HOOKS = verify_hooks.__name__
+_LEDGER = "hooks.ledger={every_steps: 1, full: true, max_mib: 4096}"
+# Of a log record, what depends on the time that something took.
+_TIMES = ("time", "samples_per_s", "steps_per_s", "tokens_per_s", "mfu", "data_share")
+_MOST_CAUSES = 4
+# How far weights may be apart after a resume on another number of ranks.
+_TOLERANCES, _TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}, 1e-2
+
+
+def run_verify_resume(options: argparse.Namespace) -> int:
+    """Say whether a run that is killed and resumed is the same as one that is not."""
+    if started_outside():
+        raise _mistake("it starts the ranks that it needs by itself, without torchrun or srun")
+    if options.kill_at == 1:
+        raise _mistake("--kill-at 1: there is no step before it to save a checkpoint after")
+    run = read_sections(options.examined)
+    if options.then:
+        read_sections(options.examined, options.then)
+    with raising_stops():
+        if options.run_dir is not None:
+            return _verify(_Runs(options, Path(options.run_dir)), options, run)
+        # Ranks may still be ending after a signal.
+        with TemporaryDirectory(prefix="stepwrap_verify_", ignore_cleanup_errors=True) as folder:
+            return _verify(_Runs(options, Path(folder)), options, run)
+
+
+def _mistake(what: str) -> ConfigError:
+    return ConfigError([Problem("", f"stepwrap verify-resume: {what}")])
+
+
+class _Runs:
+    """The runs of a config in folders side by side, each trained in a process of its own."""
+
+    def __init__(self, options: argparse.Namespace, folder: Path) -> None:
+        self.folder = folder
+        self._words = [*options.words, "ledger=false", _LEDGER, "hooks.progress=false"]
+        self._words += [f"hooks.samples={{type: {_HOOKS}.SamplesHook}}"] if options.then else []
+        self._words += [f"device={options.device}"] if options.device else []
+        self._nproc = options.nproc
+
+    def train(self, name: str, *words: str, nproc: int | None = None, until: int = 0) -> Path:
+        """Train as `stepwrap train` does, with further words; returns the run's folder.
+
+        Raises:
+            RuntimeError: It has failed, or was not killed after step `until`; with its output.
+        """
+        run_dir, output = self.folder / name, self.folder / f"{name}.txt"
+        self.folder.mkdir(parents=True, exist_ok=True)
+        ranks = nproc or self._nproc
+        told = [f"--nproc={ranks}"] if ranks else []
+        command = ["train", *self._words, *words, *told, f"--run-dir={run_dir}"]
+        args = (os.getpid(), multiprocessing.get_start_method(), command, output)
+        process = multiprocessing.get_context("spawn").Process(target=_train, args=args)
+        process.start()
+        try:
+            process.join()
+        finally:
+            process.kill()
+            process.join()
+        as_wanted = process.exitcode == 0
+        if until:
+            as_wanted = (run_dir / "ledger").exists() and read_ledger(run_dir).steps[-1:] == [until]
+        if not as_wanted:
+            raise RuntimeError(f"the {name} run has failed:\n{output.read_text()}")
+        return run_dir
+
+
+def _train(parent: int, start_method: str, command: list[str], output: Path) -> None:
+    die_with_parent(parent)
+    # Of data-loading workers, which would be spawned as this process was.
+    multiprocessing.set_start_method(start_method, force=True)
+    with output.open("wb") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    sys.exit(main(command))
+
+
+def _verify(runs: _Runs, options: argparse.Namespace, run: RunSections) -> int:
+    whole = runs.train("uninterrupted")
+    end = _last_checkpoint(whole).meta
+    print(f"uninterrupted run: {end['step']} steps", flush=True)
+    kill_at = options.kill_at or _middle(end)
+    if not 1 < kill_at <= end["step"]:
+        raise _mistake(f"--kill-at {kill_at}: the run has {end['step']} steps")
+    places = f"save_at: {max(1, kill_at - _LOST)}, kill_at: {kill_at}"
+    kill = f"hooks.kill={{type: {_HOOKS}.KillHook, {places}}}"
+    killed = runs.train("killed", kill, until=kill_at)
+    start = _last_checkpoint(killed)
+    if found := first_difference(read_ledger(whole), read_ledger(killed)):
+        print(f"{_told(found)} before the kill: the run does not repeat itself", flush=True)
+        _tell_causes(runs, found)
+        return DIFFERENT
+    shutil.copytree(killed, runs.folder / "resumed", ignore=shutil.ignore_patterns("samples"))
+    resumed = runs.train("resumed", "--resume", nproc=options.then)
+    ranks = f" on {options.then} ranks" if options.then else ""
+    step = start.meta["step"]
+    print(f"killed at step {kill_at}, resumed{ranks} from the checkpoint of step {step}")
+    if options.then:
+        return _compare_elastic(whole, resumed, step, run)
+    found = first_difference(read_ledger(whole), read_ledger(resumed), after=step - 1)
+    found = found or _log_difference(whole, resumed) or _state_difference(whole, resumed)
+    if found is None:
+        same = "sample ids, random states, losses, gradients, weights, optimizer state, logs"
+        print(f"the same in both runs: {same}")
+        return 0
+    print(_told(found), flush=True)
+    _tell_causes(runs, found, start.path)
+    return DIFFERENT
+
+
+def _last_checkpoint(run: Path) -> Checkpoint:
+    path = find_checkpoint(run)
+    if path is None:
+        raise _mistake("the run saves no checkpoint to resume from (hooks.checkpoint)")
+    return load_checkpoint(path)
+
+
+def _middle(end: Mapping[str, Any]) -> int:
+    """Return the step in the middle of an epoch in the middle of the run, not its first two."""
+    passes = max(1, end["epoch"] + (end["batch"] > 0))
+    steps = end["step"] / passes
+    return int(min(end["step"], passes // 2 * steps + max(_LOST + 1, steps / 2)))
+
+
+def _told(found: Difference) -> str:
+    if found.stage == "random state":
+        return f"step {found.step}, rank {found.rank}: the {found.name} random state differs"
+    return f"{found} differs"
+
+
+def _log_difference(whole: Path, resumed: Path) -> Difference | None:
+    """Compare the log records, but for figures of speed."""
+    files = [run / "metrics.jsonl" for run in (whole, resumed)]
+    texts = [file.read_text().splitlines() if file.exists() else [] for file in files]
+    for lines in zip_longest(*texts, fillvalue="{}"):
+        a, b = map(json.loads, lines)
+        both = {**a, **b}
+        for name in both:
+            if name not in _TIMES and a.get(name) != b.get(name):
+                return Difference(both["step"], 0, f"{both['phase']} record", name, -1)
+    return None
+
+
+def _state_difference(whole: Path, resumed: Path) -> Difference | None:
+    """Compare all that the last checkpoints hold, but for the clock."""
+    a, b = _last_checkpoint(whole), _last_checkpoint(resumed)
+    for file in (name for name in a.meta["files"] if name.endswith(".pt") and "shard" not in name):
+        for path in _unequal(a.read(file), b.read(file)):
+            if path != "counters.clock_s":
+                rank = int(file[5:10]) if file.startswith("rank") else 0
+                return Difference(a.meta["step"], rank, file, path, -1)
+    return None
+
+
+def _unequal(a: Any, b: Any, path: str = "") -> Iterator[str]:
+    """Yield the dotted paths of what is not equal in two trees, bit for bit."""
+    if isinstance(a, list | tuple) and isinstance(b, list | tuple):
+        a, b = dict(enumerate(a)), dict(enumerate(b))
+    if isinstance(a, dict) and isinstance(b, dict):
+        for key in {**a, **b}:
+            yield from _unequal(a.get(key), b.get(key), f"{path}.{key}".lstrip("."))
+    elif _bits(a) != _bits(b):
+        yield path
+
+
+def _bits(value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        # NaN is equal to itself.
+        return repr(value)
+    return value.dtype, value.shape, value.reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def _tell_causes(runs: _Runs, found: Difference, start: Path | None = None) -> None:
+    """Train up to a difference again, and print which of the user's lines may be the cause."""
+    lines = runs.folder / "lines"
+    lines.mkdir()
+    trace = f"type: {_HOOKS}.TraceHook, folder: {json.dumps(str(lines))}, rank: {found.rank}"
+    words = [f"hooks.trace={{{trace}}}", f"hooks.ledger.until={max(1, found.step)}"]
+    try:
+        runs.train("traced", *words, "data.test=null", *([f"--resume={start}"] if start else []))
+    except RuntimeError:
+        print("  the steps up to there could not be run again to look for the cause")
+        return
+    causes = dict.fromkeys(_causes(lines, found))
+    for place, what in list(causes)[:_MOST_CAUSES]:
+        print(f"  {place.removeprefix(f'{Path.cwd()}/')} {what}")
+    if not causes:
+        print("  no line of your files was seen to draw random numbers or to change an attribute")
+
+
+def _causes(lines: Path, found: Difference) -> Iterator[tuple[str, str]]:
+    """Yield place and description of what can be the cause of a difference."""
+    for text in (t for file in sorted(lines.iterdir()) for t in file.read_text().splitlines()):
+        stage, in_worker, what, place = json.loads(text)
+        where = " in a worker process" if in_worker else ""
+        if found.stage == "random state":
+            if what == f"{GLOBAL}{found.name}" and not in_worker:
+                yield place, f"draws from {what}"
+        elif (stage == "data") == (found.stage == "data"):
+            if not what.startswith(GLOBAL):
+                yield place, f"changes {what}{where}: is it in a state_dict()?"
+            elif in_worker:
+                yield place, f"draws from {what}{where} without a worker seed"
+
+
+def _compare_elastic(whole: Path, resumed: Path, start: int, run: RunSections) -> int:
+    """Compare a run with its resume on another number of ranks: samples, and weights."""
+    sections = optim_wrapper_sections(run.optim_wrapper, run.optimizer).values()
+    is_weighted = any(one.get("loss_weight") is not None for one in sections)
+    before = [row for row in _samples(whole) if row[0] <= start]
+    orders = [_order(rows, is_weighted) for rows in (_samples(whole), before + _samples(resumed))]
+    for (a, index), (b, other) in zip_longest(*orders, fillvalue=(0, None)):
+        if (a, index) != (b, other):
+            print(f"step {a or b}: sample {other} comes in the place of {index}")
+            return DIFFERENT
+    same = "the same in both runs: the samples of each update and their order"
+    print(same if orders[0] else "data.train has a loader of its own: no samples are compared")
+    weights, others = (_last_checkpoint(one).read("model.pt") for one in (whole, resumed))
+    floats = {name: one for name, one in weights.items() if one.is_floating_point() and one.numel()}
+    allowed = {name: _TOLERANCES.get(one.dtype, _TOLERANCE) for name, one in floats.items()}
+    far = {n: (one.double() - others[n].double()).abs().max().item() for n, one in floats.items()}
+    name = max(far, key=lambda name: far[name] / allowed[name])
+    kind = str(floats[name].dtype).removeprefix("torch.")
+    told = f"{far[name]:.1e}, in {name} ({allowed[name]:.0e} is allowed in {kind})"
+    print(f"the weights differ by at most {told}")
+    if far[name] <= allowed[name]:
+        return 0
+    if drawn := _drawn(whole):
+        print(f"  random numbers are drawn ({drawn}), on each rank from streams of its own")
+    elif not is_weighted:
+        print("  without loss_weight an update is a mean of the ranks' means")
+    else:
+        print("  does a layer or the loss mix samples? docs/exactness.md: What is not promised")
+    return 0 if drawn or not is_weighted else DIFFERENT
+
+
+def _samples(run: Path) -> list[list[int]]:
+    """Return the rows of `SamplesHook`, in the order of the whole run."""
+    files = (run / "samples").glob("*.jsonl")
+    # Ranks that share their samples have written the same.
+    return sorted(
+        map(list, {tuple(json.loads(row)) for one in files for row in one.read_text().splitlines()})
+    )
+
+
+def _order(rows: list[list[int]], is_weighted: bool) -> list[tuple[int, int | None]]:
+    """Return (update, sample); a sample that is repeated for even ranks counts once an epoch."""
+    first = {(row[1], row[-1]): row[0] for row in reversed(rows)}
+    return [(row[0], row[-1]) for row in rows if is_weighted or first[row[1], row[-1]] == row[0]]
+
+
+def _drawn(run: Path) -> str:
+    """Name the random streams of the training process from which a run has drawn."""
+    ledger = read_ledger(run)
+    first, last = ledger.entry(ledger.steps[1]), ledger.entry(ledger.steps[-1])
+    streams = [item for item in first if item.stage == "random state"]
+    return ", ".join(item.name for item in streams if first[item] != last[item])

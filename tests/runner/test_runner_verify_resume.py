@@ -1,0 +1,184 @@
+"""`stepwrap verify-resume`: what a run keeps outside its checkpoints, and the names it gets."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import unsaved_parts
+from runner_parts import Command
+
+from stepwrap.loops import read_ledger
+from stepwrap.runner.command.cli import main
+from stepwrap.runner.command.verify_hooks import TraceHook
+
+CONFIG = f"""\
+imports: [{unsaved_parts.__file__}]
+seed: 3
+model:
+  type: SupervisedModel
+  net: {{type: unsaved_parts.Net}}
+  loss: {{type: CrossEntropyLoss}}
+optimizer: {{type: AdamW, lr: 0.01}}
+data:
+  train: {{dataset: {{type: unsaved_parts.Points}}, batch_size: 4, shuffle: true}}
+train: {{type: EpochTrainLoop, max_epochs: 2, log_every_steps: 5}}
+"""
+DATA = "data.train.dataset.type=unsaved_parts"
+NET = "model.net.type=unsaved_parts"
+WORKERS = "data.train.num_workers=1"
+# Of 12 steps in two epochs step 9 is in the middle of the second, and step 7 has a checkpoint.
+FAULTS = [
+    ([f"{DATA}.WithOwn"], "step 8, rank 0, data: batch.0 differs", "self.rng.random"),
+    ([f"{DATA}.WithClock"], "step 1, rank 0, data: batch.0 differs before", "rng = np.random.def"),
+    ([f"{DATA}.WithCount"], "step 8, rank 0, data: batch.0 differs", "    self.count += 1"),
+    ([f"{DATA}.WithCount", WORKERS], "step 8, rank 0, data: batch.0 differs", "self.count += 1"),
+    (
+        ["data.train={type: unsaved_parts.plain_loader}"],
+        "step 8, rank 0, data: batch.0 differs",
+        "random.random() + float(np.random.rand())",
+    ),
+    ([f"{DATA}.WithCache"], "step 8, rank 0: the python random state differs", "= random.random()"),
+    ([f"{NET}.Running"], "step 8, rank 0, forward: ", "self.mean = 0.9 * self.mean"),
+    ([f"{NET}.OwnDropout"], "step 8, rank 0, forward: ", "generator=self.generator"),
+    (
+        ["hooks.decay={type: unsaved_parts.Decay}"],
+        "step 8, rank 0, update: net.0.weight differs",
+        "self.count += 1",
+    ),
+    (
+        ["hooks.shown={type: unsaved_parts.Shown}"],
+        "step 10, rank 0, train record: smoothed differs",
+        "self.mean = 0.5 * self.mean",
+    ),
+]
+SAME = "sample ids, random states, losses, gradients, weights, optimizer state, logs"
+# Each command starts processes one after the other.
+LIMIT_S = 230
+WEIGHTED = "optim_wrapper={type: OptimWrapper, loss_weight: samples}"
+DROPOUT = f"{NET}.WithDropout"
+ELASTIC = [
+    ([WEIGHTED], 0, ["the weights differ by at most "]),
+    (
+        [WEIGHTED, DROPOUT],
+        0,
+        ["the weights differ by at most ", "random numbers are drawn (torch)"],
+    ),
+]
+Start = Callable[..., Command]
+Capture = pytest.CaptureFixture[str]
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    path = tmp_path / "verified.yaml"
+    path.write_text(CONFIG)
+    return path
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("overrides", "told", "line"), FAULTS)
+def test_what_no_checkpoint_holds_is_named(
+    overrides: list[str], told: str, line: str, config: Path, capsys: Capture
+) -> None:
+    assert main(["verify-resume", str(config), *overrides]) == 1
+    shown = capsys.readouterr()
+    (head,) = [one for one in shown.out.splitlines() if one.startswith("step ")]
+    assert head.startswith(told), shown
+    assert any(f"  {place} " in shown.out for place in unsaved_parts.lines_with(line)), shown
+
+
+def test_lines_that_draw_or_change_attributes_are_seen(
+    config: Path, capsys: Capture, tmp_path: Path
+) -> None:
+    for number, (overrides, _, line) in enumerate((FAULTS[0], FAULTS[3], FAULTS[4], FAULTS[6])):
+        lines = tmp_path / f"lines_{number}"
+        lines.mkdir()
+        trace = f"hooks.trace={{type: {TraceHook.__module__}.TraceHook, folder: {lines}, rank: 0}}"
+        words = [str(config), *overrides, trace, "train.max_epochs=1", "hooks.log=false"]
+        assert main(["train", *words, "--run-dir", f"run_{number}"]) == 0
+        seen = [
+            json.loads(row) for file in lines.iterdir() for row in file.read_text().splitlines()
+        ]
+        places = {place for _, _, _, place in seen}
+        assert places & {*unsaved_parts.lines_with(line)}, (overrides, seen)
+        told = overrides[0].startswith("data.train=") or WORKERS in overrides
+        assert {in_worker for _, in_worker, _, _ in seen} == {told}, [
+            one for one in seen if one[1] != told
+        ]
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--kill-at=1"], "--kill-at 1: there is no step before it"),
+        (["--kill-at=0"], "must be a whole number from 1"),
+        (["optimizer.lrr=1"], "optimizer.lrr"),
+        (["--then=2", "wrapper={type: single}"], "wrapper.type: SingleDev"),
+        (["train=null"], "verify-resume needs this section"),
+    ],
+)
+def test_mistakes_are_told_before_anything_is_trained(
+    words: list[str], told: str, config: Path, capsys: Capture
+) -> None:
+    assert main(["verify-resume", str(config), *words]) == 2
+    assert told in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_run_that_resumes_exactly_passes_and_is_kept(
+    config: Path, capsys: Capture, tmp_path: Path
+) -> None:
+    runs = tmp_path / "runs"
+    words = ["verify-resume", str(config), f"{DATA}.WithGlobal", "--run-dir", str(runs)]
+    assert main([*words, "--kill-at", "4"]) == 0
+    assert capsys.readouterr().out == (
+        "uninterrupted run: 12 steps\n"
+        "killed at step 4, resumed from the checkpoint of step 2\n"
+        f"the same in both runs: {SAME}\n"
+    )
+    assert read_ledger(runs / "killed").steps == [0, 1, 2, 3, 4]
+    assert read_ledger(runs / "resumed").steps == read_ledger(runs / "uninterrupted").steps
+    # The folder has the results of other runs now.
+    assert main(words) == 1
+    assert "the uninterrupted run has failed" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_all_ranks_are_killed_and_compared(start: Start, config: Path) -> None:
+    words = ["verify-resume", config, "--nproc=2", "wrapper={type: ddp}", "train.max_epochs=4"]
+    whole = start(*words)
+    assert whole.process.communicate(timeout=LIMIT_S)[0].splitlines()[1:] == [
+        "killed at step 9, resumed from the checkpoint of step 7",
+        f"the same in both runs: {SAME}",
+    ]
+    assert whole.wait_gone() == []
+    noisy = start(*words, "hooks.noise={type: unsaved_parts.OnRankOne}")
+    out, err = noisy.process.communicate(timeout=LIMIT_S)
+    assert (noisy.process.returncode, err) == (1, ""), out
+    head, cause = out.splitlines()[-2:]
+    assert head == "step 9, rank 1: the numpy random state differs"
+    assert any(place in cause for place in unsaved_parts.lines_with("np.random.rand(self.count)"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("more", "code", "told"), ELASTIC)
+def test_a_resume_on_other_ranks_has_the_same_samples(
+    more: list[str], code: int, told: list[str], config: Path, capsys: Capture
+) -> None:
+    words = ["verify-resume", str(config), "--nproc=2", "wrapper={type: ddp}", "--then=3", *more]
+    assert main(words) == code
+    out = capsys.readouterr().out.splitlines()
+    assert out[1] == "killed at step 6, resumed on 3 ranks from the checkpoint of step 4", out
+    assert out[2] == "the same in both runs: the samples of each update and their order"
+    assert [text in line for text, line in zip(told, out[3:], strict=True)] == [True] * len(told)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "words",
+    [["digits_single", "train.max_epochs=2"], ["digits_ddp", "train.max_epochs=1", "--nproc=2"]],
+)
+def test_shipped_configs_resume_exactly(words: list[str], capsys: Capture) -> None:
+    assert main(["verify-resume", *words]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == f"the same in both runs: {SAME}"

@@ -1,0 +1,167 @@
+"""Parts of a run that keep something outside its checkpoints: one kind of mistake each."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+from stepwrap.collectives import get_rank
+from stepwrap.loops import Hook, LoopState
+
+SAMPLES = 24
+
+
+class Points(Dataset):
+    """Points in the plane above or below a line."""
+
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(1)
+        self.inputs = torch.randn(SAMPLES, 2, generator=generator, dtype=torch.float64)
+        self.labels = (self.inputs.sum(1) > 0).long()
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def noise(self) -> float:
+        return 0.0
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return self.inputs[index] + self.noise(), self.labels[index]
+
+
+class WithGlobal(Points):
+    def noise(self) -> float:
+        return random.random() + float(np.random.rand())  # noqa: NPY002
+
+
+class WithOwn(Points):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rng = np.random.default_rng(0)
+
+    def noise(self) -> float:
+        return float(self.rng.random())
+
+
+class WithClock(Points):
+    def noise(self) -> float:
+        rng = np.random.default_rng(time.time_ns())
+        return float(rng.random())
+
+
+class WithCount(Points):
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def noise(self) -> float:
+        self.count += 1
+        return self.count / 100
+
+
+class WithCache(Points):
+    """Draws where a sample comes for the first time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cache: dict[int, float] = {}
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        if index not in self.cache:
+            self.cache[index] = random.random()
+        return self.inputs[index] * self.cache[index], self.labels[index]
+
+
+def plain_loader(dataset: str = "WithGlobal") -> DataLoader[Any]:
+    return DataLoader(globals()[dataset](), batch_size=4, num_workers=1)
+
+
+class Net(nn.Sequential):
+    """A plain network in float64."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(2, 8), nn.ReLU(), nn.Linear(8, 2))
+        self.double()
+
+
+class Running(Net):
+    """Divides by a running mean that is a plain number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = 1.0
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if self.training:
+            self.mean = 0.9 * self.mean + 0.1 * inputs.abs().mean().item()
+        return super().forward(inputs) / self.mean
+
+
+class OwnDropout(Net):
+    """Draws its mask from a generator of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = torch.Generator().manual_seed(0)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = F.relu(self[0](inputs))
+        mask = torch.rand(hidden.shape, generator=self.generator) > 0.2
+        return self[2](hidden * mask)
+
+
+class WithDropout(Net):
+    """As exact as torch's own streams are."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return super().forward(F.dropout(inputs, 0.5, self.training))
+
+
+class OnRankOne(Hook):
+    """Draws on rank 1, as often as it has counted."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def on_update(self, state: LoopState) -> None:
+        self.count += 1
+        if get_rank() == 1:
+            np.random.rand(self.count)  # noqa: NPY002
+
+
+class Decay(Hook):
+    """Shrinks the weights by what it has counted."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def on_update(self, state: LoopState) -> None:
+        self.count += 1
+        with torch.no_grad():
+            for parameter in state.model.parameters():
+                parameter.mul_(1 - self.count * 1e-4)
+
+
+class Shown(Hook):
+    """Logs a moving mean that starts anew with each process."""
+
+    def __init__(self) -> None:
+        self.mean = 0.0
+
+    def collect_logs(self, state: LoopState, scalars: dict[str, Any]) -> None:
+        self.mean = 0.5 * self.mean + 0.5 * state.step
+        scalars["smoothed"] = self.mean
+
+
+def lines_with(text: str) -> Iterator[str]:
+    """Yield path and number of the lines of this file that have a text."""
+    with open(__file__, encoding="utf-8") as file:
+        yield from (f"{__file__}:{n}" for n, line in enumerate(file, 1) if text in line)
