@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import mmap
+import multiprocessing
 import multiprocessing.util
 import os
 import signal
@@ -250,6 +251,10 @@ class WorkerStart:
             signal.signal(signal.SIGTERM, terminate)
         if self.user_start is not None:
             self.user_start(worker)
+        parent = multiprocessing.parent_process()
+        if parent is not None and parent.pid != os.getppid():
+            # torch's watch for the end of the process that reads the batches begins after this.
+            os._exit(1)
 
 
 class WorkerCollate:

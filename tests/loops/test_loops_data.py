@@ -251,6 +251,30 @@ def test_workers_in_use_do_not_hold_up_the_exit() -> None:
     subprocess.run([sys.executable, "-c", _LINGERING], check=True, timeout=60)
 
 
+_KILLED = """
+import os, signal, time
+import torch
+from torch.utils.data import TensorDataset
+from stepwrap.loops import build_loader
+
+def wait_for_the_end(worker):
+    parent = os.getppid()
+    os.kill(parent, signal.SIGKILL)
+    while os.getppid() == parent:
+        time.sleep(0.01)
+
+options = {"batch_size": 1, "num_workers": 1, "worker_init_fn": wait_for_the_end}
+next(iter(build_loader(TensorDataset(torch.zeros(8)), **options)))
+"""
+
+
+def test_a_worker_that_is_prepared_for_a_dead_process_ends() -> None:
+    # The worker has the other end of the pipe as well.
+    words = [sys.executable, "-c", _KILLED]
+    done = subprocess.run(words, stdout=subprocess.PIPE, check=False, timeout=60)
+    assert done.returncode == -signal.SIGKILL
+
+
 class Marked:
     """A preparation of the user's, which leaves a file."""
 
