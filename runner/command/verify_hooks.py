@@ -161,11 +161,12 @@ class TraceHook(Hook):
 
 def _namespaces(frame: FrameType) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Yield what a frame can change: whose it is, and the values by name."""
-    streams = {"python": random._inst, "numpy": np.random.mtrand._rand}
-    streams["torch"] = torch.default_generator
+    streams: dict[str, Any] = {"python": random.getstate(), "numpy": np.random.get_state()}
+    # Not as tensors, which are not pickled the same each time.
+    streams["torch"] = torch.get_rng_state().numpy()
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        streams["cuda"] = torch.cuda.default_generators[torch.cuda.current_device()]
-    yield "", streams
+        streams["cuda"] = torch.cuda.get_rng_state().numpy()
+    yield "", {name: pickle.dumps(state) for name, state in streams.items()}
     # Python adds to others, such as the warnings given.
     own = {name: value for name, value in frame.f_globals.items() if name[:2] != "__"}
     yield frame.f_globals["__name__"], own
