@@ -162,7 +162,7 @@ class TraceHook(Hook):
 def _namespaces(frame: FrameType) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Yield what a frame can change: whose it is, and the values by name."""
     streams: dict[str, Any] = {"python": random.getstate(), "numpy": np.random.get_state()}
-    # Not as tensors, which are not pickled the same each time.
+    # Tensors are not pickled the same each time.
     streams["torch"] = torch.get_rng_state().numpy()
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         streams["cuda"] = torch.cuda.get_rng_state().numpy()
