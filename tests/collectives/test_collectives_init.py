@@ -140,6 +140,7 @@ def _leave_groups_of_its_own(folder: str) -> None:
     _leave_groups(folder, rank)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="the system counts no threads")
 def test_a_destroyed_group_is_kept_by_nobody(tmp_path: Path) -> None:
     """Threads of one that is kept abort the process when it ends."""

@@ -31,6 +31,7 @@ def test_the_example_of_the_readme_runs(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_the_import_of_the_readme_registers_the_strategy(tmp_path: Path) -> None:
     (code,) = blocks("README.md", "py")
     assert "StepStrategy" in run("-c", f"{code}\nprint(type(trainer.strategy))", cwd=tmp_path)

@@ -132,7 +132,8 @@ def push_50_and_wait(server: PushPullGradServerImpl, group: RpcGroup, folder: Pa
     serve(server, group, folder)
 
 
-@pytest.mark.parametrize("secondaries", [["w1"], *slow(["w1", "w2"])])
+@pytest.mark.slow
+@pytest.mark.parametrize("secondaries", [["w1"], ["w1", "w2"]])
 def test_a_dead_secondary_loses_nothing(secondaries: list[str], tmp_path: Path) -> None:
     """The other secondary takes over; with no other one the primary's process does."""
     roles = [serve, serve, serve, push_before_and_after, push_50_and_wait]

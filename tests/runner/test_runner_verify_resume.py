@@ -88,6 +88,7 @@ def test_what_no_checkpoint_holds_is_named(
     assert any(f"  {place} " in shown.out for place in unsaved_parts.lines_with(line)), shown
 
 
+@pytest.mark.slow
 def test_lines_that_draw_or_change_attributes_are_seen(
     config: Path, capsys: Capture, tmp_path: Path
 ) -> None:
