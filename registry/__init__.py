@@ -92,6 +92,7 @@ __all__ = [
     "format_config",
     "import_path",
     "import_problems",
+    "is_users_file",
     "list_registrations",
     "load_config",
     "name_problems",
@@ -102,5 +103,4 @@ __all__ = [
     "supply_where_taken",
     "traverse_registry_tree",
     "user_frame",
-    "is_users_file",
 ]

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 _ROOT = Path(__file__).resolve().parent.parent
-_FOLDERS = "collectives loops parallel plugins registry rpc runner wrappers"
-_OWN = [_ROOT / name for name in _FOLDERS.split()]
+_FOLDERS = ("collectives", "loops", "parallel", "plugins", "registry", "rpc", "runner", "wrappers")
+_OWN = [_ROOT / name for name in _FOLDERS]
 _LIBRARIES = map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib"))
 _NOT_USERS = tuple(f"{path.resolve()}/" for path in (*_OWN, *map(Path, _LIBRARIES)))
 # Characters of a name or value that a message repeats.
