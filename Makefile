@@ -8,7 +8,8 @@ READY := $(VENV)/.ready
 INSTALL := $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt
 export PYTHONUNBUFFERED := 1
 
-.PHONY: demo test test-all test-lightning-versions check parity format types-link clean
+.PHONY: demo test test-all test-lightning-versions check parity bench bench-peers format types-link \
+	clean
 
 demo: $(DEMO_READY)
 	$(BIN)/stepwrap train configs/digits_ddp.yaml --fresh
@@ -31,6 +32,26 @@ check: $(READY) types-link
 # Every wrapper against plain PyTorch, into docs/parity.md; about ten minutes.
 parity: $(READY)
 	$(BIN)/python tests/wrappers/parity_report.py
+
+# All benchmarks: under five minutes on two cores. BENCH=full measures long enough for figures that can
+# be published; BENCH_OPTIONS passes more on, such as "--only step_overhead" or "--device cuda".
+BENCH ?= quick
+PEERS := build/bench-peers
+BENCH_PYTHON = $(if $(wildcard $(PEERS)/.ready),$(PEERS),$(VENV))/bin/python
+bench: $(READY)
+	$(BENCH_PYTHON) benchmarks/run.py $(if $(filter quick,$(BENCH)),--quick) $(BENCH_OPTIONS)
+
+# An environment of its own with the frameworks that we are compared with, which `make bench` then
+# uses. One of them wants an older setuptools; all other versions are those of the tests.
+bench-peers: INSTALL = $(PEERS)/bin/python -m pip install -q --disable-pip-version-check \
+	-c $(PEERS)/constraints.txt
+bench-peers:
+	$(PYTHON) -m venv --clear $(PEERS)
+	grep -v '^setuptools==' constraints.txt > $(PEERS)/constraints.txt
+	$(INSTALL) pip
+	$(INSTALL) torch
+	$(INSTALL) -e ".[examples,plots,tensorboard]" -r benchmarks/peers.txt
+	touch $(PEERS)/.ready
 
 # The plugins' tests with the last release of each minor version of Lightning, and where `lightning`
 # is installed in its place: each in a fresh environment, some minutes each. Only the versions that

@@ -6,12 +6,11 @@ ratios are taken within a round, and the median over the rounds is printed. "and
 pass over all that was received: memory that is only mapped costs nothing before it is read. The
 last lines compare the scalars of a log interval: one reduction for all, and one reduction each.
 
-    python benchmarks/collectives.py [--ranks 2] [--rounds 15] [--backend gloo]
+    python benchmarks/collectives.py [--ranks 2] [--rounds 15] [--mb 64] [--backend gloo]
 """
 
 import argparse
 import random
-import statistics
 import tempfile
 import time
 from collections.abc import Callable, Mapping
@@ -22,6 +21,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from report import Report, parse_options
 
 from stepwrap.collectives import all_gather_object, all_reduce_dict, mean_scalars
 
@@ -70,19 +70,19 @@ def make_predictions(with_tensors: bool) -> list[dict[str, object]]:
     return predictions
 
 
-def make_payloads() -> dict[str, object]:
-    rank = dist.get_rank()
+def make_payloads(mb: int) -> dict[str, object]:
+    rank, count = dist.get_rank(), mb * MB // 4
     return {
         "small dict": {"loss": 0.5, "accuracy": 0.9, "samples": 32, "rank": rank},
         "1,000 predictions (tensors)": make_predictions(with_tensors=True),
         "1,000 predictions (lists)": make_predictions(with_tensors=False),
-        "64 MB tensor": torch.randn(16 * MB),
-        "64 MB numpy array": np.random.default_rng(rank).standard_normal(16 * MB, np.float32),
-        "uneven: 64 MB on rank 0, 1 KB on others": torch.randn(16 * MB if rank == 0 else 256),
+        f"{mb} MB tensor": torch.randn(count),
+        f"{mb} MB numpy array": np.random.default_rng(rank).standard_normal(count, np.float32),
+        f"uneven: {mb} MB on rank 0, 1 KB on others": torch.randn(count if rank == 0 else 256),
     }
 
 
-def make_contestants(payload: object) -> dict[str, Contestant]:
+def make_contestants(payload: object, mb: int) -> dict[str, Contestant]:
     contestants: dict[str, Contestant] = {
         "stepwrap": lambda: all_gather_object(payload),
         "torch": lambda: torch_gather(payload),
@@ -93,7 +93,7 @@ def make_contestants(payload: object) -> dict[str, Contestant]:
         tensor = torch.from_numpy(payload)
         contestants["bare all_gather"] = lambda: bare_gather(tensor)
     elif isinstance(payload, torch.Tensor):
-        largest = torch.zeros(16 * MB)
+        largest = torch.zeros(mb * MB // 4)
         largest[: payload.numel()] = payload
         contestants["bare all_gather"] = lambda: bare_gather(largest)
     return contestants
@@ -107,8 +107,8 @@ def scalar_contestants(count: int) -> dict[str, Contestant]:
             dist.all_reduce(value.clone())
 
     return {
-        "mean_scalars": lambda: mean_scalars(scalars),
-        "all_reduce_dict": lambda: all_reduce_dict(scalars, "mean"),
+        "stepwrap mean_scalars": lambda: mean_scalars(scalars),
+        "stepwrap all_reduce_dict": lambda: all_reduce_dict(scalars, "mean"),
         "one all_reduce each": one_each,
         "one all_reduce of one scalar": lambda: dist.all_reduce(torch.zeros(1)),
     }
@@ -142,19 +142,10 @@ def measure(contestants: Mapping[str, Contestant], rounds: int) -> dict[str, lis
     return times
 
 
-def show(title: str, times: Mapping[str, list[float]], pairs: Mapping[str, str]) -> None:
-    """Print each contestant, and how many times as long its peer takes in the same round."""
-    print(title)
-    for name, own in times.items():
-        line = f"  {name:28s} {statistics.median(own):9.3f} ms"
-        if name in pairs and pairs[name] in times:
-            ratios = [peer / mine for peer, mine in zip(times[pairs[name]], own, strict=True)]
-            line += f"   {statistics.median(ratios):6.2f} times as fast as {pairs[name]}"
-        print(line)
-
-
-def run_rank(rank: int, ranks: int, rounds: int, backend: str, store: str) -> None:
+def run_rank(rank: int, options: argparse.Namespace, store: str) -> None:
     torch.set_num_threads(1)
+    ranks, backend = options.ranks, options.backend
+    report = Report(options.json)
     if backend == "nccl":
         torch.cuda.set_device(rank)
     dist.init_process_group(
@@ -165,15 +156,14 @@ def run_rank(rank: int, ranks: int, rounds: int, backend: str, store: str) -> No
         timeout=timedelta(seconds=120),
     )
     try:
-        for title, payload in make_payloads().items():
-            times = measure(make_contestants(payload), rounds)
+        for title, payload in make_payloads(options.mb).items():
+            times = measure(make_contestants(payload, options.mb), options.rounds)
             pairs = {"stepwrap": "torch", "stepwrap and read": "torch and read"}
             if rank == 0:
-                show(title, times, pairs)
-        times = measure(scalar_contestants(20), rounds)
-        pairs = dict.fromkeys(("mean_scalars", "all_reduce_dict"), "one all_reduce each")
+                report.add(title, "ms", times, pairs)
+        times = measure(scalar_contestants(20), options.rounds)
         if rank == 0:
-            show("20 scalars of a log interval", times, pairs)
+            report.add("20 scalars of a log interval", "ms", times, "one all_reduce each")
         dist.barrier()
     finally:
         dist.destroy_process_group()
@@ -183,15 +173,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--mb", type=int, default=64, help="size of the large arrays")
     parser.add_argument("--backend", default="gloo")
-    arguments = parser.parse_args()
+    options = parse_options(parser, {"rounds": 5, "mb": 8})
     with tempfile.TemporaryDirectory() as folder:
         store = str(Path(folder, "store"))
-        mp.spawn(
-            run_rank,
-            (arguments.ranks, arguments.rounds, arguments.backend, store),
-            nprocs=arguments.ranks,
-        )
+        mp.spawn(run_rank, (options, store), nprocs=options.ranks)
 
 
 if __name__ == "__main__":

@@ -1,20 +1,20 @@
-"""What a ledger costs of a training step of the digits CNN, in microseconds and as a share.
+"""What a ledger costs of a training step of the digits CNN, in microseconds and as a ratio.
 
 Batches of 64 in memory, AdamW. The runs take turns within every round, in another order each time;
-the median over the rounds of the difference to the run without a ledger is printed as a share of
-its median step. On the CPU one thread computes, and its processor time counts; on a GPU the clock.
+ratios are taken to the run without a ledger. On the CPU one thread computes, and its processor time
+counts; on a GPU the clock.
 
     python benchmarks/ledger.py [--device cuda] [--steps 200] [--rounds 15]
 """
 
 import argparse
 import random
-import statistics
 import tempfile
 import time
 from pathlib import Path
 
 import torch
+from report import Report, parse_options
 from torch import nn
 
 from stepwrap.configs.digits import Digits, SmallCNN
@@ -24,9 +24,9 @@ from stepwrap.wrappers import OptimWrapper, SingleDevice, SupervisedModel
 BATCH = 64
 LEDGERS = {
     "no ledger": None,
-    "every_steps: 10": {"every_steps": 10},
-    "every_steps: 1": {"every_steps": 1},
-    "every_steps: 1, full": {"every_steps": 1, "full": True},
+    "stepwrap, every_steps: 10": {"every_steps": 10},
+    "stepwrap, every_steps: 1": {"every_steps": 1},
+    "stepwrap, every_steps: 1, full": {"every_steps": 1, "full": True},
 }
 
 
@@ -69,7 +69,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--rounds", type=int, default=15)
-    options = parser.parse_args()
+    options = parse_options(parser, {"steps": 100, "rounds": 5})
     torch.set_num_threads(1)
     data = Digits("train")
     images, labels = data.images.to(options.device), data.labels.to(options.device)
@@ -82,11 +82,7 @@ def main() -> None:
     for _ in range(options.rounds):
         for name in random.sample(list(LEDGERS), len(LEDGERS)):
             took[name].append(us_per_step(batches, LEDGERS[name]))
-    bare = took["no ledger"]
-    step_us = statistics.median(bare)
-    for name, times in took.items():
-        more = statistics.median(a - b for a, b in zip(times, bare, strict=True))
-        print(f"{name:<22} {statistics.median(times):9.1f} us  {more / step_us:+7.2%}")
+    Report(options.json).add("a training step", "us", took, "no ledger")
 
 
 if __name__ == "__main__":

@@ -1,19 +1,21 @@
 """Time per step under Lightning's own ddp strategy and under ours, on one device.
 
-    python benchmarks/lightning_steps.py [--accelerator gpu] [--precision bf16-mixed] [--steps 300]
+Both train the same network on the same batch, one thread, in turns, several times. The time of a
+turn is the median of its steps'; ratios are taken within a turn.
 
-Both train the same network on the same batch in turns, several times; printed are the medians of
-the steps' times and, last, the median of the turns' ratios.
+    python benchmarks/lightning_steps.py [--device cuda] [--precision bf16-mixed] [--steps 300]
 """
 
 import argparse
 import statistics
 import time
 import warnings
+from collections import UserList
 from typing import Any
 
 import torch
 from pytorch_lightning import Callback, LightningModule, Trainer
+from report import Report, parse_options
 from torch import Tensor, nn
 
 from stepwrap.configs.digits import Digits, SmallCNN
@@ -31,6 +33,10 @@ class Module(LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+class Batches(UserList):
+    """A list that Lightning takes for one loader; a plain list would be one loader per item."""
 
 
 class Clock(Callback):
@@ -53,7 +59,7 @@ def run(strategy: Any, args: argparse.Namespace) -> float:
     clock, data = Clock(), Digits("train")
     batch = [data.images[: args.batch], data.labels[: args.batch]]
     trainer = Trainer(
-        accelerator=args.accelerator,
+        accelerator="gpu" if args.device.startswith("cuda") else "cpu",
         devices=1,
         strategy=strategy,
         precision=args.precision,
@@ -64,28 +70,27 @@ def run(strategy: Any, args: argparse.Namespace) -> float:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    loader = torch.utils.data.DataLoader([batch] * args.steps, batch_size=None)
-    trainer.fit(Module(), loader)
+    trainer.fit(Module(), Batches([batch] * args.steps))
     return clock.median_ms()
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--accelerator", default="cpu")
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", default="cpu")
     parser.add_argument("--precision", default="32-true")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--turns", type=int, default=5)
-    args = parser.parse_args()
+    args = parse_options(parser, {"steps": 60, "batch": 16, "turns": 3})
+    torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    ratios = []
+    times: dict[str, list[float]] = {"Lightning ddp": [], "stepwrap": []}
     for turn in range(args.turns):
         # Who comes first changes, as what warms up with time would favour the second.
-        order = [("ddp", "ddp"), ("stepwrap", StepStrategy())][:: -1 if turn % 2 else 1]
-        times = {name: run(strategy, args) for name, strategy in order}
-        ratios.append(times["stepwrap"] / times["ddp"])
-        print(f"ddp {times['ddp']:.3f} ms, stepwrap {times['stepwrap']:.3f} ms")
-    print(f"stepwrap / ddp: {statistics.median(ratios):.4f}")
+        order = [("Lightning ddp", "ddp"), ("stepwrap", StepStrategy())][:: -1 if turn % 2 else 1]
+        for name, strategy in order:
+            times[name].append(run(strategy, args))
+    Report(args.json).add("a training step", "ms", times, "Lightning ddp")
 
 
 if __name__ == "__main__":

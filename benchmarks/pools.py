@@ -1,7 +1,7 @@
 """Pools beside those of others: tasks per second, round trips, tensors, lambdas, start and end.
 
 All contestants stand ready while a measurement runs, take turns in a shuffled order within every
-round, and the median over the rounds is printed, with its ratio to the standard library's Pool.
+round; ratios are taken to the standard library's Pool.
 Slow contestants get fewer tasks. machin and loky take part where they are installed (loky comes
 with joblib).
 
@@ -16,19 +16,20 @@ import multiprocessing
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 import torch.multiprocessing
+from report import Report, parse_options
 
 from stepwrap.parallel import P2PPool, Pool
 
-TASKS = 20_000
-LAMBDAS = 10_000
 TENSORS = 16
 MB = 2**20
+OURS = ("stepwrap Pool", "stepwrap P2PPool")
+PEER = "multiprocessing"
 Map = Callable[..., Any]
 
 
@@ -91,9 +92,9 @@ def openers(workers: int) -> dict[str, Callable[[], Any]]:
     """Return how each contestant's pool is opened; those that are not installed are left out."""
     spawn = multiprocessing.get_context("spawn")
     found: dict[str, Callable[[], Any]] = {
-        "Pool": lambda: pool_like(Pool(workers)),
-        "P2PPool": lambda: pool_like(P2PPool(workers)),
-        "multiprocessing": lambda: pool_like(spawn.Pool(workers)),
+        "stepwrap Pool": lambda: pool_like(Pool(workers)),
+        "stepwrap P2PPool": lambda: pool_like(P2PPool(workers)),
+        PEER: lambda: pool_like(spawn.Pool(workers)),
         "torch.multiprocessing": lambda: pool_like(
             torch.multiprocessing.get_context("spawn").Pool(workers)
         ),
@@ -133,23 +134,12 @@ def measure(runs: dict[str, Callable[[], float]], rounds: int) -> dict[str, list
     return values
 
 
-def show(title: str, unit: str, values: dict[str, list[float]], scale: float = 1.0) -> None:
-    print(title)
-    peer = values.get("multiprocessing")
-    for name, own in values.items():
-        ratio = ""
-        if peer and name != "multiprocessing":
-            ratios = [mine / theirs for mine, theirs in zip(own, peer, strict=True)]
-            ratio = f"  {statistics.median(ratios):7.2f} x multiprocessing"
-        print(f"  {name:24s}{statistics.median(own) * scale:12.2f} {unit}{ratio}", flush=True)
-
-
 @contextmanager
-def opened(workers: int, names: set[str] | None = None) -> Iterator[dict[str, Contestant]]:
+def opened(workers: int, names: Collection[str]) -> Iterator[dict[str, Contestant]]:
     with ExitStack() as stack:
         pools: dict[str, Contestant] = {}
         for name, opener in openers(workers).items():
-            if names is None or name in names:
+            if name in names:
                 pools[name] = stack.enter_context(opener())
                 pools[name].apply(same, 0)
         yield pools
@@ -161,64 +151,74 @@ def rate(call: Callable[[], object], count: float) -> float:
     return count / (time.perf_counter() - start)
 
 
-def compare_tasks(rounds: int) -> None:
-    for workers in (2, 8):
-        fast = {"Pool", "P2PPool", "multiprocessing", "torch.multiprocessing"}
-        with opened(workers, fast if workers == 8 else None) as pools:
+def compare_tasks(options: argparse.Namespace, report: Report) -> None:
+    for workers in options.workers:
+        fast = {*OURS, PEER, "torch.multiprocessing"}
+        names = {*options.contestants} & fast if workers > 2 else options.contestants
+        with opened(workers, names) as pools:
             for chunk in (1, None):
                 runs = {}
                 for name, pool in pools.items():
-                    count = int(TASKS * pool.share) if chunk else TASKS
+                    count = int(options.tasks * (pool.share if chunk else 1))
                     items = list(range(count))
                     runs[name] = lambda pool=pool, items=items, chunk=chunk: rate(
                         lambda: pool.map(same, items, chunk), len(items)
                     )
                 how = "chunk size 1" if chunk else "automatic chunks"
-                show(f"empty tasks, {workers} workers, {how}", "k/s", measure(runs, rounds), 1e-3)
+                title = f"empty tasks, {workers} workers, {how}"
+                values = measure(runs, options.rounds)
+                report.add(title, "/s", values, PEER, higher_is_better=True)
 
 
-def compare_latency(rounds: int) -> None:
+def compare_latency(options: argparse.Namespace, report: Report) -> None:
     def one(pool: Contestant) -> float:
         times = []
         for _ in range(int(300 * max(pool.share, 0.3))):
             start = time.perf_counter()
             pool.apply(same, 1)
             times.append(time.perf_counter() - start)
-        return statistics.median(times)
+        return statistics.median(times) * 1e6
 
-    with opened(2) as pools:
+    with opened(2, options.contestants) as pools:
         runs = {name: lambda pool=pool: one(pool) for name, pool in pools.items()}
-        show("round trip of one task", "us", measure(runs, rounds), 1e6)
+        report.add("round trip of one task", "us", measure(runs, options.rounds), PEER)
 
 
-def compare_tensors(rounds: int) -> None:
+def compare_tensors(options: argparse.Namespace, report: Report) -> None:
+    gigabytes = TENSORS * 16 * MB / 1e9
+
     def arguments(pool: Contestant) -> float:
         tensors = [torch.full((4 * MB,), float(i)) for i in range(TENSORS)]
-        return rate(lambda: pool.map(first_element, tensors, 1), TENSORS * 16 * MB)
+        return rate(lambda: pool.map(first_element, tensors, 1), gigabytes)
 
     def results(pool: Contestant) -> float:
-        return rate(lambda: pool.map(make_tensor, list(range(TENSORS)), 1), TENSORS * 16 * MB)
+        return rate(lambda: pool.map(make_tensor, list(range(TENSORS)), 1), gigabytes)
 
-    with opened(2) as pools, ExitStack() as stack:
-        for name, kind in (("Pool", Pool), ("P2PPool", P2PPool)):
+    with opened(2, options.contestants) as pools, ExitStack() as stack:
+        for name, kind in zip(OURS, (Pool, P2PPool), strict=True):
             shared = kind(2, is_copy_tensor=False, share_method="cpu")
             pools[f"{name}, by reference"] = stack.enter_context(pool_like(shared))
         for title, run in (("as arguments", arguments), ("made and returned", results)):
             runs = {name: lambda pool=pool, run=run: run(pool) for name, pool in pools.items()}
-            show(f"tensors of 16 MB {title}", "GB/s", measure(runs, rounds), 1e-9)
+            values = measure(runs, options.rounds)
+            report.add(f"tensors of 16 MB {title}", "GB/s", values, PEER, higher_is_better=True)
 
 
-def compare_lambdas(rounds: int) -> None:
-    with opened(2, {"Pool", "P2PPool", "loky", "joblib", "machin"}) as pools:
-        runs, items = {}, list(range(LAMBDAS))
-        for name, pool in pools.items():
-            runs[name] = lambda pool=pool: rate(
-                lambda: pool.map(lambda value: value + rounds, items, 1), LAMBDAS
+def compare_lambdas(options: argparse.Namespace, report: Report) -> None:
+    count = options.tasks // 2
+    with opened(2, {*OURS, "loky", "joblib", "machin"} & {*options.contestants}) as pools:
+        runs = {
+            name: lambda pool=pool: rate(
+                lambda: pool.map(lambda value: value + count, list(range(count)), 1), count
             )
-        show(f"{LAMBDAS} calls of a lambda, chunk size 1", "k/s", measure(runs, rounds), 1e-3)
+            for name, pool in pools.items()
+        }
+        # The standard library cannot do this.
+        values = measure(runs, options.rounds)
+        report.add("calls of a lambda, chunk size 1", "/s", values, "loky", higher_is_better=True)
 
 
-def compare_starts(rounds: int) -> None:
+def compare_starts(options: argparse.Namespace, report: Report) -> None:
     first: dict[str, Callable[[], float]] = {}
     ends: dict[str, list[float]] = {}
 
@@ -230,10 +230,11 @@ def compare_starts(rounds: int) -> None:
         ends.setdefault(name, []).append(time.perf_counter() - end)
         return took
 
-    for name, opener in openers(2).items():
+    for name in options.contestants:
+        opener = openers(2)[name]
         first[name] = lambda name=name, opener=opener: start_and_end(name, opener)
-    show("from nothing to the first result", "s", measure(first, rounds))
-    show("close and join", "s", {name: ends[name][1:] for name in first})
+    report.add("from nothing to the first result", "s", measure(first, options.rounds), PEER)
+    report.add("close and join", "s", {name: ends[name][1:] for name in first}, PEER)
 
 
 KINDS = {
@@ -246,13 +247,26 @@ KINDS = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Time pools.")
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--tasks", type=int, default=20_000)
+    parser.add_argument("--workers", type=int, nargs="+", default=[2, 8], help="of empty tasks")
     parser.add_argument("--only", nargs="+", choices=sorted(KINDS), default=list(KINDS))
-    options = parser.parse_args()
+    names = list(openers(1))
+    parser.add_argument("--contestants", nargs="+", choices=names, default=names)
+    # A short run starts few processes: each imports torch.
+    quick = {
+        "rounds": 3,
+        "tasks": 4000,
+        "workers": [2],
+        "only": ["tasks", "latency", "tensors"],
+        "contestants": [*OURS, PEER],
+    }
+    options = parse_options(parser, quick)
     torch.set_num_threads(1)
+    report = Report(options.json)
     for name in options.only:
-        KINDS[name](options.rounds)
+        KINDS[name](options, report)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ there and back, in a changing order; ratios are taken within a round, and their 
 
 import argparse
 import random
-import statistics
 import tempfile
 import threading
 import time
@@ -27,6 +26,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.rpc as rpc
 import torch.multiprocessing as mp
+from report import Report, parse_options
 from torch import Tensor, nn
 
 from stepwrap.rpc import (
@@ -48,9 +48,9 @@ Block = Callable[[], None]
 class Timing:
     """Milliseconds of one piece of work, by contestant and round."""
 
-    def __init__(self, group: RpcGroup, rounds: int) -> None:
+    def __init__(self, group: RpcGroup, options: argparse.Namespace) -> None:
         self.group = group
-        self.rounds = rounds
+        self.options = options
         self.rank = dist.get_rank()
 
     def of(self, blocks: dict[str, Block], repeats: int) -> dict[str, list[float]]:
@@ -60,7 +60,7 @@ class Timing:
             dist.barrier()
         order = random.Random(0)
         times: dict[str, list[float]] = {name: [] for name in blocks}
-        for _ in range(self.rounds):
+        for _ in range(self.options.rounds):
             names, seconds = order.sample(list(blocks), len(blocks)), dict.fromkeys(blocks, 0.0)
             for name in [*names, *reversed(names)]:
                 dist.barrier()
@@ -72,17 +72,10 @@ class Timing:
                 times[name].append(value / (2 * repeats) * 1000)
         return times
 
-    def show(self, title: str, times: dict[str, list[float]], unit: str = "") -> None:
-        """Print the medians, each with its ratio to the first; with a unit, as a rate."""
-        if self.rank != 0:
-            return
-        print(title)
-        base = next(iter(times.values()))
-        for name, values in times.items():
-            median = statistics.median(values)
-            figure = f"{1000 / median:10.0f} {unit}" if unit else f"{median:10.3f} ms"
-            ratio = statistics.median(one / peer for one, peer in zip(values, base, strict=True))
-            print(f"  {name:34} {figure}   {ratio:6.3f}", flush=True)
+    def report(self, title: str, times: dict[str, list[float]]) -> None:
+        """Report the times with their ratios to the first contestant's."""
+        if self.rank == 0:
+            Report(self.options.json).add(title, "ms", times, next(iter(times)))
 
 
 def repeated(work: Block, repeats: int, *, on: tuple[int, ...]) -> Block:
@@ -107,11 +100,11 @@ def compare_calls(timing: Timing) -> None:
     dist.barrier()
     contestants: dict[str, Block] = {
         "rpc_sync": lambda: rpc.rpc_sync("server", nothing),
-        "group.rpc_sync": lambda: group.rpc_sync("server", nothing),
-        "group.registered_sync": lambda: group.registered_sync("nothing"),
+        "stepwrap group.rpc_sync": lambda: group.rpc_sync("server", nothing),
+        "stepwrap group.registered_sync": lambda: group.registered_sync("nothing"),
     }
     blocks = {name: repeated(work, 300, on=(1,)) for name, work in contestants.items()}
-    timing.show("an empty call", timing.of(blocks, 300))
+    timing.report("an empty call", timing.of(blocks, 300))
 
 
 kept: dict[str, object] = {}
@@ -171,17 +164,17 @@ def compare_model(timing: Timing, size: str, pushed: nn.Module) -> None:
     contestants = {
         "rpc_sync, both ways": move,
         "rpc_sync, with the model's copies": move_copies,
-        "push and pull": by_server,
+        "stepwrap push and pull": by_server,
     }
     blocks = {name: repeated(work, 2, on=(1,)) for name, work in contestants.items()}
-    timing.show(f"40 MB to the server and back, {size}", timing.of(blocks, 2))
+    timing.report(f"40 MB to the server and back, {size}", timing.of(blocks, 2))
     contestants = {
         "rpc_sync of nothing": lambda: rpc.rpc_sync("server", nothing),
-        "pull of an unchanged version": lambda: server.pull(pulled),
-        "push of an unchanged model": lambda: server.push(pushed),
+        "stepwrap pull of an unchanged version": lambda: server.pull(pulled),
+        "stepwrap push of an unchanged model": lambda: server.push(pushed),
     }
     blocks = {name: repeated(work, 20, on=(1,)) for name, work in contestants.items()}
-    timing.show(f"40 MB that did not change, {size}", timing.of(blocks, 20))
+    timing.report(f"40 MB that did not change, {size}", timing.of(blocks, 20))
 
 
 def compare_ordered(timing: Timing) -> None:
@@ -196,10 +189,10 @@ def compare_ordered(timing: Timing) -> None:
 
     contestants: dict[str, Block] = {
         "rpc_sync": lambda: rpc.rpc_sync("server", put, args=(key, 1)),
-        "ordered server": push,
+        "stepwrap ordered server": push,
     }
     blocks = {name: repeated(work, 300, on=(1, 2)) for name, work in contestants.items()}
-    timing.show("small pushes by two clients", timing.of(blocks, 600), "/s")
+    timing.report("small pushes by two clients", timing.of(blocks, 600))
     if host is not None:
         host.close()
 
@@ -273,9 +266,9 @@ def compare_updates(timing: Timing, size: str) -> None:
             time.sleep(0.0005)
         return None
 
-    blocks = {"by hand": repeated(by_hand, count, on=(1, 2)), "gradient server": by_server}
+    blocks = {"by hand": repeated(by_hand, count, on=(1, 2)), "stepwrap gradient server": by_server}
     times = timing.of(blocks, 2 * count // PER_UPDATE)
-    timing.show(f"updates by two clients, {size} parameters", times, "/s")
+    timing.report(f"updates by two clients, {size} parameters", times)
     if host is not None:
         host.close()
     dist.barrier()
@@ -294,15 +287,14 @@ def run_rank(rank: int, settings: argparse.Namespace, store: str) -> None:
     with World(NAMES[rank], rank, len(NAMES), dist_init_method=f"file://{store}") as world:
         group = world.create_rpc_group("all", NAMES)
         for part in settings.only:
-            PARTS[part](Timing(group, settings.rounds))
+            PARTS[part](Timing(group, settings))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--only", nargs="*", default=list(PARTS), choices=list(PARTS))
-    settings = parser.parse_args()
-    print(f"median of {settings.rounds} rounds, and of the ratios of their times to the first's")
+    settings = parse_options(parser, {"rounds": 3})
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(run_rank, (settings, str(Path(folder, "store"))), nprocs=len(NAMES))
 

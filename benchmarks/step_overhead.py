@@ -1,10 +1,11 @@
-"""What a training step costs over a hand-written loop, in microseconds and as a ratio.
+"""What a training step costs beside a hand-written loop, in microseconds and as a ratio.
 
-A 64-128-10 perceptron, batches of 32, SGD, one thread. The same batches lie in memory for all, so
-that nobody pays for a DataLoader. All contestants run in turn within every round; a ratio is taken
-to the hand-written loop of the same round, and the median over the rounds is printed. The clock
-runs from the reading of an early batch to that of the last one, so that nobody's start and end
-count. Peers that are installed beside stepwrap are measured too.
+A 64-128-10 perceptron, batches of 32, SGD, one thread. All contestants read the very same batches
+from memory: nobody has a DataLoader. Those that log write the mean of the loss every 50 steps to
+where their framework logs; what each one does besides training is printed behind its figures. All
+run in turn within every round. The clock runs from the reading of an early batch to that of the
+last one, so that nobody's start and end count. Peers take part where they are installed (`make
+bench-peers`); JAX reads copies of the batches that were made before.
 
     python benchmarks/step_overhead.py [--device cuda] [--steps 1000] [--rounds 25]
 """
@@ -15,15 +16,17 @@ import gc
 import importlib.util
 import io
 import logging
-import statistics
+import os
 import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
+from report import Report, parse_options
 from torch import Tensor, nn
 
 from stepwrap.loops import (
@@ -40,8 +43,9 @@ from stepwrap.wrappers import OptimWrapper, SingleDevice, SupervisedModel
 HOOKS_BY_DEFAULT = (ProgressHook, LogHook, CheckpointHook, ThroughputHook)
 
 Batch = tuple[Tensor, Tensor]
-Contestant = Callable[[], None]
+Run = Callable[[], None]
 WARM_UP = 100
+LOG_EVERY_STEPS = 50
 
 
 class ClockedBatches(Sequence[Batch]):
@@ -58,7 +62,10 @@ class ClockedBatches(Sequence[Batch]):
         self.batches = [pool[i % len(pool)] for i in range(WARM_UP + steps + 1)]
         # mmengine looks for the description of the data there.
         self.dataset = self.batches
-        self.device = device
+        # Called before the clock is read: waits for the steps that were only enqueued.
+        self.synchronize: Callable[[], object] = (
+            torch.cuda.synchronize if device.type == "cuda" else lambda: None
+        )
         self.marks: dict[int, float] = {}
 
     def __len__(self) -> int:
@@ -66,8 +73,7 @@ class ClockedBatches(Sequence[Batch]):
 
     def __getitem__(self, index: int) -> Batch:
         if index == WARM_UP or index == len(self.batches) - 1:
-            if self.device.type == "cuda":
-                torch.cuda.synchronize()
+            self.synchronize()
             self.marks[index] = time.perf_counter()
         return self.batches[index]
 
@@ -76,18 +82,42 @@ class ClockedBatches(Sequence[Batch]):
         return seconds / (len(self) - 1 - WARM_UP) * 1e6
 
 
-CONTESTANTS: dict[str, Callable[[ClockedBatches, torch.device], Contestant]] = {}
+Maker = Callable[[ClockedBatches, torch.device], Run]
 
 
-def contestant(name: str, needs: str | None = None):  # noqa: ANN201
-    """Registers a maker of contestants, when the package it needs is installed."""
+class Contestant(NamedTuple):
+    make: Maker
+    does: str
 
-    def register(make: Callable[[ClockedBatches, torch.device], Contestant]):  # noqa: ANN202
-        if needs is None or importlib.util.find_spec(needs) is not None:
-            CONTESTANTS[name] = make
+
+CONTESTANTS: dict[str, Contestant] = {}
+
+
+def contestant(name: str, does: str, needs: Sequence[str] = ()) -> Callable[[Maker], Maker]:
+    """Register a maker of contestants, if the packages that it needs are installed."""
+
+    def register(make: Maker) -> Maker:
+        if all(importlib.util.find_spec(package) for package in needs):
+            CONTESTANTS[name] = Contestant(make, does)
         return make
 
     return register
+
+
+class MeanLoss:
+    """Hands the mean of the last 50 losses on, for frameworks that leave this to the user."""
+
+    def __init__(self, write: Callable[[float, int], object]) -> None:
+        self.write = write
+        self.total = torch.zeros(())
+        self.steps = 0
+
+    def add(self, loss: Tensor) -> None:
+        self.total = self.total + loss.detach()
+        self.steps += 1
+        if self.steps % LOG_EVERY_STEPS == 0:
+            self.write(self.total.item() / LOG_EVERY_STEPS, self.steps)
+            self.total = torch.zeros(())
 
 
 def make_parts(device: torch.device) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -96,8 +126,8 @@ def make_parts(device: torch.device) -> tuple[nn.Module, torch.optim.Optimizer]:
     return net, torch.optim.SGD(net.parameters(), lr=0.01)
 
 
-@contestant("hand-written loop")
-def hand_written(batches: ClockedBatches, device: torch.device) -> Contestant:
+@contestant("hand-written loop", "no log")
+def hand_written(batches: ClockedBatches, device: torch.device) -> Run:
     net, optimizer = make_parts(device)
     loss_of = nn.CrossEntropyLoss()
 
@@ -112,10 +142,8 @@ def hand_written(batches: ClockedBatches, device: torch.device) -> Contestant:
     return run
 
 
-@contestant("stepwrap wrapper")
-def wrapper(
-    batches: ClockedBatches, device: torch.device, loss_weight: str | None = None
-) -> Contestant:
+@contestant("stepwrap wrapper", "no log, in a hand-written loop")
+def wrapper(batches: ClockedBatches, device: torch.device, loss_weight: str | None = None) -> Run:
     net, optimizer = make_parts(device)
     model = SingleDevice(SupervisedModel(net, nn.CrossEntropyLoss()).to(device))
     optim_wrapper = OptimWrapper(optimizer, loss_weight=loss_weight)
@@ -129,7 +157,9 @@ def wrapper(
 
 
 for weight in ("samples", "tokens"):
-    CONTESTANTS[f"stepwrap wrapper, loss_weight: {weight}"] = partial(wrapper, loss_weight=weight)
+    contestant(f"stepwrap wrapper, loss_weight: {weight}", "no log, in a hand-written loop")(
+        partial(wrapper, loss_weight=weight)
+    )
 
 
 def run_loop(batches: ClockedBatches, device: torch.device, make_hooks: Callable[[], list]) -> None:
@@ -145,58 +175,82 @@ def run_loop(batches: ClockedBatches, device: torch.device, make_hooks: Callable
             call(state)
 
 
-@contestant("stepwrap loop, no hooks")
-def bare_loop(batches: ClockedBatches, device: torch.device) -> Contestant:
+@contestant("stepwrap loop, no hooks", "mean of the loss every 50 steps, not written")
+def bare_loop(batches: ClockedBatches, device: torch.device) -> Run:
     return lambda: run_loop(batches, device, list)
 
 
-@contestant("stepwrap loop, default hooks")
-def default_loop(batches: ClockedBatches, device: torch.device) -> Contestant:
+@contestant(
+    "stepwrap loop, default hooks",
+    "log to JSON and CSV, progress, throughput, checkpoint at the end",
+)
+def default_loop(batches: ClockedBatches, device: torch.device) -> Run:
     return lambda: run_loop(batches, device, lambda: [make() for make in HOOKS_BY_DEFAULT])
 
 
-@contestant("ignite Engine", needs="ignite")
-def ignite_engine(batches: ClockedBatches, device: torch.device) -> Contestant:
+@contestant("ignite Engine", "log to TensorBoard", needs=("ignite", "tensorboard"))
+def ignite_engine(batches: ClockedBatches, device: torch.device) -> Run:
     from ignite.engine import Engine
+    from ignite.handlers import TensorboardLogger
 
     net, optimizer = make_parts(device)
     loss_of = nn.CrossEntropyLoss()
 
-    def step(engine: object, batch: Batch) -> Tensor:
-        loss = loss_of(net(batch[0]), batch[1])
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
-
     def run() -> None:
         net.train()
-        Engine(step).run(batches, max_epochs=1)
+        with tempfile.TemporaryDirectory() as folder:
+            logger = TensorboardLogger(log_dir=folder)
+            mean = MeanLoss(lambda loss, step: logger.writer.add_scalar("loss", loss, step))
+
+            def step(engine: object, batch: Batch) -> Tensor:
+                loss = loss_of(net(batch[0]), batch[1])
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                mean.add(loss)
+                return loss.detach()
+
+            Engine(step).run(batches, max_epochs=1)
+            logger.close()
 
     return run
 
 
-@contestant("accelerate", needs="accelerate")
-def accelerate_loop(batches: ClockedBatches, device: torch.device) -> Contestant:
+@contestant("accelerate", "log to TensorBoard", needs=("accelerate", "tensorboard"))
+def accelerate_loop(batches: ClockedBatches, device: torch.device) -> Run:
     from accelerate import Accelerator
 
-    accelerator = Accelerator(cpu=device.type == "cpu")
-    net, optimizer = accelerator.prepare(*make_parts(device))
-    loss_of = nn.CrossEntropyLoss()
-
-    def run() -> None:
+    def train(accelerator: Accelerator) -> None:
+        net, optimizer = accelerator.prepare(*make_parts(device))
+        loss_of = nn.CrossEntropyLoss()
+        mean = MeanLoss(lambda loss, step: accelerator.log({"loss": loss}, step))
         net.train()
         for inputs, target in batches:
             with accelerator.accumulate(net):
-                accelerator.backward(loss_of(net(inputs), target))
+                loss = loss_of(net(inputs), target)
+                accelerator.backward(loss)
                 optimizer.step()
                 optimizer.zero_grad()
+            mean.add(loss)
+
+    def run() -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            accelerator = Accelerator(
+                cpu=device.type == "cpu", log_with="tensorboard", project_dir=folder
+            )
+            accelerator.init_trackers("run")
+            train(accelerator)
+            accelerator.end_training()
 
     return run
 
 
-@contestant("mmengine Runner, default hooks", needs="mmengine")
-def mmengine_runner(batches: ClockedBatches, device: torch.device) -> Contestant:
+@contestant(
+    "mmengine Runner, default hooks",
+    "log to JSON, timers, checkpoint at the end",
+    needs=("mmengine",),
+)
+def mmengine_runner(batches: ClockedBatches, device: torch.device) -> Run:
     from mmengine.model import BaseModel
     from mmengine.runner import Runner
 
@@ -206,37 +260,81 @@ def mmengine_runner(batches: ClockedBatches, device: torch.device) -> Contestant
             self.net, _ = make_parts(device)
             self.loss_of = nn.CrossEntropyLoss()
 
-        def forward(self, inputs: Tensor, target: Tensor, mode: str = "tensor"):  # noqa: ANN202
+        def forward(
+            self, inputs: Tensor, target: Tensor, mode: str = "tensor"
+        ) -> dict[str, Tensor]:
             return {"loss": self.loss_of(self.net(inputs), target)}
 
     def run() -> None:
         with tempfile.TemporaryDirectory() as folder:
-            Runner(
+            runner = Runner(
                 model=Model(),
                 work_dir=folder,
                 train_dataloader=batches,
                 train_cfg={"by_epoch": True, "max_epochs": 1},
                 optim_wrapper={"optimizer": {"type": "SGD", "lr": 0.01}},
+                default_hooks={"logger": {"type": "LoggerHook", "interval": LOG_EVERY_STEPS}},
+                log_processor={"window_size": LOG_EVERY_STEPS},
                 experiment_name=f"round_{time.monotonic_ns()}",
                 log_level="ERROR",
-            ).train()
+            )
+            assert runner.train_loop.dataloader is batches
+            runner.train()
 
     return run
 
 
-@contestant("Lightning Trainer, CSV log + bar + checkpoint", needs="pytorch_lightning")
-def lightning_trainer(batches: ClockedBatches, device: torch.device) -> Contestant:
+@contestant("torchtnt AutoUnit", "log to TensorBoard", needs=("torchtnt", "tensorboard"))
+def torchtnt_unit(batches: ClockedBatches, device: torch.device) -> Run:
+    from torchtnt.framework import AutoUnit, train
+    from torchtnt.utils.loggers import TensorBoardLogger
+
+    class Unit(AutoUnit):
+        def __init__(self, folder: str) -> None:
+            super().__init__(module=make_parts(device)[0], device=device, clip_grad_norm=None)
+            self.loss_of = nn.CrossEntropyLoss()
+            self.logger = TensorBoardLogger(folder)
+            self.mean = MeanLoss(lambda loss, step: self.logger.log("loss", loss, step))
+
+        def configure_optimizers_and_lr_scheduler(
+            self, module: nn.Module
+        ) -> tuple[torch.optim.Optimizer, None]:
+            return torch.optim.SGD(module.parameters(), lr=0.01), None
+
+        def compute_loss(self, state: object, data: Batch) -> tuple[Tensor, None]:
+            return self.loss_of(self.module(data[0]), data[1]), None
+
+        def on_train_step_end(self, state: object, data: Batch, step: int, results: object) -> None:
+            self.mean.add(results.loss)
+
+    def run() -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            unit = Unit(folder)
+            train(unit, batches, max_epochs=1)
+            unit.logger.close()
+
+    return run
+
+
+@contestant(
+    "Lightning Trainer",
+    "log to CSV, progress bar, checkpoint at the end",
+    needs=("pytorch_lightning",),
+)
+def lightning_trainer(batches: ClockedBatches, device: torch.device, *, bare: bool = False) -> Run:
     import pytorch_lightning as lightning
+    from pytorch_lightning.loggers import CSVLogger
 
     class Module(lightning.LightningModule):
         def __init__(self) -> None:
             super().__init__()
-            self.net, self.optimizer = make_parts(device)
+            self.net, _ = make_parts(device)
             self.loss_of = nn.CrossEntropyLoss()
+            self.mean = MeanLoss(lambda loss, step: self.log("loss", loss))
 
         def training_step(self, batch: Batch, index: int) -> Tensor:
             loss: Tensor = self.loss_of(self.net(batch[0]), batch[1])
-            self.log("loss", loss)
+            self.mean.add(loss)
             return loss
 
         def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -244,13 +342,58 @@ def lightning_trainer(batches: ClockedBatches, device: torch.device) -> Contesta
 
     def run() -> None:
         with tempfile.TemporaryDirectory() as folder:
-            lightning.Trainer(
+            trainer = lightning.Trainer(
                 max_epochs=1,
                 accelerator="gpu" if device.type == "cuda" else "cpu",
                 devices=1,
-                default_root_dir=folder,
+                logger=False if bare else CSVLogger(folder),
+                enable_checkpointing=not bare,
+                enable_progress_bar=not bare,
+                log_every_n_steps=LOG_EVERY_STEPS,
                 enable_model_summary=False,
-            ).fit(Module(), batches)
+            )
+            trainer.fit(Module(), batches)
+            assert trainer.train_dataloader is batches
+
+    return run
+
+
+contestant("Lightning Trainer, bare", "nothing is written", needs=("pytorch_lightning",))(
+    partial(lightning_trainer, bare=True)
+)
+
+
+@contestant("JAX, jitted step", "no log", needs=("jax",))
+def jax_loop(batches: ClockedBatches, device: torch.device) -> Run:
+    # One thread for JAX too; read when it is first used.
+    os.environ.setdefault("XLA_FLAGS", "--xla_cpu_multi_thread_eigen=false")
+    import jax
+    import jax.numpy as jnp
+
+    copies = {id(batch): tuple(map(jnp.asarray, batch)) for batch in batches.batches}
+    pairs = [copies[id(batch)] for batch in batches.batches]
+    first, _, last = make_parts(torch.device("cpu"))[0]
+    weights = [jnp.asarray(x.detach()) for x in (*first.parameters(), *last.parameters())]
+
+    def loss_of(weights: list[jax.Array], inputs: jax.Array, target: jax.Array) -> jax.Array:
+        hidden = jax.nn.relu(inputs @ weights[0].T + weights[1])
+        logits = jax.nn.log_softmax(hidden @ weights[2].T + weights[3])
+        return -jnp.take_along_axis(logits, target[:, None], axis=1).mean()
+
+    @partial(jax.jit, donate_argnums=0)
+    def step(
+        weights: list[jax.Array], inputs: jax.Array, target: jax.Array
+    ) -> tuple[list[jax.Array], jax.Array]:
+        loss, gradients = jax.value_and_grad(loss_of)(weights, inputs, target)
+        return [w - 0.01 * g for w, g in zip(weights, gradients, strict=True)], loss
+
+    def run() -> None:
+        nonlocal weights
+        before = batches.synchronize
+        batches.synchronize = lambda: jax.block_until_ready(weights)
+        for _, (inputs, target) in zip(batches, pairs, strict=True):
+            weights, _ = step(weights, inputs, target)
+        batches.synchronize = before
 
     return run
 
@@ -263,8 +406,8 @@ def quiet() -> Iterator[None]:
             yield
 
 
-def measure(run: Contestant, batches: ClockedBatches) -> float:
-    """Microseconds per step; the garbage of earlier contestants is collected before."""
+def measure(run: Run, batches: ClockedBatches) -> float:
+    """Return microseconds per step; the garbage of earlier contestants is collected before."""
     gc.collect()
     with quiet():
         run()
@@ -276,24 +419,27 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--rounds", type=int, default=25)
-    arguments = parser.parse_args()
+    options = parse_options(parser, {"steps": 200, "rounds": 5})
     torch.set_num_threads(1)
     logging.disable(logging.ERROR)
-    device = torch.device(arguments.device)
-    batches = ClockedBatches(arguments.steps, device)
+    device = torch.device(options.device)
+    batches = ClockedBatches(options.steps, device)
     with quiet():
-        runs = {name: make(batches, device) for name, make in CONTESTANTS.items()}
+        runs = {name: one.make(batches, device) for name, one in CONTESTANTS.items()}
     for run in runs.values():
         measure(run, batches)
     times: dict[str, list[float]] = {name: [] for name in runs}
-    for _ in range(arguments.rounds):
+    for _ in range(options.rounds):
         for name, run in runs.items():
             times[name].append(measure(run, batches))
-    base = times["hand-written loop"]
-    print(f"{'':46} {'us/step':>8} {'ratio':>6}   (median of {arguments.rounds} rounds)")
-    for name, values in times.items():
-        ratio = statistics.median(value / one for value, one in zip(values, base, strict=True))
-        print(f"{name:46} {statistics.median(values):8.1f} {ratio:6.3f}")
+    Report(options.json).add(
+        "a training step",
+        "us",
+        times,
+        "hand-written loop",
+        notes={name: one.does for name, one in CONTESTANTS.items()},
+        summary=set(times),
+    )
 
 
 if __name__ == "__main__":

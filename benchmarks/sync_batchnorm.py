@@ -14,7 +14,6 @@ SyncBatchNorm beside stepwrap's and the straightforward layer (NCCL).
 
 import argparse
 import random
-import statistics
 import tempfile
 import time
 from collections.abc import Callable, Mapping
@@ -26,6 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from report import Report, parse_options
 from torch import Tensor, nn
 
 from stepwrap.wrappers import ReplicationCallbackDataParallel, convert_sync_batchnorm
@@ -33,6 +33,7 @@ from stepwrap.wrappers import ReplicationCallbackDataParallel, convert_sync_batc
 Contestant = Callable[[], object]
 COPIES = 2
 CHANNELS = 32
+PEERS = ("two sums each way", "torch SyncBatchNorm")
 
 
 class SumOverRanks(torch.autograd.Function):
@@ -156,15 +157,6 @@ def measure(contestants: Mapping[str, Contestant], rounds: int) -> dict[str, lis
     return times
 
 
-def show(title: str, times: Mapping[str, list[float]]) -> None:
-    """Print each contestant, and how many times as long it takes as without synchronisation."""
-    print(title)
-    for name, own in times.items():
-        peers = times["not synchronised"]
-        ratio = statistics.median(mine / peer for mine, peer in zip(own, peers, strict=True))
-        print(f"  {name:20s} {statistics.median(own):8.2f} ms   {ratio:5.2f} times")
-
-
 def run_rank(rank: int, ranks: int, store: str, arguments: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     dist.init_process_group(
@@ -178,7 +170,8 @@ def run_rank(rank: int, ranks: int, store: str, arguments: argparse.Namespace) -
         for what in ("CNN", "layer"):
             times = measure(make_contestants(what, arguments, replicas=False), arguments.rounds)
             if rank == 0:
-                show(f"{what}, {ranks} rank{'s' if ranks > 1 else ''}", times)
+                title = f"{what}, {ranks} rank{'s' if ranks > 1 else ''}"
+                Report(arguments.json).add(title, "ms", times, "not synchronised", summary=PEERS)
         dist.barrier()
     finally:
         dist.destroy_process_group()
@@ -189,11 +182,12 @@ def main() -> None:
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--batch", type=int, default=64)
-    arguments = parser.parse_args()
+    arguments = parse_options(parser, {"rounds": 5})
     torch.set_num_threads(1)
     for what in ("CNN", "layer"):
         times = measure(make_contestants(what, arguments, replicas=True), arguments.rounds)
-        show(f"{what}, {COPIES} replicas on {arguments.device}", times)
+        title = f"{what}, {COPIES} replicas on {arguments.device}"
+        Report(arguments.json).add(title, "ms", times, "not synchronised", summary=PEERS)
     ranks = 1 if arguments.device == "cuda" else COPIES
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(run_rank, (ranks, str(Path(folder, "store")), arguments), nprocs=ranks)

@@ -17,7 +17,6 @@ import argparse
 import gc
 import random
 import resource
-import statistics
 import tempfile
 import threading
 import time
@@ -28,6 +27,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from report import Report, parse_options
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DataParallel, DistributedDataParallel
@@ -42,7 +42,6 @@ from stepwrap.wrappers import (
 
 SIZES = {"10^4": (56, 3), "10^6": (512, 4), "10^7": (1024, 10)}
 BATCH = 32
-SECONDS = 0.25
 MB = 2**20
 
 Step = Callable[[], None]
@@ -172,17 +171,19 @@ def finish(device: torch.device) -> None:
         dist.barrier()
 
 
-def measure(steps: dict[str, Step], rounds: int, device: torch.device) -> dict[str, list[float]]:
+def measure(
+    steps: dict[str, Step], settings: argparse.Namespace, device: torch.device
+) -> dict[str, list[float]]:
     """Return the milliseconds of a step by contestant and round."""
     for step in steps.values():
         for _ in range(10):
             step()
-    count = repeats(steps["by hand"], device)
+    count = repeats(steps["by hand"], settings.seconds, device)
     order = random.Random(0)
     times: dict[str, list[float]] = {name: [] for name in steps}
     gc.collect()
     gc.disable()
-    for _ in range(rounds):
+    for _ in range(settings.rounds):
         # There and back, so that a machine that slows down meets all of them alike.
         names, seconds = order.sample(list(steps), len(steps)), dict.fromkeys(steps, 0.0)
         for name in [*names, *reversed(names)]:
@@ -198,14 +199,14 @@ def measure(steps: dict[str, Step], rounds: int, device: torch.device) -> dict[s
     return times
 
 
-def repeats(step: Step, device: torch.device) -> int:
+def repeats(step: Step, seconds: float, device: torch.device) -> int:
     """How many steps make a block; the same on all ranks."""
     finish(device)
     start = time.perf_counter()
     for _ in range(5):
         step()
     finish(device)
-    count = max(2, round(SECONDS / ((time.perf_counter() - start) / 5)))
+    count = max(2, round(seconds / ((time.perf_counter() - start) / 5)))
     if dist.is_initialized():
         agreed = torch.tensor(count, device=device)
         dist.broadcast(agreed, 0)
@@ -216,23 +217,15 @@ def repeats(step: Step, device: torch.device) -> int:
 def run_speed(rank: int, settings: argparse.Namespace, kind: str, store: str) -> None:
     device = start_rank(rank, settings, kind, store)
     try:
-        for size in SIZES:
+        for size in settings.sizes:
             steps = {who: MAKERS[kind](who, size, device) for who in contestants(kind)}
-            times = measure(steps, settings.rounds, device)
+            times = measure(steps, settings, device)
             if rank == 0:
-                show(kind, size, times)
+                report = Report(settings.json)
+                report.add(f"{kind}, {size} parameters: a step", "ms", times, "by hand")
             del steps
     finally:
         end_rank()
-
-
-def show(kind: str, size: str, times: dict[str, list[float]]) -> None:
-    base = times["by hand"]
-    for name, values in times.items():
-        ratio = statistics.median(value / one for value, one in zip(values, base, strict=True))
-        fastest, median = min(values) / min(base), statistics.median(values)
-        figures = f"{median:9.3f} ms {ratio:6.3f} {fastest:6.3f}"
-        print(f"{kind:5} {size:5} {name:9} {figures}", flush=True)
 
 
 def run_memory(
@@ -311,10 +304,14 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--ranks", type=int, default=None)
     parser.add_argument("--rounds", type=int, default=21)
+    parser.add_argument("--seconds", type=float, default=0.25, help="a block of steps")
     parser.add_argument("--only", nargs="*", default=list(MAKERS), choices=list(MAKERS))
+    parser.add_argument("--sizes", nargs="*", default=list(SIZES), choices=list(SIZES))
     parser.add_argument("--parts", nargs="*", default=["speed", "memory"])
     parser.add_argument("--processes", type=int, default=3, help="fresh ones for the memory")
-    settings = parser.parse_args()
+    sizes, parts = ["10^4", "10^6"], ["speed"]
+    quick = {"rounds": 3, "seconds": 0.1, "sizes": sizes, "parts": parts}
+    settings = parse_options(parser, quick)
     if settings.ranks is None:
         settings.ranks = torch.cuda.device_count() if settings.device.startswith("cuda") else 2
     if "speed" in settings.parts:
@@ -324,8 +321,6 @@ def main() -> None:
 
 
 def compare_speed(settings: argparse.Namespace) -> None:
-    print("a step, and its ratio to that by hand: ", end="")
-    print(f"median of {settings.rounds} rounds, and the fastest rounds of both")
     for kind in settings.only:
         with tempfile.TemporaryDirectory() as folder:
             ranks = 1 if kind == "dp" else settings.ranks
@@ -333,17 +328,14 @@ def compare_speed(settings: argparse.Namespace) -> None:
 
 
 def compare_memory(settings: argparse.Namespace) -> None:
-    print(f"memory of a rank, and its ratio to that by hand: median of {settings.processes} runs")
+    report = Report(settings.json)
     for kind in settings.only:
-        for size in SIZES:
+        for size in settings.sizes:
             runs: dict[str, list[float]] = {who: [] for who in contestants(kind)}
             for _ in range(settings.processes):
                 for who, values in runs.items():
-                    values.append(memory_of(settings, kind, who, size))
-            used = {who: statistics.median(values) for who, values in runs.items()}
-            for who, value in used.items():
-                ratio = value / max(used["by hand"], 1.0)
-                print(f"{kind:5} {size:5} {who:9} {value / MB:9.2f} MB {ratio:6.3f}", flush=True)
+                    values.append(max(memory_of(settings, kind, who, size), 1.0) / MB)
+            report.add(f"{kind}, {size} parameters: memory of a rank", "MB", runs, "by hand")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,83 @@
+"""Compare two runs of all benchmarks: what became slower, and what is only noise.
+
+Compared are the ratios of figures that have one, as both sides of a ratio were measured at the same
+time and a slower machine slows down both; of the others, the medians. A figure has changed if its
+medians differ by more than the spreads of the two runs together (the sum of their interquartile
+ranges), and by more than the threshold. A change for the worse is a regression if the figure is
+ours: a peer, or the loop written by hand, may change as it likes. Exits with 1 if there is one.
+
+    python benchmarks/compare.py OLD.json NEW.json [--threshold 0.05] [--all]
+"""
+
+import argparse
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import report
+
+Key = tuple[str, str, str]
+
+
+def by_key(results: dict[str, Any]) -> dict[Key, report.Figure]:
+    return {(one["benchmark"], one["title"], one["name"]): one for one in results["figures"]}
+
+
+def verdict(old: report.Figure, new: report.Figure, threshold: float) -> tuple[float, str]:
+    """Return new/old, and "slower", "faster" or "noise"; a ratio above 1 is for the worse."""
+    prefix = "ratio_" if old["ratio_to"] and old["ratio_to"] == new["ratio_to"] else ""
+    before, after = old[f"{prefix}median"], new[f"{prefix}median"]
+    change = after / before
+    is_noise = abs(after - before) <= old[f"{prefix}iqr"] + new[f"{prefix}iqr"]
+    if not prefix and new["better"] == "higher":
+        change = 1 / change
+    if is_noise or 1 / (1 + threshold) <= change <= 1 + threshold:
+        return change, "noise"
+    return change, "slower" if change > 1 else "faster"
+
+
+def differences(old: dict[str, Any], new: dict[str, Any]) -> Iterator[str]:
+    """Yield what else differs between the two runs, as that may be the reason."""
+    for key in ("mode", "commit"):
+        if old[key] != new[key]:
+            yield f"{key}: {old[key]} -> {new[key]}"
+    for part in ("machine", "peers"):
+        for key in sorted(old[part].keys() | new[part].keys()):
+            before, after = old[part].get(key), new[part].get(key)
+            if before != after:
+                yield f"{key}: {before} -> {after}"
+
+
+def compare(old: dict[str, Any], new: dict[str, Any], options: argparse.Namespace) -> int:
+    """Print the comparison; returns the number of regressions."""
+    before, after = by_key(old), by_key(new)
+    regressions = 0
+    for key in [key for key in before if key in after]:
+        change, word = verdict(before[key], after[key], options.threshold)
+        if word == "slower" and key[2].startswith(report.OURS):
+            word = "REGRESSION"
+            regressions += 1
+        if word != "noise" or options.all:
+            print(f"{change:7.3f}  {word:10}  {': '.join(key)}")
+    for one, other, side in ((before, after, "old"), (after, before, "new")):
+        for key in one.keys() - other.keys():
+            print(f"{'':7}  {'only in ' + side:10}  {': '.join(key)}")
+    print(f"{len(before.keys() & after.keys())} figures in both, {regressions} regressions")
+    return regressions
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("old", type=Path)
+    parser.add_argument("new", type=Path)
+    parser.add_argument("--threshold", type=float, default=0.05, help="0.05: 5%% never count")
+    parser.add_argument("--all", action="store_true", help="print what is only noise too")
+    options = parser.parse_args()
+    old, new = report.read(options.old), report.read(options.new)
+    print("\n".join(differences(old, new)))
+    sys.exit(1 if compare(old, new, options) else 0)
+
+
+if __name__ == "__main__":
+    main()

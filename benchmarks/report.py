@@ -1,0 +1,224 @@
+"""The figures of benchmarks: printed as a table, kept as JSON, drawn as a chart.
+
+A benchmark hands what it measured to a `Report`, one value for each round and contestant, and takes
+the options that all benchmarks share from `parse_options`. A contestant whose name begins with
+"stepwrap" is ours. A ratio is taken to another contestant of the same round, and is always a ratio
+of costs: 0.5 is half the time, or twice the rate. Printed are the medians over the rounds, with the
+interquartile range behind a `±`.
+
+    python benchmarks/report.py RESULTS.json                              the table once more
+    python benchmarks/report.py RESULTS.json --update docs/performance.md   into that page
+"""
+
+import argparse
+import json
+import math
+import os
+import statistics
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+Figure = dict[str, Any]
+
+OURS = "stepwrap"
+BEGIN, END = "<!-- figures: begin -->", "<!-- figures: end -->"
+
+
+def parse_options(parser: argparse.ArgumentParser, quick: Mapping[str, Any]) -> argparse.Namespace:
+    """Parse the command line with the options of every benchmark added.
+
+    Args:
+        parser: The parser of one benchmark, with its own options.
+        quick: Values that `--quick` gives to options that are not on the command line.
+    """
+    settings = ", ".join(f"{name} {value}" for name, value in quick.items())
+    parser.add_argument("--quick", action="store_true", help=f"a short run ({settings})")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="add the figures, one per line")
+    if parser.parse_known_args()[0].quick:
+        parser.set_defaults(**quick)
+    return parser.parse_args()
+
+
+class Report:
+    """Prints the figures of one benchmark as they come, and adds them to a file.
+
+    Args:
+        path: One line of JSON is added for each figure; None for no file.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+
+    def add(
+        self,
+        title: str,
+        unit: str,
+        values: Mapping[str, Sequence[float]],
+        ratio_to: str | Mapping[str, str],
+        *,
+        higher_is_better: bool = False,
+        notes: Mapping[str, str] | None = None,
+        summary: Collection[str] = (),
+    ) -> None:
+        """Add contestants that were measured in the same rounds.
+
+        Args:
+            title: What was measured; no two of a benchmark are the same.
+            unit: The unit of the values.
+            values: By contestant, one positive value for each round.
+            ratio_to: The contestant that the others are compared with, or a peer for some of them;
+                there is no ratio to one that was not measured.
+            higher_is_better: Whether the values are rates; their ratios are turned around.
+            notes: By contestant, what must be known to compare it with the others.
+            summary: Contestants that have a place in the chart and in docs/performance.md; ours
+                always have one.
+        """
+        figures = []
+        for name, own in values.items():
+            peer = ratio_to if isinstance(ratio_to, str) else ratio_to.get(name)
+            figure: Figure = {
+                "title": title,
+                "name": name,
+                "unit": unit,
+                "better": "higher" if higher_is_better else "lower",
+                "rounds": len(own),
+                **spread(own),
+                "ratio_to": None,
+                "note": (notes or {}).get(name, ""),
+                "summary": name.startswith(OURS) or name in summary,
+            }
+            if peer in values and peer != name:
+                pairs = zip(own, values[peer], strict=True)
+                ratios = [b / a if higher_is_better else a / b for a, b in pairs]
+                ratio = {f"ratio_{key}": value for key, value in spread(ratios).items()}
+                figure |= {"ratio_to": peer, **ratio}
+            figures.append(figure)
+        print("\n".join(table(figures)), flush=True)
+        if self._path is not None:
+            with self._path.open("a", encoding="utf-8") as file:
+                file.writelines(json.dumps(figure) + "\n" for figure in figures)
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """Return the median and the distance between the quartiles."""
+    if len(values) == 1:
+        return {"median": values[0], "iqr": 0.0}
+    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
+    return {"median": middle, "iqr": high - low}
+
+
+def by_title(figures: Iterable[Figure]) -> Iterator[tuple[str, list[Figure]]]:
+    """Yield the figures that stand together, under "benchmark: title"."""
+
+    def heading(figure: Figure) -> str:
+        return ": ".join(figure[key] for key in ("benchmark", "title") if key in figure)
+
+    for title, group in groupby(figures, heading):
+        yield title, list(group)
+
+
+def table(figures: Iterable[Figure]) -> Iterator[str]:
+    """Yield the lines of a table: each figure with its spread and its ratio to another."""
+    for title, group in by_title(figures):
+        yield title
+        for figure in group:
+            value = f"{number(figure['median'])} ±{number(figure['iqr'], 2)} {figure['unit']}"
+            about = [f"to {figure['ratio_to']}"] if figure["ratio_to"] else []
+            line = f"  {figure['name']:42} {value:>22} {ratio_of(figure):>15}"
+            yield "  ".join([line, *about, figure["note"]]).rstrip()
+
+
+def markdown(results: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the lines of a page: where the figures come from, and those of the summary."""
+    machine = results["machine"]
+    yield (
+        f"The {results['mode']} run of {results['date'][:10]}, commit {results['commit']}: "
+        f"{machine['cpu']}, {machine['cores']} cores, torch {machine['torch']}, "
+        f"{machine['device']}."
+    )
+    summary = [figure for figure in results["figures"] if figure["summary"]]
+    for benchmark, group in groupby(summary, lambda figure: figure["benchmark"]):
+        yield from ("", f"### {benchmark}", "")
+        yield from ("| what | who | median | ratio | to |", "|---|---|--:|--:|---|")
+        for figure in group:
+            name = f"{figure['name']}: {figure['note']}" if figure["note"] else figure["name"]
+            value = f"{number(figure['median'])} {figure['unit']}"
+            to = figure["ratio_to"] or ""
+            ratio = f"{figure['ratio_median']:.2f}" if to else ""
+            yield f"| {figure['title']} | {name} | {value} | {ratio} | {to} |"
+
+
+def ratio_of(figure: Figure) -> str:
+    if figure["ratio_to"] is None:
+        return ""
+    return f"{figure['ratio_median']:.3f} ±{figure['ratio_iqr']:.3f}"
+
+
+def number(value: float, digits: int = 4) -> str:
+    """Return a number with so many digits that count."""
+    places = digits - 1 - math.floor(math.log10(abs(value))) if value else 0
+    return f"{value:,.{min(max(places, 0), 6)}f}"
+
+
+def draw(results: Mapping[str, Any], path: Path) -> None:
+    """Draw the ratios of the summary as horizontal bars, ours in another colour, into a PNG."""
+    os.environ.setdefault("MPLBACKEND", "agg")
+    import matplotlib.pyplot as plt
+
+    figures = [one for one in results["figures"] if one["summary"] and one["ratio_to"]]
+    labels = [f"{one['benchmark']}: {one['title']}, {one['name']}" for one in figures]
+    ratios = [one["ratio_median"] for one in figures]
+    colors = ["tab:blue" if one["name"].startswith(OURS) else "silver" for one in figures]
+    canvas, axes = plt.subplots(figsize=(12, 1 + 0.2 * len(figures)))
+    # From 1 on, to the left where less is spent than by the one compared with.
+    bars = axes.barh(range(len(ratios)), [ratio - 1 for ratio in ratios], left=1, color=colors)
+    axes.bar_label(bars, [f" {ratio:.2f} " for ratio in ratios], fontsize=7)
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.set_yticks(range(len(labels)), labels, fontsize=7)
+    axes.set_xlim(0.8 * min(ratios, default=1), 1.25 * max(ratios, default=1))
+    axes.invert_yaxis()
+    axes.margins(y=0.01)
+    axes.axvline(1, color="black", linewidth=0.8)
+    axes.set_xlabel("ratio of costs, log scale: left of 1 is better (blue: stepwrap)")
+    canvas.savefig(path, dpi=100, bbox_inches="tight")
+    plt.close(canvas)
+
+
+def read(path: Path) -> dict[str, Any]:
+    """Return a run of all benchmarks, as benchmarks/run.py writes it."""
+    results: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return results
+
+
+def update(page: Path, path: Path) -> None:
+    """Replace what lies between the two marks in a page by the figures of a file.
+
+    Raises:
+        ValueError: If a mark is missing.
+    """
+    text = page.read_text(encoding="utf-8")
+    if BEGIN not in text or END not in text:
+        raise ValueError(f"{page}: must have the lines {BEGIN!r} and {END!r}")
+    before, rest = text.split(BEGIN)
+    link = Path(os.path.relpath(path, page.parent)).as_posix()
+    lines = [f"All figures: [{path.name}]({link}).", *markdown(read(path))]
+    after = rest.split(END)[1]
+    page.write_text("\n".join([before + BEGIN, *lines, END + after]), encoding="utf-8")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Show the figures of a run of all benchmarks.")
+    parser.add_argument("results", type=Path, help="a file of benchmarks/results")
+    parser.add_argument("--update", type=Path, metavar="PAGE", help="replace the table in a page")
+    options = parser.parse_args()
+    if options.update is None:
+        print("\n".join(table(read(options.results)["figures"])))
+    else:
+        update(options.update, options.results)
+
+
+if __name__ == "__main__":
+    main()
