@@ -4,7 +4,8 @@ Compared are the ratios of figures that have one, as both sides of a ratio were 
 time and a slower machine slows down both; of the others, the medians. A figure has changed if its
 medians differ by more than the spreads of the two runs together (the sum of their interquartile
 ranges), and by more than the threshold. A change for the worse is a regression if the figure is
-ours: a peer, or the loop written by hand, may change as it likes. Exits with 1 if there is one.
+ours: a peer, or the loop written by hand, may change as it likes. Nothing is said of a figure of a
+single round, whose spread is unknown. Exits with 1 if there is a regression.
 
     python benchmarks/compare.py OLD.json NEW.json [--threshold 0.05] [--all]
 """
@@ -28,13 +29,14 @@ def verdict(old: report.Figure, new: report.Figure, threshold: float) -> tuple[f
     """Return new/old, and "slower", "faster" or "noise"; a ratio above 1 is for the worse."""
     prefix = "ratio_" if old["ratio_to"] and old["ratio_to"] == new["ratio_to"] else ""
     before, after = old[f"{prefix}median"], new[f"{prefix}median"]
-    change = after / before
-    is_noise = abs(after - before) <= old[f"{prefix}iqr"] + new[f"{prefix}iqr"]
-    if not prefix and new["better"] == "higher":
-        change = 1 / change
-    if is_noise or 1 / (1 + threshold) <= change <= 1 + threshold:
+    # Ratios are ratios of costs; only medians may be rates.
+    change = before / after if not prefix and new["better"] == "higher" else after / before
+    both_spreads = old[f"{prefix}iqr"] + new[f"{prefix}iqr"]
+    if min(old["rounds"], new["rounds"]) == 1 or abs(after - before) <= both_spreads:
         return change, "noise"
-    return change, "slower" if change > 1 else "faster"
+    if change > 1 + threshold:
+        return change, "slower"
+    return change, "faster" if change < 1 / (1 + threshold) else "noise"
 
 
 def differences(old: dict[str, Any], new: dict[str, Any]) -> Iterator[str]:

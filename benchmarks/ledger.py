@@ -69,7 +69,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--rounds", type=int, default=15)
-    options = parse_options(parser, {"steps": 100, "rounds": 5})
+    options = parse_options(parser, {"steps": 50, "rounds": 5})
     torch.set_num_threads(1)
     data = Digits("train")
     images, labels = data.images.to(options.device), data.labels.to(options.device)

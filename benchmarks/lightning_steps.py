@@ -23,10 +23,10 @@ from stepwrap.plugins.lightning import StepStrategy
 
 
 class Module(LightningModule):
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.net = SmallCNN(width=64)
+        self.net = SmallCNN(width=width)
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
@@ -70,7 +70,7 @@ def run(strategy: Any, args: argparse.Namespace) -> float:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(Module(), Batches([batch] * args.steps))
+    trainer.fit(Module(args.width), Batches([batch] * args.steps))
     return clock.median_ms()
 
 
@@ -80,8 +80,9 @@ def main() -> None:
     parser.add_argument("--precision", default="32-true")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--width", type=int, default=64, help="channels of the first layer")
     parser.add_argument("--turns", type=int, default=5)
-    args = parse_options(parser, {"steps": 60, "batch": 16, "turns": 3})
+    args = parse_options(parser, {"steps": 60, "width": 16, "turns": 5})
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     times: dict[str, list[float]] = {"Lightning ddp": [], "stepwrap": []}

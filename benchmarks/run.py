@@ -27,7 +27,7 @@ import report
 HERE = Path(__file__).resolve().parent
 TOOLS = {"compare", "report", "run"}
 PACKAGES = HERE / "peers.txt"
-TIMEOUT_S = 3600
+QUICK_TIMEOUT_S, TIMEOUT_S = 600, 7200
 
 
 def benchmarks() -> list[str]:
@@ -53,7 +53,7 @@ def run_one(name: str, options: argparse.Namespace) -> list[report.Figure] | Non
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 text=True,
-                timeout=TIMEOUT_S,
+                timeout=QUICK_TIMEOUT_S if options.quick else TIMEOUT_S,
                 check=True,
             )
             lines = path.read_text(encoding="utf-8").splitlines()

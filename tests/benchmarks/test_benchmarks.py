@@ -84,6 +84,11 @@ def test_compare_tells_a_regression_from_noise(results: Results) -> None:
     assert "REGRESSION" not in compare(old, slower)
     assert "1.200  noise" in compare(old, slower, "--all")
 
+    # The spread of a single round is unknown.
+    old = results.write({"by hand": [1.0], "stepwrap": [1.0]})
+    slower = results.write({"by hand": [1.0], "stepwrap": [2.0]})
+    assert "2.000  noise" in compare(old, slower, "--all")
+
 
 def test_a_slower_machine_or_peer_is_no_regression(results: Results) -> None:
     names = ("by hand", "stepwrap", "peer")
