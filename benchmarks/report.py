@@ -178,7 +178,7 @@ def draw(results: Mapping[str, Any], path: Path) -> None:
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter("{x:g}")
     axes.set_yticks(range(len(labels)), labels, fontsize=7)
-    axes.set_xlim(0.8 * min(ratios, default=1), 1.25 * max(ratios, default=1))
+    axes.set_xlim(0.6 * min(ratios, default=1), 1.6 * max(ratios, default=1))
     axes.invert_yaxis()
     axes.margins(y=0.01)
     axes.axvline(1, color="black", linewidth=0.8)

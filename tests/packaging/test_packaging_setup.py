@@ -107,6 +107,7 @@ def test_slow_tests_are_left_out_of_make_test_alone() -> None:
     assert re.findall(r"^make (.*)$", (ROOT / ".ci/run").read_text(), flags=re.MULTILINE) == [
         "check",
         "test-all",
+        "bench",
     ]
 
 
