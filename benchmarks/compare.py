@@ -1,11 +1,12 @@
 """Compare two runs of all benchmarks: what became slower, and what is only noise.
 
 Compared are the ratios of figures that have one, as both sides of a ratio were measured at the same
-time and a slower machine slows down both; of the others, the medians. A figure has changed if its
-medians differ by more than the spreads of the two runs together (the sum of their interquartile
-ranges), and by more than the threshold. A change for the worse is a regression if the figure is
-ours: a peer, or the loop written by hand, may change as it likes. Nothing is said of a figure of a
-single round, whose spread is unknown. Exits with 1 if there is a regression.
+time and a slower machine slows down both; of the others, the medians. A figure has changed if the
+two differ by more than the threshold, and by more than the spreads of both runs together: the sum
+of their interquartile ranges, each times 1 + 4/rounds, as few rounds show little of the spread.
+Nothing is said of a figure of a single round. A change for the worse is a regression if the figure
+is ours: a peer, or the loop written by hand, may change as it likes. Exits with 1 if there is a
+regression.
 
     python benchmarks/compare.py OLD.json NEW.json [--threshold 0.05] [--all]
 """
@@ -31,8 +32,8 @@ def verdict(old: report.Figure, new: report.Figure, threshold: float) -> tuple[f
     before, after = old[f"{prefix}median"], new[f"{prefix}median"]
     # Ratios are ratios of costs; only medians may be rates.
     change = before / after if not prefix and new["better"] == "higher" else after / before
-    both_spreads = old[f"{prefix}iqr"] + new[f"{prefix}iqr"]
-    if min(old["rounds"], new["rounds"]) == 1 or abs(after - before) <= both_spreads:
+    noise = sum(one[f"{prefix}iqr"] * (1 + 4 / one["rounds"]) for one in (old, new))
+    if min(old["rounds"], new["rounds"]) == 1 or abs(after - before) <= noise:
         return change, "noise"
     if change > 1 + threshold:
         return change, "slower"
@@ -63,7 +64,7 @@ def compare(old: dict[str, Any], new: dict[str, Any], options: argparse.Namespac
         if word != "noise" or options.all:
             print(f"{change:7.3f}  {word:10}  {': '.join(key)}")
     for one, other, side in ((before, after, "old"), (after, before, "new")):
-        for key in one.keys() - other.keys():
+        for key in sorted(one.keys() - other.keys()):
             print(f"{'':7}  {'only in ' + side:10}  {': '.join(key)}")
     print(f"{len(before.keys() & after.keys())} figures in both, {regressions} regressions")
     return regressions
