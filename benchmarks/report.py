@@ -204,7 +204,8 @@ def update(page: Path, path: Path) -> None:
         raise ValueError(f"{page}: must have the lines {BEGIN!r} and {END!r}")
     before, rest = text.split(BEGIN)
     link = Path(os.path.relpath(path, page.parent)).as_posix()
-    lines = [f"All figures: [{path.name}]({link}).", *markdown(read(path))]
+    chart = f"![Ratios of costs]({link.removesuffix('.json')}.png)"
+    lines = [f"All figures: [{path.name}]({link}).", *markdown(read(path)), "", chart]
     after = rest.split(END)[1]
     page.write_text("\n".join([before + BEGIN, *lines, END + after]), encoding="utf-8")
 
