@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from operator import itemgetter
 from typing import Any
@@ -40,23 +40,25 @@ class TensorLoader(DataLoader[Any]):
         **options: Any,
     ) -> None:
         super().__init__(dataset, batch_sampler=sampler, **options)
-        self._rows, self._pins = sampler.rows, False
+        self._rows = sampler.rows
         self._tensors, self._build = _tensors_of(dataset, sampler.num_samples)
         self._check_samples([0, sampler.num_samples - 1])
         if device is not None:
             self._tensors = [one.to(device) for one in self._tensors]
-        self._pins = self.pin_memory and self._tensors[0].device.type == "cpu"
 
     def __iter__(self) -> Any:
-        return map(self._select, self._rows(self._tensors[0].device))
+        device = self._tensors[0].device
+        return self._batches(self._rows(device), pin=self.pin_memory and device.type == "cpu")
 
-    def _select(self, rows: Tensor) -> Any:
-        parts = [tensor.index_select(0, rows) for tensor in self._tensors]
-        return self._build([one.pin_memory() for one in parts] if self._pins else parts)
+    def _batches(self, rows: Iterable[Tensor], pin: bool = False) -> Iterator[Any]:
+        tensors, build = self._tensors, self._build
+        for own in rows:
+            parts = [tensor.index_select(0, own) for tensor in tensors]
+            yield build([one.pin_memory() for one in parts] if pin else parts)
 
     def _check_samples(self, indices: list[int]) -> None:
         """Compare rows with the samples of these indices, which may be other than they."""
-        selected = self._select(torch.tensor(indices, device=self._tensors[0].device))
+        selected = next(self._batches([torch.tensor(indices, device=self._tensors[0].device)]))
         with preserved_rng(), preserved_generators([self.dataset]):
             read = next(iter(DataLoader(self.dataset, batch_sampler=[indices])))
         try:
