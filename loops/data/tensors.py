@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
 from operator import itemgetter
 from typing import Any
 
@@ -48,7 +47,8 @@ class TensorLoader(DataLoader[Any]):
 
     def __iter__(self) -> Any:
         device = self._tensors[0].device
-        return self._batches(self._rows(device), pin=self.pin_memory and device.type == "cpu")
+        pin = self.pin_memory and device.type == "cpu" and torch.accelerator.is_available()
+        return self._batches(self._rows(device), pin)
 
     def _batches(self, rows: Iterable[Tensor], pin: bool = False) -> Iterator[Any]:
         tensors, build = self._tensors, self._build
@@ -80,7 +80,7 @@ def _tensors_of(dataset: Any, samples: int) -> tuple[list[Tensor], Callable[[lis
     if isinstance(given, Tensor):
         tensors, build = [given], itemgetter(0)
     elif isinstance(given, Mapping):
-        tensors, build = list(given.values()), partial(_by_name, list(given))
+        tensors, build = list(given.values()), lambda parts: dict(zip(given, parts, strict=True))
     elif isinstance(given, Sequence):
         tensors = list(given)
     if not tensors or not all(isinstance(one, Tensor) for one in tensors):
@@ -98,10 +98,6 @@ def _tensors_of(dataset: Any, samples: int) -> tuple[list[Tensor], Callable[[lis
             f"{name_of(dataset)}, all on one device, got {told}"
         )
     return tensors, build
-
-
-def _by_name(names: list[Any], parts: list[Tensor]) -> dict[Any, Tensor]:
-    return dict(zip(names, parts, strict=True))
 
 
 def selects_rows(dataset: Any, in_memory: Any, num_workers: int, collate: Any) -> bool:

@@ -133,6 +133,24 @@ def test_a_batch_has_the_structure_of_the_samples(samples: Any, tensors: Any) ->
     assert_same_batches(plain, ours)
 
 
+@pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true but no accelerator")
+def test_batches_are_pinned_as_those_of_single_samples() -> None:
+    plain, ours = both(make_data(5), batch_size=2, pin_memory=True)
+    assert_same_batches(plain, ours)
+    pinned = [one.is_pinned() for loader in (plain, ours) for batch in loader for one in batch]
+    assert set(pinned) == {torch.cuda.is_available()}
+
+
+@pytest.mark.gpu
+def test_rows_are_kept_on_the_device() -> None:
+    data = make_data(5)
+    loader = build_loader(data, batch_size=2, shuffle=True, in_memory="cuda")
+    plain = build_loader(data, batch_size=2, shuffle=True, in_memory=False)
+    for one, other in zip(loader, plain, strict=True):
+        assert all(part.is_cuda for part in one)
+        assert all(torch.equal(a.cpu(), b) for a, b in zip(one, other, strict=True))
+
+
 def test_batches_are_made_on_a_device() -> None:
     loader = build_loader(make_data(10), batch_size=4, in_memory="meta")
     shapes = [[(one.device.type, tuple(one.shape)) for one in batch] for batch in loader]
