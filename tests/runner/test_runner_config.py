@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from runner_parts import assert_identical
 
 from stepwrap.loops.data.tensors import TensorLoader
 from stepwrap.registry import ConfigError
@@ -125,6 +126,18 @@ def test_batches_are_selected_from_the_tensors_of_a_data_set(in_memory: str, run
     plain = build_parts(read_sections(write(run)))["train_loop"].dataloader
     for one, other in zip(own, plain, strict=True):
         assert all(map(torch.equal, one, other))
+
+
+@pytest.mark.parametrize("kind", ["EpochTrainLoop, max_epochs: 1", "IterTrainLoop, max_steps: 12"])
+def test_a_run_that_prefetches_ends_with_the_same_weights(kind: str, run: Path) -> None:
+    weights = []
+    for prefetch in ("true", "false"):
+        loop = f"{{_delete_: true, type: {kind}, prefetch_to_device: {prefetch}}}"
+        extra = f"train: {loop}\nhooks: {{progress: false, checkpoint: false}}"
+        runner = Runner.from_config(write(run, extra))
+        assert runner.train().step == 12
+        weights.append(runner.state.model.state_dict())
+    assert_identical(*weights)
 
 
 def test_samples_that_are_no_rows_are_told(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
