@@ -1,8 +1,8 @@
 """The handwritten digits that scikit-learn ships, and a small network for them."""
 
 import torch
-from torch import Tensor, nn
-from torch.utils.data import Dataset
+from torch import nn
+from torch.utils.data import TensorDataset
 
 from ..registry import DATASETS, MODELS
 
@@ -13,7 +13,7 @@ _SPLIT_SEED = 7
 
 
 @DATASETS.register_module()
-class Digits(Dataset[tuple[Tensor, Tensor]]):
+class Digits(TensorDataset):
     """8x8 grey images of handwritten digits with their labels.
 
     The 1,797 images are split once and for all by a seeded permutation: 1,197 to train,
@@ -42,12 +42,7 @@ class Digits(Dataset[tuple[Tensor, Tensor]]):
         images = torch.from_numpy(pixels).reshape(-1, 1, 8, 8) / 16
         self.images = images.to(getattr(torch, dtype))[order]
         self.labels = torch.from_numpy(labels).long()[order]
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        return self.images[index], self.labels[index]
+        super().__init__(self.images, self.labels)
 
 
 @MODELS.register_module()

@@ -4,6 +4,7 @@ from .checkpoints.checkpoint import list_checkpoints, prune_checkpoints, save_al
 from .checkpoints.files import CheckpointError
 from .checkpoints.restore import Checkpoint, find_checkpoint, load_checkpoint
 from .data.loaders import build_loader
+from .data.prefetch import prefetch_to_device
 from .data.sampler import ShardedBatchSampler
 from .evaluate import TestLoop, ValLoop
 from .hook import Hook, HookList
@@ -60,6 +61,7 @@ __all__ = [
     "list_checkpoints",
     "load_checkpoint",
     "mix_seed",
+    "prefetch_to_device",
     "prune_checkpoints",
     "save_alone",
     "save_checkpoint",

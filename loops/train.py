@@ -50,6 +50,7 @@ class _TrainLoop:
     _inputs: PassInputs
     # Whether the run has come to its end, or a stop.
     _ended = False
+    prefetch_to_device = False
 
     def _count(self, state: LoopState) -> None:
         """Tell the state and the optimizer wrapper how long the run will be."""
@@ -77,7 +78,7 @@ class _TrainLoop:
         train_step = step_of(state.model, optim)
         log, weighted = state.logs.append, is_weighted(optim)
         state.in_step = True
-        left: Iterable[Any] = batches_of_pass(self.dataloader, state)
+        left: Iterable[Any] = batches_of_pass(self.dataloader, state, self.prefetch_to_device)
         if state.skip_steps is not None:
             left, train_step = skipping(left, train_step, state)
         for batch in self._inputs.watched(left, state):
@@ -224,6 +225,8 @@ class EpochTrainLoop(_TrainLoop):
             `ValLoop.try_batch`.
         skip_steps: Steps that make no update, by their numbers in the log records, or as ranges
             such as "1200-1210". They count like all others; docs/hooks.md.
+        prefetch_to_device: Copy each batch to the model's CUDA device on a stream of its own, and
+            read it before the step before it where no resumed run could tell; docs/configs.md.
     """
 
     def __init__(  # noqa: PLR0913
@@ -238,9 +241,11 @@ class EpochTrainLoop(_TrainLoop):
         log_every_steps: int = 50,
         sanity_val: bool = True,
         skip_steps: Sequence[int | str] = (),
+        prefetch_to_device: bool = False,
     ) -> None:
         schedule = ValSchedule("epochs", max_epochs, val_begin, val_interval, dynamic_intervals)
         super().__init__(dataloader, schedule, val_loop, log_every_steps, sanity_val, skip_steps)
+        self.prefetch_to_device = prefetch_to_device
         self.max_epochs = schedule.last
 
     def run(self, state: LoopState, hooks: HookList) -> LoopState:
@@ -314,9 +319,11 @@ class IterTrainLoop(_TrainLoop):
         log_every_steps: int = 50,
         sanity_val: bool = True,
         skip_steps: Sequence[int | str] = (),
+        prefetch_to_device: bool = False,
     ) -> None:
         schedule = ValSchedule("steps", max_steps, val_begin, val_interval, dynamic_intervals)
         super().__init__(dataloader, schedule, val_loop, log_every_steps, sanity_val, skip_steps)
+        self.prefetch_to_device = prefetch_to_device
         self.max_steps = self._last_step = schedule.last
 
     def run(self, state: LoopState, hooks: HookList) -> LoopState:

@@ -28,6 +28,7 @@ from ...collectives import get_rank, get_world_size
 from ..notes import add_note, describe_samples, name_of
 from ..rng import mix_seed, preserved_generators, preserved_rng, seed_rng
 from .sampler import BatchIndices, ShardedBatchSampler
+from .tensors import TensorLoader, selects_rows
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +65,7 @@ def build_loader(
     num_workers: int = 0,
     collate: Callable[[list[Any]], Any] | None = None,
     seed: int = 0,
+    in_memory: bool | torch.device | str = "auto",
     **options: Any,
 ) -> DataLoader[Any]:
     """Return this rank's loader.
@@ -78,6 +80,9 @@ def build_loader(
             SIGINT, which often reach a whole group of processes, and end when this process does.
         collate: Makes a batch of a list of samples; None for torch's own.
         seed: Of the order and of the workers' randomness; the same on every rank.
+        in_memory: Select batches from the rows of the data set's attribute `tensors`, a tensor or a
+            sequence or mapping of them, and read no single sample. A device: from copies there.
+            "auto": where nothing but the speed changes, as for a `TensorDataset` on the CPU.
         **options: `drop_last` (leave out a last global batch that is not full), `shard` (rank and
             number of ranks; by default the process group's), `pin_memory` ("auto": where there is
             CUDA) and the remaining arguments of `torch.utils.data.DataLoader`.
@@ -88,14 +93,20 @@ def build_loader(
     _complete(options, mix_seed(seed, rank))
     kind = type(dataset).__name__
     if isinstance(dataset, IterableDataset):
-        if shuffle:
-            raise ValueError(f"shuffle must be false for {kind}: an iterable one has its own order")
+        if shuffle or in_memory not in (False, "auto"):
+            setting = "shuffle" if shuffle else "in_memory"
+            raise ValueError(
+                f"{setting} must be false for {kind}: an iterable one has its own order"
+            )
         return DataLoader(dataset, batch_size=batch_size, drop_last=drop_last, **options)
     if not len(dataset):  # type: ignore[arg-type]
         raise ValueError(f"the data set {kind} is empty")
     order: dict[str, Any] = {"shuffle": shuffle, "seed": seed, "rank": rank}
     order |= {"world_size": world_size, "drop_last": drop_last, "even": train}
     sampler = ShardedBatchSampler(len(dataset), batch_size, **order)  # type: ignore[arg-type]
+    if selects_rows(dataset, in_memory, num_workers, collate):
+        device = None if isinstance(in_memory, bool) or in_memory == "auto" else in_memory
+        return TensorLoader(dataset, sampler, device, **options)
     samples = SeededSamples(dataset) if num_workers else dataset
     return DataLoader(samples, batch_sampler=sampler, **options)
 
@@ -193,7 +204,8 @@ def first_batch_apart(loader: Iterable[Any]) -> Iterator[Any] | None:
     """Return the first batch alone, read so that `loader` does not notice; None where it might."""
     if isinstance(loader, Sequence):
         return itertools.islice(loader, 1)
-    if not isinstance(loader, DataLoader) or type(loader).__iter__ is not DataLoader.__iter__:
+    plain = DataLoader.__iter__, TensorLoader.__iter__
+    if not isinstance(loader, DataLoader) or type(loader).__iter__ not in plain:
         return None
     if isinstance(loader.dataset, IterableDataset) or loader.batch_sampler is None:
         return None

@@ -12,9 +12,11 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
+from ..checkpoints.weights import device_of
 from ..rng import mix_seed, preserved_rng, seed_rng
 from ..state import LoopState, Stateful
 from .loaders import batches_from, is_stream, set_epoch
+from .prefetch import prefetch_to_device, reads_ahead
 from .sampler import ShardedBatchSampler
 
 logger = logging.getLogger(__name__)
@@ -27,8 +29,8 @@ _OPTIONS = (
 )
 
 
-def batches_of_pass(loader: Iterable[Any], state: LoopState) -> Iterator[Any]:
-    """Return the batches of the running pass that are left.
+def batches_of_pass(loader: Iterable[Any], state: LoopState, prefetch: bool) -> Iterator[Any]:
+    """Return the batches of the running pass that are left; `prefetch` them to the model's device.
 
     From then on `state.reader` tells where they are, if the loader or its iterator can.
     """
@@ -37,7 +39,9 @@ def batches_of_pass(loader: Iterable[Any], state: LoopState) -> Iterator[Any]:
         # The run goes on in the process that has begun the pass.
         place = state.reader.state_dict()
     batches, state.reader = _with_place(loader, state.epoch, state.batch, place)
-    return batches
+    if not prefetch:
+        return batches
+    return prefetch_to_device(batches, device_of(state.model), ahead=reads_ahead(loader))
 
 
 def _with_place(

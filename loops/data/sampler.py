@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch.utils.data import Sampler
@@ -147,13 +147,18 @@ class ShardedBatchSampler(Sampler[list[int]]):
 
     def indices_of(self, epoch: int, batch: int) -> list[int]:
         """Return the samples of one batch of this rank."""
-        samples, (start, end) = self._samples(epoch), self._span(batch)
-        own: list[int] = samples[start + self.rank : end : self.world_size].tolist()
-        return own or samples[start : start + 1].tolist()
+        own: list[int] = self._samples(epoch)[self._own(batch)].tolist()
+        return own
 
     def __iter__(self) -> Iterator[list[int]]:
         # No generator itself: the position counts as of now, not of the first next().
-        return itertools.chain.from_iterable(self._batches(self._epoch, self._first))
+        return map(
+            self._listed, itertools.repeat(self._epoch), itertools.count(self._first), self.rows()
+        )
+
+    def rows(self, device: torch.device | None = None) -> Iterator[torch.Tensor]:
+        """Return the batches that iteration gives, as tensors on `device`, by default the CPU."""
+        return itertools.chain.from_iterable(self._runs(self._epoch, self._first, device))
 
     def _span(self, batch: int) -> tuple[int, int]:
         """Return the positions from and to which all ranks' parts of a batch reach."""
@@ -163,16 +168,33 @@ class ShardedBatchSampler(Sampler[list[int]]):
         start = first + index * run
         return start, min(start + run, first + self.global_batch, self.positions)
 
-    def _batches(self, epoch: int, first: int) -> Iterator[list[BatchIndices]]:
-        """Yield the batches many at a time, so that one costs no call."""
-        count = len(self)
+    def _own(self, batch: int) -> slice:
+        """Return the positions of this rank's part of a batch."""
+        start, end = self._span(batch)
+        own = start + self.rank
+        return slice(own, end, self.world_size) if own < end else slice(start, start + 1)
+
+    def _listed(self, epoch: int, batch: int, rows: torch.Tensor) -> BatchIndices:
+        indices = BatchIndices(rows.tolist())
+        indices.key = (self.seed, epoch, batch, self.rank)
+        return indices
+
+    def _runs(
+        self, epoch: int, first: int, device: torch.device | None
+    ) -> Iterator[Sequence[torch.Tensor]]:
+        """Yield the batches many at a time, so that one costs little."""
+        samples, count = self._samples(epoch).to(device), len(self)
+        size, rest = divmod(self._run, self.world_size)
+        alike = not rest and self._run == self._last_run
+        alike = alike and self._run * self.micro_batches == self.global_batch
         for begin in range(first, count, _RUN_OF_BATCHES):
-            made = []
-            for index in range(begin, min(begin + _RUN_OF_BATCHES, count)):
-                indices = BatchIndices(self.indices_of(epoch, index))
-                indices.key = (self.seed, epoch, index, self.rank)
-                made.append(indices)
-            yield made
+            end = min(begin + _RUN_OF_BATCHES, count)
+            if alike and self.counts(end - 1):
+                stop = self._span(end - 1)[1]
+                own = samples[begin * self._run + self.rank : stop : self.world_size]
+                yield torch.split(own, size)
+            else:
+                yield [samples[self._own(batch)] for batch in range(begin, end)]
 
     def _samples(self, epoch: int) -> torch.Tensor:
         """Return the epoch's samples by position."""

@@ -32,6 +32,7 @@ class LoaderSection:
     """How batches are made from a dataset; `batch_size` counts per rank.
 
     `seed` is the run's own unless it is set; `collate` is the import path of a function.
+    `in_memory` selects batches from the data set's `tensors`, "device" from copies on the run's.
     """
 
     dataset: Component
@@ -43,6 +44,7 @@ class LoaderSection:
     pin_memory: bool | Literal["auto"] = "auto"
     prefetch_factor: int | None = field(default=None, metadata={"minimum": 1})
     seed: int | None = field(default=None, metadata={"minimum": 0})
+    in_memory: bool | Literal["auto", "device"] = "auto"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -45,11 +45,17 @@ from ..failure import Attempts, building
 AUTO_TABLES = ("single", "ddp", "fsdp")
 
 
+def device_of_rank(run: RunSections) -> torch.device:
+    """Return where this rank trains."""
+    if run.device == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", get_local_rank() % torch.cuda.device_count())
+
+
 def build_model(run: RunSections, ranks: int | None = None) -> tuple[nn.Module, Mesh | None]:
     """Return the wrapped model on this rank's device, and how the ranks are laid out."""
-    device = torch.device("cpu")
-    if run.device != "cpu" and torch.cuda.is_available():
-        device = torch.device("cuda", get_local_rank() % torch.cuda.device_count())
+    device = device_of_rank(run)
+    if device.type == "cuda":
         # What a model or a loss puts on "cuda" must come to this rank's own device.
         torch.cuda.set_device(device)
     mesh = None

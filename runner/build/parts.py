@@ -47,7 +47,7 @@ from ...wrappers import (
 )
 from ..failure import Attempts, building
 from ..launcher import lonely_group
-from .parallelism import build_model, needs_group
+from .parallelism import build_model, device_of_rank, needs_group
 
 ALL = frozenset({"train", "val", "test"})
 _LOADER_OPTIONS = ("batch_size", "shuffle", "num_workers", "drop_last", "pin_memory")
@@ -160,6 +160,8 @@ def _build_loader(run: RunSections, shard: tuple[int, int], one_batch: bool, nam
                 options["collate"] = DATASETS.resolve(section.collate)
             if section.prefetch_factor is not None and section.num_workers:
                 options["prefetch_factor"] = section.prefetch_factor
+            on_device = section.in_memory == "device"
+            options["in_memory"] = device_of_rank(run) if on_device else section.in_memory
             loader = build_loader(
                 build_tree(section.dataset, DATASETS),
                 # Where ranks may end apart no sample needs to come twice.

@@ -205,16 +205,17 @@ class SaveAll(Hook):
             self.saved.append((state.iteration, path))
 
 
-def resume_from(folder: Path, kind: str, workers: int, exact: bool = True) -> list[int]:
+def resume_from(folder: Path, kind: str, workers: int, **options: Any) -> list[int]:
     """Resume from save points of a run of three passes; return the numbers of its samples."""
     state, hook = make_state(dropout=0.5), SaveAll(folder)
     random.seed(shard()[0])
-    EpochTrainLoop(make_stream_loader(kind, workers), max_epochs=3).run(state, HookList([hook]))
+    loop = EpochTrainLoop(make_stream_loader(kind, workers), max_epochs=3, **options)
+    loop.run(state, HookList([hook]))
     a_pass = len(hook.read) // 3
     # Inside of the first pass, twice at its end, and so on; of many, as many as take a while.
     for done, path in hook.saved[2 : 2 * a_pass + 2 : 3]:
         resumed, again = make_state(dropout=0.5), SaveAll()
-        loop = EpochTrainLoop(make_stream_loader(kind, workers), max_epochs=3)
+        loop = EpochTrainLoop(make_stream_loader(kind, workers), max_epochs=3, **options)
         load_checkpoint(path).restore(resumed)
         loop.run(resumed, HookList([again]))
         assert len(again.read) == len(hook.read) - done

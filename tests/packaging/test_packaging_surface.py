@@ -31,8 +31,8 @@ DOORS = {
         NonFiniteError Phase PolyLR ProcessMetric ProgressHook ScheduleWindow
         SchedulerHook ShardedBatchSampler SpikeError SpikeGuardHook Stateful
         TensorBoardHook TestLoop ThroughputHook ValLoop build_loader find_checkpoint
-        list_checkpoints load_checkpoint mix_seed prune_checkpoints save_alone save_checkpoint
-        seed_rng
+        list_checkpoints load_checkpoint mix_seed prefetch_to_device prune_checkpoints save_alone
+        save_checkpoint seed_rng
     """,
     "parallel": """
         AndEvent AsyncResult BasePool BrokenPoolError CtxPool CtxPoolStorage CtxThreadPool

@@ -139,6 +139,7 @@ def test_all_problems_come_at_once_with_their_places(good: str, write: Write) ->
         ("schedulers=[3]", "schedulers.0: must be a dict with a type, got 3"),
         ("data.train.batch_size=0", "data.train.batch_size: must be at least 1, got 0"),
         ("data.train.pin_memory=x", "must be true or false or auto, got 'x'"),
+        ("data.train.in_memory=cuda", "must be true or false, auto or device, got 'cuda'"),
         ("data.val.batchsize=1", "data.val.batchsize: there is no such setting; did you mean b"),
         ("data.trian={}", "data.trian: there is no such setting; did you mean train?"),
         ("data.train=null", "data.train: this setting is missing: train needs data"),

@@ -4,7 +4,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from runner_parts import assert_identical
 
+from stepwrap.loops.data.tensors import TensorLoader
 from stepwrap.registry import ConfigError
 from stepwrap.runner import Runner
 from stepwrap.runner.build.parts import build_parts
@@ -92,6 +94,57 @@ def test_loader_seed_changes_the_order_alone(run: Path) -> None:
         orders.append(torch.cat([labels for _, labels in loader]))
     assert torch.equal(orders[0], orders[1])
     assert not torch.equal(orders[0], orders[2])
+
+
+ROWS = """
+from points import Points
+
+
+class Rows(Points):
+    @property
+    def tensors(self):
+        return self.inputs, self.labels
+
+
+class Noisy(Rows):
+    def __getitem__(self, index):
+        point, label = super().__getitem__(index)
+        return point + 1e-6, label
+"""
+
+
+def rows(kind: str, in_memory: str) -> str:
+    train = f"dataset: {{type: rows.{kind}}}, in_memory: {in_memory}"
+    return f"data: {{train: {{{train}}}}}\nhooks: {{progress: false}}"
+
+
+@pytest.mark.parametrize("in_memory", ["true", "device", "false"])
+def test_batches_are_selected_from_the_tensors_of_a_data_set(in_memory: str, run: Path) -> None:
+    (run / "rows.py").write_text(ROWS)
+    own = build_parts(read_sections(write(run, rows("Rows", in_memory))))["train_loop"].dataloader
+    assert isinstance(own, TensorLoader) == (in_memory != "false")
+    plain = build_parts(read_sections(write(run)))["train_loop"].dataloader
+    for one, other in zip(own, plain, strict=True):
+        assert all(map(torch.equal, one, other))
+
+
+@pytest.mark.parametrize("kind", ["EpochTrainLoop, max_epochs: 1", "IterTrainLoop, max_steps: 12"])
+def test_a_run_that_prefetches_ends_with_the_same_weights(kind: str, run: Path) -> None:
+    weights = []
+    for prefetch in ("true", "false"):
+        loop = f"{{_delete_: true, type: {kind}, prefetch_to_device: {prefetch}}}"
+        extra = f"train: {loop}\nhooks: {{progress: false, checkpoint: false}}"
+        runner = Runner.from_config(write(run, extra))
+        assert runner.train().step == 12
+        weights.append(runner.state.model.state_dict())
+    assert_identical(*weights)
+
+
+def test_samples_that_are_no_rows_are_told(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (run / "rows.py").write_text(ROWS)
+    write(run, rows("Noisy", "true"))
+    assert main(["check", "run.yaml"]) == 2
+    assert "data.train: cannot be built: ValueError: in_memory takes" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,93 @@
+"""Batches copied to a device while the steps before them run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from .sampler import ShardedBatchSampler
+from .tensors import TensorLoader
+
+_END = object()
+
+
+def prefetch_to_device(
+    batches: Iterable[Any], device: torch.device | str, *, ahead: bool = True
+) -> Iterator[Any]:
+    """Return an iterator over `batches` whose tensors are on `device`.
+
+    On CUDA they are copied on a stream of their own, beside the step that runs: from pinned memory
+    without keeping this process waiting. Copied are tensors, and objects with `to(device,
+    non_blocking)` and `record_stream(stream)`, in lists, tuples and mappings, which become dicts;
+    everything else stays as it is. On other devices nothing is copied.
+
+    Args:
+        batches: What a loader yields.
+        device: Of the model.
+        ahead: Read, and begin to copy, each batch before the one before it is given out. Without
+            it batches are read when they are asked for, so that a loader which is asked for its
+            place, or draws random numbers in this process, goes on exactly after a resume.
+    """
+    device = torch.device(device)
+    if device.type != "cuda":
+        return _one_ahead(batches) if ahead else iter(batches)
+    copies = _copies(batches, device)
+    return _arriving(_one_ahead(copies) if ahead else copies, device)
+
+
+def reads_ahead(loader: Any) -> bool:
+    """Say whether reading a batch early changes nothing: neither a place nor a random stream."""
+    if type(loader) not in (DataLoader, TensorLoader):
+        return type(loader) in (list, tuple)
+    by_index = isinstance(loader.batch_sampler, ShardedBatchSampler)
+    return by_index and (loader.num_workers > 0 or type(loader) is TensorLoader)
+
+
+def _one_ahead(batches: Iterable[Any]) -> Iterator[Any]:
+    own = iter(batches)
+    batch, failure = next(own, _END), None
+    while batch is not _END:
+        following: Any = _END
+        try:
+            following = next(own, _END)
+        except Exception as error:
+            # Of the batch after this one, and told when that is asked for.
+            failure = error
+        yield batch
+        batch = following
+    if failure is not None:
+        raise failure
+
+
+def _copies(batches: Iterable[Any], device: torch.device) -> Iterator[Any]:
+    """Yield batches that are being copied, each with the event of its arrival."""
+    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    for batch in batches:
+        user = torch.cuda.current_stream(device)
+        with torch.cuda.stream(stream):
+            copy = _copied(batch, device, user)
+        yield copy, stream.record_event()
+
+
+def _arriving(copies: Iterable[Any], device: torch.device) -> Iterator[Any]:
+    for batch, arrived in copies:
+        torch.cuda.current_stream(device).wait_event(arrived)
+        yield batch
+
+
+def _copied(data: Any, device: torch.device, user: torch.cuda.Stream) -> Any:
+    if hasattr(data, "record_stream"):
+        copy = data.to(device, non_blocking=True)
+        # Its memory is not used again before what `user` does with it is done.
+        copy.record_stream(user)
+        return copy
+    if isinstance(data, Mapping):
+        return {name: _copied(part, device, user) for name, part in data.items()}
+    if not isinstance(data, (list, tuple)) or hasattr(data, "to"):
+        return data
+    parts = [_copied(part, device, user) for part in data]
+    rebuild: Any = type(data)
+    return rebuild(*parts) if hasattr(data, "_fields") else rebuild(parts)

@@ -1,0 +1,123 @@
+"""Loaders over data sets that are tensors: a batch is a selection of their rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from operator import itemgetter
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+from ..notes import describe, name_of
+from ..rng import preserved_generators, preserved_rng
+from .sampler import ShardedBatchSampler
+
+
+class TensorLoader(DataLoader[Any]):
+    """Gives the batches of a plain loader, each by one `index_select` on each tensor.
+
+    Args:
+        dataset: Has an attribute `tensors`: a tensor, or a sequence or mapping of tensors. Their
+            rows, along the first dimension, are its samples.
+        sampler: The order of the rows.
+        device: Where copies of the tensors are kept and batches are made; None for where they are.
+        **options: Of `DataLoader`.
+
+    Raises:
+        TypeError: The data set has no such attribute.
+        ValueError: The rows are not its samples.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset[Any],
+        sampler: ShardedBatchSampler,
+        device: torch.device | str | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(dataset, batch_sampler=sampler, **options)
+        self._rows = sampler.rows
+        self._tensors, self._build = _tensors_of(dataset, sampler.num_samples)
+        self._check_samples([0, sampler.num_samples - 1])
+        if device is not None:
+            self._tensors = [one.to(device) for one in self._tensors]
+
+    def __iter__(self) -> Any:
+        device = self._tensors[0].device
+        pin = self.pin_memory and device.type == "cpu" and torch.accelerator.is_available()
+        return self._batches(self._rows(device), pin)
+
+    def _batches(self, rows: Iterable[Tensor], pin: bool = False) -> Iterator[Any]:
+        tensors, build = self._tensors, self._build
+        for own in rows:
+            parts = [tensor.index_select(0, own) for tensor in tensors]
+            yield build([one.pin_memory() for one in parts] if pin else parts)
+
+    def _check_samples(self, indices: list[int]) -> None:
+        """Compare rows with the samples of these indices, which may be other than they."""
+        selected = next(self._batches([torch.tensor(indices, device=self._tensors[0].device)]))
+        with preserved_rng(), preserved_generators([self.dataset]):
+            read = next(iter(DataLoader(self.dataset, batch_sampler=[indices])))
+        try:
+            if type(selected) is not type(read):
+                raise AssertionError(f"they make {describe(selected)}, not {describe(read)}")
+            assert_close(selected, read, rtol=0, atol=0, equal_nan=True)
+        except AssertionError as error:
+            raise ValueError(
+                f"in_memory takes the rows of the tensors of {name_of(self.dataset)} for its "
+                f"samples, but they are not the same: {error}. Use in_memory=False"
+            ) from error
+
+
+def _tensors_of(dataset: Any, samples: int) -> tuple[list[Tensor], Callable[[list[Tensor]], Any]]:
+    """Return the tensors of a data set, and what makes a batch of a part of each."""
+    given = getattr(dataset, "tensors", None)
+    tensors: list[Any] = []
+    build: Callable[[list[Tensor]], Any] = list
+    if isinstance(given, Tensor):
+        tensors, build = [given], itemgetter(0)
+    elif isinstance(given, Mapping):
+        tensors, build = list(given.values()), lambda parts: dict(zip(given, parts, strict=True))
+    elif isinstance(given, Sequence):
+        tensors = list(given)
+    if not tensors or not all(isinstance(one, Tensor) for one in tensors):
+        told = "has none" if given is None else f"has {describe(given, ranges=False)}"
+        raise TypeError(
+            "in_memory needs a data set with an attribute `tensors`, as TensorDataset: a tensor, "
+            "or a sequence or mapping of tensors, whose rows along the first dimension are the "
+            f"samples; {name_of(dataset)} {told}"
+        )
+    device = tensors[0].device
+    if any(one.shape[:1] != (samples,) or one.device != device for one in tensors):
+        told = ", ".join(f"{tuple(one.shape)} on {one.device}" for one in tensors)
+        raise ValueError(
+            f"in_memory needs tensors with one row for each of the {samples} samples of "
+            f"{name_of(dataset)}, all on one device, got {told}"
+        )
+    return tensors, build
+
+
+def selects_rows(dataset: Any, in_memory: Any, num_workers: int, collate: Any) -> bool:
+    """Say whether a `TensorLoader` is to be made; "auto": where it gives what any loader would."""
+    per_sample = num_workers or collate is not None
+    if not in_memory or (in_memory == "auto" and per_sample):
+        return False
+    if per_sample:
+        raise ValueError(
+            "in_memory reads no single samples: num_workers must be 0 and collate None, got "
+            f"{num_workers} and {'None' if collate is None else name_of(collate)}"
+        )
+    kind = type(dataset)
+    return in_memory != "auto" or (
+        isinstance(dataset, TensorDataset)
+        and kind.__getitem__ is TensorDataset.__getitem__
+        and kind.__len__ is TensorDataset.__len__
+        and not hasattr(dataset, "__getitems__")
+        and all(
+            type(one) is Tensor and one.device.type == "cpu" and one.is_contiguous()
+            for one in dataset.tensors
+        )
+    )
