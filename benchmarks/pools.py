@@ -1,7 +1,8 @@
 """Pools beside those of others: tasks per second, round trips, tensors, lambdas, start and end.
 
 All contestants stand ready while a measurement runs, take turns in a shuffled order within every
-round, and the median over the rounds is printed, with its ratio to the standard library's Pool.
+round, and the median over the rounds is printed, with the ratio of its time to that of the standard
+library's Pool.
 Slow contestants get fewer tasks. machin and loky take part where they are installed (loky comes
 with joblib).
 
@@ -18,6 +19,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,7 +30,8 @@ from stepwrap.parallel import P2PPool, Pool
 TASKS = 20_000
 LAMBDAS = 10_000
 TENSORS = 16
-MB = 2**20
+KB, MB = 2**10, 2**20
+SIZES = {"64 KB": 64 * KB, "1 MB": MB, "16 MB": 16 * MB}
 Map = Callable[..., Any]
 
 
@@ -40,8 +43,10 @@ def first_element(tensor: torch.Tensor) -> float:
     return float(tensor.view(-1)[0])
 
 
-def make_tensor(value: int) -> torch.Tensor:
-    return torch.full((4 * MB,), float(value))
+def make_tensor(size: int) -> torch.Tensor:
+    # Also in workers, whose threads would wait for each other.
+    torch.set_num_threads(1)
+    return torch.ones(size // 4)
 
 
 class Contestant:
@@ -140,7 +145,8 @@ def show(title: str, unit: str, values: dict[str, list[float]], scale: float = 1
         ratio = ""
         if peer and name != "multiprocessing":
             ratios = [mine / theirs for mine, theirs in zip(own, peer, strict=True)]
-            ratio = f"  {statistics.median(ratios):7.2f} x multiprocessing"
+            in_time = statistics.median(ratios) ** (-1 if unit.endswith("/s") else 1)
+            ratio = f"  {in_time:7.2f} of multiprocessing's time"
         print(f"  {name:24s}{statistics.median(own) * scale:12.2f} {unit}{ratio}", flush=True)
 
 
@@ -192,20 +198,21 @@ def compare_latency(rounds: int) -> None:
 
 
 def compare_tensors(rounds: int) -> None:
-    def arguments(pool: Contestant) -> float:
-        tensors = [torch.full((4 * MB,), float(i)) for i in range(TENSORS)]
-        return rate(lambda: pool.map(first_element, tensors, 1), TENSORS * 16 * MB)
+    def arguments(pool: Contestant, size: int) -> float:
+        tensors = [make_tensor(size) for _ in range(TENSORS)]
+        return rate(lambda: pool.map(first_element, tensors, 1), TENSORS * size)
 
-    def results(pool: Contestant) -> float:
-        return rate(lambda: pool.map(make_tensor, list(range(TENSORS)), 1), TENSORS * 16 * MB)
+    def results(pool: Contestant, size: int) -> float:
+        return rate(lambda: pool.map(make_tensor, [size] * TENSORS, 1), TENSORS * size)
 
     with opened(2) as pools, ExitStack() as stack:
         for name, kind in (("Pool", Pool), ("P2PPool", P2PPool)):
             shared = kind(2, is_copy_tensor=False, share_method="cpu")
             pools[f"{name}, by reference"] = stack.enter_context(pool_like(shared))
         for title, run in (("as arguments", arguments), ("made and returned", results)):
-            runs = {name: lambda pool=pool, run=run: run(pool) for name, pool in pools.items()}
-            show(f"tensors of 16 MB {title}", "GB/s", measure(runs, rounds), 1e-9)
+            for size, count in SIZES.items():
+                runs = {name: partial(run, pool, count) for name, pool in pools.items()}
+                show(f"tensors of {size} {title}", "GB/s", measure(runs, rounds), 1e-9)
 
 
 def compare_lambdas(rounds: int) -> None:
