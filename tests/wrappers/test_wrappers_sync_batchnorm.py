@@ -214,21 +214,23 @@ def test_autocast() -> None:
     assert all(one.grad.dtype is F32 for one in model.parameters())
 
 
+@pytest.mark.parametrize("dtype", BOUNDS)
 @pytest.mark.parametrize("kind", ["2d", "3d"])
-def test_memory_formats(kind: str) -> None:
-    given = case(kind, F64)
+def test_memory_formats(kind: str, dtype: torch.dtype) -> None:
+    bound = BOUNDS[dtype]
+    given = case(kind, dtype)
     expected = reference(given)
     layout = torch.channels_last if kind == "2d" else torch.channels_last_3d
     last = Case(kind, [one.to(memory_format=layout) for one in given.inputs], given.cotangents)
-    layer = _layer(kind, F64)
-    assert largest_error(train(layer, _parallel(layer, _halves(kind)), last), expected) <= 1e-12
-    y = _parallel(_layer(kind, F64), [8])(last.inputs[0])
+    layer = _layer(kind, dtype)
+    assert largest_error(train(layer, _parallel(layer, _halves(kind)), last), expected) <= bound
+    y = _parallel(_layer(kind, dtype), [8])(last.inputs[0])
     assert y.is_contiguous(memory_format=layout)
     strided = [one.transpose(0, -1).contiguous().transpose(0, -1) for one in given.inputs]
-    layer = _layer(kind, F64)
+    layer = _layer(kind, dtype)
     call = _parallel(layer, _halves(kind))
     assert (
-        largest_error(train(layer, call, Case(kind, strided, given.cotangents)), expected) <= 1e-12
+        largest_error(train(layer, call, Case(kind, strided, given.cotangents)), expected) <= bound
     )
 
 
