@@ -18,6 +18,7 @@ import statistics
 import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,7 +28,8 @@ from report import Report, parse_options
 from stepwrap.parallel import P2PPool, Pool
 
 TENSORS = 16
-MB = 2**20
+KB, MB = 2**10, 2**20
+SIZES = {"64 KB": 64 * KB, "1 MB": MB, "16 MB": 16 * MB}
 OURS = ("stepwrap Pool", "stepwrap P2PPool")
 PEER = "multiprocessing"
 Map = Callable[..., Any]
@@ -41,8 +43,10 @@ def first_element(tensor: torch.Tensor) -> float:
     return float(tensor.view(-1)[0])
 
 
-def make_tensor(value: int) -> torch.Tensor:
-    return torch.full((4 * MB,), float(value))
+def make_tensor(size: int) -> torch.Tensor:
+    # Also in workers, whose threads would wait for each other.
+    torch.set_num_threads(1)
+    return torch.ones(size // 4)
 
 
 class Contestant:
@@ -185,23 +189,23 @@ def compare_latency(options: argparse.Namespace, report: Report) -> None:
 
 
 def compare_tensors(options: argparse.Namespace, report: Report) -> None:
-    gigabytes = TENSORS * 16 * MB / 1e9
+    def arguments(pool: Contestant, size: int) -> float:
+        tensors = [make_tensor(size) for _ in range(TENSORS)]
+        return rate(lambda: pool.map(first_element, tensors, 1), TENSORS * size / 1e9)
 
-    def arguments(pool: Contestant) -> float:
-        tensors = [torch.full((4 * MB,), float(i)) for i in range(TENSORS)]
-        return rate(lambda: pool.map(first_element, tensors, 1), gigabytes)
-
-    def results(pool: Contestant) -> float:
-        return rate(lambda: pool.map(make_tensor, list(range(TENSORS)), 1), gigabytes)
+    def results(pool: Contestant, size: int) -> float:
+        return rate(lambda: pool.map(make_tensor, [size] * TENSORS, 1), TENSORS * size / 1e9)
 
     with opened(2, options.contestants) as pools, ExitStack() as stack:
         for name, kind in zip(OURS, (Pool, P2PPool), strict=True):
             shared = kind(2, is_copy_tensor=False, share_method="cpu")
             pools[f"{name}, by reference"] = stack.enter_context(pool_like(shared))
         for title, run in (("as arguments", arguments), ("made and returned", results)):
-            runs = {name: lambda pool=pool, run=run: run(pool) for name, pool in pools.items()}
-            values = measure(runs, options.rounds)
-            report.add(f"tensors of 16 MB {title}", "GB/s", values, PEER, higher_is_better=True)
+            for size, count in SIZES.items():
+                runs = {name: partial(run, pool, count) for name, pool in pools.items()}
+                values = measure(runs, options.rounds)
+                what = f"tensors of {size} {title}"
+                report.add(what, "GB/s", values, PEER, higher_is_better=True)
 
 
 def compare_lambdas(options: argparse.Namespace, report: Report) -> None:

@@ -5,8 +5,8 @@ there and back, in a changing order; ratios are taken within a round, and their 
 
 - call: an empty registered service, beside `rpc_sync` of an empty function
 - model: a push and a pull of 40 MB, all of it changed, beside 40 MB sent each way by `rpc_sync`,
-  and beside the same with what a model needs anyway: a copy taken before, and one loaded after;
-  then a pull of what is there already
+  the same loaded into a model (the least that torch's RPC can do, since it receives into memory of
+  its own), and beside that with a copy taken before; then a pull of what is there already
 - ordered: small pushes by both clients, beside a dictionary that is set by `rpc_sync`
 - gradients: pushes of ready gradients by both clients, four to an update, beside a parameter server
   by hand: one function under a lock, called by `rpc_sync`, that answers with the weights
@@ -155,6 +155,11 @@ def compare_model(timing: Timing, size: str, pushed: nn.Module) -> None:
         rpc.rpc_sync("server", put, args=("state", pushed.state_dict()))
         rpc.rpc_sync("server", get, args=("state",))
 
+    def move_and_load() -> None:
+        change()
+        rpc.rpc_sync("server", put, args=("state", pushed.state_dict()))
+        pulled.load_state_dict(rpc.rpc_sync("server", get, args=("state",)))
+
     def move_copies() -> None:
         change()
         state = {name: value.clone() for name, value in pushed.state_dict().items()}
@@ -168,7 +173,8 @@ def compare_model(timing: Timing, size: str, pushed: nn.Module) -> None:
 
     contestants = {
         "rpc_sync, both ways": move,
-        "rpc_sync, with the model's copies": move_copies,
+        "rpc_sync, loaded": move_and_load,
+        "rpc_sync, copied and loaded": move_copies,
         "stepwrap push and pull": by_server,
     }
     blocks = {name: repeated(work, 2, on=(1,)) for name, work in contestants.items()}

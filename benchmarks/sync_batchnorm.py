@@ -1,10 +1,10 @@
 """What synchronised BatchNorm costs in forward and backward, in milliseconds and as ratios.
 
 A small CNN with three BatchNorm layers, and one such layer alone, over two ranks and over two
-replicas in one process: without synchronisation, with stepwrap's layers, and with a
-straightforward layer that sums twice in each direction (the sum, then the squared deviations). The
-order is shuffled in every round; ratios are taken within a round, and the median over the rounds
-is printed. Gradients are not exchanged between the ranks: that costs all the same.
+replicas in one process: without synchronisation, with stepwrap's layers in fp32 and in fp64, and
+with a straightforward layer that sums twice in each direction (the sum, then the squared
+deviations). The order is shuffled in every round; ratios are taken within a round, and the median
+over the rounds is printed. Gradients are not exchanged between the ranks: that costs all the same.
 
 With --device cuda the replicas share one device, and the ranks become one rank with torch's
 SyncBatchNorm beside stepwrap's and the straightforward layer (NCCL).
@@ -124,6 +124,7 @@ def make_contestants(what: str, arguments: Any, *, replicas: bool) -> dict[str, 
     models = {
         "not synchronised": make(nn.BatchNorm2d),
         "stepwrap": convert_sync_batchnorm(make(nn.BatchNorm2d)),
+        "stepwrap, fp64": convert_sync_batchnorm(make(nn.BatchNorm2d), precision="fp64"),
         "two sums each way": make(TwoSums),
     }
     if on_one_rank:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import reduce
 from itertools import chain
 from typing import Any
@@ -12,7 +12,7 @@ from torch import Tensor, distributed, nn
 
 from ..collectives import distributed_available
 from ..registry import MODEL_WRAPPERS
-from .batchnorm.conversion import convert_sync_batchnorm
+from .batchnorm.conversion import apply_sync_batchnorm
 from .replicas.data_parallel import ReplicationCallbackDataParallel
 from .replicas.scatter_gather import dict_gather, join, share_of_each
 from .steps.preprocess import move
@@ -41,7 +41,7 @@ class StepDataParallel(Steps, ReplicationCallbackDataParallel):
         output_device: as there; also where the losses are added.
         detect_anomalous_params: log the parameters that the loss does not reach, on every step.
         sync_batchnorm: make the model's BatchNorm layers train with the statistics of the whole
-            batch, by ``convert_sync_batchnorm``.
+            batch, by ``convert_sync_batchnorm``; or a mapping with its ``precision``.
         options: ``scatter`` (``mode`` is given to every copy besides), ``gather`` (not used for
             losses and for lists of predictions) and ``timeout_s``, as there.
 
@@ -59,7 +59,7 @@ class StepDataParallel(Steps, ReplicationCallbackDataParallel):
         dim: int = 0,
         *,
         detect_anomalous_params: bool = False,
-        sync_batchnorm: bool = False,
+        sync_batchnorm: bool | Mapping[str, Any] = False,
         **options: Any,
     ) -> None:
         StepDataParallel.check_options(options)
@@ -69,8 +69,7 @@ class StepDataParallel(Steps, ReplicationCallbackDataParallel):
                 f"{type(self).__name__} steps in one process and would leave the gradients of "
                 f"{ranks} ranks apart; use ddp, or one rank (launch.nproc=1)"
             )
-        if sync_batchnorm:
-            module = convert_sync_batchnorm(module)
+        module = apply_sync_batchnorm(module, sync_batchnorm)
         super().__init__(module, device_ids, output_device, dim, **options)
         self._prepare_steps(detect_anomalous_params)
         self._loss_weight: Any = None

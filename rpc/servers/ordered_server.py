@@ -314,6 +314,10 @@ class _Ledger:
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
+# Copies of what changes at each push are made this seldom.
+_PUSHES_PER_COPY = 16
+
+
 @dataclass
 class KnownState:
     """The state with which a model was last pushed or pulled."""
@@ -323,22 +327,36 @@ class KnownState:
     state: dict[str, Any] = field(default_factory=dict)
     # Names of what belongs to it, but is not known here any more.
     lacking: set[str] = field(default_factory=set)
+    # Names of what had changed in the last push, and the number of pushes.
+    changing: set[str] = field(default_factory=set)
+    pushes: int = 0
 
     def belongs_to(self, own: State) -> bool:
         return own.keys() == self.state.keys() | self.lacking
 
     def changes(self, own: State) -> dict[str, Any]:
-        """Return what of a model's state differs, on the CPU; not copied where it is there."""
+        """Return what of a model's state differs or is not known, on the CPU.
+
+        It is not copied where it is there.
+        """
         here = {name: on_cpu(value) for name, value in own.items()}
         return {
             name: value for name, value in here.items() if not _is_same(self.state.get(name), value)
         }
 
     def keep(self, changes: State, own: State) -> None:
-        """Copy what was sent into what is known, without new memory where there is some."""
+        """Copy what was sent into what is known, without new memory where there is some.
+
+        Not what changes at each push, but for every sixteenth: it would be compared for nothing.
+        """
+        self.pushes += 1
+        lasting = self.changing if self.pushes % _PUSHES_PER_COPY else set()
+        self.changing = {name for name in changes if name in self.state or name in self.changing}
         for name, value in changes.items():
             kept = self.state.get(name)
-            if value is not own[name]:
+            if name in lasting and value is own[name]:
+                self.state.pop(name, None)
+            elif value is not own[name]:
                 self.state[name] = value
             elif kept is not None and _is_alike(kept, value):
                 kept.copy_(value)
@@ -354,7 +372,9 @@ class KnownState:
     def updated(self, update: Update) -> KnownState:
         assert update.state is not None
         state = dict(update.state) if update.is_whole else {**self.state, **update.state}
-        return KnownState(update.version, update.mark, state)
+        return KnownState(
+            update.version, update.mark, state, changing=self.changing, pushes=self.pushes
+        )
 
 
 def _is_alike(one: Any, other: Any) -> bool:

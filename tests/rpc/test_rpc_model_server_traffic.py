@@ -120,6 +120,46 @@ def test_a_frozen_backbone_travels_once() -> None:
         assert sent + received < LITTLE
 
 
+def _trained() -> list[tuple[int, int]]:
+    rank = dist.get_rank()
+    counts = []
+    with World(f"w{rank}") as world, counted() as traffic:
+        group = world.create_rpc_group("all", world.get_members())
+        if rank == 0:
+            PushPullModelServerImpl("server", group)
+        group.barrier()
+        if rank == 1:
+            server, model, other = group.get_paired("server").to_here(), Tuned(), Tuned()
+            for _ in range(4):
+                with torch.no_grad():
+                    for parameter in model.parameters():
+                        parameter.add_(1)
+                assert server.push(model)
+            assert server.pull(other)
+            assert is_equal(model, other)
+            other.tune()
+            assert server.push(other)
+            # Refused, and changed here: what has no copy here is pulled as well.
+            model.backbone.weight.data.fill_(3)
+            assert not server.push(model)
+            assert is_equal(model, other)
+            for _ in range(20):
+                traffic.take()
+                assert server.push(model)
+                counts.append(traffic.take())
+            assert server.pull(other)
+            assert is_equal(model, other)
+        group.barrier()
+    return counts
+
+
+def test_what_changes_at_each_push_is_compared_again_now_and_then() -> None:
+    """A model that is trained no more soon stops travelling."""
+    _, counts, _ = run_ranks(_trained, 3)
+    sizes = [sent + received for sent, received in counts]
+    assert max(sizes[16:]) < LITTLE
+
+
 def _refused() -> list[tuple[int, int]]:
     rank = dist.get_rank()
     counts = []

@@ -51,10 +51,10 @@ def _whole(got: dict[str, Tensor], parts: list[dict[str, Tensor]]) -> dict[str, 
     return {**got, **joined, **summed}  # type: ignore[dict-item]
 
 
-def _error(given: Case, sizes: list[int], **options: Any) -> float:
+def _error(given: Case, sizes: list[int], layer: Any = None, **options: Any) -> float:
     """Error of this rank's results together with those of the others."""
     group = options.get("process_group")
-    layer = _layer(given.kind, given.inputs[0].dtype, **options)
+    layer = layer or _layer(given.kind, given.inputs[0].dtype, **options)
     got = train(layer, layer, _shards(given, sizes, dist.get_rank(group)))
     parts: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(parts, got, group=group)
@@ -74,7 +74,9 @@ def _errors() -> dict[tuple[str, ...], float]:
     for options in ({"affine": False}, {"momentum": None}, {"track_running_stats": False}):
         found["2d", str(options), "uneven"] = _error(given, uneven, **options) / 1e-12
     far = case("2d", torch.float32, mean=1e4)
-    found["2d", "far", ""] = _error(far, uneven) / 1e-6
+    for precision, bound in (("fp32", 1e-6), ("fp64", 2e-7)):
+        layer = _layer("2d", torch.float32, precision=precision)
+        found["2d", "far", precision] = _error(far, uneven, layer) / bound
     return found
 
 

@@ -292,6 +292,33 @@ def test_wrong_order(kind: str, name: str) -> None:
     assert all(text.startswith(inside) for text in texts[2:])
 
 
+def test_precision() -> None:
+    """Of all layers, or as each has it; layers that are reverted have none."""
+    model = convert_sync_batchnorm(_model(), precision="fp64")
+    assert {one.precision for one in _norms(model)} == {"fp64"}
+    convert_sync_batchnorm(model)
+    assert {one.precision for one in _norms(copy.deepcopy(model))} == {"fp64"}
+    revert_sync_batchnorm(model)
+    assert not any("precision" in vars(one) for one in _norms(model))
+    assert {one.precision for one in _norms(convert_sync_batchnorm(model))} == {"fp32"}
+    with pytest.raises(ValueError, match="precision must be 'fp32' or 'fp64', got 'double'"):
+        convert_sync_batchnorm(model, precision="double")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="torch's layers have none"):
+        convert_sync_batchnorm(model, "torch", precision="fp64")
+
+
+def test_precision_by_option() -> None:
+    def build(**options: str) -> Any:
+        model = SupervisedModel(_model(), nn.MSELoss())
+        return build_from_cfg(
+            {"type": "dp", "sync_batchnorm": options, "module": model}, MODEL_WRAPPERS
+        )
+
+    assert build(precision="fp64").module.net[1].precision == "fp64"
+    with pytest.raises(TypeError, match="sync_batchnorm has no argument .*did you mean precision"):
+        build(precison="fp64")
+
+
 def _by_option() -> list[bool]:
     cfg = {"type": "ddp", "sync_batchnorm": True, "module": SupervisedModel(_model(), nn.MSELoss())}
     wrapped = build_from_cfg(cfg, MODEL_WRAPPERS)

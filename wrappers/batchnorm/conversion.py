@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Literal, TypeVar, get_args
 
@@ -16,11 +16,14 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from ...collectives import distributed_available
 from ..replicas.data_parallel import patch_replication_callback
+from ..torch_functions import check_options
+from .statistics import Precision
 from .sync_batchnorm import (
     SynchronizedBatchNorm,
     SynchronizedBatchNorm1d,
     SynchronizedBatchNorm2d,
     SynchronizedBatchNorm3d,
+    check_precision,
 )
 
 logger = logging.getLogger(__name__)
@@ -53,6 +56,7 @@ def convert_sync_batchnorm(
     implementation: Implementation = "stepwrap",
     *,
     process_group: distributed.ProcessGroup | None = None,
+    precision: Precision | None = None,
 ) -> _M:
     """Make all BatchNorm layers of a model synchronised, in place; returns the model.
 
@@ -65,17 +69,14 @@ def convert_sync_batchnorm(
         implementation: "stepwrap": ``SynchronizedBatchNorm1d`` and so on, on any device. "torch":
             ``torch.nn.SyncBatchNorm``, which trains on GPUs only.
         process_group: the ranks to synchronise over; default: all, or the group that a layer has.
+        precision: see ``SynchronizedBatchNorm2d``; default: "fp32", or that which a layer has.
 
     Raises:
-        ValueError: another implementation; or the model is, contains or is inside a
-            DistributedDataParallel: convert first, wrap then.
+        ValueError: another implementation or precision, or a precision for torch's layers; or the
+            model is, contains or is inside a DistributedDataParallel: convert first, wrap then.
         TypeError: a lazy layer that has seen no input.
     """
-    if implementation not in get_args(Implementation):
-        raise ValueError(
-            f'sync_bn should be "torch" or "stepwrap", but got {implementation!r} for '
-            "implementation; a process_group is given by its name"
-        )
+    _check(implementation, precision)
     changes: list[tuple[Any, type[_BatchNorm]]] = []
     for path, one in module.named_modules():
         if isinstance(one, _BatchNorm) and (kind := _synchronised(path, one, implementation)):
@@ -87,8 +88,9 @@ def convert_sync_batchnorm(
             made = isinstance(layer, SynchronizedBatchNorm)
             layer.__dict__.setdefault(_ORIGIN, _plain(layer) if made else type(layer))
             _change(layer, kind)
-        if process_group is not None:
-            layer.process_group = process_group
+        for name, value in (("process_group", process_group), ("precision", precision)):
+            if value is not None:
+                setattr(layer, name, value)
     for one in module.modules():
         if isinstance(one, DataParallel) and implementation == "stepwrap":
             patch_replication_callback(one)
@@ -113,6 +115,19 @@ def revert_sync_batchnorm(module: _M) -> _M:
 convert_model = convert_sync_batchnorm
 
 
+def apply_sync_batchnorm(
+    module: _M,
+    setting: bool | Mapping[str, Any],
+    process_group: distributed.ProcessGroup | None = None,
+) -> _M:
+    """Do what a wrapper's option ``sync_batchnorm`` says; returns the model."""
+    if not setting:
+        return module
+    options = {} if setting is True else setting
+    check_options("sync_batchnorm", options, ["precision"])
+    return convert_sync_batchnorm(module, process_group=process_group, **options)
+
+
 @contextmanager
 def patch_sync_batchnorm() -> Iterator[None]:
     """Let ``nn.BatchNorm1d``, ``2d`` and ``3d`` be the synchronised classes inside a ``with``.
@@ -129,6 +144,18 @@ def patch_sync_batchnorm() -> Iterator[None]:
     finally:
         for name, kind in before.items():
             setattr(nn, name, kind)
+
+
+def _check(implementation: str, precision: str | None) -> None:
+    if implementation not in get_args(Implementation):
+        raise ValueError(
+            f'sync_bn should be "torch" or "stepwrap", but got {implementation!r} for '
+            "implementation; a process_group is given by its name"
+        )
+    if precision is not None and implementation == "torch":
+        raise ValueError("precision is for implementation='stepwrap', torch's layers have none")
+    if precision is not None:
+        check_precision(precision)
 
 
 def _synchronised(
@@ -166,7 +193,7 @@ def _plain(layer: _BatchNorm) -> type[_BatchNorm]:
 def _change(layer: _BatchNorm, kind: type[_BatchNorm]) -> None:
     """Give ``layer`` another class; its group stays where that has one."""
     state = layer.__dict__
-    for name in ("eps_mode", "_place", "_agreed"):
+    for name in ("eps_mode", "precision", "_place", "_agreed"):
         state.pop(name, None)
     group = state.pop("process_group", None)
     layer.__class__ = kind

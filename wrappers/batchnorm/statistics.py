@@ -2,8 +2,9 @@
 
 Statistics are counts, means and sums of squared deviations, which merge without cancellation
 (Chan, Golub, LeVeque 1979). Vectors with one number per channel are always fp64; what is as large
-as the input is computed in fp64 for fp32 and fp64 inputs on the CPU, in fp32 for halves and for
-fp32 on other devices, and rounded once, at the end.
+as the input is computed in the precision of the layer, or the input's where that is higher, and
+rounded once, at the end. From every value a mean in that precision is subtracted first, which is
+exact or nearly so where it is large; what the mean lost by rounding is added to the vectors.
 """
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 EpsMode: TypeAlias = Literal["plus", "clamp"]
+Precision: TypeAlias = Literal["fp32", "fp64"]
 
 # Elements of a part of a tensor; twice this in fp64 has to fit into a core's cache.
-_BLOCK = 2**16
+_BLOCK = 2**17
 
 
 class Moments(NamedTuple):
@@ -37,6 +39,7 @@ class Statistics(NamedTuple):
         var: the biased variance.
         inv_std: what the deviations are multiplied by.
         slope: 0 where `inv_std` does not depend on the variance, else 1; None: 1 everywhere.
+        precision: what is as large as the input is computed in this at least.
     """
 
     num_values: int
@@ -44,32 +47,27 @@ class Statistics(NamedTuple):
     var: Tensor
     inv_std: Tensor
     slope: Tensor | None = None
+    precision: torch.dtype = torch.float32
 
     def to(self, device: torch.device) -> Statistics:
         """The same numbers on another device."""
         if device == self.mean.device:
             return self
-        tensors = (None if one is None else one.to(device) for one in self[1:])
-        return Statistics(self.num_values, *tensors)  # type: ignore[arg-type]
+        moved = (one.to(device) if isinstance(one, Tensor) else one for one in self)
+        return Statistics(*moved)  # type: ignore[arg-type]
 
 
-def moments(x: Tensor) -> Moments:
+def moments(x: Tensor, precision: torch.dtype) -> Moments:
     """Moments of `x` `(batch, channels, ...)`."""
     channels = x.size(1)
     if not x.numel():
         return no_moments(channels, x.device)
-    dims = _all_but_channels(x)
-    parts = []
-    for part in _blocks(x):
-        moved = part.to(_working_dtype(x), copy=True)
-        mean = moved.mean(dims)
-        moved.sub_(_as_channels(mean, moved))
-        m2 = moved.mul_(moved).sum(dims)
-        parts.append(Moments(part.numel() // channels, mean.double(), m2.double()))
-    if len(parts) == 1:
-        return parts[0]
-    counts, means, m2s = zip(*parts, strict=True)
-    return merge(counts, torch.stack(means), torch.stack(m2s))
+    count = x.numel() // channels
+    mean = x.mean(_all_but_channels(x), dtype=torch.promote_types(x.dtype, precision))
+    total, products = _sums(x, mean)
+    # What rounding left of the mean.
+    rest = total / count
+    return Moments(count, mean + rest, (products - total * rest).clamp_(min=0))
 
 
 def no_moments(channels: int, device: torch.device) -> Moments:
@@ -105,27 +103,32 @@ def normalise(
     x: Tensor, out: Tensor, *, stats: Statistics, weight: Tensor | None, bias: Tensor | None
 ) -> None:
     """Write the normalised `x` into `out`."""
+    mean, rest = _rounded_mean(x, stats)
     scale = _scale(stats, weight)
-    rounded, rest = _rounded_mean(x, stats)
     shift = -rest * scale if bias is None else bias - rest * scale
+    mean, scale, shift = (_as_channels(one, mean.dtype, x) for one in (mean, scale, shift))
     for part, result in zip(_blocks(x), _blocks(out), strict=True):
-        moved = _moved(part, rounded)
+        moved = _moved(part, mean, result)
         # Not addcmul, which on the CPU takes twice the time of both.
-        result.copy_(moved.mul_(_as_channels(scale, moved)).add_(_as_channels(shift, moved)))
+        moved.mul_(scale).add_(shift)
+        if moved is not result:
+            result.copy_(moved)
 
 
 def gradient_sums(dy: Tensor, x: Tensor, stats: Statistics) -> Tensor:
     """`(2, channels)`: the sums of dy and of dy * xhat, the gradients of bias and weight."""
-    dims = _all_but_channels(x)
-    rounded, rest = _rounded_mean(x, stats)
-    total = torch.zeros(2, x.size(1), dtype=torch.float64, device=x.device)
-    for part, gradient in zip(_blocks(x), _blocks(dy), strict=True):
-        moved = _moved(part, rounded)
-        gradient = gradient.to(moved.dtype)
-        total[0] += gradient.sum(dims)
-        total[1] += moved.mul_(gradient).sum(dims)
-    total[1] = (total[1] - rest * total[0]) * stats.inv_std
-    return total
+    mean, rest = _rounded_mean(x, stats)
+    is_fp32 = x.device.type == "cpu" and x.dtype is mean.dtype is torch.float32
+    if is_fp32 and x.numel():
+        # In one pass over both: torch's gradients of weight and bias, where the scale is 1.
+        one = torch.ones_like(mean)
+        _, of_weight, of_bias = torch.ops.aten.native_batch_norm_backward(
+            dy, x, one, None, None, mean, one, True, 0.0, [False, True, True]
+        )
+        total, products = of_bias.double(), of_weight.double()
+    else:
+        total, products = _sums(x, mean, dy)
+    return torch.stack([total, (products - rest * total) * stats.inv_std])
 
 
 def input_gradient(
@@ -136,15 +139,30 @@ def input_gradient(
     if stats.slope is not None:
         mean_product = mean_product * stats.slope
     scale = _scale(stats, weight)
-    slope = -scale * stats.inv_std * mean_product
-    rounded, rest = _rounded_mean(x, stats)
-    shift = -scale * mean_dy - slope * rest
+    slope = -stats.inv_std * mean_product
+    mean, rest = _rounded_mean(x, stats)
+    shift = -mean_dy - slope * rest
+    vectors = (mean, slope, shift, scale)
+    mean, slope, shift, scale = (_as_channels(one, mean.dtype, x) for one in vectors)
     dx = torch.empty_like(x)
     for part, gradient, result in zip(_blocks(x), _blocks(dy), _blocks(dx), strict=True):
-        moved = _moved(part, rounded)
-        moved.mul_(_as_channels(slope, moved)).add_(_as_channels(shift, moved))
-        result.copy_(moved.add_(gradient.to(moved.dtype) * _as_channels(scale, moved)))
+        moved = _moved(part, mean, result)
+        moved.mul_(slope).add_(gradient.to(mean.dtype)).add_(shift).mul_(scale)
+        if moved is not result:
+            result.copy_(moved)
     return dx
+
+
+def _sums(x: Tensor, mean: Tensor, dy: Tensor | None = None) -> Tensor:
+    """`(2, channels)`: the sums of dy and of dy * (x - mean); dy is x - mean by default."""
+    dims = _all_but_channels(x)
+    mean = _as_channels(mean, mean.dtype, x)
+    sums = []
+    for part, gradient in zip(_blocks(x), _blocks(x if dy is None else dy), strict=True):
+        moved = _moved(part, mean)
+        factor = moved if dy is None else gradient.to(mean.dtype)
+        sums += [factor.sum(dims), moved.mul_(factor).sum(dims)]
+    return torch.stack(sums).view(-1, 2, x.size(1)).sum(0, dtype=torch.float64)
 
 
 def _blocks(x: Tensor) -> Sequence[Tensor]:
@@ -160,33 +178,27 @@ def _blocks(x: Tensor) -> Sequence[Tensor]:
 
 def _rounded_mean(x: Tensor, stats: Statistics) -> tuple[Tensor, Tensor]:
     """The mean in the precision of the arithmetic, and what the rounding leaves."""
-    rounded = stats.mean.to(_working_dtype(x))
+    rounded = stats.mean.to(torch.promote_types(x.dtype, stats.precision))
     return rounded, stats.mean - rounded
 
 
-def _moved(x: Tensor, mean: Tensor) -> Tensor:
-    """A copy of `x`, less the mean, in the mean's precision."""
-    moved = x.to(mean.dtype, copy=True)
-    return moved.sub_(_as_channels(mean, moved))
+def _moved(x: Tensor, mean: Tensor, into: Tensor | None = None) -> Tensor:
+    """`x` less the mean, in the mean's precision: `into` where that has it, else a new tensor."""
+    is_fit = into is not None and into.dtype is mean.dtype
+    return torch.sub(x.to(mean.dtype), mean, out=into if is_fit else None)
 
 
 def _scale(stats: Statistics, weight: Tensor | None) -> Tensor:
     return stats.inv_std if weight is None else stats.inv_std * weight
 
 
-def _working_dtype(x: Tensor) -> torch.dtype:
-    if x.dtype is torch.float64 or (x.dtype is torch.float32 and x.device.type == "cpu"):
-        return torch.float64
-    return torch.float32
-
-
 def _all_but_channels(x: Tensor) -> list[int]:
     return [dim for dim in range(x.dim()) if dim != 1]
 
 
-def _as_channels(vector: Tensor, like: Tensor) -> Tensor:
-    """`vector` in the precision of `like`, to be broadcast over it."""
-    return vector.to(like.dtype).view(-1, *[1] * (like.dim() - 2))
+def _as_channels(vector: Tensor, dtype: torch.dtype, like: Tensor) -> Tensor:
+    """`vector` in a precision, to be broadcast over the channels of `like`."""
+    return vector.to(dtype).view(-1, *[1] * (like.dim() - 2))
 
 
 class Chunk(NamedTuple):

@@ -24,6 +24,7 @@ from .statistics import (
     EpsMode,
     Moments,
     Plan,
+    Precision,
     Statistics,
     join,
     merge,
@@ -38,6 +39,7 @@ _WITHOUT_GRAPHS = (
     "of a compiled graph; compile the parts of the model between these layers"
 )
 _default_eps_mode: list[EpsMode] = ["plus"]
+_DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 # A rank's flags: its output is part of a graph, the gradient of its input is wanted, it gave up.
 _IN_GRAPH, _MOVES_INPUT, _FAILED = 1, 2, 4
 # Numbers before the moments in a rank's message: count, flags, number of the call.
@@ -63,6 +65,12 @@ def set_sbn_eps_mode(mode: EpsMode) -> None:
         # As documented by the systems this is for.
         raise AssertionError(f"the eps mode must be 'clamp' or 'plus', got {mode!r}")
     _default_eps_mode[0] = mode
+
+
+def check_precision(precision: str) -> None:
+    """Raise ValueError where there is no such precision."""
+    if precision not in _DTYPES:
+        raise ValueError(f"precision must be 'fp32' or 'fp64', got {precision!r}")
 
 
 class _Place(NamedTuple):
@@ -92,6 +100,7 @@ class SynchronizedBatchNorm(_BatchNorm):
 
     process_group: distributed.ProcessGroup | None = None
     eps_mode: EpsMode | None = None
+    precision: Precision = "fp32"
     _place: _Place | None = None
     _agreed: _Agreed | None = None
     _check_input_dim: Any = nn.SyncBatchNorm._check_input_dim
@@ -106,13 +115,16 @@ class SynchronizedBatchNorm(_BatchNorm):
         *,
         process_group: distributed.ProcessGroup | None = None,
         eps_mode: EpsMode | None = None,
+        precision: Precision = "fp32",
         **factory: Any,
     ) -> None:
         if eps_mode is not None and eps_mode not in get_args(EpsMode):
             raise ValueError(f"eps_mode must be 'plus' or 'clamp', got {eps_mode!r}")
+        check_precision(precision)
         super().__init__(num_features, eps, momentum, affine, track_running_stats, **factory)
         self.process_group = process_group
         self.eps_mode = eps_mode
+        self.precision = precision
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalise; in training every replica, or every rank of the group, must call this."""
@@ -140,7 +152,7 @@ class SynchronizedBatchNorm(_BatchNorm):
 
     def _over_replicas(self, x: Tensor, place: _Place, session: ReplicationSession) -> Tensor:
         self._check(x)
-        message = moments(x.detach()), self._chunk(x)
+        message = moments(x.detach(), _DTYPES[self.precision]), self._chunk(x)
         stats, output = session.rendezvous(place.layer, place.copy_id, message, self._combine)
         if place.copy_id == 0:
             self._update(stats)
@@ -152,9 +164,7 @@ class SynchronizedBatchNorm(_BatchNorm):
         device = parts[0].mean.device
         means = torch.stack([one.mean.to(device) for one in parts])
         m2s = torch.stack([one.m2.to(device) for one in parts])
-        with torch.no_grad():
-            merged = merge([one.num_values for one in parts], means, m2s)
-            stats = statistics(merged, self.eps, self._eps_mode())
+        stats = self._statistics(merge([one.num_values for one in parts], means, m2s))
         moves_input = any(chunk.x.requires_grad for chunk in chunks)
         outputs = join(Plan(stats, moves_input), chunks)
         return [(stats.to(output.device), output) for output in outputs]
@@ -167,19 +177,22 @@ class SynchronizedBatchNorm(_BatchNorm):
         number = self._agreed.next_call()
         try:
             self._check(x)
-            own, chunk = moments(x.detach()), self._chunk(x)
+            own, chunk = moments(x.detach(), _DTYPES[self.precision]), self._chunk(x)
         except Exception as error:
             # The other ranks are waiting; they learn of it in the message.
             _merge_ranks(self, no_moments(self.num_features, x.device), _FAILED, number, error)
             raise
         flags = chunk.in_graph * _IN_GRAPH + chunk.x.requires_grad * _MOVES_INPUT
-        with torch.no_grad():
-            merged, moves_input = _merge_ranks(self, own, flags, number)
-            stats = statistics(merged, self.eps, self._eps_mode())
+        merged, moves_input = _merge_ranks(self, own, flags, number)
+        stats = self._statistics(merged)
         self._update(stats)
         over_ranks = partial(_sum_ranks, type(self).__name__, self.process_group, number)
         (output,) = join(Plan(stats, moves_input, over_ranks), [chunk])
         return self._filled(output, x, stats)
+
+    def _statistics(self, merged: Moments) -> Statistics:
+        mode = self.eps_mode or _default_eps_mode[0]
+        return statistics(merged, self.eps, mode)._replace(precision=_DTYPES[self.precision])
 
     def _chunk(self, x: Tensor) -> Chunk:
         given: list[Tensor | None] = [self.weight, self.bias]
@@ -210,7 +223,7 @@ class SynchronizedBatchNorm(_BatchNorm):
         new = (stats.mean, unbiased_var)
         for buffer, value in zip((self.running_mean, self.running_var), new, strict=True):
             assert buffer is not None
-            buffer.copy_(buffer.double().mul_(1 - factor).add_(value * factor))
+            buffer.lerp_(value.to(buffer.dtype), factor)
 
     def _check(self, x: Tensor) -> None:
         self._check_input_dim(x)
@@ -221,9 +234,6 @@ class SynchronizedBatchNorm(_BatchNorm):
             )
         if not x.is_floating_point():
             raise TypeError(f"the input must be floating point, got {x.dtype}")
-
-    def _eps_mode(self) -> EpsMode:
-        return self.eps_mode or _default_eps_mode[0]
 
     def __getstate__(self) -> dict[str, Any]:
         state = {**self.__dict__, "_place": None, "_agreed": None}
@@ -389,6 +399,8 @@ class SynchronizedBatchNorm2d(SynchronizedBatchNorm):
         process_group: the ranks to synchronise over; default: all.
         eps_mode: in synchronised training divide by sqrt(var + eps) ("plus", as torch) or
             sqrt(max(var, eps)) ("clamp"); default: what ``set_sbn_eps_mode`` said, else "plus".
+        precision: compute in it in synchronised training, "fp32" or "fp64", fp64 inputs always in
+            fp64. Means and variances are fp64 in both.
         factory: ``device``, ``dtype`` and what else torch's class takes.
 
     Raises:

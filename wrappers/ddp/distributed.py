@@ -14,7 +14,7 @@ from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ...registry import MODEL_WRAPPERS
-from ..batchnorm.conversion import convert_sync_batchnorm
+from ..batchnorm.conversion import apply_sync_batchnorm
 from ..steps.step import Steps, refuse_own_train_step
 from ..steps.step_checks import AveragingWatch, ThawWatch
 from ..torch_functions import check_options, option_names, refuse_double_backward
@@ -69,7 +69,8 @@ class StepDistributedDataParallel(Steps, DistributedDataParallel):
         detect_anomalous_params: log the parameters that the loss does not reach, on every step;
             costs some microseconds per parameter and step, so for the search of a mistake only.
         sync_batchnorm: make the model's BatchNorm layers train with the statistics of all ranks,
-            by ``convert_sync_batchnorm``; without a process group it has no effect.
+            by ``convert_sync_batchnorm``; or a mapping with its ``precision``. Without a process
+            group it has no effect.
         comm_hook: how the gradients are combined: "allreduce", "fp16_compress", "bf16_compress",
             ``{"type": "powerSGD", **options}``, ``{"type": "post_localSGD", **options}``, or
             one's own, as for ``read_comm_hook``.
@@ -94,7 +95,7 @@ class StepDistributedDataParallel(Steps, DistributedDataParallel):
         module: nn.Module,
         detect_anomalous_params: bool = False,
         *,
-        sync_batchnorm: bool = False,
+        sync_batchnorm: bool | Mapping[str, Any] = False,
         comm_hook: Any = None,
         uneven_inputs: bool | Mapping[str, Any] = False,
         **ddp_kwargs: Any,
@@ -108,8 +109,7 @@ class StepDistributedDataParallel(Steps, DistributedDataParallel):
                 "no statistics to give"
             )
         hook = None if comm_hook is None else read_comm_hook(comm_hook)
-        if sync_batchnorm:
-            module = convert_sync_batchnorm(module, process_group=ddp_kwargs.get("process_group"))
+        module = apply_sync_batchnorm(module, sync_batchnorm, ddp_kwargs.get("process_group"))
         devices = {parameter.device for parameter in module.parameters()}
         on_cuda = [device.type for device in devices] == ["cuda"]
         ddp_kwargs.setdefault("device_ids", list(devices) if on_cuda else None)

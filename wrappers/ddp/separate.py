@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ...registry import MODEL_WRAPPERS
-from ..batchnorm.conversion import convert_sync_batchnorm
+from ..batchnorm.conversion import apply_sync_batchnorm
 from ..steps.preprocess import device_of
 from ..steps.step import Steps, has_own_train_step
 from ..steps.step_checks import ThawWatch
@@ -65,15 +65,14 @@ class SeparateDistributedDataParallel(Steps, nn.Module):
         broadcast_buffers: bool = False,
         find_unused_parameters: bool = False,
         *,
-        sync_batchnorm: bool = False,
+        sync_batchnorm: bool | Mapping[str, Any] = False,
         **ddp_kwargs: Any,
     ) -> None:
         super().__init__()
         self.check_options(ddp_kwargs)
         check_children(module)
         group = ddp_kwargs.get("process_group")
-        if sync_batchnorm:
-            module = convert_sync_batchnorm(module, process_group=group)
+        module = apply_sync_batchnorm(module, sync_batchnorm, group)
         ddp_kwargs["broadcast_buffers"] = broadcast_buffers
         ddp_kwargs["find_unused_parameters"] = find_unused_parameters
         device = device_of(module)

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from ...registry import MODEL_WRAPPERS
-from ..batchnorm.conversion import convert_sync_batchnorm
+from ..batchnorm.conversion import apply_sync_batchnorm
 from ..blocks import BlockSpec
 from ..sharding.mesh import Mesh, agree
 from ..sharding.meta_init import materialise
@@ -92,7 +92,8 @@ class StepFullyShardedDataParallel(Steps, nn.Module):
             mapping with ``pin_memory``, which has no effect without an accelerator.
         reshard_after_forward: free blocks between forward and backward (default). False keeps
             them, a number keeps them shared out over so many ranks. What is in no block is kept.
-        sync_batchnorm: make the model's BatchNorm layers train with the statistics of all ranks.
+        sync_batchnorm: make the model's BatchNorm layers train with the statistics of all ranks;
+            or a mapping with the ``precision`` of ``convert_sync_batchnorm``.
         detect_anomalous_params: log the parameters that the loss does not reach, on every step.
         fsdp_kwargs: ``prefetch``: how many blocks are gathered ahead, a number or a mapping of
             ``forward`` and ``backward``. ``param_init_fn``: called with every module that has
@@ -124,7 +125,7 @@ class StepFullyShardedDataParallel(Steps, nn.Module):
         mixed_precision: Mapping[str, Any] | MixedPrecisionPolicy | None = None,
         cpu_offload: bool | Mapping[str, Any] | None = None,
         reshard_after_forward: bool | int | None = None,
-        sync_batchnorm: bool = False,
+        sync_batchnorm: bool | Mapping[str, Any] = False,
         detect_anomalous_params: bool = False,
         **fsdp_kwargs: Any,
     ) -> None:
@@ -142,8 +143,7 @@ class StepFullyShardedDataParallel(Steps, nn.Module):
         place = sharding_mesh(options, module)
         self.data_group = place.data_group
         self.collective_eval = True
-        if sync_batchnorm:
-            convert_sync_batchnorm(module, process_group=self.data_group)
+        apply_sync_batchnorm(module, sync_batchnorm, self.data_group)
         roots = shard_model(module, options, place.shards)
         self.module = module
         if any(one.is_meta for one in module.parameters()):
