@@ -168,8 +168,9 @@ class ThroughputHook(Hook):
 
     def on_batch_start(self, state: LoopState, batch: Any) -> None:
         self._waited_s += perf_counter() - self._mark_s
-        # One that only keeps other ranks company counts for nothing.
-        if self._path is None or not getattr(state.optim_wrapper, "batch_counts", True):
+        # One that only keeps other ranks company counts for nothing, nor one that is skipped.
+        counts = getattr(state.optim_wrapper, "batch_counts", True)
+        if self._path is None or not counts or state.step + 1 in (state.skip_steps or ()):
             return
         try:
             self._samples += reduce(getitem, self._path, batch).shape[0]
