@@ -93,9 +93,8 @@ class LedgerHook(Hook):
         if self._full and not any(map(_is_compiled, state.model.modules())):
             self._watch_outputs(model)
         self._hash_weights(state)
-        trained = {
-            id(p) for _, _, one in optimizers_of(state) for p in _parameters(one.param_groups)
-        }
+        groups = (some for name, _, one in optimizers_of(state) for _, some in _groups(name, one))
+        trained = {id(p) for some in groups for p in some}
         frozen = [p for p in model.parameters() if id(p) not in trained]
         self._add_group("update", "parameters in no optimizer", self._named(frozen))
         self._write(state.step)
@@ -208,10 +207,6 @@ def _groups(name: str, optimizer: Optimizer) -> Iterator[tuple[str, list[Tensor]
     for at, group in enumerate(optimizer.param_groups):
         own = f"group {group.get('name', at)}"
         yield f"{name}/{own}" if name else own, group["params"]
-
-
-def _parameters(groups: Iterable[Mapping[str, Any]]) -> Iterator[Tensor]:
-    return (one for group in groups for one in group["params"])
 
 
 def _is_compiled(module: nn.Module) -> bool:
