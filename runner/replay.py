@@ -114,21 +114,17 @@ def _compare(seen: Replayed, state: LoopState, folder: Path) -> None:
     saved = broadcast(next((str(p) for p, meta in listed if meta["step"] == state.step), ""))
     if not saved:
         return
-    ours = {name: _bits(value) for name, value in _values(state.model)}
+    ours = _bits_of(state.model)
     load_checkpoint(saved).load_model(state.model)
-    equal = all(ours[name].equal(_bits(value)) for name, value in _values(state.model))
+    equal = all(map(torch.equal, ours, _bits_of(state.model)))
     seen.saved, seen.equal = saved, all(all_gather_object(equal))
 
 
-def _values(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def _bits_of(model: nn.Module) -> list[Tensor]:
+    """This rank's parts of all weights and buffers, as bytes: a NaN is equal to itself."""
     reshard(model)
-    yield from model.named_parameters()
-    yield from model.named_buffers()
-
-
-def _bits(value: Tensor) -> Tensor:
-    """This rank's part, as bytes: a NaN is equal to itself."""
-    return local_part(value).detach().clone().reshape(-1).view(torch.uint8)
+    parts = (local_part(one).detach() for one in (*model.parameters(), *model.buffers()))
+    return [part.clone().reshape(-1).view(torch.uint8) for part in parts]
 
 
 class ReplayHook(Hook):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial, reduce
 from operator import getitem
 from time import perf_counter
@@ -39,16 +39,9 @@ class GradNormHook(Hook):
 
     def on_train_start(self, state: LoopState) -> None:
         self._remove()
-        wrapper = state.optim_wrapper
-        members = {"grad_norm": wrapper}
-        if hasattr(wrapper, "items"):
-            members = {f"grad_norm/{name}": member for name, member in wrapper.items()}
         # The gradients are gone when a hook of the loop is called: the update clears them.
-        for key, member in members.items():
-            optimizer = member.optimizer
-            # Torch's optimizer for local SGD calls no hooks, but the one inside it does.
-            optimizer = optimizer.optim if hasattr(optimizer, "averager") else optimizer
-            measure = partial(self._measure, key, member)
+        for name, member, optimizer in optimizers_of(state):
+            measure = partial(self._measure, f"grad_norm/{name}".rstrip("/"), member)
             self._handles.append(optimizer.register_step_pre_hook(measure))
 
     def collect_logs(self, state: LoopState, scalars: Scalars) -> None:
@@ -96,6 +89,15 @@ class GradNormHook(Hook):
         for handle in self._handles:
             handle.remove()
         self._handles = []
+
+
+def optimizers_of(state: LoopState) -> Iterator[tuple[str, Any, Optimizer]]:
+    """Yield name ("" for the only one), wrapper and what calls the hooks of each optimizer."""
+    wrapper = state.optim_wrapper
+    for name, member in wrapper.items() if hasattr(wrapper, "items") else [("", wrapper)]:
+        optimizer = member.optimizer
+        # Torch's optimizer for local SGD calls no hooks, but the one inside it does.
+        yield name, member, optimizer.optim if hasattr(optimizer, "averager") else optimizer
 
 
 def gradient_norm(optimizer: Optimizer) -> Tensor:
@@ -168,8 +170,9 @@ class ThroughputHook(Hook):
 
     def on_batch_start(self, state: LoopState, batch: Any) -> None:
         self._waited_s += perf_counter() - self._mark_s
-        # One that only keeps other ranks company counts for nothing.
-        if self._path is None or not getattr(state.optim_wrapper, "batch_counts", True):
+        # One that only keeps other ranks company counts for nothing, nor one that is skipped.
+        counts = getattr(state.optim_wrapper, "batch_counts", True)
+        if self._path is None or not counts or state.step + 1 in (state.skip_steps or ()):
             return
         try:
             self._samples += reduce(getitem, self._path, batch).shape[0]

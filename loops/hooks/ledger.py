@@ -19,6 +19,7 @@ from ..hook import Hook
 from ..ledger import Item, LedgerWriter
 from ..schedule import positive
 from ..state import LoopState
+from .figures import optimizers_of
 from .fingerprint import bits_of, fetch, hash_bytes, hash_streams, hash_tensors
 
 Named = list[tuple[str, Tensor]]
@@ -86,13 +87,14 @@ class LedgerHook(Hook):
         )
         model = user_model(state.model)
         self._names = {id(p): plain_name(name) for name, p in model.named_parameters()}
-        for name, optimizer in _optimizers(state):
+        for name, _, optimizer in optimizers_of(state):
             hash_gradients = partial(self._hash_gradients, name)
             self._handles.append(optimizer.register_step_pre_hook(hash_gradients))
         if self._full and not any(map(_is_compiled, state.model.modules())):
             self._watch_outputs(model)
         self._hash_weights(state)
-        trained = {id(p) for _, one in _optimizers(state) for p in _parameters(one.param_groups)}
+        groups = (some for name, _, one in optimizers_of(state) for _, some in _groups(name, one))
+        trained = {id(p) for some in groups for p in some}
         frozen = [p for p in model.parameters() if id(p) not in trained]
         self._add_group("update", "parameters in no optimizer", self._named(frozen))
         self._write(state.step)
@@ -142,7 +144,7 @@ class LedgerHook(Hook):
 
     def _hash_weights(self, state: LoopState) -> None:
         reshard(state.model)
-        for name, optimizer in _optimizers(state):
+        for name, _, optimizer in optimizers_of(state):
             for group, parameters in _groups(name, optimizer):
                 self._add_group("update", group, self._named(parameters))
         buffers = [(plain_name(n), one) for n, one in user_model(state.model).named_buffers()]
@@ -201,23 +203,10 @@ class LedgerHook(Hook):
             self._writer = None
 
 
-def _optimizers(state: LoopState) -> Iterator[tuple[str, Optimizer]]:
-    wrapper = state.optim_wrapper
-    members = wrapper.items() if hasattr(wrapper, "items") else [("", wrapper)]
-    for name, member in members:
-        optimizer = member.optimizer
-        # Torch's optimizer for local SGD calls no hooks, but the one inside it does.
-        yield name, optimizer.optim if hasattr(optimizer, "averager") else optimizer
-
-
 def _groups(name: str, optimizer: Optimizer) -> Iterator[tuple[str, list[Tensor]]]:
     for at, group in enumerate(optimizer.param_groups):
         own = f"group {group.get('name', at)}"
         yield f"{name}/{own}" if name else own, group["params"]
-
-
-def _parameters(groups: Iterable[Mapping[str, Any]]) -> Iterator[Tensor]:
-    return (one for group in groups for one in group["params"])
 
 
 def _is_compiled(module: nn.Module) -> bool:

@@ -283,11 +283,12 @@ def test_tokens_are_those_that_the_loss_counts() -> None:
         assert record["mfu"] == pytest.approx(10 * record["tokens_per_s"] / 1e6)
 
 
-def test_tokens_of_skipped_steps_do_not_count() -> None:
+def test_samples_and_tokens_of_skipped_steps_do_not_count() -> None:
     seen, state = RecordsHook(), new_state(loss_weight="tokens")
     hooks = [ThroughputHook(), seen]
     train(state, hooks, epochs=1, log_every_steps=1, dataloader=batches(), skip_steps=[1, 3])
     for record, count in zip(seen.records, [0, 4, 0, 4], strict=True):
+        assert record["samples_per_s"] == pytest.approx(count * record["steps_per_s"])
         assert record["tokens_per_s"] == pytest.approx(count * record["steps_per_s"])
 
 

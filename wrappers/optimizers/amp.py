@@ -106,7 +106,7 @@ class AmpOptimWrapper(OptimWrapper):
 
     def step(self, **kwargs: Any) -> None:
         """Unscale and clip, if so configured, and update unless a gradient is infinite."""
-        if self.loss_weight is not None:
+        if self._window is not None:
             self._window.average()
         if self._first is not None:
             self._check_first()

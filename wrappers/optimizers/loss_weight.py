@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,9 +21,9 @@ _TARGETS = ("labels", "targets", "target")
 _NAMED_TARGETS = "tokens needs an entry labels, targets or target with the targets"
 _SECOND_ENTRY = "tokens needs a second entry with the targets"
 _IGNORED = -100
-# Up to so many targets a list is counted sooner than two kernels are started.
-_FEW = 256
 _BY_NAME = ("samples", "tokens")
+# Up to so many targets a list is counted sooner than two kernels are started.
+_FEW = 512
 _INSTEAD = "name the entry whose sum is the weight, {key: ...}, or give a function of the batch"
 _ADVICE = (
     "with loss_weight each micro-batch is weighed before its backward, and its loss scaled: call "
@@ -48,7 +49,9 @@ class LossWeight:
 
     def __init__(self, setting: Any) -> None:
         self.setting = setting
-        self._measure = _read(setting)
+        function = _read(setting)
+        is_own = function in (_samples, _tokens)
+        self._measure = function if is_own else partial(self._checked, function)
 
     def of(self, batch: Any) -> float | Tensor:
         """The weight of a preprocessed batch: a number, on accelerators maybe a 0-d tensor.
@@ -57,7 +60,10 @@ class LossWeight:
             KeyError: the batch has no such entry.
             ValueError: it is negative or not finite; of a tensor on an accelerator nobody looks.
         """
-        found = self._measure(batch)
+        return self._measure(batch)
+
+    def _checked(self, function: Callable[[Any], Any], batch: Any) -> float | Tensor:
+        found = function(batch)
         if isinstance(found, Tensor):
             if found.numel() != 1:
                 shape = tuple(found.shape)
@@ -81,12 +87,16 @@ class WeightedWindow:
     divided by the weight of the window on all ranks that average their gradients.
 
     Attributes:
+        measure: what ``loss_weight.of`` calls.
         unit: a power of two near the first weight, the same on all ranks: it keeps float16 in
             range and changes no digit; 0 while there has been no weight.
         weight: of the micro-batch whose backward comes next.
-        is_single: a window has one micro-batch.
         total: of the micro-batches on this rank whose gradients are held; None for none, also to
             be set when they have been cleared.
+        model: returns what was noted last; None where it is gone, or nobody has noted any.
+        ranks: how many average their gradients.
+        is_whole: a window is one micro-batch on one rank: its loss is the mean as it is, and
+            needs no ``scaled`` and no ``take``.
     """
 
     def __init__(
@@ -97,46 +107,53 @@ class WeightedWindow:
                 f"{type(optimizer).__name__} steps by the gradients of one rank, which loss_weight "
                 "makes those of all: leave one of the two out"
             )
+        self.measure = loss_weight._measure
         self._loss_weight = loss_weight
         self.unit = 0.0
         self.weight: float | Tensor | None = None
-        self._optimizer = optimizer
-        self.is_single = accumulative_counts == 1
         self.total: float | Tensor | None = None
-        self._model: Any = None
+        self.model: Callable[[], Any] = _nobody
+        self.ranks = 1
+        self.is_whole = False
+        self._optimizer = optimizer
+        self._counts = accumulative_counts
         self._group: Any = None
-        self._ranks = 1
         self._device = torch.device("cpu")
         self._sent: tuple[Tensor, Any] | None = None
+
+    def accumulate(self, counts: int) -> None:
+        """Take that many micro-batches from here on, where no gradients are held."""
+        self._counts = counts
+        self.is_whole = counts == 1 and self.ranks == 1 and self.model is not _nobody
 
     def note(self, model: Any) -> None:
         """Learn which ranks average their gradients, from what wraps the model.
 
         A wrapper that has ``weigh_by(loss_weight)`` is told, and may raise ValueError.
         """
-        if self._model is not None and self._model() is model:
-            return
         weigh_by = getattr(model, "weigh_by", None)
         if weigh_by is not None:
             weigh_by(self._loss_weight)
         # Known from here on only: where that raises, the next call must raise as well.
-        self._model = weakref.ref(model)
+        self.model = weakref.ref(model)
         # torch's own DistributedDataParallel averages as well.
         averages = getattr(model, "averages_ranks", hasattr(model, "require_backward_grad_sync"))
         self._group = getattr(model, "data_group", getattr(model, "process_group", None))
         spread = averages and distributed.is_initialized()
-        self._ranks = distributed.get_world_size(self._group) if spread else 1
+        self.ranks = distributed.get_world_size(self._group) if spread else 1
         # By what is the same on all ranks, not by where the weights are.
         near = next(parameters_of(self._optimizer)).device
         self._device = comm_device(self._group, prefer=near) if spread else near
+        self.accumulate(self._counts)
 
     def scaled(self, loss: Tensor) -> Tensor:
         """The loss times the weight of its micro-batch; every rank must call this."""
         if self.weight is None:
             raise RuntimeError(_ADVICE)
-        if self._model is None:
+        if self.model is _nobody:
             _refuse_ranks()
-        if self.is_single and self._ranks == 1:
+            self.is_whole = self._counts == 1
+        if self.is_whole:
             return loss
         if not self.unit:
             self._agree_on_unit()
@@ -145,28 +162,31 @@ class WeightedWindow:
             return loss * share.to(loss.dtype)
         return loss if share == 1 else loss * share
 
-    def take(self, ends: Callable[[], bool]) -> None:
-        """Count the micro-batch whose backward begins; where it ``ends`` a window, tell others."""
+    def take(self) -> None:
+        """Count the micro-batch whose backward begins."""
         weight = self.weight
         if weight is None:
             raise RuntimeError(_ADVICE)
         self.total = weight if self.total is None else self.total + weight
         self.weight = self._sent = None
-        if self._ranks > 1 and ends():
-            self._send()
+
+    def send(self) -> None:
+        """Begin to add up the window's weight over the ranks, where its last backward begins."""
+        summed = self._tensor(self.total)
+        self._sent = summed, distributed.all_reduce(summed, group=self._group, async_op=True)
 
     def average(self) -> None:
         """Bring the gradients from sums in the unit to the mean; every rank must call this.
 
         Where nothing in the window weighs anything they become zero.
         """
-        if self.total is None:
+        total = self.weight if self.is_whole else self.total
+        if total is None:
             raise RuntimeError(_ADVICE)
-        total = self._received() if self._ranks > 1 else self.total
-        self.total = None
-        # Then the loss was not scaled.
-        is_whole = self.is_single and self._ranks == 1
-        if is_whole and isinstance(total, float) and total:
+        if self.ranks > 1:
+            total = self._received()
+        self.weight = self.total = None
+        if self.is_whole and type(total) is float and total:
             return
         gradients = [
             local_part(p.grad) for p in parameters_of(self._optimizer) if p.grad is not None
@@ -177,7 +197,7 @@ class WeightedWindow:
                 torch._foreach_zero_(gradients)
                 return
             # On an accelerator nobody looks whether there is anything: then this is not finite.
-            factor = (total if is_whole else self.unit * self._ranks) / total
+            factor = (total if self.is_whole else self.unit * self.ranks) / total
             if isinstance(factor, Tensor):
                 factor = factor.where(factor.isfinite(), 0.0)
             elif factor == 1:
@@ -185,15 +205,10 @@ class WeightedWindow:
                 return
             _multiply(gradients, factor)
 
-    def _send(self) -> None:
-        """Begin to add up the window's weight over the ranks."""
-        summed = self._tensor(self.total)
-        self._sent = summed, distributed.all_reduce(summed, group=self._group, async_op=True)
-
     def _received(self) -> float | Tensor:
         if self._sent is None:
             # A step by hand, before the window's end.
-            self._send()
+            self.send()
         assert self._sent is not None
         summed, work = self._sent
         work.wait()
@@ -201,7 +216,7 @@ class WeightedWindow:
 
     def _agree_on_unit(self) -> None:
         most = self._tensor(self.weight)
-        if self._ranks > 1:
+        if self.ranks > 1:
             distributed.all_reduce(most, ReduceOp.MAX, group=self._group)
         weight = most.item()
         if weight:
@@ -213,6 +228,10 @@ class WeightedWindow:
             return value.to(self._device, torch.float64, copy=True)
         # On an accelerator a copy from the host would wait.
         return torch.full((), value, dtype=torch.float64, device=self._device)
+
+
+def _nobody() -> None:
+    """Stands for the reference to a model while none is known."""
 
 
 def _refuse_ranks() -> None:
@@ -261,43 +280,49 @@ def _read(setting: Any) -> Callable[[Any], Any]:
     return found  # type: ignore[no-any-return]
 
 
-def _samples(batch: Any) -> int:
+def _samples(batch: Any) -> float:
+    """The first dimension of the first tensor; the length of a list inside: it holds samples."""
     count = _first_count(batch)
     if count is None:
         raise KeyError(f"loss_weight=samples needs a tensor, but {_described(batch)}; {_INSTEAD}")
-    return count
+    return float(count)
 
 
 def _first_count(data: Any) -> int | None:
-    """The first dimension of the first tensor; the length of a list inside: it holds samples."""
     if isinstance(data, (tuple, list)):
         entries = data
     else:
         entries = (data,) if isinstance(data, Tensor) else getattr(data, "values", tuple)()
     for one in entries:
-        if isinstance(one, Tensor) and one.dim():
-            return one.size(0)
-        if isinstance(one, list):
+        if isinstance(one, Tensor):
+            if shape := one.shape:
+                return shape[0]
+        elif isinstance(one, list):
             return len(one)
-        if isinstance(one, (tuple, Mapping)) and (count := _first_count(one)) is not None:
+        elif isinstance(one, (tuple, Mapping)) and (count := _first_count(one)) is not None:
             return count
     return None
 
 
-def _tokens(batch: Any) -> int | Tensor:
-    # Not isinstance(batch, Mapping), which takes as long as the counting.
-    if hasattr(batch, "keys"):
-        key = next((name for name in _TARGETS if name in batch), None)
-        target = _entry(batch, key, _NAMED_TARGETS)
-    else:
-        target = _entry(batch, 1, _SECOND_ENTRY)
+def _tokens(batch: Any) -> float | Tensor:
+    is_pair = isinstance(batch, (tuple, list)) and len(batch) > 1
+    target = batch[1] if is_pair else _target_in(batch)
     if type(target) is Tensor and target.is_cpu and target.numel() <= _FEW:
         values = (target if target.dim() == 1 else target.flatten()).tolist()
-        return len(values) - values.count(_IGNORED)
+        return float(len(values) - values.count(_IGNORED))
     if not isinstance(target, Tensor):
         kind = type(target).__name__
         raise TypeError(f"loss_weight=tokens counts targets in a tensor, got {kind}; {_INSTEAD}")
-    return (target != _IGNORED).count_nonzero()
+    count = (target != _IGNORED).count_nonzero()
+    return float(count) if target.is_cpu else count.double()
+
+
+def _target_in(batch: Any) -> Any:
+    # Not isinstance(batch, Mapping), which takes as long as the counting.
+    if hasattr(batch, "keys"):
+        key = next((name for name in _TARGETS if name in batch), None)
+        return _entry(batch, key, _NAMED_TARGETS)
+    return _entry(batch, 1, _SECOND_ENTRY)
 
 
 def _summed(entry: Any) -> Any:

@@ -79,7 +79,8 @@ class Accumulation:
         self._first: FirstUpdate | None = None
         self._pass_start, self._pass_end = 0, -1
         self.loss_weight: LossWeight | None = None
-        self._window: WeightedWindow
+        # Set together with loss_weight.
+        self._window: WeightedWindow | None = None
         self.batch_counts = True
         self.last_weight: float | Tensor | None = None
         self.guard: UpdateGuard | None = None
@@ -119,8 +120,8 @@ class Accumulation:
     def accumulate(self, counts: int) -> None:
         """Take that many micro-batches per update from here on, where a window begins."""
         self._accumulative_counts = counts
-        if self.loss_weight is not None:
-            self._window.is_single = counts == 1
+        if self._window is not None:
+            self._window.accumulate(counts)
 
     def begin_pass(self, start: int, length: int | None) -> None:
         """Tell where a pass over the data begins and, where it is known, how long it is.
@@ -158,12 +159,13 @@ class Accumulation:
             model: the wrapper, which knows the ranks whose gradients are averaged; default: that
                 of the last ``optim_context``.
         """
-        if self.loss_weight is None:
+        window = self._window
+        if window is None:
             return
-        if model is not None:
-            self._window.note(model)
-        weight = self.loss_weight.of(batch) if self.batch_counts else 0.0
-        self.last_weight = self._window.weight = weight
+        if model is not None and window.model() is not model:
+            window.note(model)
+        weight = window.measure(batch) if self.batch_counts else 0.0
+        self.last_weight = window.weight = weight
 
     @property
     def window_weight(self) -> float:
@@ -171,12 +173,12 @@ class Accumulation:
 
         To be set where the gradients of a window are set: those that are held count as 0 else.
         """
-        total = None if self.loss_weight is None else self._window.total
+        total = None if self._window is None else self._window.total
         return 0.0 if total is None else float(total)
 
     @window_weight.setter
     def window_weight(self, weight: float) -> None:
-        if self.loss_weight is not None:
+        if self._window is not None:
             self._window.total = weight
 
     def scale_loss(self, loss: Tensor) -> Tensor:
@@ -186,8 +188,9 @@ class Accumulation:
         """
         if self.guard is not None:
             self.guard.note(loss.detach())
-        if self.loss_weight is not None:
-            return self._window.scaled(loss)
+        window = self._window
+        if window is not None:
+            return loss if window.is_whole else window.scaled(loss)
         if self._accumulative_counts == 1:
             return loss
         length = self._window_length(self._inner_count)
@@ -333,8 +336,11 @@ class OptimWrapper(Accumulation):
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Run backward and count the micro-batch."""
-        if self.loss_weight is not None:
-            self._window.take(self.should_sync)
+        window = self._window
+        if window is not None and (window.weight is None or not window.is_whole):
+            window.take()
+            if window.ranks > 1 and self.should_sync():
+                window.send()
         loss.backward(**kwargs)  # type: ignore[no-untyped-call]
         self._inner_count += 1
 
@@ -346,7 +352,7 @@ class OptimWrapper(Accumulation):
                 are no longer the model's; or the first gradients differ between ranks.
             ValueError: the optimizer needs a closure.
         """
-        if self.loss_weight is not None:
+        if self._window is not None:
             self._window.average()
         if self._first is not None:
             self._check_first()
@@ -361,7 +367,7 @@ class OptimWrapper(Accumulation):
 
     def zero_grad(self, **kwargs: Any) -> None:
         """Clear the gradients, under fsdp also those that wait for the end of their window."""
-        if self.loss_weight is not None:
+        if self._window is not None:
             self._window.total = None
         optimizer = self.optimizer
         if self._is_sharded:
@@ -378,8 +384,9 @@ class OptimWrapper(Accumulation):
         """``model.no_sync()`` where the coming micro-batch does not end its window."""
         if self._first is not None:
             self._first.note(model)
-        if self.loss_weight is not None:
-            self._window.note(model)
+        window = self._window
+        if window is not None and window.model() is not model:
+            window.note(model)
         if self._accumulative_counts == 1 or self.should_sync():
             return _NOTHING
         own: Any = getattr(model, "no_sync", None)
@@ -425,7 +432,7 @@ class OptimWrapper(Accumulation):
             state[_BASE_KEY] = dict(self.base_param_settings)
         state[_KIND_KEY] = kind_of(self.optimizer)
         state[_COUNT_KEY] = self._inner_count
-        if self.loss_weight is not None:
+        if self._window is not None:
             state[_UNIT_KEY] = self._window.unit
         return state
 
@@ -450,7 +457,7 @@ class OptimWrapper(Accumulation):
         if (count := state.pop(_COUNT_KEY, None)) is not None:
             self._inner_count = self._resumed_at = count
         unit = state.pop(_UNIT_KEY, 0.0)
-        if self.loss_weight is not None:
+        if self._window is not None:
             self._window.unit = unit
         load_state(self.optimizer, state)
 
