@@ -266,8 +266,9 @@ def _console_log(debug: bool) -> Iterator[None]:
     level = ours.level
     ours.addHandler(handler)
     ours.setLevel(logging.INFO if debug else logging.WARNING)
-    # Which checkpoint a run goes on from is news for everybody, and which wrapper was chosen.
-    for news in (f"{__package__}.runner", auto.__module__):
+    # Which checkpoint a run goes on from is news for everybody, which wrapper was chosen, and what
+    # compiling has brought.
+    for news in (f"{__package__}.runner", auto.__module__, "stepwrap.wrappers.compiled"):
         logging.getLogger(news).setLevel(logging.INFO)
     try:
         yield

@@ -68,6 +68,7 @@ from .steps.step_checks import detect_anomalous_params
 from .steps.weight_init import BaseModule, initialize
 from .wrapping import (
     auto,
+    compile_step,
     is_model_wrapper,
     is_module_wrapper,
     steps_in_group_only,
@@ -130,6 +131,7 @@ __all__ = [
     "check_step_function",
     "checkpoint_activations",
     "compile_model",
+    "compile_step",
     "convert_model",
     "convert_sync_batchnorm",
     "copy_whole_",

@@ -21,9 +21,10 @@ from .torch_functions import check_options, uncompiled
 
 BlockSpec: TypeAlias = str | type[nn.Module] | Iterable["str | type[nn.Module]"] | Mapping[str, Any]
 CheckpointingSpec: TypeAlias = BlockSpec | Mapping[str, Any]
-CompileSpec: TypeAlias = bool | Mapping[str, Any]
+CompileSpec: TypeAlias = bool | str | Mapping[str, Any]
 
 _COMPILE_OPTIONS = ("blocks", "backend", "mode", "dynamic", "fullgraph", "options")
+_STEP_OPTIONS = ("step", "max_programs")
 
 
 def find_blocks(model: nn.Module, spec: BlockSpec | None) -> dict[str, nn.Module]:
@@ -161,7 +162,7 @@ def compile_model(model: nn.Module, spec: CompileSpec = True) -> nn.Module:
     Args:
         spec: True, or a mapping with ``blocks`` (as for ``find_blocks``; default: the whole
             model) and what ``torch.compile`` takes: ``backend``, ``mode``, ``dynamic``,
-            ``fullgraph``, ``options``. False compiles nothing.
+            ``fullgraph``, ``options``. False compiles nothing, as "step", for ``compile_step``.
 
     Raises:
         ValueError: something matches no module, or there is no such backend or mode.
@@ -176,7 +177,7 @@ def compile_model(model: nn.Module, spec: CompileSpec = True) -> nn.Module:
 def find_compiled(model: nn.Module, spec: CompileSpec) -> dict[str, nn.Module]:
     """The modules to be compiled, by path; arguments and errors as for ``compile_model``."""
     options = read_compile(spec)
-    if options is None:
+    if options is None or "step" in options:
         return {}
     backend, mode = options.get("backend", "inductor"), options.get("mode")
     if isinstance(backend, str):
@@ -195,16 +196,30 @@ def find_compiled(model: nn.Module, spec: CompileSpec) -> dict[str, nn.Module]:
 
 
 def read_compile(spec: Any) -> dict[str, Any] | None:
-    """Return the options, None when nothing is to be compiled; TypeError for an unknown one."""
+    """Return the options, None when nothing is to be compiled; "step" is an option as well.
+
+    Raises:
+        TypeError: there is no such option, or it is of another type.
+    """
     if spec is None or isinstance(spec, bool):
         return {} if spec else None
+    spec = {"step": True} if spec == "step" else spec
     if not isinstance(spec, Mapping):
-        raise TypeError(f"compile must be true, false or its options, got {spec!r}")
-    check_options("compile", spec, _COMPILE_OPTIONS)
-    for name in ("dynamic", "fullgraph"):
-        if spec.get(name) is not None and not isinstance(spec[name], bool):
-            raise TypeError(f"compile: {name} must be true or false, got {spec[name]!r}")
-    return {name: value for name, value in spec.items() if value is not None}
+        raise TypeError(f"compile must be true, false, step or options, got {spec!r}")
+    options = {name: value for name, value in spec.items() if value is not None}
+    of_step = any(name in _STEP_OPTIONS for name in options)
+    check_options(
+        "compile: step" if of_step else "compile",
+        spec,
+        _STEP_OPTIONS if of_step else _COMPILE_OPTIONS,
+    )
+    for name in ("step", "dynamic", "fullgraph"):
+        if not isinstance(options.get(name, True), bool):
+            raise TypeError(f"compile: {name} must be true or false, got {options[name]!r}")
+    count = options.get("max_programs", 1)
+    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+        raise TypeError(f"compile: max_programs must be an integer of at least 1, got {count!r}")
+    return None if of_step and not options.get("step", True) else options
 
 
 def checkpoint_activations(model: nn.Module, spec: CheckpointingSpec) -> nn.Module:

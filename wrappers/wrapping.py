@@ -15,6 +15,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from ..collectives import all_gather_object, distributed_available, get_rank, get_world_size
 from ..registry import MODEL_WRAPPERS, Registry
+from .blocks import read_compile
 from .ddp.distributed import StepDistributedDataParallel
 from .ddp.separate import SeparateDistributedDataParallel, check_children
 from .prepare import Preparation, freeze_parameters, model_checks, prepare_model, split_parameters
@@ -118,7 +119,34 @@ def wrap_model(
     if preparation.tensor_parallel is not None and ranks.device_mesh is not None:
         broadcast_first([*model.parameters(), *model.buffers()], ranks.device_mesh)
     prepare_model(model, preparation, mesh, localise=not takes_mesh(wrapper))
-    return _wrapped(wrapper, model, ranks, options, train_step)
+    wrapped = _wrapped(wrapper, model, ranks, options, train_step)
+    step = read_compile(preparation.compile) or {}
+    if "step" in step:
+        compile_step(wrapped, step.get("max_programs", 8))
+    return wrapped
+
+
+def compile_step(wrapper: nn.Module, max_programs: int = 8) -> nn.Module:
+    """Compile the whole training step of ``wrapper``: forward to update; returns it.
+
+    Nothing is compiled before the fourth update. What cannot be compiled runs as usual, and a
+    warning says why; docs/performance.md tells what that is.
+
+    Args:
+        wrapper: of this library; SingleDevice and StepDistributedDataParallel are compiled.
+        max_programs: how many programs to compile, for batches of other shapes and after changes
+            of the model.
+
+    Raises:
+        TypeError: it is no wrapper.
+    """
+    if not isinstance(wrapper, Steps):
+        raise TypeError(f"compile_step needs a model wrapper, got {type(wrapper).__name__}")
+    # What it needs of torch is imported only where a step is compiled.
+    from .compiled.step import CompiledStep
+
+    wrapper._compiled_step = CompiledStep(max_programs)
+    return wrapper
 
 
 def _place(

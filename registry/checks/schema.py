@@ -136,7 +136,7 @@ class RunSections:
         init_device: "meta" builds parameters without memory, which the wrapper fills.
         freeze: names of parameters that are not trained, or paths of modules.
         activation_checkpointing: blocks that are computed again for the backward.
-        compile: true, or options of torch.compile, and which blocks.
+        compile: true, or options of torch.compile, and which blocks; or step.
         train_step: the import path of a function that is the training step, or that as a `type`
             with options of its own.
         mesh: sizes of the axes along which the ranks are laid out.
@@ -154,7 +154,7 @@ class RunSections:
     init_device: Literal["auto", "meta"] = "auto"
     freeze: list[str] = field(default_factory=list)
     activation_checkpointing: Options | list[str] | str | None = None
-    compile: bool | Options = False
+    compile: bool | Literal["step"] | Options = False
     mesh: dict[str, int] = field(default_factory=dict)
     tensor_parallel: TensorParallelSection | None = None
     wrapper: Component | None = None

@@ -73,7 +73,7 @@ DOORS = {
         SynchronizedBatchNorm1d SynchronizedBatchNorm2d SynchronizedBatchNorm3d
         UnusedParametersError ZeroRedundancyOptimizer as_global auto build_mesh
         build_optimizer check_axes check_preparation check_step_function checkpoint_activations
-        compile_model
+        compile_model compile_step
         convert_model convert_sync_batchnorm copy_whole_ detect_anomalous_params dict_gather
         drop_held_gradients
         exec_data_parallel_replication_callback find_blocks freeze_parameters initialize

@@ -111,6 +111,8 @@ class Steps:
     detect_anomalous_params: bool
     __call__: Callable[..., Any]
     _preprocessor: DataPreprocessor
+    # Trains in place of the usual step where it can; see wrappers/compiled.
+    _compiled_step: Callable[[Any, Any, Any], dict[str, Any] | None] | None = None
     # Whether the model's own train_step runs, and whether forward only calls the model.
     _model_steps: bool = False
     _direct: bool = False
@@ -132,6 +134,10 @@ class Steps:
             data = _preprocessor_of(self, model)(data, training=True)
             if getattr(optim_wrapper, "loss_weight", None) is not None:
                 optim_wrapper.weigh(data, self)  # type: ignore[attr-defined]
+            if self._compiled_step is not None:
+                compiled_logs = self._compiled_step(self, data, optim_wrapper)
+                if compiled_logs is not None:
+                    return compiled_logs
             args, kwargs = (data, {}) if isinstance(data, (list, tuple)) else as_call(data)
             try:
                 losses = (model if self._direct else self)(*args, **kwargs, mode="loss")

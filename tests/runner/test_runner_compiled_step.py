@@ -1,0 +1,39 @@
+"""`compile: step` in a config: the same run, and the same again after a resume."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from stepwrap.configs.digits import SmallCNN
+from stepwrap.loops import find_checkpoint, load_checkpoint
+from stepwrap.runner.command.cli import main
+from stepwrap.wrappers import SupervisedModel
+
+pytestmark = pytest.mark.slow
+
+CONFIG = Path(__file__).parents[2] / "configs/digits_single.yaml"
+
+
+def weights_of(run_dir: Path, *changes: str) -> dict[str, torch.Tensor]:
+    settings = ["hooks.progress=false", f"run_dir={run_dir}", "model.net.width=8", *changes]
+    assert main(["train", str(CONFIG), *settings]) == 0
+    path = find_checkpoint(run_dir)
+    assert path is not None
+    model = SupervisedModel(SmallCNN(width=8), nn.CrossEntropyLoss())
+    load_checkpoint(path).load_model(model)
+    return model.state_dict()
+
+
+def test_a_resumed_run_goes_on_with_the_same_numbers(tmp_path: Path) -> None:
+    usual = weights_of(tmp_path / "usual", "train.max_epochs=2")
+    compiled = weights_of(tmp_path / "whole", "compile=step", "train.max_epochs=2")
+    weights_of(tmp_path / "parts", "compile=step", "train.max_epochs=1")
+    resumed = weights_of(tmp_path / "parts", "compile=step", "train.max_epochs=2", "resume=true")
+    for name, one in usual.items():
+        torch.testing.assert_close(compiled[name], one, rtol=1e-4, atol=1e-5)
+        assert torch.equal(compiled[name], resumed[name]), name
+    assert any(not torch.equal(one, compiled[name]) for name, one in usual.items())

@@ -1,0 +1,234 @@
+"""The compiled training step: the numbers of the usual one, and when it leaves the step to that."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from stepwrap.wrappers import (
+    AmpOptimWrapper,
+    OptimWrapper,
+    Preparation,
+    SingleDevice,
+    SupervisedModel,
+    compile_step,
+    wrap_model,
+)
+
+Batch = tuple[Tensor, Tensor]
+
+
+class ConvNet(nn.Module):
+    """Running statistics, two kinds of random draws, a buffer that is replaced, a tied weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(1, 4, 3, padding=1, bias=False)
+        self.norm = nn.BatchNorm2d(4)
+        self.drop, self.drop_all = nn.Dropout(0.3), nn.Dropout2d(0.2)
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.second.weight = self.first.weight
+        self.head = nn.Linear(4, 3)
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.drop_all(torch.relu(self.norm(self.conv(x)))).mean((2, 3))
+        self.mean = 0.9 * self.mean + 0.1 * hidden.detach().mean(0)
+        hidden = self.second(torch.tanh(self.first(hidden - self.mean)))
+        return self.head(self.drop(hidden))
+
+
+def batches(count: int, size: int = 8, dtype: torch.dtype = torch.float32) -> list[Batch]:
+    generator = torch.Generator().manual_seed(3)
+    inputs = torch.randn(count, size, 1, 6, 6, generator=generator, dtype=dtype)
+    targets = torch.randint(3, (count, size), generator=generator)
+    return list(zip(inputs, targets, strict=True))
+
+
+Make = Callable[[nn.Module], OptimWrapper]
+
+
+def train(
+    compiled: bool,
+    make: Make,
+    data: list[Batch],
+    *,
+    dtype: torch.dtype = torch.float32,
+    net: Callable[[], nn.Module] = ConvNet,
+    before_step: Callable[[int, Any, OptimWrapper], None] | None = None,
+) -> tuple[dict[str, Tensor], list[float], Any]:
+    """Weights, buffers and optimizer state after the batches; the losses; and the wrapper."""
+    torch.manual_seed(0)
+    model = SupervisedModel(net().to(dtype), nn.CrossEntropyLoss())
+    wrapper: Any = wrap_model(
+        None, model, prepare=Preparation(compile="step" if compiled else False)
+    )
+    optim = make(model)
+    wrapper.train()
+    losses = []
+    for index, batch in enumerate(data):
+        if before_step is not None:
+            before_step(index, wrapper, optim)
+        losses.append(wrapper.train_step(batch, optim)["loss"].item())
+    state = {f"model.{name}": one for name, one in model.state_dict().items()}
+    for index, own in optim.optimizer.state_dict()["state"].items():
+        state |= {f"{index}.{k}": v for k, v in own.items() if isinstance(v, Tensor)}
+    return state, losses, wrapper
+
+
+def assert_equal(make: Make, data: list[Batch], tolerance: float, **options: Any) -> Any:
+    usual, usual_losses, _ = train(False, make, data, **options)
+    compiled, losses, wrapper = train(True, make, data, **options)
+    assert wrapper._compiled_step._programs, "nothing was compiled"
+    assert list(usual) == list(compiled)
+    for name, one in usual.items():
+        torch.testing.assert_close(compiled[name], one, rtol=tolerance, atol=tolerance, msg=name)
+    assert losses == pytest.approx(usual_losses, rel=tolerance, abs=tolerance)
+    return wrapper
+
+
+def sgd(model: nn.Module) -> OptimWrapper:
+    return OptimWrapper(torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9))
+
+
+def adamw(model: nn.Module, **options: Any) -> OptimWrapper:
+    return OptimWrapper(torch.optim.AdamW(model.parameters(), lr=1e-3), **options)
+
+
+def test_200_steps_in_double_precision() -> None:
+    data = batches(200, dtype=torch.float64)
+    make = lambda model: adamw(model, clip_grad={"max_norm": 0.5})  # noqa: E731
+    wrapper = assert_equal(make, data, 1e-12, dtype=torch.float64)
+    assert len(wrapper._compiled_step._programs) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [sgd, adamw])
+def test_200_steps_in_single_precision(make: Make) -> None:
+    assert_equal(make, batches(200), 1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["NAdam", "RMSprop", "Adagrad", "Rprop"])
+def test_other_optimizers(kind: str) -> None:
+    def make(model: nn.Module) -> OptimWrapper:
+        return OptimWrapper(getattr(torch.optim, kind)(model.parameters(), lr=1e-3))
+
+    # NAdam keeps a product in single precision, whose rounding is another.
+    assert_equal(make, batches(30, dtype=torch.float64), 1e-8, dtype=torch.float64)
+
+
+@pytest.mark.slow
+def test_accumulation_with_a_short_last_window() -> None:
+    def make(model: nn.Module) -> OptimWrapper:
+        optim = adamw(model, accumulative_counts=3)
+        optim.initialize_count_status(model, 0, 20)
+        return optim
+
+    data = batches(20, dtype=torch.float64)
+    wrapper = assert_equal(make, data, 1e-12, dtype=torch.float64)
+    # The first of a window, one in the middle and the last; a last window of two.
+    assert len(wrapper._compiled_step._programs) >= 3
+
+
+@pytest.mark.slow
+def test_rates_change_without_a_new_program() -> None:
+    def change(index: int, wrapper: Any, optim: OptimWrapper) -> None:
+        optim.optimizer.param_groups[0]["lr"] = 0.05 / (1 + index)
+
+    wrapper = assert_equal(sgd, batches(20), 1e-5, before_step=change)
+    assert len(wrapper._compiled_step._programs) == 1
+
+
+@pytest.mark.slow
+def test_other_settings_shapes_and_attributes_get_programs_of_their_own() -> None:
+    def change(index: int, wrapper: Any, optim: OptimWrapper) -> None:
+        net = wrapper.module.net
+        if index == 6:
+            optim.optimizer.param_groups[0]["momentum"] = 0.5
+        if index == 8:
+            net.drop.p = 0.0
+        if index == 10:
+            net.conv.requires_grad_(False)
+
+    data = batches(12)
+    data[4] = data[4][0][:5], data[4][1][:5]
+    wrapper = assert_equal(sgd, data, 1e-5, before_step=change)
+    assert len(wrapper._compiled_step._programs) == 5
+
+
+@pytest.mark.slow
+def test_bfloat16() -> None:
+    def make(model: nn.Module) -> OptimWrapper:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        return AmpOptimWrapper(optimizer, dtype="bfloat16", clip_grad={"clip_value": 0.1})
+
+    assert_equal(make, batches(30), 2e-3)
+
+
+class Odd(nn.Module):
+    """A net that does what no graph sees."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.linear, self.what, self.calls = nn.Linear(36, 3), what, 0
+        self.shift = torch.zeros(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.linear(x.flatten(1))
+        if self.what == "reads a value" and out.sum() > 0:
+            out = out * 2
+        if self.what == "counts":
+            self.calls += 1
+        if self.what == "draws":
+            out = out * random.random()
+        if self.what == "keeps a tensor":
+            self.shift += 0.1
+            out = out + self.shift
+        return out
+
+
+@pytest.mark.parametrize(
+    ("what", "told"),
+    [
+        ("reads a value", "DataDependent"),
+        ("counts", "changes an attribute of net"),
+        ("draws", "outside of torch"),
+        ("keeps a tensor", "register_buffer"),
+    ],
+)
+def test_what_cannot_be_compiled_runs_as_usual(
+    what: str, told: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    def run(compiled: bool) -> Any:
+        random.seed(0)
+        return train(compiled, sgd, batches(8), net=lambda: Odd(what))
+
+    usual, compiled = run(False), run(True)
+    assert usual[1] == compiled[1]
+    # Trying leaves no trace in the model.
+    assert compiled[2].module.net.calls == usual[2].module.net.calls
+    lines = [one.getMessage() for one in caplog.records if "not compiled" in one.getMessage()]
+    assert len(lines) == 1
+    assert told in lines[0]
+
+
+def test_options_are_checked() -> None:
+    model = SupervisedModel(ConvNet(), nn.CrossEntropyLoss())
+    for spec in ({"step": True, "backend": "eager"}, {"step": True, "max_programs": 0}, "stepp"):
+        with pytest.raises(TypeError, match="compile"):
+            wrap_model(None, model, prepare=Preparation(compile=spec))
+
+
+def test_copies_compile_anew() -> None:
+    wrapper = compile_step(SingleDevice(SupervisedModel(ConvNet(), nn.CrossEntropyLoss())), 3)
+    for one in (copy.deepcopy(wrapper), pickle.loads(pickle.dumps(wrapper))):
+        assert one._compiled_step.max_programs == 3
+        assert one._compiled_step is not wrapper._compiled_step

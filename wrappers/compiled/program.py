@@ -1,0 +1,85 @@
+"""Graphs as compiled programs, kept on disk from run to run."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import tempfile
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule
+
+Program = Callable[[list[Tensor]], list[Tensor]]
+
+# What changes a program beside its graph. Random numbers are drawn as in eager mode.
+_SETTINGS = {"fallback_random": True}
+
+
+def compile_graph(graph: GraphModule, inputs: Sequence[Tensor]) -> Program:
+    """Return ``graph`` as a program for inputs like these, from the cache where it is there.
+
+    It changes the inputs as the graph does; those of the program must have the same shapes, data
+    types and strides, which nobody checks.
+    """
+    path = _cache() / f"{_key(graph, inputs)}.pt2"
+    if not path.exists():
+        _compile(graph, inputs, path)
+    package: Any = torch._inductor.aoti_load_package(str(path))
+    run: Program = package.loader.run
+    return run
+
+
+def _compile(graph: GraphModule, inputs: Sequence[Tensor], path: Path) -> None:
+    class Flat(nn.Module):
+        def forward(self, *flat: Tensor) -> list[Tensor]:
+            outputs: list[Tensor] = graph(*flat)
+            return outputs
+
+    with warnings.catch_warnings(), tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        warnings.simplefilter("ignore")
+        # Parameters would be refused: they are changed in place.
+        exported = torch.export.export(Flat(), tuple(one.detach() for one in inputs))
+        made = torch._inductor.aoti_compile_and_package(
+            exported, package_path=f"{folder}/step.pt2", inductor_configs=dict(_SETTINGS)
+        )
+        # At once: another rank may be doing the same.
+        os.replace(made, path)
+
+
+def _key(graph: GraphModule, inputs: Sequence[Tensor]) -> str:
+    """What a program depends on, as a hash."""
+    described = [
+        graph.code,
+        *(f"{one.dtype} {tuple(one.shape)} {one.stride()} {one.device}" for one in inputs),
+        *(f"{name} {value!r}" for name, value in sorted(_SETTINGS.items())),
+        torch.__version__,
+        torch.__config__.show(),
+        f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}",
+        f"{torch.get_num_threads()} threads",
+    ]
+    digest = hashlib.sha256("\n".join(described).encode())
+    for name, value in sorted(graph.named_buffers()):
+        digest.update(name.encode())
+        digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+    return digest.hexdigest()[:32]
+
+
+def _cache() -> Path:
+    """The folder of the programs, which must be this user's own: they are run."""
+    chosen = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+    place = Path(tempfile.gettempdir(), f"torchinductor_{os.getuid()}")
+    folder = Path(chosen or place, "stepwrap")
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    status = folder.stat()
+    if status.st_uid != os.getuid() or status.st_mode & 0o022:
+        raise PermissionError(
+            f"{folder} can be written by others, whose programs would run here: set "
+            "TORCHINDUCTOR_CACHE_DIR to a folder of your own"
+        )
+    return folder

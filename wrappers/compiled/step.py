@@ -1,0 +1,241 @@
+"""The compiled step of a wrapper: when it runs, and when the usual one does."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, distributed, nn
+
+from ...collectives import get_rank
+from ..batchnorm.sync_batchnorm import SynchronizedBatchNorm
+from ..ddp.distributed import StepDistributedDataParallel
+from ..optimizers.amp import AmpOptimWrapper
+from ..optimizers.optim import OptimWrapper
+from ..optimizers.optim_state import is_spread
+from ..sharding.layout import is_dtensor
+from ..steps.step import SingleDevice
+from ..steps.step_checks import has_own_step
+from .compiled import Compiled, flattened, step_in_eager_mode
+from .trace import NotCompilableError, NotReadyError, Plan
+
+logger = logging.getLogger(__name__)
+
+# Windows before the first compiled one: the optimizer makes its state in the first, and the others
+# tell what a step costs.
+_EAGER_WINDOWS = 3
+# Compiled steps whose time is measured.
+_TIMED = 20
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+class CompiledStep:
+    """Trains by compiled programs where it can; tells once why where it cannot.
+
+    Args:
+        max_programs: so many are compiled, for other shapes of batches or after a change of the
+            model; steps that need another one run as usual then.
+    """
+
+    def __init__(self, max_programs: int = 8) -> None:
+        self.max_programs = max_programs
+        self._programs: list[Compiled] = []
+        self._optim_wrapper: Any = None
+        self._is_refused = False
+        self._told: set[str] = set()
+        self._attempts = 3
+        self._is_closed = False
+        self._clock = _Clock()
+
+    def __reduce__(self) -> Any:
+        return type(self), (self.max_programs,)
+
+    def __call__(self, wrapper: Any, batch: Any, optim_wrapper: Any) -> dict[str, Any] | None:
+        """Train on a preprocessed batch and return the logs; None: nothing was done.
+
+        Every rank that averages its gradients must call this.
+        """
+        if self._is_refused:
+            return None
+        self._clock.tick()
+        if optim_wrapper is not self._optim_wrapper:
+            self._programs.clear()
+            self._optim_wrapper = optim_wrapper
+            if (reason := _obstacle(wrapper, optim_wrapper)) is not None:
+                self._is_refused = True
+                self._tell(reason)
+                return None
+        # The same on all ranks, as the obstacles are.
+        if optim_wrapper._inner_count < _EAGER_WINDOWS * optim_wrapper._accumulative_counts:
+            return None
+        if optim_wrapper.guard is not None:
+            self._tell("a guard looks at the gradients before each update")
+            return None
+        try:
+            plan = _plan(wrapper, optim_wrapper)
+            program, tensors = self._program(wrapper, plan, batch)
+            if program is not None:
+                return program.run(tensors, optim_wrapper)
+            # Other ranks may have a program for their batches, and exchange gradients as it does.
+            return (
+                step_in_eager_mode(wrapper, batch, optim_wrapper, plan) if plan.ranks > 1 else None
+            )
+        except BaseException as error:
+            wrapper._explain(error)
+            raise
+
+    def _program(
+        self, wrapper: Any, plan: Plan, batch: Any
+    ) -> tuple[Compiled | None, list[Tensor]]:
+        """The program for a step, and the tensors of the batch; None where there is none."""
+        try:
+            tensors, structure = flattened(batch)
+            for at, program in enumerate(self._programs):
+                if program.fits(plan, tensors, structure):
+                    if at:
+                        self._programs.insert(0, self._programs.pop(at))
+                    return program, tensors
+            if self._is_closed:
+                return None, tensors
+            if len(self._programs) >= self.max_programs:
+                raise NotCompilableError(f"there are max_programs={self.max_programs} programs")
+            if (reason := _obstacle(wrapper, self._optim_wrapper)) is not None:
+                raise NotCompilableError(reason)
+            with self._clock.compiling():
+                program = Compiled(wrapper, self._optim_wrapper, plan, tensors, structure)
+            self._programs.insert(0, program)
+            return program, tensors
+        except NotCompilableError as reason:
+            self._tell(str(reason))
+            self._attempts -= 1
+            if not self._attempts or not isinstance(reason, NotReadyError):
+                # Not tried again: that would take long, at each step.
+                self._is_closed = True
+        return None, []
+
+    def _tell(self, reason: str) -> None:
+        if reason not in self._told and get_rank() == 0:
+            logger.warning("a training step runs as usual and not compiled: %s", reason)
+        self._told.add(reason)
+
+
+class _Clock:
+    """Times steps before and after compiling, and tells when it has paid."""
+
+    def __init__(self) -> None:
+        self._last: float | None = None
+        self._eager: list[float] = []
+        self._compiled: list[float] = []
+        self._seconds = 0.0
+
+    def tick(self) -> None:
+        """Note that a step begins."""
+        if len(self._compiled) > _TIMED:
+            return
+        now = time.perf_counter()
+        if self._last is not None:
+            (self._compiled if self._seconds else self._eager).append(now - self._last)
+        self._last = now
+        if len(self._compiled) > _TIMED and get_rank() == 0:
+            logger.info("the training step was compiled in %.1f s%s", self._seconds, self._gain())
+
+    @contextmanager
+    def compiling(self) -> Iterator[None]:
+        """Count what compiling takes."""
+        begin = time.perf_counter()
+        yield
+        self._seconds += time.perf_counter() - begin
+        self._last = None
+
+    def _gain(self) -> str:
+        # The first one prepares much.
+        if len(self._eager) < 2:
+            return ""
+        before, after = min(self._eager[1:]), min(self._compiled)
+        told = f"; it takes {after * 1e3:.3g} ms instead of {before * 1e3:.3g} ms"
+        if after >= before:
+            return f"{told}: leave compile: step out"
+        return f"{told}, which has paid after {self._seconds / (before - after):,.0f} steps"
+
+
+def _plan(wrapper: Any, optim_wrapper: Any) -> Plan:
+    ranks = 1
+    if wrapper.averages_ranks and distributed.is_initialized():
+        ranks = distributed.get_world_size(wrapper.data_group)
+    groups = optim_wrapper.optimizer.param_groups
+    held = [p.grad is not None for group in groups for p in group["params"] if p.requires_grad]
+    kept = tuple(held) if any(held) else ()
+    if optim_wrapper._accumulative_counts == 1:
+        return Plan(kept, ranks=ranks)
+    length = optim_wrapper._window_length(optim_wrapper._inner_count)
+    return Plan(kept, optim_wrapper.should_sync(), length, ranks)
+
+
+def _obstacle(wrapper: Any, optim_wrapper: Any) -> str | None:
+    """Why a step of these cannot be compiled, the same on all ranks; None where it may be."""
+    return next(_obstacles(wrapper, optim_wrapper), None)
+
+
+def _obstacles(wrapper: Any, optim_wrapper: Any) -> Iterator[str]:
+    name = type(optim_wrapper).__name__
+    if not isinstance(wrapper, (SingleDevice, StepDistributedDataParallel)):
+        yield f"{type(wrapper).__name__} does more in a step; single and ddp are compiled"
+    if has_own_step(wrapper) or type(wrapper).forward not in _FORWARDS:
+        yield "the step or the forward of the wrapper is not the usual one"
+    if wrapper.detect_anomalous_params:
+        yield "detect_anomalous_params looks at each gradient"
+    if type(optim_wrapper) not in (OptimWrapper, AmpOptimWrapper):
+        yield f"{name} is an optimizer wrapper of another kind"
+        return
+    if optim_wrapper.loss_weight is not None:
+        yield "loss_weight scales the gradients between backward and update"
+    scaler: Any = getattr(optim_wrapper, "loss_scaler", None)
+    if scaler is not None and scaler.is_enabled():
+        yield "float16 scales its losses; use bfloat16"
+    yield from _of_optimizer(optim_wrapper)
+    yield from _of_model(wrapper.module)
+    if isinstance(wrapper, StepDistributedDataParallel):
+        yield from _of_ddp(wrapper)
+
+
+def _of_optimizer(optim_wrapper: OptimWrapper) -> Iterator[str]:
+    optimizer: Any = optim_wrapper.optimizer
+    kind = type(optimizer).__name__
+    if optim_wrapper._needs_closure:
+        yield f"{kind} needs a closure"
+    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+        yield f"{kind} has hooks, as of a ledger"
+    if is_spread(optimizer) or hasattr(optimizer, "averager"):
+        yield f"{kind} exchanges more than gradients between the ranks"
+
+
+def _of_model(model: nn.Module) -> Iterator[str]:
+    for name, part in model.named_modules():
+        if any(getattr(part, hooks) for hooks in _HOOKS):
+            yield f"{name or 'the model'} has hooks"
+        if isinstance(part, (nn.SyncBatchNorm, SynchronizedBatchNorm)):
+            yield f"{name} communicates in the forward"
+    for name, one in model.named_parameters():
+        if type(one) is not nn.Parameter or is_dtensor(one):
+            yield f"{name} is a {type(one).__name__}"
+        if one.device.type != "cpu":
+            yield f"{name} is on {one.device}; programs are for CPUs so far"
+        if one._backward_hooks or one._post_accumulate_grad_hooks:
+            yield f"{name} has hooks"
+
+
+def _of_ddp(wrapper: Any) -> Iterator[str]:
+    """Not those that every replica has: DistributedDataParallel puts hooks on its parameters."""
+    for option in ("find_unused_parameters", "static_graph", "parameters_to_ignore"):
+        if getattr(wrapper, option):
+            yield f"{option} is set"
+    if wrapper._comm_hooks:
+        yield "there is a comm_hook"
+    if wrapper.uneven_inputs is not None:
+        yield "ranks may end apart (uneven_inputs)"
+
+
+_FORWARDS = (SingleDevice.forward, StepDistributedDataParallel.forward)

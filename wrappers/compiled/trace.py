@@ -1,0 +1,325 @@
+"""A training step as graphs: forward, backward, clipping and update, traced without running."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.optim import Optimizer
+
+Slot = tuple[dict[str, Any], str]
+
+
+class NotCompilableError(Exception):
+    """A step that would not do compiled what it does eagerly; the text says why."""
+
+
+class NotReadyError(NotCompilableError):
+    """A step that can be compiled once it has run."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What becomes of the gradients of a micro-batch.
+
+    Attributes:
+        held: by trained parameter, whether there are gradients of earlier micro-batches to add to;
+            empty for none.
+        updates: the window ends with it.
+        divisor: the micro-batches of the window.
+        ranks: how many average the gradients before an update.
+    """
+
+    held: tuple[bool, ...] = ()
+    updates: bool = True
+    divisor: int = 1
+    ranks: int = 1
+
+
+class Places:
+    """Where the tensors are that a step reads and changes.
+
+    Attributes:
+        parameters, buffers: for each tensor every place that has it, in the modules' dicts.
+        trained: indices of the parameters that get gradients and are updated.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
+        parameters: dict[int, list[Slot]] = {}
+        buffers: dict[int, list[Slot]] = {}
+        for module in model.modules():
+            for found, own in ((parameters, module._parameters), (buffers, module._buffers)):
+                for name, one in own.items():
+                    if one is not None:
+                        found.setdefault(id(one), []).append((own, name))
+        self.parameters, self.buffers = list(parameters.values()), list(buffers.values())
+        self.optimizer = optimizer
+        self._index = {key: at for at, key in enumerate(parameters)}
+        updated = [one for group in optimizer.param_groups for one in group["params"]]
+        if any(id(one) not in self._index for one in updated):
+            raise NotCompilableError("the optimizer has parameters that are not the model's")
+        self.trained = [self._index[id(one)] for one in updated if one.requires_grad]
+
+    def tensors(self) -> list[Tensor]:
+        """The parameters, then the buffers."""
+        return [own[name] for (own, name), *_ in (*self.parameters, *self.buffers)]
+
+    def trained_tensors(self) -> list[Tensor]:
+        """The parameters that get gradients."""
+        return [own[name] for (own, name), *_ in (self.parameters[at] for at in self.trained)]
+
+    def states(self) -> list[tuple[int, str, dict[str, Any]]]:
+        """Where the tensors of the optimizer's state are: index of the parameter, name, dict."""
+        state = self.optimizer.state
+        known = [state.get(own[name], {}) for (own, name), *_ in self.parameters]
+        return [
+            (at, name, state)
+            for at, state in enumerate(known)
+            for name, value in state.items()
+            if isinstance(value, Tensor)
+        ]
+
+    @contextmanager
+    def holding(self, parameters: Sequence[Tensor], buffers: Sequence[Tensor]) -> Iterator[None]:
+        """Put other tensors there; what a module puts in place of a buffer is copied into it."""
+        pairs = [*zip(self.parameters, parameters, strict=True)]
+        pairs += zip(self.buffers, buffers, strict=True)
+        before = [(own, name, own[name]) for slots, _ in pairs for own, name in slots]
+        try:
+            for slots, tensor in pairs:
+                for own, name in slots:
+                    own[name] = tensor
+            yield
+            for ((own, name), *_), tensor in pairs[len(self.parameters) :]:
+                if own[name] is not tensor:
+                    tensor.copy_(own[name].detach())
+        finally:
+            for own, name, tensor in before:
+                own[name] = tensor
+
+    def twin(self, parameters: Sequence[Tensor], rates: Iterable[Tensor]) -> Any:
+        """The optimizer over other tensors, with learning rates that are tensors; no state."""
+        made = copy.copy(self.optimizer)
+        # Schedulers put a counter around it.
+        vars(made).pop("step", None)
+        ways = {"foreach": True, "fused": None, "capturable": True}
+        groups = self.optimizer.param_groups
+        made.param_groups = [
+            {
+                **group,
+                **{name: way for name, way in ways.items() if name in group},
+                "params": [parameters[self._index[id(one)]] for one in group["params"]],
+                "lr": rate,
+            }
+            for group, rate in zip(groups, rates, strict=True)
+        ]
+        return made
+
+
+@dataclass
+class Tensors:
+    """What a graph takes, in its order."""
+
+    parameters: list[Tensor] = field(default_factory=list)
+    buffers: list[Tensor] = field(default_factory=list)
+    states: list[Tensor] = field(default_factory=list)
+    rates: list[Tensor] = field(default_factory=list)
+    held: list[Tensor] = field(default_factory=list)
+    batch: list[Tensor] = field(default_factory=list)
+
+    def flat(self) -> list[Tensor]:
+        """All in one list."""
+        return [one for part in vars(self).values() for one in part]
+
+    def lengths(self) -> list[int]:
+        """How many there are of each kind."""
+        return [len(part) for part in vars(self).values()]
+
+    def cut(self, flat: Iterable[Tensor]) -> Tensors:
+        """As many other tensors in the same order."""
+        rest = iter(flat)
+        return Tensors(*([next(rest) for _ in part] for part in vars(self).values()))
+
+
+class StepFunctions:
+    """A step as functions of all its tensors, which change in place.
+
+    Args:
+        losses: of a batch, by the tensors that are in ``places``.
+        parse: the total and the logs of the losses.
+        clip: clips the gradients of an optimizer, and returns their norm.
+
+    Attributes:
+        logs: after a call, the names of the logs, each with None for a tensor or what it always is.
+        has_norm: after a call, whether there is a norm of the gradients.
+        kept: after a call, for which trained parameters there are new gradients to be kept.
+    """
+
+    def __init__(
+        self,
+        places: Places,
+        plan: Plan,
+        losses: Callable[[Sequence[Tensor]], Any],
+        parse: Callable[[Any], tuple[Tensor, Mapping[str, Any]]],
+        clip: Callable[[Any], Tensor | None] | None,
+    ) -> None:
+        self._places, self._plan = places, plan
+        self._losses, self._parse, self._clip = losses, parse, clip
+        self._keys = [(at, name) for at, name, _ in places.states()]
+        self.logs: list[tuple[str, Any]] = []
+        self.has_norm = False
+        self.kept: list[int] = []
+
+    def whole(self, given: Tensors) -> list[Tensor]:
+        """Step; returns logs, then the norm of the gradients or the gradients to be kept."""
+        outputs, gradients = self._backward(given)
+        with torch.no_grad():
+            if self._plan.updates:
+                return outputs + self.update(given, gradients)
+            held = self._plan.held
+            self.kept = [
+                at
+                for at, one in enumerate(gradients)
+                if one is not None and not (held and held[at])
+            ]
+            return outputs + [
+                one.contiguous() for at in self.kept if (one := gradients[at]) is not None
+            ]
+
+    def flat_gradients(self, given: Tensors) -> list[Tensor]:
+        """Run forward and backward; returns logs, then all gradients in one tensor, over ranks."""
+        outputs, gradients = self._backward(given)
+        with torch.no_grad():
+            wanted = [given.parameters[at] for at in self._places.trained]
+            parts = [
+                (torch.zeros_like(one) if gradient is None else gradient).reshape(-1)
+                for one, gradient in zip(wanted, gradients, strict=True)
+            ]
+            return [*outputs, torch.cat(parts) / self._plan.ranks]
+
+    def update_by_flat(self, given: Tensors) -> list[Tensor]:
+        """Clip and step by gradients in one tensor, the only one held; returns the norm, if any."""
+        wanted = [given.parameters[at] for at in self._places.trained]
+        parts = torch.split(given.held[0], [one.numel() for one in wanted])
+        with torch.no_grad():
+            shaped = [part.view_as(one) for part, one in zip(parts, wanted, strict=True)]
+            return self.update(given, shaped)
+
+    def _backward(self, given: Tensors) -> tuple[list[Tensor], list[Tensor | None]]:
+        leaves = [
+            one.detach().requires_grad_(own[name].requires_grad)
+            for one, ((own, name), *_) in zip(
+                given.parameters, self._places.parameters, strict=True
+            )
+        ]
+        plan = self._plan
+        with self._places.holding(leaves, given.buffers):
+            losses = self._losses(given.batch)
+        with torch.autocast(leaves[0].device.type, enabled=False):
+            total, logs = self._parse(losses)
+            self.logs = [(k, None if isinstance(v, Tensor) else v) for k, v in logs.items()]
+            wanted = [leaves[at] for at in self._places.trained]
+            scaled = total if plan.divisor == 1 else total / plan.divisor
+            found = torch.autograd.grad(scaled, wanted, allow_unused=True)
+            gradients: list[Tensor | None] = [*found]
+        with torch.no_grad():
+            held = iter(given.held)
+            for at in (at for at, is_held in enumerate(plan.held) if is_held):
+                before, new = next(held), gradients[at]
+                if new is None:
+                    gradients[at] = before
+                else:
+                    gradients[at] = before + new if plan.updates else before.add_(new)
+        # Copies: a value may be an input, or come twice, and the caller keeps it.
+        return [v.detach().clone() for v in logs.values() if isinstance(v, Tensor)], gradients
+
+    def update(self, given: Tensors, gradients: Sequence[Tensor | None]) -> list[Tensor]:
+        """Clip and step; returns the norm of the gradients, if there is one."""
+        twin = self._places.twin(given.parameters, given.rates)
+        for at, gradient in zip(self._places.trained, gradients, strict=True):
+            # As clipping expects it.
+            given.parameters[at].requires_grad_().grad = gradient
+        states: dict[Tensor, dict[str, Any]] = {one: {} for one in given.parameters}
+        for (at, name), value in zip(self._keys, given.states, strict=True):
+            # A count of steps in double precision: Adam's corrections are powers of it.
+            exact = value.double() if name == "step" and value.ndim == 0 else value
+            states[given.parameters[at]][name] = exact
+        known = {one: set(state) for one, state in states.items()}
+        twin.state = _State(states)
+        norm = None if self._clip is None else self._clip(twin)
+        with _as_compiling():
+            twin.step()
+        for one in given.parameters:
+            one.requires_grad_(False).grad = None
+            if set(twin.state[one]) != known[one]:
+                raise NotReadyError("the optimizer makes its state")
+        for (at, name), value in zip(self._keys, given.states, strict=True):
+            if (new := twin.state[given.parameters[at]][name]) is not value:
+                value.copy_(new)
+        self.has_norm = norm is not None
+        return [] if norm is None else [norm.clone()]
+
+
+class _State(dict[Tensor, dict[str, Any]]):
+    def __missing__(self, key: Tensor) -> dict[str, Any]:
+        return self.setdefault(key, {})
+
+
+@contextmanager
+def _as_compiling() -> Iterator[None]:
+    """Let optimizers take tensors for numbers that change from step to step."""
+    before = torch.compiler._is_compiling_flag
+    torch.compiler._is_compiling_flag = True
+    try:
+        yield
+    finally:
+        torch.compiler._is_compiling_flag = before
+
+
+def trace(function: Callable[[Tensors], list[Tensor]], tensors: Tensors) -> GraphModule:
+    """Return the graph of a function, without running it.
+
+    Raises:
+        NotCompilableError: it depends on values, or on what no graph sees.
+    """
+    inputs = [one.detach() for one in tensors.flat()]
+    python, numpy = random.getstate(), np.random.get_state(legacy=False)
+    try:
+        graph = make_fx(lambda *flat: function(tensors.cut(flat)), tracing_mode="fake")(*inputs)
+    except NotCompilableError:
+        raise
+    except Exception as error:
+        text = (str(error).strip() or "no text").splitlines()[0]
+        if "convert all Tensors to FakeTensors" in text:
+            text = (
+                "it reads a tensor that is neither a parameter nor a buffer, and may change "
+                "unseen: let its module register_buffer it"
+            )
+        raise NotCompilableError(f"{type(error).__name__}: {text}") from error
+    finally:
+        draws = random.getstate() != python or _moved(numpy)
+        random.setstate(python)
+        np.random.set_state(numpy)
+    if draws:
+        raise NotCompilableError("it draws random numbers outside of torch")
+    for node in reversed(graph.graph.nodes):
+        # Time stamps for a profiler.
+        if node.op == "call_function" and str(node.target).startswith("profiler."):
+            graph.graph.erase_node(node)
+    graph.recompile()
+    return graph
+
+
+def _moved(numpy: Any) -> bool:
+    now: Any = np.random.get_state(legacy=False)
+    parts = now["state"], numpy["state"]
+    return any(not np.array_equal(parts[0][name], parts[1][name]) for name in parts[0])
