@@ -338,3 +338,14 @@ def test_float16_stays_in_range() -> None:
 
 def _many(batch: Batch) -> float:
     return 1e6 * len(batch["labels"]) / SAMPLES
+
+
+def test_a_second_backward_that_weighs_nothing_keeps_the_gradients_of_the_first() -> None:
+    layer = nn.Linear(2, 1)
+    optim = OptimWrapper(torch.optim.SGD(layer.parameters(), lr=1.0), loss_weight="samples")
+    before = layer.weight.detach().clone()
+    for rows in (3, 0):
+        optim.weigh([torch.ones(rows, 2)])
+        optim.backward(optim.scale_loss(layer(torch.ones(rows, 2)).sum()))
+    optim.step()
+    assert not torch.equal(layer.weight, before)

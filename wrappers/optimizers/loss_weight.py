@@ -180,12 +180,12 @@ class WeightedWindow:
 
         Where nothing in the window weighs anything they become zero.
         """
-        total = self.weight if self.is_whole else self.total
+        total = self.total
         if total is None:
             raise RuntimeError(_ADVICE)
         if self.ranks > 1:
             total = self._received()
-        self.weight = self.total = None
+        self.total = None
         if self.is_whole and type(total) is float and total:
             return
         gradients = [

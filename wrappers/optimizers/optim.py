@@ -337,7 +337,7 @@ class OptimWrapper(Accumulation):
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Run backward and count the micro-batch."""
         window = self._window
-        if window is not None and (window.weight is None or not window.is_whole):
+        if window is not None:
             window.take()
             if window.ranks > 1 and self.should_sync():
                 window.send()
