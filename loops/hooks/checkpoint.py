@@ -22,7 +22,7 @@ from ..checkpoints.checkpoint import (
 from ..checkpoints.files import CheckpointError, make_draft, together
 from ..checkpoints.weights import is_spread
 from ..hook import Hook
-from ..metrics import WatchedMetric
+from ..metrics.scores import WatchedMetric
 from ..schedule import Cadence
 from ..state import LoopState
 from .nan_guard import NonFiniteError, bad_parameter

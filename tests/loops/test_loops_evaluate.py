@@ -31,7 +31,7 @@ from stepwrap.loops import (
     load_checkpoint,
     save_checkpoint,
 )
-from stepwrap.loops.metrics import compute_metrics, feed_metrics, merge_metrics
+from stepwrap.loops.metrics.scores import compute_metrics, feed_metrics, merge_metrics
 from stepwrap.wrappers import (
     AmpOptimWrapper,
     BaseModel,
