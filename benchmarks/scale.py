@@ -13,7 +13,8 @@ least no longer hides what grows: 0 is constant, 1 linear; more than 1.2 is mark
 - registry: entries registered, one found, one missed (the near names are looked for)
 - config: keys read from YAML, checked, written; as overrides; with interpolations; all wrong
 - log values: what a step costs that returns so many, and a record of them
-- ranks: gloo processes on this machine; an update under DDP, and a checkpoint
+- ranks: gloo processes on this machine; an update under DDP, beside torch's own, and a checkpoint.
+  More ranks than cores take turns, so that this grows with the ranks per core
 - fake world: wrapping on rank 0 of torch's fake process group, and by how much the process grows
 
     python benchmarks/scale.py [--quick] [--only config registry] [--plot scale.png]
@@ -38,6 +39,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from stepwrap.loops import (
     EpochTrainLoop,
@@ -104,7 +106,7 @@ def cost(
         start = clock()
         call()
         found.append(clock() - start)
-        if found[-1] > 2.0:
+        if found[-1] > 0.5:
             break
     return min(found)
 
@@ -419,27 +421,33 @@ def on_rank(parameters: int, folder: str) -> dict[str, float]:
     optim = OptimWrapper(torch.optim.SGD(model.parameters(), lr=1e-6))
     optim.initialize_count_status(model, 0, 10**9)
     batch = (torch.randn(8, BLOCK), torch.randn(8, BLOCK))
-    state = LoopState(model, optim)
+    by_hand = DistributedDataParallel(Sum(parameters, BLOCK))
+    optimizer = torch.optim.SGD(by_hand.parameters(), lr=1e-6)
 
-    def least(call: Callable[[], object], times: int) -> float:
-        found = []
-        for _ in range(times):
+    def update_by_hand() -> None:
+        nn.functional.mse_loss(by_hand(batch[0]), batch[1]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    calls: dict[str, Callable[[], object]] = {
+        "torch's DDP by hand": update_by_hand,
+        "update": lambda: model.train_step(batch, optim),
+        "save": lambda: save_checkpoint(Path(folder), LoopState(model, optim)),
+    }
+    found: dict[str, float] = dict.fromkeys(calls, math.inf)
+    for _ in range(10):
+        for name, call in calls.items():
             dist.barrier()
             start = time.perf_counter()
             call()
             dist.barrier()
-            found.append(time.perf_counter() - start)
-        return min(found)
-
-    return {
-        "update": least(lambda: model.train_step(batch, optim), 10),
-        "save": least(lambda: save_checkpoint(Path(folder), state), 3),
-    }
+            found[name] = min(found[name], time.perf_counter() - start)
+    return found
 
 
 def by_ranks(quick: bool) -> Iterator[Curve]:
     found: dict[str, list[tuple[int, float]]] = {}
-    for ranks in (1, 2, 4):
+    for ranks in (1, 2) if quick else (1, 2, 4):
         with tempfile.TemporaryDirectory() as folder:
             if ranks == 1:
                 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -456,9 +464,9 @@ def by_ranks(quick: bool) -> Iterator[Curve]:
 
 
 class Net(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(8))
+        self.blocks = nn.ModuleList(Block(width) for _ in range(8))
 
     def forward(self, inputs: Tensor) -> Tensor:
         for block in self.blocks:
@@ -467,19 +475,17 @@ class Net(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.up, self.down = nn.Linear(1024, 1024), nn.Linear(1024, 1024)
+        self.up, self.down = nn.Linear(width, width), nn.Linear(width, width)
 
     def forward(self, inputs: Tensor) -> Tensor:
         return self.down(torch.relu(self.up(inputs)))
 
 
-def in_fake_world(kind: str, world_size: int) -> tuple[float, float]:
-    """Return the seconds of wrapping 16.8 million parameters, and the MB by which we grow."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+def in_fake_worlds(kind: str, world_sizes: list[int]) -> None:
+    """Print the seconds of wrapping 16.8 million parameters, and the MB by which we grow."""
+    of_torch = dist.broadcast
     said: dict[int, Tensor] = {}
 
     def broadcast(tensor: Tensor, src: int, group: Any = None, **options: Any) -> Any:
@@ -490,20 +496,36 @@ def in_fake_world(kind: str, world_size: int) -> tuple[float, float]:
             tensor.copy_(said[tensor.numel()])
         return of_torch(tensor, src, group, **options)
 
-    of_torch = dist.broadcast
     dist.broadcast = broadcast
-    wrap_in_fake_world(kind, world_size)
+    # One thread, so that the process may fork.
+    torch.set_num_threads(1)
     # What is imported with the first wrapping does not count.
+    in_fake_world(kind, world_sizes[0], width=8)
+    for world_size in world_sizes:
+        # Each in a fresh process: memory that another has freed would be used again, and not seen.
+        child = os.fork()
+        if child == 0:
+            said.clear()
+            print(json.dumps(in_fake_world(kind, world_size)), flush=True)
+            os._exit(0)
+        os.waitpid(child, 0)
+
+
+def in_fake_world(kind: str, world_size: int, width: int = 1024) -> tuple[float, float]:
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
     gc.collect()
-    before, started = resident_mb(), time.process_time()
-    kept = wrap_in_fake_world(kind, world_size)
-    seconds, grown = time.process_time() - started, resident_mb() - before
-    assert kept is not None
-    return seconds, grown
+    before, start = resident_mb(), time.process_time()
+    wrapped = wrap_in_fake_world(kind, world_size, width)
+    told = time.process_time() - start, resident_mb() - before
+    del wrapped
+    dist.destroy_process_group()
+    return told
 
 
-def wrap_in_fake_world(kind: str, world_size: int) -> nn.Module:
-    model = SupervisedModel(Net(), nn.MSELoss())
+def wrap_in_fake_world(kind: str, world_size: int, width: int) -> nn.Module:
+    model = SupervisedModel(Net(width), nn.MSELoss())
     if kind == "fsdp":
         from stepwrap.wrappers import StepFullyShardedDataParallel
 
@@ -522,14 +544,14 @@ def resident_mb() -> float:
 
 
 def by_fake_ranks(quick: bool) -> Iterator[Curve]:
+    at = [8, 1024] if quick else [8, 64, 256, 1024]
     for kind in ("ddp", "fsdp", "ddp + tensor 8"):
-        told: dict[int, tuple[float, float]] = {}
-        for world_size in (8, 1024) if quick else (8, 64, 256, 1024):
-            command = [sys.executable, __file__, "--fake-world", kind, str(world_size)]
-            ended = subprocess.run(command, capture_output=True, text=True, check=True)
-            told[world_size] = tuple(json.loads(ended.stdout.splitlines()[-1]))
-        yield Curve(f"fake world: {kind}", "s", [(size, one[0]) for size, one in told.items()])
-        yield Curve(f"fake world: {kind}", "MB", [(size, one[1]) for size, one in told.items()])
+        command = [sys.executable, __file__, "--fake-worlds", kind, *map(str, at)]
+        ended = subprocess.run(command, capture_output=True, text=True, check=True)
+        told = [json.loads(line) for line in ended.stdout.splitlines()]
+        for unit, values in zip(("s", "MB"), zip(*told, strict=True), strict=True):
+            points = list(zip(at, values, strict=True))
+            yield Curve(f"fake world: {kind}, {'time' if unit == 's' else 'memory'}", unit, points)
 
 
 GROUPS: dict[str, Callable[[bool], Iterator[Curve]]] = {
@@ -596,11 +618,11 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="smaller sizes, under 40 seconds")
     parser.add_argument("--only", nargs="+", choices=list(GROUPS))
     parser.add_argument("--plot", metavar="FILE")
-    parser.add_argument("--fake-world", nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--fake-worlds", nargs="+", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.fake_world:
-        kind, world_size = options.fake_world
-        print(json.dumps(in_fake_world(kind, int(world_size))))
+    if options.fake_worlds:
+        kind, *world_sizes = options.fake_worlds
+        in_fake_worlds(kind, [*map(int, world_sizes)])
         return
     found: list[Curve] = []
     for curve in measured(options.quick, options.only):
