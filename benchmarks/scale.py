@@ -6,8 +6,8 @@ is the slope of the line through its upper half on logarithmic axes, where what 
 least no longer hides what grows: 0 is constant, 1 linear; more than 1.2 is marked.
 
 - parameters: an update (`plain` is the loop by hand), a checkpoint saved and loaded, of sums of
-  layers of 256 x 256; `tensors`: the same many parameters in tiny layers, so that what is done
-  for each tensor counts: wrapping, the first update, a checkpoint
+  layers of 256 x 256
+- tensors: layers of 2 x 2, all in one list, so that what is done for each tensor counts
 - samples: from the construction of a loader to its first batch, in order, shuffled, and resumed in
   the middle of an epoch
 - registry: entries registered, one found, one missed (the near names are looked for)
@@ -203,8 +203,26 @@ def by_tensors(quick: bool) -> Iterator[Curve]:
             checkpoint = load_checkpoint(save_checkpoint(Path(folder), saved))
             return cost(lambda: refused(lambda: checkpoint.load_model(wanted.model)))
 
-    costs = {"wrap": wrap, "paramwise groups": groups, "step": first_update, "save": save}
-    costs["weights of another model refused"] = mismatch
+    def load(size: int) -> float:
+        state, _ = made(4 * size, 2)
+        with tempfile.TemporaryDirectory() as folder:
+            checkpoint = load_checkpoint(save_checkpoint(Path(folder), state))
+            return cost(lambda: checkpoint.load_model(state.model))
+
+    def load_by_torch(size: int) -> float:
+        model = made(4 * size, 2)[0].model.module
+        weights = model.state_dict()
+        return cost(lambda: model.load_state_dict(weights))
+
+    costs = {
+        "wrap": wrap,
+        "paramwise groups": groups,
+        "step": first_update,
+        "save": save,
+        "load the model": load,
+        "torch's load_state_dict alone": load_by_torch,
+        "weights of another model refused": mismatch,
+    }
     yield from curves({f"tensors: {name}": one for name, one in costs.items()}, at)
 
 
@@ -254,6 +272,7 @@ def by_samples(quick: bool) -> Iterator[Curve]:
         return cost(call)
 
     costs = {
+        "samples: torch.randperm alone": lambda size: cost(partial(torch.randperm, size)),
         "samples: start in order": partial(first_batch, shuffle=False),
         "samples: start shuffled": partial(first_batch, shuffle=True),
         "samples: resume within an epoch": partial(first_batch, shuffle=True, resumed=True),
