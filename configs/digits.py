@@ -1,8 +1,5 @@
 """The handwritten digits that scikit-learn ships, and a small network for them."""
 
-from functools import cache
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
@@ -13,19 +10,6 @@ __all__ = ["Digits", "SmallCNN"]
 
 _SPLITS = {"train": slice(0, 1197), "val": slice(1197, 1497), "test": slice(1497, 1797)}
 _SPLIT_SEED = 7
-
-
-@cache
-def _load() -> tuple[Any, Any]:
-    """Return all pixels (1797, 64) and labels (1797,), read once for the splits of a run."""
-    try:
-        from sklearn.datasets import load_digits
-    except ImportError as error:
-        raise ImportError(
-            "the digits data needs scikit-learn: pip install 'stepwrap[examples]'"
-        ) from error
-    pixels, labels = load_digits(return_X_y=True)
-    return pixels, labels
 
 
 @DATASETS.register_module()
@@ -46,7 +30,13 @@ class Digits(Dataset[tuple[Tensor, Tensor]]):
     def __init__(self, split: str = "train", dtype: str = "float32") -> None:
         if split != "all" and split not in _SPLITS:
             raise ValueError(f"split must be 'all' or one of {sorted(_SPLITS)}, got {split!r}")
-        pixels, labels = _load()
+        try:
+            from sklearn.datasets import load_digits
+        except ImportError as error:
+            raise ImportError(
+                "the digits data needs scikit-learn: pip install 'stepwrap[examples]'"
+            ) from error
+        pixels, labels = load_digits(return_X_y=True)
         order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(_SPLIT_SEED))
         order = order if split == "all" else order[_SPLITS[split]]
         images = torch.from_numpy(pixels).reshape(-1, 1, 8, 8) / 16

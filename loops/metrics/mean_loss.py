@@ -1,7 +1,6 @@
 """The mean loss, as a metric of torchmetrics.
 
-Imported when a config names a metric, or for `stepwrap.loops.MeanLoss`: with torchmetrics come
-matplotlib and much of scipy, a second that a run without metrics need not wait for.
+Imported only where it is wanted: with torchmetrics come matplotlib and much of scipy, a second.
 """
 
 from typing import Any
@@ -9,8 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torchmetrics import Metric
-
-__all__ = ["MeanLoss"]
 
 
 class MeanLoss(Metric):

@@ -216,7 +216,6 @@ def _apply(values: dict[str, Any], origins: dict[str, str], text: str) -> None:
     section: Any = values
     for at in range(len(path) - 1):
         place = _place(section, path, at, origins)
-        # Of a list `_place` is a position that it has.
         present = section.get(place) if isinstance(section, dict) else section[place]
         if present is None:
             section[place] = {}
