@@ -82,15 +82,15 @@ def argument_problems(
     known = [p.name for p in parameters.values() if p.kind in _BY_NAME]
     unknown = [name for name in given if name not in known]
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    missing = sorted(required_names(target) - {*given, *runtime}, key=known.index)
+    missing = required_names(target) - {*given, *runtime}
     problems: list[ArgumentProblem] = []
     if not takes_any:
         own = [name for name in known if name not in runtime]
         free = [name for name in own if name not in given]
         problems = [ArgumentProblem(n, _unknown_text(target, n, free, own)) for n in unknown]
-        meant = meant_by(unknown, free)
-        missing = [name for name in missing if name not in meant]
-    problems += [ArgumentProblem(n, _missing_text(target, n, unknown)) for n in missing]
+        missing -= meant_by(unknown, free)
+    told = sorted(missing, key=known.index)
+    problems += [ArgumentProblem(n, _missing_text(target, n, unknown)) for n in told]
     by_position = f"{title(target)} takes it by position only, a config cannot"
     return problems + [
         ArgumentProblem(p.name, by_position)

@@ -276,8 +276,7 @@ def _mismatches(saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str
     for name, value in wanted.items():
         if name not in saved:
             # Looked for where it is shown: each name is compared with all of the others.
-            is_shown = len(lines) < _SHOWN
-            near = difflib.get_close_matches(name, surplus, n=1) if is_shown else []
+            near = difflib.get_close_matches(name, surplus, n=1) if len(lines) < _SHOWN else []
             hint = f" (the checkpoint has {near[0]})" if near else ""
             lines.append(f"{name}: missing in the checkpoint{hint}")
         elif isinstance(value, Tensor) and not hasattr(saved[name], "shape"):

@@ -105,8 +105,7 @@ def directions_of(metrics: Mapping[str, AnyMetric]) -> dict[str, bool | None]:
     found: dict[str, bool | None] = {}
     for name, metric in metrics.items():
         found[name] = _direction(name, metric)
-        if isinstance(metric, nn.ModuleDict):
-            # A MetricCollection.
+        if isinstance(metric, nn.ModuleDict):  # a MetricCollection
             parts = {f"{name}/{key}": part for key, part in metric.items()}
             found |= {key: _direction(key, part) for key, part in parts.items()}
     return found

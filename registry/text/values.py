@@ -195,8 +195,8 @@ class _Expansion:
         is_absent = is_name and isinstance(error, OmegaConfBaseException)
         if is_absent and inner not in self._hints and len(self._hints) < _MOST_HINTS:
             self._hints[inner] = did_you_mean(inner, self._places)
-        hint = self._hints.get(inner, "")
-        return f"{shortened(text)} cannot be resolved: {_first_line(error)}{hint}"
+        why = _first_line(error) + self._hints.get(inner, "")
+        return f"{shortened(text)} cannot be resolved: {why}"
 
 
 def _first_line(error: BaseException) -> str:

@@ -166,8 +166,7 @@ def _data_group(mesh: DeviceMesh, sizes: Mapping[str, int]) -> ProcessGroup | No
 def agree(describe: Callable[[], Mapping[str, Any]], mesh: DeviceMesh | None = None) -> None:
     """Raise on every rank what ``describe`` raises on one, or ValueError where its results differ.
 
-    Every rank of the mesh (default: of the run) must call this; it costs one small object for each
-    axis, and where something differs the descriptions too.
+    Every rank of the mesh (default: of the run) must call this: one small object for each axis.
 
     Args:
         describe: what is compared, by a name for the message; values that can be pickled.
