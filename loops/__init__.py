@@ -1,5 +1,8 @@
 """Training, validation and test loops; hooks; checkpoints; the order of the data."""
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from .checkpoints.checkpoint import list_checkpoints, prune_checkpoints, save_alone, save_checkpoint
 from .checkpoints.files import CheckpointError
 from .checkpoints.restore import Checkpoint, find_checkpoint, load_checkpoint
@@ -19,11 +22,14 @@ from .hooks.progress import ProgressHook
 from .hooks.scheduler import PolyLR, SchedulerHook, ScheduleWindow
 from .hooks.spike_guard import SpikeError, SpikeGuardHook
 from .ledger import Difference, Ledger, LedgerError, first_difference, read_ledger
-from .metrics import MeanLoss, ProcessMetric
+from .metrics.scores import ProcessMetric
 from .rng import mix_seed, seed_rng
 from .schedule import Cadence
 from .state import LoopState, Phase, Stateful
 from .train import EpochTrainLoop, IterTrainLoop
+
+if TYPE_CHECKING:
+    from .metrics.mean_loss import MeanLoss
 
 __all__ = [
     "Cadence",
@@ -73,3 +79,9 @@ __all__ = [
     "first_difference",
     "read_ledger",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name != "MeanLoss":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return import_module(".metrics.mean_loss", __name__).MeanLoss

@@ -15,14 +15,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parameter import is_lazy
-from torchmetrics import Metric
 
 from ..collectives import all_gather_object, distributed_available, failure_of
 from ..registry import LOOPS
-from . import metrics as scores
 from .checkpoints.weights import device_of, user_model
 from .data.loaders import batches_from, first_batch_apart, length_of, size_before_padding
 from .hook import HookList
+from .metrics import scores
 from .notes import naming_missing_ranks, note_failure
 from .rng import preserved_rng
 from .skips import buffer_restorer
@@ -222,7 +221,7 @@ class _EvalLoop:
 
     def _place_metrics(self, device: torch.device) -> None:
         for metric in self.metrics.values():
-            if isinstance(metric, Metric):
+            if isinstance(metric, nn.Module):
                 metric.to(device)
             metric.reset()
 

@@ -15,7 +15,7 @@ from .data.loaders import length_of
 from .data.places import batches_of_pass, telling
 from .evaluate import ValLoop, announce_failure, require_step
 from .hook import HookList, Scalars
-from .metrics import directions_of
+from .metrics.scores import directions_of
 from .notes import naming_missing_ranks, note_failure
 from .schedule import (
     ValSchedule,

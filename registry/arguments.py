@@ -75,20 +75,22 @@ def argument_problems(
     A missing one that an unknown one may be meant for is not reported again. Names in `runtime`
     will be supplied by the caller if `target` wants them.
     """
-    if signature_of(target) is None:
+    signature = signature_of(target)
+    if signature is None:
         return []
-    parameters = parameters_of(target)
+    parameters = signature.parameters
     known = [p.name for p in parameters.values() if p.kind in _BY_NAME]
     unknown = [name for name in given if name not in known]
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    missing = [n for n in known if n in required_names(target) and n not in {*given, *runtime}]
+    missing = required_names(target) - {*given, *runtime}
     problems: list[ArgumentProblem] = []
     if not takes_any:
         own = [name for name in known if name not in runtime]
         free = [name for name in own if name not in given]
         problems = [ArgumentProblem(n, _unknown_text(target, n, free, own)) for n in unknown]
-        missing = [name for name in missing if name not in meant_by(unknown, free)]
-    problems += [ArgumentProblem(n, _missing_text(target, n, unknown)) for n in missing]
+        missing -= meant_by(unknown, free)
+    told = sorted(missing, key=known.index)
+    problems += [ArgumentProblem(n, _missing_text(target, n, unknown)) for n in told]
     by_position = f"{title(target)} takes it by position only, a config cannot"
     return problems + [
         ArgumentProblem(p.name, by_position)

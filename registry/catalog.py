@@ -46,6 +46,8 @@ METRICS = Registry(
     "METRICS",
     locations=_LOOPS,
     namespaces=(
+        # Not with the others, since it imports torchmetrics.
+        "stepwrap.loops.metrics.mean_loss",
         "torchmetrics.classification",
         "torchmetrics.regression",
         "torchmetrics.text",

@@ -208,7 +208,7 @@ def where_defined(name: str) -> list[str]:
     for path in _source_files(Path.cwd()):
         try:
             text = path.read_text(encoding="utf-8")
-            if wanted.search(text):
+            if name in text and wanted.search(text):
                 found += _definitions_in(ast.parse(text), name, path.relative_to(Path.cwd()))
         except (OSError, ValueError, SyntaxError, RecursionError):
             # An unreadable file holds nothing that could be imported.

@@ -198,12 +198,7 @@ class Registry:
         """Yield this registry, its ancestors, then all others below the root."""
         above = _lineage(self)
         yield from above
-        waiting = [above[-1]]
-        while waiting:
-            member = waiting.pop(0)
-            waiting = [*member.children.values(), *waiting]
-            if member not in above:
-                yield member
+        yield from (member for member in _tree(above[-1]) if member not in above)
 
     def names(self) -> list[str]:
         """Return the bare names that can be looked up here, aliases included, sorted.
@@ -230,6 +225,13 @@ class Registry:
 def _lineage(registry: Registry) -> list[Registry]:
     """Return a registry, its parent, and so on up to the root."""
     return [registry, *(_lineage(registry.parent) if registry.parent is not None else ())]
+
+
+def _tree(registry: Registry) -> Iterator[Registry]:
+    """Yield a registry, then those below it, parents before their children."""
+    yield registry
+    for child in registry.children.values():
+        yield from _tree(child)
 
 
 def _find(registry: Registry, key: str) -> Any:

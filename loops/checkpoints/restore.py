@@ -272,10 +272,11 @@ def _mismatches(saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str
     if not isinstance(saved, Mapping):
         return [f"model.pt must hold a table of weights, got {type(saved).__name__}"]
     surplus = [name for name in saved if name not in wanted]
-    lines = []
+    lines: list[str] = []
     for name, value in wanted.items():
         if name not in saved:
-            near = difflib.get_close_matches(name, surplus, n=1)
+            # Looked for where it is shown: each name is compared with all of the others.
+            near = difflib.get_close_matches(name, surplus, n=1) if len(lines) < _SHOWN else []
             hint = f" (the checkpoint has {near[0]})" if near else ""
             lines.append(f"{name}: missing in the checkpoint{hint}")
         elif isinstance(value, Tensor) and not hasattr(saved[name], "shape"):

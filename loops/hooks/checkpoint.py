@@ -22,7 +22,7 @@ from ..checkpoints.checkpoint import (
 from ..checkpoints.files import CheckpointError, make_draft, together
 from ..checkpoints.weights import is_spread
 from ..hook import Hook
-from ..metrics import WatchedMetric
+from ..metrics.scores import WatchedMetric
 from ..schedule import Cadence
 from ..state import LoopState
 from .nan_guard import NonFiniteError, bad_parameter
@@ -155,6 +155,8 @@ class CheckpointHook(Hook):
             return
         so_far = f" ({self.best_by(state)} so far)" if is_best else ""
         logger.info("saved checkpoint %s%s", path, so_far)
+        if self._keep_last is None:
+            return
         best = [kept for kept, meta in list_checkpoints(folder) if meta["best"]][:1]
         try:
             prune_checkpoints(folder, self._keep_last, best)

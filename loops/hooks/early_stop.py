@@ -6,7 +6,7 @@ from typing import Any
 
 from ...registry import HOOKS
 from ..hook import Hook
-from ..metrics import WatchedMetric
+from ..metrics.scores import WatchedMetric
 from ..state import LoopState, Phase
 
 

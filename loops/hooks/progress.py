@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import atexit
 import math
+import os
 import sys
 from collections.abc import Collection, Mapping
 from datetime import timedelta
 from time import perf_counter
-from typing import Any
-
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
-from rich.table import Column
+from typing import TYPE_CHECKING, Any
 
 from ...collectives import get_rank
 from ...registry import HOOKS
 from ..hook import EVENTS, Hook
 from ..state import LoopState, Phase
+
+if TYPE_CHECKING:
+    from rich.progress import TaskID
 
 # Told in words of their own at the end of the line.
 _SPEED_KEYS = ("samples_per_s", "tokens_per_s", "mfu", "steps_per_s", "data_share")
@@ -83,6 +83,11 @@ class _Bar:
     """A bar on a terminal. Drawing it takes about half a millisecond: only `advance` does."""
 
     def __init__(self) -> None:
+        # Only here: a run without a bar need not wait for the import.
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+        from rich.table import Column
+
         # Only the columns with a ratio shrink: however many values there are, the place stays.
         values = Column(no_wrap=True, overflow="ellipsis", ratio=3)
         # No refreshing thread: it would compete with the training loop for the interpreter.
@@ -140,7 +145,7 @@ class _Bar:
 
 def _shows_bar() -> bool:
     # A dumb terminal (an editor's shell) can not move its cursor.
-    return sys.stdout.isatty() and not Console(file=sys.stdout).is_dumb_terminal
+    return sys.stdout.isatty() and os.environ.get("TERM", "").lower() not in ("dumb", "unknown")
 
 
 @HOOKS.register_module()

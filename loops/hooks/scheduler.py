@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from ...registry import HOOKS, PARAM_SCHEDULERS
 from ..hook import Hook, Scalars
-from ..metrics import WatchedMetric
+from ..metrics.scores import WatchedMetric
 from ..state import LoopState, Phase
 
 By = Literal["batch", "step", "epoch"]

@@ -216,7 +216,8 @@ def _apply(values: dict[str, Any], origins: dict[str, str], text: str) -> None:
     section: Any = values
     for at in range(len(path) - 1):
         place = _place(section, path, at, origins)
-        if dict(below(section)).get(place) is None:
+        present = section.get(place) if isinstance(section, dict) else section[place]
+        if present is None:
             section[place] = {}
             origins[".".join(path[: at + 1])] = origin
         section = section[place]

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from omegaconf import OmegaConf
 
 from ..errors import (
     ConfigError,
@@ -174,7 +173,12 @@ class _Loader(yaml.SafeLoader):
     }
 
 
-_Loader.add_implicit_resolver(_TAG + "float", _FLOAT, list("-+.0123456789"))
+class _Dumper(getattr(yaml, "CSafeDumper", yaml.SafeDumper)):  # type: ignore[misc]
+    """Quotes the texts that PyYAML or `_Loader` would read as something else."""
+
+
+for kind in (_Loader, _Dumper):
+    kind.add_implicit_resolver(_TAG + "float", _FLOAT, list("-+.0123456789"))
 
 
 def parse(
@@ -191,7 +195,7 @@ def parse(
 
 def to_yaml(values: dict[str, Any]) -> str:
     """Return settings as YAML text which, loaded, gives the same settings."""
-    return OmegaConf.to_yaml(OmegaConf.create(escaped(values)))
+    return str(yaml.dump(escaped(values), Dumper=_Dumper, sort_keys=False, allow_unicode=True))
 
 
 class _Reader:

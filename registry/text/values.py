@@ -22,6 +22,8 @@ _OPEN = "${"
 _MISSING = "???"
 _REFERENCE = re.compile(r"\$\{([^${}:]+)\}")
 _MAX_TEXT = 10_000
+# How many wrong names are told what is near: each is compared with every name of the config.
+_MOST_HINTS = 20
 
 
 def dotted(path: Sequence[str | int]) -> str:
@@ -159,6 +161,7 @@ class _Expansion:
         self._places = {dotted(path): value for path, value in walk(values)}
         self._repeated = 0
         self._sizes: dict[int, int] = {}
+        self._hints: dict[str, str] = {}
 
     def value_at(self, path: KeyPath, text: str) -> Any:
         # Before OmegaConf is asked: it evaluates what a text repeats as often as it does.
@@ -190,8 +193,10 @@ class _Expansion:
         inner = text[text.find(_OPEN) + 2 :].partition("}")[0]
         is_name = ":" not in inner and _OPEN not in inner and not inner.startswith(".")
         is_absent = is_name and isinstance(error, OmegaConfBaseException)
-        hint = did_you_mean(inner, self._places) if is_absent else ""
-        return f"{shortened(text)} cannot be resolved: {_first_line(error)}{hint}"
+        if is_absent and inner not in self._hints and len(self._hints) < _MOST_HINTS:
+            self._hints[inner] = did_you_mean(inner, self._places)
+        why = _first_line(error) + self._hints.get(inner, "")
+        return f"{shortened(text)} cannot be resolved: {why}"
 
 
 def _first_line(error: BaseException) -> str:

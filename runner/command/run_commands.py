@@ -17,8 +17,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
-from rich.table import Table
 
 from ...loops import find_checkpoint, list_checkpoints, load_checkpoint
 from ...registry import Config, ConfigError, Problem, RunSections
@@ -215,7 +213,7 @@ def _report(job: Job, outcome: Outcome) -> int:
         _report_stop(folder, outcome)
         return outcome.exit_code
     if any(outcome.metrics.values()):
-        Console(highlight=False).print(_table(job, outcome))
+        _print_metrics(job, outcome)
     if job.command != "train" and outcome.checkpoint:
         print(f"checkpoint: {outcome.checkpoint}")
     if job.dry_run:
@@ -238,7 +236,11 @@ def _report_stop(folder: Path, outcome: Outcome) -> None:
         print(f"continue with: stepwrap train {folder / 'config.yaml'} --resume")
 
 
-def _table(job: Job, outcome: Outcome) -> Table:
+def _print_metrics(job: Job, outcome: Outcome) -> None:
+    # Only here: the training need not wait for the import.
+    from rich.console import Console
+    from rich.table import Table
+
     title = f"{job.run.name} at step {outcome.step}, epoch {outcome.epoch}"
     table = Table(title=title, min_width=len(title))
     table.add_column("metric")
@@ -249,7 +251,7 @@ def _table(job: Job, outcome: Outcome) -> Table:
     for name in dict.fromkeys(name for phase in phases for name in outcome.metrics[phase]):
         values = [outcome.metrics[phase].get(name, math.nan) for phase in phases]
         table.add_row(name, *(f"{value:.4f}" for value in values))
-    return table
+    Console(highlight=False).print(table)
 
 
 def _report_files(folder: Path, best_by: str) -> None:

@@ -15,6 +15,7 @@ import torch
 from hook_runs import loader, metrics, new_state, scripted, train, weights
 from ranks import run_ranks
 from torch import Tensor, nn
+from work import calls_of
 
 from stepwrap.loops import CheckpointHook, EMAHook, LogHook, NonFiniteError
 from stepwrap.loops.checkpoints.checkpoint import list_checkpoints
@@ -79,6 +80,15 @@ def test_by_updates(tmp_path: Path) -> None:
     assert [(m["step"], m["reason"]) for m in saved(tmp_path)] == [
         (8, "end"), (6, "interval"), (3, "interval")
     ]  # fmt: skip
+
+
+def test_where_all_are_kept_a_save_reads_each_earlier_one_once(tmp_path: Path) -> None:
+    hook = CheckpointHook(every_steps=1, every_epochs=None, keep_last=None)
+    settings = {"val_loop": None}
+    read = calls_of("read_meta", lambda: train(new_state(run_dir=tmp_path), [hook], **settings))
+    assert len(saved(tmp_path)) == 8
+    # The last step is saved once more, at the end of its epoch.
+    assert read == sum(range(8)) + 8
 
 
 def test_in_the_iteration_loop_after_the_validation_of_the_same_update(tmp_path: Path) -> None:

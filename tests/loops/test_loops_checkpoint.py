@@ -15,6 +15,7 @@ import torch
 from loop_parts import assert_identical, make_loader, make_state, weights_of
 from ranks import run_ranks
 from torch import nn
+from work import calls_of
 
 from stepwrap.loops import (
     CheckpointError,
@@ -312,6 +313,25 @@ def test_a_model_that_does_not_fit_is_explained(tmp_path: Path) -> None:
     assert "head_new.weight: missing in the checkpoint (the checkpoint has head_old.weight)" in text
     assert "head_old.bias: not in the model" in text
     assert torch.equal(target.body.weight, before)
+
+
+def test_near_names_are_looked_for_where_they_are_shown(tmp_path: Path) -> None:
+    def state_of(net: nn.Module) -> LoopState:
+        return LoopState(SingleDevice(nn.ModuleDict({"net": net})))
+
+    layers = [nn.Linear(1, 1, bias=False) for _ in range(30)]
+    path = save_checkpoint(tmp_path, state_of(nn.ModuleDict({"blocks": nn.ModuleList(layers)})))
+    other = state_of(nn.ModuleDict({"block": nn.ModuleList(layers)})).model
+    told: list[str] = []
+
+    def load() -> None:
+        with pytest.raises(CheckpointError) as caught:
+            load_checkpoint(path).load_model(other)
+        told.extend(str(caught.value).splitlines())
+
+    assert calls_of("get_close_matches", load) == 8
+    assert "(the checkpoint has net.blocks.0.weight)" in told[1]
+    assert told[-1] == "  and 52 more"
 
 
 def test_an_optimizer_that_does_not_fit_is_explained(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from loop_parts import make_data, make_state
 from ranks import run_ranks
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
-from torchmetrics import MeanMetric, Metric, MetricCollection
+from torchmetrics import CatMetric, MeanMetric, Metric, MetricCollection
 from torchmetrics.classification import (
     MulticlassAccuracy,
     MulticlassCalibrationError,
@@ -31,7 +31,7 @@ from stepwrap.loops import (
     load_checkpoint,
     save_checkpoint,
 )
-from stepwrap.loops.metrics import compute_metrics, feed_metrics, merge_metrics
+from stepwrap.loops.metrics.scores import compute_metrics, feed_metrics, merge_metrics
 from stepwrap.wrappers import (
     AmpOptimWrapper,
     BaseModel,
@@ -241,3 +241,17 @@ def test_evaluation_runs_in_the_precision_of_the_training(dtype: torch.dtype) ->
     model.seen.clear()
     ValLoop(loader).run(LoopState(SingleDevice(model)), HookList())
     assert model.seen == {torch.float32}
+
+
+def _states_of_a_collection() -> list[float]:
+    rank = torch.distributed.get_rank()
+    metrics = MetricCollection({"all": CatMetric(), "mean": MeanMetric()})
+    for value in [[0.0], [1.0, 2.0], []][rank]:
+        metrics.update(torch.tensor(value))
+    merge_metrics({"many": metrics})
+    # Without a further exchange: only this rank asks.
+    return [] if rank else metrics["all"].compute().tolist() + [metrics["mean"].compute().item()]
+
+
+def test_a_collection_is_merged_over_ranks_with_unequal_states() -> None:
+    assert run_ranks(_states_of_a_collection, 3)[0] == [0.0, 1.0, 2.0, 1.0]

@@ -1,6 +1,6 @@
 """Ranks along named axes."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -8,6 +8,7 @@ from ranks import run_ranks
 from torch import distributed
 
 from stepwrap.wrappers import build_mesh, check_axes
+from stepwrap.wrappers.sharding.mesh import agree
 
 
 @pytest.mark.parametrize(
@@ -97,3 +98,39 @@ def test_ranks_that_disagree() -> None:
     for different, wrong in run_ranks(_unlike, 2):
         assert "'mesh' is data 2 on rank 0 and data 1 x tensor 2 on rank 1" in different
         assert "on rank 1: data 3 = 3 ranks, but there are 2" in wrong
+
+
+class Described:
+    """A value that counts how often one comes from another rank."""
+
+    received: ClassVar[list[int]] = []
+
+    def __init__(self, value: int) -> None:
+        self.value = value
+
+    def __setstate__(self, state: dict[str, int]) -> None:
+        self.__dict__ |= state
+        self.received.append(self.value)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Described) and self.value == other.value
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __str__(self) -> str:
+        return str(self.value)
+
+
+def _exchanged() -> tuple[int, str, int]:
+    agree(lambda: {"size": Described(1), "names": [f"layer{index}" for index in range(100)]})
+    alike = len(Described.received)
+    with pytest.raises(ValueError, match="must be the same") as caught:
+        agree(lambda: {"size": Described(distributed.get_rank())})
+    return alike, str(caught.value), len(Described.received) - alike
+
+
+def test_descriptions_are_exchanged_only_where_they_differ() -> None:
+    for alike, told, unlike in run_ranks(_exchanged, 2):
+        assert alike == 0
+        assert "'size' is 0 on rank 0 and 1 on rank 1" in told
+        assert unlike == 2

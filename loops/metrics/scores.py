@@ -10,14 +10,13 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from copy import copy, deepcopy
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torchmetrics import Metric, MetricCollection
+from torch import Tensor, nn
 
-from ..collectives import (
+from ...collectives import (
     BaseMetric,
     MPI4PyDist,
     TorchCPUDist,
@@ -26,14 +25,17 @@ from ..collectives import (
     all_gather_object,
     get_rank,
 )
-from ..registry import METRICS, nearest
-from .data.loaders import SeededSamples
-from .notes import add_note, describe, name_of
-from .state import LoopState
+from ...registry import METRICS, nearest
+from ..data.loaders import SeededSamples
+from ..notes import add_note, describe, name_of
+from ..state import LoopState
+
+if TYPE_CHECKING:
+    from torchmetrics import Metric
 
 logger = logging.getLogger(__name__)
 
-AnyMetric: TypeAlias = Metric | BaseMetric
+AnyMetric: TypeAlias = "Metric | BaseMetric"
 
 _OF_ALL_RANKS = (TorchDist, TorchCPUDist, TorchCUDADist, MPI4PyDist)
 # Words in the name of a metric, or of its class, that tell which values are better.
@@ -43,37 +45,6 @@ _FALLING = frozenset(
 _RISING = frozenset(["acc", "accuracy", "auc", "auroc", "f1", "iou", "precision", "recall"])
 _WORD = re.compile(r"[A-Z]?[a-z]+[0-9]*|[A-Z]+[0-9]*(?![a-z])")
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-
-
-@METRICS.register_module()
-class MeanLoss(Metric):
-    """Mean loss per sample, from the batches' mean losses and sample counts.
-
-    Where the training has a `loss_weight` batches weigh by that, as in every metric whose update
-    takes `loss` and `num_samples`.
-    """
-
-    full_state_update = False
-    higher_is_better = False
-    total: Tensor
-    samples: Tensor
-
-    def __init__(self, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        self.add_state("total", torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
-        self.add_state("samples", torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
-
-    def update(self, loss: Tensor, num_samples: float | Tensor) -> None:
-        """Add one batch: its mean loss (0-d) and how many samples it had, or its weight."""
-        if not num_samples:
-            # The mean over nothing may be NaN.
-            return
-        self.total += loss.detach().double() * num_samples
-        self.samples += num_samples
-
-    def compute(self) -> Tensor:
-        """Return the mean over all samples; nan without any."""
-        return self.total / self.samples
 
 
 def feed_metrics(
@@ -134,7 +105,7 @@ def directions_of(metrics: Mapping[str, AnyMetric]) -> dict[str, bool | None]:
     found: dict[str, bool | None] = {}
     for name, metric in metrics.items():
         found[name] = _direction(name, metric)
-        if isinstance(metric, MetricCollection):
+        if isinstance(metric, nn.ModuleDict):  # a MetricCollection
             parts = {f"{name}/{key}": part for key, part in metric.items()}
             found |= {key: _direction(key, part) for key, part in parts.items()}
     return found
@@ -149,9 +120,9 @@ def direction_of(name: str, known: Mapping[str, bool | None]) -> bool | None:
     return direction_of(above, known) if own is None and above else own
 
 
-def _direction(name: str, metric: AnyMetric) -> bool | None:
+def _direction(name: str, metric: nn.Module | BaseMetric) -> bool | None:
     # What a wrapper of torchmetrics holds tells for it.
-    parts = metric.modules() if isinstance(metric, Metric | MetricCollection) else [metric]
+    parts = metric.modules() if isinstance(metric, nn.Module) else [metric]
     told = {getattr(part, "higher_is_better", None) for part in parts} & {True, False}
     if told:
         return told.pop() if len(told) == 1 else None
@@ -171,7 +142,7 @@ def merge_metrics(metrics: Mapping[str, AnyMetric], group: dist.ProcessGroup | N
     One exchange for all of them. torchmetrics' own synchronisation waits for ever where ranks hold
     lists of unequal length. A BaseMetric is left as it is: its own `compute` gathers.
     """
-    parts = [p for m in metrics.values() if isinstance(m, Metric) for p in _parts(m)]
+    parts = [p for m in metrics.values() if isinstance(m, nn.Module) for p in _parts(m)]
     cpu = torch.device("cpu")
     mine = [{key: _moved(getattr(p, key), cpu) for key in p._reductions} for p in parts]
     by_rank = all_gather_object(mine, group)
@@ -221,9 +192,9 @@ def _computed(metric: AnyMetric, size: int | None, group: dist.ProcessGroup | No
         metric.dist_backend = backend
 
 
-def _parts(metric: Metric) -> list[Metric]:
+def _parts(metric: nn.Module) -> list[Any]:
     """Return the metric and those inside it (a collection's, a wrapper's), unsynchronised."""
-    parts = [part for part in metric.modules() if isinstance(part, Metric)]
+    parts: list[Any] = [part for part in metric.modules() if hasattr(part, "_reductions")]
     for part in parts:
         part.sync_on_compute = False
         part._to_sync = False

@@ -1,0 +1,189 @@
+"""From the start of a process to its first update: `stepwrap train` and a plain script.
+
+Both train the small network of configs/digits_single.yaml with AdamW on the digits, read by a
+DataLoader, in fresh processes that end right after the first update. They take turns; of each the
+least of the rounds is printed, by CPU time (user and system: the measure on a busy machine) and by
+the clock. The phases are those of the process with the least CPU time:
+
+- import: the process starts, imports torch and what else it needs; of `stepwrap` this includes
+  reading and checking the config, of the plain script scikit-learn
+- model: the model is built
+- parts: all else is built: the data, the optimizer (torch imports its compiler with the first one)
+- step: the first batch, forward, backward and update
+
+"plain + torchmetrics" also imports the metrics that the config names, and builds them; "stepwrap,
+no metrics" is the config without them.
+
+    python benchmarks/startup.py [--rounds 7] [--quick]
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+PHASES = ("import", "model", "parts", "step")
+
+# Appended to by each program: the end of a phase, by CPU time and by the clock all processes share.
+_MARKS = """
+import json, os, resource, time
+marks = []
+def mark():
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    marks.append((used.ru_utime + used.ru_stime, time.clock_gettime(time.CLOCK_MONOTONIC)))
+def finish():
+    mark()
+    with open(os.environ["STARTUP_MARKS"], "w") as file:
+        json.dump(marks, file)
+    os._exit(0)
+"""
+
+_PLAIN = """
+from startup_marks import finish, mark
+import torch
+from sklearn.datasets import load_digits
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+METRICS
+mark()
+torch.manual_seed(0)
+model = nn.Sequential(
+    nn.Conv2d(1, 32, 3, padding=1), nn.ReLU(), nn.Conv2d(32, 64, 3, padding=1), nn.ReLU(),
+    nn.MaxPool2d(2), nn.Flatten(), nn.Dropout(0.25), nn.Linear(64 * 16, 10),
+)
+mark()
+pixels, labels = load_digits(return_X_y=True)
+images = torch.from_numpy(pixels).reshape(-1, 1, 8, 8).float() / 16
+data = TensorDataset(images[:1197], torch.from_numpy(labels[:1197]).long())
+loader = DataLoader(data, batch_size=64, shuffle=True)
+criterion = nn.CrossEntropyLoss()
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.003, weight_decay=0.01)
+scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=12)
+mark()
+for inputs, targets in loader:
+    loss = criterion(model(inputs), targets)
+    loss.backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+    finish()
+"""
+_METRICS = """
+from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
+MulticlassAccuracy(num_classes=10, average="micro"), MulticlassF1Score(num_classes=10)
+"""
+
+# What the config of `stepwrap` names in addition: a model that tells when it is built, and a hook.
+_PARTS = """
+from startup_marks import finish, mark
+from stepwrap.configs.digits import SmallCNN
+from stepwrap.registry import HOOKS, MODELS
+
+@MODELS.register_module()
+class MarkedCNN(SmallCNN):
+    def __init__(self, **kwargs):
+        mark()
+        super().__init__(**kwargs)
+        mark()
+
+@HOOKS.register_module()
+class Marks:
+    order = 0
+    def on_train_start(self, state):
+        mark()
+    def on_update(self, state):
+        finish()
+"""
+_STEPWRAP = """
+import sys
+from stepwrap.runner.command.cli import main
+sys.exit(main())
+"""
+_OVERRIDES = ("imports=[startup_parts]", "model.net.type=MarkedCNN", "hooks.marks.type=Marks")
+
+Marks = list[list[float]]
+
+
+def start_once(program: list[str], folder: Path) -> Marks:
+    """Run a program to its first update; returns (CPU s, s) at the end of each phase."""
+    file = folder / "marks.json"
+    file.unlink(missing_ok=True)
+    environment = {**os.environ, "STARTUP_MARKS": str(file), "PYTHONPATH": str(folder)}
+    # An installed package has its byte code.
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)
+    begun = time.clock_gettime(time.CLOCK_MONOTONIC)
+    subprocess.run(
+        [sys.executable, *program], cwd=folder, env=environment, check=True, capture_output=True
+    )
+    marks: Marks = json.loads(file.read_text())
+    return [[cpu, clock - begun] for cpu, clock in marks]
+
+
+def contestants(folder: Path) -> dict[str, list[str]]:
+    """Write the programs into `folder`; returns the arguments of python by name."""
+    sources = {
+        "startup_marks": _MARKS,
+        "startup_parts": _PARTS,
+        "plain": _PLAIN.replace("METRICS", ""),
+        "plain_metrics": _PLAIN.replace("METRICS", _METRICS),
+        "command": _STEPWRAP,
+    }
+    for name, source in sources.items():
+        (folder / f"{name}.py").write_text(source)
+    train = ["command.py", "train", "digits_single", "--fresh", *_OVERRIDES]
+    return {
+        "plain": ["plain.py"],
+        "plain + torchmetrics": ["plain_metrics.py"],
+        "stepwrap": train,
+        "stepwrap, no metrics": [*train, "metrics=null", "hooks.checkpoint.keep_best=null"],
+    }
+
+
+def measure(quick: bool = False, rounds: int = 7) -> list[tuple[str, float, str]]:
+    """Return (name, value, unit) of every total, of its phases, and what stepwrap adds."""
+    with tempfile.TemporaryDirectory() as name:
+        programs = contestants(Path(name))
+        runs: dict[str, list[Marks]] = {contestant: [] for contestant in programs}
+        for index in range(1 + (2 if quick else rounds)):
+            for contestant, program in programs.items():
+                marks = start_once(program, Path(name))
+                # The first round writes and reads the byte code.
+                if index:
+                    runs[contestant].append(marks)
+    rows: list[tuple[str, float, str]] = []
+    for contestant, all_marks in runs.items():
+        best = min(all_marks, key=lambda marks: marks[-1][0])
+        rows.append((f"{contestant}: CPU", best[-1][0], "s"))
+        rows.append((f"{contestant}: clock", min(marks[-1][1] for marks in all_marks), "s"))
+        ends = [0.0, *(cpu for cpu, _ in best)]
+        spans = [end - start for start, end in zip(ends, ends[1:], strict=False)]
+        rows += [
+            (f"{contestant}: {phase}", span, "s") for phase, span in zip(PHASES, spans, strict=True)
+        ]
+    for ours, theirs in (
+        ("stepwrap", "plain"),
+        ("stepwrap", "plain + torchmetrics"),
+        ("stepwrap, no metrics", "plain"),
+    ):
+        pairs = zip(runs[ours], runs[theirs], strict=True)
+        added = statistics.median(one[-1][0] - other[-1][0] for one, other in pairs)
+        rows.append((f"{ours} beyond {theirs}: CPU, median of rounds", added, "s"))
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--quick", action="store_true", help="two rounds")
+    options = parser.parse_args()
+    for name, value, unit in measure(options.quick, options.rounds):
+        print(f"{name:<68} {value:7.3f} {unit}")
+
+
+if __name__ == "__main__":
+    main()

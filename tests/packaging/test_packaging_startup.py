@@ -1,0 +1,155 @@
+"""What a run imports, reads and builds until its first update, in a process of its own."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+# What a run without metrics, bars, plots and loggers does without, though it is installed.
+HEAVY = {
+    *("IPython", "datasets", "lightning", "matplotlib", "mmengine", "mpi4py", "pandas"),
+    *("pytorch_lightning", "rich", "scipy", "sklearn", "sympy", "tensorboard", "torchmetrics"),
+}
+HEAVY_IN_TORCH = (
+    *("torch._dynamo", "torch._inductor", "torch.distributed.fsdp", "torch.distributed.tensor"),
+    *("torch.testing", "torch.utils.tensorboard"),
+)
+
+# 268 when this was written, a third of them those of OmegaConf and PyYAML.
+MOST_MODULES = 330
+# Of what torch's own imports take, in the same process; 0.06 when this was written.
+MOST_OF_TORCH = 0.3
+
+PARTS = """
+import json, os, sys
+from collections import Counter
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+built = Counter()
+
+def counted(kind):
+    class Counted(kind):
+        def __init__(self, *args, **kwargs):
+            built[kind.__name__] += 1
+            super().__init__(*args, **kwargs)
+    return Counted
+
+class Points(TensorDataset):
+    def __init__(self, size):
+        super().__init__(torch.randn(size, 2), torch.zeros(size, dtype=torch.long))
+
+class Report:
+    def on_update(self, state):
+        told = {"built": built, "opened": opened, "modules": sorted({*sys.modules} - known)}
+        with open("told.json", "w") as file:
+            json.dump(told, file)
+        os._exit(0)
+
+from stepwrap.loops import EpochTrainLoop, LogHook, ValLoop
+from stepwrap.wrappers import OptimWrapper, SingleDevice
+
+from __main__ import known, opened
+
+CountedPoints, CountedNet, CountedReport = counted(Points), counted(nn.Linear), counted(Report)
+CountedSGD, CountedStepLR = counted(torch.optim.SGD), counted(torch.optim.lr_scheduler.StepLR)
+CountedLoop, CountedWrapper = counted(EpochTrainLoop), counted(SingleDevice)
+CountedLog, CountedVal, CountedOptim = counted(LogHook), counted(ValLoop), counted(OptimWrapper)
+"""
+
+CONFIG = """
+imports: [parts.py]
+model:
+  type: SupervisedModel
+  net: {type: parts.CountedNet, in_features: 2, out_features: 2}
+  loss: {type: CrossEntropyLoss}
+wrapper: {type: parts.CountedWrapper}
+optimizer: {type: parts.CountedSGD, lr: 0.1}
+optim_wrapper: {type: parts.CountedOptim}
+schedulers: {type: parts.CountedStepLR, step_size: 1}
+data:
+  train: {dataset: {type: parts.CountedPoints, size: 8}, batch_size: 4}
+  val: {dataset: {type: parts.CountedPoints, size: 8}, batch_size: 4}
+train: {type: parts.CountedLoop, max_epochs: 1}
+val: {type: parts.CountedVal}
+hooks: {log: {type: parts.CountedLog}, report: {type: parts.CountedReport}}
+"""
+
+# torch imports its compiler with the first optimizer; what it has itself does not count as ours.
+PROGRAM = """
+import sys
+import torch
+torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
+known = {*sys.modules}
+opened = []
+def note(event, args):
+    if event == "open" and str(args[0]).endswith("run.yaml"):
+        opened.append(args[0])
+sys.addaudithook(note)
+print("ours", file=sys.stderr)
+from stepwrap.runner.command.cli import main
+sys.exit(main(["train", "run.yaml"]))
+"""
+
+IMPORTED = """
+import sys
+import torch
+known = {*sys.modules}
+import stepwrap.loops, stepwrap.runner.command.run_commands, stepwrap.wrappers
+print(*sorted({*sys.modules} - known))
+"""
+
+
+@pytest.fixture(scope="module")
+def started(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What a run tells at its first update; `share`, how long our imports took beside torch's."""
+    folder: Path = tmp_path_factory.mktemp("started")
+    for name, text in {"parts.py": PARTS, "run.yaml": CONFIG, "program.py": PROGRAM}.items():
+        (folder / name).write_text(text)
+    command = [sys.executable, "-X", "importtime", "program.py"]
+    ended = subprocess.run(
+        command, cwd=folder, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert ended.returncode == 0, ended.stderr[-2000:]
+    before, _, after = ended.stderr.partition("\nours\n")
+    took = [
+        sum(
+            int(line.split("|")[0].removeprefix("import time:"))
+            for line in part.splitlines()
+            if line.startswith("import time:") and "self" not in line
+        )
+        for part in (before, after)
+    ]
+    told: dict[str, Any] = json.loads((folder / "told.json").read_text())
+    return {**told, "share": took[1] / took[0]}
+
+
+def unused(modules: list[str]) -> list[str]:
+    found = {name for name in modules if name.partition(".")[0] in HEAVY}
+    return sorted(found | {one for one in modules if one.startswith(HEAVY_IN_TORCH)})
+
+
+def test_the_library_imports_nothing_heavy() -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", IMPORTED], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert not unused(ended.stdout.split())
+
+
+def test_a_run_imports_nothing_heavy_that_it_does_not_use(started: dict[str, Any]) -> None:
+    assert not unused(started["modules"])
+
+
+def test_the_imports_of_a_run_keep_to_their_budget(started: dict[str, Any]) -> None:
+    assert len(started["modules"]) <= MOST_MODULES
+    assert started["share"] <= MOST_OF_TORCH
+
+
+def test_a_config_is_read_once_and_its_parts_are_built_once(started: dict[str, Any]) -> None:
+    once = "EpochTrainLoop LogHook Linear OptimWrapper Report SGD SingleDevice StepLR ValLoop"
+    assert started["built"] == {**dict.fromkeys(once.split(), 1), "Points": 2}
+    assert len(started["opened"]) == 1

@@ -1,0 +1,58 @@
+"""Large registries and configs: work that does not grow faster than they do."""
+
+from pathlib import Path
+
+import pytest
+from work import calls_of
+
+from stepwrap.registry import ConfigError, Registry, check_component, load_config
+
+
+def test_hints_for_many_wrong_interpolations_are_few(tmp_path: Path) -> None:
+    file = tmp_path / "wrong.yaml"
+    rows = [f"  key{index}: ${{model.kye{index}}}\n" for index in range(60)]
+    file.write_text("".join(["model:\n", *rows]))
+    with pytest.raises(ConfigError) as caught:
+        load_config(file)
+    told = [str(problem) for problem in caught.value.problems]
+    assert len(told) == 60
+    assert ["did you mean" in one for one in told] == [True] * 20 + [False] * 40
+
+
+def test_the_check_of_a_class_asks_for_its_signature_a_fixed_number_of_times() -> None:
+    registry = Registry("THINGS", scope="work")
+
+    def make(name: str, count: int) -> None:
+        arguments = ", ".join(f"a{index}: int" for index in range(count))
+        scope: dict[str, type] = {}
+        exec(f"class {name}:\n    def __init__(self, {arguments}): pass\n", scope)
+        registry.register_module(name, module=scope[name])
+
+    make("Small", 2)
+    make("Large", 50)
+    asked = [
+        calls_of("signature_of", lambda name=name: check_component({"type": name}, registry, "at"))
+        for name in ("Small", "Large")
+    ]
+    assert asked[0] == asked[1]
+
+
+def test_a_scope_is_found_in_one_walk_over_the_family() -> None:
+    root = Registry("THINGS", scope="root")
+    children = [Registry("THINGS", parent=root, scope=f"s{index}") for index in range(50)]
+    grandchild = Registry("THINGS", parent=children[0], scope="below")
+    expected = [children[1], root, children[0], grandchild, *children[2:]]
+    assert list(children[1].family()) == expected
+    assert calls_of("_tree", lambda: children[1].at_scope("s49")) <= 3 * len(expected)
+
+
+def test_overrides_reach_into_sections_and_lists(tmp_path: Path) -> None:
+    file = tmp_path / "wide.yaml"
+    file.write_text("a: [{b: 1}, null, 3]\nc: {d: null, e: {f: 1}}\n")
+    overrides = ["a.0.b=2", "a.1.g=3", "c.d.h=4", "c.e.f=5", "i.j.k=6"]
+    assert load_config(file, overrides).to_dict() == {
+        "a": [{"b": 2}, {"g": 3}, 3],
+        "c": {"d": {"h": 4}, "e": {"f": 5}},
+        "i": {"j": {"k": 6}},
+        "name": "wide",
+    }
