@@ -38,6 +38,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from report import Report, parse_options
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -590,28 +591,11 @@ def measured(quick: bool, only: list[str] | None = None) -> Iterator[Curve]:
         yield from GROUPS[name](quick)
 
 
-def measure(quick: bool = False) -> list[tuple[str, float, str]]:
-    """Return (name, value, unit) of every point and, with the unit "exponent", of every curve."""
-    rows: list[tuple[str, float, str]] = []
-    for curve in measured(quick):
-        rows += [(f"{curve.name}: {size:,}", value, curve.unit) for size, value in curve.points]
-        rows.append((f"{curve.name} ({curve.unit})", curve.slope, "exponent"))
-    return rows
-
-
-def shown(value: float, unit: str) -> str:
-    if unit != "s":
-        return f"{value:.1f} {unit}"
-    for factor, name in ((1, "s"), (1e3, "ms")):
-        if value * factor >= 1:
-            return f"{value * factor:.3g} {name}"
-    return f"{value * 1e6:.3g} us"
-
-
-def print_curve(curve: Curve) -> None:
-    points = "  ".join(f"{size:.0e}: {shown(value, curve.unit)}" for size, value in curve.points)
-    mark = "  STEEP" if curve.slope > STEEP else ""
-    print(f"{curve.name:<46} exponent {curve.slope:5.2f}{mark}\n    {points}", flush=True)
+def report_curve(curve: Curve, report: Report) -> None:
+    points = {f"{size:,}": [max(value, 1e-9)] for size, value in curve.points}
+    mark = ", steep" if curve.slope > STEEP else ""
+    notes = {[*points][-1]: f"exponent {curve.slope:.2f}{mark}"}
+    report.add(curve.name, curve.unit, points, {}, notes=notes)
 
 
 def plot(found: list[Curve], path: str) -> None:
@@ -634,18 +618,17 @@ def plot(found: list[Curve], path: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="smaller sizes, under 40 seconds")
     parser.add_argument("--only", nargs="+", choices=list(GROUPS))
     parser.add_argument("--plot", metavar="FILE")
     parser.add_argument("--fake-worlds", nargs="+", help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    options = parse_options(parser, {})
     if options.fake_worlds:
         kind, *world_sizes = options.fake_worlds
         in_fake_worlds(kind, [*map(int, world_sizes)])
         return
-    found: list[Curve] = []
+    found, report = list[Curve](), Report(options.json)
     for curve in measured(options.quick, options.only):
-        print_curve(curve)
+        report_curve(curve, report)
         found.append(curve)
     if options.plot:
         plot(found, options.plot)

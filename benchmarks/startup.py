@@ -20,12 +20,13 @@ no metrics" is the config without them.
 import argparse
 import json
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
+
+from report import Report, parse_options
 
 PHASES = ("import", "model", "parts", "step")
 
@@ -144,45 +145,37 @@ def contestants(folder: Path) -> dict[str, list[str]]:
     }
 
 
-def measure(quick: bool = False, rounds: int = 7) -> list[tuple[str, float, str]]:
-    """Return (name, value, unit) of every total, of its phases, and what stepwrap adds."""
+def measure(rounds: int) -> dict[str, list[Marks]]:
+    """The marks of every contestant, in every round but the first."""
     with tempfile.TemporaryDirectory() as name:
         programs = contestants(Path(name))
         runs: dict[str, list[Marks]] = {contestant: [] for contestant in programs}
-        for index in range(1 + (2 if quick else rounds)):
+        for index in range(1 + rounds):
             for contestant, program in programs.items():
                 marks = start_once(program, Path(name))
                 # The first round writes and reads the byte code.
                 if index:
                     runs[contestant].append(marks)
-    rows: list[tuple[str, float, str]] = []
-    for contestant, all_marks in runs.items():
-        best = min(all_marks, key=lambda marks: marks[-1][0])
-        rows.append((f"{contestant}: CPU", best[-1][0], "s"))
-        rows.append((f"{contestant}: clock", min(marks[-1][1] for marks in all_marks), "s"))
-        ends = [0.0, *(cpu for cpu, _ in best)]
-        spans = [end - start for start, end in zip(ends, ends[1:], strict=False)]
-        rows += [
-            (f"{contestant}: {phase}", span, "s") for phase, span in zip(PHASES, spans, strict=True)
-        ]
-    for ours, theirs in (
-        ("stepwrap", "plain"),
-        ("stepwrap", "plain + torchmetrics"),
-        ("stepwrap, no metrics", "plain"),
-    ):
-        pairs = zip(runs[ours], runs[theirs], strict=True)
-        added = statistics.median(one[-1][0] - other[-1][0] for one, other in pairs)
-        rows.append((f"{ours} beyond {theirs}: CPU, median of rounds", added, "s"))
-    return rows
+    return runs
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--quick", action="store_true", help="two rounds")
-    options = parser.parse_args()
-    for name, value, unit in measure(options.quick, options.rounds):
-        print(f"{name:<68} {value:7.3f} {unit}")
+    options = parse_options(parser, {"rounds": 2})
+    report, runs = Report(options.json), measure(options.rounds)
+    peers = {"stepwrap": "plain + torchmetrics", "stepwrap, no metrics": "plain"}
+    for title, at in (("processor time", 0), ("clock", 1)):
+        values = {name: [marks[-1][at] for marks in some] for name, some in runs.items()}
+        report.add(f"from process start to the first update, {title}", "s", values, peers)
+    spent: dict[str, dict[str, list[float]]] = {phase: {} for phase in PHASES}
+    for name, some in runs.items():
+        for marks in some:
+            ends = [0.0, *(cpu for cpu, _ in marks)]
+            for phase, start, end in zip(PHASES, ends, ends[1:], strict=False):
+                spent[phase].setdefault(name, []).append(max(end - start, 1e-6))
+    for phase, values in spent.items():
+        report.add(f"of that, {phase}, processor time", "s", values, peers)
 
 
 if __name__ == "__main__":
