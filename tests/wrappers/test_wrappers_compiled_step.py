@@ -6,6 +6,7 @@ import copy
 import pickle
 import random
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -102,6 +103,7 @@ def adamw(model: nn.Module, **options: Any) -> OptimWrapper:
     return OptimWrapper(torch.optim.AdamW(model.parameters(), lr=1e-3), **options)
 
 
+@pytest.mark.slow
 def test_200_steps_in_double_precision() -> None:
     data = batches(200, dtype=torch.float64)
     make = lambda model: adamw(model, clip_grad={"max_norm": 0.5})  # noqa: E731
@@ -232,3 +234,26 @@ def test_copies_compile_anew() -> None:
     for one in (copy.deepcopy(wrapper), pickle.loads(pickle.dumps(wrapper))):
         assert one._compiled_step.max_programs == 3
         assert one._compiled_step is not wrapper._compiled_step
+
+
+def test_programs_of_others_are_not_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "stepwrap").mkdir()
+    (tmp_path / "stepwrap").chmod(0o777)
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    usual, compiled = (train(flag, sgd, batches(6))[1] for flag in (False, True))
+    assert usual == compiled
+    assert "can be written by others" in caplog.text
+
+
+@pytest.mark.slow
+def test_hooks_that_come_later_are_called() -> None:
+    seen = []
+
+    def listen(index: int, wrapper: Any, optim: OptimWrapper) -> None:
+        if index == 6:
+            optim.optimizer.register_step_pre_hook(lambda *_: seen.append(1))
+
+    train(True, sgd, batches(9), before_step=listen)
+    assert len(seen) == 3

@@ -176,8 +176,8 @@ class Assumptions:
         live += [("the state of the optimizer", one) for one in optimizer.state.values()]
         self._known = [(one, _snapshot(one), told) for told, one in live]
         self._parameters = list(model.parameters())
-        self._flags = [one.requires_grad for one in self._parameters]
-        self._optimizer = optimizer
+        self._flags = _flags(self._parameters)
+        self._optimizer: Any = optimizer
         self._parts = optimizer.state, optimizer.param_groups
         self._groups = [{**one, "lr": None} for one in optimizer.param_groups]
 
@@ -194,11 +194,17 @@ class Assumptions:
         except (RuntimeError, ValueError):
             # Two tensors or arrays that are not the same one.
             return told
-        if [one.requires_grad for one in self._parameters] != self._flags:
+        if _flags(self._parameters) != self._flags:
             return "which parameters get gradients"
+        if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+            return "the hooks of the optimizer"
         if [{**one, "lr": None} for one in optimizer.param_groups] != self._groups:
             return "the settings of the optimizer"
         return None
+
+
+def _flags(parameters: Iterable[Tensor]) -> list[tuple[bool, Any]]:
+    return [(one.requires_grad, one._backward_hooks) for one in parameters]
 
 
 def _snapshot(attributes: dict[str, Any]) -> dict[str, Any]:
@@ -238,12 +244,13 @@ class _Rate:
 
     def __init__(self, group: dict[str, Any]) -> None:
         self._group = group
-        self._known = group["lr"]
-        self.tensor = torch.tensor(float(self._known), dtype=torch.float64)
+        # A rate may be a tensor that changes in place.
+        self._known = float(group["lr"])
+        self.tensor = torch.tensor(self._known, dtype=torch.float64)
 
     def follow(self) -> None:
         """Take over a new rate."""
-        if (rate := self._group["lr"]) != self._known:
+        if (rate := float(self._group["lr"])) != self._known:
             self._known = rate
             self.tensor.fill_(rate)
 
@@ -252,7 +259,7 @@ def flattened(batch: Any) -> tuple[list[Tensor], Any]:
     """The tensors of a preprocessed batch, and all the rest of it, to be compared by ``==``.
 
     Raises:
-        NotCompilableError: there is a tensor of another class in it.
+        NotCompilableError: there is a tensor of another class, or with a gradient, in it.
     """
     structure: Any = None
     leaves: list[Any] = [None]
@@ -260,12 +267,12 @@ def flattened(batch: Any) -> tuple[list[Tensor], Any]:
         leaves, structure = [*batch], len(batch)
     elif type(batch) is dict:
         leaves, structure = list(batch.values()), tuple(batch)
-    if not all(type(one) is Tensor for one in leaves):
+    if not all(type(one) is Tensor and not one.requires_grad for one in leaves):
         leaves, spec = tree_flatten(batch)
         structure = spec, [_HERE if isinstance(one, Tensor) else one for one in leaves]
         leaves = [one for one in leaves if isinstance(one, Tensor)]
-        if any(type(one) is not Tensor for one in leaves):
-            raise NotCompilableError("the batch holds tensors of another class")
+        if any(type(one) is not Tensor or one.requires_grad for one in leaves):
+            raise NotCompilableError("the batch has tensors of another class, or with gradients")
     return [one if one.is_contiguous() else one.contiguous() for one in leaves], structure
 
 

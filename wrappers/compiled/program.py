@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
+from .trace import NotCompilableError, first_line
+
 Program = Callable[[list[Tensor]], list[Tensor]]
 
 # What changes a program beside its graph. Random numbers are drawn as in eager mode.
@@ -26,11 +28,17 @@ def compile_graph(graph: GraphModule, inputs: Sequence[Tensor]) -> Program:
 
     It changes the inputs as the graph does; those of the program must have the same shapes, data
     types and strides, which nobody checks.
+
+    Raises:
+        NotCompilableError: the compiler fails, or the cache is not for this user alone.
     """
-    path = _cache() / f"{_key(graph, inputs)}.pt2"
-    if not path.exists():
-        _compile(graph, inputs, path)
-    package: Any = torch._inductor.aoti_load_package(str(path))
+    try:
+        path = _cache() / f"{_key(graph, inputs)}.pt2"
+        if not path.exists():
+            _compile(graph, inputs, path)
+        package: Any = torch._inductor.aoti_load_package(str(path))
+    except Exception as error:
+        raise NotCompilableError(f"{type(error).__name__}: {first_line(error)}") from error
     run: Program = package.loader.run
     return run
 

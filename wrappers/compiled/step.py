@@ -207,7 +207,7 @@ def _of_optimizer(optim_wrapper: OptimWrapper) -> Iterator[str]:
     if optim_wrapper._needs_closure:
         yield f"{kind} needs a closure"
     if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
-        yield f"{kind} has hooks, as of a ledger"
+        yield f"{kind} has hooks, as of a ledger or GradNormHook"
     if is_spread(optimizer) or hasattr(optimizer, "averager"):
         yield f"{kind} exchanges more than gradients between the ranks"
 

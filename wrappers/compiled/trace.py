@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -108,9 +107,9 @@ class Places:
 
     def twin(self, parameters: Sequence[Tensor], rates: Iterable[Tensor]) -> Any:
         """The optimizer over other tensors, with learning rates that are tensors; no state."""
-        made = copy.copy(self.optimizer)
-        # Schedulers put a counter around it.
-        vars(made).pop("step", None)
+        made: Any = object.__new__(type(self.optimizer))
+        # Schedulers put a counter around its step.
+        vars(made).update({k: v for k, v in vars(self.optimizer).items() if k != "step"})
         ways = {"foreach": True, "fused": None, "capturable": True}
         groups = self.optimizer.param_groups
         made.param_groups = [
@@ -298,7 +297,7 @@ def trace(function: Callable[[Tensors], list[Tensor]], tensors: Tensors) -> Grap
     except NotCompilableError:
         raise
     except Exception as error:
-        text = (str(error).strip() or "no text").splitlines()[0]
+        text = first_line(error)
         if "convert all Tensors to FakeTensors" in text:
             text = (
                 "it reads a tensor that is neither a parameter nor a buffer, and may change "
@@ -317,6 +316,11 @@ def trace(function: Callable[[Tensors], list[Tensor]], tensors: Tensors) -> Grap
             graph.graph.erase_node(node)
     graph.recompile()
     return graph
+
+
+def first_line(error: Exception) -> str:
+    """What an error says, without the pages that compilers add."""
+    return (str(error).strip() or "no text").splitlines()[0]
 
 
 def _moved(numpy: Any) -> bool:
