@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import repeat, tee
 from operator import itemgetter
 from typing import Any
 
@@ -51,10 +52,12 @@ class TensorLoader(DataLoader[Any]):
         return self._batches(self._rows(device), pin)
 
     def _batches(self, rows: Iterable[Tensor], pin: bool = False) -> Iterator[Any]:
-        tensors, build = self._tensors, self._build
-        for own in rows:
-            parts = [tensor.index_select(0, own) for tensor in tensors]
-            yield build([one.pin_memory() for one in parts] if pin else parts)
+        # No function of ours runs for a batch.
+        each = zip(self._tensors, tee(rows, len(self._tensors)), strict=True)
+        parts: list[Iterator[Tensor]] = [map(t.index_select, repeat(0), own) for t, own in each]
+        if pin:
+            parts = [map(Tensor.pin_memory, part) for part in parts]
+        return map(self._build, zip(*parts, strict=True))
 
     def _check_samples(self, indices: list[int]) -> None:
         """Compare rows with the samples of these indices, which may be other than they."""
@@ -72,11 +75,13 @@ class TensorLoader(DataLoader[Any]):
             ) from error
 
 
-def _tensors_of(dataset: Any, samples: int) -> tuple[list[Tensor], Callable[[list[Tensor]], Any]]:
+def _tensors_of(
+    dataset: Any, samples: int
+) -> tuple[list[Tensor], Callable[[Iterable[Tensor]], Any]]:
     """Return the tensors of a data set, and what makes a batch of a part of each."""
     given = getattr(dataset, "tensors", None)
     tensors: list[Any] = []
-    build: Callable[[list[Tensor]], Any] = list
+    build: Callable[[Any], Any] = list
     if isinstance(given, Tensor):
         tensors, build = [given], itemgetter(0)
     elif isinstance(given, Mapping):

@@ -176,6 +176,9 @@ def make_stream_loader(kind: str, workers: int) -> Any:
         return build_loader(Lines(), batch_size=4, num_workers=workers, drop_last=True)
     if kind == "datasets":
         options: dict[str, Any] = {"collate": as_pair, "seed": shard()[0]}
+        if workers:
+            # pyarrow has threads of its own, which a forked process lacks: one was seen to wait.
+            options["multiprocessing_context"] = "spawn"
         return build_loader(hugging_face(), batch_size=5, num_workers=workers, **options)
     from torchdata.stateful_dataloader import StatefulDataLoader
 

@@ -88,7 +88,7 @@ def train(kind: str, prefetch: bool, folder: Path | None = None) -> tuple[LoopSt
     return state, hook
 
 
-@pytest.mark.parametrize("kind", ["list", "in memory", "noise", "noise of workers"])
+@pytest.mark.parametrize("kind", ["in memory", *slow("list", "noise", "noise of workers")])
 def test_a_run_and_each_run_that_goes_on_from_it_end_alike(kind: str, tmp_path: Path) -> None:
     plain, _ = train(kind, prefetch=False)
     state, hook = train(kind, prefetch=True, folder=tmp_path)

@@ -303,6 +303,7 @@ def test_show_prints_a_config_that_can_be_run(run: Path, capsys: Capture) -> Non
     assert main(["check", "shown.yaml"]) == 0
 
 
+@pytest.mark.slow
 def test_plot_draws_on_demand(run: Path, capsys: Capture) -> None:
     assert main(["plot", "runs"]) == 1
     assert "has no metrics.jsonl" in capsys.readouterr().err

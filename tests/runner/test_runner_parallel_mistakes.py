@@ -44,7 +44,7 @@ def problems(ranks: int, **sections: Any) -> str:
             {"compile": {"fulgraph": True}},
             "compile: compile has no argument 'fulgraph'; did you",
         ),
-        (1, {"compile": "yes"}, "compile: must be true or false or a section of settings"),
+        (1, {"compile": "yes"}, "compile: must be true or false, step or a section of settings"),
         (1, {"freeze": "net.*"}, "freeze: must be a list of text"),
         (
             1,

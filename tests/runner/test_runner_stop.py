@@ -54,9 +54,9 @@ def test_a_killed_run_resumes_to_the_very_same_weights(start: Start, tmp_path: P
 @pytest.mark.parametrize(
     ("number", "nproc", "told"),
     [
-        (signal.SIGINT, 2, "stopped by Ctrl-C"),
+        (signal.SIGTERM, 1, "stopped by SIGTERM"),
         *slow(
-            (signal.SIGTERM, 1, "stopped by SIGTERM"),
+            (signal.SIGINT, 2, "stopped by Ctrl-C"),
             (signal.SIGHUP, 1, "stopped by SIGTERM"),
             (signal.SIGHUP, 2, "stopped by SIGTERM"),
         ),

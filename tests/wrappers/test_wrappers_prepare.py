@@ -176,7 +176,7 @@ def test_compiled_models_train_as_before(checkpointed: bool, blocks: Any) -> Non
         ({"fullgraf": True}, TypeError, "no argument 'fullgraf'; did you mean fullgraph"),
         ({"dynamic": 1}, TypeError, "dynamic must be true or false, got 1"),
         ({"blocks": ["Blok"]}, ValueError, "did you mean Block"),
-        ("eager", TypeError, "must be true, false or its options"),
+        ("eager", TypeError, "must be true, false, step or options"),
     ],
 )
 def test_wrong_compiling(spec: Any, error: type[Exception], told: str) -> None:
