@@ -209,7 +209,7 @@ def _broken(where: str, at: int, rank: int, kind: str) -> tuple[type, str]:
         ("metric", 5, 0, "fsdp", 2),
         ("start", 1, 0, "fsdp", 2),
         ("end", 5, 1, "fsdp", 2),
-        ("metric", 1, 1, "fsdp x tensor", 4),
+        *slow(("metric", 1, 1, "fsdp x tensor", 4)),
     ],
 )
 def test_a_rank_that_fails_ends_the_evaluation_on_all(

@@ -108,8 +108,8 @@ def test_a_run_and_each_run_that_goes_on_from_it_end_alike(kind: str, tmp_path: 
 @pytest.mark.parametrize(
     ("kind", "workers"),
     [
-        *(("own stream", 0), ("own loader", 0), ("iterator", 0), ("torchdata", 0)),
-        *slow(("own stream", 2), ("torchdata", 2)),
+        *(("own loader", 0), ("iterator", 0), ("torchdata", 0)),
+        *slow(("own stream", 0), ("own stream", 2), ("torchdata", 2)),
     ],
 )
 def test_loaders_that_tell_their_place_go_on_from_it(

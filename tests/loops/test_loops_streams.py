@@ -40,14 +40,14 @@ KINDS = [
     ("own loader", 0),
     ("iterator", 0),
     ("torchdata", 0),
-    ("datasets", 2),
+    ("datasets", 0),
 ]
 MORE = [
     ("workers of a pass", 2),
     ("own stream", 3),
     ("drop_last", 2),
     ("torchdata", 2),
-    ("datasets", 0),
+    ("datasets", 2),
     ("datasets in torchdata", 0),
 ]
 

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from marks import slow
 
 from stepwrap.registry import ConfigError, config_from_dict, load_config
 from stepwrap.runner.build.sections import read_sections
@@ -76,7 +77,7 @@ def mistakes(capsys: Capture, *words: str) -> str:
     return err
 
 
-@pytest.mark.parametrize(("nproc", "built"), [("1", {"launcher"}), ("2", {"0", "1"})])
+@pytest.mark.parametrize(("nproc", "built"), [("1", {"launcher"}), *slow(("2", {"0", "1"}))])
 def test_parts_are_built_once(nets: Path, capsys: Capture, nproc: str, built: set[str]) -> None:
     (nets / "mine").mkdir()
     err = mistakes(capsys, "train", FAILING, "--nproc", nproc, "--run-dir", "mine/first/run")

@@ -141,6 +141,7 @@ def converted(settings: dict[str, Any]) -> str:
     return f"{config} {[(miss.key, miss.what) for miss in misses]}"
 
 
+@pytest.mark.slow
 def test_every_setting_has_an_effect_or_is_listed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -112,6 +112,7 @@ def runner_of(folder: Path, run_dir: str, *overrides: str) -> Runner:
 SINGLE = "wrapper={type: single}"
 
 
+@pytest.mark.slow
 def test_two_optimizers_train_as_by_hand(gan: Path) -> None:
     runner = runner_of(gan, "out", SINGLE)
     from gans import Gan

@@ -142,6 +142,7 @@ def test_the_debugger_begins_at_the_training_step(run: Path, capsys: Capture) ->
     assert "bit for bit, those of runs/checkpoints/step_00000009" in told
 
 
+@pytest.mark.slow
 def test_the_debugger_shows_where_a_step_fails(run: Path, capsys: Capture) -> None:
     trained(run, capsys)
     with (run / "points.py").open("a") as module:
