@@ -113,7 +113,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=21)
     parser.add_argument("--only", nargs="*", default=list(MODELS), choices=list(MODELS))
-    options = parse_options(parser, {"rounds": 5})
+    options = parse_options(parser, {"rounds": 5, "only": ["perceptron", "cnn"]})
     torch.set_num_threads(1)
     report = Report(options.json)
     kinds = ("by hand", "stepwrap, eager", "stepwrap, compile: step")
