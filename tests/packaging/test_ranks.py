@@ -112,6 +112,7 @@ def test_warnings_are_errors_in_the_ranks_too() -> None:
         run_ranks(_warn, 1)
 
 
+@pytest.mark.slow
 def test_a_silent_rank_is_named_with_its_stack_and_no_process_stays() -> None:
     pids = run_ranks(_pid)
     with pytest.raises(RanksError, match=r"rank 1: silent for(.|\n)*in _dawdle_on_rank_1") as error:

@@ -197,6 +197,7 @@ def test_other_world_sizes() -> None:
     assert answers == [("ValueError", text)] * 2
 
 
+@pytest.mark.slow
 def test_missing_members_are_named() -> None:
     # Long enough for the third process to come on a busy machine; rank 0 gives up first, which
     # has to tell who has come by then.
