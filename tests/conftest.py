@@ -1,5 +1,7 @@
 """What every test gets: one thread, the same surroundings, no processes left at the end."""
 
+import contextlib
+import importlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,6 +11,17 @@ import ranks
 
 # Before torch is imported: the rank processes and the tests share few cores.
 os.environ["OMP_NUM_THREADS"] = "1"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Has yapf, which mmengine imports, write its cache before several processes import it.
+
+    It renames the file into place before all of it is written, and another process then reads a
+    part of it.
+    """
+    if not hasattr(config, "workerinput"):
+        with contextlib.suppress(ImportError):
+            importlib.import_module("yapf")
 
 
 def pytest_sessionfinish() -> None:
