@@ -152,7 +152,7 @@ class ModelAssigner:
         return placement_table(self._problem, self.rooms, self.names, self._placed)
 
     def plot(self, path: str | Path | None = None) -> Figure:
-        """Draw who sits where and what crosses; needs the extra `plots`.
+        """Draw who sits where and what crosses, as a map; needs the extra `plots`.
 
         Args:
             path: where to write the picture too; its suffix says in which format.

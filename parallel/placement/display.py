@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -16,9 +16,7 @@ if TYPE_CHECKING:
 
 _MIB = 1024**2
 _SHOWN_MODELS = 6
-_CROSSES, _STAYS, _MODEL, _FRAME = "#d1495b", "#9aa5b1", "#cfe3f5", "#5b6b7b"
-_WIDTH, _GAP = 2.3, 1.1
-_LINES = 120
+_FRAME = "#5b6b7b"
 _LABEL = 14
 
 
@@ -118,120 +116,43 @@ def _listed(names: Sequence[str]) -> str:
     return f"{shown} and {more} more" if more > 0 else shown
 
 
-class _Box(NamedTuple):
-    """Where a model is drawn."""
-
-    left: float
-    middle: float
-    device: int
-
-
 def draw(problem: Problem, rooms: Sequence[Room], names: Sequence[str], placed: Tensor) -> Figure:
-    """Draw the models in their devices, and how much crosses from device to device."""
+    """Draw how strongly each two models are connected, those of a device beside each other.
+
+    Each device is a frame on the diagonal: what is outside of the frames crosses.
+    """
     try:
         from matplotlib.figure import Figure
+        from matplotlib.patches import Rectangle
     except ImportError as error:
         raise ImportError("drawing needs matplotlib: pip install 'stepwrap[plots]'") from error
-    rows = max(3, int(torch.bincount(placed).max()))
-    wide, side = 1.75 * len(rooms) + 0.5, 0.45 * len(rooms) + 1.6
-    figure = Figure(figsize=(wide + side, max(3.6, 0.3 * rows + 2.0)), layout="constrained")
-    left, right = figure.subplots(1, 2, width_ratios=[wide, side])
-    boxes = _draw_devices(left, problem, rooms, names, placed, rows)
-    _draw_connections(left, problem, boxes)
-    _draw_crossing(right, problem, rooms, placed)
+    order = placed.argsort(stable=True)
+    both = share(problem.connection + problem.connection.T)[order][:, order]
+    apart = placed[order][:, None] != placed[order]
+    side = 0.3 * len(names) + 2.0
+    figure = Figure(figsize=(side + 2.5, side), layout="constrained")
+    axes = figure.subplots()
+    top = float(both.fill_diagonal_(0.0).max()) or 1.0
+    for chosen, colors in ((apart, "Reds"), (~apart, "Greys")):
+        shown = both.masked_fill(~chosen | (both == 0), torch.nan)
+        # Also the weakest one is to be seen.
+        axes.imshow(shown.tolist(), cmap=colors, vmin=-top / 3, vmax=top)
+    sizes = [f"{_short(names[one])} · {_in_mib(float(problem.sizes[one]))}" for one in order]
+    axes.set_yticks(range(len(names)), sizes, size=8)
+    axes.set_xticks(range(len(names)), [_short(names[one]) for one in order], rotation=90, size=8)
+    counts = torch.bincount(placed, minlength=len(rooms)).tolist()
+    # Devices without models may have one place.
+    labels: dict[float, list[str]] = {}
+    for index, (room, used) in enumerate(zip(rooms, problem.used(placed).tolist(), strict=True)):
+        start, count = sum(counts[:index]) - 0.5, counts[index]
+        axes.add_patch(Rectangle((start, start), count, count, fill=False, ec=_FRAME, lw=1.5))
+        told = f"{room.device}: {_in_mib(used)} of {_in_mib(float(problem.capacities[index]))}"
+        labels.setdefault(start + count / 2, []).append(told)
+    axes.secondary_yaxis("right").set_yticks(list(labels), map("\n".join, labels.values()), size=8)
+    crossing = _percent(float(both[apart].sum()))
+    axes.set_title(f"who sits where: {crossing} of all connections cross (red)", size=10)
     return figure
 
 
-def _draw_devices(
-    axes: Any,
-    problem: Problem,
-    rooms: Sequence[Room],
-    names: Sequence[str],
-    placed: Tensor,
-    rows: int,
-) -> list[_Box]:
-    """Draw each device as a column of its models; return where the models are."""
-    from matplotlib.patches import FancyBboxPatch, Rectangle
-
-    used = problem.used(placed).tolist()
-    boxes: dict[int, _Box] = {}
-    for index, (room, full) in enumerate(zip(rooms, used, strict=True)):
-        left, allowed = index * (_WIDTH + _GAP), float(problem.capacities[index])
-        frame = FancyBboxPatch((left, -rows), _WIDTH, rows + 1.9, boxstyle="round,pad=0.12")
-        frame.set(fc="#f6f8fa", ec=_FRAME)
-        axes.add_patch(frame)
-        middle, size = left + _WIDTH / 2, f"{_in_mib(full)} of {_in_mib(allowed)}"
-        axes.text(middle, 1.55, str(room.device), ha="center", va="center", weight="bold")
-        axes.text(middle, 0.95, size, ha="center", va="center", size=7.5)
-        part = full / allowed if allowed else 0.0
-        axes.add_patch(Rectangle((left, 0.4), _WIDTH, 0.22, fc="white", ec=_FRAME, lw=0.6))
-        axes.add_patch(Rectangle((left, 0.4), _WIDTH * part, 0.22, fc=_FRAME, ec="none"))
-        for row, model in enumerate((placed == index).nonzero().flatten().tolist()):
-            boxes[model] = box = _Box(left, -row - 0.3, index)
-            shape = Rectangle((left + 0.1, box.middle - 0.3), _WIDTH - 0.2, 0.6, zorder=3)
-            shape.set(fc=_MODEL, ec=_FRAME, lw=0.6)
-            axes.add_patch(shape)
-            name = names[model]
-            short = name if len(name) <= _LABEL else f"{name[: _LABEL - 1]}…"
-            label = f"{short} · {_in_mib(float(problem.sizes[model]))}"
-            axes.text(middle, box.middle, label, ha="center", va="center", size=6.5, zorder=4)
-    axes.set_xlim(-0.5, len(rooms) * (_WIDTH + _GAP) - _GAP + 0.5)
-    axes.set_ylim(-rows - 0.3, 2.2)
-    axes.set_axis_off()
-    return [boxes[model] for model in range(len(names))]
-
-
-def _draw_connections(axes: Any, problem: Problem, boxes: Sequence[_Box]) -> None:
-    """Draw the strongest connections; those that cross between columns stand out."""
-    from matplotlib.lines import Line2D
-    from matplotlib.patches import FancyArrowPatch
-
-    both = (problem.connection + problem.connection.T).triu(1)
-    pairs = sorted(both.nonzero().tolist(), key=lambda pair: -float(both[pair[0], pair[1]]))
-    for first, second in pairs[:_LINES]:
-        start, end = sorted((boxes[first], boxes[second]))
-        strength = float(both[first, second] / both.max())
-        crosses = start.device != end.device
-        edge = start.left + _WIDTH - 0.1
-        # A straight line behind other columns would seem to end in them.
-        bend = -0.12 * (end.device - start.device - 1) if crosses else 0.5
-        line = FancyArrowPatch(
-            (edge, start.middle),
-            (end.left + 0.1 if crosses else edge, end.middle),
-            connectionstyle=f"arc3,rad={bend}",
-            arrowstyle="-",
-            color=_CROSSES if crosses else _STAYS,
-            lw=0.5 + 2.5 * strength,
-            alpha=0.75,
-            zorder=2,
-        )
-        axes.add_patch(line)
-    more = f", the strongest {_LINES} of {len(pairs)}" if len(pairs) > _LINES else ""
-    axes.set_title(f"who sits where{more}", size=10)
-    lines = [Line2D([], [], color=color, lw=2) for color in (_CROSSES, _STAYS)]
-    place = {"loc": "upper center", "bbox_to_anchor": (0.5, 0)}
-    axes.legend(lines, ["crosses", "stays"], ncols=2, fontsize=8, **place)
-
-
-def _draw_crossing(axes: Any, problem: Problem, rooms: Sequence[Room], placed: Tensor) -> None:
-    """Draw how much of all connection strength is between each two devices."""
-    where = problem.one_hot(placed)
-    between = where.T @ share(problem.connection) @ where
-    both = between + between.T - torch.diag(between.diagonal())
-    lower = both.tril()
-    apart = lower - torch.diag(lower.diagonal())
-    shown = apart.masked_fill(apart == 0, torch.nan)
-    axes.imshow(shown.tolist(), cmap="Reds", vmin=0, vmax=max(0.01, float(apart.max())) * 1.6)
-    for row, column in lower.nonzero().tolist():
-        color = _FRAME if row == column else "black"
-        text = _percent(float(lower[row, column]))
-        axes.text(column, row, text, ha="center", va="center", size=8, color=color)
-    labels = [str(room.device) for room in rooms]
-    axes.set_xticks(range(len(rooms)), labels, rotation=90, size=8)
-    axes.set_yticks(range(len(rooms)), labels, size=8)
-    axes.spines[:].set_visible(False)
-    axes.set_title(
-        f"what crosses: {_percent(float(apart.sum()))} of all connections\n"
-        "(on the diagonal what stays)",
-        size=10,
-    )
+def _short(name: str) -> str:
+    return name if len(name) <= _LABEL else f"{name[: _LABEL - 1]}…"

@@ -10,7 +10,7 @@ from typing import Any
 
 from ..errors import TimeoutError
 from ..processes import default_context
-from .dispatcher import Backlog, Dispatcher, Monitor, PoolStates
+from .dispatcher import Dispatcher, Monitor, PoolStates
 from .results import AsyncResult, Call, Callback, IMapIterator, IMapUnorderedIterator, MapResult
 from .worker import map_caller, starmap_caller
 from .worker import worker as run_tasks
@@ -284,10 +284,7 @@ class BasePool:
         options = Options(
             self._ctx, self._beginnings(), self.worker, self._maxtasksperchild, **self._options
         )
-        return Dispatcher(options, self._backlog(), self._cache)
-
-    def _backlog(self) -> Backlog:
-        return Backlog()
+        return Dispatcher(options, self._cache)
 
     def _beginnings(self) -> list[tuple[Callable[..., object] | None, Sequence[Any]]]:
         """Return, for each worker, the function it begins with, and its arguments."""

@@ -19,7 +19,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import Future
 from multiprocessing import util
 from typing import Any
@@ -226,11 +226,12 @@ class Dispatcher:
     thread. The lock guards the workers and the backlog; tasks are pickled without it.
     """
 
-    def __init__(self, options: Options, backlog: Backlog, calls: Mapping[int, Any]) -> None:
+    def __init__(self, options: Options, calls: Mapping[int, Any]) -> None:
         # Reentrant: a collection of garbage may run anything, also code that submits tasks.
         self._lock = threading.RLock()
         self._options = options
-        self._backlog = backlog
+        # Of the pool's thread, but for `append`, which needs no lock.
+        self._backlog: deque[Task] = deque()
         self._calls = calls
         self._encoder = Encoder(copy_tensor=options.copy_tensor, recurse=options.recurse)
         self._workers = Workers(options, self._lock, self._encoder)
@@ -261,7 +262,7 @@ class Dispatcher:
                 if self._options.task_timeout is not None:
                     self._workers.wake()
                 return
-        self._backlog.put(task)
+        self._backlog.append(task)
         if self._may_have_room:
             self._workers.wake()
 
@@ -335,7 +336,7 @@ class Dispatcher:
         if workers.tick_s < math.inf and workers.check_clocks():
             self._needs_maintenance = True
         if is_uneven and not self._backlog:
-            workers.take_back(self._backlog.put_back)
+            workers.take_back(self._backlog)
         while self._may_have_room and self._backlog:
             self._send_waiting()
 
@@ -388,7 +389,7 @@ class Dispatcher:
                 error = death_error(name, worker, exitcode, self._options.task_timeout)
                 self._done.append((job, chunk, (False, error)))
         with self._lock:
-            self._backlog.put_back(worker.slot, waiting)
+            self._backlog.extendleft(reversed(waiting))
         if not self._is_terminating:
             self._workers.count_end(worker, exitcode, has_queues=self.queues is not None)
         self._needs_maintenance = True
@@ -400,7 +401,7 @@ class Dispatcher:
             if worker is not None:
                 # What is left is shared out evenly.
                 share = min(worker.room, -(-len(self._backlog) // len(self._workers.by_slot)))
-                tasks = deque(self._backlog.take(worker.slot, share))
+                tasks = deque(self._backlog.popleft() for _ in range(share))
                 worker.sending.acquire()
             all_sending = [one.sending for one in self._workers.by_slot.values()]
             self._may_have_room = any(sending.locked() for sending in all_sending)
@@ -427,7 +428,7 @@ class Dispatcher:
         self._may_have_room = True
         if left:
             with self._lock:
-                self._backlog.put_back(worker.slot, left)
+                self._backlog.extendleft(reversed(left))
 
     def _send_now(self, worker: WorkerHandle, task: Task) -> bool:
         """Send a task from the caller's thread; return whether it needs no more care."""
@@ -476,38 +477,3 @@ def _outcome(kind: int, value: Any) -> tuple[bool, Any]:
     # Loading runs the code of classes.
     except BaseException as error:
         return False, error
-
-
-class Backlog:
-    """Where tasks wait: one queue for all workers, or one for each.
-
-    Then a task goes to the shortest when it is submitted, and a worker that has nothing left takes
-    from the longest.
-    """
-
-    def __init__(self, queues: int = 1) -> None:
-        self._queues: list[deque[Task]] = [deque() for _ in range(queues)]
-        self._next = 0
-        # Neither needs the lock.
-        self.put = self._queues[0].append if queues == 1 else self._put_shortest
-
-    def __len__(self) -> int:
-        return sum(map(len, self._queues))
-
-    def take(self, slot: int, share: int) -> list[Task]:
-        """Return some of the next tasks for a worker."""
-        queue = self._queues[slot % len(self._queues)] or max(self._queues, key=len)
-        return [queue.popleft() for _ in range(min(share, len(queue)))]
-
-    def put_back(self, slot: int, tasks: Sequence[Task]) -> None:
-        """Put tasks that a worker was given to the front again."""
-        self._queues[slot % len(self._queues)].extendleft(reversed(tasks))
-
-    def clear(self) -> None:
-        for tasks in self._queues:
-            tasks.clear()
-
-    def _put_shortest(self, task: Task) -> None:
-        # Not always the first of equals.
-        self._next = first = (self._next + 1) % len(self._queues)
-        (min(self._queues, key=len) if self._queues[first] else self._queues[first]).append(task)

@@ -12,7 +12,6 @@ from typing import Any
 
 from ..errors import BrokenPoolError, TimeoutError
 from .base_pool import BasePool
-from .dispatcher import Backlog
 from .worker import CtxPoolStorage, WithContext, enter
 
 __all__ = ["CtxPool", "CtxThreadPool", "P2PPool", "Pool", "ThreadPool"]
@@ -87,13 +86,7 @@ class Pool(BasePool):
 
 
 class P2PPool(Pool):
-    """A pool whose tasks are assigned to workers when they are submitted; each has its own queue.
-
-    Arguments and behaviour are those of `Pool`; a worker whose queue is empty takes from others.
-    """
-
-    def _backlog(self) -> Backlog:
-        return Backlog(self._processes)
+    """`Pool` under another name: there, too, each worker has a pipe, and so a queue, of its own."""
 
 
 class _InContexts(BasePool):

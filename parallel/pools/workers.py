@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -218,14 +219,14 @@ class Workers:
         self._next_start = 0.0
         self._failures.clear()
 
-    def take_back(self, put_back: Callable[[int, list[Task]], object]) -> None:
-        """Take tasks from behind those that workers have been at for some time."""
+    def take_back(self, backlog: deque[Task]) -> None:
+        """Put back, to its front, tasks behind those that workers have been at for some time."""
         since = time.monotonic() - STUCK_S
         with self._lock:
             for worker in self.by_slot.values():
                 is_stuck = worker.last_event < since and len(worker.inflight) > 1
                 if is_stuck and self.is_uneven and not worker.sending.locked():
-                    put_back(worker.slot, worker.take_back())
+                    backlog.extendleft(reversed(worker.take_back()))
 
     def stop(self) -> None:
         for worker in self.by_slot.values():

@@ -24,22 +24,29 @@ def test_it_says_who_sits_where_and_what_crosses(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     figure = assigner().plot(tmp_path / "placement.png")
     assert (tmp_path / "placement.png").read_bytes().startswith(b"\x89PNG")
-    where, crossing = figure.axes
-    texts = [text.get_text() for text in where.texts]
-    assert texts[:4] == ["cuda:0", "30 MiB of 30 MiB", "actor · 10 MiB", "critic · 20 MiB"]
-    assert texts[4:] == ["cpu", "80 MiB of 100 MiB", "a_name_that_i… · 80 MiB"]
-    assert sorted(text.get_text() for text in crossing.texts) == ["100%", "<1%"]
-    assert "<1% of all connections" in crossing.get_title()
+    (axes,) = figure.axes
+    models = [label.get_text() for label in axes.get_yticklabels()]
+    assert models == ["actor · 10 MiB", "critic · 20 MiB", "a_name_that_i… · 80 MiB"]
+    (devices,) = axes.child_axes
+    told = {tick.label2.get_text(): tick.get_loc() for tick in devices.yaxis.get_major_ticks()}
+    assert told == {"cuda:0: 30 MiB of 30 MiB": 0.5, "cpu: 80 MiB of 100 MiB": 2.0}
+    frames = [(frame.get_xy(), frame.get_width()) for frame in axes.patches]
+    assert frames == [((-0.5, -0.5), 2), ((1.5, 1.5), 1)]
+    assert axes.get_title() == "who sits where: <1% of all connections cross (red)"
+    crossing, staying = (image.get_array() for image in axes.images)
+    assert [tuple(place) for place in zip(*crossing.nonzero(), strict=True)] == [(1, 2), (2, 1)]
+    assert [tuple(place) for place in zip(*staying.nonzero(), strict=True)] == [(0, 1), (1, 0)]
 
 
 def test_nothing_to_draw_but_one_model_and_many_connections() -> None:
     pytest.importorskip("matplotlib")
     alone = ModelAssigner([Placed()], {}, free_mib={"cpu": 0}, sizes_mib=[0]).plot()
-    assert [text.get_text() for text in alone.axes[1].texts] == []
+    assert [image.get_array().count() for image in alone.axes[0].images] == [0, 0]
     links = {(i, j): i + j for i in range(20) for j in range(i)}
     free = {"cuda:0": 50, "cuda:1": 50}
     many = ModelAssigner([Placed()] * 20, links, free_mib=free, sizes_mib=[1] * 20, iterations=1)
-    assert many.plot().axes[0].get_title() == "who sits where, the strongest 120 of 190"
+    shown = [image.get_array().count() for image in many.plot().axes[0].images]
+    assert sum(shown) == 2 * len(links)
 
 
 def test_without_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
