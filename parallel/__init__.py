@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     )
     from .events import AndEvent, OrEvent
     from .placement.assigner import ModelAssigner
+    from .placement.devices import free_memory
     from .placement.estimators import ModelComplexityEstimator, ModelSizeEstimator
     from .pools.base_pool import BasePool
     from .pools.dispatcher import PoolStates
@@ -73,6 +74,7 @@ __all__ = [
     "TimeoutError",
     "WorkerDiedError",
     "dumps",
+    "free_memory",
     "get_context",
     "get_start_method",
     "loads",
@@ -86,6 +88,7 @@ _HOMES = {
     "TaskTimeoutError TimeoutError WorkerDiedError",
     "events": "AndEvent OrEvent",
     "placement.assigner": "ModelAssigner",
+    "placement.devices": "free_memory",
     "placement.estimators": "ModelComplexityEstimator ModelSizeEstimator",
     "pools.base_pool": "BasePool",
     "pools.dispatcher": "PoolStates",

@@ -6,7 +6,6 @@ import inspect
 import logging
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from ..collectives import all_gather_object, distributed_available, get_rank, get_world_size
+from ..parallel import free_memory
 from ..registry import MODEL_WRAPPERS, Registry
 from .blocks import read_compile
 from .ddp.distributed import StepDistributedDataParallel
@@ -372,11 +372,5 @@ def _copy_bytes(
 def _available(device: torch.device) -> float:
     """Bytes that this rank may take, where several ranks share a device or a machine."""
     ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE") or get_world_size())
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0] / -(-ranks_here // torch.cuda.device_count())
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-    except OSError:
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / ranks_here
-    fields = dict(line.split(":", 1) for line in lines)
-    return float(fields["MemAvailable"].split()[0]) * 1024 / ranks_here
+    devices = torch.cuda.device_count() if device.type == "cuda" else 1
+    return free_memory(device) / -(-ranks_here // devices)

@@ -65,7 +65,9 @@ def find_rooms(
     present = [device for device in named if device in free or _is_present(device)]
     rooms = []
     for device in present or [torch.device("cpu")]:
-        space = free[device] if device in free else _free(device) + resident.get(device, 0.0)
+        space = free.get(device)
+        if space is None:
+            space = free_memory(device) / _MIB + resident.get(device, 0.0)
         speed = computing[device] if device in computing else _compute(device, weight)
         rooms.append(Room(device, space, speed))
     return rooms
@@ -121,13 +123,18 @@ def _is_present(device: torch.device) -> bool:
     return bool(device.index < count)
 
 
-def _free(device: torch.device) -> float:
+def free_memory(device: DeviceName) -> float:
+    """Return the bytes that this process could take of a device's memory, or of the machine's RAM.
+
+    Raises:
+        RuntimeError: it is not known here.
+    """
+    device = torch.device(device)
     if device.type == "cpu":
-        return _free_ram() / _MIB
+        return _free_ram()
     free, _ = torch.cuda.mem_get_info(device)
     # What the allocator of this process keeps but does not use is free to us.
-    kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return (free + kept) / _MIB
+    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 
 def _compute(device: torch.device, cpu_weight: float) -> float:
@@ -144,7 +151,6 @@ def _compute(device: torch.device, cpu_weight: float) -> float:
 
 
 def _free_ram() -> float:
-    """Return the bytes of RAM that this process could take."""
     try:
         free = float(importlib.import_module("psutil").virtual_memory().available)
     except ImportError:

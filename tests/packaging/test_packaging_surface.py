@@ -40,8 +40,8 @@ DOORS = {
         ModelAssigner ModelComplexityEstimator ModelSizeEstimator MultiP2PQueue OrEvent P2PPool
         Pickler Pool PoolStates PoolTerminatedError Process ProcessException RemoteError
         RemoteTraceback SimpleP2PQueue SimpleQueue TaskTimeoutError Thread ThreadException
-        ThreadPool TimeoutError WorkerDiedError dumps get_context get_start_method loads
-        mark_static_module proxy_ctx_caller reduce_for_any_script
+        ThreadPool TimeoutError WorkerDiedError dumps free_memory get_context get_start_method
+        loads mark_static_module proxy_ctx_caller reduce_for_any_script
     """,
     "plugins": "",
     "registry": """

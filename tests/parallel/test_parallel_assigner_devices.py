@@ -8,7 +8,7 @@ import torch
 from placed import Placed
 from torch import nn
 
-from stepwrap.parallel import ModelAssigner
+from stepwrap.parallel import ModelAssigner, free_memory
 
 GIB = 1024**3
 
@@ -47,6 +47,7 @@ def test_gpus_are_asked(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_ram_is_that_of_psutil_where_it_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     told = SimpleNamespace(available=64 * 1024**2)
     monkeypatch.setitem(sys.modules, "psutil", SimpleNamespace(virtual_memory=lambda: told))
+    assert free_memory("cpu") == 64 * 1024**2
     # Their own memory is free to the models.
     model = nn.Linear(1024, 1024, bias=False)
     (room,) = ModelAssigner([model, model], {}, ["cpu"]).rooms
