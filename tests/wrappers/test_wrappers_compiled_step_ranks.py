@@ -18,19 +18,22 @@ pytestmark = [
 
 
 class Net(nn.Module):
-    """With running statistics, which DistributedDataParallel gives to all ranks."""
+    """With running statistics, which DistributedDataParallel gives to all ranks.
+
+    The gradient of a layer is so large that it is averaged by itself.
+    """
 
     def __init__(self, fails: bool = False) -> None:
         super().__init__()
         self.first, self.norm = nn.Linear(6, 8, bias=False), nn.BatchNorm1d(8)
-        self.head = nn.Linear(8, 3)
+        self.wide, self.head = nn.Linear(8, 2**16, bias=False), nn.Linear(8, 3)
         self.fails = fails
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = torch.relu(self.norm(self.first(x)))
         if self.fails and hidden.sum() < 0:
             hidden = hidden * 2
-        return self.head(hidden)
+        return self.head(hidden + self.wide(hidden).mean(1, keepdim=True))
 
 
 def _train(compiled: bool, counts: int, fails_on: int = -1) -> tuple[dict[str, Tensor], int]:

@@ -18,7 +18,16 @@ from ..sharding.mesh import broadcast_first
 from ..steps.preprocess import device_of
 from ..steps.step import as_call, parse_losses
 from .program import Program, compile_graph
-from .trace import NotCompilableError, Places, Plan, StepFunctions, Tensors, trace
+from .trace import (
+    NotCompilableError,
+    Places,
+    Plan,
+    StepFunctions,
+    Tensors,
+    joined,
+    taken_apart,
+    trace,
+)
 
 # How far the compiled step may be from the same one in eager mode, as a part of what it changes.
 # Sums in another order are the reason, and Adam, which takes little more than signs at first.
@@ -81,12 +90,11 @@ class Compiled:
             self._fixed += [*tensors.states, *tensors.rates]
             self._run = _program(steps.whole, tensors)
             return
-        self._run = _program(steps.flat_gradients, replace(tensors, states=[], rates=[]))
-        size = sum(one.numel() for one in self._trained)
-        flat = [self._trained[0].new_zeros(size)]
+        self._run = _program(steps.joined_gradients, replace(tensors, states=[], rates=[]))
         self._moved = [*tensors.parameters, *tensors.states, *tensors.rates]
+        parts = joined(self._trained, [None] * len(self._trained))
         self._update = _program(
-            steps.update_by_flat, replace(tensors, buffers=[], held=flat, batch=[])
+            steps.update_by_joined, replace(tensors, buffers=[], held=parts, batch=[])
         )
 
     def fits(self, plan: Plan, batch: Sequence[Tensor], structure: Any) -> bool:
@@ -108,9 +116,9 @@ class Compiled:
         optim_wrapper._inner_count += 1
         if self._plan.updates:
             if self._update is not None:
-                flat = outputs.pop()
-                distributed.all_reduce(flat, group=self._group)
-                outputs += self._update([*self._moved, flat])
+                parts = outputs[len(self._names) :]
+                _add_up(parts, self._group)
+                outputs[len(self._names) :] = self._update([*self._moved, *parts])
             if self._has_norm:
                 optim_wrapper.grad_norm = outputs[len(self._names)]
             if self._plan.held:
@@ -152,11 +160,19 @@ def shared_buffers(wrapper: Any) -> list[Tensor]:
 
 def _average(parameters: Iterable[Tensor], group: Any) -> None:
     wanted = [one for one in parameters if one.requires_grad]
-    parts = [(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p in wanted]
-    flat = torch.cat(parts) / distributed.get_world_size(group)
-    distributed.all_reduce(flat, group=group)
-    for one, part in zip(wanted, torch.split(flat, [one.numel() for one in wanted]), strict=True):
-        one.grad = part.view_as(one)
+    parts = joined(wanted, [one.grad for one in wanted])
+    for part in parts:
+        part /= distributed.get_world_size(group)
+    _add_up(parts, group)
+    for one, gradient in zip(wanted, taken_apart(wanted, parts), strict=True):
+        one.grad = gradient
+
+
+def _add_up(parts: Iterable[Tensor], group: Any) -> None:
+    """Add up over the ranks, all at once."""
+    works = [distributed.all_reduce(one, group=group, async_op=True) for one in parts]
+    for work in works:
+        work.wait()
 
 
 class Assumptions:
