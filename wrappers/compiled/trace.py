@@ -131,12 +131,17 @@ class Places:
 
 @dataclass
 class Tensors:
-    """What a graph takes, in its order."""
+    """What a graph takes, in its order.
+
+    Attributes:
+        weights: with ``loss_weight``, the share of the micro-batch and the factor of the window.
+    """
 
     parameters: list[Tensor] = field(default_factory=list)
     buffers: list[Tensor] = field(default_factory=list)
     states: list[Tensor] = field(default_factory=list)
     rates: list[Tensor] = field(default_factory=list)
+    weights: list[Tensor] = field(default_factory=list)
     held: list[Tensor] = field(default_factory=list)
     batch: list[Tensor] = field(default_factory=list)
 
@@ -229,6 +234,8 @@ class StepFunctions:
             # Not the gradients by the ranks: that would be another pass over them.
             divisor = plan.divisor * (plan.ranks if plan.updates else 1)
             scaled = total if divisor == 1 else total / divisor
+            if given.weights:
+                scaled = scaled * given.weights[0].to(total.dtype)
             found = torch.autograd.grad(scaled, wanted, allow_unused=True)
             gradients: list[Tensor | None] = [*found]
         with torch.no_grad():
@@ -247,6 +254,13 @@ class StepFunctions:
     def update(self, given: Tensors, gradients: Sequence[Tensor | None]) -> list[Tensor]:
         """Clip and step; returns the norm of the gradients, if there is one."""
         twin = self._places.twin(given.parameters, given.rates)
+        if given.weights:
+            factor = given.weights[1]
+            # Not times 0, which would leave a NaN.
+            gradients = [
+                one if one is None else (one * factor.to(one.dtype)).where(factor != 0, 0.0)
+                for one in gradients
+            ]
         for at, gradient in zip(self._places.trained, gradients, strict=True):
             # As clipping expects it.
             given.parameters[at].requires_grad_().grad = gradient
