@@ -91,7 +91,7 @@ def assert_equal(make: Make, data: list[Batch], tolerance: float, **options: Any
     assert list(usual) == list(compiled)
     for name, one in usual.items():
         torch.testing.assert_close(compiled[name], one, rtol=tolerance, atol=tolerance, msg=name)
-    assert losses == pytest.approx(usual_losses, rel=tolerance, abs=tolerance)
+    assert losses == pytest.approx(usual_losses, rel=tolerance, abs=tolerance, nan_ok=True)
     return wrapper
 
 
@@ -138,6 +138,31 @@ def test_accumulation_with_a_short_last_window() -> None:
     wrapper = assert_equal(make, data, 1e-12, dtype=torch.float64)
     # The first of a window, one in the middle and the last; a last window of two.
     assert len(wrapper._compiled_step._programs) >= 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("counts", [1, 3])
+def test_loss_weights(counts: int) -> None:
+    """Also of windows and micro-batches without a target, whose loss is no number."""
+    weights: list[Any] = []
+
+    def make(model: nn.Module) -> OptimWrapper:
+        optim = adamw(model, accumulative_counts=counts, loss_weight="tokens")
+        optim.initialize_count_status(model, 0, 20)
+        return optim
+
+    def note(index: int, wrapper: Any, optim: OptimWrapper) -> None:
+        weights.append(optim.last_weight)
+
+    data = batches(20, dtype=torch.float64)
+    for index, (_, targets) in enumerate(data):
+        targets[: index % 4] = -100
+        if index in (10, 12, 13, 14):
+            targets[:] = -100
+    data[-1] = data[-1][0][:5], data[-1][1][:5]
+    assert_equal(make, data, 1e-12, dtype=torch.float64, before_step=note)
+    assert weights[:20] == weights[20:]
+    assert weights[11] == 0
 
 
 @pytest.mark.slow

@@ -18,7 +18,16 @@ from ..sharding.mesh import broadcast_first
 from ..steps.preprocess import device_of
 from ..steps.step import as_call, parse_losses
 from .program import Program, compile_graph
-from .trace import NotCompilableError, Places, Plan, StepFunctions, Tensors, trace
+from .trace import (
+    NotCompilableError,
+    Places,
+    Plan,
+    StepFunctions,
+    Tensors,
+    joined,
+    taken_apart,
+    trace,
+)
 
 # How far the compiled step may be from the same one in eager mode, as a part of what it changes.
 # Sums in another order are the reason, and Adam, which takes little more than signs at first.
@@ -46,7 +55,9 @@ class Compiled:
         self._group = wrapper.data_group
         self._places = places = Places(model, optim_wrapper.optimizer)
         self._assumptions = Assumptions(model, optim_wrapper.optimizer)
-        self._rates = [_Rate(group) for group in optim_wrapper.optimizer.param_groups]
+        # A rate may be a tensor that changes in place.
+        self._rates = [_Number(one["lr"]) for one in optim_wrapper.optimizer.param_groups]
+        self._share, self._factor = _Number(1.0), _Number(1.0)
         self._trained = places.trained_tensors()
 
         def losses(tensors: Sequence[Tensor]) -> Any:
@@ -61,6 +72,7 @@ class Compiled:
             fixed[count:],
             [state[name] for _, name, state in places.states()],
             [one.tensor for one in self._rates],
+            [self._share.tensor, self._factor.tensor] if optim_wrapper.loss_weight else [],
             self._held(),
             batch,
         )
@@ -76,17 +88,17 @@ class Compiled:
         self._has_norm, self._kept = steps.has_norm, steps.kept
 
     def _make_programs(self, steps: StepFunctions, tensors: Tensors) -> None:
-        self._fixed = [*tensors.parameters, *tensors.buffers]
+        moved = [*tensors.states, *tensors.rates, *tensors.weights]
         if not (self._plan.updates and self._plan.ranks > 1):
-            self._fixed += [*tensors.states, *tensors.rates]
+            self._fixed = [*tensors.parameters, *tensors.buffers, *moved]
             self._run = _program(steps.whole, tensors)
             return
-        self._run = _program(steps.flat_gradients, replace(tensors, states=[], rates=[]))
-        size = sum(one.numel() for one in self._trained)
-        flat = [self._trained[0].new_zeros(size)]
-        self._moved = [*tensors.parameters, *tensors.states, *tensors.rates]
+        self._fixed = [*tensors.parameters, *tensors.buffers, *tensors.weights]
+        self._run = _program(steps.joined_gradients, replace(tensors, states=[], rates=[]))
+        self._moved = [*tensors.parameters, *moved]
+        parts = joined(self._trained, [None] * len(self._trained))
         self._update = _program(
-            steps.update_by_flat, replace(tensors, buffers=[], held=flat, batch=[])
+            steps.update_by_joined, replace(tensors, buffers=[], held=parts, batch=[])
         )
 
     def fits(self, plan: Plan, batch: Sequence[Tensor], structure: Any) -> bool:
@@ -100,17 +112,22 @@ class Compiled:
 
     def run(self, batch: list[Tensor], optim_wrapper: Any) -> dict[str, Any]:
         """Step, and return the logs; every rank that averages its gradients must call this."""
-        for rate in self._rates:
-            rate.follow()
+        for rate, group in zip(self._rates, optim_wrapper.optimizer.param_groups, strict=True):
+            rate.set(group["lr"])
         if self._shared:
             broadcast_first(self._shared, self._group)
+        window = optim_wrapper._window
+        if window is not None:
+            self._begin(window)
         outputs = self._run([*self._fixed, *self._held(), *batch])
         optim_wrapper._inner_count += 1
         if self._plan.updates:
             if self._update is not None:
-                flat = outputs.pop()
-                distributed.all_reduce(flat, group=self._group)
-                outputs += self._update([*self._moved, flat])
+                parts = outputs[len(self._names) :]
+                _add_up(parts, self._group)
+                if window is not None:
+                    self._factor.set(window.factor())
+                outputs[len(self._names) :] = self._update([*self._moved, *parts])
             if self._has_norm:
                 optim_wrapper.grad_norm = outputs[len(self._names)]
             if self._plan.held:
@@ -119,6 +136,15 @@ class Compiled:
             for at, gradient in zip(self._kept, outputs[len(self._names) :], strict=True):
                 self._trained[at].grad = gradient
         return {**dict(zip(self._names, outputs, strict=False)), **self._constants}
+
+    def _begin(self, window: Any) -> None:
+        """Count the weight of the micro-batch, as ``OptimWrapper.backward`` does."""
+        self._share.set(window.share())
+        window.take()
+        if self._update is not None:
+            window.send()
+        elif self._plan.updates:
+            self._factor.set(window.factor())
 
     def _held(self) -> list[Tensor]:
         pairs = zip(self._trained, self._plan.held, strict=True) if self._plan.held else ()
@@ -152,11 +178,19 @@ def shared_buffers(wrapper: Any) -> list[Tensor]:
 
 def _average(parameters: Iterable[Tensor], group: Any) -> None:
     wanted = [one for one in parameters if one.requires_grad]
-    parts = [(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p in wanted]
-    flat = torch.cat(parts) / distributed.get_world_size(group)
-    distributed.all_reduce(flat, group=group)
-    for one, part in zip(wanted, torch.split(flat, [one.numel() for one in wanted]), strict=True):
-        one.grad = part.view_as(one)
+    parts = joined(wanted, [one.grad for one in wanted])
+    for part in parts:
+        part /= distributed.get_world_size(group)
+    _add_up(parts, group)
+    for one, gradient in zip(wanted, taken_apart(wanted, parts), strict=True):
+        one.grad = gradient
+
+
+def _add_up(parts: Iterable[Tensor], group: Any) -> None:
+    """Add up over the ranks, all at once."""
+    works = [distributed.all_reduce(one, group=group, async_op=True) for one in parts]
+    for work in works:
+        work.wait()
 
 
 class Assumptions:
@@ -239,20 +273,18 @@ def _undone(model: nn.Module) -> Iterator[None]:
                 one.copy_(value)
 
 
-class _Rate:
-    """The learning rate of a group as a tensor."""
+class _Number:
+    """A number as a tensor."""
 
-    def __init__(self, group: dict[str, Any]) -> None:
-        self._group = group
-        # A rate may be a tensor that changes in place.
-        self._known = float(group["lr"])
-        self.tensor = torch.tensor(self._known, dtype=torch.float64)
+    def __init__(self, value: Any) -> None:
+        self._value = float(value)
+        self.tensor = torch.tensor(self._value, dtype=torch.float64)
 
-    def follow(self) -> None:
-        """Take over a new rate."""
-        if (rate := float(self._group["lr"])) != self._known:
-            self._known = rate
-            self.tensor.fill_(rate)
+    def set(self, value: Any) -> None:
+        """Take over another value."""
+        if (number := float(value)) != self._value:
+            self._value = number
+            self.tensor.fill_(number)
 
 
 def flattened(batch: Any) -> tuple[list[Tensor], Any]:

@@ -170,7 +170,8 @@ def _plan(wrapper: Any, optim_wrapper: Any) -> Plan:
     kept = tuple(held) if any(held) else ()
     if optim_wrapper._accumulative_counts == 1:
         return Plan(kept, ranks=ranks)
-    length = optim_wrapper._window_length(optim_wrapper._inner_count)
+    weighed = optim_wrapper.loss_weight is not None
+    length = 1 if weighed else optim_wrapper._window_length(optim_wrapper._inner_count)
     return Plan(kept, optim_wrapper.should_sync(), length, ranks)
 
 
@@ -190,8 +191,6 @@ def _obstacles(wrapper: Any, optim_wrapper: Any) -> Iterator[str]:
     if type(optim_wrapper) not in (OptimWrapper, AmpOptimWrapper):
         yield f"{name} is an optimizer wrapper of another kind"
         return
-    if optim_wrapper.loss_weight is not None:
-        yield "loss_weight scales the gradients between backward and update"
     scaler: Any = getattr(optim_wrapper, "loss_scaler", None)
     if scaler is not None and scaler.is_enabled():
         yield "float16 scales its losses; use bfloat16"

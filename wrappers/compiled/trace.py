@@ -17,6 +17,11 @@ from torch.optim import Optimizer
 
 Slot = tuple[dict[str, Any], str]
 
+# From here on a gradient is reduced where it lies: that takes less time than a copy.
+_LARGE_BYTES = 2**22
+# Small ones in one tensor: larger ones would be mapped into memory anew in every step.
+_MOST_BYTES = 2**24
+
 
 class NotCompilableError(Exception):
     """A step that would not do compiled what it does eagerly; the text says why."""
@@ -126,12 +131,17 @@ class Places:
 
 @dataclass
 class Tensors:
-    """What a graph takes, in its order."""
+    """What a graph takes, in its order.
+
+    Attributes:
+        weights: with ``loss_weight``, the share of the micro-batch and the factor of the window.
+    """
 
     parameters: list[Tensor] = field(default_factory=list)
     buffers: list[Tensor] = field(default_factory=list)
     states: list[Tensor] = field(default_factory=list)
     rates: list[Tensor] = field(default_factory=list)
+    weights: list[Tensor] = field(default_factory=list)
     held: list[Tensor] = field(default_factory=list)
     batch: list[Tensor] = field(default_factory=list)
 
@@ -194,24 +204,18 @@ class StepFunctions:
                 one.contiguous() for at in self.kept if (one := gradients[at]) is not None
             ]
 
-    def flat_gradients(self, given: Tensors) -> list[Tensor]:
-        """Run forward and backward; returns logs, then all gradients in one tensor, over ranks."""
+    def joined_gradients(self, given: Tensors) -> list[Tensor]:
+        """Run forward and backward; returns logs, then the gradients over ranks, in parts."""
         outputs, gradients = self._backward(given)
-        with torch.no_grad():
-            wanted = [given.parameters[at] for at in self._places.trained]
-            parts = [
-                (torch.zeros_like(one) if gradient is None else gradient).reshape(-1)
-                for one, gradient in zip(wanted, gradients, strict=True)
-            ]
-            return [*outputs, torch.cat(parts) / self._plan.ranks]
-
-    def update_by_flat(self, given: Tensors) -> list[Tensor]:
-        """Clip and step by gradients in one tensor, the only one held; returns the norm, if any."""
         wanted = [given.parameters[at] for at in self._places.trained]
-        parts = torch.split(given.held[0], [one.numel() for one in wanted])
         with torch.no_grad():
-            shaped = [part.view_as(one) for part, one in zip(parts, wanted, strict=True)]
-            return self.update(given, shaped)
+            return outputs + joined(wanted, gradients)
+
+    def update_by_joined(self, given: Tensors) -> list[Tensor]:
+        """Clip and step by gradients in parts, those that are held; returns the norm, if any."""
+        wanted = [given.parameters[at] for at in self._places.trained]
+        with torch.no_grad():
+            return self.update(given, taken_apart(wanted, given.held))
 
     def _backward(self, given: Tensors) -> tuple[list[Tensor], list[Tensor | None]]:
         leaves = [
@@ -227,13 +231,19 @@ class StepFunctions:
             total, logs = self._parse(losses)
             self.logs = [(k, None if isinstance(v, Tensor) else v) for k, v in logs.items()]
             wanted = [leaves[at] for at in self._places.trained]
-            scaled = total if plan.divisor == 1 else total / plan.divisor
+            # Not the gradients by the ranks: that would be another pass over them.
+            divisor = plan.divisor * (plan.ranks if plan.updates else 1)
+            scaled = total if divisor == 1 else total / divisor
+            if given.weights:
+                scaled = scaled * given.weights[0].to(total.dtype)
             found = torch.autograd.grad(scaled, wanted, allow_unused=True)
             gradients: list[Tensor | None] = [*found]
         with torch.no_grad():
             held = iter(given.held)
             for at in (at for at, is_held in enumerate(plan.held) if is_held):
                 before, new = next(held), gradients[at]
+                if plan.updates and plan.ranks > 1:
+                    before = before / plan.ranks
                 if new is None:
                     gradients[at] = before
                 else:
@@ -244,6 +254,13 @@ class StepFunctions:
     def update(self, given: Tensors, gradients: Sequence[Tensor | None]) -> list[Tensor]:
         """Clip and step; returns the norm of the gradients, if there is one."""
         twin = self._places.twin(given.parameters, given.rates)
+        if given.weights:
+            factor = given.weights[1]
+            # Not times 0, which would leave a NaN.
+            gradients = [
+                one if one is None else (one * factor.to(one.dtype)).where(factor != 0, 0.0)
+                for one in gradients
+            ]
         for at, gradient in zip(self._places.trained, gradients, strict=True):
             # As clipping expects it.
             given.parameters[at].requires_grad_().grad = gradient
@@ -266,6 +283,39 @@ class StepFunctions:
                 value.copy_(new)
         self.has_norm = norm is not None
         return [] if norm is None else [norm.clone()]
+
+
+def joined(like: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> list[Tensor]:
+    """Gradients as what the ranks add up: in tensors of one dimension, by ``like`` alone."""
+    filled = [
+        (torch.zeros_like(one) if gradient is None else gradient).reshape(-1)
+        for one, gradient in zip(like, gradients, strict=True)
+    ]
+    return [torch.cat([filled[at] for at in part]) for part in _parts(like)]
+
+
+def taken_apart(like: Sequence[Tensor], parts: Sequence[Tensor]) -> list[Tensor]:
+    """The gradients that were joined, in the shapes of ``like``."""
+    found: dict[int, Tensor] = {}
+    for whole, part in zip(parts, _parts(like), strict=True):
+        pieces = torch.split(whole, [like[at].numel() for at in part])
+        found |= {at: one.view_as(like[at]) for at, one in zip(part, pieces, strict=True)}
+    return [found[at] for at in range(len(like))]
+
+
+def _parts(like: Sequence[Tensor]) -> list[list[int]]:
+    """Which are joined, by index: small ones of a type up to a size; a large one stays alone."""
+    parts: list[list[int]] = []
+    filling: dict[torch.dtype, tuple[list[int], int]] = {}
+    for at, one in enumerate(like):
+        part, size = filling.get(one.dtype, ([], _MOST_BYTES))
+        if one.nbytes >= _LARGE_BYTES or size + one.nbytes > _MOST_BYTES:
+            part, size = [], 0
+            parts.append(part)
+        part.append(at)
+        if one.nbytes < _LARGE_BYTES:
+            filling[one.dtype] = part, size + one.nbytes
+    return parts
 
 
 class _State(dict[Tensor, dict[str, Any]]):

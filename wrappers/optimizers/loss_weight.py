@@ -146,18 +146,22 @@ class WeightedWindow:
         self._device = comm_device(self._group, prefer=near) if spread else near
         self.accumulate(self._counts)
 
-    def scaled(self, loss: Tensor) -> Tensor:
-        """The loss times the weight of its micro-batch; every rank must call this."""
+    def share(self) -> float | Tensor:
+        """The weight of the coming micro-batch in the unit; every rank must call this."""
         if self.weight is None:
             raise RuntimeError(_ADVICE)
         if self.model is _nobody:
             _refuse_ranks()
             self.is_whole = self._counts == 1
         if self.is_whole:
-            return loss
+            return 1.0
         if not self.unit:
             self._agree_on_unit()
-        share = self.weight / (self.unit or 1.0)
+        return self.weight / (self.unit or 1.0)
+
+    def scaled(self, loss: Tensor) -> Tensor:
+        """The loss times its share; every rank must call this."""
+        share = self.share()
         if isinstance(share, Tensor):
             return loss * share.to(loss.dtype)
         return loss if share == 1 else loss * share
@@ -180,30 +184,36 @@ class WeightedWindow:
 
         Where nothing in the window weighs anything they become zero.
         """
+        factor = self.factor()
+        if not isinstance(factor, Tensor) and factor == 1:
+            # As where all micro-batches are full.
+            return
+        gradients = [
+            local_part(p.grad) for p in parameters_of(self._optimizer) if p.grad is not None
+        ]
+        with torch.no_grad():
+            if isinstance(factor, float) and factor == 0:
+                # Not times 0, which would leave a NaN: a mean over nothing may have one.
+                torch._foreach_zero_(gradients)
+            else:
+                _multiply(gradients, factor)
+
+    def factor(self) -> float | Tensor:
+        """End the window; return what makes the mean of its gradients, 0 where nothing weighs.
+
+        Every rank must call this.
+        """
         total = self.total
         if total is None:
             raise RuntimeError(_ADVICE)
         if self.ranks > 1:
             total = self._received()
         self.total = None
-        if self.is_whole and type(total) is float and total:
-            return
-        gradients = [
-            local_part(p.grad) for p in parameters_of(self._optimizer) if p.grad is not None
-        ]
-        with torch.no_grad():
-            if isinstance(total, float) and total == 0:
-                # Not times 0, which would leave a NaN: a mean over nothing may have one.
-                torch._foreach_zero_(gradients)
-                return
-            # On an accelerator nobody looks whether there is anything: then this is not finite.
-            factor = (total if self.is_whole else self.unit * self.ranks) / total
-            if isinstance(factor, Tensor):
-                factor = factor.where(factor.isfinite(), 0.0)
-            elif factor == 1:
-                # As where all micro-batches are full.
-                return
-            _multiply(gradients, factor)
+        if isinstance(total, float) and total == 0:
+            return 0.0
+        factor = (total if self.is_whole else self.unit * self.ranks) / total
+        # On an accelerator nobody looks whether there is anything: then this is not finite.
+        return factor.where(factor.isfinite(), 0.0) if isinstance(factor, Tensor) else factor
 
     def _received(self) -> float | Tensor:
         if self._sent is None:

@@ -1,0 +1,62 @@
+"""What `compile: step` makes of a step under ddp, beside torch's DistributedDataParallel by hand.
+
+Perceptrons of 10^4, 10^6 and 10^7 parameters, SGD, 32 samples for each rank, on gloo ranks with one
+thread each. The contestants of `measure` in wrappers.py: blocks of steps take turns in the same
+processes, and ratios are taken to the loop by hand of the same round. Where there are more ranks
+than cores, they share them. Compiling is not in the figures.
+
+    python benchmarks/compiled_ddp.py [--ranks 2 4] [--rounds 21] [--sizes 10^4 10^6 10^7]
+"""
+
+import argparse
+import tempfile
+from pathlib import Path
+
+import torch
+import torch.multiprocessing as mp
+from report import Report, parse_options
+
+from stepwrap.wrappers import StepDistributedDataParallel, SupervisedModel, compile_step
+from wrappers import SIZES, by_wrapper, end_rank, make_batch, make_ddp, make_net, measure
+from wrappers import start_rank as start
+
+
+def compiled(size: str, device: torch.device) -> object:
+    model = SupervisedModel(make_net(size, device), torch.nn.CrossEntropyLoss())
+    wrapper = compile_step(StepDistributedDataParallel(model))
+    return by_wrapper(wrapper, make_batch(size, device))
+
+
+def run(rank: int, settings: argparse.Namespace, ranks: int, store: str) -> None:
+    device = start(rank, argparse.Namespace(device="cpu", ranks=ranks), "ddp", store)
+    try:
+        for size in settings.sizes:
+            steps = {
+                "by hand": make_ddp("by hand", size, device),
+                "stepwrap, eager": make_ddp("stepwrap", size, device),
+                "stepwrap, compile: step": compiled(size, device),
+            }
+            times = measure(steps, settings, device)
+            if rank == 0:
+                title = f"{ranks} ranks, {size} parameters: a step"
+                Report(settings.json).add(title, "ms", times, "by hand")
+            del steps
+    finally:
+        end_rank()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--ranks", nargs="*", type=int, default=[2, 4])
+    parser.add_argument("--rounds", type=int, default=21)
+    parser.add_argument("--seconds", type=float, default=0.25, help="a block of steps")
+    parser.add_argument("--sizes", nargs="*", default=list(SIZES), choices=list(SIZES))
+    quick = {"ranks": [2], "rounds": 5, "seconds": 0.1, "sizes": ["10^4"]}
+    settings = parse_options(parser, quick)
+    for ranks in settings.ranks:
+        with tempfile.TemporaryDirectory() as folder:
+            mp.spawn(run, (settings, ranks, str(Path(folder, "store"))), nprocs=ranks)
+
+
+if __name__ == "__main__":
+    main()
