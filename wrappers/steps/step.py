@@ -89,7 +89,38 @@ def _sum(parts: Sequence[Tensor]) -> Tensor:
     return total
 
 
-class Steps:
+class _SeveralSteps:
+    # Trains in place of the usual step where it can; see wrappers/compiled.
+    _compiled_step: Any = None
+
+    def train_steps(
+        self, batches: Iterable[Any], optim_wrapper: OptimizerWrapper
+    ) -> list[dict[str, Tensor]]:
+        """Train on one batch after the other, as by ``train_step``; returns the logs of each.
+
+        A compiled step looks once whether it still fits the model, so what gives the batches must
+        not change that. Every rank must call this.
+        """
+        own: Any = self
+        self.look_every(sys.maxsize)
+        try:
+            return [own.train_step(batch, optim_wrapper) for batch in batches]
+        finally:
+            self.look_every(1)
+
+    def look_every(self, steps: int) -> bool:
+        """Have a compiled step look for changes of the model before each ``steps``-th step only.
+
+        It begins with the next one. In between nobody may change the model, but for the values of
+        its tensors; settings of the optimizer are always looked at. Returns whether the step is
+        compiled; this does nothing else.
+        """
+        if self._compiled_step is not None:
+            self._compiled_step.look_every(steps)
+        return self._compiled_step is not None
+
+
+class Steps(_SeveralSteps):
     """Training, validation and test step of ``self.module`` through ``self.forward``.
 
     A mixin of the model wrappers, which are modules with a child ``module``: the user's
@@ -112,8 +143,6 @@ class Steps:
     detect_anomalous_params: bool
     __call__: Callable[..., Any]
     _preprocessor: DataPreprocessor
-    # Trains in place of the usual step where it can; see wrappers/compiled.
-    _compiled_step: Any = None
     # Whether the model's own train_step runs, and whether forward only calls the model.
     _model_steps: bool = False
     _direct: bool = False
@@ -159,31 +188,6 @@ class Steps:
         if parse is parse_losses:
             return logs
         return {name: v.detach() if isinstance(v, Tensor) else v for name, v in logs.items()}
-
-    def train_steps(
-        self, batches: Iterable[Any], optim_wrapper: OptimizerWrapper
-    ) -> list[dict[str, Tensor]]:
-        """Train on one batch after the other, as by ``train_step``; returns the logs of each.
-
-        A compiled step looks once whether it still fits the model, so what gives the batches must
-        not change that. Every rank must call this.
-        """
-        self.look_every(sys.maxsize)
-        try:
-            return [self.train_step(batch, optim_wrapper) for batch in batches]
-        finally:
-            self.look_every(1)
-
-    def look_every(self, steps: int) -> bool:
-        """Have a compiled step look for changes of the model before each ``steps``-th step only.
-
-        It begins with the next one. In between nobody may change the model, but for the values of
-        its tensors; settings of the optimizer are always looked at. Returns whether the step is
-        compiled; this does nothing else.
-        """
-        if self._compiled_step is not None:
-            self._compiled_step.look_every(steps)
-        return self._compiled_step is not None
 
     def val_step(self, data: Any) -> Any:
         """Evaluate one batch by the model's ``val_step``; not collective."""
