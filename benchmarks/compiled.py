@@ -4,31 +4,48 @@ A perceptron (64-128-10, SGD, batches of 32), the digits CNN (AdamW, 64) and the
 source_lm (AdamW, clipped, 32 x 64 characters), with batches in memory and one thread. Blocks of
 steps take turns within every round, in another order each time; ratios are taken to the loop by
 hand of the same round. On the CPU the processor's time counts. Compiling is not in the figures: it
-is told apart, first with an empty cache and then from the cache, as a fresh process would.
+is told apart, first with an empty cache and then from the cache, as a fresh process would. JAX
+takes part where it is installed (`make bench-peers`), with its jitted step of the perceptron.
+
+The last table is of whole epochs of the perceptron: our training loop with the default hooks of a
+config, and a loop by hand over the same loader of data in memory.
 
     python benchmarks/compiled.py [--rounds 21] [--only perceptron cnn transformer]
 """
 
 import argparse
+import contextlib
+import importlib.util
+import io
 import os
 import random
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
 from report import Report, parse_options
+from step_overhead import HOOKS_BY_DEFAULT, WARM_UP, jitted_step
 from torch import Tensor, nn
+from torch.utils.data import TensorDataset
 
 from stepwrap.configs.digits import Digits, SmallCNN
 from stepwrap.configs.source_lm import CharTransformer, NextCharLoss, SourceText
+from stepwrap.loops import EpochTrainLoop, HookList, LoopState, build_loader
 from stepwrap.wrappers import OptimWrapper, SingleDevice, SupervisedModel, compile_step
 
 SECONDS = 0.15
 
+BLOCK = 32
+BY_HAND, EAGER, COMPILED = "by hand", "stepwrap, eager", "stepwrap, compile: step"
+IN_BLOCKS = f"{COMPILED}, {BLOCK} steps per call"
+JAX = "JAX, jitted step"
+
 Batch = tuple[Tensor, Tensor]
-Step = Callable[[Batch], object]
+# Trains on batches, one after the other.
+Train = Callable[[list[Batch]], object]
 
 
 def perceptron() -> tuple[nn.Module, Any, list[Batch], dict[str, Any]]:
@@ -59,77 +76,172 @@ def transformer() -> tuple[nn.Module, Any, list[Batch], dict[str, Any]]:
 MODELS = {"perceptron": perceptron, "cnn": cnn, "transformer": transformer}
 
 
-def by_hand(model: Any, optimizer: torch.optim.Optimizer, clip: float | None) -> Step:
+def by_hand(model: Any, optimizer: torch.optim.Optimizer, clip: float | None) -> Train:
     net, loss_of = model.net, model.loss
 
-    def step(batch: Batch) -> None:
-        loss = loss_of(net(batch[0]), batch[1])
-        loss.backward()
-        if clip is not None:
-            nn.utils.clip_grad_norm_(net.parameters(), clip)
-        optimizer.step()
-        optimizer.zero_grad()
+    def train(batches: Any) -> None:
+        for inputs, targets in batches:
+            loss = loss_of(net(inputs), targets)
+            loss.backward()
+            if clip is not None:
+                nn.utils.clip_grad_norm_(net.parameters(), clip)
+            optimizer.step()
+            optimizer.zero_grad()
 
-    return step
+    return train
 
 
 def by_wrapper(
-    model: Any, optimizer: torch.optim.Optimizer, clip: float | None, *, compiled: bool
-) -> Step:
+    model: Any, optimizer: torch.optim.Optimizer, clip: float | None, kind: str
+) -> Train:
     wrapper: Any = SingleDevice(model)
-    if compiled:
+    if kind != EAGER:
         compile_step(wrapper)
     optim = OptimWrapper(optimizer, clip_grad=None if clip is None else {"max_norm": clip})
-    return lambda batch: wrapper.train_step(batch, optim)
+    if kind == IN_BLOCKS:
+        return lambda batches: wrapper.train_steps(batches, optim)
+
+    def train(batches: list[Batch]) -> None:
+        for batch in batches:
+            wrapper.train_step(batch, optim)
+
+    return train
 
 
-def make(name: str, kind: str) -> tuple[Step, list[Batch], float]:
-    """A step, its batches, and the seconds that the first four steps take."""
+def by_jax(model: Any) -> Train:
+    weights, step = jitted_step(model.net)
+    import jax
+
+    copies: dict[int, Any] = {}
+
+    def train(batches: list[Batch]) -> None:
+        nonlocal weights
+        for batch in batches:
+            if id(batch) not in copies:
+                copies[id(batch)] = [jax.numpy.array(one.numpy()) for one in batch]
+            weights, _ = step(weights, *copies[id(batch)])
+        jax.block_until_ready(weights)
+
+    return train
+
+
+def make(name: str, kind: str) -> tuple[Train, list[Batch], float]:
+    """A way to train, 32 batches, and the seconds that the first four steps take."""
     torch.manual_seed(0)
     model, optimizer_class, batches, options = MODELS[name]()
     clip = options.pop("clip", None)
     optimizer = optimizer_class(model.parameters(), **options)
     model.train()
-    if kind == "by hand":
-        step = by_hand(model, optimizer, clip)
+    if kind == BY_HAND:
+        train = by_hand(model, optimizer, clip)
+    elif kind == JAX:
+        train = by_jax(model)
     else:
-        step = by_wrapper(model, optimizer, clip, compiled=kind == "stepwrap, compile: step")
+        train = by_wrapper(model, optimizer, clip, kind)
     begin = time.perf_counter()
-    for batch in batches[:4]:
-        step(batch)
-    return step, batches, time.perf_counter() - begin
+    train(batches[:4])
+    return train, (batches * BLOCK)[:BLOCK], time.perf_counter() - begin
 
 
-def us_per_step(step: Step, batches: list[Batch]) -> float:
+def us_per_step(train: Train, batches: list[Batch]) -> float:
     count, begin, start = 0, time.perf_counter(), time.process_time()
     while time.perf_counter() - begin < SECONDS:
-        for batch in batches:
-            step(batch)
+        train(batches)
         count += len(batches)
     return (time.process_time() - start) / count * 1e6
+
+
+class ClockedLoader:
+    """Gives the batches of a loader, and clocks them between the warm-up and the last one."""
+
+    def __init__(self, steps: int) -> None:
+        torch.manual_seed(0)
+        rows = BLOCK * (WARM_UP + steps + 1)
+        data = TensorDataset(torch.randn(rows, 64), torch.randint(10, (rows,)))
+        self.loader = build_loader(data, batch_size=BLOCK, shuffle=True, train=True)
+        self.steps, self.us_per_step = steps, 0.0
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        start = 0.0
+        for index, batch in enumerate(self.loader):
+            if index == WARM_UP:
+                start = time.process_time()
+            elif index == WARM_UP + self.steps:
+                self.us_per_step = (time.process_time() - start) / self.steps * 1e6
+            yield batch
+
+
+def epoch_by_hand(loader: ClockedLoader) -> Callable[[], object]:
+    model, optimizer_class, _, options = perceptron()
+    train: Any = by_hand(model, optimizer_class(model.parameters(), **options), None)
+    return lambda: train(loader)
+
+
+def epoch_by_loop(loader: ClockedLoader, *, compiled: bool, steps_per_call: int = 1) -> Any:
+    model, optimizer_class, _, options = perceptron()
+    wrapper = SingleDevice(model)
+    if compiled:
+        compile_step(wrapper)
+    optim = OptimWrapper(optimizer_class(model.parameters(), **options))
+
+    def run() -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            state = LoopState(model=wrapper, optim_wrapper=optim, run_dir=Path(folder))
+            loop = EpochTrainLoop(loader, max_epochs=1, steps_per_call=steps_per_call)
+            loop.run(state, HookList([hook() for hook in HOOKS_BY_DEFAULT]))
+
+    return run
+
+
+def compare_epochs(report: Report, rounds: int, steps: int) -> None:
+    loader = ClockedLoader(steps)
+    runs = {
+        BY_HAND: epoch_by_hand(loader),
+        EAGER: epoch_by_loop(loader, compiled=False),
+        COMPILED: epoch_by_loop(loader, compiled=True),
+        f"{COMPILED}, steps_per_call: {BLOCK}": epoch_by_loop(
+            loader, compiled=True, steps_per_call=BLOCK
+        ),
+    }
+    took: dict[str, list[float]] = {kind: [] for kind in runs}
+    # The first round compiles.
+    for index in range(rounds + 1):
+        for kind in random.sample(list(runs), len(runs)):
+            with contextlib.redirect_stdout(io.StringIO()):
+                runs[kind]()
+            if index:
+                took[kind].append(loader.us_per_step)
+    report.add("a step of the perceptron in the loop, default hooks", "us", took, BY_HAND)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=21)
+    parser.add_argument("--steps", type=int, default=1000, help="of an epoch")
     parser.add_argument("--only", nargs="*", default=list(MODELS), choices=list(MODELS))
-    options = parse_options(parser, {"rounds": 5, "only": ["perceptron", "cnn"]})
+    options = parse_options(parser, {"rounds": 5, "steps": 200, "only": ["perceptron", "cnn"]})
     torch.set_num_threads(1)
     report = Report(options.json)
-    kinds = ("by hand", "stepwrap, eager", "stepwrap, compile: step")
+    kinds = [BY_HAND, EAGER, COMPILED, IN_BLOCKS]
     with tempfile.TemporaryDirectory() as folder:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
         for name in options.only:
-            _, _, cold = make(name, kinds[-1])
-            made = {kind: make(name, kind) for kind in kinds}
-            took: dict[str, list[float]] = {kind: [] for kind in kinds}
+            _, _, cold = make(name, COMPILED)
+            has_jax = name == "perceptron" and importlib.util.find_spec("jax")
+            made = {kind: make(name, kind) for kind in (*kinds, *([JAX] if has_jax else []))}
+            took: dict[str, list[float]] = {kind: [] for kind in made}
             for _ in range(options.rounds):
-                for kind in random.sample(kinds, len(kinds)):
+                for kind in random.sample(list(made), len(made)):
                     took[kind].append(us_per_step(*made[kind][:2]))
-            report.add(f"a step of the {name}", "us", took, "by hand")
-            seconds = {"eager": [made[kinds[1]][2]], "stepwrap, compile: step": [cold]}
-            seconds["stepwrap, compile: step, from the cache"] = [made[kinds[-1]][2]]
+            report.add(f"a step of the {name}", "us", took, BY_HAND)
+            seconds = {"eager": [made[EAGER][2]], COMPILED: [cold]}
+            seconds[f"{COMPILED}, from the cache"] = [made[COMPILED][2]]
             report.add(f"the first four steps of the {name}", "s", seconds, "eager")
+        if "perceptron" in options.only:
+            compare_epochs(report, options.rounds, options.steps)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from report import Report, parse_options
@@ -363,17 +363,12 @@ contestant("Lightning Trainer, bare", "nothing is written", needs=("pytorch_ligh
 )
 
 
-@contestant("JAX, jitted step", "no log", needs=("jax",))
-def jax_loop(batches: ClockedBatches, device: torch.device) -> Run:
+def jitted_step(net: nn.Sequential) -> tuple[list[Any], Callable[..., Any]]:
+    """The weights of the perceptron, and `step(weights, inputs, target)` -> (weights, loss)."""
     # One thread for JAX too; read when it is first used.
     os.environ.setdefault("XLA_FLAGS", "--xla_cpu_multi_thread_eigen=false")
     import jax
     import jax.numpy as jnp
-
-    copies = {id(batch): tuple(map(jnp.asarray, batch)) for batch in batches.batches}
-    pairs = [copies[id(batch)] for batch in batches.batches]
-    first, _, last = make_parts(torch.device("cpu"))[0]
-    weights = [jnp.asarray(x.detach()) for x in (*first.parameters(), *last.parameters())]
 
     def loss_of(weights: list[jax.Array], inputs: jax.Array, target: jax.Array) -> jax.Array:
         hidden = jax.nn.relu(inputs @ weights[0].T + weights[1])
@@ -386,6 +381,18 @@ def jax_loop(batches: ClockedBatches, device: torch.device) -> Run:
     ) -> tuple[list[jax.Array], jax.Array]:
         loss, gradients = jax.value_and_grad(loss_of)(weights, inputs, target)
         return [w - 0.01 * g for w, g in zip(weights, gradients, strict=True)], loss
+
+    return [jnp.array(one.detach().numpy()) for one in net.parameters()], step
+
+
+@contestant("JAX, jitted step", "no log", needs=("jax",))
+def jax_loop(batches: ClockedBatches, device: torch.device) -> Run:
+    weights, step = jitted_step(make_parts(torch.device("cpu"))[0])
+    import jax
+    import jax.numpy as jnp
+
+    copies = {id(batch): tuple(map(jnp.asarray, batch)) for batch in batches.batches}
+    pairs = [copies[id(batch)] for batch in batches.batches]
 
     def run() -> None:
         nonlocal weights

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from time import monotonic
 from typing import Any
 
+from ..collectives import get_rank
 from ..registry import LOOPS
 from .checkpoints.restore import load_checkpoint
 from .data.layout import lay_out
@@ -37,10 +38,49 @@ logger = logging.getLogger(__name__)
 # Updates after which raw log values are folded, so that a rare log costs no memory.
 _FOLD_STEPS = 256
 
+_AT_EACH_STEP = ("on_batch_start", "on_batch_end", "on_update", "on_save_point")
+
 # What a loop calls, and the sign of an optimizer wrapper; steps and checkpoints may need more.
 _NEEDED = ("update_params", "should_update", "initialize_count_status")
 
 _EMPTY = "the training loader has no batches: more samples, a smaller batch_size or no drop_last"
+
+
+class _Blocks:
+    """Has a compiled step look for changes of the model once a block, while it is entered.
+
+    A block has at most `steps_per_call` steps, and ends with a record, a validation and a pass.
+    Where a hook from elsewhere acts at each step, each is a block of its own.
+    """
+
+    def __init__(self, state: LoopState, hooks: HookList, steps_per_call: int) -> None:
+        self._look_every: Any = getattr(state.model, "look_every", lambda steps: False)
+        self._steps = steps_per_call
+        if steps_per_call > 1 and (why := self._obstacle(state, hooks)):
+            self._steps = 1
+            if get_rank() == 0:
+                logger.warning("steps_per_call: %d gains nothing: %s", steps_per_call, why)
+
+    def __enter__(self) -> None:
+        self.begin()
+
+    def __exit__(self, *error: object) -> None:
+        self._look_every(1)
+
+    def begin(self) -> None:
+        """Begin a block with the next step."""
+        self._look_every(self._steps)
+
+    def _obstacle(self, state: LoopState, hooks: HookList) -> str:
+        if not self._look_every(1):
+            return "the training step is not compiled, as by compile: step"
+        if window_of(state.optim_wrapper) != 1:
+            return "an update takes several batches (accumulative_counts)"
+        listeners = (one for event in _AT_EACH_STEP for one in getattr(hooks, event))
+        for owner in (type(getattr(one, "__self__", one)) for one in listeners):
+            if not owner.__module__.startswith(f"{__package__}."):
+                return f"{owner.__name__} acts at each step, and may change the model"
+        return ""
 
 
 class _TrainLoop:
@@ -48,9 +88,11 @@ class _TrainLoop:
     _last_step: int | None = None
     # Found out at the start of each run.
     _inputs: PassInputs
+    _blocks: _Blocks
     # Whether the run has come to its end, or a stop.
     _ended = False
     prefetch_to_device = False
+    steps_per_call = 1
 
     def _count(self, state: LoopState) -> None:
         """Tell the state and the optimizer wrapper how long the run will be."""
@@ -75,6 +117,7 @@ class _TrainLoop:
 
     def _pass(self, state: LoopState, hooks: HookList, signals: StopSignals) -> None:
         optim = state.optim_wrapper
+        self._blocks.begin()
         train_step = step_of(state.model, optim)
         log, weighted = state.logs.append, is_weighted(optim)
         state.in_step = True
@@ -112,6 +155,7 @@ class _TrainLoop:
         if state.step % self.log_every_steps == 0:
             state.recorded_at = state.step
             self._record(state, hooks)
+            self._blocks.begin()
             state.logs.clear()
         elif state.step % _FOLD_STEPS == 0:
             state.logs.fold()
@@ -141,6 +185,7 @@ class _TrainLoop:
         """Validate if due after `done` units; after a stop, the resumed run does it."""
         if self.val_loop is not None and self.schedule.due(done) and not state.stop_reason:
             self.val_loop.evaluate(state, hooks, signals.poll)
+            self._blocks.begin()
 
     def _catch_up(self, done: int, state: LoopState, hooks: HookList, signals: StopSignals) -> None:
         """Do the validation before or during which an earlier run was stopped."""
@@ -165,7 +210,8 @@ class _TrainLoop:
             state.updated_at = (state.epoch, state.batch, state.iteration)
         state.logs.start()
         started_at = state.step
-        with StopSignals(state.clock_s) as signals:
+        self._blocks = _Blocks(state, hooks, self.steps_per_call)
+        with StopSignals(state.clock_s) as signals, self._blocks:
             try:
                 with naming_missing_ranks(state):
                     for on_train_start in hooks.on_train_start:
@@ -227,6 +273,8 @@ class EpochTrainLoop(_TrainLoop):
             such as "1200-1210". They count like all others; docs/hooks.md.
         prefetch_to_device: Copy each batch to the model's CUDA device on a stream of its own, and
             read it before the step before it where no resumed run could tell; docs/configs.md.
+        steps_per_call: Before so many steps a compiled step looks once for changes of the model,
+            unless hooks from elsewhere act at each step; docs/performance.md.
     """
 
     def __init__(  # noqa: PLR0913
@@ -242,10 +290,12 @@ class EpochTrainLoop(_TrainLoop):
         sanity_val: bool = True,
         skip_steps: Sequence[int | str] = (),
         prefetch_to_device: bool = False,
+        steps_per_call: int = 1,
     ) -> None:
         schedule = ValSchedule("epochs", max_epochs, val_begin, val_interval, dynamic_intervals)
         super().__init__(dataloader, schedule, val_loop, log_every_steps, sanity_val, skip_steps)
         self.prefetch_to_device = prefetch_to_device
+        self.steps_per_call = positive("steps_per_call", steps_per_call)
         self.max_epochs = schedule.last
 
     def run(self, state: LoopState, hooks: HookList) -> LoopState:
@@ -320,10 +370,12 @@ class IterTrainLoop(_TrainLoop):
         sanity_val: bool = True,
         skip_steps: Sequence[int | str] = (),
         prefetch_to_device: bool = False,
+        steps_per_call: int = 1,
     ) -> None:
         schedule = ValSchedule("steps", max_steps, val_begin, val_interval, dynamic_intervals)
         super().__init__(dataloader, schedule, val_loop, log_every_steps, sanity_val, skip_steps)
         self.prefetch_to_device = prefetch_to_device
+        self.steps_per_call = positive("steps_per_call", steps_per_call)
         self.max_steps = self._last_step = schedule.last
 
     def run(self, state: LoopState, hooks: HookList) -> LoopState:

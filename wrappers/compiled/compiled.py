@@ -110,6 +110,23 @@ class Compiled:
             and self._assumptions.changed() is None
         )
 
+    def repeats(self, optim_wrapper: Any) -> bool:
+        """Whether the next step has the same plan."""
+        return optim_wrapper._accumulative_counts == 1 and not self._plan.held
+
+    def again(self, batch: Any, optim_wrapper: Any) -> dict[str, Any] | None:
+        """Step where only the optimizer's settings may have changed; None: nothing was done."""
+        tensors, structure = flattened(batch)
+        if (
+            structure == self._structure
+            and _kinds(tensors) == self._kinds
+            and self._assumptions.settings_hold()
+        ):
+            if optim_wrapper.loss_weight is not None:
+                optim_wrapper.weigh(batch)
+            return self.run(tensors, optim_wrapper)
+        return None
+
     def run(self, batch: list[Tensor], optim_wrapper: Any) -> dict[str, Any]:
         """Step, and return the logs; every rank that averages its gradients must call this."""
         for rate, group in zip(self._rates, optim_wrapper.optimizer.param_groups, strict=True):
@@ -119,7 +136,8 @@ class Compiled:
         window = optim_wrapper._window
         if window is not None:
             self._begin(window)
-        outputs = self._run([*self._fixed, *self._held(), *batch])
+        held = self._held() if self._plan.held else ()
+        outputs = self._run([*self._fixed, *held, *batch])
         optim_wrapper._inner_count += 1
         if self._plan.updates:
             if self._update is not None:
@@ -135,7 +153,8 @@ class Compiled:
         else:
             for at, gradient in zip(self._kept, outputs[len(self._names) :], strict=True):
                 self._trained[at].grad = gradient
-        return {**dict(zip(self._names, outputs, strict=False)), **self._constants}
+        logs = dict(zip(self._names, outputs, strict=False))
+        return {**logs, **self._constants} if self._constants else logs
 
     def _begin(self, window: Any) -> None:
         """Count the weight of the micro-batch, as ``OptimWrapper.backward`` does."""
@@ -232,9 +251,11 @@ class Assumptions:
             return "which parameters get gradients"
         if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
             return "the hooks of the optimizer"
-        if [{**one, "lr": None} for one in optimizer.param_groups] != self._groups:
-            return "the settings of the optimizer"
-        return None
+        return None if self.settings_hold() else "the settings of the optimizer"
+
+    def settings_hold(self) -> bool:
+        """Whether the optimizer's settings, but for learning rates, are as they were."""
+        return [{**one, "lr": None} for one in self._optimizer.param_groups] == self._groups
 
 
 def _flags(parameters: Iterable[Tensor]) -> list[tuple[bool, Any]]:
@@ -299,7 +320,10 @@ def flattened(batch: Any) -> tuple[list[Tensor], Any]:
         leaves, structure = [*batch], len(batch)
     elif type(batch) is dict:
         leaves, structure = list(batch.values()), tuple(batch)
-    if not all(type(one) is Tensor and not one.requires_grad for one in leaves):
+    is_flat = True
+    for one in leaves:
+        is_flat = is_flat and type(one) is Tensor and not one.requires_grad
+    if not is_flat:
         leaves, spec = tree_flatten(batch)
         structure = spec, [_HERE if isinstance(one, Tensor) else one for one in leaves]
         leaves = [one for one in leaves if isinstance(one, Tensor)]

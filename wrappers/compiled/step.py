@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -17,7 +18,7 @@ from ..optimizers.amp import AmpOptimWrapper
 from ..optimizers.optim import OptimWrapper
 from ..optimizers.optim_state import is_spread
 from ..sharding.layout import is_dtensor
-from ..steps.step import SingleDevice
+from ..steps.step import SingleDevice, only_moves
 from ..steps.step_checks import has_own_step
 from .compiled import Compiled, flattened, step_in_eager_mode
 from .trace import NotCompilableError, NotReadyError, Plan
@@ -49,6 +50,8 @@ class CompiledStep:
         self._attempts = 3
         self._is_closed = False
         self._clock = _Clock()
+        # So many steps for each look at the model, and those before the next look.
+        self._block, self._left = 1, 0
 
     def __reduce__(self) -> Any:
         return type(self), (self.max_programs,)
@@ -58,9 +61,9 @@ class CompiledStep:
 
         Every rank that averages its gradients must call this.
         """
+        self._left = 0
         if self._is_refused:
             return None
-        self._clock.tick()
         if optim_wrapper is not self._optim_wrapper:
             self._programs.clear()
             self._optim_wrapper = optim_wrapper
@@ -78,11 +81,35 @@ class CompiledStep:
             plan = _plan(wrapper, optim_wrapper)
             program, tensors = self._program(wrapper, plan, batch)
             if program is not None:
+                if self._block > 1 and program.repeats(optim_wrapper) and only_moves(wrapper):
+                    self._left = self._block - 1
                 return program.run(tensors, optim_wrapper)
             # Other ranks may have a program for their batches, and exchange gradients as it does.
             return (
                 step_in_eager_mode(wrapper, batch, optim_wrapper, plan) if plan.ranks > 1 else None
             )
+        except BaseException as error:
+            wrapper._explain(error)
+            raise
+
+    def look_every(self, steps: int) -> None:
+        """Look whether a program still fits the model before each ``steps``-th step, from now."""
+        self._block, self._left = steps, 0
+
+    def again(self, wrapper: Any, batch: Any, optim_wrapper: Any) -> dict[str, Any] | None:
+        """Step where a step before has looked at the model; None: nothing was done.
+
+        To be called before each step, by every rank that averages its gradients.
+        """
+        if not self._is_refused:
+            self._clock.tick()
+        if not self._left or optim_wrapper is not self._optim_wrapper:
+            return None
+        self._left -= 1
+        try:
+            return self._programs[0].again(batch, optim_wrapper)
+        except NotCompilableError:
+            return None
         except BaseException as error:
             wrapper._explain(error)
             raise
@@ -127,7 +154,7 @@ class _Clock:
 
     def __init__(self) -> None:
         self._last: float | None = None
-        self._eager: list[float] = []
+        self._eager: deque[float] = deque(maxlen=_TIMED)
         self._compiled: list[float] = []
         self._seconds = 0.0
 
@@ -154,7 +181,7 @@ class _Clock:
         # The first one prepares much.
         if len(self._eager) < 2:
             return ""
-        before, after = min(self._eager[1:]), min(self._compiled)
+        before, after = min(list(self._eager)[1:]), min(self._compiled)
         told = f"; it takes {after * 1e3:.3g} ms instead of {before * 1e3:.3g} ms"
         if after >= before:
             return f"{told}: leave compile: step out"
@@ -167,7 +194,7 @@ def _plan(wrapper: Any, optim_wrapper: Any) -> Plan:
         ranks = distributed.get_world_size(wrapper.data_group)
     groups = optim_wrapper.optimizer.param_groups
     held = [p.grad is not None for group in groups for p in group["params"] if p.requires_grad]
-    kept = tuple(held) if any(held) else ()
+    kept = tuple(held) if True in held else ()
     if optim_wrapper._accumulative_counts == 1:
         return Plan(kept, ranks=ranks)
     weighed = optim_wrapper.loss_weight is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from copy import deepcopy
@@ -88,7 +89,38 @@ def _sum(parts: Sequence[Tensor]) -> Tensor:
     return total
 
 
-class Steps:
+class _SeveralSteps:
+    # Trains in place of the usual step where it can; see wrappers/compiled.
+    _compiled_step: Any = None
+
+    def train_steps(
+        self, batches: Iterable[Any], optim_wrapper: OptimizerWrapper
+    ) -> list[dict[str, Tensor]]:
+        """Train on one batch after the other, as by ``train_step``; returns the logs of each.
+
+        A compiled step looks once whether it still fits the model, so what gives the batches must
+        not change that. Every rank must call this.
+        """
+        own: Any = self
+        self.look_every(sys.maxsize)
+        try:
+            return [own.train_step(batch, optim_wrapper) for batch in batches]
+        finally:
+            self.look_every(1)
+
+    def look_every(self, steps: int) -> bool:
+        """Have a compiled step look for changes of the model before each ``steps``-th step only.
+
+        It begins with the next one. In between nobody may change the model, but for the values of
+        its tensors; settings of the optimizer are always looked at. Returns whether the step is
+        compiled; this does nothing else.
+        """
+        if self._compiled_step is not None:
+            self._compiled_step.look_every(steps)
+        return self._compiled_step is not None
+
+
+class Steps(_SeveralSteps):
     """Training, validation and test step of ``self.module`` through ``self.forward``.
 
     A mixin of the model wrappers, which are modules with a child ``module``: the user's
@@ -111,8 +143,6 @@ class Steps:
     detect_anomalous_params: bool
     __call__: Callable[..., Any]
     _preprocessor: DataPreprocessor
-    # Trains in place of the usual step where it can; see wrappers/compiled.
-    _compiled_step: Callable[[Any, Any, Any], dict[str, Any] | None] | None = None
     # Whether the model's own train_step runs, and whether forward only calls the model.
     _model_steps: bool = False
     _direct: bool = False
@@ -122,6 +152,9 @@ class Steps:
 
         Every rank must call this.
         """
+        compiled = self._compiled_step
+        if compiled and (logs := compiled.again(self, data, optim_wrapper)) is not None:
+            return logs  # type: ignore[no-any-return]
         # Children by `_modules`: nn.Module's attribute access looks everywhere else first.
         model = self._modules["module"]
         if self._model_steps:
@@ -134,10 +167,8 @@ class Steps:
             data = _preprocessor_of(self, model)(data, training=True)
             if getattr(optim_wrapper, "loss_weight", None) is not None:
                 optim_wrapper.weigh(data, self)  # type: ignore[attr-defined]
-            if self._compiled_step is not None:
-                compiled_logs = self._compiled_step(self, data, optim_wrapper)
-                if compiled_logs is not None:
-                    return compiled_logs
+            if compiled and (logs := compiled(self, data, optim_wrapper)) is not None:
+                return logs  # type: ignore[no-any-return]
             args, kwargs = (data, {}) if isinstance(data, (list, tuple)) else as_call(data)
             try:
                 losses = (model if self._direct else self)(*args, **kwargs, mode="loss")
@@ -299,6 +330,12 @@ class SingleDevice(Steps, nn.Module):
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Call the model."""
         return self.module(*inputs, **kwargs)
+
+
+def only_moves(wrapper: Any) -> bool:
+    """Whether batches are prepared by a preprocessor that changes none that is on the device."""
+    owner = getattr(_preprocessor_of(wrapper, wrapper.module), "__self__", None)
+    return type(owner) is DataPreprocessor and owner._mean is None and owner._std is None
 
 
 def _preprocessor_of(wrapper: Any, model: Any) -> Callable[..., Any]:

@@ -1,0 +1,228 @@
+"""`steps_per_call` changes nothing of a run: weights, records, checkpoints, stops."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from loop_parts import assert_identical, make_data, make_loader, make_state, weights_of
+from ranks import run_ranks
+from torch import nn
+
+from stepwrap.loops import (
+    CheckpointHook,
+    EMAHook,
+    EpochTrainLoop,
+    Hook,
+    HookList,
+    IterTrainLoop,
+    LogHook,
+    LoopState,
+    MeanLoss,
+    SchedulerHook,
+    ValLoop,
+    build_loader,
+    find_checkpoint,
+    load_checkpoint,
+)
+from stepwrap.wrappers import OptimWrapper, compile_step
+
+# In an epoch, the last one with a single sample.
+BATCHES = 21
+
+
+def compiled_state(run_dir: Path | None = None, accumulate: int = 1) -> LoopState:
+    state = make_state(run_dir=run_dir, accumulate=accumulate, dropout=0.2)
+    compile_step(state.model)
+    optimizer = torch.optim.AdamW(state.model.parameters(), lr=0.01)
+    state.optim_wrapper = OptimWrapper(optimizer, accumulate, clip_grad={"max_norm": 0.5})
+    return state
+
+
+def our_hooks(state: LoopState) -> list[Any]:
+    optimizer = state.optim_wrapper.optimizer
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 100)
+    scheduler = SchedulerHook([(schedule, "step")])
+    average = EMAHook(0.9)
+    state.stateful |= {"scheduler": scheduler, "ema": average}
+    saving = CheckpointHook(every_steps=10, every_epochs=1, keep_last=100)
+    return [scheduler, average, LogHook(), saving]
+
+
+class Interrupted:
+    """Gives the batches of a loader; a signal comes while one of them is read."""
+
+    def __init__(self, loader: Any, at: int) -> None:
+        self.loader, self.batch_sampler, self.at = loader, loader.batch_sampler, at
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        for index, batch in enumerate(self.loader):
+            if index == self.at:
+                os.kill(os.getpid(), signal.SIGTERM)
+            yield batch
+
+
+def run(  # noqa: PLR0913
+    steps_per_call: int,
+    run_dir: Path,
+    *hooks: Hook,
+    loop: str = "epochs",
+    accumulate: int = 1,
+    interrupted_at: int | None = None,
+    resumes: bool = False,
+    **options: Any,
+) -> LoopState:
+    state = compiled_state(run_dir, accumulate)
+    loader: Any = make_loader(2 * BATCHES - 1, shuffle=True, seed=4)
+    if interrupted_at is not None:
+        loader = Interrupted(loader, interrupted_at)
+    options = {"log_every_steps": 7, "steps_per_call": steps_per_call, **options}
+    options["val_loop"] = ValLoop(build_loader(make_data(9), batch_size=8), {"loss": MeanLoss()})
+    made: Any = (
+        EpochTrainLoop(loader, max_epochs=2, **options)
+        if loop == "epochs"
+        else IterTrainLoop(loader, max_steps=50, val_interval=12, **options)
+    )
+    given = HookList([*our_hooks(state), *hooks])
+    if resumes:
+        path = find_checkpoint(run_dir)
+        assert path is not None
+        load_checkpoint(path).restore(state)
+    made.run(state, given)
+    return state
+
+
+def records_of(run_dir: Path) -> list[dict[str, Any]]:
+    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
+    return [{k: v for k, v in json.loads(line).items() if k != "time"} for line in lines]
+
+
+def checkpoints_of(run_dir: Path) -> dict[str, Any]:
+    """What each checkpoint holds, but for the clock."""
+    made = {}
+    for file in sorted(run_dir.glob("**/*.pt")):
+        content = torch.load(file, weights_only=False)
+        made[str(file.relative_to(run_dir))] = content
+    return made
+
+
+def assert_same(left: Any, right: Any, name: str = "") -> None:
+    """Compare nested containers, tensors bit by bit."""
+    if isinstance(left, dict):
+        assert left.keys() == right.keys(), name
+        for key in left:
+            if key != "clock_s":
+                assert_same(left[key], right[key], f"{name}.{key}")
+    elif isinstance(left, (list, tuple)):
+        assert len(left) == len(right), name
+        for index, pair in enumerate(zip(left, right, strict=True)):
+            assert_same(*pair, f"{name}.{index}")
+    elif isinstance(left, torch.Tensor):
+        assert torch.equal(left, right), name
+    else:
+        assert repr(left) == repr(right), name
+
+
+def assert_same_runs(tmp_path: Path, *hooks: Hook, **options: Any) -> LoopState:
+    usual = run(1, tmp_path / "usual", *hooks, **options)
+    state = run(32, tmp_path / "blocks", *hooks, **options)
+    # One for each number of samples and, with accumulation, each place in a window.
+    assert 0 < len(state.model._compiled_step._programs) <= 4
+    assert_identical(weights_of(usual), weights_of(state))
+    assert records_of(tmp_path / "usual") == records_of(tmp_path / "blocks")
+    assert checkpoints_of(tmp_path / "usual")
+    assert_same(checkpoints_of(tmp_path / "usual"), checkpoints_of(tmp_path / "blocks"))
+    return state
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("loop", ["epochs", "steps"])
+def test_weights_records_and_checkpoints_are_the_same(tmp_path: Path, loop: str) -> None:
+    assert_same_runs(tmp_path, loop=loop)
+
+
+@pytest.mark.slow
+def test_with_accumulation_and_steps_that_are_skipped(tmp_path: Path) -> None:
+    assert_same_runs(tmp_path, accumulate=2, skip_steps=[5, "9-11"])
+
+
+@pytest.mark.slow
+def test_a_run_that_is_stopped_in_a_block_goes_on_exactly(tmp_path: Path) -> None:
+    whole = run(32, tmp_path / "whole")
+    stopped = run(32, tmp_path / "parts", interrupted_at=11)
+    # After the step of the batch that was being read.
+    assert (stopped.step, stopped.signal) == (12, signal.SIGTERM)
+    resumed = run(32, tmp_path / "parts", resumes=True)
+    assert_identical(weights_of(whole), weights_of(resumed))
+    assert records_of(tmp_path / "whole") == records_of(tmp_path / "parts")
+
+
+class Thaw(Hook):
+    """Leaves dropout out from an event on, after so many updates."""
+
+    def __init__(self, event: str, step: int) -> None:
+        self.step = step
+        setattr(self, event, self.change)
+
+    def change(self, state: LoopState, *_: Any) -> None:
+        if state.step >= self.step:
+            dropout: Any = state.model.module.net[2]
+            assert isinstance(dropout, nn.Dropout)
+            dropout.p = 0.0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("event", ["on_update", "on_log", "on_eval_end"])
+def test_what_hooks_change_is_seen(
+    tmp_path: Path, event: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING, "stepwrap")
+    assert_same_runs(tmp_path, Thaw(event, 12), loop="steps")
+    assert ("gains nothing: Thaw acts at each step" in caplog.text) is (event == "on_update")
+
+
+def test_a_step_that_is_not_compiled_gains_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    weights = []
+    for steps_per_call in (1, 8):
+        state = make_state()
+        EpochTrainLoop(make_loader(), max_epochs=2, steps_per_call=steps_per_call).run(
+            state, HookList()
+        )
+        weights.append(weights_of(state))
+    assert_identical(*weights)
+    lines = [one.getMessage() for one in caplog.records if "steps_per_call" in one.getMessage()]
+    assert lines == [
+        "steps_per_call: 8 gains nothing: the training step is not compiled, as by compile: step"
+    ]
+
+
+@pytest.mark.parametrize("wrong", [0, -1, True, "32", 1.5])
+def test_wrong_values(wrong: Any) -> None:
+    for loop, length in ((EpochTrainLoop, {"max_epochs": 1}), (IterTrainLoop, {"max_steps": 1})):
+        with pytest.raises(ValueError, match=r"steps_per_call must be a whole number >= 1, got"):
+            loop(make_loader(), steps_per_call=wrong, **length)
+
+
+def _train_on_ranks(steps_per_call: int) -> dict[str, torch.Tensor]:
+    state = compiled_state()
+    loop = EpochTrainLoop(make_loader(83), max_epochs=2, steps_per_call=steps_per_call)
+    loop.run(state, HookList())
+    assert state.model._compiled_step._programs
+    return weights_of(state)
+
+
+@pytest.mark.slow
+def test_two_ranks() -> None:
+    usual, blocks = (run_ranks(_train_on_ranks, 2, steps, timeout_s=280.0) for steps in (1, 32))
+    for left, right in zip(usual, blocks, strict=True):
+        assert_identical(left, right)

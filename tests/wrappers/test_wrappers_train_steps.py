@@ -1,0 +1,168 @@
+"""Several batches by one call: what as many calls of `train_step` do, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from stepwrap.wrappers import (
+    AmpOptimWrapper,
+    DataPreprocessor,
+    OptimWrapper,
+    Preparation,
+    SingleDevice,
+    SupervisedModel,
+    with_train_step,
+    wrap_model,
+)
+
+Batch = tuple[Tensor, Tensor]
+Make = Callable[[nn.Module], OptimWrapper]
+
+
+class Model(SupervisedModel):
+    """A perceptron with dropout, and a preprocessor where one is given."""
+
+    def __init__(self, preprocessor: DataPreprocessor | None = None) -> None:
+        net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Dropout(0.2), nn.Linear(8, 3))
+        super().__init__(net, nn.CrossEntropyLoss())
+        if preprocessor is not None:
+            self.data_preprocessor = preprocessor
+
+
+class Doubled(DataPreprocessor):
+    """Changes each batch, by a random number."""
+
+    def forward(self, data: Any, training: bool = False) -> Any:
+        inputs, targets = super().forward(data, training)
+        return inputs * (1 + torch.rand(())), targets
+
+
+def batches(count: int, size: int = 5) -> list[Batch]:
+    generator = torch.Generator().manual_seed(3)
+    inputs = torch.randn(count, size, 6, generator=generator)
+    targets = torch.randint(3, (count, size), generator=generator)
+    return list(zip(inputs, targets, strict=True))
+
+
+def adamw(model: nn.Module, **options: Any) -> OptimWrapper:
+    return OptimWrapper(torch.optim.AdamW(model.parameters(), lr=1e-2), **options)
+
+
+def train(
+    blocks: int | None,
+    data: list[Batch],
+    *,
+    make: Make = adamw,
+    compiled: bool = True,
+    preprocessor: Callable[[], DataPreprocessor | None] = lambda: None,
+    before: Callable[[int, Any, OptimWrapper], None] = lambda *_: None,
+) -> tuple[list[Tensor], list[dict[str, Tensor]], Any]:
+    """Weights and state, the logs, and the wrapper; None: by `train_step`."""
+    torch.manual_seed(0)
+    model = Model(preprocessor())
+    prepare = Preparation(compile="step" if compiled else False)
+    wrapper: Any = wrap_model(None, model, prepare=prepare)
+    optim = make(model)
+    wrapper.train()
+    logs: list[dict[str, Tensor]] = []
+    for start in range(0, len(data), blocks or 1):
+        before(start, wrapper, optim)
+        if blocks is None:
+            logs.append(wrapper.train_step(data[start], optim))
+        else:
+            # Read one after the other, as from a loader.
+            logs += wrapper.train_steps(iter(data[start : start + blocks]), optim)
+    states = optim.optimizer.state_dict()["state"].values()
+    weights = [*model.state_dict().values(), *(v for one in states for v in one.values())]
+    assert not compiled or wrapper._compiled_step._programs, "nothing was compiled"
+    return weights, logs, wrapper
+
+
+def assert_identical(blocks: int, data: list[Batch], **options: Any) -> Any:
+    weights, logs, _ = train(None, data, **options)
+    in_blocks, logs_of_blocks, wrapper = train(blocks, data, **options)
+    assert len(weights) == len(in_blocks)
+    assert all(map(torch.equal, weights, in_blocks))
+    assert logs == logs_of_blocks
+    return wrapper
+
+
+def test_without_a_compiled_step() -> None:
+    assert_identical(4, batches(10), compiled=False)
+
+
+def test_a_training_step_of_ones_own_is_called_for_each_batch() -> None:
+    def step(wrapper: Any, data: Batch, optim_wrapper: OptimWrapper) -> dict[str, Tensor]:
+        losses = wrapper(*data, mode="loss")
+        optim_wrapper.update_params(losses["loss"])
+        return {"first": data[0][0, 0]}
+
+    data = batches(3)
+    model = Model()
+    wrapper = with_train_step(SingleDevice, step)(model)
+    logs = wrapper.train_steps(data, adamw(model))
+    assert [one["first"] for one in logs] == [inputs[0, 0] for inputs, _ in data]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("blocks", [7, 32, 100])
+def test_compiled_with_clipping_and_batches_of_another_shape(blocks: int) -> None:
+    data = batches(64)
+    for index in (9, 40, 63):
+        data[index] = data[index][0][:3], data[index][1][:3]
+    wrapper = assert_identical(
+        blocks, data, make=lambda model: adamw(model, clip_grad={"max_norm": 0.1})
+    )
+    assert len(wrapper._compiled_step._programs) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("counts", [1, 3])
+def test_compiled_with_bfloat16_and_accumulation(counts: int) -> None:
+    def make(model: nn.Module) -> OptimWrapper:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+        return AmpOptimWrapper(optimizer, dtype="bfloat16", accumulative_counts=counts)
+
+    assert_identical(8, batches(24), make=make)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [Doubled, lambda: DataPreprocessor(mean=0.5, std=2.0)])
+def test_compiled_with_batches_that_are_prepared(make: Callable[[], DataPreprocessor]) -> None:
+    assert_identical(8, batches(24), preprocessor=make)
+
+
+@pytest.mark.slow
+def test_changes_between_two_calls_are_seen() -> None:
+    def change(start: int, wrapper: Any, optim: OptimWrapper) -> None:
+        optim.optimizer.param_groups[0]["lr"] = 1e-3 * (1 + start // 8)
+        if start >= 16:
+            wrapper.module.net[2].p = 0.0
+        if start >= 24:
+            wrapper.module.net[0].weight.requires_grad_(False)
+
+    wrapper = assert_identical(8, batches(32), before=change)
+    assert len(wrapper._compiled_step._programs) == 3
+
+
+@pytest.mark.slow
+def test_settings_of_the_optimizer_are_always_looked_at() -> None:
+    def settle(index: int, wrapper: Any, optim: OptimWrapper) -> None:
+        optim.optimizer.param_groups[0]["lr"] = 1e-3 * (1 + index)
+        optim.optimizer.param_groups[0]["weight_decay"] = 0.1 if index > 12 else 0.0
+
+    def look_rarely(index: int, wrapper: Any, optim: OptimWrapper) -> None:
+        if index == 0:
+            wrapper.look_every(1000)
+        settle(index, wrapper, optim)
+
+    weights, logs, _ = train(None, batches(20), before=settle)
+    rarely, logs_of_rarely, wrapper = train(None, batches(20), before=look_rarely)
+    assert all(map(torch.equal, weights, rarely))
+    assert logs == logs_of_rarely
+    assert len(wrapper._compiled_step._programs) == 2
