@@ -232,7 +232,7 @@ class Assumptions:
         self._flags = _flags(self._parameters)
         self._optimizer: Any = optimizer
         self._parts = optimizer.state, optimizer.param_groups
-        self._groups = [{**one, "lr": None} for one in optimizer.param_groups]
+        self._groups = [{**one} for one in optimizer.param_groups]
 
     def changed(self) -> str | None:
         """What is not as it was; None where all is."""
@@ -255,7 +255,12 @@ class Assumptions:
 
     def settings_hold(self) -> bool:
         """Whether the optimizer's settings, but for learning rates, are as they were."""
-        return [{**one, "lr": None} for one in self._optimizer.param_groups] == self._groups
+        groups = self._optimizer.param_groups
+        if groups != self._groups:
+            for known, group in zip(self._groups, groups, strict=False):
+                known["lr"] = group["lr"]
+            return bool(groups == self._groups)
+        return True
 
 
 def _flags(parameters: Iterable[Tensor]) -> list[tuple[bool, Any]]:
