@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
 import platform
@@ -35,7 +36,11 @@ def compile_graph(graph: GraphModule, inputs: Sequence[Tensor]) -> Program:
     try:
         path = _cache() / f"{_key(graph, inputs)}.pt2"
         if not path.exists():
-            _compile(graph, inputs, path)
+            with Path(f"{path}.lock").open("w") as lock:
+                # One of the ranks compiles, and the others find what it made.
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                if not path.exists():
+                    _compile(graph, inputs, path)
         package: Any = torch._inductor.aoti_load_package(str(path))
     except Exception as error:
         raise NotCompilableError(f"{type(error).__name__}: {first_line(error)}") from error
@@ -56,7 +61,7 @@ def _compile(graph: GraphModule, inputs: Sequence[Tensor], path: Path) -> None:
         made = torch._inductor.aoti_compile_and_package(
             exported, package_path=f"{folder}/step.pt2", inductor_configs=dict(_SETTINGS)
         )
-        # At once: another rank may be doing the same.
+        # At once: another run may be looking for it.
         os.replace(made, path)
 
 

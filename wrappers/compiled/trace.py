@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -19,7 +20,7 @@ Slot = tuple[dict[str, Any], str]
 
 # From here on a gradient is reduced where it lies: that takes less time than a copy.
 _LARGE_BYTES = 2**22
-# Small ones in one tensor: larger ones would be mapped into memory anew in every step.
+# About so many of small ones are one tensor: from 32 MiB on it would be mapped anew in every step.
 _MOST_BYTES = 2**24
 
 
@@ -304,17 +305,15 @@ def taken_apart(like: Sequence[Tensor], parts: Sequence[Tensor]) -> list[Tensor]
 
 def _parts(like: Sequence[Tensor]) -> list[list[int]]:
     """Which are joined, by index: small ones of a type up to a size; a large one stays alone."""
-    parts: list[list[int]] = []
-    filling: dict[torch.dtype, tuple[list[int], int]] = {}
+    parts: dict[Any, list[int]] = {}
+    taken: Counter[torch.dtype] = Counter()
     for at, one in enumerate(like):
-        part, size = filling.get(one.dtype, ([], _MOST_BYTES))
-        if one.nbytes >= _LARGE_BYTES or size + one.nbytes > _MOST_BYTES:
-            part, size = [], 0
-            parts.append(part)
-        part.append(at)
-        if one.nbytes < _LARGE_BYTES:
-            filling[one.dtype] = part, size + one.nbytes
-    return parts
+        if one.nbytes >= _LARGE_BYTES:
+            parts[at] = [at]
+        else:
+            parts.setdefault((one.dtype, taken[one.dtype] // _MOST_BYTES), []).append(at)
+            taken[one.dtype] += one.nbytes
+    return list(parts.values())
 
 
 class _State(dict[Tensor, dict[str, Any]]):
