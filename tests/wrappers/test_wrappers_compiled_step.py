@@ -192,6 +192,18 @@ def test_other_settings_shapes_and_attributes_get_programs_of_their_own() -> Non
 
 
 @pytest.mark.slow
+def test_settings_that_change_at_each_step_are_not_followed(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def change(index: int, wrapper: Any, optim: OptimWrapper) -> None:
+        optim.optimizer.param_groups[0]["momentum"] = 0.9 - index / 100
+
+    wrapper = assert_equal(sgd, batches(12), 1e-5, before_step=change)
+    assert len(wrapper._compiled_step._programs) == 2
+    assert caplog.text.count("OneCycleLR") == 1
+
+
+@pytest.mark.slow
 def test_bfloat16() -> None:
     def make(model: nn.Module) -> OptimWrapper:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)

@@ -33,6 +33,8 @@ from .trace import (
 # Sums in another order are the reason, and Adam, which takes little more than signs at first.
 _TOLERANCES = {torch.float64: 1e-6, torch.float32: 0.02}
 _OF_HALF = 0.2
+# A program that serves for fewer steps was not worth compiling.
+_FEW = 3
 # A tensor among the leaves of a batch.
 _HERE = "a tensor"
 
@@ -79,6 +81,7 @@ class Compiled:
         shares = plan.ranks > 1 and not plan.held
         self._shared = shared_buffers(wrapper) if shares else []
         self._update: Program | None = None
+        self._runs = 0
         with _undone(model):
             self._make_programs(steps, tensors)
             if (changed := self._assumptions.changed()) is not None:
@@ -110,6 +113,10 @@ class Compiled:
             and self._assumptions.changed() is None
         )
 
+    def is_outdated(self) -> bool:
+        """Whether the optimizer's settings have changed right after it was made."""
+        return self._runs < _FEW and not self._assumptions.settings_hold()
+
     def repeats(self, optim_wrapper: Any) -> bool:
         """Whether the next step has the same plan."""
         return optim_wrapper._accumulative_counts == 1 and not self._plan.held
@@ -139,6 +146,7 @@ class Compiled:
         held = self._held() if self._plan.held else ()
         outputs = self._run([*self._fixed, *held, *batch])
         optim_wrapper._inner_count += 1
+        self._runs += 1
         if self._plan.updates:
             if self._update is not None:
                 parts = outputs[len(self._names) :]
@@ -171,7 +179,7 @@ class Compiled:
 
 
 def step_in_eager_mode(wrapper: Any, batch: Any, optim_wrapper: Any, plan: Plan) -> dict[str, Any]:
-    """Step as usual, but average the gradients as a program does: all in one tensor."""
+    """Step as usual, but average the gradients as a program does: in joined tensors."""
     model = wrapper.module
     if not plan.held:
         broadcast_first(shared_buffers(wrapper), wrapper.data_group)
@@ -239,8 +247,10 @@ class Assumptions:
         optimizer = self._optimizer
         if optimizer.state is not self._parts[0] or optimizer.param_groups is not self._parts[1]:
             return "the state of the optimizer"
-        told = ""
+        told = "the settings of the optimizer"
         try:
+            if not self.settings_hold():
+                return told
             for live, known, told in self._known:
                 if live != known:
                     return told
@@ -251,7 +261,7 @@ class Assumptions:
             return "which parameters get gradients"
         if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
             return "the hooks of the optimizer"
-        return None if self.settings_hold() else "the settings of the optimizer"
+        return None
 
     def settings_hold(self) -> bool:
         """Whether the optimizer's settings, but for learning rates, are as they were."""

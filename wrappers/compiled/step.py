@@ -30,6 +30,10 @@ logger = logging.getLogger(__name__)
 _EAGER_WINDOWS = 3
 # Compiled steps whose time is measured.
 _TIMED = 20
+_SETTINGS_CHANGE = (
+    "settings of the optimizer, other than rates, change from step to step, as momentum does by "
+    "OneCycleLR without cycle_momentum: false"
+)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -52,6 +56,7 @@ class CompiledStep:
         self._clock = _Clock()
         # So many steps for each look at the model, and those before the next look.
         self._block, self._left = 1, 0
+        self._outdated = 0
 
     def __reduce__(self) -> Any:
         return type(self), (self.max_programs,)
@@ -131,6 +136,9 @@ class CompiledStep:
                 raise NotCompilableError(f"there are max_programs={self.max_programs} programs")
             if (reason := _obstacle(wrapper, self._optim_wrapper)) is not None:
                 raise NotCompilableError(reason)
+            self._outdated += bool(self._programs) and self._programs[0].is_outdated()
+            if self._outdated > 1:
+                raise NotCompilableError(_SETTINGS_CHANGE)
             with self._clock.compiling():
                 program = Compiled(wrapper, self._optim_wrapper, plan, tensors, structure)
             self._programs.insert(0, program)
