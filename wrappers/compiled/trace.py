@@ -293,7 +293,8 @@ def trace(function: Callable[[Tensors], list[Tensor]], tensors: Tensors) -> Grap
     inputs = [one.detach() for one in tensors.flat()]
     python, numpy = random.getstate(), np.random.get_state(legacy=False)
     try:
-        graph = make_fx(lambda *flat: function(tensors.cut(flat)), tracing_mode="fake")(*inputs)
+        cut = tensors.cut
+        graph = make_fx(lambda *flat: function(cut(flat)), _DECOMPOSITIONS, "fake")(*inputs)
     except NotCompilableError:
         raise
     except Exception as error:
@@ -316,6 +317,20 @@ def trace(function: Callable[[Tensors], list[Tensor]], tensors: Tensors) -> Grap
             graph.graph.erase_node(node)
     graph.recompile()
     return graph
+
+
+def _addmm(bias: Tensor, one: Tensor, other: Tensor, *, beta: Any = 1, alpha: Any = 1) -> Any:
+    """With the bias where it costs nothing: as a part of what follows, not as a copy before it.
+
+    It is subtracted, as the compiler would make a sum one call again. Half precision would be
+    rounded once more.
+    """
+    if (beta, alpha) != (1, 1) or bias.dtype.itemsize < 4:
+        return NotImplemented
+    return torch.mm(one, other) - -bias
+
+
+_DECOMPOSITIONS = {torch.ops.aten.addmm.default: _addmm}
 
 
 def first_line(error: Exception) -> str:
