@@ -4,7 +4,8 @@ Statistics are counts, means and sums of squared deviations, which merge without
 (Chan, Golub, LeVeque 1979). Vectors with one number per channel are always fp64; what is as large
 as the input is computed in the precision of the layer, or the input's where that is higher, and
 rounded once, at the end. From every value a mean in that precision is subtracted first, which is
-exact or nearly so where it is large; what the mean lost by rounding is added to the vectors.
+exact or nearly so where it is large; what the mean lost by rounding is added to the vectors. Where
+all means are near zero, torch's kernels for the CPU do the same in one pass.
 """
 
 from __future__ import annotations
@@ -171,7 +172,7 @@ def _is_fp32_on_cpu(x: Tensor, stats: Statistics) -> bool:
 
 
 def _affine(x: Tensor, out: Tensor, mean: Tensor, scale: Tensor, shift: Tensor | None) -> None:
-    """Write (x - mean) * scale + shift into `out` in one pass: torch's batch norm in evaluation."""
+    """Write (x - mean) * scale + shift into `out` by torch's batch norm in evaluation."""
     mean, scale = mean.to(x.dtype), scale.to(x.dtype)
     shift = None if shift is None else shift.to(x.dtype)
     one, unused = torch.ones_like(mean), mean.new_empty(0)
