@@ -4,7 +4,8 @@ Statistics are counts, means and sums of squared deviations, which merge without
 (Chan, Golub, LeVeque 1979). Vectors with one number per channel are always fp64; what is as large
 as the input is computed in the precision of the layer, or the input's where that is higher, and
 rounded once, at the end. From every value a mean in that precision is subtracted first, which is
-exact or nearly so where it is large; what the mean lost by rounding is added to the vectors.
+exact or nearly so where it is large; what the mean lost by rounding is added to the vectors. Where
+all means are near zero, torch's kernels for the CPU do the same in one pass.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ Precision: TypeAlias = Literal["fp32", "fp64"]
 
 # Elements of a part of a tensor; twice this in fp64 has to fit into a core's cache.
 _BLOCK = 2**17
+# Standard deviations: means below it cost no digits in x * scale - mean * scale.
+_CENTRED = 2.0
 
 
 class Moments(NamedTuple):
@@ -39,6 +42,7 @@ class Statistics(NamedTuple):
         var: the biased variance.
         inv_std: what the deviations are multiplied by.
         slope: 0 where `inv_std` does not depend on the variance, else 1; None: 1 everywhere.
+        is_centred: all means are so near to zero that they need not be subtracted first.
         precision: what is as large as the input is computed in this at least.
     """
 
@@ -47,6 +51,7 @@ class Statistics(NamedTuple):
     var: Tensor
     inv_std: Tensor
     slope: Tensor | None = None
+    is_centred: bool = False
     precision: torch.dtype = torch.float32
 
     def to(self, device: torch.device) -> Statistics:
@@ -94,17 +99,23 @@ def statistics(merged: Moments, eps: float, mode: EpsMode) -> Statistics:
             "in all chunks together"
         )
     var = m2 / count
-    if mode == "plus":
-        return Statistics(count, mean, var, (var + eps).rsqrt())
-    return Statistics(count, mean, var, var.clamp(min=eps).rsqrt(), (var >= eps).double())
+    is_plus = mode == "plus"
+    inv_std = (var + eps if is_plus else var.clamp(min=eps)).rsqrt()
+    # On accelerators nobody looks, as that would wait.
+    is_centred = mean.is_cpu and bool(((mean * inv_std).abs() <= _CENTRED).all())
+    slope = None if is_plus else (var >= eps).double()
+    return Statistics(count, mean, var, inv_std, slope, is_centred)
 
 
 def normalise(
     x: Tensor, out: Tensor, *, stats: Statistics, weight: Tensor | None, bias: Tensor | None
 ) -> None:
     """Write the normalised `x` into `out`."""
-    mean, rest = _rounded_mean(x, stats)
     scale = _scale(stats, weight)
+    if stats.is_centred and _is_fp32_on_cpu(x, stats):
+        _affine(x, out, stats.mean, scale, bias)
+        return
+    mean, rest = _rounded_mean(x, stats)
     shift = -rest * scale if bias is None else bias - rest * scale
     mean, scale, shift = (_as_channels(one, mean.dtype, x) for one in (mean, scale, shift))
     for part, result in zip(_blocks(x), _blocks(out), strict=True):
@@ -118,8 +129,7 @@ def normalise(
 def gradient_sums(dy: Tensor, x: Tensor, stats: Statistics) -> Tensor:
     """`(2, channels)`: the sums of dy and of dy * xhat, the gradients of bias and weight."""
     mean, rest = _rounded_mean(x, stats)
-    is_fp32 = x.device.type == "cpu" and x.dtype is mean.dtype is torch.float32
-    if is_fp32 and x.numel():
+    if _is_fp32_on_cpu(x, stats):
         # In one pass over both: torch's gradients of weight and bias, where the scale is 1.
         one = torch.ones_like(mean)
         _, of_weight, of_bias = torch.ops.aten.native_batch_norm_backward(
@@ -140,17 +150,33 @@ def input_gradient(
         mean_product = mean_product * stats.slope
     scale = _scale(stats, weight)
     slope = -stats.inv_std * mean_product
+    dx = torch.empty_like(x)
+    if stats.is_centred and _is_fp32_on_cpu(x, stats):
+        _affine(x, dx, stats.mean, slope, -mean_dy)
+        return dx.add_(dy).mul_(_as_channels(scale, x.dtype, x))
     mean, rest = _rounded_mean(x, stats)
     shift = -mean_dy - slope * rest
     vectors = (mean, slope, shift, scale)
     mean, slope, shift, scale = (_as_channels(one, mean.dtype, x) for one in vectors)
-    dx = torch.empty_like(x)
     for part, gradient, result in zip(_blocks(x), _blocks(dy), _blocks(dx), strict=True):
         moved = _moved(part, mean, result)
         moved.mul_(slope).add_(gradient.to(mean.dtype)).add_(shift).mul_(scale)
         if moved is not result:
             result.copy_(moved)
     return dx
+
+
+def _is_fp32_on_cpu(x: Tensor, stats: Statistics) -> bool:
+    """Whether torch's kernels for the CPU compute in the precision that is wanted."""
+    return x.is_cpu and x.dtype is stats.precision is torch.float32 and x.numel() > 0
+
+
+def _affine(x: Tensor, out: Tensor, mean: Tensor, scale: Tensor, shift: Tensor | None) -> None:
+    """Write (x - mean) * scale + shift into `out` by torch's batch norm in evaluation."""
+    mean, scale = mean.to(x.dtype), scale.to(x.dtype)
+    shift = None if shift is None else shift.to(x.dtype)
+    one, unused = torch.ones_like(mean), mean.new_empty(0)
+    torch.native_batch_norm(x, scale, shift, mean, one, False, 0.0, 0.0, out=(out, unused, unused))
 
 
 def _sums(x: Tensor, mean: Tensor, dy: Tensor | None = None) -> Tensor:
