@@ -1,6 +1,8 @@
 """Copies of a module: their gradients, their buffers, and the callbacks of their parts."""
 
+import ctypes
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -330,6 +332,24 @@ def test_what_is_saved_for_the_backward(width: int) -> None:
     with torch.no_grad():
         model(inputs)
     assert threading.current_thread().name in names
+
+
+def test_copies_take_as_many_threads_as_the_caller_has_set() -> None:
+    # That of torch, which every thread has to be told; in tests it begins with 1.
+    library = Path(torch.__file__).parent / "lib/libgomp.so.1"
+    if not library.exists():
+        pytest.skip(f"this torch has no {library.name}")
+    openmp = ctypes.CDLL(str(library))
+    seen = []
+    layer = nn.Linear(64, 64)
+    layer.register_forward_pre_hook(lambda *_: seen.append(openmp.omp_get_max_threads()))
+    before = torch.get_num_threads()
+    torch.set_num_threads(before + 1)
+    try:
+        parallel(layer)(torch.zeros(2, 64))
+    finally:
+        torch.set_num_threads(before)
+    assert seen == [before + 1] * 2
 
 
 def test_compiled_parts_are_refused() -> None:

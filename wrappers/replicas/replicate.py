@@ -261,6 +261,8 @@ class _Surroundings:
     @contextmanager
     def entered(self, device: torch.device) -> Iterator[None]:
         """In a new thread: as in the calling thread, with ``device`` as the current one."""
+        # Sets for this thread what set_num_threads was told: else oneDNN and OpenMP take all cores.
+        torch.get_num_threads()
         with ExitStack() as stack:
             for make in self._contexts:
                 stack.enter_context(make())
