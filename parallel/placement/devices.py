@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import logging
 import math
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
@@ -124,11 +125,7 @@ def _is_present(device: torch.device) -> bool:
 
 
 def free_memory(device: DeviceName) -> float:
-    """Return the bytes that this process could take of a device's memory, or of the machine's RAM.
-
-    Raises:
-        RuntimeError: it is not known here.
-    """
+    """Return the bytes that this process could take of a GPU's memory or, for "cpu", of the RAM."""
     device = torch.device(device)
     if device.type == "cpu":
         return _free_ram()
@@ -154,14 +151,12 @@ def _free_ram() -> float:
     try:
         free = float(importlib.import_module("psutil").virtual_memory().available)
     except ImportError:
-        try:
-            text = Path("/proc/meminfo").read_text()
-        except OSError as error:
-            raise RuntimeError(
-                'the free memory of the CPU is not known here: give free_mib={"cpu": ...}, or '
-                "install psutil"
-            ) from error
-        free = 1024 * float(text.partition("MemAvailable:")[2].split()[0])
+        meminfo = Path("/proc/meminfo")
+        if meminfo.exists():
+            free = 1024 * float(meminfo.read_text().partition("MemAvailable:")[2].split()[0])
+        else:
+            # As on macOS: all of it.
+            free = float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
     return min(free, _room_of_container())
 
 
