@@ -130,6 +130,9 @@ def main() -> None:
     options = parser.parse_args()
     # The date is that of the start, the commit that of what was run.
     results = {**describe(options), "failed": [], "figures": []}
+    options.results.mkdir(parents=True, exist_ok=True)
+    stem = results["date"][:16].replace(":", "") + ("-quick" if options.quick else "")
+    path = options.results / f"{stem}.json"
     for name in options.only:
         if options.device != "cpu" and not has_device(name):
             print(f"{name}: left out, it measures the CPU only", flush=True)
@@ -139,11 +142,9 @@ def main() -> None:
             results["failed"].append(name)
         else:
             results["figures"] += figures
+        # After each: a run that is stopped keeps what it has.
+        path.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     print("\n".join(report.table(results["figures"])))
-    options.results.mkdir(parents=True, exist_ok=True)
-    stem = results["date"][:16].replace(":", "") + ("-quick" if options.quick else "")
-    path = options.results / f"{stem}.json"
-    path.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     report.draw(results, path.with_suffix(".png"))
     print(f"written: {path} and {path.with_suffix('.png').name}")
     if results["failed"]:
