@@ -162,7 +162,7 @@ def measure(rounds: int) -> dict[str, list[Marks]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=7)
-    options = parse_options(parser, {"rounds": 2})
+    options = parse_options(parser, {"rounds": 1})
     report, runs = Report(options.json), measure(options.rounds)
     peers = {"stepwrap": "plain + torchmetrics", "stepwrap, no metrics": "plain"}
     for title, at in (("processor time", 0), ("clock", 1)):
