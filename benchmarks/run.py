@@ -136,9 +136,7 @@ def main() -> None:
     for name in options.only:
         if options.device != "cpu" and not has_device(name):
             print(f"{name}: left out, it measures the CPU only", flush=True)
-            continue
-        figures = run_one(name, options)
-        if figures is None:
+        elif (figures := run_one(name, options)) is None:
             results["failed"].append(name)
         else:
             results["figures"] += figures

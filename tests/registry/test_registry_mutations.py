@@ -112,7 +112,7 @@ def nested(depth: int) -> str:
     [
         (nested(60), "a.yaml:1: nested more than 50 levels deep"),
         (nested(5000), "a.yaml:1: nested more than 50 levels deep"),
-        ("_base_: " + "x" * 5000, "a.yaml:1: there is no config file xxx"),
+        ("_base_: " + "q" * 5000, "a.yaml:1: there is no config file qqq"),
         ("? " + "k" * 1100 + "\n: 1", "a.yaml:1: a key of 1,100 characters, at most 1,024"),
         ('a: "\\ud800"', "a.yaml:1: not valid YAML: "),
         ("a: " + "${" * 400 + "b" + "}" * 400, "no valid interpolation: nested more than 50"),
@@ -123,7 +123,7 @@ def test_what_no_config_holds_is_told_at_its_line(write: Write, text: str, said:
     with pytest.raises(ConfigError) as caught:
         load_config(write("a.yaml", text))
     assert said in str(caught.value)
-    assert not re.search("[xk]{81}", str(caught.value).partition(": ")[2])
+    assert not re.search("[qk]{81}", str(caught.value).partition(": ")[2])
     assert len(str(caught.value)) < 500
 
 

@@ -132,6 +132,18 @@ def test_compiled_with_bfloat16_and_accumulation(counts: int) -> None:
 
 
 @pytest.mark.slow
+def test_compiled_with_batches_that_weigh_nothing() -> None:
+    data = batches(24)
+    for index in (10, 20):
+        data[index] = data[index][0], torch.zeros(5, dtype=torch.long)
+
+    def weight_of(batch: Batch) -> float:
+        return float(batch[1].any())
+
+    assert_identical(8, data, make=lambda model: adamw(model, loss_weight=weight_of))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [Doubled, lambda: DataPreprocessor(mean=0.5, std=2.0)])
 def test_compiled_with_batches_that_are_prepared(make: Callable[[], DataPreprocessor]) -> None:
     assert_identical(8, batches(24), preprocessor=make)

@@ -90,6 +90,8 @@ def _sum(parts: Sequence[Tensor]) -> Tensor:
 
 
 class _SeveralSteps:
+    """Steps in a row, for which a compiled step looks at the model once."""
+
     # Trains in place of the usual step where it can; see wrappers/compiled.
     _compiled_step: Any = None
 
