@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -144,6 +145,10 @@ def escaped(value: Any) -> Any:
 def _fault(text: str) -> str:
     """Return what is wrong with the syntax of an interpolation, "" when nothing is."""
     why = f"longer than {_MAX_TEXT:,} characters" if len(text) > _MAX_TEXT else ""
+    steps = (1 if bracket == _OPEN else -1 for bracket in re.findall(r"\$\{|\}", text))
+    # Where Python's stack ends depends on who asks, and on what the parser has cached.
+    if max(accumulate(steps), default=0) > MAX_DEPTH:
+        why = why or TOO_DEEP
     try:
         OmegaConf.create([text] if not why else [])
     except RecursionError:

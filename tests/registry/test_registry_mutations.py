@@ -115,6 +115,7 @@ def nested(depth: int) -> str:
         ("_base_: " + "q" * 5000, "a.yaml:1: there is no config file qqq"),
         ("? " + "k" * 1100 + "\n: 1", "a.yaml:1: a key of 1,100 characters, at most 1,024"),
         ('a: "\\ud800"', "a.yaml:1: not valid YAML: "),
+        ("a: " + "${" * 51 + "b" + "}" * 51, "no valid interpolation: nested more than 50"),
         ("a: " + "${" * 400 + "b" + "}" * 400, "no valid interpolation: nested more than 50"),
         ("a: &a {b: 1}\nc: {<<: 3}", "a.yaml:2: `<<` takes a section, or a list of sections"),
     ],

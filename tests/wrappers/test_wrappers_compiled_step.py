@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import pickle
 import random
 from collections.abc import Callable
@@ -204,12 +205,16 @@ def test_settings_that_change_at_each_step_are_not_followed(
 
 
 @pytest.mark.slow
-def test_bfloat16() -> None:
+def test_bfloat16(caplog: pytest.LogCaptureFixture) -> None:
     def make(model: nn.Module) -> OptimWrapper:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
         return AmpOptimWrapper(optimizer, dtype="bfloat16", clip_grad={"clip_value": 0.1})
 
+    caplog.set_level(logging.INFO)
     assert_equal(make, batches(30), 2e-3)
+    begins, ends = caplog.text.split("compiling the training step")
+    assert "was compiled in" not in begins
+    assert "the training step was compiled in" in ends
 
 
 class Odd(nn.Module):

@@ -30,6 +30,10 @@ logger = logging.getLogger(__name__)
 _EAGER_WINDOWS = 3
 # Compiled steps whose time is measured.
 _TIMED = 20
+_COMPILING = (
+    "compiling the training step for this shape of batches: a second where it is in the cache, "
+    "else up to half a minute"
+)
 _SETTINGS_CHANGE = (
     "settings of the optimizer, other than rates, change from step to step, as momentum does by "
     "OneCycleLR without cycle_momentum: false"
@@ -179,7 +183,9 @@ class _Clock:
 
     @contextmanager
     def compiling(self) -> Iterator[None]:
-        """Count what compiling takes."""
+        """Tell that compiling begins, and count what it takes."""
+        if get_rank() == 0:
+            logger.info(_COMPILING)
         begin = time.perf_counter()
         yield
         self._seconds += time.perf_counter() - begin
