@@ -59,7 +59,6 @@ def serve() -> None:
     threading.Thread(target=_listen, args=(connection, inbox), daemon=True).start()
     with open(stack, "a") as stack_file:
         faulthandler.enable()
-        faulthandler.register(signal.SIGUSR1, file=stack_file)
         import torch.distributed
 
         from stepwrap.collectives import forget_meshes
@@ -68,6 +67,9 @@ def serve() -> None:
         _call_by_sockets()
         connection.send_bytes(_answer("ready", None))
         while (message := inbox.get()) != b"exit":
+            # Anew: Lightning takes all signals back to the handlers that Python knows.
+            faulthandler.unregister(signal.SIGUSR1)
+            faulthandler.register(signal.SIGUSR1, file=stack_file)
             connection.send_bytes(_answer_call(rank, message))
             # The group ends only when all ranks are done with it, or when this one has failed.
             inbox.get()

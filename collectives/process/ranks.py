@@ -1,5 +1,6 @@
 """Who this process is among the ranks, and where it talks to them."""
 
+import contextlib
 import functools
 import hashlib
 import logging
@@ -174,11 +175,16 @@ def _count_on_this_host(world: dist.ProcessGroup) -> int:
     return sum(store.get(key).decode() == host for key in keys)
 
 
-@functools.cache
 def process_space() -> bytes:
     """Return 8 bytes that two processes share when each can see the other in /proc."""
-    if not os.path.exists("/proc/self/ns/pid"):
-        return uuid.uuid4().bytes[:8]
+    with contextlib.suppress(OSError):
+        return _process_space()
+    # No /proc, or no file can be opened now.
+    return uuid.uuid4().bytes[:8]
+
+
+@functools.cache
+def _process_space() -> bytes:
     space = f"{_BOOT.read_text()} {os.readlink('/proc/self/ns/pid')}"
     return hashlib.blake2b(space.encode(), digest_size=8).digest()
 
