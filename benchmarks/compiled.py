@@ -7,10 +7,14 @@ hand of the same round. On the CPU the processor's time counts. Compiling is not
 is told apart, first with an empty cache and then from the cache, as a fresh process would. JAX
 takes part where it is installed (`make bench-peers`), with its jitted step of the perceptron.
 
+With --device cuda: the perceptron, a ResNet-18 (SGD, 32 images of 224 x 224) and a GPT of 124
+million parameters (AdamW, clipped, bfloat16, 8 x 1,024 tokens), also by hand with the model in
+`torch.compile`; then what counts is time on the clock.
+
 The last table is of whole epochs of the perceptron: our training loop with the default hooks of a
 config, and a loop by hand over the same loader of data in memory.
 
-    python benchmarks/compiled.py [--rounds 21] [--only perceptron cnn transformer]
+    python benchmarks/compiled.py [--rounds 21] [--device cuda] [--only perceptron cnn transformer]
 """
 
 import argparse
@@ -34,12 +38,19 @@ from torch.utils.data import TensorDataset
 from stepwrap.configs.digits import Digits, SmallCNN
 from stepwrap.configs.source_lm import CharTransformer, NextCharLoss, SourceText
 from stepwrap.loops import EpochTrainLoop, HookList, LoopState, build_loader
-from stepwrap.wrappers import OptimWrapper, SingleDevice, SupervisedModel, compile_step
+from stepwrap.wrappers import (
+    AmpOptimWrapper,
+    OptimWrapper,
+    SingleDevice,
+    SupervisedModel,
+    compile_step,
+)
 
 SECONDS = 0.15
 
 BLOCK = 32
 BY_HAND, EAGER, COMPILED = "by hand", "stepwrap, eager", "stepwrap, compile: step"
+COMPILED_BY_HAND = "by hand, torch.compile"
 IN_BLOCKS = f"{COMPILED}, {BLOCK} steps per call"
 JAX = "JAX, jitted step"
 
@@ -73,15 +84,67 @@ def transformer() -> tuple[nn.Module, Any, list[Batch], dict[str, Any]]:
     return SupervisedModel(net, NextCharLoss()), torch.optim.AdamW, batches, options
 
 
-MODELS = {"perceptron": perceptron, "cnn": cnn, "transformer": transformer}
+class Residual(nn.Module):
+    """Two convolutions around which the input goes, as in He et al., 2015, figure 2."""
+
+    def __init__(self, before: int, width: int, stride: int) -> None:
+        super().__init__()
+        self.main = nn.Sequential(
+            nn.Conv2d(before, width, 3, stride, padding=1, bias=False),
+            nn.BatchNorm2d(width),
+            nn.ReLU(),
+            nn.Conv2d(width, width, 3, padding=1, bias=False),
+            nn.BatchNorm2d(width),
+        )
+        same = stride == 1 and before == width
+        across = nn.Conv2d(before, width, 1, stride, bias=False)
+        self.around = nn.Identity() if same else nn.Sequential(across, nn.BatchNorm2d(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(self.main(x) + self.around(x))
 
 
-def by_hand(model: Any, optimizer: torch.optim.Optimizer, clip: float | None) -> Train:
-    net, loss_of = model.net, model.loss
+def resnet18() -> tuple[nn.Module, Any, list[Batch], dict[str, Any]]:
+    stem = [nn.Conv2d(3, 64, 7, 2, padding=3, bias=False), nn.BatchNorm2d(64), nn.ReLU()]
+    layers: list[nn.Module] = [*stem, nn.MaxPool2d(3, 2, padding=1)]
+    for before, width, stride in [(64, 64, 1), (64, 128, 2), (128, 256, 2), (256, 512, 2)]:
+        layers += [Residual(before, width, stride), Residual(width, width, 1)]
+    net = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(512, 1000))
+    batches = [(torch.randn(32, 3, 224, 224), torch.randint(1000, (32,))) for _ in range(4)]
+    return SupervisedModel(net, nn.CrossEntropyLoss()), torch.optim.SGD, batches, {"lr": 0.01}
+
+
+def gpt() -> tuple[nn.Module, Any, list[Batch], dict[str, Any]]:
+    net = CharTransformer(width=768, depth=12, heads=12, max_length=1024)
+    # The size of GPT-2, and its shared weight.
+    net.characters, net.head = nn.Embedding(50257, 768), nn.Linear(768, 50257, bias=False)
+    net.head.weight = nn.init.normal_(net.characters.weight, std=0.02)
+    codes = torch.randint(50257, (4, 8, 1025))
+    batches = [(one[:, :-1].contiguous(), one[:, 1:].contiguous()) for one in codes]
+    options = {"lr": 3e-4, "clip": 1.0, "precision": torch.bfloat16}
+    return SupervisedModel(net, NextCharLoss()), torch.optim.AdamW, batches, options
+
+
+MODELS = {
+    "cpu": {"perceptron": perceptron, "cnn": cnn, "transformer": transformer},
+    "cuda": {"perceptron": perceptron, "resnet18": resnet18, "gpt": gpt},
+}
+
+
+def by_hand(
+    model: Any,
+    optimizer: torch.optim.Optimizer,
+    clip: float | None,
+    precision: torch.dtype | None = None,
+    compiled: bool = False,
+) -> Train:
+    net, loss_of = torch.compile(model.net) if compiled else model.net, model.loss
+    device = next(net.parameters()).device.type
 
     def train(batches: Any) -> None:
         for inputs, targets in batches:
-            loss = loss_of(net(inputs), targets)
+            with torch.autocast(device, precision, enabled=precision is not None):
+                loss = loss_of(net(inputs), targets)
             loss.backward()
             if clip is not None:
                 nn.utils.clip_grad_norm_(net.parameters(), clip)
@@ -92,12 +155,19 @@ def by_hand(model: Any, optimizer: torch.optim.Optimizer, clip: float | None) ->
 
 
 def by_wrapper(
-    model: Any, optimizer: torch.optim.Optimizer, clip: float | None, kind: str
+    model: Any,
+    optimizer: torch.optim.Optimizer,
+    clip: float | None,
+    precision: torch.dtype | None,
+    kind: str,
 ) -> Train:
     wrapper: Any = SingleDevice(model)
     if kind != EAGER:
         compile_step(wrapper)
-    optim = OptimWrapper(optimizer, clip_grad=None if clip is None else {"max_norm": clip})
+    clip_grad = None if clip is None else {"max_norm": clip}
+    optim = OptimWrapper(optimizer, clip_grad=clip_grad)
+    if precision is not None:
+        optim = AmpOptimWrapper(optimizer, dtype=precision, clip_grad=clip_grad)
     if kind == IN_BLOCKS:
         return lambda batches: wrapper.train_steps(batches, optim)
 
@@ -125,30 +195,39 @@ def by_jax(model: Any) -> Train:
     return train
 
 
-def make(name: str, kind: str) -> tuple[Train, list[Batch], float]:
+def make(name: str, kind: str, device: str) -> tuple[Train, list[Batch], float]:
     """A way to train, 32 batches, and the seconds that the first four steps take."""
     torch.manual_seed(0)
-    model, optimizer_class, batches, options = MODELS[name]()
-    clip = options.pop("clip", None)
+    model, optimizer_class, batches, options = MODELS[device][name]()
+    batches = [(inputs.to(device), targets.to(device)) for inputs, targets in batches]
+    clip, precision = options.pop("clip", None), options.pop("precision", None)
+    model.to(device).train()
     optimizer = optimizer_class(model.parameters(), **options)
-    model.train()
-    if kind == BY_HAND:
-        train = by_hand(model, optimizer, clip)
+    if kind in (BY_HAND, COMPILED_BY_HAND):
+        train = by_hand(model, optimizer, clip, precision, compiled=kind != BY_HAND)
     elif kind == JAX:
         train = by_jax(model)
     else:
-        train = by_wrapper(model, optimizer, clip, kind)
-    begin = time.perf_counter()
-    train(batches[:4])
-    return train, (batches * BLOCK)[:BLOCK], time.perf_counter() - begin
+        train = by_wrapper(model, optimizer, clip, precision, kind)
+    begin = clock(device)
+    train((batches * 4)[:4])
+    return train, (batches * BLOCK)[:BLOCK], clock(device) - begin
 
 
-def us_per_step(train: Train, batches: list[Batch]) -> float:
-    count, begin, start = 0, time.perf_counter(), time.process_time()
+def clock(device: str) -> float:
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def us_per_step(train: Train, batches: list[Batch], device: str) -> float:
+    """Processor time on a CPU, time on the clock on a GPU."""
+    count, begin, start = 0, clock(device), time.process_time()
     while time.perf_counter() - begin < SECONDS:
         train(batches)
         count += len(batches)
-    return (time.process_time() - start) / count * 1e6
+    took = time.process_time() - start if device == "cpu" else clock(device) - begin
+    return took / count * 1e6
 
 
 class ClockedLoader:
@@ -221,26 +300,33 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=21)
     parser.add_argument("--steps", type=int, default=1000, help="of an epoch")
-    parser.add_argument("--only", nargs="*", default=list(MODELS), choices=list(MODELS))
+    parser.add_argument("--device", choices=list(MODELS), default="cpu")
+    parser.add_argument("--only", nargs="*", metavar="MODEL")
     options = parse_options(parser, {"rounds": 5, "steps": 200, "only": ["perceptron"]})
     torch.set_num_threads(1)
-    report = Report(options.json)
+    report, device = Report(options.json), options.device
     kinds = [BY_HAND, EAGER, COMPILED, IN_BLOCKS]
+    kinds += [COMPILED_BY_HAND] if device == "cuda" else []
+    chosen = options.only or MODELS[device]
+    if unknown := set(chosen) - set(MODELS[device]):
+        parser.error(f"no model {min(unknown)} on {device}: {', '.join(MODELS[device])}")
     with tempfile.TemporaryDirectory() as folder:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
-        for name in options.only:
-            _, _, cold = make(name, COMPILED)
-            has_jax = name == "perceptron" and importlib.util.find_spec("jax")
-            made = {kind: make(name, kind) for kind in (*kinds, *([JAX] if has_jax else []))}
+        for name in chosen:
+            _, _, cold = make(name, COMPILED, device)
+            has_jax = (name, device) == ("perceptron", "cpu") and importlib.util.find_spec("jax")
+            made = {
+                kind: make(name, kind, device) for kind in (*kinds, *([JAX] if has_jax else []))
+            }
             took: dict[str, list[float]] = {kind: [] for kind in made}
             for _ in range(options.rounds):
                 for kind in random.sample(list(made), len(made)):
-                    took[kind].append(us_per_step(*made[kind][:2]))
+                    took[kind].append(us_per_step(*made[kind][:2], device))
             report.add(f"a step of the {name}", "us", took, BY_HAND)
             seconds = {"eager": [made[EAGER][2]], COMPILED: [cold]}
             seconds[f"{COMPILED}, from the cache"] = [made[COMPILED][2]]
             report.add(f"the first four steps of the {name}", "s", seconds, ratio_to={})
-        if "perceptron" in options.only:
+        if device == "cpu" and "perceptron" in chosen:
             compare_epochs(report, options.rounds, options.steps)
 
 

@@ -23,6 +23,7 @@ from stepwrap.wrappers import (
     compile_step,
     wrap_model,
 )
+from stepwrap.wrappers.compiled.cuda_graph import CudaGraph
 
 Batch = tuple[Tensor, Tensor]
 
@@ -65,13 +66,13 @@ def train(
     dtype: torch.dtype = torch.float32,
     net: Callable[[], nn.Module] = ConvNet,
     before_step: Callable[[int, Any, OptimWrapper], None] | None = None,
+    device: str = "cpu",
 ) -> tuple[dict[str, Tensor], list[float], Any]:
     """Weights, buffers and optimizer state after the batches; the losses; and the wrapper."""
     torch.manual_seed(0)
     model = SupervisedModel(net().to(dtype), nn.CrossEntropyLoss())
-    wrapper: Any = wrap_model(
-        None, model, prepare=Preparation(compile="step" if compiled else False)
-    )
+    prepare = Preparation(compile="step" if compiled else False)
+    wrapper: Any = wrap_model(None, model, device=device, prepare=prepare)
     optim = make(model)
     wrapper.train()
     losses = []
@@ -215,6 +216,60 @@ def test_bfloat16(caplog: pytest.LogCaptureFixture) -> None:
     begins, ends = caplog.text.split("compiling the training step")
     assert "was compiled in" not in begins
     assert "the training step was compiled in" in ends
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("counts", [1, 3])
+@pytest.mark.parametrize("kind", ["SGD", "AdamW"])
+def test_200_steps_as_cuda_graphs(kind: str, counts: int) -> None:
+    """With counts of steps that AdamW keeps on the CPU, changing rates and a ragged last batch."""
+
+    def make(model: nn.Module) -> OptimWrapper:
+        optimizer = getattr(torch.optim, kind)(model.parameters(), lr=0.01, foreach=True)
+        optim = OptimWrapper(
+            optimizer, accumulative_counts=counts, clip_grad={"max_norm": 0.5}, loss_weight="tokens"
+        )
+        optim.initialize_count_status(model, 0, 200)
+        return optim
+
+    def change(index: int, wrapper: Any, optim: OptimWrapper) -> None:
+        optim.optimizer.param_groups[0]["lr"] = 0.01 / (1 + index)
+
+    data = batches(200, dtype=torch.float64)
+    data[-1] = data[-1][0][:5], data[-1][1][:5]
+    # Some sums on GPUs have no fixed order.
+    wrapper = assert_equal(make, data, 1e-9, dtype=torch.float64, device="cuda", before_step=change)
+    assert all(type(one._run) is CudaGraph for one in wrapper._compiled_step._programs)
+
+
+@pytest.mark.gpu
+def test_weights_that_move_get_another_cuda_graph() -> None:
+    def move(index: int, wrapper: Any, optim: OptimWrapper) -> None:
+        if index == 8:
+            for one in wrapper.parameters():
+                one.data = one.data.clone()
+
+    wrapper = assert_equal(sgd, batches(20), 1e-4, device="cuda", before_step=move)
+    assert len(wrapper._compiled_step._programs) == 2
+
+
+@pytest.mark.gpu
+def test_what_no_cuda_graph_holds_runs_as_usual(caplog: pytest.LogCaptureFixture) -> None:
+    """Also what the optimizer keeps on the CPU stays there."""
+    states = []
+    for compiled in (False, True):
+        state, _, _ = train(compiled, adamw, batches(8), net=lambda: Odd("draws"), device="cuda")
+        states.append({name: one.device for name, one in state.items()})
+    assert states[0] == states[1]
+    assert caplog.text.count("outside of torch") == 1
+
+
+@pytest.mark.gpu
+def test_bfloat16_as_a_cuda_graph() -> None:
+    def make(model: nn.Module) -> OptimWrapper:
+        return AmpOptimWrapper(torch.optim.SGD(model.parameters(), lr=0.05), dtype="bfloat16")
+
+    assert_equal(make, batches(30), 5e-3, device="cuda")
 
 
 class Odd(nn.Module):

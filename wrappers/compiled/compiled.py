@@ -17,6 +17,7 @@ from ..sharding.layout import parameters_of
 from ..sharding.mesh import broadcast_first
 from ..steps.preprocess import device_of
 from ..steps.step import as_call, parse_losses
+from .cuda_graph import CudaGraph, warm_up
 from .program import Program, compile_graph
 from .trace import (
     NotCompilableError,
@@ -55,12 +56,22 @@ class Compiled:
         model: Any = wrapper.module
         self._plan, self._structure, self._kinds = plan, structure, _kinds(batch)
         self._group = wrapper.data_group
-        self._places = places = Places(model, optim_wrapper.optimizer)
+        places = Places(model, optim_wrapper.optimizer)
+        self._trained = places.trained_tensors()
+        with _state_on(device_of(model), places):
+            self._compile(wrapper, optim_wrapper, places, batch)
+        self._addresses = self._located()
+
+    def _compile(
+        self, wrapper: Any, optim_wrapper: Any, places: Places, batch: list[Tensor]
+    ) -> None:
+        plan, structure, model = self._plan, self._structure, wrapper.module
+        device = device_of(model)
         self._assumptions = Assumptions(model, optim_wrapper.optimizer)
         # A rate may be a tensor that changes in place.
-        self._rates = [_Number(one["lr"]) for one in optim_wrapper.optimizer.param_groups]
-        self._share, self._factor = _Number(1.0), _Number(1.0)
-        self._trained = places.trained_tensors()
+        groups = optim_wrapper.optimizer.param_groups
+        self._rates = [_Number(one["lr"], device) for one in groups]
+        self._share, self._factor = _Number(1.0, device), _Number(1.0, device)
 
         def losses(tensors: Sequence[Tensor]) -> Any:
             args, kwargs = as_call(unflattened(tensors, structure))
@@ -78,6 +89,8 @@ class Compiled:
             self._held(),
             batch,
         )
+        if len(devices := {str(one.device) for one in tensors.flat()}) > 1:
+            raise NotCompilableError(f"there are tensors on {' and on '.join(sorted(devices))}")
         shares = plan.ranks > 1 and not plan.held
         self._shared = shared_buffers(wrapper) if shares else []
         self._update: Program | None = None
@@ -111,7 +124,13 @@ class Compiled:
             and structure == self._structure
             and _kinds(batch) == self._kinds
             and self._assumptions.changed() is None
+            and self._located() == self._addresses
         )
+
+    def _located(self) -> list[int]:
+        """Where the tensors lie that a CUDA graph finds by their addresses."""
+        is_graph = isinstance(self._run, CudaGraph)
+        return [one.data_ptr() for one in self._fixed] if is_graph else []
 
     def is_outdated(self) -> bool:
         """Whether the optimizer's settings have changed right after it was made."""
@@ -289,6 +308,20 @@ def _snapshot(attributes: dict[str, Any]) -> dict[str, Any]:
 
 
 @contextmanager
+def _state_on(device: torch.device, places: Places) -> Iterator[None]:
+    """Move what an optimizer keeps on the CPU, as counts of steps: a graph could not change it."""
+    before = [(state, name, state[name]) for _, name, state in places.states()]
+    try:
+        for state, name, one in before:
+            state[name] = one.to(device)
+        yield
+    except BaseException:
+        for state, name, one in before:
+            state[name] = one
+        raise
+
+
+@contextmanager
 def _undone(model: nn.Module) -> Iterator[None]:
     """Take attributes of the modules, and tensors in them, back to what they were before."""
     modules = [(vars(one), dict(vars(one))) for one in model.modules()]
@@ -312,9 +345,9 @@ def _undone(model: nn.Module) -> Iterator[None]:
 class _Number:
     """A number as a tensor."""
 
-    def __init__(self, value: Any) -> None:
+    def __init__(self, value: Any, device: torch.device) -> None:
         self._value = float(value)
-        self.tensor = torch.tensor(self._value, dtype=torch.float64)
+        self.tensor = torch.tensor(self._value, dtype=torch.float64, device=device)
 
     def set(self, value: Any) -> None:
         """Take over another value."""
@@ -364,18 +397,20 @@ def _kinds(tensors: Sequence[Tensor]) -> list[Any]:
 
 def _program(function: Callable[[Tensors], list[Tensor]], tensors: Tensors) -> Program:
     """Compile a function of tensors, and compare it once with the function itself."""
-    program = compile_graph(trace(function, tensors), tensors.flat())
-    before, before_rng = [one.detach().clone() for one in tensors.flat()], torch.get_rng_state()
+    flat = tensors.flat()
+    program = compile_graph(trace(function, tensors), flat)
+    before = [one.detach().clone() for one in flat]
     mine, theirs = ([one.clone() for one in before] for _ in range(2))
-    try:
-        made = program(mine)
-        streams = torch.get_rng_state()
-        torch.set_rng_state(before_rng)
+    gpus = [flat[0].device] if flat[0].is_cuda else []
+    if gpus:
+        warm_up(program, mine)
+    with torch.random.fork_rng(gpus):
+        made = _launched(program, tensors.cut(mine))(mine)
+        streams = _random_states(gpus)
+    with torch.random.fork_rng(gpus):
         expected = function(tensors.cut(theirs))
-        if not torch.equal(streams, torch.get_rng_state()):
+        if not all(map(torch.equal, streams, _random_states(gpus))):
             raise NotCompilableError("compiled, it draws other random numbers")
-    finally:
-        torch.set_rng_state(before_rng)
     # Each kind as a whole: where a gradient is zero but for rounding, Adam's step is anything.
     kinds = [*tensors.lengths(), len(expected)]
     news, wanteds = ([*new, *out] for new, out in ((mine, made), (theirs, expected)))
@@ -384,7 +419,19 @@ def _program(function: Callable[[Tensors], list[Tensor]], tensors: Tensors) -> P
     for count in kinds:
         if _differ([next(rest) for _ in range(count)]):
             raise NotCompilableError("compiled, it gives other numbers")
-    return program
+    return _launched(program, tensors)
+
+
+def _launched(program: Program, tensors: Tensors) -> Program:
+    """The program for these tensors: on a GPU, as a CUDA graph."""
+    flat, held = tensors.flat(), len(tensors.held)
+    if not flat[0].is_cuda:
+        return program
+    return CudaGraph(program, flat, given=held + len(tensors.batch), changed=held)
+
+
+def _random_states(gpus: Sequence[torch.device]) -> list[Tensor]:
+    return [torch.get_rng_state(), *(torch.cuda.get_rng_state(one) for one in gpus)]
 
 
 def _differ(triples: Sequence[tuple[Tensor, Tensor, Tensor]]) -> bool:

@@ -28,22 +28,32 @@ def compile_graph(graph: GraphModule, inputs: Sequence[Tensor]) -> Program:
     """Return ``graph`` as a program for inputs like these, from the cache where it is there.
 
     It changes the inputs as the graph does; those of the program must have the same shapes, data
-    types and strides, which nobody checks.
+    types, strides and devices, which nobody checks.
 
     Raises:
         NotCompilableError: the compiler fails, or the cache is not for this user alone.
     """
     try:
-        path = _cache() / f"{_key(graph, inputs)}.pt2"
-        if not path.exists():
-            with Path(f"{path}.lock").open("w") as lock:
-                # One of the ranks compiles, and the others find what it made.
-                fcntl.flock(lock, fcntl.LOCK_EX)
-                if not path.exists():
-                    _compile(graph, inputs, path)
-        package: Any = torch._inductor.aoti_load_package(str(path))
+        if inputs[0].device.type == "cpu":
+            return _ahead_of_time(graph, inputs)
+        # A CUDA graph needs no program without Python, whose compiler needs CUDA's headers.
+        with warnings.catch_warnings(), torch.autocast(inputs[0].device.type, enabled=False):
+            warnings.simplefilter("ignore")
+            compiled: Any = torch._inductor.compile(graph, [*inputs], options=dict(_SETTINGS))
+        return lambda given: compiled(*given)
     except Exception as error:
         raise NotCompilableError(f"{type(error).__name__}: {first_line(error)}") from error
+
+
+def _ahead_of_time(graph: GraphModule, inputs: Sequence[Tensor]) -> Program:
+    path = _cache() / f"{_key(graph, inputs)}.pt2"
+    if not path.exists():
+        with Path(f"{path}.lock").open("w") as lock:
+            # One of the ranks compiles, and the others find what it made.
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not path.exists():
+                _compile(graph, inputs, path)
+    package: Any = torch._inductor.aoti_load_package(str(path))
     run: Program = package.loader.run
     return run
 

@@ -18,6 +18,7 @@ from ..optimizers.amp import AmpOptimWrapper
 from ..optimizers.optim import OptimWrapper
 from ..optimizers.optim_state import is_spread
 from ..sharding.layout import is_dtensor
+from ..steps.preprocess import device_of
 from ..steps.step import SingleDevice, only_moves
 from ..steps.step_checks import has_own_step
 from .compiled import Compiled, flattened, step_in_eager_mode
@@ -261,14 +262,16 @@ def _of_model(model: nn.Module) -> Iterator[str]:
     for name, one in model.named_parameters():
         if type(one) is not nn.Parameter or is_dtensor(one):
             yield f"{name} is a {type(one).__name__}"
-        if one.device.type != "cpu":
-            yield f"{name} is on {one.device}; programs are for CPUs so far"
+        if one.device.type not in ("cpu", "cuda"):
+            yield f"{name} is on {one.device}; programs are for CPUs and GPUs with CUDA"
         if one._backward_hooks or one._post_accumulate_grad_hooks:
             yield f"{name} has hooks"
 
 
 def _of_ddp(wrapper: Any) -> Iterator[str]:
     """Not those that every replica has: DistributedDataParallel puts hooks on its parameters."""
+    if device_of(wrapper.module).type != "cpu":
+        yield "on GPUs ddp averages gradients while the backward runs, which no program does"
     for option in ("find_unused_parameters", "static_graph", "parameters_to_ignore"):
         if getattr(wrapper, option):
             yield f"{option} is set"

@@ -371,9 +371,9 @@ def _addmm(bias: Tensor, one: Tensor, other: Tensor, *, beta: Any = 1, alpha: An
     """With the bias where it costs nothing: as a part of what follows, not as a copy before it.
 
     It is subtracted, as the compiler would make a sum one call again. Half precision would be
-    rounded once more.
+    rounded once more, and on GPUs the compiler decides by itself.
     """
-    if (beta, alpha) != (1, 1) or bias.dtype.itemsize < 4:
+    if (beta, alpha) != (1, 1) or bias.dtype.itemsize < 4 or bias.device.type != "cpu":
         return NotImplemented
     return torch.mm(one, other) - -bias
 
