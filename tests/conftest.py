@@ -3,6 +3,7 @@
 import contextlib
 import importlib
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -38,7 +39,10 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.fixture(autouse=True)
 def _restore_surroundings() -> Iterator[None]:
-    """No launcher's variables inside a test; environment and directory as before after it."""
+    """No launcher's variables inside a test; afterwards all is as before.
+
+    Environment, directory, and whether torch's algorithms are deterministic, which a run sets.
+    """
     environment, cwd = dict(os.environ), Path.cwd()
     for name in environment.keys() - ranks.without_launcher(environment.items()):
         del os.environ[name]
@@ -46,3 +50,5 @@ def _restore_surroundings() -> Iterator[None]:
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(environment)
+    if "torch" in sys.modules and sys.modules["torch"].are_deterministic_algorithms_enabled():
+        sys.modules["torch"].use_deterministic_algorithms(False)

@@ -1,5 +1,6 @@
 """What the workers of the pool tests run. It imports no torch: they start fast."""
 
+import collections
 import ctypes
 import faulthandler
 import multiprocessing
@@ -8,6 +9,7 @@ import resource
 import signal
 import sys
 import time
+import uuid
 
 
 def square(number):
@@ -243,16 +245,17 @@ def length(data):
 class Counted:
     """A function object that counts, in its process, how often it was unpickled."""
 
-    loads = 0
+    loads = collections.Counter()
+
+    def __init__(self):
+        self.name = uuid.uuid4()
 
     def __call__(self, _):
-        return Counted.loads
+        return Counted.loads[self.name]
 
     def __setstate__(self, state):
-        Counted.loads += 1
-
-    def __getstate__(self):
-        return {"some": 1}
+        self.name = state["name"]
+        Counted.loads[self.name] += 1
 
 
 class SlowlyFreed:

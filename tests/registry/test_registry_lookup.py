@@ -284,10 +284,13 @@ def test_a_definition_that_was_never_imported_is_found(write: Write) -> None:
 
 
 def test_a_definition_that_is_not_registered_is_named_by_its_path(write: Write) -> None:
-    write("shapes.py", "class Square:\n    pass\n")
-    __import__("shapes")
+    write("imported_shapes.py", "class Square:\n    pass\n")
+    __import__("imported_shapes")
     text = miss(MODELS, "Square")
-    assert "in shapes.py:1 but is not registered here: write type: shapes.Square" in text
+    assert (
+        "in imported_shapes.py:1 but is not registered here: write type: imported_shapes.Square"
+        in text
+    )
 
 
 def test_importing_the_registry_imports_no_torch() -> None:

@@ -59,12 +59,10 @@ class Compiled:
         places = Places(model, optim_wrapper.optimizer)
         self._trained = places.trained_tensors()
         with _state_on(device_of(model), places):
-            self._compile(wrapper, optim_wrapper, places, batch)
+            self._make(wrapper, optim_wrapper, places, batch)
         self._addresses = self._located()
 
-    def _compile(
-        self, wrapper: Any, optim_wrapper: Any, places: Places, batch: list[Tensor]
-    ) -> None:
+    def _make(self, wrapper: Any, optim_wrapper: Any, places: Places, batch: list[Tensor]) -> None:
         plan, structure, model = self._plan, self._structure, wrapper.module
         device = device_of(model)
         self._assumptions = Assumptions(model, optim_wrapper.optimizer)
@@ -346,12 +344,16 @@ class _Number:
     """A number as a tensor."""
 
     def __init__(self, value: Any, device: torch.device) -> None:
-        self._value = float(value)
-        self.tensor = torch.tensor(self._value, dtype=torch.float64, device=device)
+        self._value: float | None = float(value)
+        self.tensor = torch.tensor(float(value), dtype=torch.float64, device=device)
 
     def set(self, value: Any) -> None:
         """Take over another value."""
-        if (number := float(value)) != self._value:
+        if isinstance(value, Tensor) and value.is_cuda:
+            # Without waiting for it.
+            self.tensor.copy_(value)
+            self._value = None
+        elif (number := float(value)) != self._value:
             self._value = number
             self.tensor.fill_(number)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -30,9 +31,13 @@ class CudaGraph:
         self, program: Program, inputs: Sequence[Tensor], given: int, changed: int
     ) -> None:
         self._fixed, self._changed = len(inputs) - given, changed
+        # It has the constants that the graph reads.
+        self._program = program
         self._copies = [one.clone() for one in inputs[self._fixed :]]
-        with _undisturbed(inputs[0].device):
-            self._graph, self._outputs = capture(program, [*inputs[: self._fixed], *self._copies])
+        with _side_stream(inputs[0].device) as stream:
+            self._graph, self._outputs = capture(
+                program, [*inputs[: self._fixed], *self._copies], stream
+            )
 
     def __call__(self, inputs: Sequence[Tensor]) -> list[Tensor]:
         given = inputs[self._fixed :]
@@ -45,34 +50,47 @@ class CudaGraph:
         return [one.clone() for one in self._outputs]
 
 
-def capture(program: Program, inputs: list[Tensor]) -> tuple[torch.cuda.CUDAGraph, list[Tensor]]:
+def capture(
+    program: Program, inputs: list[Tensor], stream: torch.cuda.Stream
+) -> tuple[torch.cuda.CUDAGraph, list[Tensor]]:
     """Return a graph of what a program does, which is not done, and the outputs it will have."""
     graph = torch.cuda.CUDAGraph()
     # Not "global": other threads may pin memory meanwhile.
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
         return graph, program(inputs)
 
 
 def warm_up(program: Program, inputs: Sequence[Tensor]) -> None:
-    """Run a program on copies, on a stream of its own: a first run loads and tunes kernels.
+    """Run a program on copies, twice: a first run loads and tunes kernels, which no graph holds.
 
     Raises:
-        NotCompilableError: it fails.
+        NotCompilableError: it fails, or waits for the GPU, after which a capture could not go on.
     """
-    with _undisturbed(inputs[0].device):
-        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
+    with _side_stream(inputs[0].device):
+        program([one.clone() for one in inputs])
+        before = torch.cuda.get_sync_debug_mode()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
             program([one.clone() for one in inputs])
-        torch.cuda.current_stream().wait_stream(stream)
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
 
 
 @contextmanager
-def _undisturbed(device: torch.device) -> Iterator[None]:
-    """Work on a GPU without autocast, and leave random numbers as they are."""
-    autocast = torch.autocast(device.type, enabled=False)
+def _side_stream(device: torch.device) -> Iterator[torch.cuda.Stream]:
+    """Work on another stream, without autocast, and leave random numbers as they are."""
+    stream, autocast = _stream(device), torch.autocast(device.type, enabled=False)
+    stream.wait_stream(torch.cuda.current_stream(device))
     try:
-        with torch.cuda.device(device), torch.random.fork_rng([device]), torch.no_grad(), autocast:
-            yield
-    except RuntimeError as error:
+        # Here too, as a capture that fails does not take its stream back.
+        with torch.cuda.stream(stream), torch.random.fork_rng([device]), torch.no_grad(), autocast:
+            yield stream
+    except Exception as error:
         raise NotCompilableError(f"no CUDA graph: {first_line(error)}") from error
+    torch.cuda.current_stream(device).wait_stream(stream)
+
+
+@functools.cache
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    # One for all: libraries keep memory for each that they have met.
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]

@@ -37,10 +37,13 @@ def compile_graph(graph: GraphModule, inputs: Sequence[Tensor]) -> Program:
         if inputs[0].device.type == "cpu":
             return _ahead_of_time(graph, inputs)
         # A CUDA graph needs no program without Python, whose compiler needs CUDA's headers.
+        settings = {**_SETTINGS, "triton.cudagraphs": False}
         with warnings.catch_warnings(), torch.autocast(inputs[0].device.type, enabled=False):
             warnings.simplefilter("ignore")
-            compiled: Any = torch._inductor.compile(graph, [*inputs], options=dict(_SETTINGS))
-        return lambda given: compiled(*given)
+            compiled: Any = torch._inductor.compile(
+                graph, [one.detach() for one in inputs], options=settings
+            )
+        return lambda tensors: compiled(*tensors)
     except Exception as error:
         raise NotCompilableError(f"{type(error).__name__}: {first_line(error)}") from error
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, distributed, nn
 
 from ...collectives import get_rank
@@ -144,11 +145,11 @@ class CompiledStep:
             self._outdated += bool(self._programs) and self._programs[0].is_outdated()
             if self._outdated > 1:
                 raise NotCompilableError(_SETTINGS_CHANGE)
-            with self._clock.compiling():
+            with self._clock.compiling(device_of(wrapper.module)):
                 program = Compiled(wrapper, self._optim_wrapper, plan, tensors, structure)
             self._programs.insert(0, program)
             return program, tensors
-        except NotCompilableError as reason:
+        except (NotCompilableError, torch.OutOfMemoryError) as reason:
             self._tell(str(reason))
             self._attempts -= 1
             if not self._attempts or not isinstance(reason, NotReadyError):
@@ -183,7 +184,7 @@ class _Clock:
             logger.info("the training step was compiled in %.1f s%s", self._seconds, self._gain())
 
     @contextmanager
-    def compiling(self) -> Iterator[None]:
+    def compiling(self, device: torch.device) -> Iterator[None]:
         """Tell that compiling begins, and count what it takes."""
         if get_rank() == 0:
             logger.info(_COMPILING)
@@ -191,6 +192,9 @@ class _Clock:
         yield
         self._seconds += time.perf_counter() - begin
         self._last = None
+        if device.type != "cpu":
+            # Launches return at once, so nothing is known of the time a step takes.
+            self._eager.clear()
 
     def _gain(self) -> str:
         # The first one prepares much.

@@ -237,7 +237,7 @@ class StepFunctions:
             if given.weights:
                 scaled = scaled * given.weights[0].to(total.dtype)
             found = torch.autograd.grad(scaled, wanted, allow_unused=True)
-            gradients: list[Tensor | None] = [*found]
+            gradients = _of_their_own(found)
         with torch.no_grad():
             held = iter(given.held)
             for at in (at for at, is_held in enumerate(plan.held) if is_held):
@@ -283,6 +283,20 @@ class StepFunctions:
                 value.copy_(new)
         self.has_norm = norm is not None
         return [] if norm is None else [norm.clone()]
+
+
+def _of_their_own(gradients: Iterable[Tensor | None]) -> list[Tensor | None]:
+    """Gradients that can be changed in place: a sum gives one tensor to all that it adds up."""
+    kept: list[Tensor | None] = []
+    seen: set[int] = set()
+    for one in gradients:
+        if one is not None:
+            memory = one.untyped_storage()._cdata
+            kept.append(one.clone() if memory in seen or 0 in one.stride() else one)
+            seen.add(memory)
+        else:
+            kept.append(None)
+    return kept
 
 
 def joined(like: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> list[Tensor]:

@@ -460,5 +460,5 @@ def _device_type(options: FsdpOptions, model: nn.Module) -> str:
         if not parameter.is_meta:
             return parameter.device.type
     # A model without memory yet goes where there is an accelerator that the ranks can use.
-    accelerator = torch.accelerator.current_accelerator()
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
     return comm_device(prefer=accelerator).type

@@ -279,8 +279,10 @@ class _Parts:
             part = store[name]
             if not isinstance(part, DTensor):
                 self._kept[name] = part
+                # What has a gradient without grad mode is more than torch 2.11 can do.
+                local = part if torch.is_grad_enabled() else part.detach()
                 store[name] = DTensor.from_local(
-                    part, mesh, placements, run_check=False, shape=shape, stride=stride
+                    local, mesh, placements, run_check=False, shape=shape, stride=stride
                 )
 
     def hide(self, layer: nn.Module, inputs: Any, output: Any) -> None:
