@@ -139,12 +139,17 @@ def by_hand(
     compiled: bool = False,
 ) -> Train:
     net, loss_of = torch.compile(model.net) if compiled else model.net, model.loss
-    device = next(net.parameters()).device.type
+
+    def forward(inputs: Tensor, targets: Tensor) -> Tensor:
+        loss: Tensor = loss_of(net(inputs), targets)
+        return loss
+
+    if precision is not None:
+        forward = torch.autocast(next(net.parameters()).device.type, precision)(forward)
 
     def train(batches: Any) -> None:
         for inputs, targets in batches:
-            with torch.autocast(device, precision, enabled=precision is not None):
-                loss = loss_of(net(inputs), targets)
+            loss = forward(inputs, targets)
             loss.backward()
             if clip is not None:
                 nn.utils.clip_grad_norm_(net.parameters(), clip)
