@@ -191,12 +191,15 @@ class TwoTables(nn.Module):
 
 
 @pytest.mark.slow
-def test_parameters_that_share_a_gradient_are_clipped_once() -> None:
+@pytest.mark.parametrize("counts", [1, 3])
+def test_parameters_that_share_a_gradient_are_clipped_once(counts: int) -> None:
     def make(model: nn.Module) -> OptimWrapper:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-        return OptimWrapper(optimizer, clip_grad={"max_norm": 0.1})
+        optim = OptimWrapper(optimizer, accumulative_counts=counts, clip_grad={"max_norm": 0.1})
+        optim.initialize_count_status(model, 0, 24)
+        return optim
 
-    assert_equal(make, batches(12, dtype=torch.float64), 1e-12, dtype=torch.float64, net=TwoTables)
+    assert_equal(make, batches(24, dtype=torch.float64), 1e-12, dtype=torch.float64, net=TwoTables)
 
 
 @pytest.mark.slow
