@@ -41,7 +41,8 @@ def _state() -> dict[str, Any]:
         "ended": context.iter_forward_root is None,
         "queued": context.post_backward_final_callback_queued,
         "partial": {group._partial_reduce_output for group in groups},
-        "dtypes": {group._orig_dtype for group in groups},
+        # torch 2.15 has no such name, and needs none.
+        "dtypes": {getattr(group, "_orig_dtype", torch.float64) for group in groups},
         "cast": {one.unsharded_accumulated_grad for one in params},
         "shards": {isinstance(one.sharded_param, DTensor) for one in params},
         "held": sum(one is not None and one.grad is not None for one in held) == len(params),

@@ -1,7 +1,7 @@
 """Everything of FSDP2 that torch does not document and this room uses, each read here alone.
 
-The tests check every name with torch 2.13; with 2.11, 2.12 and 2.14.1 they were compared with its
-source. `check_torch` looks for all of them when a model is wrapped, and refuses a torch that lacks
+The tests check every name with torch 2.13, and passed with 2.15; with 2.11, 2.12 and 2.14.1 they
+were compared with its source. `check_torch` looks for all of them when a model is wrapped, and refuses a torch that lacks
 one: without it gradients could be kept or lost without an error.
 """
 
@@ -49,7 +49,7 @@ def _used(unit: Any) -> Iterable[tuple[Any, tuple[str, ...]]]:
     yield context, ("iter_forward_root", "post_backward_final_callback_queued")
     for group in groups or ():
         yield group, ("fsdp_params", "is_unsharded", "_partial_reduce_output")
-        yield group, ("_orig_dtype", "_init_mp_dtypes")
+        yield group, ("_init_mp_dtypes",)
         for one in getattr(group, "fsdp_params", ()):
             yield one, ("sharded_param", "_unsharded_param", "unsharded_accumulated_grad")
 
@@ -96,7 +96,9 @@ def drop_gradients(group: Any, chosen: Collection[int] | None = None) -> None:
         whole = whole_of(one)
         if chosen is None or id(one.sharded_param) in chosen or id(whole) in chosen:
             dropped += 1
-            one.unsharded_accumulated_grad = None
+            if "unsharded_accumulated_grad" in vars(one):
+                # From 2.15 on there is only that of the whole parameter.
+                one.unsharded_accumulated_grad = None
             if whole is not None:
                 whole.grad = None
     if dropped == len(group.fsdp_params):
@@ -107,7 +109,8 @@ def drop_gradients(group: Any, chosen: Collection[int] | None = None) -> None:
 def note_dtypes(groups: Iterable[Any]) -> None:
     """Let what is trained from now on be reduced in its dtype.
 
-    torch notes the dtypes at the first forward, and nothing where all of a group is frozen then.
+    torch notes the dtypes at the first forward, and nothing where all of a group is frozen then,
+    up to 2.14; 2.15 has no ``_orig_dtype``, and may note them twice.
     """
     for group in groups:
         if getattr(group, "_orig_dtype", None) is None:
