@@ -1,8 +1,8 @@
 """Everything of FSDP2 that torch does not document and this room uses, each read here alone.
 
 The tests check every name with torch 2.13, and passed with 2.15; with 2.11, 2.12 and 2.14.1 they
-were compared with its source. `check_torch` looks for all of them when a model is wrapped, and refuses a torch that lacks
-one: without it gradients could be kept or lost without an error.
+were compared with its source. `check_torch` looks for all of them when a model is wrapped, and
+refuses a torch that lacks one: without it gradients could be kept or lost without an error.
 """
 
 from __future__ import annotations
