@@ -207,7 +207,7 @@ def _synchronize_too_early(folder: str) -> str:
         while not os.listdir(folder):
             time.sleep(0.01)
         return ""
-    text = outcome_text(synchronize, 3.0)
+    text = outcome_text(synchronize, 2.0)
     Path(folder, "over").touch()
     return text
 

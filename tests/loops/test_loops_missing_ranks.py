@@ -128,9 +128,10 @@ SLEEPS = r"rank 1 is at \S*test_loops_missing_ranks.py:\d+ in stay_away, in "
             *(False, "sleep", "on_eval_batch_start", r"validation \(step 2, epoch 1\)"),
             SLEEPS + r"validation \(step 2, epoch 1\)\. ",
         ),
-        (
+        pytest.param(
             *(True, "sleep", "on_update", r"training \(step 2, epoch 0\)"),
             SLEEPS + r"training \(step 2, epoch 0\); its last collective was #\d+ \w+ \(",
+            marks=pytest.mark.slow,
         ),
     ],
 )
