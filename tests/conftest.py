@@ -50,5 +50,6 @@ def _restore_surroundings() -> Iterator[None]:
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(environment)
-    if "torch" in sys.modules and sys.modules["torch"].are_deterministic_algorithms_enabled():
-        sys.modules["torch"].use_deterministic_algorithms(False)
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.are_deterministic_algorithms_enabled():
+        torch.use_deterministic_algorithms(False)

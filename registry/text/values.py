@@ -22,6 +22,8 @@ MAX_REPEATED = 10_000
 _OPEN = "${"
 _MISSING = "???"
 _REFERENCE = re.compile(r"\$\{([^${}:]+)\}")
+# Where an interpolation begins, unless it is escaped, and where one may end.
+_BRACKETS = re.compile(r"(?<!\\)\$\{|\}")
 _MAX_TEXT = 10_000
 # How many wrong names are told what is near: each is compared with every name of the config.
 _MOST_HINTS = 20
@@ -145,9 +147,9 @@ def escaped(value: Any) -> Any:
 def _fault(text: str) -> str:
     """Return what is wrong with the syntax of an interpolation, "" when nothing is."""
     why = f"longer than {_MAX_TEXT:,} characters" if len(text) > _MAX_TEXT else ""
-    steps = (1 if bracket == _OPEN else -1 for bracket in re.findall(r"\$\{|\}", text))
+    steps = (1 if bracket == _OPEN else -1 for bracket in _BRACKETS.findall(text))
     # Where Python's stack ends depends on who asks, and on what the parser has cached.
-    if max(accumulate(steps), default=0) > MAX_DEPTH:
+    if max(accumulate(steps, lambda depth, step: max(depth + step, 0), initial=0)) > MAX_DEPTH:
         why = why or TOO_DEEP
     try:
         OmegaConf.create([text] if not why else [])

@@ -229,6 +229,11 @@ def test_merge_keys_and_anchors_keep_the_lines_of_their_definition(write: Write)
     assert cfg.origin("own.y") == "a.yaml:6"
 
 
+def test_many_escaped_interpolations_are_text(write: Write) -> None:
+    path = write("a.yaml", "a: '" + "\\${x " * 60 + "'")
+    assert load_config(path)["a"] == "${x " * 60
+
+
 def test_interpolated_sections_are_copied(write: Write) -> None:
     write("a.yaml", "a: {x: 1, l: [1, 2]}\nb: ${a}\nc: n-${a.l.1}\nd: \\${a}\n")
     cfg = load_config("a.yaml")
