@@ -6,11 +6,16 @@ import re
 import subprocess
 import sys
 import venv
+from importlib import metadata
 from pathlib import Path
 
 import pytest
 
+import stepwrap
+
 ROOT = Path(__file__).parents[2]
+# The folder that becomes the top of the package.
+TOP = "version"
 NOT_SOURCE = {"benchmarks", "build", "dist", "docs", "examples", "runs", "tests"}
 
 
@@ -22,15 +27,28 @@ def listed_packages() -> set[str]:
 
 def test_every_source_folder_is_listed() -> None:
     found = {
-        "stepwrap." + ".".join(file.parent.relative_to(ROOT).parts)
+        ".".join(("stepwrap", *file.parent.relative_to(ROOT).parts)).replace(f".{TOP}", "")
         for file in ROOT.glob("[a-z]*/**/__init__.py")
         if file.relative_to(ROOT).parts[0] not in NOT_SOURCE
     }
     assert found == listed_packages()
 
 
-def test_the_root_is_a_namespace() -> None:
+def test_every_folder_has_its_place() -> None:
+    parser = configparser.ConfigParser()
+    parser.read(ROOT / "setup.cfg")
+    lines = parser["options"]["package_dir"].split("\n")[1:]
+    places = dict(line.split(" = ") for line in lines)
+    top = {package for package in listed_packages() if package.count(".") < 2}
+    assert places == {name: name.removeprefix("stepwrap.") for name in top} | {"stepwrap": TOP}
+
+
+def test_the_root_is_no_package() -> None:
     assert not (ROOT / "__init__.py").exists()
+
+
+def test_the_version() -> None:
+    assert stepwrap.__version__ == metadata.version("stepwrap")
 
 
 def run(*command: str, cwd: Path, env: dict[str, str] | None = None) -> str:
@@ -116,9 +134,12 @@ def test_the_wheel_trains_from_another_folder(empty_environment: Path, tmp_path:
     where = run(
         str(empty_environment),
         "-c",
+        "import stepwrap; print(stepwrap.__version__)\n"
         "import stepwrap.loops; print(stepwrap.loops.__file__)",
         cwd=tmp_path,
     )
+    version, where = where.split()
+    assert version == metadata.version("stepwrap")
     assert str(empty_environment.parents[1]) in where
     clean = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     out = run(
