@@ -17,7 +17,9 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from multiprocessing.connection import Connection
+from multiprocessing.spawn import get_preparation_data
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -25,6 +27,7 @@ import torch
 import torch.distributed as dist
 
 from ..collectives import (
+    PicklableWrapper,
     adopt_slurm,
     all_gather_object,
     end_group,
@@ -66,8 +69,8 @@ def launch(
     interface there unless `GLOO_SOCKET_IFNAME` says otherwise (docs/rpc.md: which stores listen).
 
     Args:
-        fn: A module-level function. On every rank the default process group is there while it
-            runs, and destroyed afterwards.
+        fn: A module-level function, or any that is defined in a notebook or at a prompt. On every
+            rank the default process group is there while it runs, and destroyed afterwards.
         args: Its arguments, as a tuple or a list.
         nproc: How many processes to start on this machine.
         backend: What `torch.distributed.init_process_group` takes; "auto" is NCCL for CUDA
@@ -78,6 +81,7 @@ def launch(
         LaunchError: A rank raised, died, or left with any exit code before `fn` returned; the
             others were stopped.
         TypeError: `args` is neither a tuple nor a list.
+        RuntimeError: The main program was read from standard input.
         KeyboardInterrupt: Ctrl-C ended the ranks before `fn` returned.
         Terminated: SIGTERM did so, or SIGHUP, which reaches the ranks as SIGTERM.
     """
@@ -92,7 +96,32 @@ def launch(
             return {dist.get_rank(): _call_beside_others(fn, args)}
     if nproc == 1:
         return {0: fn(*args)}
+    fn, args = _portable(fn, args)
     return _start(fn, args, nproc=nproc, backend=backend, timeout_s=timeout_s)
+
+
+def _portable(fn: Callable[..., T], args: Sequence[Any]) -> tuple[Callable[..., T], Sequence[Any]]:
+    """Return a call of `fn(*args)` that started processes can load."""
+    main = get_preparation_data("")
+    path = main.get("init_main_from_path")
+    if path is not None and not os.path.isfile(path):
+        raise RuntimeError(
+            f"launch starts processes that import the main program again, but {path} is not a "
+            "file: save the program as a file and run that"
+        )
+    if path is not None or "init_main_from_name" in main:
+        return fn, args
+    # In a notebook or at a prompt there is nothing to import: the call and its result go by value.
+    try:
+        call = pickle.dumps(PicklableWrapper(partial(fn, *args)))
+    except Exception as error:
+        what = "launch sends fn, its arguments and the variables that it uses to other processes"
+        raise TypeError(f"{what}, but one of them cannot be pickled: {error}") from error
+    return _call_pickled, (call,)
+
+
+def _call_pickled(call: bytes) -> Any:
+    return PicklableWrapper(pickle.loads(call)())
 
 
 def started_outside() -> bool:

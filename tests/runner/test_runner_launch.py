@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from marks import slow
 from ports import free_port
-from programs import run_script
+from programs import run, run_script
 from ranks import run_ranks
 from runner_parts import assert_identical, final_weights, run_command, write_run
 
@@ -50,6 +50,58 @@ def test_launch_raises_the_first_error_and_is_quiet(capfd: pytest.CaptureFixture
         launch(fail_on_the_last_rank, nproc=2)
     assert caught.value.failures[0].location.endswith("in fail_on_the_last_rank")
     assert capfd.readouterr() == ("", "")
+
+
+# What a notebook or a prompt has: a main program without a file.
+CELLS = """
+import torch
+import torch.distributed as dist
+from stepwrap.runner import launch
+
+class Answer:
+    def __init__(self, value):
+        self.value = value
+
+factor = 3.0
+
+def work(start):
+    value = torch.tensor([start.value * factor + dist.get_rank()])
+    dist.all_reduce(value)
+    return Answer(value.item())
+
+answers = launch(work, (Answer(2.0),), nproc=2)
+assert all(type(one) is Answer and one.value == 13.0 for one in answers.values()), answers
+assert launch(lambda: dist.get_rank(), nproc=2) == {0: 0, 1: 1}
+
+import threading
+lock = threading.Lock()
+try:
+    launch(lambda: lock.locked(), nproc=2)
+except TypeError as error:
+    assert str(error).endswith("one of them cannot be pickled: cannot pickle '_thread.lock' object")
+else:
+    raise AssertionError
+"""
+
+
+def test_functions_of_a_notebook_run_on_ranks(tmp_path: Path) -> None:
+    run("-c", CELLS, cwd=tmp_path)
+
+
+def test_a_program_without_a_file_is_refused(tmp_path: Path) -> None:
+    program = "from stepwrap.runner import launch\nlaunch(print, nproc=2)\n"
+    done = subprocess.run(
+        [sys.executable],
+        input=program,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].startswith("RuntimeError: launch starts processes that")
+    assert "<stdin> is not a file: save the program as a file and run that" in done.stderr
 
 
 def save_slowly(out: Path) -> None:
