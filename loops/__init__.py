@@ -85,3 +85,7 @@ def __getattr__(name: str) -> Any:
     if name != "MeanLoss":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return import_module(".metrics.mean_loss", __name__).MeanLoss
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -237,7 +237,7 @@ class Stateful(Protocol):
         """Take over a state returned by `state_dict`."""
 
 
-@dataclass
+@dataclass(repr=False)
 class LoopState:
     """What a loop remembers; every hook receives it.
 
@@ -319,6 +319,12 @@ class LoopState:
     skip_steps: set[int] | None = None
     skipped: bool = False
     restored_from: tuple[Path, int] | None = None
+
+    def __repr__(self) -> str:
+        # A notebook prints what `train` returns.
+        stopped = f", stop_reason={self.stop_reason!r}" if self.stop_reason else ""
+        counters = f"epoch={self.epoch}, step={self.step}"
+        return f"LoopState({counters}, metrics={self.metrics!r}{stopped})"
 
     @property
     def running_epoch(self) -> int:

@@ -21,7 +21,9 @@ from .checks.check_config import (
     examine_config,
     examine_names,
     import_problems,
+    model_problems,
     name_problems,
+    source_folders,
 )
 from .checks.optimizer_sections import (
     check_paramwise,
@@ -95,10 +97,12 @@ __all__ = [
     "is_users_file",
     "list_registrations",
     "load_config",
+    "model_problems",
     "name_problems",
     "named_optimizers",
     "nearest",
     "optim_wrapper_sections",
+    "source_folders",
     "stepping_class",
     "supply_where_taken",
     "traverse_registry_tree",

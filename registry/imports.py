@@ -2,23 +2,27 @@
 
 import ast
 import importlib
-import importlib.util
 import inspect
 import os
 import re
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from importlib.machinery import PathFinder
+from importlib.util import find_spec
+from itertools import islice
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from .errors import describe_at, did_you_mean, shortened, shown_value
+from .errors import describe_at, did_you_mean, is_users_file, shortened, shown_value
 
 # An import runs foreign code, which may also call sys.exit().
 IMPORT_FAILURES = (Exception, SystemExit)
 _SKIPPED = {"build", "dist", "node_modules", "site-packages", "venv", "env", "__pycache__"}
-_MAX_SECONDS = 2.0
+# Bounds of the search for a definition: a working directory may hold anything.
+_MAX_SECONDS, _MAX_DEPTH, _MAX_FILES = 1.0, 4, 1_000
+_MAX_PROPOSALS = 3
 
 
 def import_path(path: str) -> Any:
@@ -46,7 +50,8 @@ def _import_longest(parts: Sequence[str]) -> tuple[ModuleType, Sequence[str]]:
     try:
         module = _import(parts[0], "cannot be imported")
     except _AbsentError as error:
-        raise ImportError(f"package {shortened(parts[0])} is not installed") from error
+        hint = f"if it is your own, {_where_to_run(parts[:-1] or parts)}"
+        raise ImportError(f"package {shortened(parts[0])} is not installed; {hint}") from error
     for at, part in enumerate(parts[1:], start=1):
         present = getattr(module, part, None)
         if present is not None and not isinstance(present, ModuleType):
@@ -71,7 +76,7 @@ def _import(name: str, how: str) -> ModuleType:
         return importlib.import_module(name)
     except IMPORT_FAILURES as error:
         if isinstance(error, ModuleNotFoundError) and f"{name}.".startswith(f"{error.name}."):
-            raise _AbsentError(f"there is no module {shortened(name)} in {Path.cwd()}") from error
+            raise _AbsentError(_absent(name)) from error
         raise FailedImportError(f"{name} {how}: {describe_at(error)}") from error
 
 
@@ -164,10 +169,23 @@ def find_entry(entry: str) -> None:
         if not os.path.isfile(entry):
             raise ImportError(f"there is no file {shortened(entry)}")
         return
-    top = entry.partition(".")[0]
-    # Of a module above all others nothing is imported for that.
-    if top not in sys.modules and not (top and importlib.util.find_spec(top)):
-        raise ImportError(f"there is no module {shortened(entry)} in {Path.cwd()}")
+    if not _is_importable(entry.partition(".")[0]):
+        raise ImportError(_absent(entry))
+
+
+def _is_importable(top: str) -> bool:
+    """Whether there is a top-level module of that name; nothing is imported."""
+    return top in sys.modules or (top.isidentifier() and find_spec(top) is not None)
+
+
+def _absent(name: str) -> str:
+    where = _where_to_run(name.split("."))
+    return f"there is no module {shortened(name)} in {Path.cwd()}; {where}"
+
+
+def _where_to_run(parts: Sequence[str]) -> str:
+    top = f"{parts[0]}/" if len(parts) > 1 else f"{parts[0]}.py"
+    return f"run this from the folder that has {shortened(top)}"
 
 
 def import_entry(entry: str) -> None:
@@ -195,17 +213,41 @@ def make_importable(folder: Path) -> None:
         sys.path.insert(0, str(folder))
 
 
-def where_defined(name: str) -> list[str]:
-    """Return sentences on the definitions of `name` under the working directory, with the remedy.
+def make_found_in(folder: Path, modules: Iterable[str]) -> None:
+    """Make `folder` importable if it has one of `modules` and no other place has it."""
+    for top in {name.partition(".")[0] for name in modules}:
+        if not _is_importable(top) and PathFinder.find_spec(top, [str(folder)]) is not None:
+            make_importable(folder)
 
-    Nothing is imported. Hidden folders, environments and build folders are left out; the search
-    ends after two seconds.
+
+def folders_of(modules: Iterable[str]) -> list[str]:
+    """Return the folders from which the user's own ones among `modules` were imported."""
+    found: dict[str, None] = {}
+    for top in {name.partition(".")[0]: None for name in modules}:
+        spec = getattr(sys.modules.get(top), "__spec__", None)
+        if spec is None or top == __package__.partition(".")[0]:
+            continue
+        places = spec.submodule_search_locations or [spec.origin or ""]
+        # What is built in, or found by a hook of an editable install, has no such file.
+        files = [os.path.abspath(one) for one in places if one and os.path.exists(one)]
+        found |= dict.fromkeys(os.path.dirname(one) for one in files if is_users_file(one))
+    return [*found]
+
+
+def where_defined(name: str) -> list[str]:
+    """Return sentences on definitions of `name` under the working directory, with the remedy.
+
+    Only those that can be imported from there, at most three, the nearest first. Nothing is
+    imported. Hidden folders, environments and build folders are left out, and the search is bounded
+    in time, depth and number of files.
     """
     if not name.isidentifier():
         return []
     wanted = re.compile(rf"^\s*(?:class|def)\s+{re.escape(name)}\b", re.MULTILINE)
     found: list[str] = []
-    for path in _source_files(Path.cwd()):
+    for path in islice(_source_files(Path.cwd()), _MAX_FILES):
+        if len(found) >= _MAX_PROPOSALS:
+            break
         try:
             text = path.read_text(encoding="utf-8")
             if name in text and wanted.search(text):
@@ -213,24 +255,42 @@ def where_defined(name: str) -> list[str]:
         except (OSError, ValueError, SyntaxError, RecursionError):
             # An unreadable file holds nothing that could be imported.
             continue
-    return found
+    return found[:_MAX_PROPOSALS]
 
 
 def _source_files(root: Path) -> Iterator[Path]:
+    """Yield the modules that can be imported from `root`, those in the fewest folders first."""
     stop = time.monotonic() + _MAX_SECONDS
-    for folder, subfolders, files in os.walk(root):
-        subfolders[:] = sorted(
-            sub
-            for sub in subfolders
-            if not sub.startswith(".")
-            and sub not in _SKIPPED
-            and not os.path.exists(os.path.join(folder, sub, "pyvenv.cfg"))
-        )
-        for file in sorted(files):
-            if file.endswith(".py"):
-                if time.monotonic() > stop:
-                    return
-                yield Path(folder, file)
+    folders = [root]
+    for _ in range(_MAX_DEPTH):
+        below: list[Path] = []
+        for entry in (one for folder in folders for one in _entries(folder)):
+            if time.monotonic() > stop:
+                return
+            if entry.suffix not in ("", ".py") or not entry.stem.isidentifier():
+                continue
+            if entry.parent == root and not _is_top(entry):
+                continue
+            if entry.suffix:
+                yield entry
+            elif entry.name not in _SKIPPED and not entry.is_symlink() and entry.is_dir():
+                below.append(entry)
+        folders = below
+
+
+def _entries(folder: Path) -> list[Path]:
+    try:
+        return [] if (folder / "pyvenv.cfg").exists() else sorted(folder.iterdir())
+    except OSError:
+        return []
+
+
+def _is_top(path: Path) -> bool:
+    """Whether an import of that name from its folder gets this file or folder."""
+    loaded = getattr(sys.modules.get(path.stem), "__spec__", None)
+    spec = loaded or PathFinder.find_spec(path.stem, [str(path.parent), *sys.path])
+    found = [] if spec is None else [spec.origin, *(spec.submodule_search_locations or ())]
+    return str(path) in found
 
 
 def _definitions_in(tree: ast.Module, name: str, path: Path) -> Iterator[str]:

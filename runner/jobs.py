@@ -19,7 +19,6 @@ from ..registry import (
     ConfigError,
     Problem,
     RunSections,
-    dump_config,
     import_problems,
     load_config,
 )
@@ -28,7 +27,14 @@ from .build.parallelism import needs_group
 from .build.parts import build_parts
 from .failure import as_mistakes_in
 from .launcher import launch, lonely_group
-from .run_folder import clear_results, in_use, occupied, resolve_checkpoint, saved_checkpoints
+from .run_folder import (
+    ConfigWriter,
+    clear_results,
+    in_use,
+    occupied,
+    resolve_checkpoint,
+    saved_checkpoints,
+)
 from .runner import Runner, traced
 
 logger = logging.getLogger(__name__)
@@ -36,7 +42,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 # Settings of how a run is started, and those of optimizers and schedules that no state holds.
-_OF_THE_START = ("run_dir", "resume", "launch")
+_OF_THE_START = ("run_dir", "resume", "launch", "import_from")
 _OF_THE_RUN = ("type", "fused", "foreach", "capturable", "differentiable", "by", "metric")
 
 # The loops that a command's parts are built for.
@@ -156,7 +162,8 @@ def _run_here(job: Job) -> Outcome:
         job = replace(job, run=replace(job.run, run_dir=str(folder)))
         with as_mistakes_in(job.config):
             parts = build_parts(job.run, WANTED[job.command], one_batch=job.dry_run)
-        runner = Runner(**parts)
+        hooks = {"config.yaml": ConfigWriter(job.config), **parts["hooks"]}
+        runner = Runner(**{**parts, "hooks": hooks})
         if job.command == "train":
             with runner.hold_run_dir():
                 # Another run may have come and gone meanwhile.
@@ -172,7 +179,6 @@ def _train(runner: Runner, job: Job, folder: Path) -> Outcome:
         if job.resume:
             _log_changes(job, folder)
         folder.mkdir(parents=True, exist_ok=True)
-        dump_config({**job.config.to_dict(), "resume": False}, folder / "config.yaml")
         if store := agent_store():
             store.set(_begun(folder), "")
     # No rank may look for checkpoints before the old ones are gone.

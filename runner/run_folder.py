@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import IO
 
 from ..collectives import broadcast, get_rank
-from ..loops import CheckpointError, find_checkpoint
-from ..registry import did_you_mean
+from ..loops import CheckpointError, Hook, LoopState, find_checkpoint
+from ..registry import Config, did_you_mean, dump_config, source_folders
 
 logger = logging.getLogger(__name__)
 
@@ -105,6 +105,26 @@ def _owner(path: Path) -> str:
     except (OSError, ValueError, KeyError, TypeError):
         # Not written yet.
         return "another process"
+
+
+class ConfigWriter(Hook):
+    """Writes the run's settings into its folder as `config.yaml`.
+
+    When training starts: a resume that fails leaves the settings of the run as they were.
+    """
+
+    order = 0
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+
+    def on_train_start(self, state: LoopState) -> None:
+        if state.run_dir is not None and get_rank() == 0:
+            settings = {"resume": False, "import_from": source_folders(self._config)}
+            state.run_dir.mkdir(parents=True, exist_ok=True)
+            draft = state.run_dir / "config.yaml.tmp"
+            dump_config({**self._config.to_dict(), **settings}, draft)
+            draft.replace(state.run_dir / "config.yaml")
 
 
 def in_use(run_dir: Path) -> str:

@@ -29,12 +29,20 @@ from ..loops import (
     mix_seed,
     seed_rng,
 )
-from ..registry import MODELS, Config, build_tree, load_config
+from ..registry import (
+    MODELS,
+    Config,
+    ConfigError,
+    build_tree,
+    config_from_dict,
+    load_config,
+    model_problems,
+)
 from ..wrappers import LossWeight, wrap_model
-from .build.parts import build_parts
+from .build.parts import build_parts, default_hooks
 from .build.sections import read_sections
 from .failure import as_mistakes_in, building
-from .run_folder import held, resolve_checkpoint, saved_checkpoints
+from .run_folder import ConfigWriter, held, resolve_checkpoint, saved_checkpoints
 
 if TYPE_CHECKING:
     from ..wrappers import StepFunction
@@ -72,7 +80,8 @@ class Runner:
         optim_wrapper: The optimizer wrapper over the model's parameters.
         val_loop: What `validate` runs; default: the training loop's own.
         test_loop: What `test` runs.
-        hooks: Listeners; as a mapping, with the names under which checkpoints keep them.
+        hooks: Listeners; as a mapping, with the names under which checkpoints keep them. Default:
+            progress, log, checkpoint, throughput and nan_guard, as in a config; () for none.
         run_dir: Folder for records and checkpoints; None writes nothing.
         seed: Starts this rank's own random streams; None leaves them as they are.
         train_step: A function(wrapper, batch, optim_wrapper) that trains on one batch and returns
@@ -94,7 +103,7 @@ class Runner:
         optim_wrapper: Any = None,
         val_loop: Loop | None = None,
         test_loop: Loop | None = None,
-        hooks: Iterable[Any] | Mapping[str, Any] = (),
+        hooks: Iterable[Any] | Mapping[str, Any] | None = None,
         run_dir: str | os.PathLike[str] | None = None,
         seed: int | None = None,
         train_step: StepFunction | None = None,
@@ -102,7 +111,7 @@ class Runner:
         loss_weight: Any = None,
     ) -> None:
         _require_group()
-        named = _named(hooks)
+        named = default_hooks() if hooks is None else _named(hooks)
         self._train_loop = train_loop
         self._val_loop = val_loop or getattr(train_loop, "val_loop", None)
         self._test_loop = test_loop
@@ -133,9 +142,15 @@ class Runner:
         Raises:
             ConfigError: Everything that is wrong with the settings.
         """
+        if isinstance(config, str | os.PathLike):
+            config = load_config(config)
+        elif not isinstance(config, Config):
+            config = config_from_dict(config)
         run = read_sections(config, get_world_size())
         with traced(run.trace_collectives):
-            runner = cls(**build_parts(run))
+            parts = build_parts(run)
+            parts["hooks"] = {"config.yaml": ConfigWriter(config), **parts["hooks"]}
+            runner = cls(**parts)
         runner._is_traced = run.trace_collectives
         return runner
 
@@ -277,23 +292,26 @@ def load_model(
 
     Raises:
         CheckpointError: There is no such checkpoint, it is damaged, or it is of another model.
-        FileNotFoundError: The folder has no `config.yaml`, as that of a `Runner` in Python: build
-            the model, and call `load_checkpoint(path).load_model(model, evaluated=True)`.
-        ConfigError: The model cannot be built.
+        FileNotFoundError: The folder has no `config.yaml`, because the `Runner` was built from
+            objects; the text shows how to load the model.
+        ConfigError: The model cannot be built. Other parts of the run are not needed.
     """
     folder = Path(run_dir)
     path = resolve_checkpoint(folder, str(which))
     settings = folder / "config.yaml"
     if not settings.is_file():
         raise FileNotFoundError(
-            f"{folder} has no config.yaml to build the model from: build it yourself, and call "
-            f"load_checkpoint({str(path)!r}).load_model(model, evaluated=True)"
+            f"{folder} has no config.yaml to build the model from, because its Runner was built "
+            "from objects; build the model as for that Runner, and load its weights:\n"
+            "  from stepwrap.loops import load_checkpoint\n"
+            "  model = ...  # the model that the Runner was given\n"
+            f"  load_checkpoint({str(path)!r}).load_model(model, evaluated=True)"
         )
-    config = load_config(settings, ["device=cpu"])
-    with as_mistakes_in(config):
-        run = read_sections(config)
-        with building("model"):
-            model: nn.Module = build_tree(run.model, MODELS)
+    config = load_config(settings)
+    if problems := model_problems(config):
+        raise ConfigError(problems)
+    with as_mistakes_in(config), building("model"):
+        model: nn.Module = build_tree(config.to_dict()["model"], MODELS)
     load_checkpoint(path).load_model(model, evaluated=True)
     return model.eval().to(device)
 

@@ -9,11 +9,26 @@ from typing import Any, NamedTuple
 
 from ..catalog import DATALOADERS, DATASETS, HOOKS, LOOPS, METRICS, MODEL_WRAPPERS, MODELS
 from ..errors import ConfigError, Problem, did_you_mean, meant_by, shown, shown_value
-from ..imports import find_entry, import_entry, import_path, make_importable
+from ..imports import (
+    find_entry,
+    folders_of,
+    import_entry,
+    import_path,
+    make_found_in,
+    make_importable,
+)
 from ..registry import Registry
 from ..text.config import Config, config_from_dict
+from ..text.values import walk
 from ..tree import find_train_step
-from .check_component import Later, component_check, object_problems, type_problem, with_type
+from .check_component import (
+    Later,
+    check_component,
+    component_check,
+    object_problems,
+    type_problem,
+    with_type,
+)
 from .optimizer_sections import missing_setting, optimization_checks, with_wrapper_type
 from .schema import (
     DEFAULT_HOOKS,
@@ -38,6 +53,8 @@ _PARTS: dict[str, tuple[Registry, tuple[str, ...]]] = {
 _IMPLIED_TYPES = {"val": "ValLoop", "test": "TestLoop"}
 _LOADERS = ("train", "val", "test")
 _WATCHING = ("metric", "keep_best")
+# Keys whose values may be import paths.
+_NAMING = ("type", "_ref_", "collate", "train_step")
 _SECTIONS = tuple(field.name for field in fields(RunSections))
 
 
@@ -140,6 +157,21 @@ def import_problems(config: Config) -> list[Problem]:
     return _located(list(_import_problems(config, import_entry)), config)
 
 
+def source_folders(config: Config) -> list[str]:
+    """Return the folders of the user's imported modules that a config names: its `import_from`."""
+    return folders_of(_modules_named(config))
+
+
+def model_problems(config: Config) -> list[Problem]:
+    """Import the modules that a config names; return what is wrong with its model, located.
+
+    A module that fails to import is reported only if something is wrong with the model.
+    """
+    failed = import_problems(config)
+    found = check_component(config.to_dict().get("model"), MODELS, "model")
+    return [*failed, *_located(found, config)] if found else []
+
+
 def _section_of(problem: Problem) -> str:
     return problem.key.partition(".")[0]
 
@@ -214,6 +246,9 @@ def _import_problems(config: Config, use: Callable[[str], None]) -> Iterator[Pro
     """Yield what is wrong with the entries of `imports` when they are looked for, or imported."""
     make_importable(config.path.parent)
     make_importable(Path.cwd())
+    folders = config.select("import_from")
+    for folder in folders if isinstance(folders, list) else []:
+        make_found_in(Path(str(folder)), _modules_named(config))
     entries = config.select("imports")
     for at, entry in enumerate(entries if isinstance(entries, list) else []):
         if isinstance(entry, str):
@@ -221,6 +256,17 @@ def _import_problems(config: Config, use: Callable[[str], None]) -> Iterator[Pro
                 use(entry)
             except ImportError as error:
                 yield Problem(f"imports.{at}", str(error), cause=error)
+
+
+def _modules_named(config: Config) -> list[str]:
+    """Return the modules that a config names, alone in `imports` or with what is in them."""
+    return [
+        text
+        for path, text in walk(config.to_dict())
+        if isinstance(text, str)
+        and all(part.isidentifier() for part in text.split("."))
+        and (path[0] == "imports" or (path[-1] in _NAMING and "." in text))
+    ]
 
 
 def _checks(

@@ -128,6 +128,7 @@ class RunSections:
     """A checked run config.
 
     Attributes:
+        import_from: folders in which modules that the config names are looked for last.
         hooks: settings by name, each with its `type`; defaults included, switched-off ones not.
         optimizer: one with a `type`, or several by name; `optim_wrapper` may be by name then.
         schedulers: always a list.
@@ -146,6 +147,7 @@ class RunSections:
     model: Component
     name: str
     imports: list[str] = field(default_factory=list)
+    import_from: list[str] = field(default_factory=list)
     seed: int = field(default=0, metadata={"minimum": 0})
     deterministic: bool = False
     trace_collectives: bool = False

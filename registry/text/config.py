@@ -94,7 +94,8 @@ class Config(Mapping[str, Any]):
 def load_config(path_or_name: str | os.PathLike[str], overrides: Iterable[str] = ()) -> Config:
     """Read a config file, or the shipped config of that name, and apply overrides.
 
-    `name` is set to the file's stem where the config does not set it.
+    `name` is set to the file's stem where the config does not set it. The `config.yaml` in a run's
+    folder gets that folder as its `run_dir`, even if the folder has been moved.
 
     Args:
         path_or_name: a YAML file, a .py file that defines `config` (a dict or a function that
@@ -108,6 +109,9 @@ def load_config(path_or_name: str | os.PathLike[str], overrides: Iterable[str] =
     """
     path = find_config(path_or_name, Path.cwd())
     values, origins = read_config(path)
+    if path.name == "config.yaml" and any(path.parent.glob("checkpoints/step_*")):
+        values["run_dir"] = escaped(shown(path.parent))
+        origins["run_dir"] = f"the folder of {shown(path)}"
     problems: list[Problem] = []
     for text in overrides:
         try:
@@ -178,6 +182,11 @@ def _finished(values: dict[str, Any], origins: dict[str, str], path: Path) -> Co
     for at, entry in enumerate(entries if isinstance(entries, list) else []):
         if isinstance(entry, str):
             values["imports"][at] = anchored(entry, _folder(origins.get(f"imports.{at}", "")))
+    folders = values.get("import_from")
+    for at, folder in enumerate(folders if isinstance(folders, list) else []):
+        if isinstance(folder, str):
+            base = _folder(origins.get(f"import_from.{at}", ""))
+            values["import_from"][at] = os.path.abspath(base / folder)
     return Config(values, path, dict(_places(values, origins, "", "")))
 
 

@@ -19,6 +19,8 @@ from ...loops import Hook, SchedulerHook, ScheduleWindow, build_loader, seed_rng
 from ...registry import (
     DATALOADERS,
     DATASETS,
+    DEFAULT_HOOKS,
+    HOOK_TYPES,
     HOOKS,
     LOOPS,
     METRICS,
@@ -93,6 +95,11 @@ def build_parts(
         parts["loss_weight"] = next((one for one in weights if one is not None), None)
     attempts.finish()
     return {**parts, "hooks": hooks}
+
+
+def default_hooks() -> dict[str, Any]:
+    """Return the hooks that a config has unless it says otherwise, by name."""
+    return {name: build_tree({"type": HOOK_TYPES[name]}, HOOKS) for name in DEFAULT_HOOKS}
 
 
 def rehearse(run: RunSections) -> dict[str, Any]:

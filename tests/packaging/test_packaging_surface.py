@@ -53,6 +53,7 @@ DOORS = {
         check_config check_paramwise config_from_dict count_registered_modules default_of
         did_you_mean dump_config examine_config examine_names find_train_step format_config
         import_path import_problems is_users_file list_registrations load_config name_problems
+        model_problems source_folders
         named_optimizers nearest
         optim_wrapper_sections stepping_class supply_where_taken traverse_registry_tree user_frame
     """,
@@ -94,6 +95,8 @@ def test_front_door(folder: str) -> None:
     door = importlib.import_module(f"stepwrap.{folder}")
     assert sorted(door.__all__) == sorted(DOORS[folder].split())
     assert all(hasattr(door, name) for name in door.__all__)
+    # Completion in a notebook or at a prompt.
+    assert {*door.__all__} <= {*dir(door)}
     leaked = {
         name
         for name, value in vars(door).items()

@@ -254,6 +254,22 @@ def test_modules_beside_the_config_are_found_from_its_dump(write: Write, workpla
     assert load_config("dump.yaml") == cfg
 
 
+def test_folders_to_import_from_are_relative_to_the_file(write: Write, workplace: Path) -> None:
+    write("conf/base.yaml", "import_from: [../src, /abs]\n")
+    write("a.yaml", "_base_: conf/base.yaml\n")
+    assert load_config("a.yaml").import_from == [str(workplace / "src"), "/abs"]
+    assert load_config("a.yaml", ["import_from=[lib]"]).import_from == [str(workplace / "lib")]
+
+
+def test_the_folder_of_a_run_is_its_run_dir(write: Write) -> None:
+    write("old/config.yaml", "run_dir: elsewhere\nname: a\n")
+    assert load_config("old/config.yaml").run_dir == "elsewhere"
+    write("old/checkpoints/step_1/model.pt", "")
+    cfg = load_config("old/config.yaml")
+    assert (cfg.run_dir, cfg.origin("run_dir")) == ("old", "the folder of old/config.yaml")
+    assert load_config("old/config.yaml", ["run_dir=new"]).run_dir == "new"
+
+
 def test_delete_flags_never_become_settings(write: Write) -> None:
     write("base.yaml", "a: {x: 1}\n")
     write("a.yaml", "_base_: base.yaml\nnew: {_delete_: true, l: [{_delete_: false, y: 1}]}\n")

@@ -1,5 +1,6 @@
 """Registering and looking up names (C.7, C-18)."""
 
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from stepwrap.registry import (
     OPTIMIZERS,
     Registry,
     build_tree,
+    import_path,
 )
 
 Write = Callable[[str, str], Path]
@@ -231,7 +233,9 @@ def test_a_broken_location_is_told_with_its_error(write: Write) -> None:
     [
         (OPTIMIZERS, "AdamX", "AdamX is not in the stepwrap::OPTIMIZERS registry; did you"),
         (METRICS, "Acuracy", "did you mean Accuracy"),
-        (MODELS, "mmdet.RetinaNet", "package mmdet is not installed"),
+        (MODELS, "mmdet.RetinaNet", "package mmdet is not installed; if it is your own, run this"),
+        (MODELS, "mmdet.RetinaNet", "from the folder that has mmdet.py"),
+        (MODELS, "mmdet.nets.RetinaNet", "from the folder that has mmdet/"),
         (MODELS, "torch.nn.Linearr", "torch.nn has no Linearr; did you mean Linear"),
         (MODELS, "torch.nnn.Linear", "torch has no nnn; did you mean nn"),
         (MODELS, "torch.float32", "neither a class nor a function"),
@@ -281,6 +285,27 @@ def test_a_definition_that_was_never_imported_is_found(write: Write) -> None:
         f"class Seen is defined in {where}:3 but was never imported: add zoo.models to imports"
     )
     assert plain.endswith(f"in {where}:5 but was never imported: write type: zoo.models.Plain")
+
+
+def test_few_definitions_are_proposed_and_each_can_be_imported(write: Write) -> None:
+    places = ["my-zoo/a.py", "2.py", "json/a.py", "torch/a.py", "torch.py", "a/b/c/d/far.py"]
+    importable = ["near_1", "near_2.a", "near_2.b", "near_3.a"]
+    for path in (*places, *(f"{name.replace('.', '/')}.py" for name in importable)):
+        write(path, "class Lion:\n    pass\n")
+    text = miss(MODELS, "Lion")
+    proposed = re.findall(r"write type: ([\w.]+)", text)
+    assert proposed == [f"{name}.Lion" for name in importable[:3]]
+    assert all(import_path(name).__name__ == "Lion" for name in proposed)
+    assert not re.search("json|torch|zoo", text.partition("registry")[2])
+
+
+def test_the_search_for_definitions_is_bounded(write: Write) -> None:
+    for number in range(1_000):
+        write(f"many/m{number}.py", "")
+    write("many/z.py", "class Tiger:\n    pass\n")
+    write("z.py", "class Puma:\n    pass\n")
+    assert "is defined" not in miss(MODELS, "Tiger")
+    assert "write type: z.Puma" in miss(MODELS, "Puma")
 
 
 def test_a_definition_that_is_not_registered_is_named_by_its_path(write: Write) -> None:

@@ -92,6 +92,29 @@ def test_test_takes_the_checkpoint_that_is_named(tmp_path: Path) -> None:
         make_runner(run_dir=tmp_path / "other").test("best")
 
 
+def test_a_runner_has_the_hooks_of_a_config_unless_it_is_given_others(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    state = make_runner(run_dir=tmp_path / "run").train()
+    assert "epoch 2/2" in capsys.readouterr().out
+    assert {path.name for path in (tmp_path / "run").iterdir()} == {
+        *("checkpoints", "metrics.csv", "metrics.jsonl")
+    }
+    assert {*state.stateful} >= {"hooks.checkpoint"}
+    for hooks in ((), {}):
+        make_runner(hooks=hooks, run_dir=tmp_path / "none").train()
+        assert capsys.readouterr() == ("", "")
+    assert not list((tmp_path / "none").glob("*"))
+
+
+def test_the_state_at_the_end_of_a_notebook_cell_is_one_line() -> None:
+    state = make_runner(hooks=()).train()
+    accuracy = state.metrics["accuracy"]
+    assert repr(state) == f"LoopState(epoch=2, step=12, metrics={{'accuracy': {accuracy!r}}})"
+    state.request_stop("enough")
+    assert repr(state).endswith(", stop_reason='enough')")
+
+
 def test_missing_parts_are_named() -> None:
     runner = Runner(SupervisedModel(nn.Linear(3, 2), nn.CrossEntropyLoss()))
     with pytest.raises(ValueError, match=r"Runner\.train needs train_loop"):
