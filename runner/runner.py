@@ -292,8 +292,8 @@ def load_model(
 
     Raises:
         CheckpointError: There is no such checkpoint, it is damaged, or it is of another model.
-        FileNotFoundError: The folder has no `config.yaml`, because the `Runner` was built from
-            objects; the text shows how to load the model.
+        FileNotFoundError: The folder has no `config.yaml`, for instance because the `Runner` was
+            built from objects; the text shows how to load the model.
         ConfigError: The model cannot be built. Other parts of the run are not needed.
     """
     folder = Path(run_dir)
@@ -301,8 +301,8 @@ def load_model(
     settings = folder / "config.yaml"
     if not settings.is_file():
         raise FileNotFoundError(
-            f"{folder} has no config.yaml to build the model from, because its Runner was built "
-            "from objects; build the model as for that Runner, and load its weights:\n"
+            f"{folder} has no config.yaml to build the model from; a Runner that was built from "
+            "objects writes none. Build the model as for that Runner, and load its weights:\n"
             "  from stepwrap.loops import load_checkpoint\n"
             "  model = ...  # the model that the Runner was given\n"
             f"  load_checkpoint({str(path)!r}).load_model(model, evaluated=True)"

@@ -12,6 +12,7 @@ FOLDERS = (
     "registry",
     "rpc",
     "runner",
+    "version",
     "wrappers",
 )
 FILES = sorted(file for folder in FOLDERS for file in (ROOT / folder).rglob("*.py"))
