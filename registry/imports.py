@@ -179,8 +179,8 @@ def _is_importable(top: str) -> bool:
 
 
 def _absent(name: str) -> str:
-    where = _where_to_run(name.split("."))
-    return f"there is no module {shortened(name)} in {Path.cwd()}; {where}"
+    hint = _where_to_run(name.split("."))
+    return f"there is no module {shortened(name)} in {Path.cwd()}; {hint}"
 
 
 def _where_to_run(parts: Sequence[str]) -> str:
@@ -228,7 +228,7 @@ def folders_of(modules: Iterable[str]) -> list[str]:
         if spec is None or top == __package__.partition(".")[0]:
             continue
         places = spec.submodule_search_locations or [spec.origin or ""]
-        # What is built in, or found by a hook of an editable install, has no such file.
+        # Built-in modules, and packages that the hook of an editable install finds, have no file.
         files = [os.path.abspath(one) for one in places if one and os.path.exists(one)]
         found |= dict.fromkeys(os.path.dirname(one) for one in files if is_users_file(one))
     return [*found]

@@ -81,7 +81,7 @@ class Runner:
         val_loop: What `validate` runs; default: the training loop's own.
         test_loop: What `test` runs.
         hooks: Listeners; as a mapping, with the names under which checkpoints keep them. Default:
-            progress, log, checkpoint, throughput and nan_guard, as in a config; () for none.
+            the default hooks of a config (progress, log, checkpoint, ...); () for none.
         run_dir: Folder for records and checkpoints; None writes nothing.
         seed: Starts this rank's own random streams; None leaves them as they are.
         train_step: A function(wrapper, batch, optim_wrapper) that trains on one batch and returns
