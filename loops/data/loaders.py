@@ -25,7 +25,8 @@ from torch.utils.data import (
 )
 
 from ...collectives import get_rank, get_world_size
-from ..notes import add_note, describe_samples, name_of
+from ...registry.errors import add_note
+from ..notes import describe_samples, name_of
 from ..rng import mix_seed, preserved_generators, preserved_rng, seed_rng
 from .sampler import BatchIndices, ShardedBatchSampler
 from .tensors import TensorLoader, selects_rows

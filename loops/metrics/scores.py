@@ -26,8 +26,9 @@ from ...collectives import (
     get_rank,
 )
 from ...registry import METRICS, nearest
+from ...registry.errors import add_note
 from ..data.loaders import SeededSamples
-from ..notes import add_note, describe, name_of
+from ..notes import describe, name_of
 from ..state import LoopState
 
 if TYPE_CHECKING:

@@ -102,7 +102,12 @@ class StepDistributedDataParallel(Steps, DistributedDataParallel):
     ) -> None:
         # Not by the class: a subclass may take other arguments and pass on these.
         StepDistributedDataParallel.check_options(ddp_kwargs)
-        refuse_own_train_step(type(self), module, "skips the averaging of the gradients")
+        remedy = (
+            "Set `wrapper: {type: separate}` (SeparateDistributedDataParallel), which averages the "
+            "gradients of each child, as a GAN needs it. Or: "
+        )
+        why = "skips the averaging of the gradients"
+        refuse_own_train_step(type(self), module, why, remedy)
         if sync_batchnorm and uneven_inputs:
             raise ValueError(
                 "uneven_inputs and sync_batchnorm exclude each other: a rank without a batch has "
