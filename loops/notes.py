@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from ..collectives import Progress, in_progress
-from ..registry.errors import add_note
 from .checkpoints.weights import plain_name, user_model
 from .state import LoopState, Phase
 
@@ -33,6 +32,11 @@ def naming_missing_ranks(state: LoopState) -> AbstractContextManager[None]:
     return in_progress(
         lambda: Progress(_DOING[state.phase], f"step {state.step}, epoch {state.epoch}")
     )
+
+
+def add_note(error: BaseException, text: str) -> None:
+    """Add a line to what is shown of `error`, as its `add_note` does from Python 3.11 on."""
+    vars(error).setdefault("__notes__", []).append(text)
 
 
 def note_failure(error: BaseException, state: LoopState, loader: Any, step: str) -> None:

@@ -54,11 +54,6 @@ class ConfigError(Exception):
         return "\n".join(str(problem) for problem in self.problems)
 
 
-def add_note(error: BaseException, text: str) -> None:
-    """Add a line to what is shown of `error`, as its `add_note` does from Python 3.11 on."""
-    vars(error).setdefault("__notes__", []).append(text)
-
-
 @contextmanager
 def under_key(key: str) -> Iterator[None]:
     """Note on an error from inside that it concerns `key`, below the keys of outer blocks."""

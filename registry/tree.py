@@ -17,7 +17,7 @@ from .arguments import (
     required_names,
 )
 from .catalog import COMM_HOOKS, DATASETS, MODEL_WRAPPERS, MODELS
-from .errors import RegistryKeyError, add_note, did_you_mean, under_key
+from .errors import RegistryKeyError, did_you_mean, under_key
 from .imports import import_path
 from .registry import Registry, check_arguments, find_type, merged, missed
 
@@ -144,7 +144,8 @@ def _blaming(target: Any, given: Mapping[str, Any]) -> Iterator[None]:
     except Exception as error:
         name, meant = blame(target, given.keys(), str(error))
         if meant:
-            add_note(error, f"did you mean {meant}?")
+            # As `add_note` does from Python 3.11 on.
+            vars(error).setdefault("__notes__", []).append(f"did you mean {meant}?")
         with under_key(name):
             raise
 

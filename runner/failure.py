@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
-from ..registry import Config, ConfigError, Problem, causes, user_frame
-from ..registry.errors import key_noted_on
+from ..registry import Config, ConfigError, Problem, causes, key_noted_on, user_frame
 
 T = TypeVar("T")
 # What torch puts above the traceback of a data-loading worker.

@@ -25,8 +25,7 @@ from torch.utils.data import (
 )
 
 from ...collectives import get_rank, get_world_size
-from ...registry.errors import add_note
-from ..notes import describe_samples, name_of
+from ..notes import add_note, describe_samples, name_of
 from ..rng import mix_seed, preserved_generators, preserved_rng, seed_rng
 from .sampler import BatchIndices, ShardedBatchSampler
 from .tensors import TensorLoader, selects_rows

@@ -26,9 +26,8 @@ from ...collectives import (
     get_rank,
 )
 from ...registry import METRICS, nearest
-from ...registry.errors import add_note
 from ..data.loaders import SeededSamples
-from ..notes import describe, name_of
+from ..notes import add_note, describe, name_of
 from ..state import LoopState
 
 if TYPE_CHECKING:

@@ -18,8 +18,8 @@ from stepwrap.registry import (
     Registry,
     build_tree,
     check_component,
+    key_noted_on,
 )
-from stepwrap.registry.errors import key_noted_on
 
 PARTS = Registry("parts")
 
