@@ -25,8 +25,8 @@ _STATIC = (
     "done; leave static_graph out"
 )
 _REMEDY = (
-    "Set `wrapper: {type: separate}` (SeparateDistributedDataParallel), which averages the gradients "
-    "of each child, as a GAN needs it. Or: "
+    "Set `wrapper: {type: separate}` (SeparateDistributedDataParallel), which averages the "
+    "gradients of each child, as a GAN needs it. Or: "
 )
 _TORCH_OPTIONS = inspect.signature(DistributedDataParallel.__init__).parameters
 
