@@ -42,7 +42,16 @@ from .checks.schema import (
     RunSections,
     SchedulerSection,
 )
-from .errors import ConfigError, Problem, causes, did_you_mean, is_users_file, nearest, user_frame
+from .errors import (
+    ConfigError,
+    Problem,
+    causes,
+    did_you_mean,
+    is_users_file,
+    key_noted_on,
+    nearest,
+    user_frame,
+)
 from .imports import import_path
 from .registry import Registry, build_from_cfg, build_model_from_cfg
 from .scan import Registration, count_registered_modules, list_registrations, traverse_registry_tree
@@ -95,6 +104,7 @@ __all__ = [
     "import_path",
     "import_problems",
     "is_users_file",
+    "key_noted_on",
     "list_registrations",
     "load_config",
     "model_problems",

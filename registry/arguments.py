@@ -1,8 +1,10 @@
 """Are these the arguments of that class? Answered before it is called."""
 
 import inspect
+import re
+import types
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 from .errors import did_you_mean, meant_by, nearest
 
@@ -32,6 +34,30 @@ def signature_of(target: Callable[..., Any]) -> inspect.Signature | None:
         return declared() if declared is not None else inspect.signature(target)
     except (TypeError, ValueError):
         return None
+
+
+def is_only_declared(target: Callable[..., Any]) -> bool:
+    """Whether the function that is called may take other arguments than the signature says.
+
+    Strict dataclasses of huggingface_hub, pydantic's models and functions under `functools.wraps`
+    declare a signature in front of a function of `**kwargs`.
+    """
+    signature = signature_of(target)
+    called = constructor(target)
+    if signature is None or _takes_any(signature) or hasattr(target, "config_signature"):
+        return False
+    return inspect.isfunction(called) and _takes_any(
+        inspect.signature(called, follow_wrapped=False)
+    )
+
+
+def _takes_any(signature: inspect.Signature) -> bool:
+    return any(one.kind is one.VAR_KEYWORD for one in signature.parameters.values())
+
+
+def constructor(target: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the `__init__` of a class, anything else as it is."""
+    return getattr(target, "__init__") if isinstance(target, type) else target  # noqa: B009
 
 
 def plain_names(target: Callable[..., Any]) -> Collection[str]:
@@ -67,6 +93,49 @@ def required_names(target: Callable[..., Any]) -> set[str]:
     return {p.name for p in parameters if p.kind in _BY_NAME and p.default is p.empty}
 
 
+def annotations_of(target: Callable[..., Any]) -> dict[str, Any]:
+    """Return the annotations by argument, without those that cannot be evaluated."""
+    parameters = parameters_of(target).values()
+    found = {p.name: p.annotation for p in parameters if not isinstance(p.annotation, str)}
+    try:
+        return {**found, **get_type_hints(constructor(target))}
+    except (NameError, TypeError, AttributeError):
+        return found
+
+
+def options_of(hint: Any) -> tuple[Any, ...]:
+    """Return the members of a union, or the hint alone."""
+    return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+
+
+def is_tensor(hint: Any) -> bool:
+    """Whether a hint means a tensor and nothing else but None. Compares names: no torch here."""
+    return {title(one) for one in options_of(hint)} - {"NoneType"} == {"Tensor"}
+
+
+def are_numbers(value: Any) -> bool:
+    """Whether `value` is a list of numbers, or of such lists."""
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and all(type(one) in (int, float) or are_numbers(one) for one in value)
+    )
+
+
+def blame(target: Callable[..., Any], given: Collection[str], text: str) -> tuple[str, str]:
+    """Return the argument that an error of `target` is about, and the name that was meant.
+
+    Both are "" if the text names none of the arguments in `given`.
+    """
+    unknown = set(given) - parameters_of(target).keys()
+    for word in re.findall(r"\w+", text):
+        if word in given:
+            return word, ""
+        for near in nearest(word, unknown, limit=1, cutoff=0.8):
+            return near, word
+    return "", ""
+
+
 def argument_problems(
     target: Callable[..., Any], given: Collection[str], runtime: Collection[str] = ()
 ) -> list[ArgumentProblem]:
@@ -76,15 +145,14 @@ def argument_problems(
     will be supplied by the caller if `target` wants them.
     """
     signature = signature_of(target)
-    if signature is None:
+    if signature is None or is_only_declared(target):
         return []
     parameters = signature.parameters
     known = [p.name for p in parameters.values() if p.kind in _BY_NAME]
     unknown = [name for name in given if name not in known]
-    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     missing = required_names(target) - {*given, *runtime}
     problems: list[ArgumentProblem] = []
-    if not takes_any:
+    if not _takes_any(signature):
         own = [name for name in known if name not in runtime]
         free = [name for name in own if name not in given]
         problems = [ArgumentProblem(n, _unknown_text(target, n, free, own)) for n in unknown]

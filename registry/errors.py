@@ -6,8 +6,10 @@ import re
 import sysconfig
 import traceback
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 _ROOT = Path(__file__).resolve().parent.parent
 _FOLDERS = ("collectives", "loops", "parallel", "plugins", "registry", "rpc", "runner", "wrappers")
@@ -50,6 +52,24 @@ class ConfigError(Exception):
 
     def __str__(self) -> str:
         return "\n".join(str(problem) for problem in self.problems)
+
+
+@contextmanager
+def under_key(key: str) -> Iterator[None]:
+    """Note on an error from inside that it concerns `key`, below the keys of outer blocks."""
+    try:
+        yield
+    except (Exception, SystemExit) as error:
+        # An attribute, because build_tree documents that errors keep their types.
+        note: Any = error
+        note.config_key = ".".join(filter(None, (key, key_noted_on(error))))
+        raise
+
+
+def key_noted_on(error: BaseException) -> str:
+    """Return the path that `under_key` noted on an error, "" if there is none."""
+    key: str = getattr(error, "config_key", "")
+    return key
 
 
 class RegistryKeyError(KeyError):

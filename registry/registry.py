@@ -30,6 +30,18 @@ def _calling_package() -> str:
     return str(module).partition(".")[0]
 
 
+@contextmanager
+def _mmengine_scope(scope: str | None) -> Iterator[str | None]:
+    """Switch mmengine's default scope if mmengine is imported, and yield the current one."""
+    module: Any = sys.modules.get("mmengine.registry.default_scope")
+    if module is None:
+        yield None
+        return
+    with module.DefaultScope.overwrite_default_scope(scope):
+        current = module.DefaultScope.get_current_instance()
+        yield None if current is None else current.scope_name
+
+
 class Registry:
     """A table of classes and functions that a config names by `type`.
 
@@ -55,9 +67,9 @@ class Registry:
         module_dict: what is registered, by name.
 
     Raises:
-        TypeError: `scope` is not a str, or `parent` not a registry.
+        AssertionError: `scope` is not a str, `parent` is not a registry, or the parent has another
+            child with that scope.
         ValueError: `scope` is empty or contains a dot.
-        AssertionError: the parent has another child with that scope.
     """
 
     infer_scope = staticmethod(_calling_package)
@@ -76,12 +88,13 @@ class Registry:
     ) -> None:
         self.name = name
         self.scope = self.infer_scope() if scope is None else scope
-        if not isinstance(self.scope, str):
-            raise TypeError(f"scope must be a str, got {scope!r} of type {type(scope).__name__}")
+        # AssertionErrors as documented for mmengine's Registry.
+        assert isinstance(self.scope, str), f"scope must be a str, but got {_kind(scope)}"
+        assert isinstance(parent, Registry | None), (
+            f"parent must be a Registry or None, but got {_kind(parent)}"
+        )
         if not self.scope or "." in self.scope:
             raise ValueError(f"scope must be a name without dots, got {scope!r}")
-        if not isinstance(parent, Registry | None):
-            raise TypeError(f"parent must be a Registry or None, got {type(parent).__name__}")
         self.parent = parent
         self.children: dict[str, Registry] = {}
         self.module_dict: dict[str, Any] = {}
@@ -133,14 +146,14 @@ class Registry:
             The registered object itself.
         """
         if not isinstance(force, bool):
-            raise TypeError(f"force must be a bool, got {force!r} of type {type(force).__name__}")
+            raise TypeError(f"force must be a boolean, but got {_kind(force)}")
         names = [name] if isinstance(name, str) else name
         if not isinstance(names, Sequence | None) or not all(
             isinstance(one, str) for one in names or ()
         ):
             raise TypeError(
-                f"name must be None, a str or a sequence of str, got {name!r} "
-                f"of type {type(name).__name__}"
+                "name must be None, an instance of str, or a sequence of str, "
+                f"but got {_kind(name)}"
             )
         if module is not None:
             return _add(self, module, names, force)
@@ -149,7 +162,7 @@ class Registry:
     def get(self, key: str) -> Any:
         """Return what `key` ("Name", "scope.Name" or an import path) names, None for nothing."""
         if not isinstance(key, str):
-            raise TypeError(f"key must be a str, got {key!r} of type {type(key).__name__}")
+            raise TypeError(f"The key argument of `Registry.get` must be a str, got {_kind(key)}")
         found = _find(self, key)
         if found is None and "." in key:
             with suppress(ImportError):
@@ -178,21 +191,22 @@ class Registry:
 
     @contextmanager
     def switch_scope_and_registry(self, scope: str | None) -> Iterator["Registry"]:
-        """Look names up from the member of the family with that scope, and yield it, within `with`.
+        """Make a scope the default within `with` and yield the member of the family that has it.
 
-        So does what is built in there from a registry of any family that has the scope. Without
-        such a member, or where `scope` is None and no outer `with` has switched, this registry is
-        yielded.
+        All registries of all families use the default scope when they build. It is the one of the
+        innermost `with`, otherwise mmengine's `DefaultScope` if that is in use; inside `with`
+        mmengine has the same one. A family without the scope stays at this registry.
         """
-        wanted = _switched_to.get() if scope is None else scope
-        found = next((member for member in self.family() if member.scope == wanted), None)
-        if found is None and scope is not None:
-            _log.warning("%s has no scope %r: %s is used", self.name, scope, self.scope)
-        token = _switched_to.set(wanted)
-        try:
-            yield found or self
-        finally:
-            _switched_to.reset(token)
+        with _mmengine_scope(scope) as theirs:
+            wanted = scope or _switched_to.get() or theirs
+            found = next((member for member in self.family() if member.scope == wanted), None)
+            if found is None and scope is not None:
+                _log.warning("%s has no scope %r: %s is used", self.name, scope, self.scope)
+            token = _switched_to.set(scope or _switched_to.get())
+            try:
+                yield found or self
+            finally:
+                _switched_to.reset(token)
 
     def family(self) -> Iterator["Registry"]:
         """Yield this registry, its ancestors, then all others below the root."""
@@ -219,7 +233,22 @@ class Registry:
         return iter(list(self.module_dict))
 
     def __repr__(self) -> str:
-        return f"Registry({self.name!r}, scope={self.scope!r}, names={list(self.module_dict)})"
+        # Imported here: `stepwrap --help` imports this module and must answer at once.
+        from rich.console import Console
+        from rich.table import Table
+
+        table = Table("Names", "Objects", title=f"Registry of {self.name}")
+        for name in sorted(self.module_dict):
+            table.add_row(name, str(self.module_dict[name]))
+        console = Console(markup=False, color_system=None)
+        with console.capture() as capture:
+            console.print(table, end="")
+        return capture.get()
+
+
+def _kind(value: object) -> str:
+    """Return a value's class and the value, as the errors show them."""
+    return f"{type(value)}: {shortened(repr(value))}"
 
 
 def _lineage(registry: Registry) -> list[Registry]:
@@ -259,9 +288,7 @@ def _own(registry: Registry, name: str) -> Any:
 
 def _add(registry: Registry, target: T, names: Sequence[str] | None, force: bool) -> T:
     if not callable(target):
-        raise TypeError(
-            f"module must be a class or a function, got {target!r} of type {type(target).__name__}"
-        )
+        raise TypeError(f"module must be Callable, but got {_kind(target)}")
     for name in names or [getattr(target, "__name__", type(target).__name__)]:
         present = registry.module_dict.get(name)
         if present is not None and not force and not _is_stale(present, target):
@@ -338,7 +365,7 @@ def build_from_cfg(
     Nested dicts are passed as they are. Neither `cfg` nor `default_args` is changed; where both
     have a key, `cfg` wins. Both may be any mapping, and mmengine's `Config` and `ConfigDict`.
     With `_scope_` in `cfg` the type, and everything that the constructor builds, is looked up from
-    the registry of that scope.
+    the registry of that scope; an unknown scope is logged and `registry` used.
 
     Raises:
         TypeError: `cfg` is not a mapping, `type` is neither a name nor callable, or the arguments
@@ -348,12 +375,15 @@ def build_from_cfg(
     """
     args = merged(cfg, default_args)
     if not isinstance(registry, Registry):
-        raise TypeError(f"registry must be a Registry, got {type(registry).__name__}")
+        raise TypeError(f"registry must be a Registry object, but got {_kind(registry)}")
     scope = args.pop("_scope_", None)
-    with registry.at_scope(scope).switch_scope_and_registry(scope) as table:
+    with registry.switch_scope_and_registry(scope) as table:
         target = find_type(args.pop("type"), table)
         check_arguments(target, [*args])
-        return target(**args)
+        # mmengine's global objects are made, and then found, by name.
+        managed = getattr(sys.modules.get("mmengine.utils"), "ManagerMixin", ())
+        is_managed = isinstance(target, type) and issubclass(target, managed)
+        return (target.get_instance if is_managed else target)(**args)
 
 
 def build_model_from_cfg(
@@ -374,10 +404,7 @@ def find_type(wanted: Any, table: Registry) -> Any:
     if isinstance(wanted, str):
         wanted = table.resolve(wanted)
     if not callable(wanted):
-        raise TypeError(
-            f"type must be a name, a class or a function, got {wanted!r} "
-            f"of type {type(wanted).__name__}"
-        )
+        raise TypeError(f"type must be a str or valid type, but got {_kind(wanted)}")
     return wanted
 
 
@@ -397,12 +424,16 @@ def _is_dict_like(cfg: Any) -> bool:
 def merged(cfg: Mapping[str, Any], default_args: Mapping[str, Any] | None) -> dict[str, Any]:
     """Return `cfg` over `default_args`, or raise TypeError or KeyError if there is no type."""
     if not _is_dict_like(cfg):
-        raise TypeError(f"cfg must be a dict with a type, got {type(cfg).__name__}")
+        raise TypeError(f"cfg should be a dict, ConfigDict or Config, but got {_kind(cfg)}")
     if default_args is not None and not _is_dict_like(default_args):
-        raise TypeError(f"default_args must be a dict or None, got {type(default_args).__name__}")
+        raise TypeError(
+            "default_args should be a dict, ConfigDict, Config or None, "
+            f"but got {_kind(default_args)}"
+        )
     # By items(): a config of mmengine that imports lazily imports its types there.
     args = {**dict((default_args or {}).items()), **dict(cfg.items())}
     if "type" not in args:
         given = ", ".join(str(key) for key in args) or "nothing"
-        raise RegistryKeyError(f'cfg or default_args must contain the key "type", got {given}')
+        what = '`cfg` or `default_args` must contain the key "type", but got'
+        raise RegistryKeyError(f"{what} {given}")
     return args

@@ -1,14 +1,23 @@
 """Whole trees of parts: nested dicts with a `type` are built before what contains them."""
 
 import inspect
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from functools import partial
+from importlib import import_module
 from typing import Any
 
-from .arguments import parameters_of, plain_names, required_names
+from .arguments import (
+    annotations_of,
+    are_numbers,
+    blame,
+    is_tensor,
+    parameters_of,
+    plain_names,
+    required_names,
+)
 from .catalog import COMM_HOOKS, DATASETS, MODEL_WRAPPERS, MODELS
-from .errors import RegistryKeyError, did_you_mean
+from .errors import RegistryKeyError, did_you_mean, under_key
 from .imports import import_path
 from .registry import Registry, check_arguments, find_type, merged, missed
 
@@ -21,12 +30,13 @@ def build_tree(
     A nested type is looked up in the same registry, as an import path, then in MODELS and
     DATASETS, for a model wrapper in COMM_HOOKS before these. One from the same registry gets
     those of `default_args` that it requires (schedulers in a SequentialLR get the optimizer).
+    A list of numbers for an argument annotated as a Tensor, optional or not, becomes one (float32).
     `{_ref_: torch.nn.ReLU}` is the object itself, not called; a dict with `_raw_: true` is passed
     as a plain dict, and so is every dict for an argument that the class lists in `config_plain`.
 
     Raises:
         TypeError, KeyError: as `build_from_cfg`.
-        Exception: whatever a constructor raises, unchanged.
+        Exception: whatever a constructor raises, with notes.
     """
     wanted = merged(cfg, default_args)["type"]
     own = dict(cfg.items())
@@ -46,7 +56,11 @@ def find_nested(wanted: Any, registry: Registry) -> tuple[Any, bool]:
         return found
     missing = missed(registry, wanted)
     text = str(missing)
+    scope, _ = registry.split_scope_key(wanted)
     for other in _looked_in_next(registry):
+        if scope not in {None, *(member.scope for member in other.family())}:
+            # An import path means the same in every registry.
+            continue
         # Of a kind that need not be the one that is wanted, only what is very near.
         near = "" if missing.__cause__ else did_you_mean(wanted, other.names(), cutoff=0.8)
         text += f"; nor is it in {other.name}{near}"
@@ -108,18 +122,42 @@ def _call(
     runtime = {key: value for key, value in defaults.items() if key != "type"}
     own = {key: value for key, value in cfg.items() if key not in ("type", "_scope_")}
     check_arguments(target, [*runtime, *own])
-    plain = plain_names(target)
-    built = {
-        key: _unmarked(value) if key in plain else _built(value, registry, runtime)
-        for key, value in own.items()
-    }
-    with registry.switch_scope_and_registry(cfg.get("_scope_")):
+    plain, hints = plain_names(target), annotations_of(target)
+    built = {}
+    for key, value in own.items():
+        with under_key(key):
+            if key in plain:
+                built[key] = _unmarked(value)
+            elif are_numbers(value) and is_tensor(hints.get(key)):
+                built[key] = _float_tensor(value)
+            else:
+                built[key] = _built(value, registry, runtime)
+    with registry.switch_scope_and_registry(cfg.get("_scope_")), _blaming(target, own):
         return target(**{**runtime, **built})
+
+
+@contextmanager
+def _blaming(target: Any, given: Mapping[str, Any]) -> Iterator[None]:
+    """Note on an error of `target` the argument that its text names."""
+    try:
+        yield
+    except Exception as error:
+        name, meant = blame(target, given.keys(), str(error))
+        if meant:
+            # As `add_note` does from Python 3.11 on.
+            vars(error).setdefault("__notes__", []).append(f"did you mean {meant}?")
+        with under_key(name):
+            raise
+
+
+def _float_tensor(values: list[Any]) -> Any:
+    torch: Any = import_module("torch")
+    return torch.tensor(values, dtype=torch.float32)
 
 
 def _built(value: Any, registry: Registry, runtime: Mapping[str, Any]) -> Any:
     if isinstance(value, list | tuple):
-        return [_built(item, registry, runtime) for item in value]
+        return [_built_at(str(at), item, registry, runtime) for at, item in enumerate(value)]
     if not isinstance(value, Mapping):
         return value
     if value.get("_raw_") is True:
@@ -127,10 +165,15 @@ def _built(value: Any, registry: Registry, runtime: Mapping[str, Any]) -> Any:
     if set(value) == {"_ref_"}:
         return find_reference(value["_ref_"], registry)
     if "type" not in value:
-        return {key: _built(inner, registry, runtime) for key, inner in value.items()}
+        return {key: _built_at(key, inner, registry, runtime) for key, inner in value.items()}
     table = registry.at_scope(value.get("_scope_"))
     target, same = find_nested(value["type"], table)
     return _call(target, value, table, nested_runtime(target, runtime, same))
+
+
+def _built_at(key: object, value: Any, registry: Registry, runtime: Mapping[str, Any]) -> Any:
+    with under_key(str(key)):
+        return _built(value, registry, runtime)
 
 
 def _unmarked(value: Any) -> Any:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
-from ..registry import Config, ConfigError, Problem, causes, user_frame
+from ..registry import Config, ConfigError, Problem, causes, key_noted_on, user_frame
 
 T = TypeVar("T")
 # What torch puts above the traceback of a data-loading worker.
@@ -36,7 +36,8 @@ class Failure:
     def of(cls, error: BaseException, rank: int | None = None) -> Failure:
         """Describe `error`, with the place in the user's own files that led to it."""
         kind, message = type(error).__name__, str(error).strip()
-        notes = [note for one in causes(error) for note in getattr(one, "__notes__", [])]
+        told = (note for one in causes(error) for note in getattr(one, "__notes__", []))
+        notes = [note for note in told if note not in message]
         if _OF_WORKER in message:
             # The lines that follow the worker's traceback, in which all are indented.
             lines = message.splitlines()
@@ -113,7 +114,8 @@ class BuildError(RuntimeError):
         text = str(cause).strip()
         for said in (section, section.rpartition(".")[2]):
             text = text.removeprefix(f"{said}: ")
-        self.what = f"cannot be built: {type(cause).__name__}: {text}"
+        notes = getattr(cause, "__notes__", [])
+        self.what = "; ".join([f"cannot be built: {type(cause).__name__}: {text}", *notes])
 
     def __str__(self) -> str:
         own = f"{self.section}: {self.what}"
@@ -159,15 +161,18 @@ class Attempts:
 
 @contextmanager
 def building(section: str, options: Iterable[str] = ()) -> Iterator[None]:
-    """Add the section of the config to an error, with the first option that its text names."""
+    """Add the section of the config to an error, with the key that it concerns.
+
+    That is what `build_tree` noted on it, otherwise the first of `options` that its text names.
+    """
     try:
         yield
     except (BuildError, ConfigError):
         raise
     except (Exception, SystemExit) as error:
         words = re.findall(r"\w+", str(error))
-        blamed = next((word for word in words if word in options), None)
-        raise BuildError(f"{section}.{blamed}" if blamed else section, error) from error
+        key = key_noted_on(error) or next((word for word in words if word in options), "")
+        raise BuildError(f"{section}.{key}" if key else section, error) from error
 
 
 def _location_of(error: BaseException) -> str:

@@ -37,6 +37,7 @@ _COUNTERS = ("step", "epoch", "batch", "iteration")
 # Integers in a description, with the least that they can be.
 _COUNTS = dict.fromkeys(("format", "serial", "world_size", "data_size"), 1)
 _COUNTS |= dict.fromkeys(_COUNTERS, 0)
+_ENTRIES = {*_COUNTS, "metrics", "best", "reason", "evaluated", "torch", "files", "sha256"}
 _REASONS = ("interval", "signal", "exception", "end")
 
 
@@ -163,8 +164,9 @@ def read_meta(path: Path) -> dict[str, Any]:
         CheckpointError: There is none, it is damaged, or of a later format.
     """
     try:
-        meta = json.loads(disk.read_text(path / META))
-        _check(meta)
+        text = disk.read_text(path / META)
+        meta = json.loads(text)
+        _check(meta, text)
     except (FileNotFoundError, NotADirectoryError) as error:
         raise CheckpointError(f"{path} is not a checkpoint: it has no {META}") from error
     except (ValueError, OSError, RecursionError) as error:
@@ -177,8 +179,11 @@ def read_meta(path: Path) -> dict[str, Any]:
     return dict(meta)
 
 
-def _check(meta: Any) -> None:
-    """Raise ValueError if `meta` is no description of a checkpoint, unless it is of a later one."""
+def _check(meta: Any, text: str) -> None:
+    """Raise ValueError if `text` does not describe a checkpoint or was changed.
+
+    Descriptions of later formats are not checked.
+    """
     if not isinstance(meta, dict):
         raise ValueError(f"must be a table, got {reprlib.repr(meta)}")
     # Those of older checkpoints have no data_size and no digest.
@@ -192,7 +197,9 @@ def _check(meta: Any) -> None:
             return
     if type(meta.get("best")) is not bool:
         raise ValueError(f"best must be true or false, got {reprlib.repr(meta.get('best'))}")
-    if meta.get("sha256", _digest(meta)) != _digest(meta):
+    if "sha256" not in meta and (unknown := meta.keys() - _ENTRIES):
+        raise ValueError(f"it has no sha256, and an unknown entry {min(unknown)!r}")
+    if "sha256" in meta and (meta["sha256"] != _digest(meta) or text != _written(meta)):
         raise ValueError("it is not as it was written")
     _check_files(meta.get("files"))
 
@@ -214,6 +221,10 @@ def _check_files(files: Any) -> None:
 def _digest(meta: Mapping[str, Any]) -> str:
     text = json.dumps({k: v for k, v in meta.items() if k != "sha256"}, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _written(meta: Mapping[str, Any]) -> str:
+    return json.dumps(meta, indent=2)
 
 
 def rank_file(rank: int) -> str:
@@ -361,7 +372,7 @@ def _finish(draft: Path, meta: dict[str, Any], state: LoopState, aside: bool) ->
         final = final.with_name(f"{name}-{meta['serial']}")
         meta["serial"] += 1
     meta["sha256"] = _digest(meta)
-    disk.write_file(draft / META, json.dumps(meta, indent=2))
+    disk.write_file(draft / META, _written(meta))
     disk.publish(draft, final)
     disk.remove_folders(path for path, _ in replaced)
     return final

@@ -111,7 +111,8 @@ def read_text(path: Path) -> str:
     """Return the text of a regular file that is not too large for what is written as text here."""
     if _size_of(path) > _LONGEST_TEXT:
         raise OSError(errno.EFBIG, f"it is larger than {_LONGEST_TEXT} bytes", str(path))
-    return path.read_text(encoding="utf-8")
+    # Not read_text, which reads all ends of lines alike.
+    return path.read_bytes().decode()
 
 
 def read_tensors(path: Path, *, mmap: bool = False) -> Any:

@@ -33,6 +33,7 @@ from .optimizer_sections import missing_setting, optimization_checks, with_wrapp
 from .schema import (
     DEFAULT_HOOKS,
     HOOK_TYPES,
+    PLACES,
     SCHEDULER_KEYS,
     Component,
     LedgerSection,
@@ -126,7 +127,7 @@ def examine_names(cfg: Mapping[str, Any]) -> Examination:
     schedulers = _schedulers(values.pop("schedulers", None), problems)
     values = _with_implied(values)
     typed: list[Problem] = []
-    sections = check_section(RunSections, values, "", typed)
+    sections = check_section(RunSections, values, "", typed, places=PLACES)
     problems += typed
     later: list[Later] = []
     for check in _checks(values, hooks, schedulers):

@@ -1,6 +1,6 @@
 """What a run config may hold: typed sections."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal, TypeAlias
 
 Component: TypeAlias = dict[str, Any]
@@ -173,3 +173,21 @@ class RunSections:
     ledger: LedgerSection | bool = False
     launch: LaunchSection = field(default_factory=LaunchSection)
     resume: bool | str = False
+
+
+# Where settings belong that users look for at the top of a config.
+PLACES = {
+    **{one.name: f"data.train.{one.name}" for one in fields(LoaderSection)},
+    **{one.name: f"launch.{one.name}" for one in fields(LaunchSection)},
+    **{name: f"hooks.{name}" for name in HOOK_TYPES},
+    **{
+        name: f"{section}.{name}"
+        for section, names in {
+            "model": "net loss",
+            "optimizer": "lr momentum weight_decay paramwise",
+            "optim_wrapper": "accumulative_counts clip_grad dtype loss_scale loss_weight",
+            "train": "max_epochs max_steps val_interval log_every_steps",
+        }.items()
+        for name in names.split()
+    },
+}

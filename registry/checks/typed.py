@@ -1,14 +1,24 @@
 """Values checked against annotations: of a section's dataclass, of a function's arguments."""
 
-import types
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import MISSING, Field, fields, is_dataclass
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from types import MappingProxyType
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
-from ..arguments import ArgumentProblem, parameters_of, title
+from ..arguments import (
+    ArgumentProblem,
+    annotations_of,
+    are_numbers,
+    is_only_declared,
+    is_tensor,
+    options_of,
+    title,
+)
 from ..errors import MOST_SHOWN, Problem, did_you_mean, meant_by, nearest, one_of, shown_value
 
 T = TypeVar("T")
+# Messages do not list the settings of sections that have more.
+_MANY = 12
 
 _KINDS: dict[Any, str] = {
     bool: "true or false",
@@ -27,6 +37,8 @@ def check_section(
     where: str,
     problems: list[Problem],
     also: Collection[str] = (),
+    *,
+    places: Mapping[str, str] = MappingProxyType({}),
 ) -> T | None:
     """Return `values` as a `section` dataclass, None when something is wrong with them.
 
@@ -35,6 +47,7 @@ def check_section(
 
     Args:
         also: keys that would have made it something else than this section.
+        places: the key paths of settings that belong to other sections.
     """
     if not isinstance(values, Mapping):
         problems.append(Problem(where, f"must be a section of settings, got {shown_value(values)}"))
@@ -44,8 +57,8 @@ def check_section(
     unknown = [str(key) for key in values if key not in known]
     free = [name for name in known if name not in values]
     for key in unknown:
-        hint = did_you_mean(key, free) or did_you_mean(key, [*known, *also])
-        hint = hint or f"; allowed are {', '.join(known)}"
+        hint = f"; did you mean {places[key]}?" if key in places else did_you_mean(key, free)
+        hint = hint or did_you_mean(key, [*known, *also]) or _all_of(known)
         problems.append(Problem(joined(where, key), f"there is no such setting{hint}"))
     if not any(near in also for key in unknown for near in nearest(key, [*known, *also], 1)):
         meant = meant_by(unknown, [*known])
@@ -65,13 +78,19 @@ def check_section(
     return section(**checked) if len(problems) == before else None
 
 
+def _all_of(names: Collection[str]) -> str:
+    if len(names) > _MANY:
+        return "; docs/configs.md describes the settings"
+    return f"; allowed are {', '.join(names)}"
+
+
 def joined(where: str, key: str) -> str:
     """Return the key path of `key` in the section at `where`."""
     return f"{where}.{key}" if where else key
 
 
 def _checked(value: Any, hint: Any, field: Field[Any], where: str, problems: list[Problem]) -> Any:
-    options = _options_of(hint)
+    options = options_of(hint)
     section = next((option for option in options if is_dataclass(option)), None)
     if section is not None and not _goes_without(value, options):
         assert isinstance(section, type)
@@ -91,11 +110,6 @@ def _goes_without(value: Any, options: tuple[Any, ...]) -> bool:
     if isinstance(value, Mapping):
         return "type" in value and any(get_origin(option) is dict for option in options)
     return any(fits(value, option) for option in options)
-
-
-def _options_of(hint: Any) -> tuple[Any, ...]:
-    """Return the members of a union, or the hint alone."""
-    return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
 
 
 def fits(value: Any, hint: Any) -> bool:
@@ -143,37 +157,37 @@ def _near(value: Any, options: tuple[Any, ...]) -> str:
 def value_problems(
     target: Callable[..., Any], given: Mapping[str, Any]
 ) -> Iterator[ArgumentProblem]:
-    """Yield the numbers, texts, truth values and nulls that `target` cannot mean.
+    """Yield the numbers, texts, truth values, nulls and lists that `target` cannot mean.
 
-    Only arguments annotated with such kinds alone (a `Tensor` beside them counts for none) are
-    looked at: anything else may take more than its annotation says.
+    Only arguments annotated with such kinds alone, or with `Tensor`, are looked at: anything else
+    may take more than its annotation says.
     """
-    hints = _hints(target)
+    hints = {} if is_only_declared(target) else annotations_of(target)
     for name, value in given.items():
-        if name not in hints or not (value is None or isinstance(value, (str, int, float))):
-            continue
-        options = [one for one in _options_of(hints[name]) if title(one) != "Tensor"]
-        if not options or not all(map(_is_plain, options)):
-            continue
-        if isinstance(value, float) and value.is_integer() and int in options:
-            # YAML reads 1e3 as a float.
-            continue
-        if not any(fits(value, option) for option in options):
-            what = f"must be {_allowed_text(tuple(options))}, got {shown_value(value)}"
-            yield ArgumentProblem(name, f"{what} ({title(target)})")
+        allowed = _allowed_instead(value, hints[name]) if name in hints else ""
+        if allowed:
+            what = f"must be {allowed}, got {shown_value(value)} ({title(target)})"
+            yield ArgumentProblem(name, what)
+
+
+def _allowed_instead(value: Any, hint: Any) -> str:
+    """Return what an argument annotated with `hint` must be, "" if it may be `value`."""
+    options = tuple(one for one in options_of(hint) if title(one) != "Tensor")
+    is_scalar = value is None or isinstance(value, str | int | float)
+    if is_tensor(hint):
+        has_parts = isinstance(value, list) and any(isinstance(one, Mapping) for one in value)
+        is_list = isinstance(value, list) and not has_parts and not are_numbers(value)
+        # Without null as a choice the annotation may be too narrow for a number.
+        is_wrong = is_list or (options and is_scalar and value is not None)
+        return one_of(["a list of numbers", *["null" for _ in options]]) if is_wrong else ""
+    if not is_scalar or not options or not all(map(_is_plain, options)):
+        return ""
+    if isinstance(value, float) and value.is_integer() and int in options:
+        # YAML reads 1e3 as a float.
+        return ""
+    return "" if any(fits(value, option) for option in options) else _allowed_text(options)
 
 
 def _is_plain(hint: Any) -> bool:
     """Whether `hint` means numbers, texts, truth values, null or literals of them alone."""
     return hint in (bool, int, float, str, type(None)) or get_origin(hint) is Literal
-
-
-def _hints(target: Callable[..., Any]) -> dict[str, Any]:
-    """Return the annotations by argument, none where they cannot be read."""
-    parameters = parameters_of(target).values()
-    found = {p.name: p.annotation for p in parameters if not isinstance(p.annotation, str)}
-    function = getattr(target, "__init__") if isinstance(target, type) else target  # noqa: B009
-    try:
-        return {**found, **get_type_hints(function)}
-    except (NameError, TypeError, AttributeError):
-        return found

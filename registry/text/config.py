@@ -10,7 +10,17 @@ from typing import Any
 from ..errors import ConfigError, Problem, shortened, shown, shown_value
 from ..imports import anchored
 from .files import find_config, parse, read_config, to_yaml
-from .values import MAX_DEPTH, TOO_DEEP, below, escaped, merge, own_key, plain, resolve
+from .values import (
+    MAX_DEPTH,
+    TOO_DEEP,
+    below,
+    escaped,
+    merge,
+    own_key,
+    plain,
+    refuse_file_keys,
+    resolve,
+)
 
 _OVERRIDE = "override "
 
@@ -155,8 +165,9 @@ def format_config(cfg: Mapping[str, Any], origins: bool = False) -> str:
     if not origins or not isinstance(cfg, Config):
         return text
     _, lines = parse(text, "")
-    rows = text.splitlines()
-    width = min(max(map(len, rows)), 60)
+    # YAML counts these characters as ends of lines, not those that splitlines() knows.
+    rows = re.split(r"(?<=[\n\x85\u2028\u2029])", text)[:-1]
+    width = min(max(map(len, rows)) - 1, 60)
     starts = {path: int(line[1:]) for path, line in lines.items()}
     following = dict(pairwise(sorted({*starts.values(), len(rows) + 1})))
     for path, start in starts.items():
@@ -164,8 +175,9 @@ def format_config(cfg: Mapping[str, Any], origins: bool = False) -> str:
         if value in ({}, []) or not isinstance(value, dict | list):
             # A text may go on over several lines.
             last = following[start] - 2
-            rows[last] = f"{rows[last]:<{width}}  # {' '.join(origin.split())}".rstrip(" #")
-    return "".join(f"{row}\n" for row in rows)
+            row = f"{rows[last][:-1]:<{width}}  # {' '.join(origin.split())}"
+            rows[last] = row.rstrip(" #") + "\n"
+    return "".join(rows)
 
 
 def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -178,6 +190,7 @@ def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def _finished(values: dict[str, Any], origins: dict[str, str], path: Path) -> Config:
     resolve(values, origins)
+    refuse_file_keys(values, origins)
     entries = values.get("imports")
     for at, entry in enumerate(entries if isinstance(entries, list) else []):
         if isinstance(entry, str):

@@ -22,7 +22,7 @@ from ..errors import (
     shown_value,
 )
 from ..imports import IMPORT_FAILURES
-from .values import MAX_DEPTH, MAX_REPEATED, TOO_DEEP, dotted, escaped, merge, plain, walk
+from .values import BASE, MAX_DEPTH, MAX_REPEATED, TOO_DEEP, dotted, escaped, merge, plain, walk
 
 _TAG = "tag:yaml.org,2002:"
 _SCALAR_TAGS = {_TAG + name for name in ("str", "int", "float", "bool", "null")}
@@ -46,7 +46,6 @@ _FLOAT = re.compile(
         |\.(?:nan|NaN|NAN)$""",
     re.VERBOSE,
 )
-_BASE = "_base_"
 _SHIPPED = Path(__file__).resolve().parents[2] / "configs"
 _MAX_CHAIN = 50
 
@@ -86,15 +85,11 @@ def read_config(
     if not isinstance(own, dict):
         what = "the file is empty" if own is None else f"got a {type(own).__name__}"
         raise _error(path, f"a config must hold settings such as `seed: 0`, {what}")
-    bases = own.pop(_BASE, [])
-    inner = next((at for at, _ in walk(own) if at and at[-1] == _BASE), None)
-    if inner is not None:
-        what = "stands at the top of a file only, not inside a section"
-        raise ConfigError([Problem(_BASE, what, own_origins[dotted(inner)])])
+    bases = own.pop(BASE, [])
     values: dict[str, Any] = {}
     origins: dict[str, str] = {}
     for at, name in enumerate(bases if isinstance(bases, list) else [bases]):
-        origin = own_origins.get(f"{_BASE}.{at}", own_origins[_BASE])
+        origin = own_origins.get(f"{BASE}.{at}", own_origins[BASE])
         parent = _parent(name, origin, (*including, path))
         more, more_origins = read_config(parent, (*including, path))
         values, origins = merge(values, more), {**origins, **more_origins}
@@ -114,7 +109,7 @@ def _parent(name: Any, origin: str, chain: tuple[Path, ...]) -> Path:
             return parent
     else:
         what = f"must be a file or a list of files, got {shown_value(name)}"
-    raise ConfigError([Problem(_BASE, what, origin)])
+    raise ConfigError([Problem(BASE, what, origin)])
 
 
 def _read_yaml(path: Path) -> tuple[Any, dict[str, str]]:
@@ -263,6 +258,8 @@ class _Reader:
                 values |= self._merged(value, at, above)
                 continue
             key, line = self._key(key_node), key_node.start_mark.line
+            if not at and key == "":
+                raise self._error(line, "a setting needs a name")
             if str(key) in lines:
                 first = lines[str(key)] + 1
                 raise self._error(line, f"this key is already set in line {first}", str(key))

@@ -13,7 +13,13 @@ from ..errors import ConfigError, Problem, did_you_mean, shortened
 
 KeyPath: TypeAlias = tuple[str | int, ...]
 
+BASE = "_base_"
 DELETE = "_delete_"
+# Keys that only files can have, and where.
+_IN_FILES = {
+    BASE: "stands at the top of a file only",
+    DELETE: "stands in a section of a file only; an override or a dict replaces the whole section",
+}
 # Each level takes several frames of Python's stack in whatever walks through a config.
 MAX_DEPTH = 50
 TOO_DEEP = f"nested more than {MAX_DEPTH} levels deep"
@@ -80,6 +86,8 @@ def plain(value: Any, path: KeyPath = ()) -> Any:
         for key in value:
             if isinstance(key, bool) or not isinstance(key, str | int):
                 raise TypeError(f"{dotted((*path, key))}: a key must be a str or int, got {key!r}")
+            if not path and key == "":
+                raise TypeError("a setting needs a name, got one with an empty key")
         return {key: plain(one, (*path, key)) for key, one in value.items()}
     if isinstance(value, list | tuple):
         return [plain(item, (*path, at)) for at, item in enumerate(value)]
@@ -94,6 +102,12 @@ def plain(value: Any, path: KeyPath = ()) -> Any:
             f"got {value!r} of type {type(value).__name__}"
         )
     return name
+
+
+def refuse_file_keys(values: dict[str, Any], origins: Mapping[str, str]) -> None:
+    """Raise ConfigError for keys that were not read as what they mean in a file."""
+    places = (path for path, _ in walk(values) if path)
+    _raise({path: _IN_FILES[path[-1]] for path in places if path[-1] in _IN_FILES}, origins)
 
 
 def resolve(values: dict[str, Any], origins: Mapping[str, str]) -> None:

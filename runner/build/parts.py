@@ -167,10 +167,12 @@ def _build_loader(run: RunSections, shard: tuple[int, int], one_batch: bool, nam
                 options["collate"] = DATASETS.resolve(section.collate)
             if section.prefetch_factor is not None and section.num_workers:
                 options["prefetch_factor"] = section.prefetch_factor
+            with building(f"data.{name}.dataset"):
+                dataset = build_tree(section.dataset, DATASETS)
             on_device = section.in_memory == "device"
             options["in_memory"] = device_of_rank(run) if on_device else section.in_memory
             loader = build_loader(
-                build_tree(section.dataset, DATASETS),
+                dataset,
                 # Where ranks may end apart no sample needs to come twice.
                 train=name == "train" and not (run.wrapper or {}).get("uneven_inputs"),
                 seed=run.seed if section.seed is None else section.seed,
@@ -259,8 +261,10 @@ def _scheduler_hook(run: RunSections, optimizers: Mapping[str, Optimizer]) -> di
             return make(optimizer)
         return ScheduleWindow(optimizer, make, after=section.after, until=section.until)
 
-    with building("schedulers"):
-        pairs = [(build(one), one.by) for one in run.schedulers]
+    pairs = []
+    for at, one in enumerate(run.schedulers):
+        with building(f"schedulers.{at}" if len(run.schedulers) > 1 else "schedulers"):
+            pairs.append((build(one), one.by))
     watched = next((one.metric for one in run.schedulers if one.metric), None)
     named = optimizers if "" not in optimizers else None
     return {"schedulers": SchedulerHook(pairs, metric=watched, optimizers=named)} if pairs else {}

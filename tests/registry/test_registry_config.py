@@ -180,7 +180,8 @@ def test_all_wrong_overrides_are_told_at_once(write: Write) -> None:
         ("a: 1\n_base_: a.yaml\n", "a.yaml:2: _base_: the files include each other: a.yaml -> a"),
         ("_base_: [aa.yaml]\n", "a.yaml:1: there is no config file aa.yaml; did you mean a.yaml?"),
         ("_base_: 3\n", "a.yaml:1: _base_: must be a file or a list of files, got 3"),
-        ("a:\n  _base_: x\n", "a.yaml:2: _base_: stands at the top of a file only"),
+        ("a:\n  _base_: x\n", "a.yaml:2: a._base_: stands at the top of a file only"),
+        ('"":\n  _base_: x\n', "a.yaml:1: a setting needs a name"),
         ("a: 1\nb: ${c.d}\nc: {e: 1}\n", "a.yaml:2: b: ${c.d} cannot be resolved"),
         ("b: ${c.d}\nc: {e: 1}\n", "did you mean c.e?"),
         ("b: ${b}\n", "a.yaml:1: b: ${b} refers to itself"),
@@ -280,3 +281,23 @@ def test_delete_flags_never_become_settings(write: Write) -> None:
 def test_shipped_configs_are_loaded_by_name(workplace: Path) -> None:
     assert load_config("digits_ddp").path.name == "digits_ddp.yaml"
     assert "did you mean digits_ddp?" in refused("digit_ddp")
+
+
+def test_keys_of_files_are_refused_elsewhere(write: Write) -> None:
+    """They would be lost in the printed config."""
+    path = write("a.yaml", "model: {type: Net, width: 1}\n")
+    for override, said in (
+        ("model._delete_=true", "model._delete_: stands in a section of a file only; an override"),
+        ("model._base_=a.yaml", "model._base_: stands at the top of a file only"),
+        ("model={a: {_base_: x}}", "model.a._base_: stands at the top of a file only"),
+        ("_base_=a.yaml", "_base_: stands at the top of a file only"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            load_config(path, [override])
+        assert str(caught.value).startswith(f"override {override}: {said}")
+    assert load_config(path, ["model={_delete_: true, type: A}"]).model.to_dict() == {"type": "A"}
+    for key in ("_delete_", "_base_"):
+        with pytest.raises(ConfigError, match=f"model.{key}: stands "):
+            config_from_dict({"model": {key: True}})
+    with pytest.raises(ConfigError, match="a setting needs a name"):
+        config_from_dict({"": 1})

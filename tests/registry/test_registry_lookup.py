@@ -79,12 +79,29 @@ def test_functions_are_registered_too() -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments",
-    [{"force": 1}, {"name": 3}, {"name": [1]}, {"module": 3}, {"name": "x", "module": "Thing"}],
+    ("arguments", "said"),
+    [
+        ({"force": 1}, "force must be a boolean, but got <class 'int'>: 1"),
+        ({"name": 3}, "name must be None, an instance of str, or a sequence of str, but got <cl"),
+        ({"name": [1]}, "name must be None, an instance of str, or a sequence of str, but got <"),
+        ({"module": 3}, "module must be Callable, but got <class 'int'>: 3"),
+        ({"name": "x", "module": "Thing"}, "module must be Callable, but got <class 'str'>"),
+    ],
 )
-def test_wrong_registrations_are_type_errors(arguments: dict[str, Any]) -> None:
-    with pytest.raises(TypeError):
+def test_wrong_registrations_are_type_errors(arguments: dict[str, Any], said: str) -> None:
+    with pytest.raises(TypeError) as caught:
         Registry("things").register_module(**arguments)
+    assert str(caught.value).startswith(said)
+
+
+def test_repr_is_a_table_of_what_is_registered() -> None:
+    registry = Registry("things")
+    registry.register_module(name="Other", module=Other)
+    registry.register_module(name="[bold]", module=Thing)
+    title, *_, first, second, _ = repr(registry).splitlines()
+    assert title.strip() == "Registry of things"
+    assert [cell.strip() for cell in first.split("│")[1:3]] == ["Other", str(Other)]
+    assert [cell.strip() for cell in second.split("│")[1:3]] == ["[bold]", str(Thing)]
 
 
 def test_a_taken_name_needs_force() -> None:
@@ -124,11 +141,11 @@ def test_scope_is_the_package_that_creates_the_registry() -> None:
 @pytest.mark.parametrize(
     ("options", "kind", "said"),
     [
-        ({"scope": 1}, TypeError, "scope must be a str, got 1 of type int"),
+        ({"scope": 1}, AssertionError, "scope must be a str, but got <class 'int'>: 1"),
         ({"scope": "a.b"}, ValueError, "scope must be a name without dots, got 'a.b'"),
         ({"scope": ""}, ValueError, "scope must be a name without dots, got ''"),
-        ({"parent": "MODELS"}, TypeError, "parent must be a Registry or None, got str"),
-        ({"parent": Registry}, TypeError, "parent must be a Registry or None, got type"),
+        ({"parent": "x"}, AssertionError, "parent must be a Registry or None, but got <class 's"),
+        ({"parent": Registry}, AssertionError, "parent must be a Registry or None, but got"),
     ],
 )
 def test_wrong_scopes_and_parents_are_refused_at_once(
@@ -181,7 +198,7 @@ def test_family_tree(
 
 
 def test_only_text_is_looked_up() -> None:
-    with pytest.raises(TypeError, match="key must be a str"):
+    with pytest.raises(TypeError, match="^The key argument of `Registry.get` must be a str, got"):
         MODELS.get(Thing)  # type: ignore[arg-type]
 
 

@@ -102,7 +102,45 @@ def test_an_unknown_scope_stays_where_it_is(
 ) -> None:
     with family.det.switch_scope_and_registry("nowhere") as registry:
         assert registry is family.det
+        assert family.cls.build({"type": "Cls", "depth": 1}).depth == 1
     assert "model has no scope 'nowhere': det is used" in caplog.text
+    caplog.clear()
+    assert build_from_cfg({"type": "Det", "_scope_": "no", "depth": 2}, family.det).depth == 2
+    assert "model has no scope 'no': det is used" in caplog.text
+
+
+@pytest.mark.parametrize("cfg", ["Det", None, [{"type": "Det"}]])
+def test_a_config_of_another_kind_is_a_type_error(family: Family, cfg: Any) -> None:
+    with pytest.raises(TypeError, match="^cfg should be a dict, ConfigDict or Config, but got <c"):
+        family.det.build(cfg)
+
+
+def test_a_grandchild_is_found_by_its_scope_alone(family: Family) -> None:
+    with family.cls.switch_scope_and_registry("small") as registry:
+        assert registry is family.small
+        assert family.cls.build({"type": "Small", "depth": 1}).depth == 1
+        assert family.root.build({"type": "Det", "depth": 2}).depth == 2
+
+
+def test_the_default_scope_of_mmengine_is_that_of_our_registries(family: Family) -> None:
+    default_scope = pytest.importorskip("mmengine.registry").DefaultScope
+    with default_scope.overwrite_default_scope(None):
+        before = default_scope.get_current_instance()
+    with default_scope.overwrite_default_scope("small"):
+        assert family.cls.build({"type": "Small", "depth": 1}).depth == 1
+    with default_scope.overwrite_default_scope("nowhere"):
+        assert family.cls.build({"type": "Cls", "depth": 2}).depth == 2
+    with family.cls.switch_scope_and_registry("det"):
+        assert default_scope.get_current_instance().scope_name == "det"
+    assert default_scope.get_current_instance() is before
+
+
+def test_global_objects_of_mmengine_are_found_by_their_names(family: Family) -> None:
+    mixin = pytest.importorskip("mmengine.utils").ManagerMixin
+    kind = family.root.register_module(name="Hub", module=type("Hub", (mixin,), {}))
+    built = family.root.build({"type": "Hub", "name": "mine"})
+    assert kind.get_instance("mine") is built
+    assert built.instance_name == "mine"
 
 
 @pytest.mark.parametrize("build", [build_from_cfg, build_tree])
@@ -160,7 +198,7 @@ def test_configs_of_mmengine_are_built(family: Family, mmengine_config: Any) -> 
         assert build_from_cfg(kind({"depth": 2}), family.det, defaults).depth == 2
         assert build_tree(cfg, family.root).depth == 3
         assert cfg.type == "Root"
-        with pytest.raises(KeyError, match='must contain the key "type", got depth'):
+        with pytest.raises(KeyError, match='must contain the key "type", but got depth'):
             family.root.build(kind({"depth": 3}))
         with pytest.raises(TypeError, match="dept: Backbone has no such argument"):
             family.root.build(kind({"type": "Root", "dept": 3}))

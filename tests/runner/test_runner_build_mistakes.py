@@ -82,7 +82,7 @@ def test_parts_are_built_once(nets: Path, capsys: Capture, nproc: str, built: se
     (nets / "mine").mkdir()
     err = mistakes(capsys, "train", FAILING, "--nproc", nproc, "--run-dir", "mine/first/run")
     first, place = err.splitlines()
-    assert first.endswith(": model: cannot be built: ValueError: no such net")
+    assert first.endswith(": model.net: cannot be built: ValueError: no such net")
     assert place.startswith(f"  at {nets / 'wrong_nets.py'}:")
     lines = (nets / "built.txt").read_text().splitlines()
     assert len(set(lines)) == len(lines)
@@ -92,7 +92,7 @@ def test_parts_are_built_once(nets: Path, capsys: Capture, nproc: str, built: se
 
 def test_parts_that_cannot_be_built_are_told_together(nets: Path, capsys: Capture) -> None:
     err = mistakes(capsys, "check", FAILING, ABSENT, "hooks.checkpoint.keep_last=0")
-    for section in ("model", "data.train", "hooks.checkpoint"):
+    for section in ("model.net", "data.train.dataset", "hooks.checkpoint.keep_last"):
         assert err.count(f"{section}: cannot be built: ") == 1, err
 
 
@@ -149,6 +149,30 @@ def test_what_hangs_on_a_wrong_section_is_not_told() -> None:
     ("words", "told"),
     [
         (GAN, "wrapper: cannot be built: TypeError: Gan overrides train_step"),
+        (GAN, "averaging of the gradients. Set `wrapper: {type: separate}`"),
+        (
+            ["model.loss={type: CrossEntropyLoss, weight: [[1], [1, 2]]}"],
+            "weight: [[1], [1, 2]]}: model.loss.weight: cannot be built: ValueError: expected seq",
+        ),
+        (
+            ["metrics.m={type: Accuracy, task: multiclass, num_class: 3}"],
+            "metrics.m.num_class: cannot be built: ValueError: Optional arg `num_classes` must be "
+            "type `int` when task is ClassificationTask.MULTICLASS. Got <class 'NoneType'>; did "
+            "you mean num_classes?",
+        ),
+        (
+            ["optim_wrapper={type: AmpOptimWrapper, dtype: bf16}"],
+            "optim_wrapper.dtype: cannot be built: ValueError: dtype should be any of",
+        ),
+        (["optim_wrapper={type: AmpOptimWrapper, dtype: bf16}"], "; did you mean bfloat16?\n"),
+        (["optim_wrapper={type: AmpOptimWrapper, dtype: fp16}"], "; did you mean float16?\n"),
+        (["loss={type: MSELoss}"], "loss: there is no such setting; did you mean model.loss?\n"),
+        (["max_epochs=3"], "max_epochs: there is no such setting; did you mean train.max_epochs?"),
+        (["zzzzz=3"], "zzzzz: there is no such setting; docs/configs.md describes the settings\n"),
+        (
+            ["model.net={type: wrong_nets.Gann}"],
+            "registry; wrong_nets has no Gann; did you mean Gan or nn?\n",
+        ),
         ([*GAN, "wrapper={type: ddp}"], "under StepDistributedDataParallel"),
         (["freeze=['*']"], "freeze: cannot be built: ValueError: every parameter is frozen"),
         (

@@ -103,7 +103,7 @@ def test_an_own_module_that_fails_is_told_with_its_place(run: Path, capsys: Capt
 def test_a_part_that_ends_the_program_is_a_mistake(run: Path, capsys: Capture) -> None:
     (run / "ends.py").write_text("import sys\n\n\ndef net():\n    sys.exit('no licence')\n")
     assert main(["check", "points.yaml", "model.net={type: ends.net}"]) == 2
-    assert "model: cannot be built: SystemExit: no licence" in capsys.readouterr().err
+    assert "model.net: cannot be built: SystemExit: no licence" in capsys.readouterr().err
 
 
 def test_mistakes_that_need_no_class_are_told_without_torch(run: Path) -> None:

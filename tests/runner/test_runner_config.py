@@ -151,8 +151,8 @@ def test_samples_that_are_no_rows_are_told(run: Path, capsys: pytest.CaptureFixt
     ("extra", "told"),
     [
         ("optimizer: {lr: -1}", "run.yaml:3: optimizer: cannot be built: ValueError: Invalid"),
-        ("metrics: {accuracy: {avrage: micro}}", "run.yaml:3: metrics.accuracy: cannot be built"),
-        ("hooks: {checkpoint: {keep_last: 0}}", "hooks.checkpoint: cannot be built: ValueError"),
+        ("metrics: {accuracy: {avrage: micro}}", "run.yaml:3: metrics.accuracy.avrage: cannot be"),
+        ("hooks: {checkpoint: {keep_last: 0}}", "run.yaml:3: hooks.checkpoint.keep_last: cannot"),
     ],
 )
 def test_what_cannot_be_built_is_told_with_its_line(

@@ -279,6 +279,13 @@ def test_no_sync_only_where_it_is_needed() -> None:
         pass
 
 
+def test_arguments_of_clipping_are_an_attribute() -> None:
+    model = nn.Linear(2, 2)
+    assert sgd(model).clip_grad_kwargs is None
+    clip = {"type": "norm", "max_norm": 0.5}
+    assert sgd(model, clip_grad=clip).clip_grad_kwargs == {"max_norm": 0.5}
+
+
 def test_registered_name() -> None:
     assert OPTIM_WRAPPERS.get("OptimWrapper") is OptimWrapper
     assert "accumulative_counts=1" in repr(_wrapper())

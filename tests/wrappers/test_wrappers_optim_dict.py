@@ -28,7 +28,9 @@ def test_mapping() -> None:
     assert "gen" in group
     assert group["gen"] is next(iter(group.values()))
     assert dict(group.items()) == {"gen": group["gen"], "disc": group["disc"]}
-    assert repr(group).splitlines()[1].startswith("  gen=OptimWrapper(SGD")
+    names, members = repr(group).splitlines()[::2], repr(group).splitlines()[1::2]
+    assert names == ["name: gen", "name: disc"]
+    assert members == [repr(group["gen"]), repr(group["disc"])]
 
 
 @pytest.mark.parametrize("name", ["update_params", "backward", "step", "optim_context"])

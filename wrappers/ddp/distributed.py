@@ -24,6 +24,10 @@ _STATIC = (
     "loses a part under static_graph, which averages the gradients when the inner backward is "
     "done; leave static_graph out"
 )
+_REMEDY = (
+    "Set `wrapper: {type: separate}` (SeparateDistributedDataParallel), which averages the "
+    "gradients of each child, as a GAN needs it. Or: "
+)
 _TORCH_OPTIONS = inspect.signature(DistributedDataParallel.__init__).parameters
 
 
@@ -102,7 +106,7 @@ class StepDistributedDataParallel(Steps, DistributedDataParallel):
     ) -> None:
         # Not by the class: a subclass may take other arguments and pass on these.
         StepDistributedDataParallel.check_options(ddp_kwargs)
-        refuse_own_train_step(type(self), module, "skips the averaging of the gradients")
+        refuse_own_train_step(type(self), module, "skips the averaging of the gradients", _REMEDY)
         if sync_batchnorm and uneven_inputs:
             raise ValueError(
                 "uneven_inputs and sync_batchnorm exclude each other: a rank without a batch has "

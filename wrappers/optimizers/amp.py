@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import wraps
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ...registry import OPTIM_WRAPPERS
+from ...registry import OPTIM_WRAPPERS, nearest
 from ..sharding.layout import has_placed, parameters_of
 from ..torch_functions import check_options, option_names
 from .optim import OptimWrapper, closure_advice
@@ -93,6 +94,11 @@ class AmpOptimWrapper(OptimWrapper):
             # to be in memory; now the scaler does not call it then.
             vars(optimizer)["_step_supports_amp_scaling"] = False
 
+    @classmethod
+    def config_signature(cls) -> inspect.Signature:
+        """The arguments by name, which the decorator of ``__init__`` passes on as they are."""
+        return inspect.signature(cls)
+
     @property
     def loss_scale(self) -> float | Tensor:
         """The scale of this window's losses, a tensor on the device; 1 but for float16."""
@@ -159,7 +165,9 @@ def _dtype(dtype: str | torch.dtype | None, device_type: str) -> torch.dtype:
         return torch.get_autocast_dtype(device_type)
     found = _DTYPES.get(dtype) if isinstance(dtype, str) else dtype
     if found is None or found not in _DTYPES.values():
-        raise ValueError(f"dtype should be any of {tuple(_DTYPES)} or None, got {dtype!r}")
+        near = nearest(str(dtype), _DTYPES, limit=1, cutoff=0.5)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise ValueError(f"dtype should be any of {tuple(_DTYPES)} or None, got {dtype!r}{hint}")
     return found
 
 

@@ -246,6 +246,7 @@ class OptimWrapper(Accumulation):
         guard: asked before each update; where it says no the gradients are cleared, and nothing
             else happens. ``SpikeGuardHook`` sets it.
         reads_parts: ``load_state_dict`` takes what can be cut in place of tensors.
+        clip_grad_kwargs: ``clip_grad`` without its ``type``; None if nothing is clipped.
         grad_norm: total norm before clipping at the last update, a tensor on the device
             of the gradients; None while nothing was clipped by norm.
 
@@ -279,6 +280,7 @@ class OptimWrapper(Accumulation):
         self._first = FirstUpdate(optimizer)
         self.grad_norm: Tensor | None = None
         self._clip = None if clip_grad is None else GradClip(clip_grad)
+        self.clip_grad_kwargs = self._clip and self._clip.options
         if loss_weight is not None:
             self.loss_weight = LossWeight(loss_weight)
             self._window = WeightedWindow(self.loss_weight, optimizer, accumulative_counts)

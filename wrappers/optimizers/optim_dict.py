@@ -72,8 +72,7 @@ class OptimWrapperDict(Mapping[str, OptimWrapper]):
         return len(self.optim_wrappers)
 
     def __repr__(self) -> str:
-        lines = (f"  {name}={wrapper!r}," for name, wrapper in self.items())
-        return "\n".join((f"{type(self).__name__}(", *lines, ")"))
+        return "\n".join(f"name: {name}\n{wrapper!r}" for name, wrapper in self.items())
 
     update_params = _refused("update_params")
     backward = _refused("backward")

@@ -18,8 +18,8 @@ class BaseModel(BaseModule):
     """Base of models that compute their own losses.
 
     A subclass writes ``forward(*inputs, mode="tensor")``: mode "loss" returns a dict of
-    losses (the names that contain "loss" are optimised, the others logged), "predict" a
-    list of predictions and "tensor" the raw output. It may also override
+    losses (the means of those whose names contain "loss" are optimised, the others logged),
+    "predict" a list of predictions and "tensor" the raw output. It may also override
     ``parse_losses(losses) -> (total, logs)``, ``val_step(data)`` and ``test_step(data)``.
     A training step of one's own belongs into a subclass of the wrapper (docs/extending.md), where
     it works under every kind of parallelism; overridden here, it serves one device only.

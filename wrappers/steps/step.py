@@ -377,15 +377,17 @@ def has_own_train_step(model: nn.Module) -> bool:
     return step is not None
 
 
-def refuse_own_train_step(wrapper: type[Steps], model: nn.Module, why: str) -> None:
+def refuse_own_train_step(
+    wrapper: type[Steps], model: nn.Module, why: str, remedy: str = ""
+) -> None:
     """Raise TypeError for a model with a ``train_step`` that ``wrapper`` cannot replace."""
     if wrapper.train_step is not Steps.train_step or not has_own_train_step(model):
         return
     public = next(one for one in wrapper.__mro__ if one.__module__.startswith("stepwrap.wrappers."))
     raise TypeError(
         f"{type(model).__name__} overrides train_step, which cannot work under "
-        f"{wrapper.__name__}: a model that calls itself {why}. Put the step into a subclass of "
-        f"{public.__name__} (with self(...) for the forward) and name it as the wrapper"
+        f"{wrapper.__name__}: a model that calls itself {why}. {remedy}Put the step into a "
+        f"subclass of {public.__name__} (with self(...) for the forward) and name it as the wrapper"
     )
 
 
