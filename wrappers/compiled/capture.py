@@ -91,22 +91,17 @@ def capture(model: nn.Module, batch: Any) -> Captured:
         with torch._dynamo.config.patch(_SETTINGS):
             compiled = torch.compile(function, backend=note, fullgraph=True, dynamic=False)
             total, logs = compiled(model, batch)
+        if len(found) != 1:
+            raise NotCompilableError("torch.compile is disabled here, or sees no tensors")
+        entries = torch._C._dynamo.eval_frame._debug_get_cache_entry_list(function.__code__)
+        guards = entries[0].guard_manager
     except Exception as error:
         raise NotCompilableError(_in_plain_words(error)) from error
-    if len(found) != 1:
-        raise NotCompilableError("torch.compile is disabled here, or sees no tensors")
     graph, inputs, marks = found[0]
-    places: dict[int, tuple[str, Any]]
-    places = {id(one): ("batch", path) for path, one in tensors_in(batch)}
-    places |= {id(one): ("model", id(one)) for one in (*model.parameters(), *model.buffers())}
     outputs = {id(one): at for at, one in enumerate(marks)}
-    entries = torch._C._dynamo.eval_frame._debug_get_cache_entry_list(function.__code__)
-    guards = entries[0].guard_manager
     tensors = {name: one for name, one in logs.items() if isinstance(one, Tensor)}
     if not {id(total), *map(id, tensors.values())} <= {*outputs}:
-        raise NotCompilableError(
-            "its losses or logs are parameters or parts of the batch themselves"
-        )
+        raise NotCompilableError("one of its losses or logs is itself a parameter or an input")
 
     def is_alive(_kept: Any = function) -> bool:
         # Dynamo has forgotten a program after torch.compiler.reset(), or once an object died.
@@ -114,7 +109,7 @@ def capture(model: nn.Module, batch: Any) -> Captured:
 
     return Captured(
         graph,
-        list(_located(graph, inputs, places)),
+        list(_located(graph, inputs, model, batch)),
         outputs[id(total)],
         {name: outputs[id(one)] for name, one in tensors.items()},
         {name: one for name, one in logs.items() if name not in tensors},
@@ -124,9 +119,12 @@ def capture(model: nn.Module, batch: Any) -> Captured:
 
 
 def _located(
-    graph: GraphModule, inputs: list[Any], places: dict[int, tuple[str, Any]]
+    graph: GraphModule, inputs: list[Any], model: nn.Module, batch: Any
 ) -> Iterator[tuple[str, Any]]:
     """Where each input of the graph comes from."""
+    places: dict[int, tuple[str, Any]]
+    places = {id(one): ("batch", path) for path, one in tensors_in(batch)}
+    places |= {id(one): ("model", id(one)) for one in (*model.parameters(), *model.buffers())}
     nodes = [node for node in graph.graph.nodes if node.op == "placeholder"]
     for node, one in zip(nodes, inputs, strict=True):
         if id(one) in places:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -19,27 +19,21 @@ from ..steps.step import as_call, parse_losses
 from .capture import Captured, capture, picked
 from .contract import Contract, share_memory
 from .cuda_graph import CudaGraph, warm_up
-from .errors import NotCompilableError, first_line
+from .errors import NotCompilableError
 from .program import Program, compile_graph
-from .reference import EagerStep, changed_values, copied, differing, draw_from, draws_from, update
+from .reference import EagerStep, changed_values, update
 from .trace import Places, Plan, StepFunctions, Tensors, joined, taken_apart, trace
+from .verifier import Verifier
 
 # A program that serves for fewer steps was not worth compiling.
 _FEW = 3
-# Fewer steps than these lie between two verifications out of turn.
-_BETWEEN = 100
 _NORM = "the norm of the gradients"
-
-
-class StepMismatchError(RuntimeError):
-    """A compiled step differs from the usual one, after earlier steps that were not compared."""
 
 
 class Compiled:
     """A step for one plan, one kind of batch, and one state of model and optimizer.
 
-    The first two steps, the steps 10, 100, 1,000 and so on, and those after something unusual are
-    compared with the usual step on copies, see ``differing``.
+    Some of its steps are compared with the usual step on copies, see ``Verifier``.
 
     Args:
         batch: a preprocessed batch.
@@ -63,7 +57,7 @@ class Compiled:
         self._places = places = Places(model, self._optimizer)
         self._trained = places.trained_tensors()
         self._shared = shared_buffers(wrapper) if plan.ranks > 1 else []
-        self._uses, self._due, self._verified_at = 0, 1, 0
+        self._uses, self._verifier = 0, Verifier(model, self._optimizer, self._device)
         with _state_on(self._device, places):
             self._make(captured, optim_wrapper, batch)
             self._contract = Contract(wrapper, optim_wrapper, captured)
@@ -144,8 +138,7 @@ class Compiled:
 
     def expect_change(self) -> None:
         """Verify the next step: something else may have changed model or optimizer."""
-        if self._uses - self._verified_at >= _BETWEEN:
-            self._due = self._uses + 1
+        self._verifier.expect_change(self._uses)
 
     def again(self, batch: Any, optim_wrapper: Any) -> dict[str, Any] | None:
         """Step if only learning rates can have changed and no verification is due.
@@ -153,7 +146,7 @@ class Compiled:
         Returns None if nothing was done.
         """
         if (
-            self._uses + 1 < self._due
+            not self._verifier.is_due(self._uses + 1)
             and self._kind is not None
             and _kind(batch) == self._kind
             and self._contract.rates_alone_change()
@@ -175,7 +168,8 @@ class Compiled:
         for rate, group in zip(self._rates, self._optimizer.param_groups, strict=True):
             rate.set(group["lr"])
         self._uses += 1
-        is_due, window, plan = self._uses >= self._due, optim_wrapper._window, self._plan
+        is_due = self._verifier.is_due(self._uses)
+        window, plan = optim_wrapper._window, self._plan
         inputs = [*self._fixed, *(self._held() if plan.held else ()), *self._pick(batch)]
         if window is not None:
             before = window.weight, window.total
@@ -227,7 +221,6 @@ class Compiled:
             # The other ranks have made this step.
             norm = update(self._places, self._clip, self._factor.tensor, parts)
             self._optimizer.zero_grad()
-            self._due = self._uses + 1
             return [] if norm is None else [norm]
 
     def _held(self) -> list[Tensor]:
@@ -264,7 +257,7 @@ class Compiled:
                 values["gradients"] = {name: one for name, one in grads if one is not None}
             return {**values, **changed_values(self._places)}
 
-        return self._verified(partial(self._run, inputs), made, usual)
+        return self._verifier.run(self._uses, partial(self._run, inputs), made, usual)
 
     def _verified_update(self, parts: list[Tensor]) -> list[Tensor]:
         assert self._update is not None
@@ -279,72 +272,8 @@ class Compiled:
             values = dict(zip([_NORM], outputs, strict=False))
             return {"norm": values, **changed_values(self._places)}
 
-        return self._verified(partial(self._update, [*self._moved, *parts]), made, usual)
-
-    def _verified(
-        self,
-        program: Callable[[], list[Tensor]],
-        made: Callable[[list[Tensor]], Any],
-        usual: Callable[..., Any],
-    ) -> list[Tensor]:
-        """Run a program, and compare it with the usual step; undo it where they differ."""
-        try:
-            origin = copied(self._model, self._optimizer)
-        except Exception as error:
-            raise NotCompilableError(
-                f"the model cannot be copied to compare steps: {first_line(error)}"
-            ) from error
-        start, before = changed_values(Places(*origin)), draws_from(self._device)
-        ends = []
-
-        def eager(**options: Any) -> Any:
-            draw_from(self._device, before)
-            values = usual(origin, **options)
-            ends.append(draws_from(self._device))
-            return values
-
-        try:
-            outputs = program()
-            after = draws_from(self._device)
-            wrong = differing(made(outputs), start, eager)
-        except Exception as error:
-            self._undo(origin, before)
-            raise NotCompilableError(f"compiled, it fails: {first_line(error)}") from error
-        if wrong is None and not all(map(torch.equal, after, ends[0])):
-            wrong = "random numbers"
-        if wrong is not None:
-            self._undo(origin, before)
-            if self._uses > 2:
-                raise StepMismatchError(_mismatch(wrong, self._uses, self._verified_at))
-            raise NotCompilableError(f"compiled, it gives other numbers ({wrong})")
-        draw_from(self._device, after)
-        self._verified_at, self._due = self._uses, 2 if self._uses < 2 else _next(self._uses)
-        return outputs
-
-    @torch.no_grad()
-    def _undo(self, origin: Any, draws: Sequence[Tensor]) -> None:
-        places = Places(*origin)
-        pairs = [*zip(self._places.parameters, places.parameters, strict=True)]
-        pairs += zip(self._places.buffers, places.buffers, strict=True)
-        states = zip(self._places.states(), places.states(), strict=True)
-        pairs += [(own[name], before[name]) for (_, name, own), (_, _, before) in states]
-        pairs += [(a.grad, b.grad) for a, b in pairs if a.grad is not None and b.grad is not None]
-        for one, before in pairs:
-            one.copy_(before)
-        draw_from(self._device, draws)
-
-
-def _next(uses: int) -> int:
-    """The power of ten after a number of steps."""
-    return int(10 ** len(str(uses)))
-
-
-def _mismatch(name: str, step: int, last: int) -> str:
-    return (
-        f"the compiled training step differs from the usual one in {name}, found at its step "
-        f"{step}: the steps after step {last}, where they were last equal, may be wrong. Resume "
-        "from a checkpoint from before that, without compile: step"
-    )
+        program = partial(self._update, [*self._moved, *parts])
+        return self._verifier.run(self._uses, program, made, usual)
 
 
 def _forward(

@@ -41,7 +41,7 @@ class Contract:
 
     def __init__(self, wrapper: Any, optim_wrapper: Any, captured: Captured) -> None:
         model, optimizer = wrapper.module, optim_wrapper.optimizer
-        self._guards, self._is_alive = captured.guards, captured.is_alive
+        self._check, self._is_alive = captured.guards, captured.is_alive
         self._scope: dict[str, Any] = {"model": model, "batch": None}
         self._optimizer, self._parts = optimizer, (optimizer.state, optimizer.param_groups)
         own = [*(one._parameters for one in model.modules())]
@@ -73,7 +73,7 @@ class Contract:
         self._scope["batch"] = batch
         try:
             return (
-                self._guards(self._scope)
+                self._check(self._scope)
                 and self._is_alive()
                 and self._settings_hold()
                 and [*map(_ID, self._objects())] == self._ids

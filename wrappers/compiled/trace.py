@@ -240,8 +240,12 @@ class StepFunctions:
         known = {one: set(state) for one, state in states.items()}
         twin.state = _State(states)
         norm = None if self._clip is None else self._clip(twin)
+        settings = _settings(twin)
         with _as_compiling():
             twin.step()
+        if _settings(twin) != settings:
+            name = type(twin).__name__
+            raise NotCompilableError(f"each step of {name} changes its attributes or settings")
         for one in given.parameters:
             one.requires_grad_(False).grad = None
             if set(twin.state[one]) != known[one]:
@@ -251,6 +255,13 @@ class StepFunctions:
                 value.copy_(new)
         self.has_norm = norm is not None
         return [] if norm is None else [norm.clone()]
+
+
+def _settings(optimizer: Any) -> list[Any]:
+    """All that an optimizer keeps, except for its parameters and their state."""
+    left_out = ("state", "param_groups")
+    own = {name: one for name, one in vars(optimizer).items() if name not in left_out}
+    return [own, *({**group, "params": None} for group in optimizer.param_groups)]
 
 
 def _of_their_own(gradients: Iterable[Tensor | None]) -> list[Tensor | None]:
@@ -328,8 +339,8 @@ def trace(function: Callable[[Tensors], list[Tensor]], tensors: Tensors) -> Grap
             # The flags of some builds warn about hardware that is not there.
             warnings.simplefilter("ignore")
             with torch.backends.mkldnn.flags(enabled=False):
-                function_of = lambda *flat: function(cut(flat))  # noqa: E731
-                graph = make_fx(function_of, _DECOMPOSITIONS, "fake")(*inputs)
+                made = make_fx(lambda *flat: function(cut(flat)), _DECOMPOSITIONS, "fake")
+                graph = made(*inputs)
     except NotCompilableError:
         raise
     except Exception as error:
