@@ -24,7 +24,7 @@ CheckpointingSpec: TypeAlias = BlockSpec | Mapping[str, Any]
 CompileSpec: TypeAlias = bool | str | Mapping[str, Any]
 
 _COMPILE_OPTIONS = ("blocks", "backend", "mode", "dynamic", "fullgraph", "options")
-_STEP_OPTIONS = ("step", "max_programs")
+_STEP_OPTIONS = ("step", "max_programs", "min_steps", "custom_optimizer", "backend")
 
 
 def find_blocks(model: nn.Module, spec: BlockSpec | None) -> dict[str, nn.Module]:
@@ -207,18 +207,25 @@ def read_compile(spec: Any) -> dict[str, Any] | None:
     if not isinstance(spec, Mapping):
         raise TypeError(f"compile must be true, false, step or options, got {spec!r}")
     options = {name: value for name, value in spec.items() if value is not None}
-    of_step = any(name in _STEP_OPTIONS for name in options)
+    of_step = any(name in _STEP_OPTIONS and name != "backend" for name in options)
     check_options(
         "compile: step" if of_step else "compile",
         spec,
         _STEP_OPTIONS if of_step else _COMPILE_OPTIONS,
     )
-    for name in ("step", "dynamic", "fullgraph"):
+    for name in ("step", "dynamic", "fullgraph", "custom_optimizer"):
         if not isinstance(options.get(name, True), bool):
             raise TypeError(f"compile: {name} must be true or false, got {options[name]!r}")
-    count = options.get("max_programs", 1)
-    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-        raise TypeError(f"compile: max_programs must be an integer of at least 1, got {count!r}")
+    for name, least in (("max_programs", 1), ("min_steps", 0)):
+        count = options.get(name, least)
+        if isinstance(count, bool) or not isinstance(count, int) or count < least:
+            raise TypeError(
+                f"compile: {name} must be an integer of at least {least}, got {count!r}"
+            )
+    if of_step and options.get("backend", "eager") not in ("inductor", "eager"):
+        raise TypeError(
+            f"compile: backend of a step must be inductor or eager, got {options['backend']!r}"
+        )
     return None if of_step and not options.get("step", True) else options
 
 

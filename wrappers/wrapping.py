@@ -121,31 +121,41 @@ def wrap_model(
     prepare_model(model, preparation, mesh, localise=not takes_mesh(wrapper))
     wrapped = _wrapped(wrapper, model, ranks, options, train_step)
     step = read_compile(preparation.compile) or {}
-    if "step" in step:
-        compile_step(wrapped, step.get("max_programs", 8))
+    if step.pop("step", False):
+        compile_step(wrapped, **step)
     return wrapped
 
 
-def compile_step(wrapper: nn.Module, max_programs: int = 8) -> nn.Module:
+def compile_step(
+    wrapper: nn.Module,
+    max_programs: int = 8,
+    min_steps: int = 500,
+    custom_optimizer: bool = False,
+    backend: str = "inductor",
+) -> nn.Module:
     """Compile the whole training step of ``wrapper``: forward to update; returns it.
 
-    Nothing is compiled before the fourth update. What cannot be compiled runs as usual, and a
-    warning says why; docs/performance.md tells what that is.
+    Nothing is compiled before the fourth update. Steps that cannot be compiled run as usual, and
+    one warning says why; docs/performance.md lists the reasons.
 
     Args:
         wrapper: of this library; SingleDevice and StepDistributedDataParallel are compiled.
         max_programs: how many programs to compile, for batches of other shapes and after changes
             of the model.
+        min_steps: do not compile if the run is known to have fewer updates.
+        custom_optimizer: compile optimizers that are not torch's as well. State that they keep
+            outside of ``param_groups`` and ``state`` is not seen.
+        backend: "inductor", or "eager" to run the traced step without a compiler, for debugging.
 
     Raises:
-        TypeError: it is no wrapper.
+        TypeError: ``wrapper`` is not a model wrapper of this library.
     """
     if not isinstance(wrapper, Steps):
         raise TypeError(f"compile_step needs a model wrapper, got {type(wrapper).__name__}")
-    # What it needs of torch is imported only where a step is compiled.
+    # Imported only when a step is compiled: it loads torch's compiler.
     from .compiled.step import CompiledStep
 
-    wrapper._compiled_step = CompiledStep(max_programs)
+    wrapper._compiled_step = CompiledStep(max_programs, min_steps, custom_optimizer, backend)
     return wrapper
 
 

@@ -29,10 +29,11 @@ def weights_of(run_dir: Path, *changes: str) -> dict[str, torch.Tensor]:
 
 
 def test_a_resumed_run_goes_on_with_the_same_numbers(tmp_path: Path) -> None:
+    step = "compile={step: true, min_steps: 0}"
     usual = weights_of(tmp_path / "usual", "train.max_epochs=2")
-    compiled = weights_of(tmp_path / "whole", "compile=step", "train.max_epochs=2")
-    weights_of(tmp_path / "parts", "compile=step", "train.max_epochs=1")
-    resumed = weights_of(tmp_path / "parts", "compile=step", "train.max_epochs=2", "resume=true")
+    compiled = weights_of(tmp_path / "whole", step, "train.max_epochs=2")
+    weights_of(tmp_path / "parts", step, "train.max_epochs=1")
+    resumed = weights_of(tmp_path / "parts", step, "train.max_epochs=2", "resume=true")
     for name, one in usual.items():
         torch.testing.assert_close(compiled[name], one, rtol=1e-4, atol=1e-5)
         assert torch.equal(compiled[name], resumed[name]), name

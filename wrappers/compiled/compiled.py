@@ -1,128 +1,126 @@
-"""One compiled step, and all that it takes for granted."""
+"""One compiled step: a program, its contract, and how it is verified."""
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, distributed, nn
-from torch.optim import Optimizer
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch import Tensor, distributed
+from torch.fx import Interpreter
 
 from ..sharding.layout import parameters_of
 from ..sharding.mesh import broadcast_first
 from ..steps.preprocess import device_of
 from ..steps.step import as_call, parse_losses
+from .capture import Captured, capture, picked
+from .contract import Contract, share_memory
 from .cuda_graph import CudaGraph, warm_up
+from .errors import NotCompilableError
 from .program import Program, compile_graph
-from .trace import (
-    NotCompilableError,
-    Places,
-    Plan,
-    StepFunctions,
-    Tensors,
-    joined,
-    taken_apart,
-    trace,
-)
+from .reference import EagerStep, changed_values, update
+from .trace import Places, Plan, StepFunctions, Tensors, joined, taken_apart, trace
+from .verifier import Verifier
 
-# How far the compiled step may be from the same one in eager mode, as a part of what it changes.
-# Sums in another order are the reason, and Adam, which takes little more than signs at first.
-_TOLERANCES = {torch.float64: 1e-6, torch.float32: 0.02}
-_OF_HALF = 0.2
 # A program that serves for fewer steps was not worth compiling.
 _FEW = 3
-# A tensor among the leaves of a batch.
-_HERE = "a tensor"
+_NORM = "the norm of the gradients"
 
 
 class Compiled:
     """A step for one plan, one kind of batch, and one state of model and optimizer.
 
+    Some of its steps are compared with the usual step on copies, see ``Verifier``.
+
     Args:
-        batch: the tensors of a batch, and ``structure``: the rest of it, as by ``flattened``.
+        batch: a preprocessed batch.
+        backend: "inductor", or "eager": run the graph as it is.
 
     Raises:
         NotCompilableError: the step cannot be compiled.
     """
 
     def __init__(
-        self, wrapper: Any, optim_wrapper: Any, plan: Plan, batch: list[Tensor], structure: Any
+        self, wrapper: Any, optim_wrapper: Any, plan: Plan, batch: Any, backend: str = "inductor"
     ) -> None:
         model: Any = wrapper.module
-        self._plan, self._structure, self._kinds = plan, structure, _kinds(batch)
-        self._group = wrapper.data_group
-        places = Places(model, optim_wrapper.optimizer)
+        self._model, self._optimizer = model, optim_wrapper.optimizer
+        self._clip, self._backend = optim_wrapper._clip, backend
+        self._plan, self._group, self._device = plan, wrapper.data_group, device_of(model)
+        captured = capture(model, batch)
+        self._pick = picked([where for kind, where in captured.reads if kind == "batch"])
+        self._names = [*captured.logs]
+        self._constants = captured.constants
+        self._places = places = Places(model, self._optimizer)
         self._trained = places.trained_tensors()
-        with _state_on(device_of(model), places):
-            self._make(wrapper, optim_wrapper, places, batch)
+        self._shared = shared_buffers(wrapper) if plan.ranks > 1 else []
+        self._uses, self._verifier = 0, Verifier(model, self._optimizer, self._device)
+        with _state_on(self._device, places):
+            self._make(captured, optim_wrapper, batch)
+            self._contract = Contract(wrapper, optim_wrapper, captured)
+        if not self._contract.holds(batch):
+            raise NotCompilableError(
+                "there are hooks on all modules or optimizers, or a mode of torch"
+            )
+        self._kind = _kind(batch)
         self._addresses = self._located()
 
-    def _make(self, wrapper: Any, optim_wrapper: Any, places: Places, batch: list[Tensor]) -> None:
-        plan, structure, model = self._plan, self._structure, wrapper.module
-        device = device_of(model)
-        self._assumptions = Assumptions(model, optim_wrapper.optimizer)
+    def _make(self, captured: Captured, optim_wrapper: Any, batch: Any) -> None:
+        places, plan, device = self._places, self._plan, self._device
         # A rate may be a tensor that changes in place.
-        groups = optim_wrapper.optimizer.param_groups
-        self._rates = [_Number(one["lr"], device) for one in groups]
+        self._rates = [_Number(one["lr"], device) for one in self._optimizer.param_groups]
         self._share, self._factor = _Number(1.0, device), _Number(1.0, device)
-
-        def losses(tensors: Sequence[Tensor]) -> Any:
-            args, kwargs = as_call(unflattened(tensors, structure))
-            return model(*args, **kwargs, mode="loss")
-
-        parse = getattr(model, "parse_losses", parse_losses)
-        steps = StepFunctions(places, plan, losses, parse, optim_wrapper._clip)
-        fixed, count = places.tensors(), len(places.parameters)
+        steps = StepFunctions(places, plan, _forward(captured, places), self._clip)
+        weighs = optim_wrapper.loss_weight is not None
         tensors = Tensors(
-            fixed[:count],
-            fixed[count:],
+            places.parameters,
+            places.buffers,
             [state[name] for _, name, state in places.states()],
             [one.tensor for one in self._rates],
-            [self._share.tensor, self._factor.tensor] if optim_wrapper.loss_weight else [],
+            [self._share.tensor, self._factor.tensor] if weighs else [],
             self._held(),
-            batch,
+            self._pick(batch),
         )
         if len(devices := {str(one.device) for one in tensors.flat()}) > 1:
             raise NotCompilableError(f"there are tensors on {' and on '.join(sorted(devices))}")
-        shares = plan.ranks > 1 and not plan.held
-        self._shared = shared_buffers(wrapper) if shares else []
+        if share_memory([*tensors.parameters, *tensors.buffers, *tensors.states]):
+            raise NotCompilableError("parameters, buffers or optimizer state share memory")
         self._update: Program | None = None
-        self._runs = 0
-        with _undone(model):
-            self._make_programs(steps, tensors)
-            if (changed := self._assumptions.changed()) is not None:
-                raise NotCompilableError(f"its forward changes {changed}")
-        self._names = [name for name, constant in steps.logs if constant is None]
-        self._constants = {name: value for name, value in steps.logs if value is not None}
+        moved = [*tensors.states, *tensors.rates, *tensors.weights]
+        if plan.updates and plan.ranks > 1:
+            self._fixed = [*tensors.parameters, *tensors.buffers, *tensors.weights]
+            self._run = self._program(steps.joined_gradients, replace(tensors, states=[], rates=[]))
+            self._moved = [*tensors.parameters, *moved]
+            parts = joined(self._trained, [None] * len(self._trained))
+            self._update = self._program(
+                steps.update_by_joined, replace(tensors, buffers=[], held=parts, batch=[])
+            )
+        else:
+            self._fixed = [*tensors.parameters, *tensors.buffers, *moved]
+            self._run = self._program(steps.whole, tensors)
         self._has_norm, self._kept = steps.has_norm, steps.kept
 
-    def _make_programs(self, steps: StepFunctions, tensors: Tensors) -> None:
-        moved = [*tensors.states, *tensors.rates, *tensors.weights]
-        if not (self._plan.updates and self._plan.ranks > 1):
-            self._fixed = [*tensors.parameters, *tensors.buffers, *moved]
-            self._run = _program(steps.whole, tensors)
-            return
-        self._fixed = [*tensors.parameters, *tensors.buffers, *tensors.weights]
-        self._run = _program(steps.joined_gradients, replace(tensors, states=[], rates=[]))
-        self._moved = [*tensors.parameters, *moved]
-        parts = joined(self._trained, [None] * len(self._trained))
-        self._update = _program(
-            steps.update_by_joined, replace(tensors, buffers=[], held=parts, batch=[])
-        )
+    def _program(self, function: Callable[[Tensors], list[Tensor]], tensors: Tensors) -> Program:
+        flat = tensors.flat()
+        graph = trace(function, tensors)
+        if self._backend == "eager":
+            return _as_it_is(graph, self._device.type)
+        program = compile_graph(graph, flat)
+        if not flat[0].is_cuda:
+            return program
+        held = len(tensors.held)
+        warm_up(program, flat)
+        return CudaGraph(program, flat, given=held + len(tensors.batch), changed=held)
 
-    def fits(self, plan: Plan, batch: Sequence[Tensor], structure: Any) -> bool:
+    def fits(self, plan: Plan, batch: Any) -> bool:
         """Whether it does what the usual step would do now."""
         return (
             plan == self._plan
-            and structure == self._structure
-            and _kinds(batch) == self._kinds
-            and self._assumptions.changed() is None
-            and self._located() == self._addresses
+            and self._contract.holds(batch)
+            and (not self._addresses or self._located() == self._addresses)
         )
 
     def _located(self) -> list[int]:
@@ -130,76 +128,194 @@ class Compiled:
         is_graph = isinstance(self._run, CudaGraph)
         return [one.data_ptr() for one in self._fixed] if is_graph else []
 
-    def is_outdated(self) -> bool:
-        """Whether the optimizer's settings have changed right after it was made."""
-        return self._runs < _FEW and not self._assumptions.settings_hold()
+    def is_outdated(self, plan: Plan, batch: Any) -> bool:
+        """Whether something else than the plan and the batch changed right after it was made."""
+        return self._uses < _FEW and plan == self._plan and _kind(batch) == self._kind
 
     def repeats(self, optim_wrapper: Any) -> bool:
         """Whether the next step has the same plan."""
         return optim_wrapper._accumulative_counts == 1 and not self._plan.held
 
+    def expect_change(self) -> None:
+        """Verify the next step: something else may have changed model or optimizer."""
+        self._verifier.expect_change(self._uses)
+
     def again(self, batch: Any, optim_wrapper: Any) -> dict[str, Any] | None:
-        """Step where only the optimizer's settings may have changed; None: nothing was done."""
-        tensors, structure = flattened(batch)
+        """Step if only learning rates can have changed and no verification is due.
+
+        Returns None if nothing was done.
+        """
         if (
-            structure == self._structure
-            and _kinds(tensors) == self._kinds
-            and self._assumptions.settings_hold()
+            not self._verifier.is_due(self._uses + 1)
+            and self._kind is not None
+            and _kind(batch) == self._kind
+            and self._contract.rates_alone_change()
         ):
             if optim_wrapper.loss_weight is not None:
                 optim_wrapper.weigh(batch)
-            return self.run(tensors, optim_wrapper)
+            if self._plan.ranks > 1:
+                broadcast_first(self._shared, self._group)
+            return self.run(batch, optim_wrapper)
         return None
 
-    def run(self, batch: list[Tensor], optim_wrapper: Any) -> dict[str, Any]:
-        """Step, and return the logs; every rank that averages its gradients must call this."""
-        for rate, group in zip(self._rates, optim_wrapper.optimizer.param_groups, strict=True):
+    def run(self, batch: Any, optim_wrapper: Any) -> dict[str, Any]:
+        """Step, and return the logs; every rank that averages its gradients must call this.
+
+        Raises:
+            NotCompilableError: it differs from the usual step; nothing has changed.
+            StepMismatchError: it differs, and earlier steps may have been wrong.
+        """
+        for rate, group in zip(self._rates, self._optimizer.param_groups, strict=True):
             rate.set(group["lr"])
-        if self._shared:
-            broadcast_first(self._shared, self._group)
-        window = optim_wrapper._window
+        self._uses += 1
+        is_due = self._verifier.is_due(self._uses)
+        window, plan = optim_wrapper._window, self._plan
+        inputs = [*self._fixed, *(self._held() if plan.held else ()), *self._pick(batch)]
         if window is not None:
+            before = window.weight, window.total
+            self._share.set(window.share())
             self._begin(window)
-        held = self._held() if self._plan.held else ()
-        outputs = self._run([*self._fixed, *held, *batch])
+        try:
+            outputs = self._run(inputs) if not is_due else self._verified_step(inputs, batch)
+        except NotCompilableError:
+            if window is not None:
+                window.weight, window.total = before
+            raise
         optim_wrapper._inner_count += 1
-        self._runs += 1
-        if self._plan.updates:
+        count = len(self._names)
+        if plan.updates:
             if self._update is not None:
-                parts = outputs[len(self._names) :]
-                _add_up(parts, self._group)
-                if window is not None:
-                    self._factor.set(window.factor())
-                outputs[len(self._names) :] = self._update([*self._moved, *parts])
+                outputs[count:] = self._average_and_update(outputs[count:], window, is_due)
             if self._has_norm:
-                optim_wrapper.grad_norm = outputs[len(self._names)]
-            if self._plan.held:
+                optim_wrapper.grad_norm = outputs[count]
+            if plan.held:
                 optim_wrapper.zero_grad()
         else:
-            for at, gradient in zip(self._kept, outputs[len(self._names) :], strict=True):
+            for at, gradient in zip(self._kept, outputs[count:], strict=True):
                 self._trained[at].grad = gradient
         logs = dict(zip(self._names, outputs, strict=False))
         return {**logs, **self._constants} if self._constants else logs
 
     def _begin(self, window: Any) -> None:
         """Count the weight of the micro-batch, as ``OptimWrapper.backward`` does."""
-        self._share.set(window.share())
-        window.take()
-        if self._update is not None:
+        # Ranks exchange weights after the forward, which may yet turn out to be wrong.
+        if self._update is None:
+            window.take()
+            if self._plan.updates:
+                self._factor.set(window.factor())
+
+    def _average_and_update(self, parts: list[Tensor], window: Any, is_due: bool) -> list[Tensor]:
+        """Add the gradients up over the ranks and update; returns the norm, if there is one."""
+        assert self._update is not None
+        if window is not None:
+            window.take()
             window.send()
-        elif self._plan.updates:
+        _add_up(parts, self._group)
+        if window is not None:
             self._factor.set(window.factor())
+        if not is_due:
+            return self._update([*self._moved, *parts])
+        try:
+            return self._verified_update(parts)
+        except NotCompilableError:
+            # The other ranks have made this step.
+            norm = update(self._places, self._clip, self._factor.tensor, parts)
+            self._optimizer.zero_grad()
+            return [] if norm is None else [norm]
 
     def _held(self) -> list[Tensor]:
         pairs = zip(self._trained, self._plan.held, strict=True) if self._plan.held else ()
         return [one.grad for one, is_held in pairs if is_held and one.grad is not None]
 
+    def _verified_step(self, inputs: list[Tensor], batch: Any) -> list[Tensor]:
+        share, factor, plan = self._share.value, self._factor.value, self._plan
+        count, is_whole = len(self._names), self._update is None
 
-def step_in_eager_mode(wrapper: Any, batch: Any, optim_wrapper: Any, plan: Plan) -> dict[str, Any]:
+        def usual(origin: Any, **options: Any) -> dict[str, dict[str, Tensor]]:
+            step = EagerStep(origin, batch, **options)
+            values = {"logs": step.backward(plan, share)}
+            if not is_whole:
+                values["gradients"] = dict(enumerate(step.parts(plan)))  # type: ignore[arg-type]
+            elif not plan.updates:
+                values["gradients"] = step.gradients()
+            else:
+                norm = update(step.places, self._clip, factor)
+                values["norm"] = {} if norm is None else {_NORM: norm}
+            return {**values, **changed_values(step.places)}
+
+        def made(outputs: list[Tensor]) -> dict[str, dict[str, Tensor]]:
+            values = {"logs": dict(zip(self._names, outputs, strict=False))}
+            rest = outputs[count:]
+            if not is_whole:
+                values["gradients"] = dict(enumerate(rest))  # type: ignore[arg-type]
+            elif plan.updates:
+                values["norm"] = dict(zip([_NORM], rest, strict=False))
+            else:
+                new = dict(zip((self._trained[at] for at in self._kept), rest, strict=True))
+                own = zip(self._places.names, self._places.parameters, strict=False)
+                grads = ((name, new.get(one, one.grad)) for name, one in own)
+                values["gradients"] = {name: one for name, one in grads if one is not None}
+            return {**values, **changed_values(self._places)}
+
+        return self._verifier.run(self._uses, partial(self._run, inputs), made, usual)
+
+    def _verified_update(self, parts: list[Tensor]) -> list[Tensor]:
+        assert self._update is not None
+
+        def usual(origin: Any, **options: Any) -> dict[str, dict[str, Tensor]]:
+            step = EagerStep(origin, None, **options)
+            norm = update(step.places, self._clip, self._factor.value, parts)
+            values = {} if norm is None else {_NORM: norm}
+            return {"norm": values, **changed_values(step.places)}
+
+        def made(outputs: list[Tensor]) -> dict[str, dict[str, Tensor]]:
+            values = dict(zip([_NORM], outputs, strict=False))
+            return {"norm": values, **changed_values(self._places)}
+
+        program = partial(self._update, [*self._moved, *parts])
+        return self._verifier.run(self._uses, program, made, usual)
+
+
+def _forward(
+    captured: Captured, places: Places
+) -> Callable[[Tensors], tuple[Tensor, list[Tensor]]]:
+    """The captured losses as a function of the tensors of a step."""
+    batch = iter(range(len(places.names), len(places.names) + len(captured.reads)))
+    reads = [
+        places.index[where] if kind == "model" else next(batch) for kind, where in captured.reads
+    ]
+    graph = _Interpreter(captured.graph)
+
+    def forward(given: Tensors) -> tuple[Tensor, list[Tensor]]:
+        known = [*given.parameters, *given.buffers, *given.batch]
+        outputs = graph.run(*(known[at] for at in reads))
+        return outputs[captured.total], [outputs[at] for at in captured.logs.values()]
+
+    return forward
+
+
+class _Interpreter(Interpreter):
+    """Runs a graph, and what activation checkpointing wraps without computing it twice."""
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a function of the graph."""
+        if target is torch.ops.higher_order.tag_activation_checkpoint:
+            return _Interpreter(args[0]).run(*args[1:])
+        return super().call_function(target, args, kwargs)
+
+
+def _as_it_is(graph: Any, device_type: str) -> Program:
+    def run(inputs: list[Tensor]) -> list[Tensor]:
+        with torch.no_grad(), torch.autocast(device_type, enabled=False):
+            outputs: list[Tensor] = graph(*inputs)
+            return outputs
+
+    return run
+
+
+def step_in_eager_mode(wrapper: Any, batch: Any, optim_wrapper: Any) -> dict[str, Any]:
     """Step as usual, but average the gradients as a program does: in joined tensors."""
     model = wrapper.module
-    if not plan.held:
-        broadcast_first(shared_buffers(wrapper), wrapper.data_group)
     args, kwargs = as_call(batch)
     losses = model(*args, **kwargs, mode="loss")
     with torch.autocast(device_of(model).type, enabled=False):
@@ -213,8 +329,8 @@ def step_in_eager_mode(wrapper: Any, batch: Any, optim_wrapper: Any, plan: Plan)
 
 
 def shared_buffers(wrapper: Any) -> list[Tensor]:
-    """What DistributedDataParallel gives to all ranks before the first forward of a window."""
-    # Under its older name in older versions of torch, and the newer ones warn of that.
+    """The buffers that DistributedDataParallel broadcasts before the first forward of a window."""
+    # Renamed in newer versions of torch, which warn about the older name.
     newer = hasattr(wrapper, "forward_sync_buffers")
     shares = wrapper.forward_sync_buffers if newer else wrapper.broadcast_buffers
     return list(wrapper.module.buffers()) if shares else []
@@ -237,77 +353,9 @@ def _add_up(parts: Iterable[Tensor], group: Any) -> None:
         work.wait()
 
 
-class Assumptions:
-    """What a program has read of a model and an optimizer that is no input of it.
-
-    The attributes of the modules, except for those that the batch is prepared by; which tensors
-    are parameters, buffers and state; which parameters get gradients; and the settings of the
-    optimizer, except for its learning rates. Changes inside objects, and what a forward reads
-    elsewhere, are not seen.
-    """
-
-    def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
-        preparing: Any = getattr(model, "data_preprocessor", None)
-        left_out = {id(one) for one in preparing.modules()} if preparing is not None else set()
-        modules = [(n, one) for n, one in model.named_modules() if id(one) not in left_out]
-        live = [(f"an attribute of {name or 'the model'}", vars(one)) for name, one in modules]
-        live += [("the state of the optimizer", one) for one in optimizer.state.values()]
-        self._known = [(one, _snapshot(one), told) for told, one in live]
-        self._parameters = list(model.parameters())
-        self._flags = _flags(self._parameters)
-        self._optimizer: Any = optimizer
-        self._parts = optimizer.state, optimizer.param_groups
-        self._groups = [{**one} for one in optimizer.param_groups]
-
-    def changed(self) -> str | None:
-        """What is not as it was; None where all is."""
-        optimizer = self._optimizer
-        if optimizer.state is not self._parts[0] or optimizer.param_groups is not self._parts[1]:
-            return "the state of the optimizer"
-        told = "the settings of the optimizer"
-        try:
-            if not self.settings_hold():
-                return told
-            for live, known, told in self._known:
-                if live != known:
-                    return told
-        except (RuntimeError, ValueError):
-            # Two tensors or arrays that are not the same one.
-            return told
-        if _flags(self._parameters) != self._flags:
-            return "which parameters get gradients"
-        if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
-            return "the hooks of the optimizer"
-        return None
-
-    def settings_hold(self) -> bool:
-        """Whether the optimizer's settings, but for learning rates, are as they were."""
-        groups = self._optimizer.param_groups
-        if groups != self._groups:
-            for known, group in zip(self._groups, groups, strict=False):
-                known["lr"] = group["lr"]
-            return bool(groups == self._groups)
-        return True
-
-
-def _flags(parameters: Iterable[Tensor]) -> list[tuple[bool, Any]]:
-    return [(one.requires_grad, one._backward_hooks) for one in parameters]
-
-
-def _snapshot(attributes: dict[str, Any]) -> dict[str, Any]:
-    """A copy of the attributes, and of the lists, sets and dicts among them."""
-    kept: dict[str, Any] = {}
-    for name, value in attributes.items():
-        # Not an OrderedDict, which compares more slowly.
-        kept[name] = dict(value) if isinstance(value, dict) else value
-        if isinstance(value, (list, set)):
-            kept[name] = copy.copy(value)
-    return kept
-
-
 @contextmanager
 def _state_on(device: torch.device, places: Places) -> Iterator[None]:
-    """Move what an optimizer keeps on the CPU, as counts of steps: a graph could not change it."""
+    """Move what an optimizer keeps on the CPU, such as counts of steps, to where graphs run."""
     before = [(state, name, state[name]) for _, name, state in places.states()]
     try:
         for state, name, one in before:
@@ -319,33 +367,17 @@ def _state_on(device: torch.device, places: Places) -> Iterator[None]:
         raise
 
 
-@contextmanager
-def _undone(model: nn.Module) -> Iterator[None]:
-    """Take attributes of the modules, and tensors in them, back to what they were before."""
-    modules = [(vars(one), dict(vars(one))) for one in model.modules()]
-    values = [value for _, known in modules for value in known.values()]
-    contents = [(one, copy.copy(one)) for one in values if isinstance(one, (dict, list, set))]
-    plain = [(one, one.detach().clone()) for one in values if isinstance(one, Tensor)]
-    try:
-        yield
-    finally:
-        for live, known in modules:
-            live.clear()
-            live.update(known)
-        for container, content in contents:
-            container.clear()
-            (container.extend if isinstance(container, list) else container.update)(content)
-        with torch.no_grad():
-            for one, value in plain:
-                one.copy_(value)
-
-
 class _Number:
     """A number as a tensor."""
 
     def __init__(self, value: Any, device: torch.device) -> None:
         self._value: float | None = float(value)
         self.tensor = torch.tensor(float(value), dtype=torch.float64, device=device)
+
+    @property
+    def value(self) -> float:
+        """The number; on a GPU this waits for it."""
+        return self.tensor.item()
 
     def set(self, value: Any) -> None:
         """Take over another value."""
@@ -358,98 +390,17 @@ class _Number:
             self.tensor.fill_(number)
 
 
-def flattened(batch: Any) -> tuple[list[Tensor], Any]:
-    """The tensors of a preprocessed batch, and all the rest of it, to be compared by ``==``.
-
-    Raises:
-        NotCompilableError: there is a tensor of another class, or with a gradient, in it.
-    """
-    structure: Any = None
-    leaves: list[Any] = [None]
-    if type(batch) in (list, tuple):
-        leaves, structure = [*batch], len(batch)
-    elif type(batch) is dict:
-        leaves, structure = list(batch.values()), tuple(batch)
-    is_flat = True
-    for one in leaves:
-        is_flat = is_flat and type(one) is Tensor and not one.requires_grad
-    if not is_flat:
-        leaves, spec = tree_flatten(batch)
-        structure = spec, [_HERE if isinstance(one, Tensor) else one for one in leaves]
-        leaves = [one for one in leaves if isinstance(one, Tensor)]
-        if any(type(one) is not Tensor or one.requires_grad for one in leaves):
-            raise NotCompilableError("the batch has tensors of another class, or with gradients")
-    return [one if one.is_contiguous() else one.contiguous() for one in leaves], structure
-
-
-def unflattened(tensors: Sequence[Tensor], structure: Any) -> Any:
-    """The batch again."""
-    if isinstance(structure, int):
-        return [*tensors]
-    if isinstance(structure[0], str):
-        return dict(zip(structure, tensors, strict=True))
-    spec, leaves = structure
-    rest = iter(tensors)
-    return tree_unflatten([next(rest) if one is _HERE else one for one in leaves], spec)
-
-
-def _kinds(tensors: Sequence[Tensor]) -> list[Any]:
-    return [(one.shape, one.dtype, one.device) for one in tensors]
-
-
-def _program(function: Callable[[Tensors], list[Tensor]], tensors: Tensors) -> Program:
-    """Compile a function of tensors, and compare it once with the function itself."""
-    flat = tensors.flat()
-    program = compile_graph(trace(function, tensors), flat)
-    before = [one.detach().clone() for one in flat]
-    mine, theirs = ([one.clone() for one in before] for _ in range(2))
-    gpus = [flat[0].device] if flat[0].is_cuda else []
-    if gpus:
-        warm_up(program, mine)
-    with torch.random.fork_rng(gpus):
-        made = _launched(program, tensors.cut(mine))(mine)
-        streams = _random_states(gpus)
-    with torch.random.fork_rng(gpus):
-        expected = function(tensors.cut(theirs))
-        if not all(map(torch.equal, streams, _random_states(gpus))):
-            raise NotCompilableError("compiled, it draws other random numbers")
-    # Each kind as a whole: where a gradient is zero but for rounding, Adam's step is anything.
-    kinds = [*tensors.lengths(), len(expected)]
-    news, wanteds = ([*new, *out] for new, out in ((mine, made), (theirs, expected)))
-    starts = [*before, *(torch.zeros_like(one) for one in expected)]
-    rest = zip(news, wanteds, starts, strict=True)
-    for count in kinds:
-        if _differ([next(rest) for _ in range(count)]):
-            raise NotCompilableError("compiled, it gives other numbers")
-    return _launched(program, tensors)
-
-
-def _launched(program: Program, tensors: Tensors) -> Program:
-    """The program for these tensors: on a GPU, as a CUDA graph."""
-    flat, held = tensors.flat(), len(tensors.held)
-    if not flat[0].is_cuda:
-        return program
-    return CudaGraph(program, flat, given=held + len(tensors.batch), changed=held)
-
-
-def _random_states(gpus: Sequence[torch.device]) -> list[Tensor]:
-    return [torch.get_rng_state(), *(torch.cuda.get_rng_state(one) for one in gpus)]
-
-
-def _differ(triples: Sequence[tuple[Tensor, Tensor, Tensor]]) -> bool:
-    """Whether new tensors are not what is wanted, measured by the way from the start to there."""
-    off = way = size = torch.zeros((), dtype=torch.float64)
-    tolerance = 0.0
-    for new, wanted, start in triples:
-        if not new.is_floating_point():
-            if not torch.equal(new, wanted):
-                return True
-            continue
-        finite = wanted.isfinite()
-        if not torch.equal(finite, new.isfinite()):
-            return True
-        tolerance = max(tolerance, _TOLERANCES.get(new.dtype, _OF_HALF))
-        new, wanted, start = (one.double()[finite] for one in (new, wanted, start))
-        off, way = off + (new - wanted).square().sum(), way + (wanted - start).square().sum()
-        size = size + wanted.square().sum()
-    return bool(off.sqrt() > tolerance * way.sqrt() + 1e-6 * size.sqrt() + 1e-30)
+def _kind(batch: Any) -> Any:
+    """What a batch of tensors has in common with others of its kind; None for other batches."""
+    keys: Any
+    if type(batch) is dict:
+        keys, tensors = tuple(batch), [*batch.values()]
+    elif type(batch) in (list, tuple):
+        keys, tensors = len(batch), batch
+    else:
+        return None
+    if any(type(one) is not Tensor for one in tensors):
+        return None
+    return keys, [
+        (one.shape, one.stride(), one.dtype, one.device, one.requires_grad) for one in tensors
+    ]

@@ -9,8 +9,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from .errors import NotCompilableError, first_line
 from .program import Program
-from .trace import NotCompilableError, first_line
 
 
 class CudaGraph:

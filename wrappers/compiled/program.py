@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
-from .trace import NotCompilableError, first_line
+from .errors import NotCompilableError, first_line
 
 Program = Callable[[list[Tensor]], list[Tensor]]
 

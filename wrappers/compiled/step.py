@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, distributed, nn
+from torch import distributed, nn
 
 from ...collectives import get_rank
 from ..batchnorm.sync_batchnorm import SynchronizedBatchNorm
@@ -19,11 +19,14 @@ from ..optimizers.amp import AmpOptimWrapper
 from ..optimizers.optim import OptimWrapper
 from ..optimizers.optim_state import is_spread
 from ..sharding.layout import is_dtensor
+from ..sharding.mesh import broadcast_first
 from ..steps.preprocess import device_of
 from ..steps.step import SingleDevice, only_moves
 from ..steps.step_checks import has_own_step
-from .compiled import Compiled, flattened, step_in_eager_mode
-from .trace import NotCompilableError, NotReadyError, Plan
+from .compiled import Compiled, shared_buffers, step_in_eager_mode
+from .contract import obstacles_of
+from .errors import NotCompilableError, NotReadyError
+from .trace import Plan
 
 logger = logging.getLogger(__name__)
 
@@ -37,22 +40,35 @@ _COMPILING = (
     "else up to half a minute"
 )
 _SETTINGS_CHANGE = (
-    "settings of the optimizer, other than rates, change from step to step, as momentum does by "
-    "OneCycleLR without cycle_momentum: false"
+    "attributes of the model, numbers or texts in batches, or settings of the optimizer other than "
+    "learning rates change from step to step, as momentum does under OneCycleLR without "
+    "cycle_momentum: false"
 )
+_AUTOCAST = "torch.autocast is entered around train_step: use AmpOptimWrapper instead"
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 class CompiledStep:
-    """Trains by compiled programs where it can; tells once why where it cannot.
+    """Trains by compiled programs if it can; logs once why if it cannot.
 
     Args:
-        max_programs: so many are compiled, for other shapes of batches or after a change of the
-            model; steps that need another one run as usual then.
+        max_programs: how many to compile, for other shapes of batches or after a change of the
+            model; other steps run as usual then.
+        min_steps: runs of fewer updates are not compiled, as that would take longer than it saves.
+        custom_optimizer: compile optimizers that are not torch's as well.
+        backend: "inductor", or "eager": run the same graph without a compiler, for debugging.
     """
 
-    def __init__(self, max_programs: int = 8) -> None:
-        self.max_programs = max_programs
+    def __init__(
+        self,
+        max_programs: int = 8,
+        min_steps: int = 500,
+        custom_optimizer: bool = False,
+        backend: str = "inductor",
+    ) -> None:
+        self._options = max_programs, min_steps, custom_optimizer, backend
+        self.max_programs, self._min_steps = max_programs, min_steps
+        self._allow_custom, self._backend = custom_optimizer, backend
         self._programs: list[Compiled] = []
         self._optim_wrapper: Any = None
         self._is_refused = False
@@ -60,12 +76,13 @@ class CompiledStep:
         self._attempts = 3
         self._is_closed = False
         self._clock = _Clock()
-        # So many steps for each look at the model, and those before the next look.
+        # The number of steps for each look at the model, and of those before the next look.
         self._block, self._left = 1, 0
         self._outdated = 0
+        self._is_autocast, self._device_type = False, "cpu"
 
     def __reduce__(self) -> Any:
-        return type(self), (self.max_programs,)
+        return type(self), self._options
 
     def __call__(self, wrapper: Any, batch: Any, optim_wrapper: Any) -> dict[str, Any] | None:
         """Train on a preprocessed batch and return the logs; None: nothing was done.
@@ -78,7 +95,8 @@ class CompiledStep:
         if optim_wrapper is not self._optim_wrapper:
             self._programs.clear()
             self._optim_wrapper = optim_wrapper
-            if (reason := _obstacle(wrapper, optim_wrapper)) is not None:
+            self._device_type = device_of(wrapper.module).type
+            if (reason := self._obstacle(wrapper) or self._shortness()) is not None:
                 self._is_refused = True
                 self._tell(reason)
                 return None
@@ -89,19 +107,33 @@ class CompiledStep:
             self._tell("a guard looks at the gradients before each update")
             return None
         try:
-            plan = _plan(wrapper, optim_wrapper)
-            program, tensors = self._program(wrapper, plan, batch)
-            if program is not None:
-                if self._block > 1 and program.repeats(optim_wrapper) and only_moves(wrapper):
-                    self._left = self._block - 1
-                return program.run(tensors, optim_wrapper)
-            # Other ranks may have a program for their batches, and exchange gradients as it does.
-            return (
-                step_in_eager_mode(wrapper, batch, optim_wrapper, plan) if plan.ranks > 1 else None
-            )
+            return self._step(wrapper, batch, optim_wrapper)
         except BaseException as error:
             wrapper._explain(error)
             raise
+
+    def _step(self, wrapper: Any, batch: Any, optim_wrapper: Any) -> dict[str, Any] | None:
+        plan = _plan(wrapper, optim_wrapper)
+        program = self._program(wrapper, plan, batch)
+        if self._is_autocast:
+            self._tell(_AUTOCAST)
+            program = None
+        if plan.ranks > 1 and not plan.held:
+            broadcast_first(shared_buffers(wrapper), wrapper.data_group)
+        if program is not None:
+            try:
+                logs = program.run(batch, optim_wrapper)
+            except NotCompilableError as reason:
+                self._refuse(reason)
+                self._programs.remove(program)
+            else:
+                if self._block > 1 and program.repeats(optim_wrapper) and only_moves(wrapper):
+                    self._left = self._block - 1
+                return logs
+        for one in self._programs:
+            one.expect_change()
+        # Other ranks may have a program for their batches, and exchange gradients as it does.
+        return step_in_eager_mode(wrapper, batch, optim_wrapper) if plan.ranks > 1 else None
 
     def look_every(self, steps: int) -> None:
         """Look whether a program still fits the model before each ``steps``-th step, from now."""
@@ -114,48 +146,65 @@ class CompiledStep:
         """
         if not self._is_refused:
             self._clock.tick()
+            # Here, outside of the context of the optimizer wrapper.
+            self._is_autocast = torch.is_autocast_enabled(self._device_type)
         if not self._left or optim_wrapper is not self._optim_wrapper:
             return None
         self._left -= 1
         try:
-            return self._programs[0].again(batch, optim_wrapper)
-        except NotCompilableError:
-            return None
+            return None if self._is_autocast else self._programs[0].again(batch, optim_wrapper)
         except BaseException as error:
             wrapper._explain(error)
             raise
 
-    def _program(
-        self, wrapper: Any, plan: Plan, batch: Any
-    ) -> tuple[Compiled | None, list[Tensor]]:
-        """The program for a step, and the tensors of the batch; None where there is none."""
+    def _program(self, wrapper: Any, plan: Plan, batch: Any) -> Compiled | None:
+        """Return the program for a step; None if there is none."""
+        for at, program in enumerate(self._programs):
+            if program.fits(plan, batch):
+                if at:
+                    self._programs.insert(0, self._programs.pop(at))
+                return program
+        if self._is_closed:
+            return None
         try:
-            tensors, structure = flattened(batch)
-            for at, program in enumerate(self._programs):
-                if program.fits(plan, tensors, structure):
-                    if at:
-                        self._programs.insert(0, self._programs.pop(at))
-                    return program, tensors
-            if self._is_closed:
-                return None, tensors
             if len(self._programs) >= self.max_programs:
                 raise NotCompilableError(f"there are max_programs={self.max_programs} programs")
-            if (reason := _obstacle(wrapper, self._optim_wrapper)) is not None:
+            if (reason := self._obstacle(wrapper)) is not None:
                 raise NotCompilableError(reason)
-            self._outdated += bool(self._programs) and self._programs[0].is_outdated()
+            self._outdated += any(one.is_outdated(plan, batch) for one in self._programs[:1])
             if self._outdated > 1:
                 raise NotCompilableError(_SETTINGS_CHANGE)
             with self._clock.compiling(device_of(wrapper.module)):
-                program = Compiled(wrapper, self._optim_wrapper, plan, tensors, structure)
+                program = Compiled(wrapper, self._optim_wrapper, plan, batch, self._backend)
             self._programs.insert(0, program)
-            return program, tensors
+            return program
         except (NotCompilableError, torch.OutOfMemoryError) as reason:
-            self._tell(str(reason))
-            self._attempts -= 1
-            if not self._attempts or not isinstance(reason, NotReadyError):
-                # Not tried again: that would take long, at each step.
-                self._is_closed = True
-        return None, []
+            self._refuse(reason)
+        return None
+
+    def _refuse(self, reason: Exception) -> None:
+        self._tell(str(reason))
+        self._attempts -= 1
+        if not self._attempts or not isinstance(reason, NotReadyError):
+            # Not tried again: that would take long, at each step.
+            self._is_closed = True
+
+    def _shortness(self) -> str | None:
+        """Why compiling does not pay. By the length of the run, so that a resumed run agrees."""
+        optim_wrapper = self._optim_wrapper
+        updates = optim_wrapper._max_counts / optim_wrapper._accumulative_counts
+        if not 0 < updates < self._min_steps:
+            return None
+        return (
+            f"the run has {updates:.0f} updates, fewer than min_steps={self._min_steps}, from "
+            "which on compiling may pay off"
+        )
+
+    def _obstacle(self, wrapper: Any) -> str | None:
+        """Why no step can be compiled, the same on all ranks; None if it may be."""
+        if self._is_autocast:
+            return _AUTOCAST
+        return next(_obstacles(wrapper, self._optim_wrapper, self._allow_custom), None)
 
     def _tell(self, reason: str) -> None:
         if reason not in self._told and get_rank() == 0:
@@ -221,12 +270,7 @@ def _plan(wrapper: Any, optim_wrapper: Any) -> Plan:
     return Plan(kept, optim_wrapper.should_sync(), length, ranks)
 
 
-def _obstacle(wrapper: Any, optim_wrapper: Any) -> str | None:
-    """Why a step of these cannot be compiled, the same on all ranks; None where it may be."""
-    return next(_obstacles(wrapper, optim_wrapper), None)
-
-
-def _obstacles(wrapper: Any, optim_wrapper: Any) -> Iterator[str]:
+def _obstacles(wrapper: Any, optim_wrapper: Any, allow_custom: bool) -> Iterator[str]:
     name = type(optim_wrapper).__name__
     if not isinstance(wrapper, (SingleDevice, StepDistributedDataParallel)):
         yield f"{type(wrapper).__name__} does more in a step; single and ddp are compiled"
@@ -240,7 +284,10 @@ def _obstacles(wrapper: Any, optim_wrapper: Any) -> Iterator[str]:
     scaler: Any = getattr(optim_wrapper, "loss_scaler", None)
     if scaler is not None and scaler.is_enabled():
         yield "float16 scales its losses; use bfloat16"
+    if patched := [name for name in vars(optim_wrapper) if hasattr(type(optim_wrapper), name)]:
+        yield f"methods of the {name} have been replaced: {', '.join(patched)}"
     yield from _of_optimizer(optim_wrapper)
+    yield from obstacles_of(optim_wrapper.optimizer, allow_custom)
     yield from _of_model(wrapper.module)
     if isinstance(wrapper, StepDistributedDataParallel):
         yield from _of_ddp(wrapper)
@@ -261,6 +308,8 @@ def _of_model(model: nn.Module) -> Iterator[str]:
     for name, part in model.named_modules():
         if any(getattr(part, hooks) for hooks in _HOOKS):
             yield f"{name or 'the model'} has hooks"
+        if getattr(part, "sparse", False):
+            yield f"{name} has sparse gradients"
         if isinstance(part, (nn.SyncBatchNorm, SynchronizedBatchNorm)):
             yield f"{name} communicates in the forward"
     for name, one in model.named_parameters():

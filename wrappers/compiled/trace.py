@@ -2,34 +2,25 @@
 
 from __future__ import annotations
 
-import random
+import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.optim import Optimizer
 
-Slot = tuple[dict[str, Any], str]
+from .errors import NotCompilableError, NotReadyError, first_line
 
 # From here on a gradient is reduced where it lies: that takes less time than a copy.
 _LARGE_BYTES = 2**22
 # About so many of small ones are one tensor: from 32 MiB on it would be mapped anew in every step.
 _MOST_BYTES = 2**24
-
-
-class NotCompilableError(Exception):
-    """A step that would not do compiled what it does eagerly; the text says why."""
-
-
-class NotReadyError(NotCompilableError):
-    """A step that can be compiled once it has run."""
 
 
 class Plan(NamedTuple):
@@ -53,62 +44,48 @@ class Places:
     """Where the tensors are that a step reads and changes.
 
     Attributes:
-        parameters, buffers: for each tensor every place that has it, in the modules' dicts.
+        names: of the parameters, then of the buffers.
+        index: by the id of a tensor, which of ``tensors`` it is.
+        count: how many of them are parameters.
         trained: indices of the parameters that get gradients and are updated.
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
-        parameters: dict[int, list[Slot]] = {}
-        buffers: dict[int, list[Slot]] = {}
-        for module in model.modules():
-            for found, own in ((parameters, module._parameters), (buffers, module._buffers)):
-                for name, one in own.items():
-                    if one is not None:
-                        found.setdefault(id(one), []).append((own, name))
-        self.parameters, self.buffers = list(parameters.values()), list(buffers.values())
+        named = [*model.named_parameters(), *model.named_buffers()]
+        self.names = [name for name, _ in named]
+        self._tensors = [one for _, one in named]
+        self.index = {id(one): at for at, one in enumerate(self._tensors)}
+        self.count = sum(1 for _ in model.parameters())
         self.optimizer = optimizer
-        self._index = {key: at for at, key in enumerate(parameters)}
         updated = [one for group in optimizer.param_groups for one in group["params"]]
-        if any(id(one) not in self._index for one in updated):
+        if any(self.index.get(id(one), self.count) >= self.count for one in updated):
             raise NotCompilableError("the optimizer has parameters that are not the model's")
-        self.trained = [self._index[id(one)] for one in updated if one.requires_grad]
+        self.trained = [self.index[id(one)] for one in updated if one.requires_grad]
 
-    def tensors(self) -> list[Tensor]:
-        """The parameters, then the buffers."""
-        return [own[name] for (own, name), *_ in (*self.parameters, *self.buffers)]
+    @property
+    def parameters(self) -> list[Tensor]:
+        """The parameters of the model."""
+        return self._tensors[: self.count]
+
+    @property
+    def buffers(self) -> list[Tensor]:
+        """The buffers of the model."""
+        return self._tensors[self.count :]
 
     def trained_tensors(self) -> list[Tensor]:
         """The parameters that get gradients."""
-        return [own[name] for (own, name), *_ in (self.parameters[at] for at in self.trained)]
+        return [self._tensors[at] for at in self.trained]
 
     def states(self) -> list[tuple[int, str, dict[str, Any]]]:
         """Where the tensors of the optimizer's state are: index of the parameter, name, dict."""
-        state = self.optimizer.state
-        known = [state.get(own[name], {}) for (own, name), *_ in self.parameters]
+        # Not the state itself, a defaultdict: a look must not add to it.
+        known = [self.optimizer.state.get(one, {}) for one in self.parameters]
         return [
             (at, name, state)
             for at, state in enumerate(known)
             for name, value in state.items()
             if isinstance(value, Tensor)
         ]
-
-    @contextmanager
-    def holding(self, parameters: Sequence[Tensor], buffers: Sequence[Tensor]) -> Iterator[None]:
-        """Put other tensors there; what a module puts in place of a buffer is copied into it."""
-        pairs = [*zip(self.parameters, parameters, strict=True)]
-        pairs += zip(self.buffers, buffers, strict=True)
-        before = [(own, name, own[name]) for slots, _ in pairs for own, name in slots]
-        try:
-            for slots, tensor in pairs:
-                for own, name in slots:
-                    own[name] = tensor
-            yield
-            for ((own, name), *_), tensor in pairs[len(self.parameters) :]:
-                if own[name] is not tensor:
-                    tensor.copy_(own[name].detach())
-        finally:
-            for own, name, tensor in before:
-                own[name] = tensor
 
     def twin(self, parameters: Sequence[Tensor], rates: Iterable[Tensor]) -> Any:
         """The optimizer over other tensors, with learning rates that are tensors; no state."""
@@ -121,7 +98,7 @@ class Places:
             {
                 **group,
                 **{name: way for name, way in ways.items() if name in group},
-                "params": [parameters[self._index[id(one)]] for one in group["params"]],
+                "params": [parameters[self.index[id(one)]] for one in group["params"]],
                 "lr": rate,
             }
             for group, rate in zip(groups, rates, strict=True)
@@ -163,12 +140,10 @@ class StepFunctions:
     """A step as functions of all its tensors, which change in place.
 
     Args:
-        losses: of a batch, by the tensors that are in ``places``.
-        parse: the total and the logs of the losses.
+        forward: the total of the losses and what is logged, by parameters, buffers and batch.
         clip: clips the gradients of an optimizer, and returns their norm.
 
     Attributes:
-        logs: after a call, the names of the logs, each with None for a tensor or what it always is.
         has_norm: after a call, whether there is a norm of the gradients.
         kept: after a call, for which trained parameters there are new gradients to be kept.
     """
@@ -177,14 +152,12 @@ class StepFunctions:
         self,
         places: Places,
         plan: Plan,
-        losses: Callable[[Sequence[Tensor]], Any],
-        parse: Callable[[Any], tuple[Tensor, Mapping[str, Any]]],
+        forward: Callable[[Tensors], tuple[Tensor, list[Tensor]]],
         clip: Callable[[Any], Tensor | None] | None,
     ) -> None:
         self._places, self._plan = places, plan
-        self._losses, self._parse, self._clip = losses, parse, clip
+        self._forward, self._clip = forward, clip
         self._keys = [(at, name) for at, name, _ in places.states()]
-        self.logs: list[tuple[str, Any]] = []
         self.has_norm = False
         self.kept: list[int] = []
 
@@ -219,17 +192,12 @@ class StepFunctions:
 
     def _backward(self, given: Tensors) -> tuple[list[Tensor], list[Tensor | None]]:
         leaves = [
-            one.detach().requires_grad_(own[name].requires_grad)
-            for one, ((own, name), *_) in zip(
-                given.parameters, self._places.parameters, strict=True
-            )
+            one.detach().requires_grad_(own.requires_grad)
+            for one, own in zip(given.parameters, self._places.parameters, strict=True)
         ]
         plan = self._plan
-        with self._places.holding(leaves, given.buffers):
-            losses = self._losses(given.batch)
+        total, logs = self._forward(replace(given, parameters=leaves))
         with torch.autocast(leaves[0].device.type, enabled=False):
-            total, logs = self._parse(losses)
-            self.logs = [(k, None if isinstance(v, Tensor) else v) for k, v in logs.items()]
             wanted = [leaves[at] for at in self._places.trained]
             # Not the gradients by the ranks: that would be another pass over them.
             divisor = plan.divisor * (plan.ranks if plan.updates else 1)
@@ -249,7 +217,7 @@ class StepFunctions:
                 else:
                     gradients[at] = before + new if plan.updates else before.add_(new)
         # Copies: a value may be an input, or come twice, and the caller keeps it.
-        return [v.detach().clone() for v in logs.values() if isinstance(v, Tensor)], gradients
+        return [one.detach().clone() for one in logs], gradients
 
     def update(self, given: Tensors, gradients: Sequence[Tensor | None]) -> list[Tensor]:
         """Clip and step; returns the norm of the gradients, if there is one."""
@@ -272,17 +240,28 @@ class StepFunctions:
         known = {one: set(state) for one, state in states.items()}
         twin.state = _State(states)
         norm = None if self._clip is None else self._clip(twin)
+        settings = _settings(twin)
         with _as_compiling():
             twin.step()
+        if _settings(twin) != settings:
+            name = type(twin).__name__
+            raise NotCompilableError(f"each step of {name} changes its attributes or settings")
         for one in given.parameters:
             one.requires_grad_(False).grad = None
             if set(twin.state[one]) != known[one]:
-                raise NotReadyError("the optimizer makes its state")
+                raise NotReadyError("some parameters have no optimizer state yet")
         for (at, name), value in zip(self._keys, given.states, strict=True):
             if (new := twin.state[given.parameters[at]][name]) is not value:
                 value.copy_(new)
         self.has_norm = norm is not None
         return [] if norm is None else [norm.clone()]
+
+
+def _settings(optimizer: Any) -> list[Any]:
+    """All that an optimizer keeps, except for its parameters and their state."""
+    left_out = ("state", "param_groups")
+    own = {name: one for name, one in vars(optimizer).items() if name not in left_out}
+    return [own, *({**group, "params": None} for group in optimizer.param_groups)]
 
 
 def _of_their_own(gradients: Iterable[Tensor | None]) -> list[Tensor | None]:
@@ -350,29 +329,22 @@ def trace(function: Callable[[Tensors], list[Tensor]], tensors: Tensors) -> Grap
     """Return the graph of a function, without running it.
 
     Raises:
-        NotCompilableError: it depends on values, or on what no graph sees.
+        NotCompilableError: it depends on values, or has an operation that cannot be traced.
     """
     inputs = [one.detach() for one in tensors.flat()]
-    python, numpy = random.getstate(), np.random.get_state(legacy=False)
     try:
         cut = tensors.cut
-        graph = make_fx(lambda *flat: function(cut(flat)), _DECOMPOSITIONS, "fake")(*inputs)
+        # Without MKL-DNN, recurrent layers become products of matrices, which can be compiled.
+        with warnings.catch_warnings():
+            # The flags of some builds warn about hardware that is not there.
+            warnings.simplefilter("ignore")
+            with torch.backends.mkldnn.flags(enabled=False):
+                made = make_fx(lambda *flat: function(cut(flat)), _DECOMPOSITIONS, "fake")
+                graph = made(*inputs)
     except NotCompilableError:
         raise
     except Exception as error:
-        text = first_line(error)
-        if "convert all Tensors to FakeTensors" in text:
-            text = (
-                "it reads a tensor that is neither a parameter nor a buffer, and may change "
-                "unseen: let its module register_buffer it"
-            )
-        raise NotCompilableError(f"{type(error).__name__}: {text}") from error
-    finally:
-        draws = random.getstate() != python or _moved(numpy)
-        random.setstate(python)
-        np.random.set_state(numpy)
-    if draws:
-        raise NotCompilableError("it draws random numbers outside of torch")
+        raise NotCompilableError(f"tracing fails: {first_line(error)}") from error
     for node in reversed(graph.graph.nodes):
         # Time stamps for a profiler.
         if node.op == "call_function" and str(node.target).startswith("profiler."):
@@ -393,14 +365,3 @@ def _addmm(bias: Tensor, one: Tensor, other: Tensor, *, beta: Any = 1, alpha: An
 
 
 _DECOMPOSITIONS = {torch.ops.aten.addmm.default: _addmm}
-
-
-def first_line(error: Exception) -> str:
-    """What an error says, without the pages that compilers add."""
-    return (str(error).strip() or "no text").splitlines()[0]
-
-
-def _moved(numpy: Any) -> bool:
-    now: Any = np.random.get_state(legacy=False)
-    parts = now["state"], numpy["state"]
-    return any(not np.array_equal(parts[0][name], parts[1][name]) for name in parts[0])

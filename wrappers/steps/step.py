@@ -53,7 +53,8 @@ def parse_losses(losses: Mapping[str, Tensor | list[Tensor]]) -> tuple[Tensor, d
     if isinstance(only, Tensor) and only.ndim == 0 and only.is_floating_point():
         # What most steps have, at a third of the cost.
         return only, {"loss": only.detach()}
-    parts = {name: part for name, one in losses.items() if (part := _mean(name, one)) is not None}
+    means = {name: _mean(name, one) for name, one in losses.items()}
+    parts = {name: part for name, part in means.items() if part is not None}
     counted = [part for name, part in parts.items() if "loss" in name]
     if not counted:
         raise ValueError(

@@ -1,0 +1,565 @@
+"""Compiled steps equal eager steps whatever happens between steps, or they are not compiled."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from marks import slow
+from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
+from torch.optim import optimizer as torch_optimizer
+
+from stepwrap.wrappers import AmpOptimWrapper, OptimWrapper, SingleDevice, SupervisedModel
+from stepwrap.wrappers import compile_step as compile_wrapper
+
+STEPS = 24
+CHANGED_AT = 8
+Change = Callable[[Any, OptimWrapper], object]
+
+
+class Net(nn.Module):
+    """Two layers and an attribute."""
+
+    sign = 1.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last, self.scale = nn.Linear(6, 6), nn.Linear(6, 3), 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.hidden(self.first(x))) * self.scale
+
+    def hidden(self, x: Tensor) -> Tensor:
+        return torch.tanh(x) * self.sign
+
+
+class ConvNet(nn.Sequential):
+    """Its layout may become channels_last."""
+
+    def __init__(self) -> None:
+        wide = nn.Conv2d(4, 4, 3, padding=1)
+        layers = [nn.Unflatten(1, (1, 2, 3)), nn.Conv2d(1, 4, 3, padding=1), nn.ReLU(), wide]
+        super().__init__(*layers, nn.Flatten(), nn.Linear(24, 3))
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=0.01)
+
+
+def batch_at(index: int, dtype: torch.dtype) -> Any:
+    generator = torch.Generator().manual_seed(index)
+    inputs = torch.randn(8, 6, generator=generator, dtype=torch.float64).to(dtype)
+    return inputs, torch.randint(3, (8,), generator=generator)
+
+
+def train(
+    compiled: bool,
+    net: Callable[[], nn.Module] = Net,
+    optimizer: Callable[[Any], torch.optim.Optimizer] = sgd,
+    before_step: Callable[[int, Any, OptimWrapper], object] = lambda *_: None,
+    around: Callable[[int], AbstractContextManager[Any]] = lambda _: nullcontext(),
+    *,
+    dtype: torch.dtype = torch.float64,
+    make_batch: Callable[[int, torch.dtype], Any] = batch_at,
+    wrap: Callable[..., OptimWrapper] = OptimWrapper,
+    **options: Any,
+) -> tuple[dict[str, Tensor], list[float], Any]:
+    """Weights and optimizer state after the steps, their losses, and the wrapper."""
+    torch.manual_seed(0)
+    random.seed(0)
+    made = net().to(dtype)
+    model = made if hasattr(made, "losses") else SupervisedModel(made, nn.CrossEntropyLoss())
+    wrapper: Any = SingleDevice(model)
+    if compiled:
+        compile_wrapper(wrapper, **{"backend": "eager", **options})
+    optim = wrap(optimizer(model.parameters()))
+    wrapper.train()
+    losses = []
+    with classes_restored():
+        for index in range(STEPS):
+            before_step(index, model, optim)
+            with around(index):
+                logs = wrapper.train_step(make_batch(index, dtype), optim)
+            losses.append(float(logs["loss"]))
+    state = dict(model.state_dict())
+    for index, own in optim.optimizer.state_dict()["state"].items():
+        state |= {f"{index}.{k}": v for k, v in own.items() if isinstance(v, Tensor)}
+    return state, losses, wrapper
+
+
+def steps_compiled(wrapper: Any) -> int:
+    return sum(one._uses for one in wrapper._compiled_step._programs)
+
+
+def assert_same(tolerance: float, *args: Any, **options: Any) -> Any:
+    """Train both ways; returns the wrapper with the compiled step."""
+    usual, usual_losses, _ = train(False, *args, **options)
+    compiled, losses, wrapper = train(True, *args, **options)
+    assert list(usual) == list(compiled)
+    for name, one in usual.items():
+        torch.testing.assert_close(compiled[name], one, rtol=tolerance, atol=tolerance, msg=name)
+    assert losses == pytest.approx(usual_losses, rel=tolerance, abs=tolerance)
+    return wrapper
+
+
+def weight(model: Any) -> nn.Parameter:
+    return next(model.parameters())
+
+
+def orthonormal(model: Any, _: OptimWrapper) -> None:
+    weight(model).data = torch.linalg.qr(weight(model).data)[0]
+
+
+def transposed(model: Any, _: OptimWrapper) -> None:
+    weight(model).data = weight(model).data.t()
+
+
+def moved(model: Any, _: OptimWrapper) -> None:
+    weight(model).data = weight(model).data.clone()
+
+
+def without_state(_: Any, optim: OptimWrapper) -> None:
+    optim.optimizer.state.clear()
+
+
+def with_less_state(model: Any, optim: OptimWrapper) -> None:
+    optim.optimizer.state.pop(weight(model))
+
+
+def with_other_state(_: Any, optim: OptimWrapper) -> None:
+    for state in optim.optimizer.state.values():
+        state.update({name: one.clone() / 2 for name, one in state.items()})
+
+
+def not_in_a_group(_: Any, optim: OptimWrapper) -> None:
+    removed = optim.optimizer.param_groups[0]["params"].pop(0)
+    optim.optimizer.state.pop(removed, None)
+
+
+def clamped(model: Any, optim: OptimWrapper) -> None:
+    """After each step, by a method of the instance."""
+    optimizer: Any = optim.optimizer
+    usual = optimizer.step
+
+    def step(*args: Any) -> None:
+        usual(*args)
+        for one in model.parameters():
+            one.data.clamp_(-0.1, 0.1)
+
+    optimizer.step = step
+
+
+def hooked_late(model: Any, _: OptimWrapper) -> None:
+    def halve(one: Tensor) -> None:
+        assert one.grad is not None
+        one.grad.mul_(0.5)
+
+    weight(model).register_post_accumulate_grad_hook(halve)
+
+
+def hooked(model: Any, _: OptimWrapper) -> None:
+    weight(model).register_hook(lambda gradient: gradient * 0.5)
+
+
+def hooked_module(model: Any, _: OptimWrapper) -> None:
+    model.net.first.register_forward_hook(lambda *args: args[2] * 2)
+
+
+def hooked_everywhere(model: Any, _: OptimWrapper) -> None:
+    def double(module: nn.Module, _: Any, output: Any) -> Any:
+        return output * 2 if isinstance(module, nn.Linear) else None
+
+    torch_module.register_module_forward_hook(double)
+
+
+def hooked_optimizers(model: Any, _: OptimWrapper) -> None:
+    def shrink(*_: Any) -> None:
+        weight(model).data.mul_(0.9)
+
+    torch_optimizer.register_optimizer_step_post_hook(shrink)
+
+
+def other_attribute(model: Any, _: OptimWrapper) -> None:
+    model.net.scale *= 0.9
+
+
+def other_class_attribute(*_: Any) -> None:
+    Net.sign = -1.0
+
+
+def other_method(*_: Any) -> None:
+    Net.hidden = lambda self, x: x  # type: ignore[method-assign]
+
+
+def other_forward(*_: Any) -> None:
+    nn.Linear.forward = lambda self, x: nn.functional.linear(x, self.weight)  # type: ignore[method-assign]
+
+
+def frozen(model: Any, _: OptimWrapper) -> None:
+    weight(model).requires_grad_(False)
+
+
+def evaluated(model: Any, _: OptimWrapper) -> None:
+    model.eval()
+
+
+def replaced(model: Any, _: OptimWrapper) -> None:
+    model.net.last = nn.Linear(6, 3, bias=False).double()
+
+
+def other_rates(_: Any, optim: OptimWrapper) -> None:
+    optim.optimizer.param_groups[0]["lr"] *= 0.5
+
+
+def other_momentum(_: Any, optim: OptimWrapper) -> None:
+    optim.optimizer.param_groups[0]["weight_decay"] = 0.1
+
+
+def reset(*_: Any) -> None:
+    torch.compiler.reset()
+
+
+_CHANGEABLE = [(Net, "sign"), (Net, "hidden"), (nn.Linear, "forward")]
+_ALL_MODULES = torch_module._global_forward_hooks
+_ALL_OPTIMIZERS = torch_optimizer._global_optimizer_post_hooks
+CHANGES = [
+    orthonormal,
+    transposed,
+    moved,
+    without_state,
+    with_less_state,
+    with_other_state,
+    not_in_a_group,
+    clamped,
+    hooked_late,
+    hooked,
+    hooked_module,
+    hooked_everywhere,
+    hooked_optimizers,
+    other_attribute,
+    other_class_attribute,
+    other_method,
+    other_forward,
+    frozen,
+    evaluated,
+    replaced,
+    other_rates,
+    other_momentum,
+    reset,
+]
+
+
+@contextmanager
+def classes_restored() -> Iterator[None]:
+    """Undo changes of classes and of hooks on all modules and optimizers."""
+    kept = [(one, name, getattr(one, name)) for one, name in _CHANGEABLE]
+    try:
+        yield
+    finally:
+        for one, name, value in kept:
+            setattr(one, name, value)
+        _ALL_MODULES.clear()
+        _ALL_OPTIMIZERS.clear()
+
+
+def assert_sound(net: Any, optimizer: Any, changes: dict[int, Change]) -> Any:
+    def before_step(index: int, model: Any, optim: OptimWrapper) -> None:
+        if index in changes:
+            changes[index](model, optim)
+
+    return assert_same(1e-10, net, optimizer, before_step)
+
+
+@pytest.mark.parametrize(
+    "change", [transposed, *slow(*(one for one in CHANGES if one is not transposed))]
+)
+def test_a_change_between_steps(change: Change) -> None:
+    assert_sound(Net, sgd, {CHANGED_AT: change})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("change", [orthonormal, transposed, moved, other_attribute])
+def test_a_change_before_each_step(change: Change) -> None:
+    assert_sound(Net, adamw, dict.fromkeys(range(STEPS), change))
+
+
+@pytest.mark.slow
+def test_another_layout_of_memory() -> None:
+    def change(model: Any, _: OptimWrapper) -> None:
+        model.to(memory_format=torch.channels_last)
+
+    wrapper = assert_sound(ConvNet, adamw, {CHANGED_AT: change})
+    assert len(wrapper._compiled_step._programs) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("change", CHANGES)
+@settings(max_examples=22, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    at=st.integers(3, STEPS - 1),
+    others=st.dictionaries(st.integers(3, STEPS - 1), st.sampled_from(CHANGES), max_size=2),
+    optimizer=st.sampled_from([sgd, adamw]),
+)
+def test_any_changes(change: Change, at: int, others: dict[int, Change], optimizer: Any) -> None:
+    """506 cases in all."""
+    assert_sound(Net, optimizer, {**others, at: change})
+
+
+class Lookahead(torch.optim.SGD):
+    """Slow weights that follow the fast ones, from a count that a program would not see."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=0.1)
+        self.t, self.slow = 0, [one.detach().clone() for one in self.param_groups[0]["params"]]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        super().step()
+        self.t += 1
+        for one, kept in zip(self.param_groups[0]["params"], self.slow, strict=True):
+            if self.t % 5 == 0:
+                one.copy_(kept.lerp_(one, 0.5))
+
+
+class Decaying(torch.optim.Optimizer):
+    """A schedule of its own, in the group."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1, "k": 0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.param_groups[0]["k"] += 1
+        for one in self.param_groups[0]["params"]:
+            one.sub_(one.grad, alpha=0.1 / self.param_groups[0]["k"])
+
+
+class Signs(torch.optim.Optimizer):
+    """Updates by signs, whose size is the learning rate in full precision."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 1e-3})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for one in self.param_groups[0]["params"]:
+            one.add_(one.grad.sign(), alpha=-self.param_groups[0]["lr"])
+
+
+@pytest.mark.parametrize("kind", [Lookahead, Decaying, Signs])
+def test_optimizers_of_others_are_not_compiled(kind: Any, caplog: pytest.LogCaptureFixture) -> None:
+    wrapper = assert_same(0.0, Net, kind)
+    assert not wrapper._compiled_step._programs
+    assert caplog.text.count("is not an optimizer of torch") == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [Lookahead, Decaying, Signs])
+def test_optimizers_of_others_that_are_allowed_are_verified(kind: Any) -> None:
+    usual, _, _ = train(False, Net, kind)
+    compiled, _, _ = train(True, Net, kind, custom_optimizer=True)
+    for name, one in usual.items():
+        torch.testing.assert_close(compiled[name], one, rtol=1e-10, atol=1e-10, msg=name)
+
+
+class Odd(Net):
+    """Draws or reads what is neither a tensor of the model nor of the batch."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.what, self.temperature = what, torch.tensor(1.0)
+        self.numpy, self.python = np.random.default_rng(0), random.Random(0)
+        self.table = np.ones(6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        factor = {
+            "numpy": lambda: self.numpy.random(),
+            "python": lambda: self.python.random(),
+            "global": lambda: random.random(),
+            "tensor": lambda: self.temperature,
+            "item": lambda: self.temperature.item(),
+            "table": lambda: torch.as_tensor(self.table),
+        }[self.what]()
+        return super().forward(x * factor)
+
+
+@pytest.mark.parametrize("what", ["numpy", "item", *slow("python", "global", "tensor", "table")])
+def test_state_that_no_program_follows(what: str, caplog: pytest.LogCaptureFixture) -> None:
+    def anneal(index: int, model: Any, optim: OptimWrapper) -> None:
+        model.net.temperature.mul_(0.9)
+        model.net.table *= 0.9
+
+    assert_same(0.0, lambda: Odd(what), sgd, anneal)
+    assert caplog.text.count("not compiled") == 1
+
+
+@pytest.mark.parametrize("wrap", [OptimWrapper, *slow(AmpOptimWrapper)])
+def test_autocast_around_later_steps(wrap: Any, caplog: pytest.LogCaptureFixture) -> None:
+    def around(index: int) -> AbstractContextManager[Any]:
+        on = torch.autocast("cpu", dtype=torch.bfloat16)
+        return on if index >= CHANGED_AT else nullcontext()
+
+    assert_same(1e-5, Net, sgd, around=around, dtype=torch.float32, wrap=wrap)
+    assert caplog.text.count("use AmpOptimWrapper") == 1
+
+
+class DictModel(nn.Module):
+    """Takes dicts with more than tensors in them."""
+
+    losses = ("loss",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor, y: Tensor, *, mode: str, **rest: Any) -> dict[str, Tensor]:
+        return {"loss": nn.functional.cross_entropy(self.layer(x), y)}
+
+
+def test_other_entries_of_a_batch_cost_no_programs() -> None:
+    def make_batch(index: int, dtype: torch.dtype) -> Any:
+        inputs, targets = batch_at(index, dtype)
+        names = [f"{index}-{at}.png" for at in range(8)]
+        return {"x": inputs, "y": targets, "names": names, "array": np.arange(3) + index}
+
+    wrapper = assert_same(1e-12, DictModel, sgd, make_batch=make_batch)
+    assert steps_compiled(wrapper) == STEPS - 3
+    assert len(wrapper._compiled_step._programs) == 1
+
+
+class Tokens(nn.Sequential):
+    """Integer inputs, so that a change of the weights' type does not show in the batch."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Embedding(9, 6), nn.Flatten(), nn.Linear(12, 3))
+
+
+def test_another_type_of_weights_with_integer_inputs() -> None:
+    def make_batch(index: int, dtype: torch.dtype) -> Any:
+        generator = torch.Generator().manual_seed(index)
+        shape = (8, 2)
+        tokens = torch.randint(9, shape, generator=generator)
+        return tokens, torch.randint(3, shape[:1], generator=generator)
+
+    def change(index: int, model: Any, optim: OptimWrapper) -> None:
+        if index == CHANGED_AT:
+            model.double()
+
+    options = {"dtype": torch.float32, "make_batch": make_batch}
+    plain = lambda parameters: torch.optim.SGD(parameters, lr=0.1)  # noqa: E731
+    wrapper = assert_same(1e-6, Tokens, plain, change, **options)
+    assert steps_compiled(wrapper) == STEPS - 3
+
+
+def recurrent(kind: Any, **options: Any) -> Callable[[], nn.Module]:
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = kind(2, 4, batch_first=True, **options)
+            self.last = nn.Linear(8 if "bidirectional" in options else 4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(self.layer(x.view(-1, 3, 2))[0][:, -1])
+
+    return Recurrent
+
+
+class Checkpointed(Net):
+    """Computes a part again in the backward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        def part(x: Tensor) -> Tensor:
+            return nn.functional.dropout(torch.tanh(self.first(x)), 0.2)
+
+        return self.last(torch.utils.checkpoint.checkpoint(part, x, use_reentrant=False))
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(2, 2, 8, dropout=0.1, batch_first=True)
+        self.encoder, self.last = nn.TransformerEncoder(layer, 2), nn.Linear(2, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.encoder(x.view(-1, 3, 2)).mean(1))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@pytest.mark.parametrize(
+    "net",
+    [
+        recurrent(nn.LSTM, num_layers=2, dropout=0.3),
+        recurrent(nn.GRU, bidirectional=True),
+        Checkpointed,
+        Attention,
+    ],
+    ids=["LSTM", "GRU", "Checkpointed", "Attention"],
+)
+def test_models_that_are_compiled(net: Any, backend: str) -> None:
+    for dtype, tolerance in ((torch.float64, 1e-9), (torch.float32, 1e-3)):
+        options = {"dtype": dtype, "backend": backend}
+        usual, _, _ = train(False, net, adamw, dtype=dtype)
+        compiled, _, wrapper = train(True, net, adamw, **options)
+        assert steps_compiled(wrapper) == STEPS - 3
+        for name, one in usual.items():
+            torch.testing.assert_close(
+                compiled[name], one, rtol=tolerance, atol=tolerance, msg=name
+            )
+
+
+def test_a_refused_step_leaves_all_generators_alone() -> None:
+    def states(compiled: bool) -> Any:
+        _, _, wrapper = train(compiled, lambda: Odd("numpy"))
+        own: Any = wrapper.module.net
+        return own.numpy.bit_generator.state, own.python.getstate(), random.getstate()
+
+    assert states(False) == states(True)
+
+
+def test_a_difference_that_appears_later_ends_the_training(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The program keeps a number that a replaced method of another class gives."""
+    from stepwrap.wrappers.compiled.verifier import StepMismatchError
+
+    class Rule:
+        def factor(self) -> float:
+            return 1.0
+
+    class Ruled(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rule = Rule()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * self.rule.factor()
+
+    def change(index: int, model: Any, optim: OptimWrapper) -> None:
+        if index == CHANGED_AT:
+            monkeypatch.setattr(Rule, "factor", lambda self: 0.5)
+
+    with pytest.raises(StepMismatchError, match=r"differs .* in .*step 10: the steps after step 2"):
+        train(True, Ruled, sgd, change)
+
+
+def test_short_runs_are_not_compiled(caplog: pytest.LogCaptureFixture) -> None:
+    def begin(index: int, model: Any, optim: OptimWrapper) -> None:
+        if index == 0:
+            optim.initialize_count_status(model, 0, STEPS)
+
+    _, _, wrapper = train(True, Net, sgd, begin, min_steps=25)
+    assert not wrapper._compiled_step._programs
+    assert "the run has 24 updates, fewer than min_steps=25" in caplog.text

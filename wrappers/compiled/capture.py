@@ -1,0 +1,198 @@
+"""The forward of a model as a graph, with guards for the Python state that it read."""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Callable, Iterator
+from functools import reduce
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule
+
+from ..steps.step import as_call, parse_losses
+from .errors import NotCompilableError, first_line
+
+# Attributes must not be assigned in a forward; recurrent layers are followed like any other.
+_SETTINGS = {"side_effect_replay_policy": "error", "allow_rnn": True}
+_READS_VALUE = (
+    "its forward depends on the values of tensors, as by .item() or `if x.sum() > 0`: use "
+    "torch.where, or leave compile: step out"
+)
+_FRAMEWORK = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
+# What the compiler says, and what that means for a user.
+_PLAIN = {
+    "Data-dependent": _READS_VALUE,
+    "Tensor.item": _READS_VALUE,
+    "torch.Tensor data-dependent": _READS_VALUE,
+    "Dynamic shape operator": "the shapes in its forward depend on the values of tensors",
+}
+
+
+class Captured(NamedTuple):
+    """The losses of a model as a graph.
+
+    Attributes:
+        graph: takes ``reads`` and returns a list of tensors.
+        reads: for each input where it is: ("model", id of the tensor) or ("batch", path).
+        total: which output is the total of the losses.
+        logs: by name, which output is logged.
+        constants: logged values that are not tensors.
+        guards: returns whether the graph holds for ``{"model": ..., "batch": ...}``.
+        is_alive: returns whether the guards can still be asked.
+    """
+
+    graph: GraphModule
+    reads: list[tuple[str, Any]]
+    total: int
+    logs: dict[str, int]
+    constants: dict[str, Any]
+    guards: Callable[[dict[str, Any]], bool]
+    is_alive: Callable[[], bool]
+
+
+def step_losses(model: Any, batch: Any) -> tuple[Tensor, dict[str, Any]]:
+    """Return the total and the logs of a preprocessed batch, as the usual step computes them."""
+    args, kwargs = as_call(batch)
+    losses = model(*args, **kwargs, mode="loss")
+    # The usual step leaves autocast before it adds up the losses.
+    with torch.autocast(_device_type(model), enabled=False):
+        return getattr(model, "parse_losses", parse_losses)(losses)
+
+
+def _device_type(model: nn.Module) -> str:
+    return next(model.parameters()).device.type
+
+
+def capture(model: nn.Module, batch: Any) -> Captured:
+    """Follow the forward symbolically: nothing is computed, drawn or changed.
+
+    Raises:
+        NotCompilableError: the forward cannot be one graph, or has effects besides its result.
+    """
+    found: list[tuple[GraphModule, list[Any], list[Tensor]]] = []
+
+    def note(graph: GraphModule, inputs: list[Any]) -> Callable[..., list[Tensor]]:
+        # One marker per output shows which of them is the total, and which are logged.
+        returned: Any = graph.graph.output_node().args[0]
+        marks = [torch.empty(()) for _ in returned]
+        found.append((graph, list(inputs), marks))
+        return lambda *_: marks
+
+    def function(model: Any, batch: Any) -> Any:
+        return step_losses(model, batch)
+
+    # Dynamo keeps programs by code object: each capture gets its own.
+    function.__code__ = function.__code__.replace()
+    try:
+        with torch._dynamo.config.patch(_SETTINGS):
+            compiled = torch.compile(function, backend=note, fullgraph=True, dynamic=False)
+            total, logs = compiled(model, batch)
+        if len(found) != 1:
+            raise NotCompilableError("torch.compile is disabled here, or sees no tensors")
+        entries = torch._C._dynamo.eval_frame._debug_get_cache_entry_list(function.__code__)
+        guards = entries[0].guard_manager
+    except Exception as error:
+        raise NotCompilableError(_in_plain_words(error)) from error
+    graph, inputs, marks = found[0]
+    outputs = {id(one): at for at, one in enumerate(marks)}
+    tensors = {name: one for name, one in logs.items() if isinstance(one, Tensor)}
+    if not {id(total), *map(id, tensors.values())} <= {*outputs}:
+        raise NotCompilableError("one of its losses or logs is itself a parameter or an input")
+
+    def is_alive(_kept: Any = function) -> bool:
+        # Dynamo has forgotten a program after torch.compiler.reset(), or once an object died.
+        return guards.cache_entry is not None
+
+    return Captured(
+        graph,
+        list(_located(graph, inputs, model, batch)),
+        outputs[id(total)],
+        {name: outputs[id(one)] for name, one in tensors.items()},
+        {name: one for name, one in logs.items() if name not in tensors},
+        guards.root.check,
+        is_alive,
+    )
+
+
+def _located(
+    graph: GraphModule, inputs: list[Any], model: nn.Module, batch: Any
+) -> Iterator[tuple[str, Any]]:
+    """Where each input of the graph comes from."""
+    places: dict[int, tuple[str, Any]]
+    places = {id(one): ("batch", path) for path, one in tensors_in(batch)}
+    places |= {id(one): ("model", id(one)) for one in (*model.parameters(), *model.buffers())}
+    nodes = [node for node in graph.graph.nodes if node.op == "placeholder"]
+    for node, one in zip(nodes, inputs, strict=True):
+        if id(one) in places:
+            yield places[id(one)]
+        elif isinstance(one, Tensor):
+            raise NotCompilableError(
+                f"its forward reads {_source(node)}, which is not a parameter, a buffer or a "
+                "tensor of the batch: let its module register_buffer it, or give batches of tensors"
+            )
+        else:
+            raise NotCompilableError("its forward draws random numbers outside of torch")
+
+
+def _source(node: Any) -> str:
+    """The name of an input in the user's program, such as ``model.net.table``."""
+    source = getattr(node, "_dynamo_source", None)
+    name = getattr(source, "name", "")
+    shown = _shown(str(name() if callable(name) else name) or str(node.target))
+    return shown.removeprefix("___from_numpy(").rstrip(")")
+
+
+def _shown(name: str) -> str:
+    """A name of Dynamo as in the user's program: ``L['model']._modules['net']`` is model.net."""
+    name = re.sub(r"\b[LG]\['(\w+)'\]", r"\1", name)
+    return re.sub(r"(?:\._modules|\._buffers|\._parameters)?\['(\w+)'\]", r".\1", name)
+
+
+def tensors_in(data: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Tensor]]:
+    """The tensors in lists, tuples and dicts, each with its path."""
+    if isinstance(data, Tensor):
+        yield path, data
+    elif isinstance(data, dict):
+        for key, one in data.items():
+            yield from tensors_in(one, (*path, key))
+    elif isinstance(data, (list, tuple)):
+        for at, one in enumerate(data):
+            yield from tensors_in(one, (*path, at))
+
+
+def picked(paths: list[tuple[Any, ...]]) -> Callable[[Any], list[Tensor]]:
+    """Return a function that takes the tensors at these paths out of a batch."""
+    if paths and all(len(path) == 1 for path in paths):
+        pick = operator.itemgetter(*(key for (key,) in paths))
+        if len(paths) == 1:
+            return lambda batch: [pick(batch)]
+        return lambda batch: [*pick(batch)]
+    return lambda batch: [reduce(operator.getitem, path, batch) for path in paths]
+
+
+def _in_plain_words(error: Exception) -> str:
+    """Why the forward cannot be one graph, with the line of the user's code if it is known."""
+    if isinstance(error, NotCompilableError):
+        return str(error)
+    text = str(error)
+    if "certain side effects" in text:
+        names = dict.fromkeys(map(_shown, re.findall(r"\"(L\['.*?)\"[,\]]", text)))
+        what = ", ".join(names) or "objects"
+        return f"its forward changes attributes of {what}; only buffers change, and in place"
+    for known, plain in _PLAIN.items():
+        if known in text:
+            return f"{plain}{_line(text)}"
+    explained = re.search(r"Explanation: (.*)", text)
+    reason = explained.group(1).strip() if explained else first_line(error)
+    return f"its forward cannot be followed: {reason}{_line(text)}"
+
+
+def _line(text: str) -> str:
+    """The innermost line of Python outside of torch that an error names."""
+    lines = re.findall(r'File "([^"]+)", line (\d+)', text)
+    own = [place for place in lines if not place[0].startswith(_FRAMEWORK)]
+    return f" ({own[-1][0]}:{own[-1][1]})" if own else ""

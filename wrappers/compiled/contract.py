@@ -1,0 +1,202 @@
+"""The contract of a program: all that it takes for granted, compared before a call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from itertools import chain, pairwise
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
+from torch.optim import Optimizer
+from torch.optim import optimizer as torch_optimizer
+
+from .capture import Captured
+from .trace import Places
+
+_ID, _VALUES = id, dict.values
+_ADDRESS, _STRIDE, _DTYPE = Tensor.data_ptr, Tensor.stride, attrgetter("dtype")
+_HOOKS, _LATE_HOOKS = attrgetter("_backward_hooks"), attrgetter("_post_accumulate_grad_hooks")
+_MODULE_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+_FORWARD = attrgetter("forward")
+# Only the forwards of these classes are compared; of others all methods are.
+_KNOWN = ("torch.", "stepwrap.", "builtins", "typing", "abc")
+_FIND_HOOKS = torch._C._autograd._top_saved_tensors_default_hooks
+
+
+class Contract:
+    """What a program assumes of model, optimizer and wrappers, and does not take as an input.
+
+    Compared before each call: the Python state that the forward has read, by Dynamo's guards
+    (attributes, globals, closures, hooks of modules, autocast and other modes, shapes and strides);
+    methods of the modules' classes; which tensors are parameters, buffers and optimizer state,
+    with their data types, strides and addresses; the optimizer's class, methods and settings,
+    except for learning rates; hooks on parameters, optimizers and on all modules.
+
+    Not seen: methods that are replaced on classes other than modules, hooks on nodes of the
+    autograd graph, and what an operator of your own reads.
+    """
+
+    def __init__(self, wrapper: Any, optim_wrapper: Any, captured: Captured) -> None:
+        model, optimizer = wrapper.module, optim_wrapper.optimizer
+        self._check, self._is_alive = captured.guards, captured.is_alive
+        self._scope: dict[str, Any] = {"model": model, "batch": None}
+        self._optimizer, self._parts = optimizer, (optimizer.state, optimizer.param_groups)
+        own = [*(one._parameters for one in model.modules())]
+        own += [one._buffers for one in model.modules()]
+        self._dicts = [one for one in own if one]
+        self._known = self._objects()
+        self._ids = [*map(_ID, self._known)]
+        places = Places(model, optimizer)
+        self._parameters = places.parameters
+        self._fixed = [*self._parameters, *places.buffers]
+        self._fixed += [state[name] for _, name, state in places.states()]
+        self._layout = self._layout_now()
+        self._addresses = [*map(_ADDRESS, self._fixed)]
+        self._groups = [{**one, "params": [*one["params"]]} for one in optimizer.param_groups]
+        self._methods = _own(optimizer)
+        self._owners = [vars(optimizer), vars(optim_wrapper)]
+        self._wrapper = vars(wrapper)
+        self._lengths = [*map(len, self._owners)]
+        self._hooks = _hook_dicts(wrapper, optimizer)
+        kinds = [*{type(one) for one in model.modules()}]
+        self._forwards = [*zip(kinds, map(_FORWARD, kinds), strict=True)]
+        bases = {base for kind in kinds for base in kind.__mro__}
+        self._classes = [
+            (one, dict(vars(one))) for one in bases if not one.__module__.startswith(_KNOWN)
+        ]
+
+    def holds(self, batch: Any) -> bool:
+        """Whether the program does for ``batch`` what the usual step would do now."""
+        self._scope["batch"] = batch
+        try:
+            return (
+                self._check(self._scope)
+                and self._is_alive()
+                and self._settings_hold()
+                and [*map(_ID, self._objects())] == self._ids
+                and self._layout_now() == self._layout
+                and ([*map(_ADDRESS, self._fixed)] == self._addresses or self._moves())
+                and not any(self._hooks)
+                and not any(map(_HOOKS, self._parameters))
+                and not any(map(_LATE_HOOKS, self._parameters))
+                and all(kind.forward is forward for kind, forward in self._forwards)
+                and all(_same_methods(*one) for one in self._classes)
+                and _FIND_HOOKS(True) is None
+                and not torch.is_anomaly_enabled()
+            )
+        finally:
+            self._scope["batch"] = None
+
+    def _settings_hold(self) -> bool:
+        optimizer = self._optimizer
+        return (
+            (optimizer.state is self._parts[0] and optimizer.param_groups is self._parts[1])
+            and _own(optimizer) == self._methods
+            and [*map(len, self._owners)] == self._lengths
+            and "forward" not in self._wrapper
+            and self.rates_alone_change()
+        )
+
+    def rates_alone_change(self) -> bool:
+        """Whether the optimizer's settings, except for learning rates, are as they were."""
+        groups = self._optimizer.param_groups
+        if groups != self._groups:
+            for known, group in zip(self._groups, groups, strict=False):
+                known["lr"] = group["lr"]
+            return bool(groups == self._groups)
+        return True
+
+    def _objects(self) -> list[Any]:
+        """Parameters, buffers, and the optimizer's state with its keys."""
+        state = self._optimizer.state
+        values = state.values()
+        return [
+            *chain.from_iterable(map(_VALUES, self._dicts)),
+            *state,
+            *values,
+            *chain.from_iterable(values),
+            *chain.from_iterable(map(_VALUES, values)),
+        ]
+
+    def _layout_now(self) -> list[Any]:
+        return [*map(_STRIDE, self._fixed), *map(_DTYPE, self._fixed)]
+
+    def _moves(self) -> bool:
+        """Take over new addresses; False if tensors share memory now."""
+        if share_memory(self._fixed):
+            return False
+        self._addresses = [*map(_ADDRESS, self._fixed)]
+        return True
+
+
+def share_memory(tensors: Iterable[Tensor]) -> bool:
+    """Whether any of the tensors overlap."""
+    spans = sorted(
+        (
+            one.data_ptr(),
+            one.data_ptr() + one.itemsize * (1 + sum(map(_reach, one.shape, one.stride()))),
+        )
+        for one in tensors
+        if one.numel()
+    )
+    return any(end > start for (_, end), (start, _) in pairwise(spans))
+
+
+def _reach(size: int, stride: int) -> int:
+    return (size - 1) * stride
+
+
+def _own(optimizer: Optimizer) -> tuple[Any, ...]:
+    kind = type(optimizer)
+    return kind, kind.step, vars(optimizer).get("step")
+
+
+def _same_methods(kind: type, known: dict[str, Any]) -> bool:
+    now = vars(kind)
+    if now == known:
+        return True
+    # Values that the forward reads are guarded; here only functions count.
+    return all(now.get(name) is one for name, one in known.items() if _is_method(one))
+
+
+def _is_method(value: Any) -> bool:
+    return callable(value) or isinstance(value, (property, classmethod, staticmethod))
+
+
+def _hook_dicts(wrapper: nn.Module, optimizer: Optimizer) -> list[Any]:
+    """The dicts of hooks that must be empty."""
+    # Dynamo could guard those of modules as well, which takes more time.
+    own = [getattr(one, name) for one in wrapper.modules() for name in _MODULE_HOOKS]
+    everywhere = (one for name, one in vars(torch_module).items() if name.startswith("_global_"))
+    return [
+        *(one for one in everywhere if isinstance(one, dict)),
+        *own,
+        optimizer._optimizer_step_pre_hooks,
+        optimizer._optimizer_step_post_hooks,
+        torch_optimizer._global_optimizer_pre_hooks,
+        torch_optimizer._global_optimizer_post_hooks,
+    ]
+
+
+def obstacles_of(optimizer: Any, allow_custom: bool) -> Iterable[str]:
+    """Why updates of an optimizer cannot be part of a program."""
+    kind = type(optimizer)
+    step: Callable[..., Any] | None = vars(optimizer).get("step")
+    # A scheduler of torch wraps the method to count its calls.
+    if step is not None and getattr(step, "__wrapped__", None) is not kind.step:
+        yield f"the step method of this {kind.__name__} has been replaced"
+    methods = [name for name in vars(optimizer) if name != "step" and hasattr(kind, name)]
+    if any(callable(vars(optimizer)[name]) for name in methods):
+        yield f"methods of this {kind.__name__} have been replaced: {', '.join(methods)}"
+    function = getattr(kind.step, "__wrapped__", kind.step)
+    is_torchs = kind.__module__.startswith("torch.optim") and function.__module__.startswith(
+        "torch."
+    )
+    if not (is_torchs or allow_custom):
+        yield (
+            f"{kind.__name__} is not an optimizer of torch, and may keep state that a program does "
+            "not see; compile: {step: true, custom_optimizer: true} compiles it nevertheless"
+        )

@@ -1,0 +1,112 @@
+"""Verification of a program: when it is compared with the usual step, and what then happens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from .errors import NotCompilableError, first_line
+from .reference import changed_values, copied, differing, draw_from, draws_from
+from .trace import Places
+
+# At least this many steps lie between two verifications out of turn.
+_BETWEEN = 100
+
+
+class StepMismatchError(RuntimeError):
+    """A compiled step differs from the usual one, after earlier steps that were not compared."""
+
+
+class Verifier:
+    """Compares steps 1, 2, 10, 100, 1,000, ... of a program with the usual step on copies.
+
+    A step that differs is undone.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer, device: torch.device) -> None:
+        self._model, self._optimizer, self._device = model, optimizer, device
+        self._next, self._last = 1, 0
+
+    def is_due(self, step: int) -> bool:
+        """Whether this step of the program is to be compared."""
+        return step >= self._next
+
+    def expect_change(self, step: int) -> None:
+        """Compare the step after this one, unless the last comparison was shortly before."""
+        if step - self._last >= _BETWEEN:
+            self._next = step + 1
+
+    def run(
+        self,
+        step: int,
+        program: Callable[[], list[Tensor]],
+        made: Callable[[list[Tensor]], Any],
+        usual: Callable[..., Any],
+    ) -> list[Tensor]:
+        """Run a program and compare; returns its outputs.
+
+        Args:
+            made: all values that the program has computed, by its outputs.
+            usual: computes the same values by a usual step on copies of its first argument; takes
+                ``dtype`` and ``nudge`` of ``EagerStep``.
+
+        Raises:
+            NotCompilableError: the program fails, or its first steps differ.
+            StepMismatchError: a later step differs.
+        """
+        try:
+            origin = copied(self._model, self._optimizer)
+        except Exception as error:
+            raise NotCompilableError(
+                f"the model cannot be copied to compare steps: {first_line(error)}"
+            ) from error
+        start, before = changed_values(Places(*origin)), draws_from(self._device)
+        ends: list[list[Tensor]] = []
+
+        def eager(**options: Any) -> Any:
+            draw_from(self._device, before)
+            values = usual(origin, **options)
+            ends.append(draws_from(self._device))
+            return values
+
+        try:
+            outputs = program()
+            after = draws_from(self._device)
+            wrong = differing(made(outputs), start, eager)
+        except Exception as error:
+            self._undo(origin, before)
+            raise NotCompilableError(f"compiled, it fails: {first_line(error)}") from error
+        if wrong is None and not all(map(torch.equal, after, ends[0])):
+            wrong = "random numbers"
+        if wrong is not None:
+            self._undo(origin, before)
+            self._refuse(wrong, step)
+        draw_from(self._device, after)
+        # The power of ten after it, but the second step first.
+        self._last, self._next = step, 2 if step < 2 else int(10 ** len(str(step)))
+        return outputs
+
+    def _refuse(self, name: str, step: int) -> None:
+        if step <= 2:
+            raise NotCompilableError(f"compiled, it gives other numbers ({name})")
+        raise StepMismatchError(
+            f"the compiled training step differs from the usual one in {name}, found at its step "
+            f"{step}: the steps after step {self._last}, where they were last equal, may be wrong. "
+            "Resume from a checkpoint from before that, without compile: step"
+        )
+
+    @torch.no_grad()
+    def _undo(self, origin: Any, draws: Sequence[Tensor]) -> None:
+        own, kept = Places(self._model, self._optimizer), Places(*origin)
+        pairs = [*zip(own.parameters, kept.parameters, strict=True)]
+        pairs += zip(own.buffers, kept.buffers, strict=True)
+        states = zip(own.states(), kept.states(), strict=True)
+        pairs += [(mine[name], before[name]) for (_, name, mine), (_, _, before) in states]
+        pairs += [(a.grad, b.grad) for a, b in pairs if a.grad is not None and b.grad is not None]
+        for one, before in pairs:
+            one.copy_(before)
+        draw_from(self._device, draws)
