@@ -35,6 +35,8 @@ def train(config: dict[str, Any], folder: Path, stop: int = 0) -> tuple[Tensor, 
         hooks["stop"] = {"type": "test_runner_ddp_resume.StopAt", "step": stop}
     runner = Runner.from_config({**config, "hooks": hooks, "run_dir": str(folder)})
     state = runner.train(resume=True)
+    if "compile" in config and state.step > 3:
+        assert len(state.model._compiled_step._programs) == 1
     weights = [one.detach() for one in runner.state.model.parameters()]
     whole = [one.full_tensor() if isinstance(one, DTensor) else one for one in weights]
     return torch.cat([one.flatten() for one in whole]), state.step
@@ -76,6 +78,13 @@ NORMED = {
 WEIGHTED = {"optim_wrapper": {"type": "OptimWrapper", "loss_weight": "samples"}}
 
 
+# Batches of one shape, compiled from the fourth update of the run on.
+COMPILED: dict[str, Any] = {
+    "compile": "step",
+    "data": {"train": {"dataset": {"type": f"{HERE}.Points", "samples": 72}, "batch_size": 3}},
+}
+
+
 @pytest.mark.parametrize(
     ("wrapper", "changes", "stop", "ranks"),
     [
@@ -105,20 +114,23 @@ WEIGHTED = {"optim_wrapper": {"type": "OptimWrapper", "loss_weight": "samples"}}
             ({"type": "ddp", "sync_batchnorm": True}, NORMED, 3, 3),
             ({"type": "ddp", "sync_batchnorm": {"precision": "fp64"}}, NORMED, 3, 4),
             ({"type": "ddp"}, WEIGHTED, 3, 3),
+            ({"type": "ddp"}, COMPILED, 2, 3),
+            ({"type": "ddp"}, COMPILED, 4, 4),
         ),
     ],
 )
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
 def test_resume(
     wrapper: dict[str, Any], changes: dict[str, Any], stop: int, ranks: int, tmp_path: Path
 ) -> None:
     """To the bit; two ranks alone would hide the order of a sum, since a + b = b + a."""
     config = settings(wrapper, **changes)
     config["train"]["log_every_steps"] = 2
-    whole = run_ranks(train, ranks, config, tmp_path / "whole")
-    stopped = run_ranks(train, ranks, config, tmp_path / "run", stop)
+    whole = run_ranks(train, ranks, config, tmp_path / "whole", timeout_s=280.0)
+    stopped = run_ranks(train, ranks, config, tmp_path / "run", stop, timeout_s=280.0)
     assert [step for _, step in stopped] == [stop] * ranks
     for (weights, step), (expected, last) in zip(
-        run_ranks(train, ranks, config, tmp_path / "run"), whole, strict=True
+        run_ranks(train, ranks, config, tmp_path / "run", timeout_s=280.0), whole, strict=True
     ):
         assert step == last > stop
         assert torch.equal(weights, expected)
