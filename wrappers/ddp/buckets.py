@@ -71,7 +71,7 @@ class FixedBuckets(DistributedDataParallel):
         return parameters, are_sparse
 
     def _prepare_reducer(self) -> None:
-        # There is no reducer if each parameter has its own all-reduce.
+        # torch makes no reducer if `delay_all_reduce_named_params` has all parameters.
         if self._is_reversed and hasattr(self, "reducer"):
             # As if gradients had come in this order. The next forward rebuilds the buckets.
             self.reducer._push_all_rebuilt_params()
