@@ -1,13 +1,16 @@
 """Runs under the distributed wrappers, stopped and gone on with, and loaded elsewhere."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from marks import slow
 from ranks import run_ranks
-from test_runner_ddp_options import HERE, SAMPLES, flat, settings
+from test_runner_ddp_options import HERE, SAMPLES, settings
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from stepwrap.loops import Hook, LoopState
 from stepwrap.registry import HOOKS
@@ -32,7 +35,11 @@ def train(config: dict[str, Any], folder: Path, stop: int = 0) -> tuple[Tensor, 
         hooks["stop"] = {"type": "test_runner_ddp_resume.StopAt", "step": stop}
     runner = Runner.from_config({**config, "hooks": hooks, "run_dir": str(folder)})
     state = runner.train(resume=True)
-    return flat(runner.state.model), state.step
+    if "compile" in config and state.step > 3:
+        assert len(state.model._compiled_step._programs) == 1
+    weights = [one.detach() for one in runner.state.model.parameters()]
+    whole = [one.full_tensor() if isinstance(one, DTensor) else one for one in weights]
+    return torch.cat([one.flatten() for one in whole]), state.step
 
 
 PAIR = {"type": f"{HERE}.Pair"}
@@ -48,7 +55,8 @@ UNEVEN: dict[str, Any] = {
     "schedulers": {"type": "ExponentialLR", "gamma": 0.9, "by": "step"},
     "data": {
         "train": {
-            "dataset": {"type": f"{HERE}.Points", "samples": SAMPLES + 1},
+            # The first of three ranks has one batch more than the others.
+            "dataset": {"type": f"{HERE}.Points", "samples": SAMPLES + 4},
             "batch_size": 3,
             "shuffle": True,
         }
@@ -56,28 +64,82 @@ UNEVEN: dict[str, Any] = {
 }
 
 
+WINDOWS: dict[str, Any] = {"optim_wrapper": {"type": "OptimWrapper", "accumulative_counts": 2}}
+
+
+TENSOR = {"tensor_parallel": {"plan": {"net.0": "colwise", "net.2": "rowwise"}}}
+NORMED = {
+    "model": {
+        "type": "SupervisedModel",
+        "net": {"type": f"{HERE}.Normed"},
+        "loss": {"type": "CrossEntropyLoss"},
+    }
+}
+WEIGHTED = {"optim_wrapper": {"type": "OptimWrapper", "loss_weight": "samples"}}
+
+
+# Batches of one shape, compiled from the fourth update of the run on.
+COMPILED: dict[str, Any] = {
+    "compile": "step",
+    "data": {"train": {"dataset": {"type": f"{HERE}.Points", "samples": 72}, "batch_size": 3}},
+}
+
+
 @pytest.mark.parametrize(
-    ("wrapper", "changes", "stop"),
+    ("wrapper", "changes", "stop", "ranks"),
     [
-        ({"type": "separate"}, SEPARATE, 3),
-        ({"type": "separate"}, SEPARATE, 4),
-        ({"type": "ddp", "uneven_inputs": True}, UNEVEN, 3),
-        ({"type": "ddp", "uneven_inputs": {"divide_by_initial_world_size": False}}, UNEVEN, 5),
-        ({"type": "ddp", "uneven_inputs": True}, UNEVEN, 8),
-        ({"type": "ddp", "comm_hook": "bf16_compress"}, {}, 3),
+        ({"type": "ddp"}, {}, 2, 3),
+        ({"type": "separate"}, SEPARATE, 4, 3),
+        ({"type": "ddp", "uneven_inputs": True}, UNEVEN, 3, 3),
+        ({"type": "ddp", "static_graph": True}, WINDOWS, 2, 3),
+        *slow(
+            ({"type": "ddp"}, {}, 3, 2),
+            ({"type": "ddp"}, {}, 3, 4),
+            ({"type": "separate"}, SEPARATE, 3, 2),
+            ({"type": "separate"}, SEPARATE, 3, 4),
+            ({"type": "ddp", "gradient_as_bucket_view": True}, WINDOWS, 1, 4),
+            (
+                {"type": "ddp", "uneven_inputs": {"divide_by_initial_world_size": False}},
+                UNEVEN,
+                4,
+                3,
+            ),
+            ({"type": "ddp", "uneven_inputs": True}, UNEVEN, 7, 3),
+            ({"type": "ddp", "comm_hook": "bf16_compress"}, {}, 3, 3),
+            ({"type": "fsdp"}, {}, 3, 3),
+            ({"type": "fsdp"}, WINDOWS, 1, 4),
+            ({"type": "fsdp"}, {"mesh": {"replicate": 2, "shard": 2}}, 3, 4),
+            ({"type": "single"}, {"mesh": {"tensor": 3}, **TENSOR}, 3, 3),
+            ({"type": "ddp"}, {"mesh": {"data": 2, "tensor": 2}, **TENSOR}, 3, 4),
+            ({"type": "ddp", "sync_batchnorm": True}, NORMED, 3, 3),
+            ({"type": "ddp", "sync_batchnorm": {"precision": "fp64"}}, NORMED, 3, 4),
+            ({"type": "ddp"}, WEIGHTED, 3, 3),
+            ({"type": "ddp"}, COMPILED, 2, 3),
+            ({"type": "ddp"}, COMPILED, 4, 4),
+        ),
     ],
 )
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
 def test_resume(
-    wrapper: dict[str, Any], changes: dict[str, Any], stop: int, tmp_path: Path
+    wrapper: dict[str, Any], changes: dict[str, Any], stop: int, ranks: int, tmp_path: Path
 ) -> None:
+    """To the bit; two ranks alone would hide the order of a sum, since a + b = b + a."""
     config = settings(wrapper, **changes)
-    whole = run_ranks(train, 2, config, tmp_path / "whole")
-    assert [step for _, step in run_ranks(train, 2, config, tmp_path / "run", stop)] == [stop] * 2
+    config["train"]["log_every_steps"] = 2
+    whole = run_ranks(train, ranks, config, tmp_path / "whole", timeout_s=280.0)
+    stopped = run_ranks(train, ranks, config, tmp_path / "run", stop, timeout_s=280.0)
+    assert [step for _, step in stopped] == [stop] * ranks
     for (weights, step), (expected, last) in zip(
-        run_ranks(train, 2, config, tmp_path / "run"), whole, strict=True
+        run_ranks(train, ranks, config, tmp_path / "run", timeout_s=280.0), whole, strict=True
     ):
-        assert step == last
+        assert step == last > stop
         assert torch.equal(weights, expected)
+    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
+
+
+def losses(folder: Path) -> list[tuple[int, float]]:
+    rows = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return [(row["step"], row["loss"]) for row in rows]
 
 
 def test_separate_goes_on_in_one_process(tmp_path: Path) -> None:

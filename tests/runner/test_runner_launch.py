@@ -347,10 +347,13 @@ def test_no_thread_of_a_group_outlives_it(tmp_path: Path, monkeypatch: pytest.Mo
     assert [line.split()[:3] for line in lines] == [[kind, "True", "1"] for kind in KINDS], lines
 
 
-def torchrun(folder: Path, *words: str, restarts: int = 0) -> subprocess.CompletedProcess[str]:
-    starter = "-m torch.distributed.run --nproc-per-node=2 --standalone --monitor-interval=0.1"
+def torchrun(
+    folder: Path, *words: str, restarts: int = 0, nproc: int = 2
+) -> subprocess.CompletedProcess[str]:
+    starter = "-m torch.distributed.run --standalone --monitor-interval=0.1"
     return subprocess.run(
-        [sys.executable, *starter.split(), f"--max-restarts={restarts}"]
+        [sys.executable, *starter.split(), f"--nproc-per-node={nproc}"]
+        + [f"--max-restarts={restarts}"]
         + ["-m", "stepwrap.runner", "train", "points.yaml", "--run-dir", "run", *words],
         cwd=folder,
         env={**os.environ, "TMPDIR": str(folder)},
@@ -389,16 +392,22 @@ def train_to_the_end(folder: Path) -> None:
     Runner.from_config(load_config(folder / "points.yaml", settings)).train()
 
 
-@pytest.mark.parametrize("start", ["--resume", *slow("--fresh")])
+@pytest.mark.parametrize(
+    ("start", "ranks", "saved"),
+    [("--resume", 2, 3), ("--fresh", 2, 3), ("--resume", 3, 3), ("--resume", 4, 2)],
+)
 @pytest.mark.slow
 def test_what_torchrun_restarts_goes_on_from_the_last_checkpoint(
-    start: str, tmp_path: Path
+    start: str, ranks: int, saved: int, tmp_path: Path
 ) -> None:
+    """To the bit, on ranks of which the last one dies."""
     write_run(tmp_path)
-    done = torchrun(tmp_path, *LAST, "data.train.dataset.deadly=true", start, restarts=2)
+    words = [f"data.train.dataset.bad_rank={ranks - 1}", f"hooks.checkpoint.every_steps={saved}"]
+    words += ["data.train.dataset.deadly=true", start]
+    done = torchrun(tmp_path, *LAST, *words, restarts=2, nproc=ranks)
     assert done.returncode == 0, done.stderr
-    assert "continuing from run/checkpoints/step_00000003, step 3" in done.stderr
-    run_ranks(train_to_the_end, 2, tmp_path)
+    assert f"continuing from run/checkpoints/step_0000000{saved}, step {saved}" in done.stderr
+    run_ranks(train_to_the_end, ranks, tmp_path)
     assert_identical(final_weights(tmp_path / "run"), final_weights(tmp_path / "whole"))
 
 

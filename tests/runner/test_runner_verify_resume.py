@@ -178,7 +178,11 @@ def test_a_resume_on_other_ranks_has_the_same_samples(
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "words",
-    [["digits_single", "train.max_epochs=2"], ["digits_ddp", "train.max_epochs=1", "--nproc=2"]],
+    [
+        ["digits_single", "train.max_epochs=2"],
+        ["digits_ddp", "train.max_epochs=1", "--nproc=3"],
+        ["digits_ddp", "train.max_epochs=1", "--nproc=4", "wrapper.type=separate"],
+    ],
 )
 def test_shipped_configs_resume_exactly(words: list[str], capsys: Capture) -> None:
     assert main(["verify-resume", *words]) == 0

@@ -6,7 +6,7 @@ import inspect
 import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from ..batchnorm.conversion import apply_sync_batchnorm
 from ..steps.step import Steps, refuse_own_train_step
 from ..steps.step_checks import AveragingWatch, ThawWatch
 from ..torch_functions import check_options, option_names, refuse_double_backward
+from .buckets import FixedBuckets
 from .comm_hooks import read_comm_hook, unannotated
 
 _STATIC = (
@@ -58,7 +59,7 @@ class UnusedParametersError(RuntimeError):
         "ddp",
     ]
 )
-class StepDistributedDataParallel(Steps, DistributedDataParallel):
+class StepDistributedDataParallel(Steps, FixedBuckets):
     """torch's ``DistributedDataParallel`` with the three steps.
 
     Needs a process group, and every rank must construct it. For another optimization step
@@ -112,28 +113,30 @@ class StepDistributedDataParallel(Steps, DistributedDataParallel):
                 "uneven_inputs and sync_batchnorm exclude each other: a rank without a batch has "
                 "no statistics to give"
             )
-        hook = None if comm_hook is None else read_comm_hook(comm_hook)
+        self._hook = None if comm_hook is None else read_comm_hook(comm_hook)
         module = apply_sync_batchnorm(module, sync_batchnorm, ddp_kwargs.get("process_group"))
         devices = {parameter.device for parameter in module.parameters()}
         on_cuda = [device.type for device in devices] == ["cuda"]
         ddp_kwargs.setdefault("device_ids", list(devices) if on_cuda else None)
         super().__init__(module=module, **_renamed(ddp_kwargs))
         self._prepare_steps(detect_anomalous_params)
-        self._graph_recorded = False
         self._failure = ""
         self._is_weighed = self._is_joined = False
         ignored = self.parameters_to_ignore
-        # By the index that torch's reducer gives them.
-        self._trainable = [
+        names = [
             name
             for name, one in module.named_parameters()
             if one.requires_grad and name not in ignored
         ]
+        indices = range(len(names))
+        # By the index that torch's reducer gives them.
+        self._trainable = dict(
+            zip(indices[::-1] if self._is_reversed else indices, names, strict=True)
+        )
         everyone = self.process_group is distributed.group.WORLD
         self.data_group = None if everyone else self.process_group
         self.uneven_inputs = _join_options(uneven_inputs)
         self._thawed = ThawWatch(type(self).__name__, module, ignored, self.process_group)
-        self._hook = hook
         self._install_hook()
         own_step = type(self).train_step is not Steps.train_step
         self._watch = AveragingWatch(self) if own_step else None
@@ -141,6 +144,8 @@ class StepDistributedDataParallel(Steps, DistributedDataParallel):
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Call the model, so that the next backward averages its gradients."""
         self._thawed.check()
+        if self.static_graph:
+            self._record_graph()
         try:
             outputs = super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
         except RuntimeError as error:
@@ -185,23 +190,13 @@ class StepDistributedDataParallel(Steps, DistributedDataParallel):
                 super().join(enable=False)
                 self._is_joined = False
 
-    def no_sync(self) -> AbstractContextManager[Any]:  # type: ignore[override]
-        """Leave the gradients of the forwards inside on their ranks."""
-        # A static graph is recorded by a first backward that must synchronise, else torch fails
-        # an internal assertion; averaging that one early changes no sum of gradients.
-        if self.static_graph and not self._graph_recorded:
-            self._graph_recorded = True
-            return nullcontext()
-        context: AbstractContextManager[Any] = super().no_sync()
-        return context
-
     def __getstate__(self) -> dict[str, Any]:
         group, everyone = self.process_group, distributed.group.WORLD
         assert everyone is not None
         # torch refuses every other one, which a pickle cannot hold. A copy can.
         self.process_group = everyone
         try:
-            state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
+            state = super().__getstate__()
         finally:
             self.process_group = group
         kept = {} if self.data_group is None else {"process_group": group}
@@ -209,8 +204,7 @@ class StepDistributedDataParallel(Steps, DistributedDataParallel):
         return {**state, **kept, "_comm_hooks": [], "_watch": None}
 
     def __setstate__(self, state: Any) -> None:
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self._graph_recorded = False
+        super().__setstate__(state)
         self._failure = ""
         self._install_hook()
 
@@ -259,11 +253,11 @@ class StepDistributedDataParallel(Steps, DistributedDataParallel):
         _join_options(options.get("uneven_inputs", False))
 
 
-def _explain_unused(error: BaseException, names: Sequence[str], failure: str = "") -> None:
+def _explain_unused(error: BaseException, names: Mapping[int, str], failure: str = "") -> None:
     """Raise a better error for torch's about gradients that did not come.
 
-    ``names`` are the trainable parameters when the module was wrapped; ``failure`` is the error of
-    the previous update, if any.
+    ``names`` are the trainable parameters when the module was wrapped, by torch's index;
+    ``failure`` is the error of the previous update, if any.
     """
     text = str(error)
     if "Your training graph has changed in this iteration" in text:
@@ -282,8 +276,8 @@ def _explain_unused(error: BaseException, names: Sequence[str], failure: str = "
             "Weights and optimizer are as they were before that update; clear the gradients"
         ) from error
     found = re.search(r"did not receive grad for rank \d+:((?:\s\d+)+)", text)
-    indices = map(int, found.group(1).split()) if found else ()
-    raise UnusedParametersError([names[at] for at in indices if at < len(names)]) from error
+    indices = set(map(int, found.group(1).split())) if found else set()
+    raise UnusedParametersError([name for at, name in names.items() if at in indices]) from error
 
 
 def _join_options(setting: bool | Mapping[str, Any]) -> dict[str, Any] | None:

@@ -137,7 +137,7 @@ class _Child(StepDistributedDataParallel):
     def __init__(self, module: nn.Module, name: str, thawed: ThawWatch, **options: Any) -> None:
         super().__init__(module, **options)
         self._thawed = thawed
-        self._trainable = [f"{name}.{one}" for one in self._trainable]
+        self._trainable = {at: f"{name}.{one}" for at, one in self._trainable.items()}
         untyped: Any = self
         untyped.register_load_state_dict_pre_hook(_rename_weights)
 

@@ -1,0 +1,106 @@
+"""DistributedDataParallel with the same sums in every step, and all private names of torch for it.
+
+torch sums gradients in buckets, and by default rebuilds these once: after the first backward of a
+process, in the order in which the gradients became ready. From three ranks on, the position of a
+gradient in its bucket decides in which order the ranks are added, so the first step after a resume
+would differ in the last digits from the same step of an uninterrupted run.
+
+The tests check every name with torch 2.13 and 2.15.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+from torch import distributed, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from .comm_hooks import CommHook
+
+CHECKED = "2.13"
+_REDUCER = getattr(distributed, "Reducer", None)
+_USED = (
+    (DistributedDataParallel, "_build_params_for_reducer"),
+    (DistributedDataParallel, "_set_static_graph"),
+    (_REDUCER, "_push_all_rebuilt_params"),
+    (_REDUCER, "_rebuild_buckets"),
+)
+
+
+class FixedBuckets(DistributedDataParallel):
+    """``DistributedDataParallel`` that sums a step in the same order whenever a process starts.
+
+    Its buckets follow the reverse order of the parameters, in which most models compute gradients,
+    from the first step on. With ``find_unused_parameters`` torch keeps its first buckets anyway.
+    """
+
+    _hook: CommHook | None = None
+
+    def __init__(self, module: nn.Module, **options: Any) -> None:
+        is_known = _has_names()
+        self._is_static = is_known and bool(options.pop("static_graph", False))
+        if self._is_static:
+            # The recorded graph shows unused parameters.
+            options["find_unused_parameters"] = False
+        # While torch records it, a hook sees the parameters of the first bucket only, which is
+        # harmless for averages alone.
+        may_look = self._is_static and self._hook is not None and not self._hook.averages
+        rebuilds = not options.get("find_unused_parameters", False)
+        self._is_reversed = is_known and rebuilds and not may_look
+        super().__init__(module, **options)
+        self._prepare_reducer()
+        if self._is_reversed and options.get("init_sync", True) and hasattr(self, "reducer"):
+            # The first forward would do it as well, but that may run on a single rank.
+            self._has_rebuilt_buckets = self.reducer._rebuild_buckets()
+
+    def __getstate__(self) -> dict[str, Any]:
+        state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
+        # Otherwise torch would set it before `_prepare_reducer` does.
+        return {**state, "static_graph": self.static_graph and not self._is_static}
+
+    def __setstate__(self, state: Any) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._prepare_reducer()
+
+    def _build_params_for_reducer(self) -> Any:
+        parameters, are_sparse = super()._build_params_for_reducer()  # type: ignore[no-untyped-call]
+        if self._is_reversed:
+            return parameters[::-1], are_sparse[::-1]
+        return parameters, are_sparse
+
+    def _prepare_reducer(self) -> None:
+        # torch makes no reducer if `delay_all_reduce_named_params` has all parameters.
+        if self._is_reversed and hasattr(self, "reducer"):
+            # As if gradients had come in this order. The next forward rebuilds the buckets.
+            self.reducer._push_all_rebuilt_params()
+        self._waits_for_sync = self._is_static
+        if self._is_static:
+            self.static_graph = True
+            self._static_graph_delay_allreduce_enqueued = True
+
+    def _record_graph(self) -> None:
+        """Let torch record a static graph from now on, if the coming backward averages.
+
+        torch cannot record under ``no_sync``, and an early average would change the sums of a
+        window.
+        """
+        if self._waits_for_sync and self.require_backward_grad_sync and torch.is_grad_enabled():
+            self._waits_for_sync = False
+            # torch ignores a second call.
+            self.static_graph = False
+            self._set_static_graph()  # type: ignore[no-untyped-call]
+
+
+def _has_names() -> bool:
+    """Whether this torch has the names that are used here; warns otherwise."""
+    missing = [name for owner, name in _USED if not hasattr(owner, name)]
+    if missing:
+        warnings.warn(
+            f"torch {torch.__version__} has no {', '.join(missing)}, so on three or more ranks a "
+            f"resumed run may differ from an uninterrupted one by rounding: use torch {CHECKED}, "
+            "or set find_unused_parameters",
+            stacklevel=4,
+        )
+    return not missing
