@@ -83,8 +83,8 @@ class TraceHook(Hook):
     Compared before and after each line are the generators of Python, NumPy and torch, the
     attributes of `self`, the global names of the module, and generators that are local, also in
     data-loading workers. Iterators are written where a function uses them. Each change is written
-    once, as a line of JSON: "data" (a batch was read) or "step", whether in a worker, what has
-    changed, and file:line.
+    once, as a line of JSON: "data" (a batch was read) or "step", whether in a worker, the
+    change, and file:line.
 
     Args:
         folder: Gets a file from each process.

@@ -16,7 +16,7 @@ from loop_parts import assert_identical, make_data, make_state, weights_of
 from marks import slow
 from ranks import run_ranks
 from stream_parts import ROWS, SAMPLES, Lines, OwnLoader, SaveAll, resume_from
-from torch.utils.data import IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 
 from stepwrap.loops import (
     CheckpointError,
