@@ -89,6 +89,8 @@ class _TrainLoop:
     # Found out at the start of each run.
     _inputs: PassInputs
     _blocks: _Blocks
+    # The step of the record that ends the run, or where this training began.
+    _closed_at = 0
     # Whether the run has come to its end, or a stop.
     _ended = False
     prefetch_to_device = False
@@ -175,6 +177,16 @@ class _TrainLoop:
         for listener in hooks.on_log:
             listener(state, record)
 
+    def _record_rest(self, state: LoopState, hooks: HookList) -> None:
+        """Announce the last record of the run, before a validation of the same step.
+
+        Counters decide, since all ranks must agree. The logs are kept: a run that is resumed here
+        makes the record of the whole interval.
+        """
+        if state.step not in (state.recorded_at, self._closed_at):
+            self._closed_at = state.step
+            self._record(state, hooks)
+
     def _end_pass(self, state: LoopState) -> None:
         state.epoch += 1
         state.batch = 0
@@ -184,6 +196,8 @@ class _TrainLoop:
     def _validate(self, done: int, state: LoopState, hooks: HookList, signals: StopSignals) -> None:
         """Validate if due after `done` units; after a stop, the resumed run does it."""
         if self.val_loop is not None and self.schedule.due(done) and not state.stop_reason:
+            if done == self.schedule.last:
+                self._record_rest(state, hooks)
             self.val_loop.evaluate(state, hooks, signals.poll)
             self._blocks.begin()
 
@@ -209,7 +223,7 @@ class _TrainLoop:
         if not holds_gradients(state.model):
             state.updated_at = (state.epoch, state.batch, state.iteration)
         state.logs.start()
-        started_at = state.step
+        self._closed_at = state.step
         self._blocks = _Blocks(state, hooks, self.steps_per_call)
         with StopSignals(state.clock_s) as signals, self._blocks:
             try:
@@ -219,10 +233,7 @@ class _TrainLoop:
                     yield signals
                     if not state.signal:
                         signals.look(state)
-                    # By counters: all ranks must come to the same answer. The logs are kept: a run
-                    # that goes on from here makes the record of the whole interval.
-                    if state.recorded_at != state.step != started_at:
-                        self._record(state, hooks)
+                    self._record_rest(state, hooks)
                     for on_train_end in hooks.on_train_end:
                         on_train_end(state)
                     self._ended = True

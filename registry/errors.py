@@ -169,7 +169,10 @@ def user_frame(error: BaseException) -> traceback.FrameSummary | None:
 
 def is_users_file(name: str) -> bool:
     """Say whether a file of code is the user's own, neither of this package nor installed."""
-    return not name.startswith("<") and not str(Path(name).resolve()).startswith(_NOT_USERS)
+    path = Path(name).resolve()
+    # The packages of another environment may be on the path as well.
+    is_installed = "site-packages" in path.parts or str(path).startswith(_NOT_USERS)
+    return not name.startswith("<") and not is_installed
 
 
 def _frames(error: BaseException) -> traceback.StackSummary:

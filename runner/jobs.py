@@ -262,10 +262,15 @@ def _console_log(debug: bool) -> Iterator[None]:
     """Show rank 0's warnings as plain lines; with `debug` everything from every rank."""
     ours = logging.getLogger("stepwrap")
     if get_rank() != 0 and not debug:
+        # Rank 0 shows the same ones. Without a handler Python prints logged warnings itself.
+        silence = logging.NullHandler()
+        ours.addHandler(silence)
         with warnings.catch_warnings():
-            # Python's own too: they would be the same as those of rank 0.
             warnings.simplefilter("ignore")
-            yield
+            try:
+                yield
+            finally:
+                ours.removeHandler(silence)
         return
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(name)s: %(message)s" if debug else "%(message)s"))

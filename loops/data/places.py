@@ -224,8 +224,23 @@ class Stream(IterableDataset[Any]):
             getattr(self.samples, "set_epoch", lambda _: None)(self.epoch)
         self._start_batch()
         if not self._ended:
-            yield from self.samples
+            yield from self.samples if place is None else self._restored_samples()
             self._ended = True
+
+    def _restored_samples(self) -> Iterator[Any]:
+        samples = iter(self.samples)
+        try:
+            # Hugging Face's loads its state here.
+            first = list(itertools.islice(samples, 1))
+        except LookupError as error:
+            raise ValueError(
+                f"{type(self.samples).__name__} cannot load its state in the checkpoint "
+                f"({type(error).__name__}: {error}). A shuffled stream of Hugging Face can be "
+                "resumed with several workers if the run was started with shuffle(buffer_size=1, "
+                "max_buffer_input_shards=1)"
+            ) from error
+        yield from first
+        yield from samples
 
     def _go_on_from(self, place: dict[str, Any]) -> None:
         inside = place["epoch"] == self.epoch

@@ -1,4 +1,4 @@
-"""Progress: a bar on a terminal, plain lines elsewhere; records as one line of text."""
+"""Progress: records as lines of text, on a terminal above a bar."""
 
 from __future__ import annotations
 
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 # Told in words of their own at the end of the line.
 _SPEED_KEYS = ("samples_per_s", "tokens_per_s", "mfu", "steps_per_s", "data_share")
 _DATA_SHARE_SHOWN = 0.1
+# Seconds after which a step counts a third (1/e) in the estimate of the time left.
+_MEMORY_S = 30.0
 
 
 def train_line(state: LoopState, record: Mapping[str, float]) -> str:
@@ -79,55 +81,76 @@ def _speed(state: LoopState, record: Mapping[str, float]) -> list[str]:
     return words
 
 
+class _TimeLeft:
+    """Estimates the time to the end of the training by its recent speed, without evaluations."""
+
+    def __init__(self, step: int) -> None:
+        self._step, self._since_s = step, perf_counter()
+        self._steps = self._seconds = 0.0
+
+    def resume(self) -> None:
+        """Leave out the time since the last call of `text`."""
+        self._since_s = perf_counter()
+
+    def text(self, state: LoopState) -> str:
+        """`eta 0:01:20`; empty before the first step, or without a known end."""
+        if state.step > self._step:
+            now = perf_counter()
+            elapsed_s = now - self._since_s
+            share = math.exp(-elapsed_s / _MEMORY_S)
+            self._steps = self._steps * share + state.step - self._step
+            self._seconds = self._seconds * share + elapsed_s
+            self._step, self._since_s = state.step, now
+        if state.max_steps is None or not self._steps:
+            return ""
+        left_s = (state.max_steps - state.step) * self._seconds / self._steps
+        return f"eta {timedelta(seconds=round(max(0.0, left_s)))}"
+
+
 class _Bar:
-    """A bar on a terminal. Drawing it takes about half a millisecond: only `advance` does."""
+    """A bar on a terminal, below the lines. Drawing takes about half a millisecond."""
 
     def __init__(self) -> None:
         # Only here: a run without a bar need not wait for the import.
         from rich.console import Console
-        from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-        from rich.table import Column
+        from rich.progress import BarColumn, Progress, TextColumn
 
-        # Only the columns with a ratio shrink: however many values there are, the place stays.
-        values = Column(no_wrap=True, overflow="ellipsis", ratio=3)
         # No refreshing thread: it would compete with the training loop for the interpreter.
         self._progress = Progress(
             TextColumn("{task.description}"),
-            BarColumn(bar_width=None, table_column=Column(ratio=1)),
+            BarColumn(bar_width=None),
             TextColumn("{task.fields[count]}"),
-            TimeRemainingColumn(elapsed_when_finished=True),
-            TextColumn("{task.fields[values]}", table_column=values),
+            TextColumn("{task.fields[eta]}"),
             console=Console(file=sys.stdout),
             auto_refresh=False,
             expand=True,
         )
         self._train: TaskID | None = None
         self._eval: TaskID | None = None
-        self.values = ""
+        self._lines: list[str] = []
         self._progress.start()
         # An error that reaches no hook must not leave a terminal without a cursor.
         atexit.register(self._progress.stop)
 
-    def advance(self, state: LoopState, eval_batches: int) -> None:
-        if self._eval is not None:
-            self._progress.update(self._eval, count=f"batch {eval_batches}", refresh=True)
-            return
+    def advance(self, state: LoopState, eta: str) -> None:
+        place: dict[str, Any] = {
+            "description": epoch_text(state),
+            "completed": state.step,
+            "count": step_text(state),
+            "eta": eta,
+        }
         if self._train is None:
-            total = state.max_steps
-            self._train = self._progress.add_task("", total=total, count="", values="")
-        self._progress.update(
-            self._train,
-            refresh=True,
-            description=epoch_text(state),
-            completed=state.step,
-            count=step_text(state),
-            values=self.values,
-        )
+            self._train = self._progress.add_task(total=state.max_steps, **place)
+        else:
+            self._progress.update(self._train, **place)
 
     def start_eval(self, state: LoopState) -> None:
         verb = "testing" if state.phase is Phase.TEST else "validating"
-        self._eval = self._progress.add_task(verb, total=None, count="", values="")
-        self._progress.refresh()
+        self._eval = self._progress.add_task(verb, total=None, count="", eta="")
+
+    def advance_eval(self, batches: int) -> None:
+        if self._eval is not None:
+            self._progress.update(self._eval, count=f"batch {batches}")
 
     def end_eval(self) -> None:
         if self._eval is not None:
@@ -135,10 +158,18 @@ class _Bar:
             self._eval = None
 
     def say(self, line: str) -> None:
-        self._progress.console.print(line, markup=False, highlight=False, soft_wrap=True)
+        """Print a line above the bar when that is drawn next."""
+        self._lines.append(line)
+
+    def draw(self) -> None:
+        if self._lines:
+            text = "\n".join(self._lines)
+            self._lines.clear()
+            self._progress.console.print(text, markup=False, highlight=False)
         self._progress.refresh()
 
     def close(self) -> None:
+        self.draw()
         self._progress.stop()
         atexit.unregister(self._progress.stop)
 
@@ -150,7 +181,7 @@ def _shows_bar() -> bool:
 
 @HOOKS.register_module()
 class ProgressHook(Hook):
-    """A progress bar on a terminal, one plain line a log record elsewhere.
+    """A line for each log record and evaluation, on a terminal above a progress bar.
 
     Writes to the standard output of rank 0; the other ranks are silent. `LogHook` writes all
     records into files.
@@ -166,7 +197,8 @@ class ProgressHook(Hook):
             raise ValueError(f"refresh_s must be > 0, got {refresh_s!r}")
         self._refresh_s = refresh_s
         self._bar: _Bar | None = None
-        self._training = False
+        # None outside of a training.
+        self._time_left: _TimeLeft | None = None
         self._eval_batches = 0
         self._due_s = math.inf
         self._log_due_s = 0.0
@@ -178,7 +210,7 @@ class ProgressHook(Hook):
         return () if _shows_bar() else ("on_update", "on_eval_batch_end")
 
     def on_train_start(self, state: LoopState) -> None:
-        self._training = True
+        self._time_left = _TimeLeft(state.step)
         self._open()
         self._refresh(state)
 
@@ -187,11 +219,8 @@ class ProgressHook(Hook):
             self._refresh(state)
 
     def on_log(self, state: LoopState, record: dict[str, float]) -> None:
-        if self._bar is None:
-            self._say(train_line(state, record))
-            return
-        self._bar.values = " ".join([values_text(record), *_rates_text(record)])
-        # By a time of its own: slow updates have just been shown, with the values before these.
+        self._say(train_line(state, record))
+        # Not by `_due_s`: a slow update has just been drawn, and its record should not wait.
         if perf_counter() >= self._log_due_s:
             self._refresh(state)
             self._log_due_s = self._due_s
@@ -201,6 +230,7 @@ class ProgressHook(Hook):
         self._eval_batches = 0
         if self._bar is not None:
             self._bar.start_eval(state)
+        self._refresh(state)
 
     def on_eval_batch_end(self, state: LoopState, batch: Any, outputs: Any) -> None:
         self._eval_batches += 1
@@ -211,8 +241,11 @@ class ProgressHook(Hook):
         if self._bar is not None:
             self._bar.end_eval()
         self._say(eval_line(state, metrics))
-        if not self._training:
+        self._refresh(state)
+        if self._time_left is None:
             self._close()
+        else:
+            self._time_left.resume()
 
     def on_train_end(self, state: LoopState) -> None:
         self._refresh(state)
@@ -228,7 +261,7 @@ class ProgressHook(Hook):
             self._bar, self._due_s = _Bar(), 0.0
 
     def _close(self) -> None:
-        self._training = False
+        self._time_left = None
         if self._bar is not None:
             self._bar.close()
             self._bar, self._due_s = None, math.inf
@@ -242,5 +275,8 @@ class ProgressHook(Hook):
 
     def _refresh(self, state: LoopState) -> None:
         if self._bar is not None:
-            self._bar.advance(state, self._eval_batches)
+            if self._time_left is not None:
+                self._bar.advance(state, self._time_left.text(state))
+            self._bar.advance_eval(self._eval_batches)
+            self._bar.draw()
             self._due_s = perf_counter() + self._refresh_s

@@ -27,7 +27,8 @@ from ..convert.convert import convert_config
 
 # Some of a config had no counterpart.
 INCOMPLETE = 3
-_NOT_CURVES = {"step", "epoch", "phase", "time"}
+# The last one has the shape of `samples_per_s`.
+_NOT_CURVES = {"step", "epoch", "phase", "time", "steps_per_s"}
 _COLORS = {"train": "C0", "val": "C1", "test": "C2"}
 # A longer legend would hide the curves.
 _MOST_LABELS = 10
@@ -96,7 +97,7 @@ def plots_available() -> bool:
 
 
 def draw_curves(run_dir: Path) -> Path:
-    """Draw every logged value against the update number into `run_dir/curves.png`.
+    """Draw every logged value but `steps_per_s` against the update into `run_dir/curves.png`.
 
     A value that was logged in training and in validation has one panel, and so have the
     learning rates of several parameter groups.

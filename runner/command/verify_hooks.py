@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dis
 import json
 import os
 import pickle
@@ -10,8 +11,9 @@ import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache, partial
+from io import IOBase
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import numpy as np
@@ -80,8 +82,9 @@ class TraceHook(Hook):
 
     Compared before and after each line are the generators of Python, NumPy and torch, the
     attributes of `self`, the global names of the module, and generators that are local, also in
-    data-loading workers. Each change is written once, as a line of JSON: "data" (a
-    batch was read) or "step", whether in a worker, what has changed, and file:line.
+    data-loading workers. Iterators are written where a function uses them. Each change is written
+    once, as a line of JSON: "data" (a batch was read) or "step", whether in a worker, the
+    change, and file:line.
 
     Args:
         folder: Gets a file from each process.
@@ -129,6 +132,8 @@ class TraceHook(Hook):
         if caller is not None and _is_users(caller.f_code.co_filename):
             self._compare(caller, caller.f_lineno)
         self._compare(frame, None)
+        for what, used_at in _iterators_used(frame):
+            self._write(what, f"{code.co_filename}:{used_at}")
         line = frame.f_lineno
 
         def follow(frame: FrameType, event: str, arg: Any) -> Callable[..., Any]:
@@ -175,6 +180,36 @@ def _namespaces(frame: FrameType) -> Iterator[tuple[str, Mapping[str, Any]]]:
     yield f"{frame.f_code.co_name}()", generators
     owner = local.get("self")
     yield f"{type(owner).__name__} {id(owner)}", getattr(owner, "__dict__", {})
+
+
+def _iterators_used(frame: FrameType) -> Iterator[tuple[str, int]]:
+    """Yield the iterators of module and `self` that a function uses, each with the line.
+
+    How far an iterator has come cannot be compared without moving it.
+    """
+    owner = frame.f_locals.get("self")
+    places = {
+        "LOAD_GLOBAL": (frame.f_globals, frame.f_globals["__name__"]),
+        "LOAD_ATTR": (getattr(owner, "__dict__", {}), type(owner).__name__),
+    }
+    for name, operation, line in _names_read(frame.f_code):
+        values, where = places[operation]
+        value = values.get(name)
+        if isinstance(value, Iterator) and not isinstance(value, IOBase):
+            kind = type(value)
+            yield f"{name} of {where}, an iterator ({kind.__module__}.{kind.__qualname__})", line
+
+
+@cache
+def _names_read(code: CodeType) -> list[tuple[str, str, int]]:
+    """Return name, operation and line of each global or attribute that `code` reads."""
+    line, found = code.co_firstlineno, []
+    starts = dict(dis.findlinestarts(code))
+    for step in dis.get_instructions(code):
+        line = starts.get(step.offset) or line
+        if step.opname in ("LOAD_GLOBAL", "LOAD_ATTR"):
+            found.append((str(step.argval), step.opname, line))
+    return found
 
 
 def _mark(value: Any) -> Any:

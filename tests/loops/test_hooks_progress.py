@@ -7,15 +7,17 @@ import io
 import re
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from hook_runs import Terminal, loader, metrics, new_state, train
 from ranks import run_ranks
 
 from stepwrap.loops import EarlyStopHook, ProgressHook, ThroughputHook
-from stepwrap.loops.evaluate import TestLoop
+from stepwrap.loops.evaluate import TestLoop, ValLoop
 from stepwrap.loops.hook import Hook, HookList, Scalars
 from stepwrap.loops.state import LoopState
+from stepwrap.loops.train import EpochTrainLoop, IterTrainLoop
 
 HIDE, SHOW = "\x1b[?25l", "\x1b[?25h"
 
@@ -50,24 +52,76 @@ def test_bar_shows_epoch_step_values_and_speed(terminal: Terminal) -> None:
     assert re.search(r"val epoch 1/2 step 4/8 error \d", text)
 
 
+def _drawn(terminal: Terminal) -> list[str]:
+    """Return what was written to the terminal, line by line and frame by frame."""
+    plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", terminal.text())
+    return [frame.rstrip() for frame in re.split(r"\r|\n", plain)]
+
+
+class RatesHook(Hook):
+    def collect_logs(self, state: LoopState, scalars: Scalars) -> None:
+        scalars |= {f"lr/{group}": 1e-4 * group for group in range(1, 31)}
+        scalars |= {f"part_{part}": 1.0 for part in range(20)}
+
+
 def test_many_values_leave_the_place_of_the_run_on_the_bar(
     terminal: Terminal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class RatesHook(Hook):
-        def collect_logs(self, state: LoopState, scalars: Scalars) -> None:
-            scalars |= {f"lr/{group}": 1e-4 * group for group in range(1, 31)}
-            scalars |= {f"part_{part}": 1.0 for part in range(20)}
-
     monkeypatch.setenv("COLUMNS", "72")
     with terminal:
-        train(new_state(), [RatesHook(), ProgressHook(refresh_s=1e-6)], val_loop=None)
-    frames = re.split(r"\r|\n", re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", terminal.text()))
-    drawn = [frame.rstrip() for frame in frames if "loss" in frame]
-    assert drawn
-    for frame in drawn:
-        where = r"epoch [12]/2 +[━╸╺]{5,} +step [2-8]/8 [\d:-]{7} "
-        assert re.fullmatch(where + r"loss [\d.]+ lr 0.003 .*…", frame), frame
+        train(new_state(), [RatesHook(), ProgressHook(refresh_s=1e-6)])
+    bars = [frame for frame in _drawn(terminal) if re.search("[━╸╺]", frame)]
+    assert any("validating" in frame for frame in bars)
+    for frame in (frame for frame in bars if "validating" not in frame):
+        assert re.fullmatch(r"epoch [12]/2 +[━╸╺]{20,} step \d/8( eta 0:\d\d:\d\d)?", frame), frame
         assert len(frame) <= 72
+
+
+@pytest.mark.parametrize("columns", [80, 200])
+def test_training_lines_stay_above_the_bar_and_are_whole(
+    terminal: Terminal, monkeypatch: pytest.MonkeyPatch, columns: int
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    hooks = [RatesHook(), ThroughputHook(), ProgressHook(refresh_s=1000)]
+    with terminal:
+        train(new_state(), hooks)
+    text = " ".join(frame for frame in _drawn(terminal) if not re.search("[━╸╺]", frame))
+    told = re.sub(" +", " ", text)
+    lines = re.findall(
+        r"((?:val )?epoch) \d/2 step (\d)/8 (?:loss [\d.]+ lr 0.003 (?:part_\d+ 1 ){20}"
+        r"[\d.]+ samples/s (?:\(.*?\) )?eta 0:00:00|error [\d.]+)",
+        told,
+    )
+    steps = [("epoch", "2"), ("epoch", "4"), ("val epoch", "4")]
+    assert lines == [*steps, ("epoch", "6"), ("epoch", "8"), ("val epoch", "8")]
+    assert "…" not in told
+
+
+def test_the_time_left_is_known_after_the_first_step(terminal: Terminal) -> None:
+    with terminal:
+        train(new_state(), [ProgressHook(refresh_s=1e-6)], epochs=1)
+    bars = [frame for frame in _drawn(terminal) if re.search("[━╸╺]", frame)]
+    first = [frame for frame in bars if "step 1/4" in frame]
+    assert first
+    assert all(re.search(r"eta 0:00:\d\d$", frame) for frame in first)
+    assert not any("-:--:--" in frame for frame in bars)
+
+
+@pytest.mark.parametrize(
+    ("loop", "length"), [(EpochTrainLoop, {"max_epochs": 2}), (IterTrainLoop, {"max_steps": 8})]
+)
+def test_the_last_record_comes_before_the_validation_of_its_step(
+    capsys: pytest.CaptureFixture[str], loop: Any, length: dict[str, int]
+) -> None:
+    validation = ValLoop(loader(8), metrics())
+    made = loop(loader(), val_loop=validation, log_every_steps=3, **length)
+    made.run(new_state(), HookList([ProgressHook()]))
+    lines = capsys.readouterr().out.splitlines()
+    told = [re.match(r"(val )?epoch .*?(step \d)/8", line).group(1, 2) for line in lines]
+    passes = (
+        [(None, "step 3"), ("val ", "step 4")] if loop is EpochTrainLoop else [(None, "step 3")]
+    )
+    assert told == [*passes, (None, "step 6"), (None, "step 8"), ("val ", "step 8")]
 
 
 def test_bar_gives_the_cursor_and_stdout_back(terminal: Terminal) -> None:
@@ -203,12 +257,3 @@ def test_tokens_and_mfu_stand_beside_samples(capsys: pytest.CaptureFixture[str])
     hook.on_train_start(state)
     hook.on_log(state, {"samples_per_s": 5.0, "tokens_per_s": 1234567.8, "mfu": 0.414})
     assert "5 samples/s 1234568 tokens/s 41% MFU" in capsys.readouterr().out
-
-
-def test_the_bar_shows_speed_without_powers_of_ten(terminal: Terminal) -> None:
-    with terminal:
-        hook, state = ProgressHook(), new_state()
-        hook.on_train_start(state)
-        hook.on_log(state, {"samples_per_s": 12345.6})
-        hook.on_train_end(state)
-    assert "12346 samples/s" in terminal.text()

@@ -16,7 +16,7 @@ from loop_parts import assert_identical, make_data, make_state, weights_of
 from marks import slow
 from ranks import run_ranks
 from stream_parts import ROWS, SAMPLES, Lines, OwnLoader, SaveAll, resume_from
-from torch.utils.data import IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 
 from stepwrap.loops import (
     CheckpointError,
@@ -26,6 +26,7 @@ from stepwrap.loops import (
     build_loader,
     load_checkpoint,
 )
+from stepwrap.loops.data.places import telling
 from stepwrap.wrappers import StepDistributedDataParallel
 
 pytestmark = [
@@ -231,3 +232,28 @@ def test_a_killed_run_with_workers_goes_on_exactly(tmp_path: Path) -> None:
     assert train("killed", -1) == 0
     whole, killed = (torch.load(tmp_path / f"{run}.pt") for run in ("whole", "killed"))
     assert_identical(whole, killed)
+
+
+class Interleaved(IterableDataset[int]):
+    """Fails as a stream of `datasets` that mixes its shards does in a worker with fewer shards."""
+
+    def __init__(self) -> None:
+        self.place = 0
+
+    def __iter__(self) -> Iterator[int]:
+        yield [0, 1, 2, 3][self.place]
+        yield 1
+
+    def state_dict(self) -> dict[str, int]:
+        return {"place": 4}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.place = state["place"]
+
+
+def test_a_state_of_other_shards_names_the_setting_to_resume_with() -> None:
+    loader = telling(DataLoader(Interleaved(), batch_size=1))
+    next(iter(loader))
+    loader.load_state_dict(loader.state_dict())
+    with pytest.raises(ValueError, match=r"shuffle\(buffer_size=1, max_buffer_input_shards=1\)"):
+        next(iter(loader))

@@ -322,6 +322,12 @@ def test_plot_draws_every_run_that_is_named(tmp_path: Path, capsys: Capture) -> 
     assert all((folder / "curves.png").exists() for folder in folders)
 
 
+def test_steps_per_second_have_no_curve(tmp_path: Path) -> None:
+    record = {"step": 1, "phase": "train", "samples_per_s": 8.0, "steps_per_s": 2.0}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(record))
+    assert list(read_curves(tmp_path)) == ["samples_per_s"]
+
+
 def test_curves_are_in_the_order_of_steps_after_an_evaluation(run: Path) -> None:
     assert main(["train", "points.yaml"]) == 0
     first = next((run / "runs/points/checkpoints").glob("step_*"))

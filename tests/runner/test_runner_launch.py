@@ -1,5 +1,8 @@
 """Processes started, joined and ended."""
 
+import contextlib
+import io
+import logging
 import os
 import re
 import subprocess
@@ -462,3 +465,13 @@ def warn() -> int:
 
 def test_only_rank_0_shows_warnings() -> None:
     assert run_ranks(warn, 2) == [1, 0]
+
+
+def warn_by_log() -> str:
+    with contextlib.redirect_stderr(io.StringIO()) as told, _console_log(debug=False):
+        logging.getLogger("stepwrap.loops").warning("careful")
+    return told.getvalue()
+
+
+def test_only_rank_0_shows_logged_warnings() -> None:
+    assert run_ranks(warn_by_log, 2) == ["careful\n", ""]

@@ -38,6 +38,7 @@ FAULTS = [
         "step 8, rank 0, data: batch.0 differs",
         "random.random() + float(np.random.rand())",
     ),
+    ([f"{DATA}.WithCycle"], "step 8, rank 0, data: batch.0 differs", "return next(SHIFTS)"),
     ([f"{DATA}.WithCache"], "step 8, rank 0: the python random state differs", "= random.random()"),
     ([f"{NET}.Running"], "step 8, rank 0, forward: ", "self.mean = 0.9 * self.mean"),
     ([f"{NET}.OwnDropout"], "step 8, rank 0, forward: ", "generator=self.generator"),
@@ -92,7 +93,7 @@ def test_what_no_checkpoint_holds_is_named(
 def test_lines_that_draw_or_change_attributes_are_seen(
     config: Path, capsys: Capture, tmp_path: Path
 ) -> None:
-    for number, (overrides, _, line) in enumerate((FAULTS[0], FAULTS[3], FAULTS[4], FAULTS[6])):
+    for number, (overrides, _, line) in enumerate(FAULTS[i] for i in (0, 3, 4, 5, 7)):
         lines = tmp_path / f"lines_{number}"
         lines.mkdir()
         trace = f"hooks.trace={{type: {TraceHook.__module__}.TraceHook, folder: {lines}, rank: 0}}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import time
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from stepwrap.collectives import get_rank
 from stepwrap.loops import Hook, LoopState
 
 SAMPLES = 24
+SHIFTS = itertools.cycle([0.0, 0.1, 0.2, 0.3, 0.4])
 
 
 class Points(Dataset):
@@ -65,6 +67,13 @@ class WithCount(Points):
     def noise(self) -> float:
         self.count += 1
         return self.count / 100
+
+
+class WithCycle(Points):
+    """Shifts samples in turn, by an iterator of the module."""
+
+    def noise(self) -> float:
+        return next(SHIFTS)
 
 
 class WithCache(Points):

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from ranks import run_ranks
 from step_models import batches, classifier, flat, mlp, sgd
 from torch import Tensor, nn
 
@@ -80,6 +81,23 @@ def test_batch_norm_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
         assert not caplog.records
         _wrapper(accumulative_counts=2).initialize_count_status(nn.BatchNorm1d(2), 0, 8)
     assert "Gradient accumulative may slightly decrease" in caplog.text
+
+
+def _warnings_of_batch_norm() -> list[str]:
+    told: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("stepwrap.wrappers")
+    logger.addHandler(handler)
+    try:
+        _wrapper(accumulative_counts=2).initialize_count_status(nn.BatchNorm1d(2), 0, 8)
+    finally:
+        logger.removeHandler(handler)
+    return told
+
+
+def test_one_rank_warns_of_batch_norm() -> None:
+    assert list(map(len, run_ranks(_warnings_of_batch_norm, 2))) == [1, 0]
 
 
 @pytest.mark.parametrize("clip", [None, {"max_norm": 0.05}, {"type": "value", "clip_value": 0.01}])

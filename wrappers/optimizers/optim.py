@@ -15,6 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, clip_grads_with_norm_
 from torch.optim import Optimizer
 
+from ...collectives import get_rank
 from ...registry import OPTIM_WRAPPERS
 from ..sharding.layout import (
     drop_held_gradients,
@@ -111,7 +112,8 @@ class Accumulation:
                 every,
                 self._window_length(init_counts),
             )
-        if every > 1 and any(isinstance(part, _BatchNorm) for part in model.modules()):
+        has_norm = every > 1 and any(isinstance(part, _BatchNorm) for part in model.modules())
+        if has_norm and get_rank() == 0:
             logger.warning(
                 "Gradient accumulative may slightly decrease the performance of models with "
                 "BatchNorm: its statistics come from single micro-batches."

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -129,7 +129,8 @@ def join(
             return items
         # Not by its type: a defaultdict takes its factory first.
         again = copy.copy(first)
-        again.update(items)
+        # Hugging Face's outputs refuse their own `update`; this one sets each item.
+        MutableMapping.update(again, items)
         return again
     if isinstance(first, (list, tuple)):
         if any(len(one) != len(first) for one in outputs):

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager
 from copy import deepcopy
+from dataclasses import is_dataclass
 from typing import Any, Protocol, TypeAlias, TypeVar
 
 from torch import Tensor, distributed, nn
@@ -41,6 +42,10 @@ def parse_losses(losses: Mapping[str, Tensor | list[Tensor]]) -> tuple[Tensor, d
     contains "loss" are optimised, the others only logged. The log holds the total as ``loss``
     first, then every entry; one named ``loss`` beside other losses is logged as ``loss_raw``.
 
+    A mapping that is also a dataclass, such as the output of a Hugging Face model, holds more than
+    losses: other entries than losses and 0-d tensors are ignored. If it has a field ``loss``, that
+    is the total, which already includes its other losses.
+
     Raises:
         TypeError: an entry is neither a tensor nor a list of tensors.
         ValueError: there is no loss to optimise.
@@ -53,6 +58,8 @@ def parse_losses(losses: Mapping[str, Tensor | list[Tensor]]) -> tuple[Tensor, d
     if isinstance(only, Tensor) and only.ndim == 0 and only.is_floating_point():
         # What most steps have, at a third of the cost.
         return only, {"loss": only.detach()}
+    if is_dataclass(losses):
+        return _parse_output(losses)
     means = {name: _mean(name, one) for name, one in losses.items()}
     parts = {name: part for name, part in means.items() if part is not None}
     counted = [part for name, part in parts.items() if "loss" in name]
@@ -67,6 +74,34 @@ def parse_losses(losses: Mapping[str, Tensor | list[Tensor]]) -> tuple[Tensor, d
     if "loss" in parts and len(counted) > 1:
         logs["loss_raw"] = parts["loss"].detach()
     return total, logs
+
+
+def _parse_output(output: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    """Do the same for a typed output, whose field ``loss`` is the total, if it has one."""
+    tensors = {name: one for name, one in output.items() if isinstance(one, Tensor)}
+    figures = {name: one for name, one in tensors.items() if one.ndim == 0 or "loss" in name}
+    if not hasattr(output, "loss"):
+        return parse_losses(figures)
+    if "loss" not in figures:
+        raise ValueError(
+            f"{type(output).__name__} has no loss to optimise, only {sorted(output)}; the batch "
+            "must have the targets from which the model computes its loss, usually as `labels`"
+        )
+    total, logs = parse_losses({"loss": figures.pop("loss")})
+    return total, logs | {name: one.detach().float().mean() for name, one in figures.items()}
+
+
+def _name_for_metrics(output: MutableMapping[str, Any], batch: Mapping[str, Any]) -> None:
+    """Add the names that metrics ask for to a typed output, as ``SupervisedModel`` gives them."""
+    sizes = (len(one) for one in batch.values() if isinstance(one, Tensor) and one.ndim)
+    found = {
+        "preds": output.get("logits"),
+        "target": batch.get("labels"),
+        "num_samples": next(sizes, None),
+    }
+    for name, value in found.items():
+        if value is not None and name not in output:
+            output[name] = value
 
 
 def _mean(name: str, value: Any) -> Tensor | None:
@@ -268,10 +303,13 @@ class Steps(_SeveralSteps):
             return step(data)
         args, kwargs = as_call(_preprocessor_of(self, model)(data, training=False))
         try:
-            return model(*args, **kwargs, mode="predict")
+            outputs = model(*args, **kwargs, mode="predict")
         except (TypeError, RuntimeError) as error:
             _explain_forward(model, error)
             raise
+        if is_dataclass(outputs) and isinstance(outputs, MutableMapping):
+            _name_for_metrics(outputs, kwargs)
+        return outputs
 
     @classmethod
     def config_signature(cls) -> inspect.Signature:
