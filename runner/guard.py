@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from multiprocessing import get_context, resource_tracker
+from multiprocessing import get_context, resource_tracker, spawn
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
@@ -20,41 +18,51 @@ from types import FrameType
 from typing import Any
 
 from .failure import Failure, Terminated
+from .watch_parent import STOP_SIGNALS
 
-_PR_SET_PDEATHSIG = 1
-_RELAYED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+# The end of a terminal, and the warning that a scheduler sends before it ends a job.
+COUNT_AS_SIGTERM = (signal.SIGHUP, signal.SIGUSR1)
+
 _GRACE_S = 3.0
 # How long a rank may go on saving after another one has failed.
 _SAVING_S = 600.0
 _POLL_S = 0.05
 
 
-def die_with_parent(parent: int) -> None:
-    """Make this process die when its launcher, process `parent`, does; also leave its group.
+@contextmanager
+def with_parent_watched() -> Iterator[None]:
+    """Make processes that are spawned meanwhile die with this one, from their first line on.
 
-    A terminal sends Ctrl-C to a whole process group: in a group of its own a rank gets it once,
-    from the launcher. Stop signals wait until `heed_signals`.
+    Their own imports, which take seconds, come later. A process spawned by another thread at the
+    same time is treated alike.
     """
-    os.setpgid(0, 0)
-    for number in _RELAYED:
-        # Ignoring drops what came to the group while this process was starting.
-        signal.signal(number, signal.SIG_IGN)
-        signal.signal(number, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    threading.Thread(target=_watch_parent, args=(parent,), daemon=True).start()
+    watch = str(Path(__file__).with_name("watch_parent.py"))
+    first = f"import runpy; runpy.run_path({watch!r})['die_with_parent']({os.getpid()})"
+    plain = spawn.get_command_line
+
+    def with_watch(**options: Any) -> list[str]:
+        command = plain(**options)
+        code = command.index("-c") + 1
+        return [*command[:code], f"{first}\n{command[code]}", *command[code + 1 :]]
+
+    spawn.get_command_line = with_watch
+    try:
+        yield
+    finally:
+        spawn.get_command_line = plain
 
 
 def heed_signals() -> None:
-    """Let stop signals through, those that have come since `die_with_parent` at once."""
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _RELAYED)
+    """Let stop signals through and deliver those that waited."""
+    for number in COUNT_AS_SIGTERM:
+        if signal.getsignal(number) == signal.SIG_DFL:
+            signal.signal(number, pass_on_as_sigterm)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
 
-def _watch_parent(parent: int) -> None:
-    while os.getppid() == parent:
-        time.sleep(1.0)
-    os.kill(os.getpid(), signal.SIGKILL)
+def pass_on_as_sigterm(number: int, frame: FrameType | None) -> None:
+    """Handle a signal as SIGTERM is handled at that time: a running training saves and stops."""
+    signal.raise_signal(signal.SIGTERM)
 
 
 def host_identity() -> str:
@@ -96,9 +104,8 @@ class Ranks:
     Attributes:
         results: What each rank has returned, pickled, by its number.
         failures: Errors of ranks, and ends without one.
-        received: The stop signals that this process has got, in their order. Ranks get the same,
-            but for the end of a terminal, SIGHUP, which reaches them as SIGTERM. A second Ctrl-C
-            kills them.
+        received: The stop signals that this process has got, in their order; those of
+            `COUNT_AS_SIGTERM` as SIGTERM. Ranks get the first one. A second Ctrl-C kills them.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -119,11 +126,11 @@ class Ranks:
             one.process.join()
 
     def start(self, rank: int, main: Callable[..., None], *args: Any) -> None:
-        """Start a process that calls `main(pid of this process, pipe, *args)`."""
-        spawn = get_context("spawn")
-        ours, theirs = spawn.Pipe(duplex=False)
-        with theirs:
-            process = spawn.Process(target=main, args=(os.getpid(), theirs, *args))
+        """Start a process that calls `main(pipe, *args)`, and dies with this one."""
+        context = get_context("spawn")
+        ours, theirs = context.Pipe(duplex=False)
+        with theirs, with_parent_watched():
+            process = context.Process(target=main, args=(theirs, *args))
             process.start()
         self._running[rank] = _Rank(process, ours)
 
@@ -176,12 +183,11 @@ class Ranks:
     def _pass_signals_on(self) -> None:
         if not self.received:
             return
-        number = signal.SIGTERM if self.received[0] == signal.SIGHUP else self.received[0]
         for one in self._running.values():
             if one.is_ready and not one.is_told:
                 one.is_told = True
                 with suppress(ProcessLookupError):
-                    os.kill(one.process.pid or 0, number)
+                    os.kill(one.process.pid or 0, self.received[0])
 
     def _end_the_late(self) -> None:
         now = time.monotonic()
@@ -210,20 +216,27 @@ def handling(handlers: Mapping[int, Callable[[int, FrameType | None], None]]) ->
 def receiving_signals(ranks: Ranks) -> Iterator[None]:
     """Note this process's stop signals in `ranks`; those started here begin with them blocked."""
     quiet = ",".join(filter(None, [os.environ.get("PYTHONWARNINGS"), "ignore:resource_tracker"]))
-    with environment({"PYTHONWARNINGS": quiet}):
+    with environment({"PYTHONWARNINGS": quiet}), blocking_signals():
         # It removes the semaphores that killed ranks leave, of which the user need not read.
-        # Started later, by the first process, it would lift the block of signals.
+        # Started later, by the first process, it would lift the block of signals. It ignores
+        # SIGTERM and Ctrl-C, and keeps the block of the others.
         resource_tracker.ensure_running()
-    # What nohup has this process ignore stays ignored.
-    heeded = [n for n in _RELAYED if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]
-    with handling(dict.fromkeys(heeded, lambda number, _: ranks.received.append(number))):
+
+    def note(number: int, frame: FrameType | None) -> None:
+        ranks.received.append(signal.SIGTERM if number in COUNT_AS_SIGTERM else number)
+
+    # A handler of the program's own stays, and what nohup has this process ignore is ignored.
+    free = [
+        n for n in COUNT_AS_SIGTERM if signal.getsignal(n) in (signal.SIG_DFL, pass_on_as_sigterm)
+    ]
+    with handling(dict.fromkeys((signal.SIGINT, signal.SIGTERM, *free), note)):
         yield
 
 
 @contextmanager
 def blocking_signals() -> Iterator[None]:
     """Have stop signals wait, in this thread and in the processes that it starts meanwhile."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, _RELAYED)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         yield
     finally:

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from multiprocessing.connection import Connection
+from multiprocessing.util import get_temp_dir
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -36,7 +37,6 @@ from .failure import Failure, LaunchError, Terminated
 from .guard import (
     Ranks,
     blocking_signals,
-    die_with_parent,
     environment,
     heed_signals,
     host_identity,
@@ -79,7 +79,7 @@ def launch(
             others were stopped.
         TypeError: `args` is neither a tuple nor a list.
         KeyboardInterrupt: Ctrl-C ended the ranks before `fn` returned.
-        Terminated: SIGTERM did so, or SIGHUP, which reaches the ranks as SIGTERM.
+        Terminated: SIGTERM did so, or SIGHUP or SIGUSR1, which count as SIGTERM.
     """
     if nproc < 1:
         raise ValueError(f"nproc must be at least 1, got {nproc}")
@@ -196,6 +196,9 @@ def _backend_name(backend: str) -> str:
 def _start(
     fn: Callable[..., T], args: Sequence[Any], *, nproc: int, backend: str, timeout_s: float
 ) -> dict[int, T]:
+    # Ranks and their workers inherit the folder in which multiprocessing puts sockets: one of their
+    # own would stay when a signal ends them.
+    get_temp_dir()
     # For this user alone: it holds the store in which the ranks meet.
     folder = Path(tempfile.mkdtemp(prefix="stepwrap_launch_"))
     shared = _variables(folder, nproc)
@@ -246,7 +249,6 @@ def _may_follow(failure: Failure) -> bool:
 
 
 def _rank_main(
-    parent: int,
     words: Connection,
     fn: Callable[..., Any],
     args: tuple[Any, ...],
@@ -254,7 +256,6 @@ def _rank_main(
     timeout_s: float,
 ) -> None:
     """What each started process runs; see `Ranks` for what it sends through the pipe."""
-    die_with_parent(parent)
     words.send(None)
     rank, store = int(os.environ["RANK"]), Path(os.environ["STEPWRAP_LAUNCH_DIR"]) / "store"
     try:

@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 
 from ...registry import ConfigError, Examination, Problem, examine_names, load_config, nearest
 from ..failure import Failure, LaunchError, Terminated, TrainingFailed
-from ..guard import handling
+from ..guard import COUNT_AS_SIGTERM, handling, pass_on_as_sigterm
 
 FAILED, MISTAKE = 1, 2
 _RUN = "CONFIG [key=value ...]"
@@ -179,7 +179,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     0 is success, 1 an error in the run, 2 a mistake in the command line or the config, 3 that
     `convert` found something without a counterpart or `bisect` a difference, 130 an end by Ctrl-C,
-    143 one by SIGTERM or by the end of the terminal.
+    143 one by SIGTERM, by SIGUSR1 or by the end of the terminal.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in words
@@ -237,7 +237,7 @@ def _print_error(error: BaseException, debug: bool) -> int:
 
 @contextmanager
 def _signals_end_at_once() -> Iterator[None]:
-    """Have Ctrl-C and SIGTERM end this process; the end of the terminal, SIGHUP, counts as SIGTERM.
+    """Have Ctrl-C and SIGTERM end this process; SIGHUP and SIGUSR1 count as SIGTERM.
 
     Raised within an import, as `raising_stops` does it for the work, they might come out as another
     error.
@@ -247,16 +247,12 @@ def _signals_end_at_once() -> Iterator[None]:
         os.write(2, f"{_stop_text(Terminated(number))}\n".encode())
         os._exit(128 + number)
 
-    def pass_on(number: int, frame: FrameType | None) -> None:
-        # To the handler of SIGTERM at that time: a running training saves and stops.
-        signal.raise_signal(signal.SIGTERM)
-
     handlers: dict[int, Callable[[int, FrameType | None], None]] = {signal.SIGTERM: end}
     # Not in the background, and not under nohup.
     if signal.getsignal(signal.SIGINT) == signal.default_int_handler:
         handlers[signal.SIGINT] = end
-    if signal.getsignal(signal.SIGHUP) == signal.SIG_DFL:
-        handlers[signal.SIGHUP] = pass_on
+    free = (n for n in COUNT_AS_SIGTERM if signal.getsignal(n) == signal.SIG_DFL)
+    handlers |= dict.fromkeys(free, pass_on_as_sigterm)
     with handling(handlers):
         yield
 

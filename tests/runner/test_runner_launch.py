@@ -7,6 +7,7 @@ import sys
 import tempfile
 import time
 import warnings
+from multiprocessing.util import get_temp_dir
 from pathlib import Path
 from typing import Any
 
@@ -95,9 +96,45 @@ def test_a_rank_that_leaves_before_its_work_is_done_is_an_error(
     monkeypatch.setattr(_guard, "_GRACE_S", 1.0)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     told = r"the process exited with code 0 before its work was done \(rank 1\)"
+    # Kept until this process ends, for the sockets of multiprocessing.
+    get_temp_dir()
+    before = list(tmp_path.iterdir())
     with pytest.raises(LaunchError, match=told):
         launch(leave, (in_what,), nproc=2)
-    assert not list(tmp_path.iterdir())
+    assert list(tmp_path.iterdir()) == before
+
+
+IMPORTING = """
+import os
+import time
+from pathlib import Path
+
+from stepwrap.runner import launch
+
+def main():
+    pass
+
+if __name__ == "__main__":
+    launch(main, nproc=2)
+else:
+    Path(f"importing_{os.getpid()}").touch()
+    time.sleep(600)
+"""
+
+
+def test_ranks_that_still_import_end_with_their_launcher(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(IMPORTING)
+    with subprocess.Popen([sys.executable, "script.py"], cwd=tmp_path) as launcher:
+        limit = time.monotonic() + 60
+        while len(ranks := list(tmp_path.glob("importing_*"))) < 2:
+            assert launcher.poll() is None
+            assert time.monotonic() < limit
+            time.sleep(0.01)
+        launcher.kill()
+    limit = time.monotonic() + 15
+    while any(_guard.is_running(int(rank.name.partition("_")[2])) for rank in ranks):
+        assert time.monotonic() < limit
+        time.sleep(0.01)
 
 
 LEAKING = """
