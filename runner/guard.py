@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import socket
 import threading
@@ -84,11 +85,21 @@ def is_running(pid: int) -> bool:
     return state not in "ZX"
 
 
+def own_memory() -> int:
+    """Return the bytes of this process; on Linux without the libraries, which it shares."""
+    status = Path("/proc/self/status")
+    if status.exists():
+        return 1024 * int(status.read_text().partition("RssAnon:")[2].split()[0])
+    # In bytes on macOS.
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
 @dataclass
 class _Rank:
     process: SpawnProcess
     words: Connection
-    is_ready: bool = False
+    # Its memory when it got ready, in bytes; None before.
+    memory: int | None = None
     is_told: bool = False
     is_killed: bool = False
 
@@ -96,16 +107,16 @@ class _Rank:
 class Ranks:
     """The processes of a launch, from their start to their end.
 
-    Each sends None through a pipe when it is ready for signals, and then its pickled result
-    (bytes) or its `Failure`. One that ends without either has failed, whatever its exit code.
-    After a failure the others have a few seconds to end, then they are killed; one that has a file
-    `saving_*` in `folder` gets 10 minutes.
+    Each sends its memory (bytes, a number) through a pipe when it is ready for signals, and then
+    its pickled result or its `Failure`. One that ends without either has failed, whatever its exit
+    code. After a failure the others have a few seconds to end, then they are killed; one that has
+    a file `saving_*` in `folder` gets 10 minutes.
 
     Attributes:
         results: What each rank has returned, pickled, by its number.
         failures: Errors of ranks, and ends without one.
-        received: The stop signals that this process has got, in their order; those of
-            `COUNT_AS_SIGTERM` as SIGTERM. Ranks get the first one. A second Ctrl-C kills them.
+        received: The stop signals that this process has got, in their order, with SIGTERM
+            for each of `COUNT_AS_SIGTERM`. Ranks get the first one. A second Ctrl-C kills them.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -137,17 +148,27 @@ class Ranks:
     def wait(self) -> None:
         """Wait until all have ended, and fill `results` and `failures`."""
         while self._running:
-            open_pipes = [one.words for one in self._running.values() if not one.words.closed]
-            wait([*open_pipes, *(one.process.sentinel for one in self._running.values())], _POLL_S)
-            for rank, one in list(self._running.items()):
-                # What it has sent last is there once it has ended.
-                has_ended = not one.process.is_alive()
-                self._listen(rank, one)
-                if has_ended:
-                    one.words.close()
-                    self._note_end(rank, self._running.pop(rank))
-            self._pass_signals_on()
-            self._end_the_late()
+            self._look()
+
+    def memory_of(self, rank: int) -> int:
+        """Wait until a rank has made its imports; returns its memory in bytes, 0 if it failed."""
+        one = self._running[rank]
+        while one.memory is None and rank in self._running:
+            self._look()
+        return one.memory or 0
+
+    def _look(self) -> None:
+        open_pipes = [one.words for one in self._running.values() if not one.words.closed]
+        wait([*open_pipes, *(one.process.sentinel for one in self._running.values())], _POLL_S)
+        for rank, one in list(self._running.items()):
+            # Its last message has arrived once it has ended.
+            has_ended = not one.process.is_alive()
+            self._listen(rank, one)
+            if has_ended:
+                one.words.close()
+                self._note_end(rank, self._running.pop(rank))
+        self._pass_signals_on()
+        self._end_the_late()
 
     def _listen(self, rank: int, one: _Rank) -> None:
         try:
@@ -155,8 +176,8 @@ class Ranks:
                 said = one.words.recv()
                 if isinstance(said, Failure):
                     self._fail(said)
-                elif said is None:
-                    one.is_ready = True
+                elif isinstance(said, int):
+                    one.memory = said
                 else:
                     self.results[rank] = said
         except (EOFError, OSError):
@@ -184,7 +205,7 @@ class Ranks:
         if not self.received:
             return
         for one in self._running.values():
-            if one.is_ready and not one.is_told:
+            if one.memory is not None and not one.is_told:
                 one.is_told = True
                 with suppress(ProcessLookupError):
                     os.kill(one.process.pid or 0, self.received[0])
@@ -216,7 +237,7 @@ def handling(handlers: Mapping[int, Callable[[int, FrameType | None], None]]) ->
 def receiving_signals(ranks: Ranks) -> Iterator[None]:
     """Note this process's stop signals in `ranks`; those started here begin with them blocked."""
     quiet = ",".join(filter(None, [os.environ.get("PYTHONWARNINGS"), "ignore:resource_tracker"]))
-    with environment({"PYTHONWARNINGS": quiet}), blocking_signals():
+    with with_variables({"PYTHONWARNINGS": quiet}), blocking_signals():
         # It removes the semaphores that killed ranks leave, of which the user need not read.
         # Started later, by the first process, it would lift the block of signals. It ignores
         # SIGTERM and Ctrl-C, and keeps the block of the others.
@@ -268,7 +289,7 @@ def _stop(number: int) -> BaseException:
 
 
 @contextmanager
-def environment(variables: Mapping[str, str]) -> Iterator[None]:
+def with_variables(variables: Mapping[str, str]) -> Iterator[None]:
     """Have environment variables, for the processes that are started meanwhile."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ..collectives import agent_store, broadcast, get_rank, synchronize
-from ..loops import CheckpointHook, find_checkpoint
+from ..loops import CheckpointHook, NoteStepHook, find_checkpoint
 from ..registry import (
     Config,
     ConfigError,
@@ -26,7 +26,7 @@ from ..registry import (
 from ..wrappers import auto
 from .build.parallelism import needs_group
 from .build.parts import build_parts
-from .failure import as_mistakes_in
+from .failure import OversubscribedError, as_mistakes_in
 from .launcher import launch, lonely_group
 from .run_folder import clear_results, in_use, occupied, resolve_checkpoint, saved_checkpoints
 from .runner import Runner, traced
@@ -55,6 +55,8 @@ class Job:
     dry_run: bool = False
     fresh: bool = False
     debug: bool = False
+    # A folder in which each rank notes its step, for a launcher that restarts the job.
+    steps: str = ""
 
 
 @dataclass(frozen=True)
@@ -94,11 +96,17 @@ def prepared(job: Job) -> Iterator[None]:
             yield
 
 
-def on_ranks(run: RunSections, fn: Callable[..., T], args: Sequence[Any]) -> dict[int, T]:
+def on_ranks(
+    run: RunSections, fn: Callable[..., T], args: Sequence[Any], **options: Any
+) -> dict[int, T]:
     """Call `fn(*args)` on the ranks of a run and return the results, as `launch` does."""
     settings = run.launch
     backend = "gloo" if settings.backend == "auto" and run.device == "cpu" else settings.backend
-    return launch(fn, args, nproc=settings.nproc, backend=backend, timeout_s=settings.timeout_s)
+    options |= {"timeout_s": settings.timeout_s, "oversubscribe": settings.oversubscribe}
+    try:
+        return launch(fn, args, nproc=settings.nproc, backend=backend, **options)
+    except OversubscribedError as error:
+        raise ConfigError([Problem("launch.nproc", str(error))]) from error
 
 
 def run_dir_error(config: Config, what: str) -> ConfigError:
@@ -141,8 +149,15 @@ def _go_on(job: Job) -> Job:
     saved = broadcast(saved)
     if saved is None:
         return job
-    # Without a checkpoint the records of the attempt before would be in the way.
-    return replace(job, resume=True, fresh=False) if saved else replace(job, fresh=True)
+    return next_attempt(job, has_saved=bool(saved))
+
+
+def next_attempt(job: Job, *, has_saved: bool) -> Job:
+    """Return the job that continues one that failed, after or before its first checkpoint."""
+    if has_saved:
+        return replace(job, resume=True, fresh=False)
+    # The records of the failed attempt would be in the way.
+    return job if job.resume else replace(job, fresh=True)
 
 
 def _begun(run_dir: Path) -> str:
@@ -156,6 +171,8 @@ def _run_here(job: Job) -> Outcome:
         job = replace(job, run=replace(job.run, run_dir=str(folder)))
         with as_mistakes_in(job.config):
             parts = build_parts(job.run, WANTED[job.command], one_batch=job.dry_run)
+        if job.steps:
+            parts["hooks"]["note_step"] = NoteStepHook(Path(job.steps, str(get_rank())))
         runner = Runner(**parts)
         if job.command == "train":
             with runner.hold_run_dir():

@@ -20,8 +20,8 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 def die_with_parent(parent: int) -> None:
     """Make this process die when its launcher, process `parent`, does; also leave its group.
 
-    A terminal sends Ctrl-C to a whole process group: in a group of its own a rank gets it once,
-    from the launcher. Stop signals wait until `heed_signals`.
+    A terminal sends Ctrl-C to a whole process group: outside it a rank gets it once, from the
+    launcher. Stop signals wait until `heed_signals`.
     """
     os.setpgid(0, 0)
     for number in STOP_SIGNALS:

@@ -54,7 +54,7 @@ class WorkerStart:
     def __init__(self, user_start: Callable[[int], None] | None) -> None:
         self.user_start = user_start
         self.parent = os.getpid()
-        # Workers inherit the folder. One of their own would stay when a signal ends them.
+        # Workers inherit the folder. A separate one would stay when a signal ends its worker.
         self.is_running = Path(util.get_temp_dir(), f"reading_{self.parent}")
         if not self.is_running.exists():
             self.is_running.touch()

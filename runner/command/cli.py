@@ -38,13 +38,13 @@ class Command:
     section: str | None = None
 
 
-_RUNNING = ("nproc", "run-dir", "device", "dry-run")
+_RUNNING = ("nproc", "oversubscribe", "run-dir", "device", "dry-run")
 COMMANDS = {
     "train": Command(
         f"{_RUN} [options]",
         "train, validate and, where data.test is given, test",
         "run_commands",
-        (*_RUNNING, "resume", "fresh", "without-step"),
+        (*_RUNNING, "max-restarts", "resume", "fresh", "without-step"),
         section="train",
     ),
     "validate": Command(
@@ -95,7 +95,7 @@ COMMANDS = {
         f"{_RUN} [options]",
         "train, kill and resume; name the first thing that is not as without the kill",
         "verify_resume",
-        ("nproc", "run-dir", "device", "kill-at", "then"),
+        ("nproc", "oversubscribe", "run-dir", "device", "kill-at", "then"),
         section="train",
     ),
     "plot": Command("RUN_DIR ...", "draw curves.png in each RUN_DIR", "commands"),
@@ -108,6 +108,10 @@ def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"must be a whole number from 1, got {text!r}")
     return int(text)
+
+
+def _from_zero(text: str) -> int:
+    return _positive(text) if text != "0" else 0
 
 
 def _steps(text: str) -> int | str:
@@ -124,6 +128,17 @@ _OPTIONS: dict[str, dict[str, Any]] = {
         "type": _positive,
         "metavar": "N",
         "help": "processes on this machine (launch.nproc)",
+    },
+    "oversubscribe": {
+        # None leaves the config's value.
+        "action": "store_const",
+        "const": True,
+        "help": "start more processes than cores and memory have room for (launch.oversubscribe)",
+    },
+    "max-restarts": {
+        "type": _from_zero,
+        "metavar": "N",
+        "help": "restart all ranks from the last checkpoint when one dies (launch.max_restarts)",
     },
     "run-dir": {"metavar": "DIR", "help": "the run's folder (run_dir)"},
     "device": {"choices": ("auto", "cpu", "cuda"), "help": "where to compute"},
@@ -146,7 +161,7 @@ _OPTIONS: dict[str, dict[str, Any]] = {
         "help": "the step's number in the log records",
     },
     "rank": {
-        "type": lambda text: _positive(text) if text != "0" else 0,
+        "type": _from_zero,
         "metavar": "R",
         "help": "the rank to look into; default: 0, with --anomaly all",
     },
@@ -359,8 +374,8 @@ def read_run(options: argparse.Namespace) -> Examination | None:
     if options.command == "replay":
         source = _config_of(source)
         overrides = [f"run_dir={json.dumps(options.words[0])}", "hooks.progress=false", *overrides]
-    for name, key in (("nproc", "launch.nproc"), ("run_dir", "run_dir"), ("device", "device")):
-        value = getattr(options, name, None)
+    for key in ("launch.nproc", "launch.oversubscribe", "launch.max_restarts", "run_dir", "device"):
+        value = getattr(options, key.removeprefix("launch."), None)
         if value is not None:
             overrides.append(f"{key}={json.dumps(value)}")
     config = load_config(source, overrides)

@@ -74,6 +74,8 @@ class _Runs:
         self._words = [*options.words, "ledger=false", _LEDGER, "hooks.progress=false"]
         self._words += [f"hooks.samples={{type: {_HOOKS}.SamplesHook}}"] if options.then else []
         self._words += [f"device={options.device}"] if options.device else []
+        self._words += ["launch.max_restarts=0"]
+        self._words += ["launch.oversubscribe=true"] if options.oversubscribe else []
         self._nproc = options.nproc
 
     def train(self, name: str, *words: str, nproc: int | None = None, until: int = 0) -> Path:
