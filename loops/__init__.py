@@ -18,6 +18,7 @@ from .hooks.figures import GradNormHook, ThroughputHook
 from .hooks.ledger import LedgerHook
 from .hooks.log import LogHook, TensorBoardHook
 from .hooks.nan_guard import NanGuardHook, NonFiniteError
+from .hooks.note_step import NoteStepHook
 from .hooks.progress import ProgressHook
 from .hooks.scheduler import PolyLR, SchedulerHook, ScheduleWindow
 from .hooks.spike_guard import SpikeError, SpikeGuardHook
@@ -47,6 +48,7 @@ __all__ = [
     "LoopState",
     "MeanLoss",
     "NanGuardHook",
+    "NoteStepHook",
     "NonFiniteError",
     "Phase",
     "PolyLR",

@@ -29,8 +29,10 @@ class StopSignals:
 
     The first signal is noted; a second SIGINT raises KeyboardInterrupt. `poll` makes it known to
     the loop, and one that came too late for that is raised again at the exit, unless there is an
-    error. One process looks at every poll. Several ranks exchange, about once a second, at a poll
-    that they fixed in the exchange before: a signal to any of them stops all of them at the same
+    error. A SIGTERM after the stop began is dropped, in a rank of a launcher until the process
+    ends: the scheduler and the launcher may both send it. One process looks at every poll. Several
+    ranks exchange, about once a second, at a poll that they fixed in the exchange before: a signal
+    to any of them stops all of them at the same
     update. Every rank must therefore poll equally often in each phase.
     """
 
@@ -39,6 +41,7 @@ class StopSignals:
         self.due_s = 0.0
         self._received = 0
         self._unheeded = 0
+        self._is_stopping = False
         self._old: dict[signal.Signals, Any] = {}
         self._alone = not distributed_available() or get_world_size() == 1
         self._paces = {phase: _Pace() for phase in Phase}
@@ -51,6 +54,9 @@ class StopSignals:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if self._is_stopping and os.environ.get("RANK") and self._old:
+            # Not SIG_IGN, which programs started later would inherit.
+            self._old[signal.SIGTERM] = _drop
         for number, handler in self._old.items():
             signal.signal(number, handler)
         self._old = {}
@@ -87,19 +93,25 @@ class StopSignals:
 
     def _stop(self, state: LoopState, number: int) -> None:
         if number:
-            state.signal, self._unheeded = number, 0
+            state.signal, self._unheeded, self._is_stopping = number, 0, True
             state.request_stop(f"received {signal.Signals(number).name}")
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT and self._received == signal.SIGINT:
             self._unheeded = 0
             raise KeyboardInterrupt
+        if self._is_stopping and number == signal.SIGTERM:
+            return
         if not self._received and (self._alone or get_rank() == 0):
             # At once, since a step may be long, and unbuffered, since this is a signal handler.
             again = "; Ctrl-C again stops at once" if number == signal.SIGINT else ""
             os.write(2, f"\nstopping after this step, to save{again}\n".encode())
         self._received = self._unheeded = number
         self.due_s = 0.0
+
+
+def _drop(number: int, frame: FrameType | None) -> None:
+    """Handle a signal that repeats another one."""
 
 
 class _Pace:

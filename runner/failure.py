@@ -70,11 +70,23 @@ class Failure:
 
 
 class LaunchError(RuntimeError):
-    """A rank failed; `failures` has every rank's own error, the cause in front."""
+    """A rank failed; `failures` has every rank's own error, the cause in front.
 
-    def __init__(self, failures: Sequence[Failure]) -> None:
+    `is_stopping`: the launcher had received a stop signal before.
+    """
+
+    def __init__(self, failures: Sequence[Failure], *, is_stopping: bool = False) -> None:
         self.failures = list(failures)
+        self.is_stopping = is_stopping
         super().__init__("\n".join(self.failures[0].lines()))
+
+
+class OversubscribedError(ValueError):
+    """More processes are to be started than this machine has cores or memory for."""
+
+    def __init__(self, what: str) -> None:
+        flags = "--oversubscribe, launch.oversubscribe: true or launch(oversubscribe=True)"
+        super().__init__(f"{what}; {flags} starts them anyway")
 
 
 class TrainingFailed(RuntimeError):

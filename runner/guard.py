@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
+import resource
 import signal
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from multiprocessing import get_context, resource_tracker
+from multiprocessing import get_context, resource_tracker, spawn
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
@@ -20,41 +19,51 @@ from types import FrameType
 from typing import Any
 
 from .failure import Failure, Terminated
+from .watch_parent import STOP_SIGNALS
 
-_PR_SET_PDEATHSIG = 1
-_RELAYED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+# The end of a terminal, and the warning that a scheduler sends before it ends a job.
+COUNT_AS_SIGTERM = (signal.SIGHUP, signal.SIGUSR1)
+
 _GRACE_S = 3.0
 # How long a rank may go on saving after another one has failed.
 _SAVING_S = 600.0
 _POLL_S = 0.05
 
 
-def die_with_parent(parent: int) -> None:
-    """Make this process die when its launcher, process `parent`, does; also leave its group.
+@contextmanager
+def with_parent_watched() -> Iterator[None]:
+    """Make processes that are spawned meanwhile die with this one, from their first line on.
 
-    A terminal sends Ctrl-C to a whole process group: in a group of its own a rank gets it once,
-    from the launcher. Stop signals wait until `heed_signals`.
+    Their own imports, which take seconds, come later. A process spawned by another thread at the
+    same time is treated alike.
     """
-    os.setpgid(0, 0)
-    for number in _RELAYED:
-        # Ignoring drops what came to the group while this process was starting.
-        signal.signal(number, signal.SIG_IGN)
-        signal.signal(number, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    threading.Thread(target=_watch_parent, args=(parent,), daemon=True).start()
+    watch = str(Path(__file__).with_name("watch_parent.py"))
+    first = f"import runpy; runpy.run_path({watch!r})['die_with_parent']({os.getpid()})"
+    plain = spawn.get_command_line
+
+    def with_watch(**options: Any) -> list[str]:
+        command = plain(**options)
+        code = command.index("-c") + 1
+        return [*command[:code], f"{first}\n{command[code]}", *command[code + 1 :]]
+
+    spawn.get_command_line = with_watch
+    try:
+        yield
+    finally:
+        spawn.get_command_line = plain
 
 
 def heed_signals() -> None:
-    """Let stop signals through, those that have come since `die_with_parent` at once."""
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _RELAYED)
+    """Let stop signals through and deliver those that waited."""
+    for number in COUNT_AS_SIGTERM:
+        if signal.getsignal(number) == signal.SIG_DFL:
+            signal.signal(number, pass_on_as_sigterm)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
 
-def _watch_parent(parent: int) -> None:
-    while os.getppid() == parent:
-        time.sleep(1.0)
-    os.kill(os.getpid(), signal.SIGKILL)
+def pass_on_as_sigterm(number: int, frame: FrameType | None) -> None:
+    """Handle a signal as SIGTERM is handled at that time: a running training saves and stops."""
+    signal.raise_signal(signal.SIGTERM)
 
 
 def host_identity() -> str:
@@ -76,11 +85,21 @@ def is_running(pid: int) -> bool:
     return state not in "ZX"
 
 
+def own_memory() -> int:
+    """Return the bytes of this process; on Linux without the libraries, which it shares."""
+    status = Path("/proc/self/status")
+    if status.exists():
+        return 1024 * int(status.read_text().partition("RssAnon:")[2].split()[0])
+    # In bytes on macOS.
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
 @dataclass
 class _Rank:
     process: SpawnProcess
     words: Connection
-    is_ready: bool = False
+    # Its memory when it got ready, in bytes; None before.
+    memory: int | None = None
     is_told: bool = False
     is_killed: bool = False
 
@@ -88,17 +107,16 @@ class _Rank:
 class Ranks:
     """The processes of a launch, from their start to their end.
 
-    Each sends None through a pipe when it is ready for signals, and then its pickled result
-    (bytes) or its `Failure`. One that ends without either has failed, whatever its exit code.
-    After a failure the others have a few seconds to end, then they are killed; one that has a file
-    `saving_*` in `folder` gets 10 minutes.
+    Each sends its memory (bytes, a number) through a pipe when it is ready for signals, and then
+    its pickled result or its `Failure`. One that ends without either has failed, whatever its exit
+    code. After a failure the others have a few seconds to end, then they are killed; one that has
+    a file `saving_*` in `folder` gets 10 minutes.
 
     Attributes:
         results: What each rank has returned, pickled, by its number.
         failures: Errors of ranks, and ends without one.
-        received: The stop signals that this process has got, in their order. Ranks get the same,
-            but for the end of a terminal, SIGHUP, which reaches them as SIGTERM. A second Ctrl-C
-            kills them.
+        received: The stop signals that this process has got, in their order, with SIGTERM
+            for each of `COUNT_AS_SIGTERM`. Ranks get the first one. A second Ctrl-C kills them.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -119,28 +137,38 @@ class Ranks:
             one.process.join()
 
     def start(self, rank: int, main: Callable[..., None], *args: Any) -> None:
-        """Start a process that calls `main(pid of this process, pipe, *args)`."""
-        spawn = get_context("spawn")
-        ours, theirs = spawn.Pipe(duplex=False)
-        with theirs:
-            process = spawn.Process(target=main, args=(os.getpid(), theirs, *args))
+        """Start a process that calls `main(pipe, *args)`, and dies with this one."""
+        context = get_context("spawn")
+        ours, theirs = context.Pipe(duplex=False)
+        with theirs, with_parent_watched():
+            process = context.Process(target=main, args=(theirs, *args))
             process.start()
         self._running[rank] = _Rank(process, ours)
 
     def wait(self) -> None:
         """Wait until all have ended, and fill `results` and `failures`."""
         while self._running:
-            open_pipes = [one.words for one in self._running.values() if not one.words.closed]
-            wait([*open_pipes, *(one.process.sentinel for one in self._running.values())], _POLL_S)
-            for rank, one in list(self._running.items()):
-                # What it has sent last is there once it has ended.
-                has_ended = not one.process.is_alive()
-                self._listen(rank, one)
-                if has_ended:
-                    one.words.close()
-                    self._note_end(rank, self._running.pop(rank))
-            self._pass_signals_on()
-            self._end_the_late()
+            self._look()
+
+    def memory_of(self, rank: int) -> int:
+        """Wait until a rank has made its imports; returns its memory in bytes, 0 if it failed."""
+        one = self._running[rank]
+        while one.memory is None and rank in self._running:
+            self._look()
+        return one.memory or 0
+
+    def _look(self) -> None:
+        open_pipes = [one.words for one in self._running.values() if not one.words.closed]
+        wait([*open_pipes, *(one.process.sentinel for one in self._running.values())], _POLL_S)
+        for rank, one in list(self._running.items()):
+            # Its last message has arrived once it has ended.
+            has_ended = not one.process.is_alive()
+            self._listen(rank, one)
+            if has_ended:
+                one.words.close()
+                self._note_end(rank, self._running.pop(rank))
+        self._pass_signals_on()
+        self._end_the_late()
 
     def _listen(self, rank: int, one: _Rank) -> None:
         try:
@@ -148,8 +176,8 @@ class Ranks:
                 said = one.words.recv()
                 if isinstance(said, Failure):
                     self._fail(said)
-                elif said is None:
-                    one.is_ready = True
+                elif isinstance(said, int):
+                    one.memory = said
                 else:
                     self.results[rank] = said
         except (EOFError, OSError):
@@ -176,12 +204,11 @@ class Ranks:
     def _pass_signals_on(self) -> None:
         if not self.received:
             return
-        number = signal.SIGTERM if self.received[0] == signal.SIGHUP else self.received[0]
         for one in self._running.values():
-            if one.is_ready and not one.is_told:
+            if one.memory is not None and not one.is_told:
                 one.is_told = True
                 with suppress(ProcessLookupError):
-                    os.kill(one.process.pid or 0, number)
+                    os.kill(one.process.pid or 0, self.received[0])
 
     def _end_the_late(self) -> None:
         now = time.monotonic()
@@ -210,20 +237,27 @@ def handling(handlers: Mapping[int, Callable[[int, FrameType | None], None]]) ->
 def receiving_signals(ranks: Ranks) -> Iterator[None]:
     """Note this process's stop signals in `ranks`; those started here begin with them blocked."""
     quiet = ",".join(filter(None, [os.environ.get("PYTHONWARNINGS"), "ignore:resource_tracker"]))
-    with environment({"PYTHONWARNINGS": quiet}):
+    with with_variables({"PYTHONWARNINGS": quiet}), blocking_signals():
         # It removes the semaphores that killed ranks leave, of which the user need not read.
-        # Started later, by the first process, it would lift the block of signals.
+        # Started later, by the first process, it would lift the block of signals. It ignores
+        # SIGTERM and Ctrl-C, and keeps the block of the others.
         resource_tracker.ensure_running()
-    # What nohup has this process ignore stays ignored.
-    heeded = [n for n in _RELAYED if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]
-    with handling(dict.fromkeys(heeded, lambda number, _: ranks.received.append(number))):
+
+    def note(number: int, frame: FrameType | None) -> None:
+        ranks.received.append(signal.SIGTERM if number in COUNT_AS_SIGTERM else number)
+
+    # A handler of the program's own stays, and what nohup has this process ignore is ignored.
+    free = [
+        n for n in COUNT_AS_SIGTERM if signal.getsignal(n) in (signal.SIG_DFL, pass_on_as_sigterm)
+    ]
+    with handling(dict.fromkeys((signal.SIGINT, signal.SIGTERM, *free), note)):
         yield
 
 
 @contextmanager
 def blocking_signals() -> Iterator[None]:
     """Have stop signals wait, in this thread and in the processes that it starts meanwhile."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, _RELAYED)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         yield
     finally:
@@ -255,7 +289,7 @@ def _stop(number: int) -> BaseException:
 
 
 @contextmanager
-def environment(variables: Mapping[str, str]) -> Iterator[None]:
+def with_variables(variables: Mapping[str, str]) -> Iterator[None]:
     """Have environment variables, for the processes that are started meanwhile."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ..collectives import agent_store, broadcast, get_rank, synchronize
-from ..loops import CheckpointHook, find_checkpoint
+from ..loops import CheckpointHook, NoteStepHook, find_checkpoint
 from ..registry import (
     Config,
     ConfigError,
@@ -25,7 +25,7 @@ from ..registry import (
 from ..wrappers import auto
 from .build.parallelism import needs_group
 from .build.parts import build_parts
-from .failure import as_mistakes_in
+from .failure import OversubscribedError, as_mistakes_in
 from .launcher import launch, lonely_group
 from .run_folder import (
     ConfigWriter,
@@ -61,6 +61,8 @@ class Job:
     dry_run: bool = False
     fresh: bool = False
     debug: bool = False
+    # A folder in which each rank notes its step, for a launcher that restarts the job.
+    steps: str = ""
 
 
 @dataclass(frozen=True)
@@ -100,11 +102,17 @@ def prepared(job: Job) -> Iterator[None]:
             yield
 
 
-def on_ranks(run: RunSections, fn: Callable[..., T], args: Sequence[Any]) -> dict[int, T]:
+def on_ranks(
+    run: RunSections, fn: Callable[..., T], args: Sequence[Any], **options: Any
+) -> dict[int, T]:
     """Call `fn(*args)` on the ranks of a run and return the results, as `launch` does."""
     settings = run.launch
     backend = "gloo" if settings.backend == "auto" and run.device == "cpu" else settings.backend
-    return launch(fn, args, nproc=settings.nproc, backend=backend, timeout_s=settings.timeout_s)
+    options |= {"timeout_s": settings.timeout_s, "oversubscribe": settings.oversubscribe}
+    try:
+        return launch(fn, args, nproc=settings.nproc, backend=backend, **options)
+    except OversubscribedError as error:
+        raise ConfigError([Problem("launch.nproc", str(error))]) from error
 
 
 def run_dir_error(config: Config, what: str) -> ConfigError:
@@ -147,8 +155,15 @@ def _go_on(job: Job) -> Job:
     saved = broadcast(saved)
     if saved is None:
         return job
-    # Without a checkpoint the records of the attempt before would be in the way.
-    return replace(job, resume=True, fresh=False) if saved else replace(job, fresh=True)
+    return next_attempt(job, has_saved=bool(saved))
+
+
+def next_attempt(job: Job, *, has_saved: bool) -> Job:
+    """Return the job that continues one that failed, after or before its first checkpoint."""
+    if has_saved:
+        return replace(job, resume=True, fresh=False)
+    # The records of the failed attempt would be in the way.
+    return job if job.resume else replace(job, fresh=True)
 
 
 def _begun(run_dir: Path) -> str:
@@ -163,6 +178,8 @@ def _run_here(job: Job) -> Outcome:
         with as_mistakes_in(job.config):
             parts = build_parts(job.run, WANTED[job.command], one_batch=job.dry_run)
         hooks = {"config.yaml": ConfigWriter(job.config), **parts["hooks"]}
+        if job.steps:
+            hooks["note_step"] = NoteStepHook(Path(job.steps, str(get_rank())))
         runner = Runner(**{**parts, "hooks": hooks})
         if job.command == "train":
             with runner.hold_run_dir():

@@ -14,13 +14,15 @@ import tempfile
 import time
 import traceback
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.spawn import get_preparation_data
+from multiprocessing.util import get_temp_dir
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -35,21 +37,24 @@ from ..collectives import (
     meet_at_master,
     synchronize,
 )
-from .failure import Failure, LaunchError, Terminated
+from ..parallel import free_memory
+from .failure import Failure, LaunchError, OversubscribedError, Terminated
 from .guard import (
     Ranks,
     blocking_signals,
-    die_with_parent,
-    environment,
     heed_signals,
     host_identity,
     is_running,
+    own_memory,
     receiving_signals,
+    with_variables,
 )
 
 T = TypeVar("T")
 # Between the end of a process's connections and its own.
 _DYING_S = 1.0
+# Most processes for a core; memory for each that is enough for its imports in any case.
+_PER_CORE, _AMPLE = 4, 2**30
 
 
 def launch(
@@ -59,14 +64,17 @@ def launch(
     nproc: int = 1,
     backend: str = "auto",
     timeout_s: float = 1800.0,
+    oversubscribe: bool = False,
+    environment: Mapping[str, str] = MappingProxyType({}),
 ) -> dict[int, T]:
     """Call `fn(*args)` on `nproc` ranks and return each rank's result by its number.
 
     Under torchrun or `srun` this process joins the environment's group as the one rank that it is,
-    and only its own result is returned. One process alone needs no group. `fn`, `args` and the
-    results are pickled when processes are started; these meet over files in a private folder, whose
-    name they have in `STEPWRAP_LAUNCH_DIR`: no store listens on the network. gloo uses the loopback
-    interface there unless `GLOO_SOCKET_IFNAME` says otherwise (docs/rpc.md: which stores listen).
+    and only its own result is returned. One rank without an `environment` runs in this process,
+    without a group. `fn`, `args` and the results are pickled when processes are started; these meet
+    over files in a private folder, whose name they have in `STEPWRAP_LAUNCH_DIR`: no store listens
+    on the network. gloo uses the loopback interface there unless `GLOO_SOCKET_IFNAME` says
+    otherwise (docs/rpc.md: which stores listen).
 
     Args:
         fn: A module-level function, or any that is defined in a notebook or at a prompt. On every
@@ -76,14 +84,19 @@ def launch(
         backend: What `torch.distributed.init_process_group` takes; "auto" is NCCL for CUDA
             tensors plus gloo for CPU tensors when each rank has a GPU of its own, else gloo.
         timeout_s: How long a collective may wait for a rank, in seconds.
+        oversubscribe: Start more than 4 processes for each core of this machine, and more than its
+            free memory has room for. It is measured on the first one, before `fn` is called, unless
+            there is 1 GiB for each.
+        environment: Variables that the started processes get in addition.
 
     Raises:
+        OversubscribedError: A ValueError; `nproc` is too much for this machine.
         LaunchError: A rank raised, died, or left with any exit code before `fn` returned; the
             others were stopped.
         TypeError: `args` is neither a tuple nor a list.
         RuntimeError: The main program was read from standard input.
         KeyboardInterrupt: Ctrl-C ended the ranks before `fn` returned.
-        Terminated: SIGTERM did so, or SIGHUP, which reaches the ranks as SIGTERM.
+        Terminated: SIGTERM did so, or SIGHUP or SIGUSR1, which count as SIGTERM.
     """
     if nproc < 1:
         raise ValueError(f"nproc must be at least 1, got {nproc}")
@@ -94,10 +107,34 @@ def launch(
     if started_outside():
         with process_group(backend, timeout_s):
             return {dist.get_rank(): _call_beside_others(fn, args)}
-    if nproc == 1:
+    if nproc == 1 and not environment:
         return {0: fn(*args)}
+    if not oversubscribe:
+        _require_cores(nproc)
     fn, args = _portable(fn, args)
-    return _start(fn, args, nproc=nproc, backend=backend, timeout_s=timeout_s)
+    shared = {**_variables(nproc), **environment}
+    main_args = (fn, tuple(args), backend, timeout_s)
+    return _start(main_args, shared, nproc=nproc, oversubscribe=oversubscribe)
+
+
+def _require_cores(nproc: int) -> None:
+    of_this_process = getattr(os, "sched_getaffinity", lambda _: range(os.cpu_count() or 1))
+    cores = len(of_this_process(0))
+    if nproc > _PER_CORE * cores:
+        raise OversubscribedError(
+            f"{nproc} processes are too many for the {cores} cores of this machine: at most "
+            f"{_PER_CORE} for each, {_PER_CORE * cores} in all"
+        )
+
+
+def _require_memory(nproc: int, each: int) -> None:
+    """Refuse to start the other processes if they do not fit next to the first one."""
+    free = free_memory("cpu")
+    if (nproc - 1) * each > free:
+        raise OversubscribedError(
+            f"{nproc} processes do not fit into memory: each takes {each / 2**30:.2f} GiB before "
+            f"its model is built, and {free / 2**30:.2f} GiB are free for {nproc - 1} more"
+        )
 
 
 def _portable(fn: Callable[..., T], args: Sequence[Any]) -> tuple[Callable[..., T], Sequence[Any]]:
@@ -223,23 +260,31 @@ def _backend_name(backend: str) -> str:
 
 
 def _start(
-    fn: Callable[..., T], args: Sequence[Any], *, nproc: int, backend: str, timeout_s: float
-) -> dict[int, T]:
+    main_args: Sequence[Any], shared: Mapping[str, str], *, nproc: int, oversubscribe: bool
+) -> dict[int, Any]:
+    # Ranks and their workers inherit the folder in which multiprocessing puts sockets: a separate
+    # one would stay when a signal ends its process.
+    get_temp_dir()
     # For this user alone: it holds the store in which the ranks meet.
     folder = Path(tempfile.mkdtemp(prefix="stepwrap_launch_"))
-    shared = _variables(folder, nproc)
+    shared = {**shared, "STEPWRAP_LAUNCH_DIR": str(folder)}
+    # Waiting for the imports of the first rank takes seconds.
+    is_ample = oversubscribe or nproc * _AMPLE < free_memory("cpu")
     try:
         with Ranks(folder) as ranks, receiving_signals(ranks):
-            with blocking_signals():
-                for rank in range(nproc):
-                    with environment({**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}):
-                        ranks.start(rank, _rank_main, fn, tuple(args), backend, timeout_s)
+            for rank in range(nproc):
+                own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+                with blocking_signals(), with_variables({**shared, **own}):
+                    ranks.start(rank, _rank_main, *main_args)
+                if rank == 0 and not is_ample:
+                    _require_memory(nproc, ranks.memory_of(0))
             ranks.wait()
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     # After a signal the ranks that lose a peer have lost it to the signal.
     if ranks.failures and not (ranks.received and all(map(_may_follow, ranks.failures))):
-        raise LaunchError(sorted(ranks.failures, key=lambda one: (_may_follow(one), one.time)))
+        causes_first = sorted(ranks.failures, key=lambda one: (_may_follow(one), one.time))
+        raise LaunchError(causes_first, is_stopping=bool(ranks.received))
     if len(ranks.results) < nproc:
         if ranks.received[0] == signal.SIGINT:
             raise KeyboardInterrupt
@@ -247,8 +292,8 @@ def _start(
     return {rank: pickle.loads(result) for rank, result in sorted(ranks.results.items())}
 
 
-def _variables(folder: Path, nproc: int) -> dict[str, str]:
-    """Return what torchrun would set, where to meet, and defaults for what the user has not set."""
+def _variables(nproc: int) -> dict[str, str]:
+    """Return what torchrun would set, and defaults for what the user has not set."""
     with socket.create_server(("localhost", 0)) as server:
         port = server.getsockname()[1]
     defaults = {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
@@ -264,7 +309,6 @@ def _variables(folder: Path, nproc: int) -> dict[str, str]:
         "MASTER_PORT": str(port),
         "TORCHELASTIC_RUN_ID": uuid.uuid4().hex,
         "TORCHELASTIC_RESTART_COUNT": "0",
-        "STEPWRAP_LAUNCH_DIR": str(folder),
     }
 
 
@@ -275,7 +319,6 @@ def _may_follow(failure: Failure) -> bool:
 
 
 def _rank_main(
-    parent: int,
     words: Connection,
     fn: Callable[..., Any],
     args: tuple[Any, ...],
@@ -283,8 +326,7 @@ def _rank_main(
     timeout_s: float,
 ) -> None:
     """What each started process runs; see `Ranks` for what it sends through the pipe."""
-    die_with_parent(parent)
-    words.send(None)
+    words.send(own_memory())
     rank, store = int(os.environ["RANK"]), Path(os.environ["STEPWRAP_LAUNCH_DIR"]) / "store"
     try:
         with process_group(backend, timeout_s, store_file=store):

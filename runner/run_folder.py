@@ -155,15 +155,19 @@ def occupied(run_dir: Path) -> str:
     )
 
 
-def saved_checkpoints(run_dir: Path, prefix: str = "step_") -> list[Path]:
-    """Return the checkpoints in `run_dir` whose names begin so, the last one last."""
-    found = (run_dir / "checkpoints").glob(f"{prefix}*")
+def stamped(run_dir: Path, prefix: str = "step_") -> dict[Path, int]:
+    """Return the checkpoints in `run_dir` whose names begin so, the last one last, with times."""
     times: dict[Path, int] = {}
-    for path in found:
+    for path in (run_dir / "checkpoints").glob(f"{prefix}*"):
         # A run may be removing it.
         with suppress(OSError):
             times[path] = path.stat().st_mtime_ns
-    return sorted(times, key=times.__getitem__)
+    return dict(sorted(times.items(), key=lambda one: one[1]))
+
+
+def saved_checkpoints(run_dir: Path, prefix: str = "step_") -> list[Path]:
+    """Return the checkpoints in `run_dir` whose names begin so, the last one last."""
+    return list(stamped(run_dir, prefix))
 
 
 def resolve_checkpoint(run_dir: Path, which: str = "") -> Path:

@@ -4,15 +4,9 @@ from __future__ import annotations
 
 import itertools
 import logging
-import mmap
-import multiprocessing
-import multiprocessing.util
-import os
-import signal
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from copy import copy
-from types import FrameType
 from typing import Any
 
 import torch
@@ -25,10 +19,11 @@ from torch.utils.data import (
 )
 
 from ...collectives import get_rank, get_world_size
-from ..notes import add_note, describe_samples, name_of
+from ..notes import name_of
 from ..rng import mix_seed, preserved_generators, preserved_rng, seed_rng
 from .sampler import BatchIndices, ShardedBatchSampler
 from .tensors import TensorLoader, selects_rows
+from .workers import WorkerCollate, WorkerStart, iterate
 
 logger = logging.getLogger(__name__)
 
@@ -76,8 +71,8 @@ def build_loader(
         batch_size: Samples per batch and rank.
         train: Give every rank the same number of batches; else each sample comes exactly once.
         shuffle: A new order in each epoch, the same for any number of workers.
-        num_workers: Worker processes; 0 reads in this process. Forked ones ignore SIGTERM and
-            SIGINT, which often reach a whole group of processes, and end when this process does.
+        num_workers: Worker processes; 0 reads in this process. Workers ignore stop signals, which
+            often reach every process of a job, and end when this process does.
         collate: Makes a batch of a list of samples; None for torch's own.
         seed: Of the order and of the workers' randomness; the same on every rank.
         in_memory: Select batches from the rows of the data set's attribute `tensors`, a tensor or a
@@ -156,10 +151,10 @@ def batches_from(loader: Iterable[Any], epoch: int, batch: int = 0) -> Iterator[
     sampler = getattr(loader, "batch_sampler", None)
     if isinstance(sampler, ShardedBatchSampler):
         sampler.set_position(epoch, batch)
-        return iter(loader)
+        return iterate(loader)
     repeatable = set_epoch(loader, epoch)
     if not batch:
-        return iter(loader)
+        return iterate(loader)
     if isinstance(loader, Sequence):
         return map(loader.__getitem__, range(batch, len(loader)))
     order = getattr(sampler, "sampler", None)
@@ -168,7 +163,7 @@ def batches_from(loader: Iterable[Any], epoch: int, batch: int = 0) -> Iterator[
     # The random streams come from the checkpoint: finding the place must not move them.
     with preserved_rng():
         if isinstance(loader, DataLoader) and sampler is not None and repeatable:
-            return iter(_like(loader, list(sampler)[batch:], loader.num_workers))
+            return iterate(_like(loader, list(sampler)[batch:], loader.num_workers))
         return _read_past(loader, batch)
 
 
@@ -183,7 +178,7 @@ def _read_past(loader: Iterable[Any], batch: int) -> Iterator[Any]:
         *(batch, name_of(loader), batch, remedy),
     )
     begin = time.monotonic()
-    batches = iter(loader)
+    batches = iterate(loader)
     next(itertools.islice(batches, batch, batch), None)
     logger.info("reading and discarding %d batches took %.1f s", batch, time.monotonic() - begin)
     return batches
@@ -236,60 +231,3 @@ def _like(loader: DataLoader[Any], indices: list[Any], num_workers: int) -> Data
         names += ["prefetch_factor", "multiprocessing_context"]
     options: dict[str, Any] = {name: getattr(loader, name) for name in names}
     return DataLoader(loader.dataset, batch_sampler=indices, num_workers=num_workers, **options)
-
-
-class WorkerStart:
-    """Prepares a worker process, then calls the user's own preparation.
-
-    A forked worker ignores SIGINT, and SIGTERM until the process that started it exits: at its exit
-    multiprocessing ends the workers by SIGTERM and waits for them. A spawned worker cannot see that
-    moment and ignores SIGINT only.
-    """
-
-    def __init__(self, user_start: Callable[[int], None] | None) -> None:
-        self.user_start = user_start
-        _exit_of_this_process()
-
-    def __call__(self, worker: int) -> None:
-        # Handlers and no SIG_IGN, which programs started by the worker would inherit.
-        signal.signal(signal.SIGINT, lambda number, frame: None)
-        leaving = _worker_exits.get(os.getppid())
-        if leaving is not None:
-
-            def terminate(number: int, frame: FrameType | None) -> None:
-                if leaving[0]:
-                    os._exit(0)
-
-            signal.signal(signal.SIGTERM, terminate)
-        if self.user_start is not None:
-            self.user_start(worker)
-        parent = multiprocessing.parent_process()
-        if parent is not None and parent.pid != os.getppid():
-            # torch's watch for the end of the process that reads the batches begins after this.
-            os._exit(1)
-
-
-class WorkerCollate:
-    """Makes batches in a worker; an error notes the samples, which no other process has."""
-
-    def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
-        self.collate = collate
-
-    def __call__(self, samples: list[Any]) -> Any:
-        try:
-            return self.collate(samples)
-        except Exception as error:
-            add_note(error, f"{name_of(self.collate)} was given {describe_samples(samples)}")
-            raise
-
-
-# By process id: one byte, shared with the workers, that is set when the process exits.
-_worker_exits: dict[int, mmap.mmap] = {}
-
-
-def _exit_of_this_process() -> None:
-    if os.getpid() in _worker_exits:
-        return
-    leaving = _worker_exits[os.getpid()] = mmap.mmap(-1, 1)
-    # Of those, the ones with a priority come before the workers' end.
-    multiprocessing.util.Finalize(None, leaving.__setitem__, (0, 1), exitpriority=1000)

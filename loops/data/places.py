@@ -18,6 +18,7 @@ from ..state import LoopState, Stateful
 from .loaders import batches_from, is_stream, set_epoch
 from .prefetch import prefetch_to_device, reads_ahead
 from .sampler import ShardedBatchSampler
+from .workers import iterate
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +57,7 @@ def _with_place(
     with preserved_rng():
         if isinstance(loader, Stateful):
             _load(loader, place, loader)
-        batches = iter(loader)
+        batches = iterate(loader)
         teller = _teller(loader, batches)
         if teller is None:
             logger.warning("%s cannot take its place in the checkpoint", type(loader).__name__)
@@ -71,7 +72,7 @@ def _with_place(
     for first in batches:
         return itertools.chain([first], batches), teller
     # The place was the end of the pass before.
-    batches = iter(loader)
+    batches = iterate(loader)
     return batches, _teller(loader, batches)
 
 

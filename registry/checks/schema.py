@@ -58,9 +58,11 @@ class DataSection:
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchSection:
-    """How many processes run and how they find each other."""
+    """How many processes run, how they find each other, how often a dead one restarts all."""
 
     nproc: int = field(default=1, metadata={"minimum": 1})
+    oversubscribe: bool = False
+    max_restarts: int = field(default=0, metadata={"minimum": 0})
     backend: str = "auto"
     timeout_s: float = field(default=1800, metadata={"minimum": 1})
 

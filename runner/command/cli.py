@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 
 from ...registry import ConfigError, Examination, Problem, examine_names, load_config, nearest
 from ..failure import Failure, LaunchError, Terminated, TrainingFailed
-from ..guard import handling
+from ..guard import COUNT_AS_SIGTERM, handling, pass_on_as_sigterm
 
 FAILED, MISTAKE = 1, 2
 _RUN = "CONFIG [key=value ...]"
@@ -38,13 +38,13 @@ class Command:
     section: str | None = None
 
 
-_RUNNING = ("nproc", "run-dir", "device", "dry-run")
+_RUNNING = ("nproc", "oversubscribe", "run-dir", "device", "dry-run")
 COMMANDS = {
     "train": Command(
         f"{_RUN} [options]",
         "train, validate and, where data.test is given, test",
         "run_commands",
-        (*_RUNNING, "resume", "fresh", "without-step"),
+        (*_RUNNING, "max-restarts", "resume", "fresh", "without-step"),
         section="train",
     ),
     "validate": Command(
@@ -95,7 +95,7 @@ COMMANDS = {
         f"{_RUN} [options]",
         "train, kill and resume; name the first thing that is not as without the kill",
         "verify_resume",
-        ("nproc", "run-dir", "device", "kill-at", "then"),
+        ("nproc", "oversubscribe", "run-dir", "device", "kill-at", "then"),
         section="train",
     ),
     "plot": Command("RUN_DIR ...", "draw curves.png in each RUN_DIR", "commands"),
@@ -108,6 +108,10 @@ def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"must be a whole number from 1, got {text!r}")
     return int(text)
+
+
+def _from_zero(text: str) -> int:
+    return _positive(text) if text != "0" else 0
 
 
 def _steps(text: str) -> int | str:
@@ -124,6 +128,17 @@ _OPTIONS: dict[str, dict[str, Any]] = {
         "type": _positive,
         "metavar": "N",
         "help": "processes on this machine (launch.nproc)",
+    },
+    "oversubscribe": {
+        # None leaves the config's value.
+        "action": "store_const",
+        "const": True,
+        "help": "start more processes than cores and memory have room for (launch.oversubscribe)",
+    },
+    "max-restarts": {
+        "type": _from_zero,
+        "metavar": "N",
+        "help": "restart all ranks from the last checkpoint when one dies (launch.max_restarts)",
     },
     "run-dir": {"metavar": "DIR", "help": "the run's folder (run_dir)"},
     "device": {"choices": ("auto", "cpu", "cuda"), "help": "where to compute"},
@@ -146,7 +161,7 @@ _OPTIONS: dict[str, dict[str, Any]] = {
         "help": "the step's number in the log records",
     },
     "rank": {
-        "type": lambda text: _positive(text) if text != "0" else 0,
+        "type": _from_zero,
         "metavar": "R",
         "help": "the rank to look into; default: 0, with --anomaly all",
     },
@@ -179,7 +194,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     0 is success, 1 an error in the run, 2 a mistake in the command line or the config, 3 that
     `convert` found something without a counterpart or `bisect` a difference, 130 an end by Ctrl-C,
-    143 one by SIGTERM or by the end of the terminal.
+    143 one by SIGTERM, by SIGUSR1 or by the end of the terminal.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in words
@@ -237,7 +252,7 @@ def _print_error(error: BaseException, debug: bool) -> int:
 
 @contextmanager
 def _signals_end_at_once() -> Iterator[None]:
-    """Have Ctrl-C and SIGTERM end this process; the end of the terminal, SIGHUP, counts as SIGTERM.
+    """Have Ctrl-C and SIGTERM end this process; SIGHUP and SIGUSR1 count as SIGTERM.
 
     Raised within an import, as `raising_stops` does it for the work, they might come out as another
     error.
@@ -247,16 +262,12 @@ def _signals_end_at_once() -> Iterator[None]:
         os.write(2, f"{_stop_text(Terminated(number))}\n".encode())
         os._exit(128 + number)
 
-    def pass_on(number: int, frame: FrameType | None) -> None:
-        # To the handler of SIGTERM at that time: a running training saves and stops.
-        signal.raise_signal(signal.SIGTERM)
-
     handlers: dict[int, Callable[[int, FrameType | None], None]] = {signal.SIGTERM: end}
     # Not in the background, and not under nohup.
     if signal.getsignal(signal.SIGINT) == signal.default_int_handler:
         handlers[signal.SIGINT] = end
-    if signal.getsignal(signal.SIGHUP) == signal.SIG_DFL:
-        handlers[signal.SIGHUP] = pass_on
+    free = (n for n in COUNT_AS_SIGTERM if signal.getsignal(n) == signal.SIG_DFL)
+    handlers |= dict.fromkeys(free, pass_on_as_sigterm)
     with handling(handlers):
         yield
 
@@ -363,8 +374,8 @@ def read_run(options: argparse.Namespace) -> Examination | None:
     if options.command == "replay":
         source = _config_of(source)
         overrides = [f"run_dir={json.dumps(options.words[0])}", "hooks.progress=false", *overrides]
-    for name, key in (("nproc", "launch.nproc"), ("run_dir", "run_dir"), ("device", "device")):
-        value = getattr(options, name, None)
+    for key in ("launch.nproc", "launch.oversubscribe", "launch.max_restarts", "run_dir", "device"):
+        value = getattr(options, key.removeprefix("launch."), None)
         if value is not None:
             overrides.append(f"{key}={json.dumps(value)}")
     config = load_config(source, overrides)

@@ -24,11 +24,12 @@ from ..build.parts import rehearse
 from ..build.sections import read_sections
 from ..failure import Terminated, TrainingFailed, as_mistakes_in
 from ..guard import raising_stops
-from ..jobs import Job, Outcome, on_ranks, refuse_occupied, run_dir_error, run_job
+from ..jobs import Job, Outcome, on_ranks, refuse_occupied, run_dir_error
 from ..launcher import started_outside
 from ..replay import Replayed, Watch, replay
-from ..run_folder import resolve_checkpoint, saved_checkpoints
+from ..run_folder import resolve_checkpoint, saved_checkpoints, stamped
 from .commands import draw_curves, plots_available, read_curves
+from .restarts import run_with_restarts
 
 # How long ranks wait for one in the debugger: a week.
 _DEBUGGING_S = 7 * 24 * 3600.0
@@ -164,7 +165,7 @@ def run_check(options: argparse.Namespace) -> int:
 
 def _run(job: Job) -> int:
     with _naming_checkpoints(job, Path(job.run.run_dir)), raising_stops():
-        results = on_ranks(job.run, run_job, (job,))
+        results = run_with_restarts(job)
     if 0 not in results:
         # One of torchrun's other ranks: rank 0 does the talking.
         return next(iter(results.values())).exit_code
@@ -175,13 +176,13 @@ def _run(job: Job) -> int:
 def _naming_checkpoints(job: Job, folder: Path) -> Iterator[None]:
     """Put the checkpoint that a run has left, or had started from, into the error of its end."""
     # Not find_checkpoint, which ranks call together: a signal may have come to one of them.
-    before, set_aside = _stamped(folder), _stamped(folder, "incomplete_")
+    before, set_aside = stamped(folder), stamped(folder, "incomplete_")
     try:
         yield
     except ConfigError:
         raise
     except Exception as error:
-        saved, aside = _stamped(folder), _stamped(folder, "incomplete_")
+        saved, aside = stamped(folder), stamped(folder, "incomplete_")
         if job.command != "train" or (saved, aside) == (before, set_aside):
             raise
         last = next(reversed(saved), None)
@@ -189,15 +190,10 @@ def _naming_checkpoints(job: Job, folder: Path) -> Iterator[None]:
         raise TrainingFailed(folder / "config.yaml", last, rest) from error
     except (KeyboardInterrupt, Terminated) as error:
         number = error.number if isinstance(error, Terminated) else signal.SIGINT
-        saved = _stamped(folder)
+        saved = stamped(folder)
         if job.command != "train" or not saved or saved == before:
             raise
         raise Terminated(number, str(next(reversed(saved)))) from error
-
-
-def _stamped(folder: Path, prefix: str = "step_") -> dict[Path, int]:
-    """Return the checkpoints in a folder, the last one last, with their times."""
-    return {path: path.stat().st_mtime_ns for path in saved_checkpoints(folder, prefix)}
 
 
 def _checked(options: argparse.Namespace) -> tuple[Config, RunSections]:

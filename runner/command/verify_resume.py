@@ -27,7 +27,7 @@ from ...loops import (
 )
 from ...registry import ConfigError, Problem, RunSections, optim_wrapper_sections
 from ..build.sections import read_sections
-from ..guard import die_with_parent, raising_stops
+from ..guard import raising_stops, with_parent_watched
 from ..launcher import started_outside
 from . import verify_hooks
 from .cli import main
@@ -74,6 +74,8 @@ class _Runs:
         self._words = [*options.words, "ledger=false", _LEDGER, "hooks.progress=false"]
         self._words += [f"hooks.samples={{type: {_HOOKS}.SamplesHook}}"] if options.then else []
         self._words += [f"device={options.device}"] if options.device else []
+        self._words += ["launch.max_restarts=0"]
+        self._words += ["launch.oversubscribe=true"] if options.oversubscribe else []
         self._nproc = options.nproc
 
     def train(self, name: str, *words: str, nproc: int | None = None, until: int = 0) -> Path:
@@ -87,9 +89,10 @@ class _Runs:
         ranks = nproc or self._nproc
         told = [f"--nproc={ranks}"] if ranks else []
         command = ["train", *self._words, *words, *told, f"--run-dir={run_dir}"]
-        args = (os.getpid(), multiprocessing.get_start_method(), command, output)
+        args = (multiprocessing.get_start_method(), command, output)
         process = multiprocessing.get_context("spawn").Process(target=_train, args=args)
-        process.start()
+        with with_parent_watched():
+            process.start()
         try:
             process.join()
         finally:
@@ -103,8 +106,7 @@ class _Runs:
         return run_dir
 
 
-def _train(parent: int, start_method: str, command: list[str], output: Path) -> None:
-    die_with_parent(parent)
+def _train(start_method: str, command: list[str], output: Path) -> None:
     # Of data-loading workers, which would be spawned as this process was.
     multiprocessing.set_start_method(start_method, force=True)
     with output.open("wb") as file:

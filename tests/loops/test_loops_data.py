@@ -8,6 +8,7 @@ import random
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from marks import slow
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from stepwrap.loops import ShardedBatchSampler, build_loader
 from stepwrap.loops.data.loaders import batches_from
+from stepwrap.runner.guard import is_running
 
 SHAPES = {"samples": st.integers(1, 60), "size": st.integers(1, 7), "world": st.integers(1, 4)}
 
@@ -224,9 +227,17 @@ class Readers(Dataset[Any]):
         return os.getpid()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_workers_go_on_after_a_signal_to_the_group(number: signal.Signals) -> None:
-    loader = build_loader(Readers(), batch_size=1, num_workers=2, prefetch_factor=1)
+@pytest.mark.parametrize(
+    ("number", "method"),
+    [
+        (signal.SIGTERM, "fork"),
+        (signal.SIGUSR1, "fork"),
+        *slow((signal.SIGINT, "fork"), (signal.SIGTERM, "spawn"), (signal.SIGTERM, "forkserver")),
+    ],
+)
+def test_workers_go_on_after_a_signal_to_the_group(number: signal.Signals, method: str) -> None:
+    options: dict[str, Any] = {"prefetch_factor": 1, "multiprocessing_context": method}
+    loader = build_loader(Readers(), batch_size=1, num_workers=2, **options)
     batches = iter(loader)
     workers = {int(next(batches)), int(next(batches))}
     assert len(workers) == 2
@@ -273,6 +284,33 @@ def test_a_worker_that_is_prepared_for_a_dead_process_ends() -> None:
     words = [sys.executable, "-c", _KILLED]
     done = subprocess.run(words, stdout=subprocess.PIPE, check=False, timeout=60)
     assert done.returncode == -signal.SIGKILL
+
+
+_BUSY = """
+import os, signal, sys, time
+from pathlib import Path
+from stepwrap.loops import build_loader
+
+class Slow:
+    def __len__(self):
+        return 1
+
+    def __getitem__(self, index):
+        Path("worker").write_text(str(os.getpid()))
+        os.kill(os.getppid(), signal.SIGKILL)
+        time.sleep(600)
+
+next(iter(build_loader(Slow(), batch_size=1, num_workers=1)))
+"""
+
+
+def test_a_worker_ends_with_its_process_even_while_it_reads(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, "-c", _BUSY], cwd=tmp_path, check=False, timeout=60)
+    worker = int((tmp_path / "worker").read_text())
+    limit = time.monotonic() + 15
+    while is_running(worker):
+        assert time.monotonic() < limit
+        time.sleep(0.01)
 
 
 class Marked:

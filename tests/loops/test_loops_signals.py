@@ -48,6 +48,28 @@ def test_a_signal_stops_at_once_and_the_handlers_come_back(number: signal.Signal
     assert [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT)] == handlers
 
 
+class Again(Hook):
+    """Sends SIGTERM as a launcher that passes on what each rank has received already."""
+
+    def on_train_end(self, state: LoopState) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_the_same_signal_from_scheduler_and_launcher_is_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    heard: list[int] = []
+    old = signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))
+    try:
+        loop = EpochTrainLoop(make_loader(20), max_epochs=2)
+        state = loop.run(make_state(), HookList([Raise(signal.SIGTERM, step=3), Again()]))
+        os.kill(os.getpid(), signal.SIGTERM)
+    finally:
+        signal.signal(signal.SIGTERM, old)
+    assert (state.step, state.signal, heard) == (3, signal.SIGTERM, [])
+
+
 def test_a_second_interrupt_raises() -> None:
     handler = signal.getsignal(signal.SIGINT)
     with StopSignals():

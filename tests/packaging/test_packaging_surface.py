@@ -28,7 +28,7 @@ DOORS = {
         Cadence Checkpoint CheckpointError CheckpointHook Difference EMAHook EarlyStopHook
         EpochTrainLoop GradNormHook Hook HookList IterTrainLoop Ledger LedgerError LedgerHook
         LogHook first_difference read_ledger LoopState MeanLoss NanGuardHook
-        NonFiniteError Phase PolyLR ProcessMetric ProgressHook ScheduleWindow
+        NonFiniteError NoteStepHook Phase PolyLR ProcessMetric ProgressHook ScheduleWindow
         SchedulerHook ShardedBatchSampler SpikeError SpikeGuardHook Stateful
         TensorBoardHook TestLoop ThroughputHook ValLoop build_loader find_checkpoint
         list_checkpoints load_checkpoint mix_seed prefetch_to_device prune_checkpoints save_alone

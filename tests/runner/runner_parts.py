@@ -29,21 +29,23 @@ import time
 
 import torch
 from torch import nn
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset
 
 
 class Points(Dataset):
     """Points in the plane above or below a line; reading one can take time or fail.
 
-    `deadly` ends the process instead, by SIGKILL or, as "exit", with exit code 0. What torchrun has
-    started again does not fail.
+    `deadly` ends the process instead, by SIGKILL or, as "exit", with exit code 0. A restarted
+    process does not fail, unless `always`.
     """
 
-    def __init__(self, size=48, pause_s=0.0, bad=-1, bad_rank=0, deadly=False, mark=None):
+    def __init__(
+        self, size=48, pause_s=0.0, bad=-1, bad_rank=0, deadly=False, mark=None, always=False
+    ):
         self.size, self.pause_s, self.bad, self.deadly = size, pause_s, bad, deadly
         self.mark = mark
         is_first = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
-        self.here = is_first and int(os.environ.get("RANK", "0")) == bad_rank
+        self.here = (is_first or always) and int(os.environ.get("RANK", "0")) == bad_rank
         generator = torch.Generator().manual_seed(1)
         self.inputs = torch.randn(size, 2, generator=generator)
         self.labels = (self.inputs.sum(1) > 0).long()
@@ -62,6 +64,11 @@ class Points(Dataset):
                 os.kill(os.getpid(), signal.SIGKILL)
             raise ValueError(f"sample {index} is broken")
         return self.inputs[index], self.labels[index]
+
+
+def plain_loader(**options):
+    """A loader as a user makes one."""
+    return DataLoader(Points(pause_s=0.005), batch_size=4, num_workers=2, **options)
 
 
 class Net(nn.Sequential):
@@ -160,6 +167,15 @@ class Command:
             except OSError:
                 continue
         return found
+
+    def process_of(self, rank: int) -> int:
+        """Return the process of a rank that its launcher has started."""
+        launched = (one for one in self.left_over() if one != self.process.pid)
+        return next(
+            one
+            for one in launched
+            if f"RANK={rank}".encode() in Path(f"/proc/{one}/environ").read_bytes().split(b"\0")
+        )
 
     def wait_gone(self, limit_s: float = 15.0) -> list[int]:
         """Wait until none of its processes is left; returns those that are."""

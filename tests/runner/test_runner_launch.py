@@ -10,6 +10,7 @@ import sys
 import tempfile
 import time
 import warnings
+from multiprocessing.util import get_temp_dir
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from stepwrap.collectives import all_gather_object, broadcast, get_rank, get_wor
 from stepwrap.registry import load_config
 from stepwrap.runner import LaunchError, Runner, launch
 from stepwrap.runner import guard as _guard
+from stepwrap.runner import launcher as _launcher
 from stepwrap.runner.command.cli import main
 from stepwrap.runner.jobs import _console_log
 from stepwrap.runner.launcher import lonely_group, process_group, started_outside
@@ -150,9 +152,71 @@ def test_a_rank_that_leaves_before_its_work_is_done_is_an_error(
     monkeypatch.setattr(_guard, "_GRACE_S", 1.0)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     told = r"the process exited with code 0 before its work was done \(rank 1\)"
+    # Kept until this process ends, for the sockets of multiprocessing.
+    get_temp_dir()
+    before = list(tmp_path.iterdir())
     with pytest.raises(LaunchError, match=told):
         launch(leave, (in_what,), nproc=2)
-    assert not list(tmp_path.iterdir())
+    assert list(tmp_path.iterdir()) == before
+
+
+def cores() -> int:
+    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+
+
+def test_more_than_four_processes_for_a_core_are_refused(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    many = 4 * cores() + 1
+    told = f"{many} processes are too many for the {cores()} cores of this machine"
+    with pytest.raises(ValueError, match=f"{told}.*--oversubscribe"):
+        launch(get_world_size, nproc=many)
+    assert main(["train", "points.yaml", "--nproc", str(many)]) == 2
+    assert capsys.readouterr().err.startswith(f"launch.nproc: {told}")
+    assert not (run / "runs").exists()
+
+
+def test_processes_that_do_not_fit_into_memory_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_launcher, "free_memory", lambda device: 2.0**20)
+    told = (
+        r"2 processes do not fit into memory: each takes 0\.[1-9]. GiB .* 0\.00 GiB are free for 1"
+    )
+    with pytest.raises(ValueError, match=told):
+        launch(get_world_size, nproc=2)
+    assert launch(get_world_size, nproc=2, oversubscribe=True) == {0: 2, 1: 2}
+
+
+IMPORTING = """
+import os
+import time
+from pathlib import Path
+
+from stepwrap.runner import launch
+
+def main():
+    pass
+
+if __name__ == "__main__":
+    launch(main, nproc=2)
+else:
+    Path(f"importing_{os.getpid()}").touch()
+    time.sleep(600)
+"""
+
+
+def test_ranks_that_still_import_end_with_their_launcher(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(IMPORTING)
+    with subprocess.Popen([sys.executable, "script.py"], cwd=tmp_path) as launcher:
+        limit = time.monotonic() + 60
+        while len(ranks := list(tmp_path.glob("importing_*"))) < 2:
+            assert launcher.poll() is None
+            assert time.monotonic() < limit
+            time.sleep(0.01)
+        launcher.kill()
+    limit = time.monotonic() + 15
+    while any(_guard.is_running(int(rank.name.partition("_")[2])) for rank in ranks):
+        assert time.monotonic() < limit
+        time.sleep(0.01)
 
 
 LEAKING = """

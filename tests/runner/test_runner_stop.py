@@ -57,6 +57,8 @@ def test_a_killed_run_resumes_to_the_very_same_weights(start: Start, tmp_path: P
         (signal.SIGTERM, 1, "stopped by SIGTERM"),
         *slow(
             (signal.SIGINT, 2, "stopped by Ctrl-C"),
+            (signal.SIGUSR1, 1, "stopped by SIGTERM"),
+            (signal.SIGUSR1, 2, "stopped by SIGTERM"),
             (signal.SIGHUP, 1, "stopped by SIGTERM"),
             (signal.SIGHUP, 2, "stopped by SIGTERM"),
         ),
@@ -73,7 +75,7 @@ def test_a_signal_saves_says_where_and_leaves_no_process(
     else:
         command.process.send_signal(number)
     code, out, err = command.finish()
-    ended_by = signal.SIGTERM if number == signal.SIGHUP else number
+    ended_by = number if number == signal.SIGINT else signal.SIGTERM
     assert code == 128 + ended_by, out
     again = "; Ctrl-C again stops at once" if number == signal.SIGINT else ""
     assert err == f"\nstopping after this step, to save{again}\n"
@@ -83,6 +85,42 @@ def test_a_signal_saves_says_where_and_leaves_no_process(
     step = json.loads((saved / "checkpoint.json").read_text())["step"]
     assert f"at step {step} " in line
     assert "continue with: stepwrap train run/config.yaml --resume" in out
+
+
+OWN_LOADER = "data.train={_delete_: true, type: points.plain_loader"
+
+
+@pytest.mark.parametrize(
+    ("number", "nproc", "loader"),
+    [
+        (signal.SIGTERM, 1, f"{OWN_LOADER}}}"),
+        *slow(
+            (signal.SIGTERM, 2, "data.train.num_workers=2"),
+            (signal.SIGTERM, 2, f"{OWN_LOADER}, multiprocessing_context: spawn}}"),
+            (signal.SIGTERM, 2, f"{OWN_LOADER}, multiprocessing_context: forkserver}}"),
+            (signal.SIGUSR1, 1, "data.train.num_workers=2"),
+            (signal.SIGUSR1, 2, f"{OWN_LOADER}}}"),
+        ),
+    ],
+)
+def test_a_signal_to_every_process_of_a_job_saves(
+    start: Start, tmp_path: Path, number: signal.Signals, nproc: int, loader: str
+) -> None:
+    """As `scancel` sends SIGTERM, and Slurm the warning before the end of a job."""
+    words = (f"--nproc={nproc}", loader, "train.max_epochs=500", "hooks.progress=false")
+    command = start(*TRAIN, *words, "hooks.checkpoint.every_steps=1")
+    command.wait_for(tmp_path / "run", 2)
+    # The youngest first: the workers of the loaders.
+    for process in sorted(command.left_over(), reverse=True):
+        os.kill(process, number)
+    code, out, err = command.finish()
+    assert code == 128 + signal.SIGTERM, err
+    assert err == "\nstopping after this step, to save\n"
+    assert "stopped by SIGTERM: at step" in out
+    assert command.wait_gone() == []
+    # Nor the folders of multiprocessing, nor a checkpoint without random streams.
+    left = [*tmp_path.glob("pymp-*"), *tmp_path.glob("stepwrap_*"), *tmp_path.rglob("incomplete_*")]
+    assert left == []
 
 
 @pytest.mark.slow

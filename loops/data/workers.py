@@ -1,0 +1,99 @@
+"""Worker processes of loaders: they outlive stop signals, but not the process they read for."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from multiprocessing import resource_tracker, util
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from ..notes import add_note, describe_samples, name_of
+
+_IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+
+
+def iterate(loader: Iterable[Any]) -> Iterator[Any]:
+    """Return `iter(loader)`; worker processes that this starts are prepared by a `WorkerStart`.
+
+    A scheduler sends its signals to every process of a job: a worker that ended before the process
+    that trains would make it fail instead of save. Signals are blocked until a worker is prepared.
+    """
+    if not getattr(loader, "num_workers", 0) or not hasattr(loader, "worker_init_fn"):
+        return iter(loader)
+    workers: Any = loader
+    start = workers.worker_init_fn
+    context: Any = getattr(workers, "multiprocessing_context", None) or multiprocessing
+    method = context.get_start_method()
+    if method == "spawn":
+        # Started with the first worker, it would lift the block.
+        resource_tracker.ensure_running()
+    if not (isinstance(start, WorkerStart) and start.parent == os.getpid()):
+        workers.worker_init_fn = WorkerStart(getattr(start, "user_start", start))
+    # A fork server would pass the block on to processes that other code starts.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, () if method == "forkserver" else _IGNORED)
+    try:
+        return iter(loader)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        workers.worker_init_fn = start
+
+
+class WorkerStart:
+    """Prepares a worker process, then calls the user's own preparation.
+
+    A worker ignores stop signals, except for SIGTERM when the process that started it exits:
+    multiprocessing then ends the workers by SIGTERM and waits for them. A worker also ends when
+    that process has died.
+    """
+
+    def __init__(self, user_start: Callable[[int], None] | None) -> None:
+        self.user_start = user_start
+        self.parent = os.getpid()
+        # Workers inherit the folder. A separate one would stay when a signal ends its worker.
+        self.is_running = Path(util.get_temp_dir(), f"reading_{self.parent}")
+        if not self.is_running.exists():
+            self.is_running.touch()
+            # Finalizers with a priority run before multiprocessing ends the workers.
+            util.Finalize(None, self.is_running.unlink, (True,), exitpriority=1000)
+
+    def __call__(self, worker: int) -> None:
+        # Handlers and no SIG_IGN, which programs started by the worker would inherit.
+        for number in _IGNORED:
+            signal.signal(number, self._ignore)
+        parent = multiprocessing.parent_process()
+        if parent is not None:
+            threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+        if parent is None or parent.pid != self.parent:
+            # This process cannot see when the parent exits.
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _IGNORED)
+        if self.user_start is not None:
+            self.user_start(worker)
+
+    def _ignore(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGTERM and not self.is_running.exists():
+            os._exit(0)
+
+
+def _end_with(parent: Any) -> None:
+    parent.join()
+    os._exit(1)
+
+
+class WorkerCollate:
+    """Makes batches in a worker; an error notes the samples, which no other process has."""
+
+    def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
+        self.collate = collate
+
+    def __call__(self, samples: list[Any]) -> Any:
+        try:
+            return self.collate(samples)
+        except Exception as error:
+            add_note(error, f"{name_of(self.collate)} was given {describe_samples(samples)}")
+            raise

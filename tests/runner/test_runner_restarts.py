@@ -1,0 +1,124 @@
+"""A training that is restarted by the launcher when a rank has died."""
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from marks import slow
+from ranks import run_ranks
+from runner_parts import Command, assert_identical
+from test_runner_stop import SLOW, TRAIN, records, train_here
+
+from stepwrap.loops import NoteStepHook, find_checkpoint, load_checkpoint
+from stepwrap.registry import load_config
+from stepwrap.runner.build.sections import read_sections
+from stepwrap.runner.jobs import Job, next_attempt
+
+Start = Callable[..., Command]
+
+
+IN_ORDER = "data.train.shuffle=false"
+
+
+def assert_as_without_it(folder: Path, nproc: int, *settings: str) -> None:
+    """Compare the run in a folder with one that was not interrupted."""
+    run_ranks(train_here, nproc, folder / "points.yaml", folder / "whole", False, *settings)
+    last = [find_checkpoint(folder / name) for name in ("run", "whole")]
+    run, whole = (load_checkpoint(path).read("model.pt") for path in last if path)
+    assert_identical(run, whole)
+    trained = [one for one in records(folder / "run") if one.get("phase") != "test"]
+    assert trained == records(folder / "whole")
+
+
+@pytest.mark.parametrize(
+    ("nproc", "wrapper"), [(2, "ddp"), *slow((3, "fsdp"), (1, "single"), (2, "fsdp"))]
+)
+def test_a_killed_rank_restarts_all_and_the_weights_are_those_without_it(
+    start: Start, tmp_path: Path, nproc: int, wrapper: str
+) -> None:
+    settings = (IN_ORDER, f"wrapper.type={wrapper}")
+    # The last sample of the first epoch kills the last rank.
+    bad = ("bad=47", f"bad_rank={nproc - 1}", "deadly=true")
+    deadly = [f"data.train.dataset.{one}" for one in bad]
+    command = start(*TRAIN, f"--nproc={nproc}", "--max-restarts=2", *settings, *deadly)
+    code, _, err = command.finish()
+    assert code == 0, err
+    done = 12 // nproc - 1
+    saved = f"run/checkpoints/step_{done // 3 * 3:08d}"
+    ranks = "the only rank" if nproc == 1 else f"all {nproc} ranks"
+    why = "the process was killed by SIGKILL: is the machine out of memory?"
+    assert err.splitlines() == [
+        f"rank {nproc - 1} failed after step {done}: ProcessKilled: {why}",
+        f"restarting {ranks} from {saved}; 1 of 2 restarts left",
+        f"continuing from {saved}, step {done // 3 * 3}",
+    ]
+    assert command.left_over() == []
+    assert_as_without_it(tmp_path, nproc, *settings)
+
+
+@pytest.mark.slow
+def test_a_kill_from_outside_restarts_all(start: Start, tmp_path: Path) -> None:
+    slowly = "data.train.dataset.pause_s=0.05"
+    command = start(*TRAIN, "--nproc=2", "--max-restarts=1", slowly)
+    command.wait_for(tmp_path / "run", 2)
+    os.kill(command.process_of(1), signal.SIGKILL)
+    code, _, err = command.finish()
+    assert code == 0, err
+    assert "; 0 of 1 restarts left" in err
+    assert_as_without_it(tmp_path, 2)
+
+
+BAD = (IN_ORDER, "data.train.dataset.bad=41", "data.train.dataset.always=true")
+
+
+@pytest.mark.slow
+def test_the_same_error_at_the_same_step_three_times_ends_the_training(
+    start: Start, tmp_path: Path
+) -> None:
+    code, _, err = start(*TRAIN, *BAD, "launch.max_restarts=9").finish()
+    assert code == 1
+    lines = err.splitlines()
+    assert [line for line in lines if line.startswith("restarting")] == [
+        "restarting the only rank from run/checkpoints/step_00000009; 8 of 9 restarts left",
+        "restarting the only rank from run/checkpoints/step_00000009; 7 of 9 restarts left",
+    ]
+    assert lines.count("rank 0 failed after step 10: ValueError: sample 41 is broken") == 3
+    told = lines.index("not restarted: the same error at the same step 3 times")
+    assert lines[told + 1] == "ValueError: sample 41 is broken (rank 0)"
+
+
+@pytest.mark.slow
+def test_the_error_of_the_last_restart_is_that_of_the_command(start: Start, tmp_path: Path) -> None:
+    of_rank_1 = ("data.train.dataset.deadly=true", "data.train.dataset.bad_rank=1")
+    deadly = (*of_rank_1, "hooks.checkpoint=false")
+    code, _, err = start(*TRAIN, *BAD, *deadly, "--nproc=2", "--max-restarts=1").finish()
+    assert code == 1
+    assert "restarting all 2 ranks from the beginning; 0 of 1 restarts left" in err
+    assert "not restarted: no restart is left of 1 (launch.max_restarts)\nProcessKilled: " in err
+
+
+@pytest.mark.slow
+def test_a_stopped_training_is_not_restarted(start: Start, tmp_path: Path) -> None:
+    command = start(*TRAIN, "--nproc=2", "--max-restarts=1", SLOW, "train.max_epochs=500")
+    command.wait_for(tmp_path / "run", 2)
+    command.process.send_signal(signal.SIGTERM)
+    code, _, err = command.finish()
+    assert (code, "restart" in err) == (143, False), err
+
+
+def test_a_restart_begins_where_the_failed_attempt_began_unless_that_has_saved(run: Path) -> None:
+    config = load_config("points.yaml")
+    for resume, fresh in ((False, True), ("elsewhere", False)):
+        job = Job("train", config, read_sections(config), resume=resume)
+        again = next_attempt(job, has_saved=False)
+        assert (again.resume, again.fresh) == (resume, fresh)
+        again = next_attempt(again, has_saved=True)
+        assert (again.resume, again.fresh) == (True, False)
+
+
+def test_a_step_that_was_not_noted_is_not_guessed(tmp_path: Path) -> None:
+    assert NoteStepHook.read(tmp_path / "0") == -1
+    NoteStepHook(tmp_path / "0")
+    assert NoteStepHook.read(tmp_path / "0") == -1
