@@ -5,23 +5,39 @@ BIN := $(VENV)/bin
 # Stamps in the one environment: what the demo needs is there, and what tests and checks need too.
 DEMO_READY := $(VENV)/.ready-demo
 READY := $(VENV)/.ready
+DEMO_EXTRAS := examples,plots
+TEST_EXTRAS := $(DEMO_EXTRAS),lightning,mmengine,tensorboard,test
 INSTALL := $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt
 export PYTHONUNBUFFERED := 1
 
-.PHONY: demo test test-all test-lightning-versions check parity bench bench-peers format types-link \
-	clean
+.PHONY: demo test test-all test-torch test-lightning-versions check parity bench bench-peers format \
+	types-link clean
 
 demo: $(DEMO_READY)
 	$(BIN)/stepwrap train configs/digits_ddp.yaml --fresh
 
 # `test` leaves out what is marked slow. Files in their order, the many short ones last: no long one
 # is left to one process alone.
-test: SELECTED := -m "not slow"
+test test-torch: SELECTED := -m "not slow"
 test test-all: $(READY) types-link
 	$(BIN)/ruff check -q .
 	$(BIN)/ruff format -q --check .
 	PYTHONPATH=build/types $(BIN)/lint-imports --no-logo --no-cache
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(SELECTED)
+
+# The tests of `test` with another release of torch, in a fresh environment; slow tests too with
+# `SELECTED=`. The other versions are pinned, except setuptools, which some releases of torch limit.
+TORCH ?= 2.15.0
+TORCH_ENV := build/torch/$(TORCH)
+test-torch: INSTALL = $(TORCH_ENV)/bin/python -m pip install -q --disable-pip-version-check \
+	-c $(TORCH_ENV)/constraints.txt
+test-torch:
+	$(PYTHON) -m venv --clear $(TORCH_ENV)
+	grep -vE '^(torch|setuptools)==' constraints.txt > $(TORCH_ENV)/constraints.txt
+	$(INSTALL) pip
+	$(INSTALL) torch==$(TORCH) "setuptools>=70" wheel
+	$(INSTALL) -e ".[$(TEST_EXTRAS)]"
+	$(TORCH_ENV)/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(SELECTED)
 
 check: $(READY) types-link
 	$(BIN)/ruff format --check .
@@ -83,12 +99,12 @@ $(DEMO_READY): setup.cfg pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(INSTALL) pip
 	$(INSTALL) torch
-	$(INSTALL) -e ".[examples,plots]"
+	$(INSTALL) -e ".[$(DEMO_EXTRAS)]"
 	touch $@
 
 $(READY): $(DEMO_READY)
 	$(INSTALL) setuptools wheel
-	$(INSTALL) -e ".[lightning,mmengine,tensorboard,test]"
+	$(INSTALL) -e ".[$(TEST_EXTRAS)]"
 	touch $@
 
 clean:

@@ -17,7 +17,7 @@ from .errors import RegistryKeyError, did_you_mean
 from .registry import Registry
 
 _ROOT = Path(__file__).resolve().parent.parent
-# Made anew by `python -c "from stepwrap.registry.scan import *; write_table()"`.
+# Run `python -c "from stepwrap.registry.scan import *; write_table()"` once with each release.
 _TABLE = Path(__file__).with_name("namespaces.json")
 _REGISTER = "register_module"
 _log = logging.getLogger(__name__)
@@ -44,8 +44,8 @@ class Registration(NamedTuple):
 def list_registrations(registry_name: str | None = None) -> dict[str, list[Registration]]:
     """Return what each registry offers, sorted by name.
 
-    Read from our sources and, of torch and torchmetrics, from a table; where their versions are
-    not those of the table they are imported. What modules of the user register is not seen.
+    Read from our sources and, of torch and torchmetrics, from a table. They are imported if the
+    table does not cover their installed versions. Registrations in user modules are not seen.
 
     Args:
         registry_name: only this one, in any case ("hooks").
@@ -134,28 +134,41 @@ def _offered_by(namespace: str) -> Iterator[Registration]:
 
 @cache
 def _classes() -> dict[str, dict[str, str]]:
-    """Return the classes of torch and torchmetrics by namespace, with the lines that they have."""
-    table = json.loads(_TABLE.read_text(encoding="utf-8"))
-    if table["versions"] != _versions():
-        # Other versions have other classes: importing them is slow, but right.
-        table = make_table()
-    classes: dict[str, dict[str, str]] = table["classes"]
-    return classes
+    """Return the classes of torch and torchmetrics by namespace, each with its summary."""
+    table = read_table()
+    # Other releases may have other classes. Importing them is slow but always right.
+    return table.classes if table.covers_installed else make_classes()
 
 
-def make_table() -> dict[str, Any]:
-    """Import the classes of torch and torchmetrics for namespaces.json."""
-    classes = {
+class _Table(NamedTuple):
+    """The content of namespaces.json: the releases ("2.13") of each package, and their classes."""
+
+    versions: dict[str, list[str]]
+    classes: dict[str, dict[str, str]]
+
+    @property
+    def covers_installed(self) -> bool:
+        return all(release in self.versions[name] for name, release in _installed().items())
+
+
+def read_table() -> _Table:
+    """Read namespaces.json."""
+    return _Table(**json.loads(_TABLE.read_text(encoding="utf-8")))
+
+
+def make_classes() -> dict[str, dict[str, str]]:
+    """Import torch and torchmetrics, and return the content of `_Table.classes`."""
+    return {
         namespace: registry.sources.summaries(namespace)
         for registry in REGISTRIES.values()
         for namespace in registry.sources.namespaces
         if not namespace.startswith("stepwrap.")
     }
-    return {"versions": _versions(), "classes": classes}
 
 
-def _versions() -> dict[str, str]:
-    return {name: version(name).partition("+")[0] for name in ("torch", "torchmetrics")}
+def _installed() -> dict[str, str]:
+    """Return the installed releases; patch versions have the same classes."""
+    return {name: ".".join(version(name).split(".")[:2]) for name in ("torch", "torchmetrics")}
 
 
 def _registered_in(location: str) -> Iterator[tuple[str, Registration]]:
@@ -216,5 +229,11 @@ def _documented_arguments(docstring: str) -> dict[str, str]:
 
 
 def write_table() -> None:
-    """Write namespaces.json for the installed versions."""
-    _TABLE.write_text(json.dumps(make_table(), indent=1) + "\n", encoding="utf-8")
+    """Write namespaces.json for the installed versions, and keep the others with equal classes."""
+    known, classes = read_table(), make_classes()
+    others = known.versions if known.classes == classes else {}
+    versions = {
+        name: sorted({*others.get(name, ()), release}) for name, release in _installed().items()
+    }
+    table = {"versions": versions, "classes": classes}
+    _TABLE.write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")

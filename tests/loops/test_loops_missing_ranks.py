@@ -17,7 +17,7 @@ import torch.distributed as dist
 from ports import free_port
 from ranks import run_ranks
 from torch import Tensor, nn
-from torch.distributed.distributed_c10d import _set_pg_timeout
+from torch.distributed import distributed_c10d
 
 from stepwrap.collectives import all_gather_object, trace_collectives
 from stepwrap.loops import EpochTrainLoop, Hook, LoopState, ValLoop
@@ -25,6 +25,8 @@ from stepwrap.runner import Runner
 from stepwrap.wrappers import OptimWrapper, StepDistributedDataParallel, SupervisedModel
 
 ABSENT = 1
+# Public since torch 2.14, which deprecates the private name.
+set_timeout = getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout
 
 
 def wrapped() -> tuple[StepDistributedDataParallel, OptimWrapper]:
@@ -40,7 +42,7 @@ def batches(count: int) -> list[list[Tensor]]:
 def part(how: str, folder: Path) -> None:
     """Have the absent rank stay away, and the others go on once it does."""
     # Not from the beginning on: on a busy machine the first steps may take longer.
-    _set_pg_timeout(timedelta(seconds=2), dist.group.WORLD)
+    set_timeout(timedelta(seconds=2), dist.group.WORLD)
     away = folder.with_name(f"{folder.name}_away")
     if dist.get_rank() == ABSENT:
         away.touch()
@@ -167,7 +169,7 @@ def stop_the_store(port: int) -> str:
     address = f"tcp://127.0.0.1:{port}"
     dist.init_process_group("gloo", init_method=address, rank=rank, world_size=2)
     model, optim = wrapped()
-    _set_pg_timeout(timedelta(seconds=2), dist.group.WORLD)
+    set_timeout(timedelta(seconds=2), dist.group.WORLD)
     if rank == 0:
         os.kill(os.getpid(), signal.SIGSTOP)
     try:

@@ -1,6 +1,7 @@
 """What setup.cfg promises: every package is listed, and the wheel stands on its own."""
 
 import configparser
+import json
 import os
 import re
 import subprocess
@@ -52,6 +53,10 @@ def test_the_version() -> None:
 
 
 def run(*command: str, cwd: Path, env: dict[str, str] | None = None) -> str:
+    # Variables set for a `make` that runs these tests must not reach the one that is tested.
+    env = {
+        name: value for name, value in (env or os.environ).items() if not name.startswith("MAKE")
+    }
     done = subprocess.run(
         command, cwd=cwd, env=env, capture_output=True, text=True, timeout=300, check=False
     )
@@ -127,6 +132,30 @@ def test_slow_tests_are_left_out_of_make_test_alone() -> None:
         "test-all",
         "bench",
     ]
+
+
+def test_another_torch_is_installed_in_a_fresh_environment() -> None:
+    told = run("make", "-n", "test-torch", "TORCH=9.8.7", cwd=ROOT).splitlines()
+    assert told[0].endswith("-m venv --clear build/torch/9.8.7")
+    assert all("build/torch/9.8.7" in line for line in told)
+    (pin,) = [line for line in told if "constraints.txt >" in line]
+    pins = run("sh", "-c", pin.partition(" > ")[0], cwd=ROOT)
+    assert "numpy==" in pins
+    assert "torchmetrics==" in pins
+    assert "\ntorch==" not in pins
+    (install,) = [line for line in told if "torch==9.8.7" in line]
+    assert told.index(install) < told.index(next(line for line in told if " -e " in line))
+    assert told[-1].endswith('-m "not slow"')
+
+
+def test_the_readme_lists_the_tested_torch() -> None:
+    (listed,) = re.findall(r"It is tested with PyTorch ([^;]*);", (ROOT / "README.md").read_text())
+    tested = re.findall(r"\d+\.\d+\.\d+", listed)
+    makefile, pins = ((ROOT / name).read_text() for name in ("Makefile", "constraints.txt"))
+    assert f"TORCH ?= {tested[-1]}\n" in makefile
+    assert f"\ntorch=={tested[0]}\n" in pins
+    table = json.loads((ROOT / "registry/namespaces.json").read_text())
+    assert {version.rpartition(".")[0] for version in tested} <= {*table["versions"]["torch"]}
 
 
 @pytest.mark.slow

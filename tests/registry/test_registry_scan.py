@@ -1,14 +1,17 @@
 """Listing what there is without importing it."""
 
 import json
+import re
 import subprocess
 import sys
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-from stepwrap.registry import METRICS, MODELS, OPTIMIZERS, list_registrations
+from stepwrap.registry import METRICS, MODELS, OPTIMIZERS, list_registrations, scan
 from stepwrap.registry.catalog import REGISTRIES
-from stepwrap.registry.scan import _TABLE, make_table
+from stepwrap.registry.scan import make_classes, read_table
 
 SCRIPT = """
 import sys
@@ -19,6 +22,13 @@ sys.exit(any(name.startswith(("torch", "stepwrap.wrappers", "stepwrap.loops"))
 """
 
 
+covered = pytest.mark.skipif(
+    not read_table().covers_installed,
+    reason="registry/namespaces.json lacks the installed torch or torchmetrics: run write_table()",
+)
+
+
+@covered
 def test_listing_imports_no_torch() -> None:
     subprocess.run([sys.executable, "-c", SCRIPT], check=True, timeout=60)
 
@@ -39,9 +49,45 @@ def misfits(name: str) -> dict[str, set[str]]:
     return {"listed only": unknown, "looked up only": others}
 
 
-def test_the_table_is_that_of_the_installed_versions() -> None:
-    """Else it is made anew, as registry/scan.py says; until then listing imports torch."""
-    assert json.loads(_TABLE.read_text()) == make_table()
+@covered
+def test_the_table_has_the_classes_of_the_installed_versions() -> None:
+    assert read_table().classes == make_classes()
+
+
+def test_the_table_covers_the_pinned_versions() -> None:
+    pins = (Path(__file__).parents[2] / "constraints.txt").read_text()
+    for name, releases in read_table().versions.items():
+        (pinned,) = re.findall(rf"^{name}==(\d+\.\d+)", pins, flags=re.MULTILINE)
+        assert pinned in releases
+
+
+@pytest.fixture
+def table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A table of another torch, in place of the shipped one."""
+    path = tmp_path / "namespaces.json"
+    versions = {"torch": ["1.0"], "torchmetrics": ["0.1"]}
+    path.write_text(json.dumps({"versions": versions, "classes": make_classes()}))
+    monkeypatch.setattr(scan, "_TABLE", path)
+    scan._classes.cache_clear()
+    yield path
+    scan._classes.cache_clear()
+
+
+def test_a_torch_that_the_table_lacks_is_imported(table: Path) -> None:
+    expected = read_table()
+    table.write_text(json.dumps(expected._replace(classes={})._asdict()))
+    names = {entry.name for entry in list_registrations("optimizers")["OPTIMIZERS"]}
+    assert expected.classes["torch.optim"].keys() <= names
+
+
+def test_writing_the_table_keeps_releases_with_equal_classes(table: Path) -> None:
+    scan.write_table()
+    assert read_table().covers_installed
+    assert "1.0" in read_table().versions["torch"]
+    table.write_text(json.dumps(read_table()._replace(classes={})._asdict()))
+    scan.write_table()
+    assert read_table().covers_installed
+    assert "1.0" not in read_table().versions["torch"]
 
 
 def test_the_list_is_what_can_be_looked_up() -> None:

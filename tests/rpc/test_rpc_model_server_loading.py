@@ -85,7 +85,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 
 
 @pytest.mark.parametrize("kind", MODELS)
-@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
 def test_pull_loads_as_load_state_dict_does(kind: str) -> None:
     server = PushPullModelServer("model", Local())
     model, pulled, loaded = (MODELS[kind]() for _ in range(3))

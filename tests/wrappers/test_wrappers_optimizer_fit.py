@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -10,10 +11,11 @@ import torch
 import torch.distributed as dist
 from ranks import run_ranks
 from sharded_models import data, net, spread, whole
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.distributed.fsdp import fully_shard
 from torch.optim import Optimizer
+from torch.overrides import TorchFunctionMode
 
 from stepwrap.wrappers import (
     OptimWrapper,
@@ -78,29 +80,47 @@ def test_every_optimizer_of_torch_is_right_or_refused(kind: str) -> None:
         assert where in refused["Adafactor"]
 
 
-def _muon(monkeypatch: pytest.MonkeyPatch) -> float:
-    # torch computes the directions in bfloat16, which hides small mistakes.
-    monkeypatch.setattr(torch.Tensor, "bfloat16", torch.Tensor.double)
-    weights = []
-    for sharded in (False, True):
-        torch.manual_seed(0)
-        model: nn.Module = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 4)).double()
-        if sharded:
-            fully_shard(model)
-        optimizer = OptimWrapper(build_optimizer(torch.optim.Muon, _parameters(model, "Muon")))
+class _InDouble(TorchFunctionMode):
+    """Replace casts to bfloat16 by double; releases of torch spell the cast differently."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        options = dict(kwargs or {})
+        if func is torch.Tensor.bfloat16:
+            func = torch.Tensor.double
+        if options.get("dtype") is torch.bfloat16:
+            options["dtype"] = torch.float64
+        return func(*args, **options)
+
+
+def _muon(sharded: bool, arithmetic: AbstractContextManager[Any]) -> Tensor:
+    torch.manual_seed(0)
+    model: nn.Module = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 4)).double()
+    if sharded:
+        fully_shard(model)
+    optimizer = OptimWrapper(build_optimizer(torch.optim.Muon, _parameters(model, "Muon")))
+    with arithmetic:
         for seed in range(3):
             optimizer.update_params(model(data(seed)).pow(2).mean())
-        weights.append([whole(one) for one in model.parameters()])
-    return max((a - b).abs().max().item() for a, b in zip(*weights, strict=True))
+    return torch.cat([whole(one).flatten() for one in model.parameters()]).detach()
 
 
-def _run_muon() -> float:
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        return _muon(monkeypatch)
+def _muon_distances() -> dict[str, float]:
+    exact = _muon(False, _InDouble())
+    ends = {
+        "sharded, exact": _muon(True, _InDouble()),
+        "sharded": _muon(True, nullcontext()),
+        "whole": _muon(False, nullcontext()),
+    }
+    return {name: (end - exact).abs().max().item() for name, end in ends.items()}
 
 
 def test_muon_with_even_shards() -> None:
-    assert max(run_ranks(_run_muon, 2)) <= 1e-12
+    """Muon computes directions in bfloat16; its rounding is the only difference between the two."""
+    for distance in run_ranks(_muon_distances, 2):
+        assert distance["sharded, exact"] <= 1e-12
+        assert 1e-6 < distance["sharded"] <= 2 * distance["whole"]
 
 
 class _Own(torch.optim.Adafactor):

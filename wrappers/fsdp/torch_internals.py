@@ -1,8 +1,8 @@
 """Everything of FSDP2 that torch does not document and this room uses, each read here alone.
 
-The tests check every name with torch 2.13, and passed with 2.15; with 2.11, 2.12 and 2.14.1 they
-were compared with its source. `check_torch` looks for all of them when a model is wrapped, and
-refuses a torch that lacks one: without it gradients could be kept or lost without an error.
+The tests check every name with torch 2.13 to 2.15. The names were compared with the source of 2.11
+and 2.12. `check_torch` looks for all of them when a model is wrapped, and refuses a torch that
+lacks one: without it gradients could be kept or lost without an error.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-CHECKED = "2.13"
+CHECKED = "2.13 to 2.15"
 
 
 def check_torch(unit: nn.Module) -> None:
