@@ -20,7 +20,7 @@ from .capture import Captured, capture, picked
 from .contract import Contract, share_memory
 from .cuda_graph import CudaGraph, warm_up
 from .errors import NotCompilableError
-from .program import Program, compile_graph
+from .program import Compiler, Program
 from .reference import EagerStep, changed_values, update
 from .trace import Places, Plan, StepFunctions, Tensors, joined, taken_apart, trace
 from .verifier import Verifier
@@ -37,18 +37,18 @@ class Compiled:
 
     Args:
         batch: a preprocessed batch.
-        backend: "inductor", or "eager": run the graph as it is.
+        compiler: makes programs of graphs.
 
     Raises:
         NotCompilableError: the step cannot be compiled.
     """
 
     def __init__(
-        self, wrapper: Any, optim_wrapper: Any, plan: Plan, batch: Any, backend: str = "inductor"
+        self, wrapper: Any, optim_wrapper: Any, plan: Plan, batch: Any, compiler: Compiler
     ) -> None:
         model: Any = wrapper.module
         self._model, self._optimizer = model, optim_wrapper.optimizer
-        self._clip, self._backend = optim_wrapper._clip, backend
+        self._clip, self._compiler = optim_wrapper._clip, compiler
         self._plan, self._group, self._device = plan, wrapper.data_group, device_of(model)
         captured = capture(model, batch)
         self._pick = picked([where for kind, where in captured.reads if kind == "batch"])
@@ -105,10 +105,7 @@ class Compiled:
 
     def _program(self, function: Callable[[Tensors], list[Tensor]], tensors: Tensors) -> Program:
         flat = tensors.flat()
-        graph = trace(function, tensors)
-        if self._backend == "eager":
-            return _as_it_is(graph, self._device.type)
-        program = compile_graph(graph, flat)
+        program = self._compiler(trace(function, tensors), flat)
         if not flat[0].is_cuda:
             return program
         held = len(tensors.held)
@@ -302,15 +299,6 @@ class _Interpreter(Interpreter):
         if target is torch.ops.higher_order.tag_activation_checkpoint:
             return _Interpreter(args[0]).run(*args[1:])
         return super().call_function(target, args, kwargs)
-
-
-def _as_it_is(graph: Any, device_type: str) -> Program:
-    def run(inputs: list[Tensor]) -> list[Tensor]:
-        with torch.no_grad(), torch.autocast(device_type, enabled=False):
-            outputs: list[Tensor] = graph(*inputs)
-            return outputs
-
-    return run
 
 
 def step_in_eager_mode(wrapper: Any, batch: Any, optim_wrapper: Any) -> dict[str, Any]:

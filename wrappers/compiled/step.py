@@ -26,6 +26,7 @@ from ..steps.step_checks import has_own_step
 from .compiled import Compiled, shared_buffers, step_in_eager_mode
 from .contract import obstacles_of
 from .errors import NotCompilableError, NotReadyError
+from .program import Compiler
 from .trace import Plan
 
 logger = logging.getLogger(__name__)
@@ -35,10 +36,6 @@ logger = logging.getLogger(__name__)
 _EAGER_WINDOWS = 3
 # Compiled steps whose time is measured.
 _TIMED = 20
-_COMPILING = (
-    "compiling the training step for this shape of batches: a second where it is in the cache, "
-    "else up to half a minute"
-)
 _SETTINGS_CHANGE = (
     "attributes of the model, numbers or texts in batches, or settings of the optimizer other than "
     "learning rates change from step to step, as momentum does under OneCycleLR without "
@@ -175,7 +172,8 @@ class CompiledStep:
             if self._outdated > 1:
                 raise NotCompilableError(_SETTINGS_CHANGE)
             with self._clock.compiling(device_of(wrapper.module)):
-                program = Compiled(wrapper, self._optim_wrapper, plan, batch, self._backend)
+                compiler = Compiler(self._backend, self._clock.announce)
+                program = Compiled(wrapper, self._optim_wrapper, plan, batch, compiler)
             self._programs.insert(0, program)
             return program
         except (NotCompilableError, torch.OutOfMemoryError) as reason:
@@ -213,7 +211,7 @@ class CompiledStep:
 
 
 class _Clock:
-    """Times steps before and after compiling, and tells when it has paid."""
+    """Times steps before and after compiling, and logs when compiling has paid off."""
 
     def __init__(self) -> None:
         self._last: float | None = None
@@ -232,11 +230,17 @@ class _Clock:
         if len(self._compiled) > _TIMED and get_rank() == 0:
             logger.info("the training step was compiled in %.1f s%s", self._seconds, self._gain())
 
+    def announce(self, seconds: float) -> None:
+        """Log how long compiling will take, and when it can pay off."""
+        if get_rank() != 0:
+            return
+        eager = min(list(self._eager)[1:], default=0.0)
+        when = f"; it pays off after {seconds / eager:,.0f} steps at the earliest" if eager else ""
+        logger.info("compiling the training step takes about %.0f s%s", seconds, when)
+
     @contextmanager
     def compiling(self, device: torch.device) -> Iterator[None]:
-        """Tell that compiling begins, and count what it takes."""
-        if get_rank() == 0:
-            logger.info(_COMPILING)
+        """Count the time that compiling takes."""
         begin = time.perf_counter()
         yield
         self._seconds += time.perf_counter() - begin
@@ -250,10 +254,10 @@ class _Clock:
         if len(self._eager) < 2:
             return ""
         before, after = min(list(self._eager)[1:]), min(self._compiled)
-        told = f"; it takes {after * 1e3:.3g} ms instead of {before * 1e3:.3g} ms"
+        gain = f"; it takes {after * 1e3:.3g} ms instead of {before * 1e3:.3g} ms"
         if after >= before:
-            return f"{told}: leave compile: step out"
-        return f"{told}, which has paid after {self._seconds / (before - after):,.0f} steps"
+            return f"{gain}: leave compile: step out"
+        return f"{gain}, which pays off after {self._seconds / (before - after):,.0f} steps"
 
 
 def _plan(wrapper: Any, optim_wrapper: Any) -> Plan:
