@@ -23,7 +23,7 @@ _READS_VALUE = (
     "torch.where, or leave compile: step out"
 )
 _FRAMEWORK = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
-# What the compiler says, and what that means for a user.
+# Parts of Dynamo's messages, with plain words for them.
 _PLAIN = {
     "Data-dependent": _READS_VALUE,
     "Tensor.item": _READS_VALUE,
@@ -37,7 +37,7 @@ class Captured(NamedTuple):
 
     Attributes:
         graph: takes ``reads`` and returns a list of tensors.
-        reads: for each input where it is: ("model", id of the tensor) or ("batch", path).
+        reads: for each input its place: ("model", id of the tensor) or ("batch", path).
         total: which output is the total of the losses.
         logs: by name, which output is logged.
         constants: logged values that are not tensors.

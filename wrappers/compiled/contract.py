@@ -36,7 +36,7 @@ class Contract:
     except for learning rates; hooks on parameters, optimizers and on all modules.
 
     Not seen: methods that are replaced on classes other than modules, hooks on nodes of the
-    autograd graph, and what an operator of your own reads.
+    autograd graph, and state that a custom operator reads.
     """
 
     def __init__(self, wrapper: Any, optim_wrapper: Any, captured: Captured) -> None:
@@ -168,7 +168,7 @@ def _is_method(value: Any) -> bool:
 
 def _hook_dicts(wrapper: nn.Module, optimizer: Optimizer) -> list[Any]:
     """The dicts of hooks that must be empty."""
-    # Dynamo could guard those of modules as well, which takes more time.
+    # Dynamo could guard the hooks of modules as well, but takes longer.
     own = [getattr(one, name) for one in wrapper.modules() for name in _MODULE_HOOKS]
     everywhere = (one for name, one in vars(torch_module).items() if name.startswith("_global_"))
     return [

@@ -119,12 +119,12 @@ def changed_values(places: Places) -> dict[str, dict[str, Tensor]]:
 def differing(made: Values, start: Values, eager: Callable[..., Values]) -> str | None:
     """Name the tensor in which a program differs most from the usual step; None if it does not.
 
-    What differs by more than rounding at first sight is compared with the step in double
-    precision: the program may be ``_FACTOR`` times as far from it as eager steps are that begin one
-    rounding apart.
+    Values that differ by more than a rounding are compared with the step in double precision: the
+    program may be ``_FACTOR`` times as far from it as eager steps whose weights differ by one
+    rounding.
 
     Args:
-        made: what the program has computed.
+        made: the values that the program has computed.
         start: the same tensors before the step, as far as there were any.
         eager: makes the usual step on copies; takes ``dtype`` and ``nudge`` of ``EagerStep``.
     """
@@ -215,7 +215,7 @@ class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Keeps the random numbers that are drawn inside, or gives those that were kept.
 
     Attributes:
-        tensors: what was drawn, one list for each operation.
+        tensors: the numbers drawn, one list for each operation.
     """
 
     def __init__(self, kept: list[list[Tensor]] | None = None) -> None:
