@@ -335,7 +335,7 @@ class Odd(nn.Module):
         ("counts", "changes attributes of model.net"),
         ("assigns a buffer", "only buffers change, and in place"),
         ("draws", "cannot be followed"),
-        ("keeps a tensor", "register_buffer"),
+        ("keeps a tensor", "changes attributes of model.net"),
     ],
 )
 def test_steps_that_cannot_be_compiled_run_as_usual(

@@ -21,12 +21,12 @@ from .contract import Contract, share_memory
 from .cuda_graph import CudaGraph, warm_up
 from .errors import NotCompilableError
 from .program import Compiler, Program
-from .reference import EagerStep, changed_values, update
+from .reference import EagerStep, changed_values, cloned, update
 from .trace import Places, Plan, StepFunctions, Tensors, joined, taken_apart, trace
 from .verifier import Verifier
 
 # A program that serves for fewer steps was not worth compiling.
-_FEW = 3
+_FEW = 2
 _NORM = "the norm of the gradients"
 
 
@@ -63,7 +63,7 @@ class Compiled:
             self._contract = Contract(wrapper, optim_wrapper, captured)
         if not self._contract.holds(batch):
             raise NotCompilableError(
-                "there are hooks on all modules or optimizers, or a mode of torch"
+                "there are modes, hooks on all modules, or gradients of frozen weights"
             )
         self._kind = _kind(batch)
         self._addresses = self._located()
@@ -86,6 +86,9 @@ class Compiled:
         )
         if len(devices := {str(one.device) for one in tensors.flat()}) > 1:
             raise NotCompilableError(f"there are tensors on {' and on '.join(sorted(devices))}")
+        named = zip(places.names, places.parameters, strict=False)
+        if alone := [name for name, one in named if one.requires_grad and not places.updates(one)]:
+            raise NotCompilableError(f"{alone[0]} gets gradients, but no optimizer updates it")
         if share_memory([*tensors.parameters, *tensors.buffers, *tensors.states]):
             raise NotCompilableError("parameters, buffers or optimizer state share memory")
         self._update: Program | None = None
@@ -146,7 +149,9 @@ class Compiled:
             not self._verifier.is_due(self._uses + 1)
             and self._kind is not None
             and _kind(batch) == self._kind
-            and self._contract.rates_alone_change()
+            and self._contract.settings_hold()
+            and optim_wrapper.guard is None
+            and self.repeats(optim_wrapper)
         ):
             if optim_wrapper.loss_weight is not None:
                 optim_wrapper.weigh(batch)
@@ -227,9 +232,11 @@ class Compiled:
     def _verified_step(self, inputs: list[Tensor], batch: Any) -> list[Tensor]:
         share, factor, plan = self._share.value, self._factor.value, self._plan
         count, is_whole = len(self._names), self._update is None
+        # A forward may change its batch.
+        before = cloned(batch)
 
         def usual(origin: Any, **options: Any) -> dict[str, dict[str, Tensor]]:
-            step = EagerStep(origin, batch, **options)
+            step = EagerStep(origin, cloned(before), **options)
             values = {"logs": step.backward(plan, share)}
             if not is_whole:
                 values["gradients"] = dict(enumerate(step.parts(plan)))  # type: ignore[arg-type]
@@ -387,7 +394,10 @@ def _kind(batch: Any) -> Any:
         keys, tensors = len(batch), batch
     else:
         return None
-    if any(type(one) is not Tensor for one in tensors):
+    # Two entries that are one tensor, or complex numbers, take the full comparison.
+    if any(type(one) is not Tensor or one.is_complex() for one in tensors):
+        return None
+    if len({*map(id, tensors)}) < len(tensors):
         return None
     return keys, [
         (one.shape, one.stride(), one.dtype, one.device, one.requires_grad) for one in tensors

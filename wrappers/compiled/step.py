@@ -34,6 +34,8 @@ logger = logging.getLogger(__name__)
 # Windows before the first compiled one: the optimizer makes its state in the first, and the others
 # tell what a step costs.
 _EAGER_WINDOWS = 3
+# Optimizer wrappers that one wrapper of a model may have had.
+_FEW = 2
 # Compiled steps whose time is measured.
 _TIMED = 20
 _SETTINGS_CHANGE = (
@@ -70,7 +72,7 @@ class CompiledStep:
         self._optim_wrapper: Any = None
         self._is_refused = False
         self._told: set[str] = set()
-        self._attempts = 3
+        self._attempts, self._optim_wrappers = 3, 0
         self._is_closed = False
         self._clock = _Clock()
         # The number of steps for each look at the model, and of those before the next look.
@@ -92,6 +94,7 @@ class CompiledStep:
         if optim_wrapper is not self._optim_wrapper:
             self._programs.clear()
             self._optim_wrapper = optim_wrapper
+            self._optim_wrappers += 1
             self._device_type = device_of(wrapper.module).type
             if (reason := self._obstacle(wrapper) or self._shortness()) is not None:
                 self._is_refused = True
@@ -202,6 +205,8 @@ class CompiledStep:
         """Why no step can be compiled, the same on all ranks; None if it may be."""
         if self._is_autocast:
             return _AUTOCAST
+        if self._optim_wrappers > _FEW:
+            return "several optimizer wrappers take turns"
         return next(_obstacles(wrapper, self._optim_wrapper, self._allow_custom), None)
 
     def _tell(self, reason: str) -> None:
@@ -265,8 +270,10 @@ def _plan(wrapper: Any, optim_wrapper: Any) -> Plan:
     if wrapper.averages_ranks and distributed.is_initialized():
         ranks = distributed.get_world_size(wrapper.data_group)
     groups = optim_wrapper.optimizer.param_groups
-    held = [p.grad is not None for group in groups for p in group["params"] if p.requires_grad]
-    kept = tuple(held) if True in held else ()
+    grads = [p.grad for group in groups for p in group["params"] if p.requires_grad]
+    kept: tuple[Any, ...] = ()
+    if any(one is not None for one in grads):
+        kept = tuple(None if one is None else (one.stride(), one.dtype) for one in grads)
     if optim_wrapper._accumulative_counts == 1:
         return Plan(kept, ranks=ranks)
     weighed = optim_wrapper.loss_weight is not None
