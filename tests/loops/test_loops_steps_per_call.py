@@ -40,7 +40,7 @@ BATCHES = 21
 
 def compiled_state(run_dir: Path | None = None, accumulate: int = 1) -> LoopState:
     state = make_state(run_dir=run_dir, accumulate=accumulate, dropout=0.2)
-    compile_step(state.model)
+    compile_step(state.model, min_steps=0)
     optimizer = torch.optim.AdamW(state.model.parameters(), lr=0.01)
     state.optim_wrapper = OptimWrapper(optimizer, accumulate, clip_grad={"max_norm": 0.5})
     return state

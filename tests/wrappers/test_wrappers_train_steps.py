@@ -65,7 +65,7 @@ def train(
     """Weights and state, the logs, and the wrapper; None: by `train_step`."""
     torch.manual_seed(0)
     model = Model(preprocessor())
-    prepare = Preparation(compile="step" if compiled else False)
+    prepare = Preparation(compile={"step": True, "min_steps": 0} if compiled else False)
     wrapper: Any = wrap_model(None, model, prepare=prepare)
     optim = make(model)
     wrapper.train()

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
+from torch.utils._pytree import tree_leaves
 
 from ..steps.step import as_call, parse_losses
 from .errors import NotCompilableError, first_line
@@ -22,8 +23,9 @@ _READS_VALUE = (
     "its forward depends on the values of tensors, as by .item() or `if x.sum() > 0`: use "
     "torch.where, or leave compile: step out"
 )
+_CONTROL_FLOW = ("cond", "while_loop", "map_impl", "scan", "associative_scan")
 _FRAMEWORK = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
-# What the compiler says, and what that means for a user.
+# Parts of Dynamo's messages, with plain words for them.
 _PLAIN = {
     "Data-dependent": _READS_VALUE,
     "Tensor.item": _READS_VALUE,
@@ -37,12 +39,14 @@ class Captured(NamedTuple):
 
     Attributes:
         graph: takes ``reads`` and returns a list of tensors.
-        reads: for each input where it is: ("model", id of the tensor) or ("batch", path).
+        reads: for each input its place: ("model", id of the tensor) or ("batch", path).
         total: which output is the total of the losses.
         logs: by name, which output is logged.
         constants: logged values that are not tensors.
         guards: returns whether the graph holds for ``{"model": ..., "batch": ...}``.
         is_alive: returns whether the guards can still be asked.
+        fetch: returns the parameters and buffers that a forward would read now, as the guards do
+            not compare which tensors they are.
     """
 
     graph: GraphModule
@@ -52,6 +56,7 @@ class Captured(NamedTuple):
     constants: dict[str, Any]
     guards: Callable[[dict[str, Any]], bool]
     is_alive: Callable[[], bool]
+    fetch: Callable[[dict[str, Any]], tuple[Any, ...]]
 
 
 def step_losses(model: Any, batch: Any) -> tuple[Tensor, dict[str, Any]]:
@@ -73,6 +78,8 @@ def capture(model: nn.Module, batch: Any) -> Captured:
     Raises:
         NotCompilableError: the forward cannot be one graph, or has effects besides its result.
     """
+    if any(one.requires_grad for _, one in tensors_in(batch)):
+        raise NotCompilableError("batches have gradients, as of a preprocessor with parameters")
     found: list[tuple[GraphModule, list[Any], list[Tensor]]] = []
 
     def note(graph: GraphModule, inputs: list[Any]) -> Callable[..., list[Tensor]]:
@@ -100,22 +107,38 @@ def capture(model: nn.Module, batch: Any) -> Captured:
     graph, inputs, marks = found[0]
     outputs = {id(one): at for at, one in enumerate(marks)}
     tensors = {name: one for name, one in logs.items() if isinstance(one, Tensor)}
+    constants = {name: one for name, one in logs.items() if name not in tensors}
     if not {id(total), *map(id, tensors.values())} <= {*outputs}:
         raise NotCompilableError("one of its losses or logs is itself a parameter or an input")
+    if any(isinstance(one, Tensor) for one in tree_leaves(constants)):
+        raise NotCompilableError("one of its logs is a list or dict of tensors")
 
     def is_alive(_kept: Any = function) -> bool:
         # Dynamo has forgotten a program after torch.compiler.reset(), or once an object died.
         return guards.cache_entry is not None
 
+    reads = list(_located(graph, inputs, model, batch))
     return Captured(
         graph,
-        list(_located(graph, inputs, model, batch)),
+        reads,
         outputs[id(total)],
         {name: outputs[id(one)] for name, one in tensors.items()},
-        {name: one for name, one in logs.items() if name not in tensors},
+        constants,
         guards.root.check,
         is_alive,
+        _fetcher(graph, reads, function.__globals__),
     )
+
+
+def _fetcher(
+    graph: GraphModule, reads: list[tuple[str, Any]], variables: dict[str, Any]
+) -> Callable[[dict[str, Any]], tuple[Any, ...]]:
+    """Compile the places in Python where a forward reads parameters and buffers."""
+    nodes = [node for node in graph.graph.nodes if node.op == "placeholder"]
+    places = [_place(node) for node, (kind, _) in zip(nodes, reads, strict=True) if kind == "model"]
+    code = f"lambda L: ({''.join(f'{place}, ' for place in places)})"
+    fetch: Callable[[dict[str, Any]], tuple[Any, ...]] = eval(code, {**variables, "G": variables})
+    return fetch
 
 
 def _located(
@@ -125,6 +148,8 @@ def _located(
     places: dict[int, tuple[str, Any]]
     places = {id(one): ("batch", path) for path, one in tensors_in(batch)}
     places |= {id(one): ("model", id(one)) for one in (*model.parameters(), *model.buffers())}
+    if any(str(node.target) in _CONTROL_FLOW for node in graph.graph.nodes):
+        raise NotCompilableError("its forward uses torch.cond or another operator of control flow")
     nodes = [node for node in graph.graph.nodes if node.op == "placeholder"]
     for node, one in zip(nodes, inputs, strict=True):
         if id(one) in places:
@@ -140,10 +165,13 @@ def _located(
 
 def _source(node: Any) -> str:
     """The name of an input in the user's program, such as ``model.net.table``."""
-    source = getattr(node, "_dynamo_source", None)
-    name = getattr(source, "name", "")
-    shown = _shown(str(name() if callable(name) else name) or str(node.target))
-    return shown.removeprefix("___from_numpy(").rstrip(")")
+    return _shown(_place(node)).removeprefix("___from_numpy(").rstrip(")")
+
+
+def _place(node: Any) -> str:
+    """The expression of Dynamo that reads an input."""
+    name = getattr(getattr(node, "_dynamo_source", None), "name", "")
+    return str(name() if callable(name) else name) or str(node.target)
 
 
 def _shown(name: str) -> str:
@@ -181,8 +209,8 @@ def _in_plain_words(error: Exception) -> str:
     text = str(error)
     if "certain side effects" in text:
         names = dict.fromkeys(map(_shown, re.findall(r"\"(L\['.*?)\"[,\]]", text)))
-        what = ", ".join(names) or "objects"
-        return f"its forward changes attributes of {what}; only buffers change, and in place"
+        what = f"attributes of {', '.join(names)}" if names else "global variables or other objects"
+        return f"its forward changes {what}; only buffers may change, and in place"
     for known, plain in _PLAIN.items():
         if known in text:
             return f"{plain}{_line(text)}"

@@ -20,13 +20,13 @@ from .capture import Captured, capture, picked
 from .contract import Contract, share_memory
 from .cuda_graph import CudaGraph, warm_up
 from .errors import NotCompilableError
-from .program import Program, compile_graph
-from .reference import EagerStep, changed_values, update
+from .program import Compiler, Program
+from .reference import EagerStep, changed_values, cloned, update
 from .trace import Places, Plan, StepFunctions, Tensors, joined, taken_apart, trace
 from .verifier import Verifier
 
 # A program that serves for fewer steps was not worth compiling.
-_FEW = 3
+_FEW = 2
 _NORM = "the norm of the gradients"
 
 
@@ -37,18 +37,18 @@ class Compiled:
 
     Args:
         batch: a preprocessed batch.
-        backend: "inductor", or "eager": run the graph as it is.
+        compiler: makes programs of graphs.
 
     Raises:
         NotCompilableError: the step cannot be compiled.
     """
 
     def __init__(
-        self, wrapper: Any, optim_wrapper: Any, plan: Plan, batch: Any, backend: str = "inductor"
+        self, wrapper: Any, optim_wrapper: Any, plan: Plan, batch: Any, compiler: Compiler
     ) -> None:
         model: Any = wrapper.module
         self._model, self._optimizer = model, optim_wrapper.optimizer
-        self._clip, self._backend = optim_wrapper._clip, backend
+        self._clip, self._compiler = optim_wrapper._clip, compiler
         self._plan, self._group, self._device = plan, wrapper.data_group, device_of(model)
         captured = capture(model, batch)
         self._pick = picked([where for kind, where in captured.reads if kind == "batch"])
@@ -63,7 +63,7 @@ class Compiled:
             self._contract = Contract(wrapper, optim_wrapper, captured)
         if not self._contract.holds(batch):
             raise NotCompilableError(
-                "there are hooks on all modules or optimizers, or a mode of torch"
+                "there are modes, hooks on all modules, or gradients of frozen weights"
             )
         self._kind = _kind(batch)
         self._addresses = self._located()
@@ -86,6 +86,9 @@ class Compiled:
         )
         if len(devices := {str(one.device) for one in tensors.flat()}) > 1:
             raise NotCompilableError(f"there are tensors on {' and on '.join(sorted(devices))}")
+        named = zip(places.names, places.parameters, strict=False)
+        if alone := [name for name, one in named if one.requires_grad and not places.updates(one)]:
+            raise NotCompilableError(f"{alone[0]} gets gradients, but no optimizer updates it")
         if share_memory([*tensors.parameters, *tensors.buffers, *tensors.states]):
             raise NotCompilableError("parameters, buffers or optimizer state share memory")
         self._update: Program | None = None
@@ -105,10 +108,7 @@ class Compiled:
 
     def _program(self, function: Callable[[Tensors], list[Tensor]], tensors: Tensors) -> Program:
         flat = tensors.flat()
-        graph = trace(function, tensors)
-        if self._backend == "eager":
-            return _as_it_is(graph, self._device.type)
-        program = compile_graph(graph, flat)
+        program = self._compiler(trace(function, tensors), flat)
         if not flat[0].is_cuda:
             return program
         held = len(tensors.held)
@@ -149,7 +149,9 @@ class Compiled:
             not self._verifier.is_due(self._uses + 1)
             and self._kind is not None
             and _kind(batch) == self._kind
-            and self._contract.rates_alone_change()
+            and self._contract.settings_hold()
+            and optim_wrapper.guard is None
+            and self.repeats(optim_wrapper)
         ):
             if optim_wrapper.loss_weight is not None:
                 optim_wrapper.weigh(batch)
@@ -230,9 +232,11 @@ class Compiled:
     def _verified_step(self, inputs: list[Tensor], batch: Any) -> list[Tensor]:
         share, factor, plan = self._share.value, self._factor.value, self._plan
         count, is_whole = len(self._names), self._update is None
+        # A forward may change its batch.
+        before = cloned(batch)
 
         def usual(origin: Any, **options: Any) -> dict[str, dict[str, Tensor]]:
-            step = EagerStep(origin, batch, **options)
+            step = EagerStep(origin, cloned(before), **options)
             values = {"logs": step.backward(plan, share)}
             if not is_whole:
                 values["gradients"] = dict(enumerate(step.parts(plan)))  # type: ignore[arg-type]
@@ -302,15 +306,6 @@ class _Interpreter(Interpreter):
         if target is torch.ops.higher_order.tag_activation_checkpoint:
             return _Interpreter(args[0]).run(*args[1:])
         return super().call_function(target, args, kwargs)
-
-
-def _as_it_is(graph: Any, device_type: str) -> Program:
-    def run(inputs: list[Tensor]) -> list[Tensor]:
-        with torch.no_grad(), torch.autocast(device_type, enabled=False):
-            outputs: list[Tensor] = graph(*inputs)
-            return outputs
-
-    return run
 
 
 def step_in_eager_mode(wrapper: Any, batch: Any, optim_wrapper: Any) -> dict[str, Any]:
@@ -399,7 +394,10 @@ def _kind(batch: Any) -> Any:
         keys, tensors = len(batch), batch
     else:
         return None
-    if any(type(one) is not Tensor for one in tensors):
+    # Two entries that are one tensor, or complex numbers, take the full comparison.
+    if any(type(one) is not Tensor or one.is_complex() for one in tensors):
+        return None
+    if len({*map(id, tensors)}) < len(tensors):
         return None
     return keys, [
         (one.shape, one.stride(), one.dtype, one.device, one.requires_grad) for one in tensors

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import operator
 from collections.abc import Callable, Iterable
 from itertools import chain, pairwise
 from operator import attrgetter
@@ -36,14 +38,20 @@ class Contract:
     except for learning rates; hooks on parameters, optimizers and on all modules.
 
     Not seen: methods that are replaced on classes other than modules, hooks on nodes of the
-    autograd graph, and what an operator of your own reads.
+    autograd graph, and state that a custom operator reads.
     """
 
     def __init__(self, wrapper: Any, optim_wrapper: Any, captured: Captured) -> None:
         model, optimizer = wrapper.module, optim_wrapper.optimizer
-        self._check, self._is_alive = captured.guards, captured.is_alive
+        self._check, self._is_alive, self._fetch = (
+            captured.guards,
+            captured.is_alive,
+            captured.fetch,
+        )
         self._scope: dict[str, Any] = {"model": model, "batch": None}
-        self._optimizer, self._parts = optimizer, (optimizer.state, optimizer.param_groups)
+        self._optimizer, self._wrappers = optimizer, (wrapper, optim_wrapper)
+        self._parts = _parts(wrapper, optim_wrapper)
+        self._options = _clip_options(optim_wrapper)
         own = [*(one._parameters for one in model.modules())]
         own += [one._buffers for one in model.modules()]
         self._dicts = [one for one in own if one]
@@ -55,8 +63,12 @@ class Contract:
         self._fixed += [state[name] for _, name, state in places.states()]
         self._layout = self._layout_now()
         self._addresses = [*map(_ADDRESS, self._fixed)]
-        self._groups = [{**one, "params": [*one["params"]]} for one in optimizer.param_groups]
-        self._methods = _own(optimizer)
+        self._read = [id(one) for one in self._fetch(self._scope)]
+        # The list of parameters itself, whose contents are compared by identity.
+        self._groups = [_settings(one) for one in optimizer.param_groups]
+        updated = [one for group in optimizer.param_groups for one in group["params"]]
+        self._updated = [*map(_ID, updated)]
+        self._frozen = [one for one in updated if not one.requires_grad]
         self._owners = [vars(optimizer), vars(optim_wrapper)]
         self._wrapper = vars(wrapper)
         self._lengths = [*map(len, self._owners)]
@@ -75,10 +87,12 @@ class Contract:
             return (
                 self._check(self._scope)
                 and self._is_alive()
-                and self._settings_hold()
+                and [*map(_ID, self._fetch(self._scope))] == self._read
+                and self.settings_hold()
                 and [*map(_ID, self._objects())] == self._ids
                 and self._layout_now() == self._layout
                 and ([*map(_ADDRESS, self._fixed)] == self._addresses or self._moves())
+                and all(one.grad is None for one in self._frozen)
                 and not any(self._hooks)
                 and not any(map(_HOOKS, self._parameters))
                 and not any(map(_LATE_HOOKS, self._parameters))
@@ -90,22 +104,24 @@ class Contract:
         finally:
             self._scope["batch"] = None
 
-    def _settings_hold(self) -> bool:
-        optimizer = self._optimizer
+    def settings_hold(self) -> bool:
+        """Whether wrappers, optimizer and its settings, except for learning rates, are the same."""
         return (
-            (optimizer.state is self._parts[0] and optimizer.param_groups is self._parts[1])
-            and _own(optimizer) == self._methods
+            all(map(operator.is_, _parts(*self._wrappers), self._parts))
+            and _clip_options(self._wrappers[1]) == self._options
             and [*map(len, self._owners)] == self._lengths
             and "forward" not in self._wrapper
-            and self.rates_alone_change()
+            and self._rates_alone_change()
         )
 
-    def rates_alone_change(self) -> bool:
-        """Whether the optimizer's settings, except for learning rates, are as they were."""
+    def _rates_alone_change(self) -> bool:
         groups = self._optimizer.param_groups
+        updated = chain.from_iterable(one["params"] for one in groups)
+        if [*map(_ID, updated)] != self._updated:
+            return False
         if groups != self._groups:
             for known, group in zip(self._groups, groups, strict=False):
-                known["lr"] = group["lr"]
+                known["lr"], known["params"] = group["lr"], group["params"]
             return bool(groups == self._groups)
         return True
 
@@ -149,9 +165,28 @@ def _reach(size: int, stride: int) -> int:
     return (size - 1) * stride
 
 
-def _own(optimizer: Optimizer) -> tuple[Any, ...]:
-    kind = type(optimizer)
-    return kind, kind.step, vars(optimizer).get("step")
+def _parts(wrapper: Any, optim_wrapper: Any) -> tuple[Any, ...]:
+    """The objects and methods that a step is made of."""
+    optimizer, kind = optim_wrapper.optimizer, type(optim_wrapper)
+    return (
+        *(wrapper._modules["module"], wrapper.detect_anomalous_params, type(wrapper).forward),
+        *(kind, kind.update_params, kind.backward, kind.step, kind.zero_grad),
+        *(optim_wrapper._clip, optimizer, optimizer.state, optimizer.param_groups),
+        *(type(optimizer), type(optimizer).step, vars(optimizer).get("step")),
+    )
+
+
+def _clip_options(optim_wrapper: Any) -> dict[str, Any]:
+    clip = optim_wrapper._clip
+    return {} if clip is None else {**clip.options}
+
+
+def _settings(group: dict[str, Any]) -> dict[str, Any]:
+    """The settings of a group; lists are copied, as they may change in place."""
+    return {
+        name: one if name == "params" else copy.copy(one) if isinstance(one, list) else one
+        for name, one in group.items()
+    }
 
 
 def _same_methods(kind: type, known: dict[str, Any]) -> bool:
@@ -168,7 +203,7 @@ def _is_method(value: Any) -> bool:
 
 def _hook_dicts(wrapper: nn.Module, optimizer: Optimizer) -> list[Any]:
     """The dicts of hooks that must be empty."""
-    # Dynamo could guard those of modules as well, which takes more time.
+    # Dynamo could guard the hooks of modules as well, but takes longer.
     own = [getattr(one, name) for one in wrapper.modules() for name in _MODULE_HOOKS]
     everywhere = (one for name, one in vars(torch_module).items() if name.startswith("_global_"))
     return [

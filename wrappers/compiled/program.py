@@ -9,6 +9,7 @@ import platform
 import tempfile
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,41 +25,74 @@ Program = Callable[[list[Tensor]], list[Tensor]]
 _SETTINGS = {"fallback_random": True}
 
 
-def compile_graph(graph: GraphModule, inputs: Sequence[Tensor]) -> Program:
-    """Return ``graph`` as a program for inputs like these, from the cache where it is there.
+class Compiler:
+    """Makes programs of graphs.
 
-    It changes the inputs as the graph does; those of the program must have the same shapes, data
-    types, strides and devices, which nobody checks.
-
-    Raises:
-        NotCompilableError: the compiler fails, or the cache is not for this user alone.
+    Args:
+        backend: "inductor", or "eager": run the graph as it is.
+        announce: called before a graph is compiled that is not in the cache, with an estimate of
+            the time in seconds.
     """
-    try:
-        if inputs[0].device.type == "cpu":
-            return _ahead_of_time(graph, inputs)
-        # A CUDA graph needs no program without Python, whose compiler needs CUDA's headers.
-        settings = {**_SETTINGS, "triton.cudagraphs": False}
-        with warnings.catch_warnings(), torch.autocast(inputs[0].device.type, enabled=False):
-            warnings.simplefilter("ignore")
-            compiled: Any = torch._inductor.compile(
-                graph, [one.detach() for one in inputs], options=settings
-            )
-        return lambda tensors: compiled(*tensors)
-    except Exception as error:
-        raise NotCompilableError(f"{type(error).__name__}: {first_line(error)}") from error
+
+    def __init__(self, backend: str, announce: Callable[[float], None]) -> None:
+        self._backend, self._announce = backend, announce
+
+    def __call__(self, graph: GraphModule, inputs: Sequence[Tensor]) -> Program:
+        """Return ``graph`` as a program for inputs like these, from the cache if it is there.
+
+        It changes the inputs as the graph does. Those of the program must have the same shapes,
+        data types, strides and devices, which is not checked.
+
+        Raises:
+            NotCompilableError: the compiler fails, or the cache is not for this user alone.
+        """
+        kind = inputs[0].device.type
+        try:
+            # The graph has all casts of autocast in it.
+            with torch.autocast(kind, enabled=False):
+                if self._backend == "eager":
+                    return partial(_run_as_it_is, graph, kind)
+                if kind == "cpu":
+                    return self._ahead_of_time(graph, inputs)
+                # A CUDA graph needs no program without Python, whose compiler needs CUDA's headers.
+                settings = {**_SETTINGS, "triton.cudagraphs": False}
+                self._announce(_seconds(graph))
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")
+                    compiled: Any = torch._inductor.compile(
+                        graph, [one.detach() for one in inputs], options=settings
+                    )
+                return lambda tensors: compiled(*tensors)
+        except Exception as error:
+            raise NotCompilableError(
+                f"the compiler fails: {type(error).__name__}: {first_line(error)}"
+            ) from error
+
+    def _ahead_of_time(self, graph: GraphModule, inputs: Sequence[Tensor]) -> Program:
+        path = _cache() / f"{_key(graph, inputs)}.pt2"
+        if not path.exists():
+            self._announce(_seconds(graph))
+            with Path(f"{path}.lock").open("w") as lock:
+                # One of the ranks compiles, and the others find what it made.
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                if not path.exists():
+                    _compile(graph, inputs, path)
+        package: Any = torch._inductor.aoti_load_package(str(path))
+        run: Program = package.loader.run
+        return run
 
 
-def _ahead_of_time(graph: GraphModule, inputs: Sequence[Tensor]) -> Program:
-    path = _cache() / f"{_key(graph, inputs)}.pt2"
-    if not path.exists():
-        with Path(f"{path}.lock").open("w") as lock:
-            # One of the ranks compiles, and the others find what it made.
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            if not path.exists():
-                _compile(graph, inputs, path)
-    package: Any = torch._inductor.aoti_load_package(str(path))
-    run: Program = package.loader.run
-    return run
+def _seconds(graph: GraphModule) -> float:
+    """Estimate how long compiling takes, by the size of the graph; measured on one core."""
+    # The first program of a cache prepares headers.
+    is_first = not any(_cache().glob("*.pt2"))
+    return 5 + 0.025 * len(graph.graph.nodes) + 10 * is_first
+
+
+def _run_as_it_is(graph: GraphModule, kind: str, inputs: list[Tensor]) -> list[Tensor]:
+    with torch.no_grad(), torch.autocast(kind, enabled=False):
+        outputs: list[Tensor] = graph(*inputs)
+        return outputs
 
 
 def _compile(graph: GraphModule, inputs: Sequence[Tensor], path: Path) -> None:

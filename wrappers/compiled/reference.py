@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -104,6 +105,11 @@ def copied(model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer
     return copies
 
 
+def cloned(batch: Any) -> Any:
+    """Return a batch with copies of its tensors."""
+    return tree_map(lambda one: one.clone() if isinstance(one, Tensor) else one, batch)
+
+
 def changed_values(places: Places) -> dict[str, dict[str, Tensor]]:
     """Return what an update changes: weights, buffers and the optimizer's state."""
     names, count = places.names, places.count
@@ -116,23 +122,28 @@ def changed_values(places: Places) -> dict[str, dict[str, Tensor]]:
     return kinds
 
 
-def differing(made: Values, start: Values, eager: Callable[..., Values]) -> str | None:
+def differing(
+    made: Values, start: Values, eager: Callable[..., Values], low: float, slack: float = 1.0
+) -> str | None:
     """Name the tensor in which a program differs most from the usual step; None if it does not.
 
-    What differs by more than rounding at first sight is compared with the step in double
-    precision: the program may be ``_FACTOR`` times as far from it as eager steps are that begin one
-    rounding apart.
+    Values that differ by more than a rounding are compared with the step in double precision: the
+    program may be ``_FACTOR`` times as far from it as eager steps whose weights differ by one
+    rounding.
 
     Args:
-        made: what the program has computed.
+        made: the values that the program has computed.
         start: the same tensors before the step, as far as there were any.
         eager: makes the usual step on copies; takes ``dtype`` and ``nudge`` of ``EagerStep``.
+        low: the rounding of autocast, 0 without it.
+        slack: multiplies all that is allowed.
     """
     # Drawn once: in double precision other numbers would be drawn.
     drawn = Draws()
     with drawn:
         usual = eager()
-    wrong = [kind for kind in usual if not _is_close(made, usual, start, kind)]
+    is_close = partial(_is_close, made, start=start, low=low, slack=slack)
+    wrong = [kind for kind in usual if not is_close(usual, kind=kind)]
     if not wrong:
         return None
     try:
@@ -147,12 +158,21 @@ def differing(made: Values, start: Values, eager: Callable[..., Values]) -> str 
             others.append(eager(nudge=seed))
     for kind in wrong:
         spread = max(_distance(other, exact, kind) for other in others)
-        if not _is_close(made, exact, start, kind, _FACTOR * spread):
+        if not is_close(exact, kind=kind, allowed=_FACTOR * spread):
             return max(exact[kind], key=lambda name: _relative(made, exact, start, kind, name))
     return None
 
 
-def _is_close(made: Values, wanted: Values, start: Values, kind: str, allowed: float = 0.0) -> bool:
+def _is_close(
+    made: Values,
+    wanted: Values,
+    *,
+    start: Values,
+    kind: str,
+    low: float,
+    slack: float,
+    allowed: float = 0.0,
+) -> bool:
     if list(made.get(kind, {})) != list(wanted[kind]):
         return False
     tolerance = epsilon = 0.0
@@ -168,8 +188,9 @@ def _is_close(made: Values, wanted: Values, start: Values, kind: str, allowed: f
             epsilon = max(epsilon, torch.finfo(new.dtype).eps)
     size = _distance(wanted, {}, kind)
     way = _distance(wanted, start, kind)
-    limit = allowed + tolerance * way + 2 * epsilon * size
-    return _distance(made, wanted, kind) <= limit + torch.finfo(torch.float32).tiny
+    # In half precision only coarse differences can be told from rounding.
+    limit = allowed + max(tolerance, 4 * low) * way + 2 * epsilon * size
+    return _distance(made, wanted, kind) <= slack * limit + torch.finfo(torch.float32).tiny
 
 
 def _distance(some: Values, others: Values, kind: str) -> float:
@@ -215,7 +236,7 @@ class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Keeps the random numbers that are drawn inside, or gives those that were kept.
 
     Attributes:
-        tensors: what was drawn, one list for each operation.
+        tensors: the numbers drawn, one list for each operation.
     """
 
     def __init__(self, kept: list[list[Tensor]] | None = None) -> None:

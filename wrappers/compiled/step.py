@@ -26,6 +26,7 @@ from ..steps.step_checks import has_own_step
 from .compiled import Compiled, shared_buffers, step_in_eager_mode
 from .contract import obstacles_of
 from .errors import NotCompilableError, NotReadyError
+from .program import Compiler
 from .trace import Plan
 
 logger = logging.getLogger(__name__)
@@ -33,12 +34,10 @@ logger = logging.getLogger(__name__)
 # Windows before the first compiled one: the optimizer makes its state in the first, and the others
 # tell what a step costs.
 _EAGER_WINDOWS = 3
+# Optimizer wrappers that one wrapper of a model may have had.
+_FEW = 2
 # Compiled steps whose time is measured.
 _TIMED = 20
-_COMPILING = (
-    "compiling the training step for this shape of batches: a second where it is in the cache, "
-    "else up to half a minute"
-)
 _SETTINGS_CHANGE = (
     "attributes of the model, numbers or texts in batches, or settings of the optimizer other than "
     "learning rates change from step to step, as momentum does under OneCycleLR without "
@@ -73,7 +72,7 @@ class CompiledStep:
         self._optim_wrapper: Any = None
         self._is_refused = False
         self._told: set[str] = set()
-        self._attempts = 3
+        self._attempts, self._optim_wrappers = 3, 0
         self._is_closed = False
         self._clock = _Clock()
         # The number of steps for each look at the model, and of those before the next look.
@@ -95,6 +94,7 @@ class CompiledStep:
         if optim_wrapper is not self._optim_wrapper:
             self._programs.clear()
             self._optim_wrapper = optim_wrapper
+            self._optim_wrappers += 1
             self._device_type = device_of(wrapper.module).type
             if (reason := self._obstacle(wrapper) or self._shortness()) is not None:
                 self._is_refused = True
@@ -175,7 +175,8 @@ class CompiledStep:
             if self._outdated > 1:
                 raise NotCompilableError(_SETTINGS_CHANGE)
             with self._clock.compiling(device_of(wrapper.module)):
-                program = Compiled(wrapper, self._optim_wrapper, plan, batch, self._backend)
+                compiler = Compiler(self._backend, self._clock.announce)
+                program = Compiled(wrapper, self._optim_wrapper, plan, batch, compiler)
             self._programs.insert(0, program)
             return program
         except (NotCompilableError, torch.OutOfMemoryError) as reason:
@@ -204,6 +205,8 @@ class CompiledStep:
         """Why no step can be compiled, the same on all ranks; None if it may be."""
         if self._is_autocast:
             return _AUTOCAST
+        if self._optim_wrappers > _FEW:
+            return "several optimizer wrappers take turns"
         return next(_obstacles(wrapper, self._optim_wrapper, self._allow_custom), None)
 
     def _tell(self, reason: str) -> None:
@@ -213,7 +216,7 @@ class CompiledStep:
 
 
 class _Clock:
-    """Times steps before and after compiling, and tells when it has paid."""
+    """Times steps before and after compiling, and logs when compiling has paid off."""
 
     def __init__(self) -> None:
         self._last: float | None = None
@@ -232,11 +235,17 @@ class _Clock:
         if len(self._compiled) > _TIMED and get_rank() == 0:
             logger.info("the training step was compiled in %.1f s%s", self._seconds, self._gain())
 
+    def announce(self, seconds: float) -> None:
+        """Log how long compiling will take, and when it can pay off."""
+        if get_rank() != 0:
+            return
+        eager = min(list(self._eager)[1:], default=0.0)
+        when = f"; it pays off after {seconds / eager:,.0f} steps at the earliest" if eager else ""
+        logger.info("compiling the training step takes about %.0f s%s", seconds, when)
+
     @contextmanager
     def compiling(self, device: torch.device) -> Iterator[None]:
-        """Tell that compiling begins, and count what it takes."""
-        if get_rank() == 0:
-            logger.info(_COMPILING)
+        """Count the time that compiling takes."""
         begin = time.perf_counter()
         yield
         self._seconds += time.perf_counter() - begin
@@ -250,10 +259,10 @@ class _Clock:
         if len(self._eager) < 2:
             return ""
         before, after = min(list(self._eager)[1:]), min(self._compiled)
-        told = f"; it takes {after * 1e3:.3g} ms instead of {before * 1e3:.3g} ms"
+        gain = f"; it takes {after * 1e3:.3g} ms instead of {before * 1e3:.3g} ms"
         if after >= before:
-            return f"{told}: leave compile: step out"
-        return f"{told}, which has paid after {self._seconds / (before - after):,.0f} steps"
+            return f"{gain}: leave compile: step out"
+        return f"{gain}, which pays off after {self._seconds / (before - after):,.0f} steps"
 
 
 def _plan(wrapper: Any, optim_wrapper: Any) -> Plan:
@@ -261,8 +270,10 @@ def _plan(wrapper: Any, optim_wrapper: Any) -> Plan:
     if wrapper.averages_ranks and distributed.is_initialized():
         ranks = distributed.get_world_size(wrapper.data_group)
     groups = optim_wrapper.optimizer.param_groups
-    held = [p.grad is not None for group in groups for p in group["params"] if p.requires_grad]
-    kept = tuple(held) if True in held else ()
+    grads = [p.grad for group in groups for p in group["params"] if p.requires_grad]
+    kept: tuple[Any, ...] = ()
+    if any(one is not None for one in grads):
+        kept = tuple(None if one is None else (one.stride(), one.dtype) for one in grads)
     if optim_wrapper._accumulative_counts == 1:
         return Plan(kept, ranks=ranks)
     weighed = optim_wrapper.loss_weight is not None

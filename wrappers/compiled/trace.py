@@ -27,14 +27,14 @@ class Plan(NamedTuple):
     """What becomes of the gradients of a micro-batch.
 
     Attributes:
-        held: by trained parameter, whether there are gradients of earlier micro-batches to add to;
-            empty for none.
+        held: by trained parameter, strides and type of the gradient of earlier micro-batches to add
+            to, None without one; empty if there are none.
         updates: the window ends with it.
         divisor: the micro-batches of the window.
         ranks: how many average the gradients before an update.
     """
 
-    held: tuple[bool, ...] = ()
+    held: tuple[Any, ...] = ()
     updates: bool = True
     divisor: int = 1
     ranks: int = 1
@@ -61,6 +61,7 @@ class Places:
         if any(self.index.get(id(one), self.count) >= self.count for one in updated):
             raise NotCompilableError("the optimizer has parameters that are not the model's")
         self.trained = [self.index[id(one)] for one in updated if one.requires_grad]
+        self._updated = {*map(id, updated)}
 
     @property
     def parameters(self) -> list[Tensor]:
@@ -71,6 +72,10 @@ class Places:
     def buffers(self) -> list[Tensor]:
         """The buffers of the model."""
         return self._tensors[self.count :]
+
+    def updates(self, one: Tensor) -> bool:
+        """Whether the optimizer has this parameter."""
+        return id(one) in self._updated
 
     def trained_tensors(self) -> list[Tensor]:
         """The parameters that get gradients."""
