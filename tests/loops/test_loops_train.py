@@ -50,11 +50,11 @@ def test_trace_of_the_epoch_loop() -> None:
         "update 2",
         "save_point 2",
         "epoch_end 0",
+        "log 2",
         "val_start",
         *_EVALUATION,
         "val_end ['loss']",
         "save_point 2",
-        "log 2",
         "train_end",
     ]
 
@@ -74,9 +74,8 @@ def test_trace_of_the_iteration_loop() -> None:
         *["batch_start 1", "batch_end 1", "update 2", "log 2", *validation, "save_point 2"],
         # The end of the first pass over the data.
         "save_point 2",
-        *["batch_start 2", "batch_end 2", "update 3", *validation, "save_point 3"],
+        *["batch_start 2", "batch_end 2", "update 3", "log 3", *validation, "save_point 3"],
         "epoch_end 1",
-        "log 3",
         "train_end",
     ]
     assert (state.epoch, state.batch, state.iteration, state.step) == (1, 1, 3, 3)

@@ -54,7 +54,9 @@ def test_refused_under_fsdp(name: str, told: str) -> None:
 @pytest.mark.parametrize("optimizer", [ZERO, LOCAL])
 def test_refused_under_fsdp_which_does_it_itself(optimizer: dict[str, Any]) -> None:
     config = settings(2, wrapper={"type": "fsdp"}, optimizer=optimizer)
-    with pytest.raises(RanksError, match=f"optimizer: .*{optimizer['type']}.* is a DTensor"):
+    with pytest.raises(
+        RanksError, match=f"optimizer[.a-z_]*: .*{optimizer['type']}.* is a DTensor"
+    ):
         run_ranks(_built, 2, config)
 
 

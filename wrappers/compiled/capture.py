@@ -106,12 +106,9 @@ def capture(model: nn.Module, batch: Any) -> Captured:
         raise NotCompilableError(_in_plain_words(error)) from error
     graph, inputs, marks = found[0]
     outputs = {id(one): at for at, one in enumerate(marks)}
-    tensors = {name: one for name, one in logs.items() if isinstance(one, Tensor)}
-    constants = {name: one for name, one in logs.items() if name not in tensors}
+    tensors, constants = _parted(logs)
     if not {id(total), *map(id, tensors.values())} <= {*outputs}:
         raise NotCompilableError("one of its losses or logs is itself a parameter or an input")
-    if any(isinstance(one, Tensor) for one in tree_leaves(constants)):
-        raise NotCompilableError("one of its logs is a list or dict of tensors")
 
     def is_alive(_kept: Any = function) -> bool:
         # Dynamo has forgotten a program after torch.compiler.reset(), or once an object died.
@@ -128,6 +125,15 @@ def capture(model: nn.Module, batch: Any) -> Captured:
         is_alive,
         _fetcher(graph, reads, function.__globals__),
     )
+
+
+def _parted(logs: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Part logs into tensors and constants."""
+    tensors = {name: one for name, one in logs.items() if isinstance(one, Tensor)}
+    constants = {name: one for name, one in logs.items() if name not in tensors}
+    if any(isinstance(one, Tensor) for one in tree_leaves(constants)):
+        raise NotCompilableError("one of its logs is a list or dict of tensors")
+    return tensors, constants
 
 
 def _fetcher(

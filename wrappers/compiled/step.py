@@ -295,6 +295,8 @@ def _obstacles(wrapper: Any, optim_wrapper: Any, allow_custom: bool) -> Iterator
     scaler: Any = getattr(optim_wrapper, "loss_scaler", None)
     if scaler is not None and scaler.is_enabled():
         yield "float16 scales its losses; use bfloat16"
+    if any(vars(kind)[key] is not one for kind, own in _METHODS for key, one in own.items()):
+        yield "a method of OptimWrapper has been replaced"
     if patched := [name for name in vars(optim_wrapper) if hasattr(type(optim_wrapper), name)]:
         yield f"methods of the {name} have been replaced: {', '.join(patched)}"
     yield from _of_optimizer(optim_wrapper)
@@ -345,4 +347,9 @@ def _of_ddp(wrapper: Any) -> Iterator[str]:
         yield "ranks may end apart (uneven_inputs)"
 
 
+# As they were imported.
+_METHODS = [
+    (kind, {key: one for key, one in vars(kind).items() if callable(one)})
+    for kind in (OptimWrapper, AmpOptimWrapper)
+]
 _FORWARDS = (SingleDevice.forward, StepDistributedDataParallel.forward)
