@@ -80,14 +80,6 @@ def capture(model: nn.Module, batch: Any) -> Captured:
     """
     if any(one.requires_grad for _, one in tensors_in(batch)):
         raise NotCompilableError("batches have gradients, as of a preprocessor with parameters")
-    found: list[tuple[GraphModule, list[Any], list[Tensor]]] = []
-
-    def note(graph: GraphModule, inputs: list[Any]) -> Callable[..., list[Tensor]]:
-        # One marker per output shows which of them is the total, and which are logged.
-        returned: Any = graph.graph.output_node().args[0]
-        marks = [torch.empty(()) for _ in returned]
-        found.append((graph, list(inputs), marks))
-        return lambda *_: marks
 
     def function(model: Any, batch: Any) -> Any:
         return step_losses(model, batch)
@@ -96,15 +88,11 @@ def capture(model: nn.Module, batch: Any) -> Captured:
     function.__code__ = function.__code__.replace()
     try:
         with torch._dynamo.config.patch(_SETTINGS):
-            compiled = torch.compile(function, backend=note, fullgraph=True, dynamic=False)
-            total, logs = compiled(model, batch)
-        if len(found) != 1:
-            raise NotCompilableError("torch.compile is disabled here, or sees no tensors")
+            (graph, inputs, marks), (total, logs) = _follow(function, model, batch)
         entries = torch._C._dynamo.eval_frame._debug_get_cache_entry_list(function.__code__)
         guards = entries[0].guard_manager
     except Exception as error:
         raise NotCompilableError(_in_plain_words(error)) from error
-    graph, inputs, marks = found[0]
     outputs = {id(one): at for at, one in enumerate(marks)}
     tensors, constants = _parted(logs)
     if not {id(total), *map(id, tensors.values())} <= {*outputs}:
@@ -125,6 +113,25 @@ def capture(model: nn.Module, batch: Any) -> Captured:
         is_alive,
         _fetcher(graph, reads, function.__globals__),
     )
+
+
+def _follow(function: Callable[..., Any], *args: Any) -> tuple[Any, Any]:
+    """Return the graph of a call with its inputs and one marker per output, and the result.
+
+    The markers in the result show which output is the total, and which are logged.
+    """
+    found: list[tuple[GraphModule, list[Any], list[Tensor]]] = []
+
+    def note(graph: GraphModule, inputs: list[Any]) -> Callable[..., list[Tensor]]:
+        returned: Any = graph.graph.output_node().args[0]
+        marks = [torch.empty(()) for _ in returned]
+        found.append((graph, list(inputs), marks))
+        return lambda *_: marks
+
+    result = torch.compile(function, backend=note, fullgraph=True, dynamic=False)(*args)
+    if len(found) != 1:
+        raise NotCompilableError("torch.compile is disabled here, or sees no tensors")
+    return found[0], result
 
 
 def _parted(logs: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
