@@ -3,275 +3,38 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from compiled_runs import (
+    CHANGED_AT,
+    CHANGES,
+    STEPS,
+    Change,
+    ConvNet,
+    Net,
+    adamw,
+    assert_same,
+    batch_at,
+    moved,
+    orthonormal,
+    other_attribute,
+    sgd,
+    steps_compiled,
+    train,
+    transposed,
+)
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from marks import slow
 from torch import Tensor, nn
-from torch.nn.modules import module as torch_module
-from torch.optim import optimizer as torch_optimizer
 
-from stepwrap.wrappers import AmpOptimWrapper, OptimWrapper, SingleDevice, SupervisedModel
-from stepwrap.wrappers import compile_step as compile_wrapper
-
-STEPS = 24
-CHANGED_AT = 8
-Change = Callable[[Any, OptimWrapper], object]
-
-
-class Net(nn.Module):
-    """Two layers and an attribute."""
-
-    sign = 1.0
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last, self.scale = nn.Linear(6, 6), nn.Linear(6, 3), 1.0
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.hidden(self.first(x))) * self.scale
-
-    def hidden(self, x: Tensor) -> Tensor:
-        return torch.tanh(x) * self.sign
-
-
-class ConvNet(nn.Sequential):
-    """Its layout may become channels_last."""
-
-    def __init__(self) -> None:
-        wide = nn.Conv2d(4, 4, 3, padding=1)
-        layers = [nn.Unflatten(1, (1, 2, 3)), nn.Conv2d(1, 4, 3, padding=1), nn.ReLU(), wide]
-        super().__init__(*layers, nn.Flatten(), nn.Linear(24, 3))
-
-
-def sgd(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
-
-
-def adamw(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=0.01)
-
-
-def batch_at(index: int, dtype: torch.dtype) -> Any:
-    generator = torch.Generator().manual_seed(index)
-    inputs = torch.randn(8, 6, generator=generator, dtype=torch.float64).to(dtype)
-    return inputs, torch.randint(3, (8,), generator=generator)
-
-
-def train(
-    compiled: bool,
-    net: Callable[[], nn.Module] = Net,
-    optimizer: Callable[[Any], torch.optim.Optimizer] = sgd,
-    before_step: Callable[[int, Any, OptimWrapper], object] = lambda *_: None,
-    around: Callable[[int], AbstractContextManager[Any]] = lambda _: nullcontext(),
-    *,
-    dtype: torch.dtype = torch.float64,
-    make_batch: Callable[[int, torch.dtype], Any] = batch_at,
-    wrap: Callable[..., OptimWrapper] = OptimWrapper,
-    **options: Any,
-) -> tuple[dict[str, Tensor], list[float], Any]:
-    """Weights and optimizer state after the steps, their losses, and the wrapper."""
-    torch.manual_seed(0)
-    random.seed(0)
-    made = net().to(dtype)
-    model = made if hasattr(made, "losses") else SupervisedModel(made, nn.CrossEntropyLoss())
-    wrapper: Any = SingleDevice(model)
-    if compiled:
-        compile_wrapper(wrapper, **{"backend": "eager", **options})
-    optim = wrap(optimizer(model.parameters()))
-    wrapper.train()
-    losses = []
-    with classes_restored():
-        for index in range(STEPS):
-            before_step(index, model, optim)
-            with around(index):
-                logs = wrapper.train_step(make_batch(index, dtype), optim)
-            losses.append(float(logs["loss"]))
-    state = dict(model.state_dict())
-    for index, own in optim.optimizer.state_dict()["state"].items():
-        state |= {f"{index}.{k}": v for k, v in own.items() if isinstance(v, Tensor)}
-    return state, losses, wrapper
-
-
-def steps_compiled(wrapper: Any) -> int:
-    return sum(one._uses for one in wrapper._compiled_step._programs)
-
-
-def assert_same(tolerance: float, *args: Any, **options: Any) -> Any:
-    """Train both ways; returns the wrapper with the compiled step."""
-    usual, usual_losses, _ = train(False, *args, **options)
-    compiled, losses, wrapper = train(True, *args, **options)
-    assert list(usual) == list(compiled)
-    for name, one in usual.items():
-        torch.testing.assert_close(compiled[name], one, rtol=tolerance, atol=tolerance, msg=name)
-    assert losses == pytest.approx(usual_losses, rel=tolerance, abs=tolerance)
-    return wrapper
-
-
-def weight(model: Any) -> nn.Parameter:
-    return next(model.parameters())
-
-
-def orthonormal(model: Any, _: OptimWrapper) -> None:
-    weight(model).data = torch.linalg.qr(weight(model).data)[0]
-
-
-def transposed(model: Any, _: OptimWrapper) -> None:
-    weight(model).data = weight(model).data.t()
-
-
-def moved(model: Any, _: OptimWrapper) -> None:
-    weight(model).data = weight(model).data.clone()
-
-
-def without_state(_: Any, optim: OptimWrapper) -> None:
-    optim.optimizer.state.clear()
-
-
-def with_less_state(model: Any, optim: OptimWrapper) -> None:
-    optim.optimizer.state.pop(weight(model))
-
-
-def with_other_state(_: Any, optim: OptimWrapper) -> None:
-    for state in optim.optimizer.state.values():
-        state.update({name: one.clone() / 2 for name, one in state.items()})
-
-
-def not_in_a_group(_: Any, optim: OptimWrapper) -> None:
-    removed = optim.optimizer.param_groups[0]["params"].pop(0)
-    optim.optimizer.state.pop(removed, None)
-
-
-def clamped(model: Any, optim: OptimWrapper) -> None:
-    """After each step, by a method of the instance."""
-    optimizer: Any = optim.optimizer
-    usual = optimizer.step
-
-    def step(*args: Any) -> None:
-        usual(*args)
-        for one in model.parameters():
-            one.data.clamp_(-0.1, 0.1)
-
-    optimizer.step = step
-
-
-def hooked_late(model: Any, _: OptimWrapper) -> None:
-    def halve(one: Tensor) -> None:
-        assert one.grad is not None
-        one.grad.mul_(0.5)
-
-    weight(model).register_post_accumulate_grad_hook(halve)
-
-
-def hooked(model: Any, _: OptimWrapper) -> None:
-    weight(model).register_hook(lambda gradient: gradient * 0.5)
-
-
-def hooked_module(model: Any, _: OptimWrapper) -> None:
-    model.net.first.register_forward_hook(lambda *args: args[2] * 2)
-
-
-def hooked_everywhere(model: Any, _: OptimWrapper) -> None:
-    def double(module: nn.Module, _: Any, output: Any) -> Any:
-        return output * 2 if isinstance(module, nn.Linear) else None
-
-    torch_module.register_module_forward_hook(double)
-
-
-def hooked_optimizers(model: Any, _: OptimWrapper) -> None:
-    def shrink(*_: Any) -> None:
-        weight(model).data.mul_(0.9)
-
-    torch_optimizer.register_optimizer_step_post_hook(shrink)
-
-
-def other_attribute(model: Any, _: OptimWrapper) -> None:
-    model.net.scale *= 0.9
-
-
-def other_class_attribute(*_: Any) -> None:
-    Net.sign = -1.0
-
-
-def other_method(*_: Any) -> None:
-    Net.hidden = lambda self, x: x  # type: ignore[method-assign]
-
-
-def other_forward(*_: Any) -> None:
-    nn.Linear.forward = lambda self, x: nn.functional.linear(x, self.weight)  # type: ignore[method-assign]
-
-
-def frozen(model: Any, _: OptimWrapper) -> None:
-    weight(model).requires_grad_(False)
-
-
-def evaluated(model: Any, _: OptimWrapper) -> None:
-    model.eval()
-
-
-def replaced(model: Any, _: OptimWrapper) -> None:
-    model.net.last = nn.Linear(6, 3, bias=False).double()
-
-
-def other_rates(_: Any, optim: OptimWrapper) -> None:
-    optim.optimizer.param_groups[0]["lr"] *= 0.5
-
-
-def other_momentum(_: Any, optim: OptimWrapper) -> None:
-    optim.optimizer.param_groups[0]["weight_decay"] = 0.1
-
-
-def reset(*_: Any) -> None:
-    torch.compiler.reset()
-
-
-_CHANGEABLE = [(Net, "sign"), (Net, "hidden"), (nn.Linear, "forward")]
-_ALL_MODULES = torch_module._global_forward_hooks
-_ALL_OPTIMIZERS = torch_optimizer._global_optimizer_post_hooks
-CHANGES = [
-    orthonormal,
-    transposed,
-    moved,
-    without_state,
-    with_less_state,
-    with_other_state,
-    not_in_a_group,
-    clamped,
-    hooked_late,
-    hooked,
-    hooked_module,
-    hooked_everywhere,
-    hooked_optimizers,
-    other_attribute,
-    other_class_attribute,
-    other_method,
-    other_forward,
-    frozen,
-    evaluated,
-    replaced,
-    other_rates,
-    other_momentum,
-    reset,
-]
-
-
-@contextmanager
-def classes_restored() -> Iterator[None]:
-    """Undo changes of classes and of hooks on all modules and optimizers."""
-    kept = [(one, name, getattr(one, name)) for one, name in _CHANGEABLE]
-    try:
-        yield
-    finally:
-        for one, name, value in kept:
-            setattr(one, name, value)
-        _ALL_MODULES.clear()
-        _ALL_OPTIMIZERS.clear()
+from stepwrap.wrappers import AmpOptimWrapper, OptimWrapper
+from stepwrap.wrappers.compiled.verifier import StepMismatchError
 
 
 def assert_sound(net: Any, optimizer: Any, changes: dict[int, Change]) -> Any:
@@ -533,7 +296,6 @@ def test_a_difference_that_appears_later_ends_the_training(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The program keeps a number that a replaced method of another class gives."""
-    from stepwrap.wrappers.compiled.verifier import StepMismatchError
 
     class Rule:
         def factor(self) -> float:
