@@ -168,7 +168,7 @@ def by_wrapper(
 ) -> Train:
     wrapper: Any = SingleDevice(model)
     if kind != EAGER:
-        compile_step(wrapper)
+        compile_step(wrapper, min_steps=0)
     clip_grad = None if clip is None else {"max_norm": clip}
     optim = OptimWrapper(optimizer, clip_grad=clip_grad)
     if precision is not None:
@@ -268,7 +268,7 @@ def epoch_by_loop(loader: ClockedLoader, *, compiled: bool, steps_per_call: int 
     model, optimizer_class, _, options = perceptron()
     wrapper = SingleDevice(model)
     if compiled:
-        compile_step(wrapper)
+        compile_step(wrapper, min_steps=0)
     optim = OptimWrapper(optimizer_class(model.parameters(), **options))
 
     def run() -> None:
