@@ -88,7 +88,7 @@ def capture(model: nn.Module, batch: Any) -> Captured:
     function.__code__ = function.__code__.replace()
     try:
         with torch._dynamo.config.patch(_SETTINGS):
-            (graph, inputs, marks), (total, logs) = _follow(function, model, batch)
+            (graph, reads, marks), (total, logs) = _follow(function, model, batch)
         entries = torch._C._dynamo.eval_frame._debug_get_cache_entry_list(function.__code__)
         guards = entries[0].guard_manager
     except Exception as error:
@@ -102,7 +102,6 @@ def capture(model: nn.Module, batch: Any) -> Captured:
         # Dynamo has forgotten a program after torch.compiler.reset(), or once an object died.
         return guards.cache_entry is not None
 
-    reads = list(_located(graph, inputs, model, batch))
     return Captured(
         graph,
         reads,
@@ -115,20 +114,35 @@ def capture(model: nn.Module, batch: Any) -> Captured:
     )
 
 
-def _follow(function: Callable[..., Any], *args: Any) -> tuple[Any, Any]:
-    """Return the graph of a call with its inputs and one marker per output, and the result.
+def _follow(
+    function: Callable[..., Any], model: nn.Module, batch: Any
+) -> tuple[tuple[GraphModule, list[tuple[str, Any]], list[Tensor]], Any]:
+    """Return the graph of a call, what it reads, one marker per output, and the result.
 
     The markers in the result show which output is the total, and which are logged.
     """
-    found: list[tuple[GraphModule, list[Any], list[Tensor]]] = []
+    found: list[tuple[GraphModule, list[tuple[str, Any]], list[Tensor]]] = []
+    refused: list[NotCompilableError] = []
 
     def note(graph: GraphModule, inputs: list[Any]) -> Callable[..., list[Tensor]]:
+        try:
+            reads = list(_located(graph, inputs, model, batch))
+        except NotCompilableError as error:
+            # Raised here, before the call would draw numbers that are inputs of the graph.
+            refused.append(error)
+            raise
         returned: Any = graph.graph.output_node().args[0]
         marks = [torch.empty(()) for _ in returned]
-        found.append((graph, list(inputs), marks))
+        found.append((graph, reads, marks))
         return lambda *_: marks
 
-    result = torch.compile(function, backend=note, fullgraph=True, dynamic=False)(*args)
+    compiled = torch.compile(function, backend=note, fullgraph=True, dynamic=False)
+    try:
+        result = compiled(model, batch)
+    except Exception:
+        if refused:
+            raise refused[0] from None
+        raise
     if len(found) != 1:
         raise NotCompilableError("torch.compile is disabled here, or sees no tensors")
     return found[0], result
@@ -167,7 +181,7 @@ def _located(
     for node, one in zip(nodes, inputs, strict=True):
         if id(one) in places:
             yield places[id(one)]
-        elif isinstance(one, Tensor):
+        elif isinstance(one, Tensor) and not str(node.target).startswith("random_value"):
             raise NotCompilableError(
                 f"its forward reads {_source(node)}, which is not a parameter, a buffer or a "
                 "tensor of the batch: let its module register_buffer it, or give batches of tensors"
