@@ -190,7 +190,9 @@ class Fault(Hook):
         self._bump(state.model.module.get_parameter(self.where))
 
     def buffer(self, state: LoopState) -> None:
-        self._bump(state.model.module.get_buffer(self.where))
+        # A single rounding may be lost in the running average of the next step.
+        for _ in range(4):
+            self._bump(state.model.module.get_buffer(self.where))
 
     @torch.no_grad()
     def _bump(self, tensor: Tensor) -> None:
