@@ -80,7 +80,7 @@ WEIGHTED = {"optim_wrapper": {"type": "OptimWrapper", "loss_weight": "samples"}}
 
 # Batches of one shape, compiled from the fourth update of the run on.
 COMPILED: dict[str, Any] = {
-    "compile": "step",
+    "compile": {"step": True, "min_steps": 0},
     "data": {"train": {"dataset": {"type": f"{HERE}.Points", "samples": 72}, "batch_size": 3}},
 }
 

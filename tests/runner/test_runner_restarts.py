@@ -49,7 +49,11 @@ def test_a_killed_rank_restarts_all_and_the_weights_are_those_without_it(
     saved = f"run/checkpoints/step_{done // 3 * 3:08d}"
     ranks = "the only rank" if nproc == 1 else f"all {nproc} ranks"
     why = "the process was killed by SIGKILL: is the machine out of memory?"
-    assert err.splitlines() == [
+    lines = err.splitlines()
+    # The rank that is left may say so before it is ended.
+    if lines[0].startswith("no checkpoint of step"):
+        assert "spread over the ranks" in lines.pop(0)
+    assert lines == [
         f"rank {nproc - 1} failed after step {done}: ProcessKilled: {why}",
         f"restarting {ranks} from {saved}; 1 of 2 restarts left",
         f"continuing from {saved}, step {done // 3 * 3}",

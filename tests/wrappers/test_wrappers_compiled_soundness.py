@@ -36,6 +36,9 @@ from torch import Tensor, nn
 from stepwrap.wrappers import AmpOptimWrapper, OptimWrapper
 from stepwrap.wrappers.compiled.verifier import StepMismatchError
 
+# torch warns once in a process about weights whose strides have changed.
+pytestmark = pytest.mark.filterwarnings("ignore:grad and param do not obey")
+
 
 def assert_sound(net: Any, optimizer: Any, changes: dict[int, Change]) -> Any:
     def before_step(index: int, model: Any, optim: OptimWrapper) -> None:

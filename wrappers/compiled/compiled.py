@@ -217,11 +217,13 @@ class Compiled:
             self._factor.set(window.factor())
         if not is_due:
             return self._update([*self._moved, *parts])
+        # Clipping changes the gradients in place.
+        kept = [one.clone() for one in parts]
         try:
-            return self._verified_update(parts)
+            return self._verified_update(parts, kept)
         except NotCompilableError:
             # The other ranks have made this step.
-            norm = update(self._places, self._clip, self._factor.tensor, parts)
+            norm = update(self._places, self._clip, self._factor.tensor, kept)
             self._optimizer.zero_grad()
             return [] if norm is None else [norm]
 
@@ -263,12 +265,12 @@ class Compiled:
 
         return self._verifier.run(self._uses, partial(self._run, inputs), made, usual)
 
-    def _verified_update(self, parts: list[Tensor]) -> list[Tensor]:
+    def _verified_update(self, parts: list[Tensor], kept: list[Tensor]) -> list[Tensor]:
         assert self._update is not None
 
         def usual(origin: Any, **options: Any) -> dict[str, dict[str, Tensor]]:
             step = EagerStep(origin, None, **options)
-            norm = update(step.places, self._clip, self._factor.value, parts)
+            norm = update(step.places, self._clip, self._factor.value, kept)
             values = {} if norm is None else {_NORM: norm}
             return {"norm": values, **changed_values(step.places)}
 
