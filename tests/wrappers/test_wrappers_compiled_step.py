@@ -333,9 +333,9 @@ class Odd(nn.Module):
     [
         ("reads a value", "depends on the values of tensors"),
         ("counts", "changes attributes of model.net"),
-        ("assigns a buffer", "only buffers change, and in place"),
+        ("assigns a buffer", "only buffers may change, and in place"),
         ("draws", "cannot be followed"),
-        ("keeps a tensor", "changes attributes of model.net"),
+        ("keeps a tensor", "register_buffer"),
     ],
 )
 def test_steps_that_cannot_be_compiled_run_as_usual(
