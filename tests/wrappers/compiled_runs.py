@@ -131,7 +131,7 @@ def without_state(_: Any, optim: OptimWrapper) -> None:
 
 
 def with_less_state(model: Any, optim: OptimWrapper) -> None:
-    optim.optimizer.state.pop(weight(model))
+    optim.optimizer.state.pop(weight(model), None)
 
 
 def with_other_state(_: Any, optim: OptimWrapper) -> None:
@@ -162,11 +162,13 @@ def hooked_late(model: Any, _: OptimWrapper) -> None:
         assert one.grad is not None
         one.grad.mul_(0.5)
 
-    weight(model).register_post_accumulate_grad_hook(halve)
+    if weight(model).requires_grad:
+        weight(model).register_post_accumulate_grad_hook(halve)
 
 
 def hooked(model: Any, _: OptimWrapper) -> None:
-    weight(model).register_hook(lambda gradient: gradient * 0.5)
+    if weight(model).requires_grad:
+        weight(model).register_hook(lambda gradient: gradient * 0.5)
 
 
 def hooked_module(model: Any, _: OptimWrapper) -> None:
