@@ -11,7 +11,6 @@ from tempfile import TemporaryDirectory
 from ...loops import NoteStepHook, find_checkpoint
 from ..failure import LaunchError
 from ..jobs import Job, Outcome, next_attempt, on_ranks, run_job
-from ..launcher import started_outside
 from ..run_folder import stamped
 
 # A training that fails so often in the same way at the same step is not restarted.
@@ -19,16 +18,13 @@ _SAME = 3
 
 
 def run_with_restarts(job: Job) -> dict[int, Outcome]:
-    """Run a job on its ranks; restart a training up to `launch.max_restarts` times.
+    """Run a training on its ranks; restart it up to `launch.max_restarts` times.
 
     Raises:
         LaunchError: The last failure, if no restart is left, if the same error came at the same
             step for the third time, or if the command was to stop anyway.
     """
-    most = job.run.launch.max_restarts
-    if not most or job.command != "train" or job.dry_run or started_outside():
-        return on_ranks(job.run, run_job, (job,))
-    folder = Path(job.run.run_dir)
+    most, folder = job.run.launch.max_restarts, Path(job.run.run_dir)
     before = stamped(folder)
     failed: Counter[tuple[str, str, int]] = Counter()
     with TemporaryDirectory(prefix="stepwrap_steps_", ignore_cleanup_errors=True) as steps:

@@ -24,7 +24,7 @@ from ..build.parts import rehearse
 from ..build.sections import read_sections
 from ..failure import Terminated, TrainingFailed, as_mistakes_in
 from ..guard import raising_stops
-from ..jobs import Job, Outcome, on_ranks, refuse_occupied, run_dir_error
+from ..jobs import Job, Outcome, on_ranks, refuse_occupied, run_dir_error, run_job
 from ..launcher import started_outside
 from ..replay import Replayed, Watch, replay
 from ..run_folder import resolve_checkpoint, saved_checkpoints, stamped
@@ -165,7 +165,11 @@ def run_check(options: argparse.Namespace) -> int:
 
 def _run(job: Job) -> int:
     with _naming_checkpoints(job, Path(job.run.run_dir)), raising_stops():
-        results = run_with_restarts(job)
+        restarts = job.run.launch.max_restarts and job.command == "train" and not job.dry_run
+        if restarts and not started_outside():
+            results = run_with_restarts(job)
+        else:
+            results = on_ranks(job.run, run_job, (job,))
     if 0 not in results:
         # One of torchrun's other ranks: rank 0 does the talking.
         return next(iter(results.values())).exit_code

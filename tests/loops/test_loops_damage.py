@@ -190,7 +190,9 @@ def _damaged(content: bytes, chance: random.Random) -> bytes:
     )
 
 
-@pytest.mark.parametrize("numbers", [range(300), *slow(range(300, 1500))], ids=str)
+@pytest.mark.parametrize(
+    "numbers", [range(300), *slow(range(300, 1500), range(1500, 2700), range(2700, 4000))], ids=str
+)
 def test_any_damage_of_bytes_is_named(
     plain: Path, tmp_path: Path, numbers: range, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -206,7 +208,9 @@ def test_any_damage_of_bytes_is_named(
         caplog.clear()
         found = find_checkpoint(bad.parent)
         assert found == (bad if damaged == whole else good), number
-        assert damaged == whole or f"{bad} " in caplog.text, number
+        # A format that no version has written yet cannot be told from damage.
+        named = f"{bad} is damaged" in caplog.text or f"{bad} has format" in caplog.text
+        assert damaged == whole or (named and "passed over" in caplog.text), number
         file.write_bytes(whole)
 
 

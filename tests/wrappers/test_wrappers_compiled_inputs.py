@@ -108,7 +108,7 @@ class PreparedModel(SupervisedModel):
 @pytest.mark.slow
 def test_a_preprocessor_with_parameters(caplog: pytest.LogCaptureFixture) -> None:
     assert_same(0.0, PreparedModel, sgd)
-    assert caplog.text.count("batches have gradients") == 1
+    assert caplog.text.count("batches require gradients") == 1
 
 
 def some(parameters: Any) -> torch.optim.Optimizer:

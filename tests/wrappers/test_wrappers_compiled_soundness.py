@@ -316,7 +316,9 @@ def test_a_difference_that_appears_later_ends_the_training(
         if index == CHANGED_AT:
             monkeypatch.setattr(Rule, "factor", lambda self: 0.5)
 
-    with pytest.raises(StepMismatchError, match=r"differs .* in .*step 10: the steps after step 2"):
+    with pytest.raises(
+        StepMismatchError, match=r"differs .* step 10: they were last equal at step 2"
+    ):
         train(True, Ruled, sgd, change)
 
 

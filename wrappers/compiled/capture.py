@@ -20,8 +20,8 @@ from .errors import NotCompilableError, first_line
 # Attributes must not be assigned in a forward; recurrent layers are followed like any other.
 _SETTINGS = {"side_effect_replay_policy": "error", "allow_rnn": True}
 _READS_VALUE = (
-    "its forward depends on the values of tensors, as by .item() or `if x.sum() > 0`: use "
-    "torch.where, or leave compile: step out"
+    "its forward depends on the values of tensors (.item(), `if x.sum() > 0`): use torch.where, or "
+    "leave compile: step out"
 )
 _CONTROL_FLOW = ("cond", "while_loop", "map_impl", "scan", "associative_scan")
 _FRAMEWORK = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
@@ -79,7 +79,9 @@ def capture(model: nn.Module, batch: Any) -> Captured:
         NotCompilableError: the forward cannot be one graph, or has effects besides its result.
     """
     if any(one.requires_grad for _, one in tensors_in(batch)):
-        raise NotCompilableError("batches have gradients, as of a preprocessor with parameters")
+        raise NotCompilableError(
+            "batches require gradients, which no program computes"
+        )
 
     def function(model: Any, batch: Any) -> Any:
         return step_losses(model, batch)
@@ -117,7 +119,7 @@ def capture(model: nn.Module, batch: Any) -> Captured:
 def _follow(
     function: Callable[..., Any], model: nn.Module, batch: Any
 ) -> tuple[tuple[GraphModule, list[tuple[str, Any]], list[Tensor]], Any]:
-    """Return the graph of a call, what it reads, one marker per output, and the result.
+    """Return the graph of a call, its inputs, one marker per output, and the result.
 
     The markers in the result show which output is the total, and which are logged.
     """

@@ -101,6 +101,9 @@ class Contract:
                 and _FIND_HOOKS(True) is None
                 and not torch.is_anomaly_enabled()
             )
+        except (AttributeError, LookupError, RuntimeError, TypeError, ValueError):
+            # Other objects are in some place, of a kind that cannot be compared.
+            return False
         finally:
             self._scope["batch"] = None
 
@@ -119,10 +122,14 @@ class Contract:
         updated = chain.from_iterable(one["params"] for one in groups)
         if [*map(_ID, updated)] != self._updated:
             return False
-        if groups != self._groups:
-            for known, group in zip(self._groups, groups, strict=False):
-                known["lr"], known["params"] = group["lr"], group["params"]
-            return bool(groups == self._groups)
+        try:
+            if groups != self._groups:
+                for known, group in zip(self._groups, groups, strict=False):
+                    known["lr"], known["params"] = group["lr"], group["params"]
+                return bool(groups == self._groups)
+        except (RuntimeError, ValueError):
+            # Tensors or arrays that are not the same objects.
+            return False
         return True
 
     def _objects(self) -> list[Any]:

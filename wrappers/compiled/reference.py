@@ -188,7 +188,7 @@ def _is_close(
             epsilon = max(epsilon, torch.finfo(new.dtype).eps)
     size = _distance(wanted, {}, kind)
     way = _distance(wanted, start, kind)
-    # In half precision only coarse differences can be told from rounding.
+    # In half precision, rounding hides all but coarse differences.
     limit = allowed + max(tolerance, 4 * low) * way + 2 * epsilon * size
     return _distance(made, wanted, kind) <= slack * limit + torch.finfo(torch.float32).tiny
 

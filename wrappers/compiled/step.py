@@ -25,7 +25,7 @@ from ..steps.step import SingleDevice, only_moves
 from ..steps.step_checks import has_own_step
 from .compiled import Compiled, shared_buffers, step_in_eager_mode
 from .contract import obstacles_of
-from .errors import NotCompilableError, NotReadyError
+from .errors import NotCompilableError, NotReadyError, first_line
 from .program import Compiler
 from .trace import Plan
 
@@ -179,8 +179,12 @@ class CompiledStep:
                 program = Compiled(wrapper, self._optim_wrapper, plan, batch, compiler)
             self._programs.insert(0, program)
             return program
-        except (NotCompilableError, torch.OutOfMemoryError) as reason:
+        except NotCompilableError as reason:
             self._refuse(reason)
+        except Exception as error:
+            # Compilers fail in many ways, and the usual step needs none of them.
+            kind = type(error).__name__
+            self._refuse(NotCompilableError(f"building it fails: {kind}: {first_line(error)}"))
         return None
 
     def _refuse(self, reason: Exception) -> None:

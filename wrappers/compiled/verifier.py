@@ -110,8 +110,8 @@ class Verifier:
             raise NotCompilableError(f"compiled, it gives other numbers ({name})")
         raise StepMismatchError(
             f"the compiled training step differs from the usual one in {name}, found at its step "
-            f"{step}: the steps after step {self._last}, where they were last equal, may be wrong. "
-            "Resume from a checkpoint from before that, without compile: step"
+            f"{step}: they were last equal at step {self._last}, and the steps since then may be "
+            "wrong. Resume from a checkpoint from before that, without compile: step"
         )
 
     @torch.no_grad()
