@@ -89,6 +89,18 @@ def test_a_forward_that_changes_its_batch() -> None:
     torch.testing.assert_close(run(True), run(False), rtol=1e-10, atol=1e-10)
 
 
+class InPlacePenalty(PenaltyModel):
+    """Is refused after a step that has changed its batch."""
+
+    def forward(self, x: Tensor, y: Tensor, *, mode: str) -> dict[str, Tensor]:
+        return super().forward(x.mul_(1.1), y, mode=mode)
+
+
+@pytest.mark.slow
+def test_a_refused_step_leaves_its_batch_alone() -> None:
+    assert_same(0.0, InPlacePenalty, sgd)
+
+
 class Scaling(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -64,11 +64,20 @@ def _train(
     return dict(model.state_dict()), 0 if step is None else len(step._programs)
 
 
-@pytest.mark.parametrize("weight", [None, "tokens"])
-@pytest.mark.parametrize("counts", [1, 3])
-def test_two_ranks_train_as_under_ddp(counts: int, weight: str | None) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "counts", "weight"),
+    [
+        (2, 1, None),
+        (2, 3, None),
+        (2, 1, "tokens"),
+        (2, 3, "tokens"),
+        (3, 1, None),
+        (3, 3, "tokens"),
+    ],
+)
+def test_ranks_train_as_under_ddp(ranks: int, counts: int, weight: str | None) -> None:
     usual, compiled = (
-        run_ranks(_train, 2, flag, counts, weight, timeout_s=280.0) for flag in (False, True)
+        run_ranks(_train, ranks, flag, counts, weight, timeout_s=280.0) for flag in (False, True)
     )
     for rank, ((expected, _), (state, programs)) in enumerate(zip(usual, compiled, strict=True)):
         assert programs

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 from torch.utils._pytree import tree_leaves
 
+from ..steps.preprocess import device_of
 from ..steps.step import as_call, parse_losses
 from .errors import NotCompilableError, first_line
 
@@ -64,12 +65,8 @@ def step_losses(model: Any, batch: Any) -> tuple[Tensor, dict[str, Any]]:
     args, kwargs = as_call(batch)
     losses = model(*args, **kwargs, mode="loss")
     # The usual step leaves autocast before it adds up the losses.
-    with torch.autocast(_device_type(model), enabled=False):
+    with torch.autocast(device_of(model).type, enabled=False):
         return getattr(model, "parse_losses", parse_losses)(losses)
-
-
-def _device_type(model: nn.Module) -> str:
-    return next(model.parameters()).device.type
 
 
 def capture(model: nn.Module, batch: Any) -> Captured:
@@ -79,9 +76,7 @@ def capture(model: nn.Module, batch: Any) -> Captured:
         NotCompilableError: the forward cannot be one graph, or has effects besides its result.
     """
     if any(one.requires_grad for _, one in tensors_in(batch)):
-        raise NotCompilableError(
-            "batches require gradients, which no program computes"
-        )
+        raise NotCompilableError("batches require gradients, which no program computes")
 
     def function(model: Any, batch: Any) -> Any:
         return step_losses(model, batch)

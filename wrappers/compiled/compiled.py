@@ -16,7 +16,7 @@ from ..sharding.layout import parameters_of
 from ..sharding.mesh import broadcast_first
 from ..steps.preprocess import device_of
 from ..steps.step import as_call, parse_losses
-from .capture import Captured, capture, picked
+from .capture import Captured, capture, picked, tensors_in
 from .contract import Contract, share_memory
 from .cuda_graph import CudaGraph, warm_up
 from .errors import NotCompilableError
@@ -39,6 +39,9 @@ class Compiled:
         batch: a preprocessed batch.
         compiler: makes programs of graphs.
 
+    Attributes:
+        failure: why the update of the last step was not compiled; no further one is then.
+
     Raises:
         NotCompilableError: the step cannot be compiled.
     """
@@ -57,6 +60,7 @@ class Compiled:
         self._places = places = Places(model, self._optimizer)
         self._trained = places.trained_tensors()
         self._shared = shared_buffers(wrapper) if plan.ranks > 1 else []
+        self.failure: NotCompilableError | None = None
         self._uses, self._verifier = 0, Verifier(model, self._optimizer, self._device)
         with _state_on(self._device, places):
             self._make(captured, optim_wrapper, batch)
@@ -221,8 +225,9 @@ class Compiled:
         kept = [one.clone() for one in parts]
         try:
             return self._verified_update(parts, kept)
-        except NotCompilableError:
+        except NotCompilableError as reason:
             # The other ranks have made this step.
+            self.failure = reason
             norm = update(self._places, self._clip, self._factor.tensor, kept)
             self._optimizer.zero_grad()
             return [] if norm is None else [norm]
@@ -263,7 +268,12 @@ class Compiled:
                 values["gradients"] = {name: one for name, one in grads if one is not None}
             return {**values, **changed_values(self._places)}
 
-        return self._verifier.run(self._uses, partial(self._run, inputs), made, usual)
+        try:
+            return self._verifier.run(self._uses, partial(self._run, inputs), made, usual)
+        except NotCompilableError:
+            for (_, one), (_, was) in zip(tensors_in(batch), tensors_in(before), strict=True):
+                one.copy_(was)
+            raise
 
     def _verified_update(self, parts: list[Tensor], kept: list[Tensor]) -> list[Tensor]:
         assert self._update is not None

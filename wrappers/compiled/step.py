@@ -121,14 +121,18 @@ class CompiledStep:
         if plan.ranks > 1 and not plan.held:
             broadcast_first(shared_buffers(wrapper), wrapper.data_group)
         if program is not None:
+            failure: NotCompilableError | None
             try:
                 logs = program.run(batch, optim_wrapper)
+                failure = program.failure
             except NotCompilableError as reason:
-                self._refuse(reason)
+                logs, failure = None, reason
+            if failure is not None:
+                self._refuse(failure)
                 self._programs.remove(program)
-            else:
-                if self._block > 1 and program.repeats(optim_wrapper) and only_moves(wrapper):
-                    self._left = self._block - 1
+            elif self._block > 1 and program.repeats(optim_wrapper) and only_moves(wrapper):
+                self._left = self._block - 1
+            if logs is not None:
                 return logs
         for one in self._programs:
             one.expect_change()
