@@ -168,7 +168,7 @@ def argument_problems(
 
 
 def _unknown_text(target: Callable[..., Any], name: str, free: list[str], own: list[str]) -> str:
-    hint = did_you_mean(name, free) or did_you_mean(name, own)
+    hint = did_you_mean(name, free) or did_you_mean(name, own) or did_you_mean(name, ["type"])
     if not hint:
         hint = f"; it also takes {', '.join(free)}" if free else "; it takes no further ones"
     return f"{title(target)} has no such argument{hint}"

@@ -124,6 +124,7 @@ def test_all_problems_come_at_once_with_their_places(good: str, write: Write) ->
         ("resume=3", "resume: must be true or false or text, got 3"),
         ("optimizer=AdamW", "must be a section of settings, got 'AdamW'; write {type: AdamW}"),
         ("optimizer={lr: 1}", "optimizer: needs a type: a name of OPTIMIZERS or an import path"),
+        ("optimizer.tyype=AdamW", "has no such argument; did you mean type?"),
         ("optimizer.params=[]", "optimizer.params: is supplied by the run itself"),
         ("optimizer=null", "optimizer: this setting is missing: train needs an optimizer"),
         ("model=null", "model: this setting is required and missing"),
