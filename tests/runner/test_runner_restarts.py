@@ -33,7 +33,7 @@ def assert_as_without_it(folder: Path, nproc: int, *settings: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("nproc", "wrapper"), [(2, "ddp"), *slow((3, "ddp"), (3, "fsdp"), (1, "single"), (2, "fsdp"))]
+    ("nproc", "wrapper"), [(1, "single"), *slow((2, "ddp"), (3, "ddp"), (3, "fsdp"), (2, "fsdp"))]
 )
 def test_a_killed_rank_restarts_all_and_the_weights_are_those_without_it(
     start: Start, tmp_path: Path, nproc: int, wrapper: str
