@@ -255,30 +255,32 @@ class Checkpointed(Net):
 class Attention(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        layer = nn.TransformerEncoderLayer(2, 2, 8, dropout=0.1, batch_first=True)
-        self.encoder, self.last = nn.TransformerEncoder(layer, 2), nn.Linear(2, 3)
+        layer = nn.TransformerEncoderLayer(8, 2, 8, dropout=0.1, batch_first=True)
+        self.first, self.last = nn.Linear(2, 8), nn.Linear(8, 3)
+        self.encoder = nn.TransformerEncoder(layer, 2)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.encoder(x.view(-1, 3, 2)).mean(1))
+        return self.last(self.encoder(self.first(x.view(-1, 3, 2))).mean(1))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
 @pytest.mark.parametrize(
-    "net",
+    ("net", "optimizer"),
     [
-        recurrent(nn.LSTM, num_layers=2, dropout=0.3),
-        recurrent(nn.GRU, bidirectional=True),
-        Checkpointed,
-        Attention,
+        (recurrent(nn.LSTM, num_layers=2, dropout=0.3), adamw),
+        (recurrent(nn.GRU, bidirectional=True), adamw),
+        (Checkpointed, adamw),
+        # The gradient of a key's bias is zero but for rounding, which AdamW would amplify.
+        (Attention, sgd),
     ],
     ids=["LSTM", "GRU", "Checkpointed", "Attention"],
 )
-def test_models_that_are_compiled(net: Any, backend: str) -> None:
+def test_models_that_are_compiled(net: Any, optimizer: Any, backend: str) -> None:
     for dtype, tolerance in ((torch.float64, 1e-9), (torch.float32, 1e-3)):
         options = {"dtype": dtype, "backend": backend}
-        usual, _, _ = train(False, net, adamw, dtype=dtype)
-        compiled, _, wrapper = train(True, net, adamw, **options)
+        usual, _, _ = train(False, net, optimizer, dtype=dtype)
+        compiled, _, wrapper = train(True, net, optimizer, **options)
         assert steps_compiled(wrapper) == STEPS - 3
         for name, one in usual.items():
             torch.testing.assert_close(

@@ -369,4 +369,17 @@ def _addmm(bias: Tensor, one: Tensor, other: Tensor, *, beta: Any = 1, alpha: An
     return torch.mm(one, other) - -bias
 
 
-_DECOMPOSITIONS = {torch.ops.aten.addmm.default: _addmm}
+def _bernoulli(one: Tensor, p: float = 0.5, *, generator: Any = None) -> Any:
+    """Draw as dropout does, where the compiler would draw in the order of another layout.
+
+    Which number goes where depends on the layout, and the compiler keeps it for this call alone.
+    """
+    if one.is_contiguous() or generator is not None or one.device.type != "cpu":
+        return NotImplemented
+    return one.copy_(torch.native_dropout(one, 1 - p, True)[1])
+
+
+_DECOMPOSITIONS = {
+    torch.ops.aten.addmm.default: _addmm,
+    torch.ops.aten.bernoulli_.float: _bernoulli,
+}
