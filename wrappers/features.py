@@ -34,6 +34,10 @@ class ModelFeatures:
         """Re-check the model only every ``steps`` compiled steps; return whether it is compiled."""
         return False
 
+    def average(self, value: Tensor) -> Tensor:
+        """Return the mean of a detached ``value`` over the ranks that average their gradients."""
+        return value
+
     def sync_buffers(self) -> None:
         """Give every rank the buffers of the first; every rank must call this."""
 
@@ -53,7 +57,7 @@ class ModelFeatures:
 
 
 class OptimFeatures:
-    """Abilities of an optimizer wrapper besides updating; the defaults are those of a plain one.
+    """Abilities of an optimizer wrapper besides updating, each with its default.
 
     Attributes:
         accumulative_counts: micro-batches per update.
@@ -62,8 +66,9 @@ class OptimFeatures:
         last_weight: weight of the last micro-batch of this rank.
         batch_counts: whether the next micro-batch is a real one, not padding for other ranks.
         window_weight: weight of the micro-batches whose gradients this rank holds.
-        guard: what is asked before each update.
+        guard: decides before each update whether it is made.
         grad_norm: total norm of the gradients before they were clipped.
+        scales_losses: whether losses are scaled up, as for float16.
         needs_closure: whether the optimizer recomputes the loss, as LBFGS does.
         collective_state: whether every rank must call ``state_dict``.
         reads_parts: whether ``load_state_dict`` accepts objects that can be sliced.
@@ -77,6 +82,7 @@ class OptimFeatures:
     window_weight: Any = 0.0
     guard: Any = None
     grad_norm: Tensor | None = None
+    scales_losses: bool = False
     needs_closure: bool = False
     collective_state: Any = False
     reads_parts: bool = False
