@@ -22,8 +22,9 @@ from .ddp.comm_hooks import CommHook
 from .ddp.distributed import StepDistributedDataParallel, UnusedParametersError
 from .ddp.separate import SeparateDistributedDataParallel
 from .optimizers.amp import AmpOptimWrapper
+from .optimizers.gates import refuse_without_closure
 from .optimizers.loss_weight import LossWeight
-from .optimizers.optim import OptimWrapper, refuse_without_closure
+from .optimizers.optim import OptimWrapper
 from .optimizers.optim_dict import OptimWrapperDict
 from .optimizers.optimizer_fit import build_optimizer
 from .optimizers.param_groups import (

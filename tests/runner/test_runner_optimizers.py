@@ -298,7 +298,7 @@ def test_settings_of_wrappers_by_name(gan: Path) -> None:
     assert {type(one).__name__ for one in wrapper.values()} == {"AmpOptimWrapper"}
     common = "optim_wrapper={clip_grad: {max_norm: 1}}"
     assert all(
-        one._clip for one in runner_of(gan, "out", SINGLE, common).state.optim_wrapper.values()
+        one.clip for one in runner_of(gan, "out", SINGLE, common).state.optim_wrapper.values()
     )
 
 

@@ -152,7 +152,7 @@ def other_optimizer(model: Any, optim: OptimWrapper) -> None:
 
 
 def other_clip(_: Any, optim: OptimWrapper) -> None:
-    clip: Any = optim._clip
+    clip: Any = optim.clip
     clip.options["max_norm"] = 0.01
 
 

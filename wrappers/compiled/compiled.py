@@ -51,7 +51,7 @@ class Compiled:
     ) -> None:
         model: Any = wrapper.module
         self._model, self._optimizer = model, optim_wrapper.optimizer
-        self._clip, self._compiler = optim_wrapper._clip, compiler
+        self._clip, self._compiler = optim_wrapper.clip, compiler
         self._plan, self._group, self._device = plan, wrapper.data_group, device_of(model)
         captured = capture(model, batch)
         self._pick = picked([where for kind, where in captured.reads if kind == "batch"])
@@ -138,7 +138,7 @@ class Compiled:
 
     def repeats(self, optim_wrapper: Any) -> bool:
         """Whether the next step has the same plan."""
-        return optim_wrapper._accumulative_counts == 1 and not self._plan.held
+        return optim_wrapper.accumulative_counts == 1 and not self._plan.held
 
     def expect_change(self) -> None:
         """Verify the next step: something else may have changed model or optimizer."""
@@ -175,19 +175,21 @@ class Compiled:
             rate.set(group["lr"])
         self._uses += 1
         is_due = self._verifier.is_due(self._uses)
-        window, plan = optim_wrapper._window, self._plan
+        window, plan = optim_wrapper.window, self._plan
         inputs = [*self._fixed, *(self._held() if plan.held else ()), *self._pick(batch)]
-        if window is not None:
-            before = window.weight, window.total
-            self._share.set(window.share())
-            self._begin(window)
+        before = window.weight, window.total
+        self._share.set(window.share())
+        # Ranks exchange weights after the forward, which may yet turn out to be wrong.
+        if self._update is None:
+            window.take()
+            if plan.updates:
+                self._factor.set(window.factor())
         try:
             outputs = self._run(inputs) if not is_due else self._verified_step(inputs, batch)
         except NotCompilableError:
-            if window is not None:
-                window.weight, window.total = before
+            window.weight, window.total = before
             raise
-        optim_wrapper._inner_count += 1
+        optim_wrapper.count_micro_batch()
         count = len(self._names)
         if plan.updates:
             if self._update is not None:
@@ -202,23 +204,13 @@ class Compiled:
         logs = dict(zip(self._names, outputs, strict=False))
         return {**logs, **self._constants} if self._constants else logs
 
-    def _begin(self, window: Any) -> None:
-        """Count the weight of the micro-batch, as ``OptimWrapper.backward`` does."""
-        # Ranks exchange weights after the forward, which may yet turn out to be wrong.
-        if self._update is None:
-            window.take()
-            if self._plan.updates:
-                self._factor.set(window.factor())
-
     def _average_and_update(self, parts: list[Tensor], window: Any, is_due: bool) -> list[Tensor]:
         """Add the gradients up over the ranks and update; returns the norm, if there is one."""
         assert self._update is not None
-        if window is not None:
-            window.take()
-            window.send()
+        window.take()
+        window.send()
         _add_up(parts, self._group)
-        if window is not None:
-            self._factor.set(window.factor())
+        self._factor.set(window.factor())
         if not is_due:
             return self._update([*self._moved, *parts])
         # Clipping changes the gradients in place.

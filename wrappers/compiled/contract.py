@@ -177,14 +177,14 @@ def _parts(wrapper: Any, optim_wrapper: Any) -> tuple[Any, ...]:
     optimizer, kind = optim_wrapper.optimizer, type(optim_wrapper)
     return (
         *(wrapper._modules["module"], wrapper.detect_anomalous_params, type(wrapper).forward),
-        *(kind, kind.update_params, kind.backward, kind.step, kind.zero_grad),
-        *(optim_wrapper._clip, optimizer, optimizer.state, optimizer.param_groups),
+        *(kind, kind.update_params, kind.backward, kind.step, kind.zero_grad, kind.apply),
+        *(optim_wrapper.clip, optimizer, optimizer.state, optimizer.param_groups),
         *(type(optimizer), type(optimizer).step, vars(optimizer).get("step")),
     )
 
 
 def _clip_options(optim_wrapper: Any) -> dict[str, Any]:
-    clip = optim_wrapper._clip
+    clip = optim_wrapper.clip
     return {} if clip is None else {**clip.options}
 
 

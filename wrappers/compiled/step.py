@@ -101,7 +101,7 @@ class CompiledStep:
                 self._tell(reason)
                 return None
         # The same on all ranks, as the obstacles are.
-        if optim_wrapper._inner_count < _EAGER_WINDOWS * optim_wrapper._accumulative_counts:
+        if optim_wrapper.inner_count < _EAGER_WINDOWS * optim_wrapper.accumulative_counts:
             return None
         if optim_wrapper.guard is not None:
             self._tell("a guard looks at the gradients before each update")
@@ -201,7 +201,7 @@ class CompiledStep:
     def _shortness(self) -> str | None:
         """Why compiling does not pay. By the length of the run, so that a resumed run agrees."""
         optim_wrapper = self._optim_wrapper
-        updates = optim_wrapper._max_counts / optim_wrapper._accumulative_counts
+        updates = optim_wrapper.max_counts / optim_wrapper.accumulative_counts
         if not 0 < updates < self._min_steps:
             return None
         return (
@@ -282,11 +282,9 @@ def _plan(wrapper: Any, optim_wrapper: Any) -> Plan:
     kept: tuple[Any, ...] = ()
     if any(one is not None for one in grads):
         kept = tuple(None if one is None else (one.stride(), one.dtype) for one in grads)
-    if optim_wrapper._accumulative_counts == 1:
+    if optim_wrapper.accumulative_counts == 1:
         return Plan(kept, ranks=ranks)
-    weighed = optim_wrapper.loss_weight is not None
-    length = 1 if weighed else optim_wrapper._window_length(optim_wrapper._inner_count)
-    return Plan(kept, optim_wrapper.should_sync(), length, ranks)
+    return Plan(kept, optim_wrapper.should_sync(), optim_wrapper.window_length(), ranks)
 
 
 def _obstacles(wrapper: Any, optim_wrapper: Any, allow_custom: bool) -> Iterator[str]:
@@ -300,12 +298,12 @@ def _obstacles(wrapper: Any, optim_wrapper: Any, allow_custom: bool) -> Iterator
     if type(optim_wrapper) not in (OptimWrapper, AmpOptimWrapper):
         yield f"{name} is an optimizer wrapper of another kind"
         return
-    scaler: Any = getattr(optim_wrapper, "loss_scaler", None)
-    if scaler is not None and scaler.is_enabled():
+    if optim_wrapper.scales_losses:
         yield "float16 scales its losses; use bfloat16"
     if any(vars(kind)[key] is not one for kind, own in _METHODS for key, one in own.items()):
         yield "a method of OptimWrapper has been replaced"
-    if patched := [name for name in vars(optim_wrapper) if hasattr(type(optim_wrapper), name)]:
+    kind = type(optim_wrapper)
+    if patched := [one for one in vars(optim_wrapper) if callable(getattr(kind, one, None))]:
         yield f"methods of the {name} have been replaced: {', '.join(patched)}"
     yield from _of_optimizer(optim_wrapper)
     yield from obstacles_of(optim_wrapper.optimizer, allow_custom)
@@ -317,7 +315,7 @@ def _obstacles(wrapper: Any, optim_wrapper: Any, allow_custom: bool) -> Iterator
 def _of_optimizer(optim_wrapper: OptimWrapper) -> Iterator[str]:
     optimizer: Any = optim_wrapper.optimizer
     kind = type(optimizer).__name__
-    if optim_wrapper._needs_closure:
+    if optim_wrapper.needs_closure:
         yield f"{kind} needs a closure"
     if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
         yield f"{kind} has hooks, as of a ledger or GradNormHook"

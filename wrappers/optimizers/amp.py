@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from ...registry import OPTIM_WRAPPERS, nearest
 from ..sharding.layout import has_placed, parameters_of
 from ..torch_functions import check_options, option_names
-from .optim import OptimWrapper, closure_advice
+from .optim import OptimWrapper
 
 _DTYPES = {name: getattr(torch, name) for name in ("float16", "bfloat16", "float32", "float64")}
 _HALF = (torch.float16, torch.bfloat16)
@@ -89,6 +89,7 @@ class AmpOptimWrapper(OptimWrapper):
             from ..sharding.part_scaler import PartScaler as scaler
         options, self._fixed_scale = _scaler_options(loss_scale)
         self.loss_scaler = scaler(**{"device": self.device_type, "enabled": enabled, **options})
+        self.scales_losses = self.loss_scaler.is_enabled()
         if enabled and isinstance(optimizer, torch.optim.SGD):
             # Fused and told to skip its first step, it would take for its momentum what happens
             # to be in memory; now the scaler does not call it then.
@@ -110,22 +111,15 @@ class AmpOptimWrapper(OptimWrapper):
         """Run backward of the scaled loss and count the micro-batch."""
         super().backward(self.loss_scaler.scale(loss), **kwargs)
 
-    def step(self, **kwargs: Any) -> None:
-        """Unscale and clip, if so configured, and update unless a gradient is infinite."""
-        if self._window is not None:
-            self._window.average()
-        if self._first is not None:
-            self._check_first()
-        if self._needs_closure:
-            raise ValueError(closure_advice(self.optimizer))
-        if self.guard is not None and not self.guard.allows(self):
-            self.zero_grad()
-            return
-        # Fused optimizers unscale by themselves, and would ask no other rank.
-        if self._clip is not None or self._together:
-            self.loss_scaler.unscale_(self.optimizer)
-        if self._clip is not None:
-            self.grad_norm = self._clip(self.optimizer)
+    def unscale(self) -> None:
+        """Undo the loss scale in the gradients."""
+        self.loss_scaler.unscale_(self.optimizer)
+
+    def apply(self, **kwargs: Any) -> None:
+        """Update the parameters unless a gradient is infinite, and adapt the loss scale."""
+        if self._together and self.clip is None:
+            # Fused optimizers unscale by themselves, and would ask no other rank.
+            self.unscale()
         self.loss_scaler.step(self.optimizer, **kwargs)
         self.loss_scaler.update(self._fixed_scale)
 

@@ -1,4 +1,4 @@
-"""How a loss becomes new weights: accumulation, clipping, the step, a closure."""
+"""How a loss becomes new weights: backward, accumulation, clipping, the update."""
 
 from __future__ import annotations
 
@@ -6,31 +6,24 @@ import logging
 import operator
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from types import SimpleNamespace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.utils import clip_grad_norm_, clip_grad_value_, clip_grads_with_norm_
 from torch.optim import Optimizer
 
 from ...collectives import get_rank
 from ...registry import OPTIM_WRAPPERS
-from ..sharding.layout import (
-    drop_held_gradients,
-    has_placed,
-    is_dtensor,
-    local_part,
-    no_sync,
-    parameters_of,
-    total_norm,
-)
-from ..steps.step_checks import FirstUpdate, has_own_step
-from ..torch_functions import check_options, option_names
-from .loss_weight import LossWeight, WeightedWindow
+from ..features import ModelFeatures, OptimFeatures
+from ..sharding.layout import drop_held_gradients, is_dtensor, no_sync, parameters_of
+from .clipping import GradClip
+from .first_update import FirstUpdate
+from .gates import ClosureGate, Gate, GuardGate, UpdateGuard, check_closure
+from .loss_weight import LossWeight
 from .optim_state import is_spread, kind_of, load_state, state_of
 from .optimizer_fit import check_optimizer, needs_closure
+from .windows import CountWindow, WeightedWindow
 
 logger = logging.getLogger(__name__)
 
@@ -42,24 +35,12 @@ _BASE_KEY = "base_param_settings"
 _NOTHING = nullcontext()
 
 
-class UpdateGuard(Protocol):
-    """Decides before each update whether it is made."""
-
-    def note(self, loss: Tensor) -> None:
-        """Hear of the loss of a micro-batch, before its backward."""
-
-    def allows(self, optim_wrapper: OptimWrapper) -> bool:
-        """Whether to update by the gradients as they are now, not clipped and not unscaled."""
-
-
-class Accumulation:
+class Accumulation(OptimFeatures):
     """Counts micro-batches, ``accumulative_counts`` per update; base of the optimizer wrappers.
 
     Attributes:
-        loss_weight: what the losses are means over; None where a micro-batch counts as one.
-        batch_counts: whether the coming micro-batch is a real one. A loop sets it to False for
-            one that only keeps other ranks company: it weighs 0.
-        last_weight: of the last micro-batch that was weighed on this rank.
+        window: the micro-batches of an update, and their weights.
+        gates: take part in each micro-batch and update; empty in the common case.
     """
 
     def __init__(self, accumulative_counts: int) -> None:
@@ -77,19 +58,43 @@ class Accumulation:
         self._max_counts = -1
         self._remainder_counts = -1
         self._resumed_at = 0
-        self._first: FirstUpdate | None = None
         self._pass_start, self._pass_end = 0, -1
-        self.loss_weight: LossWeight | None = None
-        # Set together with loss_weight.
-        self._window: WeightedWindow | None = None
-        self.batch_counts = True
-        self.last_weight: float | Tensor | None = None
-        self.guard: UpdateGuard | None = None
+        self.window = CountWindow()
+        self.gates: list[Gate] = []
+
+    @property
+    def accumulative_counts(self) -> int:
+        """Micro-batches per update."""
+        return self._accumulative_counts
 
     @property
     def inner_count(self) -> int:
         """Micro-batches so far."""
         return self._inner_count
+
+    @property
+    def max_counts(self) -> int:
+        """Micro-batches at the end of the training; -1 if that is not known."""
+        return self._max_counts
+
+    @property
+    def has_run_backward(self) -> bool:
+        """Whether there has been a micro-batch since the start or the last restart."""
+        return self._inner_count > self._resumed_at
+
+    def count_micro_batch(self) -> None:
+        """Count a micro-batch whose backward has run."""
+        self._inner_count += 1
+
+    @property
+    def guard(self) -> UpdateGuard | None:
+        """The object that allows or prevents each update."""
+        return next((one.guard for one in self.gates if isinstance(one, GuardGate)), None)
+
+    @guard.setter
+    def guard(self, guard: UpdateGuard | None) -> None:
+        others = [one for one in self.gates if not isinstance(one, GuardGate)]
+        self.gates = others if guard is None else [*others, GuardGate(guard)]
 
     def initialize_count_status(self, model: nn.Module, init_counts: int, max_counts: int) -> None:
         """Tell where training starts and ends, in micro-batches.
@@ -97,8 +102,8 @@ class Accumulation:
         With ``max_counts`` known, a shorter last window still ends in an update, and its losses
         are averaged over its own length.
         """
-        if self._first is not None:
-            self._first.note(model)
+        for gate in self.gates:
+            gate.begin(model)
         every = self._accumulative_counts
         self._inner_count = self._resumed_at = init_counts
         self._pass_start, self._pass_end = 0, -1
@@ -110,7 +115,7 @@ class Accumulation:
                 "(%d and %d): the first update sees %d micro-batches only.",
                 init_counts,
                 every,
-                self._window_length(init_counts),
+                self._length_at(init_counts),
             )
         has_norm = every > 1 and any(isinstance(part, _BatchNorm) for part in model.modules())
         if has_norm and get_rank() == 0:
@@ -122,8 +127,7 @@ class Accumulation:
     def accumulate(self, counts: int) -> None:
         """Take that many micro-batches per update from here on, where a window begins."""
         self._accumulative_counts = counts
-        if self._window is not None:
-            self._window.accumulate(counts)
+        self.window.accumulate(counts)
 
     def begin_pass(self, start: int, length: int | None) -> None:
         """Tell where a pass over the data begins and, where it is known, how long it is.
@@ -161,41 +165,36 @@ class Accumulation:
             model: the wrapper, which knows the ranks whose gradients are averaged; default: that
                 of the last ``optim_context``.
         """
-        window = self._window
-        if window is None:
+        if self.loss_weight is None:
             return
-        if model is not None and window.model() is not model:
-            window.note(model)
-        weight = window.measure(batch) if self.batch_counts else 0.0
-        self.last_weight = window.weight = weight
+        if model is not None:
+            self.window.enter(model)
+        self.last_weight = self.window.weigh(batch if self.batch_counts else None)
 
     @property
     def window_weight(self) -> float:
-        """What the micro-batches weigh whose gradients this rank holds; for checkpoints.
+        """Weight of the micro-batches whose gradients this rank holds; for checkpoints.
 
-        To be set where the gradients of a window are set: those that are held count as 0 else.
+        Set it together with the gradients of a window: otherwise held gradients count as 0.
         """
-        total = None if self._window is None else self._window.total
-        return 0.0 if total is None else float(total)
+        return float(self.window.total or 0.0)
 
     @window_weight.setter
     def window_weight(self, weight: float) -> None:
-        if self._window is not None:
-            self._window.total = weight
+        if self.loss_weight is not None:
+            self.window.total = weight
 
     def scale_loss(self, loss: Tensor) -> Tensor:
         """Divide ``loss`` by the number of micro-batches in its window.
 
         With ``loss_weight``: multiply it by its weight; ``step`` divides by those of the window.
         """
-        if self.guard is not None:
-            self.guard.note(loss.detach())
-        window = self._window
-        if window is not None:
-            return loss if window.is_whole else window.scaled(loss)
+        # The last gate, a guard, sees the loss as it came.
+        for gate in reversed(self.gates):
+            loss = gate.scale(loss)
         if self._accumulative_counts == 1:
             return loss
-        length = self._window_length(self._inner_count)
+        length = self.window_length()
         return loss if length == 1 else loss / length
 
     @property
@@ -203,12 +202,11 @@ class Accumulation:
         """The factor of this window's gradients; other backwards than `backward` multiply by it."""
         return 1.0
 
-    def _check_first(self) -> None:
-        """Refuse a first update by what are no gradients of the model, or not those of all."""
-        if self._first is not None and self._first.check(self._inner_count > self._resumed_at):
-            self._first = None
+    def window_length(self) -> int:
+        """Return what the next loss is divided by: the length of its window, 1 if it is weighed."""
+        return 1 if self.loss_weight is not None else self._length_at(self._inner_count)
 
-    def _window_length(self, index: int) -> int:
+    def _length_at(self, index: int) -> int:
         """Micro-batches whose gradients meet in the update that micro-batch ``index`` feeds."""
         every = self._accumulative_counts
         start = index - index % every
@@ -245,8 +243,13 @@ class OptimWrapper(Accumulation):
             ``LossWeight``. Default: each micro-batch of each rank counts the same.
 
     Attributes:
-        guard: asked before each update; where it says no the gradients are cleared, and nothing
+        guard: asked before each update; if it says no the gradients are cleared, and nothing
             else happens. ``SpikeGuardHook`` sets it.
+        loss_weight: the ``LossWeight``, None if every micro-batch counts the same.
+        batch_counts: whether the next micro-batch is a real one. A loop sets it to False for
+            one that only keeps other ranks company: it weighs 0.
+        last_weight: weight of the last micro-batch of this rank.
+        clip: clips the gradients; None if nothing is clipped.
         reads_parts: ``load_state_dict`` takes what can be cut in place of tensors.
         clip_grad_kwargs: ``clip_grad`` without its ``type``; None if nothing is clipped.
         grad_norm: total norm before clipping at the last update, a tensor on the device
@@ -277,17 +280,22 @@ class OptimWrapper(Accumulation):
             )
         check_optimizer(optimizer)
         self.optimizer = optimizer
-        self._needs_closure = needs_closure(type(optimizer))
+        self.needs_closure = needs_closure(type(optimizer))
         self._is_sharded = any(is_dtensor(one) for one in parameters_of(optimizer))
-        self._first = FirstUpdate(optimizer)
         self.grad_norm: Tensor | None = None
-        self._clip = None if clip_grad is None else GradClip(clip_grad)
-        self.clip_grad_kwargs = self._clip and self._clip.options
+        self.clip = None if clip_grad is None else GradClip(clip_grad)
+        self.clip_grad_kwargs = self.clip and self.clip.options
+        self.loss_weight = self.last_weight = None
+        self.batch_counts = True
         if loss_weight is not None:
             self.loss_weight = LossWeight(loss_weight)
-            self._window = WeightedWindow(self.loss_weight, optimizer, accumulative_counts)
-        if self._needs_closure:
-            _check_closure(self)
+            self.window = WeightedWindow(self.loss_weight, optimizer, accumulative_counts)
+            self.gates.append(self.window)
+        self._first = FirstUpdate(optimizer)
+        self.gates.append(self._first)
+        if self.needs_closure:
+            check_closure(self)
+            self.gates.append(ClosureGate())
         self.base_param_settings: dict[str, Any] | None = None
         if len(optimizer.param_groups) > 1:
             self.base_param_settings = {"params": torch.tensor([0.0]), **optimizer.defaults}
@@ -317,34 +325,32 @@ class OptimWrapper(Accumulation):
         Raises:
             ValueError: with accumulation, clipping, a loss scale or ranks of unequal lengths.
         """
-        _check_closure(self, model)
-        average: Callable[[Tensor], Tensor] | None = getattr(model, "average", None)
-        if average is None:
+        check_closure(self, model)
+        if not isinstance(model, ModelFeatures):
             raise TypeError(
                 "update_by_closure needs the model wrapper, which knows the ranks whose losses are "
                 f"to be averaged, got {type(model).__name__}: give self, not self.module"
             )
-        self._inner_count += 1
+        wrapper: Any = model
+        self.count_micro_batch()
 
-        def evaluate() -> Tensor:
+        def evaluate() -> Any:
             self.zero_grad()
-            with self.optim_context(model):
+            with self.optim_context(wrapper):
                 loss = closure()
             loss.backward()  # type: ignore[no-untyped-call]
-            self._check_first()
-            return average(loss.detach())
+            if self._first in self.gates:
+                self._first.allows(self)
+            return wrapper.average(loss.detach())
 
-        first: Any = self.optimizer.step(evaluate)  # type: ignore[arg-type]
+        first: Any = self.optimizer.step(evaluate)
         self.zero_grad()
         return torch.as_tensor(first).detach()
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Run backward and count the micro-batch."""
-        window = self._window
-        if window is not None:
-            window.take()
-            if window.ranks > 1 and self.should_sync():
-                window.send()
+        for gate in self.gates:
+            gate.begin_backward(self.should_sync())
         loss.backward(**kwargs)  # type: ignore[no-untyped-call]
         self._inner_count += 1
 
@@ -356,23 +362,27 @@ class OptimWrapper(Accumulation):
                 are no longer the model's; or the first gradients differ between ranks.
             ValueError: the optimizer needs a closure.
         """
-        if self._window is not None:
-            self._window.average()
-        if self._first is not None:
-            self._check_first()
-        if self._needs_closure:
-            raise ValueError(closure_advice(self.optimizer))
-        if self.guard is not None and not self.guard.allows(self):
-            self.zero_grad()
-            return
-        if self._clip is not None:
-            self.grad_norm = self._clip(self.optimizer)
+        # A copy: the check of the first update leaves the list.
+        for gate in (*self.gates,):
+            if not gate.allows(self):
+                self.zero_grad()
+                return
+        if self.clip is not None:
+            self.unscale()
+            self.grad_norm = self.clip(self.optimizer)
+        self.apply(**kwargs)
+
+    def unscale(self) -> None:
+        """Undo the scale of the losses in the gradients; called before they are clipped."""
+
+    def apply(self, **kwargs: Any) -> None:
+        """Update the parameters by the optimizer."""
         self.optimizer.step(**kwargs)
 
     def zero_grad(self, **kwargs: Any) -> None:
         """Clear the gradients, under fsdp also those that wait for the end of their window."""
-        if self._window is not None:
-            self._window.total = None
+        for gate in self.gates:
+            gate.clear()
         optimizer = self.optimizer
         if self._is_sharded:
             drop_held_gradients(parameters_of(optimizer))
@@ -386,11 +396,8 @@ class OptimWrapper(Accumulation):
 
     def optim_context(self, model: nn.Module) -> AbstractContextManager[Any]:
         """``model.no_sync()`` where the coming micro-batch does not end its window."""
-        if self._first is not None:
-            self._first.note(model)
-        window = self._window
-        if window is not None and window.model() is not model:
-            window.note(model)
+        for gate in self.gates:
+            gate.enter(model)
         if self._accumulative_counts == 1 or self.should_sync():
             return _NOTHING
         own: Any = getattr(model, "no_sync", None)
@@ -436,8 +443,8 @@ class OptimWrapper(Accumulation):
             state[_BASE_KEY] = dict(self.base_param_settings)
         state[_KIND_KEY] = kind_of(self.optimizer)
         state[_COUNT_KEY] = self._inner_count
-        if self._window is not None:
-            state[_UNIT_KEY] = self._window.unit
+        if self.loss_weight is not None:
+            state[_UNIT_KEY] = self.window.unit
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -460,125 +467,11 @@ class OptimWrapper(Accumulation):
             self.base_param_settings = dict(base)
         if (count := state.pop(_COUNT_KEY, None)) is not None:
             self._inner_count = self._resumed_at = count
-        unit = state.pop(_UNIT_KEY, 0.0)
-        if self._window is not None:
-            self._window.unit = unit
+        self.window.unit = state.pop(_UNIT_KEY, 0.0)
         load_state(self.optimizer, state)
 
     def __repr__(self) -> str:
         return (
             f"{type(self).__name__}({type(self.optimizer).__name__}, "
-            f"accumulative_counts={self._accumulative_counts}, clip_grad={self._clip})"
+            f"accumulative_counts={self._accumulative_counts}, clip_grad={self.clip})"
         )
-
-
-def closure_advice(optimizer: Optimizer) -> str:
-    return (
-        f"{type(optimizer).__name__} needs a closure that computes the loss again, several times "
-        "in a step: override the wrapper's train_step and call "
-        "optim_wrapper.update_by_closure(closure, self) there, or use an optimizer that steps from "
-        "gradients, such as AdamW"
-    )
-
-
-def refuse_without_closure(optim_wrapper: Any, model: Any) -> None:
-    """Raise ValueError if the optimizer needs a closure and no step of `model` can give one."""
-    if getattr(optim_wrapper, "_needs_closure", False) and not has_own_step(model):
-        raise ValueError(closure_advice(optim_wrapper.optimizer))
-
-
-def _check_closure(optim_wrapper: Any, model: Any = None) -> None:
-    """Raise ValueError where ``optim_wrapper`` cannot update by a closure."""
-    name = type(optim_wrapper.optimizer).__name__
-    every = optim_wrapper._accumulative_counts
-    if every != 1:
-        raise ValueError(
-            f"{name} with a closure needs accumulative_counts=1, got {every}: each of its losses "
-            "must be that of the same data; use larger batches"
-        )
-    if optim_wrapper.loss_weight is not None:
-        raise ValueError(
-            f"{name} with a closure needs loss_weight=None: each of its losses must be the mean "
-            "that it compares; compute that in the closure"
-        )
-    if optim_wrapper._clip is not None:
-        raise ValueError(
-            f"{name} with a closure needs clip_grad=None, got {optim_wrapper._clip}: it compares "
-            "losses with gradients, which clipped are of another loss"
-        )
-    scaler = getattr(optim_wrapper, "loss_scaler", None)
-    if scaler is not None and scaler.is_enabled():
-        raise ValueError(
-            f"{name} with a closure takes no scaled loss: use dtype bfloat16 or float32"
-        )
-    if getattr(model, "uneven_inputs", None) is not None:
-        raise ValueError(
-            f"{name} with a closure needs as many batches on all ranks: leave uneven_inputs out"
-        )
-
-
-_CLIPS: dict[str, Any] = {"norm": clip_grad_norm_, "value": clip_grad_value_}
-
-
-class GradClip:
-    """Clips the gradients of an optimizer by torch's function for "norm" or "value"."""
-
-    def __init__(self, settings: Mapping[str, Any]) -> None:
-        if not isinstance(settings, Mapping) or not settings:
-            raise AssertionError(
-                "If `clip_grad` is not None, it should be a `dict` which is the arguments of "
-                "`torch.nn.utils.clip_grad_norm_` or `torch.nn.utils.clip_grad_value_`, "
-                f"got {settings!r}"
-            )
-        self.options = options = dict(settings)
-        self.kind = kind = options.pop("type", "value" if "clip_value" in options else "norm")
-        if kind not in _CLIPS:
-            raise ValueError(f'type of clip_grad should be "norm" or "value" but got {kind!r}')
-        allowed = option_names(_CLIPS[kind])[1:]
-        if not options:
-            raise AssertionError(
-                "`clip_grad` should contain other arguments besides `type`: "
-                f"for {kind!r} at least {allowed[0]!r}"
-            )
-        check_options(f"clip_grad of type {kind!r}", options, allowed)
-
-    def __repr__(self) -> str:
-        return f"GradClip(kind={self.kind!r}, options={self.options})"
-
-    def __call__(self, optimizer: Optimizer) -> Tensor | None:
-        """Clip in place; returns the total norm before (None for "value").
-
-        Where parameters are sharded every rank must call this.
-        """
-        parameters: Any = [
-            parameter
-            for parameter in parameters_of(optimizer)
-            if parameter.requires_grad and parameter.grad is not None
-        ]
-        clip: Callable[..., Tensor | None] = _CLIPS[self.kind]
-        if not has_placed(optimizer):
-            return clip(parameters, **self.options)
-        # torch's functions fail on parameters of different meshes; they only look at `grad`.
-        parts = [SimpleNamespace(grad=local_part(one.grad)) for one in parameters]
-        if self.kind == "norm":
-            return _clip_parts_by_norm(parameters, parts, **self.options)
-        return clip(parts, **self.options)
-
-
-@torch.no_grad()
-def _clip_parts_by_norm(
-    parameters: Any,
-    parts: Any,
-    max_norm: float,
-    norm_type: float = 2.0,
-    error_if_nonfinite: bool = False,
-    foreach: bool | None = None,
-) -> Tensor:
-    total = total_norm([one.grad for one in parameters], float(norm_type), like=parameters)
-    if error_if_nonfinite and not total.isfinite():
-        raise RuntimeError(
-            f"The total norm of order {norm_type} of the gradients is {total.item()}, so it "
-            "cannot be clipped; error_if_nonfinite=False goes on nevertheless"
-        )
-    clip_grads_with_norm_(parts, max_norm, total, foreach)
-    return total

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ...registry import MODELS
+from ..features import optim_features
 from .preprocess import DataPreprocessor, device_of
 from .step import OptimizerWrapper, as_call, parse_losses
 from .weight_init import BaseModule, InitSettings
@@ -47,15 +48,13 @@ class BaseModel(BaseModule):
             )
         self.data_preprocessor = data_preprocessor
 
-    # Static: its identity tells the wrappers that the logs are detached already.
     parse_losses = staticmethod(parse_losses)
 
     def train_step(self, data: Any, optim_wrapper: OptimizerWrapper) -> dict[str, Tensor]:
         """Train on one batch without any wrapper; returns what to log, detached."""
         with optim_wrapper.optim_context(self):
             data = self.data_preprocessor(data, training=True)
-            if getattr(optim_wrapper, "loss_weight", None) is not None:
-                optim_wrapper.weigh(data, self)  # type: ignore[attr-defined]
+            optim_features(optim_wrapper).weigh(data, self)
             losses = self._run_forward(data, "loss")
         total, logs = self.parse_losses(losses)
         optim_wrapper.update_params(total)
@@ -87,8 +86,6 @@ class SupervisedModel(BaseModel):
         data_preprocessor, init_cfg: as in ``BaseModel``.
     """
 
-    _modules: dict[str, Any]
-
     def __init__(
         self,
         net: nn.Module,
@@ -119,10 +116,10 @@ class SupervisedModel(BaseModel):
                 target = batch[key]
         except (LookupError, TypeError):
             raise self._missing_entry(batch, key) from None
-        # Half a microsecond less than by nn.Module's attribute access, which looks there last.
-        output = self._modules["net"](given)
+        output = self.net(given)
         if mode == "loss":
-            return self._losses(output, target)
+            loss = self.loss(output, target)
+            return loss if isinstance(loss, dict) else {"loss": loss}
         if mode == "tensor":
             return output
         if mode != "predict":
@@ -150,17 +147,14 @@ class SupervisedModel(BaseModel):
         key = self.target_key
         if batch.get(key) is not None if named else isinstance(key, int) and key < len(batch):
             result["target"] = batch[key]
-            result["loss"] = self.parse_losses(self._losses(preds, batch[key]))[0]
+            loss = self.loss(preds, batch[key])
+            losses = loss if isinstance(loss, dict) else {"loss": loss}
+            result["loss"] = self.parse_losses(losses)[0]
         return result
 
     def test_step(self, data: Any) -> dict[str, Any]:
         """As ``val_step``."""
         return self.val_step(data)
-
-    def _losses(self, output: Any, target: Any) -> dict[str, Any]:
-        function = self._modules.get("loss") or self.loss
-        loss = function(output, target)
-        return loss if isinstance(loss, dict) else {"loss": loss}
 
     def _missing_entry(self, batch: Any, key: int | str) -> KeyError:
         setting = "input_key" if key == self.input_key else "target_key"

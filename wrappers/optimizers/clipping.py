@@ -1,0 +1,81 @@
+"""Gradient clipping by torch's functions, also where parameters are spread over ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_, clip_grads_with_norm_
+from torch.optim import Optimizer
+
+from ..sharding.layout import has_placed, local_part, parameters_of, total_norm
+from ..torch_functions import check_options, option_names
+
+_CLIPS: dict[str, Any] = {"norm": clip_grad_norm_, "value": clip_grad_value_}
+
+
+class GradClip:
+    """Clips the gradients of an optimizer by torch's function for "norm" or "value"."""
+
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        if not isinstance(settings, Mapping) or not settings:
+            raise AssertionError(
+                "If `clip_grad` is not None, it should be a `dict` which is the arguments of "
+                "`torch.nn.utils.clip_grad_norm_` or `torch.nn.utils.clip_grad_value_`, "
+                f"got {settings!r}"
+            )
+        self.options = options = dict(settings)
+        self.kind = kind = options.pop("type", "value" if "clip_value" in options else "norm")
+        if kind not in _CLIPS:
+            raise ValueError(f'type of clip_grad should be "norm" or "value" but got {kind!r}')
+        allowed = option_names(_CLIPS[kind])[1:]
+        if not options:
+            raise AssertionError(
+                "`clip_grad` should contain other arguments besides `type`: "
+                f"for {kind!r} at least {allowed[0]!r}"
+            )
+        check_options(f"clip_grad of type {kind!r}", options, allowed)
+
+    def __repr__(self) -> str:
+        return f"GradClip(kind={self.kind!r}, options={self.options})"
+
+    def __call__(self, optimizer: Optimizer) -> Tensor | None:
+        """Clip in place; returns the total norm before (None for "value").
+
+        Where parameters are sharded every rank must call this.
+        """
+        parameters: Any = [
+            parameter
+            for parameter in parameters_of(optimizer)
+            if parameter.requires_grad and parameter.grad is not None
+        ]
+        clip: Callable[..., Tensor | None] = _CLIPS[self.kind]
+        if not has_placed(optimizer):
+            return clip(parameters, **self.options)
+        # torch's functions fail on parameters of different meshes; they only look at `grad`.
+        parts = [SimpleNamespace(grad=local_part(one.grad)) for one in parameters]
+        if self.kind == "norm":
+            return _clip_parts_by_norm(parameters, parts, **self.options)
+        return clip(parts, **self.options)
+
+
+@torch.no_grad()
+def _clip_parts_by_norm(
+    parameters: Any,
+    parts: Any,
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> Tensor:
+    total = total_norm([one.grad for one in parameters], float(norm_type), like=parameters)
+    if error_if_nonfinite and not total.isfinite():
+        raise RuntimeError(
+            f"The total norm of order {norm_type} of the gradients is {total.item()}, so it "
+            "cannot be clipped; error_if_nonfinite=False goes on nevertheless"
+        )
+    clip_grads_with_norm_(parts, max_norm, total, foreach)
+    return total

@@ -1,0 +1,177 @@
+"""The check of the first update: gradients that are missing, or that differ between ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, distributed
+from torch.distributed import ProcessGroup, ReduceOp
+from torch.optim import Optimizer
+
+from ...collectives import comm_device
+from ..features import model_features
+from ..sharding.layout import is_dtensor, layout_of, local_part, parameters_of, split_models
+from ..steps.step_checks import has_own_step
+from .gates import Gate
+
+
+class FirstUpdate(Gate):
+    """Checks the gradients of the first update, then leaves.
+
+    A custom step (by a second backward or ``torch.autograd.grad``) and, in a tensor group, a layer
+    left out of the plan leave the ranks' gradients apart, and nothing else fails then.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self._is_reached = False
+        self._model: Any = None
+
+    def enter(self, model: Any) -> None:
+        """Remember ``model`` if it is a wrapper with a custom step that averages gradients."""
+        if model_features(model).averages_ranks and has_own_step(model):
+            self._model = model
+
+    begin = enter
+
+    def allows(self, optim_wrapper: Any) -> bool:
+        """Raise RuntimeError if gradients are missing or differ; remove the check once it passes.
+
+        Every rank that shares gradients must call this.
+        """
+        if self._passes(optim_wrapper.has_run_backward):
+            optim_wrapper.gates.remove(self)
+            self._model = None
+        return True
+
+    def _passes(self, has_run: bool) -> bool:
+        parameters = list(parameters_of(self._optimizer))
+        if not self._is_reached:
+            name = type(self._optimizer).__name__
+            if not (_is_reached(parameters, name, has_run) and _tensor_ranks_agree(parameters)):
+                return False
+            self._is_reached = True
+        if self._model is None or not _is_averaged(self._model) or any(map(is_dtensor, parameters)):
+            return True
+        differs, is_finite = _differing(parameters, self._model.data_group, 1e-3, 1e-6)
+        for index in differs.nonzero()[:1]:
+            names = {id(one): name for name, one in self._model.module.named_parameters()}
+            name = names.get(id(parameters[int(index)]), "a parameter")
+            raise RuntimeError(
+                f"the ranks have different gradients of {name!r} at the first update in "
+                f"{type(self._model).__name__}.train_step, and would train apart. Only the first "
+                "backward after a call of self(...), or of a child under separate, averages: not "
+                "torch.autograd.grad, and no second backward of calls made before the first. Add "
+                "up the losses that share calls, call again before each backward, or take "
+                "self.average(gradient)"
+            )
+        # Infinities hide what differs.
+        return is_finite
+
+
+def _is_reached(parameters: Sequence[Tensor], name: str, has_run: bool) -> bool:
+    """Whether there is a gradient; RuntimeError where there should be one."""
+    if any(getattr(one, "is_replaced", False) for one in parameters):
+        raise RuntimeError(
+            f"{name} has parameters that the model has no more, since its layers were split; make "
+            "the optimizer after wrapping"
+        )
+    if any(one.grad is not None for one in parameters):
+        return True
+    # What is frozen may be trained later, and another wrapper's backward may reach others.
+    if has_run and any(one.requires_grad for one in parameters):
+        raise RuntimeError(
+            f"no parameter of {name} has a gradient at its first update: either the loss reaches "
+            "none of them, or they are no longer those of the model; make the optimizer after "
+            "wrapping, because fsdp and split layers put others in their place"
+        )
+    return False
+
+
+def _is_averaged(model: Any) -> bool:
+    """Whether each rank is to update by the same gradients, and comes to every update."""
+    if not distributed.is_initialized() or model_features(model).uneven_inputs is not None:
+        return False
+    # A hook may leave them apart, as local SGD does, and so may what torch is told to ignore.
+    return not any(
+        getattr(one, "_comm_hooks", None) or getattr(one, "parameters_to_ignore", None)
+        for one in model.modules()
+    )
+
+
+def _tensor_ranks_agree(parameters: Iterable[Tensor]) -> bool:
+    """Whether all gradients of tensor groups are finite; RuntimeError where the ranks' differ."""
+    own, all_finite = {id(one) for one in parameters}, True
+    for model, (group, everywhere) in list(split_models.items()):
+        named = {name: one for name, one in model.named_parameters() if id(one) in own}
+        if not named:
+            continue
+        whole = {k: v for k, v in named.items() if v.requires_grad and not _is_split(v, group)}
+        differs, is_finite = _differing(whole.values(), group, 0.02, 1e-3)
+        wrong = differs.nonzero()
+        # As many as there are from the first one on: the greatest number is the first of all.
+        found = torch.tensor([len(differs) - int(wrong[0]) if len(wrong) else 0, not is_finite])
+        if everywhere:
+            found = found.to(comm_device())
+            distributed.all_reduce(found, ReduceOp.MAX)
+        left, infinite = found.tolist()
+        all_finite = all_finite and not infinite
+        if not left:
+            continue
+        name = list(whole)[-left]
+        ranks = ", ".join(map(str, distributed.get_process_group_ranks(group)))
+        raise RuntimeError(
+            f"the gradient of {name!r} is not the same on the ranks of a tensor group (here "
+            f"{ranks}), each of which holds this parameter whole and would train it apart. Either "
+            "the plan leaves out a layer that sees a part of the sequence or of the features: give "
+            'it a style (such as "sequence" for a norm), or let the layer before give out whole '
+            'tensors ("replicate"). Or these ranks do not see the same batches, or draw other '
+            "random numbers"
+        )
+    return all_finite
+
+
+def _is_split(parameter: Tensor, group: ProcessGroup) -> bool:
+    # By their ranks: of equal meshes made one after the other torch keeps the first one's groups.
+    ranks = distributed.get_process_group_ranks(group)
+    over = layout_of(parameter).sharded_over
+    return any(distributed.get_process_group_ranks(one) == ranks for one in over)
+
+
+@torch.no_grad()
+def _differing(
+    parameters: Iterable[Tensor], group: ProcessGroup | None, tolerance: float, noise: float
+) -> tuple[Tensor, bool]:
+    """Return whose gradients differ between the ranks, and whether all are finite; collective.
+
+    Args:
+        tolerance: what may differ, relative to the gradient: kernels add in any order.
+        noise: what may be nothing but rounding, relative to the largest gradient.
+    """
+    # One more, so that there is something to send.
+    own = torch.stack([torch.zeros(4, dtype=torch.float64), *(_digest(p.grad) for p in parameters)])
+    own = own.to(comm_device(group))
+    everywhere = [torch.empty_like(own) for _ in range(distributed.get_world_size(group))]
+    distributed.all_gather(everywhere, own, group=group)
+    digests = torch.stack(everywhere).cpu()
+    norms = digests[..., 0].amax(0)
+    is_finite = bool(norms.isfinite().all())
+    norms = norms.nan_to_num(0.0, 0.0)
+    apart = (digests - digests[0]).abs().amax((0, 2))
+    return ((apart > tolerance * norms) & (norms > noise * norms.max()))[1:], is_finite
+
+
+def _digest(gradient: Tensor | None) -> Tensor:
+    """The norm of a gradient and sums over three of its parts; zeros where there is none."""
+    if gradient is None:
+        return torch.zeros(4, dtype=torch.float64)
+    own = local_part(gradient)
+    values = own.coalesce().values() if own.is_sparse else own
+    flat = (torch.view_as_real(values) if values.is_complex() else values).reshape(-1)
+    middle = len(flat) // 2
+    parts = (flat[:middle], flat[middle:], flat[::2])
+    sums = [part.sum(dtype=torch.float64) for part in parts]
+    norm = torch.linalg.vector_norm(flat, dtype=torch.float64)
+    return torch.stack([norm, *sums]).cpu()
