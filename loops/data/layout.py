@@ -123,7 +123,7 @@ def _fixed_count(state: LoopState, saved: Mapping[str, int], weighted: bool) -> 
     """Return the batches per update where they must stay as before, None where any will do."""
     members = members_of(state.optim_wrapper)
     uneven = getattr(state.model, "uneven_inputs", None) is not None and not weighted
-    closure = getattr(members[0], "_needs_closure", False)
+    closure = getattr(members[0], "needs_closure", False)
     able = len(members) == 1 and hasattr(members[0], "accumulate") and not (uneven or closure)
     # Without weights a window may go on over the end of an epoch.
     runs = -(-saved["length"] // saved["run"])

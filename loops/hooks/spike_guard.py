@@ -122,7 +122,7 @@ class SpikeGuardHook(Hook):
 
     def on_train_start(self, state: LoopState) -> None:
         optim = state.optim_wrapper
-        if not isinstance(optim, OptimWrapper) or optim._needs_closure:
+        if not isinstance(optim, OptimWrapper) or optim.needs_closure:
             one = optim.optimizer if isinstance(optim, OptimWrapper) else optim
             kind = "several optimizers" if isinstance(optim, Mapping) else type(one).__name__
             raise TypeError(

@@ -305,7 +305,8 @@ def _obstacles(wrapper: Any, optim_wrapper: Any, allow_custom: bool) -> Iterator
         yield "float16 scales its losses; use bfloat16"
     if any(vars(kind)[key] is not one for kind, own in _METHODS for key, one in own.items()):
         yield "a method of OptimWrapper has been replaced"
-    if patched := [name for name in vars(optim_wrapper) if hasattr(type(optim_wrapper), name)]:
+    kind = type(optim_wrapper)
+    if patched := [one for one in vars(optim_wrapper) if callable(getattr(kind, one, None))]:
         yield f"methods of the {name} have been replaced: {', '.join(patched)}"
     yield from _of_optimizer(optim_wrapper)
     yield from obstacles_of(optim_wrapper.optimizer, allow_custom)
@@ -317,7 +318,7 @@ def _obstacles(wrapper: Any, optim_wrapper: Any, allow_custom: bool) -> Iterator
 def _of_optimizer(optim_wrapper: OptimWrapper) -> Iterator[str]:
     optimizer: Any = optim_wrapper.optimizer
     kind = type(optimizer).__name__
-    if optim_wrapper._needs_closure:
+    if optim_wrapper.needs_closure:
         yield f"{kind} needs a closure"
     if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
         yield f"{kind} has hooks, as of a ledger or GradNormHook"

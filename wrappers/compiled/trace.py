@@ -379,7 +379,7 @@ def _bernoulli(one: Tensor, p: float = 0.5, *, generator: Any = None) -> Any:
     return one.copy_(torch.native_dropout(one, 1 - p, True)[1])
 
 
-_DECOMPOSITIONS = {
+_DECOMPOSITIONS: dict[Any, Any] = {
     torch.ops.aten.addmm.default: _addmm,
     torch.ops.aten.bernoulli_.float: _bernoulli,
 }

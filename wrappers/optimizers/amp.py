@@ -116,7 +116,7 @@ class AmpOptimWrapper(OptimWrapper):
             self._window.average()
         if self._first is not None:
             self._check_first()
-        if self._needs_closure:
+        if self.needs_closure:
             raise ValueError(closure_advice(self.optimizer))
         if self.guard is not None and not self.guard.allows(self):
             self.zero_grad()

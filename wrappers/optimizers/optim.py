@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from ...collectives import get_rank
 from ...registry import OPTIM_WRAPPERS
+from ..features import OptimFeatures, optim_features
 from ..sharding.layout import (
     drop_held_gradients,
     has_placed,
@@ -52,7 +53,7 @@ class UpdateGuard(Protocol):
         """Whether to update by the gradients as they are now, not clipped and not unscaled."""
 
 
-class Accumulation:
+class Accumulation(OptimFeatures):
     """Counts micro-batches, ``accumulative_counts`` per update; base of the optimizer wrappers.
 
     Attributes:
@@ -85,6 +86,11 @@ class Accumulation:
         self.batch_counts = True
         self.last_weight: float | Tensor | None = None
         self.guard: UpdateGuard | None = None
+
+    @property
+    def accumulative_counts(self) -> int:
+        """Micro-batches per update."""
+        return self._accumulative_counts
 
     @property
     def inner_count(self) -> int:
@@ -277,7 +283,7 @@ class OptimWrapper(Accumulation):
             )
         check_optimizer(optimizer)
         self.optimizer = optimizer
-        self._needs_closure = needs_closure(type(optimizer))
+        self.needs_closure = needs_closure(type(optimizer))
         self._is_sharded = any(is_dtensor(one) for one in parameters_of(optimizer))
         self._first = FirstUpdate(optimizer)
         self.grad_norm: Tensor | None = None
@@ -286,7 +292,7 @@ class OptimWrapper(Accumulation):
         if loss_weight is not None:
             self.loss_weight = LossWeight(loss_weight)
             self._window = WeightedWindow(self.loss_weight, optimizer, accumulative_counts)
-        if self._needs_closure:
+        if self.needs_closure:
             _check_closure(self)
         self.base_param_settings: dict[str, Any] | None = None
         if len(optimizer.param_groups) > 1:
@@ -360,7 +366,7 @@ class OptimWrapper(Accumulation):
             self._window.average()
         if self._first is not None:
             self._check_first()
-        if self._needs_closure:
+        if self.needs_closure:
             raise ValueError(closure_advice(self.optimizer))
         if self.guard is not None and not self.guard.allows(self):
             self.zero_grad()
@@ -483,7 +489,7 @@ def closure_advice(optimizer: Optimizer) -> str:
 
 def refuse_without_closure(optim_wrapper: Any, model: Any) -> None:
     """Raise ValueError if the optimizer needs a closure and no step of `model` can give one."""
-    if getattr(optim_wrapper, "_needs_closure", False) and not has_own_step(model):
+    if optim_features(optim_wrapper).needs_closure and not has_own_step(model):
         raise ValueError(closure_advice(optim_wrapper.optimizer))
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import Tensor, nn
 
 from ...registry import OPTIM_WRAPPERS
+from ..features import OptimFeatures, optim_features
 from .loss_weight import LossWeight
 from .optim import OptimWrapper
 
@@ -29,7 +30,7 @@ def _refused(name: str) -> Callable[..., Any]:
 
 
 @OPTIM_WRAPPERS.register_module()
-class OptimWrapperDict(Mapping[str, OptimWrapper]):
+class OptimWrapperDict(Mapping[str, OptimWrapper], OptimFeatures):
     """Named optimizer wrappers, as a mapping.
 
     The model's or wrapper's ``train_step`` picks its optimizers by name; what concerns all
@@ -56,8 +57,8 @@ class OptimWrapperDict(Mapping[str, OptimWrapper]):
         # By member, the micro-batches before the running batch; None: nobody tells of batches.
         self._before: dict[str, int] | None = None
         members = optim_wrappers.values()
-        self.collective_state = any(getattr(one, "collective_state", False) for one in members)
-        self.reads_parts = all(getattr(one, "reads_parts", False) for one in members)
+        self.collective_state = any(optim_features(one).collective_state for one in members)
+        self.reads_parts = all(optim_features(one).reads_parts for one in members)
 
     def __getitem__(self, name: str) -> OptimWrapper:
         try:
@@ -83,7 +84,7 @@ class OptimWrapperDict(Mapping[str, OptimWrapper]):
         """What an evaluation of the model in training runs in, where it is the same for all."""
         casts = {tuple(getattr(one, a, None) for a in _CAST) for one in self.values()}
         member: Any = next(iter(self.values())) if len(casts) == 1 else None
-        return getattr(member, "precision_context", nullcontext)()
+        return optim_features(member).precision_context()
 
     def zero_grad(self, **kwargs: Any) -> None:
         """Clear the gradients of all."""
@@ -118,12 +119,12 @@ class OptimWrapperDict(Mapping[str, OptimWrapper]):
     def begin_pass(self, start: int, length: int | None) -> None:
         """Tell the `followers` where a pass over the data begins, and how long it is."""
         for wrapper in self.followers():
-            if getattr(wrapper, "loss_weight", None) is not None:
+            if optim_features(wrapper).loss_weight is not None:
                 wrapper.begin_pass(start, length)
 
     def _weighing(self) -> list[OptimWrapper]:
         # Members may be mmengine's.
-        return [one for one in self.values() if getattr(one, "loss_weight", None) is not None]
+        return [one for one in self.values() if optim_features(one).loss_weight is not None]
 
     def begin_batch(self) -> None:
         """Make `should_update` consider only the members that take part in the coming batch.

@@ -11,11 +11,11 @@ from dataclasses import is_dataclass
 from typing import Any, Protocol, TypeAlias, TypeVar
 
 from torch import Tensor, distributed, nn
-from torch.distributed import ProcessGroup
 from torch.nn.modules.module import _has_any_global_hook
 
 from ...collectives import explain_transport
 from ...registry import MODEL_WRAPPERS
+from ..features import ModelFeatures
 from ..sharding.layout import refusal
 from ..sharding.mesh import broadcast_first
 from ..torch_functions import check_options
@@ -158,7 +158,7 @@ class _SeveralSteps:
         return self._compiled_step is not None
 
 
-class Steps(_SeveralSteps):
+class Steps(_SeveralSteps, ModelFeatures):
     """Training, validation and test step of ``self.module`` through ``self.forward``.
 
     A mixin of the model wrappers, which are modules with a child ``module``: the user's
@@ -166,19 +166,12 @@ class Steps(_SeveralSteps):
     ``val_step``, ``test_step``) gets the behaviour of ``BaseModel``.
 
     Attributes:
-        data_group: the ranks that see different batches; None for all of them.
-        collective_eval: whether evaluation steps need every rank of ``data_group``.
-        averages_ranks: whether a backward averages the gradients over ``data_group``.
         passed_on: what ``**options`` of the class takes beside the arguments of its bases.
     """
 
     module: Any
-    data_group: ProcessGroup | None = None
-    collective_eval: bool = False
-    averages_ranks: bool = False
     passed_on: Iterable[inspect.Parameter] = ()
     _modules: Any
-    detect_anomalous_params: bool
     __call__: Callable[..., Any]
     _preprocessor: DataPreprocessor
     # Whether the model's own train_step runs, and whether forward only calls the model.
@@ -254,17 +247,6 @@ class Steps(_SeveralSteps):
         mean = value.detach().clone() / distributed.get_world_size(self.data_group)
         distributed.all_reduce(mean, group=self.data_group)
         return mean
-
-    def step_state(self) -> dict[str, Any]:
-        """The state that a custom training step keeps from batch to batch, for checkpoints.
-
-        To be overridden together with ``load_step_state``: tensors, numbers, lists and dicts of
-        this rank. It is restored on the same rank of a run with as many ranks.
-        """
-        return {}
-
-    def load_step_state(self, state: dict[str, Any]) -> None:
-        """Take over what ``step_state`` returned."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """A wrapper of a copy of the model, for the same ranks; every rank must call this."""
