@@ -164,14 +164,12 @@ class _EvalLoop:
             naming_missing_ranks(state),
             preserved_rng(device_of(state.model)),
         ):
-            for announce in hooks.on_eval_start:
-                announce(state)
+            hooks.emit("on_eval_start", state)
             # Running statistics differ by rank; only those of the first are saved.
             getattr(state.model, "sync_buffers", lambda: None)()
             with evaluation_mode(state.model), torch.inference_mode():
                 results = self._measure(state, hooks, poll)
-            for announce_end in hooks.on_eval_end:
-                announce_end(state, results)
+            hooks.emit("on_eval_end", state, results)
         return results
 
     @contextmanager
@@ -253,8 +251,7 @@ class _EvalLoop:
         for batch, counts in rounds.batches():
             if counts:
                 with rounds.kept():
-                    for announce in hooks.on_eval_batch_start:
-                        announce(state, batch)
+                    hooks.emit("on_eval_batch_start", state, batch)
             if not rounds.agree():
                 break
             with precision():
@@ -262,8 +259,7 @@ class _EvalLoop:
             if counts:
                 with rounds.kept():
                     scores.feed_metrics(self.metrics, outputs, batch, weight_of)
-                    for announce_end in hooks.on_eval_batch_end:
-                        announce_end(state, batch, outputs)
+                    hooks.emit("on_eval_batch_end", state, batch, outputs)
             count += 1
             if count <= polled:
                 poll(state)

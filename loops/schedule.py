@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
 from torch import nn
 
 from .state import LoopState
+
+logger = logging.getLogger(__name__)
 
 
 class Cadence:
@@ -58,23 +62,21 @@ class Cadence:
         return not first
 
 
-class ValSchedule:
-    """After which finished units (epochs or steps) a validation is due; always after the last.
+class Budget(ABC):
+    """How long a training is, in epochs or steps, and after which of them a validation is due.
 
-    From each milestone of `dynamic` on there is another interval.
+    There is always one after the last. From each milestone of `dynamic` on there is another
+    interval. Subclasses count their unit.
     """
 
+    unit: ClassVar[str]
+
     def __init__(
-        self,
-        unit: str,
-        last: int,
-        begin: int,
-        interval: int,
-        dynamic: Sequence[tuple[int, int]] | None,
+        self, last: int, begin: int, interval: int, dynamic: Sequence[tuple[int, int]] | None
     ) -> None:
         if int(last) != last:
-            raise AssertionError(f"max_{unit} must be a whole number, got {last!r}")
-        self.last = positive(f"max_{unit}", int(last))
+            raise AssertionError(f"max_{self.unit} must be a whole number, got {last!r}")
+        self.last = positive(f"max_{self.unit}", int(last))
         self.begin = positive("val_begin", begin)
         self.intervals = [(0, positive("val_interval", interval))]
         for pair in dynamic or ():
@@ -87,9 +89,88 @@ class ValSchedule:
                 raise ValueError(f"the milestones of dynamic_intervals must ascend: {dynamic!r}")
             self.intervals.append((milestone, positive("an interval", pair[1])))
 
-    def due(self, done: int) -> bool:
+    @abstractmethod
+    def done(self, state: LoopState) -> int:
+        """Return the finished units."""
+
+    @abstractmethod
+    def plan(self, state: LoopState, length: int | None) -> int:
+        """Note the run's length in `state`; return its last batch, -1 if that is not known.
+
+        Args:
+            state: Where the run is.
+            length: Batches in a pass, if that is known.
+        """
+
+    def val_due(self, state: LoopState) -> bool:
+        """Say whether a validation is due; after a stop the resumed run does it."""
+        done = self.done(state)
         interval = [each for milestone, each in self.intervals if milestone <= done + 1][-1]
-        return done >= self.begin and (done % interval == 0 or done == self.last)
+        is_due = done >= self.begin and (done % interval == 0 or done == self.last)
+        return is_due and not state.stop_reason
+
+    def goes_on(self, state: LoopState) -> bool:
+        """Say whether there is more to train."""
+        return self.done(state) < self.last and not state.stop_reason
+
+
+class EpochBudget(Budget):
+    """Passes over the data."""
+
+    unit = "epochs"
+
+    def done(self, state: LoopState) -> int:
+        return state.epoch
+
+    def val_due(self, state: LoopState) -> bool:
+        return not state.batch and super().val_due(state)
+
+    def plan(self, state: LoopState, length: int | None) -> int:
+        state.max_epochs = self.last
+        window, weighted = window_of(state.optim_wrapper), is_weighted(state.optim_wrapper)
+        if length is None:
+            if window != 1 and not weighted:
+                logger.warning(
+                    "the training loader has no length, so the end of the run is not known: "
+                    "gradients of a last accumulation window that is not full will be lost"
+                )
+            return -1
+        epochs = max(0, self.last - state.epoch)
+        last = state.iteration + max(0, epochs * length - state.batch)
+        if window is not None and weighted:
+            done = _updates_done(state.batch, length, window)
+            state.max_steps = state.step + max(0, epochs * -(-length // window) - done)
+        elif window is not None:
+            # The last window may have fewer batches.
+            state.max_steps = state.step - (-last // window) - state.iteration // window
+        return last
+
+
+class StepBudget(Budget):
+    """Optimizer updates, in as many passes over the data as they need."""
+
+    unit = "steps"
+
+    def done(self, state: LoopState) -> int:
+        return state.step
+
+    def plan(self, state: LoopState, length: int | None) -> int:
+        state.max_steps = self.last
+        window, left = window_of(state.optim_wrapper), self.last - state.step
+        if window is None:
+            return -1
+        if not is_weighted(state.optim_wrapper):
+            last = (state.iteration // window + left) * window
+            if length is not None:
+                batches = state.batch + last - state.iteration
+                state.max_epochs = state.epoch + -(-batches // length)
+            return last
+        if length is None:
+            return -1
+        updates = _updates_done(state.batch, length, window) + left
+        passes, begun = divmod(updates, -(-length // window))
+        state.max_epochs = state.epoch + passes + (begun > 0)
+        return state.iteration - state.batch + passes * length + begun * window
 
 
 def positive(name: str, value: int) -> int:
@@ -99,7 +180,7 @@ def positive(name: str, value: int) -> int:
     return value
 
 
-def updates_done(batch: int, length: int, window: int) -> int:
+def _updates_done(batch: int, length: int, window: int) -> int:
     """Return how many windows are complete after `batch` of a pass's batches, which ends one."""
     return -(-batch // window) if batch >= length else batch // window
 
@@ -123,39 +204,6 @@ def window_of(optim_wrapper: Any) -> int | None:
 def is_weighted(optim_wrapper: Any) -> bool:
     """Say whether losses are weighted by what they are means over; then windows end with a pass."""
     return getattr(optim_wrapper, "loss_weight", None) is not None
-
-
-def step_of(model: Any, optim_wrapper: Any) -> Callable[[Any, Any], Any]:
-    """Return the training step; where windows accumulate, one that has to count its batch.
-
-    Else a window would hold other batches than its losses are divided by. An optimizer of a group
-    may count none.
-    """
-    train_step: Callable[[Any, Any], Any] = model.train_step
-    is_group = isinstance(optim_wrapper, Mapping)
-    if not hasattr(optim_wrapper, "begin_batch" if is_group else "inner_count"):
-        return train_step
-    longest = max(windows_of(optim_wrapper), default=1)
-    if not is_group and longest == 1:
-        return train_step
-
-    def counted_step(data: Any, optim_wrapper: Any) -> Any:
-        if is_group:
-            optim_wrapper.begin_batch()
-        before = sum(one.inner_count for one in members_of(optim_wrapper))
-        logs = train_step(data, optim_wrapper)
-        count = sum(one.inner_count for one in members_of(optim_wrapper)) - before
-        if longest > 1 and (count < 1 or (count > 1 and not is_group)):
-            raise RuntimeError(
-                f"{type(model).__name__}.train_step counted {count} micro-batches for one batch, "
-                f"which accumulative_counts={longest} does not allow: do one "
-                "update_params(loss), or one backward(scale_loss(loss)) and, where "
-                "should_update(), step() and zero_grad(). To leave an update out, leave out its "
-                "step() alone"
-            )
-        return logs
-
-    return counted_step
 
 
 def holds_gradients(model: nn.Module) -> bool:

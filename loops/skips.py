@@ -12,10 +12,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from .checkpoints.restore import load_checkpoint
 from .checkpoints.weights import device_of, step_state, user_model
 from .rng import capture_rng, preserved_rng, restore_rng
 from .schedule import is_weighted, members_of, windows_of
 from .state import LoopState
+from .steps import Step
 
 _END = object()
 # A longer range is a slip of the keyboard, and would fill the memory.
@@ -31,6 +33,23 @@ class GoingBack(BaseException):
     def __init__(self, checkpoint: Path, reason: str) -> None:
         super().__init__(f"{reason}; going back to {checkpoint}")
         self.checkpoint = checkpoint
+
+
+class Attempt:
+    """Trains inside; after `GoingBack` it restores the checkpoint, and `ended` stays False."""
+
+    def __init__(self, state: LoopState) -> None:
+        self._state = state
+        self.ended = False
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
+        self.ended = not isinstance(error, GoingBack)
+        if isinstance(error, GoingBack):
+            load_checkpoint(error.checkpoint).restore(self._state)
+        return not self.ended
 
 
 def steps_of(skip_steps: Iterable[int | str]) -> set[int]:
@@ -49,8 +68,8 @@ def steps_of(skip_steps: Iterable[int | str]) -> set[int]:
 
 
 def skipping(
-    batches: Iterable[Any], train_step: Callable[[Any, Any], Any], state: LoopState
-) -> tuple[Iterable[Any], Callable[[Any, Any], Any]]:
+    batches: Iterable[Any], train_step: Step, state: LoopState
+) -> tuple[Iterable[Any], Step]:
     """Return both such that nothing is done in the steps that are in `state.skip_steps`.
 
     Their batches are read, so that all others stay in their places, but leave no trace in the
@@ -60,8 +79,9 @@ def skipping(
         ValueError: Several optimizers accumulate: no one knows what each of them would have
             counted.
     """
+    if state.skip_steps is None:
+        return batches, train_step
     skipped, device, optim = state.skip_steps, device_of(state.model), state.optim_wrapper
-    assert skipped is not None
     is_group = isinstance(optim, Mapping)
     if is_group and max(windows_of(optim), default=1) > 1:
         raise ValueError(
@@ -82,17 +102,22 @@ def skipping(
         state.skipped = state.step + 1 in skipped
         if not state.skipped:
             return train_step(batch, optim_wrapper)
-        if is_weighted(optim_wrapper):
-            # Nothing of this batch counts, nor what was weighed before it.
-            for member in members_of(optim_wrapper):
-                member.last_weight = 0.0
-        if hasattr(optim_wrapper, "_inner_count"):
-            optim_wrapper._inner_count += 1
-        # Of the window's batches from before a resume.
-        optim_wrapper.zero_grad()
+        _leave_out(optim_wrapper)
         return {}
 
     return read(), step
+
+
+def _leave_out(optim_wrapper: Any) -> None:
+    """Count a batch of which nothing is trained."""
+    if is_weighted(optim_wrapper):
+        # Nothing of this batch counts, nor what was weighed before it.
+        for member in members_of(optim_wrapper):
+            member.last_weight = 0.0
+    if hasattr(optim_wrapper, "_inner_count"):
+        optim_wrapper._inner_count += 1
+    # Of the window's batches from before a resume.
+    optim_wrapper.zero_grad()
 
 
 def buffer_restorer(model: nn.Module) -> Callable[[], None]:

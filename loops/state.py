@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from enum import Enum
-from itertools import repeat
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
 
@@ -23,16 +22,25 @@ if TYPE_CHECKING:
 _RESTORED = -1
 
 
-# Of a batch the update that it belongs to, its logs, and what they are means over: 0 where they
-# count nothing, None where all batches count the same.
-_BatchLogs: TypeAlias = "tuple[int, Mapping[str, Any], float | Tensor | None]"
+# The logs of a batch, and the update that it belongs to.
+_BatchLogs: TypeAlias = "tuple[int, Mapping[str, Any]]"
+
+
+class WeightedLogs(dict[str, Any]):
+    """The logs of a batch with their weight in means, as `loss_weight` gives it.
+
+    0 if they count nothing. Logs without a weight count equally.
+    """
+
+    def __init__(self, logs: Mapping[str, Any], weight: float | Tensor) -> None:
+        super().__init__(logs)
+        self.weight = weight
 
 
 class LogBuffer:
     """Collects the logs of training steps without touching the device.
 
-    `append` takes (update, logs, weight), the weight as `loss_weight` gives it, else None. It is a
-    list's own method, since it is called for every batch.
+    `append` takes (update, logs). It is a list's own method, since it is called for every batch.
     """
 
     def __init__(self) -> None:
@@ -89,10 +97,13 @@ class LogBuffer:
         self.clear()
         sums = state["sums"].items()
         self._sums = {name: (one.to(device), _on(n, device)) for name, (one, n) in sums}
+        weights = state.get("weights", {})
         for name, values in state["values"].items():
-            weights = state.get("weights", {}).get(name, repeat(None))
-            for value, weight in zip(values, weights, strict=False):
-                self.append((_RESTORED, {name: _on(value, device)}, _on(weight, device)))
+            logs: list[Mapping[str, Any]] = [{name: _on(value, device)} for value in values]
+            if name in weights:
+                pairs = zip(logs, weights[name], strict=True)
+                logs = [WeightedLogs(one, _on(weight, device)) for one, weight in pairs]
+            self._raw.extend((_RESTORED, one) for one in logs)
 
     def sums(self) -> dict[str, tuple[Tensor, float | Tensor]]:
         """Return by name the sum of what was logged since `clear`, and the count or the weight."""
@@ -109,12 +120,12 @@ class LogBuffer:
 def _by_name(raw: Sequence[_BatchLogs]) -> dict[str, tuple[list[Any], list[Any]]]:
     """Return all values of a name and, if they have any, their weights."""
     by_name: dict[str, tuple[list[Any], list[Any]]] = {}
-    for _, logs, weight in raw:
+    for _, logs in raw:
         for name, value in logs.items():
             values, weights = by_name.setdefault(name, ([], []))
             values.append(value)
-            if weight is not None:
-                weights.append(weight)
+            if isinstance(logs, WeightedLogs):
+                weights.append(logs.weight)
     return by_name
 
 
@@ -176,7 +187,7 @@ def are_finite(tensors: Sequence[Tensor]) -> list[bool]:
 
 
 def _not_finite(raw: Sequence[_BatchLogs], after: int) -> list[tuple[int, str, str]]:
-    recent = [(step, name, v) for step, logs, _ in raw if step > after for name, v in logs.items()]
+    recent = [(step, name, v) for step, logs in raw if step > after for name, v in logs.items()]
     finite = are_finite([torch.as_tensor(value) for _, _, value in recent])
     pairs = zip(recent, finite, strict=True)
     return [(step, n, str(torch.as_tensor(v).tolist())) for (step, n, v), good in pairs if not good]
@@ -237,6 +248,22 @@ class Stateful(Protocol):
         """Take over a state returned by `state_dict`."""
 
 
+@dataclass
+class DataPlace:
+    """Where the training is in its data, in addition to the counters.
+
+    Attributes:
+        layout: How the data is cut into updates, as `loops.data.layout` describes it; empty before
+            the first training.
+        reader: Reads the batches of the loader, if it is stateful.
+        reader_state: Its state in a checkpoint, until the loop has continued from there.
+    """
+
+    layout: dict[str, int] = field(default_factory=dict)
+    reader: Stateful | None = None
+    reader_state: Any = None
+
+
 @dataclass(repr=False)
 class LoopState:
     """What a loop remembers; every hook receives it.
@@ -273,14 +300,11 @@ class LoopState:
         signal: Number of the signal that stops the run (SIGTERM, SIGINT); 0 for none.
         in_step: A batch is being read or trained on: it is not in the counters yet, but maybe in
             the random streams and the weights.
-        data_layout: How the training data is cut into updates, as `loops.data.layout` describes
-            it; empty before the first training.
+        data: Where the training is in its data.
         together: All ranks are in this step. False in the last batches of a pass in which this
             rank has more than others (`uneven_inputs`): hooks must not communicate then.
         updated_at: (epoch, batch, iteration) of the last update, where the running accumulation
             window began; None where that is not known.
-        reader: What reads the batches of `dataloader`, if it tells its place by a state of its own.
-        reader_state: Its state in a checkpoint, until the loop has gone on from there.
         skip_steps: Steps without an update, by number: their batches are read, and that is all.
             None where every step is made.
         skipped: The last step was skipped, before it began or by a guard: no weight has moved.
@@ -311,11 +335,9 @@ class LoopState:
     stop_reason: str = ""
     signal: int = 0
     in_step: bool = False
-    data_layout: dict[str, int] = field(default_factory=dict)
+    data: DataPlace = field(default_factory=DataPlace)
     together: bool = True
     updated_at: tuple[int, int, int] | None = None
-    reader: Stateful | None = None
-    reader_state: Any = None
     skip_steps: set[int] | None = None
     skipped: bool = False
     restored_from: tuple[Path, int] | None = None
@@ -344,7 +366,7 @@ class LoopState:
     def state_dict(self) -> dict[str, Any]:
         """Return the counters, the clock and the last metrics."""
         counters = {name: getattr(self, name) for name in (*_COUNTERS, "recorded_at", "clock_s")}
-        return {**counters, "metrics": dict(self.metrics), "data_layout": dict(self.data_layout)}
+        return {**counters, "metrics": dict(self.metrics), "data_layout": dict(self.data.layout)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over the counters of a checkpoint; a request to stop is not among them."""
@@ -352,7 +374,7 @@ class LoopState:
             setattr(self, name, int(state[name]))
         # Older checkpoints hold nothing of the logs since the last record.
         self.recorded_at = int(state.get("recorded_at", self.step))
-        self.data_layout = {name: int(n) for name, n in state.get("data_layout", {}).items()}
+        self.data.layout = {name: int(n) for name, n in state.get("data_layout", {}).items()}
         self.updated_at = None
         self.clock_s = float(state["clock_s"])
         self.metrics = {name: float(value) for name, value in state["metrics"].items()}

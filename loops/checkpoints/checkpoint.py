@@ -341,9 +341,9 @@ def _own_contents(state: LoopState, gradients: bool) -> dict[str, Any]:
     if carried:
         own["step"] = carried
     # Inside a window it is further on than a checkpoint of where the window began.
-    place = state.reader_state
-    if place is None and state.reader is not None:
-        place = state.reader.state_dict()
+    place = state.data.reader_state
+    if place is None and state.data.reader is not None:
+        place = state.data.reader.state_dict()
     if place is not None and gradients:
         own["loader"] = weights.plain(place, "loader")
     places = weights.gradient_places(model)

@@ -155,7 +155,7 @@ class Checkpoint:
             )
         # Ranks that share a model's layers see the same samples.
         shares = int(self.meta.get("data_size", saved)), weights.data_size(state.model)
-        state.data_layout.setdefault("ranks", shares[0])
+        state.data.layout.setdefault("ranks", shares[0])
         model = weights.user_model(state.model)
         as_saved = (saved, shares[0]) == (now, shares[1])
         group = getattr(state.model, "data_group", None)
@@ -172,9 +172,9 @@ class Checkpoint:
                     "step starts with an empty state",
                     *(self.path, own_rank()),
                 )
-        state.reader, state.reader_state = None, content.get("loader")
-        if state.reader_state is not None and shares[0] != shares[1]:
-            state.reader_state = None
+        state.data.reader, state.data.reader_state = None, content.get("loader")
+        if state.data.reader_state is not None and shares[0] != shares[1]:
+            state.data.reader_state = None
             logger.warning(
                 "the loader's place in %s is of one of %s shares of the data, which cannot be "
                 "divided anew: of what is left of this pass, samples may come twice or not at all",

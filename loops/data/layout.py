@@ -94,7 +94,7 @@ def lay_out(state: LoopState, loader: Iterable[Any]) -> None:
     _tell(sampler, saved, window)
     if weighted or count != saved["micro_batches"]:
         _move(state, saved, sampler)
-    state.data_layout = {
+    state.data.layout = {
         **saved,
         "samples": sampler.num_samples,
         "length": sampler.length,
@@ -106,7 +106,7 @@ def lay_out(state: LoopState, loader: Iterable[Any]) -> None:
 
 def _saved(state: LoopState, sampler: ShardedBatchSampler, window: int) -> dict[str, int]:
     """Return how the data was cut before; of a run that begins, how its settings cut it."""
-    before: Mapping[str, int] = state.data_layout
+    before: Mapping[str, int] = state.data.layout
     same = before.get("global_batch") == sampler.global_batch
     if state.restored_from is None and not same:
         # Another loader than in an earlier training of this process.
@@ -174,7 +174,7 @@ def _tell(sampler: ShardedBatchSampler, saved: Mapping[str, int], window: int) -
 def _keep_share(state: LoopState) -> None:
     """Go on at the same share of the batches, on another number of ranks."""
     now = weights.data_size(state.model)
-    before = state.data_layout.get("ranks", now)
+    before = state.data.layout.get("ranks", now)
     if before != now and state.batch:
         logger.warning(
             "the running epoch goes on at the same share of its batches (%d of %d ranks, now %d): "
@@ -186,4 +186,4 @@ def _keep_share(state: LoopState) -> None:
         begun = state.batch % (window_of(state.optim_wrapper) or 1)
         state.batch, state.iteration = state.batch - begun, state.iteration - begun
         _begin_update_again(state)
-    state.data_layout = {"ranks": now}
+    state.data.layout = {"ranks": now}

@@ -33,13 +33,13 @@ _OPTIONS = (
 def batches_of_pass(loader: Iterable[Any], state: LoopState, prefetch: bool) -> Iterator[Any]:
     """Return the batches of the running pass that are left; `prefetch` them to the model's device.
 
-    From then on `state.reader` tells where they are, if the loader or its iterator can.
+    If the loader or its iterator can report its place, it becomes `state.data.reader`.
     """
-    place, state.reader_state = state.reader_state, None
-    if place is None and state.batch and state.reader is not None:
+    place, state.data.reader_state = state.data.reader_state, None
+    if place is None and state.batch and state.data.reader is not None:
         # The run goes on in the process that has begun the pass.
-        place = state.reader.state_dict()
-    batches, state.reader = _with_place(loader, state.epoch, state.batch, place)
+        place = state.data.reader.state_dict()
+    batches, state.data.reader = _with_place(loader, state.epoch, state.batch, place)
     if not prefetch:
         return batches
     return prefetch_to_device(batches, device_of(state.model), ahead=reads_ahead(loader))

@@ -126,7 +126,7 @@ def test_evaluating_more_often_does_not_change_the_training() -> None:
     for interval in (1, 3):
         state = make_state(dropout=0.5)
         loop = make_loop("epochs", 0)
-        loop.schedule.intervals = [(0, interval)]
+        loop.budget.intervals = [(0, interval)]
         loop.run(state, HookList())
         ends.append(weights_of(state))
     assert_identical(*ends)

@@ -1,0 +1,127 @@
+"""What attaches to the training step from outside: weights, counts of micro-batches, blocks."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
+
+from ..collectives import get_rank
+from .hook import Hook, HookList
+from .schedule import is_weighted, members_of, window_of, windows_of
+from .state import LoopState, WeightedLogs
+
+logger = logging.getLogger(__name__)
+
+Step: TypeAlias = Callable[[Any, Any], Any]
+
+_AT_EACH_STEP = ("on_batch_start", "on_batch_end", "on_update", "on_save_point")
+
+
+def step_of(state: LoopState) -> Step:
+    """Return the training step of the model, with what the optimizer wrapper's settings need."""
+    wrapper: Any = state.model
+    step: Step = wrapper.train_step
+    optim = state.optim_wrapper
+    is_group = isinstance(optim, Mapping)
+    longest = max(windows_of(optim), default=1)
+    # mmengine's own optimizer wrappers do not count in this way.
+    counts = hasattr(optim, "begin_batch" if is_group else "inner_count")
+    if counts and (is_group or longest > 1):
+        step = _counted(step, type(wrapper).__name__, longest, is_group)
+    return _weighted(step) if is_weighted(optim) else step
+
+
+def _counted(step: Step, name: str, longest: int, is_group: bool) -> Step:
+    """Return a step that checks that each batch is counted as one micro-batch.
+
+    Otherwise a window would hold other batches than its losses are divided by. An optimizer of a
+    group may count none.
+    """
+
+    def counted_step(data: Any, optim_wrapper: Any) -> Any:
+        if is_group:
+            optim_wrapper.begin_batch()
+        before = sum(one.inner_count for one in members_of(optim_wrapper))
+        logs = step(data, optim_wrapper)
+        count = sum(one.inner_count for one in members_of(optim_wrapper)) - before
+        if longest > 1 and (count < 1 or (count > 1 and not is_group)):
+            raise RuntimeError(
+                f"{name}.train_step counted {count} micro-batches for one batch, "
+                f"which accumulative_counts={longest} does not allow: do one "
+                "update_params(loss), or one backward(scale_loss(loss)) and, where "
+                "should_update(), step() and zero_grad(). To leave an update out, leave out its "
+                "step() alone"
+            )
+        return logs
+
+    return counted_step
+
+
+def _weighted(step: Step) -> Step:
+    """Return a step whose logs carry what the loss of the batch weighs."""
+
+    def weighted_step(data: Any, optim_wrapper: Any) -> Any:
+        logs, weight = step(data, optim_wrapper), optim_wrapper.last_weight
+        return logs if weight is None else WeightedLogs(logs, weight)
+
+    return weighted_step
+
+
+class StepBlocks(Hook):
+    """Makes a compiled step check for changes of the model only once per block of steps.
+
+    A block has at most `steps` steps, and ends with a record, a validation and a pass.
+    """
+
+    # After all others, whose changes the next check finds.
+    order = 100
+
+    def __init__(self, state: LoopState, steps: int) -> None:
+        wrapper: Any = state.model
+        self._steps = steps
+        self._look_every: Callable[[int], object] = wrapper.look_every
+
+    def on_epoch_start(self, state: LoopState) -> None:
+        self._look_every(self._steps)
+
+    def on_log(self, state: LoopState, record: dict[str, float]) -> None:
+        self._look_every(self._steps)
+
+    def on_eval_end(self, state: LoopState, metrics: dict[str, float]) -> None:
+        self._look_every(self._steps)
+
+    def on_save_point(self, state: LoopState) -> None:
+        if not state.batch:
+            self._look_every(self._steps)
+
+    def on_train_end(self, state: LoopState) -> None:
+        self._look_every(1)
+
+    def on_exception(self, state: LoopState, error: BaseException) -> None:
+        self._look_every(1)
+
+
+def with_blocks(hooks: HookList, state: LoopState, steps_per_call: int) -> HookList:
+    """Add `StepBlocks` to the hooks, unless each step must be a block of its own."""
+    if steps_per_call == 1:
+        return hooks
+    why = _obstacle_to_blocks(state, hooks)
+    if not why:
+        return HookList([*hooks, StepBlocks(state, steps_per_call)])
+    if get_rank() == 0:
+        logger.warning("steps_per_call: %d gains nothing: %s", steps_per_call, why)
+    return hooks
+
+
+def _obstacle_to_blocks(state: LoopState, hooks: HookList) -> str:
+    look_every: Any = getattr(state.model, "look_every", None)
+    if look_every is None or not look_every(1):
+        return "the training step is not compiled, as by compile: step"
+    if window_of(state.optim_wrapper) != 1:
+        return "an update takes several batches (accumulative_counts)"
+    listeners = (one for event in _AT_EACH_STEP for one in getattr(hooks, event))
+    for owner in (type(getattr(one, "__self__", one)) for one in listeners):
+        if not owner.__module__.startswith(f"{__package__}."):
+            return f"{owner.__name__} acts at each step, and may change the model"
+    return ""
