@@ -28,9 +28,9 @@ from ..loops import (
     load_checkpoint,
 )
 from ..wrappers import local_part, reshard
-from .build.parts import build_parts
 from .failure import as_mistakes_in
 from .jobs import Job, prepared
+from .parts import build_parts
 from .runner import Runner
 
 _MOST_ROWS = 15

@@ -18,12 +18,12 @@ from ...loops import (
     read_ledger,
 )
 from ...registry import ConfigError, Problem, load_config
-from ..build.parts import build_parts
-from ..build.sections import read_sections
 from ..guard import raising_stops
 from ..jobs import Job, on_ranks, prepared
 from ..launcher import started_outside
+from ..parts import build_parts
 from ..runner import Runner
+from ..sections import read_sections
 
 # The exit code where the runs differ.
 DIFFERENT = 3

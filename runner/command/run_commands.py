@@ -20,14 +20,14 @@ import torch.distributed as dist
 
 from ...loops import find_checkpoint, list_checkpoints, load_checkpoint
 from ...registry import Config, ConfigError, Problem, RunSections
-from ..build.parts import rehearse
-from ..build.sections import read_sections
 from ..failure import Terminated, TrainingFailed, as_mistakes_in
 from ..guard import raising_stops
 from ..jobs import Job, Outcome, on_ranks, refuse_occupied, run_dir_error, run_job
 from ..launcher import started_outside
+from ..parts import rehearse
 from ..replay import Replayed, Watch, replay
 from ..run_folder import resolve_checkpoint, saved_checkpoints, stamped
+from ..sections import read_sections
 from .commands import draw_curves, plots_available, read_curves
 from .restarts import run_with_restarts
 

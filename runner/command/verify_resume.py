@@ -26,9 +26,9 @@ from ...loops import (
     read_ledger,
 )
 from ...registry import ConfigError, Problem, RunSections, optim_wrapper_sections
-from ..build.sections import read_sections
 from ..guard import raising_stops, with_parent_watched
 from ..launcher import started_outside
+from ..sections import read_sections
 from . import verify_hooks
 from .cli import main
 from .verify_hooks import GLOBAL
