@@ -30,7 +30,7 @@ class Command:
 
     usage: str
     help: str
-    home: str  # the module here that holds its function
+    home: str  # the module that holds its function
     options: tuple[str, ...] = ()
     least: int = 1
     most: int | None = None
@@ -43,50 +43,50 @@ COMMANDS = {
     "train": Command(
         f"{_RUN} [options]",
         "train, validate and, where data.test is given, test",
-        "run_commands",
+        ".run_commands",
         (*_RUNNING, "max-restarts", "resume", "fresh", "without-step"),
         section="train",
     ),
     "validate": Command(
         f"{_RUN} [options]",
         "evaluate a checkpoint on data.val",
-        "run_commands",
+        ".run_commands",
         (*_RUNNING, "checkpoint"),
         section="data.val",
     ),
     "test": Command(
         f"{_RUN} [options]",
         "evaluate a checkpoint on data.test",
-        "run_commands",
+        ".run_commands",
         (*_RUNNING, "checkpoint"),
         section="data.test",
     ),
     "check": Command(
         _RUN,
         "report every mistake in a config and build its parts on the CPU",
-        "run_commands",
+        ".run_commands",
         section="",
     ),
     "replay": Command(
         "RUN_DIR --step K [key=value ...] [options]",
         "run one step of a run again, from the nearest checkpoint",
-        "run_commands",
+        "...diagnostics.replay",
         ("step", "rank", "debugger", "anomaly", "profile"),
         section="train",
     ),
-    "show": Command(f"{_RUN} [--origin]", "print the resolved config", "commands", ("origin",)),
-    "list": Command("[REGISTRY]", "print what a config can name", "commands", (), 0, 1),
+    "show": Command(f"{_RUN} [--origin]", "print the resolved config", ".commands", ("origin",)),
+    "list": Command("[REGISTRY]", "print what a config can name", ".commands", (), 0, 1),
     "convert": Command(
         "MMENGINE_CONFIG.py [options]",
         "print a config of mmengine, which is executed for that, as one of ours",
-        "commands",
+        ".commands",
         ("epoch-length", "keep-order"),
         most=1,
     ),
     "bisect": Command(
         "RUN_A RUN_B [options]",
         "name the first step, rank and part at which two runs with ledgers differ",
-        "bisect",
+        "...diagnostics.bisect",
         ("no-rerun",),
         least=2,
         most=2,
@@ -94,13 +94,13 @@ COMMANDS = {
     "verify-resume": Command(
         f"{_RUN} [options]",
         "train, kill and resume; name the first thing that is not as without the kill",
-        "verify_resume",
+        "...diagnostics.verify_resume",
         ("nproc", "oversubscribe", "run-dir", "device", "kill-at", "then"),
         section="train",
     ),
-    "plot": Command("RUN_DIR ...", "draw curves.png in each RUN_DIR", "commands"),
-    "env": Command("", "print versions and devices, for a bug report", "run_commands", (), 0, 0),
-    "version": Command("", "print the version; so does --version", "commands", (), 0, 0),
+    "plot": Command("RUN_DIR ...", "draw curves.png in each RUN_DIR", ".commands"),
+    "env": Command("", "print versions and devices, for a bug report", ".run_commands", (), 0, 0),
+    "version": Command("", "print the version; so does --version", ".commands", (), 0, 0),
 }
 
 
@@ -202,7 +202,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         with _signals_end_at_once():
             options = parse(words)
             options.examined = read_run(options)
-            home = import_module(f".{COMMANDS[options.command].home}", __package__)
+            home = import_module(COMMANDS[options.command].home, __package__)
             return int(getattr(home, f"run_{options.command.replace('-', '_')}")(options))
     except BrokenPipeError:
         # The reader (head, less) has gone; Python would complain once more at exit.

@@ -10,7 +10,6 @@ import signal
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -25,14 +24,10 @@ from ..guard import raising_stops
 from ..jobs import Job, Outcome, on_ranks, refuse_occupied, run_dir_error, run_job
 from ..launcher import started_outside
 from ..parts import rehearse
-from ..replay import Replayed, Watch, replay
 from ..run_folder import resolve_checkpoint, saved_checkpoints, stamped
 from ..sections import read_sections
 from .commands import draw_curves, plots_available, read_curves
 from .restarts import run_with_restarts
-
-# How long ranks wait for one in the debugger: a week.
-_DEBUGGING_S = 7 * 24 * 3600.0
 
 
 def run_train(options: argparse.Namespace) -> int:
@@ -101,48 +96,6 @@ def run_validate(options: argparse.Namespace) -> int:
 
 
 run_test = run_validate
-
-
-def run_replay(options: argparse.Namespace) -> int:
-    """Run one step of a run again, on as many ranks as it had, and say what came of it."""
-    folder, trace = Path(options.words[0]), options.profile or ""
-    if trace and not Path(trace).absolute().parent.is_dir():
-        raise ConfigError([Problem("", f"--profile {trace}: there is no such folder")])
-    saved = list_checkpoints(folder / "checkpoints")
-    config = options.examined.config
-    nproc = saved[0][1]["world_size"] if saved else int(config.select("launch.nproc") or 1)
-    run = read_sections(options.examined, nproc)
-    # A rank under a debugger keeps the others waiting.
-    wait_s = _DEBUGGING_S if options.debugger else run.launch.timeout_s
-    run = replace(run, launch=replace(run.launch, nproc=nproc, timeout_s=wait_s))
-    switches = {name: getattr(options, name) for name in ("rank", "debugger", "anomaly")}
-    watch = Watch(options.step, profile=trace, **switches)
-    job = Job("replay", config, run, debug=options.debug)
-    with raising_stops():
-        seen = on_ranks(job.run, replay, (job, watch))
-    if 0 in seen:
-        _report_step(watch, seen)
-    return 0
-
-
-def _report_step(watch: Watch, seen: Mapping[int, Replayed]) -> None:
-    first = seen[0]
-    source = first.checkpoint or "the beginning of the run"
-    print(f"step {watch.step}, from {source}, {watch.step - first.started_at - 1} steps before it")
-    for rank, one in sorted(seen.items()):
-        for number, logs in enumerate(one.logs, 1):
-            batch = f", batch {number}" if len(one.logs) > 1 else ""
-            told = ", ".join(f"{name} {value!r}" for name, value in logs.items())
-            print(f"rank {rank}{batch}: {told}")
-    for name, rates in first.rates.items():
-        print(f"{name}: {', '.join(map(repr, rates))}")
-    if first.skipped:
-        print("the spike guard has left it out")
-    if first.saved:
-        result = "are, bit for bit," if first.equal else "are NOT"
-        print(f"the weights after it {result} those of {first.saved}")
-    for table in (one.profile for one in seen.values() if one.profile):
-        print(f"{table}\ntrace: {watch.profile}")
 
 
 def run_check(options: argparse.Namespace) -> int:

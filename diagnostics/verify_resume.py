@@ -17,20 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...loops import (
-    Checkpoint,
-    Difference,
-    find_checkpoint,
-    first_difference,
-    load_checkpoint,
-    read_ledger,
-)
-from ...registry import ConfigError, Problem, RunSections, optim_wrapper_sections
-from ..guard import raising_stops, with_parent_watched
-from ..launcher import started_outside
-from ..sections import read_sections
+from ..loops import Checkpoint, find_checkpoint, load_checkpoint
+from ..registry import ConfigError, Problem, RunSections, optim_wrapper_sections
+from ..runner.command.cli import main
+from ..runner.guard import raising_stops, with_parent_watched
+from ..runner.launcher import started_outside
+from ..runner.sections import read_sections
 from . import verify_hooks
-from .cli import main
+from .ledger import Difference, first_difference, read_ledger
 from .verify_hooks import GLOBAL
 
 DIFFERENT = 1

@@ -9,21 +9,15 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from ...loops import (
-    Difference,
-    Ledger,
-    LedgerError,
-    first_difference,
-    list_checkpoints,
-    read_ledger,
-)
-from ...registry import ConfigError, Problem, load_config
-from ..guard import raising_stops
-from ..jobs import Job, on_ranks, prepared
-from ..launcher import started_outside
-from ..parts import build_parts
-from ..runner import Runner
-from ..sections import read_sections
+from ..loops import list_checkpoints
+from ..registry import ConfigError, Problem, load_config
+from ..runner.guard import raising_stops
+from ..runner.jobs import Job, on_ranks, prepared
+from ..runner.launcher import started_outside
+from ..runner.parts import build_parts
+from ..runner.runner import Runner
+from ..runner.sections import read_sections
+from .ledger import Difference, Ledger, LedgerError, first_difference, read_ledger
 
 # The exit code where the runs differ.
 DIFFERENT = 3
