@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import logging
 import tempfile
@@ -11,6 +10,7 @@ from pathlib import Path
 
 from ..loops import list_checkpoints
 from ..registry import ConfigError, Problem, load_config
+from ..runner.command.command import Options
 from ..runner.guard import raising_stops
 from ..runner.jobs import Job, on_ranks, prepared
 from ..runner.launcher import started_outside
@@ -28,7 +28,7 @@ _OFF = ("checkpoint", "progress", "log", "tensorboard", "throughput")
 _FULL = "every_steps: 1, full: true, max_mib: 4096"
 
 
-def run_bisect(options: argparse.Namespace) -> int:
+def run_bisect(options: Options) -> int:
     """Print where two runs part first; returns 0 where their ledgers do not tell any difference."""
     folders = [Path(word) for word in options.words]
     if started_outside():

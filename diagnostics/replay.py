@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import pdb
 import signal
@@ -29,6 +28,7 @@ from ..loops import (
     load_checkpoint,
 )
 from ..registry import ConfigError, Problem
+from ..runner.command.command import Options
 from ..runner.failure import as_mistakes_in
 from ..runner.guard import raising_stops
 from ..runner.jobs import Job, on_ranks, prepared
@@ -76,7 +76,7 @@ class Replayed:
     equal: bool = False
 
 
-def run_replay(options: argparse.Namespace) -> int:
+def run_replay(options: Options) -> int:
     """Run one step of a run again, on as many ranks as it had, and say what came of it."""
     folder, trace = Path(options.words[0]), options.profile or ""
     if trace and not Path(trace).absolute().parent.is_dir():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import math
 import os
 import platform
@@ -26,11 +25,12 @@ from ..launcher import started_outside
 from ..parts import rehearse
 from ..run_folder import resolve_checkpoint, saved_checkpoints, stamped
 from ..sections import read_sections
-from .commands import draw_curves, plots_available, read_curves
+from .command import Options
+from .print_commands import draw_curves, plots_available, read_curves
 from .restarts import run_with_restarts
 
 
-def run_train(options: argparse.Namespace) -> int:
+def run_train(options: Options) -> int:
     """Train, and test at the end where there is test data."""
     config, run = _checked(options)
     resume = options.resume if options.resume is not None else run.resume
@@ -87,7 +87,7 @@ def _new_folder(config: Config, run_dir: Path) -> Iterator[None]:
         raise
 
 
-def run_validate(options: argparse.Namespace) -> int:
+def run_validate(options: Options) -> int:
     """Evaluate a checkpoint on the validation data, or with `test` on the test data."""
     config, run = _checked(options)
     checkpoint = None if options.checkpoint in (None, True) else options.checkpoint
@@ -95,10 +95,7 @@ def run_validate(options: argparse.Namespace) -> int:
     return _run(Job(options.command, config, run, checkpoint=checkpoint, **switches))
 
 
-run_test = run_validate
-
-
-def run_check(options: argparse.Namespace) -> int:
+def run_check(options: Options) -> int:
     """Report every mistake in a config, then build its parts on the CPU."""
     run = read_sections(options.examined)
     with as_mistakes_in(options.examined.config):
@@ -153,7 +150,7 @@ def _naming_checkpoints(job: Job, folder: Path) -> Iterator[None]:
         raise Terminated(number, str(next(reversed(saved)))) from error
 
 
-def _checked(options: argparse.Namespace) -> tuple[Config, RunSections]:
+def _checked(options: Options) -> tuple[Config, RunSections]:
     told = os.environ.get("WORLD_SIZE") or os.environ.get("SLURM_NTASKS") or 1
     world_size = int(told) if started_outside() else None
     return options.examined.config, read_sections(options.examined, world_size)
@@ -239,7 +236,7 @@ _PACKAGES = (
 )
 
 
-def run_env(options: argparse.Namespace) -> int:
+def run_env(options: Options) -> int:
     """Print versions and devices, for a bug report."""
     facts = {"python": f"{platform.python_version()} ({sys.executable})"}
     for name in _PACKAGES:
