@@ -18,7 +18,8 @@ from report import Report, parse_options
 from torch import nn
 
 from stepwrap.configs.digits import Digits, SmallCNN
-from stepwrap.loops import EpochTrainLoop, Hook, HookList, LedgerHook, LoopState
+from stepwrap.diagnostics import LedgerHook
+from stepwrap.loops import EpochTrainLoop, Hook, HookList, LoopState
 from stepwrap.wrappers import OptimWrapper, SingleDevice, SupervisedModel
 
 BATCH = 64

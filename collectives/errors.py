@@ -10,6 +10,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from types import FrameType
 from typing import Any, TypeAlias, TypeVar
 
@@ -23,10 +24,9 @@ class CollectiveError(RuntimeError):
 
 
 _FOLDER = os.path.dirname(os.path.abspath(__file__)) + os.sep
-_ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+_ROOT = Path(__file__).absolute().parents[1]
 _OURS = tuple(
-    os.path.join(_ROOT, name, "")
-    for name in ("collectives", "loops", "parallel", "plugins", "rpc", "runner", "wrappers")
+    f"{one.parent}{os.sep}" for one in _ROOT.glob("*/py.typed") if one.parent.name != "configs"
 )
 # Frames of context managers stand between ours and the caller's.
 _NOT_CALLERS = _FOLDER, contextlib.__file__

@@ -15,14 +15,12 @@ from .hooks.checkpoint import CheckpointHook
 from .hooks.early_stop import EarlyStopHook
 from .hooks.ema import EMAHook
 from .hooks.figures import GradNormHook, ThroughputHook
-from .hooks.ledger import LedgerHook
 from .hooks.log import LogHook, TensorBoardHook
 from .hooks.nan_guard import NanGuardHook, NonFiniteError
 from .hooks.note_step import NoteStepHook
 from .hooks.progress import ProgressHook
 from .hooks.scheduler import PolyLR, SchedulerHook, ScheduleWindow
 from .hooks.spike_guard import SpikeError, SpikeGuardHook
-from .ledger import Difference, Ledger, LedgerError, first_difference, read_ledger
 from .metrics.scores import ProcessMetric
 from .rng import mix_seed, seed_rng
 from .schedule import Cadence
@@ -74,12 +72,6 @@ __all__ = [
     "save_alone",
     "save_checkpoint",
     "seed_rng",
-    "Difference",
-    "Ledger",
-    "LedgerError",
-    "LedgerHook",
-    "first_difference",
-    "read_ledger",
 ]
 
 

@@ -172,13 +172,13 @@ def _installed() -> dict[str, str]:
 
 
 def _registered_in(location: str) -> Iterator[tuple[str, Registration]]:
-    """Yield (registry name, registration) for the files of one of our packages."""
-    folder = _ROOT.joinpath(*location.split(".")[1:])
-    for path in sorted(folder.rglob("*.py")):
+    """Yield (registry name, registration) for one of our modules, or the files of a package."""
+    place = _ROOT.joinpath(*location.split(".")[1:])
+    for path in sorted(place.rglob("*.py")) or [place.with_suffix(".py")]:
         text = path.read_text(encoding="utf-8")
         if _REGISTER in text:
-            parts = path.relative_to(folder).with_suffix("").parts
-            module = ".".join((location, *parts)).removesuffix(".__init__")
+            parts = ("stepwrap", *path.relative_to(_ROOT).with_suffix("").parts)
+            module = ".".join(parts).removesuffix(".__init__")
             yield from _registered_by(ast.parse(text), module)
 
 

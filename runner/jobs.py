@@ -23,10 +23,10 @@ from ..registry import (
     load_config,
 )
 from ..wrappers import auto
-from .build.parallelism import needs_group
-from .build.parts import build_parts
 from .failure import OversubscribedError, as_mistakes_in
 from .launcher import launch, lonely_group
+from .parallelism import needs_group
+from .parts import build_parts
 from .run_folder import (
     ConfigWriter,
     clear_results,

@@ -39,10 +39,10 @@ from ..registry import (
     model_problems,
 )
 from ..wrappers import LossWeight, wrap_model
-from .build.parts import build_parts, default_hooks
-from .build.sections import read_sections
 from .failure import as_mistakes_in, building
+from .parts import build_parts, default_hooks
 from .run_folder import ConfigWriter, held, resolve_checkpoint, saved_checkpoints
+from .sections import read_sections
 
 if TYPE_CHECKING:
     from ..wrappers import StepFunction

@@ -2,191 +2,94 @@
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
-import re
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from importlib import import_module
-from pathlib import Path
+from functools import cached_property
+from importlib.metadata import EntryPoint, entry_points
 from types import FrameType
-from typing import Any, NoReturn
+from typing import NoReturn
 
-from ...registry import ConfigError, Examination, Problem, examine_names, load_config, nearest
+import click
+from click.shell_completion import shell_complete
+
+from ...registry import ConfigError, Problem, nearest
 from ..failure import Failure, LaunchError, Terminated, TrainingFailed
 from ..guard import COUNT_AS_SIGTERM, handling, pass_on_as_sigterm
+from .command import DEBUG, HELP_OPTIONS, mistake
 
 FAILED, MISTAKE = 1, 2
-_RUN = "CONFIG [key=value ...]"
+# The entry-point group of the commands: an entry names a `click.Command`.
+GROUP = "stepwrap.commands"
+# A shell that completes a command line sets it.
+_COMPLETE = "_STEPWRAP_COMPLETE"
 
 
-@dataclass(frozen=True)
-class Command:
-    """One word after `stepwrap`, which takes `least` to `most` (None: any number of) others."""
+class CommandGroup(click.Group):
+    """The words after `stepwrap`: the commands that this and other packages declare.
 
-    usage: str
-    help: str
-    home: str  # the module here that holds its function
-    options: tuple[str, ...] = ()
-    least: int = 1
-    most: int | None = None
-    # Of the config of a run, what the command cannot do without; "" for any.
-    section: str | None = None
+    A command is imported when it is called, or listed in a help.
+    """
 
+    @cached_property
+    def entries(self) -> dict[str, EntryPoint]:
+        """The entry point of each command; ours come before others of the same name."""
+        found = sorted(entry_points(group=GROUP), key=_is_ours)
+        return {entry.name: entry for entry in found}
 
-_RUNNING = ("nproc", "oversubscribe", "run-dir", "device", "dry-run")
-COMMANDS = {
-    "train": Command(
-        f"{_RUN} [options]",
-        "train, validate and, where data.test is given, test",
-        "run_commands",
-        (*_RUNNING, "max-restarts", "resume", "fresh", "without-step"),
-        section="train",
-    ),
-    "validate": Command(
-        f"{_RUN} [options]",
-        "evaluate a checkpoint on data.val",
-        "run_commands",
-        (*_RUNNING, "checkpoint"),
-        section="data.val",
-    ),
-    "test": Command(
-        f"{_RUN} [options]",
-        "evaluate a checkpoint on data.test",
-        "run_commands",
-        (*_RUNNING, "checkpoint"),
-        section="data.test",
-    ),
-    "check": Command(
-        _RUN,
-        "report every mistake in a config and build its parts on the CPU",
-        "run_commands",
-        section="",
-    ),
-    "replay": Command(
-        "RUN_DIR --step K [key=value ...] [options]",
-        "run one step of a run again, from the nearest checkpoint",
-        "run_commands",
-        ("step", "rank", "debugger", "anomaly", "profile"),
-        section="train",
-    ),
-    "show": Command(f"{_RUN} [--origin]", "print the resolved config", "commands", ("origin",)),
-    "list": Command("[REGISTRY]", "print what a config can name", "commands", (), 0, 1),
-    "convert": Command(
-        "MMENGINE_CONFIG.py [options]",
-        "print a config of mmengine, which is executed for that, as one of ours",
-        "commands",
-        ("epoch-length", "keep-order"),
-        most=1,
-    ),
-    "bisect": Command(
-        "RUN_A RUN_B [options]",
-        "name the first step, rank and part at which two runs with ledgers differ",
-        "bisect",
-        ("no-rerun",),
-        least=2,
-        most=2,
-    ),
-    "verify-resume": Command(
-        f"{_RUN} [options]",
-        "train, kill and resume; name the first thing that is not as without the kill",
-        "verify_resume",
-        ("nproc", "oversubscribe", "run-dir", "device", "kill-at", "then"),
-        section="train",
-    ),
-    "plot": Command("RUN_DIR ...", "draw curves.png in each RUN_DIR", "commands"),
-    "env": Command("", "print versions and devices, for a bug report", "run_commands", (), 0, 0),
-    "version": Command("", "print the version; so does --version", "commands", (), 0, 0),
-}
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return sorted(self.entries)
+
+    def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
+        if name not in self.entries:
+            return None
+        try:
+            command: click.Command = self.entries[name].load()
+        except (Exception, SystemExit) as error:
+            return _absent(self.entries[name], error)
+        if not any(one.name == DEBUG.name for one in command.params):
+            command.params.append(
+                click.Option(DEBUG.opts, is_flag=True, expose_value=False, help=DEBUG.help)
+            )
+        return command
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        if ctx.resilient_parsing:
+            # A shell completes the words.
+            return super().parse_args(ctx, args)
+        args = ["version", *args[1:]] if args[:1] == ["--version"] else args or ["--help"]
+        known = self.list_commands(ctx)
+        if args[0] not in (*ctx.help_option_names, *known):
+            raise mistake(f"stepwrap: {_unknown('command', args[0], known)}")
+        return super().parse_args(ctx, args)
 
 
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be a whole number from 1, got {text!r}")
-    return int(text)
+def _is_ours(entry: EntryPoint) -> bool:
+    return entry.value.startswith("stepwrap.")
 
 
-def _from_zero(text: str) -> int:
-    return _positive(text) if text != "0" else 0
+def _absent(entry: EntryPoint, error: BaseException) -> click.Command:
+    """Return a command that stands for one of another package, which cannot be imported."""
+    what = f"cannot be imported from {entry.module}: {type(error).__name__}: {error}"
+    line = " ".join(what.split())
+
+    def refuse() -> NoReturn:
+        problem = Problem("", f"stepwrap {entry.name}: {line}", cause=error)
+        raise ConfigError([problem]) from error
+
+    settings = {"ignore_unknown_options": True, "allow_extra_args": True}
+    return click.Command(entry.name, callback=refuse, short_help=line, context_settings=settings)
 
 
-def _steps(text: str) -> int | str:
-    if not re.fullmatch(r"[1-9]\d*(-[1-9]\d*)?", text):
-        told = f"must be the number of a step, or a range such as 1200-1210, got {text!r}"
-        raise argparse.ArgumentTypeError(told)
-    return int(text) if text.isdecimal() else text
-
-
-_FLAG: dict[str, Any] = {"action": "store_true"}
-_PATH: dict[str, Any] = {"nargs": "?", "const": True, "metavar": "PATH"}
-_OPTIONS: dict[str, dict[str, Any]] = {
-    "nproc": {
-        "type": _positive,
-        "metavar": "N",
-        "help": "processes on this machine (launch.nproc)",
-    },
-    "oversubscribe": {
-        # None leaves the config's value.
-        "action": "store_const",
-        "const": True,
-        "help": "start more processes than cores and memory have room for (launch.oversubscribe)",
-    },
-    "max-restarts": {
-        "type": _from_zero,
-        "metavar": "N",
-        "help": "restart all ranks from the last checkpoint when one dies (launch.max_restarts)",
-    },
-    "run-dir": {"metavar": "DIR", "help": "the run's folder (run_dir)"},
-    "device": {"choices": ("auto", "cpu", "cuda"), "help": "where to compute"},
-    "dry-run": {**_FLAG, "help": "one step of everything; nothing is kept"},
-    "resume": {
-        **_PATH,
-        "help": "continue the run in the run folder, or from the checkpoint at PATH",
-    },
-    "fresh": {**_FLAG, "help": "delete the results already in the run folder"},
-    "without-step": {
-        "type": _steps,
-        "action": "append",
-        "metavar": "K",
-        "help": "leave out step K, or steps K-L (train.skip_steps); may be given several times",
-    },
-    "step": {
-        "type": _positive,
-        "required": True,
-        "metavar": "K",
-        "help": "the step's number in the log records",
-    },
-    "rank": {
-        "type": _from_zero,
-        "metavar": "R",
-        "help": "the rank to look into; default: 0, with --anomaly all",
-    },
-    "debugger": {**_FLAG, "help": "stop right before the training step, and where it fails"},
-    "anomaly": {**_FLAG, "help": "name the forward call whose gradient is NaN"},
-    "profile": {"metavar": "FILE", "help": "write a trace of the step for chrome://tracing"},
-    "checkpoint": {
-        **_PATH,
-        "help": "a checkpoint's folder, best or latest; default: the best, else the latest",
-    },
-    "origin": {**_FLAG, "help": "say which line or override set each value"},
-    "kill-at": {
-        "type": _positive,
-        "metavar": "K",
-        "help": "the step after which to kill; default: in the middle of an epoch",
-    },
-    "then": {"type": _positive, "metavar": "M", "help": "resume on M processes"},
-    "no-rerun": {**_FLAG, "help": "compare the ledgers as they are, repeat no steps"},
-    "epoch-length": {
-        "type": _positive,
-        "metavar": "N",
-        "help": "batches in an epoch, for schedules with convert_to_iter_based",
-    },
-    "keep-order": {**_FLAG, "help": "read the data by mmengine's own loaders, in its order"},
-}
+COMMANDS = CommandGroup(
+    help="Train any PyTorch model under any parallelism, from a config.",
+    epilog="stepwrap COMMAND --help tells more.",
+    options_metavar="",
+    subcommand_metavar="COMMAND ...",
+    context_settings=HELP_OPTIONS,
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -200,10 +103,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     debug = "--debug" in words
     try:
         with _signals_end_at_once():
-            options = parse(words)
-            options.examined = read_run(options)
-            home = import_module(f".{COMMANDS[options.command].home}", __package__)
-            return int(getattr(home, f"run_{options.command.replace('-', '_')}")(options))
+            if instruction := os.environ.get(_COMPLETE):
+                return shell_complete(COMMANDS, {}, "stepwrap", _COMPLETE, instruction)
+            with COMMANDS.make_context("stepwrap", words) as context:
+                return int(COMMANDS.invoke(context) or 0)
+    except click.exceptions.Exit as end:
+        # Of --help.
+        return end.exit_code
+    except click.UsageError as error:
+        print(_usage_text(error, words[0]), file=sys.stderr)
+        return MISTAKE
     except BrokenPipeError:
         # The reader (head, less) has gone; Python would complain once more at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -278,117 +187,22 @@ def _stop_text(stop: Terminated) -> str:
     return f"stopped by {name}; {saved}"
 
 
-def _mistake(text: str) -> ConfigError:
-    return ConfigError([Problem("", text)])
+def _usage_text(error: click.UsageError, command: str) -> str:
+    """Return the line for a mistake that click has found in the words after `command`."""
+    context, text = error.ctx, error.format_message()
+    if isinstance(error, click.NoSuchOption) and context is not None:
+        params = context.command.get_params(context)
+        known = [name for one in params for name in one.opts if name.startswith("--")]
+        text = _unknown("option", error.option_name, known)
+    elif isinstance(error, click.BadParameter) and isinstance(error.param, click.Option):
+        name = error.param.opts[0]
+        text = f"argument {name}: {error.message}"
+        if isinstance(error, click.MissingParameter):
+            text = f"the following arguments are required: {name}"
+    return f"{context.command_path if context else f'stepwrap {command}'}: {text}"
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise _mistake(f"{self.prog}: {message}")
-
-
-def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """Turn the words after `stepwrap` into options; `command` is among them."""
-    if not argv or argv[0] in ("-h", "--help"):
-        _print_help()
-    name = "version" if argv[0] == "--version" else argv[0]
-    if name not in COMMANDS:
-        raise _mistake(f"stepwrap: {_unknown('command', name, COMMANDS)}")
-    command = COMMANDS[name]
-    parser = _Parser(
-        prog=f"stepwrap {name}",
-        usage=f"stepwrap {name} {command.usage}",
-        description=command.help[0].upper() + command.help[1:] + ".",
-        allow_abbrev=False,
-    )
-    parser.add_argument("words", nargs="*", help=argparse.SUPPRESS)
-    parser.add_argument("--debug", help="show the full traceback of an error", **_FLAG)
-    for option in command.options:
-        others = ["--resume"] if option == "checkpoint" else []
-        parser.add_argument(f"--{option}", *others, **_OPTIONS[option])
-    options, rest = parser.parse_known_intermixed_args(list(argv[1:]))
-    if rest:
-        known = [name for name in parser._option_string_actions if name.startswith("--")]
-        raise _mistake(f"{parser.prog}: {_unknown('option', rest[0].partition('=')[0], known)}")
-    _give_back_words(options)
-    problem = ""
-    if len(options.words) < command.least:
-        problem = f"{command.usage.split()[0]} is missing"
-    elif command.most is not None and len(options.words) > command.most:
-        problem = f"unexpected argument {options.words[command.most]!r}"
-    if problem:
-        raise _mistake(f"{parser.prog}: {problem}; usage: {parser.prog} {command.usage}".rstrip())
-    options.command = name
-    return options
-
-
-def _print_help() -> None:
-    rows = "\n".join(f"  {name:<15}{command.help}" for name, command in COMMANDS.items())
-    argparse.ArgumentParser(
-        prog="stepwrap",
-        usage="stepwrap COMMAND ...",
-        description="Train any PyTorch model under any parallelism, from a config.",
-        epilog=f"commands:\n{rows}\n\nstepwrap COMMAND --help tells more.",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    ).parse_args(["--help"])
-
-
-def _give_back_words(options: argparse.Namespace) -> None:
-    """`--resume a.b=1` and `--resume cfg.yaml` mean a bare `--resume` and one more word."""
-    for name in ("resume", "checkpoint"):
-        value = getattr(options, name, None)
-        if not isinstance(value, str) or Path(value).is_dir():
-            continue
-        if "=" in value:
-            options.words.append(value)
-            setattr(options, name, True)
-        elif not options.words or "=" in options.words[0]:
-            options.words.insert(0, value)
-            setattr(options, name, True)
-
-
-def _unknown(kind: str, word: str, known: Sequence[str] | dict[str, Command]) -> str:
+def _unknown(kind: str, word: str, known: Sequence[str]) -> str:
     near = nearest(word, known, limit=1)
     hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
     return f"there is no {kind} {word}; {hint}"
-
-
-def _config_of(folder: str) -> str:
-    settings = Path(folder) / "config.yaml"
-    if not settings.is_file():
-        raise _mistake(
-            f"stepwrap replay: {folder} is not the folder of a run: no config.yaml in it"
-        )
-    return str(settings)
-
-
-def read_run(options: argparse.Namespace) -> Examination | None:
-    """Return the config of a command that runs one, with the options laid upon it, examined.
-
-    Mistakes that can be told without any class are, at once: torch is not imported yet.
-    """
-    needed = COMMANDS[options.command].section
-    if needed is None:
-        return None
-    source, overrides = options.words[0], list(options.words[1:])
-    if options.command == "replay":
-        source = _config_of(source)
-        overrides = [f"run_dir={json.dumps(options.words[0])}", "hooks.progress=false", *overrides]
-    for key in ("launch.nproc", "launch.oversubscribe", "launch.max_restarts", "run_dir", "device"):
-        value = getattr(options, key.removeprefix("launch."), None)
-        if value is not None:
-            overrides.append(f"{key}={json.dumps(value)}")
-    config = load_config(source, overrides)
-    if without := getattr(options, "without_step", None):
-        steps = [*(config.select("train.skip_steps") or ()), *without]
-        overrides.append(f"train.skip_steps={json.dumps(steps)}")
-        config = load_config(source, overrides)
-    examined = examine_names(config)
-    problems = examined.problems
-    if examined.config.select(needed) is None:
-        parts = needed.split(".")
-        if not any(nearest(one.key.rpartition(".")[2], parts) for one in problems):
-            problems.append(Problem(needed, f"{options.command} needs this section, it is missing"))
-    if problems:
-        raise ConfigError(problems)
-    return examined

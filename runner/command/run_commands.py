@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import math
 import os
 import platform
@@ -10,7 +9,6 @@ import signal
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -20,22 +18,19 @@ import torch.distributed as dist
 
 from ...loops import find_checkpoint, list_checkpoints, load_checkpoint
 from ...registry import Config, ConfigError, Problem, RunSections
-from ..build.parts import rehearse
-from ..build.sections import read_sections
 from ..failure import Terminated, TrainingFailed, as_mistakes_in
 from ..guard import raising_stops
 from ..jobs import Job, Outcome, on_ranks, refuse_occupied, run_dir_error, run_job
 from ..launcher import started_outside
-from ..replay import Replayed, Watch, replay
+from ..parts import rehearse
 from ..run_folder import resolve_checkpoint, saved_checkpoints, stamped
-from .commands import draw_curves, plots_available, read_curves
+from ..sections import read_sections
+from .command import Options
+from .print_commands import draw_curves, plots_available, read_curves
 from .restarts import run_with_restarts
 
-# How long ranks wait for one in the debugger: a week.
-_DEBUGGING_S = 7 * 24 * 3600.0
 
-
-def run_train(options: argparse.Namespace) -> int:
+def run_train(options: Options) -> int:
     """Train, and test at the end where there is test data."""
     config, run = _checked(options)
     resume = options.resume if options.resume is not None else run.resume
@@ -92,7 +87,7 @@ def _new_folder(config: Config, run_dir: Path) -> Iterator[None]:
         raise
 
 
-def run_validate(options: argparse.Namespace) -> int:
+def run_validate(options: Options) -> int:
     """Evaluate a checkpoint on the validation data, or with `test` on the test data."""
     config, run = _checked(options)
     checkpoint = None if options.checkpoint in (None, True) else options.checkpoint
@@ -100,52 +95,7 @@ def run_validate(options: argparse.Namespace) -> int:
     return _run(Job(options.command, config, run, checkpoint=checkpoint, **switches))
 
 
-run_test = run_validate
-
-
-def run_replay(options: argparse.Namespace) -> int:
-    """Run one step of a run again, on as many ranks as it had, and say what came of it."""
-    folder, trace = Path(options.words[0]), options.profile or ""
-    if trace and not Path(trace).absolute().parent.is_dir():
-        raise ConfigError([Problem("", f"--profile {trace}: there is no such folder")])
-    saved = list_checkpoints(folder / "checkpoints")
-    config = options.examined.config
-    nproc = saved[0][1]["world_size"] if saved else int(config.select("launch.nproc") or 1)
-    run = read_sections(options.examined, nproc)
-    # A rank under a debugger keeps the others waiting.
-    wait_s = _DEBUGGING_S if options.debugger else run.launch.timeout_s
-    run = replace(run, launch=replace(run.launch, nproc=nproc, timeout_s=wait_s))
-    switches = {name: getattr(options, name) for name in ("rank", "debugger", "anomaly")}
-    watch = Watch(options.step, profile=trace, **switches)
-    job = Job("replay", config, run, debug=options.debug)
-    with raising_stops():
-        seen = on_ranks(job.run, replay, (job, watch))
-    if 0 in seen:
-        _report_step(watch, seen)
-    return 0
-
-
-def _report_step(watch: Watch, seen: Mapping[int, Replayed]) -> None:
-    first = seen[0]
-    source = first.checkpoint or "the beginning of the run"
-    print(f"step {watch.step}, from {source}, {watch.step - first.started_at - 1} steps before it")
-    for rank, one in sorted(seen.items()):
-        for number, logs in enumerate(one.logs, 1):
-            batch = f", batch {number}" if len(one.logs) > 1 else ""
-            told = ", ".join(f"{name} {value!r}" for name, value in logs.items())
-            print(f"rank {rank}{batch}: {told}")
-    for name, rates in first.rates.items():
-        print(f"{name}: {', '.join(map(repr, rates))}")
-    if first.skipped:
-        print("the spike guard has left it out")
-    if first.saved:
-        result = "are, bit for bit," if first.equal else "are NOT"
-        print(f"the weights after it {result} those of {first.saved}")
-    for table in (one.profile for one in seen.values() if one.profile):
-        print(f"{table}\ntrace: {watch.profile}")
-
-
-def run_check(options: argparse.Namespace) -> int:
+def run_check(options: Options) -> int:
     """Report every mistake in a config, then build its parts on the CPU."""
     run = read_sections(options.examined)
     with as_mistakes_in(options.examined.config):
@@ -200,7 +150,7 @@ def _naming_checkpoints(job: Job, folder: Path) -> Iterator[None]:
         raise Terminated(number, str(next(reversed(saved)))) from error
 
 
-def _checked(options: argparse.Namespace) -> tuple[Config, RunSections]:
+def _checked(options: Options) -> tuple[Config, RunSections]:
     told = os.environ.get("WORLD_SIZE") or os.environ.get("SLURM_NTASKS") or 1
     world_size = int(told) if started_outside() else None
     return options.examined.config, read_sections(options.examined, world_size)
@@ -286,7 +236,7 @@ _PACKAGES = (
 )
 
 
-def run_env(options: argparse.Namespace) -> int:
+def run_env(options: Options) -> int:
     """Print versions and devices, for a bug report."""
     facts = {"python": f"{platform.python_version()} ({sys.executable})"}
     for name in _PACKAGES:

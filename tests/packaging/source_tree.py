@@ -6,6 +6,7 @@ ROOT = Path(__file__).parents[2]
 FOLDERS = (
     "collectives",
     "configs",
+    "diagnostics",
     "loops",
     "parallel",
     "plugins",

@@ -10,15 +10,16 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 import yaml
+from source_tree import FOLDERS
 
 from stepwrap.registry import HOOK_TYPES, LoaderSection, RunSections, SchedulerSection
 from stepwrap.registry.catalog import REGISTRIES
-from stepwrap.runner.command.cli import COMMANDS, parse
+from stepwrap.runner.command.cli import COMMANDS
 
 PAGE = (Path(__file__).parents[2] / "docs/migrate.md").read_text()
-FOLDERS = ("collectives", "loops", "parallel", "plugins", "registry", "rpc", "runner", "wrappers")
 # Arguments and keys that stand beside the part they belong to; the user's own methods.
 ARGUMENTS = {
     "accumulative_counts": "wrappers.OptimWrapper",
@@ -106,8 +107,8 @@ def check(code: str) -> None:
         assert code in inspect.signature(load(ARGUMENTS[code])).parameters
     elif code.startswith("stepwrap "):
         command, *options = shlex.split(code)[1:]
-        assert command in COMMANDS
-        parse([command, "cfg.yaml", *options])
+        found = COMMANDS.get_command(click.Context(COMMANDS), command)
+        found.make_context(command, ["cfg.yaml", *options])
     elif code.split(".")[0] in FOLDERS:
         load(code)
     elif ":" in code:

@@ -37,7 +37,6 @@ OTHERS = {
     "_getframe",
     "_never_waits",
     "_on_meta",
-    "_option_string_actions",
     "_popen",
     "_reductions",
     "_ref_",

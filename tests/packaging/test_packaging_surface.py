@@ -24,10 +24,13 @@ DOORS = {
         in_progress is_loopback is_tracing meet_at_master name_ranks open_store failure_of
         run_together
     """,
+    "diagnostics": """
+        Difference Ledger LedgerError LedgerHook first_difference read_ledger
+    """,
     "loops": """
-        Cadence Checkpoint CheckpointError CheckpointHook Difference EMAHook EarlyStopHook
-        EpochTrainLoop GradNormHook Hook HookList IterTrainLoop Ledger LedgerError LedgerHook
-        LogHook first_difference read_ledger LoopState MeanLoss NanGuardHook
+        Cadence Checkpoint CheckpointError CheckpointHook EMAHook EarlyStopHook
+        EpochTrainLoop GradNormHook Hook HookList IterTrainLoop
+        LogHook LoopState MeanLoss NanGuardHook
         NonFiniteError NoteStepHook Phase PolyLR ProcessMetric ProgressHook ScheduleWindow
         SchedulerHook ShardedBatchSampler SpikeError SpikeGuardHook Stateful
         TensorBoardHook TestLoop ThroughputHook ValLoop build_loader find_checkpoint
@@ -108,11 +111,10 @@ def test_front_door(folder: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["stepwrap.parallel", "stepwrap.registry", "stepwrap.runner", "stepwrap.runner.command.cli"],
+    "name", ["diagnostics", "parallel", "registry", "runner", "runner.command.cli"]
 )
 def test_import_without_torch(name: str) -> None:
-    code = f"import sys, {name}; sys.exit('torch' in sys.modules)"
+    code = f"import sys, stepwrap.{name}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
 
 

@@ -9,8 +9,8 @@ import pytest
 from marks import slow
 
 from stepwrap.registry import ConfigError, config_from_dict, load_config
-from stepwrap.runner.build.sections import read_sections
 from stepwrap.runner.command.cli import main
+from stepwrap.runner.sections import read_sections
 
 Capture = pytest.CaptureFixture[str]
 

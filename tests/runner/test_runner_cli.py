@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import os
 import re
 import subprocess
 import sys
@@ -14,7 +15,7 @@ from runner_parts import final_weights, run_command
 
 from stepwrap.registry import HOOKS, list_registrations
 from stepwrap.runner.command.cli import main
-from stepwrap.runner.command.commands import read_curves
+from stepwrap.runner.command.print_commands import read_curves
 
 BY_NAME = """
 
@@ -376,15 +377,70 @@ def test_help_list_and_show_import_no_torch(run: Path) -> None:
         "from stepwrap.runner.command.cli import main\n"
         "with contextlib.redirect_stdout(io.StringIO()) as out:\n"
         "    codes = [main(['list']), main(['list', 'hooks']), main(['show', 'points.yaml'])]\n"
-        "    codes.append(main(['--version']))\n"
-        "    with contextlib.suppress(SystemExit):\n"
-        "        main(['--help'])\n"
+        "    codes += [main(['--version']), main(['--help']), main(['train', '--help'])]\n"
         "print(codes, 'torch' in sys.modules, 'plot' in out.getvalue())\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
     )
-    assert done.stdout.strip() == "[0, 0, 0, 0] False True"
+    assert done.stdout.strip() == "[0, 0, 0, 0, 0, 0] False True"
+
+
+THEIRS = """
+import click
+
+@click.command()
+@click.argument("name")
+def greet(name):
+    "Say hello."
+    print("hello", name)
+    return 7
+"""
+
+
+def test_other_packages_add_commands(tmp_path: Path) -> None:
+    """One that cannot be imported is reported in one line, and the others work."""
+    facts = tmp_path / "theirs-1.dist-info"
+    facts.mkdir()
+    (facts / "METADATA").write_text("Metadata-Version: 2.1\nName: theirs\nVersion: 1\n")
+    entries = "greet = theirs:greet\nlost = their_lost:run\ntrain = theirs:greet\n"
+    (facts / "entry_points.txt").write_text(f"[stepwrap.commands]\n{entries}")
+    (tmp_path / "theirs.py").write_text(THEIRS)
+
+    def stepwrap(*words: str) -> tuple[int, list[str]]:
+        done = subprocess.run(
+            [sys.executable, "-m", "stepwrap.runner", *words],
+            env={**os.environ, "PYTHONPATH": str(tmp_path)},
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        return done.returncode, (done.stdout + done.stderr).splitlines()
+
+    code, lines = stepwrap("--help")
+    assert code == 0
+    assert all(len(line) <= 80 for line in lines)
+    for shown in ("  greet ", "  lost ", "  train          train, validate"):
+        assert any(line.startswith(shown) for line in lines)
+    assert stepwrap("greet", "you", "--debug") == (7, ["hello you"])
+    assert stepwrap("greet") == (2, ["stepwrap greet: Missing argument 'NAME'."])
+    why = "cannot be imported from their_lost: ModuleNotFoundError: No module named 'their_lost'"
+    assert stepwrap("lost", "a", "--b") == (2, [f"stepwrap lost: {why}"])
+
+
+@pytest.mark.parametrize(
+    ("typed", "proposed"),
+    [("stepwrap tr", "plain,train"), ("stepwrap train --ov", "plain,--oversubscribe")],
+)
+def test_a_shell_completes_commands_and_options(
+    monkeypatch: pytest.MonkeyPatch, capsys: Capture, typed: str, proposed: str
+) -> None:
+    monkeypatch.setenv("_STEPWRAP_COMPLETE", "bash_complete")
+    monkeypatch.setenv("COMP_WORDS", typed)
+    monkeypatch.setenv("COMP_CWORD", str(typed.count(" ")))
+    assert main([]) == 0
+    assert capsys.readouterr().out.splitlines() == [proposed]
 
 
 def test_a_resume_may_stand_before_other_words(run: Path) -> None:

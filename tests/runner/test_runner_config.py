@@ -9,9 +9,9 @@ from runner_parts import assert_identical
 from stepwrap.loops.data.tensors import TensorLoader
 from stepwrap.registry import ConfigError
 from stepwrap.runner import Runner
-from stepwrap.runner.build.parts import build_parts
-from stepwrap.runner.build.sections import read_sections
 from stepwrap.runner.command.cli import main
+from stepwrap.runner.parts import build_parts
+from stepwrap.runner.sections import read_sections
 
 LOADERS = """
 from torch.utils.data import DataLoader

@@ -10,10 +10,10 @@ import pytest
 import yaml
 
 from stepwrap.runner import Runner
-from stepwrap.runner.build.parts import rehearse
-from stepwrap.runner.build.sections import read_sections
 from stepwrap.runner.command.cli import main
 from stepwrap.runner.convert.convert import convert_config
+from stepwrap.runner.parts import rehearse
+from stepwrap.runner.sections import read_sections
 
 WHOLE = """
 work_dir = "work/line"

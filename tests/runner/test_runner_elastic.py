@@ -12,8 +12,8 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from stepwrap.runner import Runner
-from stepwrap.runner.build.parts import build_parts
-from stepwrap.runner.build.sections import read_sections
+from stepwrap.runner.parts import build_parts
+from stepwrap.runner.sections import read_sections
 
 # Of 25 samples in updates of 12 the last one is alone.
 SAMPLES, SIZE = 25, 12

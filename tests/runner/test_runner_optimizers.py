@@ -14,10 +14,10 @@ from runner_parts import assert_identical, final_weights, write_run
 
 from stepwrap.registry import ConfigError, config_from_dict, load_config
 from stepwrap.runner import Runner
-from stepwrap.runner.build.parts import build_parts
-from stepwrap.runner.build.sections import read_sections
 from stepwrap.runner.command.cli import main
 from stepwrap.runner.failure import BuildError, as_mistakes_in
+from stepwrap.runner.parts import build_parts
+from stepwrap.runner.sections import read_sections
 
 MODELS = '''
 import torch

@@ -9,9 +9,9 @@ import pytest
 from parallel_runs import PLAN, settings
 
 from stepwrap.registry import ConfigError, load_config
-from stepwrap.runner.build.parts import build_parts
-from stepwrap.runner.build.sections import read_sections
 from stepwrap.runner.failure import BuildError
+from stepwrap.runner.parts import build_parts
+from stepwrap.runner.sections import read_sections
 
 TP = {"tensor_parallel": {"plan": PLAN}}
 

@@ -13,8 +13,8 @@ from test_runner_stop import SLOW, TRAIN, records, train_here
 
 from stepwrap.loops import NoteStepHook, find_checkpoint, load_checkpoint
 from stepwrap.registry import load_config
-from stepwrap.runner.build.sections import read_sections
 from stepwrap.runner.jobs import Job, next_attempt
+from stepwrap.runner.sections import read_sections
 
 Start = Callable[..., Command]
 

@@ -11,8 +11,8 @@ from runner_parts import Command, assert_identical, final_weights, write_run
 from stepwrap.collectives import get_world_size, recent_collectives, trace_collectives
 from stepwrap.registry import load_config
 from stepwrap.runner import Runner
-from stepwrap.runner.build.sections import read_sections
 from stepwrap.runner.jobs import Job, run_job
+from stepwrap.runner.sections import read_sections
 
 ASTRAY = """
 import torch

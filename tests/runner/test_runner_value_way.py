@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -37,7 +36,7 @@ def parts_of(value: object) -> Iterator[object]:
         yield from value
     elif isinstance(value, partial):
         yield from (value.args, value.keywords)
-    elif isinstance(value, argparse.Namespace) or type(value).__module__.startswith(
+    elif isinstance(value, SimpleNamespace) or type(value).__module__.startswith(
         ("stepwrap.registry", "stepwrap.runner")
     ):
         yield from getattr(value, "__dict__", {}).values()

@@ -20,9 +20,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...collectives import all_gather_object, get_rank
-from ...loops import Hook, LoopState, ShardedBatchSampler, save_checkpoint
-from ...registry import is_users_file
+from ..collectives import all_gather_object, get_rank
+from ..loops import Hook, LoopState, ShardedBatchSampler, save_checkpoint
+from ..registry import is_users_file
 
 # What a generator of the process is called, before its library.
 GLOBAL = "the global generator of "

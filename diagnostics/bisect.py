@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import logging
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from ...loops import (
-    Difference,
-    Ledger,
-    LedgerError,
-    first_difference,
-    list_checkpoints,
-    read_ledger,
-)
-from ...registry import ConfigError, Problem, load_config
-from ..build.parts import build_parts
-from ..build.sections import read_sections
-from ..guard import raising_stops
-from ..jobs import Job, on_ranks, prepared
-from ..launcher import started_outside
-from ..runner import Runner
+from ..loops import list_checkpoints
+from ..registry import ConfigError, Problem, load_config
+from ..runner.command.command import Options
+from ..runner.guard import raising_stops
+from ..runner.jobs import Job, on_ranks, prepared
+from ..runner.launcher import started_outside
+from ..runner.parts import build_parts
+from ..runner.runner import Runner
+from ..runner.sections import read_sections
+from .ledger import Difference, Ledger, LedgerError, first_difference, read_ledger
 
 # The exit code where the runs differ.
 DIFFERENT = 3
@@ -34,7 +28,7 @@ _OFF = ("checkpoint", "progress", "log", "tensorboard", "throughput")
 _FULL = "every_steps: 1, full: true, max_mib: 4096"
 
 
-def run_bisect(options: argparse.Namespace) -> int:
+def run_bisect(options: Options) -> int:
     """Print where two runs part first; returns 0 where their ledgers do not tell any difference."""
     folders = [Path(word) for word in options.words]
     if started_outside():

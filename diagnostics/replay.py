@@ -9,7 +9,7 @@ import sys
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -27,13 +27,19 @@ from ..loops import (
     list_checkpoints,
     load_checkpoint,
 )
+from ..registry import ConfigError, Problem
+from ..runner.command.command import Options
+from ..runner.failure import as_mistakes_in
+from ..runner.guard import raising_stops
+from ..runner.jobs import Job, on_ranks, prepared
+from ..runner.parts import build_parts
+from ..runner.runner import Runner
+from ..runner.sections import read_sections
 from ..wrappers import local_part, reshard
-from .build.parts import build_parts
-from .failure import as_mistakes_in
-from .jobs import Job, prepared
-from .runner import Runner
 
 _MOST_ROWS = 15
+# How long ranks wait for one in the debugger: a week.
+_DEBUGGING_S = 7 * 24 * 3600.0
 
 
 @dataclass(frozen=True)
@@ -68,6 +74,48 @@ class Replayed:
     # The checkpoint of the step itself, and whether all its weights are the same; "" for none.
     saved: str = ""
     equal: bool = False
+
+
+def run_replay(options: Options) -> int:
+    """Run one step of a run again, on as many ranks as it had, and say what came of it."""
+    folder, trace = Path(options.words[0]), options.profile or ""
+    if trace and not Path(trace).absolute().parent.is_dir():
+        raise ConfigError([Problem("", f"--profile {trace}: there is no such folder")])
+    saved = list_checkpoints(folder / "checkpoints")
+    config = options.examined.config
+    nproc = saved[0][1]["world_size"] if saved else int(config.select("launch.nproc") or 1)
+    run = read_sections(options.examined, nproc)
+    # A rank under a debugger keeps the others waiting.
+    wait_s = _DEBUGGING_S if options.debugger else run.launch.timeout_s
+    run = replace(run, launch=replace(run.launch, nproc=nproc, timeout_s=wait_s))
+    switches = {name: getattr(options, name) for name in ("rank", "debugger", "anomaly")}
+    watch = Watch(options.step, profile=trace, **switches)
+    job = Job("replay", config, run, debug=options.debug)
+    with raising_stops():
+        seen = on_ranks(job.run, replay, (job, watch))
+    if 0 in seen:
+        _report_step(watch, seen)
+    return 0
+
+
+def _report_step(watch: Watch, seen: Mapping[int, Replayed]) -> None:
+    first = seen[0]
+    source = first.checkpoint or "the beginning of the run"
+    print(f"step {watch.step}, from {source}, {watch.step - first.started_at - 1} steps before it")
+    for rank, one in sorted(seen.items()):
+        for number, logs in enumerate(one.logs, 1):
+            batch = f", batch {number}" if len(one.logs) > 1 else ""
+            told = ", ".join(f"{name} {value!r}" for name, value in logs.items())
+            print(f"rank {rank}{batch}: {told}")
+    for name, rates in first.rates.items():
+        print(f"{name}: {', '.join(map(repr, rates))}")
+    if first.skipped:
+        print("the spike guard has left it out")
+    if first.saved:
+        result = "are, bit for bit," if first.equal else "are NOT"
+        print(f"the weights after it {result} those of {first.saved}")
+    for table in (one.profile for one in seen.values() if one.profile):
+        print(f"{table}\ntrace: {watch.profile}")
 
 
 def replay(job: Job, watch: Watch) -> Replayed:

@@ -11,16 +11,16 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from ...collectives import get_rank, get_world_size
-from ...registry import HOOKS
-from ...wrappers import reshard
-from ..checkpoints.weights import device_of, plain_name, user_model
-from ..hook import Hook
-from ..ledger import Item, LedgerWriter
-from ..schedule import positive
-from ..state import LoopState
-from .figures import optimizers_of
+from ..collectives import get_rank, get_world_size
+from ..loops.checkpoints.weights import device_of, plain_name, user_model
+from ..loops.hook import Hook
+from ..loops.hooks.figures import optimizers_of
+from ..loops.schedule import positive
+from ..loops.state import LoopState
+from ..registry import HOOKS
+from ..wrappers import reshard
 from .fingerprint import bits_of, fetch, hash_bytes, hash_streams, hash_tensors
+from .ledger import Item, LedgerWriter
 
 Named = list[tuple[str, Tensor]]
 # Stages of a whole accumulation window, not of each of its batches.

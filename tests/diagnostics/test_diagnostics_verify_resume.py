@@ -8,9 +8,9 @@ import pytest
 import unsaved_parts
 from runner_parts import Command
 
-from stepwrap.loops import read_ledger
+from stepwrap.diagnostics import read_ledger
+from stepwrap.diagnostics.verify_hooks import TraceHook
 from stepwrap.runner.command.cli import main
-from stepwrap.runner.command.verify_hooks import TraceHook
 
 CONFIG = f"""\
 imports: [{unsaved_parts.__file__}]

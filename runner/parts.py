@@ -14,9 +14,9 @@ import torch
 from torch import nn
 from torch.optim import SGD, Optimizer
 
-from ...collectives import get_rank, get_world_size
-from ...loops import Hook, SchedulerHook, ScheduleWindow, build_loader, seed_rng
-from ...registry import (
+from ..collectives import get_rank, get_world_size
+from ..loops import Hook, SchedulerHook, ScheduleWindow, build_loader, seed_rng
+from ..registry import (
     DATALOADERS,
     DATASETS,
     DEFAULT_HOOKS,
@@ -37,7 +37,7 @@ from ...registry import (
     stepping_class,
     supply_where_taken,
 )
-from ...wrappers import (
+from ..wrappers import (
     NamedParameter,
     OptimWrapperDict,
     build_optimizer,
@@ -47,8 +47,8 @@ from ...wrappers import (
     refuse_without_closure,
     share_parameters,
 )
-from ..failure import Attempts, building
-from ..launcher import lonely_group
+from .failure import Attempts, building
+from .launcher import lonely_group
 from .parallelism import build_model, device_of_rank, needs_group
 
 ALL = frozenset({"train", "val", "test"})

@@ -11,7 +11,8 @@ from marks import slow
 from ranks import run_ranks
 from runner_parts import run_command
 
-from stepwrap.loops import ShardedBatchSampler, first_difference, read_ledger
+from stepwrap.diagnostics import first_difference, read_ledger
+from stepwrap.loops import ShardedBatchSampler
 from stepwrap.runner.command.cli import main
 
 CONFIG = f"""\

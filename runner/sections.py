@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from ...loops import IterTrainLoop
-from ...registry import (
+from ..loops import IterTrainLoop
+from ..registry import (
     LOOPS,
     Config,
     ConfigError,
@@ -21,7 +21,7 @@ from ...registry import (
     load_config,
     optim_wrapper_sections,
 )
-from ...wrappers import LossWeight
+from ..wrappers import LossWeight
 from .parallelism import layout_problems, preparation_problems, tables_with, works_over_ranks
 
 _LAYOUT = {"mesh", "tensor_parallel", "wrapper", "launch", "init_device"}

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...collectives import get_local_rank, get_world_size
-from ...registry import (
+from ..collectives import get_local_rank, get_world_size
+from ..registry import (
     MODEL_WRAPPERS,
     MODELS,
     OPTIMIZERS,
@@ -23,7 +23,7 @@ from ...registry import (
     find_train_step,
     supply_where_taken,
 )
-from ...wrappers import (
+from ..wrappers import (
     BaseModule,
     Mesh,
     Preparation,
@@ -40,7 +40,7 @@ from ...wrappers import (
     wrap_model,
     wrapper_misfits,
 )
-from ..failure import Attempts, building
+from .failure import Attempts, building
 
 AUTO_TABLES = ("single", "ddp", "fsdp")
 

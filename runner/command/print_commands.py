@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import shutil
 import sys
@@ -24,6 +23,7 @@ from ...registry import (
     load_config,
 )
 from ..convert.convert import convert_config
+from .command import Options
 
 # Some of a config had no counterpart.
 INCOMPLETE = 3
@@ -35,14 +35,14 @@ _MOST_LABELS = 10
 Curves = dict[str, dict[str, list[tuple[float, float]]]]
 
 
-def run_show(options: argparse.Namespace) -> int:
+def run_show(options: Options) -> int:
     """Print the resolved config, as YAML that can be run."""
     config = load_config(options.words[0], options.words[1:])
     print(format_config(config, origins=options.origin), end="")
     return 0
 
 
-def run_list(options: argparse.Namespace) -> int:
+def run_list(options: Options) -> int:
     """Print what the registries hold: all in short, or one in full."""
     name = options.words[0] if options.words else None
     try:
@@ -84,7 +84,7 @@ def _in_short(entries: Sequence[Registration]) -> list[str]:
     return textwrap.wrap(", ".join(parts) or "nothing yet", 96, break_on_hyphens=False)
 
 
-def run_plot(options: argparse.Namespace) -> int:
+def run_plot(options: Options) -> int:
     """Draw the curves of each run folder."""
     for folder in options.words:
         print(draw_curves(Path(folder)))
@@ -174,7 +174,7 @@ def _draw(panel: Any, name: str, lines: dict[str, list[tuple[float, float]]]) ->
         panel.legend()
 
 
-def run_convert(options: argparse.Namespace) -> int:
+def run_convert(options: Options) -> int:
     """Print a config of mmengine as one of ours, and on stderr what has no counterpart."""
     # What the config prints, and mmengine's own warnings, are no part of the YAML.
     with redirect_stdout(sys.stderr):
@@ -187,7 +187,7 @@ def run_convert(options: argparse.Namespace) -> int:
     return INCOMPLETE if conversion.misses else 0
 
 
-def run_version(options: argparse.Namespace) -> int:
+def run_version(options: Options) -> int:
     """Print the version of stepwrap."""
     print(f"stepwrap {metadata.version('stepwrap')}")
     return 0

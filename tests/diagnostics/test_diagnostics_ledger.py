@@ -14,18 +14,15 @@ from marks import slow
 from ranks import run_ranks
 from torch import Tensor, nn
 
+from stepwrap.diagnostics import LedgerError, LedgerHook, first_difference, read_ledger
+from stepwrap.diagnostics.fingerprint import hash_tensors, hash_words
 from stepwrap.loops import (
     CheckpointHook,
     EpochTrainLoop,
     HookList,
-    LedgerError,
-    LedgerHook,
     find_checkpoint,
-    first_difference,
     load_checkpoint,
-    read_ledger,
 )
-from stepwrap.loops.hooks.fingerprint import hash_tensors, hash_words
 from stepwrap.wrappers import OptimWrapper, StepFullyShardedDataParallel, SupervisedModel
 
 
@@ -215,7 +212,7 @@ import sys, os, signal
 sys.path[:0] = {path!r}
 from pathlib import Path
 from stepwrap.loops import Hook
-from test_hooks_ledger import train
+from test_diagnostics_ledger import train
 
 class Killer(Hook):
     order = 100

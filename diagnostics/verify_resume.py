@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import multiprocessing
 import os
@@ -17,20 +16,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...loops import (
-    Checkpoint,
-    Difference,
-    find_checkpoint,
-    first_difference,
-    load_checkpoint,
-    read_ledger,
-)
-from ...registry import ConfigError, Problem, RunSections, optim_wrapper_sections
-from ..build.sections import read_sections
-from ..guard import raising_stops, with_parent_watched
-from ..launcher import started_outside
+from ..loops import Checkpoint, find_checkpoint, load_checkpoint
+from ..registry import ConfigError, Problem, RunSections, optim_wrapper_sections
+from ..runner.command.cli import main
+from ..runner.command.command import Options
+from ..runner.guard import raising_stops, with_parent_watched
+from ..runner.launcher import started_outside
+from ..runner.sections import read_sections
 from . import verify_hooks
-from .cli import main
+from .ledger import Difference, first_difference, read_ledger
 from .verify_hooks import GLOBAL
 
 DIFFERENT = 1
@@ -45,7 +39,7 @@ _MOST_CAUSES = 4
 _TOLERANCES, _TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}, 1e-2
 
 
-def run_verify_resume(options: argparse.Namespace) -> int:
+def run_verify_resume(options: Options) -> int:
     """Say whether a run that is killed and resumed is the same as one that is not."""
     if started_outside():
         raise _mistake("it starts the ranks that it needs by itself, without torchrun or srun")
@@ -69,7 +63,7 @@ def _mistake(what: str) -> ConfigError:
 class _Runs:
     """The runs of a config in folders side by side, each trained in a process of its own."""
 
-    def __init__(self, options: argparse.Namespace, folder: Path) -> None:
+    def __init__(self, options: Options, folder: Path) -> None:
         self.folder = folder
         self._words = [*options.words, "ledger=false", _LEDGER, "hooks.progress=false"]
         self._words += [f"hooks.samples={{type: {_HOOKS}.SamplesHook}}"] if options.then else []
@@ -115,7 +109,7 @@ def _train(start_method: str, command: list[str], output: Path) -> None:
     sys.exit(main(command))
 
 
-def _verify(runs: _Runs, options: argparse.Namespace, run: RunSections) -> int:
+def _verify(runs: _Runs, options: Options, run: RunSections) -> int:
     whole = runs.train("uninterrupted")
     end = _last_checkpoint(whole).meta
     print(f"uninterrupted run: {end['step']} steps", flush=True)

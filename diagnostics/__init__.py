@@ -1,0 +1,36 @@
+"""Tools that examine runs: the ledger, `stepwrap bisect`, `replay` and `verify-resume`.
+
+They attach from outside, through hooks and through commands (entry-point group
+`stepwrap.commands`): nothing below imports this folder, and it may import from all others. Start
+with commands.py. Nothing here imports torch until a name is asked for, so that the command line
+answers at once.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .ledger import Difference, Ledger, LedgerError, first_difference, read_ledger
+    from .ledger_hook import LedgerHook
+
+__all__ = [
+    "Difference",
+    "Ledger",
+    "LedgerError",
+    "LedgerHook",
+    "first_difference",
+    "read_ledger",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    home = "ledger_hook" if name == "LedgerHook" else "ledger"
+    return getattr(import_module(f".{home}", __name__), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

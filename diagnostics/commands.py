@@ -1,0 +1,95 @@
+"""The commands of the diagnostics, as the entry points in setup.cfg name them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import click
+
+from ..runner.command.command import (
+    DEVICE,
+    NPROC,
+    OVERSUBSCRIBE,
+    RUN,
+    RUN_DIR,
+    Command,
+    Options,
+    flag,
+    from_zero,
+    mistake,
+    positive,
+)
+
+
+class _ReplayCommand(Command):
+    """Reads the config from the folder of a run, which stays as it is."""
+
+    def source(self, options: Options) -> tuple[str, list[str]]:
+        folder, *overrides = options.words
+        settings = Path(folder) / "config.yaml"
+        if not settings.is_file():
+            what = f"{folder} is not the folder of a run: no config.yaml in it"
+            raise mistake(f"stepwrap replay: {what}")
+        own = [f"run_dir={json.dumps(folder)}", "hooks.progress=false"]
+        return str(settings), [*own, *overrides]
+
+
+replay = _ReplayCommand(
+    "replay",
+    f"{__package__}.replay:run_replay",
+    "run one step of a run again, from the nearest checkpoint",
+    (
+        click.Option(
+            ["--step"],
+            type=positive,
+            required=True,
+            metavar="K",
+            help="the step's number in the log records",
+        ),
+        click.Option(
+            ["--rank"],
+            type=from_zero,
+            metavar="R",
+            help="the rank to look into; default: 0, with --anomaly all",
+        ),
+        flag("debugger", "stop right before the training step, and where it fails"),
+        flag("anomaly", "name the forward call whose gradient is NaN"),
+        click.Option(
+            ["--profile"],
+            metavar="FILE",
+            help="write a trace of the step for chrome://tracing",
+        ),
+    ),
+    usage="RUN_DIR --step K [key=value ...] [options]",
+    section="train",
+)
+bisect = Command(
+    "bisect",
+    f"{__package__}.bisect:run_bisect",
+    "name the first step, rank and part at which two runs with ledgers differ",
+    (flag("no-rerun", "compare the ledgers as they are, repeat no steps"),),
+    usage="RUN_A RUN_B [options]",
+    least=2,
+    most=2,
+)
+verify_resume = Command(
+    "verify-resume",
+    f"{__package__}.verify_resume:run_verify_resume",
+    "train, kill and resume; report the first difference from the uninterrupted run",
+    (
+        NPROC,
+        OVERSUBSCRIBE,
+        RUN_DIR,
+        DEVICE,
+        click.Option(
+            ["--kill-at"],
+            type=positive,
+            metavar="K",
+            help="the step after which to kill; default: in the middle of an epoch",
+        ),
+        click.Option(["--then"], type=positive, metavar="M", help="resume on M processes"),
+    ),
+    usage=f"{RUN} [options]",
+    section="train",
+)
