@@ -144,7 +144,7 @@ class BasePool:
         self._monitor.check()
         job = next(self._jobs)
         task = (job, 0, self._prepared(func), tuple(args), dict(kwds or {}))
-        call = Call(f"apply({_name_of(func)})", self._call_ended)
+        call = Call(f"apply({_name_of(func)})", self)
         result = AsyncResult(job, self._cache, callback, error_callback, call)
         _submit(self, result, (task,))
         return result
@@ -294,9 +294,6 @@ class BasePool:
         """Return what workers are to call for a function."""
         return func
 
-    def _call_ended(self, job: int) -> None:
-        self._engine.forget(job)
-
 
 # Items that an iterator reads ahead, per worker.
 _LOOKAHEAD = 32
@@ -320,7 +317,7 @@ def _submit_items(
     name = f"{caller.__name__.removesuffix('_caller')}({_name_of(func)})"
     job = next(pool._jobs)
     prepared = pool._prepared(func)
-    call = Call(name, pool._call_ended, len(items), chunksize=chunksize, progress=progress)
+    call = Call(name, pool, len(items), chunksize=chunksize, progress=progress)
     result = MapResult(job, pool._cache, len(items), *callbacks, call)
     tasks: Iterator[tuple[Any, ...]] = (
         (job, chunk, caller, ((prepared, items[begin : begin + chunksize]),), {})
@@ -350,16 +347,15 @@ def _submit_lazily(
     def submit(chunk: int, items: list[Any]) -> None:
         _put(pool, iterator, (job, chunk, map_caller, ((prepared, items),), {}))
 
-    def end(job: int) -> None:
+    def end() -> None:
         pool._open_inputs.discard(iterator)
-        pool._call_ended(job)
         # A closed pool may have waited for just this.
         if pool._monitor.phase is not PoolStates.RUN:
             pool._monitor.wake()
 
     name = f"imap({_name_of(func)})"
-    call = Call(name, end, total, chunksize=chunksize, progress=progress)
-    iterator = kind(job, pool._cache, iterable, submit, ahead=ahead, call=call)
+    call = Call(name, pool, total, chunksize=chunksize, progress=progress)
+    iterator = kind(job, pool._cache, iterable, submit, end, ahead=ahead, call=call)
     pool._open_inputs.add(iterator)
     iterator.feed()
     return iterator

@@ -1,8 +1,8 @@
 """The parent's side of a pool: its one thread, and which worker gets which task.
 
-Workers share nothing, so one that dies takes nothing with it but the task it was running. A worker
-may be sent some tasks ahead of their turn. What it has not begun when it dies, or when another
-worker has nothing to do, comes back and goes elsewhere.
+Workers share nothing, so one that dies takes nothing with it but the task it was running. Each is
+sent one task ahead. What it has not begun when it dies, or when another worker has nothing to do,
+is taken back and goes elsewhere.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import logging
 import math
 import multiprocessing
 import os
-import pickle
 import queue
 import threading
 import time
@@ -24,20 +23,15 @@ from concurrent.futures import Future
 from multiprocessing import util
 from typing import Any
 
-from ..errors import BrokenPoolError, PoolTerminatedError, RemoteError, TimeoutError
-from ..transport.remote_errors import rebuild
-from ..transport.wire import unpack
-from . import worker as protocol
-from .worker_handle import EncodedTask, Encoder, Task, WorkerHandle
-from .workers import STUCK_S, Options, Workers, death_error
+from ..errors import BrokenPoolError, PoolTerminatedError, TimeoutError
+from .worker_handle import Task, WorkerHandle
+from .workers import Options, Workers, death_error
 
 # Where results come from a queue that nobody wakes, how often the pool is looked after.
 _CHECK_S = 0.1
 _EXIT_S = 5.0
 # All that queues raise when there is nothing.
 _NOTHING = (builtins.TimeoutError, multiprocessing.TimeoutError, queue.Empty)
-# Tasks of a call, per worker: as many as a map has that is told no chunk size.
-_FIRST = 4
 
 _log = logging.getLogger(__name__)
 Result = tuple[int, int, tuple[bool, Any]]
@@ -161,8 +155,6 @@ class Monitor:
             call = cache.get(job)
             if call is not None:
                 call.set(chunk, outcome)
-            else:
-                self._engine.forget(job)
             # Not kept while waiting for the next one.
             del call, outcome
             if self.phase is not PoolStates.RUN:
@@ -222,46 +214,29 @@ def _stop_at_exit(monitor: Monitor) -> None:
 class Dispatcher:
     """Takes tasks (`put`) and gives results (`get`), both as the pools' queues do.
 
-    `put`, `forget`, `wake`, `terminate` and `size` are for any thread, all else for the pool's one
-    thread. The lock guards the workers and the backlog; tasks are pickled without it.
+    `put`, `wake`, `terminate` and `size` are for any thread, all else for the pool's one thread.
     """
 
     def __init__(self, options: Options, calls: Mapping[int, Any]) -> None:
-        # Reentrant: a collection of garbage may run anything, also code that submits tasks.
-        self._lock = threading.RLock()
         self._options = options
-        # Of the pool's thread, but for `append`, which needs no lock.
-        self._backlog: deque[Task] = deque()
         self._calls = calls
-        self._encoder = Encoder(copy_tensor=options.copy_tensor, recurse=options.recurse)
-        self._workers = Workers(options, self._lock, self._encoder)
+        self._workers = Workers(options)
+        self._backlog: deque[Task] = deque()
         self._done: deque[Result] = deque()
         # How often a task was lost that is run again.
         self._tries: dict[tuple[int, int], int] = {}
-        # Whether a worker may have room, so that not each `put` looks at all of them.
+        # Whether a worker may have room: otherwise `put` need not wake the pool's thread.
         self._may_have_room = False
         self._needs_maintenance = self._is_closing = self._is_terminating = False
         # Of a pool that has its own: of tasks and of results.
         self.queues: tuple[Any, Any] | None = None
 
     def put(self, task: Task | None) -> None:
-        """Take a task, and send it at once where none waits and a worker has room.
-
-        None: the workers end when they have done what they have.
-        """
+        """Take a task. None: the workers end when they have done what they have."""
         if task is None:
             self._is_closing = True
             self.wake()
             return
-        # Of a call of many tasks only the first go one by one: each wakes a worker.
-        is_first = task[1] < _FIRST * len(self._workers.by_slot)
-        if is_first and self._may_have_room and not self._backlog:
-            with self._lock:
-                worker = _best(self._workers)
-            if worker is not None and self._send_now(worker, task):
-                if self._options.task_timeout is not None:
-                    self._workers.wake()
-                return
         self._backlog.append(task)
         if self._may_have_room:
             self._workers.wake()
@@ -280,14 +255,6 @@ class Dispatcher:
                 raise TimeoutError(f"no result within {timeout} s")
             self._turn(left)
         return self._done.popleft()
-
-    def forget(self, job: int) -> None:
-        """Drop the function of a call that has ended, here and in the workers."""
-        if job in self._encoder.functions:
-            with self._lock:
-                self._encoder.functions.pop(job, None)
-                for worker in self._workers.by_slot.values():
-                    worker.forget(job)
 
     def size(self) -> int:
         return len(self._workers.by_slot)
@@ -315,9 +282,8 @@ class Dispatcher:
         """Wait until the workers have ended, and let go of all that the pool has open."""
         while self._workers.by_slot:
             self._turn(math.inf)
-        with self._lock:
-            self._may_have_room = False
-            self._backlog.clear()
+        self._may_have_room = False
+        self._backlog.clear()
         self._workers.close()
 
     def _turn(self, patience: float) -> None:
@@ -327,56 +293,33 @@ class Dispatcher:
             workers.terminate()
         elif self._is_closing:
             workers.stop()
-        is_uneven = not self._backlog and workers.is_uneven
-        written, ended = workers.wait(min(patience, STUCK_S if is_uneven else workers.tick_s))
+        written, ended = workers.wait(min(patience, workers.tick_s))
         for worker in written:
             self._receive(worker)
         for worker in ended:
             self._settle(worker)
         if workers.tick_s < math.inf and workers.check_clocks():
             self._needs_maintenance = True
-        if is_uneven and not self._backlog:
-            workers.take_back(self._backlog)
-        while self._may_have_room and self._backlog:
-            self._send_waiting()
+        self._send_waiting()
 
     def _receive(self, worker: WorkerHandle) -> None:
-        """Read what a worker has written."""
-        found = worker.pipes.receive()
-        answers = []
-        with self._lock:
-            for number, kind, value in found:
-                if number:
-                    task = worker.taken(number, is_value=kind == protocol.VALUE)
-                    answers.append((task[0], task[1], kind, value))
-                elif kind == protocol.READY:
-                    worker.is_ready = True
-                    self._workers.forget_failures()
-                    # For starts that were put off.
-                    self._needs_maintenance = True
-                elif kind == protocol.FORGOTTEN:
-                    worker.forget(is_done=True)
-                else:
-                    worker.failure = value
-            if answers:
-                worker.answered(len(answers), time.monotonic())
-            self._may_have_room = True
-        for job, chunk, kind, value in answers:
-            if self._tries:
-                self._tries.pop((job, chunk), None)
-            self._done.append((job, chunk, _outcome(kind, value)))
+        """Read what a worker has sent."""
+        was_ready = worker.is_ready
+        for (job, chunk, *_), outcome in worker.receive():
+            self._tries.pop((job, chunk), None)
+            self._done.append((job, chunk, outcome))
+        if worker.is_ready and not was_ready:
+            self._workers.forget_failures()
+            # For starts that were put off.
+            self._needs_maintenance = True
 
     def _settle(self, worker: WorkerHandle) -> None:
         """Settle what a worker that has ended leaves behind."""
-        with self._lock:
-            worker.is_stopping = True
-            del self._workers.by_slot[worker.slot]
-        # Another thread may be sending to it, but no more after that.
-        with worker.sending:
-            self._receive(worker)
+        del self._workers.by_slot[worker.slot]
+        self._receive(worker)
         lost = worker.inflight.pop(worker.begun, None)
-        exitcode = worker.close()
         waiting = list(worker.inflight.values())
+        exitcode = worker.close()
         if lost is not None:
             job, chunk = lost[:2]
             tries = self._tries.pop((job, chunk), 0)
@@ -388,92 +331,36 @@ class Dispatcher:
                 name = f"task {chunk}" if call is None else call._call.task_name(job, chunk)
                 error = death_error(name, worker, exitcode, self._options.task_timeout)
                 self._done.append((job, chunk, (False, error)))
-        with self._lock:
-            self._backlog.extendleft(reversed(waiting))
+        self._backlog.extendleft(reversed(waiting))
         if not self._is_terminating:
             self._workers.count_end(worker, exitcode, has_queues=self.queues is not None)
         self._needs_maintenance = True
 
     def _send_waiting(self) -> None:
-        """Send waiting tasks to the worker with the least to do; what has no room waits again."""
-        with self._lock:
-            worker = _best(self._workers)
-            if worker is not None:
-                # What is left is shared out evenly.
-                share = min(worker.room, -(-len(self._backlog) // len(self._workers.by_slot)))
-                tasks = deque(self._backlog.popleft() for _ in range(share))
-                worker.sending.acquire()
-            all_sending = [one.sending for one in self._workers.by_slot.values()]
-            self._may_have_room = any(sending.locked() for sending in all_sending)
-        if worker is None:
-            # Threads that send do not tell when they have done so.
-            for sending in all_sending:
-                with sending:
-                    pass
-            return
-        small: list[tuple[Task, EncodedTask]] = []
-        while tasks and worker.has_room_beside:
+        """Send tasks to workers with room, those with the least to do first."""
+        self._may_have_room = True
+        while worker := self._best():
+            if not self._backlog:
+                self._share()
+            if not self._backlog:
+                return
+            task = self._backlog.popleft()
             try:
-                encoded = self._encoder.encode(tasks[0], worker.functions)
-                if not encoded.beside:
-                    small.append((tasks[0], encoded))
-                elif not worker.send(tasks[0], encoded):
-                    break
+                worker.send(task)
             # Pickling runs the code of classes, which must not end this thread.
             except BaseException as error:
-                self._refuse(tasks[0], error)
-            tasks.popleft()
-        left = [*worker.send_small(small), *tasks]
-        worker.sending.release()
-        self._may_have_room = True
-        if left:
-            with self._lock:
-                self._backlog.extendleft(reversed(left))
+                self._done.append((task[0], task[1], (False, error)))
+        self._may_have_room = False
 
-    def _send_now(self, worker: WorkerHandle, task: Task) -> bool:
-        """Send a task from the caller's thread; return whether it needs no more care."""
-        try:
-            encoded = self._encoder.encode(task, worker.functions)
-            with self._lock:
-                # Another thread may have been faster, or the worker have ended.
-                is_free = self._workers.by_slot.get(worker.slot) is worker and worker.room > 0
-                if not is_free or not worker.sending.acquire(blocking=False):
-                    encoded.release()
-                    return False
-            # Not with the lock: the answer may be there before this thread goes on.
-            try:
-                return worker.send(task, encoded)
-            finally:
-                worker.sending.release()
-        except Exception as error:
-            self._refuse(task, error)
-            return True
+    def _best(self) -> WorkerHandle | None:
+        """Return the worker with room that has the least to do."""
+        with_room = (worker for worker in self._workers.by_slot.values() if worker.has_room)
+        return min(with_room, key=lambda worker: len(worker.inflight), default=None)
 
-    def _refuse(self, task: Task, error: BaseException) -> None:
-        self._done.append((task[0], task[1], (False, error)))
-        self._may_have_room = True
-        self._workers.wake()
-
-
-def _best(workers: Workers) -> WorkerHandle | None:
-    """Return the worker with room that has the least to do; to be called with the lock."""
-    with_room = (worker for worker in workers.by_slot.values() if worker.room > 0)
-    return min(with_room, key=lambda worker: len(worker.inflight), default=None)
-
-
-def _outcome(kind: int, value: Any) -> tuple[bool, Any]:
-    """Return (True, value) or (False, error) of what a worker has written."""
-    try:
-        if kind == protocol.VALUE:
-            if type(value) is bytes:
-                return True, pickle.loads(value) if value[0] == protocol.PICKLE else unpack(value)
-            data, fds = value
-            if isinstance(fds, OSError):
-                raise fds
-            return True, unpack(data, fds)
-        if kind == protocol.ERROR:
-            return False, rebuild(value)
-        return False, RemoteError(*pickle.loads(value))
-    # Loading runs the code of classes.
-    except BaseException as error:
-        return False, error
+    def _share(self) -> None:
+        """Take back a task that waits behind another, if a worker has nothing to do."""
+        workers = self._workers.by_slot.values()
+        if any(worker.has_room and not worker.inflight for worker in workers):
+            busy = (worker for worker in workers if len(worker.inflight) > 1)
+            taken = (tasks for worker in busy if (tasks := worker.take_back()))
+            self._backlog.extend(next(taken, ()))

@@ -246,9 +246,6 @@ class Threads:
         """Make `get` return to the pool."""
         self._results.put(None)
 
-    def forget(self, job: int) -> None:
-        """Do nothing: threads keep no functions."""
-
     def size(self) -> int:
         return sum(thread.is_alive() for thread in self._threads.values())
 

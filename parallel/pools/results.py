@@ -23,24 +23,24 @@ _READING_S = 10e-3
 
 
 class Call:
-    """A call as results know it: its name, a progress bar for any thread to move, its end.
+    """A call as results know it: its name, its pool, a progress bar for any thread to move.
 
     Attributes:
-        on_end: takes the job; of the pool, which it keeps from being collected before the end.
+        pool: is not collected while the call has it, until the end of the call.
         chunksize: items in a task; 0 where the call is one task.
     """
 
     def __init__(
         self,
         name: str,
-        on_end: Callable[[int], object] | None,
+        pool: Any,
         total: int | None = None,
         *,
         chunksize: int = 0,
         progress: bool = False,
     ) -> None:
         self.name = name
-        self.on_end = on_end
+        self.pool = pool
         self.chunksize = chunksize
         self._bar: Any = None
         if progress:
@@ -152,9 +152,7 @@ class AsyncResult:
             _log.exception("the callback of %s failed", call.name)
         self._outcome = outcome
         self._latch.release()
-        if call.on_end is not None:
-            call.on_end(self._job)
-        self._callback = self._error_callback = call.on_end = None
+        self._callback = self._error_callback = call.pool = None
 
 
 class MapResult(AsyncResult):
@@ -212,6 +210,7 @@ class IMapIterator:
         cache: MutableMapping[int, Any],
         iterable: Iterable[Any],
         submit: Callable[[int, list[Any]], None],
+        on_end: Callable[[], object],
         *,
         ahead: int,
         call: Call,
@@ -222,6 +221,7 @@ class IMapIterator:
         self._source: Iterator[list[Any]] | None = _chunks_of(iterable, call.chunksize)
         self._input_error: BaseException | None = None
         self._submit: Callable[[int, list[Any]], None] | None = submit
+        self._on_end: Callable[[], object] | None = on_end
         # Chunks that are out or not yet taken, at most.
         self._ahead = ahead
         self._call = call
@@ -378,10 +378,10 @@ class IMapIterator:
         """Leave the cache while no task is out, and the pool at the end; wake who waits."""
         if not self._out:
             self._cache.pop(self._job, None)
-            if self._source is None and self._call.on_end is not None:
-                self._call.on_end(self._job)
+            if self._source is None and self._on_end is not None:
+                self._on_end()
                 # They hold the pool.
-                self._submit = self._call.on_end = None
+                self._submit = self._on_end = self._call.pool = None
         self._changed.notify_all()
 
     def _end(self) -> NoReturn:

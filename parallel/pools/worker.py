@@ -1,12 +1,7 @@
-"""A worker of a pool: what runs in its process, and how it talks with the pool.
+"""A worker of a pool: what its process runs, and how tasks and results travel.
 
-Tasks go through a pipe in packet mode: one read takes one task, whole or not at all. The pool keeps
-a reading end too, so that it can take back, exactly, what its worker has not taken. What is too
-large for a packet, and descriptors, travel beside it through a socket, under the task's number;
-the reader drops what belongs to tasks that were taken back. Results come through a pipe of bytes.
-
-Nothing here imports torch, or anything else that a task of plain values does not need: that would
-be paid at each start of a worker.
+Imports neither torch nor anything else that a task of plain values does not need: each start of a
+worker would pay for it.
 """
 
 from __future__ import annotations
@@ -24,6 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing import reduction
 
 from ..transport import descriptors as _descriptors
+from ..transport.wire import INLINE_BYTES, pack, release, unpack
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -31,30 +27,19 @@ if TYPE_CHECKING:
 
     Task = tuple[int, int, Callable[..., Any], Any, dict[str, Any]]
 
-# A task: its number at this worker, job, bytes of its function that follow, kind, flags. A call
-# has arguments and keyword arguments, a plain call arguments alone.
-TASK = struct.Struct("<QIHBB")
-CALL, CALL_PLAIN, MAP, STARMAP, FORGET, STOP, BEGIN = range(7)
-FUNCTION_BESIDE, BODY_BESIDE = 1, 2
-# What one write to a pipe keeps together.
-PACKET_BYTES = 4096
-# A result: the number of its task, bytes that follow, kind, whether descriptors lie in the socket.
-RESULT = struct.Struct("<QIBB")
-VALUE, ERROR, BARE_ERROR, READY, FAILED, FORGOTTEN = range(6)
-# In shared memory per worker: the task it has begun; before what lies beside a packet: its task; in
-# a command to forget: jobs.
+# A task: its number at this worker, its job, the bytes and descriptors of its function, its kind.
+# The function follows, then the items of a map, or the function and arguments of a call.
+TASK = struct.Struct("<QIIBB")
+BEGIN, CALL, MAP, STARMAP = range(4)
+# A result: the number of its task, and its kind; the value or the error follows.
+RESULT = struct.Struct("<QB")
+VALUE, ERROR, BARE_ERROR, READY, FAILED = range(5)
+# In shared memory: the number of the task begun last.
 NUMBER = struct.Struct("<Q")
-# How a pickle begins; what begins otherwise only `wire.unpack` can read.
-PICKLE = 0x80
+# The longest message: a task with a function, both at their longest.
+MESSAGE_BYTES = TASK.size + 2 * INLINE_BYTES
 
-_MESSAGE_BYTES = 1 << 17
 _PR_SET_PDEATHSIG = 1
-# What the C pickler takes without any of our reducers.
-PLAIN = frozenset({type(None), bool, int, float, str, bytes})
-# Lists that are quickly seen to be of such.
-_SHORT = 256
-# What is longer is better in memory that the pool maps.
-_INLINE_BYTES = 32768
 _TEXT_LIMIT = 1000
 
 
@@ -129,20 +114,8 @@ def _adopted(duplicate: Any) -> InheritedDescriptor:
     return InheritedDescriptor(fd)
 
 
-def receive_beside(beside: socket.socket, number: int) -> tuple[bytes, list[int]]:
-    """Return what was sent under a number, and drop what was sent under others before."""
-    while True:
-        part, fds = _descriptors.receive(beside, _MESSAGE_BYTES)
-        if not part:
-            raise EOFError("the other side of the pool is gone")
-        if NUMBER.unpack_from(part) == (number,):
-            return part[NUMBER.size :], fds
-        _descriptors.close(fds)
-
-
 def main(
     descriptors: Sequence[InheritedDescriptor],
-    slot: int,
     parent: int,
     start_method: str,
     queues: tuple[Any, Any] | None,
@@ -152,11 +125,11 @@ def main(
     """Run a worker's process.
 
     Args:
-        descriptors: the pipes of tasks and of results, the socket, the memory that all share.
+        descriptors: the socket of tasks and results, and the memory for the task begun last.
         queues: of a pool that has its own: of tasks and of results.
         to_close: in a forked process, what else of the pool is open.
-        begin: in a forked process, what others get through the pipe: what it runs, initializer and
-            its arguments, tasks until it ends, whether tensors are copied, `recurse`.
+        begin: in a forked process, what others get through the socket: what it runs, initializer
+            and its arguments, tasks until it ends, whether tensors are copied, `recurse`.
     """
     _end_with_the_pool(parent, start_method)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -166,7 +139,7 @@ def main(
         from ..processes import use_one_thread
 
         use_one_thread()
-    end = _WorkerEnd(descriptors, slot)
+    end = _WorkerEnd(*descriptors)
     os.register_at_fork(after_in_child=end.disown)
     with end.reporting():
         work, initializer, initargs, maxtasks, *end.packing = begin or end.begin()
@@ -221,17 +194,17 @@ def _watch(parent: int) -> None:
 
 
 class _WorkerEnd:
-    """The worker's end of the pipes: takes tasks and gives results, one at a time."""
+    """The worker's end of the socket: takes tasks and gives results, one at a time."""
 
-    def __init__(self, descriptors: Sequence[InheritedDescriptor], slot: int) -> None:
-        self._tasks, self._results, beside, counters = (one.fd for one in descriptors)
-        self._beside = socket.socket(fileno=beside)
-        self._counters = mmap.mmap(counters, 0)
-        os.close(counters)
-        self._place = slot * NUMBER.size
+    def __init__(self, link: InheritedDescriptor, memory: InheritedDescriptor) -> None:
+        self._link = socket.socket(fileno=link.fd)
+        self._link.setblocking(True)
+        self._memory = mmap.mmap(memory.fd, NUMBER.size)
+        os.close(memory.fd)
         # Whether tensors are copied, and `recurse`.
         self.packing = [True, False]
-        self._functions: dict[int, Callable[..., Any]] = {}
+        # The function of the last map, and its job.
+        self._function: tuple[int, Any] = -1, None
         self._number = 0
         self._is_disowned = False
 
@@ -240,7 +213,7 @@ class _WorkerEnd:
 
     @contextlib.contextmanager
     def reporting(self) -> Iterator[None]:
-        """Write what is raised as the failure of the worker, and end it."""
+        """Send what is raised as the failure of the worker, and end it."""
         try:
             yield
         except BaseException as error:
@@ -249,54 +222,52 @@ class _WorkerEnd:
 
     def begin(self) -> Any:
         """Return what the worker runs, the function that it begins with, and its arguments."""
-        if not os.read(self._tasks, PACKET_BYTES):
+        message, fds = _descriptors.receive(self._link, MESSAGE_BYTES)
+        if not message:
             os._exit(1)
-        return self._from_beside(0)
+        return unpack(memoryview(message)[TASK.size :], fds)
 
     def get(self) -> Task | None:
         """Return the next task that could be made from its pickle, None at the end."""
         while True:
-            packet = os.read(self._tasks, PACKET_BYTES)
-            if not packet:
-                return None
-            number, job, size, kind, flags = TASK.unpack_from(packet)
-            if kind == STOP:
-                return None
-            if kind == FORGET:
-                for (forgotten,) in NUMBER.iter_unpack(packet[TASK.size : TASK.size + size]):
-                    self._functions.pop(forgotten, None)
-                self.send(0, FORGOTTEN)
-                continue
-            # From here on the task is lost if this process ends.
-            NUMBER.pack_into(self._counters, self._place, number)
-            self._number = number
             try:
-                return self._task(packet, job, size, kind, flags)
+                message, fds = _descriptors.receive(self._link, MESSAGE_BYTES)
+            except _descriptors.LostDescriptors as error:
+                self._begin(error.data)
+                self.send_error(self._number, ERROR, OSError(*error.args))
+                continue
+            if not message:
+                return None
+            self._begin(message)
+            try:
+                return self._task(message, fds)
             except BaseException as error:
-                self.send_error(number, ERROR, error)
+                self.send_error(self._number, ERROR, error)
             # Not kept while waiting for the next one.
-            del packet
+            del message
 
-    def _task(self, packet: bytes, job: int, size: int, kind: int, flags: int) -> Task:
-        number = self._number
-        # It may come again with tasks that were sent before the first was answered.
-        func = self._functions.get(job)
-        if func is None:
-            if flags & FUNCTION_BESIDE:
-                func = self._from_beside(number)
-            else:
-                func = _decoded(packet[TASK.size : TASK.size + size], ())
-            if kind in (MAP, STARMAP):
-                self._functions[job] = func
-        if flags & BODY_BESIDE:
-            body = self._from_beside(number)
+    def _begin(self, message: bytes) -> None:
+        """Note that a task is lost from here on if this process ends."""
+        self._number = TASK.unpack_from(message)[0]
+        NUMBER.pack_into(self._memory, 0, self._number)
+
+    def _task(self, message: bytes, fds: list[int]) -> Task:
+        number, job, size, count, kind = TASK.unpack_from(message)
+        function_fds, fds = fds[:count], fds[count:]
+        body = memoryview(message)[TASK.size + size :]
+        if size and job != self._function[0]:
+            try:
+                self._function = job, unpack(message[TASK.size : TASK.size + size], function_fds)
+            except BaseException:
+                _descriptors.close(fds)
+                raise
         else:
-            body = _decoded(memoryview(packet)[TASK.size + size :], ())
-        if kind == CALL_PLAIN:
-            return job, number, func, body, {}
+            _descriptors.close(function_fds)
+        value = unpack(body, fds)
         if kind == CALL:
-            return job, number, func, *body
-        return job, number, map_caller if kind == MAP else starmap_caller, ((func, body),), {}
+            return job, number, *value
+        caller = map_caller if kind == MAP else starmap_caller
+        return job, number, caller, ((self._function[1], value),), {}
 
     def put(self, result: tuple[int, int, tuple[bool, Any]]) -> None:
         """Send the result of the task that was taken last."""
@@ -307,61 +278,37 @@ class _WorkerEnd:
         if not success:
             self.send_error(self._number, ERROR, value)
             return
+        copy_tensor, recurse = self.packing
         try:
-            data, is_beside = self._encoded(value)
+            packed = pack(value, copy_tensor=copy_tensor, recurse=recurse)
+            try:
+                self.send(self._number, VALUE, packed.data, packed.fds)
+            finally:
+                release(packed)
         except BaseException as reason:
             self.send_error(self._number, ERROR, _encoding_error(reason, value))
-        else:
-            self.send(self._number, VALUE, data, beside=is_beside)
 
-    def send(self, number: int, kind: int, data: bytes = b"", *, beside: bool = False) -> None:
-        left = RESULT.pack(number, len(data), kind, beside) + data
-        while left:
-            left = left[os.write(self._results, left) :]
+    def send(self, number: int, kind: int, data: bytes = b"", fds: Sequence[int] = ()) -> None:
+        message = RESULT.pack(number, kind) + data
+        if fds:
+            _descriptors.send(self._link, message, fds)
+        else:
+            self._link.send(message)
 
     def send_error(self, number: int, kind: int, error: BaseException) -> None:
-        """Write an error as the result."""
+        """Send an error as the result."""
         try:
             from ..transport.remote_errors import describe
 
-            data = describe(error)
-        # There may be too little memory for it.
+            packed = pack(describe(error), copy_tensor=True)
+            try:
+                self.send(number, kind, packed.data, packed.fds)
+            finally:
+                release(packed)
+        # There may be too little memory for it, or no descriptor.
         except BaseException:
             texts = type(error).__qualname__, str(error)[:_TEXT_LIMIT]
             self.send(number, BARE_ERROR, pickle.dumps(texts))
-            return
-        self.send(number, kind, data)
-
-    def _from_beside(self, number: int) -> Any:
-        return _decoded(*receive_beside(self._beside, number))
-
-    def _encoded(self, value: Any) -> tuple[bytes, bool]:
-        """Return a value as bytes, and whether descriptors belong to it, which are sent."""
-        kind = type(value)
-        is_short = kind is list and len(value) <= _SHORT
-        if kind in PLAIN or (is_short and PLAIN.issuperset(map(type, value))):
-            data = pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
-            if len(data) <= _INLINE_BYTES:
-                return data, False
-        from ..transport.wire import pack, release
-
-        copy_tensor, recurse = self.packing
-        packed = pack(value, copy_tensor=copy_tensor, recurse=recurse)
-        if not packed.fds:
-            return packed.data, False
-        try:
-            _descriptors.send(self._beside, NUMBER.pack(self._number) + b"-", packed.fds)
-        finally:
-            release(packed)
-        return packed.data, True
-
-
-def _decoded(data: Any, fds: Any) -> Any:
-    if not fds and data[0] == PICKLE:
-        return pickle.loads(data)
-    from ..transport.wire import unpack
-
-    return unpack(data, fds)
 
 
 def _encoding_error(reason: BaseException, value: object) -> Exception:

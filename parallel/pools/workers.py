@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-import mmap
 import os
 import select
 import signal
@@ -13,7 +12,6 @@ import sys
 import threading
 import time
 import weakref
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,13 +19,10 @@ from typing import Any
 from ..errors import BrokenPoolError, TaskTimeoutError, WorkerDiedError
 from ..processes import CRASHES, how_it_ended
 from ..transport.descriptors import close
-from ..transport.remote_errors import rebuild
 from . import worker as protocol
-from .worker_handle import Encoder, Task, WorkerHandle
+from .worker_handle import WorkerHandle
 
 _log = logging.getLogger(__name__)
-# How long a worker may make no progress before tasks behind its own go to one that is idle.
-STUCK_S = 2e-3
 # How often tasks and ends that take too long are looked for.
 _TICK_S = 10e-3
 _GRACE_S = 1.0
@@ -69,36 +64,31 @@ class Workers:
         broken: what the pool is to end with, because workers do not come up.
     """
 
-    def __init__(self, options: Options, lock: threading.RLock, encoder: Encoder) -> None:
+    def __init__(self, options: Options) -> None:
         if not sys.platform.startswith("linux"):
             raise NotImplementedError(f"pools of processes need Linux, this is {sys.platform}")
         self.by_slot: dict[int, WorkerHandle] = {}
         self.broken: BrokenPoolError | None = None
         self._options = options
         self._start_method: str = options.context.get_start_method()
-        self._lock = lock
-        self._encoder = encoder
         self._by_fd: dict[int, WorkerHandle] = {}
         # Starts that have failed since a worker was ready, or was lost that had been: by their own
         # doing and not, how many, and when the first was. Then, when the next may be tried.
         self._failures: dict[bool, tuple[int, float]] = {}
         self._next_start = 0.0
         self._is_up = self._is_ending = False
-        # Where workers say what they have begun.
-        self._counters_fd = os.memfd_create("stepwrap-pool", os.MFD_CLOEXEC)
-        size = len(options.beginnings) * protocol.NUMBER.size
-        os.ftruncate(self._counters_fd, size)
-        self._counters = mmap.mmap(self._counters_fd, size)
         self._epoll = select.epoll()
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._epoll.register(self._wake_fd, select.EPOLLIN)
-        own = [self._counters_fd, self._wake_fd]
-        self._close = weakref.finalize(self, close, own)
+        # Reentrant: a collection of garbage may run anything, also code that submits tasks.
+        self._waking = threading.RLock()
+        self._close = weakref.finalize(self, close, [self._wake_fd])
         self._close.atexit = False
 
     def wake(self) -> None:
+        """Make `wait` return; for any thread."""
         # Not after it is closed: the number may be another file's by then.
-        with self._lock:
+        with self._waking:
             if self._close.alive:
                 os.eventfd_write(self._wake_fd, 1)
 
@@ -118,7 +108,7 @@ class Workers:
             else:
                 written.append(worker)
         for worker in ended:
-            for fd in (worker.pipes.results, worker.death_fd):
+            for fd in (worker.fd, worker.death_fd):
                 self._epoll.unregister(fd)
                 del self._by_fd[fd]
         return written, ended
@@ -138,25 +128,23 @@ class Workers:
         self._is_up = True
 
     def _start(self, slot: int, queues: tuple[Any, Any] | None) -> None:
-        options = self._options
-        worker = WorkerHandle(slot, self._counters, options.maxtasks)
+        options, method = self._options, self._start_method
+        packing = (options.copy_tensor, options.recurse)
+        worker = WorkerHandle(slot, options.maxtasks, packing)
         try:
-            method = self._start_method
-            packing = (options.copy_tensor, options.recurse)
             begin: Any = (options.work, *options.beginnings[slot], options.maxtasks, *packing)
             to_close = []
             if method == "fork":
-                to_close = [self._epoll.fileno(), self._wake_fd, *worker.pipes.fds]
-                for other in self.by_slot.values():
-                    to_close += [*other.pipes.fds, other.death_fd]
+                others = (fd for other in self.by_slot.values() for fd in other.fds)
+                to_close = [self._epoll.fileno(), self._wake_fd, worker.fd, *others]
             else:
-                worker.pipes.begin(self._encoder.pack(begin))
+                worker.begin(begin)
                 begin = None
-            fds = (*worker.pipes.theirs, self._counters_fd)
+            fds = (worker.theirs.fileno(), worker.memory_fd)
             inherited = [protocol.InheritedDescriptor(fd) for fd in fds]
             process = options.context.Process(
                 target=protocol.main,
-                args=(inherited, slot, os.getpid(), method, queues, to_close, begin),
+                args=(inherited, os.getpid(), method, queues, to_close, begin),
                 name=f"PoolWorker-{slot}",
                 daemon=options.is_daemon,
             )
@@ -165,11 +153,10 @@ class Workers:
         except BaseException:
             worker.close()
             raise
-        for fd in (worker.pipes.results, worker.death_fd):
+        for fd in (worker.fd, worker.death_fd):
             self._by_fd[fd] = worker
             self._epoll.register(fd, select.EPOLLIN)
-        with self._lock:
-            self.by_slot[slot] = worker
+        self.by_slot[slot] = worker
 
     def count_end(self, worker: WorkerHandle, exitcode: int | None, *, has_queues: bool) -> None:
         """Take note of how a worker has ended; `broken` tells whether the pool goes on."""
@@ -219,19 +206,10 @@ class Workers:
         self._next_start = 0.0
         self._failures.clear()
 
-    def take_back(self, backlog: deque[Task]) -> None:
-        """Put back, to its front, tasks behind those that workers have been at for some time."""
-        since = time.monotonic() - STUCK_S
-        with self._lock:
-            for worker in self.by_slot.values():
-                is_stuck = worker.last_event < since and len(worker.inflight) > 1
-                if is_stuck and self.is_uneven and not worker.sending.locked():
-                    backlog.extendleft(reversed(worker.take_back()))
-
     def stop(self) -> None:
+        """Make workers end when they have done what they have."""
         for worker in self.by_slot.values():
-            if not worker.is_stopping:
-                worker.stop()
+            worker.stop()
 
     def terminate(self) -> None:
         """Make workers end now; `check_clocks` sees to those that do not."""
@@ -249,12 +227,7 @@ class Workers:
             if worker.kill_at is not None and now >= worker.kill_at:
                 worker.kill()
                 worker.kill_at = now + _GRACE_S
-            if limit is None:
-                continue
-            begun = worker.begun
-            if worker.seen[0] != begun:
-                worker.seen = begun, now
-            is_over = begun in worker.inflight and now - worker.seen[1] > limit
+            is_over = limit is not None and worker.inflight and now - worker.since > limit
             if is_over and not worker.is_overdue:
                 worker.is_overdue = True
                 worker.kill()
@@ -271,18 +244,9 @@ class Workers:
             has_clock = any(worker.inflight for worker in self.by_slot.values())
         return _TICK_S if has_clock else math.inf
 
-    @property
-    def is_uneven(self) -> bool:
-        """Whether one worker has tasks waiting and another none at all."""
-        workers = self.by_slot.values()
-        return any(len(worker.inflight) > 1 for worker in workers) and any(
-            worker.is_ready and not worker.inflight for worker in workers
-        )
-
     def close(self) -> None:
         self._epoll.close()
-        self._counters.close()
-        with self._lock:
+        with self._waking:
             self._close()
 
 
@@ -298,7 +262,8 @@ def _ends_by_itself(exitcode: int | None, start_method: str) -> bool:
 
 
 def _failure_error(worker: WorkerHandle) -> BrokenPoolError:
-    reason = rebuild(worker.failure or b"")
+    reason = worker.failure
+    assert reason is not None
     told = str(reason.__cause__ or reason).strip().strip('"').strip()
     what = "`worker`" if worker.is_ready else "the initializer"
     error = BrokenPoolError(f"the pool is broken: {what} failed in worker {worker.slot}:\n{told}")

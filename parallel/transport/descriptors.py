@@ -13,10 +13,20 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
 
-# Linux takes 253.
-MOST = 250
+# Linux takes 253 with a message, and a task of a pool is a function and its arguments.
+MOST = 125
 _SIZE = array.array("i").itemsize
-_ROOM = socket.CMSG_SPACE(MOST * _SIZE)
+_ROOM = socket.CMSG_SPACE(2 * MOST * _SIZE)
+
+
+class LostDescriptors(OSError):
+    """A message came, and there was no room for its descriptors.
+
+    Attributes:
+        data: the message.
+    """
+
+    data = b""
 
 
 class Received:
@@ -86,7 +96,7 @@ def receive(source: socket.socket, size: int, flags: int = 0) -> tuple[bytes, li
     """Return one message of at most `size` bytes and its descriptors; b"" when none will come.
 
     Raises:
-        OSError: there is no room for the descriptors; the message is lost.
+        LostDescriptors: there is no room for the descriptors.
     """
     data, extra, state, _ = source.recvmsg(size, _ROOM, flags | socket.MSG_CMSG_CLOEXEC)
     if not extra and not state & socket.MSG_CTRUNC:
@@ -97,7 +107,9 @@ def receive(source: socket.socket, size: int, flags: int = 0) -> tuple[bytes, li
             numbers.frombytes(content[: len(content) - len(content) % _SIZE])
     if state & socket.MSG_CTRUNC:
         close(numbers)
-        raise _advice(errno.EMFILE)
+        error = LostDescriptors(*_advice(errno.EMFILE).args)
+        error.data = data
+        raise error
     return data, list(numbers)
 
 

@@ -26,6 +26,8 @@ _TAG = 1
 # descriptor carries the others.
 _IN_MEMORY, _WITH_PARTS, _BUNDLED = 1, 2, 4
 _SCALARS = frozenset({type(None), bool, int, float, str, bytes})
+# Lists that are quickly seen to be of scalars.
+_SHORT = 256
 
 
 class Packed(NamedTuple):
@@ -41,7 +43,7 @@ def pack(value: object, *, copy_tensor: bool, recurse: bool = False) -> Packed:
     Raises:
         OSError: no memory or no descriptors are left; the text says which limit.
     """
-    if type(value) in _SCALARS:
+    if _is_plain(value):
         stream, parts = pickle.dumps(value, 5), list[Any]()
     else:
         stream, parts = _splitter()(value, recurse=recurse, copy_tensor=copy_tensor)
@@ -84,6 +86,13 @@ def unpack(data: bytes | memoryview, fds: Sequence[int] = ()) -> Any:
 def release(packed: Packed) -> None:
     """Close the descriptors of a value that has been sent or will not be."""
     _descriptors.close(packed.fds)
+
+
+def _is_plain(value: object) -> bool:
+    """Return whether the C pickler takes the value without any reducer of ours."""
+    if type(value) is list and len(value) <= _SHORT:
+        return _SCALARS.issuperset(map(type, value))
+    return type(value) in _SCALARS
 
 
 @cache

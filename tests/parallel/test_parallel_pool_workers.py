@@ -23,7 +23,7 @@ def make(request):
 
 
 @pytest.mark.parametrize("then", ["close", "go on"])
-def test_many_functions_forgotten_by_a_busy_worker(make, then):
+def test_many_functions_in_turn(make, then):
     """There is always room to send it tasks, and to stop it."""
     with make(1) as pool:
         iterators = [pool.imap(lambda n: n, iter(range(2)), lookahead=1) for _ in range(100)]
