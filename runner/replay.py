@@ -27,7 +27,7 @@ from ..loops import (
     list_checkpoints,
     load_checkpoint,
 )
-from ..wrappers import local_part, reshard
+from ..wrappers.sharding.layout import local_part, reshard
 from .build.parts import build_parts
 from .failure import as_mistakes_in
 from .jobs import Job, prepared

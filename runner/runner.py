@@ -45,7 +45,7 @@ from .failure import as_mistakes_in, building
 from .run_folder import ConfigWriter, held, resolve_checkpoint, saved_checkpoints
 
 if TYPE_CHECKING:
-    from ..wrappers import StepFunction
+    from ..wrappers.steps.step import StepFunction
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ...collectives import get_rank, get_world_size
 from ...registry import HOOKS
-from ...wrappers import reshard
+from ...wrappers.sharding.layout import reshard
 from ..checkpoints.weights import device_of, plain_name, user_model
 from ..hook import Hook
 from ..ledger import Item, LedgerWriter

@@ -18,8 +18,9 @@ from torchmetrics import Metric
 
 from ...collectives import all_gather_object, get_rank, get_world_size
 from ...registry import MODELS, OPTIM_WRAPPERS, OPTIMIZERS, PARAM_SCHEDULERS, build_tree
-from ...wrappers import OptimWrapperDict, SingleDevice, build_optimizer
+from ...wrappers import OptimWrapperDict, SingleDevice
 from ...wrappers.features import ModelFeatures, optim_features
+from ...wrappers.optimizers.optimizer_fit import build_optimizer
 from .tree import Callback, LightningModule, ParallelStrategy, Trainer
 
 logger = logging.getLogger(__name__)
