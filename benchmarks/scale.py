@@ -69,7 +69,7 @@ from stepwrap.wrappers import (
     param_groups,
     wrap_model,
 )
-from stepwrap.wrappers import named_parameters as own_parameters
+from stepwrap.wrappers.optimizers.param_groups import named_parameters as own_parameters
 
 STEEP = 1.2
 BLOCK = 256

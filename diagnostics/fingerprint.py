@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..wrappers import local_part
+from ..wrappers.sharding.layout import local_part
 
 # Bytes that are hashed at once on an accelerator: a model needs no second copy of itself there.
 _BLOCK = 1 << 23

@@ -18,7 +18,7 @@ from ..loops.hooks.figures import optimizers_of
 from ..loops.schedule import positive
 from ..loops.state import LoopState
 from ..registry import HOOKS
-from ..wrappers import reshard
+from ..wrappers.sharding.layout import reshard
 from .fingerprint import bits_of, fetch, hash_bytes, hash_streams, hash_tensors
 from .ledger import Item, LedgerWriter
 

@@ -35,7 +35,7 @@ from ..runner.jobs import Job, on_ranks, prepared
 from ..runner.parts import build_parts
 from ..runner.runner import Runner
 from ..runner.sections import read_sections
-from ..wrappers import local_part, reshard
+from ..wrappers.sharding.layout import local_part, reshard
 
 _MOST_ROWS = 15
 # How long ranks wait for one in the debugger: a week.

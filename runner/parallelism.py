@@ -30,16 +30,13 @@ from ..wrappers import (
     StepDistributedDataParallel,
     auto,
     build_mesh,
-    check_axes,
-    check_preparation,
-    find_blocks,
-    freeze_parameters,
     meta_parameters,
-    model_checks,
-    steps_in_group_only,
     wrap_model,
-    wrapper_misfits,
 )
+from ..wrappers.blocks import find_blocks
+from ..wrappers.prepare import check_preparation, freeze_parameters, model_checks
+from ..wrappers.sharding.mesh import check_axes
+from ..wrappers.wrapping import steps_in_group_only, wrapper_misfits
 from .failure import Attempts, building
 
 AUTO_TABLES = ("single", "ddp", "fsdp")

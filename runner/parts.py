@@ -37,14 +37,13 @@ from ..registry import (
     stepping_class,
     supply_where_taken,
 )
-from ..wrappers import (
+from ..wrappers import OptimWrapperDict, param_groups
+from ..wrappers.optimizers.gates import refuse_without_closure
+from ..wrappers.optimizers.optimizer_fit import build_optimizer
+from ..wrappers.optimizers.param_groups import (
     NamedParameter,
-    OptimWrapperDict,
-    build_optimizer,
     named_parameters,
-    param_groups,
     refuse_single_step,
-    refuse_without_closure,
     share_parameters,
 )
 from .failure import Attempts, building

@@ -45,7 +45,7 @@ from .run_folder import ConfigWriter, held, resolve_checkpoint, saved_checkpoint
 from .sections import read_sections
 
 if TYPE_CHECKING:
-    from ..wrappers import StepFunction
+    from ..wrappers.steps.step import StepFunction
 
 logger = logging.getLogger(__name__)
 

@@ -155,7 +155,9 @@ def compile_step(
     # Imported only when a step is compiled: it loads torch's compiler.
     from .compiled.step import CompiledStep
 
-    wrapper._compiled_step = CompiledStep(max_programs, min_steps, custom_optimizer, backend)
+    step = CompiledStep(wrapper, max_programs, min_steps, custom_optimizer, backend)
+    strategy: Any = wrapper
+    strategy.train_step, strategy.look_every = step, step.look_every
     return wrapper
 
 

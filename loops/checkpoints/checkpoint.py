@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from ...collectives import all_gather_object
-from ...wrappers import reshard
+from ...wrappers.sharding.layout import reshard
 from ..rng import capture_rng
 from ..state import LoopState
 from . import files as disk

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from ...collectives import get_rank
-from ...wrappers import is_sharded, reshard
+from ...wrappers.sharding.layout import is_sharded, reshard
 from ..rng import mix_seed, restore_rng, seed_rng
 from ..state import LoopState, mean_logs
 from . import weights

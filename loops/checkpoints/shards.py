@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from ...wrappers import is_dtensor, layout_of, local_part
+from ...wrappers.sharding.layout import is_dtensor, layout_of, local_part
 from .files import CheckpointError, damage_of, read_tensors, read_text, reading
 
 TABLE = "shards.json"

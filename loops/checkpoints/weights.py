@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...wrappers import (
+from ...wrappers import is_model_wrapper
+from ...wrappers.sharding.layout import (
     Layout,
     as_global,
     drop_held_gradients,
     is_dtensor,
-    is_model_wrapper,
     is_sharded,
     layout_of,
     local_part,

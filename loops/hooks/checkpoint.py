@@ -12,7 +12,7 @@ from typing import Any
 
 from ...collectives import all_gather_object, broadcast, get_rank
 from ...registry import HOOKS
-from ...wrappers import reshard
+from ...wrappers.sharding.layout import reshard
 from ..checkpoints.checkpoint import (
     list_checkpoints,
     prune_checkpoints,

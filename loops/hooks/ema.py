@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from ...registry import HOOKS
-from ...wrappers import as_global, copy_whole_, local_part, reshard
+from ...wrappers.sharding.layout import as_global, copy_whole_, local_part, reshard
 from ..checkpoints.shards import whole
 from ..checkpoints.weights import plain_name, state_of, user_model
 from ..hook import Hook

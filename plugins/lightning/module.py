@@ -18,7 +18,9 @@ from torchmetrics import Metric
 
 from ...collectives import all_gather_object, get_rank, get_world_size
 from ...registry import MODELS, OPTIM_WRAPPERS, OPTIMIZERS, PARAM_SCHEDULERS, build_tree
-from ...wrappers import OptimWrapperDict, SingleDevice, build_optimizer
+from ...wrappers import OptimWrapperDict, SingleDevice
+from ...wrappers.features import ModelFeatures, optim_features
+from ...wrappers.optimizers.optimizer_fit import build_optimizer
 from .tree import Callback, LightningModule, ParallelStrategy, Trainer
 
 logger = logging.getLogger(__name__)
@@ -117,7 +119,7 @@ class StepLightningModule(LightningModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
         """Train on one batch by the wrapper's ``train_step`` and log what it returns."""
-        getattr(self._optim, "begin_batch", lambda: None)()
+        optim_features(self._optim).begin_batch()
         logs = self._wrapped().train_step(batch, self._optim)
         self.log_dict(
             {
@@ -176,7 +178,7 @@ class StepLightningModule(LightningModule):
         to_come = (epochs or 0) - self.trainer.current_epoch
         if self._restored is not None:
             _load_further_state(self._optim, self._wrapped(), self._restored)
-            done, to_come = self._optim.inner_count, epochs or 0
+            done, to_come = optim_features(self._optim).inner_count, epochs or 0
             self._restored = None
         ends = epochs is not None and epochs >= 0 and batches != float("inf")
         total = int(to_come * batches) if ends else -1
@@ -230,8 +232,8 @@ class StepLightningModule(LightningModule):
 def _measure(module: StepLightningModule, stage: str, batch: Any) -> None:
     """Evaluate one batch, in the precision of the training inside of one, and log the results."""
     in_fit = module.trainer.state.fn == "fit"
-    precision = getattr(module._optim, "precision_context", nullcontext)
-    with precision() if in_fit else nullcontext():
+    precision = optim_features(module._optim).precision_context()
+    with precision if in_fit else nullcontext():
         outputs = getattr(module._wrapped(), f"{stage}_step")(batch)
     size = outputs.get("num_samples") if isinstance(outputs, Mapping) else None
     if isinstance(outputs, Mapping) and isinstance(outputs.get("loss"), Tensor):
@@ -394,8 +396,8 @@ def _carried_by(wrapped: Any) -> dict[str, Any] | None:
 
 
 def _carries(wrapped: Any) -> bool:
-    own = getattr(type(wrapped), "step_state", SingleDevice.step_state)
-    return own is not SingleDevice.step_state
+    plain = ModelFeatures.step_state
+    return getattr(type(wrapped), "step_state", plain) is not plain
 
 
 def _step_through(optimizer: Any, lightning_optimizer: Any) -> Callable[[], None]:

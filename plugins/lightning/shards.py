@@ -11,7 +11,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ...collectives import all_gather_object
-from ...wrappers import AmpOptimWrapper, OptimWrapper, is_dtensor, reshard, take_part
+from ...wrappers import AmpOptimWrapper, OptimWrapper
+from ...wrappers.sharding.layout import is_dtensor, reshard, take_part
 from .tree import DDPStrategy, LightningModule, Trainer
 
 # Of Lightning's callbacks, those that copy weights between a module and one that is not sharded.

@@ -20,6 +20,7 @@ from ...wrappers import (
     revert_sync_batchnorm,
     wrap_model,
 )
+from ...wrappers.features import model_features
 from .module import StepLightningModule
 from .shards import (
     WholeStates,
@@ -151,7 +152,7 @@ class StepStrategy(WholeStates):
 
     def on_validation_start(self) -> None:
         """Give every rank the buffers of the first: statistics differ after a training step."""
-        getattr(self._wrapped, "sync_buffers", lambda: None)()
+        model_features(self._wrapped).sync_buffers()
         if self._is_sharded:
             refuse_unequal(own_module(self).trainer)
 
@@ -193,7 +194,7 @@ class StepStrategy(WholeStates):
 
 def _run_backward(wrapped: Any, loss: Tensor, plain: Callable[[Tensor], T]) -> T:
     """Run backward; log the parameters that the loss does not reach, where that is wanted."""
-    if not getattr(wrapped, "detect_anomalous_params", False):
+    if not model_features(wrapped).detect_anomalous_params:
         return plain(loss)
     ended: list[T] = []
     update = SimpleNamespace(update_params=lambda loss: ended.append(plain(loss)))

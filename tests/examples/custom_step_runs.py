@@ -34,10 +34,10 @@ from stepwrap.wrappers import (
     StepDistributedDataParallel,
     StepFullyShardedDataParallel,
     SupervisedModel,
-    as_global,
     build_mesh,
     wrap_model,
 )
+from stepwrap.wrappers.sharding.layout import as_global
 
 FOLDER = custom_step_folder.FOLDER
 Batches = Sequence[tuple[Tensor, ...]]

@@ -22,10 +22,9 @@ from stepwrap.wrappers import (
     StepFullyShardedDataParallel,
     SupervisedModel,
     build_mesh,
-    layout_of,
     wrap_model,
 )
-from stepwrap.wrappers.sharding.layout import placed_as
+from stepwrap.wrappers.sharding.layout import layout_of, placed_as
 
 # Kind and number of ranks.
 CASES = [

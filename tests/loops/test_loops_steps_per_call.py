@@ -137,7 +137,7 @@ def assert_same_runs(tmp_path: Path, *hooks: Hook, **options: Any) -> LoopState:
     usual = run(1, tmp_path / "usual", *hooks, **options)
     state = run(32, tmp_path / "blocks", *hooks, **options)
     # One for each number of samples and, with accumulation, each place in a window.
-    assert 0 < len(state.model._compiled_step._programs) <= 4
+    assert 0 < len(state.model.train_step.programs) <= 4
     assert_identical(weights_of(usual), weights_of(state))
     assert records_of(tmp_path / "usual") == records_of(tmp_path / "blocks")
     assert checkpoints_of(tmp_path / "usual")
@@ -217,7 +217,7 @@ def _train_on_ranks(steps_per_call: int) -> dict[str, torch.Tensor]:
     state = compiled_state()
     loop = EpochTrainLoop(make_loader(83), max_epochs=2, steps_per_call=steps_per_call)
     loop.run(state, HookList())
-    assert state.model._compiled_step._programs
+    assert state.model.train_step.programs
     return weights_of(state)
 
 

@@ -68,26 +68,17 @@ DOORS = {
     "runner": "LaunchError Runner launch load_model",
     "wrappers": """
         AmpOptimWrapper BaseModel BaseModule CallbackContext CommHook DataPreprocessor FutureResult
-        Layout LossWeight Mesh NamedParameter OptimWrapper OptimWrapperDict PostLocalSGD Preparation
+        LossWeight Mesh OptimWrapper OptimWrapperDict PostLocalSGD Preparation
         ReplicationCallbackDataParallel ReplicationError ReplicationSession
         SeparateDistributedDataParallel SingleDevice SlavePipe StepDataParallel
-        StepDistributedDataParallel StepFullyShardedDataParallel StepFunction SupervisedModel
-        SyncMaster
+        StepDistributedDataParallel StepFullyShardedDataParallel SupervisedModel SyncMaster
         SynchronizedBatchNorm1d SynchronizedBatchNorm2d SynchronizedBatchNorm3d
-        UnusedParametersError ZeroRedundancyOptimizer as_global auto build_mesh
-        build_optimizer check_axes check_preparation check_step_function checkpoint_activations
-        compile_model compile_step
-        convert_model convert_sync_batchnorm copy_whole_ detect_anomalous_params dict_gather
-        drop_held_gradients
-        exec_data_parallel_replication_callback find_blocks freeze_parameters initialize
-        is_model_wrapper
-        is_module_wrapper is_sharded layout_of local_part meta_parameters model_checks
-        is_dtensor named_parameters parallelize param_groups parse_losses patch_replication_callback
-        patch_sync_batchnorm prepare_model reshard revert_sync_batchnorm set_sbn_eps_mode
-        refuse_single_step refuse_without_closure share_parameters steps_in_group_only take_part
-        total_norm
-        user_scattered with_train_step wrap_model
-        wrapper_misfits
+        UnusedParametersError ZeroRedundancyOptimizer auto build_mesh compile_step convert_model
+        convert_sync_batchnorm detect_anomalous_params dict_gather
+        exec_data_parallel_replication_callback initialize is_model_wrapper is_module_wrapper
+        meta_parameters parallelize param_groups parse_losses patch_replication_callback
+        patch_sync_batchnorm revert_sync_batchnorm set_sbn_eps_mode total_norm user_scattered
+        with_train_step wrap_model
     """,
 }
 

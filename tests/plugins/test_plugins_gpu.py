@@ -8,7 +8,8 @@ from lightning_parts import QUIET, Automatic, distance, loader, make_trainer, we
 from stepped_runs import supervised
 
 from stepwrap.plugins.lightning import StepLightningModule, StepStrategy
-from stepwrap.wrappers import AmpOptimWrapper, build_optimizer
+from stepwrap.wrappers import AmpOptimWrapper
+from stepwrap.wrappers.optimizers.optimizer_fit import build_optimizer
 
 pytestmark = [pytest.mark.gpu, *(pytest.mark.filterwarnings(one) for one in QUIET)]
 

@@ -12,7 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.data import Dataset
 
 from stepwrap.runner import Runner
-from stepwrap.wrappers import as_global
+from stepwrap.wrappers.sharding.layout import as_global
 
 WORDS, TIME, SAMPLES, BATCH = 12, 6, 32, 8
 PLAN = {

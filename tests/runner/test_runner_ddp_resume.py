@@ -36,7 +36,7 @@ def train(config: dict[str, Any], folder: Path, stop: int = 0) -> tuple[Tensor, 
     runner = Runner.from_config({**config, "hooks": hooks, "run_dir": str(folder)})
     state = runner.train(resume=True)
     if "compile" in config and state.step > 3:
-        assert len(state.model._compiled_step._programs) == 1
+        assert len(state.model.train_step.programs) == 1
     weights = [one.detach() for one in runner.state.model.parameters()]
     whole = [one.full_tensor() if isinstance(one, DTensor) else one for one in weights]
     return torch.cat([one.flatten() for one in whole]), state.step

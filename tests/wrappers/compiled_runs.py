@@ -96,7 +96,7 @@ def train(
 
 
 def steps_compiled(wrapper: Any) -> int:
-    return sum(one._uses for one in wrapper._compiled_step._programs)
+    return sum(one._uses for one in wrapper.train_step.programs)
 
 
 def assert_same(tolerance: float, *args: Any, **options: Any) -> Any:

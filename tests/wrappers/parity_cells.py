@@ -42,11 +42,11 @@ from stepwrap.wrappers import (
     OptimWrapper,
     OptimWrapperDict,
     Preparation,
-    as_global,
     build_mesh,
-    build_optimizer,
     wrap_model,
 )
+from stepwrap.wrappers.optimizers.optimizer_fit import build_optimizer
+from stepwrap.wrappers.sharding.layout import as_global
 
 WORLDS = (1, 2, 4)
 BOUNDS = {"fp64": 1e-12, "fp32": 2e-6, "bf16": 2e-2, "fp16": 2e-2}

@@ -9,7 +9,8 @@ from step_models import batches, classifier, flat
 from torch import nn
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
-from stepwrap.wrappers import AmpOptimWrapper, OptimWrapper, SingleDevice, build_optimizer
+from stepwrap.wrappers import AmpOptimWrapper, OptimWrapper, SingleDevice
+from stepwrap.wrappers.optimizers.optimizer_fit import build_optimizer
 
 
 def _amp(model: nn.Module, *, fused: bool = False, lr: float = 0.1, **kwargs: Any) -> Any:

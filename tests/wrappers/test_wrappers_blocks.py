@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from stepwrap.wrappers import find_blocks
+from stepwrap.wrappers.blocks import find_blocks
 
 
 class Attention(nn.Module):

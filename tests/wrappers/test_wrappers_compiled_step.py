@@ -91,7 +91,7 @@ def train(
 def assert_equal(make: Make, data: list[Batch], tolerance: float, **options: Any) -> Any:
     usual, usual_losses, _ = train(False, make, data, **options)
     compiled, losses, wrapper = train(True, make, data, **options)
-    assert wrapper._compiled_step._programs, "nothing was compiled"
+    assert wrapper.train_step.programs, "nothing was compiled"
     assert list(usual) == list(compiled)
     for name, one in usual.items():
         # A program for a GPU keeps counts of steps there.
@@ -114,7 +114,7 @@ def test_200_steps_in_double_precision() -> None:
     data = batches(200, dtype=torch.float64)
     make = lambda model: adamw(model, clip_grad={"max_norm": 0.5})  # noqa: E731
     wrapper = assert_equal(make, data, 1e-12, dtype=torch.float64)
-    assert len(wrapper._compiled_step._programs) == 1
+    assert len(wrapper.train_step.programs) == 1
 
 
 @pytest.mark.slow
@@ -142,7 +142,7 @@ def test_accumulation_with_a_short_last_window() -> None:
     data = batches(20, dtype=torch.float64)
     wrapper = assert_equal(make, data, 1e-12, dtype=torch.float64)
     # The first of a window, one in the middle and the last; a last window of two.
-    assert len(wrapper._compiled_step._programs) >= 3
+    assert len(wrapper.train_step.programs) >= 3
 
 
 @pytest.mark.slow
@@ -176,7 +176,7 @@ def test_rates_change_without_a_new_program() -> None:
         optim.optimizer.param_groups[0]["lr"] = 0.05 / (1 + index)
 
     wrapper = assert_equal(sgd, batches(20), 1e-5, before_step=change)
-    assert len(wrapper._compiled_step._programs) == 1
+    assert len(wrapper.train_step.programs) == 1
 
 
 class TwoTables(nn.Module):
@@ -217,7 +217,7 @@ def test_other_settings_shapes_and_attributes_get_programs_of_their_own() -> Non
     data = batches(12)
     data[4] = data[4][0][:5], data[4][1][:5]
     wrapper = assert_equal(sgd, data, 1e-5, before_step=change)
-    assert len(wrapper._compiled_step._programs) == 5
+    assert len(wrapper.train_step.programs) == 5
 
 
 @pytest.mark.slow
@@ -228,7 +228,7 @@ def test_settings_that_change_at_each_step_are_not_followed(
         optim.optimizer.param_groups[0]["momentum"] = 0.9 - index / 100
 
     wrapper = assert_equal(sgd, batches(12), 1e-5, before_step=change)
-    assert len(wrapper._compiled_step._programs) == 2
+    assert len(wrapper.train_step.programs) == 2
     assert caplog.text.count("OneCycleLR") == 1
 
 
@@ -270,7 +270,7 @@ def test_200_steps_as_cuda_graphs(kind: str, counts: int) -> None:
     data[-1] = data[-1][0][:5], data[-1][1][:5]
     # Some sums on GPUs have no fixed order.
     wrapper = assert_equal(make, data, 1e-9, dtype=torch.float64, device="cuda", before_step=change)
-    assert all(type(one._run) is CudaGraph for one in wrapper._compiled_step._programs)
+    assert all(type(one._run) is CudaGraph for one in wrapper.train_step.programs)
 
 
 @pytest.mark.gpu
@@ -281,7 +281,7 @@ def test_weights_that_move_get_another_cuda_graph() -> None:
                 one.data = one.data.clone()
 
     wrapper = assert_equal(sgd, batches(20), 1e-4, device="cuda", before_step=move)
-    assert len(wrapper._compiled_step._programs) == 2
+    assert len(wrapper.train_step.programs) == 2
 
 
 @pytest.mark.gpu
@@ -365,8 +365,8 @@ def test_options_are_checked() -> None:
 def test_copies_compile_again() -> None:
     wrapper = compile_step(SingleDevice(SupervisedModel(ConvNet(), nn.CrossEntropyLoss())), 3)
     for one in (copy.deepcopy(wrapper), pickle.loads(pickle.dumps(wrapper))):
-        assert one._compiled_step.max_programs == 3
-        assert one._compiled_step is not wrapper._compiled_step
+        assert one.train_step.max_programs == 3
+        assert one.train_step is not wrapper.train_step
 
 
 def test_programs_of_others_are_not_run(

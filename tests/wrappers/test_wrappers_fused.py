@@ -7,7 +7,8 @@ import torch
 from step_models import batches, classifier, flat
 from torch import nn
 
-from stepwrap.wrappers import OptimWrapper, build_optimizer
+from stepwrap.wrappers import OptimWrapper
+from stepwrap.wrappers.optimizers.optimizer_fit import build_optimizer
 
 
 def _fused(cls: Any, *parameters: Any, **kwargs: Any) -> Any:

@@ -16,9 +16,9 @@ from stepwrap.wrappers import (
     OptimWrapper,
     SingleDevice,
     StepDistributedDataParallel,
-    build_optimizer,
     wrap_model,
 )
+from stepwrap.wrappers.optimizers.optimizer_fit import build_optimizer
 
 pytestmark = pytest.mark.gpu
 

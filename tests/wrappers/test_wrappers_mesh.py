@@ -7,8 +7,8 @@ import torch
 from ranks import run_ranks
 from torch import distributed
 
-from stepwrap.wrappers import build_mesh, check_axes
-from stepwrap.wrappers.sharding.mesh import agree
+from stepwrap.wrappers import build_mesh
+from stepwrap.wrappers.sharding.mesh import agree, check_axes
 
 
 @pytest.mark.parametrize(

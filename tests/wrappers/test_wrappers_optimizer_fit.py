@@ -25,10 +25,10 @@ from stepwrap.wrappers import (
     SupervisedModel,
     ZeroRedundancyOptimizer,
     build_mesh,
-    build_optimizer,
-    reshard,
     wrap_model,
 )
+from stepwrap.wrappers.optimizers.optimizer_fit import build_optimizer
+from stepwrap.wrappers.sharding.layout import reshard
 
 ALL = [
     name

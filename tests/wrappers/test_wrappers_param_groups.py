@@ -11,7 +11,8 @@ from param_runs import grouped, small_net, train
 from torch import nn
 from torch.optim import SGD, AdamW, Rprop
 
-from stepwrap.wrappers import OptimWrapper, SynchronizedBatchNorm2d, build_optimizer, param_groups
+from stepwrap.wrappers import OptimWrapper, SynchronizedBatchNorm2d, param_groups
+from stepwrap.wrappers.optimizers.optimizer_fit import build_optimizer
 
 
 class ScaleRMSNorm(nn.Module):

@@ -23,11 +23,11 @@ from stepwrap.wrappers import (
     SupervisedModel,
     ZeroRedundancyOptimizer,
     build_mesh,
-    build_optimizer,
-    named_parameters,
     param_groups,
     wrap_model,
 )
+from stepwrap.wrappers.optimizers.optimizer_fit import build_optimizer
+from stepwrap.wrappers.optimizers.param_groups import named_parameters
 
 
 def wrapped(kind: str, model: nn.Module) -> nn.Module:

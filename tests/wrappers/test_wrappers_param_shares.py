@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 from torch import nn
 
-from stepwrap.wrappers import SingleDevice, share_parameters
+from stepwrap.wrappers import SingleDevice
+from stepwrap.wrappers.optimizers.param_groups import share_parameters
 
 
 class Gan(nn.Module):

@@ -19,12 +19,10 @@ from stepwrap.wrappers import (
     SupervisedModel,
     auto,
     build_mesh,
-    checkpoint_activations,
-    compile_model,
-    freeze_parameters,
-    prepare_model,
     wrap_model,
 )
+from stepwrap.wrappers.blocks import checkpoint_activations, compile_model
+from stepwrap.wrappers.prepare import freeze_parameters, prepare_model
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning"),

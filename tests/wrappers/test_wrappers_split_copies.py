@@ -17,11 +17,10 @@ from stepwrap.wrappers import (
     Preparation,
     SeparateDistributedDataParallel,
     SupervisedModel,
-    as_global,
     build_mesh,
-    is_sharded,
     wrap_model,
 )
+from stepwrap.wrappers.sharding.layout import as_global, is_sharded
 
 PLAN = {"net.0": "colwise", "net.2": "rowwise"}
 CLIP = {"max_norm": 0.05}

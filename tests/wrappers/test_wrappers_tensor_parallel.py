@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
-from stepwrap.wrappers import Preparation, build_mesh, parallelize, prepare_model
+from stepwrap.wrappers import Preparation, build_mesh, parallelize
+from stepwrap.wrappers.prepare import prepare_model
 from stepwrap.wrappers.sharding.tensor_parallel import check_plan
 
 

@@ -79,7 +79,7 @@ def train(
             logs += wrapper.train_steps(iter(data[start : start + blocks]), optim)
     states = optim.optimizer.state_dict()["state"].values()
     weights = [*model.state_dict().values(), *(v for one in states for v in one.values())]
-    assert not compiled or wrapper._compiled_step._programs, "nothing was compiled"
+    assert not compiled or wrapper.train_step.programs, "nothing was compiled"
     return weights, logs, wrapper
 
 
@@ -118,7 +118,7 @@ def test_compiled_with_clipping_and_batches_of_another_shape(blocks: int) -> Non
     wrapper = assert_identical(
         blocks, data, make=lambda model: adamw(model, clip_grad={"max_norm": 0.1})
     )
-    assert len(wrapper._compiled_step._programs) == 2
+    assert len(wrapper.train_step.programs) == 2
 
 
 @pytest.mark.slow
@@ -159,7 +159,7 @@ def test_changes_between_two_calls_are_seen() -> None:
             wrapper.module.net[0].weight.requires_grad_(False)
 
     wrapper = assert_identical(8, batches(32), before=change)
-    assert len(wrapper._compiled_step._programs) == 3
+    assert len(wrapper.train_step.programs) == 3
 
 
 @pytest.mark.slow
@@ -177,4 +177,4 @@ def test_settings_of_the_optimizer_are_always_looked_at() -> None:
     rarely, logs_of_rarely, wrapper = train(None, batches(20), before=look_rarely)
     assert all(map(torch.equal, weights, rarely))
     assert logs == logs_of_rarely
-    assert len(wrapper._compiled_step._programs) == 2
+    assert len(wrapper.train_step.programs) == 2

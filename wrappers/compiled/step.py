@@ -48,9 +48,12 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 
 
 class CompiledStep:
-    """Trains by compiled programs if it can; logs once why if it cannot.
+    """Stands in for ``train_step`` of a wrapper; calls that method if a step cannot be compiled.
+
+    One log record says why a step cannot be compiled.
 
     Args:
+        wrapper: the wrapper of the model.
         max_programs: how many to compile, for other shapes of batches or after a change of the
             model; other steps run as usual then.
         min_steps: runs of fewer updates are not compiled, as that would take longer than it saves.
@@ -60,15 +63,17 @@ class CompiledStep:
 
     def __init__(
         self,
+        wrapper: Any,
         max_programs: int = 8,
         min_steps: int = 500,
         custom_optimizer: bool = False,
         backend: str = "inductor",
     ) -> None:
+        self._wrapper = wrapper
         self._options = max_programs, min_steps, custom_optimizer, backend
         self.max_programs, self._min_steps = max_programs, min_steps
         self._allow_custom, self._backend = custom_optimizer, backend
-        self._programs: list[Compiled] = []
+        self.programs: list[Compiled] = []
         self._optim_wrapper: Any = None
         self._is_refused = False
         self._told: set[str] = set()
@@ -81,40 +86,61 @@ class CompiledStep:
         self._is_autocast, self._device_type = False, "cpu"
 
     def __reduce__(self) -> Any:
-        return type(self), self._options
+        return type(self), (self._wrapper, *self._options)
 
-    def __call__(self, wrapper: Any, batch: Any, optim_wrapper: Any) -> dict[str, Any] | None:
-        """Train on a preprocessed batch and return the logs; None: nothing was done.
-
-        Every rank that averages its gradients must call this.
-        """
-        self._left = 0
-        if self._is_refused:
-            return None
-        if optim_wrapper is not self._optim_wrapper:
-            self._programs.clear()
-            self._optim_wrapper = optim_wrapper
-            self._optim_wrappers += 1
-            self._device_type = device_of(wrapper.module).type
-            if (reason := self._obstacle(wrapper) or self._shortness()) is not None:
-                self._is_refused = True
-                self._tell(reason)
-                return None
-        # The same on all ranks, as the obstacles are.
-        if optim_wrapper.inner_count < _EAGER_WINDOWS * optim_wrapper.accumulative_counts:
-            return None
-        if optim_wrapper.guard is not None:
-            self._tell("a guard looks at the gradients before each update")
-            return None
+    def __call__(self, data: Any, optim_wrapper: Any) -> dict[str, Any]:
+        """Train on one batch; returns what to log. Every rank must call this."""
+        wrapper = self._wrapper
+        if not self._is_ready(optim_wrapper):
+            self._left = 0
+            return type(wrapper).train_step(wrapper, data, optim_wrapper)  # type: ignore[no-any-return]
         try:
-            return self._step(wrapper, batch, optim_wrapper)
+            if (logs := self._again(data, optim_wrapper)) is not None:
+                return logs
+            with optim_wrapper.optim_context(wrapper):
+                batch = wrapper.preprocess(data, training=True)
+                optim_wrapper.weigh(batch, wrapper)
+                return self._step(batch, optim_wrapper)
         except BaseException as error:
             wrapper._explain(error)
             raise
 
-    def _step(self, wrapper: Any, batch: Any, optim_wrapper: Any) -> dict[str, Any] | None:
+    def _is_ready(self, optim_wrapper: Any) -> bool:
+        """Whether to look for a program for this step, the same on all ranks."""
+        if self._is_refused:
+            return False
+        self._clock.tick()
+        # Here, outside of the context of the optimizer wrapper.
+        self._is_autocast = torch.is_autocast_enabled(self._device_type)
+        if optim_wrapper is not self._optim_wrapper:
+            self.programs.clear()
+            self._optim_wrapper = optim_wrapper
+            self._optim_wrappers += 1
+            self._left, self._device_type = 0, device_of(self._wrapper.module).type
+            self._is_autocast = torch.is_autocast_enabled(self._device_type)
+            if (reason := self._obstacle() or self._shortness()) is not None:
+                self._is_refused = True
+                self._tell(reason)
+                return False
+        if optim_wrapper.inner_count < _EAGER_WINDOWS * optim_wrapper.accumulative_counts:
+            return False
+        if optim_wrapper.guard is not None:
+            self._tell("a guard looks at the gradients before each update")
+            return False
+        return True
+
+    def _again(self, data: Any, optim_wrapper: Any) -> dict[str, Any] | None:
+        """Step if an earlier step has checked the model; None: nothing was done."""
+        if not self._left:
+            return None
+        self._left -= 1
+        return None if self._is_autocast else self.programs[0].again(data, optim_wrapper)
+
+    def _step(self, batch: Any, optim_wrapper: Any) -> dict[str, Any]:
+        wrapper = self._wrapper
+        self._left = 0
         plan = _plan(wrapper, optim_wrapper)
-        program = self._program(wrapper, plan, batch)
+        program = self._program(plan, batch)
         if self._is_autocast:
             self._tell(_AUTOCAST)
             program = None
@@ -129,59 +155,45 @@ class CompiledStep:
                 logs, failure = None, reason
             if failure is not None:
                 self._refuse(failure)
-                self._programs.remove(program)
+                self.programs.remove(program)
             elif self._block > 1 and program.repeats(optim_wrapper) and only_moves(wrapper):
                 self._left = self._block - 1
             if logs is not None:
                 return logs
-        for one in self._programs:
+        for one in self.programs:
             one.expect_change()
-        # Other ranks may have a program for their batches, and exchange gradients as it does.
-        return step_in_eager_mode(wrapper, batch, optim_wrapper) if plan.ranks > 1 else None
+        return step_in_eager_mode(wrapper, batch, optim_wrapper, plan.ranks)
 
-    def look_every(self, steps: int) -> None:
-        """Look whether a program still fits the model before each ``steps``-th step, from now."""
-        self._block, self._left = steps, 0
+    def look_every(self, steps: int) -> bool:
+        """Re-check the model only before each ``steps``-th step, from the next one on.
 
-    def again(self, wrapper: Any, batch: Any, optim_wrapper: Any) -> dict[str, Any] | None:
-        """Step where a step before has looked at the model; None: nothing was done.
-
-        To be called before each step, by every rank that averages its gradients.
+        In between, only the values of the model's tensors may change; settings of the optimizer
+        are always checked. Returns True: the step is compiled.
         """
-        if not self._is_refused:
-            self._clock.tick()
-            # Here, outside of the context of the optimizer wrapper.
-            self._is_autocast = torch.is_autocast_enabled(self._device_type)
-        if not self._left or optim_wrapper is not self._optim_wrapper:
-            return None
-        self._left -= 1
-        try:
-            return None if self._is_autocast else self._programs[0].again(batch, optim_wrapper)
-        except BaseException as error:
-            wrapper._explain(error)
-            raise
+        self._block, self._left = steps, 0
+        return True
 
-    def _program(self, wrapper: Any, plan: Plan, batch: Any) -> Compiled | None:
+    def _program(self, plan: Plan, batch: Any) -> Compiled | None:
         """Return the program for a step; None if there is none."""
-        for at, program in enumerate(self._programs):
+        for at, program in enumerate(self.programs):
             if program.fits(plan, batch):
                 if at:
-                    self._programs.insert(0, self._programs.pop(at))
+                    self.programs.insert(0, self.programs.pop(at))
                 return program
         if self._is_closed:
             return None
         try:
-            if len(self._programs) >= self.max_programs:
+            if len(self.programs) >= self.max_programs:
                 raise NotCompilableError(f"there are max_programs={self.max_programs} programs")
-            if (reason := self._obstacle(wrapper)) is not None:
+            if (reason := self._obstacle()) is not None:
                 raise NotCompilableError(reason)
-            self._outdated += any(one.is_outdated(plan, batch) for one in self._programs[:1])
+            self._outdated += any(one.is_outdated(plan, batch) for one in self.programs[:1])
             if self._outdated > 1:
                 raise NotCompilableError(_SETTINGS_CHANGE)
-            with self._clock.compiling(device_of(wrapper.module)):
+            with self._clock.compiling(device_of(self._wrapper.module)):
                 compiler = Compiler(self._backend, self._clock.announce)
-                program = Compiled(wrapper, self._optim_wrapper, plan, batch, compiler)
-            self._programs.insert(0, program)
+                program = Compiled(self._wrapper, self._optim_wrapper, plan, batch, compiler)
+            self.programs.insert(0, program)
             return program
         except NotCompilableError as reason:
             self._refuse(reason)
@@ -209,13 +221,13 @@ class CompiledStep:
             "which on compiling may pay off"
         )
 
-    def _obstacle(self, wrapper: Any) -> str | None:
+    def _obstacle(self) -> str | None:
         """Why no step can be compiled, the same on all ranks; None if it may be."""
         if self._is_autocast:
             return _AUTOCAST
         if self._optim_wrappers > _FEW:
             return "several optimizer wrappers take turns"
-        return next(_obstacles(wrapper, self._optim_wrapper, self._allow_custom), None)
+        return next(_obstacles(self._wrapper, self._optim_wrapper, self._allow_custom), None)
 
     def _tell(self, reason: str) -> None:
         if reason not in self._told and get_rank() == 0:

@@ -238,11 +238,12 @@ class StepDistributedDataParallel(Steps, FixedBuckets):
                 "False until all have ended"
             )
 
-    def _explain(self, error: BaseException) -> None:
-        _explain_unused(error, self._trainable)
-        # Its text: the error itself would keep the graph in memory.
-        self._failure = self._failure or f"{type(error).__name__}: {error}"
-        super()._explain(error)
+    def _explain(self, error: BaseException, stage: str = "update") -> None:
+        if stage == "update":
+            _explain_unused(error, self._trainable)
+            # Its text: the error itself would keep the graph in memory.
+            self._failure = self._failure or f"{type(error).__name__}: {error}"
+        super()._explain(error, stage)
 
     @classmethod
     def check_options(cls, options: Mapping[str, Any]) -> None:

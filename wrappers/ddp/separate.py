@@ -115,8 +115,10 @@ class SeparateDistributedDataParallel(Steps, nn.Module):
         for child in self._wrapped():
             child.weigh_by(loss_weight)
 
-    def _explain(self, error: BaseException) -> None:
-        for child in self._wrapped():
+    def _explain(self, error: BaseException, stage: str = "update") -> None:
+        if stage == "forward":
+            super()._explain(error, stage)
+        for child in self._wrapped() if stage == "update" else ():
             child._explain(error)
 
     def _wrapped(self) -> list[_Child]:

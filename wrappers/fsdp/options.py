@@ -35,24 +35,86 @@ from ..torch_functions import check_options
 
 WrapPolicy: TypeAlias = Callable[..., bool]
 
-# Further options beside the arguments that the wrapper names itself, with their defaults.
+
+class _Spelling(NamedTuple):
+    """An option of torch's older class.
+
+    Attributes:
+        default: its default here.
+        ours: what says the same thing: only one of these may be given.
+        enum: torch's enum of its values.
+        remedies: what to do instead of a value that has no counterpart; None stands for all values
+            other than the default.
+    """
+
+    default: Any = None
+    ours: tuple[str, ...] = ()
+    enum: Any = None
+    remedies: Mapping[str | None, str] = {}
+
+
+# All spellings of torch's older class; those with a dot are members of an option.
+_SPELLINGS = {
+    "process_group": _Spelling(ours=("mesh", "device_mesh")),
+    "device_mesh": _Spelling(ours=("mesh",)),
+    "sharding_strategy": _Spelling(
+        ours=("reshard_after_forward",),
+        enum=ShardingStrategy,
+        remedies={
+            "NO_SHARD": "without shards every rank has the whole model, which is "
+            "StepDistributedDataParallel (wrapper: ddp)"
+        },
+    ),
+    "auto_wrap_policy": _Spelling(ours=("shard",)),
+    "backward_prefetch": _Spelling(
+        ours=("prefetch",),
+        enum=BackwardPrefetch,
+        remedies={
+            "BACKWARD_POST": "the next block is gathered before the gradients of this one, as by "
+            "BACKWARD_PRE; leave the option out"
+        },
+    ),
+    "forward_prefetch": _Spelling(ours=("prefetch",)),
+    "param_init_fn": _Spelling(),
+    "use_orig_params": _Spelling(
+        default=True,
+        remedies={
+            None: "every parameter is sharded by itself and keeps its name; leave the option out"
+        },
+    ),
+    "ignored_parameters": _Spelling(),
+    "ignored_modules": _Spelling(),
+    "ignored_states": _Spelling(),
+    "sync_module_states": _Spelling(default=True),
+    "device_id": _Spelling(),
+    "limit_all_gathers": _Spelling(
+        default=True,
+        remedies={
+            None: "memory is freed in order without a limiter; leave the option out, prefetch sets "
+            "how far ahead parameters are gathered"
+        },
+    ),
+    "mixed_precision.buffer_dtype": _Spelling(
+        remedies={None: "buffers keep their dtype; convert them in the model"}
+    ),
+    "mixed_precision.keep_low_precision_grads": _Spelling(
+        default=False,
+        remedies={
+            None: "gradients have the dtype of their parameters; convert the model itself to the "
+            "low precision"
+        },
+    ),
+    "mixed_precision.cast_root_forward_inputs": _Spelling(
+        default=True,
+        remedies={None: "cast_forward_inputs=False leaves the inputs of all blocks as they are"},
+    ),
+}
+# Options besides the arguments that the wrapper names itself, with their defaults.
 FURTHER: dict[str, Any] = {
     "prefetch": None,
-    "process_group": None,
-    "device_mesh": None,
-    "sharding_strategy": None,
-    "auto_wrap_policy": None,
-    "backward_prefetch": None,
-    "forward_prefetch": None,
-    "param_init_fn": None,
-    "use_orig_params": True,
-    "ignored_parameters": None,
-    "ignored_modules": None,
-    "ignored_states": None,
-    "sync_module_states": True,
-    "device_id": None,
-    "limit_all_gathers": True,
+    **{name: one.default for name, one in _SPELLINGS.items() if "." not in name},
 }
+_OF_PRECISION = tuple(name.partition(".")[2] for name in _SPELLINGS if "." in name)
 # Strategy -> (parameters are freed after forward, copies on several hosts).
 _STRATEGIES = {
     "FULL_SHARD": (True, False),
@@ -62,40 +124,6 @@ _STRATEGIES = {
 }
 _HYBRID_AXES = ("replicate", "shard")
 _DTYPES = ("param_dtype", "reduce_dtype", "output_dtype")
-# What FSDP2 has no counterpart for: the only value that is taken, and what to do instead.
-_REFUSED = {
-    "use_orig_params": (
-        True,
-        "every parameter is sharded by itself and keeps its name; leave the option out",
-    ),
-    "limit_all_gathers": (
-        True,
-        "memory is freed in order without a limiter; leave the option out, prefetch sets how far "
-        "ahead parameters are gathered",
-    ),
-    "buffer_dtype": (None, "buffers keep their dtype; convert them in the model"),
-    "keep_low_precision_grads": (
-        False,
-        "gradients have the dtype of their parameters; convert the model itself to the low "
-        "precision",
-    ),
-    "cast_root_forward_inputs": (
-        True,
-        "cast_forward_inputs=False leaves the inputs of all blocks as they are",
-    ),
-}
-_OF_PRECISION = tuple(_REFUSED)[2:]
-# Likewise members of torch's enums.
-_REFUSED_MEMBERS = {
-    "NO_SHARD": (
-        "without shards every rank has the whole model, which is StepDistributedDataParallel "
-        "(wrapper: ddp)"
-    ),
-    "BACKWARD_POST": (
-        "the next block is gathered before the gradients of this one, as by BACKWARD_PRE; leave "
-        "the option out"
-    ),
-}
 # Names of torch's policies, each with the option that it has.
 _POLICIES = {
     "size_based_auto_wrap_policy": "min_num_params",
@@ -135,14 +163,9 @@ def read_options(given: Mapping[str, Any]) -> FsdpOptions:
             the text says what to use.
         TypeError: a value of another kind.
     """
-    options = {**FURTHER, **given}
-    _refuse(options)
+    options = _checked({**FURTHER, **given})
     blocks, policy = _read_policy(options["auto_wrap_policy"])
-    _only_one(options, "shard", "auto_wrap_policy")
-    _only_one(options, "mesh", "device_mesh", "process_group")
-    _only_one(options, "reshard_after_forward", "sharding_strategy")
-    strategy = _member("sharding_strategy", options["sharding_strategy"], ShardingStrategy)
-    free, hybrid = _STRATEGIES[strategy or "FULL_SHARD"]
+    free, hybrid = _STRATEGIES[options["sharding_strategy"] or "FULL_SHARD"]
     device, mesh = options["device_id"], options.get("mesh")
     names = ("ignored_parameters", "ignored_modules", "ignored_states")
     return FsdpOptions(
@@ -162,17 +185,19 @@ def read_options(given: Mapping[str, Any]) -> FsdpOptions:
     )
 
 
-def _only_one(options: Mapping[str, Any], *names: str) -> None:
-    said = [name for name in names if options.get(name) is not None]
-    if len(said) > 1:
-        raise ValueError(f"{' and '.join(said)} say the same thing: give one of them")
-
-
-def _refuse(options: Mapping[str, Any], owner: str = "") -> None:
-    for name, (allowed, instead) in _REFUSED.items():
+def _checked(options: dict[str, Any]) -> dict[str, Any]:
+    """Check the spellings in ``options``; members of enums are replaced by their names."""
+    for name, spelling in _SPELLINGS.items():
         value = options.get(name)
-        if value not in (allowed, None):
-            raise ValueError(f"{owner}{name}={value!r} has no counterpart: {instead}")
+        instead = spelling.remedies.get(None)
+        if instead is not None and value not in (spelling.default, None):
+            raise ValueError(f"{name}={value!r} has no counterpart: {instead}")
+        if spelling.enum is not None:
+            options[name] = _member(name, value, spelling)
+        said = [one for one in (*spelling.ours, name) if options.get(one) is not None]
+        if spelling.ours and value is not None and len(said) > 1:
+            raise ValueError(f"{' and '.join(said)} say the same thing: give one of them")
+    return options
 
 
 def _read_free(value: Any, default: bool) -> bool | int:
@@ -200,9 +225,6 @@ def _read_groups(value: Any) -> tuple[ProcessGroup, ...]:
 
 def _read_prefetch(options: Mapping[str, Any]) -> tuple[int, int]:
     depth = options["prefetch"]
-    _only_one(options, "prefetch", "backward_prefetch")
-    _only_one(options, "prefetch", "forward_prefetch")
-    _member("backward_prefetch", options["backward_prefetch"], BackwardPrefetch)
     if depth is None:
         return int(_flag("forward_prefetch", options["forward_prefetch"] or False)), 0
     found = (depth, depth)
@@ -260,16 +282,17 @@ def _flag(name: str, value: Any) -> bool:
     return value
 
 
-def _member(name: str, value: Any, enum: Any) -> str | None:
-    """The name of an enum's member, given by name or as the member itself."""
+def _member(name: str, value: Any, spelling: _Spelling) -> str | None:
+    """Return the name of an enum's member, given by name or as the member itself."""
+    enum = spelling.enum
     value = value.name if isinstance(value, enum) else value
     allowed = [one.name for one in enum]
     if value is not None and not isinstance(value, str):
         raise TypeError(
             f"{name} must be one of {', '.join(allowed)}, or a {enum.__name__}, got {value!r}"
         )
-    if value in _REFUSED_MEMBERS:
-        raise ValueError(f"{name} {value} has no counterpart: {_REFUSED_MEMBERS[value]}")
+    if value in spelling.remedies:
+        raise ValueError(f"{name} {value} has no counterpart: {spelling.remedies[value]}")
     if value is not None and value not in allowed:
         hint = did_you_mean(value, allowed)
         raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {value!r}{hint}")
@@ -316,7 +339,7 @@ def _read_precision(value: Any) -> MixedPrecisionPolicy:
             f"{type(value).__name__}"
         )
     check_options("mixed_precision", value, [*_DTYPES, "cast_forward_inputs", *_OF_PRECISION])
-    _refuse(value, "mixed_precision.")
+    _checked({f"mixed_precision.{name}": one for name, one in value.items()})
     dtypes = {name: _read_dtype(name, value.get(name)) for name in _DTYPES}
     cast = _flag("cast_forward_inputs", value.get("cast_forward_inputs", True))
     return MixedPrecisionPolicy(**dtypes, cast_forward_inputs=cast)

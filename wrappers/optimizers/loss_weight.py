@@ -17,8 +17,6 @@ _NAMED_TARGETS = "tokens needs an entry labels, targets or target with the targe
 _SECOND_ENTRY = "tokens needs a second entry with the targets"
 _IGNORED = -100
 _BY_NAME = ("samples", "tokens")
-# Up to so many targets a list is counted sooner than two kernels are started.
-_FEW = 512
 _INSTEAD = "name the entry whose sum is the weight, {key: ...}, or give a function of the batch"
 
 
@@ -124,9 +122,6 @@ def _first_count(data: Any) -> int | None:
 def _tokens(batch: Any) -> float | Tensor:
     is_pair = isinstance(batch, (tuple, list)) and len(batch) > 1
     target = batch[1] if is_pair else _target_in(batch)
-    if type(target) is Tensor and target.is_cpu and target.numel() <= _FEW:
-        values = (target if target.dim() == 1 else target.flatten()).tolist()
-        return float(len(values) - values.count(_IGNORED))
     if not isinstance(target, Tensor):
         kind = type(target).__name__
         raise TypeError(f"loss_weight=tokens counts targets in a tensor, got {kind}; {_INSTEAD}")

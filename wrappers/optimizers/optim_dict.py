@@ -203,6 +203,6 @@ def _has_ended(wrapper: OptimWrapper, before: int) -> bool:
     """Whether a window of ``wrapper`` has ended since it had counted to ``before``."""
     every = wrapper._accumulative_counts
     # Of several micro-batches in a batch an earlier one may have ended it.
-    start = getattr(wrapper, "_pass_start", 0)
+    start = wrapper._pass_start if isinstance(wrapper, OptimWrapper) else 0
     earlier = (wrapper._inner_count - 1 - start) // every > (before - start) // every
     return wrapper._inner_count > before and (earlier or wrapper.should_update())

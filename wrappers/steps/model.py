@@ -48,6 +48,7 @@ class BaseModel(BaseModule):
             )
         self.data_preprocessor = data_preprocessor
 
+    # Static: its identity tells the wrappers that the logs are detached already.
     parse_losses = staticmethod(parse_losses)
 
     def train_step(self, data: Any, optim_wrapper: OptimizerWrapper) -> dict[str, Tensor]:

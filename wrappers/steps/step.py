@@ -11,7 +11,6 @@ from dataclasses import is_dataclass
 from typing import Any, Protocol, TypeAlias, TypeVar
 
 from torch import Tensor, distributed, nn
-from torch.nn.modules.module import _has_any_global_hook
 
 from ...collectives import explain_transport
 from ...registry import MODEL_WRAPPERS
@@ -21,6 +20,8 @@ from ..sharding.mesh import broadcast_first
 from ..torch_functions import check_options
 from .preprocess import DataPreprocessor, device_of
 from .step_checks import detect_anomalous_params, watch_gradients
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 StepFunction: TypeAlias = Callable[[Any, Any, Any], Mapping[str, Any]]
 
@@ -125,40 +126,7 @@ def _sum(parts: Sequence[Tensor]) -> Tensor:
     return total
 
 
-class _SeveralSteps:
-    """Steps in a row, for which a compiled step looks at the model once."""
-
-    # Trains in place of the usual step where it can; see wrappers/compiled.
-    _compiled_step: Any = None
-
-    def train_steps(
-        self, batches: Iterable[Any], optim_wrapper: OptimizerWrapper
-    ) -> list[dict[str, Tensor]]:
-        """Train on one batch after the other, as by ``train_step``; returns the logs of each.
-
-        A compiled step looks once whether it still fits the model, so what gives the batches must
-        not change that. Every rank must call this.
-        """
-        own: Any = self
-        self.look_every(sys.maxsize)
-        try:
-            return [own.train_step(batch, optim_wrapper) for batch in batches]
-        finally:
-            self.look_every(1)
-
-    def look_every(self, steps: int) -> bool:
-        """Have a compiled step look for changes of the model before each ``steps``-th step only.
-
-        It begins with the next one. In between nobody may change the model, but for the values of
-        its tensors; settings of the optimizer are always looked at. Returns whether the step is
-        compiled; this does nothing else.
-        """
-        if self._compiled_step is not None:
-            self._compiled_step.look_every(steps)
-        return self._compiled_step is not None
-
-
-class Steps(_SeveralSteps, ModelFeatures):
+class Steps(ModelFeatures):
     """Training, validation and test step of ``self.module`` through ``self.forward``.
 
     A mixin of the model wrappers, which are modules with a child ``module``: the user's
@@ -171,7 +139,6 @@ class Steps(_SeveralSteps, ModelFeatures):
 
     module: Any
     passed_on: Iterable[inspect.Parameter] = ()
-    _modules: Any
     __call__: Callable[..., Any]
     _preprocessor: DataPreprocessor
     # Whether the model's own train_step runs, and whether forward only calls the model.
@@ -183,42 +150,45 @@ class Steps(_SeveralSteps, ModelFeatures):
 
         Every rank must call this.
         """
-        compiled = self._compiled_step
-        if compiled and (logs := compiled.again(self, data, optim_wrapper)) is not None:
-            return logs  # type: ignore[no-any-return]
-        # Children by `_modules`: nn.Module's attribute access looks everywhere else first.
-        model = self._modules["module"]
-        if self._model_steps:
-            try:
+        model, stage = self.module, "preparation"
+        try:
+            if self._model_steps:
+                stage = "update"
                 return model.train_step(data, optim_wrapper)  # type: ignore[no-any-return]
-            except BaseException as error:
-                self._explain(error)
-                raise
-        with optim_wrapper.optim_context(self):
-            data = _preprocessor_of(self, model)(data, training=True)
-            if getattr(optim_wrapper, "loss_weight", None) is not None:
-                optim_wrapper.weigh(data, self)  # type: ignore[attr-defined]
-            if compiled and (logs := compiled(self, data, optim_wrapper)) is not None:
-                return logs  # type: ignore[no-any-return]
-            args, kwargs = (data, {}) if isinstance(data, (list, tuple)) else as_call(data)
-            try:
-                losses = (model if self._direct else self)(*args, **kwargs, mode="loss")
-            except (TypeError, RuntimeError) as error:
-                _explain_forward(model, error)
-                raise
-        parse = getattr(model, "parse_losses", parse_losses)
-        total, logs = parse(losses)
-        if self.detect_anomalous_params:
-            self.update_and_detect(total, optim_wrapper)
-        else:
-            try:
+            with optim_wrapper.optim_context(self):
+                batch = self.preprocess(data, training=True)
+                if getattr(optim_wrapper, "loss_weight", None) is not None:
+                    optim_wrapper.weigh(batch, self)  # type: ignore[attr-defined]
+                stage, forward = "forward", model if self._direct else self
+                args, kwargs = ((), batch) if isinstance(batch, dict) else (batch, {})
+                losses = forward(*args, **kwargs, mode="loss")
+            stage = "update"
+            parse = getattr(model, "parse_losses", parse_losses)
+            total, logs = parse(losses)
+            if self.detect_anomalous_params:
+                self.update_and_detect(total, optim_wrapper)
+            else:
                 optim_wrapper.update_params(total)
-            except BaseException as error:
-                self._explain(error)
-                raise
+        except BaseException as error:
+            self._explain(error, stage)
+            raise
         if parse is parse_losses:
             return logs
         return {name: v.detach() if isinstance(v, Tensor) else v for name, v in logs.items()}
+
+    def train_steps(
+        self, batches: Iterable[Any], optim_wrapper: OptimizerWrapper
+    ) -> list[dict[str, Tensor]]:
+        """Train on one batch after the other, as by ``train_step``; returns the logs of each.
+
+        A compiled step checks once whether it still fits the model, so what gives the batches must
+        not change that. Every rank must call this.
+        """
+        self.look_every(sys.maxsize)
+        try:
+            return [self.train_step(batch, optim_wrapper) for batch in batches]
+        finally:
+            self.look_every(1)
 
     def val_step(self, data: Any) -> Any:
         """Evaluate one batch by the model's ``val_step``; not collective."""
@@ -268,22 +238,33 @@ class Steps(_SeveralSteps, ModelFeatures):
         """Update by ``optim_wrapper.update_params``; log the parameters that ``total`` misses."""
         model: Any = self
         with watch_gradients(model) as received:
-            try:
-                optim_wrapper.update_params(total)
-            except BaseException as error:
-                self._explain(error)
-                raise
+            optim_wrapper.update_params(total)
         detect_anomalous_params(total, model, received=received)
 
-    def _explain(self, error: BaseException) -> None:
-        """Raise a better error than that of an update, where the wrapper knows one."""
-        explain_transport(error, "train_step")
+    def preprocess(self, data: Any, training: bool) -> Any:
+        """Prepare a batch by the model's ``data_preprocessor``, or move it to the model's device.
+
+        Raises:
+            TypeError: the result is not a list, tuple or dict.
+        """
+        own = getattr(self.module, "data_preprocessor", None)
+        batch = (self._preprocessor if own is None else own)(data, training=training)
+        if not isinstance(batch, (list, tuple, dict)):
+            as_call(batch)
+        return batch
+
+    def _explain(self, error: BaseException, stage: str = "update") -> None:
+        """Raise a better error than ``error`` of a forward or an update, if there is one."""
+        if stage == "forward":
+            _explain_forward(self.module, error)
+        else:
+            explain_transport(error, "train_step")
 
     def _evaluate(self, name: str, data: Any) -> Any:
         model = self.module
         if (step := getattr(model, name, None)) is not None:
             return step(data)
-        args, kwargs = as_call(_preprocessor_of(self, model)(data, training=False))
+        args, kwargs = as_call(self.preprocess(data, training=False))
         try:
             outputs = model(*args, **kwargs, mode="predict")
         except (TypeError, RuntimeError) as error:
@@ -357,26 +338,14 @@ class SingleDevice(Steps, nn.Module):
 
 def only_moves(wrapper: Any) -> bool:
     """Whether batches are prepared by a preprocessor that changes none that is on the device."""
-    owner = getattr(_preprocessor_of(wrapper, wrapper.module), "__self__", None)
-    return type(owner) is DataPreprocessor and owner._mean is None and owner._std is None
-
-
-def _preprocessor_of(wrapper: Any, model: Any) -> Callable[..., Any]:
-    for owner, name in ((model, "data_preprocessor"), (wrapper, "_preprocessor")):
-        preprocess = owner._modules.get(name)
-        if type(preprocess) is DataPreprocessor and not (
-            preprocess._forward_pre_hooks
-            or preprocess._forward_hooks
-            or preprocess._backward_pre_hooks
-            or preprocess._backward_hooks
-            or preprocess._compiled_call_impl
-            or _has_any_global_hook()  # type: ignore[no-untyped-call]
-        ):
-            # The bare method: nn.Module's call around it costs more than its work.
-            return preprocess.forward
-        if preprocess is not None:
-            return preprocess  # type: ignore[no-any-return]
-    return model.data_preprocessor  # type: ignore[no-any-return]
+    own = getattr(wrapper.module, "data_preprocessor", None)
+    preprocess = wrapper._preprocessor if own is None else own
+    return (
+        type(preprocess) is DataPreprocessor
+        and preprocess._mean is None
+        and preprocess._std is None
+        and not any(getattr(preprocess, hooks) for hooks in _HOOKS)
+    )
 
 
 def as_call(data: Any) -> tuple[Sequence[Any], Mapping[str, Any]]:
@@ -412,7 +381,7 @@ def refuse_own_train_step(
     )
 
 
-def _explain_forward(model: nn.Module, error: TypeError | RuntimeError) -> None:
+def _explain_forward(model: nn.Module, error: BaseException) -> None:
     """Raise a better error when ranks are missing or ``forward`` cannot be asked for losses."""
     explain_transport(error, "forward")
     if not isinstance(error, TypeError):
