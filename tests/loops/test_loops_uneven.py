@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from listeners import stop_at
 from ranks import RanksError, run_ranks
 from torch import Tensor, nn
 
@@ -15,7 +16,6 @@ from stepwrap.loops import (
     EpochTrainLoop,
     Hook,
     IterTrainLoop,
-    LoopState,
     NanGuardHook,
     SchedulerHook,
     Stateful,
@@ -147,12 +147,7 @@ def test_several_epochs_equal_plain_pytorch(by_all: bool) -> None:
 
 
 def _interrupted(run_dir: Path, at: int) -> tuple[int, str]:
-    class Stop(Hook):
-        def on_update(self, state: LoopState) -> None:
-            if state.step == at:
-                state.request_stop("enough")
-
-    runner = _parts(run_dir, Stop())
+    runner = _parts(run_dir, stop_at(at))
     runner.train()
     return runner.state.step, runner.state.stop_reason
 
