@@ -1,6 +1,5 @@
 """Ranks with different numbers of batches, joined by the wrapper."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from listeners import stop_at
+from loop_parts import Unsized
 from ranks import RanksError, run_ranks
 from torch import Tensor, nn
 
@@ -211,20 +211,10 @@ def test_without_the_option() -> None:
         run_ranks(_even_only, 2)
 
 
-class Unknown:
-    """Batches of which one cannot tell the number."""
-
-    def __init__(self, batches: list[list[Tensor]]) -> None:
-        self.batches = batches
-
-    def __iter__(self) -> Iterator[list[Tensor]]:
-        return iter(self.batches)
-
-
 def _train_unknown(counts: tuple[int, ...], by_epoch: bool, uneven: bool) -> tuple[str, int]:
     """Return the error and the steps of this rank, whose loader has no length."""
     model = SupervisedModel(_net(), nn.CrossEntropyLoss())
-    loader = Unknown(_batches(dist.get_rank(), counts[dist.get_rank()]))
+    loader = Unsized(_batches(dist.get_rank(), counts[dist.get_rank()]))
     runner = Runner(
         StepDistributedDataParallel(model, uneven_inputs=uneven),
         EpochTrainLoop(loader, max_epochs=2) if by_epoch else IterTrainLoop(loader, max_steps=20),

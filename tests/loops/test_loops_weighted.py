@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,6 +11,7 @@ from elastic_runs import make_net, make_optimizer, wrapped
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from listeners import Records
+from loop_parts import Unsized
 from marks import slow
 from ranks import run_ranks
 from torch import Tensor, nn
@@ -83,16 +83,6 @@ def _batches(count: int, rank: int) -> list[list[Tensor]]:
         target[1:2] = IGNORED
         made.append([inputs, target])
     return made
-
-
-class Unsized:
-    """Batches whose number cannot be told."""
-
-    def __init__(self, batches: list[list[Tensor]]) -> None:
-        self.batches = batches
-
-    def __iter__(self) -> Iterator[list[Tensor]]:
-        return iter(self.batches)
 
 
 def _train(
