@@ -18,6 +18,7 @@ from torch.nn.parameter import is_lazy
 
 from ..collectives import all_gather_object, distributed_available, failure_of
 from ..registry import LOOPS
+from ..wrappers.features import model_features, optim_features
 from .checkpoints.weights import device_of, user_model
 from .data.loaders import batches_from, first_batch_apart, length_of, size_before_padding
 from .hook import HookList
@@ -113,8 +114,8 @@ class _EvalLoop:
     """One pass over the data under inference mode; each sample counts once.
 
     The model's training flags and the random streams are restored afterwards, so evaluations do not
-    affect training. Steps run in the precision of the training if the state has an
-    `AmpOptimWrapper`, otherwise in its `precision`, which is the model's own unless it was set.
+    affect training. Steps run in the state's `precision`, which is the model's own unless it was
+    set, and in the precision of the training if the state has an `AmpOptimWrapper`.
 
     Args:
         dataloader: This rank's batches; ranks may have different numbers of them, including none.
@@ -166,7 +167,7 @@ class _EvalLoop:
         ):
             hooks.emit("on_eval_start", state)
             # Running statistics differ by rank; only those of the first are saved.
-            getattr(state.model, "sync_buffers", lambda: None)()
+            model_features(state.model).sync_buffers()
             with evaluation_mode(state.model), torch.inference_mode():
                 results = self._measure(state, hooks, poll)
             hooks.emit("on_eval_end", state, results)
@@ -212,7 +213,7 @@ class _EvalLoop:
                 trial._pass(state, HookList(), lambda _: None)
         except Exception as error:
             # Where steps need all ranks, the others have heard of it, or wait in the step.
-            if getattr(state.model, "collective_eval", False):
+            if model_features(state.model).collective_eval:
                 raise
             failure = error
         raise_everywhere(failure)
@@ -228,7 +229,7 @@ class _EvalLoop:
         if not self._pass(state, hooks, poll):
             return {}
         # Ranks that share one model have seen the same samples, and count them once.
-        group = getattr(state.model, "data_group", None)
+        group = model_features(state.model).data_group
         scores.merge_metrics(self.metrics, group)
         results = scores.compute_metrics(self.metrics, size_before_padding(self.dataloader), group)
         if self.phase is Phase.VAL:
@@ -238,14 +239,14 @@ class _EvalLoop:
 
     def _pass(self, state: LoopState, hooks: HookList, poll: Poll) -> bool:
         """Run all batches; False when a request to stop has cut them short."""
-        together = distributed_available() and getattr(state.model, "collective_eval", False)
+        together = distributed_available() and model_features(state.model).collective_eval
         # A test may follow a training that was stopped: only what comes now counts.
         polled = 0.0 if state.stop_reason else math.inf if together else self._batches_to_poll()
         step = getattr(state.model, self.step_name)
-        precision = getattr(state.optim_wrapper, "precision_context", state.precision)
-        weighs = getattr(state.optim_wrapper, "loss_weight", None) or state.loss_weight
+        optim = optim_features(state.optim_wrapper)
+        weighs = optim.loss_weight or state.loss_weight
         weight_of = None if weighs is None else weighs.of
-        group = getattr(state.model, "data_group", None)
+        group = model_features(state.model).data_group
         rounds = Rounds(self.dataloader, together, group, self.phase)
         count = 0
         for batch, counts in rounds.batches():
@@ -254,7 +255,7 @@ class _EvalLoop:
                     hooks.emit("on_eval_batch_start", state, batch)
             if not rounds.agree():
                 break
-            with precision():
+            with state.precision(), optim.precision_context():
                 outputs = step(batch)
             if counts:
                 with rounds.kept():

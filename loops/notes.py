@@ -15,13 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from ..collectives import Progress, in_progress
+from ..registry import is_users_file
 from .checkpoints.weights import plain_name, user_model
 from .state import LoopState, Phase
 
 # Entries of a batch, or kinds of samples, that are shown.
 _SHOWN = 6
-# Where a user does not look for a mistake.
-_LIBRARIES = ("builtins", "stepwrap", "torch", "torchmetrics")
 _NOTED = "_stepwrap_noted"
 _DOING = {Phase.TRAIN: "training", Phase.VAL: "validation", Phase.TEST: "test"}
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
@@ -93,10 +92,10 @@ def name_of(thing: Any) -> str:
     """Return the name of an object's class, or of a function, and its place in the user's code."""
     kind = thing if inspect.isroutine(thing) or isinstance(thing, type) else type(thing)
     name = str(getattr(kind, "__name__", type(thing).__name__))
-    if str(getattr(kind, "__module__", "")).partition(".")[0] in _LIBRARIES:
-        return name
     try:
-        return f"{name} at {inspect.getsourcefile(kind)}:{inspect.getsourcelines(kind)[1]}"
+        file = inspect.getsourcefile(kind)
+        is_users = file is not None and is_users_file(file)
+        return f"{name} at {file}:{inspect.getsourcelines(kind)[1]}" if is_users else name
     except (OSError, TypeError):
         return name
 

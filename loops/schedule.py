@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 from torch import nn
 
+from ..wrappers.features import optim_features
 from .state import LoopState
 
 logger = logging.getLogger(__name__)
@@ -192,7 +193,7 @@ def members_of(optim_wrapper: Any) -> list[Any]:
 
 
 def windows_of(optim_wrapper: Any) -> list[int]:
-    return [getattr(one, "_accumulative_counts", 1) for one in members_of(optim_wrapper)]
+    return [optim_features(one).accumulative_counts for one in members_of(optim_wrapper)]
 
 
 def window_of(optim_wrapper: Any) -> int | None:
@@ -203,7 +204,7 @@ def window_of(optim_wrapper: Any) -> int | None:
 
 def is_weighted(optim_wrapper: Any) -> bool:
     """Say whether losses are weighted by what they are means over; then windows end with a pass."""
-    return getattr(optim_wrapper, "loss_weight", None) is not None
+    return optim_features(optim_wrapper).loss_weight is not None
 
 
 def holds_gradients(model: nn.Module) -> bool:

@@ -235,17 +235,35 @@ class Phase(Enum):
 
 @runtime_checkable
 class Stateful(Protocol):
-    """Anything that can be written into a checkpoint and read back.
-
-    One that has evaluations use other weights than the model's own tells by an attribute
-    `evaluated_entry` under which key of its state they are.
-    """
+    """Anything that can be written into a checkpoint and read back."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as tensors, numbers, strings, lists and dicts."""
 
     def load_state_dict(self, state: dict[str, Any], /) -> None:
         """Take over a state returned by `state_dict`."""
+
+
+@runtime_checkable
+class WeightSource(Stateful, Protocol):
+    """A part whose state has the weights with which evaluations run.
+
+    Attributes:
+        evaluated_entry: The key of the state under which they are; empty for the model's own.
+    """
+
+    evaluated_entry: str
+
+
+@runtime_checkable
+class PartReader(Stateful, Protocol):
+    """A part that may read only its slices of saved tensors.
+
+    Attributes:
+        reads_parts: Whether `load_state_dict` takes objects that can be sliced for tensors.
+    """
+
+    reads_parts: bool
 
 
 @dataclass

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 from ..collectives import get_rank
+from ..wrappers.features import model_features
 from .hook import Hook, HookList
 from .schedule import is_weighted, members_of, window_of, windows_of
 from .state import LoopState, WeightedLogs
@@ -78,9 +79,8 @@ class StepBlocks(Hook):
     order = 100
 
     def __init__(self, state: LoopState, steps: int) -> None:
-        wrapper: Any = state.model
         self._steps = steps
-        self._look_every: Callable[[int], object] = wrapper.look_every
+        self._look_every = model_features(state.model).look_every
 
     def on_epoch_start(self, state: LoopState) -> None:
         self._look_every(self._steps)
@@ -103,7 +103,7 @@ class StepBlocks(Hook):
 
 
 def with_blocks(hooks: HookList, state: LoopState, steps_per_call: int) -> HookList:
-    """Add `StepBlocks` to the hooks, unless each step must be a block of its own."""
+    """Add `StepBlocks` to the hooks, unless each step must be a separate block."""
     if steps_per_call == 1:
         return hooks
     why = _obstacle_to_blocks(state, hooks)
@@ -115,8 +115,7 @@ def with_blocks(hooks: HookList, state: LoopState, steps_per_call: int) -> HookL
 
 
 def _obstacle_to_blocks(state: LoopState, hooks: HookList) -> str:
-    look_every: Any = getattr(state.model, "look_every", None)
-    if look_every is None or not look_every(1):
+    if not model_features(state.model).look_every(1):
         return "the training step is not compiled, as by compile: step"
     if window_of(state.optim_wrapper) != 1:
         return "an update takes several batches (accumulative_counts)"

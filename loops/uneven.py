@@ -10,8 +10,9 @@ import torch
 import torch.distributed as dist
 
 from ..collectives import TorchDist, all_gather_object, broadcast, comm_device, name_ranks
+from ..wrappers.features import model_features
 from .data.loaders import is_stream, length_of
-from .data.sampler import ShardedBatchSampler
+from .data.sampler import sampler_of
 from .schedule import is_weighted, members_of, window_of
 from .state import LoopState
 
@@ -42,16 +43,16 @@ class PassInputs:
         self._compares = not is_sure and len(told) > 1
         # Arguments of `join`, and the ranks with batches of their own.
         self._options: dict[str, Any] | None = None
-        self._group: dist.ProcessGroup | None = getattr(state.model, "data_group", None)
+        features = model_features(state.model)
+        self._group = features.data_group
         self._weighted = is_weighted(state.optim_wrapper)
         if self._weighted:
             self._compares = self._compares or len(set(lengths)) > 1
             # Windows end with the pass: an estimate would end them elsewhere.
             self.length = self.length if is_sure else None
-            sampler = getattr(loader, "batch_sampler", None)
-            self._sampler = sampler if isinstance(sampler, ShardedBatchSampler) else None
+            self._sampler = sampler_of(loader)
             return
-        self._options = getattr(state.model, "uneven_inputs", None)
+        self._options = features.uneven_inputs
         if self._options is not None:
             _check(state, by_epoch)
         elif len(set(lengths)) > 1:

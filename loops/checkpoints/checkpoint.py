@@ -22,7 +22,7 @@ import torch
 from ...collectives import all_gather_object
 from ...wrappers.sharding.layout import reshard
 from ..rng import capture_rng
-from ..state import LoopState
+from ..state import LoopState, WeightSource
 from . import files as disk
 from . import weights
 from .files import CheckpointError, own_rank, together, world_size
@@ -253,9 +253,8 @@ def _about(state: LoopState, reason: str, is_best: bool = False) -> dict[str, An
 def _evaluated(state: LoopState) -> list[str]:
     """Where the weights lie that evaluations use in place of the model's own: file and keys."""
     for name, part in state.stateful.items():
-        entry = getattr(part, "evaluated_entry", "")
-        if entry:
-            return ["state.pt", "stateful", name, entry]
+        if isinstance(part, WeightSource) and part.evaluated_entry:
+            return ["state.pt", "stateful", name, part.evaluated_entry]
     return ["model.pt"]
 
 

@@ -13,9 +13,10 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from ...collectives import get_rank
+from ...wrappers.features import model_features
 from ...wrappers.sharding.layout import is_sharded, reshard
 from ..rng import mix_seed, restore_rng, seed_rng
-from ..state import LoopState, mean_logs
+from ..state import LoopState, PartReader, mean_logs
 from . import weights
 from .checkpoint import list_checkpoints, rank_file, read_meta
 from .files import CheckpointError, damage_of, own_rank, reading, together, world_size
@@ -158,7 +159,7 @@ class Checkpoint:
         state.data.layout.setdefault("ranks", shares[0])
         model = weights.user_model(state.model)
         as_saved = (saved, shares[0]) == (now, shares[1])
-        group = getattr(state.model, "data_group", None)
+        group = model_features(state.model).data_group
         data_rank = own_rank() if as_saved or group is None else get_rank(group)
         # The ranks of a tensor group are neighbours, and go on with the same streams.
         content = self._restore_rng(model, data_rank, 1 if as_saved else saved // shares[0])
@@ -222,7 +223,7 @@ class Checkpoint:
 
 def _for(part: Any, content: Any) -> Any:
     """`content` as `part` takes it: only some can do with what is not a tensor."""
-    return content if getattr(part, "reads_parts", False) else whole(content)
+    return content if isinstance(part, PartReader) and part.reads_parts else whole(content)
 
 
 def load_checkpoint(path: Path | str) -> Checkpoint:

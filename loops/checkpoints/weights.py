@@ -23,6 +23,7 @@ from ...wrappers.sharding.layout import (
     local_part,
     take_part,
 )
+from ...wrappers.features import model_features, optim_features
 from ..schedule import members_of
 from ..state import LoopState
 from .files import own_rank, world_size
@@ -116,20 +117,19 @@ def load_weights(model: nn.Module, weights: Mapping[str, Any]) -> None:
 
 def data_size(model: nn.Module) -> int:
     """Return how many ranks see different batches."""
-    group: Any = getattr(model, "data_group", None)
-    return world_size() if group is None else int(group.size())
+    group = model_features(model).data_group
+    return world_size() if group is None else group.size()
 
 
 def is_spread(state: LoopState) -> bool:
     """Say whether no rank alone knows the weights, or the optimizer's state."""
-    if getattr(state.optim_wrapper, "collective_state", False):
-        return True
-    return any(map(is_sharded, state.model.parameters()))
+    is_collective = optim_features(state.optim_wrapper).collective_state
+    return is_collective or any(map(is_sharded, state.model.parameters()))
 
 
 def step_state(model: Any) -> dict[str, Any]:
     """Return what the wrapper's training step carries from batch to batch on this rank."""
-    carried: dict[str, Any] = plain(getattr(model, "step_state", dict)(), "step_state")
+    carried: dict[str, Any] = plain(model_features(model).step_state(), "step_state")
     return carried
 
 
@@ -184,7 +184,7 @@ def _mean(name: str, layout: Layout, ranks: Sequence[Mapping[str, Any]]) -> Tens
 
 def window_weights(state: LoopState) -> list[float]:
     """Return what the gradients on this rank weigh with `loss_weight`, by optimizer wrapper."""
-    return [getattr(one, "window_weight", 0.0) for one in members_of(state.optim_wrapper)]
+    return [optim_features(one).window_weight for one in members_of(state.optim_wrapper)]
 
 
 def restore_window_weights(

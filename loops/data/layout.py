@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...collectives import get_rank
+from ...wrappers.features import model_features, optim_features
 from ..checkpoints import weights
 from ..schedule import holds_gradients, is_weighted, members_of, window_of
 from ..state import LoopState
-from .sampler import ShardedBatchSampler
+from .sampler import ShardedBatchSampler, sampler_of
 
 logger = logging.getLogger(__name__)
 
@@ -72,8 +73,8 @@ def lay_out(state: LoopState, loader: Iterable[Any]) -> None:
     Raises:
         ValueError: These ranks cannot share such an update; says which can.
     """
-    sampler = getattr(loader, "batch_sampler", None)
-    if not isinstance(sampler, ShardedBatchSampler):
+    sampler = sampler_of(loader)
+    if sampler is None:
         _keep_share(state)
         return
     weighted, window = is_weighted(state.optim_wrapper), window_of(state.optim_wrapper) or 1
@@ -122,8 +123,8 @@ def _saved(state: LoopState, sampler: ShardedBatchSampler, window: int) -> dict[
 def _fixed_count(state: LoopState, saved: Mapping[str, int], weighted: bool) -> int | None:
     """Return the batches per update where they must stay as before, None where any will do."""
     members = members_of(state.optim_wrapper)
-    uneven = getattr(state.model, "uneven_inputs", None) is not None and not weighted
-    closure = getattr(members[0], "needs_closure", False)
+    uneven = model_features(state.model).uneven_inputs is not None and not weighted
+    closure = optim_features(members[0]).needs_closure
     able = len(members) == 1 and hasattr(members[0], "accumulate") and not (uneven or closure)
     # Without weights a window may go on over the end of an epoch.
     runs = -(-saved["length"] // saved["run"])

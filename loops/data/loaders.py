@@ -21,7 +21,7 @@ from torch.utils.data import (
 from ...collectives import get_rank, get_world_size
 from ..notes import name_of
 from ..rng import mix_seed, preserved_generators, preserved_rng, seed_rng
-from .sampler import BatchIndices, ShardedBatchSampler
+from .sampler import BatchIndices, ShardedBatchSampler, sampler_of
 from .tensors import TensorLoader, selects_rows
 from .workers import WorkerCollate, WorkerStart, iterate
 
@@ -132,9 +132,9 @@ def is_stream(loader: Any) -> bool:
 
 def size_before_padding(loader: Iterable[Any]) -> int | None:
     """Return the data set's size where the sampler repeats some samples to be even, else None."""
-    sampler = getattr(loader, "batch_sampler", None)
-    if isinstance(sampler, ShardedBatchSampler):
-        return sampler.num_samples if sampler.pads else None
+    own = sampler_of(loader)
+    if own is not None:
+        return own.num_samples if own.pads else None
     sampler = getattr(loader, "sampler", None)
     if isinstance(sampler, DistributedSampler):
         size = len(sampler.dataset)  # type: ignore[arg-type]
@@ -148,10 +148,11 @@ def batches_from(loader: Iterable[Any], epoch: int, batch: int = 0) -> Iterator[
     Skipped by index where the loader is a sequence or its sampler's order is a function of the
     epoch; otherwise batches are read and thrown away, and a warning says what that costs.
     """
-    sampler = getattr(loader, "batch_sampler", None)
-    if isinstance(sampler, ShardedBatchSampler):
-        sampler.set_position(epoch, batch)
+    own = sampler_of(loader)
+    if own is not None:
+        own.set_position(epoch, batch)
         return iterate(loader)
+    sampler = getattr(loader, "batch_sampler", None)
     repeatable = set_epoch(loader, epoch)
     if not batch:
         return iterate(loader)

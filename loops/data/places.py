@@ -17,7 +17,7 @@ from ..rng import mix_seed, preserved_rng, seed_rng
 from ..state import LoopState, Stateful
 from .loaders import batches_from, is_stream, set_epoch
 from .prefetch import prefetch_to_device, reads_ahead
-from .sampler import ShardedBatchSampler
+from .sampler import sampler_of
 from .workers import iterate
 
 logger = logging.getLogger(__name__)
@@ -78,7 +78,7 @@ def _with_place(
 
 def _teller(loader: Iterable[Any], batches: Iterator[Any]) -> Stateful | None:
     """Return what tells the place of the batches; None where their order is known by index."""
-    if isinstance(getattr(loader, "batch_sampler", None), ShardedBatchSampler):
+    if sampler_of(loader) is not None:
         return None
     for one in (loader, batches):
         if isinstance(one, Stateful):

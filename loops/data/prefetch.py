@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from .sampler import ShardedBatchSampler
+from .sampler import sampler_of
 from .tensors import TensorLoader
 
 _END = object()
@@ -42,7 +42,7 @@ def reads_ahead(loader: Any) -> bool:
     """Say whether reading a batch early changes nothing: neither a place nor a random stream."""
     if type(loader) not in (DataLoader, TensorLoader):
         return type(loader) in (list, tuple)
-    by_index = isinstance(loader.batch_sampler, ShardedBatchSampler)
+    by_index = sampler_of(loader) is not None
     return by_index and (loader.num_workers > 0 or type(loader) is TensorLoader)
 
 

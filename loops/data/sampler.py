@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch.utils.data import Sampler
@@ -18,6 +19,12 @@ class BatchIndices(list[int]):
     """Indices of one batch, and what the randomness in making it is a function of."""
 
     key: tuple[int, ...] = ()
+
+
+def sampler_of(loader: Any) -> ShardedBatchSampler | None:
+    """Return the sampler of a loader of `build_loader`; None for any other loader."""
+    sampler = getattr(loader, "batch_sampler", None)
+    return sampler if isinstance(sampler, ShardedBatchSampler) else None
 
 
 class ShardedBatchSampler(Sampler[list[int]]):

@@ -16,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ...registry import HOOKS
 from ...wrappers import total_norm
+from ...wrappers.features import optim_features
 from ..checkpoints.files import world_size
 from ..checkpoints.weights import data_size, user_model
 from ..hook import Hook, Scalars
@@ -70,7 +71,7 @@ class GradNormHook(Hook):
     def _measure(
         self, key: str, wrapper: Any, optimizer: Optimizer, args: object, kwargs: object
     ) -> None:
-        norm = getattr(wrapper, "grad_norm", None)
+        norm = optim_features(wrapper).grad_norm
         if norm is None:
             norm = gradient_norm(optimizer)
             # A fused optimizer gets the loss scaler's scale with gradients that still bear it.
@@ -159,7 +160,8 @@ class ThroughputHook(Hook):
         self._start_interval(0)
 
     def on_train_start(self, state: LoopState) -> None:
-        weight = getattr(getattr(state.optim_wrapper, "loss_weight", None), "setting", None)
+        self._optim = optim_features(state.optim_wrapper)
+        weight = getattr(self._optim.loss_weight, "setting", None)
         self._counts_tokens = weight == "tokens" and self._given["tokens_per_sample"] is None
         self._tokens_per_sample = self._count(state, "tokens_per_sample")
         self._use = self._use_of(state)
@@ -171,7 +173,7 @@ class ThroughputHook(Hook):
     def on_batch_start(self, state: LoopState, batch: Any) -> None:
         self._waited_s += perf_counter() - self._mark_s
         # One that only keeps other ranks company counts for nothing, nor one that is skipped.
-        counts = getattr(state.optim_wrapper, "batch_counts", True)
+        counts = self._optim.batch_counts
         if self._path is None or not counts or state.step + 1 in (state.skip_steps or ()):
             return
         try:

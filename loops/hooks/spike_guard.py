@@ -17,6 +17,7 @@ from torch import Tensor
 from ...collectives import comm_device, distributed_available, get_rank, get_world_size
 from ...registry import HOOKS
 from ...wrappers import OptimWrapper
+from ...wrappers.features import optim_features
 from ..checkpoints.restore import find_checkpoint
 from ..hook import Hook, Scalars
 from ..skips import GoingBack, window_restorer
@@ -163,7 +164,7 @@ class SpikeGuardHook(Hook):
         state.optim_wrapper.guard = None
 
     def on_exception(self, state: LoopState, error: BaseException) -> None:
-        if getattr(state.optim_wrapper, "guard", None) is self:
+        if optim_features(state.optim_wrapper).guard is self:
             state.optim_wrapper.guard = None
 
     def state_dict(self) -> dict[str, Any]:

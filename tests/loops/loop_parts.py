@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,29 @@ def make_data(samples: int) -> TensorDataset:
 def make_loader(samples: int = 12, batch_size: int = 2, **options: Any) -> DataLoader[Any]:
     """Return a training loader over `make_data`; every rank its share."""
     return build_loader(make_data(samples), batch_size=batch_size, train=True, **options)
+
+
+class Value:
+    """Something stateful that knows nothing of parts of tensors."""
+
+    def __init__(self, value: Any = 0) -> None:
+        self.value = value
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, Any], /) -> None:
+        self.value = state["value"]
+
+
+class Unsized:
+    """A loader that does not know its length."""
+
+    def __init__(self, batches: Iterable[Any]) -> None:
+        self._batches = batches
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._batches)
 
 
 def make_state(

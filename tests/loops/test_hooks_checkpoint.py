@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import shutil
 import signal
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from hook_runs import loader, metrics, new_state, scripted, train, weights
+from listeners import failing, on, slow
 from ranks import run_ranks
 from torch import Tensor, nn
 from work import calls_of
@@ -27,19 +27,13 @@ from stepwrap.loops.state import LoopState
 from stepwrap.loops.train import IterTrainLoop
 
 
-class FailingHook(Hook):
-    """Fails at one update, or at a validation, or sends the process a signal."""
+def at_step_3(change: Callable[[LoopState], object]) -> Any:
+    """Return a hook that does something after the third update, before all others."""
+    return on(order=1, on_update=lambda state: change(state) if state.step == 3 else None)
 
-    def __init__(self, error: BaseException | None = None, *, at_step: int = 3) -> None:
-        self._error = error
-        self._at_step = at_step
 
-    def on_update(self, state: LoopState) -> None:
-        if state.step == self._at_step:
-            if self._error is None:
-                signal.raise_signal(signal.SIGTERM)
-            else:
-                raise self._error
+def failing_eval() -> Any:
+    return failing(OSError("disk"), "on_eval_batch_end")
 
 
 class GivenMetric(Hook):
@@ -103,12 +97,8 @@ def test_in_the_iteration_loop_after_the_validation_of_the_same_update(tmp_path:
 
 
 def test_by_the_clock(tmp_path: Path) -> None:
-    class Slow(Hook):
-        def on_update(self, state: LoopState) -> None:
-            time.sleep(0.06)
-
     hook = CheckpointHook(every_secs=1e-9, every_epochs=None, keep_last=None)
-    train(new_state(run_dir=tmp_path), [hook, Slow()], epochs=1)
+    train(new_state(run_dir=tmp_path), [hook, slow(0.06)], epochs=1)
     assert len(saved_steps(tmp_path)) > 1
 
 
@@ -173,7 +163,8 @@ def test_a_metric_that_does_not_exist(tmp_path: Path) -> None:
 
 
 def test_a_signal_saves(tmp_path: Path) -> None:
-    state = train(new_state(run_dir=tmp_path), [CheckpointHook(), FailingHook(at_step=3)])
+    terminate = at_step_3(lambda state: signal.raise_signal(signal.SIGTERM))
+    state = train(new_state(run_dir=tmp_path), [CheckpointHook(), terminate])
     assert state.signal == signal.SIGTERM
     assert [(m["step"], m["reason"]) for m in saved(tmp_path)] == [(3, "signal")]
 
@@ -182,7 +173,7 @@ def test_an_error_saves(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Non
     caplog.set_level(logging.INFO)
     state = new_state(run_dir=tmp_path)
     with pytest.raises(OSError, match="disk"):
-        train(state, [CheckpointHook(), FailingHook(OSError("disk"))])
+        train(state, [CheckpointHook(), failing(OSError("disk"), step=3)])
     ((path, meta),) = list_checkpoints(tmp_path / "checkpoints")
     assert (meta["step"], meta["reason"]) == (3, "exception")
     assert f"saved checkpoint {path} (after the error)" in caplog.text
@@ -192,13 +183,9 @@ def test_an_error_saves(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Non
 
 
 def test_an_error_leaves_a_good_checkpoint_of_the_same_update(tmp_path: Path) -> None:
-    class LateHook(FailingHook):
-        order = 99
-        on_save_point = FailingHook.on_update
-
-        def on_update(self, state: LoopState) -> None: ...
-
-    hooks = [CheckpointHook(every_steps=3), LateHook(OSError("disk"))]
+    late = failing(OSError("disk"), "on_save_point", step=3)
+    late.order = 99
+    hooks = [CheckpointHook(every_steps=3), late]
     with pytest.raises(OSError, match="disk"):
         train(new_state(run_dir=tmp_path), hooks)
     assert [(m["step"], m["reason"]) for m in saved(tmp_path)] == [(3, "interval")]
@@ -218,7 +205,7 @@ def test_errors_that_do_not_save(
     tmp_path: Path, error: BaseException, settings: dict[str, Any]
 ) -> None:
     with pytest.raises(type(error)):
-        train(new_state(run_dir=tmp_path), [CheckpointHook(**settings), FailingHook(error)])
+        train(new_state(run_dir=tmp_path), [CheckpointHook(**settings), failing(error, step=3)])
     assert saved_steps(tmp_path) == []
 
 
@@ -246,16 +233,12 @@ def test_an_error_inside_a_step_is_not_said_to_be_saved(
 
 @pytest.mark.parametrize("trained", [False, True])
 def test_an_error_in_an_evaluation_alone_does_not_save(tmp_path: Path, trained: bool) -> None:
-    class FailingEvalHook(Hook):
-        def on_eval_batch_end(self, state: LoopState, batch: Any, outputs: Any) -> None:
-            raise OSError("disk")
-
     state, hook = new_state(run_dir=tmp_path), CheckpointHook()
     if trained:
         train(state, [hook], epochs=1)
     state.step = 9
     with pytest.raises(OSError, match="disk"):
-        TestLoop(loader(8), metrics()).run(state, HookList([hook, FailingEvalHook()]))
+        TestLoop(loader(8), metrics()).run(state, HookList([hook, failing_eval()]))
     assert saved_steps(tmp_path) == ([4] if trained else [])
 
 
@@ -275,7 +258,7 @@ def test_the_launcher_is_told_of_a_save_after_an_error(
     state = new_state(run_dir=tmp_path)
     state.stateful["hooks.telling"] = Telling()  # type: ignore[assignment]
     with pytest.raises(OSError, match="disk"):
-        train(state, [CheckpointHook(), FailingHook(OSError("disk"))])
+        train(state, [CheckpointHook(), failing(OSError("disk"), step=3)])
     assert Telling.seen == ["saving_0"]
     assert list(place.iterdir()) == []
 
@@ -295,22 +278,8 @@ def test_a_checkpoint_that_can_not_be_removed(
     assert "could not remove old checkpoints" in caplog.text
 
 
-class InTheWay(Hook):
-    """Changes the run folder at the third update."""
-
-    order = 1
-
-    def __init__(self, change: Callable[[Path], object]) -> None:
-        self._change = change
-
-    def on_update(self, state: LoopState) -> None:
-        if state.step == 3:
-            assert state.run_dir is not None
-            self._change(state.run_dir)
-
-
-def _file_for_checkpoints(run_dir: Path) -> None:
-    (run_dir / "checkpoints").write_text("in the way")
+def _file_for_checkpoints(state: LoopState) -> None:
+    (state.run_dir / "checkpoints").write_text("in the way")
 
 
 def test_what_is_in_the_way_is_found_at_the_start(tmp_path: Path) -> None:
@@ -324,15 +293,16 @@ def test_what_is_in_the_way_is_found_at_the_start(tmp_path: Path) -> None:
 @pytest.mark.parametrize("hook", [CheckpointHook, LogHook])
 def test_a_run_folder_that_is_removed_ends_the_run(tmp_path: Path, hook: type[Hook]) -> None:
     run_dir = tmp_path / "run"
+    removing = at_step_3(lambda state: shutil.rmtree(run_dir))
     with pytest.raises((CheckpointError, FileNotFoundError), match=f"{run_dir} was removed while"):
-        train(new_state(run_dir=run_dir), [hook(), InTheWay(shutil.rmtree)])
+        train(new_state(run_dir=run_dir), [hook(), removing])
     assert not run_dir.exists()
 
 
 def test_an_error_while_saving_after_an_error_is_told(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    hooks = [CheckpointHook(), InTheWay(_file_for_checkpoints), FailingHook(OSError("disk"))]
+    hooks = [CheckpointHook(), at_step_3(_file_for_checkpoints), failing(OSError("disk"), step=3)]
     with pytest.raises(OSError, match="disk"):
         train(new_state(run_dir=tmp_path), hooks)
     assert "could not save a checkpoint after the error" in caplog.text
@@ -344,10 +314,6 @@ def test_the_place_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -
     train(new_state(run_dir=tmp_path), [hook], epochs=1)
     place = tmp_path / "checkpoints" / "step_00000004"
     assert f"saved checkpoint {place} (lowest error so far)" in caplog.text
-
-
-def test_no_folder_no_checkpoints() -> None:
-    train(new_state(run_dir=None), [CheckpointHook(every_steps=1)])
 
 
 @pytest.mark.parametrize(
@@ -377,13 +343,12 @@ def test_the_average_is_saved_beside_the_plain_weights(tmp_path: Path) -> None:
 
 
 def test_an_error_in_an_evaluation_with_the_average_saves_the_plain_weights(tmp_path: Path) -> None:
-    class FailingEvalHook(Hook):
-        def on_eval_batch_end(self, state: LoopState, batch: Any, outputs: Any) -> None:
-            raise OSError("disk")
-
     state = new_state(run_dir=tmp_path)
     with pytest.raises(OSError, match="disk"):
-        train(state, [CheckpointHook(), EMAHook(decay=0.5), FailingEvalHook()])
+        train(
+            state,
+            [CheckpointHook(), EMAHook(decay=0.5), failing_eval()],
+        )
     ((path, _),) = list_checkpoints(tmp_path / "checkpoints")
     plain = new_state()
     train(plain, [], epochs=1, val_loop=None)
@@ -405,10 +370,9 @@ def test_both_ranks_save_into_one_checkpoint(tmp_path: Path) -> None:
 def _fail_on_rank_1(folder: Path) -> str:
     from stepwrap.collectives import get_rank
 
-    error = OSError("disk")
-    failing = FailingHook(error, at_step=1 if get_rank() == 0 else 99)
+    broken = failing(OSError("disk"), step=1 if get_rank() == 0 else 99)
     try:
-        train(new_state(run_dir=folder), [CheckpointHook(), failing])
+        train(new_state(run_dir=folder), [CheckpointHook(), broken])
     except (OSError, RuntimeError, CheckpointError, ValueError) as failure:
         return type(failure).__name__
     return "none"
@@ -424,18 +388,13 @@ def test_what_a_rank_saves_without_the_others_is_not_the_latest(tmp_path: Path) 
     ]  # fmt: skip
 
 
-class Poison(Hook):
-    """Spoils one weight after the third update."""
-
-    def on_update(self, state: LoopState) -> None:
-        if state.step == 3:
-            next(iter(state.model.parameters())).data.flatten()[0] = float("nan")
-
-
 def test_weights_that_are_not_finite_are_not_saved(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    def poison(state: LoopState) -> None:
+        next(iter(state.model.parameters())).data.flatten()[0] = float("nan")
+
     hook = CheckpointHook(every_steps=1, keep_last=2)
-    train(new_state(run_dir=tmp_path), [Poison(), hook], epochs=1)
+    train(new_state(run_dir=tmp_path), [at_step_3(poison), hook], epochs=1)
     assert saved_steps(tmp_path) == [2, 1]
     assert "step 3 is not saved, because parameter " in caplog.text

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from hook_runs import new_state, train, weights
+from listeners import failing
 from ranks import run_ranks
 from torch import Tensor, nn
 
@@ -78,13 +79,9 @@ def test_evaluation_with_the_plain_weights_on_request() -> None:
 
 
 def test_the_weights_come_back_after_a_failed_evaluation() -> None:
-    class FailingHook(Hook):
-        def on_eval_batch_end(self, state: LoopState, batch: Any, outputs: Any) -> None:
-            raise OSError("no")
-
     state, seen = new_state(), WeightsHook()
     with pytest.raises(OSError, match="no"):
-        train(state, [EMAHook(decay=0.7), seen, FailingHook()])
+        train(state, [EMAHook(decay=0.7), seen, failing(OSError("no"), "on_eval_batch_end")])
     assert all(map(torch.equal, weights(state), seen.updates[-1]))
 
 

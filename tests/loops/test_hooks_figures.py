@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from hook_runs import data, loader, new_state, train
+from listeners import Records
 from ranks import run_ranks
 from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
@@ -29,16 +30,6 @@ from stepwrap.wrappers import (
 )
 
 
-class RecordsHook(Hook):
-    """Keeps the log records."""
-
-    def __init__(self) -> None:
-        self.records: list[dict[str, float]] = []
-
-    def on_log(self, state: LoopState, record: dict[str, float]) -> None:
-        self.records.append(dict(record))
-
-
 def norms_by_hand(batches: list[tuple[Tensor, Tensor]], lr: float = 0.05) -> list[float]:
     """Return the gradients' norm before each update of a plain loop."""
     torch.manual_seed(0)
@@ -57,7 +48,7 @@ def batches() -> list[Any]:
 
 
 def test_gradient_norm_is_the_mean_over_the_interval() -> None:
-    seen = RecordsHook()
+    seen = Records()
     train(new_state(), [GradNormHook(), seen], epochs=1)
     norms = norms_by_hand(batches())
     expected = [sum(norms[:2]) / 2, sum(norms[2:]) / 2]
@@ -65,13 +56,13 @@ def test_gradient_norm_is_the_mean_over_the_interval() -> None:
 
 
 def test_gradient_norm_of_the_clipping_wrapper_is_before_clipping() -> None:
-    seen, state = RecordsHook(), new_state(clip_grad={"max_norm": 0.01})
+    seen, state = Records(), new_state(clip_grad={"max_norm": 0.01})
     train(state, [GradNormHook(), seen], epochs=1, log_every_steps=1)
     assert seen.records[0]["grad_norm"] == pytest.approx(norms_by_hand(batches())[0], rel=1e-6)
 
 
 def test_gradient_norm_under_accumulation_is_that_of_the_whole_window() -> None:
-    seen, state = RecordsHook(), new_state(accumulative_counts=2)
+    seen, state = Records(), new_state(accumulative_counts=2)
     train(state, [GradNormHook(), seen], epochs=1, log_every_steps=1)
     pairs = batches()
     windows = [tuple(map(torch.cat, zip(*pairs[i : i + 2], strict=True))) for i in (0, 2)]
@@ -80,7 +71,7 @@ def test_gradient_norm_under_accumulation_is_that_of_the_whole_window() -> None:
 
 
 def test_gradient_norm_of_each_optimizer() -> None:
-    seen, state = RecordsHook(), new_state(net=nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1)))
+    seen, state = Records(), new_state(net=nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1)))
     parts = state.model.module.net
     members = {
         name: OptimWrapper(torch.optim.SGD(part.parameters(), lr=0.1))
@@ -106,7 +97,7 @@ def test_gradient_norm_of_each_optimizer() -> None:
 def test_gradient_norm_leaves_out_updates_that_a_scaler_skips(
     fused: bool, clip: dict[str, float] | None
 ) -> None:
-    seen, state = RecordsHook(), new_state()
+    seen, state = Records(), new_state()
     state.optim_wrapper = AmpOptimWrapper(
         torch.optim.SGD(state.model.parameters(), lr=0.0, fused=fused),
         dtype=torch.float16,
@@ -169,7 +160,7 @@ class ClockedLoader(list[Any]):
 def test_speed_without_evaluations_and_the_share_of_waiting(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    clock, seen = Clock(), RecordsHook()
+    clock, seen = Clock(), Records()
     monkeypatch.setattr("stepwrap.loops.hooks.figures.perf_counter", clock)
     train(new_state(), [clock, ThroughputHook(), seen], dataloader=ClockedLoader(batches(), clock))
     # An interval is two steps of 3 + 1 s and two save points of 4 s, less at the start, more
@@ -271,7 +262,7 @@ def test_copies_on_one_device_are_one_device() -> None:
 
 
 def test_tokens_are_those_that_the_loss_counts() -> None:
-    seen, state = RecordsHook(), new_state(loss_weight="tokens")
+    seen, state = Records(), new_state(loss_weight="tokens")
     ragged = [(inputs, targets.clone()) for inputs, targets in batches()]
     for count, (_, targets) in enumerate(ragged):
         targets[:count] = -100
@@ -284,7 +275,7 @@ def test_tokens_are_those_that_the_loss_counts() -> None:
 
 
 def test_samples_and_tokens_of_skipped_steps_do_not_count() -> None:
-    seen, state = RecordsHook(), new_state(loss_weight="tokens")
+    seen, state = Records(), new_state(loss_weight="tokens")
     hooks = [ThroughputHook(), seen]
     train(state, hooks, epochs=1, log_every_steps=1, dataloader=batches(), skip_steps=[1, 3])
     for record, count in zip(seen.records, [0, 4, 0, 4], strict=True):
@@ -321,7 +312,7 @@ def test_counts_that_are_wrong_or_missing(counts: dict[str, float], told: str) -
 
 
 def _records_of_rank() -> list[dict[str, float]]:
-    seen = RecordsHook()
+    seen = Records()
     speed = ThroughputHook(tokens_per_sample=3, flops_per_token=10.0, peak_flops=1e6)
     train(new_state(), [speed, GradNormHook(), seen], epochs=1, log_every_steps=1)
     return seen.records
@@ -340,7 +331,7 @@ def test_samples_are_summed_over_ranks_and_norms_equal_one_process() -> None:
 
 
 def _records_of_a_split_model() -> list[dict[str, float]]:
-    seen = RecordsHook()
+    seen = Records()
     model = SupervisedModel(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1)), nn.MSELoss())
     plan = Preparation(tensor_parallel={"net.0": "colwise", "net.1": "rowwise"})
     wrapped = wrap_model(None, model, mesh=build_mesh({"tensor": 2}), prepare=plan)

@@ -5,28 +5,27 @@ from __future__ import annotations
 import csv
 import json
 import logging
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hook_runs import new_state, train
+from listeners import on
 from ranks import run_ranks
 
-from stepwrap.loops import LogHook
-from stepwrap.loops.hook import Hook, Scalars
+from stepwrap.loops import CheckpointHook, LogHook, TensorBoardHook
+from stepwrap.loops.hook import Scalars
 from stepwrap.loops.state import LoopState, Phase
 
 
-class ExtraHook(Hook):
-    """Adds values to the log records from some step on."""
+def extra(values: dict[str, float], *, from_step: int = 0) -> Any:
+    """Return a hook that adds values to the log records from some step on."""
 
-    def __init__(self, values: dict[str, float], *, from_step: int = 0) -> None:
-        self._values = values
-        self._from_step = from_step
+    def collect_logs(state: LoopState, scalars: Scalars) -> None:
+        scalars |= values if state.step >= from_step else {}
 
-    def collect_logs(self, state: LoopState, scalars: Scalars) -> None:
-        if state.step >= self._from_step:
-            scalars.update(self._values)
+    return on(collect_logs=collect_logs)
 
 
 def json_records(folder: Path) -> list[dict[str, Any]]:
@@ -65,20 +64,20 @@ def test_table_and_lines_hold_the_same(tmp_path: Path) -> None:
 
 
 def test_columns_may_come_later(tmp_path: Path) -> None:
-    extra = ExtraHook({"late": 1.5}, from_step=6)
-    train(new_state(run_dir=tmp_path), [LogHook(), extra], val_loop=None)
+    late = extra({"late": 1.5}, from_step=6)
+    train(new_state(run_dir=tmp_path), [LogHook(), late], val_loop=None)
     assert [row["late"] for row in csv_records(tmp_path)] == ["", "", "1.5", "1.5"]
 
 
 def test_values_that_are_not_finite(tmp_path: Path) -> None:
-    extra = ExtraHook({"a": float("nan"), "b": float("inf"), "c": float("-inf")})
-    train(new_state(run_dir=tmp_path), [LogHook(), extra], val_loop=None)
+    wild = extra({"a": float("nan"), "b": float("inf"), "c": float("-inf")})
+    train(new_state(run_dir=tmp_path), [LogHook(), wild], val_loop=None)
     assert [json_records(tmp_path)[0][name] for name in "abc"] == [None] * 3
     assert [csv_records(tmp_path)[0][name] for name in "abc"] == ["nan"] * 3
 
 
 def test_a_value_named_like_a_fixed_column(tmp_path: Path) -> None:
-    train(new_state(run_dir=tmp_path), [LogHook(), ExtraHook({"time": 3.0})], val_loop=None)
+    train(new_state(run_dir=tmp_path), [LogHook(), extra({"time": 3.0})], val_loop=None)
     record = json_records(tmp_path)[0]
     assert record["time_"] == 3.0
     assert record["time"] > 1e9
@@ -134,8 +133,13 @@ def test_each_record_is_on_file_at_once(tmp_path: Path) -> None:
     hook.on_run_end(state)
 
 
-def test_no_folder_no_files() -> None:
-    train(new_state(run_dir=None), [LogHook()])
+@pytest.mark.parametrize("make", [LogHook, TensorBoardHook, partial(CheckpointHook, every_steps=1)])
+def test_no_folder_no_files(make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if make is TensorBoardHook:
+        pytest.importorskip("tensorboard")
+    monkeypatch.chdir(tmp_path)
+    state = train(new_state(run_dir=None), [make()])
+    assert (state.step, list(tmp_path.iterdir())) == (8, [])
 
 
 def test_console_lines_when_asked_for(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -11,24 +11,16 @@ from typing import Any
 
 import pytest
 from hook_runs import Terminal, loader, metrics, new_state, train
+from listeners import failing, on
 from ranks import run_ranks
 
 from stepwrap.loops import EarlyStopHook, ProgressHook, ThroughputHook
 from stepwrap.loops.evaluate import TestLoop, ValLoop
-from stepwrap.loops.hook import Hook, HookList, Scalars
+from stepwrap.loops.hook import HookList, Scalars
 from stepwrap.loops.state import LoopState
 from stepwrap.loops.train import EpochTrainLoop, IterTrainLoop
 
 HIDE, SHOW = "\x1b[?25l", "\x1b[?25h"
-
-
-class FailingHook(Hook):
-    def __init__(self, error: BaseException, *, event: str = "on_update") -> None:
-        setattr(self, event, self._fail)
-        self._error = error
-
-    def _fail(self, *_: object) -> None:
-        raise self._error
 
 
 @pytest.fixture
@@ -58,10 +50,9 @@ def _drawn(terminal: Terminal) -> list[str]:
     return [frame.rstrip() for frame in re.split(r"\r|\n", plain)]
 
 
-class RatesHook(Hook):
-    def collect_logs(self, state: LoopState, scalars: Scalars) -> None:
-        scalars |= {f"lr/{group}": 1e-4 * group for group in range(1, 31)}
-        scalars |= {f"part_{part}": 1.0 for part in range(20)}
+def many_values(state: LoopState, scalars: Scalars) -> None:
+    scalars |= {f"lr/{group}": 1e-4 * group for group in range(1, 31)}
+    scalars |= {f"part_{part}": 1.0 for part in range(20)}
 
 
 def test_many_values_leave_the_place_of_the_run_on_the_bar(
@@ -69,7 +60,7 @@ def test_many_values_leave_the_place_of_the_run_on_the_bar(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "72")
     with terminal:
-        train(new_state(), [RatesHook(), ProgressHook(refresh_s=1e-6)])
+        train(new_state(), [on(collect_logs=many_values), ProgressHook(refresh_s=1e-6)])
     bars = [frame for frame in _drawn(terminal) if re.search("[━╸╺]", frame)]
     assert any("validating" in frame for frame in bars)
     for frame in (frame for frame in bars if "validating" not in frame):
@@ -82,7 +73,7 @@ def test_training_lines_stay_above_the_bar_and_are_whole(
     terminal: Terminal, monkeypatch: pytest.MonkeyPatch, columns: int
 ) -> None:
     monkeypatch.setenv("COLUMNS", str(columns))
-    hooks = [RatesHook(), ThroughputHook(), ProgressHook(refresh_s=1000)]
+    hooks = [on(collect_logs=many_values), ThroughputHook(), ProgressHook(refresh_s=1000)]
     with terminal:
         train(new_state(), hooks)
     text = " ".join(frame for frame in _drawn(terminal) if not re.search("[━╸╺]", frame))
@@ -140,7 +131,7 @@ def test_bar_gives_the_cursor_back_after_an_error(
 ) -> None:
     with terminal:
         with pytest.raises(type(error)):
-            train(new_state(), [ProgressHook(), FailingHook(error, event=event)])
+            train(new_state(), [ProgressHook(), failing(error, event)])
         assert sys.stdout is terminal.stream
     text = terminal.text()
     assert text.rindex(SHOW) > text.rindex(HIDE)
@@ -159,12 +150,9 @@ def test_bar_is_not_redrawn_at_each_update(terminal: Terminal) -> None:
 
 
 def test_what_others_print_stays_above_the_bar(terminal: Terminal) -> None:
-    class PrintingHook(Hook):
-        def on_update(self, state: LoopState) -> None:
-            print(f"said at {state.step}")
-
+    printing = on(on_update=lambda state: print(f"said at {state.step}"))
     with terminal:
-        train(new_state(), [ProgressHook(), PrintingHook()], epochs=1)
+        train(new_state(), [ProgressHook(), printing], epochs=1)
     assert re.search(r"(\r|\x1b\[2K)said at 3\r?\n", terminal.text())
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from hook_runs import loader, new_state, train
+from listeners import stop_at
 from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import (
     CosineAnnealingLR,
@@ -195,17 +196,6 @@ def test_the_unit_is_checked() -> None:
         SchedulerHook([(scheduler, "pass")])  # type: ignore[list-item]
 
 
-class Stop(Hook):
-    """Asks to stop after one update."""
-
-    def __init__(self, step: int) -> None:
-        self._step = step
-
-    def on_update(self, state: LoopState) -> None:
-        if state.step == self._step:
-            state.request_stop("for a resume")
-
-
 def epochs_beside_a_plateau(
     folder: Path, *, epochs: int, stop: int = -1, resume: bool = False
 ) -> list[float]:
@@ -218,7 +208,7 @@ def epochs_beside_a_plateau(
     state.stateful["hooks.scheduler"] = schedule
     if resume:
         load_checkpoint(list_checkpoints(folder / "checkpoints")[0][0]).restore(state)
-    train(state, [schedule, CheckpointHook(every_epochs=None), Stop(stop), rates], epochs=epochs)
+    train(state, [schedule, CheckpointHook(every_epochs=None), stop_at(stop), rates], epochs=epochs)
     return [*rates.used, optimizer.param_groups[0]["lr"]]
 
 

@@ -41,10 +41,6 @@ def test_without_tensorboard(monkeypatch: pytest.MonkeyPatch) -> None:
         TensorBoardHook()
 
 
-def test_no_folder_no_files() -> None:
-    train(new_state(run_dir=None), [TensorBoardHook()])
-
-
 def _train(folder: Path) -> None:
     train(new_state(run_dir=folder), [TensorBoardHook()])
 

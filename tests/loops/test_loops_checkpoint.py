@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from loop_parts import assert_identical, make_loader, make_state, weights_of
+from loop_parts import Value, assert_identical, make_loader, make_state, weights_of
 from ranks import run_ranks
 from torch import nn
 from work import calls_of
@@ -31,19 +31,6 @@ from stepwrap.loops import (
 from stepwrap.wrappers import OptimWrapper, SingleDevice
 
 
-class Counter:
-    """Something stateful."""
-
-    def __init__(self, value: Any = 0) -> None:
-        self.value = value
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"value": self.value}
-
-    def load_state_dict(self, state: dict[str, Any], /) -> None:
-        self.value = state["value"]
-
-
 def trained(steps: int = 2) -> LoopState:
     state = make_state()
     EpochTrainLoop(make_loader(2 * steps), max_epochs=1).run(state, HookList())
@@ -53,12 +40,12 @@ def trained(steps: int = 2) -> LoopState:
 def test_everything_comes_back(tmp_path: Path) -> None:
     state = trained()
     state.metrics, state.evaluated_at, state.clock_s = {"loss": 0.5}, state.step, 12.5
-    state.stateful = {"hooks.counter": Counter([1, (2.5, None), {"a": torch.ones(2)}])}
+    state.stateful = {"hooks.counter": Value([1, (2.5, None), {"a": torch.ones(2)}])}
     path = save_checkpoint(tmp_path, state)
     draws = random.random(), np.random.rand(), torch.rand(()).item()
 
     other = make_state()
-    other.stateful = {"hooks.counter": Counter()}
+    other.stateful = {"hooks.counter": Value()}
     load_checkpoint(path).restore(other)
 
     assert (random.random(), np.random.rand(), torch.rand(()).item()) == draws
@@ -278,7 +265,7 @@ def test_pruning_keeps_the_last_and_what_is_asked_for(tmp_path: Path) -> None:
 
 def test_a_state_that_could_not_be_loaded_safely_is_refused_by_name(tmp_path: Path) -> None:
     state = make_state()
-    state.stateful = {"hooks.odd": Counter({"when": {"inner": object()}})}
+    state.stateful = {"hooks.odd": Value({"when": {"inner": object()}})}
     with pytest.raises(CheckpointError, match=r"hooks\.odd\.value\.when\.inner is a builtins\.obj"):
         save_checkpoint(tmp_path, state)
     assert list(tmp_path.iterdir()) == []
@@ -286,7 +273,7 @@ def test_a_state_that_could_not_be_loaded_safely_is_refused_by_name(tmp_path: Pa
 
 def test_numpy_numbers_become_plain_ones(tmp_path: Path) -> None:
     state = make_state()
-    state.stateful = {"x": Counter([np.float64(0.5), np.int64(3), np.bool_(True), np.float32(2)])}
+    state.stateful = {"x": Value([np.float64(0.5), np.int64(3), np.bool_(True), np.float32(2)])}
     path = save_checkpoint(tmp_path, state)
     load_checkpoint(path).restore(state)
     assert state.stateful["x"].value == [0.5, 3, True, 2.0]
@@ -347,9 +334,9 @@ def test_missing_and_surplus_states_are_told(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     state = make_state()
-    state.stateful = {"hooks.old": Counter()}
+    state.stateful = {"hooks.old": Value()}
     path = save_checkpoint(tmp_path, state)
-    state.stateful = {"hooks.new": Counter(7)}
+    state.stateful = {"hooks.new": Value(7)}
     with caplog.at_level(logging.WARNING):
         load_checkpoint(path).restore(state)
     assert "hooks.new" in caplog.text

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from loop_parts import make_data, make_loader
+from loop_parts import Unsized, make_data, make_loader
 from marks import slow
 from ranks import run_ranks
 from torch import Tensor, nn
@@ -51,24 +51,16 @@ class Targets(BaseMetric):
         return [results.count(one) for one in range(3)]
 
 
-class Unsized:
-    """A loader that does not tell its length."""
+class Count:
+    """Counts the batches that hooks hear of; calls a function at one of them."""
 
-    def __init__(self, loader: Any) -> None:
-        self._loader = loader
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self._loader)
-
-
-class Count(Hook):
-    """Counts the batches that hooks hear of."""
-
-    def __init__(self) -> None:
-        self.batches = 0
+    def __init__(self, at: int = 0, action: Callable[[], object] = int) -> None:
+        self.batches, self.at, self.action = 0, at, action
 
     def on_eval_batch_end(self, state: LoopState, batch: Any, outputs: Any) -> None:
         self.batches += 1
+        if self.batches == self.at:
+            self.action()
 
 
 def make_model() -> SupervisedModel:
@@ -224,30 +216,16 @@ def test_a_rank_that_fails_ends_the_evaluation_on_all(
             assert text == f"the evaluation failed on rank {rank}: OSError: disk gone"
 
 
-class Interrupt(Hook):
-    """Sends SIGTERM to its own process when the evaluation has come to a batch."""
-
-    def __init__(self, at: int) -> None:
-        self._left = at
-
-    def on_eval_batch_end(self, state: LoopState, batch: Any, outputs: Any) -> None:
-        self._left -= 1
-        if not self._left:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-
 def _interrupted(rank: int, at: int, sized: bool) -> tuple[int, int, dict[str, float], int]:
     model = StepFullyShardedDataParallel(make_model())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     loader: Any = build_loader(make_data(400), batch_size=1)
     val = ValLoop(loader if sized else Unsized(loader), make_metrics())
     loop = EpochTrainLoop(make_loader(8), max_epochs=2, val_loop=val)
-    count = Count()
-    hooks: list[Hook] = [count]
-    if dist.get_rank() == rank:
-        hooks.append(Interrupt(at))
+    mine = at if dist.get_rank() == rank else 0
+    count = Count(mine, lambda: os.kill(os.getpid(), signal.SIGTERM))
     state = LoopState(model, OptimWrapper(optimizer))
-    loop.run(state, HookList(hooks))
+    loop.run(state, HookList([count]))
     return state.signal, state.epoch, state.metrics, count.batches
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from listeners import Records, on, stop_at
 from loop_parts import Recorder, assert_identical, make_data, make_state, weights_of
 from ranks import run_ranks
 from torch import Tensor
@@ -55,16 +56,6 @@ class SaveAll(Hook):
         self.saved.append(save_checkpoint(self.folder / str(len(self.saved)), state))
 
 
-class Records(Hook):
-    """Keeps the log records with their updates."""
-
-    def __init__(self) -> None:
-        self.made: list[tuple[int, dict[str, float]]] = []
-
-    def on_log(self, state: LoopState, record: dict[str, float]) -> None:
-        self.made.append((state.step, record))
-
-
 def make_loop(kind: str, workers: int) -> EpochTrainLoop | IterTrainLoop:
     # An odd number of batches per epoch and rank: the first epoch ends inside a window.
     samples = 20 if dist.is_initialized() else 18
@@ -92,7 +83,9 @@ def resume_everywhere(folder: Path, kind: str, workers: int) -> int:
         first, again = resumed.step, Records()
         make_loop(kind, workers).run(resumed, HookList([again]))
         assert_identical(weights_of(resumed), weights_of(state))
-        assert again.made == [record for record in records.made if record[0] > first]
+        made = list(zip(records.steps, records.records, strict=True))
+        later = [one for one in made if one[0] > first]
+        assert list(zip(again.steps, again.records, strict=True)) == later
         assert resumed.metrics == state.metrics
         assert (resumed.step, resumed.iteration) == (state.step, state.iteration)
     assert len(hook.saved) >= 8
@@ -132,11 +125,6 @@ def test_evaluating_more_often_does_not_change_the_training() -> None:
     assert_identical(*ends)
 
 
-class StopInEvaluation(Hook):
-    def on_eval_batch_end(self, state: LoopState, batch: Any, outputs: Any) -> None:
-        state.request_stop("in the evaluation")
-
-
 @pytest.mark.parametrize("kind", ["epochs", "steps"])
 def test_a_validation_cut_short_is_repeated_at_the_resume(tmp_path: Path, kind: str) -> None:
     whole = make_state(dropout=0.5)
@@ -144,7 +132,8 @@ def test_a_validation_cut_short_is_repeated_at_the_resume(tmp_path: Path, kind: 
 
     state = make_state(dropout=0.5)
     recorder = Recorder()
-    make_loop(kind, 0).run(state, HookList([StopInEvaluation(), recorder]))
+    stopping = on(on_eval_batch_end=lambda state, *_: state.request_stop("in the evaluation"))
+    make_loop(kind, 0).run(state, HookList([stopping, recorder]))
     assert "val_end []" in recorder.events
     assert state.evaluated_at == -1
     path = save_checkpoint(tmp_path, state)
@@ -214,15 +203,10 @@ class _List:
 
 
 def _train_lists(folder: Path, stop: int | None) -> list[int]:
-    class Stop(Hook):
-        def on_update(self, state: LoopState) -> None:
-            if state.step == stop:
-                state.request_stop("enough")
-
     state, loader = make_state(), _List()
     if stop is None:
         load_checkpoint(folder / "step_00000006").restore(state)
-    EpochTrainLoop(loader, max_epochs=1).run(state, HookList([Stop()]))
+    EpochTrainLoop(loader, max_epochs=1).run(state, HookList([stop_at(stop)]))
     if stop is not None:
         save_checkpoint(folder, state)
     return [state.iteration, state.step, len(loader.read)]

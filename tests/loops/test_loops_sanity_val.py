@@ -9,6 +9,7 @@ import numpy
 import pytest
 import torch
 from hook_runs import loader, metrics, new_state, train, weights
+from listeners import Records
 from ranks import run_ranks
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
@@ -16,24 +17,19 @@ from torchmetrics import MeanMetric, Metric
 from torchmetrics.classification import MulticlassAccuracy
 
 from stepwrap.collectives import get_rank
-from stepwrap.loops import Hook, LoopState, ValLoop, build_loader
+from stepwrap.loops import LoopState, ValLoop, build_loader
 
 
-class Records(Hook):
-    """Keeps the log records and the results of validations, and how many batches were trained."""
+class Everything(Records):
+    """Keeps records and results in one list, and counts the batches that were trained."""
 
     def __init__(self) -> None:
-        self.seen: list[dict[str, float]] = []
+        super().__init__()
+        self.seen = self.records = self.evaluated
         self.batches = 0
 
     def on_batch_start(self, state: LoopState, batch: Any) -> None:
         self.batches += 1
-
-    def on_log(self, state: LoopState, record: dict[str, float]) -> None:
-        self.seen.append(dict(record))
-
-    def on_eval_end(self, state: LoopState, metrics: dict[str, float]) -> None:
-        self.seen.append(dict(metrics))
 
 
 class Noisy(Dataset[Any]):
@@ -95,7 +91,7 @@ def val_loop(workers: int) -> ValLoop:
 
 def noisy_run(workers: int, *, tried: bool) -> tuple[list[Tensor], list[dict[str, float]], Any]:
     torch.manual_seed(0)
-    seen, state = Records(), new_state(net=Memory())
+    seen, state = Everything(), new_state(net=Memory())
     random.seed(0)
     numpy.random.seed(0)
     train(state, [seen], val_loop=val_loop(workers), sanity_val=tried)
@@ -147,7 +143,7 @@ class Broken(Dataset[Any]):
 def test_a_mistake_ends_the_run_before_its_first_batch(
     val: ValLoop, kind: type[Exception], text: str
 ) -> None:
-    seen, state = Records(), new_state()
+    seen, state = Everything(), new_state()
     with pytest.raises(kind, match=text):
         train(state, [seen], val_loop=val)
     assert (seen.batches, state.metrics) == (0, {})

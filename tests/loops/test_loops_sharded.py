@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from loop_parts import make_state
+from loop_parts import Value, make_state
 from marks import slow
 from ranks import run_ranks
 from sharded_runs import CASES, batch, contents, gradients, make_run, same, train
@@ -168,19 +170,26 @@ def test_gradients_of_a_window_at_another_size(source: str, size: int, tmp_path:
                     torch.testing.assert_close(got, wanted)
 
 
-def _lost_window(folder: Path) -> tuple[list[int], str]:
-    records: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: records.append(record.getMessage())
-    logging.getLogger("stepwrap.loops.checkpoints.weights").addHandler(handler)
+@contextmanager
+def messages() -> Iterator[list[str]]:
+    """Collect what this rank logs about checkpoints."""
+    told: list[str] = []
+    handler, logger = logging.Handler(), logging.getLogger("stepwrap.loops.checkpoints")
+    handler.emit = lambda record: told.append(record.getMessage())
+    logger.addHandler(handler)
     try:
+        yield told
+    finally:
+        logger.removeHandler(handler)
+
+
+def _lost_window(folder: Path) -> tuple[list[int], str]:
+    with messages() as records:
         state = make_run("fsdp", accumulative_counts=2)
         train(state, range(3))
         meta = load_checkpoint(save_checkpoint(folder, state)).meta
         state.epoch, state.batch = 1, 0
         later = load_checkpoint(save_checkpoint(folder, state)).meta
-    finally:
-        logging.getLogger("stepwrap.loops.checkpoints.weights").removeHandler(handler)
     return [meta["iteration"], later["iteration"], later["epoch"]], "\n".join(records)
 
 
@@ -217,17 +226,11 @@ def test_a_damaged_part_is_named_and_the_one_before_taken(name: str, tmp_path: P
 
 
 def _alone(folder: Path) -> list[str]:
-    records: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: records.append(record.getMessage())
-    logging.getLogger("stepwrap.loops.checkpoints.checkpoint").addHandler(handler)
-    try:
+    with messages() as records:
         for kind in ("fsdp", "tensor"):
             state = make_run(kind)
             train(state, range(1))
             assert save_alone(folder, state) is None
-    finally:
-        logging.getLogger("stepwrap.loops.checkpoints.checkpoint").removeHandler(handler)
     return records
 
 
@@ -239,27 +242,14 @@ def test_no_rank_saves_alone_what_it_does_not_have(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-class Holder:
-    """Something stateful that knows nothing of parts."""
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"value": self.value}
-
-    def load_state_dict(self, state: dict[str, Any], /) -> None:
-        self.value = state["value"]
-
-
 def _stateful(folder: Path) -> list[str]:
     state = make_run("fsdp")
     weight = state.model.module.net[0].weight.detach()
     assert isinstance(weight, DTensor)
-    state.stateful["x"] = Holder(weight)
+    state.stateful["x"] = Value(weight)
     path = save_checkpoint(folder, state)
     other = make_run("fsdp", seed=3)
-    other.stateful["x"] = Holder(None)
+    other.stateful["x"] = Value(None)
     load_checkpoint(path).load_states(other)
     loaded = other.stateful["x"].value
     assert torch.equal(loaded, weight.full_tensor())

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from listeners import Records, on, slow
 from loop_parts import make_data, make_loader, make_state
 from ranks import run_ranks
 
@@ -48,13 +49,6 @@ def test_a_signal_stops_at_once_and_the_handlers_come_back(number: signal.Signal
     assert [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT)] == handlers
 
 
-class Again(Hook):
-    """Sends SIGTERM as a launcher that passes on what each rank has received already."""
-
-    def on_train_end(self, state: LoopState) -> None:
-        os.kill(os.getpid(), signal.SIGTERM)
-
-
 def test_the_same_signal_from_scheduler_and_launcher_is_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -63,7 +57,9 @@ def test_the_same_signal_from_scheduler_and_launcher_is_one(
     old = signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))
     try:
         loop = EpochTrainLoop(make_loader(20), max_epochs=2)
-        state = loop.run(make_state(), HookList([Raise(signal.SIGTERM, step=3), Again()]))
+        # The launcher passes on what each rank has received already.
+        again = on(on_train_end=lambda state: os.kill(os.getpid(), signal.SIGTERM))
+        state = loop.run(make_state(), HookList([Raise(signal.SIGTERM, step=3), again]))
         os.kill(os.getpid(), signal.SIGTERM)
     finally:
         signal.signal(signal.SIGTERM, old)
@@ -87,16 +83,12 @@ def test_the_clock_goes_on_from_where_it_was() -> None:
 
 
 def _stopped_at(make_hook: Callable[..., Hook], *arguments: int) -> tuple[int, int, float]:
-    slow = Slow()
     val_loop = ValLoop(build_loader(make_data(42), batch_size=2), {"loss": MeanLoss()})
     loop = EpochTrainLoop(make_loader(2000, batch_size=1), max_epochs=50, val_loop=val_loop)
-    state = loop.run(make_state(accumulate=3), HookList([make_hook(*arguments), slow]))
+    state = loop.run(
+        make_state(accumulate=3), HookList([make_hook(*arguments), slow(0.002, "on_batch_end")])
+    )
     return state.step, state.signal, state.clock_s
-
-
-class Slow(Hook):
-    def on_batch_end(self, state: LoopState, batch: Any, logs: Any) -> None:
-        time.sleep(0.002)
 
 
 def test_a_signal_to_one_rank_stops_all_at_the_same_update() -> None:
@@ -207,20 +199,13 @@ def _all_ranks_record() -> int:
     heard = Records()
     loop = EpochTrainLoop(make_loader(512, batch_size=1), max_epochs=1, log_every_steps=1000)
     loop.run(state, HookList([heard]))
-    return heard.count
+    return len(heard.records)
 
 
 class Silent(StepDistributedDataParallel):
     def train_step(self, data: Any, optim_wrapper: Any) -> dict[str, Any]:
         logs = super().train_step(data, optim_wrapper)
         return {} if dist.get_rank() else logs
-
-
-class Records(Hook):
-    count = 0
-
-    def on_log(self, state: LoopState, record: dict[str, float]) -> None:
-        self.count += 1
 
 
 def test_a_last_record_is_everyones_or_nobodys() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from listeners import Records, failing, on, stop_at
 from loop_parts import Recorder, assert_identical, make_data, make_loader, make_state, weights_of
 from torch import nn
 from torch.nn.functional import cross_entropy
@@ -90,36 +91,31 @@ def test_trace_of_the_test_loop() -> None:
     assert list(metrics) == ["loss"]
 
 
-class Validations(Hook):
-    def __init__(self) -> None:
-        self.at: list[tuple[int, int]] = []
-
-    def on_eval_start(self, state: LoopState) -> None:
-        self.at.append((state.epoch, state.step))
+def validated_at(loop: EpochTrainLoop | IterTrainLoop, **state: Any) -> list[tuple[int, int]]:
+    """Return epoch and step of each validation of a run."""
+    seen: list[tuple[int, int]] = []
+    noting = on(on_eval_start=lambda state: seen.append((state.epoch, state.step)))
+    loop.run(make_state(**state), HookList([noting]))
+    return seen
 
 
 def test_gating_of_validation_by_epochs() -> None:
     """C-23: interval 2, begin 3, last 5."""
-    seen = Validations()
     loop = EpochTrainLoop(
         make_loader(4), max_epochs=5, val_interval=2, val_begin=3, val_loop=make_val_loop()
     )
-    loop.run(make_state(), HookList([seen]))
-    assert [epoch for epoch, _ in seen.at] == [4, 5]
+    assert [epoch for epoch, _ in validated_at(loop)] == [4, 5]
 
 
 def test_gating_of_validation_counts_updates_not_batches() -> None:
-    seen = Validations()
     loop = IterTrainLoop(
         make_loader(4), max_steps=5, val_interval=2, val_begin=3, val_loop=make_val_loop()
     )
-    state = loop.run(make_state(accumulate=3), HookList([seen]))
-    assert [step for _, step in seen.at] == [4, 5]
-    assert state.iteration == 15
+    # Two batches are a pass, and three an update.
+    assert validated_at(loop, accumulate=3) == [(5, 4), (7, 5)]
 
 
 def test_dynamic_intervals_look_one_unit_ahead() -> None:
-    seen = Validations()
     loop = EpochTrainLoop(
         make_loader(4),
         max_epochs=10,
@@ -127,8 +123,7 @@ def test_dynamic_intervals_look_one_unit_ahead() -> None:
         dynamic_intervals=[(5, 2), (9, 1)],
         val_loop=make_val_loop(),
     )
-    loop.run(make_state(), HookList([seen]))
-    assert [epoch for epoch, _ in seen.at] == [4, 6, 8, 9, 10]
+    assert [epoch for epoch, _ in validated_at(loop)] == [4, 6, 8, 9, 10]
 
 
 @pytest.mark.parametrize(
@@ -195,27 +190,18 @@ def test_same_weights_as_a_hand_written_loop(accumulate: int) -> None:
 
 
 def test_log_records_average_over_their_interval() -> None:
-    class Records(Hook):
-        def __init__(self) -> None:
-            self.batch_losses: list[float] = []
-            self.records: list[dict[str, float]] = []
+    losses: list[float] = []
 
-        def on_batch_end(self, state: LoopState, batch: Any, logs: Any) -> None:
-            assert not logs["loss"].requires_grad
-            self.batch_losses.append(logs["loss"].item())
+    def on_batch_end(state: LoopState, batch: Any, logs: Any) -> None:
+        assert not logs["loss"].requires_grad
+        losses.append(logs["loss"].item())
 
-        def collect_logs(self, state: LoopState, scalars: dict[str, Any]) -> None:
-            scalars["rate"] = torch.tensor(2.0)
-            scalars["plain"] = 3.0
-
-        def on_log(self, state: LoopState, record: dict[str, float]) -> None:
-            self.records.append(record)
+    def collect_logs(state: LoopState, scalars: dict[str, Any]) -> None:
+        scalars |= {"rate": torch.tensor(2.0), "plain": 3.0}
 
     hook = Records()
-    EpochTrainLoop(make_loader(10), max_epochs=1, log_every_steps=2).run(
-        make_state(), HookList([hook])
-    )
-    losses = hook.batch_losses
+    hooks = HookList([on(on_batch_end=on_batch_end, collect_logs=collect_logs), hook])
+    EpochTrainLoop(make_loader(10), max_epochs=1, log_every_steps=2).run(make_state(), hooks)
     expected = [sum(losses[:2]) / 2, sum(losses[2:4]) / 2, losses[4]]
     assert [record["loss"] for record in hook.records] == pytest.approx(expected)
     assert all(record["rate"] == 2 and record["plain"] == 3 for record in hook.records)
@@ -230,40 +216,30 @@ def test_a_custom_step_may_log_floats_and_vectors_and_new_names() -> None:
             mixed = torch.ones(self.count, 1) if self.count % 2 else 4
             return {**logs, "number": self.count, "mixed": mixed, **extra}
 
-    records: list[dict[str, float]] = []
-
-    class Keep(Hook):
-        def on_log(self, state: LoopState, record: dict[str, float]) -> None:
-            records.append(record)
-
-    state = make_state()
+    state, seen = make_state(), Records()
     state.model = Talkative(state.model.module)
-    EpochTrainLoop(make_loader(8), max_epochs=1, log_every_steps=4).run(state, HookList([Keep()]))
-    assert records[0]["number"] == 2.5
-    assert records[0]["odd"] == 1.0
-    assert records[0]["mixed"] == 2.5
+    EpochTrainLoop(make_loader(8), max_epochs=1, log_every_steps=4).run(state, HookList([seen]))
+    figures = {name: seen.records[0][name] for name in ("number", "odd", "mixed")}
+    assert figures == {"number": 2.5, "odd": 1.0, "mixed": 2.5}
 
 
 def test_a_request_to_stop_is_heeded_at_the_update() -> None:
-    class Stop(Hook):
-        def on_batch_end(self, state: LoopState, batch: Any, logs: Any) -> None:
-            if state.iteration == 2:
-                state.request_stop("enough")
+    def on_batch_end(state: LoopState, batch: Any, logs: Any) -> None:
+        if state.iteration == 2:
+            state.request_stop("enough")
 
     recorder = Recorder()
     loop = EpochTrainLoop(make_loader(12), max_epochs=2, val_loop=make_val_loop())
-    state = loop.run(make_state(accumulate=2), HookList([Stop(), recorder]))
+    hooks = HookList([on(on_batch_end=on_batch_end), recorder])
+    state = loop.run(make_state(accumulate=2), hooks)
     assert (state.step, state.iteration, state.stop_reason) == (2, 4, "enough")
     assert recorder.events[-2:] == ["log 2", "train_end"]
     assert "epoch_end 0" not in recorder.events
 
 
 def test_a_stopped_run_can_be_tested_and_trained_on() -> None:
-    class Stop(Hook):
-        def on_update(self, state: LoopState) -> None:
-            state.request_stop("enough")
-
-    state = EpochTrainLoop(make_loader(4), max_epochs=1).run(make_state(), HookList([Stop()]))
+    loop = EpochTrainLoop(make_loader(4), max_epochs=1)
+    state = loop.run(make_state(), HookList([stop_at(1)]))
     metrics = make_val_loop().run(state, HookList())
     assert list(metrics) == ["loss"]
     EpochTrainLoop(make_loader(4), max_epochs=2).run(state, HookList())
@@ -273,20 +249,12 @@ def test_a_stopped_run_can_be_tested_and_trained_on() -> None:
 def test_an_error_reaches_every_hook_and_the_caller() -> None:
     heard: list[BaseException] = []
 
-    class Broken(Hook):
-        def on_update(self, state: LoopState) -> None:
-            raise RuntimeError("broken hook")
-
-        def on_exception(self, state: LoopState, error: BaseException) -> None:
-            raise ValueError("broken too")
-
-    class Listener(Hook):
-        def on_exception(self, state: LoopState, error: BaseException) -> None:
-            heard.append(error)
-
+    broken = failing(RuntimeError("broken hook"))
+    broken_too = failing(ValueError("broken too"), "on_exception")
+    listener = on(on_exception=lambda state, error: heard.append(error))
     with pytest.raises(RuntimeError, match="broken hook"):
         EpochTrainLoop(make_loader(4), max_epochs=1).run(
-            make_state(), HookList([Broken(), Listener()])
+            make_state(), HookList([broken, broken_too, listener])
         )
     assert [str(error) for error in heard] == ["broken hook"]
 
@@ -294,16 +262,11 @@ def test_an_error_reaches_every_hook_and_the_caller() -> None:
 def test_hooks_are_called_in_order_and_only_where_they_listen() -> None:
     calls: list[str] = []
 
-    class Named(Hook):
-        def __init__(self, name: str, order: int) -> None:
-            self.name, self.order = name, order
+    def named(name: str, order: int) -> Any:
+        return on(order, on_update=lambda state: calls.append(name))
 
-        def on_update(self, state: LoopState) -> None:
-            calls.append(self.name)
-
-    hooks = HookList([Named("late", 60), Named("a", 50), Named("b", 50), Named("early", 10)])
-    for listener in hooks.on_update:
-        listener(make_state())
+    hooks = HookList([named("late", 60), named("a", 50), named("b", 50), named("early", 10)])
+    hooks.emit("on_update", make_state())
     assert calls == ["early", "a", "b", "late"]
     assert hooks.on_batch_end == ()
     assert len(hooks) == 4
@@ -355,7 +318,7 @@ def test_a_count_that_was_not_saved_is_that_of_the_batches() -> None:
     for forgets in (False, True):
         state = make_state(accumulate=2)
         optim: Any = state.optim_wrapper
-        stop = StopInWindow()
+        stop = failing(BetweenUpdatesError(), "on_batch_start", step=1)
         with pytest.raises(BetweenUpdatesError):
             EpochTrainLoop(make_loader(12), max_epochs=1).run(state, HookList([stop]))
         if forgets:
@@ -368,9 +331,3 @@ def test_a_count_that_was_not_saved_is_that_of_the_batches() -> None:
 
 class BetweenUpdatesError(Exception):
     """Ends a run between two updates."""
-
-
-class StopInWindow(Hook):
-    def on_batch_start(self, state: LoopState, batch: Any) -> None:
-        if state.iteration == 3:
-            raise BetweenUpdatesError

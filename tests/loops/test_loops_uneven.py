@@ -1,12 +1,13 @@
 """Ranks with different numbers of batches, joined by the wrapper."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from listeners import stop_at
+from loop_parts import Unsized
 from ranks import RanksError, run_ranks
 from torch import Tensor, nn
 
@@ -15,7 +16,6 @@ from stepwrap.loops import (
     EpochTrainLoop,
     Hook,
     IterTrainLoop,
-    LoopState,
     NanGuardHook,
     SchedulerHook,
     Stateful,
@@ -147,12 +147,7 @@ def test_several_epochs_equal_plain_pytorch(by_all: bool) -> None:
 
 
 def _interrupted(run_dir: Path, at: int) -> tuple[int, str]:
-    class Stop(Hook):
-        def on_update(self, state: LoopState) -> None:
-            if state.step == at:
-                state.request_stop("enough")
-
-    runner = _parts(run_dir, Stop())
+    runner = _parts(run_dir, stop_at(at))
     runner.train()
     return runner.state.step, runner.state.stop_reason
 
@@ -216,20 +211,10 @@ def test_without_the_option() -> None:
         run_ranks(_even_only, 2)
 
 
-class Unknown:
-    """Batches of which one cannot tell the number."""
-
-    def __init__(self, batches: list[list[Tensor]]) -> None:
-        self.batches = batches
-
-    def __iter__(self) -> Iterator[list[Tensor]]:
-        return iter(self.batches)
-
-
 def _train_unknown(counts: tuple[int, ...], by_epoch: bool, uneven: bool) -> tuple[str, int]:
     """Return the error and the steps of this rank, whose loader has no length."""
     model = SupervisedModel(_net(), nn.CrossEntropyLoss())
-    loader = Unknown(_batches(dist.get_rank(), counts[dist.get_rank()]))
+    loader = Unsized(_batches(dist.get_rank(), counts[dist.get_rank()]))
     runner = Runner(
         StepDistributedDataParallel(model, uneven_inputs=uneven),
         EpochTrainLoop(loader, max_epochs=2) if by_epoch else IterTrainLoop(loader, max_steps=20),

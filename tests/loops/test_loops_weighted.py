@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,13 +10,14 @@ import torch.distributed as dist
 from elastic_runs import make_net, make_optimizer, wrapped
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from listeners import Records
+from loop_parts import Unsized
 from marks import slow
 from ranks import run_ranks
 from torch import Tensor, nn
 
 from stepwrap.loops import (
     EpochTrainLoop,
-    Hook,
     HookList,
     IterTrainLoop,
     LoopState,
@@ -85,28 +85,6 @@ def _batches(count: int, rank: int) -> list[list[Tensor]]:
     return made
 
 
-class Unsized:
-    """Batches whose number cannot be told."""
-
-    def __init__(self, batches: list[list[Tensor]]) -> None:
-        self.batches = batches
-
-    def __iter__(self) -> Iterator[list[Tensor]]:
-        return iter(self.batches)
-
-
-class _Records(Hook):
-    def __init__(self) -> None:
-        self.records: list[dict[str, float]] = []
-        self.validated: list[dict[str, float]] = []
-
-    def on_log(self, state: LoopState, record: dict[str, float]) -> None:
-        self.records.append(record)
-
-    def on_eval_end(self, state: LoopState, metrics: dict[str, float]) -> None:
-        self.validated.append(metrics)
-
-
 def _train(
     kind: str, counts: tuple[int, ...], sized: bool, by_steps: int | None = None
 ) -> dict[str, Any]:
@@ -118,7 +96,7 @@ def _train(
     else:
         model = SingleDevice(model)
     optim = OptimWrapper(make_optimizer(model), WINDOW, loss_weight="tokens")
-    state, records = LoopState(model, optim), _Records()
+    state, records = LoopState(model, optim), Records()
     own = _batches(counts[rank], rank)
     loader: Any = own if sized else Unsized(own)
     val_loop = ValLoop(own, {"loss": MeanLoss()})
@@ -134,7 +112,7 @@ def _train(
         "weights": full,
         "step": (state.step, state.max_steps, state.epoch),
         "records": [one["loss"] for one in records.records],
-        "validated": [one["loss"] for one in records.validated],
+        "validated": [one["loss"] for one in records.evaluated],
     }
 
 
