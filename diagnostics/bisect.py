@@ -1,4 +1,4 @@
-"""The command `bisect`: where two runs part, by their ledgers and by training an interval again."""
+"""The command `bisect`: find where two runs differ, by their ledgers and by training again."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from .ledger import Difference, Ledger, LedgerError, first_difference, read_ledg
 
 # The exit code where the runs differ.
 DIFFERENT = 3
-# Stages of which only a full ledger has the parts: modules and parameters.
+# Stages whose parts, modules and parameters, are in full ledgers only.
 _BY_PARTS = ("forward", "gradient", "update")
-# What a run that is repeated does without, and how its ledger is.
+# Hooks that a repetition runs without, and the settings of its ledger.
 _OFF = ("checkpoint", "progress", "log", "tensorboard", "throughput")
 _FULL = "every_steps: 1, full: true, max_mib: 4096"
 
 
 def run_bisect(options: Options) -> int:
-    """Print where two runs part first; returns 0 where their ledgers do not tell any difference."""
+    """Print where two runs first differ; return 0 if their ledgers do not differ."""
     folders = [Path(word) for word in options.words]
     if started_outside():
         raise _mistake("it starts the ranks that it needs by itself, without torchrun or srun")
@@ -68,7 +68,7 @@ def _is_vague(found: Difference, ledgers: Sequence[Ledger]) -> bool:
 def _narrow(
     found: Difference, folders: list[Path], ledgers: Sequence[Ledger], scratch: Path
 ) -> Difference:
-    """Return the difference that full ledgers of the interval tell; `found` where they cannot."""
+    """Return the difference by full ledgers of the interval, or `found` if they show none."""
     full = []
     for number, (folder, ledger) in enumerate(zip(folders, ledgers, strict=True)):
         repeated = _repeat(folder, found, ledger.world_size(found.step), scratch / str(number))
@@ -116,7 +116,7 @@ def _repeat(folder: Path, found: Difference, nproc: int, run_dir: Path) -> Ledge
 
 
 def _train(job: Job, start: Path | None) -> None:
-    """Train on this rank; what resuming without some hooks warns of is left out."""
+    """Train on this rank, without the warnings about resuming without some hooks."""
     logging.disable(logging.WARNING)
     try:
         with prepared(job):

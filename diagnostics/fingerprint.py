@@ -1,4 +1,4 @@
-"""64-bit hashes: of tensors where they are, of bytes, of the random streams."""
+"""64-bit hashes of tensors, on their own device, of bytes and of the random streams."""
 
 from __future__ import annotations
 
@@ -137,8 +137,8 @@ def _keys(device: torch.device, bits: int) -> Tensor:
 
 
 def _mix_(words: Tensor) -> Tensor:
-    """Have each bit of a word change about half of its bits."""
-    # Shifts would need a mask, since those of torch keep the sign.
+    """Mix words in place: each bit changes about half of the bits of its word."""
+    # Shifts would need a mask, since torch shifts keep the sign.
     halves = words.view(torch.int32)
     low, high = (halves[0::2], halves[1::2])[:: 1 if sys.byteorder == "little" else -1]
     for _ in range(2):

@@ -1,4 +1,4 @@
-"""The ledger of a run: what its files hold, how they are written and read, and the comparison.
+"""The ledger of a run: its files, written and read, and the comparison of two ledgers.
 
 docs/exactness.md has the format, byte by byte.
 """
@@ -50,7 +50,7 @@ class LedgerWriter:
     """Appends the entries of one rank to its file, each in one go, so that a kill loses none.
 
     Args:
-        path: The file; one that is there is continued, from step 0 on written anew.
+        path: The file; an existing file is continued, or overwritten if `step` is 0.
         full: Whether entries have parts of their groups as well.
         rank: Whose entries they are.
         world_size: Of how many ranks.
@@ -112,7 +112,7 @@ def _record(kind: int, content: bytes) -> bytes:
 
 
 class _RankFile:
-    """The entries in one rank's file that count: those of courses gone back on do not."""
+    """The valid entries in one rank's file, without abandoned branches of the run."""
 
     def __init__(self, path: Path) -> None:
         self._data = path.read_bytes()
@@ -192,7 +192,7 @@ class Ledger:
         """Return the hashes of a rank's step in the order in which they were taken.
 
         Raises:
-            KeyError: There is no entry: `step` is not in `steps`, or there was no such rank.
+            KeyError: `step` is not in `steps`, or the rank did not exist.
         """
         if rank >= self.world_size(step):
             raise KeyError(f"rank {rank} of {self.world_size(step)}")

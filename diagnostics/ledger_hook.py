@@ -34,8 +34,8 @@ class LedgerHook(Hook):
     """Writes hashes of data, random streams, losses, gradients and weights, for `stepwrap bisect`.
 
     Every rank writes its own file, `<run_dir>/ledger/rank_<rank>.bin`; nothing is written if
-    `state.run_dir` is None, and nothing is communicated. docs/exactness.md says what is hashed and
-    what it costs. In a config the section `ledger` has the same arguments.
+    `state.run_dir` is None, and nothing is communicated. docs/exactness.md lists the hashed values
+    and the cost. In a config the section `ledger` has the same arguments.
 
     Args:
         every_steps: Optimizer updates between two entries.
@@ -46,7 +46,7 @@ class LedgerHook(Hook):
         until: The update after which training ends, for a run that repeats a part of another one.
     """
 
-    # Last of all: what other hooks do to batches and weights counts as the step's.
+    # Last, so that changes that other hooks make to batches and weights are part of the step.
     order = 99
 
     def __init__(
@@ -103,7 +103,7 @@ class LedgerHook(Hook):
         self._due = (state.step + 1) % self._interval == 0 and self._writer is not None
         if not self._due:
             return
-        # Not known where a run was resumed within a window: what came before is not in the entry.
+        # Unknown if the run was resumed within a window: the entry lacks the earlier batches.
         began = state.iteration if state.updated_at is None else state.updated_at[2]
         number = state.iteration - began + 1
         self._where = f" of batch {number}" if number > 1 else ""
@@ -151,7 +151,7 @@ class LedgerHook(Hook):
         self._add_group("update", "buffers", buffers)
 
     def _add_group(self, stage: str, group: str, named: Named) -> None:
-        # In a full ledger first of all what tells most.
+        # In a full ledger the most precise names come first.
         for name, tensor in named if self._full else ():
             self._add(stage, name, hash_tensors([tensor]))
         if named:
@@ -182,7 +182,7 @@ class LedgerHook(Hook):
     def _watch_outputs(self, model: nn.Module) -> None:
         def watch(name: str, layer: nn.Module) -> None:
             def note(module: nn.Module, inputs: Any, output: Any) -> None:
-                # Not of copies, which run in threads, in any order.
+                # Not for copies, which run in threads, in any order.
                 if self._due and module is layer:
                     self._add("forward", f"output of {name}", hash_tensors(_tensors_in(output)))
 

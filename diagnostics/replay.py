@@ -1,4 +1,4 @@
-"""One step of a run again: from the nearest checkpoint, on all ranks, while one is looked into."""
+"""The command `replay`: run one step again, from the nearest checkpoint, and examine a rank."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _DEBUGGING_S = 7 * 24 * 3600.0
 
 @dataclass(frozen=True)
 class Watch:
-    """What to do at which step; `rank` is the one looked into, None for the tool's default."""
+    """What to do at which step; `rank` is the one examined, None for the tool's default."""
 
     step: int
     rank: int | None = None
@@ -54,19 +54,19 @@ class Watch:
     profile: str = ""
 
     def here(self, default: int | None = 0) -> bool:
-        """Whether this rank is looked into; of all, where that is the default, None."""
+        """Whether this rank is examined; None as the default means every rank."""
         rank = default if self.rank is None else self.rank
         return rank is None or rank == get_rank()
 
 
 @dataclass
 class Replayed:
-    """What a rank has seen of the step."""
+    """The result of the step on one rank."""
 
-    # "" where the replay has begun at the beginning.
+    # "" if the replay started at the beginning of the run.
     checkpoint: str = ""
     started_at: int = 0
-    # Of each of its batches what the training step has logged.
+    # The logged values of each of its batches.
     logs: list[dict[str, float]] = field(default_factory=list)
     rates: dict[str, list[float]] = field(default_factory=dict)
     skipped: bool = False
@@ -77,7 +77,7 @@ class Replayed:
 
 
 def run_replay(options: Options) -> int:
-    """Run one step of a run again, on as many ranks as it had, and say what came of it."""
+    """Run one step of a run again, on as many ranks as it had, and print the result."""
     folder, trace = Path(options.words[0]), options.profile or ""
     if trace and not Path(trace).absolute().parent.is_dir():
         raise ConfigError([Problem("", f"--profile {trace}: there is no such folder")])
@@ -105,8 +105,8 @@ def _report_step(watch: Watch, seen: Mapping[int, Replayed]) -> None:
     for rank, one in sorted(seen.items()):
         for number, logs in enumerate(one.logs, 1):
             batch = f", batch {number}" if len(one.logs) > 1 else ""
-            told = ", ".join(f"{name} {value!r}" for name, value in logs.items())
-            print(f"rank {rank}{batch}: {told}")
+            values = ", ".join(f"{name} {value!r}" for name, value in logs.items())
+            print(f"rank {rank}{batch}: {values}")
     for name, rates in first.rates.items():
         print(f"{name}: {', '.join(map(repr, rates))}")
     if first.skipped:
@@ -122,7 +122,7 @@ def replay(job: Job, watch: Watch) -> Replayed:
     """Train `job`'s run up to and including the step, writing nothing; every rank must call this.
 
     Raises:
-        ValueError: There is no such rank, or the run ends before the step.
+        ValueError: The run does not have that rank, or ends before the step.
     """
     with prepared(job):
         if watch.rank is not None and watch.rank >= get_world_size():
@@ -149,7 +149,7 @@ def replay(job: Job, watch: Watch) -> Replayed:
 
 
 def _recall(state: LoopState, latest: Path) -> None:
-    """Tell the guards which steps the run has left out since the checkpoint it starts from."""
+    """Load into the guards which steps the run has left out since the checkpoint it starts from."""
     guards = {n: one for n, one in state.stateful.items() if isinstance(one, SpikeGuardHook)}
     saved = load_checkpoint(latest).read("state.pt")["stateful"] if guards else {}
     for name in guards.keys() & saved.keys():
@@ -178,7 +178,7 @@ def _bits_of(model: nn.Module) -> list[Tensor]:
 class ReplayHook(Hook):
     """Looks into one step of a training and stops it there."""
 
-    # After all others: the debugger begins right before the training step.
+    # After all other hooks: the debugger stops right before the training step.
     order = 99
 
     def __init__(self, watch: Watch) -> None:
@@ -191,7 +191,7 @@ class ReplayHook(Hook):
     def on_train_start(self, state: LoopState) -> None:
         self.seen.started_at = state.step
         if state.skip_steps is not None:
-            # To be looked into nevertheless.
+            # It is run nevertheless.
             state.skip_steps.discard(self._watch.step)
 
     def on_batch_start(self, state: LoopState, batch: Any) -> None:
@@ -206,7 +206,7 @@ class ReplayHook(Hook):
         if state.step + 1 == self._watch.step:
             means = {name: torch.as_tensor(v).double().mean() for name, v in logs.items()}
             self.seen.logs.append({name: mean.item() for name, mean in means.items()})
-            # A rate is that of this step before the schedules go on.
+            # Read before the schedules step: the rate of this step.
             self.seen.rates = state.optim_wrapper.get_lr()
 
     def on_update(self, state: LoopState) -> None:
@@ -225,7 +225,7 @@ class ReplayHook(Hook):
     def _start(self) -> None:
         watch, tools = self._watch, self._open
         if watch.anomaly and watch.here(default=None):
-            # Torch tells of the forward by a warning, which only rank 0 shows otherwise.
+            # torch names the forward call in a warning, which otherwise only rank 0 shows.
             tools.enter_context(warnings.catch_warnings())
             warnings.simplefilter("always")
             tools.enter_context(torch.autograd.set_detect_anomaly(True))
@@ -248,7 +248,7 @@ class ReplayHook(Hook):
 
 
 class _Debugger(pdb.Pdb):
-    """Python's debugger; leaving it, or the end of its input, lets the step go on."""
+    """Python's debugger; the step continues when it is left or its input ends."""
 
     do_q = do_quit = do_exit = do_EOF = pdb.Pdb.do_continue  # noqa: N815 - names of its commands
 
@@ -271,7 +271,7 @@ class _Debugger(pdb.Pdb):
 
 @contextmanager
 def _terminal() -> Iterator[None]:
-    """Have this process read from the terminal, which is that of the launcher's group."""
+    """Let this process read from the terminal, which belongs to the launcher's group."""
     if not os.isatty(0) or os.tcgetpgrp(0) == os.getpgrp():
         yield
         return

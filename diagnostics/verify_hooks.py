@@ -1,4 +1,4 @@
-"""What the runs of `verify-resume` do besides training: die at a step, note samples, be traced."""
+"""Hooks of the runs of `verify-resume`: die at a step, record samples, trace lines."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from ..collectives import all_gather_object, get_rank
 from ..loops import Hook, LoopState, ShardedBatchSampler, save_checkpoint
 from ..registry import is_users_file
 
-# What a generator of the process is called, before its library.
+# Names a generator of the process, followed by its library.
 GLOBAL = "the global generator of "
 _GENERATORS = (random.Random, torch.Generator, np.random.Generator, np.random.RandomState)
 _VALUES = (bool, int, float, complex, str, bytes, *_GENERATORS)
-# Of a larger array a new value in it is not noticed.
+# A change inside a larger array is not noticed.
 _MOST_BYTES = 1 << 12
 
 _is_users = cache(is_users_file)
@@ -145,7 +145,7 @@ class TraceHook(Hook):
         return follow
 
     def _compare(self, frame: FrameType, line: int | None) -> None:
-        """Note what is not as before; what has changed is the work of `line`, if given."""
+        """Record changes since the last call; `line`, if given, has made them."""
         for where, values in _namespaces(frame):
             marks = {name: _mark(value) for name, value in values.items()}
             before, self._marks[where] = self._marks.get(where, marks), marks
@@ -227,5 +227,5 @@ def _mark(value: Any) -> Any:
 def _described(name: str, value: Any, where: str) -> str:
     kind = type(value)
     library = kind.__module__.partition(".")[0]
-    told = f", a {library} {kind.__name__}" if kind in _GENERATORS else ""
-    return f"{name} of {where.partition(' ')[0]}{told}" if where else f"{GLOBAL}{name}"
+    detail = f", a {library} {kind.__name__}" if kind in _GENERATORS else ""
+    return f"{name} of {where.partition(' ')[0]}{detail}" if where else f"{GLOBAL}{name}"

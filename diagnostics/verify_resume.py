@@ -1,4 +1,4 @@
-"""The command `verify-resume`: a run that is killed and resumed, beside one that is not."""
+"""The command `verify-resume`: compare a run that is killed and resumed with one that is not."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ DIFFERENT = 1
 _LOST = 2
 _HOOKS = verify_hooks.__name__
 _LEDGER = "hooks.ledger={every_steps: 1, full: true, max_mib: 4096}"
-# Of a log record, what depends on the time that something took.
+# Fields of a log record that depend on the time.
 _TIMES = ("time", "samples_per_s", "steps_per_s", "tokens_per_s", "mfu", "data_share")
 _MOST_CAUSES = 4
-# How far weights may be apart after a resume on another number of ranks.
+# The allowed difference of weights after a resume on another number of ranks.
 _TOLERANCES, _TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}, 1e-2
 
 
@@ -61,7 +61,7 @@ def _mistake(what: str) -> ConfigError:
 
 
 class _Runs:
-    """The runs of a config in folders side by side, each trained in a process of its own."""
+    """The runs of a config, each trained in a separate process and folder."""
 
     def __init__(self, options: Options, folder: Path) -> None:
         self.folder = folder
@@ -255,8 +255,8 @@ def _compare_elastic(whole: Path, resumed: Path, start: int, run: RunSections) -
     far = {n: (one.double() - others[n].double()).abs().max().item() for n, one in floats.items()}
     name = max(far, key=lambda name: far[name] / allowed[name])
     kind = str(floats[name].dtype).removeprefix("torch.")
-    told = f"{far[name]:.1e}, in {name} ({allowed[name]:.0e} is allowed in {kind})"
-    print(f"the weights differ by at most {told}")
+    largest = f"{far[name]:.1e}, in {name} ({allowed[name]:.0e} is allowed in {kind})"
+    print(f"the weights differ by at most {largest}")
     if far[name] <= allowed[name]:
         return 0
     if drawn := _drawn(whole):

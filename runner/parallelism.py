@@ -53,7 +53,7 @@ def build_model(run: RunSections, ranks: int | None = None) -> tuple[nn.Module, 
     """Return the wrapped model on this rank's device, and how the ranks are laid out."""
     device = device_of_rank(run)
     if device.type == "cuda":
-        # What a model or a loss puts on "cuda" must come to this rank's own device.
+        # Tensors that a model or a loss puts on "cuda" must go to this rank's device.
         torch.cuda.set_device(device)
     mesh = None
     if run.mesh:
@@ -162,7 +162,7 @@ def layout_problems(run: RunSections, ranks: int) -> Iterator[Problem]:
         what = "is more than one rank, but no tensor_parallel.plan says what is split over it"
         yield Problem("mesh.tensor", what)
     for name in AUTO_TABLES if wrapper is auto else ():
-        # What the wrappers that may be chosen take.
+        # A table of arguments for each wrapper that may be chosen.
         table, where = (run.wrapper or {}).get(name), f"wrapper.{name}"
         if isinstance(table, Mapping):
             yield from check_component({"type": name, **table}, MODEL_WRAPPERS, where, ("module",))
@@ -222,7 +222,7 @@ def _preparation(run: RunSections) -> Preparation:
 
 
 def _wrapper_for(run: RunSections, ranks: int | None) -> Any:
-    """The wrapper, where one process tries what several are to run that of theirs."""
+    """Return the wrapper; in a trial of several ranks by one process, the wrapper of the ranks."""
     wrapper = wrapper_class(run)
     if wrapper is not None or ranks is None:
         return wrapper

@@ -52,7 +52,7 @@ from .parallelism import build_model, device_of_rank, needs_group
 
 ALL = frozenset({"train", "val", "test"})
 _LOADER_OPTIONS = ("batch_size", "shuffle", "num_workers", "drop_last", "pin_memory")
-# What a trial sets to one in the training loop; the rest of its settings is left out.
+# Settings of the training loop that a trial sets to 1; it omits the others.
 _TRIAL_ONES = ("max_epochs", "max_steps", "log_every_steps", "val_interval")
 
 
@@ -63,10 +63,10 @@ def build_parts(
     one_batch: bool = False,
     ranks: int | None = None,
 ) -> dict[str, Any]:
-    """Build what `Runner` takes, every rank its own; `only` names the loops that are wanted.
+    """Build the arguments of `Runner` on this rank; `only` names the loops that are wanted.
 
-    With `one_batch` each loop sees a single batch, for a trial of everything. `ranks` is for one
-    process that tries what so many are to run: see `rehearse`. One BuildError has all that failed.
+    With `one_batch` each loop sees a single batch, for a trial of everything. `ranks` is the number
+    of ranks that one process stands for, as in `rehearse`. One BuildError has all failures.
     """
     _make_deterministic(run)
     seed_rng(run.seed)
@@ -102,7 +102,7 @@ def default_hooks() -> dict[str, Any]:
 
 
 def rehearse(run: RunSections) -> dict[str, Any]:
-    """Build in this process, on the CPU, what `launch.nproc` ranks are to run; returns the parts.
+    """Build the parts of a run of `launch.nproc` ranks in this process, on the CPU.
 
     The wrapper is the one that the ranks will have, in a group of this process alone.
     """

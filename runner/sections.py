@@ -84,7 +84,7 @@ def _uneven_problems(run: RunSections) -> Iterator[Problem]:
         yield Problem(where, what)
     sections = optim_wrapper_sections(run.optim_wrapper, run.optimizer).values()
     if any(one.get("loss_weight") is not None for one in sections):
-        # A rank that has run out goes on with a batch that weighs nothing.
+        # A rank without batches continues with a batch of weight zero.
         return
     if works_over_ranks(run.optimizer):
         what = "does not go together with an optimizer that communicates at each update"

@@ -85,7 +85,7 @@ def _absent(entry: EntryPoint, error: BaseException) -> click.Command:
 
 COMMANDS = CommandGroup(
     help="Train any PyTorch model under any parallelism, from a config.",
-    epilog="stepwrap COMMAND --help tells more.",
+    epilog="Run stepwrap COMMAND --help for the options of a command.",
     options_metavar="",
     subcommand_metavar="COMMAND ...",
     context_settings=HELP_OPTIONS,

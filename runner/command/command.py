@@ -1,4 +1,4 @@
-"""What a command is declared with: its options, and the config that it reads before its body runs.
+"""Declare commands: their options, and the config that is read before the body runs.
 
 Importing this imports no torch: the help of all commands answers at once.
 """
@@ -19,7 +19,7 @@ from ...registry import ConfigError, Examination, Problem, examine_names, load_c
 
 # How the arguments of a command that runs a config are shown.
 RUN = "CONFIG [key=value ...]"
-# What a body gets: the options, the other words in `words`, the examined config in `examined`.
+# The argument of a body: options, other words as `words`, the examined config as `examined`.
 Options = SimpleNamespace
 
 

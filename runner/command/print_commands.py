@@ -176,7 +176,7 @@ def _draw(panel: Any, name: str, lines: dict[str, list[tuple[float, float]]]) ->
 
 def run_convert(options: Options) -> int:
     """Print a config of mmengine as one of ours, and on stderr what has no counterpart."""
-    # What the config prints, and mmengine's own warnings, are no part of the YAML.
+    # Output of the config and warnings of mmengine must not mix with the YAML.
     with redirect_stdout(sys.stderr):
         conversion = convert_config(
             options.words[0], epoch_length=options.epoch_length, keep_order=options.keep_order

@@ -3,17 +3,6 @@
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-FOLDERS = (
-    "collectives",
-    "configs",
-    "diagnostics",
-    "loops",
-    "parallel",
-    "plugins",
-    "registry",
-    "rpc",
-    "runner",
-    "version",
-    "wrappers",
-)
+# As setup.py and the Makefile find them.
+FOLDERS = sorted(file.parent.name for file in ROOT.glob("*/py.typed"))
 FILES = sorted(file for folder in FOLDERS for file in (ROOT / folder).rglob("*.py"))

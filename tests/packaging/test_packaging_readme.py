@@ -51,7 +51,7 @@ def test_the_extras_of_the_readme_are_those_of_the_package() -> None:
     parser.read(ROOT / "setup.cfg")
     named = re.findall(r"^\| `(\w+)` \|", (ROOT / "README.md").read_text(), flags=re.MULTILINE)
     # What developers alone need is not for users.
-    assert {*named, "test", "docs"} == set(parser["options.extras_require"])
+    assert {*named, "test"} == set(parser["options.extras_require"])
 
 
 def test_the_page_on_the_command_names_all_of_it() -> None:
