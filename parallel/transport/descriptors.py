@@ -17,6 +17,8 @@ from itertools import accumulate
 MOST = 125
 _SIZE = array.array("i").itemsize
 _ROOM = socket.CMSG_SPACE(2 * MOST * _SIZE)
+# Plain numbers: operations on enums take longer than the call itself.
+_CLOSE_ON_EXEC, _TRUNCATED = int(socket.MSG_CMSG_CLOEXEC), int(socket.MSG_CTRUNC)
 
 
 class LostDescriptors(OSError):
@@ -98,14 +100,14 @@ def receive(source: socket.socket, size: int, flags: int = 0) -> tuple[bytes, li
     Raises:
         LostDescriptors: there is no room for the descriptors.
     """
-    data, extra, state, _ = source.recvmsg(size, _ROOM, flags | socket.MSG_CMSG_CLOEXEC)
-    if not extra and not state & socket.MSG_CTRUNC:
+    data, extra, state, _ = source.recvmsg(size, _ROOM, flags | _CLOSE_ON_EXEC)
+    if not extra and not state & _TRUNCATED:
         return data, []
     numbers = array.array("i")
     for level, kind, content in extra:
         if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
             numbers.frombytes(content[: len(content) - len(content) % _SIZE])
-    if state & socket.MSG_CTRUNC:
+    if state & _TRUNCATED:
         close(numbers)
         error = LostDescriptors(*_advice(errno.EMFILE).args)
         error.data = data
