@@ -91,7 +91,7 @@ format: $(READY)
 # mypy and import-linter see the namespace through links, one per source folder.
 types-link:
 	@mkdir -p build/types/stepwrap
-	@for folder in collectives configs loops parallel plugins registry rpc runner wrappers; do \
+	@for folder in collectives configs loops parallel plugins registry rpc runner transport wrappers; do \
 		ln -sfn ../../../$$folder build/types/stepwrap/$$folder; done
 
 # torch first: its CPU build must be there before a dependency asks for any build of it.

@@ -26,7 +26,16 @@ _FOLDER = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _OURS = tuple(
     os.path.join(_ROOT, name, "")
-    for name in ("collectives", "loops", "parallel", "plugins", "rpc", "runner", "wrappers")
+    for name in (
+        "collectives",
+        "loops",
+        "parallel",
+        "plugins",
+        "rpc",
+        "runner",
+        "transport",
+        "wrappers",
+    )
 )
 # Frames of context managers stand between ours and the caller's.
 _NOT_CALLERS = _FOLDER, contextlib.__file__

@@ -12,7 +12,17 @@ from pathlib import Path
 from typing import Any
 
 _ROOT = Path(__file__).resolve().parent.parent
-_FOLDERS = ("collectives", "loops", "parallel", "plugins", "registry", "rpc", "runner", "wrappers")
+_FOLDERS = (
+    "collectives",
+    "loops",
+    "parallel",
+    "plugins",
+    "registry",
+    "rpc",
+    "runner",
+    "transport",
+    "wrappers",
+)
 _OWN = [_ROOT / name for name in _FOLDERS]
 _LIBRARIES = map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib"))
 _NOT_USERS = tuple(f"{path.resolve()}/" for path in (*_OWN, *map(Path, _LIBRARIES)))

@@ -12,10 +12,10 @@ from collections.abc import Iterator
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-from ..errors import RemoteError
-from ..transport import descriptors as _descriptors
-from ..transport.remote_errors import rebuild
-from ..transport.wire import Packed, pack, release, unpack
+from ...transport import descriptors as _descriptors
+from ...transport.errors import RemoteError
+from ...transport.remote_errors import rebuild
+from ...transport.wire import Packed, pack, release, unpack
 from . import worker as protocol
 
 # job, chunk, function, arguments, keyword arguments

@@ -16,9 +16,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ...transport.descriptors import close
 from ..errors import BrokenPoolError, TaskTimeoutError, WorkerDiedError
 from ..processes import CRASHES, how_it_ended
-from ..transport.descriptors import close
 from . import worker as protocol
 from .worker_handle import WorkerHandle
 

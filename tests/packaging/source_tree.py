@@ -12,6 +12,7 @@ FOLDERS = (
     "registry",
     "rpc",
     "runner",
+    "transport",
     "version",
     "wrappers",
 )

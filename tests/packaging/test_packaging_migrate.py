@@ -18,7 +18,17 @@ from stepwrap.registry.catalog import REGISTRIES
 from stepwrap.runner.command.cli import COMMANDS, parse
 
 PAGE = (Path(__file__).parents[2] / "docs/migrate.md").read_text()
-FOLDERS = ("collectives", "loops", "parallel", "plugins", "registry", "rpc", "runner", "wrappers")
+FOLDERS = (
+    "collectives",
+    "loops",
+    "parallel",
+    "plugins",
+    "registry",
+    "rpc",
+    "runner",
+    "transport",
+    "wrappers",
+)
 # Arguments and keys that stand beside the part they belong to; the user's own methods.
 ARGUMENTS = {
     "accumulative_counts": "wrappers.OptimWrapper",

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, cast
 
-from ..errors import RemoteError, RemoteTraceback
+from .errors import RemoteError, RemoteTraceback
 from .pickling import dumps, loads
 
 # Of a text, in characters. The first quarter is kept and the end, where a traceback tells most.
