@@ -79,6 +79,12 @@ def rebuild(data: bytes) -> BaseException:
     return failure
 
 
+def remote_report(error: BaseException) -> str | None:
+    """Return the traceback with which an exception came from another process, None without one."""
+    cause = error.__cause__
+    return str(cause).strip('\n"') if isinstance(cause, RemoteTraceback) else None
+
+
 def format_error(error: BaseException, tb: TracebackType | None = None) -> str:
     """Return the traceback of an exception and of what led to it, of at most TEXT_LIMIT."""
     tb = error.__traceback__ if tb is None else tb
