@@ -14,12 +14,19 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
+    from ..transport.errors import RemoteError, RemoteTraceback
+    from ..transport.pickling import (
+        Pickler,
+        dumps,
+        loads,
+        mark_static_module,
+        reduce_for_any_script,
+    )
+    from ..transport.remote_errors import ExceptionWithTraceback
     from .errors import (
         BrokenPoolError,
         EncodingError,
         PoolTerminatedError,
-        RemoteError,
-        RemoteTraceback,
         TaskTimeoutError,
         TimeoutError,
         WorkerDiedError,
@@ -34,9 +41,7 @@ if TYPE_CHECKING:
     from .pools.results import AsyncResult, IMapIterator, IMapUnorderedIterator, MapResult
     from .pools.worker import CtxPoolStorage, proxy_ctx_caller
     from .processes import Process, ProcessException, Thread, ThreadException
-    from .transport.pickling import Pickler, dumps, loads, mark_static_module, reduce_for_any_script
-    from .transport.queues import MultiP2PQueue, SimpleP2PQueue, SimpleQueue
-    from .transport.remote_errors import ExceptionWithTraceback
+    from .queues import MultiP2PQueue, SimpleP2PQueue, SimpleQueue
 
 __all__ = [
     "AndEvent",
@@ -84,7 +89,7 @@ __all__ = [
 ]
 
 _HOMES = {
-    "errors": "BrokenPoolError EncodingError PoolTerminatedError RemoteError RemoteTraceback "
+    "errors": "BrokenPoolError EncodingError PoolTerminatedError "
     "TaskTimeoutError TimeoutError WorkerDiedError",
     "events": "AndEvent OrEvent",
     "placement.assigner": "ModelAssigner",
@@ -96,9 +101,10 @@ _HOMES = {
     "pools.results": "AsyncResult IMapIterator IMapUnorderedIterator MapResult",
     "pools.worker": "CtxPoolStorage proxy_ctx_caller",
     "processes": "Process ProcessException Thread ThreadException",
-    "transport.pickling": "Pickler dumps loads mark_static_module reduce_for_any_script",
-    "transport.queues": "MultiP2PQueue SimpleP2PQueue SimpleQueue",
-    "transport.remote_errors": "ExceptionWithTraceback",
+    "queues": "MultiP2PQueue SimpleP2PQueue SimpleQueue",
+    ".transport.errors": "RemoteError RemoteTraceback",
+    ".transport.pickling": "Pickler dumps loads mark_static_module reduce_for_any_script",
+    ".transport.remote_errors": "ExceptionWithTraceback",
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
 

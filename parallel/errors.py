@@ -13,29 +13,6 @@ class TimeoutError(multiprocessing.TimeoutError, builtins.TimeoutError):  # noqa
     """A queue, a result or an iterator had nothing within the given time."""
 
 
-class RemoteTraceback(Exception):
-    """The traceback in the other process or thread, as the `__cause__` of an error of a task."""
-
-
-class RemoteError(RuntimeError):
-    """An error of a task that cannot be made anew in this process.
-
-    Attributes:
-        type_name: the full name of the error's class.
-        message: its text.
-        traceback: the traceback in the other process.
-    """
-
-    def __init__(self, type_name: str, message: str, traceback: str = "") -> None:
-        super().__init__(type_name, message, traceback)
-        self.type_name = type_name
-        self.message = message
-        self.traceback = traceback
-
-    def __str__(self) -> str:
-        return f"{self.type_name}: {self.message}" if self.message else self.type_name
-
-
 class WorkerDiedError(RuntimeError):
     """A task is lost: the worker that ran it has ended.
 

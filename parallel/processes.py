@@ -17,8 +17,8 @@ from multiprocessing.process import BaseProcess
 from multiprocessing.reduction import DupFd, ForkingPickler
 from typing import Any
 
-from .transport.pickling import Pickler
-from .transport.remote_errors import describe, format_error, rebuild, shorten
+from ..transport.pickling import Pickler
+from ..transport.remote_errors import describe, format_error, rebuild, shorten
 
 __all__ = ["Process", "ProcessException", "Thread", "ThreadException"]
 

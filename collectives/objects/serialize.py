@@ -4,7 +4,6 @@ import gc
 import io
 import logging
 import pickle
-import struct
 import types
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -13,15 +12,13 @@ import cloudpickle
 import torch
 import torch.distributed as dist
 
+from ...transport.buffers import APART_FROM
+from ...transport.memory import lay_out, split
 from ..process.ranks import comm_device, distributed_available, get_rank
 
 logger = logging.getLogger(__name__)
 
 _WARN_FROM = 2**30
-# Smaller buffers are cheaper inside the pickle than as entries of their own.
-_APART_FROM = 16 * 1024
-_ALIGNMENT = 64
-_COUNTS = struct.Struct("<QQ")
 _FLOAT8 = torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz
 _DTYPES = {
     str(dtype): dtype
@@ -122,11 +119,8 @@ def tensor2obj(tensor: torch.Tensor) -> Any:
 class Parcel(NamedTuple):
     """An object as one pickle and the large buffers that it refers to, not copied.
 
-    Layout in memory: number of buffers and size of the pickle (two uint64, little-endian), the
-    buffers' sizes (uint64 each), the pickle, then each buffer at the next multiple of 64 bytes.
-
     Attributes:
-        pieces: what lies in memory one after the other.
+        pieces: what lies in memory one after the other; the pickle is the first buffer.
         is_foreign: whether unpickling needs classes that another rank may lack.
     """
 
@@ -144,7 +138,7 @@ def pack(obj: object) -> Parcel:
 
     def keep(buffer: pickle.PickleBuffer) -> bool:
         raw = buffer.raw()
-        if len(raw) < _APART_FROM:
+        if len(raw) < APART_FROM:
             return True
         apart.append(raw)
         return False
@@ -152,30 +146,13 @@ def pack(obj: object) -> Parcel:
     data = io.BytesIO()
     pickler = _Pickler(data, buffer_callback=keep)
     pickler.dump(obj)
-    stream, sizes = data.getbuffer(), [len(buffer) for buffer in apart]
-    index = _COUNTS.pack(len(sizes), len(stream)) + struct.pack(f"<{len(sizes)}Q", *sizes)
-    pieces = [memoryview(index), stream]
-    end = len(index) + len(stream)
-    for buffer in apart:
-        padding = -end % _ALIGNMENT
-        pieces += [memoryview(bytes(padding)), buffer]
-        end += padding + len(buffer)
-    return Parcel(pieces, pickler.is_foreign)
+    return Parcel(lay_out([data.getbuffer(), *apart]), pickler.is_foreign)
 
 
 def unpack(memory: memoryview) -> Any:
     """Return the object of a parcel, whose large tensors and arrays use this very memory."""
-    count, stream_size = _COUNTS.unpack_from(memory)
-    sizes = struct.unpack_from(f"<{count}Q", memory, _COUNTS.size)
-    start = _COUNTS.size + 8 * count
-    end = start + stream_size
-    stream = io.BytesIO(memory[start:end])
-    buffers = []
-    for size in sizes:
-        end += -end % _ALIGNMENT
-        buffers.append(memory[end : end + size])
-        end += size
-    return _load(stream, buffers)
+    stream, *buffers = split(memory)
+    return _load(io.BytesIO(stream), buffers)
 
 
 def _load(stream: io.BytesIO, buffers: Sequence[memoryview] | None = None) -> Any:

@@ -1,7 +1,6 @@
 """Large parcels between ranks of one host: written once into memory that readers map.
 
-The memory is a file without a name (memfd_create): nothing has to be unlinked, and the system
-frees it when the last process that has it open or mapped is gone, killed or not. Readers open it
+Readers open it
 through the writer's entry in /proc and map it privately, so that each has a copy of its own from
 the first write on.
 """
@@ -13,12 +12,8 @@ import os
 import uuid
 from collections.abc import Iterator, Sequence
 
-import torch
-
+from ...transport.memory import read, write
 from ..process.ranks import process_space
-
-# The most buffers that one writev takes on Linux.
-_MOST_PIECES = 1024
 
 
 def host() -> bytes:
@@ -36,9 +31,8 @@ def offered(pieces: Sequence[memoryview]) -> Iterator[list[int]]:
         return
     with contextlib.ExitStack() as stack:
         try:
-            descriptor = os.memfd_create("stepwrap", os.MFD_CLOEXEC)
+            descriptor = write(pieces)
             stack.callback(os.close, descriptor)
-            _write(descriptor, pieces)
             place = [os.getpid(), descriptor, os.fstat(descriptor).st_ino, 0]
         # No memory, no descriptor: the parcel takes the slow way, and all ranks know it.
         except OSError:
@@ -51,22 +45,7 @@ def take(place: Sequence[int], size: int) -> memoryview:
     """Return a private, writable mapping of what a rank of this host offers; else OSError."""
     process, descriptor, inode, _ = place
     with open(f"/proc/{process}/fd/{descriptor}", "rb") as file:
-        status, path = os.fstat(file.fileno()), f"/proc/self/fd/{file.fileno()}"
+        status = os.fstat(file.fileno())
         if (status.st_ino, status.st_size) != (inode, size):
             raise OSError("the shared memory is not what the rank announced")
-        try:
-            # Not the standard mmap, which keeps a descriptor open for as long as the memory lives.
-            return torch.from_file(path, shared=False, size=size, dtype=torch.uint8).numpy().data
-        except RuntimeError as error:
-            raise OSError(str(error)) from error
-
-
-def _write(descriptor: int, pieces: Sequence[memoryview]) -> None:
-    left = [piece for piece in pieces if len(piece)]
-    while left:
-        # One call each, which a file object would make, takes a fifth longer for many tensors.
-        written = os.writev(descriptor, left[:_MOST_PIECES])
-        while left and written >= len(left[0]):
-            written -= len(left.pop(0))
-        if written:
-            left[0] = left[0][written:]
+        return read(file.fileno())

@@ -1,7 +1,7 @@
 """The parent's side of a pool: its one thread, and which worker gets which task.
 
 Workers share nothing, so one that dies takes nothing with it but the task it was running. Each is
-sent one task ahead. What it has not begun when it dies, or when another worker has nothing to do,
+sent two tasks ahead. What it has not begun when it dies, or when another worker has nothing to do,
 is taken back and goes elsewhere.
 """
 
@@ -358,7 +358,7 @@ class Dispatcher:
         return min(with_room, key=lambda worker: len(worker.inflight), default=None)
 
     def _share(self) -> None:
-        """Take back a task that waits behind another, if a worker has nothing to do."""
+        """Take back the tasks that wait behind another, if a worker has nothing to do."""
         workers = self._workers.by_slot.values()
         if any(worker.has_room and not worker.inflight for worker in workers):
             busy = (worker for worker in workers if len(worker.inflight) > 1)

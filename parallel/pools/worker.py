@@ -18,8 +18,8 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing import reduction
 
-from ..transport import descriptors as _descriptors
-from ..transport.wire import INLINE_BYTES, pack, release, unpack
+from ...transport import descriptors as _descriptors
+from ...transport.wire import INLINE_BYTES, pack, release, unpack
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ def worker(
 
 def _as_error(ending: BaseException) -> Exception:
     """Return what the caller gets for a SystemExit or KeyboardInterrupt, meant for the task."""
-    from ..errors import RemoteError
+    from ...transport.errors import RemoteError
 
     error = RemoteError(type(ending).__qualname__, str(ending)).with_traceback(ending.__traceback__)
     error.__cause__ = ending
@@ -155,7 +155,7 @@ def main(
 
 def _putting(outqueue: Any) -> Callable[[Any], None]:
     """Return what puts results, and errors in their place, into a queue of a pool's own."""
-    from ..transport.remote_errors import ExceptionWithTraceback
+    from ...transport.remote_errors import ExceptionWithTraceback
 
     def put(result: tuple[int, int, tuple[bool, Any]]) -> None:
         job, chunk, (success, value) = result
@@ -298,7 +298,7 @@ class _WorkerEnd:
     def send_error(self, number: int, kind: int, error: BaseException) -> None:
         """Send an error as the result."""
         try:
-            from ..transport.remote_errors import describe
+            from ...transport.remote_errors import describe
 
             packed = pack(describe(error), copy_tensor=True)
             try:
@@ -356,7 +356,7 @@ def proxy_ctx_caller(
     if args is None:
         call, args, kwargs = call
     if isinstance(call, bytes):
-        from ..transport.pickling import loads
+        from ...transport.pickling import loads
 
         call = loads(call)
     return call(CtxPoolStorage.storage, *(args or ()), **(kwargs or {}))

@@ -12,16 +12,17 @@ from collections.abc import Iterator
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-from ..errors import RemoteError
-from ..transport import descriptors as _descriptors
-from ..transport.remote_errors import rebuild
-from ..transport.wire import Packed, pack, release, unpack
+from ...transport import descriptors as _descriptors
+from ...transport.errors import RemoteError
+from ...transport.remote_errors import rebuild
+from ...transport.wire import Packed, pack, release, unpack
 from . import worker as protocol
 
 # job, chunk, function, arguments, keyword arguments
 Task = tuple[int, int, Any, Any, Any]
-# The task of a worker, and one that it finds in its socket when it is done with the first.
-PREFETCH = 2
+_NO_WAIT = int(socket.MSG_DONTWAIT)
+# The task that a worker runs, and two that it finds in its socket afterwards.
+MOST_TASKS = 3
 
 
 class WorkerHandle:
@@ -47,6 +48,9 @@ class WorkerHandle:
     def __init__(self, slot: int, maxtasks: int | None, packing: tuple[bool, bool]) -> None:
         self.slot = slot
         self._ours, self.theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        # Room for the longest messages, so that sending never waits.
+        size = (MOST_TASKS + 1) * 2 * protocol.MESSAGE_BYTES
+        self._ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, size)
         self.fd = self._ours.fileno()
         self.memory_fd = os.memfd_create("stepwrap-worker", os.MFD_CLOEXEC)
         os.ftruncate(self.memory_fd, protocol.NUMBER.size)
@@ -100,7 +104,7 @@ class WorkerHandle:
     @property
     def has_room(self) -> bool:
         """Whether the worker can be sent a task."""
-        most = PREFETCH
+        most = MOST_TASKS
         if self._maxtasks is not None:
             most = min(most, self._maxtasks - self._answered)
         return self.is_ready and not self.is_stopping and len(self.inflight) < most
@@ -209,15 +213,15 @@ class WorkerHandle:
     def _send(self, header: bytes, packed: Packed) -> None:
         message = header + packed.data
         if packed.fds:
-            _descriptors.send(self._ours, message, packed.fds, socket.MSG_DONTWAIT)
+            _descriptors.send(self._ours, message, packed.fds, _NO_WAIT)
         else:
-            self._ours.send(message, socket.MSG_DONTWAIT)
+            self._ours.send(message, _NO_WAIT)
 
     def _unread(self, end: socket.socket) -> Iterator[tuple[bytes, list[int] | OSError]]:
         """Yield what lies in an end of the socket: messages and their descriptors."""
         while True:
             try:
-                data, fds = _descriptors.receive(end, protocol.MESSAGE_BYTES, socket.MSG_DONTWAIT)
+                data, fds = _descriptors.receive(end, protocol.MESSAGE_BYTES, _NO_WAIT)
             except BlockingIOError:
                 return
             except _descriptors.LostDescriptors as error:

@@ -16,9 +16,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ...transport.descriptors import close
+from ...transport.remote_errors import remote_report
 from ..errors import BrokenPoolError, TaskTimeoutError, WorkerDiedError
 from ..processes import CRASHES, how_it_ended
-from ..transport.descriptors import close
 from . import worker as protocol
 from .worker_handle import WorkerHandle
 
@@ -264,7 +265,7 @@ def _ends_by_itself(exitcode: int | None, start_method: str) -> bool:
 def _failure_error(worker: WorkerHandle) -> BrokenPoolError:
     reason = worker.failure
     assert reason is not None
-    told = str(reason.__cause__ or reason).strip().strip('"').strip()
+    told = remote_report(reason) or str(reason)
     what = "`worker`" if worker.is_ready else "the initializer"
     error = BrokenPoolError(f"the pool is broken: {what} failed in worker {worker.slot}:\n{told}")
     error.__cause__ = reason

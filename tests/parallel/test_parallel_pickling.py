@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stepwrap.parallel import Pickler, dumps, loads, mark_static_module
-from stepwrap.parallel.transport import wire as _wire
+from stepwrap.transport import wire as _wire
 
 _SCALARS = (
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary()

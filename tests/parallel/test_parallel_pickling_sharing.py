@@ -26,7 +26,7 @@ from tensor_families import families, numbers, touch
 from torch import nn
 
 from stepwrap.parallel import SimpleQueue, dumps, loads
-from stepwrap.parallel.transport import wire as _wire
+from stepwrap.transport import wire as _wire
 
 METHODS = ["spawn", "fork", "forkserver"]
 Sent = Callable[[Any], Any]

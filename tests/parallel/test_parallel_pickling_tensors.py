@@ -15,7 +15,7 @@ from tensor_families import bases, families, numbers, touch, views
 from torch import Tensor, nn
 
 from stepwrap.parallel import dumps, loads
-from stepwrap.parallel.transport import wire as _wire
+from stepwrap.transport import wire as _wire
 
 
 def _by_bytes(value: Any) -> Any:

@@ -6,11 +6,10 @@ import time
 import pool_work as work
 import pytest
 
-from stepwrap.parallel import P2PPool, Pool, ThreadPool, TimeoutError
+from stepwrap.parallel import Pool, ThreadPool, TimeoutError
 
 KINDS = {
     "Pool": lambda **more: Pool(2, start_method="fork", **more),
-    "P2PPool": lambda **more: P2PPool(2, start_method="fork", **more),
     "ThreadPool": lambda: ThreadPool(2),
 }
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")

@@ -12,7 +12,6 @@ from stepwrap.parallel import (
     BasePool,
     BrokenPoolError,
     EncodingError,
-    P2PPool,
     Pool,
     RemoteError,
     RemoteTraceback,
@@ -22,17 +21,17 @@ from stepwrap.parallel import (
     WorkerDiedError,
 )
 
-# Each kind with two workers; the way of starting is another matter, and forking is quick.
-KINDS = {
-    "Pool": lambda processes=2, **more: Pool(processes, start_method="fork", **more),
-    "P2PPool": lambda processes=2, **more: P2PPool(processes, start_method="fork", **more),
-}
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 
 
-@pytest.fixture(params=["Pool", "P2PPool"])
-def pool(request):
-    with KINDS[request.param]() as pool:
+def make(processes=2, **more):
+    # The way of starting is another matter, and forking is quick.
+    return Pool(processes, start_method="fork", **more)
+
+
+@pytest.fixture
+def pool():
+    with make() as pool:
         yield pool
 
 
@@ -91,9 +90,8 @@ def test_killed_while_idle(pool):
 
 
 @pytest.mark.parametrize("retries", [1, 2])
-@pytest.mark.parametrize("kind", ["Pool", "P2PPool"])
-def test_retries(kind, retries, tmp_path):
-    with KINDS[kind](retries=retries) as pool:
+def test_retries(retries, tmp_path):
+    with make(retries=retries) as pool:
         path = str(tmp_path / "tries")
         assert pool.apply(work.die_first_times, (path, retries)) == "at last"
         with pytest.raises(WorkerDiedError):
@@ -171,11 +169,10 @@ def test_parents_exception_is_the_error_of_the_input(pool):
         next(iterator)
 
 
-@pytest.mark.parametrize("kind", [*KINDS, "ThreadPool", "BasePool"])
+@pytest.mark.parametrize("kind", [make, ThreadPool, BasePool])
 def test_initializer_fails(kind):
-    make = {**KINDS, "ThreadPool": ThreadPool, "BasePool": BasePool}[kind]
     fail = work.initializer_fails
-    pool = make(processes=2, initializer=lambda: fail())
+    pool = kind(processes=2, initializer=lambda: fail())
     result_error = None
     try:
         pool.apply_async(work.square, (1,)).get(20)

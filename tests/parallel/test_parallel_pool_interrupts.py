@@ -11,11 +11,10 @@ import pool_work as work
 import pytest
 from pool_checks import nothing_left, wait_until
 
-from stepwrap.parallel import P2PPool, Pool, PoolTerminatedError, ThreadPool
+from stepwrap.parallel import Pool, PoolTerminatedError, ThreadPool
 
 KINDS = {
     "Pool": lambda: Pool(2, start_method="fork"),
-    "P2PPool": lambda: P2PPool(2, start_method="fork"),
     "ThreadPool": lambda: ThreadPool(2),
 }
 CALLS = {

@@ -19,7 +19,6 @@ from stepwrap.parallel import (
     BasePool,
     CtxPool,
     CtxThreadPool,
-    P2PPool,
     Pool,
     PoolTerminatedError,
     ThreadPool,
@@ -28,7 +27,6 @@ from stepwrap.parallel import (
 
 KINDS = {
     "Pool": lambda *args, **more: Pool(2, *args, start_method="fork", **more),
-    "P2PPool": lambda *args, **more: P2PPool(2, *args, start_method="fork", **more),
     "ThreadPool": lambda *args, **more: ThreadPool(2, *args, **more),
 }
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
@@ -150,7 +148,7 @@ def test_terminate_in_a_callback(make):
 
 
 @pytest.mark.parametrize(
-    "kind", [Pool, P2PPool, ThreadPool, CtxPool, CtxThreadPool, BasePool], ids=lambda k: k.__name__
+    "kind", [Pool, ThreadPool, CtxPool, CtxThreadPool, BasePool], ids=lambda k: k.__name__
 )
 def test_mistakes_at_construction(kind):
     with pytest.raises(ValueError, match="Number of processes must be at least 1"):
@@ -183,10 +181,9 @@ def test_pool_cannot_be_pickled(make):
 
 
 @pytest.mark.parametrize("tasks", [1, 3])
-@pytest.mark.parametrize("kind", ["Pool", "P2PPool"])
-def test_maxtasksperchild(kind, tasks):
+def test_maxtasksperchild(tasks):
     with nothing_left():
-        pool = KINDS[kind](maxtasksperchild=tasks)
+        pool = KINDS["Pool"](maxtasksperchild=tasks)
         pids = pool.map(work.pid, range(12), 1)
         assert all(pids.count(one) <= tasks for one in pids)
         assert pool.map(work.square, range(8), 1) == [n * n for n in range(8)]

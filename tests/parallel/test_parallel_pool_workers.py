@@ -8,22 +8,17 @@ import pool_work as work
 import pytest
 from pool_checks import nothing_left
 
-from stepwrap.parallel import P2PPool, Pool, WorkerDiedError
+from stepwrap.parallel import Pool, WorkerDiedError
 
-KINDS = {
-    "Pool": lambda *args, **more: Pool(*args, start_method="fork", **more),
-    "P2PPool": lambda *args, **more: P2PPool(*args, start_method="fork", **more),
-}
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 
 
-@pytest.fixture(params=KINDS)
-def make(request):
-    return KINDS[request.param]
+def make(processes):
+    return Pool(processes, start_method="fork")
 
 
 @pytest.mark.parametrize("then", ["close", "go on"])
-def test_many_functions_in_turn(make, then):
+def test_many_functions_in_turn(then):
     """There is always room to send it tasks, and to stop it."""
     with make(1) as pool:
         iterators = [pool.imap(lambda n: n, iter(range(2)), lookahead=1) for _ in range(100)]
@@ -38,7 +33,7 @@ def test_many_functions_in_turn(make, then):
         pool.join(20)
 
 
-def test_child_of_a_task_is_no_worker(make):
+def test_child_of_a_task_is_no_worker():
     with make(2) as pool:
         assert pool.map(work.fork_and_come_out, range(20), 1) == list(range(20))
         assert pool.map(work.square, range(50), 1) == [n * n for n in range(50)]
@@ -51,7 +46,7 @@ def reap(*_):
 
 
 @pytest.mark.parametrize("handler", [signal.SIG_IGN, reap])
-def test_children_that_others_wait_for(make, handler):
+def test_children_that_others_wait_for(handler):
     """Exit codes are lost so, and nothing else."""
     before = signal.signal(signal.SIGCHLD, handler)
     try:

@@ -6,9 +6,16 @@ from typing import Any
 import torch.distributed as dist
 from ranks import run_ranks
 
+from stepwrap.parallel import RemoteTraceback
 from stepwrap.rpc import RpcGroup, World
 
 Body = Callable[..., Any]
+
+
+def remote_traceback(error: BaseException) -> str:
+    """Return the traceback with which an error came from another process."""
+    assert isinstance(error.__cause__, RemoteTraceback)
+    return str(error.__cause__)
 
 
 def told(fn: Any, *args: Any, **kwargs: Any) -> tuple[str, str]:

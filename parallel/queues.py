@@ -16,9 +16,9 @@ import time
 from multiprocessing.context import BaseContext
 from typing import Any
 
-from ..errors import TimeoutError
+from ..transport.wire import Packed, pack, release, unpack
 from .channel import Channel, wait
-from .wire import Packed, pack, release, unpack
+from .errors import TimeoutError
 
 
 class SimpleQueue:

@@ -1,4 +1,4 @@
-"""Descriptors between processes, and memory that travels as one."""
+"""Descriptors between processes."""
 
 from __future__ import annotations
 
@@ -8,15 +8,14 @@ import errno
 import os
 import resource
 import socket
-import struct
-import sys
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import accumulate
 
 # Linux takes 253 with a message, and a task of a pool is a function and its arguments.
 MOST = 125
 _SIZE = array.array("i").itemsize
 _ROOM = socket.CMSG_SPACE(2 * MOST * _SIZE)
+# Plain numbers: operations on enums take longer than the call itself.
+_CLOSE_ON_EXEC, _TRUNCATED = int(socket.MSG_CMSG_CLOEXEC), int(socket.MSG_CTRUNC)
 
 
 class LostDescriptors(OSError):
@@ -98,14 +97,14 @@ def receive(source: socket.socket, size: int, flags: int = 0) -> tuple[bytes, li
     Raises:
         LostDescriptors: there is no room for the descriptors.
     """
-    data, extra, state, _ = source.recvmsg(size, _ROOM, flags | socket.MSG_CMSG_CLOEXEC)
-    if not extra and not state & socket.MSG_CTRUNC:
+    data, extra, state, _ = source.recvmsg(size, _ROOM, flags | _CLOSE_ON_EXEC)
+    if not extra and not state & _TRUNCATED:
         return data, []
     numbers = array.array("i")
     for level, kind, content in extra:
         if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
             numbers.frombytes(content[: len(content) - len(content) % _SIZE])
-    if state & socket.MSG_CTRUNC:
+    if state & _TRUNCATED:
         close(numbers)
         error = LostDescriptors(*_advice(errno.EMFILE).args)
         error.data = data
@@ -135,68 +134,3 @@ def _advice(code: int) -> OSError:
         f"are {what}, and each tensor in shared memory takes one; raise the limit, pass tensors "
         'by copy, or call torch.multiprocessing.set_sharing_strategy("file_system") first',
     )
-
-
-# For vector instructions.
-_ALIGNMENT = 64
-# The most buffers that one writev takes on Linux.
-_MOST_PIECES = 1024
-_COUNT = struct.Struct("<Q")
-
-
-def write_memory(buffers: Sequence[memoryview]) -> int:
-    """Return the descriptor of new memory with the buffers in it.
-
-    Raises:
-        OSError: no descriptor, or no memory.
-    """
-    index = struct.pack(f"<{len(buffers) + 1}Q", len(buffers), *(b.nbytes for b in buffers))
-    pieces: list[memoryview] = []
-    for buffer in (memoryview(index), *buffers):
-        # writev takes no empty ones forward.
-        pieces += [buffer.cast("B"), memoryview(bytes(-buffer.nbytes % _ALIGNMENT))]
-    pieces = [piece for piece in pieces if piece.nbytes]
-    descriptor = os.memfd_create("stepwrap", os.MFD_CLOEXEC)
-    try:
-        while pieces:
-            written = os.writev(descriptor, pieces[:_MOST_PIECES])
-            while pieces and written >= pieces[0].nbytes:
-                written -= pieces.pop(0).nbytes
-            if written:
-                pieces[0] = pieces[0][written:]
-    except BaseException:
-        os.close(descriptor)
-        raise
-    return descriptor
-
-
-def read_memory(descriptor: int) -> list[memoryview]:
-    """Return the buffers in the memory, which may be written to; the descriptor stays open.
-
-    Raises:
-        OSError: the memory cannot be mapped.
-    """
-    size = os.fstat(descriptor).st_size
-    memory = _memory(descriptor, size)
-    (count,) = _COUNT.unpack_from(memory)
-    sizes = struct.unpack_from(f"<{count}Q", memory, _COUNT.size)
-    steps = (size + -size % _ALIGNMENT for size in (_COUNT.size * (count + 1), *sizes))
-    return [memory[start : start + size] for start, size in zip(accumulate(steps), sizes)]  # noqa: B905
-
-
-def _memory(descriptor: int, size: int) -> memoryview:
-    torch = sys.modules.get("torch")
-    if torch is None:
-        # The standard mmap would keep a descriptor open for as long as the memory lives.
-        data = memoryview(bytearray(size))
-        place = 0
-        while place < size:
-            place += os.preadv(descriptor, [data[place:]], place)
-        return data
-    try:
-        path = f"/proc/self/fd/{descriptor}"
-        mapped = torch.from_file(path, shared=False, size=size, dtype=torch.uint8)
-    except RuntimeError as error:
-        raise OSError(errno.ENOMEM, str(error)) from error
-    view: memoryview = mapped.numpy().data
-    return view

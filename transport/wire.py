@@ -14,6 +14,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from . import descriptors as _descriptors
+from . import memory as _memory
 from .buffers import APART_FROM, divider
 
 # The most bytes that go beside descriptors.
@@ -76,7 +77,7 @@ def unpack(data: bytes | memoryview, fds: Sequence[int] = ()) -> Any:
         if not flags & _IN_MEMORY:
             return load(memoryview(data)[_HEADER.size :], buffers=descriptors)
         with contextlib.closing(descriptors.pop(0)) as memory, _descriptors.explaining():
-            buffers = _descriptors.read_memory(memory.number)
+            buffers = _memory.split(_memory.read(memory.number))
         return load(buffers[0], buffers=[*buffers[1:], *descriptors])
     finally:
         for descriptor in descriptors:
@@ -114,7 +115,7 @@ def _packed(
     if parts or len(stream) > INLINE_BYTES - _HEADER.size:
         flags |= _IN_MEMORY
         buffers = [memoryview(stream), *(part.raw() for part in parts)]
-        descriptors.insert(0, _descriptors.write_memory(buffers))
+        descriptors.insert(0, _memory.write(_memory.lay_out(buffers)))
         stream = b""
     if len(descriptors) > _descriptors.MOST:
         descriptors[:] = [_descriptors.bundled(descriptors)]

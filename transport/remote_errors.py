@@ -9,7 +9,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, cast
 
-from ..errors import RemoteError, RemoteTraceback
+from .errors import RemoteError, RemoteTraceback
 from .pickling import dumps, loads
 
 # Of a text, in characters. The first quarter is kept and the end, where a traceback tells most.
@@ -77,6 +77,12 @@ def rebuild(data: bytes) -> BaseException:
     failure = RemoteError(type_name, message, text)
     failure.__cause__ = RemoteTraceback(_quoted(text))
     return failure
+
+
+def remote_report(error: BaseException) -> str | None:
+    """Return the traceback with which an exception came from another process, None without one."""
+    cause = error.__cause__
+    return str(cause).strip('\n"') if isinstance(cause, RemoteTraceback) else None
 
 
 def format_error(error: BaseException, tb: TracebackType | None = None) -> str:

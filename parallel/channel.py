@@ -19,9 +19,9 @@ from fcntl import ioctl
 from multiprocessing.reduction import DupFd
 from typing import Any
 
-from ..errors import TimeoutError
-from . import descriptors as _descriptors
-from .wire import INLINE_BYTES, Packed
+from ..transport import descriptors as _descriptors
+from ..transport.wire import INLINE_BYTES, Packed
+from .errors import TimeoutError
 
 _forks = 0
 

@@ -1,0 +1,26 @@
+"""Errors of other processes, where they cannot be had as they were."""
+
+from __future__ import annotations
+
+
+class RemoteTraceback(Exception):
+    """The traceback in the other process or thread, as the `__cause__` of an error of a task."""
+
+
+class RemoteError(RuntimeError):
+    """An error of a task that cannot be made anew in this process.
+
+    Attributes:
+        type_name: the full name of the error's class.
+        message: its text.
+        traceback: the traceback in the other process.
+    """
+
+    def __init__(self, type_name: str, message: str, traceback: str = "") -> None:
+        super().__init__(type_name, message, traceback)
+        self.type_name = type_name
+        self.message = message
+        self.traceback = traceback
+
+    def __str__(self) -> str:
+        return f"{self.type_name}: {self.message}" if self.message else self.type_name
