@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ...wrappers import is_model_wrapper
+from ...wrappers.features import model_features, optim_features
 from ...wrappers.sharding.layout import (
     Layout,
     as_global,
@@ -23,7 +24,6 @@ from ...wrappers.sharding.layout import (
     local_part,
     take_part,
 )
-from ...wrappers.features import model_features, optim_features
 from ..schedule import members_of
 from ..state import LoopState
 from .files import own_rank, world_size
