@@ -68,7 +68,7 @@ class OptimFeatures:
         window_weight: weight of the micro-batches whose gradients this rank holds.
         guard: decides before each update whether it is made.
         grad_norm: total norm of the gradients before they were clipped.
-        scales_losses: whether losses are scaled up, as for float16.
+        scales_losses: whether losses are multiplied by a scale (float16).
         needs_closure: whether the optimizer recomputes the loss, as LBFGS does.
         collective_state: whether every rank must call ``state_dict``.
         reads_parts: whether ``load_state_dict`` accepts objects that can be sliced.
