@@ -62,6 +62,7 @@ class OptimFeatures:
     Attributes:
         accumulative_counts: micro-batches per update.
         inner_count: micro-batches so far.
+        max_counts: micro-batches at the end of the training; -1 if that is not known.
         loss_weight: the measure of a batch that losses are averaged by; None: all count the same.
         last_weight: weight of the last micro-batch of this rank.
         batch_counts: whether the next micro-batch is a real one, not padding for other ranks.
@@ -76,6 +77,7 @@ class OptimFeatures:
 
     accumulative_counts: Any = 1
     inner_count: Any = 0
+    max_counts: Any = -1
     loss_weight: Any = None
     last_weight: Any = None
     batch_counts: Any = True

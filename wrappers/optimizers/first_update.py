@@ -41,7 +41,7 @@ class FirstUpdate(Gate):
 
         Every rank that shares gradients must call this.
         """
-        if self._passes(optim_wrapper.has_run_backward):
+        if self._passes(optim_wrapper.inner_count > optim_wrapper.resumed_at):
             optim_wrapper.gates.remove(self)
             self._model = None
         return True
