@@ -62,13 +62,14 @@ class OptimFeatures:
     Attributes:
         accumulative_counts: micro-batches per update.
         inner_count: micro-batches so far.
+        max_counts: micro-batches at the end of the training; -1 if that is not known.
         loss_weight: the measure of a batch that losses are averaged by; None: all count the same.
         last_weight: weight of the last micro-batch of this rank.
         batch_counts: whether the next micro-batch is a real one, not padding for other ranks.
         window_weight: weight of the micro-batches whose gradients this rank holds.
         guard: decides before each update whether it is made.
         grad_norm: total norm of the gradients before they were clipped.
-        scales_losses: whether losses are scaled up, as for float16.
+        scales_losses: whether losses are multiplied by a scale (float16).
         needs_closure: whether the optimizer recomputes the loss, as LBFGS does.
         collective_state: whether every rank must call ``state_dict``.
         reads_parts: whether ``load_state_dict`` accepts objects that can be sliced.
@@ -76,6 +77,7 @@ class OptimFeatures:
 
     accumulative_counts: Any = 1
     inner_count: Any = 0
+    max_counts: Any = -1
     loss_weight: Any = None
     last_weight: Any = None
     batch_counts: Any = True

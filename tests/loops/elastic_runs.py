@@ -133,7 +133,7 @@ def train(
         save_checkpoint(folder, state)
     weights = {n: _whole(w) for n, w in weights_of(model.module).items()}
     counters = (state.epoch, state.batch, state.iteration, state.step, state.max_steps)
-    counts = (wrapper.inner_count, wrapper._max_counts)
+    counts = (wrapper.inner_count, wrapper.max_counts)
     return {
         "seen": follow.seen,
         "weights": weights,

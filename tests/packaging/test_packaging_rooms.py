@@ -4,6 +4,7 @@ import ast
 from collections import Counter
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
+from importlib import import_module
 from pathlib import Path
 
 from source_tree import FILES, ROOT
@@ -53,6 +54,18 @@ def test_a_folder_is_at_most_two_levels_below_the_root() -> None:
 def test_every_room_says_what_it_is_for() -> None:
     rooms = [file for module, file in MODULES.items() if file.name == "__init__.py"]
     assert not [file for file in rooms if not ast.get_docstring(ast.parse(file.read_text()))]
+
+
+def test_front_doors_list_what_other_folders_import_from_them() -> None:
+    unlisted = [
+        f"{'.'.join(module)}: from {'.'.join(base)} import {name}"
+        for module, file in MODULES.items()
+        for base, names in relative_imports(module, file)
+        if base and base[0] != module[0]
+        for name in names
+        if len(base) == 1 and name not in import_module(f"stepwrap.{base[0]}").__all__
+    ]
+    assert not unlisted
 
 
 def test_no_module_imports_itself_by_way_of_others() -> None:

@@ -308,7 +308,7 @@ def test_accumulation_counts_reach_every_member(gan: Path) -> None:
     # 48 batches: nine windows of five, and one of three.
     assert (state.iteration, state.step) == (48, 10)
     assert [one.inner_count for one in state.optim_wrapper.values()] == [48, 48]
-    assert [one._max_counts for one in state.optim_wrapper.values()] == [48, 48]
+    assert [one.max_counts for one in state.optim_wrapper.values()] == [48, 48]
 
 
 def test_paramwise_of_a_single_optimizer(run: Path) -> None:

@@ -63,13 +63,13 @@ def test_counters_reach_the_members() -> None:
     group = _members(counts=3)
     group["disc"].initialize_count_status(nn.Linear(1, 1), 0, 4)
     group.initialize_count_status(nn.Linear(1, 1), 0, 8)
-    assert group["gen"]._max_counts == 8
+    assert group["gen"].max_counts == 8
     assert group["gen"]._remainder_counts == 2
-    assert group["disc"]._max_counts == 4
+    assert group["disc"].max_counts == 4
     # Another training in the same process.
     group.initialize_count_status(nn.Linear(1, 1), 8, 16)
-    assert group["gen"]._max_counts == 16
-    assert group["disc"]._max_counts == 4
+    assert group["gen"].max_counts == 16
+    assert group["disc"].max_counts == 4
 
 
 def test_should_update_is_any_members() -> None:

@@ -6,7 +6,6 @@ import operator
 import re
 from collections.abc import Callable, Iterator
 from functools import reduce
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 from torch.utils._pytree import tree_leaves
 
+from ...registry import is_users_file
 from ..steps.preprocess import device_of
 from ..steps.step import as_call, parse_losses
 from .errors import NotCompilableError, first_line
@@ -25,7 +25,6 @@ _READS_VALUE = (
     "leave compile: step out"
 )
 _CONTROL_FLOW = ("cond", "while_loop", "map_impl", "scan", "associative_scan")
-_FRAMEWORK = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 # Parts of Dynamo's messages, with plain words for them.
 _PLAIN = {
     "Data-dependent": _READS_VALUE,
@@ -244,7 +243,7 @@ def _in_plain_words(error: Exception) -> str:
 
 
 def _line(text: str) -> str:
-    """The innermost line of Python outside of torch that an error names."""
+    """The innermost line of the user's files that an error names."""
     lines = re.findall(r'File "([^"]+)", line (\d+)', text)
-    own = [place for place in lines if not place[0].startswith(_FRAMEWORK)]
+    own = [place for place in lines if is_users_file(place[0])]
     return f" ({own[-1][0]}:{own[-1][1]})" if own else ""

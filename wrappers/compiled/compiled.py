@@ -189,7 +189,7 @@ class Compiled:
         except NotCompilableError:
             window.weight, window.total = before
             raise
-        optim_wrapper.count_micro_batch()
+        optim_wrapper.inner_count += 1
         count = len(self._names)
         if plan.updates:
             if self._update is not None:

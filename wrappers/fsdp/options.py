@@ -41,10 +41,10 @@ class _Spelling(NamedTuple):
 
     Attributes:
         default: its default here.
-        ours: what says the same thing: only one of these may be given.
+        ours: options with the same meaning; only one of them may be given.
         enum: torch's enum of its values.
-        remedies: what to do instead of a value that has no counterpart; None stands for all values
-            other than the default.
+        remedies: advice for values without a counterpart; None stands for all values except the
+            default.
     """
 
     default: Any = None

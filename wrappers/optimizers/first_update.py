@@ -41,7 +41,7 @@ class FirstUpdate(Gate):
 
         Every rank that shares gradients must call this.
         """
-        if self._passes(optim_wrapper.has_run_backward):
+        if self._passes(optim_wrapper.inner_count > optim_wrapper.resumed_at):
             optim_wrapper.gates.remove(self)
             self._model = None
         return True
@@ -72,7 +72,7 @@ class FirstUpdate(Gate):
 
 
 def _is_reached(parameters: Sequence[Tensor], name: str, has_run: bool) -> bool:
-    """Whether there is a gradient; RuntimeError where there should be one."""
+    """Whether there is a gradient; raise RuntimeError if one is missing."""
     if any(getattr(one, "is_replaced", False) for one in parameters):
         raise RuntimeError(
             f"{name} has parameters that the model has no more, since its layers were split; make "
@@ -80,7 +80,7 @@ def _is_reached(parameters: Sequence[Tensor], name: str, has_run: bool) -> bool:
         )
     if any(one.grad is not None for one in parameters):
         return True
-    # What is frozen may be trained later, and another wrapper's backward may reach others.
+    # Frozen parameters may be trained later, and another wrapper's backward may reach others.
     if has_run and any(one.requires_grad for one in parameters):
         raise RuntimeError(
             f"no parameter of {name} has a gradient at its first update: either the loss reaches "
@@ -94,7 +94,7 @@ def _is_averaged(model: Any) -> bool:
     """Whether each rank is to update by the same gradients, and comes to every update."""
     if not distributed.is_initialized() or model_features(model).uneven_inputs is not None:
         return False
-    # A hook may leave them apart, as local SGD does, and so may what torch is told to ignore.
+    # A hook may leave them different, like local SGD, and so may parameters that torch ignores.
     return not any(
         getattr(one, "_comm_hooks", None) or getattr(one, "parameters_to_ignore", None)
         for one in model.modules()
@@ -147,8 +147,8 @@ def _differing(
     """Return whose gradients differ between the ranks, and whether all are finite; collective.
 
     Args:
-        tolerance: what may differ, relative to the gradient: kernels add in any order.
-        noise: what may be nothing but rounding, relative to the largest gradient.
+        tolerance: allowed difference relative to the gradient: kernels add in any order.
+        noise: size of pure rounding errors, relative to the largest gradient.
     """
     # One more, so that there is something to send.
     own = torch.stack([torch.zeros(4, dtype=torch.float64), *(_digest(p.grad) for p in parameters)])
@@ -164,7 +164,7 @@ def _differing(
 
 
 def _digest(gradient: Tensor | None) -> Tensor:
-    """The norm of a gradient and sums over three of its parts; zeros where there is none."""
+    """Return the norm of a gradient and sums over three parts; zeros for a missing gradient."""
     if gradient is None:
         return torch.zeros(4, dtype=torch.float64)
     own = local_part(gradient)

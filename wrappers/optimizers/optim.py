@@ -39,6 +39,8 @@ class Accumulation(OptimFeatures):
     """Counts micro-batches, ``accumulative_counts`` per update; base of the optimizer wrappers.
 
     Attributes:
+        max_counts: micro-batches at the end of the training; -1 if that is not known.
+        resumed_at: micro-batches before the training began or was resumed.
         window: the micro-batches of an update, and their weights.
         gates: take part in each micro-batch and update; empty in the common case.
     """
@@ -55,9 +57,9 @@ class Accumulation(OptimFeatures):
             )
         self._accumulative_counts = operator.index(accumulative_counts)
         self._inner_count = 0
-        self._max_counts = -1
+        self.max_counts = -1
         self._remainder_counts = -1
-        self._resumed_at = 0
+        self.resumed_at = 0
         self._pass_start, self._pass_end = 0, -1
         self.window = CountWindow()
         self.gates: list[Gate] = []
@@ -72,19 +74,9 @@ class Accumulation(OptimFeatures):
         """Micro-batches so far."""
         return self._inner_count
 
-    @property
-    def max_counts(self) -> int:
-        """Micro-batches at the end of the training; -1 if that is not known."""
-        return self._max_counts
-
-    @property
-    def has_run_backward(self) -> bool:
-        """Whether there has been a micro-batch since the start or the last restart."""
-        return self._inner_count > self._resumed_at
-
-    def count_micro_batch(self) -> None:
-        """Count a micro-batch whose backward has run."""
-        self._inner_count += 1
+    @inner_count.setter
+    def inner_count(self, count: int) -> None:
+        self._inner_count = count
 
     @property
     def guard(self) -> UpdateGuard | None:
@@ -105,9 +97,9 @@ class Accumulation(OptimFeatures):
         for gate in self.gates:
             gate.begin(model)
         every = self._accumulative_counts
-        self._inner_count = self._resumed_at = init_counts
+        self._inner_count = self.resumed_at = init_counts
         self._pass_start, self._pass_end = 0, -1
-        self._max_counts = max_counts
+        self.max_counts = max_counts
         self._remainder_counts = max_counts % every if max_counts > 0 else -1
         if init_counts % every and self.loss_weight is None:
             logger.warning(
@@ -148,13 +140,13 @@ class Accumulation(OptimFeatures):
         """Whether the micro-batch just counted ends its window."""
         count = self._inner_count
         full = (count - self._pass_start) % self._accumulative_counts == 0
-        return full or count in (self._pass_end, self._max_counts)
+        return full or count in (self._pass_end, self.max_counts)
 
     def should_sync(self) -> bool:
         """Whether the coming micro-batch ends its window (asked before its backward)."""
         count = self._inner_count + 1
         full = (count - self._pass_start) % self._accumulative_counts == 0
-        return full or count in (self._pass_end, self._max_counts)
+        return full or count in (self._pass_end, self.max_counts)
 
     def weigh(self, batch: Any, model: Any = None) -> None:
         """Set what the coming micro-batch weighs; without ``loss_weight`` nothing happens.
@@ -211,12 +203,12 @@ class Accumulation(OptimFeatures):
         every = self._accumulative_counts
         start = index - index % every
         end = start + every
-        if 0 < self._max_counts <= index:
+        if 0 < self.max_counts <= index:
             return every
-        if self._max_counts > 0:
-            end = min(end, self._max_counts)
+        if self.max_counts > 0:
+            end = min(end, self.max_counts)
         # Gradients gathered before a restart are lost, so they must not be averaged over.
-        return end - max(start, self._resumed_at)
+        return end - max(start, self.resumed_at)
 
 
 @OPTIM_WRAPPERS.register_module()
@@ -250,6 +242,8 @@ class OptimWrapper(Accumulation):
             one that only keeps other ranks company: it weighs 0.
         last_weight: weight of the last micro-batch of this rank.
         clip: clips the gradients; None if nothing is clipped.
+        collective_state: whether every rank must call ``state_dict``.
+        defaults: the optimizer's settings for groups that do not set them.
         reads_parts: ``load_state_dict`` takes what can be cut in place of tensors.
         clip_grad_kwargs: ``clip_grad`` without its ``type``; None if nothing is clipped.
         grad_norm: total norm before clipping at the last update, a tensor on the device
@@ -281,6 +275,8 @@ class OptimWrapper(Accumulation):
         check_optimizer(optimizer)
         self.optimizer = optimizer
         self.needs_closure = needs_closure(type(optimizer))
+        self.collective_state = is_spread(optimizer)
+        self.defaults: dict[str, Any] = getattr(optimizer, "defaults", {})
         self._is_sharded = any(is_dtensor(one) for one in parameters_of(optimizer))
         self.grad_norm: Tensor | None = None
         self.clip = None if clip_grad is None else GradClip(clip_grad)
@@ -332,7 +328,7 @@ class OptimWrapper(Accumulation):
                 f"to be averaged, got {type(model).__name__}: give self, not self.module"
             )
         wrapper: Any = model
-        self.count_micro_batch()
+        self._inner_count += 1
 
         def evaluate() -> Any:
             self.zero_grad()
@@ -404,16 +400,6 @@ class OptimWrapper(Accumulation):
         return no_sync(model) if own is None else own()
 
     @property
-    def collective_state(self) -> bool:
-        """Whether the state is spread over the ranks, so that all must call ``state_dict``."""
-        return is_spread(self.optimizer)
-
-    @property
-    def defaults(self) -> dict[str, Any]:
-        """The optimizer's settings for groups that have none of their own."""
-        return getattr(self.optimizer, "defaults", {})
-
-    @property
     def param_groups(self) -> list[dict[str, Any]]:
         """The optimizer's groups; with several, a further one that carries the base settings."""
         groups = self.optimizer.param_groups
@@ -466,7 +452,7 @@ class OptimWrapper(Accumulation):
         if base is not None and self.base_param_settings is not None:
             self.base_param_settings = dict(base)
         if (count := state.pop(_COUNT_KEY, None)) is not None:
-            self._inner_count = self._resumed_at = count
+            self._inner_count = self.resumed_at = count
         self.window.unit = state.pop(_UNIT_KEY, 0.0)
         load_state(self.optimizer, state)
 

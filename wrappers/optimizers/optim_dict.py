@@ -158,7 +158,9 @@ class OptimWrapperDict(Mapping[str, OptimWrapper], OptimFeatures):
 
     def followers(self) -> list[OptimWrapper]:
         """The members that the caller has not initialised: they follow the run's counts."""
-        self._followers.update(n for n, wrapper in self.items() if wrapper._max_counts < 0)
+        self._followers.update(
+            n for n, wrapper in self.items() if optim_features(wrapper).max_counts < 0
+        )
         return [wrapper for name, wrapper in self.items() if name in self._followers]
 
     @property

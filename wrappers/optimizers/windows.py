@@ -30,7 +30,7 @@ class CountWindow(Gate):
     """A window in which every micro-batch counts the same; its length divides the losses.
 
     Attributes:
-        unit: what weights are divided by; 0 while there has been no weight.
+        unit: divides the weights; 0 before the first weight.
         weight: of the micro-batch whose backward comes next.
         total: of the micro-batches on this rank whose gradients are held; None if there are none.
     """
@@ -196,7 +196,7 @@ class WeightedWindow(CountWindow):
         if isinstance(total, float) and total == 0:
             return 0.0
         factor = (total if self._is_whole else self.unit * self.ranks) / total
-        # On an accelerator nobody looks whether there is anything: then this is not finite.
+        # On an accelerator the total is not inspected, to avoid waiting: it may be 0.
         return factor.where(factor.isfinite(), 0.0) if isinstance(factor, Tensor) else factor
 
     def _received(self) -> float | Tensor:
@@ -225,11 +225,11 @@ class WeightedWindow(CountWindow):
 
 
 def _nobody() -> None:
-    """Stands for the reference to a model while none is known."""
+    """Stand in for the reference to a model while none is known."""
 
 
 def _refuse_ranks() -> None:
-    """Raise RuntimeError where there are ranks, and nobody has said which average gradients."""
+    """Raise RuntimeError if several ranks run and the model's wrapper is unknown."""
     if distributed.is_initialized() and distributed.get_world_size() > 1:
         raise RuntimeError(
             "with loss_weight the optimizer wrapper must know whose gradients are averaged: enter "

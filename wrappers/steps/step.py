@@ -57,7 +57,7 @@ def parse_losses(losses: Mapping[str, Tensor | list[Tensor]]) -> tuple[Tensor, d
         )
     only = losses.get("loss") if len(losses) == 1 else None
     if isinstance(only, Tensor) and only.ndim == 0 and only.is_floating_point():
-        # What most steps have, at a third of the cost.
+        # Fast path: a single scalar loss.
         return only, {"loss": only.detach()}
     if is_dataclass(losses):
         return _parse_output(losses)
@@ -179,10 +179,10 @@ class Steps(ModelFeatures):
     def train_steps(
         self, batches: Iterable[Any], optim_wrapper: OptimizerWrapper
     ) -> list[dict[str, Tensor]]:
-        """Train on one batch after the other, as by ``train_step``; returns the logs of each.
+        """Train on several batches by ``train_step``; returns the logs of each.
 
-        A compiled step checks once whether it still fits the model, so what gives the batches must
-        not change that. Every rank must call this.
+        A compiled step checks once whether it still fits the model, so the iterable must not change
+        the model. Every rank must call this.
         """
         self.look_every(sys.maxsize)
         try:
