@@ -88,7 +88,7 @@ class Channel:
             else:
                 self.writer.send(packed.data, flags)
         except ConnectionResetError as error:
-            # What a socket says whose last reader has left messages unread.
+            # The last reader of the socket has left messages unread.
             raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE)) from error
         except OSError as error:
             _check_open(error)
@@ -126,7 +126,7 @@ class Channel:
         return data, descriptors
 
     def is_empty(self) -> bool:
-        """Return whether there is no message now."""
+        """Return whether no message is waiting."""
         try:
             return not self.reader.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
         except BlockingIOError:

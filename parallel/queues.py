@@ -1,8 +1,8 @@
 """Queues between processes of one machine.
 
-A message goes to exactly one reader, whole or not at all, whoever is killed meanwhile. About 270
+A message goes to exactly one reader, whole or not at all, even if processes are killed. About 270
 small messages, or 200 KB of larger ones, may wait; then `put` does. Values of more than 32 KB lie
-in memory of their own and count as small.
+in separate memory and count as small.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class SimpleQueue:
 
     Args:
         ctx: accepted because it is documented; nothing here depends on how processes are started.
-        copy_tensor: True gives the receiver tensors of its own; False passes CPU tensors through
+        copy_tensor: True gives the receiver copies; False passes CPU tensors through
             shared memory, into which the sender's are moved (CUDA tensors: by handles).
     """
 
@@ -72,7 +72,7 @@ class SimpleQueue:
         return self._channel.is_empty()
 
     def close(self) -> None:
-        """Close the queue in this process; what waits in it stays for the others."""
+        """Close the queue in this process; waiting messages stay for the others."""
         self._channel.close()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -110,7 +110,7 @@ class SimpleP2PQueue(SimpleQueue):
 
 
 class MultiP2PQueue:
-    """Queues to several processes, or from several, each with one queue of its own.
+    """Queues to several processes, or from several, each with a separate queue.
 
     Args:
         queue_num: how many queues.

@@ -1,6 +1,6 @@
 """Parts of an object that stand outside of its pickle, in the order of their marks in it.
 
-Imports no torch: whoever handles no tensor does without.
+Imports no torch: many processes handle no tensor.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 # Stands where a part is put in at loading: pickle gives the next of its `buffers`, whatever that
 # is. Writable, because pickle makes a view of what is not.
 MARK = pickle.PickleBuffer(bytearray())
-# Buffers of this many bytes are worth a place of their own.
+# Buffers of this many bytes are worth a separate place.
 APART_FROM = 16 * 1024
 
 

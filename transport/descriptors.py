@@ -29,7 +29,7 @@ class LostDescriptors(OSError):
 
 
 class Received:
-    """A descriptor from another process, to be closed by whoever detaches it."""
+    """A descriptor from another process, to be closed by the caller of `detach`."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -95,7 +95,7 @@ def receive(source: socket.socket, size: int, flags: int = 0) -> tuple[bytes, li
     """Return one message of at most `size` bytes and its descriptors; b"" when none will come.
 
     Raises:
-        LostDescriptors: there is no room for the descriptors.
+        LostDescriptors: this process has no room for the descriptors.
     """
     data, extra, state, _ = source.recvmsg(size, _ROOM, flags | _CLOSE_ON_EXEC)
     if not extra and not state & _TRUNCATED:

@@ -1,4 +1,4 @@
-"""Errors of other processes, where they cannot be had as they were."""
+"""Errors that stand for errors of other processes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ class RemoteTraceback(Exception):
 
 
 class RemoteError(RuntimeError):
-    """An error of a task that cannot be made anew in this process.
+    """An error of a task that cannot be rebuilt in this process.
 
     Attributes:
         type_name: the full name of the error's class.

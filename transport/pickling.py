@@ -41,7 +41,7 @@ def loads(data: bytes | bytearray | memoryview) -> Any:
     """Return the object of bytes from `dumps` or of a file written by `Pickler`.
 
     Raises:
-        OSError: a tensor passed by reference is no longer in shared memory.
+        OSError: a tensor passed by reference has left shared memory.
     """
     return pickle.loads(data)
 
@@ -68,7 +68,7 @@ class _Reducers(dict[type, Callable[[Any], Any]]):
 
 
 class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """Writes objects to a file, each `dump` a message of its own.
+    """Writes objects to a file, each `dump` as a separate message.
 
     Functions and classes that cannot be imported elsewhere (lambdas, local ones) go by value with
     exactly the globals that they refer to. Those of the script are found by name in a process that
@@ -241,7 +241,7 @@ def _value(obj: FunctionType | type) -> bytes:
 
 @cache
 def _names_when_imported(path: str) -> frozenset[str]:
-    """Return what the script surely defines in a worker, where it is not the main program.
+    """Return the names that the script surely defines in a worker, which imports it.
 
     Not what stands under a condition, such as `if __name__ == "__main__"`.
     """

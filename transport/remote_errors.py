@@ -1,4 +1,4 @@
-"""Exceptions on their way to another process: described where raised, made anew where awaited."""
+"""Exceptions on their way to another process: described where raised, rebuilt where awaited."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any, cast
 from .errors import RemoteError, RemoteTraceback
 from .pickling import dumps, loads
 
-# Of a text, in characters. The first quarter is kept and the end, where a traceback tells most.
+# Of a text, in characters. The first quarter is kept, and the end, the best part of a traceback.
 TEXT_LIMIT = 64 * 1024
 # Of a pickled exception, in bytes: one that holds a whole data set travels as its text.
 PICKLE_LIMIT = 16 * 1024 * 1024
@@ -44,7 +44,7 @@ class ExceptionWithTraceback:
 
 
 def describe(error: BaseException, text: str | None = None) -> bytes:
-    """Return what `rebuild` needs to make an exception anew in another process. Never raises.
+    """Return the bytes from which `rebuild` makes the exception in another process. Never raises.
 
     Args:
         text: its traceback (default: the one that it has).
@@ -61,7 +61,7 @@ def describe(error: BaseException, text: str | None = None) -> bytes:
 def rebuild(data: bytes) -> BaseException:
     """Return a described exception, its traceback as its `__cause__`. Never raises.
 
-    It has its own type, or is a `RemoteError` where that cannot be had in this process.
+    It has the original type, or is a `RemoteError` if this process cannot make one.
     """
     type_name, message, text, notes, pickled = pickle.loads(data)
     if pickled is not None:

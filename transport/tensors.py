@@ -1,4 +1,4 @@
-"""Tensors beside a pickle: where each lies in which storage, and the storages' contents."""
+"""Tensors next to a pickle: the place of each in its storage, and the storages' contents."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .descriptors import Received, explaining
 # No element is larger, so that all views still begin at a multiple of theirs.
 _ALIGNMENT = 16
 
-# (its number, offset in elements, stride or None where that is as it was)
+# (its number, offset in elements, stride, or None if unchanged)
 Place = tuple[int, int, tuple[int, ...] | None]
 # A storage's rebuilding function and its arguments.
 Content = tuple[Any, ...]
@@ -91,7 +91,7 @@ def _ranges(views: list[Tensor]) -> list[tuple[int, int, list[int]]]:
 
 
 def _compact(storage: UntypedStorage, views: list[Tensor]) -> tuple[Tensor, tuple[int, ...]] | None:
-    """Return a copy without gaps and the views' stride in it; None where that does not help."""
+    """Return a copy without gaps and the views' stride in it; None if that does not help."""
     view = views[0]
     stride = view.stride()
     if any(
@@ -140,7 +140,7 @@ def by_name(storage: UntypedStorage) -> Content:
 def by_descriptor(storage: UntypedStorage, descriptors: list[int]) -> Content:
     """Return the shared memory of a storage; a descriptor of it, to be closed, joins the list.
 
-    By name where it has one, or where the user has chosen torch's strategy "file_system".
+    By name if it has one, or if the user has chosen torch's strategy "file_system".
     """
     if not storage.nbytes():
         return (_empty,)
@@ -218,7 +218,7 @@ def _gone(place: str) -> OSError:
     )
 
 
-# What `reduced` is for.
+# The types that `reduced` takes.
 KINDS = (Tensor, TypedStorage, UntypedStorage, torch.cuda.Event)
 
 _SPARSE = {torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc}
@@ -226,7 +226,7 @@ Share = Callable[[UntypedStorage], Content]
 
 
 def reduced(obj: Any, parts: list[Any], *, copy_tensor: bool) -> Any:
-    """Return how to pickle a tensor, storage or CUDA event; what is to stand apart joins `parts`.
+    """Return how to pickle a tensor, storage or CUDA event; `parts` gets the rest.
 
     Raises:
         RuntimeError: by reference: a tensor that autograd has recorded.
@@ -263,7 +263,7 @@ def load(stream: bytes | memoryview, slots: Iterable[Any], contents: Iterable[Co
 
 
 def lay_out(parts: list[Any], share: Share | None) -> tuple[list[Any], list[Content]]:
-    """Return for each part where it is found, and the contents of the storages.
+    """Return the place of each part, and the contents of the storages.
 
     Args:
         share: puts a storage into shared memory; None writes the bytes that are viewed.

@@ -1,4 +1,4 @@
-"""Values between processes: small ones as bytes, large ones in memory that travels beside them.
+"""Values between processes: small ones as bytes, large ones in memory that travels with them.
 
 Small values are plain pickles. Others begin with a header: flags and how many descriptors belong
 to the message, of which the first is memory with the pickle and its buffers, if there is memory.
@@ -17,7 +17,7 @@ from . import descriptors as _descriptors
 from . import memory as _memory
 from .buffers import APART_FROM, divider
 
-# The most bytes that go beside descriptors.
+# The most bytes of a message without memory.
 INLINE_BYTES = 32768
 
 # A tag, which no pickle begins with, and flags.

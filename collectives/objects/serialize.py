@@ -120,7 +120,7 @@ class Parcel(NamedTuple):
     """An object as one pickle and the large buffers that it refers to, not copied.
 
     Attributes:
-        pieces: what lies in memory one after the other; the pickle is the first buffer.
+        pieces: lie in memory one after the other; the pickle is the first buffer.
         is_foreign: whether unpickling needs classes that another rank may lack.
     """
 

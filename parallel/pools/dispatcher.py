@@ -1,8 +1,8 @@
 """The parent's side of a pool: its one thread, and which worker gets which task.
 
 Workers share nothing, so one that dies takes nothing with it but the task it was running. Each is
-sent two tasks ahead. What it has not begun when it dies, or when another worker has nothing to do,
-is taken back and goes elsewhere.
+sent two tasks ahead. If it dies, or another worker has nothing to do, the tasks that it has not
+begun go elsewhere.
 """
 
 from __future__ import annotations

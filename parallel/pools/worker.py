@@ -1,4 +1,4 @@
-"""A worker of a pool: what its process runs, and how tasks and results travel.
+"""A worker of a pool: the code of its process, and the format of tasks and results.
 
 Imports neither torch nor anything else that a task of plain values does not need: each start of a
 worker would pay for it.
@@ -127,9 +127,9 @@ def main(
     Args:
         descriptors: the socket of tasks and results, and the memory for the task begun last.
         queues: of a pool that has its own: of tasks and of results.
-        to_close: in a forked process, what else of the pool is open.
-        begin: in a forked process, what others get through the socket: what it runs, initializer
-            and its arguments, tasks until it ends, whether tensors are copied, `recurse`.
+        to_close: in a forked process, other open descriptors of the pool.
+        begin: in a forked process, the first message of other processes: the function to run,
+            initializer and its arguments, tasks until the end, `copy_tensor`, `recurse`.
     """
     _end_with_the_pool(parent, start_method)
     signal.signal(signal.SIGINT, signal.SIG_IGN)

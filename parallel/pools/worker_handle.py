@@ -159,7 +159,7 @@ class WorkerHandle:
     def receive(self) -> Iterator[tuple[Task, tuple[bool, Any]]]:
         """Yield the tasks that the worker has answered, each with (True, value) or (False, error).
 
-        Raises nothing: what cannot be read is an error of the task.
+        Raises nothing: a result that cannot be read is an error of the task.
         """
         for data, fds in self._unread(self._ours):
             number, kind = protocol.RESULT.unpack_from(data)

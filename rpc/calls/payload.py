@@ -26,7 +26,7 @@ Parcel = tuple[bytes, list[Any]]
 _PLAIN = frozenset({type(None), bool, int, float, str, bytes})
 _MOVABLE = frozenset({torch.strided, torch.sparse_coo})
 
-# What this thread is packing.
+# The parcel that this thread is packing.
 _open = threading.local()
 
 
@@ -105,7 +105,7 @@ def pack_error(error: BaseException, peer: str) -> Parcel:
 
 
 def unpack_error(parcel: Parcel) -> Exception:
-    """Return the exception to raise here: of its own type, the remote traceback as its cause."""
+    """Return the exception to raise here, with the remote traceback as its cause."""
     error = rebuild(parcel[0])
     if isinstance(error, RemoteError):
         return RpcException(f"{error.type_name} {error.traceback}")
