@@ -22,6 +22,8 @@ from stepwrap.runner.command.cli import main
 from stepwrap.runner.launcher import lonely_group
 from stepwrap.wrappers import SingleDevice
 
+# Two optimizers, a closure, and a state that is carried from batch to batch.
+QUICK = ("gan", "lbfgs", "tbptt")
 NARROW = ["model.net.width=4", "model.net.dropout=0.0"]
 MODELS = {
     "gan": [],
@@ -104,7 +106,7 @@ def run_alone(name: str, run: str, updates: int) -> None:
         Runner.from_config(load_config(FOLDER / f"{name}.yaml", words)).train()
 
 
-@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize("name", [*QUICK, *slow(*(name for name in STEPS if name not in QUICK))])
 def test_a_step_in_one_process(name: str, folder: Path) -> None:
     """Weights, logs, and a resume between checkpoints that gives the same weights."""
     last = updates_of(name)
@@ -143,7 +145,7 @@ def check_two_ranks(name: str, folder: Path, *more: str) -> None:
         assert same
 
 
-@pytest.mark.parametrize("name", ["gan", *slow(*(name for name in STEPS if name != "gan"))])
+@pytest.mark.parametrize("name", STEPS)
 @pytest.mark.slow
 def test_a_step_on_two_ranks(name: str, folder: Path) -> None:
     """Half the batch on each rank: the weights of plain PyTorch, also with a resume."""
@@ -153,9 +155,11 @@ def test_a_step_on_two_ranks(name: str, folder: Path) -> None:
 @pytest.mark.parametrize(
     ("path", "shard"),
     [
-        ("gan.AdversarialSteps", "generator, discriminator"),
-        ("sam.SharpnessAwareDDP", "Conv2d"),
         ("lbfgs.ClosureDDP", "Conv2d"),
+        *slow(
+            ("gan.AdversarialSteps", "generator, discriminator"),
+            ("sam.SharpnessAwareDDP", "Conv2d"),
+        ),
     ],
 )
 def test_the_step_of_a_class_as_a_function(path: str, shard: str, folder: Path) -> None:

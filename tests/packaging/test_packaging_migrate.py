@@ -2,24 +2,22 @@
 
 import importlib
 import inspect
-import re
 import shlex
 import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import fields
-from pathlib import Path
 from typing import Any
 
 import click
 import pytest
 import yaml
+from pages import found, page, section
 from source_tree import FOLDERS
 
 from stepwrap.registry import HOOK_TYPES, LoaderSection, RunSections, SchedulerSection
 from stepwrap.registry.catalog import REGISTRIES
 from stepwrap.runner.command.cli import COMMANDS
 
-PAGE = (Path(__file__).parents[2] / "docs/migrate.md").read_text()
 # Arguments and keys that stand beside the part they belong to; the user's own methods.
 ARGUMENTS = {
     "accumulative_counts": "wrappers.OptimWrapper",
@@ -41,37 +39,26 @@ ARGUMENTS = {
     "scatter": "wrappers.ReplicationCallbackDataParallel",
 }
 WORDS = {
-    "logging",
-    "multiprocessing.util",
-    "state_dict",
-    "load_state_dict",
-    'scatter="user_scattered"',
-    'gather="dict_gather"',
-    "_raw_: true",
-    "begin",
-    "end",
-    "epoch",
-    "batch",
-    "train_step",
-    'mode="loss"',
-    'implementation="torch"',
+    *("logging", "multiprocessing.util", "state_dict", "load_state_dict", "train_step"),
+    *('scatter="user_scattered"', 'gather="dict_gather"', "_raw_: true", 'mode="loss"'),
+    *("begin", "end", "epoch", "batch", 'implementation="torch"'),
 }
 
 
 def right_sides() -> list[str]:
-    rows = re.findall(r"^\|(.+)\|$", PAGE, flags=re.MULTILINE)
+    rows = found(r"^\|(.+)\|$", page("migrate"))
     cells = [row.split(" | ")[1] for row in rows if " | " in row]
-    return [code for cell in cells for code in re.findall(r"`([^`]+)`", cell)]
+    return [code for cell in cells for code in found(r"`([^`]+)`", cell)]
 
 
 def load(path: str) -> Any:
-    found: Any = importlib.import_module(f"stepwrap.{path.split('.')[0]}")
+    place: Any = importlib.import_module(f"stepwrap.{path.split('.')[0]}")
     for part in path.split(".")[1:]:
         try:
-            found = getattr(found, part)
+            place = getattr(place, part)
         except AttributeError:
-            found = importlib.import_module(f"{found.__name__}.{part}")
-    return found
+            place = importlib.import_module(f"{place.__name__}.{part}")
+    return place
 
 
 def check_setting(code: str) -> None:
@@ -107,8 +94,8 @@ def check(code: str) -> None:
         assert code in inspect.signature(load(ARGUMENTS[code])).parameters
     elif code.startswith("stepwrap "):
         command, *options = shlex.split(code)[1:]
-        found = COMMANDS.get_command(click.Context(COMMANDS), command)
-        found.make_context(command, ["cfg.yaml", *options])
+        known = COMMANDS.get_command(click.Context(COMMANDS), command)
+        known.make_context(command, ["cfg.yaml", *options])
     elif code.split(".")[0] in FOLDERS:
         load(code)
     elif ":" in code:
@@ -144,6 +131,5 @@ def test_every_name_of_a_plugin_exists(plugin: str, package: str) -> None:
 
 def test_the_page_has_a_table_for_each_system() -> None:
     for system in ("mmengine", "Lightning", "machin", "vis4d", "jactorch"):
-        part = PAGE.partition(f"\n## From {system}\n")[2].partition("\n## ")[0]
-        assert part.count("\n| ") > 5, system
+        assert section(page("migrate"), f"From {system}").count("\n| ") > 5, system
     assert len(right_sides()) > 120

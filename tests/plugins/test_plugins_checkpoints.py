@@ -1,6 +1,5 @@
 """Checkpoints of our strategies are Lightning's own, and the reverse."""
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from lightning_parts import (
     weights,
 )
 from lightning_runs import WRAPPERS, whole_weights
+from marks import slow
 from ranks import run_ranks
 
 from stepwrap.plugins.lightning import StepStrategy
@@ -34,57 +34,41 @@ def _trained(cls: Any, strategy: Any, path: str, *, resume: str | None = None) -
     return whole_weights(trainer)
 
 
-def _exchange(folder: str) -> dict[str, Any]:
+def _exchange(cls: type[Automatic], wrapper: str) -> dict[str, float]:
+    """Save `ours.ckpt` and `theirs.ckpt`; return how far a resume of either ends from one run."""
     join_lightning()
-    found: dict[str, Any] = {}
-    for cls in (Automatic, Manual):
-        theirs = f"{folder}/{cls.__name__}.ckpt"
-        _trained(cls, "ddp", theirs)
-        trainer = make_trainer("ddp", max_epochs=EPOCHS, limit_val_batches=0)
-        trainer.fit(cls(), loader())
-        straight = whole_weights(trainer)
-        for wrapper in WRAPPERS:
-            ours, last = f"{folder}/{wrapper}-{cls.__name__}.ckpt", f"{folder}/last.ckpt"
-            _trained(cls, StepStrategy(wrapper), ours)
-            ends = {
-                "ours by us": _trained(cls, StepStrategy(wrapper), last, resume=ours),
-                "ours by them": _trained(cls, "ddp", last, resume=ours),
-                "theirs by us": _trained(cls, StepStrategy(wrapper), last, resume=theirs),
-            }
-            distances = {name: distance(end, straight) for name, end in ends.items()}
-            found[f"{wrapper}-{cls.__name__}"] = distances
-    return found
+    _trained(cls, "ddp", "theirs.ckpt")
+    trainer = make_trainer("ddp", max_epochs=EPOCHS, limit_val_batches=0)
+    trainer.fit(cls(), loader())
+    straight = whole_weights(trainer)
+    _trained(cls, StepStrategy(wrapper), "ours.ckpt")
+    ends = {
+        "ours by us": _trained(cls, StepStrategy(wrapper), "last.ckpt", resume="ours.ckpt"),
+        "ours by them": _trained(cls, "ddp", "last.ckpt", resume="ours.ckpt"),
+        "theirs by us": _trained(cls, StepStrategy(wrapper), "last.ckpt", resume="theirs.ckpt"),
+    }
+    return {name: distance(end, straight) for name, end in ends.items()}
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("exchange")
-
-
-@pytest.fixture(scope="module")
-def exchanged(folder: Path) -> list[dict[str, Any]]:
-    return run_ranks(_exchange, 2, str(folder), timeout_s=120)
-
-
-@pytest.mark.parametrize("wrapper", WRAPPERS)
-@pytest.mark.parametrize("kind", ["Automatic", "Manual"])
+@pytest.mark.parametrize(
+    ("cls", "wrapper"),
+    [
+        (Automatic, "ddp"),
+        (Manual, "fsdp"),
+        *slow((Automatic, "fsdp"), (Automatic, "separate"), (Manual, "ddp"), (Manual, "separate")),
+    ],
+)
 def test_a_run_goes_on_from_either_file_as_if_uninterrupted(
-    wrapper: str, kind: str, exchanged: list[dict[str, Any]]
+    cls: type[Automatic], wrapper: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for rank in exchanged:
-        assert rank[f"{wrapper}-{kind}"] == pytest.approx(
-            {"ours by us": 0, "ours by them": 0, "theirs by us": 0}, abs=1e-6
-        )
-
-
-@pytest.mark.usefixtures("exchanged")
-@pytest.mark.parametrize("wrapper", WRAPPERS)
-@pytest.mark.parametrize("cls", [Automatic, Manual])
-def test_the_file_loads_without_us(wrapper: str, cls: type[Automatic], folder: Path) -> None:
-    path = folder / f"{wrapper}-{cls.__name__}.ckpt"
-    module = cls.load_from_checkpoint(path)
-    theirs = torch.load(folder / f"{cls.__name__}.ckpt", weights_only=False)
-    ours = torch.load(path, weights_only=False)
+    """The file of ours loads without us, too."""
+    monkeypatch.chdir(tmp_path)
+    exact = {"ours by us": 0, "ours by them": 0, "theirs by us": 0}
+    for rank in run_ranks(_exchange, 2, cls, wrapper, timeout_s=120):
+        assert rank == pytest.approx(exact, abs=1e-6)
+    module = cls.load_from_checkpoint("ours.ckpt")
+    theirs = torch.load("theirs.ckpt", weights_only=False)
+    ours = torch.load("ours.ckpt", weights_only=False)
     assert distance(weights(module), theirs["state_dict"]) <= 1e-6
     assert list(ours) == list(theirs)
     assert all(type(one) is torch.Tensor for one in ours["state_dict"].values())
@@ -116,8 +100,10 @@ def _again() -> dict[str, Any]:
     return found
 
 
-def test_one_trainer_fits_tests_and_loads_again(tmp_path: Path) -> None:
-    os.chdir(tmp_path)
+def test_one_trainer_fits_tests_and_loads_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     for rank in run_ranks(_again, 2, timeout_s=120):
         for moved, back, loss in rank.values():
             assert moved > 1e-3

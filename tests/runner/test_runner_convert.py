@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
+from stepwrap.registry import config_from_dict
 from stepwrap.runner import Runner
 from stepwrap.runner.command.cli import main
 from stepwrap.runner.convert.convert import convert_config
@@ -282,193 +283,146 @@ def test_base_files(here: Path) -> None:
 
 
 MODEL = 'model = dict(type="convert_parts.Line", head=dict(type="Linear"))\n'
-
-
-@pytest.mark.parametrize(
-    ("line", "expected"),
-    [
-        ('model_wrapper_cfg = dict(type="MMDistributedDataParallel", detect_anomalous_params=True)',
-         {"type": "ddp", "detect_anomalous_params": True}),
-        ('model_wrapper_cfg = dict(find_unused_parameters=True)\nsync_bn = "torch"',
-         {"type": "ddp", "find_unused_parameters": True, "sync_batchnorm": True}),
-        ("find_unused_parameters = True", {"type": "ddp", "find_unused_parameters": True}),
-        ('model_wrapper_cfg = dict(type="MMSeparateDistributedDataParallel")',
-         {"type": "separate"}),
-        ('model_wrapper_cfg = dict(type="MMFullyShardedDataParallel", cpu_offload=True,'
-         ' sharding_strategy="FULL_SHARD", mixed_precision=dict(param_dtype="bfloat16"))',
-         {"type": "fsdp", "cpu_offload": True, "sharding_strategy": "FULL_SHARD",
-          "mixed_precision": {"param_dtype": "bfloat16"}}),
-        ('model_wrapper_cfg = dict(type="MMFullyShardedDataParallel", auto_wrap_policy=dict('
-         'type="torch.distributed.fsdp.wrap.size_based_auto_wrap_policy", min_num_params=1000))',
-         {"type": "fsdp", "auto_wrap_policy": {
-             "type": "torch.distributed.fsdp.wrap.size_based_auto_wrap_policy",
-             "min_num_params": 1000}}),
-    ],
-)  # fmt: skip
-def test_model_wrappers(line: str, expected: dict[str, Any]) -> None:
-    config, misses = convert(f"{MODEL}{line}\n")
-    assert config["wrapper"] == expected
-    assert not misses
-    # As the ranks will build it.
-    run = {"data": {"val": LOADER}, "launch": {"nproc": 2}}
-    assert rehearse(read_sections({**config, **run}))["model"].module is not None
-
-
-def test_an_option_that_a_wrapper_has_not() -> None:
-    config, misses = convert(f"{MODEL}model_wrapper_cfg = dict(unused=True)\n")
-    assert config["wrapper"] == {"type": "ddp"}
-    assert misses == ["mm.py:2: model_wrapper_cfg.unused: is no option of ddp"]
-
-
-def test_a_loop_by_iterations_needs_no_by_epoch() -> None:
-    config, misses = convert(f"{MODEL}train_cfg = dict(max_iters=30)\n")
-    assert not misses
-    assert (config["train"]["type"], config["train"]["max_steps"]) == ("IterTrainLoop", 30)
-
-
-def test_what_mmengine_does_without_being_told_is_written_down() -> None:
-    config, misses = convert(f"{MODEL}train_cfg = dict(max_epochs=3)\n")
-    assert not misses
-    assert config["train"] == {"type": "EpochTrainLoop", "max_epochs": 3, "log_every_steps": 10}
-    saving = {"every_epochs": 1, "every_secs": None, "keep_last": None}
-    assert config["hooks"] == {"checkpoint": saving}
-
-
-@pytest.mark.parametrize(
-    ("loop", "settings", "saving"),
-    [
-        ("max_epochs=3", "interval=2, max_keep_ckpts=4", {"every_epochs": 2, "keep_last": 4}),
-        ("max_epochs=3", "interval=-1", {"every_epochs": None, "keep_last": 1}),
-        # To mmengine such a loop is one epoch, and at the end there is one anyway.
-        ("by_epoch=False, max_iters=9", "interval=2", {"every_epochs": None, "keep_last": None}),
-        ("by_epoch=False, max_iters=9", "interval=2, by_epoch=False",
-         {"every_epochs": None, "every_steps": 2, "keep_last": None}),
-    ],
-)  # fmt: skip
-def test_when_checkpoints_are_saved(loop: str, settings: str, saving: dict[str, Any]) -> None:
-    hooks = f'default_hooks = dict(checkpoint=dict(type="CheckpointHook", {settings}))'
-    config, misses = convert(f"{MODEL}train_cfg = dict({loop})\n{hooks}\n")
-    assert not misses
-    assert config["hooks"]["checkpoint"] == {**saving, "every_secs": None}
-
-
-@pytest.mark.parametrize(
-    ("best", "name"),
-    [("share", "close/share"), ("a/share", "a/share"), ("share/x", None), ("auto", None)],
+TWO_METRICS = (
+    'val_evaluator = [dict(type="convert_parts.Close"),'
+    ' dict(type="convert_parts.Close", prefix="a")]\n'
+    'default_hooks = dict(checkpoint=dict(type="CheckpointHook", save_best="{}"))'
 )
-def test_which_of_two_metrics_is_meant(best: str, name: str | None) -> None:
-    metrics = '[dict(type="convert_parts.Close"), dict(type="convert_parts.Close", prefix="a")]'
-    hooks = f'dict(checkpoint=dict(type="CheckpointHook", save_best="{best}"))'
-    config, misses = convert(f"{MODEL}val_evaluator = {metrics}\ndefault_hooks = {hooks}\n")
-    assert config["hooks"]["checkpoint"].get("keep_best") == name
-    assert len(misses) == (name is None)
-
-
-@pytest.mark.parametrize(
-    ("counts", "interval", "decay", "steps"), [(1, 3, 0.9, 3), (4, 2, 0.9**2, 1), (2, 6, 0.9, 3)]
+AVERAGES = (
+    'optim_wrapper = dict(optimizer=dict(type="SGD"), accumulative_counts={})\n'
+    'custom_hooks = [dict(type="EMAHook", momentum=0.1, interval={})]'
 )
-def test_averages_of_some_batches(counts: int, interval: int, decay: float, steps: int) -> None:
-    config, misses = convert(
-        f'{MODEL}optim_wrapper = dict(optimizer=dict(type="SGD"), accumulative_counts={counts})\n'
-        f'custom_hooks = [dict(type="EMAHook", momentum=0.1, interval={interval})]\n'
-    )
-    ema = config["hooks"]["ema"]
-    assert (ema["decay"], ema.get("every_steps", 1)) == (pytest.approx(decay), steps)
-    assert len(misses) == (counts > 1)
+BATCHES = "train_cfg = dict(by_epoch=False, max_iters=9)\n"
+SIZE_POLICY = "torch.distributed.fsdp.wrap.size_based_auto_wrap_policy"
 
 
-@pytest.mark.parametrize(
-    ("line", "said"),
-    [
-        ("custom_hooks = [3]", "2: custom_hooks.0: is no dict"),
-        ("custom_hooks = 3", "2: custom_hooks: is no dict"),
-        ("default_hooks = dict(logger=3)", "2: default_hooks.logger: is no dict"),
-        ("param_scheduler = [3]", "2: param_scheduler.0: is no dict"),
-        ("val_evaluator = [3]", "2: val_evaluator.0: is no dict"),
-        ("visualizer = dict(vis_backends=[3])", "2: visualizer.vis_backends.0: is no dict"),
-        ("custom_hooks = [dict(interval=3)]", "2: custom_hooks.0.type: is missing"),
-        ("param_scheduler = [dict(begin=3)]", "2: param_scheduler.0.type: is missing"),
-        ("optim_wrapper = dict(optimizer=dict(lr=1))",
-         "2: optim_wrapper.optimizer.type: is missing: it says what is built"),
-        ('custom_hooks = [dict(type="EMAHook", momentum="x")]',
-         "2: custom_hooks.0.momentum: cannot be translated (unsupported operand"),
-        ('default_hooks = dict(checkpoint=dict(type="CheckpointHook", interval=None))',
-         "2: default_hooks.checkpoint.interval: cannot be translated ('>' not supported"),
-        ("train_cfg = dict(by_epoch=False)", "2: train_cfg.max_iters: must be a number of batches"),
-        ('val_evaluator = dict(type="convert_parts.Close")\n'
-         'custom_hooks = [dict(type="EarlyStoppingHook", monitor="share", rule="up")]',
-         "3: custom_hooks.0.rule: must be greater or less, got 'up'"),
-        ('train_cfg = dict(by_epoch=False, max_iters=9)\nparam_scheduler = dict(type="StepLR",'
-         " step_size=2)", "3: param_scheduler.by_epoch: counts passes over the data here"),
-        ('optim_wrapper = dict(constructor="Odd", a=dict(optimizer=dict(type="SGD", lr=0.1)))',
-         "2: optim_wrapper.constructor: here each optimizer has the parameters of the child"),
-        ('train_dataloader = dict(batch_size=3, sampler=dict(type="InfiniteSampler"))',
-         "2: train_dataloader.sampler.type: the last batch of each pass"),
-    ],
-)  # fmt: skip
-def test_what_cannot_be_meant_so_is_listed(line: str, said: str) -> None:
-    _, misses = convert(f"{MODEL}{line}\n")
-    assert any(miss.startswith(f"mm.py:{said}") for miss in misses), misses
+def saving(settings: str) -> str:
+    return f'default_hooks = dict(checkpoint=dict(type="CheckpointHook", {settings}))'
 
 
-def test_several_optimizers() -> None:
-    config, misses = convert(
-        MODEL + 'optim_wrapper = dict(constructor="MultiOptimWrapperConstructor",\n'
-        'maker=dict(optimizer=dict(type="Adam", lr=0.1), clip_grad=dict(max_norm=1.0)),\n'
-        'judge=dict(optimizer=dict(type="SGD", lr=0.2)))\n'
-        'param_scheduler = dict(judge=[dict(type="StepLR", step_size=2)])\n'
-    )
-    assert not misses
-    assert config["optimizer"] == {
-        "maker": {"type": "Adam", "lr": 0.1},
-        "judge": {"type": "SGD", "lr": 0.2},
-    }
-    assert config["optim_wrapper"] == {"maker": {"clip_grad": {"max_norm": 1.0}}}
-    (schedule,) = config["schedulers"]
-    assert schedule == {
-        "type": "StepLR", "step_size": 2, "gamma": 0.1, "by": "epoch", "optimizer": "judge",
-    }  # fmt: skip
+def watched(name: str | None) -> dict[str, Any]:
+    return {"hooks.checkpoint.keep_best": name}
 
 
-def test_epochs_become_batches_where_their_length_is_known() -> None:
-    schedules = [
-        'dict(type="LinearLR", begin=0, end=2, convert_to_iter_based=True)',
-        'dict(type="CosineAnnealingLR", T_max=4, begin=2, end=6, convert_to_iter_based=True)',
-    ]
-    text = f"{MODEL}param_scheduler = [{', '.join(schedules)}]\n"
-    config, misses = convert(text, epoch_length=10)
-    assert not misses
-    warm_up, cosine = config["schedulers"]
-    assert (warm_up["total_iters"], warm_up["by"]) == (19, "step")
-    assert cosine == {
-        "type": "CosineAnnealingLR", "T_max": 40, "after": 20, "until": 60, "by": "step",
-    }  # fmt: skip
+def saved(**settings: Any) -> dict[str, Any]:
+    return {"hooks.checkpoint": {**settings, "every_secs": None}}
 
 
-def test_loaders_that_only_mmengine_builds_are_built_by_it() -> None:
-    loader = (
-        'dict(batch_size=2, dataset=dict(type="convert_parts.Ones", size=4),'
-        ' sampler=dict(type="ClassBalanced"))'
-    )
-    config, misses = convert(f"{MODEL}randomness = dict(seed=5)\ntrain_dataloader = {loader}\n")
-    assert not misses
-    train = config["data"]["train"]
-    assert (train["type"], train["seed"]) == ("mmengine.runner.Runner.build_dataloader", 5)
-    assert train["dataloader"]["_raw_"] is True
-    assert train["dataloader"]["sampler"] == {"type": "ClassBalanced"}
+# Below the model: lines of mmengine, settings of ours by their keys, and what is listed.
+ROWS: list[tuple[str, dict[str, Any], str | None]] = [
+    # Model wrappers.
+    ('model_wrapper_cfg = dict(type="MMDistributedDataParallel", detect_anomalous_params=True)',
+     {"wrapper": {"type": "ddp", "detect_anomalous_params": True}}, None),
+    ('model_wrapper_cfg = dict(find_unused_parameters=True)\nsync_bn = "torch"',
+     {"wrapper": {"type": "ddp", "find_unused_parameters": True, "sync_batchnorm": True}}, None),
+    ("find_unused_parameters = True",
+     {"wrapper": {"type": "ddp", "find_unused_parameters": True}}, None),
+    ('model_wrapper_cfg = dict(type="MMSeparateDistributedDataParallel")',
+     {"wrapper": {"type": "separate"}}, None),
+    ('model_wrapper_cfg = dict(type="MMFullyShardedDataParallel", cpu_offload=True,'
+     ' sharding_strategy="FULL_SHARD", mixed_precision=dict(param_dtype="bfloat16"))',
+     {"wrapper": {"type": "fsdp", "cpu_offload": True, "sharding_strategy": "FULL_SHARD",
+                  "mixed_precision": {"param_dtype": "bfloat16"}}}, None),
+    ('model_wrapper_cfg = dict(type="MMFullyShardedDataParallel", auto_wrap_policy=dict('
+     f'type="{SIZE_POLICY}", min_num_params=1000))',
+     {"wrapper": {"type": "fsdp",
+                  "auto_wrap_policy": {"type": SIZE_POLICY, "min_num_params": 1000}}}, None),
+    ("model_wrapper_cfg = dict(unused=True)", {"wrapper": {"type": "ddp"}},
+     "2: model_wrapper_cfg.unused: is no option of ddp"),
+    # Loops; mmengine's defaults are written down.
+    ("train_cfg = dict(max_iters=30)",
+     {"train.type": "IterTrainLoop", "train.max_steps": 30}, None),
+    ("train_cfg = dict(max_epochs=3)",
+     {"train": {"type": "EpochTrainLoop", "max_epochs": 3, "log_every_steps": 10},
+      "hooks": {"checkpoint": {"every_epochs": 1, "every_secs": None, "keep_last": None}}}, None),
+    ("train_cfg = dict(by_epoch=False)", {}, "2: train_cfg.max_iters: must be a number of batches"),
+    # When checkpoints are saved; to mmengine a loop of batches is one epoch.
+    (f"train_cfg = dict(max_epochs=3)\n{saving('interval=2, max_keep_ckpts=4')}",
+     saved(every_epochs=2, keep_last=4), None),
+    (f"train_cfg = dict(max_epochs=3)\n{saving('interval=-1')}",
+     saved(every_epochs=None, keep_last=1), None),
+    (f"{BATCHES}{saving('interval=2')}", saved(every_epochs=None, keep_last=None), None),
+    (f"{BATCHES}{saving('interval=2, by_epoch=False')}",
+     saved(every_epochs=None, every_steps=2, keep_last=None), None),
+    (saving("interval=None"), {},
+     "2: default_hooks.checkpoint.interval: cannot be translated ('>' not supported"),
+    # Which metric is meant.
+    (TWO_METRICS.format("share"), watched("close/share"), None),
+    (TWO_METRICS.format("a/share"), watched("a/share"), None),
+    (TWO_METRICS.format("share/x"), watched(None), "3: default_hooks.checkpoint.save_best: "),
+    (TWO_METRICS.format("auto"), watched(None), "3: default_hooks.checkpoint.save_best: "),
+    ('val_evaluator = dict(type="CocoMetric")', {},
+     "2: val_evaluator.type: nothing of the name CocoMetric is registered"),
+    ('val_evaluator = dict(type="convert_parts.Close")\n'
+     'custom_hooks = [dict(type="EarlyStoppingHook", monitor="share", rule="up")]', {},
+     "3: custom_hooks.0.rule: must be greater or less, got 'up'"),
+    # Averages of the weights by batches.
+    (AVERAGES.format(1, 3),
+     {"hooks.ema.decay": pytest.approx(0.9), "hooks.ema.every_steps": 3}, None),
+    (AVERAGES.format(4, 2),
+     {"hooks.ema.decay": pytest.approx(0.9**2), "hooks.ema.every_steps": None},
+     "3: custom_hooks.0.momentum: "),
+    (AVERAGES.format(2, 6), {"hooks.ema.decay": pytest.approx(0.9), "hooks.ema.every_steps": 3},
+     "3: custom_hooks.0.momentum: "),
+    ('custom_hooks = [dict(type="EMAHook", momentum="x")]', {},
+     "2: custom_hooks.0.momentum: cannot be translated (unsupported operand"),
+    # Several optimizers.
+    ('optim_wrapper = dict(constructor="MultiOptimWrapperConstructor",\n'
+     'maker=dict(optimizer=dict(type="Adam", lr=0.1), clip_grad=dict(max_norm=1.0)),\n'
+     'judge=dict(optimizer=dict(type="SGD", lr=0.2)))\n'
+     'param_scheduler = dict(judge=[dict(type="StepLR", step_size=2)])',
+     {"optimizer": {"maker": {"type": "Adam", "lr": 0.1}, "judge": {"type": "SGD", "lr": 0.2}},
+      "optim_wrapper": {"maker": {"clip_grad": {"max_norm": 1.0}}},
+      "schedulers": [{"type": "StepLR", "step_size": 2, "gamma": 0.1, "by": "epoch",
+                      "optimizer": "judge"}]}, None),
+    ('optim_wrapper = dict(constructor="Odd", a=dict(optimizer=dict(type="SGD", lr=0.1)))', {},
+     "2: optim_wrapper.constructor: here each optimizer has the parameters of the child"),
+    # Schedules: epochs of ten batches become batches.
+    ('param_scheduler = [dict(type="LinearLR", begin=0, end=2, convert_to_iter_based=True),'
+     ' dict(type="CosineAnnealingLR", T_max=4, begin=2, end=6, convert_to_iter_based=True)]',
+     {"schedulers.0.total_iters": 19, "schedulers.0.by": "step",
+      "schedulers.1": {"type": "CosineAnnealingLR", "T_max": 40, "after": 20, "until": 60,
+                       "by": "step"}}, None),
+    (f'{BATCHES}param_scheduler = dict(type="StepLR", step_size=2)', {},
+     "3: param_scheduler.by_epoch: counts passes over the data here"),
+    # A loader that only mmengine builds is built by it.
+    ('randomness = dict(seed=5)\ntrain_dataloader = dict(batch_size=2,'
+     ' dataset=dict(type="convert_parts.Ones", size=4), sampler=dict(type="ClassBalanced"))',
+     {"data.train.type": "mmengine.runner.Runner.build_dataloader", "data.train.seed": 5,
+      "data.train.dataloader._raw_": True,
+      "data.train.dataloader.sampler": {"type": "ClassBalanced"}}, None),
+    ('train_dataloader = dict(batch_size=3, sampler=dict(type="InfiniteSampler"))', {},
+     "2: train_dataloader.sampler.type: the last batch of each pass"),
+    # A scope goes with what is built inside.
+    ('default_scope = "mmpretrain"',
+     {"model.head": {"_raw_": True, "_scope_": "mmpretrain", "type": "Linear"}}, None),
+    # Sections of the wrong kind.
+    ("custom_hooks = [3]", {}, "2: custom_hooks.0: is no dict"),
+    ("custom_hooks = 3", {}, "2: custom_hooks: is no dict"),
+    ("default_hooks = dict(logger=3)", {}, "2: default_hooks.logger: is no dict"),
+    ("param_scheduler = [3]", {}, "2: param_scheduler.0: is no dict"),
+    ("val_evaluator = [3]", {}, "2: val_evaluator.0: is no dict"),
+    ("visualizer = dict(vis_backends=[3])", {}, "2: visualizer.vis_backends.0: is no dict"),
+    ("custom_hooks = [dict(interval=3)]", {}, "2: custom_hooks.0.type: is missing"),
+    ("param_scheduler = [dict(begin=3)]", {}, "2: param_scheduler.0.type: is missing"),
+    ("optim_wrapper = dict(optimizer=dict(lr=1))", {},
+     "2: optim_wrapper.optimizer.type: is missing: it says what is built"),
+]  # fmt: skip
 
 
-def test_names_that_only_mmengine_has_are_not_taken_for_ours() -> None:
-    _, misses = convert(f'{MODEL}val_evaluator = dict(type="CocoMetric")\n')
-    (miss,) = misses
-    assert miss.startswith(
-        "mm.py:2: val_evaluator.type: nothing of the name CocoMetric is registered"
-    )
-
-
-def test_a_scope_goes_with_what_is_built_inside() -> None:
-    config, _ = convert(f'{MODEL}default_scope = "mmpretrain"\n')
-    assert config["model"]["head"] == {"_raw_": True, "_scope_": "mmpretrain", "type": "Linear"}
+@pytest.mark.parametrize(("lines", "expected", "listed"), ROWS)
+def test_what_settings_become(lines: str, expected: dict[str, Any], listed: str | None) -> None:
+    config, misses = convert(f"{MODEL}{lines}\n", epoch_length=10)
+    found = config_from_dict(config)
+    assert {key: found.select(key) for key in expected} == expected
+    if listed is None:
+        assert not misses
+    else:
+        assert any(miss.startswith(f"mm.py:{listed}") for miss in misses), misses
+    if "wrapper" in expected:
+        # As the ranks will build it.
+        run = {"data": {"val": LOADER}, "launch": {"nproc": 2}}
+        assert rehearse(read_sections({**config, **run}))["model"].module is not None
 
 
 def test_only_the_config_goes_to_stdout(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

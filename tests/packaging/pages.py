@@ -1,0 +1,27 @@
+"""The README and the pages of docs/, for tests of what they show."""
+
+import re
+from functools import cache
+
+from source_tree import ROOT
+
+
+@cache
+def page(name: str) -> str:
+    """Return a page of docs/ by its name, or another file by its path."""
+    return (ROOT / (name if "." in name else f"docs/{name}.md")).read_text()
+
+
+def section(text: str, title: str) -> str:
+    """Return what stands below a heading of the second level."""
+    return text.partition(f"\n## {title}\n")[2].partition("\n## ")[0]
+
+
+def blocks(text: str, language: str) -> list[str]:
+    """Return the code blocks of a language."""
+    return re.findall(rf"```{language}\n(.*?)```", text, flags=re.DOTALL)
+
+
+def found(pattern: str, text: str) -> list[str]:
+    """Return all matches, with ^ and $ for each line."""
+    return re.findall(pattern, text, flags=re.MULTILINE)

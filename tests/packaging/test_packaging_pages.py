@@ -1,0 +1,231 @@
+"""What the README and the pages of docs/ show is true: names, tables, links and code."""
+
+import configparser
+import inspect
+import json
+import os
+import re
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+import torch
+import yaml
+from pages import blocks, found, page, section
+from programs import run
+from ranks import run_ranks
+from source_tree import FILES, FOLDERS, ROOT
+from torch import nn
+from torchmetrics.classification import MulticlassAccuracy
+
+import stepwrap.collectives
+import stepwrap.collectives.dist
+import stepwrap.wrappers
+from stepwrap.collectives import trace_collectives
+from stepwrap.registry import DEFAULT_HOOKS, HOOK_TYPES, HOOKS, MODEL_WRAPPERS
+from stepwrap.runner.command.cli import COMMANDS
+from stepwrap.wrappers import ReplicationCallbackDataParallel
+
+README = page("README.md")
+
+
+# The README.
+
+
+@pytest.mark.slow
+def test_the_example_of_the_readme_runs(tmp_path: Path) -> None:
+    (code,) = blocks(README, "python")
+    assert len([line for line in code.splitlines() if line.strip()]) <= 25
+    out = run("-c", code, cwd=tmp_path)
+    assert float(re.search(r"'accuracy': ([\d.]+)", out)[1]) > 0.95
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+def test_the_import_of_the_readme_registers_the_strategy(tmp_path: Path) -> None:
+    (code,) = blocks(README, "py")
+    assert "StepStrategy" in run("-c", f"{code}\nprint(type(trainer.strategy))", cwd=tmp_path)
+
+
+def test_the_readme_names_pages_extras_folders_and_commands() -> None:
+    links = set(found(r"\]\(([^)#]+)\)", README))
+    assert {link for link in links if not (ROOT / link).exists()} == set()
+    assert {f"docs/{one.name}" for one in (ROOT / "docs").glob("*.md")} <= links
+
+    parser = configparser.ConfigParser()
+    parser.read(ROOT / "setup.cfg")
+    # What developers alone need is not for users.
+    extras = {*found(r"^\| `(\w+)` \|", README), "test", "docs"}
+    assert extras == set(parser["options.extras_require"])
+
+    folders = {file.parent.name for file in ROOT.glob("[a-z]*/__init__.py")}
+    assert {folder for folder in folders if f"\n{folder}/ " not in README} == set()
+
+    (commands,) = [text for text in blocks(README, "") if "make demo" in text]
+    targets = " ".join(found(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text()))
+    assert {"demo", "test", "test-all"} <= {*found(r"\bmake ([\w-]+)", commands)}
+    assert {*found(r"\bmake ([\w-]+)", commands)} <= {*targets.split()}
+
+
+# Architecture.
+
+WAYS = ("a batch", "a config value", "a checkpoint", "a pool task", "an rpc call")
+
+
+def test_the_page_on_the_architecture_has_every_room_and_names_files_that_exist() -> None:
+    text = page("architecture")
+    files = set(found(rf"\b(?:{'|'.join(FOLDERS)})/[\w/]+\.\w+", text))
+    assert len(files) > 30
+    assert not [file for file in sorted(files) if not (ROOT / file).is_file()]
+    rooms = {f"{file.parent.relative_to(ROOT)}/" for file in FILES if file.name == "__init__.py"}
+    assert sorted(found(r"^\| `([\w/]+/)` \| .{10,} \|$", text)) == sorted(rooms)
+
+
+@pytest.mark.parametrize("thing", WAYS)
+def test_each_way_is_short_and_names_its_files(thing: str) -> None:
+    way = section(page("architecture"), f"The way of {thing}")
+    lines = [line for line in way.splitlines() if line.strip()]
+    assert 0 < len(lines) < 15
+    assert len(set(found(r"`[\w/]+\.py`", way))) >= 4
+
+
+# The command, configs and hooks.
+
+
+def test_the_page_on_the_command_names_all_of_it() -> None:
+    context = click.Context(COMMANDS)
+    names = COMMANDS.list_commands(context)
+    assert sorted(set(found(r"^stepwrap ([\w-]+) ", page("commands")))) == names
+    takers = dict(found(r"^\| `--([\w-]+)\b.*?` \| (.*?) \|", page("commands")))
+    assert takers.pop("debug") == "all"
+    expected: dict[str, set[str]] = {}
+    for name in names:
+        for option in COMMANDS.get_command(context, name).params[1:]:
+            expected.setdefault(option.name.replace("_", "-"), set()).add(name)
+    assert expected.pop("debug") == set(names)
+    assert {option: set(names.split(", ")) for option, names in takers.items()} == expected
+
+
+def test_the_page_on_configs_has_yaml_and_every_hook() -> None:
+    whole, *sections = blocks(page("configs"), "yaml")
+    assert "model" in yaml.safe_load(whole)
+    assert all(isinstance(yaml.safe_load(text), dict) for text in sections)
+    for name, kind in HOOK_TYPES.items():
+        on = "on" if name in DEFAULT_HOOKS else "off"
+        assert f"| {name} | {kind} | {on} |" in page("configs")
+
+
+def shown_arguments(name: str, kind: str) -> dict[str, str]:
+    """Return the arguments and defaults that the page on hooks lists for a hook."""
+    text = section(page("hooks"), f"{name}: {kind}")
+    shown = dict(found(r"^\| `(\w+)` \| (.*?) \| .{20,} \|$", text))
+    assert shown or "No arguments." in text, f"{name}: no list of arguments"
+    return shown
+
+
+def test_the_page_on_hooks_lists_every_argument_and_default() -> None:
+    shown = {name: shown_arguments(name, kind) for name, kind in HOOK_TYPES.items()}
+    assert shown == {
+        name: {
+            parameter.name: "required"
+            if parameter.default is parameter.empty
+            else f"`{json.dumps(parameter.default)}`".replace('"', "")
+            for parameter in inspect.signature(HOOKS.get(kind)).parameters.values()
+        }
+        for name, kind in HOOK_TYPES.items()
+    }
+
+
+# Collectives.
+
+DOORS = {"own": stepwrap.collectives, "mmengine": stepwrap.collectives.dist}
+
+
+def entries(door: str) -> list[tuple[str, str]]:
+    """Return the two lines of each function."""
+    own, _, rest = page("collectives").partition("\n## mmengine's names\n")
+    text = own if door == "own" else rest.partition("\n## ")[0]
+    return found(r"^- (`.+)\n  (.+)$", text)
+
+
+def run_examples(door: str, folder: Path) -> int:
+    """Run the page's examples one after the other; returns how many they are."""
+    os.chdir(folder)
+    lines = [line for _, line in entries(door)]
+    examples = [line.strip("`") for line in lines if re.fullmatch(r"`[^`]+`", line)]
+    for code in examples:
+        names: dict[str, Any] = {name: getattr(DOORS[door], name) for name in DOORS[door].__all__}
+        names |= {
+            "torch": torch,
+            "MulticlassAccuracy": MulticlassAccuracy,
+            "x": torch.ones(2, 3),
+            "logs": {"loss_a": torch.tensor(1.0), "loss_b": torch.tensor(2.0)},
+            "results": [1, 2, 3],
+        }
+        try:
+            exec(code, names)
+        except Exception as error:
+            raise AssertionError(f"{code} raises {type(error).__name__}: {error}") from error
+    return len(examples)
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_the_page_on_collectives_names_all_and_its_examples_run(door: str, tmp_path: Path) -> None:
+    heads = [head.partition(": ")[0] for head, _ in entries(door)]
+    named = {name for head in heads for name in found(r"`(\w+)", head)}
+    assert named == set(DOORS[door].__all__)
+    count = run_examples(door, tmp_path)
+    assert count > 20
+    assert run_ranks(run_examples, 2, door, tmp_path) == [count, count]
+
+
+def run_the_introduction() -> dict[str, Any]:
+    (code,) = blocks(page("collectives").partition("\n## ")[0], "py")
+    names: dict[str, Any] = {}
+    try:
+        exec(code, names)
+    finally:
+        trace_collectives(False)
+    return {key: names[key] for key in ("by_rank", "means")}
+
+
+def test_the_example_at_the_top_of_the_page_on_collectives_runs() -> None:
+    first, second = run_ranks(run_the_introduction, 2)
+    assert first == second
+    assert len(first["by_rank"]) == 2
+
+
+# Data parallel.
+
+SUBJECT = re.compile(
+    r"Replication|Sync|Slave|Future|scatter|gather|replication|sync_|sbn|SingleDevice|"
+    # Not those that split or separate a model.
+    r"(?<!Sharded)(?<!SeparateDistributed)DataParallel"
+)
+
+
+def test_the_page_on_data_parallel_names_every_public_name() -> None:
+    text = page("data_parallel")
+    offered = {name for name in stepwrap.wrappers.__all__ if SUBJECT.search(name)}
+    # The page writes the classes of the layer as `SynchronizedBatchNorm1d`, `2d` and `3d`.
+    short = {f"SynchronizedBatchNorm{dims}d" for dims in (2, 3)}
+    assert offered - set(found(r"\w+", text)) - short == set()
+    assert len(offered) > 15
+    (config,) = blocks(text, "yaml")
+    assert yaml.safe_load(config)["wrapper"]["sync_batchnorm"] is True
+    assert all(MODEL_WRAPPERS.get(name) is not None for name in ("dp", "ddp"))
+
+
+def test_the_code_of_the_page_on_data_parallel_runs() -> None:
+    names: dict[str, Any] = {}
+    (step,) = blocks(page("data_parallel"), "python")
+    exec(step, names)
+    assert names["losses"]["loss"].isfinite()
+    assert int(names["net"][1].num_batches_tracked) == 1
+    names = {"nn": nn, "partial": partial}
+    (callback,) = blocks(page("data_parallel"), "py")
+    exec(callback, names)
+    wrapper = ReplicationCallbackDataParallel(names["Counts"](), device_ids=["cpu"] * 3)
+    assert torch.allclose(wrapper(torch.ones(5, 2)), torch.full((5, 2), 0.2))
