@@ -57,7 +57,7 @@ def test_the_readme_names_pages_extras_folders_and_commands() -> None:
     parser = configparser.ConfigParser()
     parser.read(ROOT / "setup.cfg")
     # What developers alone need is not for users.
-    extras = {*found(r"^\| `(\w+)` \|", README), "test", "docs"}
+    extras = {*found(r"^\| `(\w+)` \|", README), "test"}
     assert extras == set(parser["options.extras_require"])
 
     folders = {file.parent.name for file in ROOT.glob("[a-z]*/__init__.py")}
