@@ -43,14 +43,17 @@ class ExceptionWithTraceback:
         return rebuild, (describe(self.exc, self._text),)
 
 
-def describe(error: BaseException, text: str | None = None) -> bytes:
+def describe(
+    error: BaseException, text: str | None = None, dump: Callable[[object], bytes] = dumps
+) -> bytes:
     """Return the bytes from which `rebuild` makes the exception in another process. Never raises.
 
     Args:
         text: its traceback (default: the one that it has).
+        dump: pickles the exception.
     """
     text = format_error(error) if text is None else text
-    pickled, reason = _pickled(error)
+    pickled, reason = _pickled(error, dump)
     if pickled is None:
         text = f"{text}\n(it could not be pickled: {reason})"
     notes = getattr(error, "__notes__", None)
@@ -125,7 +128,7 @@ def _summary(error: BaseException) -> str:
     return f"{_type_name(error)}: {_message(error)}"
 
 
-def _pickled(error: BaseException) -> tuple[bytes | None, str]:
+def _pickled(error: BaseException, dump: Callable[[object], bytes]) -> tuple[bytes | None, str]:
     """Return a pickle that was seen to give this type, and the same message if one does.
 
     Or None and the reason, as a text: exceptions kept here would keep the frames of the task.
@@ -134,7 +137,7 @@ def _pickled(error: BaseException) -> tuple[bytes | None, str]:
     reason = ""
     for form in (error, _Parts(error)):
         try:
-            data = dumps(form, copy_tensor=True)
+            data = dump(form)
             if len(data) > PICKLE_LIMIT:
                 raise ValueError(f"its pickle has {len(data)} bytes, more than {PICKLE_LIMIT}")
             copy = _made_from(data)

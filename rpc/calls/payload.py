@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ...transport.buffers import MARK, divider, take
 from ...transport.errors import RemoteError
-from ...transport.pickling import reduce_for_any_script
+from ...transport.pickling import dumps_for_any_script, reduce_for_any_script
 from ...transport.remote_errors import describe, format_error, rebuild, remote_report
 from ..errors import RpcException
 
@@ -101,7 +101,7 @@ def pack_error(error: BaseException, peer: str) -> Parcel:
     if not isinstance(error, Exception):
         # It would end the caller.
         error = RemoteError(type(error).__qualname__, str(error), report)
-    return describe(error, report), []
+    return describe(error, report, dumps_for_any_script), []
 
 
 def unpack_error(parcel: Parcel) -> Exception:
