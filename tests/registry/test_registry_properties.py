@@ -19,7 +19,7 @@ from stepwrap.registry import (
 )
 
 shared_folder = settings(
-    max_examples=150,
+    max_examples=75,
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
