@@ -149,58 +149,39 @@ def by_hand(rates: list[float] | None = None) -> Tensor:
     return model.layer.weight.detach()
 
 
-def once(batches: Any) -> EpochTrainLoop:
-    return EpochTrainLoop(batches, max_epochs=1)
+def once(batches: Any = None) -> EpochTrainLoop:
+    return EpochTrainLoop(data() if batches is None else batches, max_epochs=1)
 
 
-@pytest.mark.parametrize(
-    ("kind", "loop", "optimization", "train_step"),
-    [
-        pytest.param(Net, lambda: once(data()), wrapped, None, id="model"),
-        pytest.param(Stepping, lambda: once(data()), wrapped, None, id="model-with-a-step"),
-        pytest.param(
-            Net,
-            lambda: once(DataLoader(TensorDataset(*images_and_labels()), SIZE)),
-            wrapped,
-            None,
-            id="torch-loader",
-        ),
-        pytest.param(
-            Net, lambda: IterTrainLoop(Batches(), max_steps=4), wrapped, None, id="iterable"
-        ),
-        pytest.param(
-            Net,
-            lambda: once(data()),
-            lambda model: Optimization(model.parameters()),
-            None,
-            id="optimization",
-        ),
-        pytest.param(
-            Net,
-            lambda: once(data()),
-            lambda model: BareOptimization(model.parameters()),
-            partial(step, factor=1.0),
-            id="optimization-without-a-context",
-        ),
-        pytest.param(
-            Net,
-            Loop,
-            lambda model: Optimization(model.parameters()),
-            None,
-            id="optimization-and-loop",
-        ),
-        pytest.param(Net, Loop, wrapped, None, id="loop"),
-        pytest.param(Net, Loop, wrapped, partial(step, factor=1.0), id="partial"),
-        pytest.param(Net, lambda: once(data()), wrapped, Step(), id="callable-object"),
-        pytest.param(Stepping, lambda: once(data()), wrapped, Step().run, id="bound-method"),
-        pytest.param(
-            Net, Loop, wrapped, lambda wrapper, *rest: step(wrapper, *rest, 1.0), id="lambda"
-        ),
-    ],
-)
-def test_a_part_of_ones_own(
-    kind: Any, loop: Any, optimization: Any, train_step: Any, tmp_path: Path
-) -> None:
+def own(model: nn.Module) -> Optimization:
+    return Optimization(model.parameters())
+
+
+PLAIN = partial(step, factor=1.0)
+# A model, and what makes the loop, the optimizer wrapper and the step.
+PARTS: dict[str, tuple[type[Net], Any, Any, Any]] = {
+    "model": (Net, once, wrapped, None),
+    "model-with-a-step": (Stepping, once, wrapped, None),
+    "torch-loader": (
+        Net, lambda: once(DataLoader(TensorDataset(*images_and_labels()), SIZE)), wrapped, None,
+    ),
+    "iterable": (Net, lambda: IterTrainLoop(Batches(), max_steps=4), wrapped, None),
+    "optimization": (Net, once, own, None),
+    "optimization-without-a-context": (
+        Net, once, lambda model: BareOptimization(model.parameters()), PLAIN,
+    ),
+    "optimization-and-loop": (Net, Loop, own, None),
+    "loop": (Net, Loop, wrapped, None),
+    "partial": (Net, Loop, wrapped, PLAIN),
+    "callable-object": (Net, once, wrapped, Step()),
+    "bound-method": (Stepping, once, wrapped, Step().run),
+    "lambda": (Net, Loop, wrapped, lambda wrapper, *rest: step(wrapper, *rest, 1.0)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_a_part_of_ones_own(name: str, tmp_path: Path) -> None:
+    kind, loop, optimization, train_step = PARTS[name]
     model = net(kind)
     runner = Runner(
         model,
@@ -224,10 +205,8 @@ def test_the_page_lists_what_an_optimizer_wrapper_has() -> None:
 
 def test_evaluation_loops_and_metrics() -> None:
     model = net()
-    metrics = {"mean": MeanMetric()}
-    loop = EpochTrainLoop(data(), max_epochs=1)
     runner = Runner(
-        model, loop, optim_wrapper=wrapped(model), val_loop=Evaluation(), test_loop=Evaluation()
+        model, once(), optim_wrapper=wrapped(model), val_loop=Evaluation(), test_loop=Evaluation()
     )
     runner.train()
     assert runner.validate() == runner.test() == {"steps": 4.0}
@@ -236,7 +215,7 @@ def test_evaluation_loops_and_metrics() -> None:
         def val_step(self, batch: Any) -> dict[str, Any]:
             return {"value": batch[1].double()}
 
-    evaluated = Runner(Labels(), val_loop=ValLoop(data(), metrics)).validate()
+    evaluated = Runner(Labels(), val_loop=ValLoop(data(), {"mean": MeanMetric()})).validate()
     assert evaluated["mean"] == pytest.approx(images_and_labels()[1].double().mean().item())
 
 

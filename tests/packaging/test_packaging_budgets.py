@@ -1,12 +1,15 @@
-"""The written limits on sizes, measured over every source file."""
+"""The written limits on sizes and folders, measured over every source file; no import cycle."""
 
 import ast
 from collections import Counter
 from collections.abc import Iterator
+from graphlib import TopologicalSorter
+from importlib import import_module
 from pathlib import Path
 
 from source_tree import FILES, ROOT
 
+FOLDER_FILES = 12
 FILE_LINES = 600
 FUNCTION_LINES = 45
 CLASS_LINES = 300
@@ -41,10 +44,6 @@ def lines_without_docstring(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int
     return node.end_lineno - node.lineno + 1 - documented
 
 
-def test_there_are_files_to_measure() -> None:
-    assert len(FILES) > 30
-
-
 def overruns(file: Path) -> list[str]:
     over = []
     if (length := len(file.read_text().splitlines())) > FILE_LINES:
@@ -68,6 +67,7 @@ def overruns(file: Path) -> list[str]:
 
 
 def test_files_keep_the_limits() -> None:
+    assert len(FILES) > 30
     assert not [line for file in FILES for line in overruns(file)]
 
 
@@ -75,3 +75,54 @@ def test_no_two_files_of_the_tests_have_one_name() -> None:
     """All their folders are on the path, also on that of a rank process."""
     count = Counter(file.name for file in (ROOT / "tests").rglob("*.py"))
     assert {name for name, times in count.items() if times > 1} == {"conftest.py"}
+
+
+def module_of(file: Path) -> tuple[str, ...]:
+    parts = file.relative_to(ROOT).with_suffix("").parts
+    return parts[:-1] if parts[-1] == "__init__" else parts
+
+
+MODULES = {module_of(file): file for file in FILES}
+
+
+def names(module: tuple[str, ...], file: Path) -> Iterator[tuple[tuple[str, ...], str]]:
+    """Modules of ours and names that a module imports, in functions and for type checkers too."""
+    package = module if file.name == "__init__.py" else module[:-1]
+    for node in nodes(file, ast.ImportFrom):
+        if node.level:
+            base = package[: len(package) - node.level + 1]
+            base += tuple(node.module.split(".")) if node.module else ()
+            yield from ((base, alias.name) for alias in node.names)
+
+
+def imported(module: tuple[str, ...], file: Path) -> Iterator[tuple[str, ...]]:
+    """Modules of ours that a module imports."""
+    for base, name in names(module, file):
+        places = ((*base, name), base)
+        yield from [one for one in places if one in MODULES and one != module][:1]
+
+
+def test_folders_are_small_and_say_what_they_are_for() -> None:
+    count = Counter(file.parent for file in FILES if file.name != "__init__.py")
+    crowded = {str(one.relative_to(ROOT)): n for one, n in count.items() if n > FOLDER_FILES}
+    assert not crowded
+    # At most two levels below the root.
+    assert not [file for file in FILES if len(file.relative_to(ROOT).parts) > 3]
+    rooms = [file for file in FILES if file.name == "__init__.py"]
+    assert not [file for file in rooms if not ast.get_docstring(ast.parse(file.read_text()))]
+
+
+def test_no_module_imports_itself_by_way_of_others() -> None:
+    graph = {module: set(imported(module, file)) for module, file in MODULES.items()}
+    assert list(TopologicalSorter(graph).static_order())
+
+
+def test_front_doors_list_what_other_folders_import_from_them() -> None:
+    unlisted = [
+        f"{'.'.join(module)}: from {base[0]} import {name}"
+        for module, file in MODULES.items()
+        for base, name in names(module, file)
+        if len(base) == 1 and base[0] != module[0] and (*base, name) not in MODULES
+        if name not in import_module(f"stepwrap.{base[0]}").__all__
+    ]
+    assert not unlisted

@@ -127,11 +127,13 @@ def test_python_files_are_configs_too(write: Write) -> None:
 
 
 def test_overrides_follow_lists_and_make_sections(write: Write) -> None:
-    write("a.yaml", "a: {list: [{x: 1}, 2]}\nn: null\n")
-    cfg = load_config("a.yaml", ["a.list.0.x=2", "a.list.1={y: 3}", "n.q.r=1", "a.list.1.y=4"])
+    write("a.yaml", "a: {list: [{x: 1}, 2, null], e: {f: 1}}\nn: null\n")
+    overrides = ["a.list.0.x=2", "a.list.1={y: 3}", "n.q.r=1", "a.list.1.y=4"]
+    cfg = load_config("a.yaml", [*overrides, "a.list.2.g=3", "a.e.f=5", "i.j.k=6"])
     assert cfg.to_dict() == {
-        "a": {"list": [{"x": 2}, {"y": 4}]},
+        "a": {"list": [{"x": 2}, {"y": 4}, {"g": 3}], "e": {"f": 5}},
         "n": {"q": {"r": 1}},
+        "i": {"j": {"k": 6}},
         "name": "a",
     }
     assert load_config("a.yaml", ["a=null"]).a is None

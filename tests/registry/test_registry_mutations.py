@@ -1,6 +1,6 @@
-"""Configs with mistakes of every kind, large and small: each is loaded, or told in words."""
+"""Configs with mistakes of every kind, large and small: loaded, or refused by a ConfigError."""
 
-import copy
+import random
 import re
 from collections.abc import Callable, Iterator
 from importlib.resources import files
@@ -11,16 +11,24 @@ import pytest
 import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from marks import slow
 
-from stepwrap.registry import ConfigError, config_from_dict, load_config, name_problems
+from stepwrap.registry import (
+    Config,
+    ConfigError,
+    config_from_dict,
+    format_config,
+    load_config,
+    name_problems,
+)
 
 Write = Callable[[str, str], Path]
 
-SHIPPED = {
-    path.name: yaml.safe_load(path.read_text())
-    for path in map(Path, files("stepwrap.configs").iterdir())  # type: ignore[arg-type]
+SHIPPED = [
+    path.read_text().replace("_base_: digits_single.yaml", "_base_: digits_single")
+    for path in sorted(map(Path, files("stepwrap.configs").iterdir()))  # type: ignore[arg-type]
     if path.suffix == ".yaml"
-}
+]
 NAMES = (
     st.integers(0, 9)
     | st.sampled_from(
@@ -30,18 +38,8 @@ NAMES = (
     | st.text(max_size=8)
 )
 TEXTS = st.sampled_from(
-    [
-        "x" * 5000,
-        "${" + "x" * 5000 + "}",
-        "a." * 600,
-        "é/" * 3000,
-        "\u202e",
-        "${seed}",
-        "${model}",
-        "${a",
-        "${" * 300,
-        "~x",
-    ]
+    ["x" * 5000, "${" + "x" * 5000 + "}", "a." * 600, "é/" * 3000, "\u202e"]
+    + ["${seed}", "${model}", "${a", "${" * 300, "~x"]
 )
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=6) | TEXTS,
@@ -61,7 +59,7 @@ def paths(tree: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
 @st.composite
 def mutated(draw: st.DrawFn) -> dict[str, Any]:
     """Return a shipped config with up to three keys dropped, renamed, moved or set otherwise."""
-    tree = copy.deepcopy(draw(st.sampled_from(list(SHIPPED.values()))))
+    tree = yaml.safe_load(draw(st.sampled_from(SHIPPED)))
     for _ in range(draw(st.integers(1, 3))):
         *above, key = draw(st.sampled_from([*paths(tree)] or [("name",)]))
         section = tree
@@ -81,15 +79,14 @@ def mutated(draw: st.DrawFn) -> dict[str, Any]:
 
 
 @settings(
-    max_examples=100,
+    max_examples=50,
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(tree=mutated())
 def test_any_mutation_is_loaded_or_told(tree: dict[str, Any], tmp_path: Path) -> None:
     path = tmp_path / "a.yaml"
-    text = yaml.safe_dump(tree, allow_unicode=True, sort_keys=False)
-    path.write_text(text.replace("_base_: digits_single.yaml", "_base_: digits_single"))
+    path.write_text(yaml.safe_dump(tree, allow_unicode=True, sort_keys=False))
     try:
         problems = name_problems(load_config(path))
     except ConfigError as error:
@@ -101,6 +98,102 @@ def test_any_mutation_is_loaded_or_told(tree: dict[str, Any], tmp_path: Path) ->
         assert "x" * 81 not in problem.what
         assert len(problem.what) < 800
         assert len(str(problem)) < 1500
+
+
+PIECES = [
+    *('"": {_base_: x}', "_base_: a.yaml", "_base_: [digits_single]", "_base_:", "_delete_: true"),
+    *("_delete_: 1", "<<: *a", "&a", "*a", "a: &a {b: 1}", "<<: {_base_: x}", "? [a]", "!!set {a}"),
+    *("- ", "{", "}", "[", "]", '"', "'", ":", ": ", "|", ">", "#", "\t", "\x00", "\ufeff", "%"),
+    *("${a}", "${model}", "${.seed}", "${oc.env:HOME}", "???", "1: 2", "1.5: 2", "null: 1", "~: 1"),
+    *("name: ${name}", "imports: 3", "imports: [3, a.py]", "- - - 1", "a.b: {c: 1}", '"\\ud800"'),
+    *(
+        "model: 3",
+        "seed: 1e400",
+        ".nan",
+        "0b_",
+        "2020-01-01",
+        "é",
+        "\u2028",
+        "yes: no",
+        "---",
+        "...",
+    ),
+]
+NEW_VALUES = [
+    "1",
+    "{}",
+    "[]",
+    "true",
+    "null",
+    "{_delete_: true}",
+    "{a: {b: 1}}",
+    "[1, {a: 2}]",
+    "x",
+]
+
+
+def damaged(text: str, chance: random.Random) -> str:
+    """Return a config with lines and characters dropped, repeated, moved and put in."""
+    lines = text.splitlines()
+    for _ in range(chance.randint(1, 2)):
+        at, other = chance.randrange(len(lines)), chance.randrange(len(lines))
+        line, to = lines[at], chance.randint(0, len(lines[at]))
+        piece = chance.choice(PIECES)
+        lines[at] = chance.choice(
+            [
+                lines[other],
+                line[:to] + piece + line[to:],
+                line[:to] + line[to + 1 :],
+                line[:to],
+                " " * chance.randint(0, 6) + line.lstrip(),
+                f"{line}\n{' ' * (len(line) - len(line.lstrip()))}{piece}",
+                f"{line.partition(': ')[0]}: {piece}",
+                f"{line.partition(': ')[0]}: {chance.choice(NEW_VALUES)}",
+                line.replace("{", f"{{{piece}, "),
+                f"{line}\n{chance.choice(chance.choice(SHIPPED).splitlines())}",
+            ]
+        )
+    return "\n".join(lines)
+
+
+def override(config: Config, chance: random.Random) -> str:
+    """Return an override of something that the config has, or of something near to it."""
+    path = ".".join(map(str, chance.choice([*paths(config.to_dict())])))
+    end = chance.choice(["", "", ".a", "._delete_", "._base_", ".0", ".", ".1.b"])
+    return f"{path}{end}={chance.choice(NEW_VALUES)}"
+
+
+def check(config: Config, folder: Path) -> None:
+    """The config prints as a file that has the same settings, with and without origins."""
+    assert all(problem.what for problem in name_problems(config))
+    for origins in (False, True):
+        printed = folder / "printed.yaml"
+        printed.write_text(format_config(config, origins=origins), encoding="utf-8")
+        assert load_config(printed).to_dict() == config.to_dict()
+
+
+def fuzz(numbers: range, folder: Path) -> int:
+    """Return how many of so many damaged configs could still be read."""
+    read = 0
+    for number in numbers:
+        chance = random.Random(number)
+        path = folder / "a.yaml"
+        path.write_bytes(damaged(chance.choice(SHIPPED), chance).encode(errors="surrogatepass"))
+        try:
+            config = load_config(path)
+            check(config, folder)
+            read += 1
+            check(load_config(path, [override(config, chance)]), folder)
+        except ConfigError:
+            continue
+        except Exception as error:
+            raise AssertionError(f"config {number}: {error!r}") from error
+    return read
+
+
+@pytest.mark.parametrize("numbers", [range(100), *slow(range(100, 3000))], ids=str)
+def test_any_damage_is_a_config_error_or_none(numbers: range, tmp_path: Path) -> None:
+    assert 0.2 < fuzz(numbers, tmp_path) / len(numbers) < 0.8
 
 
 def nested(depth: int) -> str:

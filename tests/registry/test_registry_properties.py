@@ -19,7 +19,7 @@ from stepwrap.registry import (
 )
 
 shared_folder = settings(
-    max_examples=150,
+    max_examples=75,
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
@@ -95,7 +95,9 @@ def test_an_override_sets_exactly_its_path(
 
 @shared_folder
 @given(tree=trees(names))
-def test_each_key_knows_its_line(tree: dict[str, Any], tmp_path: Path) -> None:
+def test_each_key_knows_its_line_and_origins_are_comments(
+    tree: dict[str, Any], tmp_path: Path
+) -> None:
     dump_config(tree, tmp_path / "a.yaml")
     lines = (tmp_path / "a.yaml").read_text().split("\n")
     loaded = load_config(tmp_path / "a.yaml")
@@ -109,6 +111,8 @@ def test_each_key_knows_its_line(tree: dict[str, Any], tmp_path: Path) -> None:
                 check(value, f"{prefix}{key}.")
 
     check(tree, "")
+    (tmp_path / "shown.yaml").write_text(format_config(loaded, origins=True), encoding="utf-8")
+    assert load_config(tmp_path / "shown.yaml") == loaded
 
 
 @shared_folder
@@ -151,12 +155,3 @@ def test_looking_up_any_text_gives_none_or_a_key_error(key: str) -> None:
     with pytest.raises(KeyError) as caught:
         build_from_cfg({"type": key}, registry)
     assert str(caught.value).startswith(key[:77])
-
-
-@shared_folder
-@given(tree=trees(names))
-def test_origins_are_comments(tree: dict[str, Any], tmp_path: Path) -> None:
-    dump_config(tree, tmp_path / "a.yaml")
-    loaded = load_config(tmp_path / "a.yaml")
-    (tmp_path / "shown.yaml").write_text(format_config(loaded, origins=True), encoding="utf-8")
-    assert load_config(tmp_path / "shown.yaml") == loaded

@@ -44,15 +44,3 @@ def test_a_scope_is_found_in_one_walk_over_the_family() -> None:
     expected = [children[1], root, children[0], grandchild, *children[2:]]
     assert list(children[1].family()) == expected
     assert calls_of("_tree", lambda: children[1].at_scope("s49")) <= 3 * len(expected)
-
-
-def test_overrides_reach_into_sections_and_lists(tmp_path: Path) -> None:
-    file = tmp_path / "wide.yaml"
-    file.write_text("a: [{b: 1}, null, 3]\nc: {d: null, e: {f: 1}}\n")
-    overrides = ["a.0.b=2", "a.1.g=3", "c.d.h=4", "c.e.f=5", "i.j.k=6"]
-    assert load_config(file, overrides).to_dict() == {
-        "a": [{"b": 2}, {"g": 3}, 3],
-        "c": {"d": {"h": 4}, "e": {"f": 5}},
-        "i": {"j": {"k": 6}},
-        "name": "wide",
-    }

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import subprocess
 import sys
 import warnings
 from collections.abc import Iterator
@@ -110,7 +112,8 @@ def train_ours(config: dict[str, Any], folder: Path) -> tuple[Runner, list[list[
     hooks = {**silent, **config.get("hooks", {})}
     config = {**config, "device": "cpu", "run_dir": str(folder / "ours"), "hooks": hooks}
     runner = Runner.from_config(config)
-    rates = note_rates(runner.state.optim_wrapper.optimizer)  # type: ignore[union-attr]
+    optimizer = getattr(runner.state.optim_wrapper, "optimizer", None)
+    rates = [] if optimizer is None else note_rates(optimizer)
     runner.train()
     return runner, rates
 
@@ -124,6 +127,12 @@ def apart(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
     return max((ours[name] - theirs[name]).abs().max().item() for name in ours)
 
 
+def assert_rates(ours: list[list[float]], theirs: list[list[float]]) -> None:
+    """Compare the rates of each update; mmengine has a group for each parameter."""
+    for one, other in zip(ours, theirs, strict=True):
+        assert sorted(set(one)) == pytest.approx(sorted(set(other)), rel=1e-12)
+
+
 @pytest.mark.parametrize(("counts", "shuffle"), [(1, True), (2, False)])
 def test_a_run_by_epochs(tmp_path: Path, counts: int, shuffle: bool) -> None:
     path = write(tmp_path, counts=counts, shuffle=shuffle)
@@ -133,9 +142,7 @@ def test_a_run_by_epochs(tmp_path: Path, counts: int, shuffle: bool) -> None:
     ours, our_rates = train_ours(conversion.config, tmp_path)
     assert apart(weights(ours.state.model.module), weights(theirs.model)) <= 1e-12
     assert len(our_rates) == len(their_rates) == 20 // counts
-    # mmengine has a group for each parameter.
-    for one, other in zip(our_rates, their_rates, strict=True):
-        assert sorted(set(one)) == pytest.approx(sorted(set(other)), rel=1e-12)
+    assert_rates(our_rates, their_rates)
     (score,) = theirs.message_hub.get_scalar("val/points/top1").data[0][-1:]
     if counts == 1:
         assert ours.state.metrics["points/top1"] == pytest.approx(float(score))
@@ -152,8 +159,7 @@ def test_a_run_by_updates_in_their_order(tmp_path: Path) -> None:
     assert conversion.config["schedulers"][1]["type"] == "PolyLR"
     ours, our_rates = train_ours(conversion.config, tmp_path)
     assert apart(weights(ours.state.model.module), weights(theirs.model)) <= 1e-12
-    for one, other in zip(our_rates, their_rates, strict=True):
-        assert sorted(set(one)) == pytest.approx(sorted(set(other)), rel=1e-12)
+    assert_rates(our_rates, their_rates)
     saved = sorted(folder.name for folder in (tmp_path / "ours/checkpoints").iterdir())
     assert any("12" in name for name in saved)
 
@@ -182,18 +188,11 @@ param_scheduler = dict(
 """
 
 
-def train_duel(config: dict[str, Any], folder: Path) -> dict[str, Tensor]:
-    sys.path.insert(0, str(Path(__file__).parent))
-    hooks = {"progress": False, "log": False, "throughput": False, "checkpoint": False}
-    runner = Runner.from_config({**config, "device": "cpu", "run_dir": str(folder), "hooks": hooks})
-    runner.train()
-    return user_weights(runner)
-
-
-def user_weights(runner: Runner) -> dict[str, Tensor]:
+def weights_by_us(config: dict[str, Any], folder: Path) -> dict[str, Tensor]:
     """Return the weights under the user's names, also where children are wrapped."""
-    model: Any = runner.state.model.module
-    return {name.replace(".module.", "."): value for name, value in weights(model).items()}
+    sys.path.insert(0, str(Path(__file__).parent))
+    model: Any = train_ours({**config, "hooks": {"checkpoint": False}}, folder)[0].state.model
+    return {name.replace(".module.", "."): one for name, one in weights(model.module).items()}
 
 
 def test_several_optimizers_in_one_process_and_on_two_ranks(tmp_path: Path) -> None:
@@ -204,10 +203,10 @@ def test_several_optimizers_in_one_process_and_on_two_ranks(tmp_path: Path) -> N
     assert not conversion.misses
     assert conversion.config["wrapper"] == {"type": "separate"}
     alone = {key: value for key, value in conversion.config.items() if key != "wrapper"}
-    assert apart(train_duel(alone, tmp_path / "alone"), theirs) <= 1e-12
+    assert apart(weights_by_us(alone, tmp_path / "alone"), theirs) <= 1e-12
     path.write_text(DUEL.replace("BATCH", "4"))
     halves = convert_config(path).config
-    for ours in run_ranks(train_duel, 2, halves, tmp_path / "ranks"):
+    for ours in run_ranks(weights_by_us, 2, halves, tmp_path / "ranks"):
         assert apart(ours, theirs) <= 1e-12
 
 
@@ -301,16 +300,18 @@ SCHEDULES: list[dict[str, Any]] = [
     {"type": "MultiStepLR", "milestones": [2, 5, 9], "gamma": 0.5, "begin": 1, "end": 8},
     {"type": "ExponentialLR", "gamma": 0.8, "begin": 4, "end": 9},
     {"type": "CosineAnnealingLR", "T_max": 5, "eta_min_ratio": 0.1, "begin": 2, "end": 14},
-    {"type": "CosineAnnealingLR", "begin": 3, "end": 12},
     {"type": "PolyLR", "power": 0.9, "begin": 2, "end": 12},
-    {"type": "PolyLR", "power": 2.0, "eta_min": 0.01, "begin": 2, "end": 12},
-    {"type": "OneCycleLR", "eta_max": 0.3, "total_steps": 15, "pct_start": 0.4},
     {"type": "OneCycleLR", "eta_max": 0.3, "total_steps": 15, "three_phase": True},
     {"type": "CosineRestartLR", "periods": [5, 10], "restart_weights": [1, 0.5], "eta_min": 0.0},
 ]
+VARIANTS: list[dict[str, Any]] = [
+    {"type": "CosineAnnealingLR", "begin": 3, "end": 12},
+    {"type": "PolyLR", "power": 2.0, "eta_min": 0.01, "begin": 2, "end": 12},
+    {"type": "OneCycleLR", "eta_max": 0.3, "total_steps": 15, "pct_start": 0.4},
+]
 WARM_UP = {"type": "LinearLR", "start_factor": 0.01, "begin": 0, "end": 4}
 OWN = {"type": "OwnSteps", "milestones": [3, 6], "gamma": 0.5}
-PAIRS = [[WARM_UP, SCHEDULES[6]], [WARM_UP, OWN]]
+PAIRS = [[WARM_UP, VARIANTS[0]], [WARM_UP, OWN]]
 
 
 def their_rates(schedules: list[dict[str, Any]], steps: int) -> list[float]:
@@ -328,7 +329,9 @@ def their_rates(schedules: list[dict[str, Any]], steps: int) -> list[float]:
 
 
 @pytest.mark.parametrize(
-    "schedules", [*([one] for one in SCHEDULES), *PAIRS], ids=lambda one: one[-1]["type"]
+    "schedules",
+    [*([one] for one in SCHEDULES), *PAIRS, *slow(*([one] for one in VARIANTS))],
+    ids=lambda one: one[-1]["type"],
 )
 @pytest.mark.parametrize("by_epoch", [True, *slow(False)])
 def test_the_rates_of_every_step(
@@ -351,3 +354,85 @@ def test_the_rates_of_every_step(
     assert ours.state.step == steps
     expected = their_rates(schedules, steps)
     assert [rate for (rate,) in our_rates] == pytest.approx(expected, rel=1e-12, abs=1e-15)
+
+
+CONFIG = """
+custom_imports = dict(imports=["mmengine_parts"], allow_failed_imports=False)
+model = dict(type="Classifier", backbone=dict(type="Backbone", width=8), classes=2)
+train_dataloader = dict(
+    batch_size=8,
+    sampler=dict(type="DefaultSampler", shuffle=True),
+    dataset=dict(type="Points", size=16),
+)
+train_cfg = dict(by_epoch=True, max_epochs=1)
+optim_wrapper = dict(optimizer=dict(type="SGD", lr=0.1))
+"""
+
+
+@pytest.mark.slow
+def test_a_check_prints_no_line_for_each_parameter(tmp_path: Path) -> None:
+    (tmp_path / "mm.py").write_text(CONFIG)
+    conversion = convert_config(tmp_path / "mm.py")
+    assert not conversion.misses
+    (tmp_path / "ours.yaml").write_text(conversion.text())
+    checked = subprocess.run(
+        [sys.executable, "-m", "stepwrap.runner", "check", "ours.yaml"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parent), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert checked.returncode == 0, checked.stderr
+    assert "every part can be built" in checked.stdout
+    assert "init_weights" not in checked.stdout + checked.stderr
+
+
+OWN = """
+from mmengine.hooks import EMAHook as TheirEMAHook
+from mmengine.optim import LinearLR as TheirLinearLR
+
+
+class EMAHook(TheirEMAHook):
+    pass
+
+
+class LinearLR(TheirLinearLR):
+    pass
+"""
+WITH_OWN = """
+from mmengine.hooks import EMAHook as Average
+from own_names import EMAHook, LinearLR
+
+model = dict(type="torch.nn.Linear", in_features=1, out_features=1)
+custom_hooks = [dict(type=Average), dict(type=EMAHook)]
+param_scheduler = dict(type=LinearLR, end=5)
+"""
+
+
+def test_classes_of_ones_own_are_not_taken_for_those_of_the_same_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "own_names.py").write_text(OWN)
+    (tmp_path / "mm.py").write_text(WITH_OWN)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    config, misses = convert_config(tmp_path / "mm.py")
+    (hook,) = misses
+    assert (hook.key, hook.what.split()[0]) == ("custom_hooks.1", "own_names.EMAHook")
+    assert config["hooks"] == {"ema": {"decay": 1 - 0.0002, "start_step": 1}}
+    (schedule,) = config["schedulers"]
+    assert schedule["type"] == "own_names.LinearLR"
+
+
+def test_weights_of_a_checkpoint_of_mmengine(tmp_path: Path) -> None:
+    (tmp_path / "mm.py").write_text(CONFIG)
+    theirs, _ = train_theirs(tmp_path / "mm.py")
+    # As the page on moving here says.
+    saved = torch.load(tmp_path / "theirs/epoch_1.pth", weights_only=False)
+    torch.save(saved["state_dict"], tmp_path / "weights.pth")
+    weights = f'dict(type="Pretrained", checkpoint="{tmp_path / "weights.pth"}")'
+    (tmp_path / "mm.py").write_text(CONFIG.replace("classes=2", f"classes=2, init_cfg={weights}"))
+    config = convert_config(tmp_path / "mm.py").config
+    ours = Runner.from_config({**config, "device": "cpu", "hooks": {"log": False}})
+    for name, value in theirs.model.state_dict().items():
+        assert torch.equal(ours.state.model.module.get_parameter(name), value)
