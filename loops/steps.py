@@ -120,7 +120,8 @@ def _obstacle_to_blocks(state: LoopState, hooks: HookList) -> str:
     if window_of(state.optim_wrapper) != 1:
         return "an update takes several batches (accumulative_counts)"
     listeners = (one for event in _AT_EACH_STEP for one in getattr(hooks, event))
+    ours = __name__.split(".")[0]
     for owner in (type(getattr(one, "__self__", one)) for one in listeners):
-        if not owner.__module__.startswith(f"{__package__}."):
+        if owner.__module__.split(".")[0] != ours:
             return f"{owner.__name__} acts at each step, and may change the model"
     return ""
