@@ -10,8 +10,8 @@ TEST_EXTRAS := $(DEMO_EXTRAS),lightning,mmengine,tensorboard,test
 INSTALL := $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt
 export PYTHONUNBUFFERED := 1
 
-.PHONY: demo test test-all test-torch test-lightning-versions check parity bench bench-peers format \
-	types-link clean
+.PHONY: demo test test-all test-torch test-lightning-versions check mutate parity bench bench-peers \
+	format types-link clean
 
 demo: $(DEMO_READY)
 	$(BIN)/stepwrap train configs/digits_ddp.yaml --fresh
@@ -44,6 +44,11 @@ check: $(READY) types-link
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	PYTHONPATH=build/types $(BIN)/lint-imports --no-logo --no-cache
+
+# How many of 50 changed operators in the core the quick tests find; about an hour. MUTATE passes options
+# such as "--only loops/data".
+mutate: $(READY)
+	$(BIN)/python tests/mutate.py $(MUTATE)
 
 # Every wrapper against plain PyTorch, into docs/parity.md; about ten minutes.
 parity: $(READY)
