@@ -17,6 +17,7 @@ from torch import Tensor
 
 from stepwrap.collectives import get_rank, get_world_size
 from stepwrap.loops import Hook, LoopState, find_checkpoint
+from stepwrap.registry import Config, load_config
 from stepwrap.runner.command.cli import main
 
 MARK = "STEPWRAP_TEST_MARK"
@@ -104,6 +105,12 @@ def write_run(folder: Path) -> Path:
     config = folder / "points.yaml"
     config.write_text(CONFIG)
     return config
+
+
+def points_config(folder: Path, *words: str) -> Config:
+    """Return the small run's config, on a rank that may have another test's module of points."""
+    sys.modules.pop("points", None)
+    return load_config(folder / "points.yaml", ["hooks.progress=false", *words])
 
 
 def run_command(folder: Path, *words: str) -> int:

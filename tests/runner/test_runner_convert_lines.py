@@ -122,25 +122,26 @@ def test_what_needs_mmengine(text: str, used: str, monkeypatch: pytest.MonkeyPat
 
 
 def test_mistakes_end_with_2(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (here / "bad.py").write_text("model = dict(\n")
-    (here / "failing.py").write_text("model = 1 / 0\n")
-    (here / "above.py").write_text("_base_ = ['bad.py']\n")
-    (here / "alone.py").write_text("_base_ = ['nowhere.py']\n")
-    (here / "mm.yaml").write_text("model: 3\n")
-    (here / "foreign.py").write_text("custom_imports = dict(imports=['no_such_project'])\n")
-    for words, said in [
-        (["nothing.py"], "there is no file nothing.py"),
-        (["mm.yaml"], "mm.yaml must be a .py file"),
-        (["bad.py"], "bad.py: it cannot be executed: SyntaxError: '(' was never closed (bad.py"),
-        (
-            ["above.py"],
-            "above.py: it cannot be executed: SyntaxError: '(' was never closed (bad.py",
-        ),
-        (["alone.py"], "nowhere.py"),
-        (["failing.py"], "failing.py: it cannot be executed: ZeroDivisionError"),
-        (["bad.py", "--epoch-length", "0"], "must be a whole number from 1"),
-    ]:
-        assert main(["convert", *words]) == 2
+    files = {
+        "bad.py": "model = dict(\n",
+        "failing.py": "model = 1 / 0\n",
+        "above.py": "_base_ = ['bad.py']\n",
+        "alone.py": "_base_ = ['nowhere.py']\n",
+        "mm.yaml": "model: 3\n",
+    }
+    for name, text in files.items():
+        (here / name).write_text(text)
+    syntax = "it cannot be executed: SyntaxError: '(' was never closed (bad.py"
+    for words, said in (
+        ("nothing.py", "there is no file nothing.py"),
+        ("mm.yaml", "mm.yaml must be a .py file"),
+        ("bad.py", f"bad.py: {syntax}"),
+        ("above.py", f"above.py: {syntax}"),
+        ("alone.py", "nowhere.py"),
+        ("failing.py", "failing.py: it cannot be executed: ZeroDivisionError"),
+        ("bad.py --epoch-length 0", "must be a whole number from 1"),
+    ):
+        assert main(["convert", *words.split()]) == 2
         out, err = capsys.readouterr()
         assert said in err
         assert not out

@@ -21,10 +21,9 @@ from marks import slow
 from ports import free_port
 from programs import run, run_script
 from ranks import run_ranks
-from runner_parts import assert_identical, final_weights, run_command, write_run
+from runner_parts import assert_identical, final_weights, points_config, run_command, write_run
 
 from stepwrap.collectives import all_gather_object, broadcast, get_rank, get_world_size, synchronize
-from stepwrap.registry import load_config
 from stepwrap.runner import LaunchError, Runner, launch
 from stepwrap.runner import guard as _guard
 from stepwrap.runner import launcher as _launcher
@@ -55,6 +54,18 @@ def test_launch_raises_the_first_error_and_is_quiet(capfd: pytest.CaptureFixture
         launch(fail_on_the_last_rank, nproc=2)
     assert caught.value.failures[0].location.endswith("in fail_on_the_last_rank")
     assert capfd.readouterr() == ("", "")
+
+
+def ended(*words: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    """Run `python WORDS` to its end, whatever that is."""
+    return subprocess.run(
+        [sys.executable, *words],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        **options,
+    )
 
 
 # What a notebook or a prompt has: a main program without a file.
@@ -95,15 +106,7 @@ def test_functions_of_a_notebook_run_on_ranks(tmp_path: Path) -> None:
 
 def test_a_program_without_a_file_is_refused(tmp_path: Path) -> None:
     program = "from stepwrap.runner import launch\nlaunch(print, nproc=2)\n"
-    done = subprocess.run(
-        [sys.executable],
-        input=program,
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    done = ended(cwd=tmp_path, input=program)
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1].startswith("RuntimeError: launch starts processes that")
     assert "<stdin> is not a file: save the program as a file and run that" in done.stderr
@@ -241,14 +244,7 @@ if __name__ == "__main__":
 @pytest.mark.slow
 def test_nobody_reads_of_semaphores_that_failed_ranks_leave(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(LEAKING)
-    done = subprocess.run(
-        [sys.executable, "script.py"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
+    done = ended("script.py", cwd=tmp_path)
     assert "ValueError: no luck (rank 0)" in done.stderr
     assert "resource_tracker" not in done.stderr
 
@@ -418,16 +414,11 @@ def torchrun(
     folder: Path, *words: str, restarts: int = 0, nproc: int = 2
 ) -> subprocess.CompletedProcess[str]:
     starter = "-m torch.distributed.run --standalone --monitor-interval=0.1"
-    return subprocess.run(
-        [sys.executable, *starter.split(), f"--nproc-per-node={nproc}"]
-        + [f"--max-restarts={restarts}"]
-        + ["-m", "stepwrap.runner", "train", "points.yaml", "--run-dir", "run", *words],
+    return ended(
+        *(*starter.split(), f"--nproc-per-node={nproc}", f"--max-restarts={restarts}"),
+        *("-m", "stepwrap.runner", "train", "points.yaml", "--run-dir", "run", *words),
         cwd=folder,
         env={**os.environ, "TMPDIR": str(folder)},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
     )
 
 
@@ -453,10 +444,9 @@ def test_torchrun_starts_the_command_and_a_rank_that_is_gone_is_named(tmp_path: 
 
 
 def train_to_the_end(folder: Path) -> None:
-    sys.modules.pop("points", None)
-    settings = ["run_dir=whole", "train.max_epochs=2", "data.train.shuffle=false"]
     os.chdir(folder)
-    Runner.from_config(load_config(folder / "points.yaml", settings)).train()
+    settings = ("run_dir=whole", "train.max_epochs=2", "data.train.shuffle=false")
+    Runner.from_config(points_config(folder, *settings)).train()
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from marks import slow
 from ranks import run_ranks
 from runner_parts import run_command
 
@@ -25,7 +26,7 @@ WORDS = (
 )
 
 
-@pytest.mark.parametrize("nproc", [1, 2])
+@pytest.mark.parametrize("nproc", [2, *slow(1)])
 def test_a_base_metric_is_listed_and_watched(run: Path, nproc: int) -> None:
     (run / "correct.py").write_text(METRIC)
     own = "metrics.correct={type: correct.Correct, dist_backend: torch_cpu}"

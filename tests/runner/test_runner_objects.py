@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from ranks import run_ranks
-from runner_parts import assert_identical, final_weights, write_run
+from runner_parts import assert_identical, final_weights, points_config, write_run
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 from torchmetrics.classification import MulticlassAccuracy
@@ -104,7 +104,7 @@ def test_a_runner_has_the_hooks_of_a_config_unless_it_is_given_others(
     for hooks in ((), {}):
         make_runner(hooks=hooks, run_dir=tmp_path / "none").train()
         assert capsys.readouterr() == ("", "")
-    assert not list((tmp_path / "none").glob("*"))
+    assert list((tmp_path / "none").iterdir()) == []
 
 
 def test_the_state_at_the_end_of_a_notebook_cell_is_one_line() -> None:
@@ -203,22 +203,28 @@ def test_scheduler_ema_and_custom_hooks_come_from_the_config(run: Path) -> None:
     assert state.optim_wrapper.get_lr()["lr"] == pytest.approx([0.0], abs=1e-9)
 
 
+class Rates(Hook):
+    """Notes the rate of each update."""
+
+    built: "Rates"
+
+    def __init__(self) -> None:
+        Rates.built = self
+        self.seen: list[float] = []
+
+    def on_update(self, state: LoopState) -> None:
+        self.seen.append(state.optim_wrapper.get_lr()["lr"][0])
+
+
 def test_warm_up_by_step_from_a_nested_scheduler(run: Path) -> None:
     warm_up = (
         "schedulers={type: SequentialLR, by: step, milestones: [4], schedulers: ["
         "{type: LinearLR, start_factor: 0.5, total_iters: 4},"
         "{type: ConstantLR, factor: 0.1, total_iters: 99}]}"
     )
-    runner = Runner.from_config(load_config("points.yaml", [*QUIET, warm_up]))
-    rates = []
-
-    class Watch(Hook):
-        def on_update(self, state: LoopState) -> None:
-            rates.append(state.optim_wrapper.get_lr()["lr"][0])
-
-    runner._hooks.on_update = (*runner._hooks.on_update, Watch().on_update)
-    runner.train()
-    assert rates[:5] == pytest.approx([0.00625, 0.0075, 0.00875, 0.001, 0.001])
+    rates = "hooks.rates.type=test_runner_objects.Rates"
+    Runner.from_config(load_config("points.yaml", [*QUIET, warm_up, rates])).train()
+    assert Rates.built.seen[:5] == pytest.approx([0.00625, 0.0075, 0.00875, 0.001, 0.001])
 
 
 def test_deterministic_switches_torch(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -235,11 +241,8 @@ def test_deterministic_switches_torch(run: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def train_points(folder: Path, run_dir: str, epochs: int, resume: bool) -> dict[str, Tensor]:
-    import sys
-
-    sys.modules.pop("points", None)
-    changes = [f"run_dir={folder / run_dir}", f"train.max_epochs={epochs}", *QUIET]
-    runner = Runner.from_config(load_config(folder / "points.yaml", changes))
+    changes = (f"run_dir={folder / run_dir}", f"train.max_epochs={epochs}")
+    runner = Runner.from_config(points_config(folder, *changes))
     start = {name: value.clone() for name, value in runner.state.model.module.state_dict().items()}
     runner.train(resume=resume)
     return start

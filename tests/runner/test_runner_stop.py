@@ -4,7 +4,6 @@ import json
 import os
 import random
 import signal
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,9 +11,8 @@ from pathlib import Path
 import pytest
 from marks import slow
 from ranks import run_ranks
-from runner_parts import Command, assert_identical, final_weights
+from runner_parts import Command, assert_identical, final_weights, points_config
 
-from stepwrap.registry import load_config
 from stepwrap.runner import Runner
 from stepwrap.runner.command.cli import main
 
@@ -24,11 +22,18 @@ Start = Callable[..., Command]
 TRAIN = ("train", "points.yaml", "--run-dir", "run")
 
 
-def train_here(config: Path, run_dir: Path, resume: bool, *overrides: str) -> None:
+def train_here(folder: Path, run: str, resume: bool, *overrides: str) -> None:
     """Train as the command does, on the ranks that are here."""
-    sys.modules.pop("points", None)
-    settings = load_config(config, [f"run_dir={run_dir}", "hooks.progress=false", *overrides])
-    Runner.from_config(settings).train(resume=resume)
+    config = points_config(folder, f"run_dir={folder / run}", *overrides)
+    Runner.from_config(config).train(resume=resume)
+
+
+def assert_same_as_whole(folder: Path, *overrides: str) -> None:
+    """Resume a run on two ranks and compare it with one that nothing has stopped."""
+    run_ranks(train_here, 2, folder, "run", True, *overrides)
+    run_ranks(train_here, 2, folder, "whole", False, *overrides)
+    assert_identical(final_weights(folder / "run"), final_weights(folder / "whole"))
+    assert records(folder / "run") == records(folder / "whole")
 
 
 def records(run_dir: Path) -> list[dict[str, float | str]]:
@@ -44,11 +49,7 @@ def test_a_killed_run_resumes_to_the_very_same_weights(start: Start, tmp_path: P
     killed.wait_for(tmp_path / "run", random.randint(1, 5))
     os.kill(killed.process.pid, signal.SIGKILL)
     assert killed.wait_gone() == []
-    config = tmp_path / "points.yaml"
-    run_ranks(train_here, 2, config, tmp_path / "run", resume=True)
-    run_ranks(train_here, 2, config, tmp_path / "whole", resume=False)
-    assert_identical(final_weights(tmp_path / "run"), final_weights(tmp_path / "whole"))
-    assert records(tmp_path / "run") == records(tmp_path / "whole")
+    assert_same_as_whole(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -184,12 +185,7 @@ def test_a_raising_rank_ends_all_and_is_named_and_the_resume_is_exact(
     assert "--debug" in hint
     assert "the last checkpoint is run/checkpoints/step_00000003" in saved
     assert command.left_over() == []
-    config = tmp_path / "points.yaml"
-    in_order = "data.train.shuffle=false"
-    run_ranks(train_here, 2, config, tmp_path / "run", True, in_order)
-    run_ranks(train_here, 2, config, tmp_path / "whole", False, in_order)
-    assert_identical(final_weights(tmp_path / "run"), final_weights(tmp_path / "whole"))
-    assert records(tmp_path / "run") == records(tmp_path / "whole")
+    assert_same_as_whole(tmp_path, "data.train.shuffle=false")
 
 
 @pytest.mark.parametrize(

@@ -1,15 +1,14 @@
 """`trace_collectives` in a config: who is where, and the same weights when nothing goes wrong."""
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from ranks import run_ranks
-from runner_parts import Command, assert_identical, final_weights, write_run
+from runner_parts import Command, assert_identical, final_weights, points_config, write_run
 
 from stepwrap.collectives import get_world_size, recent_collectives, trace_collectives
-from stepwrap.registry import load_config
+from stepwrap.registry import Config, load_config
 from stepwrap.runner import Runner
 from stepwrap.runner.jobs import Job, run_job
 from stepwrap.runner.sections import read_sections
@@ -29,8 +28,9 @@ class Astray(Hook):
 """
 
 
-def settings(folder: Path, run_dir: str, *words: str) -> list[str]:
-    return [f"run_dir={folder / run_dir}", "hooks.progress=false", "train.max_epochs=2", *words]
+def config_of(folder: Path, run_dir: str, traced: str) -> Config:
+    words = (f"trace_collectives={traced}", "train.max_epochs=2")
+    return points_config(folder, f"run_dir={folder / run_dir}", *words)
 
 
 @pytest.mark.slow
@@ -56,9 +56,8 @@ def test_a_rank_in_another_call_is_named_with_its_line(
 def train_twice(folder: Path) -> list[int]:
     """Train traced, then not; returns how many calls were recorded before, between and after."""
     counts = [recorded()]
-    for name, word in (("on", "trace_collectives=true"), ("off", "trace_collectives=false")):
-        sys.modules.pop("points", None)
-        config = load_config(folder / "points.yaml", settings(folder, name, word))
+    for name, traced in (("on", "true"), ("off", "false")):
+        config = config_of(folder, name, traced)
         run_job(Job("train", config, read_sections(config, get_world_size())))
         counts.append(recorded())
     return counts
@@ -77,9 +76,7 @@ def test_tracing_ends_with_the_run_and_changes_no_weights(tmp_path: Path) -> Non
 
 def verbs_of_a_runner(folder: Path) -> list[bool]:
     """Return for the building and each verb whether it was traced."""
-    sys.modules.pop("points", None)
-    config = load_config(folder / "points.yaml", settings(folder, "py", "trace_collectives=true"))
-    runner = Runner.from_config(config)
+    runner = Runner.from_config(config_of(folder, "py", "true"))
     traced = []
     for verb in (runner.train, runner.validate, runner.test):
         before = recorded()
@@ -96,9 +93,7 @@ def test_a_runner_from_a_config_traces_its_own_verbs_alone(tmp_path: Path) -> No
 
 
 def train_while_traced(folder: Path) -> bool:
-    sys.modules.pop("points", None)
-    words = settings(folder, "r", "trace_collectives=false")
-    config = load_config(folder / "points.yaml", words)
+    config = config_of(folder, "r", "false")
     before = recorded()
     trace_collectives(True)
     try:

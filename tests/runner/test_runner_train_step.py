@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from marks import slow
 from parallel_runs import difference, settings, trained
 from ranks import run_ranks
 from torch import Tensor, nn
@@ -46,43 +47,11 @@ def model() -> SupervisedModel:
     return SupervisedModel(nn.Linear(3, 2), nn.CrossEntropyLoss())
 
 
-def by_hand(factor: float) -> Tensor:
-    net = model().net
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    for inputs, labels in batches():
-        optimizer.zero_grad()
-        (factor * nn.functional.cross_entropy(net(inputs), labels)).backward()
-        optimizer.step()
-    return net.weight.detach()
-
-
 def bare_step(wrapper: Any, data: Any, optim_wrapper: Any) -> dict[str, Tensor]:
     """Asks as little of the optimizer wrapper as a step can."""
     loss = wrapper(*data, mode="loss")["loss"]
     optim_wrapper.update_params(loss)
     return {"loss": loss}
-
-
-def test_a_function_is_the_step_of_a_runner() -> None:
-    bare = model()
-    records: list[Any] = []
-    loop = EpochTrainLoop(batches(), max_epochs=1, log_every_steps=1)
-
-    class Watch:
-        def on_log(self, state: LoopState, record: Any) -> None:
-            records.append(record)
-
-    runner = Runner(
-        bare,
-        loop,
-        optim_wrapper=OptimWrapper(torch.optim.SGD(bare.parameters(), lr=0.1)),
-        hooks=[Watch()],
-        train_step=doubled,
-    )
-    state = runner.train()
-    assert torch.equal(state.model.module.net.weight, by_hand(2.0))
-    assert len(records) == 3
-    assert records[0]["factor"] == 2.0
 
 
 def test_what_is_no_step_is_told() -> None:
@@ -130,8 +99,16 @@ def test_a_function_in_a_config_of_one_process(wrapper: str | None) -> None:
     assert difference(found, expected()) <= 1e-12
 
 
-@pytest.mark.parametrize("wrapper", ["ddp", "fsdp", "auto"])
-@pytest.mark.parametrize("step", [STEP, f"{HERE}.tripled"])
+@pytest.mark.parametrize(
+    ("wrapper", "step"),
+    [
+        ("ddp", STEP),
+        ("fsdp", f"{HERE}.tripled"),
+        *slow(
+            ("auto", STEP), ("ddp", f"{HERE}.tripled"), ("fsdp", STEP), ("auto", f"{HERE}.tripled")
+        ),
+    ],
+)
 def test_a_function_in_a_config_of_two_ranks(wrapper: str, step: Any) -> None:
     chosen = {"type": wrapper}
     config = settings(2, optimizer={"type": "SGD", "lr": 0.1}, wrapper=chosen, train_step=step)
