@@ -13,6 +13,7 @@ from marks import slow
 from torch import Tensor, nn
 
 from stepwrap.wrappers import OptimWrapper, SingleDevice, SupervisedModel, compile_step
+from stepwrap.wrappers.optimizers.gates import Gate
 
 # After a program has been verified at its step 10.
 LATE = 14
@@ -174,10 +175,40 @@ def clipped(optimizer: torch.optim.Optimizer) -> OptimWrapper:
     return OptimWrapper(optimizer, clip_grad={"max_norm": 0.5})
 
 
+class Halved(Gate):
+    def scale(self, loss: Tensor) -> Tensor:
+        return loss / 2
+
+
+def other_gate(_: Any, optim: OptimWrapper) -> None:
+    optim.gates.append(Halved())
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("change", [other_optimizer, other_clip, other_betas, other_order])
+@pytest.mark.parametrize(
+    "change", [other_optimizer, other_clip, other_betas, other_order, other_gate]
+)
 def test_parts_of_the_optimizer_that_are_replaced(change: Any) -> None:
     assert_same(1e-10, Net, with_lists, at(LATE, change), wrap=clipped)
+
+
+@pytest.mark.parametrize(("owner", "name"), [(nn.Module, "__call__"), (OptimWrapper, "scale_loss")])
+def test_methods_of_base_classes_that_are_replaced(
+    monkeypatch: pytest.MonkeyPatch, owner: Any, name: str
+) -> None:
+    usual = getattr(owner, name)
+
+    def doubled(self: Any, *args: Any, **kwargs: Any) -> Any:
+        made = usual(self, *args, **kwargs)
+        return made * 2 if isinstance(made, Tensor) else made
+
+    def change(index: int, model: Any, optim: OptimWrapper) -> None:
+        if index == 0:
+            monkeypatch.undo()
+        if index == LATE:
+            monkeypatch.setattr(owner, name, doubled)
+
+    assert_same(1e-10, Net, sgd, change)
 
 
 @pytest.mark.slow

@@ -178,6 +178,7 @@ def _parts(wrapper: Any, optim_wrapper: Any) -> tuple[Any, ...]:
     return (
         *(wrapper._modules["module"], wrapper.detect_anomalous_params, type(wrapper).forward),
         *(kind, kind.update_params, kind.backward, kind.step, kind.zero_grad, kind.apply),
+        *(kind.scale_loss, kind.should_update, nn.Module.__call__),
         *(optim_wrapper.clip, optimizer, optimizer.state, optimizer.param_groups),
         *(type(optimizer), type(optimizer).step, vars(optimizer).get("step")),
     )

@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from inspect import getattr_static
 from typing import Any
 
 import torch
@@ -16,8 +17,10 @@ from ...collectives import get_rank
 from ..batchnorm.sync_batchnorm import SynchronizedBatchNorm
 from ..ddp.distributed import StepDistributedDataParallel
 from ..optimizers.amp import AmpOptimWrapper
+from ..optimizers.first_update import FirstUpdate
 from ..optimizers.optim import OptimWrapper
 from ..optimizers.optim_state import is_spread
+from ..optimizers.windows import WeightedWindow
 from ..sharding.layout import is_dtensor
 from ..sharding.mesh import broadcast_first
 from ..steps.preprocess import device_of
@@ -124,8 +127,9 @@ class CompiledStep:
                 return False
         if optim_wrapper.inner_count < _EAGER_WINDOWS * optim_wrapper.accumulative_counts:
             return False
-        if optim_wrapper.guard is not None:
-            self._tell("a guard looks at the gradients before each update")
+        if optim_wrapper.gates and (others := [*filter(_decides, optim_wrapper.gates)]):
+            kind = type(getattr(others[-1], "guard", others[-1])).__name__
+            self._tell(f"{kind} looks at the gradients before each update")
             return False
         return True
 
@@ -285,6 +289,11 @@ class _Clock:
         return f"{gain}, which pays off after {self._seconds / (before - after):,.0f} steps"
 
 
+def _decides(gate: Any) -> bool:
+    """Whether a gate may prevent updates that a program makes."""
+    return not isinstance(gate, (FirstUpdate, WeightedWindow))
+
+
 def _plan(wrapper: Any, optim_wrapper: Any) -> Plan:
     ranks = 1
     if wrapper.averages_ranks and distributed.is_initialized():
@@ -312,7 +321,8 @@ def _obstacles(wrapper: Any, optim_wrapper: Any, allow_custom: bool) -> Iterator
         return
     if optim_wrapper.scales_losses:
         yield "float16 scales its losses; use bfloat16"
-    if any(vars(kind)[key] is not one for kind, own in _METHODS for key, one in own.items()):
+    known = ((kind, *one) for kind, own in _METHODS for one in own.items())
+    if any(getattr_static(kind, key) is not one for kind, key, one in known):
         yield "a method of OptimWrapper has been replaced"
     kind = type(optim_wrapper)
     if patched := [one for one in vars(optim_wrapper) if callable(getattr(kind, one, None))]:
@@ -367,7 +377,7 @@ def _of_ddp(wrapper: Any) -> Iterator[str]:
 
 # As they were imported.
 _METHODS = [
-    (kind, {key: one for key, one in vars(kind).items() if callable(one)})
+    (kind, {key: one for key in dir(kind) if callable(one := getattr_static(kind, key))})
     for kind in (OptimWrapper, AmpOptimWrapper)
 ]
 _FORWARDS = (SingleDevice.forward, StepDistributedDataParallel.forward)
