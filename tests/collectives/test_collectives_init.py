@@ -170,6 +170,7 @@ tell()
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="the system lists no threads")
+@pytest.mark.slow
 def test_a_group_and_its_threads_end_before_the_interpreter(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -37,13 +37,13 @@ pytestmark = [
 
 KINDS = [
     ("own stream", 0),
-    ("own stream", 2),
     ("own loader", 0),
     ("iterator", 0),
-    ("torchdata", 0),
-    ("datasets", 0),
 ]
 MORE = [
+    ("own stream", 2),
+    ("torchdata", 0),
+    ("datasets", 0),
     ("workers of a pass", 2),
     ("own stream", 3),
     ("drop_last", 2),

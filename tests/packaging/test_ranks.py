@@ -12,6 +12,7 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
+from marks import slow
 from ranks import RanksError, run_ranks
 
 
@@ -144,7 +145,7 @@ def test_a_world_of_no_ranks_is_refused() -> None:
         run_ranks(_pid, 0)
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize("how", [signal.SIGKILL, *slow(signal.SIGTERM)])
 def test_the_processes_die_with_their_parent(how: signal.Signals, tmp_path: Path) -> None:
     """Also in the middle of a call, and when the parent cannot say so."""
     Path(tmp_path, "sleepers.py").write_text(

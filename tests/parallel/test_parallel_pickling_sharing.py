@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from marks import slow
 from queue_work import descriptors, ended, started
 from shared_work import (
     add_one,
@@ -123,7 +124,7 @@ def test_what_comes_back_is_the_same_memory(method: str) -> None:
     assert ended(process) == 0
 
 
-@pytest.mark.parametrize("method", ["spawn", "fork"])
+@pytest.mark.parametrize("method", ["fork", *slow("spawn")])
 def test_loaded_twice_in_a_worker(method: str) -> None:
     given_to: Any = SimpleQueue()
     back: Any = SimpleQueue()
@@ -135,7 +136,7 @@ def test_loaded_twice_in_a_worker(method: str) -> None:
     assert ended(process) == 0
 
 
-@pytest.mark.parametrize("method", ["spawn", "fork"])
+@pytest.mark.parametrize("method", ["fork", *slow("spawn")])
 def test_tied_weights(method: str) -> None:
     given_to: Any = SimpleQueue()
     back: Any = SimpleQueue()
@@ -148,7 +149,7 @@ def test_tied_weights(method: str) -> None:
     assert ended(process) == 0
 
 
-@pytest.mark.parametrize("method", ["spawn", "fork"])
+@pytest.mark.parametrize("method", ["fork", *slow("spawn")])
 def test_bytes_outlive_the_process_that_wrote_them(method: str, tmp_path: Path) -> None:
     # By reference as long as a process has the memory: here the parent, which shared it first.
     tensor = torch.arange(1000.0).share_memory_()
@@ -162,7 +163,7 @@ def test_bytes_outlive_the_process_that_wrote_them(method: str, tmp_path: Path) 
     assert torch.multiprocessing.get_sharing_strategy() == "file_descriptor"
 
 
-@pytest.mark.parametrize("method", ["spawn", "fork"])
+@pytest.mark.parametrize("method", ["fork", *slow("spawn")])
 def test_bytes_are_loaded_elsewhere(method: str, tmp_path: Path) -> None:
     named, described = torch.zeros(3), torch.zeros(2, 2).share_memory_()
     path = tmp_path / "tensors"

@@ -100,10 +100,12 @@ else:
 """
 
 
+@pytest.mark.slow
 def test_functions_of_a_notebook_run_on_ranks(tmp_path: Path) -> None:
     run("-c", CELLS, cwd=tmp_path)
 
 
+@pytest.mark.slow
 def test_a_program_without_a_file_is_refused(tmp_path: Path) -> None:
     program = "from stepwrap.runner import launch\nlaunch(print, nproc=2)\n"
     done = ended(cwd=tmp_path, input=program)
@@ -179,6 +181,7 @@ def test_more_than_four_processes_for_a_core_are_refused(
     assert not (run / "runs").exists()
 
 
+@pytest.mark.slow
 def test_processes_that_do_not_fit_into_memory_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_launcher, "free_memory", lambda device: 2.0**20)
     told = (
@@ -207,6 +210,7 @@ else:
 """
 
 
+@pytest.mark.slow
 def test_ranks_that_still_import_end_with_their_launcher(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(IMPORTING)
     with subprocess.Popen([sys.executable, "script.py"], cwd=tmp_path) as launcher:

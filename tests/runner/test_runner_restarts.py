@@ -6,7 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from marks import slow
 from ranks import run_ranks
 from runner_parts import Command, assert_identical
 from test_runner_stop import SLOW, TRAIN, records, train_here
@@ -33,8 +32,9 @@ def assert_as_without_it(folder: Path, nproc: int, *settings: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("nproc", "wrapper"), [(1, "single"), *slow((2, "ddp"), (3, "ddp"), (3, "fsdp"), (2, "fsdp"))]
+    ("nproc", "wrapper"), [(1, "single"), (2, "ddp"), (3, "ddp"), (3, "fsdp"), (2, "fsdp")]
 )
+@pytest.mark.slow
 def test_a_killed_rank_restarts_all_and_the_weights_are_those_without_it(
     start: Start, tmp_path: Path, nproc: int, wrapper: str
 ) -> None:

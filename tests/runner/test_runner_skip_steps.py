@@ -19,6 +19,7 @@ def steps_of(folder: Path) -> list[int]:
     return sorted(meta["step"] for _, meta in list_checkpoints(folder / "checkpoints"))
 
 
+@pytest.mark.slow
 def test_a_run_goes_back_to_before_the_step(run: Path, capsys: Capture) -> None:
     assert main(["train", "points.yaml", "run_dir=plain"]) == 0
     words = ["train", "points.yaml", "run_dir=plain", "--resume", "--without-step", "20"]

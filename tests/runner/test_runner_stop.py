@@ -106,6 +106,7 @@ FORK_SERVER = "multiprocessing_context: forkserver, persistent_workers: true"
         ),
     ],
 )
+@pytest.mark.slow
 def test_a_signal_to_every_process_of_a_job_saves(
     start: Start, tmp_path: Path, number: signal.Signals, nproc: int, loader: str
 ) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from marks import slow
 from ranks import run_ranks
 from torch import Tensor, nn
 
@@ -152,8 +153,10 @@ def test_checkpointed_blocks_meet_again_over_ranks() -> None:
     assert max(run_ranks(_synchronised, 2)) <= 1e-12
 
 
-@pytest.mark.parametrize("checkpointed", [False, True])
-@pytest.mark.parametrize("blocks", [None, ["Block"]])
+@pytest.mark.parametrize(
+    ("blocks", "checkpointed"),
+    [(["Block"], True), *slow((None, False), (None, True), (["Block"], False))],
+)
 def test_compiled_models_train_as_before(checkpointed: bool, blocks: Any) -> None:
     checkpointing = ["Block"] if checkpointed else None
     compiled = {"backend": "aot_eager", "blocks": blocks}

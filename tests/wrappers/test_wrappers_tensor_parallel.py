@@ -190,6 +190,7 @@ def _compiled_blocks(count: int) -> int:
 
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+@pytest.mark.slow
 def test_equal_blocks_are_compiled_once() -> None:
     """Else torch would stop at eight, and run the others uncompiled."""
     few = run_ranks(_compiled_blocks, 2, 2)
