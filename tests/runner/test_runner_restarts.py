@@ -23,7 +23,7 @@ IN_ORDER = "data.train.shuffle=false"
 
 def assert_as_without_it(folder: Path, nproc: int, *settings: str) -> None:
     """Compare the run in a folder with one that was not interrupted."""
-    run_ranks(train_here, nproc, folder / "points.yaml", folder / "whole", False, *settings)
+    run_ranks(train_here, nproc, folder, "whole", False, *settings)
     last = [find_checkpoint(folder / name) for name in ("run", "whole")]
     run, whole = (load_checkpoint(path).read("model.pt") for path in last if path)
     assert_identical(run, whole)
