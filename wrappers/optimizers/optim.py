@@ -243,7 +243,6 @@ class OptimWrapper(Accumulation):
         last_weight: weight of the last micro-batch of this rank.
         clip: clips the gradients; None if nothing is clipped.
         collective_state: whether every rank must call ``state_dict``.
-        defaults: the optimizer's settings for groups that do not set them.
         reads_parts: ``load_state_dict`` takes what can be cut in place of tensors.
         clip_grad_kwargs: ``clip_grad`` without its ``type``; None if nothing is clipped.
         grad_norm: total norm before clipping at the last update, a tensor on the device
@@ -259,6 +258,10 @@ class OptimWrapper(Accumulation):
     # How to clip may have a type, but is no part of its own.
     config_plain: tuple[str, ...] = ("clip_grad",)
     reads_parts = True
+    defaults = property(
+        lambda self: getattr(self.optimizer, "defaults", {}),
+        doc="The optimizer's settings for groups that do not set them.",
+    )
 
     def __init__(
         self,
@@ -276,7 +279,6 @@ class OptimWrapper(Accumulation):
         self.optimizer = optimizer
         self.needs_closure = needs_closure(type(optimizer))
         self.collective_state = is_spread(optimizer)
-        self.defaults: dict[str, Any] = getattr(optimizer, "defaults", {})
         self._is_sharded = any(is_dtensor(one) for one in parameters_of(optimizer))
         self.grad_norm: Tensor | None = None
         self.clip = None if clip_grad is None else GradClip(clip_grad)
