@@ -53,7 +53,7 @@ replay = _ReplayCommand(
             metavar="R",
             help="the rank to look into; default: 0, with --anomaly all",
         ),
-        flag("debugger", "stop right before the training step, and where it fails"),
+        flag("debugger", "stop before the training step and at an error in it"),
         flag("anomaly", "name the forward call whose gradient is NaN"),
         click.Option(
             ["--profile"],

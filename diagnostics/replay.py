@@ -80,7 +80,7 @@ def run_replay(options: Options) -> int:
     """Run one step of a run again, on as many ranks as it had, and print the result."""
     folder, trace = Path(options.words[0]), options.profile or ""
     if trace and not Path(trace).absolute().parent.is_dir():
-        raise ConfigError([Problem("", f"--profile {trace}: there is no such folder")])
+        raise ConfigError([Problem("", f"--profile {trace}: its folder does not exist")])
     saved = list_checkpoints(folder / "checkpoints")
     config = options.examined.config
     nproc = saved[0][1]["world_size"] if saved else int(config.select("launch.nproc") or 1)
@@ -112,8 +112,8 @@ def _report_step(watch: Watch, seen: Mapping[int, Replayed]) -> None:
     if first.skipped:
         print("the spike guard has left it out")
     if first.saved:
-        result = "are, bit for bit," if first.equal else "are NOT"
-        print(f"the weights after it {result} those of {first.saved}")
+        result = "equal, bit for bit," if first.equal else "do NOT equal"
+        print(f"the weights after it {result} {first.saved}")
     for table in (one.profile for one in seen.values() if one.profile):
         print(f"{table}\ntrace: {watch.profile}")
 
@@ -127,7 +127,7 @@ def replay(job: Job, watch: Watch) -> Replayed:
     with prepared(job):
         if watch.rank is not None and watch.rank >= get_world_size():
             ranks = f"the run has {get_world_size()}, counted from 0"
-            raise ValueError(f"--rank {watch.rank}: there is no such rank; {ranks}")
+            raise ValueError(f"--rank {watch.rank}: {ranks}")
         folder = Path(job.run.run_dir)
         path = find_checkpoint(folder, before=watch.step)
         latest = find_checkpoint(folder)
@@ -141,7 +141,7 @@ def replay(job: Job, watch: Watch) -> Replayed:
         state = runner.train(resume=path or False)
         if not hook.done:
             end = f"the run ends after step {state.step}"
-            raise ValueError(f"--step {watch.step}: there is no such step; {end}")
+            raise ValueError(f"--step {watch.step}: {end}")
         seen = hook.seen
         seen.checkpoint = str(path or "")
         _compare(seen, state, folder)

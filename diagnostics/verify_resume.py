@@ -44,7 +44,7 @@ def run_verify_resume(options: Options) -> int:
     if started_outside():
         raise _mistake("it starts the ranks that it needs by itself, without torchrun or srun")
     if options.kill_at == 1:
-        raise _mistake("--kill-at 1: there is no step before it to save a checkpoint after")
+        raise _mistake("--kill-at 1: needs an earlier step to save at; use 2 or more")
     run = read_sections(options.examined)
     if options.then:
         read_sections(options.examined, options.then)
@@ -248,7 +248,7 @@ def _compare_elastic(whole: Path, resumed: Path, start: int, run: RunSections) -
             print(f"step {a or b}: sample {other} comes in the place of {index}")
             return DIFFERENT
     same = "the same in both runs: the samples of each update and their order"
-    print(same if orders[0] else "data.train has a loader of its own: no samples are compared")
+    print(same if orders[0] else "data.train is a custom loader: samples are not compared")
     weights, others = (_last_checkpoint(one).read("model.pt") for one in (whole, resumed))
     floats = {name: one for name, one in weights.items() if one.is_floating_point() and one.numel()}
     allowed = {name: _TOLERANCES.get(one.dtype, _TOLERANCE) for name, one in floats.items()}
@@ -260,7 +260,7 @@ def _compare_elastic(whole: Path, resumed: Path, start: int, run: RunSections) -
     if far[name] <= allowed[name]:
         return 0
     if drawn := _drawn(whole):
-        print(f"  random numbers are drawn ({drawn}), on each rank from streams of its own")
+        print(f"  random numbers are drawn ({drawn}), and each rank has different streams")
     elif not is_weighted:
         print("  without loss_weight an update is a mean of the ranks' means")
     else:

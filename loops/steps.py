@@ -116,7 +116,7 @@ def with_blocks(hooks: HookList, state: LoopState, steps_per_call: int) -> HookL
 
 def _obstacle_to_blocks(state: LoopState, hooks: HookList) -> str:
     if not model_features(state.model).look_every(1):
-        return "the training step is not compiled, as by compile: step"
+        return "the training step is not compiled (compile: step)"
     if window_of(state.optim_wrapper) != 1:
         return "an update takes several batches (accumulative_counts)"
     listeners = (one for event in _AT_EACH_STEP for one in getattr(hooks, event))

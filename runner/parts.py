@@ -66,7 +66,7 @@ def build_parts(
     """Build the arguments of `Runner` on this rank; `only` names the loops that are wanted.
 
     With `one_batch` each loop sees a single batch, for a trial of everything. `ranks` is the number
-    of ranks that one process stands for, as in `rehearse`. One BuildError has all failures.
+    of ranks that one process stands for, for `rehearse`. One BuildError has all failures.
     """
     _make_deterministic(run)
     seed_rng(run.seed)

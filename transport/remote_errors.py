@@ -76,7 +76,7 @@ def rebuild(data: bytes) -> BaseException:
             error.__cause__ = RemoteTraceback(_quoted(text))
             return error
         except BaseException as reason:
-            text = f"{text}\n(it could not be made anew in this process: {_summary(reason)})"
+            text = f"{text}\n(this process could not recreate it: {_summary(reason)})"
     failure = RemoteError(type_name, message, text)
     failure.__cause__ = RemoteTraceback(_quoted(text))
     return failure

@@ -54,7 +54,7 @@ def run_list(options: Options) -> int:
         for line in _in_full(entries) if name else _in_short(entries):
             print(f"  {line}")
     if name is None:
-        print("stepwrap list REGISTRY tells more; any import path can be a type as well")
+        print("for arguments: stepwrap list REGISTRY. A type can also be any import path")
     return 0
 
 

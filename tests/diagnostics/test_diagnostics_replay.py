@@ -59,7 +59,7 @@ def test_a_step_is_the_same_bit_for_bit(run: Path, capsys: Capture, step: int, s
     assert f"step {step}, from " in told
     assert source in told
     assert ", 2 steps before it" in told
-    found = f"the weights after it are, bit for bit, those of runs/checkpoints/step_{step:08d}"
+    found = f"the weights after it equal, bit for bit, runs/checkpoints/step_{step:08d}"
     assert found in told
     records = map(json.loads, (run / "runs/metrics.jsonl").read_text().splitlines())
     record = next(one for one in records if one["step"] == step and one["phase"] == "train")
@@ -71,7 +71,7 @@ def test_what_is_not_the_same_is_told(run: Path, capsys: Capture) -> None:
     trained(run, capsys)
     assert main(["replay", "runs", "--step", "9", "data.train.seed=5"]) == 0
     told = capsys.readouterr().out
-    assert "the weights after it are NOT those of runs/checkpoints/step_00000009" in told
+    assert "the weights after it do NOT equal runs/checkpoints/step_00000009" in told
 
 
 @pytest.mark.slow
@@ -87,7 +87,7 @@ def test_two_ranks_are_replayed_whatever_the_config_says(start: Start, tmp_path:
     lines = re.findall(r"^rank \d, batch \d: loss [\d.]+$", out, flags=re.MULTILINE)
     assert [line[:15] for line in lines] == [f"rank {r}, batch {b}" for r in (0, 1) for b in (1, 2)]
     assert len({line.rpartition(" ")[2] for line in lines}) == 4
-    assert "the weights after it are, bit for bit, those of runs/checkpoints/step_00000004" in out
+    assert "the weights after it equal, bit for bit, runs/checkpoints/step_00000004" in out
 
 
 def test_anomaly_mode_names_the_forward_call(run: Path, capsys: Capture) -> None:
@@ -139,7 +139,7 @@ def test_the_debugger_begins_at_the_training_step(run: Path, capsys: Capture) ->
     # The end of the input is no error either.
     code, told = debugged(run, "", "--step", "9")
     assert code == 0, told
-    assert "bit for bit, those of runs/checkpoints/step_00000009" in told
+    assert "equal, bit for bit, runs/checkpoints/step_00000009" in told
 
 
 @pytest.mark.slow
@@ -187,7 +187,7 @@ def test_a_step_that_was_left_out_can_be_looked_into(run: Path, capsys: Capture)
     assert main(["replay", "runs", "--step", "8"]) == 0
     assert re.search(r"^rank 0: loss [\d.]+$", capsys.readouterr().out, flags=re.MULTILINE)
     assert main(["replay", "runs", "--step", "9"]) == 0
-    assert "are, bit for bit, those of" in capsys.readouterr().out
+    assert "equal, bit for bit, runs/" in capsys.readouterr().out
 
 
 def test_steps_that_a_guard_has_gone_back_on_are_left_out_again(run: Path, capsys: Capture) -> None:
@@ -203,8 +203,8 @@ def test_steps_that_a_guard_has_gone_back_on_are_left_out_again(run: Path, capsy
     trained(run, capsys, *words)
     # The sample is in step 10; the run has gone back to step 6, and left out 7 to 10.
     for step, told in (
-        (9, "are, bit for bit,"),
-        (12, "are, bit for bit,"),
+        (9, "equal, bit for bit,"),
+        (12, "equal, bit for bit,"),
         (10, "has left it out"),
     ):
         assert main(["replay", "runs", "--step", str(step)]) == 0
@@ -218,9 +218,17 @@ def test_steps_that_a_guard_has_gone_back_on_are_left_out_again(run: Path, capsy
         (["runs"], 2, "the following arguments are required: --step"),
         (["runs", "--step", "0"], 2, "must be a whole number from 1, got '0'"),
         (["elsewhere", "--step", "3"], 2, "elsewhere is not the folder of a run: no config.yaml"),
-        (["runs", "--step", "13"], 1, "there is no such step; the run ends after step 12"),
-        (["runs", "--step", "3", "--rank", "1"], 1, "there is no such rank; the run has 1"),
-        (["runs", "--step", "3", "--profile", "no/t.json"], 2, "there is no such folder"),
+        (
+            ["runs", "--step", "13"],
+            1,
+            "--step 13: the run ends after step 12",
+        ),
+        (
+            ["runs", "--step", "3", "--rank", "1"],
+            1,
+            "--rank 1: the run has 1, counted from 0",
+        ),
+        (["runs", "--step", "3", "--profile", "no/t.json"], 2, "its folder does not exist"),
     ],
 )
 def test_mistakes_are_named(

@@ -202,7 +202,7 @@ def test_a_step_that_is_not_compiled_gains_nothing(caplog: pytest.LogCaptureFixt
     assert_identical(*weights)
     lines = [one.getMessage() for one in caplog.records if "steps_per_call" in one.getMessage()]
     assert lines == [
-        "steps_per_call: 8 gains nothing: the training step is not compiled, as by compile: step"
+        "steps_per_call: 8 gains nothing: the training step is not compiled (compile: step)"
     ]
 
 

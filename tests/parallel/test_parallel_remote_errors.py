@@ -167,7 +167,7 @@ def test_what_cannot_be_made_here_becomes_a_remote_error(monkeypatch: pytest.Mon
     carried = pickle.loads(data)
     assert isinstance(carried, RemoteError)
     assert carried.message == "not here"
-    assert "could not be made anew in this process: SystemExit" in str(carried.__cause__)
+    assert "this process could not recreate it: SystemExit" in str(carried.__cause__)
 
 
 def test_large_exceptions_become_texts_of_bounded_length() -> None:

@@ -179,7 +179,7 @@ def test_wrapping_policies(policy: Any, paths: list[str] | None) -> None:
             "cast_forward_inputs=False leaves",
         ),
         ({"mixed_precision": {"cast_forward_inputs": 0}}, TypeError, "must be true or false"),
-        ({"backward_prefetch": "BACKWARD_POST"}, ValueError, "as by BACKWARD_PRE"),
+        ({"backward_prefetch": "BACKWARD_POST"}, ValueError, "FSDP2 always gathers the next block"),
         ({"backward_prefetch": "BACKWARD"}, ValueError, "one of BACKWARD_PRE, BACKWARD_POST"),
         ({"prefetch": 1, "forward_prefetch": True}, ValueError, "prefetch and forward_prefetch"),
         ({"prefetch": -1}, TypeError, "count blocks to gather ahead"),

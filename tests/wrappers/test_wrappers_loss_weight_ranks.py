@@ -245,7 +245,7 @@ def test_what_does_not_average_is_refused() -> None:
     ):
         assert f"comm_hook {part} need not" in text
     assert first[6:12:2] == first[7:12:2]
-    assert "PostLocalSGD steps by the gradients of one rank" in first[12]
+    assert "PostLocalSGD steps by the gradients of each rank" in first[12]
     assert first[13] == first[14]
     assert "loss_weight excludes join()" in first[13]
 

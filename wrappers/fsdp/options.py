@@ -70,8 +70,8 @@ _SPELLINGS = {
         ours=("prefetch",),
         enum=BackwardPrefetch,
         remedies={
-            "BACKWARD_POST": "the next block is gathered before the gradients of this one, as by "
-            "BACKWARD_PRE; leave the option out"
+            "BACKWARD_POST": "FSDP2 always gathers the next block before it computes the gradients "
+            "of this one (BACKWARD_PRE); leave the option out"
         },
     ),
     "forward_prefetch": _Spelling(ours=("prefetch",)),

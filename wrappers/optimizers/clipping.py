@@ -75,7 +75,7 @@ def _clip_parts_by_norm(
     if error_if_nonfinite and not total.isfinite():
         raise RuntimeError(
             f"The total norm of order {norm_type} of the gradients is {total.item()}, so it "
-            "cannot be clipped; error_if_nonfinite=False goes on nevertheless"
+            "cannot be clipped; set error_if_nonfinite=False to continue anyway"
         )
     clip_grads_with_norm_(parts, max_norm, total, foreach)
     return total

@@ -84,8 +84,8 @@ def _is_reached(parameters: Sequence[Tensor], name: str, has_run: bool) -> bool:
     if has_run and any(one.requires_grad for one in parameters):
         raise RuntimeError(
             f"no parameter of {name} has a gradient at its first update: either the loss reaches "
-            "none of them, or they are no longer those of the model; make the optimizer after "
-            "wrapping, because fsdp and split layers put others in their place"
+            "none of them, or the model has other parameters now; create the optimizer after "
+            "wrapping, because fsdp and split layers replace parameters"
         )
     return False
 

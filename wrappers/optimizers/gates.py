@@ -90,8 +90,8 @@ def check_closure(optim_wrapper: Any, model: Any = None) -> None:
     every = optim_wrapper.accumulative_counts
     if every != 1:
         raise ValueError(
-            f"{name} with a closure needs accumulative_counts=1, got {every}: each of its losses "
-            "must be that of the same data; use larger batches"
+            f"{name} with a closure needs accumulative_counts=1, got {every}: it computes "
+            "the loss several times, always on the same data; use larger batches"
         )
     if optim_wrapper.loss_weight is not None:
         raise ValueError(

@@ -21,7 +21,7 @@ from .loss_weight import LossWeight
 
 _ADVICE = (
     "with loss_weight each micro-batch is weighed before its backward, and its loss scaled: call "
-    "optim_wrapper.weigh(batch) with the preprocessed batch in a train_step of your own, then "
+    "optim_wrapper.weigh(batch) with the preprocessed batch in your train_step, then "
     "optim_wrapper.update_params(loss), or backward(scale_loss(loss))"
 )
 
@@ -78,8 +78,8 @@ class WeightedWindow(CountWindow):
     ) -> None:
         if hasattr(optimizer, "averager"):
             raise ValueError(
-                f"{type(optimizer).__name__} steps by the gradients of one rank, which loss_weight "
-                "makes those of all: leave one of the two out"
+                f"{type(optimizer).__name__} steps by the gradients of each rank, and loss_weight "
+                "averages over all ranks: use only one of the two"
             )
         self._loss_weight = loss_weight
         self._model: Callable[[], Any] = _nobody
