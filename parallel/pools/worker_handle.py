@@ -173,6 +173,9 @@ class WorkerHandle:
             task = self.inflight.pop(number)
             self.since = time.monotonic()
             self._answered += 1
+            if self._maxtasks is not None and self._answered >= self._maxtasks:
+                # It has not counted the tasks that could not be unpickled.
+                self.stop()
             # After an error the worker may not even have been able to make the function.
             if success and task[0] == self._sent_job and number >= self._sent_since:
                 self._held_job = task[0]

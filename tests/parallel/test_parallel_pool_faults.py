@@ -138,6 +138,17 @@ def test_error_of_a_task(pool, case):
     assert children() == workers
 
 
+@pytest.mark.parametrize("tasks", [1, 2])
+def test_task_that_cannot_be_unpickled_counts_for_maxtasksperchild(tasks):
+    with make(1, maxtasksperchild=tasks) as pool:
+        first = pool.apply_async(work.pid)
+        calls = [pool.apply_async(work.take, (work.Unloadable(),)) for _ in range(tasks)]
+        for call in calls:
+            with pytest.raises(RuntimeError, match="not again"):
+                call.get(20)
+        assert pool.apply_async(work.pid).get(20) != first.get(20)
+
+
 def test_traceback_of_the_worker(pool):
     with pytest.raises(KeyError) as caught:
         pool.apply(work.fail, ("gone",))
