@@ -18,6 +18,7 @@ from ..runner.command.command import (
     flag,
     from_zero,
     mistake,
+    path_name,
     positive,
 )
 
@@ -57,6 +58,7 @@ replay = _ReplayCommand(
         flag("anomaly", "name the forward call whose gradient is NaN"),
         click.Option(
             ["--profile"],
+            type=path_name,
             metavar="FILE",
             help="write a trace of the step for chrome://tracing",
         ),

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import argparse
 import ast
+import contextlib
 import os
 import random
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -134,23 +136,33 @@ def copy_to(folder: Path) -> dict[str, str]:
     return environ
 
 
+def passes(name: str, folder: Path, environ: dict[str, str], limit_s: float) -> bool:
+    """Return whether the quick tests of a source folder pass within the limit."""
+    pytest = [sys.executable, "-m", "pytest", "-q", "-x", "-n", "2", "--dist", "loadfile"]
+    process = subprocess.Popen(
+        [*pytest, "-m", "not slow", f"tests/{name}"],
+        cwd=folder, env=environ, stdout=subprocess.DEVNULL, start_new_session=True,
+    )  # fmt: skip
+    try:
+        return process.wait(limit_s) == 0
+    except subprocess.TimeoutExpired:
+        return False
+    finally:
+        # Workers and ranks too, if there are any left.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
 def is_found(change: Change, folder: Path, environ: dict[str, str], limit_s: float) -> bool:
     """Run the tests of the folder that is changed; a run that does not end counts as found."""
     place = folder / change.file
     source = place.read_bytes()
     place.write_bytes(change.apply(source))
-    tests = f"tests/{change.file.parts[0]}"
-    pytest = [sys.executable, "-m", "pytest", "-q", "-x", "-n", "2", "--dist", "loadfile"]
     try:
-        ended = subprocess.run(
-            [*pytest, "-m", "not slow", tests],
-            cwd=folder, env=environ, timeout=limit_s, stdout=subprocess.DEVNULL,
-        )  # fmt: skip
-    except subprocess.TimeoutExpired:
-        return True
+        return not passes(change.file.parts[0], folder, environ, limit_s)
     finally:
         place.write_bytes(source)
-    return ended.returncode != 0
 
 
 def main() -> None:
@@ -164,6 +176,9 @@ def main() -> None:
     survivors = 0
     with tempfile.TemporaryDirectory() as folder:
         environ = copy_to(Path(folder))
+        for name in sorted({change.file.parts[0] for change in drawn}):
+            if not passes(name, Path(folder), environ, options.limit_s):
+                raise SystemExit(f"tests/{name} must pass before anything is changed")
         for change in drawn:
             begin = time.perf_counter()
             found = is_found(change, Path(folder), environ, options.limit_s)

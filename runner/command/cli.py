@@ -46,7 +46,9 @@ class CommandGroup(click.Group):
         if name not in self.entries:
             return None
         try:
-            command: click.Command = self.entries[name].load()
+            command = self.entries[name].load()
+            if not isinstance(command, click.Command):
+                raise TypeError(f"{command!r} is not a click.Command")
         except (Exception, SystemExit) as error:
             return _absent(self.entries[name], error)
         if not any(one.name == DEBUG.name for one in command.params):
@@ -59,11 +61,16 @@ class CommandGroup(click.Group):
         if ctx.resilient_parsing:
             # A shell completes the words.
             return super().parse_args(ctx, args)
-        args = ["version", *args[1:]] if args[:1] == ["--version"] else args or ["--help"]
+        name, *rest = args or ["--help"]
         known = self.list_commands(ctx)
-        if args[0] not in (*ctx.help_option_names, *known):
-            raise mistake(f"stepwrap: {_unknown('command', args[0], known)}")
-        return super().parse_args(ctx, args)
+        if not known:
+            raise mistake("stepwrap: its entry points are missing; install the package again")
+        if name in ctx.help_option_names:
+            return super().parse_args(ctx, [name])
+        name = "version" if name == "--version" else name
+        if name not in known:
+            raise mistake(f"stepwrap: {_unknown('command', name, known)}")
+        return super().parse_args(ctx, [name, *rest])
 
 
 def _is_ours(entry: EntryPoint) -> bool:
@@ -100,19 +107,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     143 one by SIGTERM, by SIGUSR1 or by the end of the terminal.
     """
     words = list(sys.argv[1:] if argv is None else argv)
-    debug = "--debug" in words
+    name, debug = "".join(words[:1]), "--debug" in words
     try:
         with _signals_end_at_once():
             if instruction := os.environ.get(_COMPLETE):
                 return shell_complete(COMMANDS, {}, "stepwrap", _COMPLETE, instruction)
-            with COMMANDS.make_context("stepwrap", words) as context:
+            with COMMANDS.make_context("stepwrap", [*words]) as context:
                 return int(COMMANDS.invoke(context) or 0)
     except click.exceptions.Exit as end:
         # Of --help.
         return end.exit_code
-    except click.UsageError as error:
-        print(_usage_text(error, words[0]), file=sys.stderr)
-        return MISTAKE
+    except click.ClickException as error:
+        wrong = mistake(_usage_text(error, name))
+        wrong.__cause__ = error
+        _print_error(wrong, debug)
+        return error.exit_code
     except BrokenPipeError:
         # The reader (head, less) has gone; Python would complain once more at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -187,13 +196,17 @@ def _stop_text(stop: Terminated) -> str:
     return f"stopped by {name}; {saved}"
 
 
-def _usage_text(error: click.UsageError, command: str) -> str:
-    """Return the line for a mistake that click has found in the words after `command`."""
-    context, text = error.ctx, error.format_message()
+def _usage_text(error: click.ClickException, command: str) -> str:
+    """Return the line for an error of click, such as a mistake in the words after `command`."""
+    text = error.format_message()
+    context = error.ctx if isinstance(error, click.UsageError) else None
     if isinstance(error, click.NoSuchOption) and context is not None:
         params = context.command.get_params(context)
         known = [name for one in params for name in one.opts if name.startswith("--")]
         text = _unknown("option", error.option_name, known)
+    elif isinstance(error, click.BadOptionUsage):
+        what = error.message.removeprefix(f"Option {error.option_name!r} ")
+        text = f"argument {error.option_name}: {what}"
     elif isinstance(error, click.BadParameter) and isinstance(error.param, click.Option):
         name = error.param.opts[0]
         text = f"argument {name}: {error.message}"

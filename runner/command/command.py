@@ -56,7 +56,7 @@ class Command(click.Command):
         section: str | None = None,
     ) -> None:
         words = click.Argument(
-            ["words"], nargs=-1, metavar=usage, type=click.Path(), required=False
+            ["words"], nargs=-1, metavar=usage, type=click.Path(readable=False), required=False
         )
         super().__init__(
             name,
@@ -124,7 +124,7 @@ def _give_back_words(options: Options) -> None:
     """Read `--resume a.b=1` and `--resume cfg.yaml` as a bare `--resume` and one more word."""
     for name in ("resume", "checkpoint"):
         value = vars(options).get(name)
-        if not isinstance(value, str) or os.path.isdir(value):
+        if not isinstance(value, str) or not value or os.path.isdir(value):
             continue
         if "=" in value:
             options.words.append(value)
@@ -132,6 +132,13 @@ def _give_back_words(options: Options) -> None:
         elif not options.words or "=" in options.words[0]:
             options.words.insert(0, value)
             setattr(options, name, True)
+
+
+def path_name(text: str) -> str:
+    """Return an option's value, which must not be the next option."""
+    if text.startswith("-"):
+        raise click.BadParameter(f"requires a path, got the option {text}")
+    return text
 
 
 def positive(text: str) -> int:
@@ -181,7 +188,9 @@ OVERSUBSCRIBE = click.Option(
     default=None,
     help="start more processes than cores and memory have room for (launch.oversubscribe)",
 )
-RUN_DIR = click.Option(["--run-dir"], metavar="DIR", help="the run's folder (run_dir)")
+RUN_DIR = click.Option(
+    ["--run-dir"], type=path_name, metavar="DIR", help="the run's folder (run_dir)"
+)
 DEVICE = click.Option(
     ["--device"], type=click.Choice(["auto", "cpu", "cuda"]), help="where to compute"
 )

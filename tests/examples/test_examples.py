@@ -83,7 +83,8 @@ def of_model_server(out: str) -> None:
         assert versions[0] >= 1
         assert versions[-1] == 8
         assert float(found[-1][1]) > 0.9
-    assert set(re.findall(r"^(\w+): ", out, flags=re.MULTILINE)) == {"validator", "tester"}
+    line = re.compile(r"(validator|tester): version \d, accuracy \S+")
+    assert all(map(line.fullmatch, out.splitlines()))
 
 
 def of_own_loop(out: str) -> None:

@@ -96,7 +96,8 @@ def test_each_way_is_short_and_names_its_files(thing: str) -> None:
 
 def test_the_page_on_the_command_names_all_of_it() -> None:
     context = click.Context(COMMANDS)
-    names = COMMANDS.list_commands(context)
+    ours = (name for name, entry in COMMANDS.entries.items() if entry.dist.name == "stepwrap")
+    names = sorted(ours)
     assert sorted(set(found(r"^stepwrap ([\w-]+) ", page("commands")))) == names
     takers = dict(found(r"^\| `--([\w-]+)\b.*?` \| (.*?) \|", page("commands")))
     assert takers.pop("debug") == "all"

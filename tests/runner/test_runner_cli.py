@@ -38,6 +38,10 @@ Capture = pytest.CaptureFixture[str]
         ),
         (["train"], "CONFIG is missing"),
         (["train", "points.yaml", "--nproc", "0"], "must be a whole number from 1, got '0'"),
+        (["train", "points.yaml", "--nproc"], "argument --nproc: requires an argument"),
+        (["train", "points.yaml", "--fresh=1"], "argument --fresh: does not take a value"),
+        (["train", "points.yaml", "--run-dir", "--fresh"], "requires a path, got the option --fr"),
+        (["train", "--resume="], "CONFIG is missing"),
         (["list", "hoks"], "did you mean HOOKS?"),
         (
             ["list", "hooks", "loops"],
@@ -65,6 +69,23 @@ def test_mistakes_exit_with_2_and_one_line(
     (line,) = capsys.readouterr().err.splitlines()
     assert told in line
     assert not (run / "runs").exists()
+
+
+@pytest.mark.parametrize("words", [["train", "--bogus"], ["train", "a.yaml", "--nproc", "0"]])
+def test_mistakes_are_told_by_one_rank_and_with_their_trace(
+    capsys: Capture, monkeypatch: pytest.MonkeyPatch, words: list[str]
+) -> None:
+    assert main([*words, "--debug"]) == 2
+    assert "Traceback" in capsys.readouterr().err
+    # As torchrun sets it.
+    monkeypatch.setenv("RANK", "1")
+    assert main(words) == 2
+    assert capsys.readouterr().err == ""
+
+
+def test_help_needs_no_other_words(capsys: Capture) -> None:
+    assert main(["-h", "--debug"]) == 0
+    assert "Commands:" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -393,8 +414,15 @@ import click
 @click.argument("name")
 def greet(name):
     "Say hello."
+    if name == "nobody":
+        error = click.ClickException("there is nobody")
+        error.exit_code = 5
+        raise error
     print("hello", name)
     return 7
+
+def plain():
+    "A command without its decorator."
 """
 
 
@@ -404,6 +432,7 @@ def test_other_packages_add_commands(tmp_path: Path) -> None:
     facts.mkdir()
     (facts / "METADATA").write_text("Metadata-Version: 2.1\nName: theirs\nVersion: 1\n")
     entries = "greet = theirs:greet\nlost = their_lost:run\ntrain = theirs:greet\n"
+    entries += "plain = theirs:plain\n"
     (facts / "entry_points.txt").write_text(f"[stepwrap.commands]\n{entries}")
     (tmp_path / "theirs.py").write_text(THEIRS)
 
@@ -421,12 +450,16 @@ def test_other_packages_add_commands(tmp_path: Path) -> None:
     code, lines = stepwrap("--help")
     assert code == 0
     assert all(len(line) <= 80 for line in lines)
-    for shown in ("  greet ", "  lost ", "  train          train, validate"):
+    for shown in ("  greet ", "  lost ", "  plain ", "  train          train, validate"):
         assert any(line.startswith(shown) for line in lines)
     assert stepwrap("greet", "you", "--debug") == (7, ["hello you"])
     assert stepwrap("greet") == (2, ["stepwrap greet: Missing argument 'NAME'."])
     why = "cannot be imported from their_lost: ModuleNotFoundError: No module named 'their_lost'"
     assert stepwrap("lost", "a", "--b") == (2, [f"stepwrap lost: {why}"])
+    code, (line,) = stepwrap("plain")
+    assert code == 2
+    assert "is not a click.Command" in line
+    assert stepwrap("greet", "nobody") == (5, ["stepwrap greet: there is nobody"])
 
 
 @pytest.mark.parametrize(
