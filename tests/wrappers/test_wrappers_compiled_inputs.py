@@ -192,13 +192,18 @@ def test_parts_of_the_optimizer_that_are_replaced(change: Any) -> None:
     assert_same(1e-10, Net, with_lists, at(LATE, change), wrap=clipped)
 
 
-@pytest.mark.parametrize(("owner", "name"), [(nn.Module, "__call__"), (OptimWrapper, "scale_loss")])
+REPLACED = [(nn.Module, "__call__"), (OptimWrapper, "scale_loss"), (OptimWrapper, "update_params")]
+
+
+@pytest.mark.parametrize(("owner", "name"), REPLACED)
 def test_methods_of_base_classes_that_are_replaced(
     monkeypatch: pytest.MonkeyPatch, owner: Any, name: str
 ) -> None:
     usual = getattr(owner, name)
 
     def doubled(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if name == "update_params":
+            return usual(self, args[0] * 2, *args[1:], **kwargs)
         made = usual(self, *args, **kwargs)
         return made * 2 if isinstance(made, Tensor) else made
 
@@ -209,6 +214,25 @@ def test_methods_of_base_classes_that_are_replaced(
             monkeypatch.setattr(owner, name, doubled)
 
     assert_same(1e-10, Net, sgd, change)
+
+
+class PartlyUsed(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.unused = nn.Linear(2, 2)
+
+
+def test_anomalous_parameters_are_looked_for_from_a_later_step(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    wrapper: Any = SingleDevice(SupervisedModel(PartlyUsed().double(), nn.CrossEntropyLoss()))
+    compile_step(wrapper, backend="eager")
+    optim = OptimWrapper(sgd(wrapper.parameters()))
+    for index in range(LATE + 3):
+        wrapper.detect_anomalous_params = index >= LATE
+        wrapper.train_step(batch_at(index, torch.float64), optim)
+    assert steps_compiled(wrapper) == LATE - 3
+    assert caplog.text.count("net.unused.weight with shape") == 1
 
 
 @pytest.mark.slow

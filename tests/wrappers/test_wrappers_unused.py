@@ -14,6 +14,7 @@ from stepwrap.wrappers import (
     SeparateDistributedDataParallel,
     StepDistributedDataParallel,
     UnusedParametersError,
+    compile_step,
 )
 
 Steps = list[bool]
@@ -157,6 +158,14 @@ class OuterStep(Outer):
         return {"loss": loss.detach()}
 
 
+class Detecting(StepDistributedDataParallel):
+    def train_step(self, data: Any, optim_wrapper: Any) -> dict[str, Tensor]:
+        with optim_wrapper.optim_context(self):
+            loss = self(*data)["loss"]
+        self.update_and_detect(loss, optim_wrapper)
+        return {"loss": loss.detach()}
+
+
 def _train(model: Any, optim: Any, data: list[list[Tensor]]) -> None:
     for batch in data:
         model.train_step(batch, optim)
@@ -186,16 +195,54 @@ def _failed_backward(kind: type, wrapper: type, every: int) -> list[Any]:
     ("kind", "wrapper"),
     [
         (Breaking, StepDistributedDataParallel),
+        (Breaking, Detecting),
         (Outer, SeparateDistributedDataParallel),
         (OuterStep, SeparateDistributedDataParallel),
     ],
 )
 def test_a_backward_that_failed_is_told(kind: type, wrapper: type, every: int) -> None:
-    for told in run_ranks(_failed_backward, 2, kind, wrapper, every):
+    for told in run_ranks(_failed_backward, 3, kind, wrapper, every):
         for error, text in told:
             assert error is RuntimeError
             assert "the last update raised KeyError: 'boom'; its backward was not fin" in text
             assert "build the wrapper anew around the bare model" in text
+
+
+class Halves(BaseModel):
+    """Uses one of two layers until it is told to use the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.used, self.spare = nn.Linear(6, 3), nn.Linear(6, 3)
+        self.both = True
+
+    def forward(self, inputs: Tensor, target: Tensor, mode: str = "loss") -> Any:
+        scores = self.used(inputs)
+        scores = scores + self.spare(inputs) if self.both else scores
+        return {"loss": nn.functional.cross_entropy(scores, target)}
+
+
+def _unused_after_a_bad_batch() -> str:
+    model = StepDistributedDataParallel(Halves())
+    compile_step(model, min_steps=0, backend="eager")
+    optim = sgd(model)
+    batch = batches(1, seed=dist.get_rank())[0]
+    _train(model, optim, [batch] * 6)
+    wrong: Any = 3.0
+    with pytest.raises(TypeError):
+        model.train_step(wrong, optim)
+    model.module.both = False
+    uncompiled = StepDistributedDataParallel.train_step
+    uncompiled(model, batch, optim)
+    with pytest.raises(RuntimeError) as caught:
+        uncompiled(model, batch, optim)
+    return str(caught.value)
+
+
+def test_a_bad_batch_of_a_compiled_step_is_no_failed_update() -> None:
+    for told in run_ranks(_unused_after_a_bad_batch, 3):
+        assert "did not depend on spare.weight, spare.bias" in told
 
 
 def _built_anew() -> list[float]:

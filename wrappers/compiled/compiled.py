@@ -154,7 +154,6 @@ class Compiled:
             and self._kind is not None
             and _kind(batch) == self._kind
             and self._contract.settings_hold()
-            and optim_wrapper.guard is None
             and self.repeats(optim_wrapper)
         ):
             if optim_wrapper.loss_weight is not None:
@@ -312,22 +311,26 @@ class _Interpreter(Interpreter):
         return super().call_function(target, args, kwargs)
 
 
-def step_in_eager_mode(wrapper: Any, batch: Any, optim_wrapper: Any, ranks: int) -> dict[str, Any]:
+def step_in_eager_mode(wrapper: Any, batch: Any, optim_wrapper: Any) -> dict[str, Any]:
     """Step as usual, but average the gradients as a program does: in joined tensors.
 
     Other ranks may have a program for their batches.
     """
     model = wrapper.module
     args, kwargs = as_call(batch)
-    losses = (model if ranks > 1 else wrapper)(*args, **kwargs, mode="loss")
+    losses = model(*args, **kwargs, mode="loss")
     with torch.autocast(device_of(model).type, enabled=False):
         total, logs = getattr(model, "parse_losses", parse_losses)(losses)
         optim_wrapper.backward(optim_wrapper.scale_loss(total))
         if optim_wrapper.should_update():
-            if ranks > 1:
-                _average(parameters_of(optim_wrapper.optimizer), wrapper.data_group)
+            _average(parameters_of(optim_wrapper.optimizer), wrapper.data_group)
             optim_wrapper.step()
             optim_wrapper.zero_grad()
+    return detached(logs)
+
+
+def detached(logs: dict[str, Any]) -> dict[str, Any]:
+    """Return logs without the graph of their tensors."""
     return {name: v.detach() if isinstance(v, Tensor) else v for name, v in logs.items()}
 
 

@@ -24,9 +24,9 @@ from ..optimizers.windows import WeightedWindow
 from ..sharding.layout import is_dtensor
 from ..sharding.mesh import broadcast_first
 from ..steps.preprocess import device_of
-from ..steps.step import SingleDevice, only_moves
+from ..steps.step import SingleDevice, as_call, only_moves, parse_losses
 from ..steps.step_checks import has_own_step
-from .compiled import Compiled, shared_buffers, step_in_eager_mode
+from .compiled import Compiled, detached, shared_buffers, step_in_eager_mode
 from .contract import obstacles_of
 from .errors import NotCompilableError, NotReadyError, first_line
 from .program import Compiler
@@ -97,15 +97,30 @@ class CompiledStep:
         if not self._is_ready(optim_wrapper):
             self._left = 0
             return type(wrapper).train_step(wrapper, data, optim_wrapper)  # type: ignore[no-any-return]
+        stage = "update"
         try:
             if (logs := self._again(data, optim_wrapper)) is not None:
                 return logs
+            stage = "preparation"
             with optim_wrapper.optim_context(wrapper):
                 batch = wrapper.preprocess(data, training=True)
                 optim_wrapper.weigh(batch, wrapper)
-                return self._step(batch, optim_wrapper)
+                stage = "update"
+                if (logs := self._step(batch, optim_wrapper)) is not None:
+                    return logs
+                stage = "forward"
+                args, kwargs = as_call(batch)
+                losses = wrapper(*args, **kwargs, mode="loss")
+            stage = "losses"
+            total, logs = getattr(wrapper.module, "parse_losses", parse_losses)(losses)
+            stage = "update"
+            if wrapper.detect_anomalous_params:
+                wrapper.update_and_detect(total, optim_wrapper)
+            else:
+                optim_wrapper.update_params(total)
+            return detached(logs)
         except BaseException as error:
-            wrapper._explain(error)
+            wrapper._explain(error, stage)
             raise
 
     def _is_ready(self, optim_wrapper: Any) -> bool:
@@ -140,7 +155,8 @@ class CompiledStep:
         self._left -= 1
         return None if self._is_autocast else self.programs[0].again(data, optim_wrapper)
 
-    def _step(self, batch: Any, optim_wrapper: Any) -> dict[str, Any]:
+    def _step(self, batch: Any, optim_wrapper: Any) -> dict[str, Any] | None:
+        """Step by a program, or as other ranks do by theirs; None: nothing was done."""
         wrapper = self._wrapper
         self._left = 0
         plan = _plan(wrapper, optim_wrapper)
@@ -166,7 +182,7 @@ class CompiledStep:
                 return logs
         for one in self.programs:
             one.expect_change()
-        return step_in_eager_mode(wrapper, batch, optim_wrapper, plan.ranks)
+        return step_in_eager_mode(wrapper, batch, optim_wrapper) if plan.ranks > 1 else None
 
     def look_every(self, steps: int) -> bool:
         """Re-check the model only before each ``steps``-th step, from the next one on.

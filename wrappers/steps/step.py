@@ -162,9 +162,9 @@ class Steps(ModelFeatures):
                 stage, forward = "forward", model if self._direct else self
                 args, kwargs = ((), batch) if isinstance(batch, dict) else (batch, {})
                 losses = forward(*args, **kwargs, mode="loss")
-            stage = "update"
-            parse = getattr(model, "parse_losses", parse_losses)
+            stage, parse = "losses", getattr(model, "parse_losses", parse_losses)
             total, logs = parse(losses)
+            stage = "update"
             if self.detect_anomalous_params:
                 self.update_and_detect(total, optim_wrapper)
             else:
@@ -238,7 +238,12 @@ class Steps(ModelFeatures):
         """Update by ``optim_wrapper.update_params``; log the parameters that ``total`` misses."""
         model: Any = self
         with watch_gradients(model) as received:
-            optim_wrapper.update_params(total)
+            try:
+                optim_wrapper.update_params(total)
+            except BaseException as error:
+                # Custom steps and the Lightning strategy call this method too.
+                self._explain(error)
+                raise
         detect_anomalous_params(total, model, received=received)
 
     def preprocess(self, data: Any, training: bool) -> Any:
