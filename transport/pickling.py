@@ -162,22 +162,6 @@ class _ApartPickler(Pickler):
     _apart_from = APART_FROM
 
 
-class _AnyScriptPickler(Pickler):
-    """Pickles for receivers that may run another script."""
-
-    def _reduced_definition(self, obj: Any) -> Any:
-        found = reduce_for_any_script(obj)
-        return super()._reduced_definition(obj) if found is None else found
-
-
-def dumps_for_any_script(obj: object) -> bytes:
-    """Return the object as bytes for receivers that may run another script; copies tensors."""
-    pickler = _take(_AnyScriptPickler, False, True)
-    data = pickler.message(obj)
-    _give_back(pickler, len(data))
-    return data
-
-
 def split(obj: object, *, recurse: bool, copy_tensor: bool) -> tuple[bytes, list[Any]]:
     """Return a pickle of the object, and its tensors, storages and large buffers in order."""
     pickler = _take(_ApartPickler, recurse, copy_tensor)

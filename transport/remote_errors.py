@@ -43,17 +43,14 @@ class ExceptionWithTraceback:
         return rebuild, (describe(self.exc, self._text),)
 
 
-def describe(
-    error: BaseException, text: str | None = None, dump: Callable[[object], bytes] = dumps
-) -> bytes:
+def describe(error: BaseException, text: str | None = None) -> bytes:
     """Return the bytes from which `rebuild` makes the exception in another process. Never raises.
 
     Args:
         text: its traceback (default: the one that it has).
-        dump: pickles the exception.
     """
     text = format_error(error) if text is None else text
-    pickled, reason = _pickled(error, dump)
+    pickled, reason = _pickled(error)
     if pickled is None:
         text = f"{text}\n(it could not be pickled: {reason})"
     notes = getattr(error, "__notes__", None)
@@ -73,13 +70,18 @@ def rebuild(data: bytes) -> BaseException:
             error = _made_from(pickled)
             if notes and not hasattr(error, "__notes__"):
                 error.__dict__["__notes__"] = notes
-            error.__cause__ = RemoteTraceback(_quoted(text))
+            error.__cause__ = remote_traceback(text)
             return error
         except BaseException as reason:
             text = f"{text}\n(this process could not recreate it: {_summary(reason)})"
     failure = RemoteError(type_name, message, text)
-    failure.__cause__ = RemoteTraceback(_quoted(text))
+    failure.__cause__ = remote_traceback(text)
     return failure
+
+
+def remote_traceback(report: str) -> RemoteTraceback:
+    """Return the cause of an exception that came from another process with this report."""
+    return RemoteTraceback(_quoted(report))
 
 
 def remote_report(error: BaseException) -> str | None:
@@ -128,7 +130,7 @@ def _summary(error: BaseException) -> str:
     return f"{_type_name(error)}: {_message(error)}"
 
 
-def _pickled(error: BaseException, dump: Callable[[object], bytes]) -> tuple[bytes | None, str]:
+def _pickled(error: BaseException) -> tuple[bytes | None, str]:
     """Return a pickle that was seen to give this type, and the same message if one does.
 
     Or None and the reason, as a text: exceptions kept here would keep the frames of the task.
@@ -137,7 +139,7 @@ def _pickled(error: BaseException, dump: Callable[[object], bytes]) -> tuple[byt
     reason = ""
     for form in (error, _Parts(error)):
         try:
-            data = dump(form)
+            data = dumps(form)
             if len(data) > PICKLE_LIMIT:
                 raise ValueError(f"its pickle has {len(data)} bytes, more than {PICKLE_LIMIT}")
             copy = _made_from(data)

@@ -62,8 +62,8 @@ class RpcGroup:
 
         Raises:
             RuntimeError: `to` is no member.
-            Exception: what `func` raised: of its own type, the remote traceback in its text;
-                `RpcException` where that type cannot be had here.
+            Exception: what `func` raised, with the remote traceback as its cause; `RpcException`
+                if it cannot be pickled there or rebuilt here.
         """
         return _calls.call_sync(self._member(to), func, args, kwargs, timeout)
 

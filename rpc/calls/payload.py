@@ -16,15 +16,16 @@ import torch
 from torch import Tensor
 
 from ...transport.buffers import MARK, divider, take
-from ...transport.errors import RemoteError
-from ...transport.pickling import dumps_for_any_script, reduce_for_any_script
-from ...transport.remote_errors import describe, format_error, rebuild, remote_report
+from ...transport.pickling import reduce_for_any_script
+from ...transport.remote_errors import format_error, remote_report, remote_traceback
 from ..errors import RpcException
 
 Parcel = tuple[bytes, list[Any]]
 
 _PLAIN = frozenset({type(None), bool, int, float, str, bytes})
 _MOVABLE = frozenset({torch.strided, torch.sparse_coo})
+# How reports begin.
+_RAISED_BY = "raised by "
 
 # The parcel that this thread is packing.
 _open = threading.local()
@@ -96,18 +97,28 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 
 def pack_error(error: BaseException, peer: str) -> Parcel:
     """Return an exception that was caught in the process `peer` as a parcel."""
-    # One that was raised in a third process keeps the report that it came with.
-    report = remote_report(error) or f"raised by {peer!r}:\n{format_error(error)}"
-    if not isinstance(error, Exception):
-        # It would end the caller.
-        error = RemoteError(type(error).__qualname__, str(error), report)
-    return describe(error, report, dumps_for_any_script), []
+    report = remote_report(error)
+    # One that came by a call from a third process keeps the report that it came with.
+    if report is None or not report.startswith(_RAISED_BY):
+        report = f"{_RAISED_BY}{peer!r}:\n{format_error(error)}"
+    try:
+        # Others than exceptions would end the caller.
+        own = pack(error) if isinstance(error, Exception) else None
+    except TypeError:
+        own = None
+    return pack((type(error).__qualname__, report, own))
 
 
 def unpack_error(parcel: Parcel) -> Exception:
     """Return the exception to raise here, with the remote traceback as its cause."""
-    error = rebuild(parcel[0])
-    if isinstance(error, RemoteError):
-        return RpcException(f"{error.type_name} {error.traceback}")
-    assert isinstance(error, Exception)
+    name, report, own = unpack(parcel)
+    error = None
+    if own is not None:
+        try:
+            error = unpack(own)
+        except Exception as reason:
+            report = f"{report}\n(this process could not recreate it: {reason!r})"
+    if not isinstance(error, Exception):
+        return RpcException(f"{name} {report}")
+    error.__cause__ = remote_traceback(report)
     return error

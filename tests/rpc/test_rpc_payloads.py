@@ -10,11 +10,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
-from test_rpc_calls import in_group, told
+from test_rpc_calls import in_group, own_group, told
 from worlds import remote_traceback
 
+from stepwrap.parallel import RemoteError, ThreadPool
 from stepwrap.rpc import RpcException, RpcGroup, World
 from stepwrap.rpc.calls.calls import transport_error
+from stepwrap.rpc.calls.payload import pack_error, take_back
 
 
 def _num_kept() -> int:
@@ -155,6 +157,69 @@ def _errors(world: World, group: RpcGroup) -> None:
 
 def test_errors_of_all_makes_bring_their_traceback() -> None:
     in_group(_errors)
+
+
+def fail_with_a_reference() -> None:
+    raise LookupError(own_group().remote("w1", abs, args=(-41,)))
+
+
+def fail_with_a_large_value() -> None:
+    raise LookupError(bytes(17 << 20))
+
+
+def _errors_that_hold_values(world: World, group: RpcGroup) -> None:
+    if world.rank == 0:
+        for _ in range(10):
+            with pytest.raises(LookupError) as raised:
+                group.rpc_sync("w1", fail_with_a_reference)
+            # What the callee does with its own copy, it has done by now.
+            group.rpc_sync("w1", gc.collect)
+            assert raised.value.args[0].to_here() == 41
+        with pytest.raises(LookupError) as raised:
+            group.rpc_sync("w1", fail_with_a_large_value)
+        assert len(raised.value.args[0]) == 17 << 20
+        kept = group.remote("w1", abs, args=(-41,))
+        take_back(pack_error(LookupError(kept), "w0"))
+        del raised, kept
+        assert kept_in_the_end(group, "w1") == 0
+
+
+def test_errors_bring_references_and_large_values() -> None:
+    in_group(_errors_that_hold_values)
+
+
+def test_tensors_in_errors_are_not_copied() -> None:
+    tensor = torch.ones(3)
+    _, parts = pack_error(LookupError(tensor), "w0")
+    assert [part.data_ptr() for part in parts] == [tensor.data_ptr()]
+
+
+def fail_in_a_pool() -> None:
+    with ThreadPool(1) as pool:
+        pool.apply(fail, (KeyError("lost"),))
+
+
+def fail_as_a_pool_does() -> None:
+    raise RemoteError("Hidden", "secret", "of the worker")
+
+
+def _errors_of_pools(world: World, group: RpcGroup) -> None:
+    if world.rank != 0:
+        return
+    for call in (group.rpc_sync, lambda *args: group.remote(*args).to_here()):
+        with pytest.raises(RemoteError, match="^Hidden: secret$") as raised:
+            call("w1", fail_as_a_pool_does)
+        assert raised.value.traceback == "of the worker"
+        with pytest.raises(KeyError, match="lost") as lost:
+            call("w1", fail_in_a_pool)
+        told_here = remote_traceback(lost.value)
+        assert told_here.count("raised by 'w1'") == 1
+        for place in ("raise error", "in fail_in_a_pool"):
+            assert place in told_here
+
+
+def test_errors_of_pools_in_the_callee() -> None:
+    in_group(_errors_of_pools)
 
 
 def _times(world: World, group: RpcGroup) -> None:
