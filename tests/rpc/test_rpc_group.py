@@ -31,6 +31,8 @@ def fail(kind: str) -> None:
         raise FileNotFoundError(2, "no such thing", "a.txt")
     if kind == "exit":
         raise SystemExit(3)
+    if kind == "cannot be rebuilt":
+        raise type("Hidden", (Exception,), {"__reduce__": lambda self: (fail, ("own",))})("secret")
     raise type("Hidden", (Exception,), {})(threading.Lock())
 
 
@@ -106,8 +108,9 @@ def _errors(world: World, group: RpcGroup) -> None:
         with pytest.raises(FileNotFoundError) as file:
             call("file")
         assert (file.value.errno, file.value.filename) == (2, "a.txt")
-        with pytest.raises(RpcException, match="Hidden raised by 'w1'"):
-            call("hidden")
+        for kind in ("cannot be rebuilt", "cannot be pickled"):
+            with pytest.raises(RpcException, match="Hidden raised by 'w1'"):
+                call(kind)
     with pytest.raises(RpcException, match="SystemExit raised by 'w1'"):
         group.rpc_sync("w1", fail, args=("exit",))
     # One that comes through two processes keeps its type and its first report.
