@@ -230,11 +230,11 @@ def _unused_after_a_bad_batch() -> str:
     batch = batches(1, seed=dist.get_rank())[0]
     _train(model, optim, [batch] * 6)
     wrong: Any = 3.0
-    with pytest.raises(TypeError):
-        model.train_step(wrong, optim)
     model.module.both = False
     uncompiled = StepDistributedDataParallel.train_step
     uncompiled(model, batch, optim)
+    with pytest.raises(TypeError):
+        model.train_step(wrong, optim)
     with pytest.raises(RuntimeError) as caught:
         uncompiled(model, batch, optim)
     return str(caught.value)
