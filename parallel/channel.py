@@ -118,9 +118,6 @@ class Channel:
     def _received(self, flags: int) -> tuple[bytes, list[int]]:
         try:
             data, descriptors = _descriptors.receive(self.reader, INLINE_BYTES, flags)
-        except _descriptors.LostDescriptors as error:
-            # Readers of a queue need the text alone; pools also need the message.
-            raise OSError(*error.args) from error
         except OSError as error:
             _check_open(error)
             raise

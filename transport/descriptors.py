@@ -10,22 +10,14 @@ import resource
 import socket
 from collections.abc import Iterable, Iterator, Sequence
 
-# Linux takes 253 with a message, and a task of a pool is a function and its arguments.
-MOST = 125
+# What Linux takes with a message.
+_MOST_OF_A_MESSAGE = 253
+# Of a value: a task of a pool is a message with two, a function and its arguments.
+MOST = _MOST_OF_A_MESSAGE // 2
 _SIZE = array.array("i").itemsize
-_ROOM = socket.CMSG_SPACE(2 * MOST * _SIZE)
+_ROOM = socket.CMSG_SPACE(_MOST_OF_A_MESSAGE * _SIZE)
 # Plain numbers: operations on enums take longer than the call itself.
 _CLOSE_ON_EXEC, _TRUNCATED = int(socket.MSG_CMSG_CLOEXEC), int(socket.MSG_CTRUNC)
-
-
-class LostDescriptors(OSError):
-    """A message came, and there was no room for its descriptors.
-
-    Attributes:
-        data: the message.
-    """
-
-    data = b""
 
 
 class Received:
@@ -61,8 +53,9 @@ def bundled(numbers: Sequence[int]) -> int:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         with ours:
-            for first in range(0, len(numbers), MOST):
-                send(ours, b"-", numbers[first : first + MOST], socket.MSG_DONTWAIT)
+            for first in range(0, len(numbers), _MOST_OF_A_MESSAGE):
+                some = numbers[first : first + _MOST_OF_A_MESSAGE]
+                send(ours, b"-", some, socket.MSG_DONTWAIT)
         close(numbers)
         return theirs.detach()
     finally:
@@ -95,8 +88,18 @@ def receive(source: socket.socket, size: int, flags: int = 0) -> tuple[bytes, li
     """Return one message of at most `size` bytes and its descriptors; b"" when none will come.
 
     Raises:
-        LostDescriptors: this process has no room for the descriptors.
+        OSError: this process has no room for the descriptors; the message is lost.
     """
+    data, numbers = try_receive(source, size, flags)
+    if isinstance(numbers, OSError):
+        raise numbers
+    return data, numbers
+
+
+def try_receive(
+    source: socket.socket, size: int, flags: int = 0
+) -> tuple[bytes, list[int] | OSError]:
+    """As `receive`, but if there is no room for the descriptors, return the error in their place."""
     data, extra, state, _ = source.recvmsg(size, _ROOM, flags | _CLOSE_ON_EXEC)
     if not extra and not state & _TRUNCATED:
         return data, []
@@ -106,9 +109,7 @@ def receive(source: socket.socket, size: int, flags: int = 0) -> tuple[bytes, li
             numbers.frombytes(content[: len(content) - len(content) % _SIZE])
     if state & _TRUNCATED:
         close(numbers)
-        error = LostDescriptors(*_advice(errno.EMFILE).args)
-        error.data = data
-        raise error
+        return data, _advice(errno.EMFILE)
     return data, list(numbers)
 
 

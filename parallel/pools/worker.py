@@ -230,26 +230,20 @@ class _WorkerEnd:
     def get(self) -> Task | None:
         """Return the next task that could be made from its pickle, None at the end."""
         while True:
-            try:
-                message, fds = _descriptors.receive(self._link, MESSAGE_BYTES)
-            except _descriptors.LostDescriptors as error:
-                self._begin(error.data)
-                self.send_error(self._number, ERROR, OSError(*error.args))
-                continue
+            message, fds = _descriptors.try_receive(self._link, MESSAGE_BYTES)
             if not message:
                 return None
-            self._begin(message)
+            # From here on the task is lost if this process ends.
+            self._number = TASK.unpack_from(message)[0]
+            NUMBER.pack_into(self._memory, 0, self._number)
             try:
+                if isinstance(fds, OSError):
+                    raise fds
                 return self._task(message, fds)
             except BaseException as error:
                 self.send_error(self._number, ERROR, error)
             # Not kept while waiting for the next one.
             del message
-
-    def _begin(self, message: bytes) -> None:
-        """Note that a task is lost from here on if this process ends."""
-        self._number = TASK.unpack_from(message)[0]
-        NUMBER.pack_into(self._memory, 0, self._number)
 
     def _task(self, message: bytes, fds: list[int]) -> Task:
         number, job, size, count, kind = TASK.unpack_from(message)

@@ -224,12 +224,9 @@ class WorkerHandle:
         """Yield what lies in an end of the socket: messages and their descriptors."""
         while True:
             try:
-                data, fds = _descriptors.receive(end, protocol.MESSAGE_BYTES, _NO_WAIT)
+                data, fds = _descriptors.try_receive(end, protocol.MESSAGE_BYTES, _NO_WAIT)
             except BlockingIOError:
                 return
-            except _descriptors.LostDescriptors as error:
-                yield error.data, error
-                continue
             if not data:
                 return
             yield data, fds

@@ -1,6 +1,7 @@
 """Every fault of a task or a worker: who fails, what it says, and that the pool goes on."""
 
 import os
+import resource
 import signal
 import time
 
@@ -147,6 +148,22 @@ def test_task_that_cannot_be_unpickled_counts_for_maxtasksperchild(tasks):
             with pytest.raises(RuntimeError, match="not again"):
                 call.get(20)
         assert pool.apply_async(work.pid).get(20) != first.get(20)
+
+
+def test_result_for_whose_memory_the_caller_has_no_descriptor(pool):
+    """The error is a plain one, and the pool goes on."""
+    assert len(pool.apply(bytes, (50_000,))) == 50_000
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    lowest_free = os.dup(0)
+    os.close(lowest_free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free, limits[1]))
+    try:
+        with pytest.raises(OSError, match="ulimit -n") as caught:
+            pool.apply_async(bytes, (50_000,)).get(20)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert type(caught.value) is OSError
+    assert len(pool.apply(bytes, (50_000,))) == 50_000
 
 
 def test_traceback_of_the_worker(pool):

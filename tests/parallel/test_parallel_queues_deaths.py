@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import socket
 import threading
 import time
 from multiprocessing.process import BaseProcess
@@ -27,6 +28,7 @@ from queue_work import (
 )
 
 from stepwrap.parallel import MultiP2PQueue, SimpleP2PQueue, SimpleQueue, TimeoutError
+from stepwrap.transport import descriptors as _descriptors
 
 FORK = multiprocessing.get_context("fork")
 
@@ -165,17 +167,27 @@ def test_multi_get_ends_when_all_writers_have() -> None:
             queues.get(30)
 
 
-@pytest.mark.parametrize("spare", [0, 1])
-def test_the_limit_of_open_files_is_named_by_the_receiver(spare: int) -> None:
+@pytest.mark.parametrize(("count", "spare"), [(3, 0), (3, 1), (200, 2)])
+def test_the_limit_of_open_files_is_named_by_the_receiver(count: int, spare: int) -> None:
     queue: Any = SimpleQueue()
     back: Any = SimpleQueue()
     reader = started(FORK, get_with_few_descriptors, queue, back, spare)
-    queue.put([torch.zeros(3), torch.zeros(4), torch.zeros(5)])
+    queue.put([torch.zeros(3) for _ in range(count)])
     name, text = back.get(60)
     assert name == "OSError"
     assert "ulimit -n" in text
     assert "set_sharing_strategy" in text
     assert ended(reader) == 0
+
+
+def test_a_bundle_has_as_few_messages_as_can_be() -> None:
+    """The system takes only so many, whatever is in them."""
+    bundle = _descriptors.bundled([os.dup(0) for _ in range(600)])
+    with socket.socket(fileno=bundle) as carrier:
+        parts = [_descriptors.receive(carrier, 1)[1] for _ in range(4)]
+    for part in parts:
+        _descriptors.close(part)
+    assert list(map(len, parts)) == [253, 253, 94, 0]
 
 
 def test_more_tensors_than_a_message_takes_descriptors() -> None:
