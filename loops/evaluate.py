@@ -114,8 +114,8 @@ class _EvalLoop:
     """One pass over the data under inference mode; each sample counts once.
 
     The model's training flags and the random streams are restored afterwards, so evaluations do not
-    affect training. Steps run in the state's `precision`, which is the model's own unless it was
-    set, and in the precision of the training if the state has an `AmpOptimWrapper`.
+    affect training. Steps run in the precision of the training if the state has an
+    `AmpOptimWrapper`, otherwise in its `precision`, which is the model's own unless it was set.
 
     Args:
         dataloader: This rank's batches; ranks may have different numbers of them, including none.
@@ -244,6 +244,7 @@ class _EvalLoop:
         polled = 0.0 if state.stop_reason else math.inf if together else self._batches_to_poll()
         step = getattr(state.model, self.step_name)
         optim = optim_features(state.optim_wrapper)
+        precision = optim.precision_context or state.precision
         weighs = optim.loss_weight or state.loss_weight
         weight_of = None if weighs is None else weighs.of
         group = model_features(state.model).data_group
@@ -255,7 +256,7 @@ class _EvalLoop:
                     hooks.emit("on_eval_batch_start", state, batch)
             if not rounds.agree():
                 break
-            with state.precision(), optim.precision_context():
+            with precision():
                 outputs = step(batch)
             if counts:
                 with rounds.kept():

@@ -74,28 +74,9 @@ class _TrainLoop:
         # The update after which to stop; None if epochs are counted.
         self._last_step = None if self._by_epoch else budget.last
 
-    def run(self, state: LoopState, hooks: HookList) -> LoopState:
-        """Train to the end or a stop, from where `state` is; every rank must call this."""
+    def _begin(self, state: LoopState, hooks: HookList) -> tuple[HookList, Attempt]:
         self._check(state)
-        hooks = with_blocks(hooks, state, self.steps_per_call)
-        attempt = Attempt(state)
-        while not attempt.ended:
-            with self._session(state, hooks, attempt):
-                self._catch_up(state, hooks)
-                while self.budget.goes_on(state):
-                    hooks.emit("on_epoch_start", state)
-                    state.model.train()
-                    with self._inputs.joined(state):
-                        self._pass(state, hooks)
-                    while not self._by_epoch and self.budget.goes_on(state):
-                        self._end_pass(state, hooks)
-                        self._pass(state, hooks)
-                    if state.stop_reason:
-                        break
-                    hooks.emit("on_epoch_end", state)
-                    if self._by_epoch:
-                        self._end_pass(state, hooks)
-        return state
+        return with_blocks(hooks, state, self.steps_per_call), Attempt(state)
 
     def _pass(self, state: LoopState, hooks: HookList) -> None:
         optim, log = state.optim_wrapper, state.logs.append
@@ -277,6 +258,24 @@ class EpochTrainLoop(_TrainLoop):
             prefetch_to_device=prefetch_to_device,
             steps_per_call=steps_per_call,
         )
+        self.max_epochs = self.budget.last
+
+    def run(self, state: LoopState, hooks: HookList) -> LoopState:
+        """Train to the end or a stop, from where `state` is; every rank must call this."""
+        hooks, attempt = self._begin(state, hooks)
+        while not attempt.ended:
+            with self._session(state, hooks, attempt):
+                self._catch_up(state, hooks)
+                while self.budget.goes_on(state):
+                    hooks.emit("on_epoch_start", state)
+                    state.model.train()
+                    with self._inputs.joined(state):
+                        self._pass(state, hooks)
+                    if state.stop_reason:
+                        break
+                    hooks.emit("on_epoch_end", state)
+                    self._end_pass(state, hooks)
+        return state
 
 
 @LOOPS.register_module(name=["IterTrainLoop", "IterBasedTrainLoop"])
@@ -319,3 +318,20 @@ class IterTrainLoop(_TrainLoop):
             prefetch_to_device=prefetch_to_device,
             steps_per_call=steps_per_call,
         )
+        self.max_steps = self.budget.last
+
+    def run(self, state: LoopState, hooks: HookList) -> LoopState:
+        """Train to the end or a stop, from where `state` is; every rank must call this."""
+        hooks, attempt = self._begin(state, hooks)
+        while not attempt.ended:
+            with self._session(state, hooks, attempt):
+                hooks.emit("on_epoch_start", state)
+                state.model.train()
+                self._catch_up(state, hooks)
+                while self.budget.goes_on(state):
+                    self._pass(state, hooks)
+                    if self.budget.goes_on(state):
+                        self._end_pass(state, hooks)
+                if not state.stop_reason:
+                    hooks.emit("on_epoch_end", state)
+        return state

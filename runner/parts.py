@@ -269,6 +269,10 @@ def _scheduler_hook(run: RunSections, optimizers: Mapping[str, Optimizer]) -> di
     return {"schedulers": SchedulerHook(pairs, metric=watched, optimizers=named)} if pairs else {}
 
 
+def _sets_precision(kind: Any) -> bool:
+    return getattr(kind, "precision_context", None) is not None
+
+
 def _evaluation_precision(
     run: RunSections, model: nn.Module
 ) -> Callable[[], AbstractContextManager[Any]]:
@@ -279,7 +283,7 @@ def _evaluation_precision(
     sections = optim_wrapper_sections(run.optim_wrapper, run.optimizer)
     kinds = [OPTIM_WRAPPERS.resolve(one["type"]) for one in sections.values()]
     parameters = list(model.parameters())
-    if not parameters or not any(hasattr(kind, "precision_context") for kind in kinds):
+    if not parameters or not any(map(_sets_precision, kinds)):
         return nullcontext
     supplied = {"optimizer": SGD(parameters, lr=0.0)}
     built = {name: build_tree(one, OPTIM_WRAPPERS, supplied) for name, one in sections.items()}

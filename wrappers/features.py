@@ -6,7 +6,6 @@ asked through ``model_features`` and ``optim_features``, which fill in what they
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch import Tensor
@@ -73,6 +72,8 @@ class OptimFeatures:
         needs_closure: whether the optimizer recomputes the loss, as LBFGS does.
         collective_state: whether every rank must call ``state_dict``.
         reads_parts: whether ``load_state_dict`` accepts objects that can be sliced.
+        precision_context: makes the context that sets the precision of a forward, such as
+            autocast; None if it sets none.
     """
 
     accumulative_counts: Any = 1
@@ -88,13 +89,10 @@ class OptimFeatures:
     needs_closure: bool = False
     collective_state: Any = False
     reads_parts: bool = False
+    precision_context: Any = None
 
     def weigh(self, batch: Any, model: Any = None) -> None:
         """Set the weight of the next micro-batch."""
-
-    def precision_context(self) -> AbstractContextManager[Any]:
-        """Return the context that sets the precision of a forward, such as autocast."""
-        return nullcontext()
 
     def begin_batch(self) -> None:
         """Note that a batch begins."""

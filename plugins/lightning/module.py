@@ -232,8 +232,8 @@ class StepLightningModule(LightningModule):
 def _measure(module: StepLightningModule, stage: str, batch: Any) -> None:
     """Evaluate one batch, in the precision of the training inside of one, and log the results."""
     in_fit = module.trainer.state.fn == "fit"
-    precision = optim_features(module._optim).precision_context()
-    with precision if in_fit else nullcontext():
+    precision = optim_features(module._optim).precision_context if in_fit else None
+    with (precision or nullcontext)():
         outputs = getattr(module._wrapped(), f"{stage}_step")(batch)
     size = outputs.get("num_samples") if isinstance(outputs, Mapping) else None
     if isinstance(outputs, Mapping) and isinstance(outputs.get("loss"), Tensor):

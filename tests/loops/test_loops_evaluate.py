@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -241,6 +242,15 @@ def test_evaluation_runs_in_the_precision_of_the_training(dtype: torch.dtype) ->
     model.seen.clear()
     ValLoop(loader).run(LoopState(SingleDevice(model)), HookList())
     assert model.seen == {torch.float32}
+    # The state's precision is for what trains in none of its own.
+    half = partial(torch.autocast, "cpu", dtype=torch.bfloat16)
+    plain = OptimWrapper(optim.optimizer)
+    for wrapper, expected in ((optim, dtype), (plain, torch.bfloat16), (None, torch.bfloat16)):
+        model.seen.clear()
+        state = LoopState(SingleDevice(model), wrapper)
+        state.precision = half
+        ValLoop(loader).run(state, HookList())
+        assert model.seen == {expected}
 
 
 def _states_of_a_collection() -> list[float]:

@@ -301,6 +301,24 @@ class Endless(IterableDataset[Any]):
         return (data[index] for index in range(5))
 
 
+def test_a_run_by_steps_is_one_epoch_of_events() -> None:
+    """Also one that is finished, and one that still has to validate."""
+    said: list[str] = []
+    names = ("on_train_start", "on_epoch_start", "on_eval_start", "on_epoch_end", "on_train_end")
+    hook = on(**{name: lambda *_, name=name: said.append(name.split("_", 1)[1]) for name in names})
+    state = make_state()
+    val_loop = make_val_loop()
+    loop = IterTrainLoop(make_loader(8), max_steps=4, val_interval=4, val_loop=val_loop)
+    loop.run(state, HookList([hook]))
+    assert said == ["train_start", "epoch_start", "eval_start", "epoch_end", "train_end"]
+    for pending in (False, True):
+        said.clear()
+        state.evaluated_at = -1 if pending else state.step
+        loop.run(state, HookList([hook]))
+        expected = ["train_start", "epoch_start", *["eval_start"] * pending, "epoch_end"]
+        assert said == [*expected, "train_end"]
+
+
 def test_a_lost_last_window_is_told(caplog: pytest.LogCaptureFixture) -> None:
     loader = build_loader(Endless(), batch_size=1, train=True)
     state = make_state(accumulate=2)
@@ -318,7 +336,7 @@ def test_a_count_that_was_not_saved_is_that_of_the_batches() -> None:
     for forgets in (False, True):
         state = make_state(accumulate=2)
         optim: Any = state.optim_wrapper
-        stop = failing(BetweenUpdatesError(), "on_batch_start", step=1)
+        stop = on(on_batch_start=stop_in_window)
         with pytest.raises(BetweenUpdatesError):
             EpochTrainLoop(make_loader(12), max_epochs=1).run(state, HookList([stop]))
         if forgets:
@@ -327,6 +345,11 @@ def test_a_count_that_was_not_saved_is_that_of_the_batches() -> None:
         ends.append(weights_of(state))
         assert optim.inner_count == 6
     assert_identical(*ends)
+
+
+def stop_in_window(state: LoopState, batch: Any) -> None:
+    if state.iteration == 3:
+        raise BetweenUpdatesError
 
 
 class BetweenUpdatesError(Exception):

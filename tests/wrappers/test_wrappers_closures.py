@@ -39,6 +39,24 @@ class ByClosureDDP(StepDistributedDataParallel):
     train_step = ByClosure.train_step
 
 
+class Averaging(nn.Module):
+    """Stands for a wrapper from elsewhere."""
+
+    def average(self, value: Tensor) -> Tensor:
+        return value
+
+
+def test_a_closure_takes_anything_that_averages() -> None:
+    net = model().net
+    optim = OptimWrapper(torch.optim.LBFGS(net.parameters()))
+    inputs, targets = batch()
+    losses = [
+        optim.update_by_closure(lambda: nn.functional.mse_loss(net(inputs), targets), Averaging())
+        for _ in range(2)
+    ]
+    assert losses[1] < losses[0]
+
+
 def test_an_optimizer_without_a_search_does_the_usual() -> None:
     usual, closed = SingleDevice(model()), ByClosure(model())
     for wrapper in (usual, closed):

@@ -52,10 +52,10 @@ def _ends(wrapper: OptimWrapper) -> bool:
     ],
 )
 def test_windows(end: int, divisors: list[float], updates: list[int]) -> None:
-    """C-13."""
+    """Also under the names that mmengine's tests read."""
     wrapper = _wrapper(accumulative_counts=3)
     wrapper.initialize_count_status(nn.Linear(1, 1), 0, end)
-    assert wrapper._remainder_counts == end % 3
+    assert (wrapper._max_counts, wrapper._remainder_counts) == (end, end % 3)
     assert _windows(wrapper, end) == (divisors, updates)
 
 

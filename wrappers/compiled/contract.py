@@ -15,13 +15,13 @@ from torch.nn.modules import module as torch_module
 from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
 
+from ..steps.step import MODULE_HOOKS
 from .capture import Captured
 from .trace import Places
 
 _ID, _VALUES = id, dict.values
 _ADDRESS, _STRIDE, _DTYPE = Tensor.data_ptr, Tensor.stride, attrgetter("dtype")
 _HOOKS, _LATE_HOOKS = attrgetter("_backward_hooks"), attrgetter("_post_accumulate_grad_hooks")
-_MODULE_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _FORWARD = attrgetter("forward")
 # Only the forwards of these classes are compared; of others all methods are.
 _KNOWN = ("torch.", "stepwrap.", "builtins", "typing", "abc")
@@ -212,7 +212,7 @@ def _is_method(value: Any) -> bool:
 def _hook_dicts(wrapper: nn.Module, optimizer: Optimizer) -> list[Any]:
     """The dicts of hooks that must be empty."""
     # Dynamo could guard the hooks of modules as well, but takes longer.
-    own = [getattr(one, name) for one in wrapper.modules() for name in _MODULE_HOOKS]
+    own = [getattr(one, name) for one in wrapper.modules() for name in MODULE_HOOKS]
     everywhere = (one for name, one in vars(torch_module).items() if name.startswith("_global_"))
     return [
         *(one for one in everywhere if isinstance(one, dict)),

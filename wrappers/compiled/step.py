@@ -24,7 +24,7 @@ from ..optimizers.windows import WeightedWindow
 from ..sharding.layout import is_dtensor
 from ..sharding.mesh import broadcast_first
 from ..steps.preprocess import device_of
-from ..steps.step import SingleDevice, as_call, only_moves, parse_losses
+from ..steps.step import MODULE_HOOKS, SingleDevice, as_call, only_moves, parse_losses
 from ..steps.step_checks import has_own_step
 from .compiled import Compiled, detached, shared_buffers, step_in_eager_mode
 from .contract import obstacles_of
@@ -47,7 +47,6 @@ _SETTINGS_CHANGE = (
     "cycle_momentum: false"
 )
 _AUTOCAST = "torch.autocast is entered around train_step: use AmpOptimWrapper instead"
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 class CompiledStep:
@@ -363,7 +362,7 @@ def _of_optimizer(optim_wrapper: OptimWrapper) -> Iterator[str]:
 
 def _of_model(model: nn.Module) -> Iterator[str]:
     for name, part in model.named_modules():
-        if any(getattr(part, hooks) for hooks in _HOOKS):
+        if any(getattr(part, hooks) for hooks in MODULE_HOOKS):
             yield f"{name or 'the model'} has hooks"
         if getattr(part, "sparse", False):
             yield f"{name} has sparse gradients"

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from ...collectives import get_rank
 from ...registry import OPTIM_WRAPPERS
-from ..features import ModelFeatures, OptimFeatures
+from ..features import OptimFeatures
 from ..sharding.layout import drop_held_gradients, is_dtensor, no_sync, parameters_of
 from .clipping import GradClip
 from .first_update import FirstUpdate
@@ -77,6 +77,9 @@ class Accumulation(OptimFeatures):
     @inner_count.setter
     def inner_count(self, count: int) -> None:
         self._inner_count = count
+
+    # mmengine's name, which code for its optimizer wrappers reads.
+    _max_counts = property(lambda self: self.max_counts)
 
     @property
     def guard(self) -> UpdateGuard | None:
@@ -258,6 +261,7 @@ class OptimWrapper(Accumulation):
     # How to clip may have a type, but is no part of its own.
     config_plain: tuple[str, ...] = ("clip_grad",)
     reads_parts = True
+    collective_state = property(lambda self: is_spread(self.optimizer))
     defaults = property(
         lambda self: getattr(self.optimizer, "defaults", {}),
         doc="The optimizer's settings for groups that do not set them.",
@@ -278,7 +282,6 @@ class OptimWrapper(Accumulation):
         check_optimizer(optimizer)
         self.optimizer = optimizer
         self.needs_closure = needs_closure(type(optimizer))
-        self.collective_state = is_spread(optimizer)
         self._is_sharded = any(is_dtensor(one) for one in parameters_of(optimizer))
         self.grad_norm: Tensor | None = None
         self.clip = None if clip_grad is None else GradClip(clip_grad)
@@ -324,7 +327,7 @@ class OptimWrapper(Accumulation):
             ValueError: with accumulation, clipping, a loss scale or ranks of unequal lengths.
         """
         check_closure(self, model)
-        if not isinstance(model, ModelFeatures):
+        if not hasattr(model, "average"):
             raise TypeError(
                 "update_by_closure needs the model wrapper, which knows the ranks whose losses are "
                 f"to be averaged, got {type(model).__name__}: give self, not self.module"

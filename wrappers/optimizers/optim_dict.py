@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch import Tensor, nn
@@ -84,7 +84,9 @@ class OptimWrapperDict(Mapping[str, OptimWrapper], OptimFeatures):
         """What an evaluation of the model in training runs in, where it is the same for all."""
         casts = {tuple(getattr(one, a, None) for a in _CAST) for one in self.values()}
         member: Any = next(iter(self.values())) if len(casts) == 1 else None
-        return optim_features(member).precision_context()
+        own = optim_features(member).precision_context or nullcontext
+        context: AbstractContextManager[Any] = own()
+        return context
 
     def zero_grad(self, **kwargs: Any) -> None:
         """Clear the gradients of all."""

@@ -21,7 +21,8 @@ from ..torch_functions import check_options
 from .preprocess import DataPreprocessor, device_of
 from .step_checks import detect_anomalous_params, watch_gradients
 
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+# The dicts of a module that hold its hooks.
+MODULE_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 StepFunction: TypeAlias = Callable[[Any, Any, Any], Mapping[str, Any]]
 
@@ -349,7 +350,7 @@ def only_moves(wrapper: Any) -> bool:
         type(preprocess) is DataPreprocessor
         and preprocess._mean is None
         and preprocess._std is None
-        and not any(getattr(preprocess, hooks) for hooks in _HOOKS)
+        and not any(getattr(preprocess, hooks) for hooks in MODULE_HOOKS)
     )
 
 
