@@ -99,7 +99,7 @@ def receive(source: socket.socket, size: int, flags: int = 0) -> tuple[bytes, li
 def try_receive(
     source: socket.socket, size: int, flags: int = 0
 ) -> tuple[bytes, list[int] | OSError]:
-    """As `receive`, but if there is no room for the descriptors, return the error in their place."""
+    """As `receive`, but return the error in place of descriptors that there is no room for."""
     data, extra, state, _ = source.recvmsg(size, _ROOM, flags | _CLOSE_ON_EXEC)
     if not extra and not state & _TRUNCATED:
         return data, []

@@ -72,8 +72,9 @@ class BasePool:
         self._ctx = default_context() if context is None else context
         self._jobs = itertools.count()
         self._cache: dict[int, Any] = {}
-        # Iterators whose input is not read to its end.
+        # Iterators whose input is not read to its end, and their jobs.
         self._open_inputs: set[IMapIterator] = set()
+        self._open_jobs: set[int] = set()
         self._engine = self._make_engine()
         self._inqueue, self._outqueue = self.setup_queues()
         if self._inqueue is not self._engine:
@@ -284,7 +285,7 @@ class BasePool:
         options = Options(
             self._ctx, self._beginnings(), self.worker, self._maxtasksperchild, **self._options
         )
-        return Dispatcher(options, self._cache)
+        return Dispatcher(options, self._cache, self._open_jobs)
 
     def _beginnings(self) -> list[tuple[Callable[..., object] | None, Sequence[Any]]]:
         """Return, for each worker, the function it begins with, and its arguments."""
@@ -349,6 +350,7 @@ def _submit_lazily(
 
     def end() -> None:
         pool._open_inputs.discard(iterator)
+        pool._open_jobs.discard(job)
         # A closed pool may have waited for just this.
         if pool._monitor.phase is not PoolStates.RUN:
             pool._monitor.wake()
@@ -357,6 +359,7 @@ def _submit_lazily(
     call = Call(name, pool, total, chunksize=chunksize, progress=progress)
     iterator = kind(job, pool._cache, iterable, submit, end, ahead=ahead, call=call)
     pool._open_inputs.add(iterator)
+    pool._open_jobs.add(job)
     iterator.feed()
     return iterator
 

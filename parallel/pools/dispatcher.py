@@ -18,11 +18,12 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from concurrent.futures import Future
 from multiprocessing import util
 from typing import Any
 
+from ...transport.wire import Packed, pack
 from ..errors import BrokenPoolError, PoolTerminatedError, TimeoutError
 from .worker_handle import Task, WorkerHandle
 from .workers import Options, Workers, death_error
@@ -217,9 +218,15 @@ class Dispatcher:
     `put`, `wake`, `terminate` and `size` are for any thread, all else for the pool's one thread.
     """
 
-    def __init__(self, options: Options, calls: Mapping[int, Any]) -> None:
+    def __init__(
+        self, options: Options, calls: Mapping[int, Any], open_jobs: Container[int]
+    ) -> None:
         self._options = options
         self._calls = calls
+        # Of iterators too, which are no calls while none of their tasks is out.
+        self._open_jobs = open_jobs
+        # The functions of maps by job, as they are sent.
+        self._functions: dict[int, Packed] = {}
         self._workers = Workers(options)
         self._backlog: deque[Task] = deque()
         self._done: deque[Result] = deque()
@@ -284,6 +291,7 @@ class Dispatcher:
             self._turn(math.inf)
         self._may_have_room = False
         self._backlog.clear()
+        self._functions.clear()
         self._workers.close()
 
     def _turn(self, patience: float) -> None:
@@ -346,11 +354,28 @@ class Dispatcher:
                 return
             task = self._backlog.popleft()
             try:
-                worker.send(task)
+                worker.send(task, self._packed_function, self._is_open)
             # Pickling runs the code of classes, which must not end this thread.
             except BaseException as error:
                 self._done.append((task[0], task[1], (False, error)))
         self._may_have_room = False
+
+    def _packed_function(self, task: Task) -> Packed:
+        """Return the function of a map, packed once for all of its tasks."""
+        job, _, _, ((func, _),), _ = task
+        packed = self._functions.get(job)
+        if packed is None:
+            options = self._options
+            packed = pack(func, copy_tensor=options.copy_tensor, recurse=options.recurse)
+            if not packed.fds:
+                others = self._functions.items()
+                self._functions = {one: kept for one, kept in others if self._is_open(one)}
+                self._functions[job] = packed
+        return packed
+
+    def _is_open(self, job: int) -> bool:
+        """Return whether a job may have further tasks."""
+        return job in self._calls or job in self._open_jobs
 
     def _best(self) -> WorkerHandle | None:
         """Return the worker with room that has the least to do."""

@@ -7,7 +7,6 @@ worker would pay for it.
 from __future__ import annotations
 
 import contextlib
-import mmap
 import os
 import pickle
 import signal
@@ -27,15 +26,15 @@ if TYPE_CHECKING:
 
     Task = tuple[int, int, Callable[..., Any], Any, dict[str, Any]]
 
-# A task: its number at this worker, its job, the bytes and descriptors of its function, its kind.
-# The function follows, then the items of a map, or the function and arguments of a call.
-TASK = struct.Struct("<QIIBB")
+# A task: its number at this worker, its job, the bytes and descriptors of its function, its kind,
+# the place of a map's function, and which places, as bits, are still needed. The function follows,
+# unless it is there already, then the items of a map, or the function and arguments of a call.
+TASK = struct.Struct("<QIIBBBB")
+PLACES = 8
 BEGIN, CALL, MAP, STARMAP = range(4)
 # A result: the number of its task, and its kind; the value or the error follows.
 RESULT = struct.Struct("<QB")
 VALUE, ERROR, BARE_ERROR, READY, FAILED = range(5)
-# In shared memory: the number of the task begun last.
-NUMBER = struct.Struct("<Q")
 # The longest message: a task with a function, both at their longest.
 MESSAGE_BYTES = TASK.size + 2 * INLINE_BYTES
 
@@ -199,12 +198,11 @@ class _WorkerEnd:
     def __init__(self, link: InheritedDescriptor, memory: InheritedDescriptor) -> None:
         self._link = socket.socket(fileno=link.fd)
         self._link.setblocking(True)
-        self._memory = mmap.mmap(memory.fd, NUMBER.size)
-        os.close(memory.fd)
+        self._memory = memory.fd
         # Whether tensors are copied, and `recurse`.
         self.packing = [True, False]
-        # The function of the last map, and its job.
-        self._function: tuple[int, Any] = -1, None
+        # The functions of maps by their places, with their jobs.
+        self._functions: dict[int, tuple[int, Any]] = {}
         self._number = 0
         self._is_disowned = False
 
@@ -235,7 +233,7 @@ class _WorkerEnd:
                 return None
             # From here on the task is lost if this process ends.
             self._number = TASK.unpack_from(message)[0]
-            NUMBER.pack_into(self._memory, 0, self._number)
+            os.pwrite(self._memory, self._number.to_bytes(8, "little"), 0)
             try:
                 if isinstance(fds, OSError):
                     raise fds
@@ -246,22 +244,26 @@ class _WorkerEnd:
             del message
 
     def _task(self, message: bytes, fds: list[int]) -> Task:
-        number, job, size, count, kind = TASK.unpack_from(message)
+        number, job, size, count, kind, place, needed = TASK.unpack_from(message)
+        for other in [one for one in self._functions if not needed >> one & 1]:
+            del self._functions[other]
         function_fds, fds = fds[:count], fds[count:]
         body = memoryview(message)[TASK.size + size :]
-        if size and job != self._function[0]:
+        if size and job != self._functions.get(place, (None,))[0]:
+            self._functions.pop(place, None)
             try:
-                self._function = job, unpack(message[TASK.size : TASK.size + size], function_fds)
+                function = unpack(message[TASK.size : TASK.size + size], function_fds)
             except BaseException:
                 _descriptors.close(fds)
                 raise
+            self._functions[place] = job, function
         else:
             _descriptors.close(function_fds)
         value = unpack(body, fds)
         if kind == CALL:
             return job, number, *value
         caller = map_caller if kind == MAP else starmap_caller
-        return job, number, caller, ((self._function[1], value),), {}
+        return job, number, caller, ((self._functions[place][1], value),), {}
 
     def put(self, result: tuple[int, int, tuple[bool, Any]]) -> None:
         """Send the result of the task that was taken last."""

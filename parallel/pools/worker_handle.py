@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import mmap
 import os
 import signal
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from typing import Any
 
@@ -25,12 +25,26 @@ _NO_WAIT = int(socket.MSG_DONTWAIT)
 MOST_TASKS = 3
 
 
+@dataclass
+class _Function:
+    """The function of a map at a worker: its place, and from which task on it was sent.
+
+    Attributes:
+        is_certain: whether the worker has it there.
+    """
+
+    place: int
+    since: int
+    is_certain: bool = False
+
+
 class WorkerHandle:
     """One worker of a pool, for the pool's one thread.
 
     The socket's other end stays open here: tasks that the worker has not taken out of it can be
-    taken back, and the system hands each message to one reader only. In shared memory the worker
-    says which task it has begun, since one that is killed may take a message and not begin it.
+    taken back, and the system hands each message to one reader only. In a file in memory the worker
+    says which task it has begun, since one that is killed may take a message and not begin it. The
+    file is not mapped: mmap would keep a descriptor that every later fork inherits.
 
     Args:
         slot: the worker's place in the pool.
@@ -53,8 +67,6 @@ class WorkerHandle:
         self._ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, size)
         self.fd = self._ours.fileno()
         self.memory_fd = os.memfd_create("stepwrap-worker", os.MFD_CLOEXEC)
-        os.ftruncate(self.memory_fd, protocol.NUMBER.size)
-        self._memory = mmap.mmap(self.memory_fd, protocol.NUMBER.size)
         self.process: BaseProcess | None = None
         self.pid = 0
         self.death_fd = -1
@@ -63,10 +75,8 @@ class WorkerHandle:
         self.kill_at: float | None = None
         self.inflight: dict[int, Task] = {}
         self.since = 0.0
-        # The job whose function the worker has for certain; the job whose function it was sent
-        # last, and since which task.
-        self._held_job: int | None = None
-        self._sent_job, self._sent_since = -1, 0
+        # The functions of maps that the worker was sent, by job, the one used last at the end.
+        self._functions: dict[int, _Function] = {}
         self._maxtasks = maxtasks
         self._copy_tensor, self._recurse = packing
         self._number = self._answered = 0
@@ -80,7 +90,7 @@ class WorkerHandle:
         """Send what the worker begins with."""
         packed = self._pack(value)
         try:
-            self._send(protocol.TASK.pack(0, 0, 0, 0, protocol.BEGIN), packed)
+            self._send(protocol.TASK.pack(0, 0, 0, 0, protocol.BEGIN, 0, 0), packed)
         finally:
             release(packed)
 
@@ -98,8 +108,7 @@ class WorkerHandle:
     @property
     def begun(self) -> int:
         """The number of the task that the worker has begun last, 0 before the first."""
-        number: int = protocol.NUMBER.unpack_from(self._memory)[0]
-        return number
+        return int.from_bytes(os.pread(self.memory_fd, 8, 0), "little")
 
     @property
     def has_room(self) -> bool:
@@ -109,19 +118,29 @@ class WorkerHandle:
             most = min(most, self._maxtasks - self._answered)
         return self.is_ready and not self.is_stopping and len(self.inflight) < most
 
-    def send(self, task: Task) -> None:
+    def send(
+        self, task: Task, packed_function: Callable[[Task], Packed], is_open: Callable[[int], bool]
+    ) -> None:
         """Send a task.
 
         A map's function goes with its first tasks only, until one of them has been answered.
+
+        Args:
+            packed_function: packs the function of a map.
+            is_open: whether a job may have further tasks; the worker drops functions of others.
         """
         job, _, func, args, kwargs = task
-        kind, function = protocol.CALL, Packed(b"", ())
+        number = self._number + 1
+        for other in [one for one in self._functions if not is_open(one)]:
+            del self._functions[other]
+        kind, function, place = protocol.CALL, Packed(b"", ()), 0
         if func is protocol.map_caller or func is protocol.starmap_caller:
             kind = protocol.MAP if func is protocol.map_caller else protocol.STARMAP
-            ((func, items),) = args
-            if job != self._held_job:
-                function = self._pack(func)
-            value: Any = items
+            held = self._placed(job, number)
+            place = held.place
+            if not held.is_certain:
+                function = packed_function(task)
+            value: Any = args[0][1]
         else:
             value = (func, args, kwargs)
         try:
@@ -129,8 +148,9 @@ class WorkerHandle:
         except BaseException:
             release(function)
             raise
-        number = self._number + 1
-        header = protocol.TASK.pack(number, job, len(function.data), len(function.fds), kind)
+        needed = sum(1 << one.place for one in self._functions.values())
+        sizes = len(function.data), len(function.fds)
+        header = protocol.TASK.pack(number, job, *sizes, kind, place, needed)
         try:
             self._send(header + function.data, Packed(body.data, function.fds + body.fds))
         finally:
@@ -140,10 +160,18 @@ class WorkerHandle:
             self.since = time.monotonic()
         self._number = number
         self.inflight[number] = task
-        if function.data:
-            self._held_job = None
-            if job != self._sent_job:
-                self._sent_job, self._sent_since = job, number
+
+    def _placed(self, job: int, number: int) -> _Function:
+        """Return what is known of a map's function, which task `number` uses."""
+        held = self._functions.pop(job, None)
+        if held is None:
+            taken = {one.place for one in self._functions.values()}
+            if len(taken) == protocol.PLACES:
+                taken.remove(self._functions.pop(next(iter(self._functions))).place)
+            place = next(one for one in range(protocol.PLACES) if one not in taken)
+            held = _Function(place, since=number)
+        self._functions[job] = held
+        return held
 
     def take_back(self) -> list[Task]:
         """Return the tasks that the worker has not taken; it will not get them any more."""
@@ -177,8 +205,9 @@ class WorkerHandle:
                 # It has not counted the tasks that could not be unpickled.
                 self.stop()
             # After an error the worker may not even have been able to make the function.
-            if success and task[0] == self._sent_job and number >= self._sent_since:
-                self._held_job = task[0]
+            held = self._functions.get(task[0])
+            if success and held is not None and number >= held.since:
+                held.is_certain = True
             yield task, (success, value)
 
     def stop(self) -> None:
@@ -196,7 +225,6 @@ class WorkerHandle:
         """Let go of a process that has ended, or never started; return its exit code."""
         self._ours.close()
         self.theirs.close()
-        self._memory.close()
         _descriptors.close([self.memory_fd, self.death_fd])
         process, self.process = self.process, None
         if process is None:

@@ -1,6 +1,7 @@
 """What the workers of the pool tests run. It imports no torch: they start fast."""
 
 import collections
+import contextlib
 import ctypes
 import faulthandler
 import multiprocessing
@@ -10,6 +11,7 @@ import signal
 import sys
 import time
 import uuid
+import weakref
 
 
 def square(number):
@@ -256,6 +258,41 @@ class Counted:
     def __setstate__(self, state):
         self.name = state["name"]
         Counted.loads[self.name] += 1
+
+
+class CountedFunction:
+    """A function that counts how often it was pickled, and in a worker how often it was made."""
+
+    made, alive = 0, weakref.WeakSet()
+
+    def __init__(self):
+        self.pickled = 0
+
+    def __getstate__(self):
+        self.pickled += 1
+        return {}
+
+    def __setstate__(self, state):
+        CountedFunction.made += 1
+        CountedFunction.alive.add(self)
+
+    def __call__(self, _):
+        return CountedFunction.made
+
+
+def open_memory_files(_=None):
+    """Return this worker's process ID and how many of its pool's files in memory it has open."""
+    time.sleep(0.05)
+    names = []
+    for number in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):
+            names.append(os.readlink(f"/proc/self/fd/{number}"))
+    return os.getpid(), sum("stepwrap-worker" in name for name in names)
+
+
+def alive(_=None):
+    """Return how many `CountedFunction` this worker has."""
+    return len(CountedFunction.alive)
 
 
 class SlowlyFreed:

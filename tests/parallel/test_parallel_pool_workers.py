@@ -33,6 +33,40 @@ def test_many_functions_in_turn(then):
         pool.join(20)
 
 
+@pytest.mark.parametrize("lookahead", [1, 3])
+def test_functions_of_maps_in_turn_are_pickled_and_made_once(lookahead):
+    """A call in between changes nothing; a worker drops them after the maps."""
+    functions = [work.CountedFunction() for _ in range(3)]
+    with make(1) as pool:
+        iterators = [pool.imap(one, iter(range(20)), lookahead=lookahead) for one in functions]
+        for _ in range(15):
+            made = [next(one) for one in iterators]
+            assert pool.apply(work.alive) == 3
+        assert made == [3, 3, 3]
+        assert [list(one) for one in iterators] == [[3] * 5] * 3
+        assert pool.apply(work.alive) == 0
+        assert [one.pickled for one in functions] == [1, 1, 1]
+
+
+def test_more_maps_in_turn_than_a_worker_keeps_functions_of():
+    with make(1) as pool:
+        iterators = [
+            pool.imap(work.CountedFunction(), iter(range(3)), lookahead=1) for _ in range(20)
+        ]
+        for _ in range(3):
+            for one in iterators:
+                next(one)
+                assert pool.apply(work.alive) <= 8
+
+
+def test_forked_workers_have_nothing_of_workers_before_them_open():
+    with make(3) as pool:
+        counts = {}
+        while len(counts) < 3:
+            counts.update(pool.map(work.open_memory_files, range(12), 1))
+        assert set(counts.values()) == {1}
+
+
 def test_child_of_a_task_is_no_worker():
     with make(2) as pool:
         assert pool.map(work.fork_and_come_out, range(20), 1) == list(range(20))
