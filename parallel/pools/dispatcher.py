@@ -23,8 +23,8 @@ from concurrent.futures import Future
 from multiprocessing import util
 from typing import Any
 
-from ...transport.wire import Packed, pack
 from ..errors import BrokenPoolError, PoolTerminatedError, TimeoutError
+from .map_functions import MapFunctions
 from .worker_handle import Task, WorkerHandle
 from .workers import Options, Workers, death_error
 
@@ -223,10 +223,7 @@ class Dispatcher:
     ) -> None:
         self._options = options
         self._calls = calls
-        # Of iterators too, which are no calls while none of their tasks is out.
-        self._open_jobs = open_jobs
-        # The functions of maps by job, as they are sent.
-        self._functions: dict[int, Packed] = {}
+        self._functions = MapFunctions(calls, open_jobs, (options.copy_tensor, options.recurse))
         self._workers = Workers(options)
         self._backlog: deque[Task] = deque()
         self._done: deque[Result] = deque()
@@ -354,28 +351,11 @@ class Dispatcher:
                 return
             task = self._backlog.popleft()
             try:
-                worker.send(task, self._packed_function, self._is_open)
+                worker.send(task, self._functions)
             # Pickling runs the code of classes, which must not end this thread.
             except BaseException as error:
                 self._done.append((task[0], task[1], (False, error)))
         self._may_have_room = False
-
-    def _packed_function(self, task: Task) -> Packed:
-        """Return the function of a map, packed once for all of its tasks."""
-        job, _, _, ((func, _),), _ = task
-        packed = self._functions.get(job)
-        if packed is None:
-            options = self._options
-            packed = pack(func, copy_tensor=options.copy_tensor, recurse=options.recurse)
-            if not packed.fds:
-                others = self._functions.items()
-                self._functions = {one: kept for one, kept in others if self._is_open(one)}
-                self._functions[job] = packed
-        return packed
-
-    def _is_open(self, job: int) -> bool:
-        """Return whether a job may have further tasks."""
-        return job in self._calls or job in self._open_jobs
 
     def _best(self) -> WorkerHandle | None:
         """Return the worker with room that has the least to do."""

@@ -7,8 +7,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from multiprocessing.process import BaseProcess
 from typing import Any
 
@@ -17,25 +16,13 @@ from ...transport.errors import RemoteError
 from ...transport.remote_errors import rebuild
 from ...transport.wire import Packed, pack, release, unpack
 from . import worker as protocol
+from .map_functions import MapFunctions, SentFunctions
 
 # job, chunk, function, arguments, keyword arguments
 Task = tuple[int, int, Any, Any, Any]
 _NO_WAIT = int(socket.MSG_DONTWAIT)
 # The task that a worker runs, and two that it finds in its socket afterwards.
 MOST_TASKS = 3
-
-
-@dataclass
-class _Function:
-    """The function of a map at a worker: its place, and from which task on it was sent.
-
-    Attributes:
-        is_certain: whether the worker has it there.
-    """
-
-    place: int
-    since: int
-    is_certain: bool = False
 
 
 class WorkerHandle:
@@ -75,8 +62,7 @@ class WorkerHandle:
         self.kill_at: float | None = None
         self.inflight: dict[int, Task] = {}
         self.since = 0.0
-        # The functions of maps that the worker was sent, by job, the one used last at the end.
-        self._functions: dict[int, _Function] = {}
+        self._sent_functions = SentFunctions()
         self._maxtasks = maxtasks
         self._copy_tensor, self._recurse = packing
         self._number = self._answered = 0
@@ -118,29 +104,23 @@ class WorkerHandle:
             most = min(most, self._maxtasks - self._answered)
         return self.is_ready and not self.is_stopping and len(self.inflight) < most
 
-    def send(
-        self, task: Task, packed_function: Callable[[Task], Packed], is_open: Callable[[int], bool]
-    ) -> None:
+    def send(self, task: Task, functions: MapFunctions) -> None:
         """Send a task.
 
         A map's function goes with its first tasks only, until one of them has been answered.
-
-        Args:
-            packed_function: packs the function of a map.
-            is_open: whether a job may have further tasks; the worker drops functions of others.
         """
         job, _, func, args, kwargs = task
         number = self._number + 1
-        for other in [one for one in self._functions if not is_open(one)]:
-            del self._functions[other]
+        self._sent_functions.drop_ended(functions)
         kind, function, place = protocol.CALL, Packed(b"", ()), 0
         if func is protocol.map_caller or func is protocol.starmap_caller:
             kind = protocol.MAP if func is protocol.map_caller else protocol.STARMAP
-            held = self._placed(job, number)
-            place = held.place
-            if not held.is_certain:
-                function = packed_function(task)
-            value: Any = args[0][1]
+            ((map_function, items),) = args
+            sent = self._sent_functions.use(job, number)
+            place = sent.place
+            if not sent.has_arrived:
+                function = functions.packed(job, map_function)
+            value: Any = items
         else:
             value = (func, args, kwargs)
         try:
@@ -148,8 +128,8 @@ class WorkerHandle:
         except BaseException:
             release(function)
             raise
-        needed = sum(1 << one.place for one in self._functions.values())
         sizes = len(function.data), len(function.fds)
+        needed = self._sent_functions.needed
         header = protocol.TASK.pack(number, job, *sizes, kind, place, needed)
         try:
             self._send(header + function.data, Packed(body.data, function.fds + body.fds))
@@ -160,18 +140,6 @@ class WorkerHandle:
             self.since = time.monotonic()
         self._number = number
         self.inflight[number] = task
-
-    def _placed(self, job: int, number: int) -> _Function:
-        """Return what is known of a map's function, which task `number` uses."""
-        held = self._functions.pop(job, None)
-        if held is None:
-            taken = {one.place for one in self._functions.values()}
-            if len(taken) == protocol.PLACES:
-                taken.remove(self._functions.pop(next(iter(self._functions))).place)
-            place = next(one for one in range(protocol.PLACES) if one not in taken)
-            held = _Function(place, since=number)
-        self._functions[job] = held
-        return held
 
     def take_back(self) -> list[Task]:
         """Return the tasks that the worker has not taken; it will not get them any more."""
@@ -205,9 +173,8 @@ class WorkerHandle:
                 # It has not counted the tasks that could not be unpickled.
                 self.stop()
             # After an error the worker may not even have been able to make the function.
-            held = self._functions.get(task[0])
-            if success and held is not None and number >= held.since:
-                held.is_certain = True
+            if success:
+                self._sent_functions.succeeded(task[0], number)
             yield task, (success, value)
 
     def stop(self) -> None:

@@ -105,7 +105,7 @@ def test_an_error_names_the_rank_and_the_peers_come_after_it() -> None:
 
 def test_an_unpicklable_result_is_an_error_of_its_rank() -> None:
     with pytest.raises(RanksError, match="rank 0: Traceback(.|\n)*pickle"):
-        run_ranks(_unpicklable_result)
+        run_ranks(_unpicklable_result, init=False)
 
 
 def test_warnings_are_errors_in_the_ranks_too() -> None:

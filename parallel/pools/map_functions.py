@@ -1,0 +1,97 @@
+"""The functions of maps: pickled once for a pool, and sent to each worker once."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ...transport.wire import Packed, pack
+from . import worker as protocol
+
+
+class MapFunctions:
+    """The functions of a pool's maps, as they are sent to workers.
+
+    Args:
+        calls: the calls that have not ended, by job.
+        open_jobs: the jobs of iterators, which are not in ``calls`` while they wait for input.
+        packing: whether tensors are copied, and `recurse`.
+    """
+
+    def __init__(
+        self, calls: Mapping[int, Any], open_jobs: Container[int], packing: tuple[bool, bool]
+    ) -> None:
+        self._calls, self._open_jobs = calls, open_jobs
+        self._copy_tensor, self._recurse = packing
+        self._packed: dict[int, Packed] = {}
+
+    def is_open(self, job: int) -> bool:
+        """Return whether a job may have further tasks."""
+        return job in self._calls or job in self._open_jobs
+
+    def packed(self, job: int, function: Any) -> Packed:
+        """Return a function, pickled once for all tasks of its job.
+
+        Descriptors can be sent once only, so a function that has some is pickled again.
+        """
+        packed = self._packed.get(job)
+        if packed is None:
+            packed = pack(function, copy_tensor=self._copy_tensor, recurse=self._recurse)
+            if not packed.fds:
+                self._packed = {one: p for one, p in self._packed.items() if self.is_open(one)}
+                self._packed[job] = packed
+        return packed
+
+    def clear(self) -> None:
+        """Forget all functions."""
+        self._packed.clear()
+
+
+@dataclass
+class SentFunction:
+    """A map's function at a worker.
+
+    Attributes:
+        place: where the worker keeps it.
+        since: the number of the first task that it was sent with.
+        has_arrived: whether a task that used it has succeeded; it need not be sent any more.
+    """
+
+    place: int
+    since: int
+    has_arrived: bool = False
+
+
+class SentFunctions:
+    """The functions that one worker was sent, by job. The one used last is at the end."""
+
+    def __init__(self) -> None:
+        self._by_job: dict[int, SentFunction] = {}
+
+    @property
+    def needed(self) -> int:
+        """The places that the worker must keep, one bit for each."""
+        return sum(1 << one.place for one in self._by_job.values())
+
+    def drop_ended(self, functions: MapFunctions) -> None:
+        """Forget the functions of jobs that have no further tasks."""
+        self._by_job = {job: one for job, one in self._by_job.items() if functions.is_open(job)}
+
+    def use(self, job: int, number: int) -> SentFunction:
+        """Return the function of a job for task ``number``; the oldest makes room for a new one."""
+        function = self._by_job.pop(job, None)
+        if function is None:
+            taken = {one.place for one in self._by_job.values()}
+            if len(taken) == protocol.PLACES:
+                taken.remove(self._by_job.pop(next(iter(self._by_job))).place)
+            place = next(one for one in range(protocol.PLACES) if one not in taken)
+            function = SentFunction(place, since=number)
+        self._by_job[job] = function
+        return function
+
+    def succeeded(self, job: int, number: int) -> None:
+        """Note that task ``number`` of a job has succeeded, so the worker has its function."""
+        function = self._by_job.get(job)
+        if function is not None and number >= function.since:
+            function.has_arrived = True
