@@ -135,7 +135,7 @@ def test_gradients_of_parameters_that_no_optimizer_updates(
         optim.optimizer.add_param_group({"params": list(model.net.last.parameters())})
 
     assert_same(1e-10, Net, some, at(CHANGED_AT, add))
-    assert caplog.text.count("gets gradients, but no optimizer updates it") == 1
+    assert caplog.text.count("gets gradients, but the optimizer does not update it") == 1
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""One compiled step: a program, its contract, and how it is verified."""
+"""One compiled step: its programs, its contract and its verification."""
 
 from __future__ import annotations
 
@@ -25,22 +25,23 @@ from .reference import EagerStep, changed_values, cloned, update
 from .trace import Places, Plan, StepFunctions, Tensors, joined, taken_apart, trace
 from .verifier import Verifier
 
-# A program that serves for fewer steps was not worth compiling.
-_FEW = 2
+# A program that was used for fewer steps was not worth compiling.
+_FEW_USES = 2
 _NORM = "the norm of the gradients"
 
 
 class Compiled:
-    """A step for one plan, one kind of batch, and one state of model and optimizer.
+    """A compiled step for one plan, one kind of batch, and one state of model and optimizer.
 
-    Some of its steps are compared with the usual step on copies, see ``Verifier``.
+    ``Verifier`` compares some of its steps with the usual step on copies.
 
     Args:
         batch: a preprocessed batch.
-        compiler: makes programs of graphs.
+        compiler: turns graphs into programs.
 
     Attributes:
-        failure: why the update of the last step was not compiled; no further one is then.
+        failure: why the last update ran in eager mode, or None. The step must not be used again
+            after a failure.
 
     Raises:
         NotCompilableError: the step cannot be compiled.
@@ -67,14 +68,14 @@ class Compiled:
             self._contract = Contract(wrapper, optim_wrapper, captured)
         if not self._contract.holds(batch):
             raise NotCompilableError(
-                "there are modes, hooks on all modules, or gradients of frozen weights"
+                "there are active modes, hooks on all modules, or gradients of frozen weights"
             )
         self._kind = _kind(batch)
         self._addresses = self._located()
 
     def _make(self, captured: Captured, optim_wrapper: Any, batch: Any) -> None:
         places, plan, device = self._places, self._plan, self._device
-        # A rate may be a tensor that changes in place.
+        # A learning rate may be a tensor that changes in place.
         self._rates = [_Number(one["lr"], device) for one in self._optimizer.param_groups]
         self._share, self._factor = _Number(1.0, device), _Number(1.0, device)
         steps = StepFunctions(places, plan, _forward(captured, places), self._clip)
@@ -92,7 +93,9 @@ class Compiled:
             raise NotCompilableError(f"there are tensors on {' and on '.join(sorted(devices))}")
         named = zip(places.names, places.parameters, strict=False)
         if alone := [name for name, one in named if one.requires_grad and not places.updates(one)]:
-            raise NotCompilableError(f"{alone[0]} gets gradients, but no optimizer updates it")
+            raise NotCompilableError(
+                f"{alone[0]} gets gradients, but the optimizer does not update it"
+            )
         if share_memory([*tensors.parameters, *tensors.buffers, *tensors.states]):
             raise NotCompilableError("parameters, buffers or optimizer state share memory")
         self._update: Program | None = None
@@ -120,7 +123,7 @@ class Compiled:
         return CudaGraph(program, flat, given=held + len(tensors.batch), changed=held)
 
     def fits(self, plan: Plan, batch: Any) -> bool:
-        """Whether it does what the usual step would do now."""
+        """Return whether this step computes what the usual step would compute now."""
         return (
             plan == self._plan
             and self._contract.holds(batch)
@@ -128,26 +131,26 @@ class Compiled:
         )
 
     def _located(self) -> list[int]:
-        """Where the tensors lie that a CUDA graph finds by their addresses."""
+        """Return the addresses of the tensors that a CUDA graph accesses by address."""
         is_graph = isinstance(self._run, CudaGraph)
         return [one.data_ptr() for one in self._fixed] if is_graph else []
 
     def is_outdated(self, plan: Plan, batch: Any) -> bool:
-        """Whether something else than the plan and the batch changed right after it was made."""
-        return self._uses < _FEW and plan == self._plan and _kind(batch) == self._kind
+        """Return whether the model or a setting changed right after this step was compiled."""
+        return self._uses < _FEW_USES and plan == self._plan and _kind(batch) == self._kind
 
     def repeats(self, optim_wrapper: Any) -> bool:
-        """Whether the next step has the same plan."""
+        """Return whether the next step has the same plan."""
         return optim_wrapper.accumulative_counts == 1 and not self._plan.held
 
     def expect_change(self) -> None:
-        """Verify the next step: something else may have changed model or optimizer."""
+        """Verify the next step, as the model or optimizer may have changed."""
         self._verifier.expect_change(self._uses)
 
     def again(self, batch: Any, optim_wrapper: Any) -> dict[str, Any] | None:
-        """Step if only learning rates can have changed and no verification is due.
+        """Step without checking the model, unless settings have changed or verification is due.
 
-        Returns None if nothing was done.
+        Returns None if no step was made.
         """
         if (
             not self._verifier.is_due(self._uses + 1)
@@ -164,11 +167,13 @@ class Compiled:
         return None
 
     def run(self, batch: Any, optim_wrapper: Any) -> dict[str, Any]:
-        """Step, and return the logs; every rank that averages its gradients must call this.
+        """Make one step and return the values to log.
+
+        Every rank that averages its gradients must call this.
 
         Raises:
-            NotCompilableError: it differs from the usual step; nothing has changed.
-            StepMismatchError: it differs, and earlier steps may have been wrong.
+            NotCompilableError: the result differs from the usual step; nothing has been changed.
+            StepMismatchError: the result differs, and earlier steps may have been wrong.
         """
         for rate, group in zip(self._rates, self._optimizer.param_groups, strict=True):
             rate.set(group["lr"])
@@ -178,7 +183,7 @@ class Compiled:
         inputs = [*self._fixed, *(self._held() if plan.held else ()), *self._pick(batch)]
         before = window.weight, window.total
         self._share.set(window.share())
-        # Ranks exchange weights after the forward, which may yet turn out to be wrong.
+        # Ranks exchange weights only after the forward has been verified.
         if self._update is None:
             window.take()
             if plan.updates:
@@ -204,11 +209,11 @@ class Compiled:
         return {**logs, **self._constants} if self._constants else logs
 
     def _average_and_update(self, parts: list[Tensor], window: Any, is_due: bool) -> list[Tensor]:
-        """Add the gradients up over the ranks and update; returns the norm, if there is one."""
+        """Sum the gradients over the ranks and update. Return their norm in a list, if any."""
         assert self._update is not None
         window.take()
         window.send()
-        _add_up(parts, self._group)
+        _sum_over_ranks(parts, self._group)
         self._factor.set(window.factor())
         if not is_due:
             return self._update([*self._moved, *parts])
@@ -217,7 +222,7 @@ class Compiled:
         try:
             return self._verified_update(parts, kept)
         except NotCompilableError as reason:
-            # The other ranks have made this step.
+            # The other ranks have already made this step, so make it in eager mode.
             self.failure = reason
             norm = update(self._places, self._clip, self._factor.tensor, kept)
             self._optimizer.zero_grad()
@@ -230,7 +235,7 @@ class Compiled:
     def _verified_step(self, inputs: list[Tensor], batch: Any) -> list[Tensor]:
         share, factor, plan = self._share.value, self._factor.value, self._plan
         count, is_whole = len(self._names), self._update is None
-        # A forward may change its batch.
+        # A forward may change its batch in place.
         before = cloned(batch)
 
         def usual(origin: Any, **options: Any) -> dict[str, dict[str, Tensor]]:
@@ -286,7 +291,7 @@ class Compiled:
 def _forward(
     captured: Captured, places: Places
 ) -> Callable[[Tensors], tuple[Tensor, list[Tensor]]]:
-    """The captured losses as a function of the tensors of a step."""
+    """Return the captured losses as a function of the tensors of a step."""
     batch = iter(range(len(places.names), len(places.names) + len(captured.reads)))
     reads = [
         places.index[where] if kind == "model" else next(batch) for kind, where in captured.reads
@@ -302,7 +307,7 @@ def _forward(
 
 
 class _Interpreter(Interpreter):
-    """Runs a graph, and what activation checkpointing wraps without computing it twice."""
+    """Runs a graph without the recomputation of activation checkpointing."""
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a function of the graph."""
@@ -312,9 +317,9 @@ class _Interpreter(Interpreter):
 
 
 def step_in_eager_mode(wrapper: Any, batch: Any, optim_wrapper: Any) -> dict[str, Any]:
-    """Step as usual, but average the gradients as a program does: in joined tensors.
+    """Step in eager mode, but average the gradients in joined tensors as programs do.
 
-    Other ranks may have a program for their batches.
+    Other ranks may run a program for their batches.
     """
     model = wrapper.module
     args, kwargs = as_call(batch)
@@ -330,13 +335,13 @@ def step_in_eager_mode(wrapper: Any, batch: Any, optim_wrapper: Any) -> dict[str
 
 
 def detached(logs: dict[str, Any]) -> dict[str, Any]:
-    """Return logs without the graph of their tensors."""
+    """Return logs with detached tensors."""
     return {name: v.detach() if isinstance(v, Tensor) else v for name, v in logs.items()}
 
 
 def shared_buffers(wrapper: Any) -> list[Tensor]:
-    """The buffers that DistributedDataParallel broadcasts before the first forward of a window."""
-    # Renamed in newer versions of torch, which warn about the older name.
+    """Return the buffers that DDP broadcasts before the first forward of a window."""
+    # Newer versions of torch renamed the attribute and warn about the old name.
     newer = hasattr(wrapper, "forward_sync_buffers")
     shares = wrapper.forward_sync_buffers if newer else wrapper.broadcast_buffers
     return list(wrapper.module.buffers()) if shares else []
@@ -347,13 +352,13 @@ def _average(parameters: Iterable[Tensor], group: Any) -> None:
     parts = joined(wanted, [one.grad for one in wanted])
     for part in parts:
         part /= distributed.get_world_size(group)
-    _add_up(parts, group)
+    _sum_over_ranks(parts, group)
     for one, gradient in zip(wanted, taken_apart(wanted, parts), strict=True):
         one.grad = gradient
 
 
-def _add_up(parts: Iterable[Tensor], group: Any) -> None:
-    """Add up over the ranks, all at once."""
+def _sum_over_ranks(parts: Iterable[Tensor], group: Any) -> None:
+    """Sum tensors over the ranks in place. All reductions run at the same time."""
     works = [distributed.all_reduce(one, group=group, async_op=True) for one in parts]
     for work in works:
         work.wait()
@@ -361,7 +366,10 @@ def _add_up(parts: Iterable[Tensor], group: Any) -> None:
 
 @contextmanager
 def _state_on(device: torch.device, places: Places) -> Iterator[None]:
-    """Move what an optimizer keeps on the CPU, such as counts of steps, to where graphs run."""
+    """Move optimizer state that is on the CPU, such as step counts, to ``device``.
+
+    It is moved back after an error.
+    """
     before = [(state, name, state[name]) for _, name, state in places.states()]
     try:
         for state, name, one in before:
@@ -374,7 +382,7 @@ def _state_on(device: torch.device, places: Places) -> Iterator[None]:
 
 
 class _Number:
-    """A number as a tensor."""
+    """A number that a program reads from a tensor."""
 
     def __init__(self, value: Any, device: torch.device) -> None:
         self._value: float | None = float(value)
@@ -382,13 +390,12 @@ class _Number:
 
     @property
     def value(self) -> float:
-        """The number; on a GPU this waits for it."""
+        """The number. On a GPU this synchronizes."""
         return self.tensor.item()
 
     def set(self, value: Any) -> None:
-        """Take over another value."""
+        """Set the number, without synchronizing if ``value`` is a tensor on a GPU."""
         if isinstance(value, Tensor) and value.is_cuda:
-            # Without waiting for it.
             self.tensor.copy_(value)
             self._value = None
         elif (number := float(value)) != self._value:
@@ -397,7 +404,10 @@ class _Number:
 
 
 def _kind(batch: Any) -> Any:
-    """What a batch of tensors has in common with others of its kind; None for other batches."""
+    """Return keys, shapes, strides, types and devices of a flat batch of tensors.
+
+    Returns None for other batches, which need the full check.
+    """
     keys: Any
     if type(batch) is dict:
         keys, tensors = tuple(batch), [*batch.values()]
@@ -405,7 +415,6 @@ def _kind(batch: Any) -> Any:
         keys, tensors = len(batch), batch
     else:
         return None
-    # Two entries that are one tensor, or complex numbers, take the full comparison.
     if any(type(one) is not Tensor or one.is_complex() for one in tensors):
         return None
     if len({*map(id, tensors)}) < len(tensors):

@@ -1,4 +1,4 @@
-"""The contract of a program: all that it takes for granted, compared before a call."""
+"""The contract of a program: everything that it assumes, checked before each call."""
 
 from __future__ import annotations
 
@@ -23,22 +23,25 @@ _ID, _VALUES = id, dict.values
 _ADDRESS, _STRIDE, _DTYPE = Tensor.data_ptr, Tensor.stride, attrgetter("dtype")
 _HOOKS, _LATE_HOOKS = attrgetter("_backward_hooks"), attrgetter("_post_accumulate_grad_hooks")
 _FORWARD = attrgetter("forward")
-# Only the forwards of these classes are compared; of others all methods are.
+# For classes of these modules only ``forward`` is compared; for other classes all methods are.
 _KNOWN = ("torch.", "stepwrap.", "builtins", "typing", "abc")
 _FIND_HOOKS = torch._C._autograd._top_saved_tensors_default_hooks
 
 
 class Contract:
-    """What a program assumes of model, optimizer and wrappers, and does not take as an input.
+    """The state of model, optimizer and wrappers that a program assumes to be unchanged.
 
-    Compared before each call: the Python state that the forward has read, by Dynamo's guards
-    (attributes, globals, closures, hooks of modules, autocast and other modes, shapes and strides);
-    methods of the modules' classes; which tensors are parameters, buffers and optimizer state,
-    with their data types, strides and addresses; the optimizer's class, methods and settings,
-    except for learning rates; hooks on parameters, optimizers and on all modules.
+    Before each call it compares:
 
-    Not seen: methods that are replaced on classes other than modules, hooks on nodes of the
-    autograd graph, and state that a custom operator reads.
+    - the Python state that the forward read, by Dynamo's guards: attributes, globals, closures,
+      hooks of modules, autocast and other modes, shapes and strides;
+    - the methods of the modules' classes;
+    - the parameters, buffers and optimizer state: identities, data types, strides and addresses;
+    - the optimizer's class, methods and settings, except for learning rates;
+    - hooks on parameters, on the optimizer and on all modules.
+
+    It does not detect methods that are replaced on classes other than modules, hooks on nodes of
+    the autograd graph, and state that a custom operator reads.
     """
 
     def __init__(self, wrapper: Any, optim_wrapper: Any, captured: Captured) -> None:
@@ -64,7 +67,6 @@ class Contract:
         self._layout = self._layout_now()
         self._addresses = [*map(_ADDRESS, self._fixed)]
         self._read = [id(one) for one in self._fetch(self._scope)]
-        # The list of parameters itself, whose contents are compared by identity.
         self._groups = [_settings(one) for one in optimizer.param_groups]
         updated = [one for group in optimizer.param_groups for one in group["params"]]
         self._updated = [*map(_ID, updated)]
@@ -81,7 +83,7 @@ class Contract:
         ]
 
     def holds(self, batch: Any) -> bool:
-        """Whether the program does for ``batch`` what the usual step would do now."""
+        """Return whether the program computes for ``batch`` what the usual step would compute."""
         self._scope["batch"] = batch
         try:
             return (
@@ -91,7 +93,7 @@ class Contract:
                 and self.settings_hold()
                 and [*map(_ID, self._objects())] == self._ids
                 and self._layout_now() == self._layout
-                and ([*map(_ADDRESS, self._fixed)] == self._addresses or self._moves())
+                and ([*map(_ADDRESS, self._fixed)] == self._addresses or self._accepts_addresses())
                 and all(one.grad is None for one in self._frozen)
                 and not any(self._hooks)
                 and not any(map(_HOOKS, self._parameters))
@@ -102,13 +104,13 @@ class Contract:
                 and not torch.is_anomaly_enabled()
             )
         except (AttributeError, LookupError, RuntimeError, TypeError, ValueError):
-            # Other objects are in some place, of a kind that cannot be compared.
+            # Something was replaced by an object that cannot be compared.
             return False
         finally:
             self._scope["batch"] = None
 
     def settings_hold(self) -> bool:
-        """Whether wrappers, optimizer and its settings, except for learning rates, are the same."""
+        """Return whether wrappers, optimizer and settings except learning rates are the same."""
         return (
             all(map(operator.is_, _parts(*self._wrappers), self._parts))
             and _clip_options(self._wrappers[1]) == self._options
@@ -128,12 +130,12 @@ class Contract:
                     known["lr"], known["params"] = group["lr"], group["params"]
                 return bool(groups == self._groups)
         except (RuntimeError, ValueError):
-            # Tensors or arrays that are not the same objects.
+            # Different tensors or arrays have no single truth value.
             return False
         return True
 
     def _objects(self) -> list[Any]:
-        """Parameters, buffers, and the optimizer's state with its keys."""
+        """Return parameters, buffers, and the optimizer's state with its keys."""
         state = self._optimizer.state
         values = state.values()
         return [
@@ -147,8 +149,8 @@ class Contract:
     def _layout_now(self) -> list[Any]:
         return [*map(_STRIDE, self._fixed), *map(_DTYPE, self._fixed)]
 
-    def _moves(self) -> bool:
-        """Take over new addresses; False if tensors share memory now."""
+    def _accepts_addresses(self) -> bool:
+        """Accept new addresses. Return False if tensors share memory now."""
         if share_memory(self._fixed):
             return False
         self._addresses = [*map(_ADDRESS, self._fixed)]
@@ -156,7 +158,7 @@ class Contract:
 
 
 def share_memory(tensors: Iterable[Tensor]) -> bool:
-    """Whether any of the tensors overlap."""
+    """Return whether any of the tensors overlap in memory."""
     spans = sorted(
         (
             one.data_ptr(),
@@ -173,7 +175,7 @@ def _reach(size: int, stride: int) -> int:
 
 
 def _parts(wrapper: Any, optim_wrapper: Any) -> tuple[Any, ...]:
-    """The objects and methods that a step is made of."""
+    """Return the objects and methods that a step uses."""
     optimizer, kind = optim_wrapper.optimizer, type(optim_wrapper)
     return (
         *(wrapper._modules["module"], wrapper.detect_anomalous_params, type(wrapper).forward),
@@ -190,7 +192,7 @@ def _clip_options(optim_wrapper: Any) -> dict[str, Any]:
 
 
 def _settings(group: dict[str, Any]) -> dict[str, Any]:
-    """The settings of a group; lists are copied, as they may change in place."""
+    """Return the settings of a parameter group. Lists are copied, as they may change in place."""
     return {
         name: one if name == "params" else copy.copy(one) if isinstance(one, list) else one
         for name, one in group.items()
@@ -201,7 +203,7 @@ def _same_methods(kind: type, known: dict[str, Any]) -> bool:
     now = vars(kind)
     if now == known:
         return True
-    # Values that the forward reads are guarded; here only functions count.
+    # Only functions count here: Dynamo guards the values that the forward reads.
     return all(now.get(name) is one for name, one in known.items() if _is_method(one))
 
 
@@ -210,8 +212,8 @@ def _is_method(value: Any) -> bool:
 
 
 def _hook_dicts(wrapper: nn.Module, optimizer: Optimizer) -> list[Any]:
-    """The dicts of hooks that must be empty."""
-    # Dynamo could guard the hooks of modules as well, but takes longer.
+    """Return the dicts of hooks that must be empty."""
+    # Dynamo can guard the hooks of modules too, but its guards are slower.
     own = [getattr(one, name) for one in wrapper.modules() for name in MODULE_HOOKS]
     everywhere = (one for name, one in vars(torch_module).items() if name.startswith("_global_"))
     return [
@@ -225,7 +227,7 @@ def _hook_dicts(wrapper: nn.Module, optimizer: Optimizer) -> list[Any]:
 
 
 def obstacles_of(optimizer: Any, allow_custom: bool) -> Iterable[str]:
-    """Why updates of an optimizer cannot be part of a program."""
+    """Yield why updates of an optimizer cannot be part of a program."""
     kind = type(optimizer)
     step: Callable[..., Any] | None = vars(optimizer).get("step")
     # A scheduler of torch wraps the method to count its calls.
@@ -240,6 +242,6 @@ def obstacles_of(optimizer: Any, allow_custom: bool) -> Iterable[str]:
     )
     if not (is_torchs or allow_custom):
         yield (
-            f"{kind.__name__} is not an optimizer of torch, and may keep state that a program does "
-            "not see; compile: {step: true, custom_optimizer: true} compiles it nevertheless"
+            f"{kind.__name__} is not part of torch and may keep state that a program does not see; "
+            "to compile it anyway, set compile: {step: true, custom_optimizer: true}"
         )

@@ -1,4 +1,4 @@
-"""The compiled step of a wrapper: when it runs, and when the usual one does."""
+"""The compiled training step of a wrapper, and when it falls back to the usual step."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ from .trace import Plan
 
 logger = logging.getLogger(__name__)
 
-# Windows before the first compiled one: the optimizer makes its state in the first, and the others
-# tell what a step costs.
+# Accumulation windows before the first compiled one. The optimizer creates its state in the first;
+# the others are timed.
 _EAGER_WINDOWS = 3
-# Optimizer wrappers that one wrapper of a model may have had.
-_FEW = 2
-# Compiled steps whose time is measured.
+# More optimizer wrappers than this for one model mean that they take turns.
+_MOST_OPTIM_WRAPPERS = 2
+# The number of compiled steps that are timed.
 _TIMED = 20
 _SETTINGS_CHANGE = (
     "attributes of the model, numbers or texts in batches, or settings of the optimizer other than "
@@ -50,17 +50,21 @@ _AUTOCAST = "torch.autocast is entered around train_step: use AmpOptimWrapper in
 
 
 class CompiledStep:
-    """Stands in for ``train_step`` of a wrapper; calls that method if a step cannot be compiled.
+    """A compiled replacement for a wrapper's ``train_step``.
 
-    One log record says why a step cannot be compiled.
+    A step that cannot be compiled runs as the usual ``train_step``. Each reason is logged once.
 
     Args:
         wrapper: the wrapper of the model.
-        max_programs: how many to compile, for other shapes of batches or after a change of the
-            model; other steps run as usual then.
-        min_steps: runs of fewer updates are not compiled, as that would take longer than it saves.
-        custom_optimizer: compile optimizers that are not torch's as well.
-        backend: "inductor", or "eager": run the same graph without a compiler, for debugging.
+        max_programs: the maximum number of compiled programs. Batches of other shapes and changes
+            of the model each need another one; further steps run as usual.
+        min_steps: runs with fewer updates are not compiled, because compiling takes longer than it
+            saves.
+        custom_optimizer: also compile optimizers that are not part of torch.
+        backend: "inductor", or "eager" to run the same graph without a compiler for debugging.
+
+    Attributes:
+        programs: the compiled programs, the one used last first.
     """
 
     def __init__(
@@ -78,11 +82,11 @@ class CompiledStep:
         self.programs: list[Compiled] = []
         self._optim_wrapper: Any = None
         self._is_refused = False
-        self._told: set[str] = set()
+        self._logged: set[str] = set()
         self._attempts, self._optim_wrappers = 3, 0
         self._is_closed = False
         self._clock = _Clock()
-        # The number of steps for each look at the model, and of those before the next look.
+        # The model is checked once per block of steps; this many steps are left in the block.
         self._block, self._left = 1, 0
         self._outdated = 0
         self._is_autocast, self._device_type = False, "cpu"
@@ -91,7 +95,7 @@ class CompiledStep:
         return type(self), (self._wrapper, *self._options)
 
     def __call__(self, data: Any, optim_wrapper: Any) -> dict[str, Any]:
-        """Train on one batch; returns what to log. Every rank must call this."""
+        """Train on one batch and return the values to log. Every rank must call this."""
         wrapper = self._wrapper
         if not self._is_ready(optim_wrapper):
             self._left = 0
@@ -123,11 +127,11 @@ class CompiledStep:
             raise
 
     def _is_ready(self, optim_wrapper: Any) -> bool:
-        """Whether to look for a program for this step, the same on all ranks."""
+        """Return whether this step may be compiled. All ranks get the same answer."""
         if self._is_refused:
             return False
         self._clock.tick()
-        # Here, outside of the context of the optimizer wrapper.
+        # Read here, because the optimizer wrapper's own context may enter autocast later.
         self._is_autocast = torch.is_autocast_enabled(self._device_type)
         if optim_wrapper is not self._optim_wrapper:
             self.programs.clear()
@@ -135,33 +139,36 @@ class CompiledStep:
             self._optim_wrappers += 1
             self._left, self._device_type = 0, device_of(self._wrapper.module).type
             self._is_autocast = torch.is_autocast_enabled(self._device_type)
-            if (reason := self._obstacle() or self._shortness()) is not None:
+            if (reason := self._obstacle() or self._why_too_short()) is not None:
                 self._is_refused = True
-                self._tell(reason)
+                self._log_once(reason)
                 return False
         if optim_wrapper.inner_count < _EAGER_WINDOWS * optim_wrapper.accumulative_counts:
             return False
         if optim_wrapper.gates and (others := [*filter(_decides, optim_wrapper.gates)]):
             kind = type(getattr(others[-1], "guard", others[-1])).__name__
-            self._tell(f"{kind} looks at the gradients before each update")
+            self._log_once(f"{kind} looks at the gradients before each update")
             return False
         return True
 
     def _again(self, data: Any, optim_wrapper: Any) -> dict[str, Any] | None:
-        """Step if an earlier step has checked the model; None: nothing was done."""
+        """Step without checking the model again. Return None if no step was made."""
         if not self._left:
             return None
         self._left -= 1
         return None if self._is_autocast else self.programs[0].again(data, optim_wrapper)
 
     def _step(self, batch: Any, optim_wrapper: Any) -> dict[str, Any] | None:
-        """Step by a program, or as other ranks do by theirs; None: nothing was done."""
+        """Step by a program, or in step with the programs of other ranks.
+
+        Returns None if no step was made.
+        """
         wrapper = self._wrapper
         self._left = 0
         plan = _plan(wrapper, optim_wrapper)
         program = self._program(plan, batch)
         if self._is_autocast:
-            self._tell(_AUTOCAST)
+            self._log_once(_AUTOCAST)
             program = None
         if plan.ranks > 1 and not plan.held:
             broadcast_first(shared_buffers(wrapper), wrapper.data_group)
@@ -184,16 +191,16 @@ class CompiledStep:
         return step_in_eager_mode(wrapper, batch, optim_wrapper) if plan.ranks > 1 else None
 
     def look_every(self, steps: int) -> bool:
-        """Re-check the model only before each ``steps``-th step, from the next one on.
+        """Check the model for changes only before every ``steps``-th step, from the next one on.
 
-        In between, only the values of the model's tensors may change; settings of the optimizer
-        are always checked. Returns True: the step is compiled.
+        In between, only the values of the model's tensors may change. Settings of the optimizer
+        are checked before every step. Returns True, because this step is compiled.
         """
         self._block, self._left = steps, 0
         return True
 
     def _program(self, plan: Plan, batch: Any) -> Compiled | None:
-        """Return the program for a step; None if there is none."""
+        """Return a program for this step, or None. Compile one if necessary."""
         for at, program in enumerate(self.programs):
             if program.fits(plan, batch):
                 if at:
@@ -217,45 +224,48 @@ class CompiledStep:
         except NotCompilableError as reason:
             self._refuse(reason)
         except Exception as error:
-            # Compilers fail in many ways, and the usual step needs none of them.
+            # Compilers fail in many ways. The usual step does not depend on them.
             kind = type(error).__name__
             self._refuse(NotCompilableError(f"building it fails: {kind}: {first_line(error)}"))
         return None
 
     def _refuse(self, reason: Exception) -> None:
-        self._tell(str(reason))
+        self._log_once(str(reason))
         self._attempts -= 1
         if not self._attempts or not isinstance(reason, NotReadyError):
-            # Not tried again: that would take long, at each step.
+            # Trying again would slow down every step.
             self._is_closed = True
 
-    def _shortness(self) -> str | None:
-        """Why compiling does not pay. By the length of the run, so that a resumed run agrees."""
+    def _why_too_short(self) -> str | None:
+        """Return why the run is too short to compile, or None.
+
+        The planned length counts, so a resumed run decides in the same way.
+        """
         optim_wrapper = self._optim_wrapper
         updates = optim_wrapper.max_counts / optim_wrapper.accumulative_counts
         if not 0 < updates < self._min_steps:
             return None
         return (
-            f"the run has {updates:.0f} updates, fewer than min_steps={self._min_steps}, from "
-            "which on compiling may pay off"
+            f"the run has {updates:.0f} updates, fewer than min_steps={self._min_steps}, so "
+            "compiling would take longer than it saves"
         )
 
     def _obstacle(self) -> str | None:
-        """Why no step can be compiled, the same on all ranks; None if it may be."""
+        """Return why no step can be compiled, or None. All ranks get the same answer."""
         if self._is_autocast:
             return _AUTOCAST
-        if self._optim_wrappers > _FEW:
-            return "several optimizer wrappers take turns"
+        if self._optim_wrappers > _MOST_OPTIM_WRAPPERS:
+            return "several optimizer wrappers train this model in turn"
         return next(_obstacles(self._wrapper, self._optim_wrapper, self._allow_custom), None)
 
-    def _tell(self, reason: str) -> None:
-        if reason not in self._told and get_rank() == 0:
+    def _log_once(self, reason: str) -> None:
+        if reason not in self._logged and get_rank() == 0:
             logger.warning("a training step runs as usual and not compiled: %s", reason)
-        self._told.add(reason)
+        self._logged.add(reason)
 
 
 class _Clock:
-    """Times steps before and after compiling, and logs when compiling has paid off."""
+    """Times steps before and after compiling, and logs when compiling pays off."""
 
     def __init__(self) -> None:
         self._last: float | None = None
@@ -264,7 +274,7 @@ class _Clock:
         self._seconds = 0.0
 
     def tick(self) -> None:
-        """Note that a step begins."""
+        """Record the start of a step."""
         if len(self._compiled) > _TIMED:
             return
         now = time.perf_counter()
@@ -284,17 +294,17 @@ class _Clock:
 
     @contextmanager
     def compiling(self, device: torch.device) -> Iterator[None]:
-        """Count the time that compiling takes."""
+        """Measure the time spent compiling."""
         begin = time.perf_counter()
         yield
         self._seconds += time.perf_counter() - begin
         self._last = None
         if device.type != "cpu":
-            # Launches return at once, so nothing is known of the time a step takes.
+            # Kernel launches return immediately, so the time of a step is unknown.
             self._eager.clear()
 
     def _gain(self) -> str:
-        # The first one prepares much.
+        # The first step includes one-time setup.
         if len(self._eager) < 2:
             return ""
         before, after = min(list(self._eager)[1:]), min(self._compiled)
@@ -305,7 +315,7 @@ class _Clock:
 
 
 def _decides(gate: Any) -> bool:
-    """Whether a gate may prevent updates that a program makes."""
+    """Return whether a gate may prevent an update that a program would make."""
     return not isinstance(gate, (FirstUpdate, WeightedWindow))
 
 
@@ -326,16 +336,16 @@ def _plan(wrapper: Any, optim_wrapper: Any) -> Plan:
 def _obstacles(wrapper: Any, optim_wrapper: Any, allow_custom: bool) -> Iterator[str]:
     name = type(optim_wrapper).__name__
     if not isinstance(wrapper, (SingleDevice, StepDistributedDataParallel)):
-        yield f"{type(wrapper).__name__} does more in a step; single and ddp are compiled"
+        yield f"{type(wrapper).__name__} is not supported; only single and ddp are compiled"
     if has_own_step(wrapper) or type(wrapper).forward not in _FORWARDS:
         yield "the step or the forward of the wrapper is not the usual one"
     if wrapper.detect_anomalous_params:
         yield "detect_anomalous_params looks at each gradient"
     if type(optim_wrapper) not in (OptimWrapper, AmpOptimWrapper):
-        yield f"{name} is an optimizer wrapper of another kind"
+        yield f"{name} is not an OptimWrapper or AmpOptimWrapper"
         return
     if optim_wrapper.scales_losses:
-        yield "float16 scales its losses; use bfloat16"
+        yield "float16 needs loss scaling, which is not compiled; use bfloat16"
     known = ((kind, *one) for kind, own in _METHODS for one in own.items())
     if any(getattr_static(kind, key) is not one for kind, key, one in known):
         yield "a method of OptimWrapper has been replaced"
@@ -355,9 +365,9 @@ def _of_optimizer(optim_wrapper: OptimWrapper) -> Iterator[str]:
     if optim_wrapper.needs_closure:
         yield f"{kind} needs a closure"
     if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
-        yield f"{kind} has hooks, as of a ledger or GradNormHook"
+        yield f"{kind} has hooks, for example from a ledger or a GradNormHook"
     if is_spread(optimizer) or hasattr(optimizer, "averager"):
-        yield f"{kind} exchanges more than gradients between the ranks"
+        yield f"{kind} exchanges data other than gradients between the ranks"
 
 
 def _of_model(model: nn.Module) -> Iterator[str]:
@@ -378,19 +388,19 @@ def _of_model(model: nn.Module) -> Iterator[str]:
 
 
 def _of_ddp(wrapper: Any) -> Iterator[str]:
-    """Not those that every replica has: DistributedDataParallel puts hooks on its parameters."""
+    """Yield the obstacles of DDP's options."""
     if device_of(wrapper.module).type != "cpu":
-        yield "on GPUs ddp averages gradients while the backward runs, which no program does"
+        yield "on GPUs ddp averages gradients during the backward, which a program cannot do"
     for option in ("find_unused_parameters", "static_graph", "parameters_to_ignore"):
         if getattr(wrapper, option):
             yield f"{option} is set"
     if wrapper._comm_hooks:
         yield "there is a comm_hook"
     if wrapper.uneven_inputs is not None:
-        yield "ranks may end apart (uneven_inputs)"
+        yield "ranks may run out of data at different steps (uneven_inputs)"
 
 
-# As they were imported.
+# The methods as they were at import, to detect replacements.
 _METHODS = [
     (kind, {key: one for key in dir(kind) if callable(one := getattr_static(kind, key))})
     for kind in (OptimWrapper, AmpOptimWrapper)
