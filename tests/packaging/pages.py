@@ -18,8 +18,9 @@ def section(text: str, title: str) -> str:
 
 
 def blocks(text: str, language: str) -> list[str]:
-    """Return the code blocks of a language."""
-    return re.findall(rf"```{language}\n(.*?)```", text, flags=re.DOTALL)
+    """Return the code blocks of a language; "" for blocks without one."""
+    fenced = re.findall(r"^```(\w*)\n(.*?)^```$", text, flags=re.DOTALL | re.MULTILINE)
+    return [code for kind, code in fenced if kind == language]
 
 
 def found(pattern: str, text: str) -> list[str]:

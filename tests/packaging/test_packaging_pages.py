@@ -1,6 +1,7 @@
 """What the README and the pages of docs/ show is true: names, tables, links and code."""
 
 import configparser
+import contextlib
 import inspect
 import json
 import os
@@ -17,7 +18,10 @@ from pages import blocks, found, page, section
 from programs import run
 from ranks import run_ranks
 from source_tree import FILES, FOLDERS, ROOT
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grad_norm_
 from torchmetrics.classification import MulticlassAccuracy
 
 import stepwrap.collectives
@@ -34,34 +38,69 @@ README = page("README.md")
 # The README.
 
 
+def train_by_both_loops() -> dict[str, tuple[Tensor, Tensor]]:
+    by_hand, ours, _ = blocks(README, "python")
+    data = [(torch.randn(8, 6), torch.randint(3, (8,))) for _ in range(12)]
+    weights = []
+    for code in (by_hand, ours):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 3))
+        names: dict[str, Any] = {
+            name: getattr(stepwrap.wrappers, name) for name in stepwrap.wrappers.__all__
+        }
+        names |= {"torch": torch, "contextlib": contextlib, "net": net, "loader": data}
+        names |= {"DistributedDataParallel": DistributedDataParallel}
+        names |= {"cross_entropy": cross_entropy, "clip_grad_norm_": clip_grad_norm_}
+        exec(code, names)
+        weights.append({name: value.detach() for name, value in net.named_parameters()})
+    return {name: (value, weights[1][name]) for name, value in weights[0].items()}
+
+
+def test_the_loops_of_the_readme_compute_the_same_weights() -> None:
+    for compared in run_ranks(train_by_both_loops, 2):
+        for by_hand, ours in compared.values():
+            assert torch.allclose(by_hand, ours, rtol=0, atol=1e-6)
+
+
 @pytest.mark.slow
-def test_the_example_of_the_readme_runs(tmp_path: Path) -> None:
-    (code,) = blocks(README, "python")
-    assert len([line for line in code.splitlines() if line.strip()]) <= 25
+def test_the_quick_start_of_the_readme_runs(tmp_path: Path) -> None:
+    *_, module = blocks(README, "python")
+    (config,) = blocks(README, "yaml")
+    (tmp_path / "circle.py").write_text(module)
+    (tmp_path / "circle.yaml").write_text(config)
+    commands = found(r"^stepwrap (.*)$", section(README, "Quick start"))
+    outputs = [run("-m", "stepwrap.runner", *one.split(), cwd=tmp_path) for one in commands]
+    assert len(outputs) == 3
+    for text in outputs:
+        assert float(found(r"accuracy ([\d.]+)", text)[-1]) > 0.95
+    assert (tmp_path / "runs" / "circle" / "config.yaml").exists()
+
+
+@pytest.mark.slow
+def test_the_run_from_python_is_that_of_the_readme(tmp_path: Path) -> None:
+    (tmp_path / "circle.py").write_text(blocks(README, "python")[-1])
+    (code,) = blocks(section(page("extending"), "A run from Python"), "python")
     out = run("-c", code, cwd=tmp_path)
     assert float(re.search(r"'accuracy': ([\d.]+)", out)[1]) > 0.95
-    assert not list(tmp_path.iterdir())
+    assert {file.name for file in tmp_path.iterdir()} <= {"circle.py", "__pycache__"}
 
 
 @pytest.mark.slow
-def test_the_import_of_the_readme_registers_the_strategy(tmp_path: Path) -> None:
-    (code,) = blocks(README, "py")
+def test_the_import_registers_the_strategy_of_lightning(tmp_path: Path) -> None:
+    code, *_ = blocks(page("lightning"), "py")
     assert "StepStrategy" in run("-c", f"{code}\nprint(type(trainer.strategy))", cwd=tmp_path)
 
 
-def test_the_readme_names_pages_extras_folders_and_commands() -> None:
+def test_the_readme_names_pages_extras_and_commands() -> None:
     links = set(found(r"\]\(([^)#]+)\)", README))
     assert {link for link in links if not (ROOT / link).exists()} == set()
     assert {f"docs/{one.name}" for one in (ROOT / "docs").glob("*.md")} <= links
 
     parser = configparser.ConfigParser()
     parser.read(ROOT / "setup.cfg")
-    # What developers alone need is not for users.
+    # The extra `test` is for developers of stepwrap only.
     extras = {*found(r"^\| `(\w+)` \|", README), "test"}
     assert extras == set(parser["options.extras_require"])
-
-    folders = {file.parent.name for file in ROOT.glob("[a-z]*/__init__.py")}
-    assert {folder for folder in folders if f"\n{folder}/ " not in README} == set()
 
     (commands,) = [text for text in blocks(README, "") if "make demo" in text]
     targets = " ".join(found(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text()))
@@ -71,7 +110,7 @@ def test_the_readme_names_pages_extras_folders_and_commands() -> None:
 
 # Architecture.
 
-WAYS = ("a batch", "a config value", "a checkpoint", "a pool task", "an rpc call")
+PATHS = ("a batch", "a config value", "a checkpoint", "a pool task", "an rpc call")
 
 
 def test_the_page_on_the_architecture_has_every_room_and_names_files_that_exist() -> None:
@@ -83,12 +122,12 @@ def test_the_page_on_the_architecture_has_every_room_and_names_files_that_exist(
     assert sorted(found(r"^\| `([\w/]+/)` \| .{10,} \|$", text)) == sorted(rooms)
 
 
-@pytest.mark.parametrize("thing", WAYS)
-def test_each_way_is_short_and_names_its_files(thing: str) -> None:
-    way = section(page("architecture"), f"The way of {thing}")
-    lines = [line for line in way.splitlines() if line.strip()]
+@pytest.mark.parametrize("thing", PATHS)
+def test_each_path_is_short_and_names_its_files(thing: str) -> None:
+    path = section(page("architecture"), f"The path of {thing}")
+    lines = [line for line in path.splitlines() if line.strip()]
     assert 0 < len(lines) < 15
-    assert len(set(found(r"`[\w/]+\.py`", way))) >= 4
+    assert len(set(found(r"`[\w/]+\.py`", path))) >= 4
 
 
 # The command, configs and hooks.

@@ -29,7 +29,7 @@ def test_programs_run(call: str, tmp_path: Path) -> None:
 
 
 def test_names_of_the_page_are_there() -> None:
-    table = PAGE.split("## When to use what")[1].split("\n## ")[0]
+    table = PAGE.split("## Which class to use")[1].split("\n## ")[0]
     first = {
         name for cell in re.findall(r"\| (.*) \|\n", table) for name in re.findall(r"`(\w+)`", cell)
     }

@@ -25,33 +25,34 @@ _COLUMNS: list[tuple[str, str, Callable[[Outcome], float]]] = [
 
 _HEAD = """# Parity
 
-Every wrapper reaches the same numbers as the same models trained by hand with `torch.nn` and
+This page compares every wrapper with the same models trained by hand with `torch.nn` and
 `torch.optim`, on the whole batch, in one process, without any code of this project. `make parity`
-wrote this page (torch {torch}, gloo, CPU, {minutes:.0f} minutes); the tests run a part of it.
+wrote it (torch {torch}, gloo, CPU, {minutes:.0f} minutes); the tests run a part of the comparison.
 
 - **Cell**: a wrapper, a number of ranks, a model, a dtype, accumulation 1 or 3, with or without
-  clipping by norm, an optimizer, and what the losses are means over. Of {cells} cells, {within} are
-  within the bounds.
+  clipping by norm, an optimizer, and the elements over which losses are averaged. Of {cells} cells,
+  {within} are within the bounds.
 - **Training**: {steps} steps each. Micro-batches of {batch} of the {samples} samples are split over
-  the ranks that see different data. The ranks start with different weights; rank 0's must be used.
+  the ranks that see different data. The ranks start with different weights, and the wrapper must
+  use rank 0's.
 - **Parameters**: the largest difference of any parameter or running statistic at the end, on any
   rank. Bounds: {fp64} in fp64, {fp32} in fp32.
-- **Loss**: the largest difference of the loss of any micro-batch (mean over the ranks). The same
-  bounds; in bf16 {bf16} of the loss. bf16 means autocast with fp32 weights, on both sides.
-- **Weighted** cells have `loss_weight`: by samples, and for the transformer by tokens, of sequences
-  that end at different places. Their micro-batches have {ragged} samples in turn, of which
-  the ranks have different numbers; the hand-written side takes one mean over the whole window.
+- **Loss**: the largest difference of the loss of any micro-batch (mean over the ranks). The bounds
+  are the same; in bf16 {bf16} of the loss. bf16 means autocast with fp32 weights, on both sides.
+- **Weighted** cells have `loss_weight`: by samples, and for the transformer by tokens of sequences
+  with different lengths. Their micro-batches have {ragged} samples in turn, and the ranks have
+  different numbers of them. The hand-written side takes one mean over the whole window.
 - **BatchNorm** layers are synchronised (`sync_batchnorm: true`) if ranks or replicas see different
-  samples. With accumulation, their statistics are those of one micro-batch, on both sides.
+  samples. With accumulation, their statistics come from one micro-batch, on both sides.
 - **Optimizers**: SGD ({sgd}) and AdamW ({adamw}). Gradients are clipped to a norm of {norm}.
 - **separate** has one optimizer, and one norm, for each of the two parts of a model; the
   hand-written side does the same.
 
-No parameter of the models has a gradient that is zero except for rounding, as the bias before a
-BatchNorm layer or the bias of attention keys has. AdamW divides by the size of the gradient, so it
-would take full steps in the direction of rounding errors, and two equally correct programs would
-diverge. For the same reason eps is {eps} instead of torch's 1e-8, with which an element whose
-gradient is as small as its rounding error would move as fast as any other."""
+The models have no parameter whose gradient is zero except for rounding, such as the bias before a
+BatchNorm layer or the bias of attention keys. AdamW divides by the size of the gradient. For such a
+parameter it would take full steps in the direction of rounding errors, and two equally correct
+programs would diverge. For the same reason eps is {eps} instead of torch's 1e-8: with 1e-8, an
+element whose gradient is as small as its rounding error would move as fast as any other."""
 
 
 def page(cells: list[Outcome], loads: list[Load], failures: list[str], *, minutes: float) -> str:
@@ -165,15 +166,16 @@ def _checkpoints(loads: list[Load]) -> str:
         f"{dtype} {bound:.0e}" for dtype, bound in LOAD_BOUNDS.items() if dtype in DTYPES
     )
     loaded = (
-        f"{len(sources)}\ncheckpoints, {len(loads)} loads, {elsewhere} of them under another "
+        f"{len(sources)} checkpoints, {len(loads)} loads, {elsewhere} of them under another "
         f"setup,\n{within} of them within the bounds ({bounds})"
     )
     lines = [
         "## Checkpoints\n",
-        f"Every unweighted cell saves one; every wrapper and rank count loads it: {loaded}.",
-        "The figures are relative differences between the loss on validation data",
-        f"({VALIDATION} samples) and that in the run that saved the checkpoint. Weights trained",
-        "under bf16 are fp32, and are evaluated in fp32.\n",
+        "Every unweighted cell saves a checkpoint, and every wrapper and number of ranks loads it:",
+        f"{loaded}.",
+        "The figures are relative differences of the loss on validation data",
+        f"({VALIDATION} samples) from the loss in the run that saved the checkpoint.",
+        "Weights trained under bf16 are fp32, and are evaluated in fp32.\n",
         "| Loaded under | Ranks | Loads | " + " | ".join(DTYPES) + " |",
         "|---|---|---|" + "---|" * len(DTYPES),
     ]
